@@ -1,0 +1,1 @@
+"""Pure tensor functions under every loss and metric; needs torch only."""

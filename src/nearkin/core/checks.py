@@ -1,0 +1,253 @@
+"""Every input-error sentence of the package: which argument, what is allowed, what was received.
+
+Shapes, types and devices are always checked. Checks that must read values (label range, finiteness) run on the CPU;
+on an accelerator they would stall the queue, so there a bad row becomes NaN instead, unless `strict()` is on.
+"""
+
+import difflib
+from collections.abc import Iterable
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from nearkin.core.relations import UNKNOWN, LabelDistance, Labels, Relation
+
+_strict = False
+
+
+class strict:
+    """Turns full value checks on, on every device and at the price of a synchronisation a call.
+
+    `nearkin.strict()` for the rest of the program, `nearkin.strict(False)` to end it, `with nearkin.strict():` for a
+    block. Besides label ranges it refuses NaN and Inf in embeddings, which otherwise give a NaN loss.
+    """
+
+    def __init__(self, on: bool = True) -> None:
+        global _strict
+        self._before = _strict
+        _strict = on
+
+    def __enter__(self) -> "strict":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        global _strict
+        _strict = self._before
+
+
+def reads_values(tensor: Tensor) -> bool:
+    """Whether a check may look at the values of this tensor here and now."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type != "meta" and (_strict or tensor.device.type == "cpu")
+
+
+def positive(name: str, value: float) -> None:
+    if not value > 0 or value == float("inf"):
+        raise ValueError(f"{name} must be > 0, got {value}")
+
+
+def at_least(name: str, value: float, low: float) -> None:
+    if not value >= low or value == float("inf"):
+        raise ValueError(f"{name} must be >= {low}, got {value}")
+
+
+def between(name: str, value: float, low: float, high: float) -> None:
+    if not low < value < high:
+        raise ValueError(f"{name} must be > {low} and < {high}, got {value}")
+
+
+def whole(name: str, value: int, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name} must be >= {low}, got {value}")
+
+
+def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
+    known = list(allowed)
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, 1)
+        hint = f'; did you mean "{near[0]}"?' if near else ";"
+        raise ValueError(f'unknown {name} "{value}"{hint} known: {", ".join(known)}')
+
+
+def impossible(name: str, value: object, because: str, possible: Iterable[str]) -> NoReturn:
+    """For a choice that exists but not here."""
+    raise ValueError(f'{name}="{value}" is not possible here: {because}; possible: {", ".join(possible)}')
+
+
+def rows(name: str, value: object) -> Tensor:
+    """A matrix of floats, one row an item."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch tensor, got {type(value).__name__}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    if value.dim() != 2 or value.shape[1] == 0:
+        raise ValueError(f"{name} must have shape (rows, dimensions), got {tuple(value.shape)}")
+    if _strict and reads_values(value) and not bool(value.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got NaN or Inf in {int((~value.isfinite()).any(1).sum())} rows")
+    return value
+
+
+def same_device(name: str, value: Tensor, of: Tensor, of_name: str = "embeddings") -> None:
+    if value.device != of.device:
+        raise ValueError(f"{name} must be on the device of {of_name}: {of.device}, got {value.device}")
+
+
+def class_ids(name: str, labels: object, embeddings: Tensor, of_name: str = "embeddings") -> Tensor:
+    """Integer class ids, one a row of `embeddings`."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"{name} must be a torch tensor of class ids, got {type(labels).__name__}")
+    if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"{name} must be integer class ids of shape (rows,), got {labels.dtype} {tuple(labels.shape)}")
+    if labels.dim() != 1:
+        raise ValueError(f"{name} must have shape (rows,), got {tuple(labels.shape)}")
+    _one_a_row(name, labels, embeddings, of_name)
+    return labels
+
+
+def in_range(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Class ids as int64 safe to index with, which of them are known, and what to add to a row's loss.
+
+    -1 is unknown. The addend is 0, or NaN for an id out of range where values are not read.
+    """
+    ids = labels.long()
+    wrong = (ids < -1) | (ids >= num_classes)
+    if reads_values(ids) and bool(wrong.any()):
+        worst = int(ids[wrong][0])
+        raise ValueError(f"labels must be in 0..{num_classes - 1} (or -1 for unknown), got {worst}")
+    spoilt = torch.zeros_like(ids, dtype=torch.float32).masked_fill(wrong, float("nan"))
+    return ids.clamp(0, num_classes - 1), ids != UNKNOWN, spoilt
+
+
+def classes(embeddings: Tensor, labels: Tensor, num_classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for losses over class weights of `dim` dimensions, with everything else of the batch checked too."""
+    rows("embeddings", embeddings)
+    if embeddings.shape[1] != dim:
+        raise ValueError(f"embeddings must have {dim} dimensions as the class weights have, got {embeddings.shape[1]}")
+    class_ids("labels", labels, embeddings)
+    return in_range(labels, num_classes)
+
+
+def batch(
+    embeddings: Tensor, labels: Labels, references: Tensor | None, reference_labels: Labels | None, graded: bool = False
+) -> tuple[Tensor | None, Labels | None]:
+    """Anchors, references and what is said of them fit together.
+
+    Returns the references and their labels; a batch that is its own reference is always said as (None, None).
+    """
+    rows("embeddings", embeddings)
+    if references is embeddings and (reference_labels is None or reference_labels is labels):
+        references = reference_labels = None
+    if references is None:
+        if reference_labels is not None:
+            raise ValueError("reference_labels need references, got None")
+    else:
+        rows("references", references)
+        same_device("references", references, embeddings)
+        if references.shape[1] != embeddings.shape[1]:
+            raise ValueError(
+                f"references must have the dimensions of embeddings: {embeddings.shape[1]}, got {references.shape[1]}"
+            )
+    if graded:
+        _targets(embeddings, labels, references, reference_labels)
+    else:
+        _relation(embeddings, labels, references, reference_labels)
+    return references, reference_labels
+
+
+def _relation(embeddings: Tensor, labels: Labels, references: Tensor | None, reference_labels: Labels | None) -> None:
+    if isinstance(labels, LabelDistance):
+        raise TypeError("labels must be class ids, multi-label rows or a Relation, got a LabelDistance")
+    if isinstance(labels, Relation):
+        for part in ("positive", "negative"):
+            _matrix(f"labels.{part}", getattr(labels, part), embeddings, references)
+        if reference_labels is not None:
+            raise ValueError("reference_labels must be left out where labels is a Relation, which speaks for both")
+        return
+    if isinstance(labels, Tensor) and labels.dtype == torch.bool and labels.dim() == 2:
+        _multilabel(embeddings, labels, references, reference_labels)
+        return
+    class_ids("labels", labels, embeddings)
+    if references is not None:
+        if reference_labels is None:
+            raise ValueError("reference_labels must be given with references, got None")
+        class_ids("reference_labels", reference_labels, references, "references")
+
+
+def _multilabel(embeddings: Tensor, labels: Tensor, references: Tensor | None, reference_labels: Labels | None) -> None:
+    _one_a_row("labels", labels, embeddings, "embeddings")
+    if references is None and labels.shape[0] == labels.shape[1] and labels.shape[0] > 0:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} may be multi-label rows or a relation; "
+            "say which: relations.multilabel(labels) or relations.explicit(labels)"
+        )
+    if references is None:
+        return
+    if reference_labels is None:
+        _matrix("labels (a relation, since there are no reference_labels)", labels, embeddings, references)
+        return
+    if not isinstance(reference_labels, Tensor) or reference_labels.dtype != torch.bool or reference_labels.dim() != 2:
+        raise TypeError("reference_labels must be bool rows as labels are")
+    _one_a_row("reference_labels", reference_labels, references, "references")
+    if reference_labels.shape[1] != labels.shape[1]:
+        raise ValueError(
+            f"reference_labels must have as many columns as labels: {labels.shape[1]}, got {reference_labels.shape[1]}"
+        )
+
+
+def _targets(embeddings: Tensor, targets: Labels, references: Tensor | None, reference_targets: Labels | None) -> None:
+    if isinstance(targets, LabelDistance):
+        _matrix("labels.distance", targets.distance, embeddings, references, torch.is_floating_point)
+        if reference_targets is not None:
+            raise ValueError("reference_labels must be left out where labels is a LabelDistance, which speaks for both")
+        return
+    _numbers("labels", targets, embeddings, "embeddings")
+    if references is None:
+        return
+    if reference_targets is None:
+        raise ValueError("reference_labels must be given with references, got None")
+    _numbers("reference_labels", reference_targets, references, "references")
+    assert isinstance(targets, Tensor) and isinstance(reference_targets, Tensor)
+    if targets.shape[1:] != reference_targets.shape[1:]:
+        raise ValueError(
+            f"reference_labels must have the columns of labels: {tuple(targets.shape[1:])}, "
+            f"got {tuple(reference_targets.shape[1:])}"
+        )
+
+
+def _numbers(name: str, targets: object, items: Tensor, of_name: str) -> None:
+    if not isinstance(targets, Tensor) or targets.dtype == torch.bool or targets.is_complex():
+        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+        raise TypeError(f"{name} must be real-valued targets, (rows,) or (rows, K), got {got}")
+    if targets.dim() not in (1, 2):
+        raise ValueError(f"{name} must have shape (rows,) or (rows, K), got {tuple(targets.shape)}")
+    _one_a_row(name, targets, items, of_name)
+    if reads_values(targets) and targets.is_floating_point() and not bool(targets.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got NaN or Inf")
+
+
+def _one_a_row(name: str, labels: Tensor, items: Tensor, of_name: str) -> None:
+    if labels.shape[0] != items.shape[0]:
+        raise ValueError(
+            f"{name} must have one entry a row of {of_name}: {items.shape[0]} rows, {labels.shape[0]} labels"
+        )
+    same_device(name, labels, items, of_name)
+
+
+def _matrix(name: str, value: object, embeddings: Tensor, references: Tensor | None, kind: object = None) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch tensor, got {type(value).__name__}")
+    wanted = (embeddings.shape[0], (embeddings if references is None else references).shape[0])
+    if value.shape != wanted:
+        raise ValueError(f"{name} must have shape (anchors, references) = {wanted}, got {tuple(value.shape)}")
+    if kind is None and value.dtype != torch.bool:
+        raise TypeError(f"{name} must be bool, got {value.dtype}")
+    if kind is not None and not value.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    same_device(name, value, embeddings)
+    if kind is not None and reads_values(value) and not bool((value >= 0).all() & value.isfinite().all()):
+        raise ValueError(f"{name} must be finite and >= 0, got {float(value.min())} at least")

@@ -1,0 +1,135 @@
+"""Every loss of the canon: a function, and a thin module that holds its settings or its learned parameters.
+
+`loss(embeddings, labels)` in a batch; pair losses also take `references, reference_labels`: a memory, the embeddings of
+other ranks, another view.
+"""
+
+from nearkin.losses.angular import (
+    AdaCosLoss,
+    ArcFaceLoss,
+    CosFaceLoss,
+    HeatedSoftmaxLoss,
+    NormalizedSoftmaxLoss,
+    SphereFaceLoss,
+    adacos_loss,
+    adacos_scale,
+    arcface_loss,
+    cosface_loss,
+    heated_softmax_loss,
+    normalized_softmax_loss,
+    sphereface_loss,
+)
+from nearkin.losses.center import (
+    CenterLoss,
+    center_loss,
+    center_update,
+)
+from nearkin.losses.cluster import (
+    FacilityLocationLoss,
+    facility_location,
+    facility_location_loss,
+)
+from nearkin.losses.pair import (
+    CircleLoss,
+    ContrastiveLoss,
+    MarginLoss,
+    MultiSimilarityLoss,
+    circle_loss,
+    contrastive_loss,
+    margin_loss,
+    multi_similarity_loss,
+)
+from nearkin.losses.proxy import (
+    ProxyAnchorLoss,
+    ProxyNCALoss,
+    SoftTripleLoss,
+    proxy_anchor_loss,
+    proxy_nca_loss,
+    soft_triple_loss,
+)
+from nearkin.losses.rank import (
+    FastAPLoss,
+    SmoothAPLoss,
+    fastap_loss,
+    smooth_ap_loss,
+)
+from nearkin.losses.ratio import (
+    LogRatioLoss,
+    logratio_loss,
+)
+from nearkin.losses.siamese import (
+    SiameseLoss,
+    siamese_loss,
+)
+from nearkin.losses.structured import (
+    InfoNCELoss,
+    LiftedStructureLoss,
+    NPairLoss,
+    SupConLoss,
+    infonce_loss,
+    lifted_structure_loss,
+    npair_loss,
+    supcon_loss,
+)
+from nearkin.losses.triplet import (
+    LosslessTripletLoss,
+    TripletLoss,
+    lossless_triplet_loss,
+    triplet_loss,
+)
+
+__all__ = [
+    "AdaCosLoss",
+    "ArcFaceLoss",
+    "CenterLoss",
+    "CircleLoss",
+    "ContrastiveLoss",
+    "CosFaceLoss",
+    "FacilityLocationLoss",
+    "FastAPLoss",
+    "HeatedSoftmaxLoss",
+    "InfoNCELoss",
+    "LiftedStructureLoss",
+    "LogRatioLoss",
+    "LosslessTripletLoss",
+    "MarginLoss",
+    "MultiSimilarityLoss",
+    "NPairLoss",
+    "NormalizedSoftmaxLoss",
+    "ProxyAnchorLoss",
+    "ProxyNCALoss",
+    "SiameseLoss",
+    "SmoothAPLoss",
+    "SoftTripleLoss",
+    "SphereFaceLoss",
+    "SupConLoss",
+    "TripletLoss",
+    "adacos_loss",
+    "adacos_scale",
+    "arcface_loss",
+    "center_loss",
+    "center_update",
+    "circle_loss",
+    "contrastive_loss",
+    "cosface_loss",
+    "facility_location",
+    "facility_location_loss",
+    "fastap_loss",
+    "heated_softmax_loss",
+    "infonce_loss",
+    "lifted_structure_loss",
+    "logratio_loss",
+    "lossless_triplet_loss",
+    "margin_loss",
+    "multi_similarity_loss",
+    "normalized_softmax_loss",
+    "npair_loss",
+    "proxy_anchor_loss",
+    "proxy_nca_loss",
+    "siamese_loss",
+    "smooth_ap_loss",
+    "soft_triple_loss",
+    "sphereface_loss",
+    "supcon_loss",
+    "triplet_loss",
+]

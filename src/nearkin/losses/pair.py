@@ -1,0 +1,363 @@
+"""Pair losses: every pair of an anchor and a reference pays by itself, or weighted by its anchor's other pairs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from nearkin import mining
+from nearkin.core import checks, distances, reduce, relations
+from nearkin.core.relations import Labels, Relation
+from nearkin.losses.settings import hold, show
+
+__all__ = [
+    "CircleLoss",
+    "ContrastiveLoss",
+    "MarginLoss",
+    "MultiSimilarityLoss",
+    "circle_loss",
+    "contrastive_loss",
+    "margin_loss",
+    "multi_similarity_loss",
+]
+
+
+def contrastive_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    margin: float = 1.0,
+    positive_margin: float = 0.0,
+    squared: bool = True,
+    selection: mining.Selection = "all",
+    normalize: bool = False,
+    reduction: str = "mean",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Kin are pulled together, strangers pushed out to the margin.
+
+    L = 1/2 mean_{positive pairs} D²  +  1/2 mean_{negative pairs} [margin - D]_+²,   D = Euclidean distance
+
+    embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items a class. `positive_margin` m turns
+    D into [D - m]_+; `squared=False` drops both squares. Two embeddings at the same place do not repel each other.
+    `selection`: "all", or a pair or triplet selection of `mining`. Kin: `margin_loss` (learned boundary).
+    Hadsell, Chopra, LeCun 2006, eq. 4; margin 1 and raw embeddings from there. `reduction` applies to each half.
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.at_least("margin", margin, 0)
+    checks.at_least("positive_margin", positive_margin, 0)
+    distance = _distance(embeddings, references, normalize)  # (B, R)
+    kin = relations.of(labels, references, reference_labels)
+    pairs = _pairs(selection, distance, kin, normalize, embeddings.shape[1], margin, generator)
+    near, positive, far, negative = mining.as_pairs(pairs, distance)
+    pull = (near - positive_margin).relu() if positive_margin else near
+    push = (margin - far).relu()
+    if squared:
+        pull, push = pull.square(), push.square()
+    halves = reduce.terms(pull, positive, reduction) + reduce.terms(push, negative, reduction)
+    return halves / 2 + reduce.taint(embeddings, references)
+
+
+def margin_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    beta: Tensor | float = 1.2,
+    margin: float = 0.2,
+    nu: float = 0.0,
+    selection: mining.Selection = "distance_weighted",
+    normalize: bool = True,
+    reduction: str = "active",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Kin nearer than a boundary β, strangers farther, each by the margin; β may be learned.
+
+    l_ap = [margin + D_ap - β_a]_+,  l_an = [margin - D_an + β_a]_+,  L = (Σ l_ap + Σ l_an + ν Σ_ap β_a) / active terms
+
+    D: Euclidean distance of unit vectors. beta: a number, a scalar tensor, or (C,) one a class of the anchor. The
+    normaliser counts active pairs ("active"); a pair of a triplet selection counts as often as it was drawn. Needs two
+    items a class. Wu et al. 2017, eq. 6-8; margin 0.2, β 1.2, ν 0 and the normaliser from the authors' code.
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.at_least("margin", margin, 0)
+    checks.at_least("nu", nu, 0)
+    distance = _distance(embeddings, references, normalize)  # (B, R)
+    kin = relations.of(labels, references, reference_labels)
+    boundary = _boundary(beta, labels, distance)  # (B, 1)
+    cutoff = (boundary.detach() + margin).squeeze(1)
+    pairs = _pairs(selection, distance, kin, normalize, embeddings.shape[1], cutoff, generator)
+    near, positive, far, negative = mining.as_pairs(pairs, distance)
+    pull = torch.where(positive, (margin + near - boundary).relu(), 0.0)
+    push = torch.where(negative, (margin - far + boundary).relu(), 0.0)
+    sums = pull.sum(1) + push.sum(1)
+    if nu:
+        sums = sums + nu * boundary.squeeze(1) * positive.sum(1)
+    counts = positive.sum(1) + negative.sum(1)
+    active = (pull > 0).sum(1) + (push > 0).sum(1)
+    return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references, boundary)
+
+
+def multi_similarity_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    alpha: float = 2.0,
+    beta: float = 50.0,
+    base: float = 0.5,
+    epsilon: float = 0.1,
+    selection: mining.Selection = "multi_similarity",
+    reduction: str = "mean",
+) -> Tensor:
+    r"""Pairs are weighted by how hard they are among the anchor's other pairs.
+
+    l_i = 1/α log(1 + Σ_{p} e^{-α (s_ip - λ)}) + 1/β log(1 + Σ_{n} e^{β (s_in - λ)}),   s = cosine, λ = `base`
+
+    p and n run over the pairs that the paper's own mining leaves (ε), or over all with `selection="all"`. Anchors that
+    meet nobody do not count. Kin: `supcon_loss`. Wang et al. 2019, arXiv:1904.06627, eq. 15; α 2, β 50, ε 0.1 from its
+    section 4, λ 0.5 from its released code (the paper prints 1).
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.positive("alpha", alpha)
+    checks.positive("beta", beta)
+    similarity = distances.cosine(embeddings, references)  # (B, R), larger is closer
+    kin = relations.of(labels, references, reference_labels)
+    pairs: mining.Triplets | mining.Pairs = mining.Pairs(kin.positive, kin.negative)
+    if selection == "multi_similarity":
+        pairs = mining.multi_similarity(1 - similarity, kin, epsilon=epsilon)
+    elif selection != "all":
+        pairs = mining.select(selection, 1 - similarity, kin, dim=embeddings.shape[1])
+    if isinstance(pairs, mining.Triplets):
+        known = ("all", *mining.PAIR_SELECTIONS)
+        checks.impossible("selection", selection, "the loss weighs pairs, not triplets", known)
+    pull = softplus(reduce.logsumexp(-alpha * (similarity - base), pairs.positive)) / alpha
+    push = softplus(reduce.logsumexp(beta * (similarity - base), pairs.negative)) / beta
+    met = (kin.positive | kin.negative).any(1)
+    return reduce.terms(pull + push, met, reduction) + reduce.taint(embeddings, references)
+
+
+def circle_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    margin: float = 0.4,
+    scale: float = 80.0,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""Each similarity is pulled as strongly as it is far from its own optimum, towards a circular boundary.
+
+    l_i = log(1 + Σ_n e^{γ α_n (s_n - m)} Σ_p e^{-γ α_p (s_p - 1 + m)}),  α_p = [1 + m - s_p]_+, α_n = [s_n + m]_+
+
+    s = cosine, γ = `scale`, m = `margin`; the weights α carry no gradient, as in the paper. Only anchors with both kin
+    and strangers count. Sun et al. 2020, arXiv:2002.10857, eq. 6-8; m 0.4 and γ 80 from its retrieval experiments
+    (faces: 0.25 and 256).
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.positive("scale", scale)
+    similarity = distances.cosine(embeddings, references)  # (B, R), larger is closer
+    kin = relations.of(labels, references, reference_labels)
+    held = similarity.detach()
+    pull = -scale * (1 + margin - held).relu() * (similarity - (1 - margin))
+    push = scale * (held + margin).relu() * (similarity - margin)
+    both = kin.positive.any(1) & kin.negative.any(1)
+    value = reduce.logsumexp(pull, kin.positive) + reduce.logsumexp(push, kin.negative)
+    return reduce.terms(softplus(torch.where(both, value, 0.0)), both, reduction) + reduce.taint(embeddings, references)
+
+
+class ContrastiveLoss(nn.Module):
+    """Holds the settings of `contrastive_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(
+        self,
+        margin: float = 1.0,
+        *,
+        positive_margin: float = 0.0,
+        squared: bool = True,
+        selection: mining.Selection = "all",
+        normalize: bool = False,
+        reduction: str = "mean",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        hold(
+            self,
+            contrastive_loss,
+            margin=margin,
+            positive_margin=positive_margin,
+            squared=squared,
+            selection=selection,
+            normalize=normalize,
+            reduction=reduction,
+            generator=generator,
+        )
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return contrastive_loss(embeddings, labels, references, reference_labels, **self.settings)
+
+
+class MarginLoss(nn.Module):
+    """`margin_loss` with a learned boundary β: one for all, or one a class with `num_classes`.
+
+    `lr_scale` 7: the authors' β learns at 0.1, divided by their batch of 140, beside an encoder at 1e-4.
+    """
+
+    lr_scale = 7.0
+    settings: dict[str, Any]
+
+    def __init__(
+        self,
+        margin: float = 0.2,
+        beta: float = 1.2,
+        num_classes: int | None = None,
+        nu: float = 0.0,
+        selection: mining.Selection = "distance_weighted",
+        *,
+        normalize: bool = True,
+        reduction: str = "active",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if num_classes is not None:
+            checks.whole("num_classes", num_classes, 1)
+        hold(
+            self,
+            margin_loss,
+            margin=margin,
+            nu=nu,
+            selection=selection,
+            normalize=normalize,
+            reduction=reduction,
+            generator=generator,
+        )
+        self.beta = nn.Parameter(torch.full(() if num_classes is None else (num_classes,), float(beta)))
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return margin_loss(embeddings, labels, references, reference_labels, beta=self.beta, **self.settings)
+
+
+class MultiSimilarityLoss(nn.Module):
+    """Holds the settings of `multi_similarity_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(
+        self,
+        alpha: float = 2.0,
+        beta: float = 50.0,
+        base: float = 0.5,
+        *,
+        epsilon: float = 0.1,
+        selection: mining.Selection = "multi_similarity",
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        hold(
+            self,
+            multi_similarity_loss,
+            alpha=alpha,
+            beta=beta,
+            base=base,
+            epsilon=epsilon,
+            selection=selection,
+            reduction=reduction,
+        )
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return multi_similarity_loss(embeddings, labels, references, reference_labels, **self.settings)
+
+
+class CircleLoss(nn.Module):
+    """Holds the settings of `circle_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(self, margin: float = 0.4, scale: float = 80.0, *, reduction: str = "mean") -> None:
+        super().__init__()
+        hold(self, circle_loss, margin=margin, scale=scale, reduction=reduction)
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return circle_loss(embeddings, labels, references, reference_labels, **self.settings)
+
+
+def _distance(embeddings: Tensor, references: Tensor | None, normalize: bool) -> Tensor:
+    if normalize:
+        embeddings = distances.unit(embeddings)
+        references = None if references is None else distances.unit(references)
+    return distances.euclidean(embeddings, references)
+
+
+def _pairs(
+    selection: mining.Selection,
+    distance: Tensor,
+    kin: Relation,
+    normalize: bool,
+    dim: int,
+    cutoff: float | Tensor,
+    generator: torch.Generator | None,
+) -> mining.Triplets | mining.Pairs:
+    if selection == "all":
+        return mining.Pairs(kin.positive, kin.negative)
+    if selection == "distance_weighted" and not normalize:
+        possible = ("all", *mining.TRIPLET_SELECTIONS[:-1], *mining.PAIR_SELECTIONS)
+        checks.impossible("selection", selection, "it needs unit vectors, normalize=True", possible)
+    if isinstance(selection, str):
+        checks.one_of("selection", selection, ("all", *mining.TRIPLET_SELECTIONS, *mining.PAIR_SELECTIONS))
+    return mining.select(selection, distance, kin, dim=dim, cutoff=cutoff, generator=generator)
+
+
+def _boundary(beta: Tensor | float, labels: Labels, distance: Tensor) -> Tensor:
+    """β of each anchor, (B, 1)."""
+    if not isinstance(beta, Tensor):
+        return torch.full_like(distance[:, :1] if distance.shape[1] else distance.sum(1, keepdim=True), beta)
+    beta = beta.to(distance.dtype)
+    if beta.dim() == 0:
+        return beta.expand(distance.shape[0], 1)
+    if not isinstance(labels, Tensor) or labels.dtype == torch.bool:
+        raise TypeError("labels must be integer class ids where β is one a class (num_classes), got a relation")
+    ids, _, spoilt = checks.in_range(labels, beta.shape[0])
+    return (beta[ids] + spoilt.to(beta.dtype))[:, None]

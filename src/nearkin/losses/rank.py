@@ -1,0 +1,147 @@
+"""Rank losses: average precision itself, made smooth."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nearkin.core import checks, distances, reduce, relations
+from nearkin.core.relations import Labels
+from nearkin.losses.settings import hold, show
+
+__all__ = ["FastAPLoss", "SmoothAPLoss", "fastap_loss", "smooth_ap_loss"]
+
+
+def smooth_ap_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    temperature: float = 0.01,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""One minus average precision, with a sigmoid for "ranks before".
+
+    l_i = 1 - 1/|P_i| Σ_{p in P_i} (1 + Σ_{q in P_i, q != p} σ(s_iq - s_ip)) / (1 + Σ_{r != p} σ(s_ir - s_ip))
+
+    s = cosine, σ(x) = 1/(1 + e^{-x/t}), r over all kin and strangers of i. Anchors without kin do not count. Time
+    O(B² |P|); the comparisons are made a few positives at a time and made again for the gradient, so memory is O(B²).
+    Needs two items a class. Brown et al. 2020, arXiv:2007.12163, eq. 7; temperature 0.01 from there.
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.positive("temperature", temperature)
+    scores = distances.cosine(embeddings, references) / temperature  # (B, R), larger is closer
+    kin = relations.of(labels, references, reference_labels)
+    number = kin.positive.sum(1)
+    slots = scores.shape[1]
+    if checks.reads_values(number) and slots:
+        slots = int(number.max()) if number.numel() else 0
+    # Columns with an anchor's positives first, so that only as many slots are visited as there may be positives.
+    order = kin.positive.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    precision = scores.new_zeros(scores.shape[0])
+    for start in range(0, slots, _TILE):
+        part = order[:, start : min(start + _TILE, slots)]
+        precision = precision + checkpoint(_precisions, scores, kin.positive, kin.negative, part, use_reentrant=False)
+    value = 1 - precision / number.clamp(min=1)
+    return reduce.terms(value, number > 0, reduction) + reduce.taint(embeddings, references)
+
+
+_TILE = 2  # positives compared with all references at once
+
+
+def _precisions(scores: Tensor, positive: Tensor, negative: Tensor, columns: Tensor) -> Tensor:
+    """Sum over these columns, where positive, of (rank among positives) / (rank among all), (B,)."""
+    own = scores.gather(1, columns)
+    before = (scores[:, None, :] - own[:, :, None]).sigmoid()  # (B, T, R)
+    # The column itself is a positive and contributes σ(0) = 1/2 to both sums; the other half makes its 1.
+    among_kin = (before * positive[:, None, :]).sum(2) + 0.5
+    among_all = among_kin + (before * negative[:, None, :]).sum(2)
+    return torch.where(positive.gather(1, columns), among_kin / among_all, 0.0).sum(1)
+
+
+def fastap_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    bins: int = 10,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""One minus average precision, estimated from soft histograms of distance.
+
+    l_i = 1 - 1/|P_i| Σ_l h⁺_l H⁺_l / H_l,   h⁺: histogram of positives, H⁺, H: cumulative, of positives and of all
+
+    Squared distances of unit vectors, in [0, 4], fall into the two nearest of bins + 1 equidistant centres by linear
+    interpolation. Anchors without kin do not count. Needs two items a class.
+    Cakir et al. 2019, eq. 5 and 9; 10 bins from its released code.
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.whole("bins", bins, 1)
+    squared = distances.squared_euclidean(
+        distances.unit(embeddings), None if references is None else distances.unit(references)
+    )
+    kin = relations.of(labels, references, reference_labels)
+    place = squared.clamp(0, 4) * (bins / 4)
+    lower = place.detach().floor().clamp(max=bins - 1)
+    index, share = lower.long(), place - lower  # the share of the upper of the two centres
+    positives = _histogram(index, share, kin.positive, bins)  # (B, bins + 1)
+    among_kin = positives.cumsum(1)
+    among_all = among_kin + _histogram(index, share, kin.negative, bins).cumsum(1)
+    hit = among_all > 0
+    ratio = torch.where(hit, positives * among_kin, 0.0) / torch.where(hit, among_all, 1.0)
+    number = kin.positive.sum(1)
+    value = 1 - ratio.sum(1) / number.clamp(min=1)
+    return reduce.terms(value, number > 0, reduction) + reduce.taint(embeddings, references)
+
+
+def _histogram(index: Tensor, share: Tensor, mask: Tensor, bins: int) -> Tensor:
+    empty = share.new_zeros(share.shape[0], bins + 1)
+    lower = empty.scatter_add(1, index, torch.where(mask, 1 - share, 0.0))
+    return lower.scatter_add(1, index + 1, torch.where(mask, share, 0.0))
+
+
+class SmoothAPLoss(nn.Module):
+    """Holds the settings of `smooth_ap_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(self, temperature: float = 0.01, *, reduction: str = "mean") -> None:
+        super().__init__()
+        hold(self, smooth_ap_loss, temperature=temperature, reduction=reduction)
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return smooth_ap_loss(embeddings, labels, references, reference_labels, **self.settings)
+
+
+class FastAPLoss(nn.Module):
+    """Holds the settings of `fastap_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(self, bins: int = 10, *, reduction: str = "mean") -> None:
+        super().__init__()
+        hold(self, fastap_loss, bins=bins, reduction=reduction)
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return fastap_loss(embeddings, labels, references, reference_labels, **self.settings)

@@ -1,0 +1,128 @@
+"""Siamese verification: a learned weighting of |u - v| says whether two items are the same."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from nearkin.core import checks, distances, reduce, relations
+from nearkin.core.relations import Labels
+from nearkin.losses.settings import hold, show
+
+__all__ = ["SiameseLoss", "siamese_loss"]
+
+
+def siamese_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    weight: Tensor,
+    bias: Tensor,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""Logistic regression of "same" on the coordinate-wise distance of every pair.
+
+    z_ij = Σ_d w_d |u_id - v_jd| + b
+    L = 1/2 mean_{positive pairs} log(1 + e^{-z}) + 1/2 mean_{negative pairs} log(1 + e^z)
+
+    All pairs of the batch; the two halves weigh the same however many there are of each. weight (D,), bias (). A pair
+    of an item with itself is never one of them. Needs two items a class. `reduction` applies to each half.
+    Koch, Zemel, Salakhutdinov 2015, section 3.1.
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    if weight.shape != embeddings.shape[1:]:
+        raise ValueError(f"weight must have one entry a dimension: {embeddings.shape[1]}, got {tuple(weight.shape)}")
+    logits = weighted_l1(embeddings, references, weight) + bias  # (B, R)
+    kin = relations.of(labels, references, reference_labels)
+    halves = reduce.terms(softplus(-logits), kin.positive, reduction)
+    halves = halves + reduce.terms(softplus(logits), kin.negative, reduction)
+    return halves / 2 + reduce.taint(embeddings, references, weight, bias)
+
+
+def weighted_l1(x: Tensor, references: Tensor | None, weight: Tensor) -> Tensor:
+    """Σ_d w_d |x_id - r_jd|, (B, R), in memory for a few dimensions at a time."""
+    x = distances.upcast(x)
+    r = x.view_as(x) if references is None else distances.upcast(references)
+    kind = torch.promote_types(torch.promote_types(x.dtype, r.dtype), weight.dtype)
+    value: Tensor = _WeightedL1.apply(x.to(kind), r.to(kind), weight.to(kind))  # type: ignore[no-untyped-call]
+    return value
+
+
+class _WeightedL1(torch.autograd.Function):
+    """Autograd would keep |x - r| of every dimension, (B, R, D); this recomputes it a slice of dimensions at a time."""
+
+    @staticmethod
+    def forward(x: Tensor, r: Tensor, weight: Tensor) -> Tensor:
+        total = x.new_zeros(x.shape[0], r.shape[0])
+        for part in _slices(x, r):
+            total = total + _differences(x, r, part).abs_() @ weight[part]
+        return total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, r, weight = ctx.saved_tensors
+        to_x, to_r, to_weight = [], [], []
+        for part in _slices(x, r):
+            difference = _differences(x, r, part)
+            to_weight.append(torch.einsum("brd,br->d", difference.abs(), grad))
+            pull = difference.sign() * grad[:, :, None]
+            to_x.append(pull.sum(1) * weight[part])
+            to_r.append(-pull.sum(0) * weight[part])
+        return torch.cat(to_x, 1), torch.cat(to_r, 1), torch.cat(to_weight)
+
+
+def _differences(x: Tensor, r: Tensor, part: slice) -> Tensor:
+    return x[:, None, part] - r[None, :, part]  # (B, R, d)
+
+
+def _slices(x: Tensor, r: Tensor) -> list[slice]:
+    """As many dimensions at a time as fit about a million differences, at least two."""
+    step = max(2, 2**20 // max(x.shape[0] * r.shape[0], 1))
+    return [slice(start, start + step) for start in range(0, x.shape[1], step)]
+
+
+class SiameseLoss(nn.Module):
+    """`siamese_loss` with its head, one weight a dimension and a bias, and the head's answer for use.
+
+    Weights start at -1/√D and the bias at 1: a larger difference means less alike before anything is learned.
+    """
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(self, dim: int, *, reduction: str = "mean") -> None:
+        super().__init__()
+        checks.whole("dim", dim, 1)
+        self.weight = nn.Parameter(torch.full((dim,), -(dim**-0.5)))
+        self.bias = nn.Parameter(torch.ones(()))
+        hold(self, reduction=reduction)
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return siamese_loss(
+            embeddings, labels, references, reference_labels, weight=self.weight, bias=self.bias, **self.settings
+        )
+
+    def probability(self, a: Tensor, b: Tensor) -> Tensor:
+        """How likely row i of `a` and row i of `b` are the same, (N,) in [0, 1]."""
+        checks.rows("a", a)
+        checks.rows("b", b)
+        if a.shape != b.shape or a.shape[1] != self.weight.shape[0]:
+            wanted = f"(N, {self.weight.shape[0]})"
+            raise ValueError(f"a and b must both have shape {wanted}, got {tuple(a.shape)} and {tuple(b.shape)}")
+        difference = (distances.upcast(a) - distances.upcast(b)).abs()
+        return ((difference * self.weight).sum(1) + self.bias).sigmoid()

@@ -1,0 +1,245 @@
+"""Structured losses: an anchor meets its whole batch at once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nearkin.core import checks, distances, reduce, relations
+from nearkin.core.relations import Labels, Relation
+from nearkin.losses.settings import hold, show
+
+__all__ = [
+    "InfoNCELoss",
+    "LiftedStructureLoss",
+    "NPairLoss",
+    "SupConLoss",
+    "infonce_loss",
+    "lifted_structure_loss",
+    "npair_loss",
+    "supcon_loss",
+]
+
+
+def lifted_structure_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    margin: float = 1.0,
+    form: str = "smooth",
+    normalize: bool = False,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""Each positive pair against all negatives of both its ends.
+
+    J_ij = log(Σ_k e^{margin - D_ik} + Σ_l e^{margin - D_jl}) + D_ij,   L = mean_{positive pairs} 1/2 [J_ij]_+²
+
+    k, l: negatives of i and of j; form="max" takes the largest margin - D instead of the log-sum-exp. D: Euclidean
+    distance of raw embeddings. O(B²): the sums belong to rows. Needs two items a class and two classes.
+    Song et al. 2016, arXiv:1511.06452, eq. 3 (max) and 4 (smooth); margin 1, no normalisation from its released code.
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.one_of("form", form, ("smooth", "max"))
+    checks.at_least("margin", margin, 0)
+    if normalize:
+        distance = distances.euclidean(
+            distances.unit(embeddings), None if references is None else distances.unit(references)
+        )
+    else:
+        distance = distances.euclidean(embeddings, references)  # (B, R)
+    kin = relations.of(labels, references, reference_labels)
+    row, column = (_threat(margin - distance, kin.negative, form, dim) for dim in (1, 0))  # (B,), (R,)
+    worst = (torch.logaddexp if form == "smooth" else torch.maximum)(row[:, None], column[None, :])
+    value = (worst + distance).relu().square() / 2
+    return reduce.terms(value, kin.positive, reduction) + reduce.taint(embeddings, references)
+
+
+def _threat(nearness: Tensor, negative: Tensor, form: str, dim: int) -> Tensor:
+    if form == "smooth":
+        return reduce.logsumexp(nearness, negative, dim)
+    return reduce.largest(nearness, negative, dim)[0]
+
+
+def npair_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    penalty: float = 0.002,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""An anchor finds its partner among one example of every other class.
+
+    l_i = -1/|P_i| Σ_{p in P_i} log( e^{f_i·f_p} / Σ_r e^{f_i·f_r} )  +  penalty/4 (mean |f_i|² + mean |f_r|²)
+
+    Raw inner products, kept in bounds by the penalty. In a batch alone the first item of each class is the anchor and
+    the others are the references, so two items a class give the paper's N-pair-mc loss; several share the target mass.
+    With `references` each row is an anchor and meets them all. Anchors without kin do not count.
+    Kin: `supcon_loss` (cosines, every item an anchor). Sohn 2016, eq. 7; penalty 0.002 / 4 from TensorFlow's version.
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.at_least("penalty", penalty, 0)
+    logits = distances.dot(embeddings, references)  # (B, R)
+    kin = relations.of(labels, references, reference_labels)
+    if references is None:
+        first = ~kin.positive.tril(-1).any(1)
+        meets = first[:, None] & ~first[None, :]
+        kin = Relation(kin.positive & meets, kin.negative & meets)
+    met = kin.positive | kin.negative
+    counts = kin.positive.any(1)
+    # The mean over positives of their own log-probability, without a (B, R) matrix of probabilities.
+    value = reduce.logsumexp(logits, met) - reduce.mean(logits, kin.positive)
+    value = torch.where(counts, value, 0.0)
+    if penalty:
+        size, other = _size(embeddings), _size(embeddings if references is None else references)
+        met = met & counts[:, None]
+        used = (met.any(0) * other).sum() / met.any(0).sum().clamp(min=1)  # mean square of the references met
+        value = torch.where(counts, value + penalty / 4 * (size + used), 0.0)
+    return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
+
+
+def _size(x: Tensor) -> Tensor:
+    return distances.upcast(x).square().sum(1)
+
+
+def supcon_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    temperature: float = 0.1,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""Each anchor classifies its kin against everyone it meets.
+
+    l_i = -1/|P_i| Σ_{p in P_i} log( e^{s_ip/t} / Σ_{r != i} e^{s_ir/t} ),  s = cosine similarity
+
+    embeddings (B, D), labels (B,) or any relation of `relations.of`. Anchors without kin do not count.
+    Needs two items a class in the batch. Kin: `infonce_loss` (a positive never meets another), `npair_loss` (dot
+    products, one pair a class). Khosla et al. 2020, arXiv:2004.11362, eq. 2; temperature 0.1 from its section 4.
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.positive("temperature", temperature)
+    logits = distances.cosine(embeddings, references) / temperature  # (B, R), larger is closer
+    kin = relations.of(labels, references, reference_labels)
+    value = reduce.logsumexp(logits, kin.positive | kin.negative) - reduce.mean(logits, kin.positive)
+    return reduce.terms(value, kin.positive.any(1), reduction) + reduce.taint(embeddings, references)
+
+
+def infonce_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    temperature: float = 0.07,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""Each positive pair against the anchor's negatives, other positives left out.
+
+    l_ip = -log( e^{s_ip/t} / (e^{s_ip/t} + Σ_{n in N_i} e^{s_in/t}) ),  s = cosine similarity; mean over positive pairs
+
+    Two views of each item under a label of their own make it NT-Xent. Needs two items a class. Kin: `supcon_loss`.
+    van den Oord et al. 2018, arXiv:1807.03748, eq. 4; temperature 0.07 from He et al. 2020 (MoCo).
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.positive("temperature", temperature)
+    logits = distances.cosine(embeddings, references) / temperature  # (B, R), larger is closer
+    kin = relations.of(labels, references, reference_labels)
+    strangers = reduce.logsumexp(logits, kin.negative)[:, None]
+    value = torch.nn.functional.softplus(strangers - logits)
+    return reduce.terms(value, kin.positive, reduction) + reduce.taint(embeddings, references)
+
+
+class LiftedStructureLoss(nn.Module):
+    """Holds the settings of `lifted_structure_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(
+        self, margin: float = 1.0, *, form: str = "smooth", normalize: bool = False, reduction: str = "mean"
+    ) -> None:
+        super().__init__()
+        hold(self, lifted_structure_loss, margin=margin, form=form, normalize=normalize, reduction=reduction)
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return lifted_structure_loss(embeddings, labels, references, reference_labels, **self.settings)
+
+
+class NPairLoss(nn.Module):
+    """Holds the settings of `npair_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(self, penalty: float = 0.002, *, reduction: str = "mean") -> None:
+        super().__init__()
+        hold(self, npair_loss, penalty=penalty, reduction=reduction)
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return npair_loss(embeddings, labels, references, reference_labels, **self.settings)
+
+
+class SupConLoss(nn.Module):
+    """Holds the settings of `supcon_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(self, temperature: float = 0.1, *, reduction: str = "mean") -> None:
+        super().__init__()
+        hold(self, supcon_loss, temperature=temperature, reduction=reduction)
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return supcon_loss(embeddings, labels, references, reference_labels, **self.settings)
+
+
+class InfoNCELoss(nn.Module):
+    """Holds the settings of `infonce_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(self, temperature: float = 0.07, *, reduction: str = "mean") -> None:
+        super().__init__()
+        hold(self, infonce_loss, temperature=temperature, reduction=reduction)
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return infonce_loss(embeddings, labels, references, reference_labels, **self.settings)

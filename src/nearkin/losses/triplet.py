@@ -1,0 +1,204 @@
+"""Triplet losses: an anchor's kin nearer than its strangers, in every selection of `mining`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from nearkin import mining
+from nearkin.core import checks, distances, reduce, relations
+from nearkin.core.relations import Labels, Relation
+from nearkin.losses.settings import hold, show
+
+__all__ = ["LosslessTripletLoss", "TripletLoss", "lossless_triplet_loss", "triplet_loss"]
+
+
+def triplet_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    margin: float | None = 0.2,
+    squared: bool = True,
+    swap: bool = False,
+    selection: mining.Selection = "semihard",
+    normalize: bool = True,
+    reduction: str = "mean",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""A positive nearer than a negative by a margin, or softly without one.
+
+    l_apn = [d_ap - d_an + margin]_+   or, with margin=None,   log(1 + e^{d_ap - d_an});   d = D² or D (squared=False)
+
+    embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items a class. The mean is over the
+    selected triplets, "active" over those above 0. selection="all" sums every triplet exactly by sorting, in
+    O(B² log B) time and O(B²) memory; it needs a margin, and no `swap` (d_an replaced by the smaller of d_an and d_pn).
+    Schroff et al. 2015, arXiv:1503.03832, eq. 2-4: squared, unit length, margin 0.2, semi-hard. Hermans et al. 2017,
+    arXiv:1703.07737, is margin=None, squared=False, normalize=False, selection="batch_hard".
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    if margin is not None:
+        checks.at_least("margin", margin, 0)
+    _possible(selection, margin, swap, normalize)
+    anchors, others = (embeddings, references)
+    if normalize:
+        anchors, others = distances.unit(embeddings), None if references is None else distances.unit(references)
+    distance = distances.euclidean(anchors, others)  # (B, R)
+    kin = relations.of(labels, references, reference_labels)
+    if selection == "all":
+        assert margin is not None
+        value = reduce.total(*_all_triplets(distance.square() if squared else distance, kin, margin), reduction)
+        return value + reduce.taint(embeddings, references)
+    chosen = mining.select(selection, distance, kin, dim=embeddings.shape[1], generator=generator)
+    if isinstance(chosen, mining.Pairs):
+        raise TypeError("selection must return Triplets for a triplet loss, got Pairs")
+    near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
+    if swap and distance.shape[1]:
+        between = distance if others is None else distances.euclidean(others)  # (R, R)
+        far = torch.minimum(far, between[chosen.positive, chosen.negative])
+    if squared:
+        near, far = near.square(), far.square()
+    value = softplus(near - far) if margin is None else (near - far + margin).relu()
+    return reduce.terms(value, chosen.valid, reduction) + reduce.taint(embeddings, references)
+
+
+def _possible(selection: mining.Selection, margin: float | None, swap: bool, normalize: bool) -> None:
+    if not isinstance(selection, str):
+        return
+    known = ("all", *mining.TRIPLET_SELECTIONS)
+    if selection in mining.PAIR_SELECTIONS:
+        checks.impossible("selection", selection, "it selects pairs", known)
+    checks.one_of("selection", selection, known)
+    if selection == "all" and (margin is None or swap):
+        why = "every triplet is summed by sorting, which needs a margin and no swap"
+        checks.impossible("selection", selection, why, mining.TRIPLET_SELECTIONS)
+    if selection == "distance_weighted" and not normalize:
+        checks.impossible("selection", selection, "it needs unit vectors, normalize=True", known[:-1])
+
+
+def _all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the hinge over all triplets of each anchor, their number, and how many are active, each (B,).
+
+    The hinge is linear where active: Σ_p k_p (d_p + m) - Σ_n c_n d_n, with k_p the negatives nearer than d_p + m and
+    c_n the positives whose d_p + m is beyond d_n. Both are counted by binary search in sorted rows, without gradient;
+    what is left is linear in the distances, so autograd's gradient is exact.
+    """
+    reach = distance + margin
+    with torch.no_grad():
+        negatives = distance.masked_fill(~kin.negative, torch.inf).sort(1).values
+        beaten = torch.searchsorted(negatives, reach.contiguous(), out_int32=True) * kin.positive  # k
+        positives = reach.masked_fill(~kin.positive, torch.inf).sort(1).values
+        spared = torch.searchsorted(positives, distance.contiguous(), right=True, out_int32=True)
+        beating = (kin.positive.sum(1, keepdim=True, dtype=torch.int32) - spared) * kin.negative  # c
+        # Both sides hold each active triplet once, so any constant may be taken off both: less to cancel.
+        middle = distance.mean(1, keepdim=True) if distance.shape[1] else distance.sum(1, keepdim=True)
+    wide = distances.wide(distance)
+    sums = ((reach - middle) * beaten).sum(1, dtype=wide) - ((distance - middle) * beating).sum(1, dtype=wide)
+    counts = kin.positive.sum(1) * kin.negative.sum(1)
+    return sums.to(distance.dtype), counts, beaten.sum(1)
+
+
+def lossless_triplet_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    sigmoid: bool = True,
+    epsilon: float = 1e-8,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""A triplet loss whose slope never dies, on embeddings inside the unit cube.
+
+    l_apn = -ln(1 - d_ap/N + ε) - ln(1 - (N - d_an)/N + ε),   d = squared Euclidean distance, N = dimensions
+
+    `sigmoid=True` maps raw outputs into the cube; set it False where the encoder ends in a sigmoid (values are then
+    held to [0, 1]). Over all triplets: the terms part into pairs, so it takes O(B²). Needs two items a class.
+    Arsenault 2018 (blog); β = N and ε 1e-8 from there.
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.positive("epsilon", epsilon)
+    anchors = _into_cube(embeddings, sigmoid)
+    distance = distances.squared_euclidean(anchors, None if references is None else _into_cube(references, sigmoid))
+    kin = relations.of(labels, references, reference_labels)
+    share = distance / embeddings.shape[1]  # (B, R) in [0, 1]
+    pull = -((1 - share).clamp(min=0) + epsilon).log()
+    push = -(share + epsilon).log()
+    positives, negatives = kin.positive.sum(1), kin.negative.sum(1)
+    sums = (
+        torch.where(kin.positive, pull, 0.0).sum(1) * negatives
+        + torch.where(kin.negative, push, 0.0).sum(1) * positives
+    )
+    counts = positives * negatives
+    return reduce.total(sums, counts, counts, reduction) + reduce.taint(embeddings, references)
+
+
+def _into_cube(x: Tensor, sigmoid: bool) -> Tensor:
+    x = distances.upcast(x)
+    return x.sigmoid() if sigmoid else x.clamp(0, 1)
+
+
+class TripletLoss(nn.Module):
+    """Holds the settings of `triplet_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(
+        self,
+        margin: float | None = 0.2,
+        *,
+        squared: bool = True,
+        swap: bool = False,
+        selection: mining.Selection = "semihard",
+        normalize: bool = True,
+        reduction: str = "mean",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        hold(
+            self,
+            triplet_loss,
+            margin=margin,
+            squared=squared,
+            swap=swap,
+            selection=selection,
+            normalize=normalize,
+            reduction=reduction,
+            generator=generator,
+        )
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return triplet_loss(embeddings, labels, references, reference_labels, **self.settings)
+
+
+class LosslessTripletLoss(nn.Module):
+    """Holds the settings of `lossless_triplet_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(self, *, sigmoid: bool = True, epsilon: float = 1e-8, reduction: str = "mean") -> None:
+        super().__init__()
+        hold(self, lossless_triplet_loss, sigmoid=sigmoid, epsilon=epsilon, reduction=reduction)
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return lossless_triplet_loss(embeddings, labels, references, reference_labels, **self.settings)

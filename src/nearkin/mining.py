@@ -1,0 +1,243 @@
+"""Which pairs and triplets a loss looks at: pure functions of a distance matrix and a relation.
+
+Each takes `distance` (B, R), Euclidean, larger is farther, and a `Relation`, and returns indices of fixed shape with a
+validity mask: no B³ tensor, no loop over anchors, and nothing for which a device would have to report back. Ties go to
+the lowest index. Any callable of the same form serves as a loss's `selection=`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from nearkin.core import checks, distances, reduce
+from nearkin.core.relations import Relation
+
+__all__ = [
+    "Pairs",
+    "Triplets",
+    "as_pairs",
+    "batch_hard",
+    "distance_weighted",
+    "easy_positive",
+    "hard",
+    "hard_negatives",
+    "multi_similarity",
+    "pick",
+    "random",
+    "select",
+    "semihard",
+]
+
+
+class Triplets(NamedTuple):
+    """T triplets an anchor: columns of its positive and its negative, (B, T), and which of them are real."""
+
+    positive: Tensor
+    negative: Tensor
+    valid: Tensor
+
+    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Anchor, positive and negative of the valid triplets, each (M,). Waits for the device: for use by hand."""
+        anchor, slot = self.valid.nonzero(as_tuple=True)
+        return anchor, self.positive[anchor, slot], self.negative[anchor, slot]
+
+
+class Pairs(NamedTuple):
+    """Chosen positive and negative pairs: (B, R) masks."""
+
+    positive: Tensor
+    negative: Tensor
+
+
+Selection: TypeAlias = str | Callable[[Tensor, Relation], Triplets | Pairs]
+
+
+def hard(distance: Tensor, kin: Relation) -> Triplets:
+    """Every positive with the nearest negative of its anchor."""
+    _, index = reduce.largest(-distance.detach(), kin.negative)
+    return _every_positive(distance, index[:, None].expand_as(distance), kin)
+
+
+def semihard(distance: Tensor, kin: Relation, *, fallback: str = "farthest") -> Triplets:
+    """Every positive with the nearest negative that is strictly farther than it (Schroff et al. 2015, section 3.2).
+
+    Where there is none: `fallback` = "farthest" takes the farthest negative, the least hard one, as TensorFlow does;
+    "skip" leaves the pair out, as the FaceNet code does.
+    """
+    checks.one_of("fallback", fallback, ("farthest", "skip"))
+    distance = distance.detach().contiguous()
+    near_first, order = distance.masked_fill(~kin.negative, torch.inf).sort(dim=1, stable=True)  # (B, R) each
+    number = kin.negative.sum(1, keepdim=True)
+    place = torch.searchsorted(near_first, distance, right=True)  # first place that is strictly farther
+    found = place < number
+    if fallback == "farthest" and distance.shape[1] > 0:
+        farthest = near_first.gather(1, (number - 1).clamp(min=0))
+        place = torch.where(found, place, torch.searchsorted(near_first, farthest))  # of equals the first
+        found = number > 0
+    chosen = order.gather(1, place.clamp(max=max(distance.shape[1] - 1, 0)))
+    return Triplets(_columns(distance), chosen, kin.positive & found)
+
+
+def batch_hard(distance: Tensor, kin: Relation) -> Triplets:
+    """One triplet an anchor: its farthest positive and its nearest negative (Hermans et al. 2017, eq. 5)."""
+    distance = distance.detach()
+    _, positive = reduce.largest(distance, kin.positive)
+    _, negative = reduce.largest(-distance, kin.negative)
+    return Triplets(positive[:, None], negative[:, None], _has_both(kin))
+
+
+def easy_positive(distance: Tensor, kin: Relation, *, negative: str = "semihard") -> Triplets:
+    """One triplet an anchor: its nearest positive, and the "semihard" or "hard" negative (Xuan et al. 2020)."""
+    checks.one_of("negative", negative, ("semihard", "hard"))
+    _, positive = reduce.largest(-distance.detach(), kin.positive)
+    chosen = (semihard if negative == "semihard" else hard)(distance, kin).negative
+    if distance.shape[1] == 0:
+        chosen = positive[:, None]
+    else:
+        chosen = chosen.gather(1, positive[:, None])
+    return Triplets(positive[:, None], chosen, _has_both(kin))
+
+
+def random(distance: Tensor, kin: Relation, *, generator: torch.Generator | None = None) -> Triplets:
+    """Every positive with a negative of its own, drawn uniformly."""
+    number = kin.negative.sum(1, keepdim=True)
+    negatives_first = kin.negative.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    draw = torch.rand(distance.shape, generator=generator, device=distance.device, dtype=distances.wide(distance))
+    place = torch.minimum((draw * number).long(), (number - 1).clamp(min=0))
+    return _every_positive(distance, negatives_first.gather(1, place), kin)
+
+
+def distance_weighted(
+    distance: Tensor,
+    kin: Relation,
+    *,
+    dim: int,
+    clip: float = 0.5,
+    cutoff: float | Tensor | None = 1.4,
+    generator: torch.Generator | None = None,
+) -> Triplets:
+    r"""Every positive with a negative of its own, drawn so that near and far distances come equally often.
+
+    P(n | a) ∝ min(λ, 1/q(d_an)),  q(d) ∝ d^(dim-2) (1 - d²/4)^((dim-3)/2),  λ = 1/q(clip)
+
+    q is the density of distances between uniform points of the unit sphere, so embeddings must be of unit length.
+    Negatives at `cutoff` or beyond, where the loss is 0, are left out (a number, or (B,) one an anchor; None keeps
+    all); an anchor whose negatives are all beyond draws uniformly. Weights are normalised row by row in logarithms: one
+    near-duplicate in the batch cannot starve the other rows. Wu et al. 2017, eq. 5; clip 0.5 and cutoff 1.4 from the
+    authors' code.
+    """
+    checks.whole("dim", dim, 2)
+    checks.between("clip", clip, 0, 2)
+    distance = distance.detach()
+    most = (2 - dim) * math.log(clip) - (dim - 3) / 2 * math.log(1 - clip**2 / 4)  # log λ
+    log_weight = _log_inverse_density(distance, dim).clamp(max=most)
+    near = kin.negative
+    if cutoff is not None:
+        limit = cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff
+        near = near & (distance < limit)
+    lost = ~near.any(1, keepdim=True)
+    allowed = torch.where(lost, kin.negative, near)
+    log_weight = torch.where(lost, 0.0, log_weight)
+    return _every_positive(distance, _draw(log_weight, allowed, generator), kin)
+
+
+def hard_negatives(distance: Tensor, kin: Relation) -> Pairs:
+    """Every positive pair, and as many of the batch's closest negative pairs as there are positive ones."""
+    flat = distance.detach().masked_fill(~kin.negative, torch.inf).flatten()
+    order = flat.sort(stable=True).indices
+    ranks = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    chosen = (ranks < kin.positive.sum()).view_as(distance)
+    return Pairs(kin.positive, kin.negative & chosen)
+
+
+def multi_similarity(distance: Tensor, kin: Relation, *, epsilon: float = 0.1) -> Pairs:
+    """Negatives nearer than the farthest positive + ε, positives farther than the nearest negative - ε.
+
+    An anchor without positives keeps no negative, and the other way round. Wang et al. 2019, eq. 11 and 12, with
+    distance = 1 - similarity; ε = 0.1 from its section 4.
+    """
+    distance = distance.detach()
+    farthest, _ = reduce.largest(distance, kin.positive)
+    nearest, _ = reduce.largest(-distance, kin.negative)
+    negative = kin.negative & (distance < farthest[:, None] + epsilon)
+    positive = kin.positive & (distance > -nearest[:, None] - epsilon)
+    return Pairs(positive, negative)
+
+
+_PLAIN: dict[str, Callable[[Tensor, Relation], Triplets | Pairs]] = {
+    "hard": hard,
+    "semihard": semihard,
+    "batch_hard": batch_hard,
+    "easy_positive": easy_positive,
+    "hard_negatives": hard_negatives,
+    "multi_similarity": multi_similarity,
+}
+TRIPLET_SELECTIONS = ("hard", "semihard", "batch_hard", "easy_positive", "random", "distance_weighted")
+PAIR_SELECTIONS = ("hard_negatives", "multi_similarity")
+
+
+def select(
+    selection: Selection,
+    distance: Tensor,
+    kin: Relation,
+    *,
+    dim: int,
+    cutoff: float | Tensor | None = 1.4,
+    generator: torch.Generator | None = None,
+) -> Triplets | Pairs:
+    """Applies a selection given by name, with what it needs to know, or by callable."""
+    if not isinstance(selection, str):
+        return selection(distance, kin)
+    checks.one_of("selection", selection, TRIPLET_SELECTIONS + PAIR_SELECTIONS)
+    if selection == "distance_weighted":
+        return distance_weighted(distance, kin, dim=dim, cutoff=cutoff, generator=generator)
+    if selection == "random":
+        return random(distance, kin, generator=generator)
+    return _PLAIN[selection](distance, kin)
+
+
+def pick(matrix: Tensor, columns: Tensor) -> Tensor:
+    """Entries of (B, R) at (B, T) columns; zeros where there is no column to point at."""
+    return matrix.gather(1, columns) if matrix.shape[1] else matrix.sum(1, keepdim=True).expand(columns.shape)
+
+
+def as_pairs(chosen: Triplets | Pairs, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a pair loss sums over: entries and mask of the chosen positives, then of the chosen negatives."""
+    if isinstance(chosen, Pairs):
+        return matrix, chosen.positive, matrix, chosen.negative
+    return pick(matrix, chosen.positive), chosen.valid, pick(matrix, chosen.negative), chosen.valid
+
+
+def _columns(distance: Tensor) -> Tensor:
+    return torch.arange(distance.shape[1], device=distance.device).expand_as(distance)
+
+
+def _has_both(kin: Relation) -> Tensor:
+    return kin.positive.any(1, keepdim=True) & kin.negative.any(1, keepdim=True)
+
+
+def _every_positive(distance: Tensor, negative: Tensor, kin: Relation) -> Triplets:
+    return Triplets(_columns(distance), negative, kin.positive & kin.negative.any(1, keepdim=True))
+
+
+def _log_inverse_density(distance: Tensor, dim: int) -> Tensor:
+    """-log q(d) up to a constant; finite at d = 0 and d >= 2, where the caller's clip takes over."""
+    d = distance.to(distances.wide(distance))
+    return (2 - dim) * d.clamp(min=1e-12).log() - (dim - 3) / 2 * (1 - d.square() / 4).clamp(min=1e-12).log()
+
+
+def _draw(log_weight: Tensor, allowed: Tensor, generator: torch.Generator | None) -> Tensor:
+    """(B, R) columns drawn independently, each row from its own weights, by inverting the row's cumulative sum."""
+    if log_weight.shape[1] == 0:
+        return torch.zeros_like(log_weight, dtype=torch.long)
+    masked = log_weight.masked_fill(~allowed, -torch.inf)
+    top = masked.amax(1, keepdim=True)
+    mass = (masked - torch.where(top == -torch.inf, 0.0, top)).exp().cumsum(1)  # (B, R), ends at the row's total
+    whole = mass[:, -1:].contiguous()
+    level = torch.rand(mass.shape, generator=generator, device=mass.device, dtype=mass.dtype) * whole
+    # The first column whose cumulative mass exceeds the level has mass itself; rounding may not step past the last.
+    last = torch.searchsorted(mass, whole)
+    return torch.minimum(torch.searchsorted(mass, level, right=True), last).clamp(max=mass.shape[1] - 1)

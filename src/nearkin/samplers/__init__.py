@@ -1,0 +1,17 @@
+"""Samplers: which items share a batch; seeded, rank-aware, resumable.
+
+    sampler = ClassBalanced(labels, classes=32, per_class=4, seed=0)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=8)
+
+A batch is a pure function of (arguments, epoch, index), `sampler.batch(epoch, index)`: equal arguments give equal
+batches on every machine, Python and NumPy. `ClassBalanced` is the usual choice; `ClassRatio` for the facility-location
+loss, `PairPerClass` for N-pair, `LabelNeighbours` for log-ratio, `HardClasses` to bring near classes together.
+How an epoch, a resume and the ranks work is said in `EpochSampler`.
+"""
+
+from nearkin.samplers.classes import ClassBalanced, ClassRatio
+from nearkin.samplers.hard import HardClasses, PairPerClass
+from nearkin.samplers.neighbours import LabelNeighbours
+from nearkin.samplers.protocol import EpochSampler
+
+__all__ = ["ClassBalanced", "ClassRatio", "EpochSampler", "HardClasses", "LabelNeighbours", "PairPerClass"]

@@ -1,0 +1,98 @@
+"""Batches by nearness of a real-valued label."""
+
+from bisect import bisect_left, bisect_right
+
+import numpy as np
+
+from nearkin.core import checks
+from nearkin.samplers import requests
+from nearkin.samplers.draws import ANCHORS, REST, Ints, closest, shuffled, words
+from nearkin.samplers.protocol import EpochSampler
+
+
+class LabelNeighbours(EpochSampler):
+    """One anchor, its k = `neighbours` nearest by label, and a random rest: dense batches for the log-ratio loss.
+
+    Order: the anchor, its neighbours from the nearest on, the rest. Every item is the anchor of one batch an epoch.
+    Nearest is exact Euclidean distance of the targets, (N,) or (N, K); of equally near items the lowest index; never
+    the anchor itself. Nothing of N × N is held: 1-D targets are sorted once, others take one pass over N a batch.
+    The rest is drawn without repetition and evenly: from shuffled orders of all items, used up piece by piece.
+
+    Ranks take every `world_size`-th item, so the anchor and its neighbours lie on different ranks: gather the batch
+    before the loss. Kim et al. 2019, arXiv:1904.09626; batch 150, k = 5 from the authors' code.
+    """
+
+    def __init__(
+        self,
+        targets: object,
+        batch_size: int = 150,
+        neighbours: int = 5,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        batches: int | None = None,
+    ) -> None:
+        self._columns = requests.targets(targets)  # (K, N)
+        self._items = self._columns.shape[1]
+        checks.whole("batch_size", batch_size, 1)
+        checks.whole("neighbours", neighbours, 0)
+        requests.at_most("batch_size", batch_size, self._items, "the number of items")
+        requests.at_most("neighbours", neighbours, batch_size - 1, "what batch_size leaves beside the anchor")
+        requests.ranks(rank, world_size, "items", ("", 0), ("batch_size", batch_size))
+        super().__init__(
+            pass_batches=self._items,
+            batches=batches,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            split="items",
+            data=self._columns,
+        )
+        self._mark(batch_size, neighbours)
+        self.batch_size, self.neighbours = batch_size, neighbours
+        if len(self._columns) == 1:
+            self._ascending = np.argsort(self._columns[0], kind="stable")
+            self._sorted = self._columns[0][self._ascending]
+        self._shuffles: dict[int, tuple[tuple[int, ...], Ints]] = {}
+
+    def nearest(self, item: int) -> Ints:
+        """The k items nearest to this one by label, nearest first."""
+        with np.errstate(over="ignore"):
+            if len(self._columns) == 1:
+                return self._nearest_sorted(item)
+            distance = np.zeros(self._items)
+            for column in self._columns:  # one by one: a sum over an axis is rounded differently on other machines
+                difference = column - column[item]
+                distance += difference * difference
+        distance[item] = np.nan
+        return closest(distance, self.neighbours)
+
+    def _nearest_sorted(self, item: int) -> Ints:
+        values, here, k = self._sorted, self._columns[0][item], self.neighbours
+        place = int(np.searchsorted(values, here))
+        near = np.abs(values[max(place - k, 0) : place + k + 1] - here)
+        edge = np.partition(near, k)[k]  # one more than k, for the item itself
+        # All that are as near as the k-th, so that ties go to the lowest index.
+        first = bisect_left(range(place), True, key=lambda i: bool(here - values[i] <= edge))
+        end = bisect_right(range(place, len(values)), False, key=lambda i: bool(values[i] - here > edge)) + place
+        among: Ints = np.sort(self._ascending[first:end])
+        among = among[among != item]
+        return among[closest(np.abs(self._columns[0][among] - here), k)]
+
+    def _global(self, number: int, position: int) -> tuple[Ints, Ints]:
+        anchor = int(self._shuffled(ANCHORS, number)[position])
+        head = np.concatenate([[anchor], self.nearest(anchor)])
+        piece, start = divmod(position, self._items // self.batch_size)
+        order = self._shuffled(REST, number, piece)
+        window = order[start * self.batch_size : (start + 1) * self.batch_size]  # as long as head and rest together
+        rest = window[~np.isin(window, head)][: self.batch_size - len(head)]
+        return np.concatenate([head, rest]), np.ones(self.batch_size, np.int64)
+
+    def _shuffled(self, purpose: int, *place: int) -> Ints:
+        """A shuffled order of all items, kept until another one for the same purpose is asked for."""
+        kept = self._shuffles.get(purpose)
+        if kept is None or kept[0] != place:
+            kept = place, shuffled(words(self._items, self.seed, purpose, *place))
+            self._shuffles[purpose] = kept
+        return kept[1]
