@@ -90,7 +90,10 @@ def batch_hard(distance: Tensor, kin: Relation) -> Triplets:
 
 
 def easy_positive(distance: Tensor, kin: Relation, *, negative: str = "semihard") -> Triplets:
-    """One triplet an anchor: its nearest positive, and the "semihard" or "hard" negative (Xuan et al. 2020)."""
+    """One triplet an anchor: its nearest positive, and a "hard" or "semihard" (or else farthest) negative.
+
+    Xuan, Stylianou, Pless 2020, arXiv:1904.04370.
+    """
     checks.one_of("negative", negative, ("semihard", "hard"))
     _, positive = reduce.largest(-distance.detach(), kin.positive)
     chosen = (semihard if negative == "semihard" else hard)(distance, kin).negative

@@ -123,13 +123,12 @@ def in_range(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids.clamp(0, num_classes - 1), ids != UNKNOWN, spoilt
 
 
-def classes(embeddings: Tensor, labels: Tensor, num_classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def classes(embeddings: Tensor, labels: Labels, num_classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """The same for losses over class weights of `dim` dimensions, with everything else of the batch checked too."""
     rows("embeddings", embeddings)
     if embeddings.shape[1] != dim:
         raise ValueError(f"embeddings must have {dim} dimensions as the class weights have, got {embeddings.shape[1]}")
-    class_ids("labels", labels, embeddings)
-    return in_range(labels, num_classes)
+    return in_range(class_ids("labels", labels, embeddings), num_classes)
 
 
 def batch(

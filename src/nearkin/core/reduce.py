@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from nearkin.core import checks
 
@@ -29,6 +30,11 @@ def logsumexp(values: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
     return torch.where(found, torch.where(found, total, 1.0).log() + top.squeeze(dim), nothing(values))
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), exact for every x: torch's own turns linear at 20, which is 2e-9 off."""
+    return -logsigmoid(-x)
+
+
 def largest(values: Tensor, mask: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
     """The largest masked entry along `dim` and its index, of equals the first; `nothing` and 0 where there are none."""
     if values.shape[dim] == 0:
@@ -45,10 +51,13 @@ def terms(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
 
     "mean" over all of them, "active" over those above 0, "sum", or "none": one value an anchor, the sum of its terms.
     """
+    if reduction == "active":
+        mask = mask & ~(values <= 0)  # a NaN is never inactive
     kept = torch.where(mask, values, 0.0)
     if kept.dim() == 1:
-        return total(kept, mask, mask & (kept > 0), reduction)
-    return total(kept.sum(1), mask.sum(1), (mask & (kept > 0)).sum(1), reduction)
+        return total(kept, mask, mask, reduction)
+    number = mask.sum(1)
+    return total(kept.sum(1), number, number, reduction)
 
 
 def total(sums: Tensor, counts: Tensor, active: Tensor, reduction: str) -> Tensor:
@@ -59,7 +68,7 @@ def total(sums: Tensor, counts: Tensor, active: Tensor, reduction: str) -> Tenso
     if reduction == "sum":
         return sums.sum()
     number = (counts if reduction == "mean" else active).sum()
-    return sums.sum() / number.clamp(min=1)
+    return torch.where(number > 0, sums.sum() / number.clamp(min=1), 0.0)
 
 
 def taint(*tensors: Tensor | None) -> Tensor | float:

@@ -203,7 +203,7 @@ def adacos_scale(embeddings: Tensor, labels: Tensor, weight: Tensor, scale: Tens
     flat = reduce.logsumexp((scale * cosine).flatten()[None], (known[:, None] & ~own).flatten()[None])
     angle = cosine.gather(1, ids[:, None]).squeeze(1).clamp(-1, 1).acos()
     middle = torch.where(known, angle, torch.nan).nanmedian()
-    following = (flat.squeeze(0) - known.sum().clamp(min=1).log()) / middle.clamp(max=math.pi / 4).cos()
+    following = (flat.squeeze(0) - known.sum().clamp(min=1).to(angle.dtype).log()) / middle.clamp(max=math.pi / 4).cos()
     return torch.where(following.isfinite() & (following > 0), following, scale).to(scale.dtype)
 
 
@@ -214,10 +214,14 @@ def _fixed_scale(num_classes: int) -> float:
 
 
 def _cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angle between unit rows, (B,), from their difference and sum: exact near 0 and π."""
+    """cos and sin of the angle between unit rows, (B,), from their difference and sum: exact near 0 and π.
+
+    A zero row stands at a right angle to everything.
+    """
     x, w = x.to(torch.promote_types(x.dtype, w.dtype)), w.to(torch.promote_types(x.dtype, w.dtype))
     apart, along = distances.length(x - w), distances.length(x + w)
-    return (along.square() - apart.square()) / 4, apart * along / 2
+    upright = ~(x.any(1) & w.any(1))
+    return (along.square() - apart.square()) / 4, torch.where(upright, 1.0, apart * along / 2)
 
 
 def _classify(logits: Tensor, ids: Tensor, known: Tensor, spoilt: Tensor, reduction: str) -> Tensor:
@@ -298,7 +302,7 @@ class HeatedSoftmaxLoss(nn.Module):
         heated = torch.zeros_like(self.steps, dtype=torch.bool)
         if self.heat_after is not None:
             heated = self.steps >= self.heat_after
-        return torch.where(heated, hot, warm)
+        return torch.where(heated, hot, warm).to(distances.wide(self.steps))
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         checks.classes(embeddings, labels, *self.weight.shape)
@@ -307,7 +311,7 @@ class HeatedSoftmaxLoss(nn.Module):
             scale = scale / math.sqrt(self.weight.shape[1])
             x = self._standardised(embeddings)
         if self.training:
-            self.steps += 1
+            self.steps = self.steps + 1
         normalize = self.norm == "l2"
         return heated_softmax_loss(
             x, labels, self.weight, self.bias, scale=scale, normalize=normalize, **self.settings
@@ -316,11 +320,10 @@ class HeatedSoftmaxLoss(nn.Module):
     def _standardised(self, embeddings: Tensor) -> Tensor:
         x = distances.upcast(embeddings)
         learns = self.training and x.shape[0] > 1  # a single row has no spread to learn from
-        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
+        mean, var = self.running_mean.to(x.dtype, copy=True), self.running_var.to(x.dtype, copy=True)
         y = batch_norm(x, mean, var, training=learns)
         if learns:
-            self.running_mean.copy_(mean)
-            self.running_var.copy_(var)
+            self.running_mean, self.running_var = mean.to(self.running_mean), var.to(self.running_var)
         return y
 
 
@@ -414,13 +417,13 @@ class SphereFaceLoss(nn.Module):
     def annealing(self) -> Tensor:
         """λ now."""
         start, decay, floor = self.schedule
-        return (start / (1 + decay * self.steps)).clamp(min=floor)
+        return (start / (1 + decay * self.steps.to(distances.wide(self.steps)))).clamp(min=floor)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         annealing = self.annealing
         value = sphereface_loss(embeddings, labels, self.weight, annealing=annealing, **self.settings)
         if self.training:
-            self.steps += 1
+            self.steps = self.steps + 1  # a new tensor: a compiled backward may still read the old one
         return value
 
 
@@ -443,6 +446,5 @@ class AdaCosLoss(nn.Module):
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         if self.dynamic and self.training:
-            self.scale.copy_(adacos_scale(embeddings, labels, self.weight, self.scale))
-        # A copy, since the buffer may move on before the gradient is asked for.
-        return adacos_loss(embeddings, labels, self.weight, scale=self.scale.clone(), **self.settings)
+            self.scale = adacos_scale(embeddings, labels, self.weight, self.scale)
+        return adacos_loss(embeddings, labels, self.weight, scale=self.scale, **self.settings)

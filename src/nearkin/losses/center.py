@@ -83,5 +83,5 @@ class CenterLoss(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         value = center_loss(embeddings, labels, self.weight, self.bias, self.centers, **self.settings)
         if self.training:
-            self.centers.copy_(center_update(embeddings, labels, self.centers, alpha=self.alpha))
+            self.centers = center_update(embeddings, labels, self.centers, alpha=self.alpha)
         return value

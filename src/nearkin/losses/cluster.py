@@ -52,6 +52,8 @@ def _solve(
     if not isinstance(gamma, Tensor):
         checks.at_least("gamma", gamma, 0)
     distance = distances.euclidean(distances.unit(embeddings) if normalize else embeddings)  # (B, B)
+    if isinstance(gamma, Tensor):
+        gamma = gamma.to(distance.dtype)
     with torch.no_grad():
         found = facility_location(distance, labels, gamma=gamma, sweeps=sweeps, num_clusters=num_clusters)
     return _bracket(distance, labels, found, gamma) + reduce.taint(embeddings), found
@@ -137,7 +139,10 @@ def _scores(distance: Tensor, first: Tensor, known: Tensor, chosen: Tensor, gamm
     """
     near, owner = _nearest(distance, chosen)
     itself = torch.eye(chosen.shape[0], dtype=torch.bool, device=chosen.device)
-    moves = ((distance < near[None, :]) | itself) & known[None, :]  # (B candidates, B items)
+    index = torch.arange(chosen.shape[0], device=chosen.device)
+    # Of two medoids equally near the first has the item, as in `_nearest`; a medoid always has itself.
+    tied = (distance == near[None, :]) & (index[:, None] < owner[None, :]) & ~chosen[None, :]
+    moves = ((distance < near[None, :]) | tied | itself) & known[None, :]  # (B candidates, B items)
     facility = -torch.where(moves, distance, near[None, :].expand_as(distance)).mul(known).sum(1)
     weight = moves.to(distance.dtype)
     cell = _first_of_equals(owner * chosen.shape[0] + first)
@@ -167,7 +172,7 @@ def _entropy_sum(count: Tensor) -> Tensor:
 
 def _nmi(joint: Tensor, clusters: Tensor, first: Tensor, known: Tensor) -> Tensor:
     """I / sqrt(H H') from Σ n log n of cells and of clusters; 1 if both are one group, 0 if only one of them is."""
-    ones = known.float()
+    ones = known.to(joint.dtype)
     number = ones.sum()
     classes = _entropy_sum(torch.zeros_like(ones).index_add_(0, first, ones))
     whole = _entropy_sum(number[None])
@@ -200,11 +205,11 @@ def _describe(distance: Tensor, first: Tensor, known: Tensor, chosen: Tensor, ga
     if chosen.shape[0] == 0:
         return Clustering(chosen, chosen.long(), distance.sum(), distance.sum())
     near, owner = _nearest(distance, chosen)
-    ones = known.to(distance.dtype)
+    ones = known.to(distances.wide(distance))
     cell = _first_of_equals(owner * chosen.shape[0] + first)
     joint, clusters = (_entropy_sum(torch.zeros_like(ones).index_add_(0, group, ones)) for group in (cell, owner))
     disagreement = torch.where(known.any(), 1 - _nmi(joint, clusters, first, known), 0.0).to(distance.dtype)
-    return Clustering(chosen, owner, gamma * disagreement - (near * ones).sum(), disagreement)
+    return Clustering(chosen, owner, gamma * disagreement - (near * known).sum(), disagreement)
 
 
 class FacilityLocationLoss(nn.Module):
@@ -244,11 +249,11 @@ class FacilityLocationLoss(nn.Module):
     @property
     def gamma(self) -> Tensor:
         """The weight of the clustering margin now."""
-        return self.start * (self.rate * self.steps.double()).exp().float()
+        return self.start * (self.rate * self.steps.to(distances.wide(self.steps))).exp()
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         value, found = _solve(embeddings, labels, self.gamma, **self.settings)
         self.medoids, self.assignment = found.chosen, found.assignment
         if self.training:
-            self.steps += 1
+            self.steps = self.steps + 1
         return value

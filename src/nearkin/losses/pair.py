@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from nearkin import mining
 from nearkin.core import checks, distances, reduce, relations
@@ -80,8 +79,9 @@ def margin_loss(
     l_ap = [margin + D_ap - β_a]_+,  l_an = [margin - D_an + β_a]_+,  L = (Σ l_ap + Σ l_an + ν Σ_ap β_a) / active terms
 
     D: Euclidean distance of unit vectors. beta: a number, a scalar tensor, or (C,) one a class of the anchor. The
-    normaliser counts active pairs ("active"); a pair of a triplet selection counts as often as it was drawn. Needs two
-    items a class. Wu et al. 2017, eq. 6-8; margin 0.2, β 1.2, ν 0 and the normaliser from the authors' code.
+    normaliser counts active pairs ("active"; none active, no loss), "mean" counts all, "sum" does not divide; a pair of
+    a triplet selection counts as often as it was drawn. Needs two items a class.
+    Wu et al. 2017, arXiv:1706.07567, eq. 6-8; margin 0.2, β 1.2, ν 0 and the normaliser from the authors' code.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
@@ -136,8 +136,8 @@ def multi_similarity_loss(
     if isinstance(pairs, mining.Triplets):
         known = ("all", *mining.PAIR_SELECTIONS)
         checks.impossible("selection", selection, "the loss weighs pairs, not triplets", known)
-    pull = softplus(reduce.logsumexp(-alpha * (similarity - base), pairs.positive)) / alpha
-    push = softplus(reduce.logsumexp(beta * (similarity - base), pairs.negative)) / beta
+    pull = reduce.softplus(reduce.logsumexp(-alpha * (similarity - base), pairs.positive)) / alpha
+    push = reduce.softplus(reduce.logsumexp(beta * (similarity - base), pairs.negative)) / beta
     met = (kin.positive | kin.negative).any(1)
     return reduce.terms(pull + push, met, reduction) + reduce.taint(embeddings, references)
 
@@ -169,7 +169,9 @@ def circle_loss(
     push = scale * (held + margin).relu() * (similarity - margin)
     both = kin.positive.any(1) & kin.negative.any(1)
     value = reduce.logsumexp(pull, kin.positive) + reduce.logsumexp(push, kin.negative)
-    return reduce.terms(softplus(torch.where(both, value, 0.0)), both, reduction) + reduce.taint(embeddings, references)
+    return reduce.terms(reduce.softplus(torch.where(both, value, 0.0)), both, reduction) + reduce.taint(
+        embeddings, references
+    )
 
 
 class ContrastiveLoss(nn.Module):

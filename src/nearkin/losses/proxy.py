@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, softplus
+from torch.nn.functional import cross_entropy
 
 from nearkin.core import checks, distances, reduce, relations
 from nearkin.core.relations import Labels
@@ -39,7 +39,8 @@ def proxy_nca_loss(
     z runs over the proxies of other classes (form="original": can be negative), and over p_y too (form="softmax":
     Proxy-NCA++, normalised softmax with s = 2·scale²). proxies (C·K, D), K = proxies_per_class in a row for each class;
     p_y is the nearest of the K. assignment="dynamic" ties proxies to no class: each item stands for its nearest proxy,
-    and an anchor meets the proxies of its kin and of its strangers in the batch; labels may then be any relation.
+    and each pair of kin is a term, the anchor meeting the kin's proxy and those of its strangers in the batch, of which
+    it needs one; labels may then be any relation.
     Movshovitz-Attias et al. 2017, arXiv:1703.07464, eq. 6; Teh et al. 2020, arXiv:2004.01113; scale 3: temperature 1/9.
     """
     checks.positive("scale", scale)
@@ -49,7 +50,6 @@ def proxy_nca_loss(
     if assignment == "dynamic":
         value = _dynamic(embeddings, labels, proxies, scale, form, reduction)
         return value + reduce.taint(embeddings, proxies)
-    assert isinstance(labels, Tensor)
     num_classes = proxies.shape[0] // proxies_per_class
     ids, known, spoilt = checks.classes(embeddings, labels, num_classes, proxies.shape[1])
     distance = _scaled_distance(embeddings, proxies, scale)  # (B, C·K)
@@ -57,7 +57,7 @@ def proxy_nca_loss(
     near = distance.gather(1, own).min(1).values
     strangers = torch.ones_like(distance, dtype=torch.bool).scatter(1, own, False)
     push = reduce.logsumexp(-distance, strangers)
-    value = softplus(near + push) if form == "softmax" else near + push
+    value = reduce.softplus(near + push) if form == "softmax" else near + push
     known = known & strangers.any(1)  # with one class there is nobody to be told from
     value = torch.where(known, value, 0.0) + spoilt.to(value.dtype)
     return reduce.terms(value, known, reduction) + reduce.taint(embeddings, proxies)
@@ -76,7 +76,7 @@ def _dynamic(embeddings: Tensor, labels: Labels, proxies: Tensor, scale: float, 
     push = reduce.logsumexp(-met, kin.negative)[:, None]
     valid = kin.positive & kin.negative.any(1, keepdim=True)
     value = torch.where(valid, met + push, 0.0)
-    return reduce.terms(softplus(value) if form == "softmax" else value, valid, reduction)
+    return reduce.terms(reduce.softplus(value) if form == "softmax" else value, valid, reduction)
 
 
 def _scaled_distance(embeddings: Tensor, proxies: Tensor, scale: float) -> Tensor:
@@ -98,8 +98,8 @@ def proxy_anchor_loss(
     similarity = distances.cosine(embeddings, proxies)  # (B, C)
     own = torch.zeros_like(similarity, dtype=torch.bool).scatter(1, ids[:, None], True)
     positive, negative = own & known[:, None], ~own & known[:, None]
-    pull = softplus(reduce.logsumexp(-scale * (similarity - margin), positive, dim=0))  # (C,)
-    push = softplus(reduce.logsumexp(scale * (similarity + margin), negative, dim=0))
+    pull = reduce.softplus(reduce.logsumexp(-scale * (similarity - margin), positive, dim=0))  # (C,)
+    push = reduce.softplus(reduce.logsumexp(scale * (similarity + margin), negative, dim=0))
     value = pull.sum() / positive.any(0).sum().clamp(min=1) + push.sum() / proxies.shape[0]
     return value + spoilt.sum().to(value.dtype) + reduce.taint(embeddings, proxies)
 
@@ -122,8 +122,8 @@ def soft_triple_loss(
     R = Σ_c Σ_{k<k'} |w_ck - w_ck'| / (C K (K-1)), which draws the centres of a class together
 
     centers (C·K, D), K in a row for each class; labels (B,) in 0..C-1, -1 left out. λ = `scale`, δ = `margin`.
-    Qian et al. 2019, arXiv:1909.05235, eq. 7-10; K 10, λ 20, γ 0.1, δ 0.01, τ 0.2 from there. R is under a root with
-    1e-5 added, as in the released code; with reduction "sum" or "none" it stands once in each item's term.
+    Qian et al. 2019, arXiv:1909.05235, eq. 7-10; K 10, λ 20, γ 0.1, δ 0.01, τ 0.2 from there. Each
+    distance in R is √(|w - w'|² + 1e-5), as in the released code; R stands once in each item's term.
     """
     checks.whole("centers_per_class", centers_per_class, 1)
     checks.positive("scale", scale)
@@ -147,7 +147,9 @@ def _within_class(w: Tensor) -> Tensor:
     with torch.autocast(w.device.type, enabled=False):
         gram = w @ w.mT  # (C, K, K)
     upper = torch.ones(centers, centers, dtype=torch.bool, device=w.device).triu(1)
-    apart = torch.where(upper, (2 - 2 * gram).clamp(min=0) + 1e-5, 1.0).sqrt()
+    square = gram.diagonal(dim1=1, dim2=2)
+    squared = (square[:, :, None] + square[:, None, :] - 2 * gram).clamp(min=0)
+    apart = torch.where(upper, squared + 1e-5, 1.0).sqrt()
     return torch.where(upper, apart, 0.0).sum() / (classes * centers * (centers - 1))
 
 

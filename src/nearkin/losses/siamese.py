@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from nearkin.core import checks, distances, reduce, relations
 from nearkin.core.relations import Labels
@@ -37,8 +36,8 @@ def siamese_loss(
         raise ValueError(f"weight must have one entry a dimension: {embeddings.shape[1]}, got {tuple(weight.shape)}")
     logits = weighted_l1(embeddings, references, weight) + bias  # (B, R)
     kin = relations.of(labels, references, reference_labels)
-    halves = reduce.terms(softplus(-logits), kin.positive, reduction)
-    halves = halves + reduce.terms(softplus(logits), kin.negative, reduction)
+    halves = reduce.terms(reduce.softplus(-logits), kin.positive, reduction)
+    halves = halves + reduce.terms(reduce.softplus(logits), kin.negative, reduction)
     return halves / 2 + reduce.taint(embeddings, references, weight, bias)
 
 

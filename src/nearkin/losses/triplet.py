@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from nearkin import mining
 from nearkin.core import checks, distances, reduce, relations
@@ -60,7 +59,7 @@ def triplet_loss(
         far = torch.minimum(far, between[chosen.positive, chosen.negative])
     if squared:
         near, far = near.square(), far.square()
-    value = softplus(near - far) if margin is None else (near - far + margin).relu()
+    value = reduce.softplus(near - far) if margin is None else (near - far + margin).relu()
     return reduce.terms(value, chosen.valid, reduction) + reduce.taint(embeddings, references)
 
 

@@ -1,0 +1,219 @@
+"""Every public loss as a case: how to build it, a batch it can learn from, and its float64 twin in `reference.py`.
+
+A new loss adds a row and gets the whole of `test_contract.py` and `test_bad_input.py`; one without a row fails
+`test_rooms.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import reference
+from nearkin import losses, mining
+
+DIM, CLASSES, EACH = 6, 4, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    make: Callable[[], nn.Module]
+    twin: Callable[..., Tensor]
+    pairs: bool = False  # takes references
+    graded: bool = False  # takes real-valued targets
+    smooth: bool = True  # the value's own finite differences are its gradient: no stop-gradient inside
+    ordered: bool = False  # the order within a class carries meaning
+    compiles: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    def build(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+        torch.manual_seed(7)
+        return self.make().to(dtype)
+
+    def batch(self, dtype: torch.dtype = torch.float64, spread: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Items loosely around class means, so that every loss has something to say, and their labels, mixed."""
+        g = torch.Generator().manual_seed(11)
+        means = torch.randn(CLASSES, DIM, generator=g, dtype=torch.float64)
+        labels = torch.arange(CLASSES).repeat(EACH)
+        noise = torch.randn(len(labels), DIM, generator=g, dtype=torch.float64)
+        x = means[labels] + spread * noise
+        return x.to(dtype), self.targets(labels)
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Labels as this loss takes them: ids, or positions on a line where kin are close."""
+        if not self.graded:
+            return labels
+        return labels.double() + 0.1 * torch.arange(len(labels)).double() / max(len(labels), 1)
+
+
+def masks(labels: Tensor, reference_labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Kin and strangers by a double loop over ids: nobody to himself, nobody to an unknown."""
+    other = labels if reference_labels is None else reference_labels
+    positive = torch.zeros(len(labels), len(other), dtype=torch.bool)
+    negative = positive.clone()
+    for i, a in enumerate(labels.tolist()):
+        for j, b in enumerate(other.tolist()):
+            if (reference_labels is None and i == j) or a == -1 or b == -1:
+                continue
+            (positive if a == b else negative)[i, j] = True
+    return positive, negative
+
+
+def gaps(targets: Tensor, reference_targets: Tensor | None = None) -> Tensor:
+    other = targets if reference_targets is None else reference_targets
+    return torch.tensor([[abs(float(a) - float(b)) for b in other] for a in targets], dtype=torch.float64)
+
+
+def _plain(module: nn.Module, *leave: str) -> dict[str, Any]:
+    return {k: v for k, v in module.settings.items() if k not in ("generator", "selection", *leave)}
+
+
+def _euclidean(x: Tensor, references: Tensor | None, normalize: bool) -> Tensor:
+    rows = [reference.unit(v) if normalize else v for v in x]
+    others = rows if references is None else [reference.unit(v) if normalize else v for v in references]
+    return torch.tensor([[float((a - b).norm()) for b in others] for a in rows], dtype=torch.float64)
+
+
+def pair_twin(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The float64 loop of a pair loss, its selection made by the float64 loop of the same name."""
+
+    def twin(
+        module: nn.Module, x: Tensor, labels: Tensor, references: Any = None, reference_labels: Any = None
+    ) -> Tensor:
+        positive, negative = masks(labels, reference_labels)
+        settings = _plain(module, "epsilon") if "selection" in module.settings else _plain(module)
+        selection = module.settings.get("selection", "all")
+        if isinstance(selection, str) and selection != "all":
+            mine = getattr(reference, f"mine_{selection}")
+            cosine = function is reference.multi_similarity
+            distance = _euclidean(x.detach(), references, cosine or settings["normalize"])
+            if cosine:
+                distance = distance.square() / 2  # 1 - cosine
+            settings["selection"] = mine(distance, positive, negative)
+        elif "selection" in module.settings:
+            settings["selection"] = "all"
+        if function is reference.margin:
+            settings |= {"beta": module.beta, "classes": labels if module.beta.dim() else None}
+        if function is reference.siamese:
+            settings |= {"weight": module.weight, "bias": module.bias}
+        return function(x, positive, negative, references, **settings)
+
+    return twin
+
+
+def graded_twin(module: nn.Module, x: Tensor, targets: Tensor, references: Any = None, others: Any = None) -> Tensor:
+    return reference.logratio(x, gaps(targets, others), references, **_plain(module))
+
+
+def class_twin(
+    function: Callable[..., Tensor], *parts: str, **more: Callable[[nn.Module], Any]
+) -> Callable[..., Tensor]:
+    def twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        extra = {name: get(module) for name, get in more.items()}
+        return function(x, labels, *(getattr(module, part) for part in parts), **_plain(module), **extra)
+
+    return twin
+
+
+def facility_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    module(x, labels)  # which medoids it finds is judged by brute force elsewhere; here, what they cost
+    chosen = module.medoids.nonzero().squeeze(1).tolist()
+    gamma = float(module.gamma) if not module.training else module.start
+    return reference.facility_location(x, labels, chosen, gamma=gamma, normalize=module.settings["normalize"])
+
+
+def heated_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    scale, normalize = float(module.scale), True
+    if module.norm == "batch":
+        x = torch.stack([(c - c.mean()) / (c.var(correction=0) + 1e-5).sqrt() for c in x.T], 1)
+        scale, normalize = scale / DIM**0.5, False
+    return reference.heated_softmax(
+        x, labels, module.weight, module.bias, scale=scale, normalize=normalize, **_plain(module)
+    )
+
+
+def adacos_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    scale = module.scale
+    if module.dynamic and module.training:
+        scale = reference.adacos_scale(x.detach(), labels, module.weight.detach(), float(scale))
+    return reference.normalized_softmax(x, labels, module.weight, scale=float(scale), **_plain(module))
+
+
+def _pair(name: str, make: Callable[[], nn.Module], function: Callable[..., Tensor], **more: Any) -> Case:
+    return Case(name, make, pair_twin(function), pairs=True, **more)
+
+
+C, R, size = losses, reference, (CLASSES, DIM)
+LOSSES = [
+    _pair("ContrastiveLoss", lambda: C.ContrastiveLoss(margin=3.0), R.contrastive),
+    _pair(
+        "ContrastiveLoss-linear",
+        lambda: C.ContrastiveLoss(0.9, positive_margin=0.3, squared=False, normalize=True, reduction="active"),
+        R.contrastive,
+    ),
+    _pair("ContrastiveLoss-hard", lambda: C.ContrastiveLoss(3.0, selection="hard_negatives"), R.contrastive),
+    _pair("ContrastiveLoss-batch-hard", lambda: C.ContrastiveLoss(3.0, selection="batch_hard"), R.contrastive),
+    _pair("MarginLoss", lambda: C.MarginLoss(selection="all"), R.margin),
+    _pair("MarginLoss-classes", lambda: C.MarginLoss(num_classes=CLASSES, nu=0.1, selection="semihard"), R.margin),
+    _pair("MultiSimilarityLoss", lambda: C.MultiSimilarityLoss(), R.multi_similarity),
+    _pair("MultiSimilarityLoss-all", lambda: C.MultiSimilarityLoss(selection="all"), R.multi_similarity),
+    _pair("CircleLoss", lambda: C.CircleLoss(), R.circle, smooth=False),
+    _pair("TripletLoss", lambda: C.TripletLoss(), R.triplet),
+    _pair("TripletLoss-all", lambda: C.TripletLoss(selection="all", reduction="active"), R.triplet),
+    _pair("TripletLoss-all-plain", lambda: C.TripletLoss(0.5, squared=False, selection="all"), R.triplet),
+    _pair("TripletLoss-hard-swap", lambda: C.TripletLoss(swap=True, selection="hard"), R.triplet),
+    _pair(
+        "TripletLoss-batch-hard",
+        lambda: C.TripletLoss(None, squared=False, normalize=False, selection="batch_hard"),
+        R.triplet,
+    ),
+    _pair("TripletLoss-easy", lambda: C.TripletLoss(selection="easy_positive"), R.triplet),
+    _pair("LosslessTripletLoss", lambda: C.LosslessTripletLoss(), R.lossless_triplet),
+    _pair("LiftedStructureLoss", lambda: C.LiftedStructureLoss(), R.lifted_structure),
+    _pair("LiftedStructureLoss-max", lambda: C.LiftedStructureLoss(form="max", normalize=True), R.lifted_structure),
+    _pair("NPairLoss", lambda: C.NPairLoss(), R.npair, ordered=True),
+    _pair("SupConLoss", lambda: C.SupConLoss(), R.supcon),
+    _pair("InfoNCELoss", lambda: C.InfoNCELoss(), R.infonce),
+    _pair("SmoothAPLoss", lambda: C.SmoothAPLoss(0.1), R.smooth_ap),
+    _pair("FastAPLoss", lambda: C.FastAPLoss(), R.fastap),
+    _pair("SiameseLoss", lambda: C.SiameseLoss(DIM), R.siamese),
+    Case("LogRatioLoss", lambda: C.LogRatioLoss(), graded_twin, pairs=True, graded=True),
+    Case(
+        "LogRatioLoss-keep", lambda: C.LogRatioLoss(ties="keep", normalize=True), graded_twin, pairs=True, graded=True
+    ),
+    Case("FacilityLocationLoss", lambda: C.FacilityLocationLoss(), facility_twin, compiles=False),
+    Case("ProxyNCALoss", lambda: C.ProxyNCALoss(*size), class_twin(R.proxy_nca, "proxies")),
+    Case("ProxyNCALoss-original", lambda: C.ProxyNCALoss(*size, form="original"), class_twin(R.proxy_nca, "proxies")),
+    Case(
+        "ProxyNCALoss-several",
+        lambda: C.ProxyNCALoss(*size, proxies_per_class=3),
+        class_twin(R.proxy_nca, "proxies"),
+    ),
+    Case(
+        "ProxyNCALoss-dynamic",
+        lambda: C.ProxyNCALoss(*size, assignment="dynamic", form="original"),
+        class_twin(R.proxy_nca, "proxies"),
+    ),
+    Case("ProxyAnchorLoss", lambda: C.ProxyAnchorLoss(*size), class_twin(R.proxy_anchor, "proxies")),
+    Case("SoftTripleLoss", lambda: C.SoftTripleLoss(*size), class_twin(R.soft_triple, "centers")),
+    Case("CenterLoss", lambda: C.CenterLoss(*size, pull=0.5), class_twin(R.center, "weight", "bias", "centers")),
+    Case("NormalizedSoftmaxLoss", lambda: C.NormalizedSoftmaxLoss(*size), class_twin(R.normalized_softmax, "weight")),
+    Case("HeatedSoftmaxLoss", lambda: C.HeatedSoftmaxLoss(*size), heated_twin),
+    Case("HeatedSoftmaxLoss-batch", lambda: C.HeatedSoftmaxLoss(*size, norm="batch"), heated_twin),
+    Case(
+        "SphereFaceLoss",
+        lambda: C.SphereFaceLoss(*size, start=1.0, floor=0.5),
+        class_twin(R.sphereface, "weight", annealing=lambda m: float(m.annealing)),
+    ),
+    Case("CosFaceLoss", lambda: C.CosFaceLoss(*size), class_twin(R.cosface, "weight")),
+    Case("ArcFaceLoss", lambda: C.ArcFaceLoss(*size), class_twin(R.arcface, "weight")),
+    Case("ArcFaceLoss-sub", lambda: C.ArcFaceLoss(*size, sub_centers=3), class_twin(R.arcface, "weight")),
+    Case("AdaCosLoss", lambda: C.AdaCosLoss(*size), adacos_twin),
+    Case("AdaCosLoss-fixed", lambda: C.AdaCosLoss(*size, dynamic=False), adacos_twin),
+]
+SELECTIONS = (*mining.TRIPLET_SELECTIONS, *mining.PAIR_SELECTIONS)

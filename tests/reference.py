@@ -1,0 +1,637 @@
+"""Every loss as a slow float64 loop, written from its formula: the judge of the fast code.
+
+x (B, D) are anchors, references (R, D) whom they meet, the batch itself if None; positive and negative (B, R) bool say
+who is kin and who is not, self-pairs in neither. Class losses take labels (B,), -1 left out. Values are 0-d float64
+tensors on the graph, so that autograd through the loops is the reference gradient. Nothing here comes from the package.
+"""
+
+import math
+from collections import Counter
+from itertools import combinations
+
+import torch
+
+# ---------------------------------------------------------------- vectors, distances, sums
+
+
+def squared_distance(u, v):
+    return ((u - v) ** 2).sum()
+
+
+def length(v):
+    """|v|, with gradient 0 at 0."""
+    square = (v * v).sum()
+    return square.sqrt() if square > 0 else square
+
+
+def distance(u, v):
+    """|u - v|, with gradient 0 at 0."""
+    return length(u - v)
+
+
+def unit(v):
+    """v / |v|; the zero vector stays zero."""
+    return v / length(v) if length(v) > 0 else v * 0
+
+
+def cosine(u, v):
+    return (unit(u) * unit(v)).sum()
+
+
+def angle(u, v):
+    return cosine(u, v).clamp(-1, 1).acos()
+
+
+def table(function, x, references=None):
+    """Nested list [anchor][reference] of function(x_i, r_j)."""
+    return [[function(u, v) for v in (x if references is None else references)] for u in x]
+
+
+def distances(x, references=None, *, squared=False, normalize=False):
+    if normalize:
+        x, references = units(x), None if references is None else units(references)
+    return table(squared_distance if squared else distance, x, references)
+
+
+def units(x):
+    return torch.stack([unit(v) for v in x]) if len(x) else x
+
+
+def columns(mask, i):
+    return [j for j, held in enumerate(mask[i]) if held]
+
+
+def logsumexp(values):
+    return torch.logsumexp(torch.stack(values), 0)
+
+
+def log1p_sum_exp(values):
+    """log(1 + Σ e^v)"""
+    return logsumexp([torch.zeros((), dtype=torch.float64), *values])
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def reduced(x, terms, reduction):
+    """terms: one list of 0-d tensors an anchor. A loss without any term is 0."""
+    zero = x.sum() * 0
+    if reduction == "none":
+        return torch.stack([sum(own, zero) for own in terms]) if terms else x.sum(1)
+    every = [term for own in terms for term in own]
+    if reduction == "sum":
+        return sum(every, zero)
+    if reduction == "active":
+        every = [term for term in every if term > 0]
+    return sum(every, zero) / max(len(every), 1)
+
+
+# ---------------------------------------------------------------- selections, ties to the lowest index
+
+
+def nearest(row, among):
+    return min(among, key=lambda j: row[j])
+
+
+def farthest(row, among):
+    return max(among, key=lambda j: row[j])
+
+
+def mine_hard(distance, positive, negative):
+    return [
+        (a, p, nearest(row, columns(negative, a)))
+        for a, row in enumerate(distance)
+        for p in columns(positive, a)
+        if columns(negative, a)
+    ]
+
+
+def semihard_negative(row, p, negatives, fallback):
+    farther = [n for n in negatives if row[n] > row[p]]
+    if farther:
+        return nearest(row, farther)
+    return farthest(row, negatives) if negatives and fallback == "farthest" else None
+
+
+def mine_semihard(distance, positive, negative, fallback="farthest"):
+    triplets = []
+    for a, row in enumerate(distance):
+        for p in columns(positive, a):
+            n = semihard_negative(row, p, columns(negative, a), fallback)
+            if n is not None:
+                triplets.append((a, p, n))
+    return triplets
+
+
+def mine_batch_hard(distance, positive, negative):
+    return [
+        (a, farthest(row, columns(positive, a)), nearest(row, columns(negative, a)))
+        for a, row in enumerate(distance)
+        if columns(positive, a) and columns(negative, a)
+    ]
+
+
+def mine_easy_positive(distance, positive, negative, kind="semihard"):
+    """`kind` is `negative` of the fast function; semi-hard falls back on the farthest negative."""
+    triplets = []
+    for a, row in enumerate(distance):
+        positives, negatives = columns(positive, a), columns(negative, a)
+        if positives and negatives:
+            p = nearest(row, positives)
+            hard = nearest(row, negatives)
+            triplets.append((a, p, hard if kind == "hard" else semihard_negative(row, p, negatives, "farthest")))
+    return triplets
+
+
+def mine_hard_negatives(distance, positive, negative):
+    """Masks: all positive pairs, and as many of the nearest negative ones; of equals the first in reading order."""
+    pairs = [(row[n], a, n) for a, row in enumerate(distance) for n in columns(negative, a)]
+    number = sum(len(columns(positive, a)) for a in range(len(distance)))
+    kept = torch.zeros_like(torch.as_tensor(negative))
+    for _, a, n in sorted(pairs)[:number]:
+        kept[a, n] = True
+    return torch.as_tensor(positive), kept
+
+
+def mine_multi_similarity(distance, positive, negative, epsilon=0.1):
+    """Masks. Distance is 1 - similarity."""
+    near, far = torch.zeros_like(torch.as_tensor(positive)), torch.zeros_like(torch.as_tensor(negative))
+    for a, row in enumerate(distance):
+        positives, negatives = columns(positive, a), columns(negative, a)
+        if positives and negatives:
+            for p in positives:
+                near[a, p] = bool(row[p] > min(row[n] for n in negatives) - epsilon)
+            for n in negatives:
+                far[a, n] = bool(row[n] < max(row[p] for p in positives) + epsilon)
+    return near, far
+
+
+def distance_weights(row, allowed, dim, clip=0.5, cutoff=1.4):
+    """Probability of each entry of one anchor's row: min(1/q(clip), 1/q(d)), uniform if all lie beyond the cutoff."""
+
+    def log_power(base, exponent):
+        return exponent * (math.log(base) if base > 0 else -math.inf) if exponent else 0.0
+
+    def rarity(d):  # -log q(d)
+        return -log_power(d, dim - 2) - log_power(1 - d * d / 4, (dim - 3) / 2)
+
+    candidates = [j for j, held in enumerate(allowed) if held]
+    near = [j for j in candidates if cutoff is None or row[j] < cutoff]
+    weights = {j: min(rarity(clip), rarity(float(row[j]))) for j in near} or dict.fromkeys(candidates, 0.0)
+    top = max(weights.values(), default=0.0)
+    total = sum(math.exp(w - top) for w in weights.values())
+    return [math.exp(weights[j] - top) / total if j in weights else 0.0 for j in range(len(row))]
+
+
+def selected(selection, positive, negative, a):
+    """Columns of anchor a's positive and negative pairs: of "all", a list of (a, p, n), or a tuple of two masks."""
+    if isinstance(selection, list):
+        return [p for i, p, _ in selection if i == a], [n for i, _, n in selection if i == a]
+    near, far = (positive, negative) if selection == "all" else selection
+    return columns(near, a), columns(far, a)
+
+
+# ---------------------------------------------------------------- pair losses
+
+
+def contrastive(
+    x, positive, negative, references=None, *, margin=1.0, positive_margin=0.0, squared=True,
+    selection="all", normalize=False, reduction="mean",
+):  # fmt: skip
+    d = distances(x, references, normalize=normalize)
+    power = 2 if squared else 1
+    pull, push = [], []
+    for a in range(len(x)):
+        positives, negatives = selected(selection, positive, negative, a)
+        pull.append([(d[a][p] - positive_margin).relu() ** power for p in positives])
+        push.append([(margin - d[a][n]).relu() ** power for n in negatives])
+    return reduced(x, pull, reduction) / 2 + reduced(x, push, reduction) / 2
+
+
+def margin(
+    x, positive, negative, references=None, *, beta=1.2, classes=None, margin=0.2, nu=0.0,
+    selection="all", normalize=True, reduction="active",
+):  # fmt: skip
+    """beta: a number, a 0-d tensor, or (C,) with the class of each anchor in `classes`."""
+    d = distances(x, references, normalize=normalize)
+    beta = torch.as_tensor(beta, dtype=torch.float64)
+    sums, pairs, active = [], 0, 0
+    for a in range(len(x)):
+        positives, negatives = selected(selection, positive, negative, a)
+        boundary = beta[classes[a]] if beta.dim() else beta
+        terms = [(margin + d[a][p] - boundary).relu() for p in positives]
+        terms += [(margin - d[a][n] + boundary).relu() for n in negatives]
+        sums.append(sum(terms, x.sum() * 0) + nu * boundary * len(positives))
+        pairs += len(terms)
+        active += sum(bool(term > 0) for term in terms)
+    if reduction in ("sum", "none"):
+        return reduced(x, [[own] for own in sums], reduction)
+    number = active if reduction == "active" else pairs
+    return sum(sums) / number if number else x.sum() * 0
+
+
+def multi_similarity(
+    x, positive, negative, references=None, *, alpha=2.0, beta=50.0, base=0.5, epsilon=0.1,
+    selection="multi_similarity", reduction="mean",
+):  # fmt: skip
+    """selection: "multi_similarity", "all", or a tuple of two masks. Anchors who meet nobody have no term."""
+    s = table(cosine, x, references)
+    if selection == "multi_similarity":
+        selection = mine_multi_similarity([[1 - v for v in row] for row in s], positive, negative, epsilon)
+    terms = []
+    for a in range(len(x)):
+        positives, negatives = selected(selection, positive, negative, a)
+        pull = log1p_sum_exp([-alpha * (s[a][p] - base) for p in positives]) / alpha
+        push = log1p_sum_exp([beta * (s[a][n] - base) for n in negatives]) / beta
+        terms.append([pull + push] if columns(positive, a) or columns(negative, a) else [])
+    return reduced(x, terms, reduction)
+
+
+def circle(x, positive, negative, references=None, *, margin=0.4, scale=80.0, reduction="mean", at=None):
+    """The weights are those at the embeddings `at` (x itself if None) and carry no gradient."""
+    s = table(cosine, x, references)
+    frozen = table(cosine, (x if at is None else at).detach(), None if references is None else references.detach())
+    terms = []
+    for a in range(len(x)):
+        positives, negatives = columns(positive, a), columns(negative, a)
+        pairs = []
+        for p in positives:
+            for n in negatives:
+                pull = (1 + margin - frozen[a][p]).relu() * (s[a][p] - 1 + margin)
+                push = (frozen[a][n] + margin).relu() * (s[a][n] - margin)
+                pairs.append(scale * (push - pull))
+        terms.append([log1p_sum_exp(pairs)] if pairs else [])
+    return reduced(x, terms, reduction)
+
+
+def siamese(x, positive, negative, references=None, *, weight, bias, reduction="mean"):
+    z = table(lambda u, v: (weight * (u - v).abs()).sum() + bias, x, references)
+    pull = [[log1p_sum_exp([-z[a][p]]) for p in columns(positive, a)] for a in range(len(x))]
+    push = [[log1p_sum_exp([z[a][n]]) for n in columns(negative, a)] for a in range(len(x))]
+    return reduced(x, pull, reduction) / 2 + reduced(x, push, reduction) / 2
+
+
+# ---------------------------------------------------------------- triplet losses
+
+
+def triplet(
+    x, positive, negative, references=None, *, margin=0.2, squared=True, swap=False,
+    selection="all", normalize=True, reduction="mean",
+):  # fmt: skip
+    """selection: "all", or a list of (a, p, n)."""
+    d = distances(x, references, squared=squared, normalize=normalize)
+    between = distances(x if references is None else references, squared=squared, normalize=normalize)
+    if selection == "all":
+        selection = [(a, p, n) for a in range(len(x)) for p in columns(positive, a) for n in columns(negative, a)]
+    terms = [[] for _ in x]
+    for a, p, n in selection:
+        far = torch.minimum(d[a][n], between[p][n]) if swap else d[a][n]
+        gap = d[a][p] - far
+        terms[a].append(log1p_sum_exp([gap]) if margin is None else (gap + margin).relu())
+    return reduced(x, terms, reduction)
+
+
+def lossless_triplet(x, positive, negative, references=None, *, sigmoid=True, epsilon=1e-8, reduction="mean"):
+    def cube(v):
+        return v.sigmoid() if sigmoid else v.clamp(0, 1)
+
+    d = distances(cube(x), None if references is None else cube(references), squared=True)
+    dim = x.shape[1]
+    terms = [
+        [
+            -(1 - d[a][p] / dim + epsilon).log() - (1 - (dim - d[a][n]) / dim + epsilon).log()
+            for p in columns(positive, a)
+            for n in columns(negative, a)
+        ]
+        for a in range(len(x))
+    ]
+    return reduced(x, terms, reduction)
+
+
+# ---------------------------------------------------------------- structured losses
+
+
+def lifted_structure(
+    x, positive, negative, references=None, *, margin=1.0, form="smooth", normalize=False, reduction="mean"
+):
+    """The negatives of j are the anchors l that have j for a negative."""
+    d = distances(x, references, normalize=normalize)
+    terms = [[] for _ in x]
+    for i in range(len(x)):
+        for j in columns(positive, i):
+            threats = [margin - d[i][k] for k in columns(negative, i)]
+            threats += [margin - d[m][j] for m in range(len(x)) if negative[m][j]]
+            if not threats:
+                terms[i].append(d[i][j] * 0)
+                continue
+            worst = logsumexp(threats) if form == "smooth" else max(threats)
+            terms[i].append((worst + d[i][j]).relu() ** 2 / 2)
+    return reduced(x, terms, reduction)
+
+
+def npair(x, positive, negative, references=None, *, penalty=0.002, reduction="mean"):
+    """In a batch alone an item without kin before it is an anchor, any other a reference.
+
+    The penalty stands in the term of each anchor that counts: its own square, and the mean over all references met.
+    """
+    others = x if references is None else references
+    anchors, met = list(range(len(x))), list(range(len(others)))
+    if references is None:
+        anchors = [i for i in anchors if not any(positive[i][j] for j in range(i))]
+        met = [j for j in met if j not in anchors]
+    anchors = [i for i in anchors if any(positive[i][j] for j in met)]
+    used = [r for r in met if any(positive[i][r] or negative[i][r] for i in anchors)]
+    terms = [[] for _ in x]
+    for i in anchors:
+        meets = [r for r in met if positive[i][r] or negative[i][r]]
+        normaliser = logsumexp([x[i] @ others[r] for r in meets])
+        likelihood = mean([x[i] @ others[p] - normaliser for p in meets if positive[i][p]])
+        size = x[i] @ x[i] + mean([others[r] @ others[r] for r in used])
+        terms[i].append(-likelihood + penalty / 4 * size)
+    return reduced(x, terms, reduction)
+
+
+def supcon(x, positive, negative, references=None, *, temperature=0.1, reduction="mean"):
+    s = table(lambda u, v: cosine(u, v) / temperature, x, references)
+    terms = []
+    for a in range(len(x)):
+        positives = columns(positive, a)
+        met = positives + columns(negative, a)
+        terms.append([-mean([s[a][p] - logsumexp([s[a][r] for r in met]) for p in positives])] if positives else [])
+    return reduced(x, terms, reduction)
+
+
+def infonce(x, positive, negative, references=None, *, temperature=0.07, reduction="mean"):
+    s = table(lambda u, v: cosine(u, v) / temperature, x, references)
+    terms = []
+    for a in range(len(x)):
+        strangers = [s[a][n] for n in columns(negative, a)]
+        terms.append([logsumexp([s[a][p], *strangers]) - s[a][p] for p in columns(positive, a)])
+    return reduced(x, terms, reduction)
+
+
+def logratio(x, gaps, references=None, *, epsilon=1e-6, ties="drop", normalize=False, reduction="mean"):
+    """gaps (B, R): plain label distances; 0 leaves a reference out."""
+    d = distances(x, references, squared=True, normalize=normalize)
+    terms = []
+    for a in range(len(x)):
+        met = [r for r in range(len(d[a])) if gaps[a][r] > 0 and not (references is None and r == a)]
+        squares = []
+        for i, j in combinations(met, 2):
+            if ties == "drop" and gaps[a][i] == gaps[a][j]:
+                continue
+            embedded = ((d[a][i] + epsilon) / (d[a][j] + epsilon)).log()
+            labelled = math.log(float(gaps[a][i]) ** 2 / float(gaps[a][j]) ** 2)
+            squares.append((embedded - labelled) ** 2)
+        terms.append([mean(squares)] if squares else [])
+    return reduced(x, terms, reduction)
+
+
+# ---------------------------------------------------------------- rank losses
+
+
+def smooth_ap(x, positive, negative, references=None, *, temperature=0.01, reduction="mean"):
+    s = table(cosine, x, references)
+    terms = []
+    for a in range(len(x)):
+        positives = columns(positive, a)
+        met = positives + columns(negative, a)
+        precisions = []
+        for p in positives:
+            before = {r: ((s[a][r] - s[a][p]) / temperature).sigmoid() for r in met if r != p}
+            precisions.append((1 + sum(before[q] for q in positives if q != p)) / (1 + sum(before.values())))
+        terms.append([1 - mean(precisions)] if positives else [])
+    return reduced(x, terms, reduction)
+
+
+def fastap(x, positive, negative, references=None, *, bins=10, reduction="mean"):
+    d = distances(x, references, squared=True, normalize=True)
+    width = 4 / bins
+    terms = []
+    for a in range(len(x)):
+        positives = columns(positive, a)
+        met = positives + columns(negative, a)
+
+        def histogram(items, row=d[a]):
+            return [sum((1 - (row[r] - b * width).abs() / width).relu() for r in items) for b in range(bins + 1)]
+
+        total = 0
+        if positives:
+            kin, everyone = histogram(positives), histogram(met)
+            for b in range(bins + 1):
+                if sum(everyone[: b + 1]) > 0:
+                    total = total + kin[b] * sum(kin[: b + 1]) / sum(everyone[: b + 1])
+        terms.append([1 - total / len(positives)] if positives else [])
+    return reduced(x, terms, reduction)
+
+
+# ---------------------------------------------------------------- facility location
+
+
+def nmi(a, b):
+    """I / sqrt(H H'); 1 if both are one group, 0 if only one of them is."""
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        return float(len(set(a)) == len(set(b)))
+    rows, cols, cells, m = Counter(a), Counter(b), Counter(zip(a, b, strict=True)), len(a)
+    entropy_a, entropy_b = (-sum(n / m * math.log(n / m) for n in c.values()) for c in (rows, cols))
+    mutual = sum(n / m * math.log(n * m / (rows[i] * cols[j])) for (i, j), n in cells.items())
+    return mutual / math.sqrt(entropy_a * entropy_b)
+
+
+def known_items(labels):
+    return [i for i, label in enumerate(torch.as_tensor(labels).tolist()) if label >= 0]
+
+
+def facility_score(distance, labels, medoids, gamma):
+    """F(S) + gamma (1 - NMI(g(S), y)); a medoid belongs to itself, a tie to the lowest medoid."""
+    labels, items = torch.as_tensor(labels).tolist(), known_items(labels)
+    owner = {i: i if i in medoids else nearest(distance[i], sorted(medoids)) for i in items}
+    agreement = nmi([owner[i] for i in items], [labels[i] for i in items])
+    return -sum(distance[i][owner[i]] for i in items) + gamma * (1 - agreement)
+
+
+def facility_oracle(distance, labels):
+    """F~ = Σ_classes max_j -Σ_i D_ij, j and i of the class."""
+    labels, items = torch.as_tensor(labels).tolist(), known_items(labels)
+    total = 0
+    for label in sorted({labels[i] for i in items}):
+        own = [i for i in items if labels[i] == label]
+        total = total + max(-sum(distance[i][j] for i in own) for j in own)
+    return total
+
+
+def best_clustering(distance, labels, gamma):
+    """Best score and its medoids S, of all sets of as many items as there are classes; of equals the first."""
+    items = known_items(labels)
+    distance = [[v.item() if isinstance(v, torch.Tensor) else v for v in row] for row in distance]
+    number = len({int(labels[i]) for i in items})
+    scored = ((facility_score(distance, labels, s, gamma), s) for s in combinations(items, number))
+    return max(scored, key=lambda pair: pair[0]) if items else (0.0, ())
+
+
+def facility_location(x, labels, medoids, gamma=1.0, normalize=True):
+    """The bracket of the loss for given medoids."""
+    if not known_items(labels):
+        return x.sum() * 0
+    d = distances(x, normalize=normalize)
+    return (facility_score(d, labels, medoids, gamma) - facility_oracle(d, labels)).relu()
+
+
+# ---------------------------------------------------------------- class losses
+
+
+def classified(x, labels, logits, reduction, extra=lambda i, y: 0):
+    """Cross-entropy of logits(i, y), a list of C, plus extra(i, y), for each item of a known class."""
+    terms = []
+    for i, y in enumerate(labels.tolist()):
+        scores = logits(i, y) if y >= 0 else []
+        terms.append([logsumexp(scores) - scores[y] + extra(i, y)] if y >= 0 else [])
+    return reduced(x, terms, reduction)
+
+
+def normalized_softmax(x, labels, weight, *, scale=20.0, reduction="mean"):
+    return classified(x, labels, lambda i, y: [scale * cosine(x[i], w) for w in weight], reduction)
+
+
+def heated_softmax(x, labels, weight, bias, *, scale=16.0, normalize=True, reduction="mean"):
+    def logits(i, y):
+        v = unit(x[i]) if normalize else x[i]
+        return [scale * (unit(w) @ v) + b for w, b in zip(weight, bias, strict=True)]
+
+    return classified(x, labels, logits, reduction)
+
+
+def cosface(x, labels, weight, *, margin=0.35, scale=64.0, reduction="mean"):
+    def logits(i, y):
+        return [scale * (cosine(x[i], w) - (margin if c == y else 0)) for c, w in enumerate(weight)]
+
+    return classified(x, labels, logits, reduction)
+
+
+def arcface(
+    x, labels, weight, *, margin=0.5, scale=64.0, sub_centers=1, straight_through=False, reduction="mean"
+):  # fmt: skip
+    def speaker(i, c):
+        return max(weight[c * sub_centers : (c + 1) * sub_centers], key=lambda w: cosine(x[i], w))
+
+    def logits(i, y):
+        scores = [scale * cosine(x[i], speaker(i, c)) for c in range(len(weight) // sub_centers)]
+        theta = angle(x[i], speaker(i, y))
+        beyond = theta >= math.pi - margin
+        target = theta.cos() - margin * math.sin(margin) if beyond else (theta + margin).cos()
+        scores[y] = scores[y] + (scale * target - scores[y]).detach() if straight_through else scale * target
+        return scores
+
+    return classified(x, labels, logits, reduction)
+
+
+def sphereface_psi(theta, margin):
+    k = min(int(theta.detach() * margin / math.pi), margin - 1)
+    return (-1) ** k * (margin * theta).cos() - 2 * k
+
+
+def sphereface(x, labels, weight, *, margin=4, annealing=5.0, reduction="mean"):
+    def logits(i, y):
+        scores = [x[i] @ unit(w) for w in weight]  # |x| cos θ, and its slope where |x| = 0
+        theta = angle(x[i], weight[y])
+        target = (annealing * theta.cos() + sphereface_psi(theta, margin)) / (1 + annealing)
+        return [length(x[i]) * target if c == y else score for c, score in enumerate(scores)]
+
+    return classified(x, labels, logits, reduction)
+
+
+def adacos(x, labels, weight, *, scale=None, reduction="mean"):
+    scale = math.sqrt(2) * math.log(len(weight) - 1) if scale is None else scale
+    return normalized_softmax(x, labels, weight, scale=scale, reduction=reduction)
+
+
+def adacos_scale(x, labels, weight, scale):
+    """The next scale; the old one where there is no item, or where B_avg <= 1 would make it 0 or negative."""
+    scale, weight = float(scale), weight.detach()
+    items = [(v.detach(), y) for v, y in zip(x, labels.tolist(), strict=True) if y >= 0]
+    others = [math.exp(scale * cosine(v, w)) for v, y in items for c, w in enumerate(weight) if c != y]
+    if sum(others) <= len(items):
+        return scale
+    middle = sorted(float(angle(v, weight[y])) for v, y in items)[(len(items) - 1) // 2]
+    return math.log(sum(others) / len(items)) / math.cos(min(math.pi / 4, middle))
+
+
+def center(x, labels, weight, bias, centers, *, pull=0.003, reduction="mean"):
+    def logits(i, y):
+        return [w @ x[i] + b for w, b in zip(weight, bias, strict=True)]
+
+    def drawn(i, y):
+        return pull / 2 * squared_distance(x[i], centers[y].detach())
+
+    return classified(x, labels, logits, reduction, drawn)
+
+
+def center_update(x, labels, centers, *, alpha=0.5):
+    moved = []
+    for c, old in enumerate(centers):
+        own = [v for v, y in zip(x, labels.tolist(), strict=True) if y == c]
+        moved.append(old - alpha * sum((old - v for v in own), old * 0) / (1 + len(own)))
+    return torch.stack(moved)
+
+
+# ---------------------------------------------------------------- proxy losses
+
+
+def proxy_nca(
+    x, labels, proxies, *, scale=3.0, form="softmax", assignment="static", proxies_per_class=1, reduction="mean"
+):
+    """Dynamic: a term for every two kin with a stranger in the batch; each stranger brings its proxy, shared or not."""
+    labels = labels.tolist()
+    d = table(lambda v, p: squared_distance(scale * unit(v), scale * unit(p)), x, proxies)
+    proxy_class = [z // proxies_per_class for z in range(len(proxies))]
+
+    def term(own, others):
+        return own + logsumexp([-o for o in others] + ([-own] if form == "softmax" else []))
+
+    terms = [[] for _ in x]
+    for a, y in enumerate(labels):
+        if y >= 0 and assignment == "static":
+            own = nearest(d[a], [z for z, c in enumerate(proxy_class) if c == y])
+            others = [d[a][z] for z, c in enumerate(proxy_class) if c != y]
+            terms[a] += [term(d[a][own], others)] if others else []
+        elif y >= 0:
+            stands_for = [nearest(row, range(len(proxies))) for row in d]
+            strangers = [d[a][stands_for[n]] for n, other in enumerate(labels) if other >= 0 and other != y]
+            kin = [j for j, other in enumerate(labels) if other == y and j != a]
+            terms[a] += [term(d[a][stands_for[j]], strangers) for j in kin if strangers]
+    return reduced(x, terms, reduction)
+
+
+def proxy_anchor(x, labels, proxies, *, margin=0.1, scale=32.0):
+    labels = labels.tolist()
+    pull, push = [], []
+    for c, proxy in enumerate(proxies):
+        own = [-scale * (cosine(v, proxy) - margin) for v, y in zip(x, labels, strict=True) if y == c]
+        others = [scale * (cosine(v, proxy) + margin) for v, y in zip(x, labels, strict=True) if y >= 0 and y != c]
+        pull += [log1p_sum_exp(own)] if own else []
+        push.append(log1p_sum_exp(others))
+    return x.sum() * 0 + (mean(pull) if pull else 0) + mean(push)
+
+
+def soft_triple(
+    x, labels, centers, *, centers_per_class=10, scale=20.0, gamma=0.1, margin=0.01, tau=0.2, reduction="mean"
+):
+    """Each distance of two unit centres is sqrt(|w - w'|² + 1e-5)."""
+    per = centers_per_class
+    classes = [list(range(c * per, (c + 1) * per)) for c in range(len(centers) // per)]
+    spread = 0
+    for own in classes:
+        for k, other in combinations(own, 2):
+            gap = squared_distance(unit(centers[k]), unit(centers[other]))
+            spread = spread + (gap + 1e-5).sqrt() / (len(classes) * per * (per - 1))
+
+    def logits(i, y):
+        scores = []
+        for c, own in enumerate(classes):
+            s = [cosine(x[i], centers[k]) for k in own]
+            total = logsumexp([v / gamma for v in s])
+            scores.append(scale * (sum((v / gamma - total).exp() * v for v in s) - (margin if c == y else 0)))
+        return scores
+
+    return classified(x, labels, logits, reduction, lambda i, y: tau * spread)
