@@ -342,13 +342,9 @@ def _pairs(
     cutoff: float | Tensor,
     generator: torch.Generator | None,
 ) -> mining.Triplets | mining.Pairs:
-    if selection == "all":
-        return mining.Pairs(kin.positive, kin.negative)
     if selection == "distance_weighted" and not normalize:
         possible = ("all", *mining.TRIPLET_SELECTIONS[:-1], *mining.PAIR_SELECTIONS)
         checks.impossible("selection", selection, "it needs unit vectors, normalize=True", possible)
-    if isinstance(selection, str):
-        checks.one_of("selection", selection, ("all", *mining.TRIPLET_SELECTIONS, *mining.PAIR_SELECTIONS))
     return mining.select(selection, distance, kin, dim=dim, cutoff=cutoff, generator=generator)
 
 

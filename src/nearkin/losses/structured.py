@@ -37,8 +37,8 @@ def lifted_structure_loss(
     J_ij = log(Σ_k e^{margin - D_ik} + Σ_l e^{margin - D_jl}) + D_ij,   L = mean_{positive pairs} 1/2 [J_ij]_+²
 
     k: negatives of anchor i; l: anchors to which j is a negative. form="max" takes the largest margin - D instead of
-    the log-sum-exp. D: Euclidean distance of raw embeddings. O(B²): the sums belong to rows and columns. Needs two items a
-    class and two classes; a pair that meets no negative is a term of 0.
+    the log-sum-exp. D: Euclidean distance of raw embeddings. O(B²): the sums belong to rows and columns. Needs two
+    items a class and two classes; a pair that meets no negative is a term of 0.
     Song et al. 2016, arXiv:1511.06452, eq. 3 (max) and 4 (smooth); margin 1, no normalisation from its released code.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)

@@ -44,21 +44,21 @@ def triplet_loss(
     anchors, others = (embeddings, references)
     if normalize:
         anchors, others = distances.unit(embeddings), None if references is None else distances.unit(references)
-    distance = distances.euclidean(anchors, others)  # (B, R)
+    measure = distances.squared_euclidean if squared else distances.euclidean
+    distance = measure(anchors, others)  # (B, R)
     kin = relations.of(labels, references, reference_labels)
     if selection == "all":
         assert margin is not None
-        value = reduce.total(*_all_triplets(distance.square() if squared else distance, kin, margin), reduction)
+        value = reduce.total(*_all_triplets(distance, kin, margin), reduction)
         return value + reduce.taint(embeddings, references)
-    chosen = mining.select(selection, distance, kin, dim=embeddings.shape[1], generator=generator)
+    plain = distance.detach().sqrt() if squared else distance
+    chosen = mining.select(selection, plain, kin, dim=embeddings.shape[1], generator=generator)
     if isinstance(chosen, mining.Pairs):
         raise TypeError("selection must return Triplets for a triplet loss, got Pairs")
     near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
     if swap and distance.shape[1]:
-        between = distance if others is None else distances.euclidean(others)  # (R, R)
+        between = distance if others is None else measure(others)  # (R, R)
         far = torch.minimum(far, between[chosen.positive, chosen.negative])
-    if squared:
-        near, far = near.square(), far.square()
     value = reduce.softplus(near - far) if margin is None else (near - far + margin).relu()
     return reduce.terms(value, chosen.valid, reduction) + reduce.taint(embeddings, references)
 

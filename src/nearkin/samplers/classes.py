@@ -7,7 +7,7 @@ from nearkin.core import checks
 from nearkin.samplers import requests
 from nearkin.samplers.draws import ORDER, SIZES, Ints, shuffled, words
 from nearkin.samplers.protocol import EpochSampler
-from nearkin.samplers.requests import Split
+from nearkin.samplers.requests import Labels, Split
 from nearkin.samplers.turns import Chosen, Grid, Groups, filled, least
 
 
@@ -16,7 +16,7 @@ class ClassSampler(EpochSampler):
 
     def __init__(
         self,
-        labels: object,
+        labels: Labels,
         classes: int,
         batch_size: int,
         seed: int,
@@ -29,7 +29,8 @@ class ClassSampler(EpochSampler):
         known = requests.labels(labels)
         self._groups = Groups(known)
         requests.at_most(names[0], classes, len(self._groups.ids), "the number of classes with items")
-        requests.ranks(rank, world_size, split, (names[0], classes), (names[1], batch_size))
+        shared = {"classes": (names[0], classes), "items": (names[1], batch_size)}
+        requests.ranks(rank, world_size, split, shared)
         self.classes, self.batch_size, self._size = classes, batch_size, len(known)
         self._turns, pass_batches = least(self._groups.counts, classes, batch_size)
         super().__init__(
@@ -82,7 +83,7 @@ class ClassBalanced(ClassSampler):
 
     def __init__(
         self,
-        labels: object,
+        labels: Labels,
         classes: int = 32,
         per_class: int = 4,
         seed: int = 0,
@@ -110,17 +111,19 @@ class ClassRatio(ClassSampler):
     """`batch_size` items of C = `ratio` × `batch_size` different classes (rounded, at least 1), filled at random.
 
     Each class gives one item; the rest are drawn at random from the same C classes, so exactly C classes are in a
-    batch and their sizes vary. Over an epoch class c is drawn about n_c times and its items evenly, none of them twice
-    more than another; a class in its last turn brings the items it still owes. Items of a batch differ unless its
-    classes have fewer than `batch_size` items together. ratio 0.25 suits classes of many items, 0.75 of few.
+    batch and their sizes vary. Over an epoch a class comes as often as its items need and brings, in its last turn,
+    those not drawn yet, as far as the batch has room: about 1 item in 100 may miss an epoch. One item of a class is
+    drawn at most once more than another. Items of a batch differ unless its classes have fewer than `batch_size` items
+    together. ratio 0.25 suits classes of many items, 0.75 of few.
 
-    labels as in `ClassBalanced`. With `split="classes"` ranks hold as many classes each, but not always as many items.
+    labels and the length of an epoch as in `ClassBalanced`. With `split="classes"` ranks hold as many classes each, but
+    not always as many items.
     Song et al. 2017, arXiv:1612.01213: m = 128, C/m in {0.25, 0.5, 0.75}.
     """
 
     def __init__(
         self,
-        labels: object,
+        labels: Labels,
         batch_size: int = 128,
         ratio: float = 0.25,
         seed: int = 0,

@@ -11,7 +11,7 @@ from nearkin.core import checks
 from nearkin.samplers import requests
 from nearkin.samplers.classes import ClassBalanced
 from nearkin.samplers.draws import MINING, Ints, closest, words
-from nearkin.samplers.requests import Split
+from nearkin.samplers.requests import Embeddings, Labels, Split
 from nearkin.samplers.turns import Chosen
 
 # Unit vectors are rounded to multiples of 1/2048. Sums of products are then whole numbers below 2^24: float32 holds
@@ -72,12 +72,12 @@ class HardClasses(MinedClasses):
     `refresh(embeddings)` between epochs, from the current encoder: a batch is then a random class and the `classes` - 1
     nearest to it, by the cosine of class means, that have turns left. Every class takes its turns as in
     `ClassBalanced`, so items are drawn as evenly; what is left towards the end of an epoch lies further apart.
-    Before the first refresh classes are random: the batches of `ClassBalanced`.
+    Before the first refresh classes are random: the batches of `ClassBalanced`. Refresh all ranks with the same rows.
 
     A batch costs one product of the (C, D) class means with a vector; the state holds the means as (C, D) int16.
     """
 
-    def refresh(self, embeddings: object) -> None:
+    def refresh(self, embeddings: Embeddings) -> None:
         """embeddings (N, D), one row an item as in `labels`; rows of unknown items are not read."""
         given = requests.class_rows("embeddings", embeddings, self._size, "an item")
         sums = torch.zeros(len(self.class_ids), given.shape[1], dtype=torch.float64)
@@ -103,7 +103,7 @@ class PairPerClass(MinedClasses):
     the class that violates most: max over chosen i of cos(f_i, f_j), the triplet (i, i, j) furthest from satisfied.
     Candidates are the classes of `candidates` random turns among those left. Every class takes its ceil(n_c / 2) turns
     an epoch, so mining changes who meets whom, never how often an item is drawn. Before the first refresh classes are
-    random.
+    random. Refresh all ranks with the same rows.
 
     labels as in `ClassBalanced`; a class of one item is paired with itself, which a warning says once. Order: pair
     after pair.
@@ -112,7 +112,7 @@ class PairPerClass(MinedClasses):
 
     def __init__(
         self,
-        labels: object,
+        labels: Labels,
         classes: int = 64,
         seed: int = 0,
         rank: int = 0,
@@ -122,12 +122,12 @@ class PairPerClass(MinedClasses):
         split: Split = "classes",
         batches: int | None = None,
     ) -> None:
-        checks.whole("candidates", candidates, 1)
+        checks.whole("candidates", candidates, classes)
         super().__init__(labels, classes, 2, seed, rank, world_size, split=split, batches=batches)
         self.candidates = candidates
         self._mark(candidates)
 
-    def refresh(self, class_embeddings: object) -> None:
+    def refresh(self, class_embeddings: Embeddings) -> None:
         """class_embeddings (C, D), one row a class in the order of `class_ids`: an embedded item, or a mean of some."""
         rows = requests.class_rows("class_embeddings", class_embeddings, len(self.class_ids), "a class")
         self._refresh("class_embeddings", rows)

@@ -8,6 +8,7 @@ from nearkin.core import checks
 from nearkin.samplers import requests
 from nearkin.samplers.draws import ANCHORS, REST, Ints, closest, shuffled, words
 from nearkin.samplers.protocol import EpochSampler
+from nearkin.samplers.requests import Targets
 
 
 class LabelNeighbours(EpochSampler):
@@ -24,7 +25,7 @@ class LabelNeighbours(EpochSampler):
 
     def __init__(
         self,
-        targets: object,
+        targets: Targets,
         batch_size: int = 150,
         neighbours: int = 5,
         seed: int = 0,
@@ -39,7 +40,7 @@ class LabelNeighbours(EpochSampler):
         checks.whole("neighbours", neighbours, 0)
         requests.at_most("batch_size", batch_size, self._items, "the number of items")
         requests.at_most("neighbours", neighbours, batch_size - 1, "what batch_size leaves beside the anchor")
-        requests.ranks(rank, world_size, "items", ("", 0), ("batch_size", batch_size))
+        requests.ranks(rank, world_size, "items", {"items": ("batch_size", batch_size)})
         super().__init__(
             pass_batches=self._items,
             batches=batches,

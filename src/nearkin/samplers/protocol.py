@@ -49,7 +49,7 @@ class EpochSampler(Sampler[list[int]]):
         data: Ints | NDArray[np.float64],
     ) -> None:
         checks.whole("seed", seed, 0)
-        requests.at_most("seed", seed, 2**63 - 1, "the largest 64-bit integer")
+        requests.at_most("seed", seed, 2**63 - 1, "the largest allowed")
         if batches is not None:
             checks.whole("batches", batches, 1)
         self.seed, self.rank, self.world_size, self.split = seed, rank, world_size, split
@@ -131,10 +131,10 @@ class EpochSampler(Sampler[list[int]]):
         """What this rank gets of a global batch."""
         if self.split == "items" or self.world_size == 1:
             return items[self.rank :: self.world_size]
-        # Dealt from the largest class down, to and fro, so that ranks come out about as full.
-        deal = np.argsort(-sizes, kind="stable").reshape(-1, self.world_size)
-        deal[1::2] = deal[1::2, ::-1].copy()
-        owner = np.empty_like(sizes)
-        owner[deal] = np.arange(self.world_size)
+        owner, load = np.empty_like(sizes), np.zeros(self.world_size, np.int64)
+        for hand in np.argsort(-sizes, kind="stable").reshape(-1, self.world_size):  # from the largest classes down
+            emptiest = np.argsort(load, kind="stable")
+            owner[hand] = emptiest
+            load[emptiest] += sizes[hand]
         part: Ints = items[np.repeat(owner, sizes) == self.rank]
         return part

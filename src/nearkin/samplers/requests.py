@@ -1,6 +1,7 @@
 """What may be asked of a sampler; every error sentence that is a sampler's own."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -12,9 +13,12 @@ from nearkin.core import checks
 from nearkin.samplers.draws import Ints
 
 Split = Literal["classes", "items"]
+Labels = Sequence[int] | NDArray[Any] | Tensor
+Targets = Sequence[float] | Sequence[Sequence[float]] | NDArray[Any] | Tensor
+Embeddings = NDArray[Any] | Tensor
 
 
-def labels(values: object) -> Ints:
+def labels(values: Labels) -> Ints:
     """Class ids as int64, -1 for unknown."""
     array = _array(values)
     if array.ndim != 1:
@@ -29,7 +33,7 @@ def labels(values: object) -> Ints:
     return array
 
 
-def targets(values: object) -> NDArray[np.float64]:
+def targets(values: Targets) -> NDArray[np.float64]:
     """Real-valued targets as float64 columns, (K, N)."""
     array = _array(values)
     if array.ndim not in (1, 2) or 0 in array.shape[1:]:
@@ -52,19 +56,19 @@ def ratio(value: float) -> None:
         raise ValueError(f"ratio must be in (0, 1], got {value}")
 
 
-def ranks(rank: int, world_size: int, split: Split, groups: tuple[str, int], batch: tuple[str, int]) -> None:
-    """`groups` and `batch`: the name and the number of what has to be shared out equally."""
+def ranks(rank: int, world_size: int, split: str, shared: Mapping[str, tuple[str, int]]) -> None:
+    """`shared`: for each possible split, the name and the number of what every rank must get as much of."""
     checks.whole("world_size", world_size, 1)
     checks.whole("rank", rank, 0)
     if rank >= world_size:
         raise ValueError(f"rank must be below world_size: {world_size}, got {rank}")
-    checks.one_of("split", split, ("classes", "items"))
-    name, count = groups if split == "classes" else batch
+    checks.one_of("split", split, shared)
+    name, count = shared[split]
     if count % world_size:
         raise ValueError(f'{name} must be a multiple of world_size with split="{split}": {world_size}, got {count}')
 
 
-def class_rows(name: str, values: object, rows: int, what: str) -> Tensor:
+def class_rows(name: str, values: Embeddings, rows: int, what: str) -> Tensor:
     """Embeddings, one row a class or an item."""
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(np.require(values, requirements=["C", "W"]))
@@ -101,5 +105,5 @@ def say_padding(counts: Ints, per_class: int, rank: int) -> None:
         )
 
 
-def _array(values: object) -> NDArray[Any]:
+def _array(values: Labels | Targets) -> NDArray[Any]:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

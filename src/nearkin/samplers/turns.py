@@ -19,19 +19,21 @@ class Groups:
         known = np.flatnonzero(labels >= 0)
         self.ids, inverse, self.counts = np.unique(labels[known], return_inverse=True, return_counts=True)
         order = np.argsort(inverse, kind="stable")
-        self.items, self.class_of = known[order], inverse[order]
+        self.items: Ints = known[order]
+        self.class_of: Ints = inverse[order]
         self.starts = np.cumsum(self.counts) - self.counts
 
     def shuffled(self, seed: int, number: int) -> Ints:
         """`items` with every class in a random order of its own for this pass."""
-        order: Ints = self.items[np.lexsort((words(len(self.items), seed, ITEMS, number), self.class_of))]
-        return order
+        order: Ints = np.lexsort((words(len(self.items), seed, ITEMS, number), self.class_of))
+        return self.items[order]
 
     def take(self, order: Ints, classes: Ints, offsets: Ints, sizes: Ints) -> Ints:
         """The next `sizes` items of each class from `offsets` on, round and round its order."""
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         place = (np.repeat(offsets, sizes) + within) % np.repeat(self.counts[classes], sizes)
-        return order[np.repeat(self.starts[classes], sizes) + place]
+        taken: Ints = order[np.repeat(self.starts[classes], sizes) + place]
+        return taken
 
 
 def least(counts: Ints, classes: int, batch_size: int) -> tuple[Ints, int]:
@@ -46,15 +48,16 @@ def least(counts: Ints, classes: int, batch_size: int) -> tuple[Ints, int]:
 def filled(turns: Ints, classes: int, batches: int, seed: int, number: int) -> Ints:
     """The turns (C,) of pass `number`: `classes` × `batches` in all, none above `batches`.
 
-    All classes get as many whole rounds of their least turns as fit; chance says who gets the next round.
+    All classes get as many whole rounds of their least turns as fit, and of the next round an even share.
     """
     total = classes * batches
     rounds = bisect_right(range(1, batches + 1), total, key=lambda r: int(np.minimum(turns * r, batches).sum()))
     full = np.minimum(turns * rounds, batches)
     room = np.minimum(turns * (rounds + 1), batches) - full
     order = shuffled(words(len(turns), seed, CLASSES, number))
-    before = np.cumsum(room[order]) - room[order]
-    full[order] += np.clip(total - full.sum() - before, 0, room[order])
+    room_so_far = np.cumsum(room[order])
+    share_so_far = room_so_far * (total - full.sum()) // max(int(room_so_far[-1]), 1)
+    full[order] += np.diff(share_so_far, prepend=0)
     return full
 
 

@@ -1,0 +1,442 @@
+"""Hand-worked cases and identities of the canon, family by family."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import reference
+from cases import masks
+from nearkin import losses, mining, relations
+from nearkin.core import distances
+from nearkin.losses.angular import _cos_sin, sphereface_psi
+from nearkin.losses.cluster import facility_location
+
+f64 = torch.float64
+
+
+def points(*rows):
+    return torch.tensor(rows, dtype=f64)
+
+
+# ---------------------------------------------------------------- pairs and triplets
+
+
+def test_contrastive_by_hand():
+    x, y = points([0, 0], [3, 4], [0, 1]), torch.tensor([0, 0, 1])
+    # positive: D = 5; negatives: D = 1 and sqrt(18); margin 2 leaves (2 - 1)² of one of two
+    assert losses.contrastive_loss(x, y, margin=2.0).item() == pytest.approx(0.5 * 25 + 0.5 * (1 / 2))
+
+
+def test_triplet_by_hand():
+    x, y = points([0.0, 0.0], [1.0, 0.0], [0.0, 2.0]), torch.tensor([0, 0, 1])
+    plain = {"squared": False, "normalize": False, "selection": "all", "margin": 1.5}
+    # anchor 0: 1 - 2 + 1.5 = 0.5; anchor 1: 1 - sqrt(5) + 1.5
+    terms = [0.5, 2.5 - math.sqrt(5)]
+    assert losses.triplet_loss(x, y, **plain).item() == pytest.approx(sum(terms) / 2)
+    plain["margin"] = 1.1
+    assert losses.triplet_loss(x, y, **plain).item() == pytest.approx(0.1 / 2)
+    assert losses.triplet_loss(x, y, **plain, reduction="active").item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("squared", [True, False])
+def test_all_triplets_count_and_sum_like_the_cube(squared):
+    """On a grid, where distances tie with each other and with the margin."""
+    x, y = torch.randint(0, 3, (40, 3)).double(), torch.randint(0, 5, (40,))
+    d = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+    d = d.square().round() if squared else d
+    positive, negative = masks(y)
+    cube = (d[:, :, None] - d[:, None, :] + 1.0)[positive[:, :, None] & negative[:, None, :]]
+    settings = {"margin": 1.0, "squared": squared, "normalize": False, "selection": "all"}
+    got = {r: losses.triplet_loss(x, y, reduction=r, **settings).item() for r in ("sum", "mean", "active")}
+    active = cube[cube > 1e-9]
+    assert got["sum"] == pytest.approx(active.sum().item(), rel=1e-11)
+    assert got["mean"] == pytest.approx(active.sum().item() / len(cube), rel=1e-11)
+    if squared:  # whole numbers: what is active is not a matter of rounding
+        assert got["active"] == pytest.approx(active.mean().item(), rel=1e-12)
+
+
+def test_all_triplets_keep_float32_digits_in_a_large_batch():
+    x, y = torch.randn(512, 16), torch.arange(512) // 4
+    single = losses.triplet_loss(x, y, selection="all", margin=0.05)
+    double = losses.triplet_loss(x.double(), y, selection="all", margin=0.05)
+    assert single.item() == pytest.approx(double.item(), rel=2e-6)
+
+
+def test_soft_margin_starts_at_ln_2_when_collapsed():
+    loss = losses.TripletLoss(None, squared=False, normalize=False, selection="batch_hard")
+    assert loss(torch.zeros(8, 4), torch.arange(8) // 2).item() == pytest.approx(math.log(2))
+
+
+def test_gradients_of_distance_losses_sum_to_zero():
+    x, y = torch.randn(12, 5, dtype=f64, requires_grad=True), torch.arange(12) // 3
+    for loss in (
+        losses.ContrastiveLoss(3.0),
+        losses.TripletLoss(1.0, normalize=False, selection="all"),
+        losses.TripletLoss(1.0, normalize=False, squared=False, selection="hard"),
+        losses.MarginLoss(normalize=False, selection="all"),
+        losses.LiftedStructureLoss(),
+        losses.LogRatioLoss(),
+        losses.FacilityLocationLoss(normalize=False),
+    ):
+        (gradient,) = torch.autograd.grad(loss(x, y), x)
+        assert float(gradient.abs().max()) > 1e-3
+        assert float(gradient.sum(0).abs().max()) < 1e-12, loss
+
+
+def test_margin_normaliser_counts_pairs_and_beta_has_its_gradient():
+    x, y = points([1, 0], [0, 1], [-1, 0]), torch.tensor([0, 0, 1])
+    loss = losses.MarginLoss(margin=0.2, beta=1.5, num_classes=2, selection="all").double()
+    root = math.sqrt(2)
+    # positive pairs, both ways: 0.2 + √2 - 1.5; negatives of anchors 0, 1: D = 2 (inactive), √2; of anchor 2: 2, √2
+    active = [0.2 + root - 1.5] * 2 + [0.2 - root + 1.5] * 2
+    value = loss(x, y)
+    assert value.item() == pytest.approx(sum(active) / 4)
+    value.backward()
+    assert loss.beta.grad.tolist() == pytest.approx([(-2 + 1) / 4, 1 / 4])
+
+
+def test_lossless_never_goes_flat_or_off():
+    x = torch.tensor([[-50.0, 50.0], [-50.0, 50.0], [50.0, -50.0]], requires_grad=True)
+    for labels in ([0, 0, 1], [0, 1, 0]):
+        value = losses.lossless_triplet_loss(x, torch.tensor(labels))
+        assert bool(value.isfinite()) and value.item() >= -1e-6
+
+
+# ---------------------------------------------------------------- structured
+
+
+def test_lifted_equals_the_published_number_of_terms():
+    """Half the mean of squares over ordered pairs is the paper's 1/(2|P|) over unordered ones."""
+    x, y = torch.randn(8, 4, dtype=f64), torch.arange(8) // 2
+    d = torch.cdist(x, x)
+    total, pairs = 0.0, 0
+    for i, j in itertools.combinations(range(8), 2):
+        if y[i] == y[j]:
+            threat = sum(math.exp(1 - d[i, k]) for k in range(8) if y[k] != y[i])
+            threat += sum(math.exp(1 - d[j, k]) for k in range(8) if y[k] != y[j])
+            total += max(0.0, math.log(threat) + d[i, j].item()) ** 2
+            pairs += 1
+    assert losses.lifted_structure_loss(x, y).item() == pytest.approx(total / (2 * pairs), rel=1e-12)
+
+
+def test_npair_of_one_pair_a_class_is_cross_entropy():
+    a, p, y = torch.randn(6, 5, dtype=f64), torch.randn(6, 5, dtype=f64), torch.randperm(6)
+    entropy = torch.nn.functional.cross_entropy(a @ p.T, torch.arange(6))
+    penalty = 0.002 / 4 * (a.square().sum(1).mean() + p.square().sum(1).mean())
+    mixed = torch.stack([a, p], 1).flatten(0, 1)  # a0 p0 a1 p1 …
+    batch = losses.npair_loss(mixed, y.repeat_interleave(2))
+    torch.testing.assert_close(batch, entropy + penalty)
+    torch.testing.assert_close(losses.npair_loss(a, y, p, y), entropy + penalty)
+    torch.testing.assert_close(losses.npair_loss(mixed, y.repeat_interleave(2), penalty=0.0), entropy)
+
+
+def test_infonce_of_two_views_is_nt_xent():
+    a, b = torch.randn(7, 5), torch.randn(7, 5)
+    z = torch.nn.functional.normalize(torch.cat([a, b]), dim=1)
+    logits = (z @ z.T / 0.5).fill_diagonal_(-torch.inf)
+    wanted = torch.nn.functional.cross_entropy(logits, torch.arange(14).roll(7))
+    got = losses.infonce_loss(torch.cat([a, b]), torch.arange(7).repeat(2), temperature=0.5)
+    torch.testing.assert_close(got, wanted)
+
+
+# ---------------------------------------------------------------- ratio
+
+
+def test_log_ratio_is_twice_the_variance():
+    x, t = torch.randn(9, 4, dtype=f64), torch.randn(9, dtype=f64)
+    squared = torch.cdist(x, x).square()
+    per_anchor = []
+    for a in range(9):
+        others = [i for i in range(9) if i != a]
+        ratio = (squared[a, others] + 1e-6).log() - 2 * (t[a] - t[others]).abs().log()
+        per_anchor.append(2 * ratio.var(correction=1))
+    torch.testing.assert_close(losses.logratio_loss(x, t), torch.stack(per_anchor).mean())
+
+
+def test_log_ratio_of_the_targets_themselves_is_zero():
+    t = torch.tensor([0.0, 1.0, 2.5, 7.0, 7.5]).double()
+    x = torch.stack([3 * t, torch.zeros(5)], 1)
+    assert losses.logratio_loss(x, t, epsilon=1e-300).item() == pytest.approx(0, abs=1e-20)
+    given = relations.LabelDistance((t[:, None] - t[None]).abs())
+    torch.testing.assert_close(losses.logratio_loss(x, given), losses.logratio_loss(x, t))
+    torch.testing.assert_close(losses.logratio_loss(x, t[:, None]), losses.logratio_loss(x, t))
+
+
+def test_log_ratio_ties_and_duplicates():
+    x = torch.randn(7, 3, dtype=f64)
+    t = torch.tensor([0, 1, -1, 2, 2, 0, 3]).double()
+    gaps = (t[:, None] - t[None]).abs()
+    for ties in ("drop", "keep"):
+        wanted = reference.logratio(x, gaps, ties=ties)
+        torch.testing.assert_close(losses.logratio_loss(x, t, ties=ties), wanted)
+    assert losses.logratio_loss(x, t, ties="drop").item() != losses.logratio_loss(x, t, ties="keep").item()
+
+
+# ---------------------------------------------------------------- facility location
+
+
+def random_batch(seed, size=12, classes=4):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.nn.functional.normalize(torch.randn(size, 4, generator=g, dtype=f64), dim=1)
+    labels = torch.cat([torch.arange(classes), torch.randint(0, classes, (size - classes,), generator=g)])
+    return x, labels[torch.randperm(size, generator=g)]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 4.0])
+def test_facility_against_every_subset(gamma):
+    """Never above the best of all S, and equal to it in at least two thirds of random cases."""
+    equal = 0
+    for seed in range(60):
+        x, y = random_batch(seed)
+        d = distances.euclidean(x)
+        best, _ = reference.best_clustering(d, y, gamma)
+        found = facility_location(d, y, gamma=gamma)
+        chosen = found.chosen.nonzero().squeeze(1).tolist()
+        assert len(chosen) == len(set(y.tolist()))
+        assert found.score.item() == pytest.approx(float(reference.facility_score(d, y, chosen, gamma)), abs=1e-9)
+        assert found.score.item() <= float(best) + 1e-9
+        equal += found.score.item() >= float(best) - 1e-9
+    print(f"gamma {gamma}: {equal} of 60 optimal")
+    assert equal >= 40
+
+
+def test_facility_bracket_is_not_negative_under_exact_inference():
+    for seed in range(30):
+        x, y = random_batch(seed, size=9, classes=3)
+        d = distances.euclidean(x)
+        best, _ = reference.best_clustering(d, y, 0.7)
+        assert float(best) >= float(reference.facility_oracle(d, y)) - 1e-12
+
+
+def test_facility_sweeps_never_lower_the_score_even_with_ties():
+    x = points([0, 0], [0, 2], [0, -1], [1, 0], [1, 1], [-1, 0], [-1, 1])
+    grids = [(x, torch.tensor([2, 1, 0, 1, 1, 1, 1]))]
+    for seed in range(40):
+        g = torch.Generator().manual_seed(seed)
+        grids.append((torch.randint(0, 3, (10, 2), generator=g).double(), torch.randint(0, 4, (10,), generator=g)))
+    for x, y in grids:
+        d = distances.euclidean(x)
+        scores = [facility_location(d, y, sweeps=s).score.item() for s in range(4)]
+        assert all(later >= earlier - 1e-12 for earlier, later in itertools.pairwise(scores)), scores
+
+
+def test_facility_without_reading_values_finds_the_same(monkeypatch):
+    """What an accelerator runs, without knowing the number of classes, on the CPU."""
+    x, y = random_batch(3)
+    y[5] = -1
+    d = distances.euclidean(x)
+    usual = facility_location(d, y)
+    monkeypatch.setattr("nearkin.core.checks.reads_values", lambda tensor: False)
+    for count in (None, 4):
+        blind = facility_location(d, y, num_clusters=count)
+        assert torch.equal(blind.chosen, usual.chosen) and torch.equal(blind.assignment, usual.assignment)
+
+
+def test_facility_shows_its_clustering_and_decays():
+    x, y = random_batch(1)
+    loss = losses.FacilityLocationLoss(gamma=2.0, decay=0.5, decay_steps=2).double()
+    for step in range(4):
+        assert loss.gamma.item() == pytest.approx(2 * 0.5 ** (step / 2))
+        loss(x, y)
+    assert int(loss.medoids.sum()) == 4
+    assert bool((loss.assignment[loss.medoids] == loss.medoids.nonzero().squeeze(1)).all())
+    assert int(loss.state_dict()["steps"]) == 4
+    loss.eval()(x, y)
+    assert int(loss.steps) == 4
+
+
+# ---------------------------------------------------------------- proxies and class weights
+
+
+def test_proxy_nca_softmax_is_normalised_softmax():
+    x, y, p = torch.randn(8, 5, dtype=f64), torch.randint(0, 4, (8,)), torch.randn(4, 5, dtype=f64)
+    for scale in (1.0, 3.0):
+        wanted = losses.normalized_softmax_loss(x, y, p, scale=2 * scale**2)
+        torch.testing.assert_close(losses.proxy_nca_loss(x, y, p, scale=scale), wanted)
+
+
+def test_proxy_nca_keeps_its_hardest_sample():
+    p = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    x = torch.tensor([[-1.0, 1e-3]], requires_grad=True)
+    value = losses.proxy_nca_loss(x, torch.tensor([0]), p, scale=math.sqrt(32))
+    value.backward()
+    assert value.item() == pytest.approx(128, rel=1e-4) and float(x.grad.abs().max()) > 0.01
+    easy = losses.proxy_nca_loss(-x, torch.tensor([0]), p, scale=3.0, form="original")
+    assert easy.item() < -30  # not bounded by 0
+
+
+def test_proxy_anchor_survives_half_precision():
+    x = torch.randn(16, 8).half()
+    loss = losses.ProxyAnchorLoss(4, 8)
+    assert bool(loss(x, torch.arange(16) % 4).isfinite())
+
+
+@pytest.mark.parametrize("margin", [1, 2, 3, 4, 5])
+def test_sphereface_psi_is_its_definition_and_its_polynomial(margin):
+    theta = torch.linspace(0, math.pi, 2001, dtype=f64)
+    k = (theta * margin / math.pi).floor().clamp(max=margin - 1)
+    defined = (-1) ** k * (margin * theta).cos() - 2 * k
+    got = sphereface_psi(theta.cos(), margin)
+    torch.testing.assert_close(got, defined, rtol=0, atol=1e-12)
+    assert bool((got.diff() <= 1e-12).all()) and got[-1].item() == pytest.approx(1 - 2 * margin)
+    c = theta.cos()
+    if margin == 2:
+        torch.testing.assert_close(got, 2 * c.sign() * c.square() - 1, rtol=0, atol=1e-12)
+    if margin == 4:
+        s0 = c.sign()
+        s3 = s0 * (2 * c.square() - 1).sign()
+        polynomial = s3 * (8 * c**4 - 8 * c.square() + 1) + 2 * s0 + s3 - 3
+        away = (c.abs() > 1e-9) & ((2 * c.square() - 1).abs() > 1e-9)
+        torch.testing.assert_close(got[away], polynomial[away], rtol=0, atol=1e-12)
+
+
+def test_sphereface_anneals_and_stops_at_the_floor():
+    loss = losses.SphereFaceLoss(4, 8)
+    seen = []
+    for step in (0, 1, 100, 1658, 1659, 5000):
+        loss.steps.fill_(step)
+        seen.append(loss.annealing.item())
+    assert seen == pytest.approx([1000, 1000 / 1.12, 1000 / 13, 1000 / (1 + 0.12 * 1658), 5, 5])
+    assert seen[3] > 5
+    loss.steps.zero_()
+    for _ in range(3):
+        loss(torch.randn(4, 8), torch.arange(4))
+    assert int(loss.steps) == 3
+    assert int(losses.SphereFaceLoss(4, 8).load_state_dict(loss.state_dict()) is not None)
+
+
+def test_arcface_at_both_ends_of_the_circle():
+    for angle in (0.0, 1e-8, 1e-4, 1.0, math.pi - 0.5 - 1e-6, math.pi - 0.5 + 1e-6, math.pi - 1e-7, math.pi):
+        w = points([1, 0, 0], [0, 0, 1]).requires_grad_()
+        x = points([math.cos(angle), math.sin(angle), 0]).requires_grad_()
+        value = losses.arcface_loss(x, torch.tensor([0]), w)
+        value.backward()
+        beyond = angle > math.pi - 0.5
+        target = math.cos(angle) - 0.5 * math.sin(0.5) if beyond else math.cos(angle + 0.5)
+        wanted = math.log1p(math.exp(-64 * target)) if target > -1 else -64 * target
+        assert value.item() == pytest.approx(wanted, rel=1e-6, abs=1e-20)
+        assert bool(x.grad.isfinite().all()) and bool(w.grad.isfinite().all())
+
+
+def test_arcface_target_falls_all_the_way():
+    theta = torch.linspace(0, math.pi, 5001, dtype=f64)
+    x = torch.stack([theta.cos(), theta.sin()], 1)
+    w = points([1, 0], [1, 0])  # a second class at the same place, without margin: loss = softplus(s (cos - target))
+    value = losses.arcface_loss(x, torch.zeros(5001, dtype=torch.long), w, scale=1.0, reduction="none")
+    target = theta.cos() - (value.exp() - 1).log()
+    assert bool((target.diff() < 0).all())
+
+
+def test_arcface_gradient_is_true_or_straight_through():
+    x, w, y = torch.randn(1, 3, dtype=f64), torch.randn(2, 3, dtype=f64), torch.tensor([0])
+
+    def slope(**settings):
+        weight = w.clone().requires_grad_()
+        losses.arcface_loss(x, y, weight, **settings).backward()
+        return weight.grad[0].norm().item()
+
+    cos, sin = _cos_sin(distances.unit(x), distances.unit(w[:1]))
+    ratio = math.sin(math.acos(cos.item()) + 0.5) / sin.item()  # d cos(θ + m) / d cos θ
+    assert slope() / slope(straight_through=True) == pytest.approx(ratio, rel=1e-9)
+
+
+def test_float32_angles_keep_their_digits_near_zero():
+    x = points([1, 1e-4, 0]).float()
+    w = torch.tensor([[1.0, 0.0, 0.0]])
+    _, sin = _cos_sin(distances.unit(x), distances.unit(w))
+    assert sin.item() == pytest.approx(1e-4, rel=1e-4)  # sqrt(1 - cos²) in float32 gives 0 or 3e-4
+
+
+def test_adacos_scales():
+    assert losses.AdaCosLoss(10, 4).scale.item() == pytest.approx(math.sqrt(2) * math.log(9))
+    loss = losses.AdaCosLoss(100, 32).double()
+    for _ in range(200):
+        loss(torch.randn(64, 32, dtype=f64), torch.randint(0, 100, (64,)))
+    assert 6.5 < loss.scale.item() < 8.5  # settles for random features
+    before = loss.scale.item()
+    loss.eval()(torch.randn(64, 32, dtype=f64), torch.randint(0, 100, (64,)))
+    assert loss.scale.item() == before == loss.state_dict()["scale"].item()
+
+
+def test_heat_comes_when_it_is_due():
+    loss = losses.HeatedSoftmaxLoss(3, 4, heat_after=2)
+    scales = []
+    for _ in range(4):
+        scales.append(loss.scale.item())
+        loss(torch.randn(6, 4), torch.arange(6) % 3)
+    assert scales == [16, 16, 4, 4]
+    assert losses.HeatedSoftmaxLoss(3, 4).scale.item() == 16
+
+
+def test_centers_move_by_the_papers_rule():
+    x, y = points([2, 0], [4, 0], [0, 6]), torch.tensor([0, 0, 2])
+    loss = losses.CenterLoss(3, 2, alpha=0.5).double()
+    loss(x, y)
+    # class 0: 0.5 * (2 + 4) / (1 + 2) = 1; class 2: 0.5 * 6 / (1 + 1) = 1.5
+    assert loss.centers.tolist() == [[1, 0], [0, 0], [0, 1.5]]
+    loss.eval()(x, y)
+    assert loss.centers.tolist() == [[1, 0], [0, 0], [0, 1.5]]
+    wanted = reference.center_update(x, y, loss.centers, alpha=0.5)
+    torch.testing.assert_close(losses.center_update(x, y, loss.centers, alpha=0.5), wanted)
+
+
+def test_soft_triple_of_one_center_is_cosface():
+    x, y, w = torch.randn(6, 4, dtype=f64), torch.randint(0, 3, (6,)), torch.randn(3, 4, dtype=f64)
+    wanted = losses.cosface_loss(x, y, w, margin=0.01, scale=20.0)
+    torch.testing.assert_close(losses.soft_triple_loss(x, y, w, centers_per_class=1), wanted)
+
+
+# ---------------------------------------------------------------- siamese and rank
+
+
+def test_siamese_learns_to_verify_and_answers():
+    g = torch.Generator().manual_seed(0)
+    means = torch.randn(8, 6, generator=g)
+    y = torch.arange(8).repeat_interleave(8)
+    x = means[y] + 0.1 * torch.randn(64, 6, generator=g)
+    loss = losses.SiameseLoss(6)
+    optimiser = torch.optim.Adam(loss.parameters(), 0.1)
+    for _ in range(150):
+        optimiser.zero_grad()
+        loss(x, y).backward()
+        optimiser.step()
+    same, other = loss.probability(x[:-1:2], x[1::2]), loss.probability(x, x.roll(8, 0))
+    assert float(same.detach().min()) > 0.5 > float(other.detach().max())
+    with pytest.raises(ValueError, match=r"a and b must both have shape \(N, 6\), got \(2, 6\) and \(3, 6\)"):
+        loss.probability(x[:2], x[:3])
+
+
+def test_siamese_weight_at_zero_still_learns():
+    loss = losses.SiameseLoss(5)
+    torch.nn.init.zeros_(loss.weight)
+    loss(torch.randn(8, 5), torch.arange(8) // 2).backward()
+    assert bool((loss.weight.grad != 0).all())
+
+
+def test_smooth_ap_tends_to_average_precision():
+    from sklearn.metrics import average_precision_score
+
+    x, y = torch.randn(20, 6, dtype=f64), torch.arange(20) % 4
+    scores = distances.cosine(x).numpy()
+    wanted = []
+    for i in range(20):
+        others = np.arange(20) != i
+        wanted.append(1 - average_precision_score((y == y[i]).numpy()[others], scores[i][others]))
+    got = losses.smooth_ap_loss(x, y, temperature=1e-9).item()
+    assert got == pytest.approx(np.mean(wanted), abs=1e-9)
+
+
+def test_rank_losses_of_a_perfect_batch_are_zero():
+    x, y = torch.eye(4, dtype=f64).repeat_interleave(3, 0), torch.arange(4).repeat_interleave(3)
+    assert losses.smooth_ap_loss(x, y).item() == pytest.approx(0, abs=0.5)
+    assert losses.fastap_loss(x, y).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_a_callable_selects():
+    x, y = torch.randn(12, 4), torch.arange(12) // 3
+    loss = losses.TripletLoss(selection=lambda d, kin: mining.semihard(d, kin, fallback="skip"))
+    named = losses.TripletLoss()
+    assert loss(x, y).item() <= named(x, y).item() + 1 and bool(loss(x, y).isfinite())

@@ -1,0 +1,115 @@
+"""The house itself: who imports whom, and that every public name is documented and judged."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cases
+import nearkin
+from nearkin import losses, mining
+
+ROOT = Path(nearkin.__file__).parent
+DOCS = ROOT.parents[1] / "docs"
+# Low to high; a module imports lower ranks and its own room. Selections serve the losses, so mining stands below them.
+RANKS = [
+    {"core"},
+    {"kernels"},
+    {"mining"},
+    {"memory", "losses", "models", "data", "samplers"},
+    {"evaluation"},
+    {"training"},
+    {"comparing", "gallery", "report"},
+    {"web", "cli"},
+]
+CORE_ONLY = {"torch"}
+EXTRAS = {"faiss", "triton", "timm", "transformers", "optuna", "sklearn", "fastapi", "uvicorn", "psycopg", "onnx"}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports_of(path: Path):
+    """Names of the modules a file imports, and whether at its top level."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: imports are written in full"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "nearkin" else []
+            names = inner or [node.module]
+        for name in names:
+            yield name, node in tree.body
+
+
+FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path):
+    rank = {room: i for i, rooms in enumerate(RANKS) for room in rooms}
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    assert room in rank, f"{room} has no rank"
+    for name, on_top in imports_of(path):
+        package = name.split(".")[0]
+        if package == "nearkin":
+            other = room_of(name)
+            assert other == room or rank[other] < rank[room], f"{path.name} imports {name}"
+        elif room == "core":
+            assert package in CORE_ONLY or package in sys.stdlib_module_names, f"core imports {name}"
+        assert not (on_top and package in EXTRAS), f"{name} is an extra: import it where it is used"
+        assert package != "pickle"
+
+
+def test_no_drawers_for_odds_and_ends():
+    assert not [p for p in FILES if p.stem in ("utils", "common", "helpers", "misc")]
+
+
+@pytest.mark.parametrize("module", [losses, mining], ids=lambda m: m.__name__)
+def test_public_names_are_documented(module):
+    for name in module.__all__:
+        thing = getattr(module, name)
+        assert inspect.getdoc(thing), f"{name} has no docstring"
+
+
+def test_every_loss_has_a_function_a_case_and_a_line_in_the_docs():
+    classes = [name for name in losses.__all__ if inspect.isclass(getattr(losses, name))]
+    functions = {name.replace("_", "") for name in losses.__all__ if name.endswith("_loss")}
+    judged = {case.name.split("-")[0] for case in cases.LOSSES}
+    table = (DOCS / "losses.md").read_text()
+    for name in classes:
+        assert issubclass(getattr(losses, name), torch.nn.Module)
+        assert name.lower() in functions, f"{name} has no function"
+        assert name in judged, f"{name} has no case in cases.py"
+        assert f"`{name}`" in table, f"{name} is not in docs/losses.md"
+    assert len(classes) == 25
+
+
+def test_losses_do_not_synchronise_or_loop():
+    """No value is read back, and no cube is made: seen in the source, proved by the memory benchmark."""
+    for path in [*(ROOT / "losses").glob("*.py"), *(ROOT / "core").glob("*.py"), ROOT / "mining.py"]:
+        if path.name == "checks.py":
+            continue
+        found = re.findall(r"\.(item|tolist|cpu|numpy)\(\)", path.read_text())
+        assert not found, f"{path.name}: {found}"
+
+
+def test_import_is_light():
+    """Only core dependencies, and nothing slow beside torch."""
+    code = (
+        "import torch, time, sys; before = set(sys.modules); start = time.perf_counter(); import nearkin;"
+        "print(time.perf_counter() - start);"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert float(out[0]) < 2
+    heavy = {"matplotlib", "PIL", "pydantic", "typer", "rich", "sklearn", "scipy", "pytorch_metric_learning"} | EXTRAS
+    assert not heavy & set(out[1].split())

@@ -1,0 +1,746 @@
+"""Samplers: what a batch is made of, the same everywhere, resumed exactly, shared out over ranks, even over epochs."""
+
+import re
+import time
+import tracemalloc
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from nearkin import samplers
+from nearkin.samplers import ClassBalanced, ClassRatio, HardClasses, LabelNeighbours, PairPerClass
+
+quick = settings(max_examples=40, deadline=None)
+seeds = st.integers(0, 2**63 - 1)
+
+
+def shuffled_labels(counts, unknown=0):
+    """Labels 0, 3, 6, … with these counts, some unknown items between, in a scattered order."""
+    labels = np.concatenate([np.repeat(np.arange(len(counts)) * 3, counts), np.full(unknown, -1)])
+    return labels[np.random.default_rng(0).permutation(len(labels))]
+
+
+def embeddings_of(rows, seed=0, dim=6):
+    return torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def make(name, labels, classes, per_class, seed=0, **options):
+    """Any class sampler with batches of about classes × per_class; a name with a + is refreshed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if name == "ClassRatio":
+            size = classes * per_class
+            return ClassRatio(labels, size, classes / size, seed, **options)
+        if name.startswith("PairPerClass"):
+            sampler = PairPerClass(labels, classes, seed, candidates=classes + 3, **options)
+            rows = len(sampler.class_ids)
+        else:
+            kind = getattr(samplers, name.removesuffix("+"))
+            sampler, rows = kind(labels, classes, per_class, seed, **options), len(labels)
+    if name.endswith("+"):
+        sampler.refresh(embeddings_of(rows))
+    return sampler
+
+
+CLASS_SAMPLERS = ["ClassBalanced", "ClassRatio", "PairPerClass", "PairPerClass+", "HardClasses", "HardClasses+"]
+by_class = pytest.mark.parametrize("name", CLASS_SAMPLERS)
+
+
+@st.composite
+def requests(draw, divisible_by=1):
+    """Class sizes, unknown items, and a P × K that they can serve."""
+    counts = draw(st.lists(st.integers(1, 12), min_size=2 * divisible_by, max_size=14))
+    classes = draw(st.integers(1, len(counts) // divisible_by)) * divisible_by
+    return shuffled_labels(counts, draw(st.integers(0, 5))), classes, draw(st.integers(1, 5))
+
+
+def epoch_of(sampler, epoch=0):
+    return [sampler.batch(epoch, index) for index in range(len(sampler))]
+
+
+def uses(sampler, items, epoch=0):
+    return np.bincount(np.concatenate(epoch_of(sampler, epoch)), minlength=items)
+
+
+# --- what a batch is made of
+
+
+@by_class
+@quick
+@given(request=requests(), seed=seeds)
+def test_class_batches_have_the_promised_composition(name, request, seed):
+    labels, classes, per_class = request
+    sampler = make(name, labels, classes, per_class, seed)
+    each = 2 if name.startswith("PairPerClass") else per_class
+    for batch in epoch_of(sampler):
+        drawn = labels[batch]
+        assert -1 not in drawn
+        ids, sizes = np.unique(drawn, return_counts=True)
+        assert len(ids) == classes
+        assert len(batch) == classes * each
+        if name != "ClassRatio":
+            assert set(sizes) == {each}
+            assert len(np.unique(drawn.reshape(classes, each), axis=1).ravel()) >= classes
+            assert all(len(set(drawn[at : at + each])) == 1 for at in range(0, len(batch), each)), "class after class"
+        for label in ids:
+            have = (labels == label).sum()
+            mine = np.array(batch)[drawn == label]
+            repeats = np.unique(mine, return_counts=True)[1]
+            if name != "ClassRatio" or np.isin(labels, ids).sum() >= len(batch):
+                assert len(set(mine)) == min(len(mine), have), "items of a class differ as far as they can"
+            assert repeats.max() - (repeats.min() if len(repeats) == have else 0) <= 1
+
+
+def test_ratio_is_of_unique_classes():
+    labels = shuffled_labels([40] * 100)
+    for ratio, classes in [(0.25, 32), (0.5, 64), (0.75, 96), (0.001, 1)]:
+        sampler = ClassRatio(labels, 128, ratio)
+        for index in range(5):
+            batch = sampler.batch(0, index)
+            assert len(set(batch)) == (128 if classes > 1 else 40)
+            assert len(np.unique(labels[batch])) == classes
+
+
+def test_ratio_fills_at_random():
+    """Sizes of the classes differ within a batch, around their mean."""
+    labels = shuffled_labels([60] * 100)
+    sampler = ClassRatio(labels, 128, 0.25)
+    sizes = np.concatenate([np.unique(labels[batch], return_counts=True)[1] for batch in epoch_of(sampler)])
+    assert sizes.min() == 1 and sizes.max() >= 6
+    assert abs(sizes.mean() - 4) < 1e-9 and sizes.std() > 1
+
+
+def brute_neighbours(targets, item, k):
+    columns = np.asarray(targets, np.float64).reshape(len(targets), -1)
+    if columns.shape[1] == 1:
+        distance = np.abs(columns[:, 0] - columns[item, 0])
+    else:
+        distance = np.zeros(len(columns))
+        for column in columns.T:
+            distance += (column - column[item]) ** 2
+    order = np.lexsort((np.arange(len(columns)), distance))
+    return order[order != item][:k]
+
+
+@st.composite
+def graded(draw):
+    items = draw(st.integers(2, 40))
+    value = st.floats(-1e6, 1e6, width=32) | st.integers(-2, 2).map(float)  # with many ties
+    dims = draw(st.integers(1, 3))
+    targets = np.array(draw(st.lists(value, min_size=items * dims, max_size=items * dims))).reshape(items, dims)
+    batch_size = draw(st.integers(1, items))
+    return targets[:, 0] if dims == 1 else targets, batch_size, draw(st.integers(0, batch_size - 1))
+
+
+@quick
+@given(request=graded(), seed=seeds)
+def test_label_neighbours_have_the_promised_composition(request, seed):
+    targets, batch_size, k = request
+    sampler = LabelNeighbours(targets, batch_size, k, seed)
+    batches = epoch_of(sampler)
+    assert sorted(batch[0] for batch in batches) == list(range(len(targets))), "every item an anchor once"
+    for batch in batches:
+        assert len(batch) == len(set(batch)) == batch_size
+        assert batch[1 : k + 1] == brute_neighbours(targets, batch[0], k).tolist()
+
+
+@quick
+@given(values=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=3, max_size=12), k=st.integers(1, 2))
+def test_nearest_by_label_for_any_floats(values, k):
+    with np.errstate(over="ignore"):
+        wanted = [brute_neighbours(values, item, k).tolist() for item in range(len(values))]
+    sampler = LabelNeighbours(values, 3, k)
+    assert [sampler.nearest(item).tolist() for item in range(len(values))] == wanted
+
+
+def test_targets_too_far_apart_to_square():
+    targets = np.array([[0.0, 0.0], [1e200, 0.0], [-1e200, 0.0], [0.0, 1.0]])
+    assert LabelNeighbours(targets, 4, 2).nearest(1).tolist() == [0, 2]
+    assert LabelNeighbours(targets, 4, 2).nearest(0).tolist() == [3, 1]
+
+
+# --- the same everywhere
+
+
+@by_class
+@quick
+@given(request=requests(), seed=seeds, epoch=st.integers(0, 5))
+def test_batches_are_a_pure_function(name, request, seed, epoch):
+    labels, classes, per_class = request
+    one, two = (make(name, labels, classes, per_class, seed) for _ in range(2))
+    forward = epoch_of(one, epoch)
+    one.batch(epoch + 1, 0)
+    backward = [two.batch(epoch, index) for index in reversed(range(len(two)))]
+    assert forward == backward[::-1] == epoch_of(one, epoch)
+
+
+@quick
+@given(request=graded(), seed=seeds)
+def test_neighbour_batches_are_a_pure_function(request, seed):
+    targets, *rest = request
+    one = LabelNeighbours(targets, *rest, seed)
+    two = LabelNeighbours(torch.tensor(targets), *rest, seed)
+    assert epoch_of(one, 1) == [two.batch(1, index) for index in reversed(range(len(two)))][::-1]
+
+
+def test_labels_may_be_a_list_an_array_or_a_tensor():
+    labels = shuffled_labels([5, 6, 7, 8], unknown=2)
+    wanted = epoch_of(ClassBalanced(labels, 2, 3))
+    for same in (labels.tolist(), labels.astype(np.int16), torch.tensor(labels), torch.tensor(labels).int()):
+        assert epoch_of(ClassBalanced(same, 2, 3)) == wanted
+
+
+def test_seeds_and_epochs_differ():
+    labels = shuffled_labels([20] * 20)
+    for name in CLASS_SAMPLERS:
+        first = make(name, labels, 8, 4)
+        assert epoch_of(first, 0) != epoch_of(first, 1)
+        assert epoch_of(first, 0) != epoch_of(make(name, labels, 8, 4, seed=1), 0)
+    graded = LabelNeighbours(np.arange(50), 10, 3)
+    assert epoch_of(graded, 0) != epoch_of(graded, 1) != epoch_of(LabelNeighbours(np.arange(50), 10, 3, 1), 1)
+
+
+def test_items_of_a_class_change_company():
+    sampler = ClassBalanced(np.zeros(40, int), 1, 4)
+    company = [{frozenset(batch) for batch in epoch_of(sampler, epoch)} for epoch in (0, 1)]
+    assert len(company[0] | company[1]) == 20
+
+
+GOLDEN = {
+    "ClassBalanced": [10, 58, 54, 6, 28, 4, 24, 12],
+    "ClassRatio": [22, 18, 54, 6, 4, 12, 48, 0],
+    "PairPerClass": [10, 58, 54, 6, 28, 4, 24, 12],
+    "PairPerClass+": [39, 27, 34, 10, 47, 59, 12, 48],
+    "HardClasses": [10, 58, 54, 6, 28, 4, 24, 12],
+    "HardClasses+": [9, 33, 10, 58, 52, 16, 39, 27],
+    "LabelNeighbours": [25, 2, 12, 15, 6, 39, 18, 17],
+    "LabelNeighbours 2-D": [25, 15, 35, 2, 6, 12, 39, 18],
+}
+
+
+def golden_sampler(name):
+    if name == "LabelNeighbours":
+        return LabelNeighbours((np.arange(40) * 7 % 23).astype(float), 8, 3, seed=7)
+    if name == "LabelNeighbours 2-D":
+        return LabelNeighbours(np.stack([np.arange(40) * 7 % 23, np.arange(40) % 5], 1), 8, 3, seed=7)
+    sampler = make(name.removesuffix("+"), np.arange(60) % 12, 4, 2, seed=7)
+    if name.endswith("+"):
+        rows = 12 if name.startswith("Pair") else 60
+        sampler.refresh((np.arange(rows * 3) ** 2 % 17 - 8.0).reshape(rows, 3))
+    return sampler
+
+
+@pytest.mark.parametrize("name", [*CLASS_SAMPLERS, "LabelNeighbours", "LabelNeighbours 2-D"])
+def test_batches_never_change(name):
+    """Pinned: a stored seed must give the same training run with every later version and on every machine."""
+    assert golden_sampler(name).batch(3, 2) == GOLDEN[name]
+
+
+# --- epochs and resuming
+
+
+@pytest.mark.parametrize("name", [*CLASS_SAMPLERS, "LabelNeighbours"])
+@quick
+@given(data=st.data(), seed=seeds)
+def test_resume_is_the_uninterrupted_run(name, data, seed):
+    if name == "LabelNeighbours":
+        targets, *rest = data.draw(graded())
+        fresh = lambda **options: LabelNeighbours(targets, *rest, seed, **options)  # noqa: E731
+    else:
+        labels, *shape = data.draw(requests())
+        fresh = lambda **options: make(name, labels, *shape, seed, **options)  # noqa: E731
+    batches = data.draw(st.none() | st.integers(1, 7), label="batches")
+    whole = fresh(batches=batches)
+    run = [batch for _ in range(3) for batch in whole]
+    assert run == [batch for epoch in range(3) for batch in epoch_of(whole, epoch)]
+    assert whole.epoch == 3
+
+    stop = data.draw(st.integers(0, 2 * len(whole)), label="stop")
+    first, done = fresh(batches=batches), []
+    while len(done) < stop:
+        for batch in first:
+            done.append(batch)
+            if len(done) == stop:
+                break
+    state = first.state_dict()
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    assert (int(state["epoch"]), int(state["batch"])) == divmod(stop, len(whole))
+
+    second = fresh(batches=batches)
+    second.load_state_dict(state)
+    assert (second.epoch, second.start) == divmod(stop, len(whole))
+    while second.epoch < 3:
+        done += list(second)
+    assert done == run
+
+
+def test_a_run_with_its_own_epochs_keeps_the_resumed_place():
+    labels = shuffled_labels([9] * 8)
+    sampler = ClassBalanced(labels, 4, 3)
+    sampler.resume(2, 3)
+    sampler.set_epoch(2)
+    assert list(sampler) == epoch_of(sampler, 2)[3:]
+    sampler.set_epoch(2)
+    assert list(sampler) == epoch_of(sampler, 2)
+    sampler.resume(1, len(sampler))
+    assert (sampler.epoch, sampler.start) == (2, 0)
+    sampler.resume(1, 2)
+    sampler.set_epoch(4)
+    assert (sampler.epoch, sampler.start) == (4, 0)
+
+
+def test_a_broken_off_epoch_is_followed_by_the_next():
+    sampler = ClassBalanced(shuffled_labels([9] * 8), 4, 3)
+    next(iter(sampler))
+    assert list(sampler) == epoch_of(sampler, 1)
+    assert sampler.epoch == 2
+
+
+def test_states_are_refused_by_other_samplers():
+    labels = shuffled_labels([9] * 8)
+    state = ClassBalanced(labels, 4, 3).state_dict()
+    others = [
+        ClassBalanced(labels, 4, 3, seed=1),
+        ClassBalanced(labels, 2, 3),
+        ClassBalanced(labels, 4, 3, batches=2),
+        ClassBalanced(labels[::-1], 4, 3),
+        HardClasses(labels, 4, 3),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match=r"state must come from a .* with the same labels, seed and settings"):
+            other.load_state_dict(state)
+    ClassBalanced(labels, 4, 3, rank=1, world_size=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_loader_and_prefetch(workers):
+    labels = shuffled_labels([10] * 6)
+    data = TensorDataset(torch.arange(60))
+
+    def loader(sampler):
+        return DataLoader(data, batch_sampler=sampler, num_workers=workers, persistent_workers=False)
+
+    sampler = ClassBalanced(labels, 3, 2)
+    assert len(loader(sampler)) == len(sampler) == 10
+    seen = []
+    for step, (items,) in enumerate(loader(sampler), start=sampler.start):
+        seen.append(items.tolist())
+        if step == 7:
+            ahead, state = sampler.state_dict(), sampler.state_dict(batches_done=step + 1)
+            break
+    assert seen == epoch_of(sampler)[:8]
+    assert int(state["batch"]) == 8
+    if workers:
+        assert (int(ahead["epoch"]), int(ahead["batch"])) == (1, 0), "drawn to the end, ahead of the loop"
+
+    resumed = ClassBalanced(labels, 3, 2)
+    resumed.load_state_dict(state)
+    for step, (items,) in enumerate(loader(resumed), start=resumed.start):
+        assert items.tolist() == sampler.batch(0, step)
+    assert step == 9
+    assert [items.tolist() for (items,) in loader(resumed)] == epoch_of(sampler, 1)
+
+
+# --- ranks
+
+
+@by_class
+@pytest.mark.parametrize("split", ["classes", "items"])
+@quick
+@given(request=requests(divisible_by=2), seed=seeds)
+def test_ranks_share_the_batch_of_a_single_process(name, split, request, seed):
+    labels, classes, per_class = request
+    world_size = 2
+    whole = make(name, labels, classes, per_class, seed)
+    ranks = [make(name, labels, classes, per_class, seed, rank=r, world_size=world_size, split=split) for r in (0, 1)]
+    assert all(len(rank) == len(whole) for rank in ranks)
+    for index, batch in enumerate(epoch_of(whole)):
+        parts = [rank.batch(0, index) for rank in ranks]
+        assert sorted([*parts[0], *parts[1]]) == sorted(batch)
+        if len(set(batch)) == len(batch):
+            assert not set(parts[0]) & set(parts[1])
+        ids = [set(labels[part]) for part in parts]
+        if split == "classes":
+            assert not ids[0] & ids[1]
+            assert len(ids[0]) == len(ids[1]) == classes // world_size
+        else:
+            assert len(parts[0]) == len(parts[1])
+            spread = [np.bincount(labels[part], minlength=labels.max() + 1) for part in parts]
+            assert np.abs(spread[0] - spread[1]).max() <= 1
+
+
+def test_four_ranks_with_whole_classes_are_about_as_full():
+    labels = shuffled_labels([60] * 40)
+    ranks = [ClassRatio(labels, 128, 0.25, rank=r, world_size=4) for r in range(4)]
+    for index in range(len(ranks[0])):
+        sizes = [len(rank.batch(0, index)) for rank in ranks]
+        assert sum(sizes) == 128 and max(sizes) - min(sizes) <= 4
+
+
+@quick
+@given(request=graded(), seed=seeds)
+def test_ranks_share_the_neighbours(request, seed):
+    targets, batch_size, k = request
+    whole = LabelNeighbours(targets, batch_size, k, seed)
+    ranks = [LabelNeighbours(targets, batch_size, k, seed, rank, batch_size) for rank in range(batch_size)]
+    assert [rank.batch(0, 0) for rank in ranks] == [[item] for item in whole.batch(0, 0)]
+    if batch_size % 2 == 0:
+        pair = [LabelNeighbours(targets, batch_size, k, seed, rank, 2).batch(0, 0) for rank in range(2)]
+        assert pair == [whole.batch(0, 0)[0::2], whole.batch(0, 0)[1::2]]
+
+
+# --- evenness
+
+
+@by_class
+@quick
+@given(request=requests(), seed=seeds, epoch=st.integers(0, 3))
+def test_every_item_is_drawn_and_a_class_evenly(name, request, seed, epoch):
+    labels, classes, per_class = request
+    sampler = make(name, labels, classes, per_class, seed)
+    used = uses(sampler, len(labels), epoch)
+    assert (used[labels == -1] == 0).all()
+    for label in set(labels) - {-1}:
+        mine = used[labels == label]
+        assert mine.max() - mine.min() <= 1
+        if name != "ClassRatio":
+            assert mine.min() >= 1
+
+
+@pytest.mark.parametrize("name", CLASS_SAMPLERS)
+def test_items_that_fit_are_drawn_exactly_once(name):
+    labels = shuffled_labels([12] * 100, unknown=3)
+    once = (uses(make(name, labels, 10, 2), len(labels))[labels >= 0] == 1).mean()
+    assert once > 0.97 if name == "ClassRatio" else once == 1
+
+
+@pytest.mark.parametrize("name", CLASS_SAMPLERS)
+def test_evenness_of_usual_data_sets(name):
+    """Measured: uneven classes of many items (birds), and of few (products)."""
+    chance = np.random.default_rng(0)
+    for counts, once in [(chance.integers(41, 61, 100), 0.96), (chance.integers(2, 13, 1000), 0.8)]:
+        labels = shuffled_labels(counts)
+        used = uses(make(name, labels, 32, 4), len(labels))
+        assert used.min() == 1
+        assert (used == 1).mean() > once
+        assert (used > 2).mean() < 0.001 if name == "ClassRatio" else used.max() == 2
+
+
+def test_a_class_too_large_is_in_every_batch_and_the_rest_comes_round_evenly():
+    labels = shuffled_labels([400, *[8] * 9])
+    for name in CLASS_SAMPLERS:
+        sampler = make(name, labels, 4, 2)
+        used = uses(sampler, len(labels))
+        assert len(sampler) == 200
+        assert all(0 in labels[batch] for batch in epoch_of(sampler))
+        assert used[labels == 0].min() >= (1 if name != "ClassRatio" else 0) and used[labels == 0].max() <= 2
+        others = used[labels > 0]
+        assert others.min() >= 12 and others.max() <= 22  # 3 × 2 × 200 draws of 72 items: 16.7
+
+
+def test_short_epochs_walk_through_a_pass():
+    labels = shuffled_labels([12] * 20)
+    short, whole = ClassBalanced(labels, 10, 2, batches=5), ClassBalanced(labels, 10, 2)
+    walked = [short.batch(epoch, index) for epoch in range(12) for index in range(5)]
+    assert walked == [whole.batch(epoch, index) for epoch in range(5) for index in range(12)]
+
+
+def test_classes_meet_all_others():
+    """Chance is chance: over some epochs any two classes share a batch about as often as any other two."""
+    labels = shuffled_labels([8] * 16)
+    sampler = ClassBalanced(labels, 4, 2)
+    meet = np.zeros((16, 16))
+    for epoch in range(200):
+        for batch in epoch_of(sampler, epoch):
+            ids = labels[batch][::2] // 3
+            meet[np.ix_(ids, ids)] += 1
+    pairs = meet[np.triu_indices(16, 1)]
+    assert abs(pairs.mean() - 200 * 16 * 6 / 120) < 1e-9  # 160
+    assert pairs.min() > 110 and pairs.max() < 210
+
+
+def test_the_random_rest_is_even():
+    sampler = LabelNeighbours(np.random.default_rng(0).standard_normal(300), 30, 3)
+    rest = np.bincount(np.concatenate([batch[4:] for batch in epoch_of(sampler)]), minlength=300)
+    assert abs(rest.mean() - 26) < 1e-9
+    assert rest.std() < 2.5  # 4.9 if every batch drew for itself
+    assert rest.min() >= 17
+
+
+# --- mining
+
+
+def unit_grid(rows):
+    rows = np.asarray(rows, np.float64)
+    return np.round(rows / np.linalg.norm(rows, axis=1, keepdims=True) * 2048).astype(np.int64)
+
+
+def test_hard_classes_are_the_nearest_with_turns_left():
+    labels = shuffled_labels([4] * 30)
+    embeddings = embeddings_of(len(labels))
+    sampler = HardClasses(labels, 5, 2)
+    assert epoch_of(sampler, 1) == epoch_of(ClassBalanced(labels, 5, 2), 1), "random before the first refresh"
+    sampler.refresh(embeddings)
+    means = unit_grid([embeddings[labels == label].double().mean(0).numpy() for label in sampler.class_ids])
+    similarity = means @ means.T
+    left = np.full(30, 2)
+    for batch in epoch_of(sampler)[:-2]:  # in the last two some classes are due
+        ids = np.unique(labels[batch] // 3)
+
+        def nearest(seed, left=left):
+            score = np.where(left > 0, similarity[seed], -np.inf)
+            score[seed] = np.inf
+            return sorted(np.argsort(-score, kind="stable")[:5])
+
+        assert any(nearest(seed) == ids.tolist() for seed in ids)
+        left[ids] -= 1
+    assert left.sum() == 2 * 5 and left.min() >= 0
+
+
+def greedy_by_hand(similarity, first, count):
+    chosen = [first]
+    while len(chosen) < count:
+        score = similarity[chosen].max(0).astype(float)
+        score[chosen] = -np.inf
+        chosen.append(int(score.argmax()))
+    return sorted(chosen)
+
+
+def test_pairs_are_mined_greedily():
+    labels = shuffled_labels([40] * 24)
+    sampler = PairPerClass(labels, 6, candidates=5000)  # all classes are candidates
+    class_embeddings = embeddings_of(24)
+    sampler.refresh(class_embeddings)
+    unit = unit_grid(class_embeddings.numpy())
+    wanted = {tuple(greedy_by_hand(unit @ unit.T, first, 6)) for first in range(24)}
+    batches = epoch_of(sampler)
+    mined = [tuple(np.unique(labels[batch] // 3)) in wanted for batch in batches]
+    assert all(mined[: len(mined) // 8])
+    assert set(uses(sampler, len(labels))) == {1}, "mining does not change how often an item is drawn"
+
+
+@pytest.mark.parametrize("kind", [HardClasses, PairPerClass])
+def test_mined_batches_hold_nearer_classes(kind):
+    labels = shuffled_labels([6] * 200)
+    mined, plain = kind(labels, 10), kind(labels, 10)
+    groups = embeddings_of(20).repeat_interleave(10, 0) + 0.1 * embeddings_of(200, 1)  # 20 families of 10 classes
+    mined.refresh(groups if kind is PairPerClass else groups[labels // 3])
+
+    def same_family(sampler):
+        each = len(sampler.batch(0, 0)) // 10
+        family = np.array([np.sort(labels[batch][::each] // 30) for batch in epoch_of(sampler)])
+        return (np.diff(family, axis=1) == 0).mean()
+
+    assert same_family(plain) < 0.4
+    assert same_family(mined) > 0.8
+
+
+@pytest.mark.parametrize("name", ["HardClasses+", "PairPerClass+"])
+def test_what_was_refreshed_is_in_the_state(name, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    labels = shuffled_labels([6] * 20)
+    sampler = make(name, labels, 5, 2)
+    run = [*sampler, *sampler]
+    sampler.resume(0, 4)
+    save_file(sampler.state_dict(), tmp_path / "sampler.safetensors")
+    resumed = make(name[:-1], labels, 5, 2)
+    assert epoch_of(resumed) != epoch_of(sampler)
+    resumed.load_state_dict(load_file(tmp_path / "sampler.safetensors"))
+    assert [*resumed, *resumed] == run[4:]
+    resumed.load_state_dict(make(name[:-1], labels, 5, 2).state_dict())
+    assert epoch_of(resumed) == epoch_of(make(name[:-1], labels, 5, 2)), "a state without embeddings takes them away"
+
+
+def test_refresh_belongs_between_epochs():
+    sampler = make("HardClasses", shuffled_labels([6] * 20), 5, 2)
+    batches = iter(sampler)
+    next(batches)
+    with pytest.raises(ValueError, match=r"refresh must come between epochs, got it after batch 1 of 12 of epoch 0"):
+        sampler.refresh(embeddings_of(120))
+    list(batches)
+    sampler.refresh(embeddings_of(120))
+    assert list(sampler) == epoch_of(sampler, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_similarities_of_classes_are_exact(dtype):
+    """Whole numbers below 2^24: float32 adds them without rounding, in any order, so machines cannot differ."""
+    rows = (embeddings_of(50, dim=512) * torch.logspace(-3, 3, 50)[:, None]).to(dtype)
+    rows[7] = 0
+    rows[8] = torch.finfo(dtype).tiny
+    sampler = make("PairPerClass", np.arange(50).repeat(2), 5, 2)
+    sampler.refresh(rows)
+    unit = sampler.state_dict()["class_embeddings"]
+    assert unit.dtype == torch.int16 and not unit[7].any()
+    whole = unit.long() @ unit.long().T
+    assert (unit.long().abs() @ unit.long().abs().T).max() < 2**24
+    assert torch.equal(whole, (unit.float() @ unit.float().T).long())
+    others = torch.arange(50) != 7
+    torch.testing.assert_close(whole.diagonal()[others] / 2048**2, torch.ones(49), atol=2e-2, rtol=0)
+
+
+def test_read_only_and_unknown_rows():
+    labels = shuffled_labels([6] * 20, unknown=4)
+    embeddings = embeddings_of(124).numpy()
+    embeddings[labels == -1] = np.nan
+    embeddings.flags.writeable = False
+    sampler = HardClasses(labels, 5, 2)
+    sampler.refresh(embeddings)
+    assert len(epoch_of(sampler)) == 12
+
+
+# --- long tails
+
+
+def long_tail(items, classes, largest):
+    """Class sizes from `largest` down to 1 by a power law."""
+    rank = np.arange(1, classes + 1)
+    low, high = 0.0, 3.0
+    for _ in range(50):
+        power = (low + high) / 2
+        counts = np.maximum(1, (largest * rank**-power).astype(np.int64))
+        low, high = (power, high) if counts.sum() > items else (low, power)
+    counts[1:1000] += (items - counts.sum()) // 999
+    counts[0] = largest
+    return counts
+
+
+@pytest.mark.parametrize("name", ["ClassBalanced", "ClassRatio", "PairPerClass", "HardClasses"])
+def test_a_long_tail_builds_in_seconds_and_bounded_memory(name):
+    counts = long_tail(1_000_000, 100_000, 10_000)
+    counts[-1000:] = 1
+    labels = np.repeat(np.arange(100_000), counts)
+    assert labels.size > 990_000 and counts.max() == 10_000 and counts.min() == 1
+    start = time.perf_counter()
+    sampler = make(name, labels, 32, 4)
+    first = sampler.batch(0, 0)
+    assert time.perf_counter() - start < 10
+    assert len(np.unique(labels[first])) == 32
+    tracemalloc.start()
+    make(name, labels, 32, 4).batch(1, 0)
+    assert tracemalloc.get_traced_memory()[1] < 200 * 2**20
+    tracemalloc.stop()
+    if name == "ClassBalanced":
+        used = uses(sampler, len(labels))
+        assert used.min() == 1 and (used > 4).mean() < 0.001 and (used <= 2).mean() > 0.9
+
+
+@pytest.mark.parametrize("name", ["PairPerClass", "HardClasses"])
+def test_mining_100_000_classes_holds_no_square(name):
+    labels = np.arange(200_000) % 100_000
+    sampler = make(name, labels, 32, 2)
+    rows = embeddings_of(100_000 if name == "PairPerClass" else 200_000, dim=16)
+    tracemalloc.start()
+    start = time.perf_counter()
+    sampler.refresh(rows)
+    for index in range(5):
+        assert len(np.unique(labels[sampler.batch(0, index)])) == 32
+    assert time.perf_counter() - start < 10
+    assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("targets", [np.arange(300_000) % 977 / 7, np.zeros(300_000), np.ones((300_000, 4))])
+def test_many_targets_hold_no_square(targets):
+    tracemalloc.start()
+    sampler = LabelNeighbours(targets)
+    batch = sampler.batch(0, 200_000)
+    assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    tracemalloc.stop()
+    assert batch[1:6] == brute_neighbours(targets, batch[0], 5).tolist()
+
+
+# --- bad requests
+
+
+def test_small_classes_are_said_once():
+    labels = np.repeat(np.arange(5), [1, 2, 3, 4, 5])
+    with pytest.warns(UserWarning, match=r"^3 of 5 classes have fewer than 4 items; their items are repeated") as said:
+        sampler = ClassBalanced(labels, 2, 4)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    epoch_of(sampler)  # says nothing more
+    with pytest.warns(UserWarning, match="1 of 5 classes have fewer than 2 items"):
+        PairPerClass(labels, 3)
+    ClassBalanced(labels, 2, 4, rank=1, world_size=2)  # only rank 0 says it
+
+
+CLASSES = "classes must be at most the number of classes with items"
+NONE = "labels must hold at least one item of a known class"
+TWO = [0, 0, 1, 1]
+BAD = [
+    (lambda: ClassBalanced(np.arange(10), 32, 1), f"{CLASSES}: 10, got 32"),
+    (lambda: ClassBalanced([0, 0, -1, -1], 2), f"{CLASSES}: 1, got 2"),
+    (lambda: ClassBalanced([-1, -1]), f"{NONE}, got 2 items and no class"),
+    (lambda: ClassBalanced([]), f"{NONE}, got 0 items and no class"),
+    (lambda: ClassBalanced([0, -2], 1), "labels must be >= 0, or -1 for unknown, got -2"),
+    (lambda: ClassBalanced([TWO], 1), "labels must be one-dimensional, got shape (1, 4)"),
+    (lambda: ClassBalanced([0.0, 1.0], 1), "labels must be integers, got float64"),
+    (lambda: ClassBalanced(torch.tensor([True]), 1), "labels must be integers, got bool"),
+    (lambda: ClassBalanced(TWO, 0), "classes must be >= 1, got 0"),
+    (lambda: ClassBalanced(TWO, 1.5), "classes must be a whole number, got 1.5"),
+    (lambda: ClassBalanced(TWO, 1, 0), "per_class must be >= 1, got 0"),
+    (lambda: ClassBalanced(TWO, 1, 1, -1), "seed must be >= 0, got -1"),
+    (lambda: ClassBalanced(TWO, 1, 1, 2**64), f"seed must be at most the largest allowed: {2**63 - 1}, got {2**64}"),
+    (lambda: ClassBalanced(TWO, 1, 1, 0, 2, 2), "rank must be below world_size: 2, got 2"),
+    (lambda: ClassBalanced(TWO, 1, 1, 0, 0, 0), "world_size must be >= 1, got 0"),
+    (
+        lambda: ClassBalanced([0, 1, 2], 3, 2, world_size=2),
+        'classes must be a multiple of world_size with split="classes": 2, got 3',
+    ),
+    (
+        lambda: ClassBalanced([0, 1, 2], 3, 1, world_size=2, split="items"),
+        'classes * per_class must be a multiple of world_size with split="items": 2, got 3',
+    ),
+    (
+        lambda: ClassBalanced(TWO, 1, 1, split="item"),
+        'unknown split "item"; did you mean "items"? known: classes, items',
+    ),
+    (lambda: ClassBalanced(TWO, 1, 1, batches=0), "batches must be >= 1, got 0"),
+    (lambda: ClassBalanced(TWO, 1, 2).batch(0, 2), "index must be at most the last batch of an epoch: 1, got 2"),
+    (lambda: ClassBalanced(TWO, 1, 2).resume(0, 3), "batch must be at most the batches of an epoch: 2, got 3"),
+    (lambda: ClassBalanced(TWO, 1, 2).state_dict(3), "batches_done must be at most the batches of an epoch: 2, got 3"),
+    (lambda: ClassRatio(TWO, 4, 0.0), "ratio must be in (0, 1], got 0.0"),
+    (lambda: ClassRatio(TWO, 4, 1.01), "ratio must be in (0, 1], got 1.01"),
+    (lambda: ClassRatio(TWO, 4, float("nan")), "ratio must be in (0, 1], got nan"),
+    (lambda: ClassRatio(TWO, 4, 1.0), f"ratio * batch_size{CLASSES.removeprefix('classes')}: 2, got 4"),
+    (lambda: PairPerClass(TWO), f"{CLASSES}: 2, got 64"),
+    (lambda: PairPerClass(TWO, 2, candidates=1), "candidates must be >= 2, got 1"),
+    (
+        lambda: PairPerClass(TWO, 2).refresh(torch.ones(3, 2)),
+        "class_embeddings must have one row a class: 2, got 3",
+    ),
+    (
+        lambda: PairPerClass(TWO, 2).refresh(torch.tensor([[1.0], [float("nan")]])),
+        "class_embeddings must be finite, got NaN or Inf in 1 classes",
+    ),
+    (lambda: HardClasses(TWO, 2, 2).refresh(np.ones((2, 2))), "embeddings must have one row an item: 4, got 2"),
+    (lambda: HardClasses([0, 0], 1, 2).refresh([[1.0], [1.0]]), "embeddings must be a torch tensor, got list"),
+    (lambda: LabelNeighbours(np.arange(10)), "batch_size must be at most the number of items: 10, got 150"),
+    (
+        lambda: LabelNeighbours(np.arange(10), 5),
+        "neighbours must be at most what batch_size leaves beside the anchor: 4, got 5",
+    ),
+    (lambda: LabelNeighbours([1.0, float("inf")], 2, 1), "targets must be finite, got NaN or Inf in 1 items"),
+    (lambda: LabelNeighbours(["a", "b"], 2, 1), "targets must be real numbers, got <U1"),
+    (
+        lambda: LabelNeighbours(np.ones((2, 2, 2)), 2, 1),
+        "targets must have shape (items,) or (items, K), got (2, 2, 2)",
+    ),
+    (
+        lambda: LabelNeighbours(np.arange(10), 5, 1, world_size=2),
+        'batch_size must be a multiple of world_size with split="items": 2, got 5',
+    ),
+]
+
+
+@pytest.mark.parametrize("call, sentence", BAD, ids=[sentence[:40] for _, sentence in BAD])
+def test_bad_requests_are_answered_in_one_sentence(call, sentence):
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(sentence)}$"):
+        call()
