@@ -18,6 +18,7 @@ from nearkin.core.relations import Relation
 __all__ = [
     "Pairs",
     "Triplets",
+    "all_pairs",
     "as_pairs",
     "batch_hard",
     "distance_weighted",
@@ -55,6 +56,11 @@ class Pairs(NamedTuple):
 Selection: TypeAlias = str | Callable[[Tensor, Relation], Triplets | Pairs]
 
 
+def all_pairs(distance: Tensor, kin: Relation) -> Pairs:
+    """Every pair: the selection "all". A triplet loss sums all triplets of these by itself, without listing them."""
+    return Pairs(kin.positive, kin.negative)
+
+
 def hard(distance: Tensor, kin: Relation) -> Triplets:
     """Every positive with the nearest negative of its anchor."""
     _, index = reduce.largest(-distance.detach(), kin.negative)
@@ -89,19 +95,27 @@ def batch_hard(distance: Tensor, kin: Relation) -> Triplets:
     return Triplets(positive[:, None], negative[:, None], _has_both(kin))
 
 
-def easy_positive(distance: Tensor, kin: Relation, *, negative: str = "semihard") -> Triplets:
-    """One triplet an anchor: its nearest positive, and a "hard" or "semihard" (or else farthest) negative.
+def easy_positive(
+    distance: Tensor, kin: Relation, *, negative: str = "semihard", fallback: str = "farthest"
+) -> Triplets:
+    """One triplet an anchor: its nearest positive, and the "semihard" or "hard" negative of that pair.
 
-    Xuan, Stylianou, Pless 2020, arXiv:1904.04370.
+    `fallback` as in `semihard`. Xuan, Stylianou, Pless 2020, arXiv:1904.04370.
     """
     checks.one_of("negative", negative, ("semihard", "hard"))
-    _, positive = reduce.largest(-distance.detach(), kin.positive)
-    chosen = (semihard if negative == "semihard" else hard)(distance, kin).negative
-    if distance.shape[1] == 0:
-        chosen = positive[:, None]
-    else:
-        chosen = chosen.gather(1, positive[:, None])
-    return Triplets(positive[:, None], chosen, _has_both(kin))
+    checks.one_of("fallback", fallback, ("farthest", "skip"))
+    distance = distance.detach()
+    _, positive = reduce.largest(-distance, kin.positive)
+    allowed = kin.negative
+    if negative == "semihard":
+        allowed = kin.negative & (distance > pick(distance, positive[:, None]))
+    _, chosen = reduce.largest(-distance, allowed)
+    valid = kin.positive.any(1) & allowed.any(1)
+    if negative == "semihard" and fallback == "farthest":
+        _, farthest = reduce.largest(distance, kin.negative)
+        chosen = torch.where(allowed.any(1), chosen, farthest)
+        valid = kin.positive.any(1) & kin.negative.any(1)
+    return Triplets(positive[:, None], chosen[:, None], valid[:, None])
 
 
 def random(distance: Tensor, kin: Relation, *, generator: torch.Generator | None = None) -> Triplets:
@@ -171,6 +185,7 @@ def multi_similarity(distance: Tensor, kin: Relation, *, epsilon: float = 0.1) -
 
 
 _PLAIN: dict[str, Callable[[Tensor, Relation], Triplets | Pairs]] = {
+    "all": all_pairs,
     "hard": hard,
     "semihard": semihard,
     "batch_hard": batch_hard,
@@ -194,7 +209,7 @@ def select(
     """Applies a selection given by name, with what it needs to know, or by callable."""
     if not isinstance(selection, str):
         return selection(distance, kin)
-    checks.one_of("selection", selection, TRIPLET_SELECTIONS + PAIR_SELECTIONS)
+    checks.one_of("selection", selection, ("all", *TRIPLET_SELECTIONS, *PAIR_SELECTIONS))
     if selection == "distance_weighted":
         return distance_weighted(distance, kin, dim=dim, cutoff=cutoff, generator=generator)
     if selection == "random":
@@ -228,8 +243,8 @@ def _every_positive(distance: Tensor, negative: Tensor, kin: Relation) -> Triple
 
 def _log_inverse_density(distance: Tensor, dim: int) -> Tensor:
     """-log q(d) up to a constant; finite at d = 0 and d >= 2, where the caller's clip takes over."""
-    d = distance.to(distances.wide(distance))
-    return (2 - dim) * d.clamp(min=1e-12).log() - (dim - 3) / 2 * (1 - d.square() / 4).clamp(min=1e-12).log()
+    near = distance.clamp(min=1e-12).log_().mul_(2 - dim)
+    return near.sub_((1 - distance.square() / 4).clamp_(min=1e-12).log_(), alpha=(dim - 3) / 2)
 
 
 def _draw(log_weight: Tensor, allowed: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -238,9 +253,13 @@ def _draw(log_weight: Tensor, allowed: Tensor, generator: torch.Generator | None
         return torch.zeros_like(log_weight, dtype=torch.long)
     masked = log_weight.masked_fill(~allowed, -torch.inf)
     top = masked.amax(1, keepdim=True)
-    mass = (masked - torch.where(top == -torch.inf, 0.0, top)).exp().cumsum(1)  # (B, R), ends at the row's total
+    shifted = masked.sub_(torch.where(top == -torch.inf, 0.0, top)).exp_()
+    mass = shifted.cumsum(1, dtype=distances.wide(shifted))  # (B, R), ends at the row's total
+    del masked, shifted
     whole = mass[:, -1:].contiguous()
-    level = torch.rand(mass.shape, generator=generator, device=mass.device, dtype=mass.dtype) * whole
+    level = torch.rand(mass.shape, generator=generator, device=mass.device, dtype=mass.dtype).mul_(whole)
     # The first column whose cumulative mass exceeds the level has mass itself; rounding may not step past the last.
-    last = torch.searchsorted(mass, whole)
-    return torch.minimum(torch.searchsorted(mass, level, right=True), last).clamp(max=mass.shape[1] - 1)
+    last = torch.searchsorted(mass, whole, out_int32=True)
+    place = torch.searchsorted(mass, level, right=True, out_int32=True)
+    del mass, level
+    return torch.minimum(place, last).clamp_(max=log_weight.shape[1] - 1).long()

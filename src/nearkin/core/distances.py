@@ -59,13 +59,13 @@ def cosine(x: Tensor, references: Tensor | None = None) -> Tensor:
 def squared_euclidean(x: Tensor, references: Tensor | None = None) -> Tensor:
     """||x_i - r_j||^2, (B, R); exactly 0 on the diagonal of a batch with itself and between duplicates."""
     squared, apart = _squared(x, references)
-    return torch.where(apart, squared, 0.0).to(_result_type(x, references))
+    return torch.where(apart, squared.to(_result_type(x, references)), 0.0)
 
 
 def euclidean(x: Tensor, references: Tensor | None = None) -> Tensor:
     """||x_i - r_j||, (B, R); where it is 0 its gradient is 0."""
     squared, apart = _squared(x, references)
-    return torch.where(apart, torch.where(apart, squared, 1.0).sqrt(), 0.0).to(_result_type(x, references))
+    return torch.where(apart, torch.where(apart, squared, 1.0).sqrt().to(_result_type(x, references)), 0.0)
 
 
 def _squared(x: Tensor, references: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -78,12 +78,11 @@ def _squared(x: Tensor, references: Tensor | None) -> tuple[Tensor, Tensor]:
     a = x.to(wide(x))
     b = a if references is None else r.to(wide(x))
     with torch.autocast(x.device.type, enabled=False):
-        norms = a.square().sum(1)[:, None] + b.square().sum(1)[None, :]  # (B, R)
-        squared = torch.addmm(norms, a, b.T, alpha=-2)
-    apart = squared > norms.detach() * (x.shape[1] * torch.finfo(a.dtype).eps)
-    if references is None:
-        apart = apart & ~torch.eye(x.shape[0], dtype=torch.bool, device=x.device)
-    return squared, apart
+        left, right = a.square().sum(1)[:, None], b.square().sum(1)[None, :]
+        squared = torch.addmm(left, a, b.T, alpha=-2).add_(right)  # (B, R)
+    rounding = 2 * x.shape[1] * torch.finfo(a.dtype).eps
+    apart = (squared > left.detach() * rounding) & (squared > right.detach() * rounding)
+    return squared, apart.fill_diagonal_(False) if references is None else apart
 
 
 def _pair(x: Tensor, references: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -48,8 +48,9 @@ def of(labels: Labels, references: Tensor | None = None, reference_labels: Label
     kin = _plain(labels, references, reference_labels)
     if references is not None:
         return kin
-    apart = ~torch.eye(kin.positive.shape[0], dtype=torch.bool, device=kin.positive.device)
-    return Relation(kin.positive & apart, kin.negative & apart)
+    if isinstance(labels, Relation):  # the caller's own masks stay as they are
+        kin = Relation(kin.positive.clone(), kin.negative.clone())
+    return Relation(kin.positive.fill_diagonal_(False), kin.negative.fill_diagonal_(False))
 
 
 def label_distances(targets: Labels, reference_targets: Labels | None = None) -> Tensor:

@@ -52,7 +52,7 @@ SHEAR = 0.25  # either way
 SCALE = 1.35  # from 1/SCALE to SCALE
 SHIFT = 0.08  # of the picture's side, each way
 CONTRAST = 0.4  # the weakest ink, white being 1
-NOISE = 0.3  # the strongest standard deviation, white being 1
+NOISE = 0.5  # the strongest standard deviation, the ink being 1
 
 
 class Glyphs(NamedTuple):
@@ -82,7 +82,7 @@ class Glyphs(NamedTuple):
 def load(
     seed: int = 0, size: int = 32, per_class: int = 20, *, cache: bool = True, progress: bool | None = None
 ) -> Glyphs:
-    """The whole set: about 970 characters, `per_class` drawings of each at `size` x `size`.
+    """The whole set: about 950 characters, `per_class` drawings of each at `size` x `size`.
 
     Drawn in seconds the first time, then read from `cache_folder()`; a damaged file there is drawn again, and a folder
     that cannot be written costs a warning. progress: a bar on the terminal while drawing; by default if there is one.
@@ -125,13 +125,13 @@ def draw(character: str, sample: int, *, seed: int = 0, size: int = 32) -> NDArr
         (2 * size, 2 * size), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR
     )
     ink = np.asarray(big.reduce(2), np.float32) / 255.0
-    picture = strength * ink + noise * rng.standard_normal((size, size), np.float32)
+    picture = strength * (ink + noise * rng.standard_normal((size, size), np.float32))
     return (picture.clip(0.0, 1.0) * 255.0 + 0.5).astype(np.uint8)
 
 
 def plain(character: str, size: int = 32) -> NDArray[np.uint8]:
     """The character upright in DejaVu Sans, centred, its longer side INK of the picture: what `characters` compares."""
-    return np.array(_upright(character, FACES[0], size), np.uint8)
+    return np.array(_upright(character, FACES[0], 2 * size).reduce(2), np.uint8)
 
 
 @lru_cache(maxsize=1)
@@ -213,16 +213,19 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path("~/.cache").expanduser()) / "nearkin"
 
 
-def _cache_file(seed: int, size: int, per_class: int) -> Path:
-    """Named by all that decides the content: two versions of a renderer never share a file."""
+def _cache_file(seed: int, size: int, per_class: int) -> Path | None:
+    """Named by all that decides the content: two renderers never share a file. None for a user without home."""
     made_by = "-".join(f"{package}{version(package)}" for package in ("pillow", "matplotlib", "numpy"))
-    return cache_folder() / f"glyphs{RECIPE}-seed{seed}-{size}px-{per_class}each-{made_by}.npz"
+    try:
+        return cache_folder() / f"glyphs{RECIPE}-seed{seed}-{size}px-{per_class}each-{made_by}.npz"
+    except RuntimeError:
+        return None
 
 
 def _read(path: Path, size: int, per_class: int) -> tuple[list[str], NDArray[np.uint8]] | None:
     """What `_write` wrote, or None if it is not there or not whole."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             codes, images = archive["codes"], archive["images"]
         whole = images.dtype == np.uint8 and images.shape == (len(codes) * per_class, size, size) and len(codes) > 0
         return ([chr(code) for code in codes], images) if whole else None

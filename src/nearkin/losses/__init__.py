@@ -5,18 +5,11 @@ other ranks, another view.
 """
 
 from nearkin.losses.angular import (
-    AdaCosLoss,
     ArcFaceLoss,
     CosFaceLoss,
-    HeatedSoftmaxLoss,
-    NormalizedSoftmaxLoss,
     SphereFaceLoss,
-    adacos_loss,
-    adacos_scale,
     arcface_loss,
     cosface_loss,
-    heated_softmax_loss,
-    normalized_softmax_loss,
     sphereface_loss,
 )
 from nearkin.losses.center import (
@@ -60,6 +53,15 @@ from nearkin.losses.ratio import (
 from nearkin.losses.siamese import (
     SiameseLoss,
     siamese_loss,
+)
+from nearkin.losses.softmax import (
+    AdaCosLoss,
+    HeatedSoftmaxLoss,
+    NormalizedSoftmaxLoss,
+    adacos_loss,
+    adacos_scale,
+    heated_softmax_loss,
+    normalized_softmax_loss,
 )
 from nearkin.losses.structured import (
     InfoNCELoss,

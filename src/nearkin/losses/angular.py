@@ -1,72 +1,23 @@
-"""Class softmax on the sphere: normalised and heated-up softmax, SphereFace, CosFace, ArcFace, AdaCos."""
+"""Class softmax with a margin: by cosine (CosFace), by angle (ArcFace), by a multiple of the angle (SphereFace)."""
 
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, cross_entropy
 
 from nearkin.core import checks, distances, reduce
 from nearkin.losses.settings import hold, show
+from nearkin.losses.softmax import class_weight, classify
 
 __all__ = [
-    "AdaCosLoss",
     "ArcFaceLoss",
     "CosFaceLoss",
-    "HeatedSoftmaxLoss",
-    "NormalizedSoftmaxLoss",
     "SphereFaceLoss",
-    "adacos_loss",
-    "adacos_scale",
     "arcface_loss",
     "cosface_loss",
-    "heated_softmax_loss",
-    "normalized_softmax_loss",
     "sphereface_loss",
 ]
-
-
-def normalized_softmax_loss(
-    embeddings: Tensor, labels: Tensor, weight: Tensor, *, scale: float | Tensor = 20.0, reduction: str = "mean"
-) -> Tensor:
-    r"""Softmax over scaled cosines to the class weights.
-
-    l_i = -log( e^{s cos_iy} / Σ_c e^{s cos_ic} )
-
-    embeddings (B, D), labels (B,) in 0..C-1, -1 left out, weight (C, D). Kin: `proxy_nca_loss` in its softmax form,
-    which is this with s = 2·scale². Wang et al. 2017 (NormFace), Zhai and Wu 2018, arXiv:1811.12649; scale 20 = their
-    temperature 0.05.
-    """
-    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
-    if not isinstance(scale, Tensor):
-        checks.positive("scale", scale)
-    logits = scale * distances.cosine(embeddings, weight)  # (B, C)
-    return _classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
-
-
-def heated_softmax_loss(
-    embeddings: Tensor,
-    labels: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    scale: float | Tensor = 16.0,
-    normalize: bool = True,
-    reduction: str = "mean",
-) -> Tensor:
-    r"""Normalised softmax with biases, trained warm and finished hot (a smaller scale).
-
-    l_i = -log softmax_y( α <w_c/|w_c|, x> + b_c ),   x of unit length (normalize=True), or as given
-
-    Zhang et al. 2018, arXiv:1809.04157; scale 16, then 4 for the last quarter, from its released code.
-    """
-    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
-    if not isinstance(scale, Tensor):
-        checks.positive("scale", scale)
-    x = distances.unit(embeddings) if normalize else embeddings
-    logits = scale * distances.dot(x, distances.unit(weight)) + bias  # (B, C)
-    return _classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight, bias)
 
 
 def cosface_loss(
@@ -88,7 +39,7 @@ def cosface_loss(
     checks.positive("scale", scale)
     cosine = distances.cosine(embeddings, weight)  # (B, C)
     target = cosine.gather(1, ids[:, None]) - margin
-    value = _classify(scale * cosine.scatter(1, ids[:, None], target), ids, known, spoilt, reduction)
+    value = classify(scale * cosine.scatter(1, ids[:, None], target), ids, known, spoilt, reduction)
     return value + reduce.taint(embeddings, weight)
 
 
@@ -132,7 +83,7 @@ def arcface_loss(
     if straight_through:
         target = cos + (target - cos).detach()
     logits = scale * cosine.scatter(1, ids[:, None], target[:, None].to(cosine.dtype))
-    return _classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+    return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
 
 def sphereface_loss(
@@ -161,7 +112,7 @@ def sphereface_loss(
     cos, _ = _cos_sin(distances.unit(embeddings), w[ids])
     target = distances.length(embeddings) * (annealing * cos + sphereface_psi(cos, margin)) / (1 + annealing)
     logits = logits.scatter(1, ids[:, None], target[:, None].to(logits.dtype))
-    return _classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+    return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
 
 def sphereface_psi(cos: Tensor, margin: int) -> Tensor:
@@ -175,44 +126,6 @@ def sphereface_psi(cos: Tensor, margin: int) -> Tensor:
     return (1 - 2 * (turns % 2)) * now - 2 * turns
 
 
-def adacos_loss(
-    embeddings: Tensor, labels: Tensor, weight: Tensor, *, scale: float | Tensor | None = None, reduction: str = "mean"
-) -> Tensor:
-    r"""Normalised softmax whose scale follows from the number of classes, or from the batch.
-
-    scale √2 ln(C - 1) unless given; `adacos_scale` gives the dynamic one. Needs three classes
-    or more: two give scale 0.
-    Zhang et al. 2019, arXiv:1905.00292, eq. 12 (fixed) and 15 (dynamic).
-    """
-    fixed = _fixed_scale(weight.shape[0])
-    return normalized_softmax_loss(
-        embeddings, labels, weight, scale=fixed if scale is None else scale, reduction=reduction
-    )
-
-
-@torch.no_grad()
-def adacos_scale(embeddings: Tensor, labels: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    r"""The next dynamic scale: ln(B_avg) / cos(min(π/4, θ_med)).
-
-    B_avg = 1/N Σ_i Σ_{c != y_i} e^{s cos_ic} with the last scale s; θ_med: lower median of the angles to the own class.
-    A batch that says nothing leaves the scale as it was.
-    """
-    ids, known, _ = checks.classes(embeddings, labels, *weight.shape)
-    cosine = distances.cosine(embeddings, weight)  # (B, C)
-    own = torch.zeros_like(cosine, dtype=torch.bool).scatter_(1, ids[:, None], True)
-    flat = reduce.logsumexp((scale * cosine).flatten()[None], (known[:, None] & ~own).flatten()[None])
-    angle = cosine.gather(1, ids[:, None]).squeeze(1).clamp(-1, 1).acos()
-    middle = torch.where(known, angle, torch.nan).nanmedian()
-    following = (flat.squeeze(0) - known.sum().clamp(min=1).to(angle.dtype).log()) / middle.clamp(max=math.pi / 4).cos()
-    return torch.where(following.isfinite() & (following > 0), following, scale).to(scale.dtype)
-
-
-def _fixed_scale(num_classes: int) -> float:
-    if num_classes < 3:
-        raise ValueError(f"num_classes must be >= 3 for AdaCos, whose scale √2 ln(C - 1) is 0 for 2, got {num_classes}")
-    return math.sqrt(2) * math.log(num_classes - 1)
-
-
 def _cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the angle between unit rows, (B,), from their difference and sum: exact near 0 and π.
 
@@ -222,109 +135,6 @@ def _cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     apart, along = distances.length(x - w), distances.length(x + w)
     upright = ~(x.any(1) & w.any(1))
     return (along.square() - apart.square()) / 4, torch.where(upright, 1.0, apart * along / 2)
-
-
-def _classify(logits: Tensor, ids: Tensor, known: Tensor, spoilt: Tensor, reduction: str) -> Tensor:
-    value = cross_entropy(logits, ids, reduction="none") + spoilt.to(logits.dtype)
-    return reduce.terms(value, known, reduction)
-
-
-def _weight(rows: int, dim: int) -> nn.Parameter:
-    """Class weights in random directions."""
-    checks.whole("num_classes", rows, 1)
-    checks.whole("dim", dim, 1)
-    return nn.Parameter(torch.randn(rows, dim) / math.sqrt(dim))
-
-
-class NormalizedSoftmaxLoss(nn.Module):
-    """`normalized_softmax_loss` with its class weights (C, D)."""
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
-
-    def __init__(self, num_classes: int, dim: int, scale: float = 20.0, *, reduction: str = "mean") -> None:
-        super().__init__()
-        self.weight = _weight(num_classes, dim)
-        hold(self, scale=scale, reduction=reduction)
-
-    extra_repr = show
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return normalized_softmax_loss(embeddings, labels, self.weight, **self.settings)
-
-
-class HeatedSoftmaxLoss(nn.Module):
-    """`heated_softmax_loss` with class weights and biases, and its schedule.
-
-    After `heat_after` training steps the scale drops from `scale` to `heated_scale` for good (the paper: the last
-    quarter of training, at a tenth of the learning rate); None never does. Steps are counted in a buffer.
-    norm="batch" standardises the embeddings over the batch instead of scaling them to unit length, and divides the
-    scale by √D, about the length of such an embedding.
-    """
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
-    steps: Tensor
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        scale: float = 16.0,
-        heated_scale: float = 4.0,
-        heat_after: int | None = None,
-        *,
-        norm: str = "l2",
-        reduction: str = "mean",
-    ) -> None:
-        super().__init__()
-        checks.positive("scale", scale)
-        checks.positive("heated_scale", heated_scale)
-        checks.one_of("norm", norm, ("l2", "batch"))
-        if heat_after is not None:
-            checks.whole("heat_after", heat_after, 0)
-        self.weight = _weight(num_classes, dim)
-        self.bias = nn.Parameter(torch.zeros(num_classes))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.register_buffer("running_mean", torch.zeros(dim))
-        self.register_buffer("running_var", torch.ones(dim))
-        self.norm, self.heat_after, self.scales = norm, heat_after, (scale, heated_scale)
-        hold(self, reduction=reduction)
-
-    extra_repr = show
-
-    @property
-    def scale(self) -> Tensor:
-        """The scale now: warm before the heat, hot after it."""
-        warm, hot = self.scales
-        heated = torch.zeros_like(self.steps, dtype=torch.bool)
-        if self.heat_after is not None:
-            heated = self.steps >= self.heat_after
-        return torch.where(heated, hot, warm).to(distances.wide(self.steps))
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        checks.classes(embeddings, labels, *self.weight.shape)
-        scale, x = self.scale, embeddings
-        if self.norm == "batch":
-            scale = scale / math.sqrt(self.weight.shape[1])
-            x = self._standardised(embeddings)
-        if self.training:
-            self.steps = self.steps + 1
-        normalize = self.norm == "l2"
-        return heated_softmax_loss(
-            x, labels, self.weight, self.bias, scale=scale, normalize=normalize, **self.settings
-        ) + reduce.taint(embeddings)
-
-    def _standardised(self, embeddings: Tensor) -> Tensor:
-        x = distances.upcast(embeddings)
-        learns = self.training and x.shape[0] > 1  # a single row has no spread to learn from
-        mean, var = self.running_mean.to(x.dtype, copy=True), self.running_var.to(x.dtype, copy=True)
-        y = batch_norm(x, mean, var, training=learns)
-        if learns:
-            self.running_mean, self.running_var = mean.to(self.running_mean), var.to(self.running_var)
-        return y
 
 
 class CosFaceLoss(nn.Module):
@@ -337,8 +147,8 @@ class CosFaceLoss(nn.Module):
         self, num_classes: int, dim: int, margin: float = 0.35, scale: float = 64.0, *, reduction: str = "mean"
     ) -> None:
         super().__init__()
-        self.weight = _weight(num_classes, dim)
-        hold(self, margin=margin, scale=scale, reduction=reduction)
+        self.weight = class_weight(num_classes, dim)
+        hold(self, cosface_loss, self.weight, margin=margin, scale=scale, reduction=reduction)
 
     extra_repr = show
 
@@ -365,9 +175,11 @@ class ArcFaceLoss(nn.Module):
     ) -> None:
         super().__init__()
         checks.whole("sub_centers", sub_centers, 1)
-        self.weight = _weight(num_classes * sub_centers, dim)
+        self.weight = class_weight(num_classes * sub_centers, dim)
         hold(
             self,
+            arcface_loss,
+            self.weight,
             margin=margin,
             scale=scale,
             sub_centers=sub_centers,
@@ -406,10 +218,10 @@ class SphereFaceLoss(nn.Module):
         super().__init__()
         for name, value in (("start", start), ("decay", decay), ("floor", floor)):
             checks.at_least(name, value, 0)
-        self.weight = _weight(num_classes, dim)
+        self.weight = class_weight(num_classes, dim)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.schedule = (start, decay, floor)
-        hold(self, margin=margin, reduction=reduction)
+        hold(self, sphereface_loss, self.weight, margin=margin, reduction=reduction)
 
     extra_repr = show
 
@@ -425,26 +237,3 @@ class SphereFaceLoss(nn.Module):
         if self.training:
             self.steps = self.steps + 1  # a new tensor: a compiled backward may still read the old one
         return value
-
-
-class AdaCosLoss(nn.Module):
-    """`adacos_loss` with its class weights (C, D); dynamic=True adapts the scale, kept in the state dict, to each batch
-    in training."""
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
-    scale: Tensor
-
-    def __init__(self, num_classes: int, dim: int, *, dynamic: bool = True, reduction: str = "mean") -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.tensor(_fixed_scale(num_classes)))
-        self.weight = _weight(num_classes, dim)
-        self.dynamic = dynamic
-        hold(self, reduction=reduction)
-
-    extra_repr = show
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        if self.dynamic and self.training:
-            self.scale = adacos_scale(embeddings, labels, self.weight, self.scale)
-        return adacos_loss(embeddings, labels, self.weight, scale=self.scale, **self.settings)

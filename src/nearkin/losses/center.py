@@ -70,13 +70,12 @@ class CenterLoss(nn.Module):
         super().__init__()
         checks.whole("num_classes", num_classes, 1)
         checks.whole("dim", dim, 1)
-        checks.at_least("pull", pull, 0)
         checks.at_least("alpha", alpha, 0)
         self.weight = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim))
         self.bias = nn.Parameter(torch.zeros(num_classes))
         self.register_buffer("centers", torch.zeros(num_classes, dim))
         self.alpha = alpha
-        hold(self, pull=pull, reduction=reduction)
+        hold(self, center_loss, self.weight, self.bias, self.centers, pull=pull, reduction=reduction)
 
     extra_repr = show
 

@@ -182,6 +182,8 @@ class ProxyNCALoss(nn.Module):
         self.proxies = _proxies(num_classes * proxies_per_class, dim)
         hold(
             self,
+            proxy_nca_loss,
+            self.proxies,
             scale=scale,
             form=form,
             assignment=assignment,
@@ -204,7 +206,7 @@ class ProxyAnchorLoss(nn.Module):
     def __init__(self, num_classes: int, dim: int, margin: float = 0.1, scale: float = 32.0) -> None:
         super().__init__()
         self.proxies = _proxies(num_classes, dim)
-        hold(self, margin=margin, scale=scale)
+        hold(self, proxy_anchor_loss, self.proxies, margin=margin, scale=scale)
 
     extra_repr = show
 
@@ -235,6 +237,8 @@ class SoftTripleLoss(nn.Module):
         self.centers = _proxies(num_classes * centers_per_class, dim)
         hold(
             self,
+            soft_triple_loss,
+            self.centers,
             centers_per_class=centers_per_class,
             scale=scale,
             gamma=gamma,

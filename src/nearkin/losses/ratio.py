@@ -36,47 +36,54 @@ def logratio_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, graded=True)
     checks.positive("epsilon", epsilon)
     checks.one_of("ties", ties, ("drop", "keep"))
+    gaps = relations.label_distances(labels, reference_labels)
+    valid = gaps > 0
+    if references is None:
+        valid.fill_diagonal_(False)
+    groups = _tied(gaps, valid) if ties == "drop" else None
+    kind = torch.promote_types(embeddings.dtype, torch.float32)
+    log_gaps = 2 * torch.where(valid, gaps, 1.0).log().to(kind)
+    spoilt = reduce.taint(embeddings, references, gaps)
+    del gaps  # in float64: the largest matrix here, and no longer needed
     if normalize:
         squared = distances.squared_euclidean(
             distances.unit(embeddings), None if references is None else distances.unit(references)
         )
     else:
         squared = distances.squared_euclidean(embeddings, references)  # (B, R)
-    gaps = relations.label_distances(labels, reference_labels)
-    valid = gaps > 0
-    if references is None:
-        valid = valid & ~torch.eye(embeddings.shape[0], dtype=torch.bool, device=embeddings.device)
-    log_gaps = 2 * torch.where(valid, gaps, 1.0).log().to(squared.dtype)
     ratio = (squared + epsilon).log() - log_gaps  # (B, R)
-    sums, pairs = _between(ratio, valid, gaps if ties == "drop" else None)
+    sums, pairs = _between(ratio, valid, groups)
     value = sums / pairs.clamp(min=1)
-    spoilt = reduce.taint(embeddings, references, gaps.detach())
     return reduce.terms(value, pairs > 0, reduction) + spoilt
+
+
+@torch.no_grad()
+def _tied(gaps: Tensor, valid: Tensor) -> Tensor:
+    """A name for each reference of a row, (B, R), shared by those at exactly the same label distance."""
+    if gaps.shape[1] == 0:
+        return valid.long()
+    key, order = gaps.masked_fill(~valid, torch.inf).sort(1)
+    steps = torch.zeros_like(order)
+    steps[:, 1:] = key[:, 1:] > key[:, :-1]
+    del key
+    return torch.empty_like(order).scatter_(1, order, steps.cumsum(1))
 
 
 def _between(x: Tensor, valid: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor]:
     """Σ_{i<j} (x_i - x_j)² over the valid entries of each row, and the number of pairs, both (B,).
 
-    n Σ (x - mean)² counts every pair; pairs of equal `groups` value are taken off by the same formula for each group.
+    With a = x - mean it is n Σ a². Pairs within one of the `groups`, n_g Σ_g a² - (Σ_g a)² of each, are left out, which
+    gives Σ (n - n_g) a² + Σ_g (Σ_g a)²: a sum of squares, nothing to cancel.
     """
     number = valid.sum(1)
-    sums = _spread(x, valid, number)
+    apart = torch.where(valid, x - reduce.mean(x, valid)[:, None], 0.0)
     pairs = number * (number - 1) // 2
-    if groups is None or x.shape[1] == 0:
-        return sums, pairs
-    key, order = groups.masked_fill(~valid, torch.inf).sort(1)
-    member = torch.cat([torch.zeros_like(key[:, :1], dtype=torch.long), (key.diff(dim=1) > 0).long()], 1).cumsum(1)
-    size = torch.zeros_like(member).scatter_add_(1, member, valid.gather(1, order).long())  # (B, groups)
-    x = torch.where(valid, x, 0.0).gather(1, order)
-    mean = torch.zeros_like(x).scatter_add(1, member, x) / size.clamp(min=1)
-    apart = torch.where(valid.gather(1, order), x - mean.gather(1, member), 0.0)
-    within = (apart.square() * size.gather(1, member)).sum(1)
-    return sums - within, pairs - (size * (size - 1) // 2).sum(1)
-
-
-def _spread(x: Tensor, valid: Tensor, number: Tensor) -> Tensor:
-    mean = reduce.mean(x, valid)[:, None]
-    return torch.where(valid, x - mean, 0.0).square().sum(1) * number
+    if groups is None:
+        return apart.square().sum(1) * number, pairs
+    size = torch.zeros_like(x).scatter_add_(1, groups, valid.to(x.dtype))  # (B, groups), whole numbers
+    others = number[:, None] - size.gather(1, groups)
+    sums = (apart.square() * others).sum(1) + torch.zeros_like(x).scatter_add(1, groups, apart).square().sum(1)
+    return sums, pairs - (size * (size - 1)).sum(1).long() // 2
 
 
 class LogRatioLoss(nn.Module):

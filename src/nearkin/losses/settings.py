@@ -7,10 +7,16 @@ import torch
 from torch import Tensor, nn
 
 
-def hold(module: nn.Module, function: Callable[..., Tensor] | None = None, **settings: Any) -> None:
-    """Keeps the settings on the module. Given the function, tries them on an empty batch: bad ones fail here."""
-    if function is not None and not any(map(callable, settings.values())):
-        function(torch.empty(0, 2), torch.empty(0, dtype=torch.long), **settings)
+def hold(module: nn.Module, function: Callable[..., Tensor], *tensors: Tensor, **settings: Any) -> None:
+    """Keeps the settings on the module, after trying them on an empty batch, so that bad ones fail here.
+
+    `tensors`: the class weights and what else the function takes by place. Settings with a callable are not tried:
+    somebody else's function need not know what to do with an empty batch.
+    """
+    if not any(map(callable, settings.values())):
+        dim = tensors[0].shape[1] if tensors else 2
+        with torch.no_grad():
+            function(torch.empty(0, dim), torch.empty(0, dtype=torch.long), *tensors, **settings)
     module.settings = settings  # type: ignore[assignment]
 
 

@@ -1,0 +1,118 @@
+"""Peak memory of every loss, forward and backward, beside pytorch-metric-learning's: python benchmarks/loss_memory.py
+
+B = 1,024, D = 128, float32 on the CPU, 4 items a class, 256 classes. Each figure is the rise of the process's peak
+resident memory over what it held just before, in a process of its own, after a small warm-up batch; the allocator is
+told to give freed blocks back at once. The bound is 16 matrices of B × B float32. Linux only.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import measure
+
+B, D, CLASSES = 1024, 128, 256
+LIMIT_MIB = 16 * B * B * 4 / 2**20
+CEILING_GIB = 16  # a peer that wants more is stopped there
+OURS = {
+    "ContrastiveLoss": ("ContrastiveLoss()", "ContrastiveLoss()"),
+    "MarginLoss": ("MarginLoss()", "MarginLoss()"),
+    "MultiSimilarityLoss": ("MultiSimilarityLoss()", "MultiSimilarityLoss()"),
+    "CircleLoss": ("CircleLoss()", "CircleLoss()"),
+    "TripletLoss, semi-hard": ("TripletLoss()", None),
+    "TripletLoss, all": ("TripletLoss(selection='all')", "TripletMarginLoss()"),
+    "TripletLoss, batch-hard": ("TripletLoss(selection='batch_hard')", None),
+    "LosslessTripletLoss": ("LosslessTripletLoss()", None),
+    "LiftedStructureLoss, smooth": ("LiftedStructureLoss()", "LiftedStructureLoss()"),
+    "LiftedStructureLoss, max": ("LiftedStructureLoss(form='max')", None),
+    "NPairLoss": ("NPairLoss()", "NPairsLoss()"),
+    "SupConLoss": ("SupConLoss()", "SupConLoss()"),
+    "InfoNCELoss": ("InfoNCELoss()", "NTXentLoss()"),
+    "SmoothAPLoss": ("SmoothAPLoss()", "SmoothAPLoss()"),
+    "FastAPLoss": ("FastAPLoss()", "FastAPLoss()"),
+    "SiameseLoss": (f"SiameseLoss({D})", None),
+    "LogRatioLoss": ("LogRatioLoss()", None),
+    "FacilityLocationLoss": ("FacilityLocationLoss(sweeps=0)", None),
+    "ProxyNCALoss": (f"ProxyNCALoss({CLASSES}, {D})", f"ProxyNCALoss({CLASSES}, {D})"),
+    "ProxyNCALoss, dynamic": (f"ProxyNCALoss({CLASSES}, {D}, assignment='dynamic')", None),
+    "ProxyAnchorLoss": (f"ProxyAnchorLoss({CLASSES}, {D})", f"ProxyAnchorLoss({CLASSES}, {D})"),
+    "SoftTripleLoss": (f"SoftTripleLoss({CLASSES}, {D})", f"SoftTripleLoss({CLASSES}, {D})"),
+    "CenterLoss": (f"CenterLoss({CLASSES}, {D})", None),
+    "NormalizedSoftmaxLoss": (f"NormalizedSoftmaxLoss({CLASSES}, {D})", f"NormalizedSoftmaxLoss({CLASSES}, {D})"),
+    "HeatedSoftmaxLoss": (f"HeatedSoftmaxLoss({CLASSES}, {D})", None),
+    "SphereFaceLoss": (f"SphereFaceLoss({CLASSES}, {D})", f"SphereFaceLoss({CLASSES}, {D})"),
+    "CosFaceLoss": (f"CosFaceLoss({CLASSES}, {D})", f"CosFaceLoss({CLASSES}, {D})"),
+    "ArcFaceLoss": (f"ArcFaceLoss({CLASSES}, {D})", f"ArcFaceLoss({CLASSES}, {D})"),
+    "ArcFaceLoss, 3 sub-centres": (
+        f"ArcFaceLoss({CLASSES}, {D}, sub_centers=3)",
+        f"SubCenterArcFaceLoss(num_classes={CLASSES}, embedding_size={D}, sub_centers=3)",
+    ),
+    "AdaCosLoss": (f"AdaCosLoss({CLASSES}, {D})", None),
+}
+
+
+def peak_in_this_process(library: str, expression: str) -> float:
+    """MiB of resident memory that one step of the loss adds at its peak."""
+    import torch
+
+    if library == "nearkin":
+        from nearkin import losses
+    else:
+        from pytorch_metric_learning import losses
+    torch.manual_seed(0)
+    loss = eval(expression, vars(losses))  # expressions of the table above, nothing else
+
+    def step(size: int) -> None:
+        x = torch.randn(size, D, requires_grad=True)
+        y = torch.arange(size) // 4
+        loss(x, y.float() if "LogRatio" in expression else y).backward()
+
+    step(16)
+    step(16)
+    bound = CEILING_GIB * 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (measure.status("VmSize") * 1024 + bound, resource.RLIM_INFINITY))
+    return measure.peak_mib(lambda: step(B), "cpu")
+
+
+def figure(library: str, expression: str | None) -> float | str | None:
+    """The figure from a fresh process, or that it asked for more than the ceiling."""
+    if expression is None:
+        return None
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, __file__, library, expression], capture_output=True, text=True, env=environment
+    )
+    if done.returncode == 0:
+        return float(done.stdout)
+    if "can't allocate memory" in done.stderr or "out of memory" in done.stderr:
+        return f"> {CEILING_GIB} GiB"
+    raise RuntimeError(done.stderr)
+
+
+def main() -> None:
+    path = Path(__file__).parent / "results" / "loss_memory.csv"
+    rows, over = [], []
+    print(f"{'loss':32}{'nearkin MiB':>12}{'peer MiB':>12}   bound {LIMIT_MIB:.0f} MiB")
+    for name, (expression, peer_expression) in OURS.items():
+        ours, peer = figure("nearkin", expression), figure("peer", peer_expression)
+        shown = "" if peer is None else peer if isinstance(peer, str) else f"{peer:.1f}"
+        if isinstance(ours, str) or ours is None or ours > LIMIT_MIB:
+            over.append(name)
+        print(f"{name:32}{ours:>12.1f}{shown:>12}", flush=True)
+        rows.append([name, "cpu", B, D, "float32", f"{ours:.1f}", peer_expression or "", shown, f"{LIMIT_MIB:.0f}"])
+    header = ["loss", "device", "B", "D", "dtype", "mib", "peer", "peer_mib", "bound_mib"]
+    measure.write_csv(path, header, rows)
+    if over:
+        sys.exit(f"over the bound of {LIMIT_MIB:.0f} MiB: {', '.join(over)}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        try:
+            print(peak_in_this_process(sys.argv[1], sys.argv[2]))
+        except MemoryError:
+            sys.exit("out of memory")
+    else:
+        main()
