@@ -116,7 +116,7 @@ def save_neighbours(path: Path, unseen: glyphs.Glyphs, neighbours: Tensor, queri
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture")
     arguments = parser.parse_args()
     if arguments.steps < 2:

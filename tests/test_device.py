@@ -1,0 +1,75 @@
+"""On an accelerator: losses and selections equal the CPU, and none makes the host wait. Skipped where there is none."""
+
+import pytest
+import torch
+
+import nearkin
+from cases import CLASSES, DIM, LOSSES, SELECTIONS
+from nearkin import mining
+from nearkin.core import distances, relations
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+@pytest.fixture
+def no_waiting():
+    """torch raises whenever an operation would make the host wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def step(module, x, labels):
+    x = x.detach().requires_grad_()
+    value = module(x, labels)
+    value.backward()
+    return value.detach(), x.grad
+
+
+@pytest.mark.parametrize("case", LOSSES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_losses_equal_the_cpu_without_waiting(case, dtype, no_waiting):
+    torch.cuda.set_sync_debug_mode("default")
+    x, labels = case.batch(dtype)
+    wanted = step(case.build(torch.float32), x, labels)
+    module, there, labels = case.build(torch.float32).cuda(), x.cuda(), labels.cuda()
+    step(case.build(torch.float32).cuda(), there, labels)  # libraries load on the first call
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    value, gradient = step(module, there, labels)
+    torch.cuda.set_sync_debug_mode("default")
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.cpu(), wanted[0], rtol=1e-4, atol=1e-5)
+    loose = {torch.float32: 1e-4}.get(dtype, 2e-2)
+    torch.testing.assert_close(gradient.cpu(), wanted[1], rtol=loose, atol=loose * float(wanted[1].abs().max()))
+
+
+@pytest.mark.parametrize("case", [c for c in LOSSES if not c.pairs or "classes" in c.name], ids=str)
+def test_a_bad_label_is_nan_there_and_an_error_when_strict(case):
+    if "Facility" in case.name or "dynamic" in case.name:
+        pytest.skip("any id is a class here")
+    x, labels = case.batch(torch.float32)
+    labels = torch.where(torch.arange(len(labels)) == 1, CLASSES + 3, labels).cuda()
+    assert bool(case.build(torch.float32).cuda()(x.cuda(), labels).isnan())
+    with nearkin.strict(), pytest.raises(ValueError, match="labels must be in"):
+        case.build(torch.float32).cuda()(x.cuda(), labels)
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_selections_equal_the_cpu_without_waiting(name, no_waiting):
+    torch.cuda.set_sync_debug_mode("default")
+    x, labels = distances.unit(torch.randn(96, DIM)), torch.arange(96) % 8
+    d, kin = distances.euclidean(x), relations.of(labels)
+    there, kin_there = d.cuda(), relations.of(labels.cuda())
+    mining.select(name, there, kin_there, dim=DIM)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    got = mining.select(name, there, kin_there, dim=DIM)
+    torch.cuda.set_sync_debug_mode("default")
+    if name not in ("random", "distance_weighted"):  # these draw from another generator there
+        for a, b in zip(got, mining.select(name, d, kin, dim=DIM), strict=True):
+            assert torch.equal(a.cpu(), b)
+    if isinstance(got, mining.Triplets):
+        anchor, positive, negative = (t.cpu() for t in got.indices())
+        assert bool(kin.positive[anchor, positive].all()) and bool(kin.negative[anchor, negative].all())
+        assert len(anchor) > 0
