@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The widest type of the tensor's device, for sums that must not cancel."""
+    """The widest type of the tensor's device, for sums that must not cancel, overflow or vanish."""
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
@@ -23,60 +23,47 @@ def upcast(x: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """Rows scaled to length 1, for any length a float can hold; a zero row stays zero and has no gradient."""
-    x = upcast(x)
-    # Scaling by the largest coordinate first keeps squares of 1e-30 from vanishing; the result does not depend on the
-    # scale, so it needs no gradient. Rows too short for a finite gradient count as zero.
-    peak = x.detach().abs().amax(1, keepdim=True)  # (B, 1)
-    alive = peak > torch.finfo(x.dtype).tiny * 1e6
-    x = torch.where(alive, x, 0.0) / torch.where(alive, peak, 1.0)
-    return x / torch.where(alive, x.square().sum(1, keepdim=True), 1.0).sqrt()
+    return _wide_unit(x).to(_result_type(x, None))
 
 
 def length(x: Tensor) -> Tensor:
     """Euclidean length of each row, (B,); 0 has gradient 0."""
-    x = upcast(x)
-    peak = x.detach().abs().amax(1)
-    alive = peak > torch.finfo(x.dtype).tiny * 1e6
-    peak = torch.where(alive, peak, 1.0)
-    total = (torch.where(alive[:, None], x, 0.0) / peak[:, None]).square().sum(1)
-    return torch.where(alive, torch.where(alive, total, 1.0).sqrt() * peak, 0.0)
+    squared, alive = _squared_length(upcast(x).to(wide(x)))
+    return torch.where(alive, squared.sqrt(), 0.0).squeeze(1).to(_result_type(x, None))
 
 
 def dot(x: Tensor, references: Tensor | None = None) -> Tensor:
     """Inner products <x_i, r_j>, (B, R)."""
-    x, r = _pair(upcast(x), None if references is None else upcast(references))
-    with torch.autocast(x.device.type, enabled=False):
-        return x @ r.T
+    return _product(upcast(x), None if references is None else upcast(references))
 
 
 def cosine(x: Tensor, references: Tensor | None = None) -> Tensor:
     """Cosine similarities, (B, R); a zero row is at cosine 0 of everything."""
-    x, r = _pair(unit(x), None if references is None else unit(references))
-    with torch.autocast(x.device.type, enabled=False):
-        return x @ r.T
+    return _product(unit(x), None if references is None else unit(references))
 
 
-def squared_euclidean(x: Tensor, references: Tensor | None = None) -> Tensor:
-    """||x_i - r_j||^2, (B, R); exactly 0 on the diagonal of a batch with itself and between duplicates."""
-    squared, apart = _squared(x, references)
+def squared_euclidean(x: Tensor, references: Tensor | None = None, *, normalize: bool = False) -> Tensor:
+    """||x_i - r_j||^2, (B, R), of unit rows with `normalize`; exactly 0 on the diagonal and between duplicates."""
+    squared, apart = _squared(x, references, normalize)
     return torch.where(apart, squared.to(_result_type(x, references)), 0.0)
 
 
-def euclidean(x: Tensor, references: Tensor | None = None) -> Tensor:
-    """||x_i - r_j||, (B, R); where it is 0 its gradient is 0."""
-    squared, apart = _squared(x, references)
+def euclidean(x: Tensor, references: Tensor | None = None, *, normalize: bool = False) -> Tensor:
+    """||x_i - r_j||, (B, R), of unit rows with `normalize`; where it is 0 its gradient is 0."""
+    squared, apart = _squared(x, references, normalize)
     return torch.where(apart, torch.where(apart, squared, 1.0).sqrt().to(_result_type(x, references)), 0.0)
 
 
-def _squared(x: Tensor, references: Tensor | None) -> tuple[Tensor, Tensor]:
+def _squared(x: Tensor, references: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
     """Squared distances, and where they are told from 0.
 
     n_i + n_j - 2<x_i, x_j> loses half the digits to cancellation: 1e-3 of a distance in float32. Its sums are
     therefore taken in float64 (float32 where a device has no more), and what lies within their rounding is 0.
     """
-    x, r = _pair(upcast(x), None if references is None else upcast(references))
-    a = x.to(wide(x))
-    b = a if references is None else r.to(wide(x))
+    a = _wide_unit(x) if normalize else upcast(x).to(wide(x))
+    b = a
+    if references is not None:
+        b = _wide_unit(references) if normalize else upcast(references).to(wide(x))
     with torch.autocast(x.device.type, enabled=False):
         left, right = a.square().sum(1)[:, None], b.square().sum(1)[None, :]
         squared = torch.addmm(left, a, b.T, alpha=-2).add_(right)  # (B, R)
@@ -85,12 +72,27 @@ def _squared(x: Tensor, references: Tensor | None) -> tuple[Tensor, Tensor]:
     return squared, apart.fill_diagonal_(False) if references is None else apart
 
 
-def _pair(x: Tensor, references: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both sides in one type."""
-    if references is None:
-        return x, x
-    kind = torch.promote_types(x.dtype, references.dtype)
-    return x.to(kind), references.to(kind)
+def _wide_unit(x: Tensor) -> Tensor:
+    """Rows of length 1 in the wide type. Rows too short for a finite gradient in their own type count as zero."""
+    x = upcast(x)
+    tiny = torch.finfo(x.dtype).tiny * 1e6
+    x = x.to(wide(x))
+    squared, alive = _squared_length(x, tiny)
+    return x * torch.where(alive, squared.rsqrt(), 0.0)
+
+
+def _squared_length(x: Tensor, tiny: float = 0.0) -> tuple[Tensor, Tensor]:
+    """(B, 1) squared lengths, 1 where not above `tiny`, and where they are above it."""
+    squared = x.square().sum(1, keepdim=True)
+    alive = squared > tiny**2
+    return torch.where(alive, squared, 1.0), alive
+
+
+def _product(x: Tensor, references: Tensor | None) -> Tensor:
+    r = x if references is None else references
+    kind = torch.promote_types(x.dtype, r.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return x.to(kind) @ r.to(kind).T
 
 
 def _result_type(x: Tensor, references: Tensor | None) -> torch.dtype:

@@ -51,7 +51,7 @@ def _solve(
     checks.class_ids("labels", labels, embeddings)
     if not isinstance(gamma, Tensor):
         checks.at_least("gamma", gamma, 0)
-    distance = distances.euclidean(distances.unit(embeddings) if normalize else embeddings)  # (B, B)
+    distance = distances.euclidean(embeddings, normalize=normalize)  # (B, B)
     if isinstance(gamma, Tensor):
         gamma = gamma.to(distance.dtype)
     with torch.no_grad():
@@ -124,7 +124,8 @@ def _improve(
     score = _scores(distance, first, known, without, gamma)
     current = pick.clamp(min=0)
     best = score.argmax()
-    best = torch.where(score[best] > score[current], best, current)
+    better = score.gather(0, best[None]) > score.gather(0, current[None])
+    best = torch.where(better.squeeze(0), best, current)
     moved = without | (index == best)
     idle = pick < 0
     return torch.where(idle, chosen, moved), torch.where(idle, pick, best)

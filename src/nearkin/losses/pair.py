@@ -48,7 +48,7 @@ def contrastive_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
     checks.at_least("positive_margin", positive_margin, 0)
-    distance = _distance(embeddings, references, normalize)  # (B, R)
+    distance = distances.euclidean(embeddings, references, normalize=normalize)  # (B, R)
     kin = relations.of(labels, references, reference_labels)
     pairs = _pairs(selection, distance, kin, normalize, embeddings.shape[1], margin, generator)
     near, positive, far, negative = mining.as_pairs(pairs, distance)
@@ -86,7 +86,7 @@ def margin_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
-    distance = _distance(embeddings, references, normalize)  # (B, R)
+    distance = distances.euclidean(embeddings, references, normalize=normalize)  # (B, R)
     kin = relations.of(labels, references, reference_labels)
     boundary = _boundary(beta, labels, distance)  # (B, 1)
     cutoff = (boundary.detach() + margin).squeeze(1)
@@ -324,13 +324,6 @@ class CircleLoss(nn.Module):
         reference_labels: Labels | None = None,
     ) -> Tensor:
         return circle_loss(embeddings, labels, references, reference_labels, **self.settings)
-
-
-def _distance(embeddings: Tensor, references: Tensor | None, normalize: bool) -> Tensor:
-    if normalize:
-        embeddings = distances.unit(embeddings)
-        references = None if references is None else distances.unit(references)
-    return distances.euclidean(embeddings, references)
 
 
 def _pairs(

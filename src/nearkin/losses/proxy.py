@@ -80,7 +80,7 @@ def _dynamic(embeddings: Tensor, labels: Labels, proxies: Tensor, scale: float, 
 
 
 def _scaled_distance(embeddings: Tensor, proxies: Tensor, scale: float) -> Tensor:
-    return scale**2 * distances.squared_euclidean(distances.unit(embeddings), distances.unit(proxies))
+    return scale**2 * distances.squared_euclidean(embeddings, proxies, normalize=True)
 
 
 def proxy_anchor_loss(

@@ -80,9 +80,7 @@ def fastap_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.whole("bins", bins, 1)
-    squared = distances.squared_euclidean(
-        distances.unit(embeddings), None if references is None else distances.unit(references)
-    )
+    squared = distances.squared_euclidean(embeddings, references, normalize=True)
     kin = relations.of(labels, references, reference_labels)
     place = squared.clamp(0, 4) * (bins / 4)
     lower = place.detach().floor().clamp(max=bins - 1)

@@ -45,12 +45,7 @@ def logratio_loss(
     log_gaps = 2 * torch.where(valid, gaps, 1.0).log().to(kind)
     spoilt = reduce.taint(embeddings, references, gaps)
     del gaps  # in float64: the largest matrix here, and no longer needed
-    if normalize:
-        squared = distances.squared_euclidean(
-            distances.unit(embeddings), None if references is None else distances.unit(references)
-        )
-    else:
-        squared = distances.squared_euclidean(embeddings, references)  # (B, R)
+    squared = distances.squared_euclidean(embeddings, references, normalize=normalize)  # (B, R)
     ratio = (squared + epsilon).log() - log_gaps  # (B, R)
     sums, pairs = _between(ratio, valid, groups)
     value = sums / pairs.clamp(min=1)

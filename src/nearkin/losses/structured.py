@@ -44,12 +44,7 @@ def lifted_structure_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.one_of("form", form, ("smooth", "max"))
     checks.at_least("margin", margin, 0)
-    if normalize:
-        distance = distances.euclidean(
-            distances.unit(embeddings), None if references is None else distances.unit(references)
-        )
-    else:
-        distance = distances.euclidean(embeddings, references)  # (B, R)
+    distance = distances.euclidean(embeddings, references, normalize=normalize)  # (B, R)
     kin = relations.of(labels, references, reference_labels)
     row, column = (_threat(margin - distance, kin.negative, form, dim) for dim in (1, 0))  # (B,), (R,)
     worst = (torch.logaddexp if form == "smooth" else torch.maximum)(row[:, None], column[None, :])

@@ -41,11 +41,8 @@ def triplet_loss(
     if margin is not None:
         checks.at_least("margin", margin, 0)
     _possible(selection, margin, swap, normalize)
-    anchors, others = (embeddings, references)
-    if normalize:
-        anchors, others = distances.unit(embeddings), None if references is None else distances.unit(references)
     measure = distances.squared_euclidean if squared else distances.euclidean
-    distance = measure(anchors, others)  # (B, R)
+    distance = measure(embeddings, references, normalize=normalize)  # (B, R)
     kin = relations.of(labels, references, reference_labels)
     if selection == "all":
         assert margin is not None
@@ -57,7 +54,7 @@ def triplet_loss(
         raise TypeError("selection must return Triplets for a triplet loss, got Pairs")
     near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
     if swap and distance.shape[1]:
-        between = distance if others is None else measure(others)  # (R, R)
+        between = distance if references is None else measure(references, normalize=normalize)  # (R, R)
         far = torch.minimum(far, between[chosen.positive, chosen.negative])
     value = reduce.softplus(near - far) if margin is None else (near - far + margin).relu()
     return reduce.terms(value, chosen.valid, reduction) + reduce.taint(embeddings, references)
@@ -81,22 +78,27 @@ def _all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tenso
     """Sum of the hinge over all triplets of each anchor, their number, and how many are active, each (B,).
 
     The hinge is linear where active: Σ_p k_p (d_p + m) - Σ_n c_n d_n, with k_p the negatives nearer than d_p + m and
-    c_n the positives whose d_p + m is beyond d_n. Both are counted by binary search in sorted rows, without gradient;
-    what is left is linear in the distances, so autograd's gradient is exact.
+    c_n the positives whose d_p + m is beyond d_n. k comes from a binary search in the sorted negatives; a positive
+    covers the first k of them, so c at place r is the number of positives with k > r. Neither has a gradient, and what
+    is left is linear in the distances: autograd's gradient is exact.
     """
-    reach = distance + margin
     with torch.no_grad():
-        negatives = distance.masked_fill(~kin.negative, torch.inf).sort(1).values
-        beaten = torch.searchsorted(negatives, reach.contiguous(), out_int32=True) * kin.positive  # k
-        positives = reach.masked_fill(~kin.positive, torch.inf).sort(1).values
-        spared = torch.searchsorted(positives, distance.contiguous(), right=True, out_int32=True)
-        beating = (kin.positive.sum(1, keepdim=True, dtype=torch.int32) - spared) * kin.negative  # c
+        near_first, order = distance.masked_fill(~kin.negative, torch.inf).sort(1)
+        reach = (distance + margin).masked_fill_(~kin.positive, -torch.inf)
+        beaten = torch.searchsorted(near_first, reach, out_int32=True)  # k: (B, R), 0 where not a positive
+        del near_first, reach
+        place = beaten.long().sub_(1).clamp_(min=0)
+        ends = torch.zeros_like(distance).scatter_add_(1, place, (beaten > 0).to(distance.dtype))
+        covered = ends.flip(1).cumsum(1).flip(1)  # c in sorted order: positives that end here or later
+        beating = torch.empty_like(covered).scatter_(1, order, covered)
+        del place, ends, covered, order
         # Both sides hold each active triplet once, so any constant may be taken off both: less to cancel.
         middle = distance.mean(1, keepdim=True) if distance.shape[1] else distance.sum(1, keepdim=True)
-    wide = distances.wide(distance)
-    sums = ((reach - middle) * beaten).sum(1, dtype=wide) - ((distance - middle) * beating).sum(1, dtype=wide)
-    counts = kin.positive.sum(1) * kin.negative.sum(1)
-    return sums.to(distance.dtype), counts, beaten.sum(1)
+        active = beaten.sum(1)
+        shift = active.to(distances.wide(distance)) * margin
+    weight = beaten.to(distance.dtype).sub_(beating)
+    sums = ((distance - middle) * weight).sum(1, dtype=distances.wide(distance)) + shift
+    return sums.to(distance.dtype), kin.positive.sum(1) * kin.negative.sum(1), active
 
 
 def lossless_triplet_loss(

@@ -1,0 +1,172 @@
+"""Cross-batch memory: embeddings of past batches as references of the present one."""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from nearkin.core import checks, relations
+from nearkin.core.relations import UNKNOWN, LabelDistance, Labels, Relation
+
+__all__ = ["CrossBatchMemory"]
+
+_KINDS = {"ids": torch.long, "rows": torch.bool, "targets": torch.float32}
+
+
+class CrossBatchMemory(nn.Module):
+    """A pair loss whose batch also meets the last `size` embeddings of past batches.
+
+    L = loss(x, labels, [x; memory], [labels; memory's labels]), an item's pair with itself left out
+
+    One relation over the batch and the memory, not a sum of two losses: a selection finds its positive in the batch and
+    its negative in the memory, and with an empty memory L is the loss of the batch alone. Gradients flow through both
+    sides of the batch's own pairs; the memory is stored without a graph. A batch is stored after its loss was taken,
+    and only in training.
+
+    loss: any loss that takes references. dim: dimensions of the embeddings. warmup: training steps before the memory is
+    used, while it already fills; the paper waits 1,000, until embeddings drift slowly. label_kind: "ids" (B,), "rows"
+    (B, label_dim) bool for multi-label, or "targets" (B,) or (B, label_dim) real-valued, kept in float32. The memory is
+    allocated once and follows the embeddings' device; it is float32 also under half precision. A row with NaN or Inf is
+    not stored: its place stays empty. `NPairLoss` takes every item for an anchor here, as it does with any references;
+    a `MarginLoss` with a β for each class needs class ids rather than a relation, so it takes no memory.
+    Wang et al. 2020, arXiv:1912.06798, section 3.2.
+    """
+
+    embeddings: Tensor  # (size, D), zeros where empty
+    labels: Tensor  # (size,) or (size, K)
+    known: Tensor  # (size,) bool: holds an item
+    cursor: Tensor  # () where the next row goes
+    filled: Tensor  # () rows stored so far, at most size
+    steps: Tensor  # () training steps so far
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        size: int,
+        dim: int,
+        *,
+        warmup: int = 0,
+        label_kind: str = "ids",
+        label_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(loss, nn.Module) or "references" not in inspect.signature(loss.forward).parameters:
+            raise TypeError(
+                "loss must take references, as the pair losses do: "
+                f"forward(embeddings, labels, references, reference_labels), got {type(loss).__name__}"
+            )
+        checks.whole("size", size, 1)
+        checks.whole("dim", dim, 1)
+        checks.whole("warmup", warmup, 0)
+        checks.one_of("label_kind", label_kind, _KINDS)
+        if label_dim is not None:
+            checks.whole("label_dim", label_dim, 1)
+        if (label_kind == "rows" and label_dim is None) or (label_kind == "ids" and label_dim is not None):
+            wanted = "given" if label_kind == "rows" else "left out"
+            raise ValueError(f'label_dim must be {wanted} where label_kind="{label_kind}", got {label_dim}')
+        self.loss, self.warmup, self.label_kind = loss, warmup, label_kind
+        shape = (size,) if label_dim is None else (size, label_dim)
+        self.register_buffer("embeddings", torch.zeros(size, dim))
+        self.register_buffer("labels", torch.full(shape, self._blank, dtype=_KINDS[label_kind]))
+        self.register_buffer("known", torch.zeros(size, dtype=torch.bool))
+        for name in ("cursor", "filled", "steps"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.long))
+
+    @property
+    def lr_scale(self) -> float:
+        """That of the loss, whose parameters are the only ones."""
+        return float(getattr(self.loss, "lr_scale", 1.0))
+
+    def extra_repr(self) -> str:
+        size, dim = self.embeddings.shape
+        return f"size={size}, dim={dim}, warmup={self.warmup}, label_kind={self.label_kind!r}"
+
+    def reset(self) -> None:
+        """Empties the memory and starts the warm-up anew; the loss keeps what it has learned."""
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            setattr(self, name, torch.full_like(buffer, self._blank if name == "labels" else 0))
+
+    def forward(self, embeddings: Tensor, labels: Tensor, stored: Tensor | None = None) -> Tensor:
+        """The loss of a batch, which in training is then stored.
+
+        stored (B, D): the same items from a momentum encoder, met and stored instead of the embeddings themselves, and
+        without gradient. They are another view, so an item's pair with its own stored embedding counts.
+        """
+        self._follow(embeddings)
+        labels = self._checked(embeddings, labels, stored)
+        own = embeddings if stored is None else stored.detach()
+        references = torch.cat([own, self.embeddings])  # (B + size, D); a copy, which later storing leaves alone
+        value: Tensor = self.loss(embeddings, self._relation(labels, references, stored is None), references)
+        if self.training:
+            self._store(own.detach(), labels)
+        return value
+
+    @property
+    def _blank(self) -> int:
+        return UNKNOWN if self.label_kind == "ids" else 0
+
+    def _follow(self, embeddings: Tensor) -> None:
+        """The memory moves to where the embeddings are, once."""
+        if isinstance(embeddings, Tensor) and embeddings.device != self.embeddings.device:
+            for name, buffer in list(self.named_buffers(recurse=False)):
+                setattr(self, name, buffer.to(embeddings.device))
+
+    def _checked(self, embeddings: Tensor, labels: Tensor, stored: Tensor | None) -> Tensor:
+        """Everything fits together; labels as they are kept."""
+        checks.rows("embeddings", embeddings)
+        if embeddings.shape[1] != self.embeddings.shape[1]:
+            wanted = self.embeddings.shape[1]
+            raise ValueError(f"embeddings must have {wanted} dimensions as the memory has, got {embeddings.shape[1]}")
+        if stored is not None:
+            checks.rows("stored", stored)
+            checks.same_device("stored", stored, embeddings)
+            if stored.shape != embeddings.shape:
+                shapes = f"{tuple(embeddings.shape)}, got {tuple(stored.shape)}"
+                raise ValueError(f"stored must have the shape of embeddings: {shapes}")
+        if not isinstance(labels, Tensor) or not self._fits(labels):
+            got = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+            kept = ", ".join(map(str, ("rows", *self.labels.shape[1:])))
+            raise TypeError(f"labels must be {self.label_kind} of shape ({kept}) as the memory keeps them, got {got}")
+        checks.batch(embeddings, labels, self.embeddings, self.labels, graded=self.label_kind == "targets")
+        return labels.to(self.labels.dtype)
+
+    def _fits(self, labels: Tensor) -> bool:
+        if labels.is_complex() or labels.shape[1:] != self.labels.shape[1:] or labels.dim() == 0:
+            return False
+        if self.label_kind == "ids":
+            return labels.dtype != torch.bool and not labels.is_floating_point()
+        return (labels.dtype == torch.bool) == (self.label_kind == "rows")
+
+    def _relation(self, labels: Tensor, references: Tensor, apart: bool) -> Labels:
+        """Of the batch with itself and with the memory, (B, B + size); empty places are neither kin nor strangers."""
+        others = torch.cat([labels, self.labels])
+        used = self.known & (self.steps >= self.warmup)
+        met = torch.cat([torch.ones(labels.shape[0], dtype=torch.bool, device=used.device), used])
+        met = met.expand(labels.shape[0], -1)  # (B, B + size)
+        if apart:
+            met = met & ~torch.eye(*met.shape, dtype=torch.bool, device=met.device)
+        if self.label_kind == "targets":
+            return LabelDistance(torch.where(met, relations.label_distances(labels, others), 0.0))  # 0: left out
+        kin = relations.of(labels, references, others)
+        return Relation(kin.positive & met, kin.negative & met)
+
+    @torch.no_grad()
+    def _store(self, rows: Tensor, labels: Tensor) -> None:
+        """The last `size` rows take the places from the cursor on, around the end.
+
+        Every buffer becomes a new tensor of the same size: a compiled backward may still read the old one.
+        """
+        size, number = self.known.shape[0], rows.shape[0]
+        skipped = max(number - size, 0)
+        rows, labels = rows[skipped:].to(self.embeddings.dtype), labels[skipped:]
+        place = (self.cursor + torch.arange(skipped, number, device=rows.device)) % size
+        sound = rows.isfinite().all(1)
+        if labels.is_floating_point():
+            sound = sound & (labels.isfinite() if labels.dim() == 1 else labels.isfinite().all(1))
+        empty = ~sound if labels.dim() == 1 else ~sound[:, None]
+        self.embeddings = self.embeddings.index_copy(0, place, rows.masked_fill(~sound[:, None], 0.0))
+        self.labels = self.labels.index_copy(0, place, labels.masked_fill(empty, self._blank))
+        self.known = self.known.index_copy(0, place, sound)
+        self.cursor = (self.cursor + number) % size
+        self.filled = (self.filled + number).clamp(max=size)
+        self.steps = self.steps + 1
