@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nearkin import losses
+from nearkin import losses, samplers
 from nearkin.data import glyphs
 
 
@@ -50,18 +50,14 @@ def jitter(images: Tensor, generator: torch.Generator, strength: float = 0.15) -
 def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, classes: int = 48, per_class: int = 3) -> None:
     """Every step: `per_class` items of each of `classes` classes, their embeddings, the loss, one step downhill."""
     generator = torch.Generator().manual_seed(0)
-    items = labels.argsort(stable=True).view(int(labels.max()) + 1, -1)  # (C, items of the class): all have as many
+    sampler = samplers.ClassBalanced(labels, classes=classes, per_class=per_class, seed=0, batches=steps)
     loss_function = losses.SupConLoss(temperature=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps)
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
     with Progress(*columns) as progress:
         bar, start = progress.add_task("training", total=steps), time.perf_counter()
-        for step in range(1, steps + 1):
-            chosen = torch.randperm(len(items), generator=generator)[:classes]
-            each = torch.rand(classes, items.shape[1], generator=generator).argsort(1)[:, :per_class]
-            batch = items[chosen[:, None], each].flatten()
-
+        for step, batch in enumerate(sampler, start=1):
             loss = loss_function(model(jitter(images[batch], generator)), labels[batch])
             optimizer.zero_grad()
             loss.backward()

@@ -391,7 +391,7 @@ def logratio(x, gaps, references=None, *, epsilon=1e-6, ties="drop", normalize=F
 # ---------------------------------------------------------------- rank losses
 
 
-def smooth_ap(x, positive, negative, references=None, *, temperature=0.01, reduction="mean"):
+def smooth_ap(x, positive, negative, references=None, *, temperature=0.01, max_positives=None, reduction="mean"):
     s = table(cosine, x, references)
     terms = []
     for a in range(len(x)):

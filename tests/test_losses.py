@@ -429,6 +429,18 @@ def test_smooth_ap_tends_to_average_precision():
     assert got == pytest.approx(np.mean(wanted), abs=1e-9)
 
 
+def test_smooth_ap_knows_how_many_kin_it_was_told(monkeypatch):
+    x, y = torch.randn(12, 6, dtype=f64), torch.arange(12) % 4
+    wanted = losses.smooth_ap_loss(x, y)
+    torch.testing.assert_close(losses.smooth_ap_loss(x, y, max_positives=2), wanted)
+    with pytest.raises(ValueError, match="max_positives must be at least the most kin of an anchor: 2, got 1"):
+        losses.smooth_ap_loss(x, y, max_positives=1)
+    monkeypatch.setattr("nearkin.core.checks.reads_values", lambda tensor: False)
+    torch.testing.assert_close(losses.smooth_ap_loss(x, y), wanted)
+    torch.testing.assert_close(losses.smooth_ap_loss(x, y, max_positives=2), wanted)
+    assert bool(losses.smooth_ap_loss(x, y, max_positives=1).isnan())
+
+
 def test_rank_losses_of_a_perfect_batch_are_zero():
     x, y = torch.eye(4, dtype=f64).repeat_interleave(3, 0), torch.arange(4).repeat_interleave(3)
     assert losses.smooth_ap_loss(x, y).item() == pytest.approx(0, abs=0.5)

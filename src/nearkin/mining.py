@@ -243,6 +243,7 @@ def _every_positive(distance: Tensor, negative: Tensor, kin: Relation) -> Triple
 
 def _log_inverse_density(distance: Tensor, dim: int) -> Tensor:
     """-log q(d) up to a constant; finite at d = 0 and d >= 2, where the caller's clip takes over."""
+    distance = distance.to(torch.promote_types(distance.dtype, torch.float32))  # 1e-12 is 0 in half precision
     near = distance.clamp(min=1e-12).log_().mul_(2 - dim)
     return near.sub_((1 - distance.square() / 4).clamp_(min=1e-12).log_(), alpha=(dim - 3) / 2)
 

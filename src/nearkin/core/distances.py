@@ -23,7 +23,7 @@ def upcast(x: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """Rows scaled to length 1, for any length a float can hold; a zero row stays zero and has no gradient."""
-    return _wide_unit(x).to(_result_type(x, None))
+    return _wide_unit(x)[0].to(_result_type(x, None))
 
 
 def length(x: Tensor) -> Tensor:
@@ -60,25 +60,32 @@ def _squared(x: Tensor, references: Tensor | None, normalize: bool) -> tuple[Ten
     n_i + n_j - 2<x_i, x_j> loses half the digits to cancellation: 1e-3 of a distance in float32. Its sums are
     therefore taken in float64 (float32 where a device has no more), and what lies within their rounding is 0.
     """
-    a = _wide_unit(x) if normalize else upcast(x).to(wide(x))
-    b = a
-    if references is not None:
-        b = _wide_unit(references) if normalize else upcast(references).to(wide(x))
+    a, left = _wide_rows(x, normalize)
+    b, right = (a, left) if references is None else _wide_rows(references, normalize)
+    right = right.T
     with torch.autocast(x.device.type, enabled=False):
-        left, right = a.square().sum(1)[:, None], b.square().sum(1)[None, :]
         squared = torch.addmm(left, a, b.T, alpha=-2).add_(right)  # (B, R)
     rounding = 2 * x.shape[1] * torch.finfo(a.dtype).eps
     apart = (squared > left.detach() * rounding) & (squared > right.detach() * rounding)
     return squared, apart.fill_diagonal_(False) if references is None else apart
 
 
-def _wide_unit(x: Tensor) -> Tensor:
-    """Rows of length 1 in the wide type. Rows too short for a finite gradient in their own type count as zero."""
+def _wide_rows(x: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Rows in the wide type, of unit length with `normalize`, and their squared lengths (B, 1)."""
+    if not normalize:
+        x = upcast(x).to(wide(x))
+        return x, x.square().sum(1, keepdim=True)
+    rows, alive = _wide_unit(x)
+    return rows, alive.to(rows.dtype)  # 1 or 0 whatever x is: nothing to differentiate
+
+
+def _wide_unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of length 1 in the wide type, and (B, 1) which are. Those too short for a finite gradient are zero."""
     x = upcast(x)
     tiny = torch.finfo(x.dtype).tiny * 1e6
     x = x.to(wide(x))
     squared, alive = _squared_length(x, tiny)
-    return x * torch.where(alive, squared.rsqrt(), 0.0)
+    return x * torch.where(alive, squared.rsqrt(), 0.0), alive
 
 
 def _squared_length(x: Tensor, tiny: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -72,5 +72,5 @@ def total(sums: Tensor, counts: Tensor, active: Tensor, reduction: str) -> Tenso
 
 
 def taint(*tensors: Tensor | None) -> Tensor | float:
-    """0 on the graph of every tensor, or NaN if one of them holds NaN or Inf: added last, so that none is hidden."""
-    return sum((x * 0).sum(dtype=torch.float32) for x in tensors if x is not None)
+    """0, or NaN if one of the tensors holds NaN or Inf: added to a loss last, so that no mask can hide it."""
+    return sum((x.detach() * 0).sum(dtype=torch.float32) for x in tensors if x is not None)

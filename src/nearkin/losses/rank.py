@@ -20,6 +20,7 @@ def smooth_ap_loss(
     reference_labels: Labels | None = None,
     *,
     temperature: float = 0.01,
+    max_positives: int | None = None,
     reduction: str = "mean",
 ) -> Tensor:
     r"""One minus average precision, with a sigmoid for "ranks before".
@@ -28,6 +29,8 @@ def smooth_ap_loss(
 
     s = cosine, σ(x) = 1/(1 + e^{-x/t}), r over all kin and strangers of i. Anchors without kin do not count. Time
     O(B² |P|); the comparisons are made a few positives at a time and made again for the gradient, so memory is O(B²).
+    The largest |P| is read off on the CPU; elsewhere reading would stall the device, so without `max_positives` (say
+    it: items a class less one) the time is O(B² R). An anchor with more kin than that is an error, or NaN where unread.
     Needs two items a class. Brown et al. 2020, arXiv:2007.12163, eq. 7; temperature 0.01 from there.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
@@ -35,20 +38,32 @@ def smooth_ap_loss(
     scores = distances.cosine(embeddings, references) / temperature  # (B, R), larger is closer
     kin = relations.of(labels, references, reference_labels)
     number = kin.positive.sum(1)
-    slots = scores.shape[1]
-    if checks.reads_values(number) and slots:
-        slots = int(number.max()) if number.numel() else 0
+    slots = _slots(number, scores.shape[1], max_positives)
     # Columns with an anchor's positives first, so that only as many slots are visited as there may be positives.
     order = kin.positive.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
-    precision = scores.new_zeros(scores.shape[0])
-    for start in range(0, slots, _TILE):
-        part = order[:, start : min(start + _TILE, slots)]
-        precision = precision + checkpoint(_precisions, scores, kin.positive, kin.negative, part, use_reentrant=False)
+    precision = scores.sum(1) * 0  # on the graph even where nobody has kin
+    tile = max(2, 2**22 // max(scores.numel(), 1))  # positives compared with all references at once
+    for start in range(0, slots, tile):
+        part = order[:, start : min(start + tile, slots)]
+        precision = precision + checkpoint(
+            _precisions, scores, kin.positive, kin.negative, part, use_reentrant=False, preserve_rng_state=False
+        )
     value = 1 - precision / number.clamp(min=1)
+    value = torch.where(number > slots, torch.nan, value)
     return reduce.terms(value, number > 0, reduction) + reduce.taint(embeddings, references)
 
 
-_TILE = 2  # positives compared with all references at once
+def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
+    """How many positives of an anchor must be looked at, (B,) having `number` of them, without waiting for a device."""
+    if max_positives is not None:
+        checks.whole("max_positives", max_positives, 1)
+        most = min(most, max_positives)
+    if not checks.reads_values(number) or number.numel() == 0:
+        return most
+    largest = int(number.max())
+    if max_positives is not None and largest > max_positives:
+        raise ValueError(f"max_positives must be at least the most kin of an anchor: {largest}, got {max_positives}")
+    return largest
 
 
 def _precisions(scores: Tensor, positive: Tensor, negative: Tensor, columns: Tensor) -> Tensor:
@@ -107,9 +122,9 @@ class SmoothAPLoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, temperature: float = 0.01, *, reduction: str = "mean") -> None:
+    def __init__(self, temperature: float = 0.01, *, max_positives: int | None = None, reduction: str = "mean") -> None:
         super().__init__()
-        hold(self, smooth_ap_loss, temperature=temperature, reduction=reduction)
+        hold(self, smooth_ap_loss, temperature=temperature, max_positives=max_positives, reduction=reduction)
 
     extra_repr = show
 
