@@ -79,15 +79,18 @@ def figures(step: Callable[[], object], device: str) -> tuple[float, float] | No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "mining.csv")
+    parser.add_argument("--out", type=Path, help="default: results/mining_cpu.csv or mining_gpu.csv beside this script")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     device = arguments.device
+    name = "mining_cpu.csv" if device == "cpu" else "mining_gpu.csv"
+    out = arguments.out or Path(__file__).parent / "results" / name
     if device == "cpu":
         measure.give_back_freed_memory()
         torch.set_num_threads(2)
     rows: list[list[object]] = []
-    print(f"{'selection':20}{'what':6}{'B':>6}{'ms':>9}{'MiB':>9}{'peer ms':>10}{'peer MiB':>10}{'ratio':>8}")
+    titles = "".join(f"{t:>15}" for t in ("ms", "MiB", "peer ms", "peer MiB", "ratio"))
+    print(f"{'selection':20}{'what':6}{'B':>6}{titles}")
     for size in (256, 512, 1024) if device == "cpu" else (512, 1024, 2048, 4096, 8192):
         torch.manual_seed(0)
         x = torch.randn(size, D, device=device)
@@ -100,15 +103,12 @@ def main() -> None:
                 assert mine is not None
                 shown = ("out of memory",) * 2 + ("",) if other is None else (*other, other[0] / mine[0])
                 text = [f"{v:.2f}" if isinstance(v, float) else v for v in (*mine, *shown)]
-                print(
-                    f"{selection:20}{what:6}{size:>6}{text[0]:>9}{text[1]:>9}",
-                    *(f"{t:>9}" for t in text[2:]),
-                    flush=True,
-                )
-                name = torch.cuda.get_device_name() if device == "cuda" else "cpu, 2 threads"
-                rows.append([selection, what, name, size, D, "float32", *text])
+                cells = "".join(f"{t:>15}" for t in text)
+                print(f"{selection:20}{what:6}{size:>6}{cells}", flush=True)
+                hardware = torch.cuda.get_device_name() if device == "cuda" else "cpu, 2 threads"
+                rows.append([selection, what, hardware, size, D, "float32", *text])
     header = ["selection", "what", "device", "B", "D", "dtype", "ms", "extra_mib", "peer_ms", "peer_mib", "ratio"]
-    measure.write_csv(arguments.out, header, rows)
+    measure.write_csv(out, header, rows)
 
 
 if __name__ == "__main__":

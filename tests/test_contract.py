@@ -70,13 +70,11 @@ def test_references_equal_the_loop(case):
 @pytest.mark.parametrize("case", [c for c in IDS if not c.ordered], ids=str)
 def test_references_are_a_concatenation(case):
     """A batch that meets itself is a batch that meets its own copy, less the diagonal."""
-    if "classes" in case.name:
-        pytest.skip("a boundary a class needs class ids, not a relation")
     module = case.build()
     x, labels = case.batch()
     alone = value_and_gradients(module, module, x, labels)
     y = x.clone().requires_grad_()
-    value = module(y, relations.Relation(*masks(labels)), y.clone())
+    value = module(y, relations.Relation(*masks(labels), ids=labels), y.clone())
     value.backward()
     assert_same((value.detach(), [y.grad]), (alone[0], alone[1][:1]), 1e-10)
     assert torch.equal(module(x, labels), module(x, labels, x, labels))  # a batch named as its own reference

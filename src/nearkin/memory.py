@@ -18,18 +18,17 @@ class CrossBatchMemory(nn.Module):
 
     L = loss(x, labels, [x; memory], [labels; memory's labels]), an item's pair with itself left out
 
-    One relation over the batch and the memory, not a sum of two losses: a selection finds its positive in the batch and
-    its negative in the memory, and with an empty memory L is the loss of the batch alone. Gradients flow through both
-    sides of the batch's own pairs; the memory is stored without a graph. A batch is stored after its loss was taken,
-    and only in training.
+    One relation over the batch and the memory, where the authors add two losses: a selection may find its positive in
+    the batch and its negative in the memory, there is no weight to choose, and with an empty memory L is the loss of
+    the batch alone. Gradients flow through both sides of the batch's own pairs; the memory is stored without a graph.
+    A batch is stored after its loss was taken, and only in training.
 
     loss: any loss that takes references. dim: dimensions of the embeddings. warmup: training steps before the memory is
-    used, while it already fills; the paper waits 1,000, until embeddings drift slowly. label_kind: "ids" (B,), "rows"
-    (B, label_dim) bool for multi-label, or "targets" (B,) or (B, label_dim) real-valued, kept in float32. The memory is
-    allocated once and follows the embeddings' device; it is float32 also under half precision. A row with NaN or Inf is
-    not stored: its place stays empty. `NPairLoss` takes every item for an anchor here, as it does with any references;
-    a `MarginLoss` with a β for each class needs class ids rather than a relation, so it takes no memory.
-    Wang et al. 2020, arXiv:1912.06798, section 3.2.
+    used, while it already fills; embeddings drift fast at first. label_kind: "ids" (B,); "rows" (B, label_dim) bool for
+    multi-label; "targets" (B,) or (B, label_dim) real-valued, kept in float32. The memory never grows, follows the
+    embeddings' device, and is float32 also under half precision. A row with NaN or Inf is not stored: its place stays
+    empty. `NPairLoss` takes every item for an anchor here, as it does with any references.
+    Wang et al. 2020, arXiv:1912.06798.
     """
 
     embeddings: Tensor  # (size, D), zeros where empty
@@ -148,7 +147,7 @@ class CrossBatchMemory(nn.Module):
         if self.label_kind == "targets":
             return LabelDistance(torch.where(met, relations.label_distances(labels, others), 0.0))  # 0: left out
         kin = relations.of(labels, references, others)
-        return Relation(kin.positive & met, kin.negative & met)
+        return Relation(kin.positive & met, kin.negative & met, labels if self.label_kind == "ids" else None)
 
     @torch.no_grad()
     def _store(self, rows: Tensor, labels: Tensor) -> None:

@@ -164,6 +164,8 @@ def _relation(embeddings: Tensor, labels: Labels, references: Tensor | None, ref
     if isinstance(labels, Relation):
         for part in ("positive", "negative"):
             _matrix(f"labels.{part}", getattr(labels, part), embeddings, references)
+        if labels.ids is not None:
+            class_ids("labels.ids", labels.ids, embeddings)
         if reference_labels is not None:
             raise ValueError("reference_labels must be left out where labels is a Relation, which speaks for both")
         return

@@ -11,10 +11,14 @@ UNKNOWN = -1  # a class id that is neither kin nor stranger to anyone
 
 
 class Relation(NamedTuple):
-    """Explicit kinship of anchors with references, each (B, R) bool; a pair in neither mask is left out."""
+    """Explicit kinship of anchors with references, each (B, R) bool; a pair in neither mask is left out.
+
+    ids: the class of each anchor (B,), where a loss keeps something for each class.
+    """
 
     positive: Tensor
     negative: Tensor
+    ids: Tensor | None = None
 
 
 class LabelDistance(NamedTuple):

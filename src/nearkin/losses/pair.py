@@ -348,7 +348,10 @@ def _boundary(beta: Tensor | float, labels: Labels, distance: Tensor) -> Tensor:
     beta = beta.to(distance.dtype)
     if beta.dim() == 0:
         return beta.expand(distance.shape[0], 1)
-    if not isinstance(labels, Tensor) or labels.dtype == torch.bool:
-        raise TypeError("labels must be integer class ids where β is one a class (num_classes), got a relation")
-    ids, _, spoilt = checks.in_range(labels, beta.shape[0])
+    classes = labels.ids if isinstance(labels, Relation) else labels
+    if not isinstance(classes, Tensor) or classes.dtype == torch.bool:
+        raise TypeError(
+            "labels must be integer class ids, or a Relation with ids, where β is one a class (num_classes)"
+        )
+    ids, _, spoilt = checks.in_range(classes, beta.shape[0])
     return (beta[ids] + spoilt.to(beta.dtype))[:, None]

@@ -63,15 +63,15 @@ def triplet_loss(
 def _possible(selection: mining.Selection, margin: float | None, swap: bool, normalize: bool) -> None:
     if not isinstance(selection, str):
         return
-    known = ("all", *mining.TRIPLET_SELECTIONS)
-    if selection in mining.PAIR_SELECTIONS:
-        checks.impossible("selection", selection, "it selects pairs", known)
-    checks.one_of("selection", selection, known)
-    if selection == "all" and (margin is None or swap):
-        why = "every triplet is summed by sorting, which needs a margin and no swap"
-        checks.impossible("selection", selection, why, mining.TRIPLET_SELECTIONS)
-    if selection == "distance_weighted" and not normalize:
-        checks.impossible("selection", selection, "it needs unit vectors, normalize=True", known[:-1])
+    because = dict.fromkeys(mining.PAIR_SELECTIONS, "it selects pairs")
+    if margin is None or swap:
+        because["all"] = "every triplet is summed by sorting, which needs a margin and no swap"
+    if not normalize:
+        because["distance_weighted"] = "it needs unit vectors, normalize=True"
+    possible = [name for name in ("all", *mining.TRIPLET_SELECTIONS) if name not in because]
+    if selection in because:
+        checks.impossible("selection", selection, because[selection], possible)
+    checks.one_of("selection", selection, possible)
 
 
 def _all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,568 @@
+"""Selections against loops written from their definitions: exact, ties included; drawn ones by their frequencies."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nearkin
+import reference
+from cases import DIM, pair_twin
+from nearkin import losses, mining, relations
+from nearkin.core import distances
+from nearkin.core.relations import Relation
+
+
+def easy_positive_or_skip(distance, positive, negative):
+    """Without a negative farther than the positive the loop falls back on one that is not."""
+    chosen = reference.mine_easy_positive(distance, positive, negative)
+    return [(a, p, n) for a, p, n in chosen if distance[a][n] > distance[a][p]]
+
+
+TRIPLETS = {
+    "hard": (mining.hard, reference.mine_hard),
+    "semihard": (mining.semihard, reference.mine_semihard),
+    "semihard-skip": (
+        partial(mining.semihard, fallback="skip"),
+        partial(reference.mine_semihard, fallback="skip"),
+    ),
+    "batch_hard": (mining.batch_hard, reference.mine_batch_hard),
+    "easy_positive": (mining.easy_positive, reference.mine_easy_positive),
+    "easy_positive-hard": (
+        partial(mining.easy_positive, negative="hard"),
+        partial(reference.mine_easy_positive, kind="hard"),
+    ),
+    "easy_positive-skip": (partial(mining.easy_positive, fallback="skip"), easy_positive_or_skip),
+}
+PAIRS = {
+    "all": (mining.all_pairs, lambda distance, positive, negative: (positive, negative)),
+    "hard_negatives": (mining.hard_negatives, reference.mine_hard_negatives),
+    "multi_similarity": (mining.multi_similarity, reference.mine_multi_similarity),
+    "multi_similarity-tied": (  # a whole step of the grid: whether a pair exactly at the limit counts, shows
+        partial(mining.multi_similarity, epsilon=1.0),
+        partial(reference.mine_multi_similarity, epsilon=1.0),
+    ),
+}
+DRAWN = {
+    "random": (mining.random, None),
+    "distance_weighted": (partial(mining.distance_weighted, dim=8), {"dim": 8}),
+    "distance_weighted-flat": (partial(mining.distance_weighted, dim=2), {"dim": 2}),
+    "distance_weighted-high": (
+        partial(mining.distance_weighted, dim=512, clip=0.9, cutoff=None),
+        {"dim": 512, "clip": 0.9, "cutoff": None},
+    ),
+}
+EVERY = {name: function for name, (function, _) in (TRIPLETS | PAIRS | DRAWN).items()}
+by_name = pytest.mark.parametrize("name", EVERY)
+
+
+# ---------------------------------------------------------------- worlds to select in
+
+
+def relation(kind, anchors, others):
+    """A random relation of one of the kinds that losses take; None others: the batch with itself."""
+    if kind == "ids":
+        labels, more = torch.randint(-1, 4, (anchors,)), None if others is None else torch.randint(-1, 4, (others,))
+        return relations.of(labels, None if others is None else torch.empty(others, 1), more)
+    if kind == "multilabel":
+        rows = torch.rand(anchors, 5) < 0.3
+        more = None if others is None else torch.rand(others, 5) < 0.3
+        kin = relations.multilabel(rows, more)
+    else:  # asymmetric, a third of the pairs in neither mask, some anchors with nobody
+        word = torch.rand(anchors, anchors if others is None else others)
+        word[torch.rand(anchors) < 0.15] = 1.0
+        kin = relations.explicit(word < 0.3, (word > 0.3) & (word < 0.7))
+    return relations.of(kin, None if others is None else torch.empty(others, 1))
+
+
+def worlds_of_every_kind(number, top=1.9):
+    """Distances and relations, in turn tied on a coarse grid and all different, in a batch and with references."""
+    torch.manual_seed(number)
+    for i in range(number):
+        anchors = int(torch.randint(1, 9, ()))
+        others = None if i % 2 else int(torch.randint(0, 12, ()))
+        shape = (anchors, anchors if others is None else others)
+        steps = 1 + i % 5
+        grid = torch.randint(0, steps + 1, shape).double() * top / steps
+        distance = grid if i % 3 else torch.rand(shape, dtype=torch.float64) * top
+        yield distance, relation(("ids", "multilabel", "explicit")[i % 3], anchors, others)
+
+
+@st.composite
+def worlds(draw, step=1.0):
+    """A tie-heavy grid of distances, and for each pair kin, stranger or neither; from nobody to six by seven."""
+    anchors, others = draw(st.integers(0, 6)), draw(st.integers(0, 7))
+    pair = st.tuples(st.integers(0, 3), st.sampled_from(["kin", "stranger", "neither"]))
+    cells = draw(st.lists(pair, min_size=anchors * others, max_size=anchors * others))
+    distance = torch.tensor([float(d) for d, _ in cells], dtype=torch.float64).view(anchors, others) * step
+    word = [w for _, w in cells]
+    kin, strangers = (torch.tensor([w == k for w in word], dtype=torch.bool) for k in ("kin", "stranger"))
+    return distance, Relation(kin.view(anchors, others), strangers.view(anchors, others))
+
+
+def triplets(chosen):
+    """Valid triplets as a list, with everything that any of them must keep to."""
+    assert chosen.positive.shape == chosen.negative.shape == chosen.valid.shape
+    assert chosen.positive.dtype == chosen.negative.dtype == torch.long and chosen.valid.dtype == torch.bool
+    return list(zip(*(index.tolist() for index in chosen.indices()), strict=True))
+
+
+def assert_valid(found, kin):
+    assert len(set(found)) == len(found)
+    for a, p, n in found:
+        assert kin.positive[a, p] and kin.negative[a, n]
+
+
+def with_both(kin):
+    return set((kin.positive.any(1) & kin.negative.any(1)).nonzero().squeeze(1).tolist())
+
+
+def assert_equals_loop(name, distance, kin):
+    function, loop = (TRIPLETS | PAIRS)[name]
+    chosen, wanted = function(distance, kin), loop(distance.tolist(), kin.positive.tolist(), kin.negative.tolist())
+    if name in PAIRS:
+        for mask, twin in zip(chosen, wanted, strict=True):
+            assert torch.equal(mask, torch.as_tensor(twin, dtype=torch.bool).view_as(mask))
+        return
+    found = triplets(chosen)
+    assert found == wanted
+    assert_valid(found, kin)
+    if "skip" not in name:
+        assert {a for a, _, _ in found} == with_both(kin)
+
+
+def assert_drawn(name, distance, kin):
+    """Each positive of an anchor with negatives once, its negative one that may be drawn; the same seed, the same."""
+    function, weights = DRAWN[name]
+    chosen = function(distance, kin, generator=torch.Generator().manual_seed(5))
+    found = triplets(chosen)
+    assert_valid(found, kin)
+    wanted = {(a, p) for a in with_both(kin) for p in reference.columns(kin.positive.tolist(), a)}
+    assert {(a, p) for a, p, _ in found} == wanted and len(found) == len(wanted)
+    for a, _, n in found:
+        if weights and kin.negative[a].sum() > 1 and not (weights["dim"] == 2 and distance[a, n] >= 2):
+            assert reference.distance_weights(distance[a].tolist(), kin.negative[a].tolist(), **weights)[n] > 0
+    again = function(distance, kin, generator=torch.Generator().manual_seed(5))
+    assert all(torch.equal(u, v) for u, v in zip(chosen, again, strict=True))
+
+
+# ---------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("name", TRIPLETS | PAIRS)
+def test_equals_the_loop_on_hundreds_of_batches(name):
+    for distance, kin in worlds_of_every_kind(300):
+        assert_equals_loop(name, distance, kin)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_draws_are_valid_on_hundreds_of_batches(name):
+    for distance, kin in worlds_of_every_kind(200):
+        assert_drawn(name, distance, kin)
+
+
+def property_of(name, check, step=1.0):
+    @settings(max_examples=100, deadline=None, derandomize=True)
+    @given(worlds(step))
+    def holds(world):
+        check(name, *world)
+
+    return holds
+
+
+@pytest.mark.parametrize("name", TRIPLETS | PAIRS)
+def test_property_equals_the_loop(name):
+    property_of(name, assert_equals_loop)()
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_property_draws_are_valid(name):
+    property_of(name, assert_drawn, step=0.6)()
+
+
+@by_name
+def test_property_strangers_to_the_selection_change_nothing(name):
+    """Columns in neither mask, however near, and the order of the anchors."""
+
+    def check(name, distance, kin):
+        deterministic = name not in DRAWN
+        seeded = {} if deterministic else {"generator": torch.Generator().manual_seed(1)}
+        nobody = torch.zeros(len(distance), 2, dtype=torch.bool)
+        padded = torch.cat([distance, distance.new_zeros(nobody.shape)], 1)
+        more = Relation(*(torch.cat([mask, nobody], 1) for mask in kin[:2]))
+        chosen = EVERY[name](padded, more, **seeded)
+        if name in PAIRS:
+            assert not any(mask[:, -2:].any() for mask in chosen)
+            assert all(torch.equal(a[:, :-2], b) for a, b in zip(chosen, EVERY[name](distance, kin), strict=True))
+        elif deterministic:
+            assert triplets(chosen) == triplets(EVERY[name](distance, kin))
+            flipped = EVERY[name](distance.flip(0), Relation(*(mask.flip(0) for mask in kin[:2])))
+            wanted = [(len(distance) - 1 - a, p, n) for a, p, n in triplets(chosen)]
+            assert sorted(triplets(flipped)) == sorted(wanted)
+        else:
+            assert_valid(triplets(chosen), kin)
+
+    property_of(name, check, step=0.6)()
+
+
+@pytest.mark.parametrize("name", ["hard", "semihard", "batch_hard", "easy_positive", "hard_negatives"])
+def test_property_only_the_order_of_distances_counts(name):
+    def check(name, distance, kin):
+        for a, b in zip(EVERY[name](distance, kin), EVERY[name]((distance + 1) ** 3, kin), strict=True):
+            assert torch.equal(a, b)
+
+    property_of(name, check)()
+
+
+@by_name
+@pytest.mark.parametrize("shape", [(0, 0), (0, 4), (3, 0), (1, 1), (1, 5)], ids=str)
+@pytest.mark.parametrize("kind", ["all kin", "all strangers", "nobody"])
+def test_hardly_anyone(name, shape, kind):
+    """Nobody to choose from is no triplet and no error; R = 0 and one anchor are ordinary."""
+    mask = torch.ones(shape, dtype=torch.bool)
+    kin = Relation(mask & (kind == "all kin"), mask & (kind == "all strangers"))
+    chosen = EVERY[name](torch.rand(shape), kin)
+    if isinstance(chosen, mining.Triplets):
+        assert triplets(chosen) == []
+        assert all(t.shape[0] == shape[0] for t in chosen)
+    else:
+        assert chosen.positive.shape == chosen.negative.shape == shape
+        assert not (chosen.negative & ~kin.negative).any()
+    for value, mask in zip(*[iter(mining.as_pairs(chosen, torch.rand(shape)))] * 2, strict=True):
+        assert value.shape == mask.shape
+
+
+@by_name
+def test_layout_and_precision_of_distances_do_not_matter(name):
+    distance, kin = torch.randint(0, 8, (9, 12)).double() / 8, relation("explicit", 9, 12)
+    seeded = {"generator": torch.Generator().manual_seed(2)} if name in DRAWN else {}
+    wanted = EVERY[name](distance, kin, **seeded)
+    turned = Relation(*(mask.T.contiguous().T for mask in kin[:2]))
+    for other in (distance.T.contiguous().T, distance.float(), distance.half(), distance.clone().requires_grad_()):
+        if name == "multi_similarity" and other.dtype == torch.half:
+            continue  # 0.1 is another number there
+        seeded = {"generator": torch.Generator().manual_seed(2)} if name in DRAWN else {}
+        for a, b in zip(EVERY[name](other, turned, **seeded), wanted, strict=True):
+            assert torch.equal(a, b) and not a.requires_grad
+
+
+def test_semihard_by_hand():
+    """Positives at 1 and 3; negatives at 1 (a tie is not farther), 2, 2 and 0."""
+    distance = torch.tensor([[1.0, 3.0, 1.0, 2.0, 2.0, 0.0]])
+    kin = relations.explicit(torch.tensor([[True, True, False, False, False, False]]))
+    assert triplets(mining.semihard(distance, kin)) == [(0, 0, 3), (0, 1, 3)]  # 3: the first of the two farthest
+    assert triplets(mining.semihard(distance, kin, fallback="skip")) == [(0, 0, 3)]
+    assert triplets(mining.hard(distance, kin)) == [(0, 0, 5), (0, 1, 5)]
+    assert triplets(mining.batch_hard(distance, kin)) == [(0, 1, 5)]
+    assert triplets(mining.easy_positive(distance, kin)) == [(0, 0, 3)]
+    assert mining.hard_negatives(distance, kin).negative.tolist() == [[False, False, True, False, False, True]]
+
+
+# ---------------------------------------------------------------- nobody starves, and draws are distributed as said
+
+
+@pytest.mark.parametrize("dim", [8, 64, 128, 512, 2048])
+def test_a_near_duplicate_starves_nobody(dim):
+    labels = torch.arange(32).repeat_interleave(4)
+    x = distances.unit(torch.randn(128, dim, dtype=torch.float64))
+    x[4] = distances.unit(x[:1] + 1e-7 * x[4:5])[0]  # of another class, all but on top of the first
+    x[8] = x[1]  # and exactly
+    distance, kin = distances.euclidean(x), relations.of(labels)
+    for name in (*mining.TRIPLET_SELECTIONS,):
+        chosen = mining.select(name, distance, kin, dim=dim)
+        found = triplets(chosen)
+        assert_valid(found, kin)
+        assert {a for a, _, _ in found} == set(range(128))
+    negatives = distance.masked_fill(~kin.negative, torch.inf)
+    has_near = negatives.min(1).values < 1.4
+    drawn = mining.distance_weighted(distance, kin, dim=dim)
+    far = (mining.pick(distance, drawn.negative) >= 1.4) & drawn.valid
+    assert not bool(far[has_near].any())  # what has a negative within the cutoff draws none beyond
+    assert bool((drawn.negative[0][drawn.valid[0]] == 4).all()) or dim == 8  # the near one outweighs all others
+
+
+def frequencies(row, negatives, draws, **how):
+    """How often each of the first columns was drawn for `draws` positives, in one call; rows of distances (B, N)."""
+    rows = torch.tensor(row, dtype=torch.float64)
+    distance = torch.cat([rows, torch.full((len(rows), draws), 0.1, dtype=torch.float64)], 1)
+    strangers = torch.cat([torch.tensor(negatives), torch.zeros(len(rows), draws, dtype=torch.bool)], 1)
+    kin = Relation(~strangers & (torch.arange(distance.shape[1]) >= rows.shape[1]), strangers)
+    if "dim" in how:
+        chosen = mining.distance_weighted(distance, kin, **how)
+    else:
+        chosen = mining.random(distance, kin, **how)
+    assert bool(chosen.valid[:, rows.shape[1] :].all())
+    return chosen.negative[:, rows.shape[1] :]
+
+
+def assert_distributed(drawn, probabilities):
+    counts = torch.bincount(drawn, minlength=len(probabilities)).double()
+    expected = torch.tensor(probabilities, dtype=torch.float64) * len(drawn)
+    assert len(counts) == len(expected) and not bool(counts[expected == 0].any())
+    common = expected >= 10
+    rare = ~common & (expected > 0)
+    if bool(rare.any()):  # those hardly ever drawn count as one, with the least common of the others
+        least = expected.masked_fill(~common, torch.inf).argmin()
+        counts[least] += counts[rare].sum()
+        expected[least] += expected[rare].sum()
+    counts, expected = counts[common], expected[common]
+    if len(counts) > 1:
+        assert stats.chisquare(counts, expected).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("dim", [3, 8, 64, 128, 512, 2048])
+def test_distance_weighted_frequencies(dim):
+    """1e5 draws a row against min(λ, 1/q) normalised in the row."""
+    close = torch.linspace(0, min(0.5, 30 / dim), 20)
+    row = torch.stack(
+        [
+            torch.linspace(0.3, 1.39, 20),  # all the way
+            0.85 + close,  # where the weights differ by factors, not by orders of magnitude
+            torch.linspace(0.1, 0.5, 20),  # all under the clip: uniform
+            torch.linspace(1.4, 1.99, 20),  # all beyond the cutoff: uniform
+            1.39 - close / 30 + 0.02 * (torch.arange(20) % 2),  # every second beyond the cutoff
+        ]
+    ).tolist()
+    negatives = torch.ones(len(row), 20, dtype=torch.bool)
+    negatives[:, 7] = False
+    drawn = frequencies(row, negatives.tolist(), 100_000, dim=dim, generator=torch.Generator().manual_seed(dim))
+    for i, distance in enumerate(row):
+        assert_distributed(drawn[i], reference.distance_weights(distance, negatives[i].tolist(), dim))
+
+
+def test_distance_weighted_frequencies_by_hand():
+    """In four dimensions 1/q = 1 / (d² √(1 - d²/4)); λ is its value at 0.5; the far side is capped too."""
+    row = [0.2, 0.5, 0.8, 1.0, 1.3, 1.6, 1.9999]
+
+    def inverse(d):
+        return 1 / (d * d * (1 - d * d / 4) ** 0.5)
+
+    weights = [min(inverse(0.5), inverse(d)) for d in row]
+    drawn = frequencies([row], [[True] * 7], 100_000, dim=4, cutoff=None, generator=torch.Generator().manual_seed(0))
+    assert weights[0] == weights[-1] == weights[1]
+    assert_distributed(drawn[0], [w / sum(weights) for w in weights])
+
+
+def test_cutoff_of_each_anchor():
+    row, limits = [[0.6, 0.9, 1.2, 1.5]] * 3, torch.tensor([0.9, 1.3, 0.1], dtype=torch.float64)
+    drawn = frequencies(
+        row, [[True] * 4] * 3, 20_000, dim=16, cutoff=limits, generator=torch.Generator().manual_seed(0)
+    )
+    for i, limit in enumerate(limits.tolist()):
+        assert_distributed(drawn[i], reference.distance_weights(row[i], [True] * 4, 16, cutoff=limit))
+
+
+def test_random_is_uniform():
+    negatives = torch.tensor([[i % 3 != j % 2 for i in range(30)] for j in range(2)])
+    drawn = frequencies(torch.rand(2, 30).tolist(), negatives.tolist(), 100_000, generator=torch.Generator())
+    for own, allowed in zip(drawn, negatives.double(), strict=True):
+        assert_distributed(own, (allowed / allowed.sum()).tolist())
+
+
+@pytest.mark.parametrize("how", [{}, {"dim": 4}], ids=["random", "distance_weighted"])
+def test_each_positive_draws_its_own_negative(how):
+    """Neighbouring positives, and neighbouring anchors, draw independently of each other."""
+    row = [torch.linspace(0.5, 1.2, 6).tolist()] * 2
+    drawn = frequencies(row, [[True] * 6] * 2, 50_000, generator=torch.Generator().manual_seed(0), **how)
+    for a, b in ((drawn[0, ::2], drawn[0, 1::2]), (drawn[0], drawn[1])):
+        table = torch.bincount(a * 6 + b, minlength=36).view(6, 6)
+        assert stats.chi2_contingency(table).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_generator_decides(name):
+    distance = 0.9 + 0.01 * torch.rand(20, 30, dtype=torch.float64)
+    kin = relations.explicit(torch.rand(20, 30) < 0.5)
+
+    def draw(seed):
+        return triplets(EVERY[name](distance, kin, generator=torch.Generator().manual_seed(seed)))
+
+    assert draw(1) == draw(1) != draw(2)
+    torch.manual_seed(3)
+    without = triplets(EVERY[name](distance, kin))
+    torch.manual_seed(3)
+    draw(4)
+    assert triplets(EVERY[name](distance, kin)) == without  # its own generator leaves torch's alone
+
+
+# ---------------------------------------------------------------- cost: no B³, no loop over anchors, no stall
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, keeps the size of the largest tensor made, and refuses what waits for a device."""
+
+    STALLS = (
+        *("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select"),
+        *("_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"),
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.largest = 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        masks = name in ("index", "index_put", "index_put_") and any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        )
+        assert name not in self.STALLS and not masks, f"{name} waits for the device"
+        made = function(*args, **(kwargs or {}))
+        self.calls += 1
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return made
+
+
+def test_the_watch_sees_stalls():
+    x = torch.rand(5)
+    for stall in (lambda: bool(x.any()), lambda: x[x > 0], lambda: x.nonzero(), lambda: x.sum().item()):
+        with Watch(), pytest.raises(AssertionError, match="waits for the device"):
+            stall()
+    with Watch() as watch:
+        assert (x[:, None, None] - x[None, :, None] + x).shape == (5, 5, 5)
+    assert watch.largest == 125
+
+
+@by_name
+def test_cost(name):
+    calls = []
+    for anchors, others in ((3, 5), (1500, 1700)):
+        distance, kin = torch.rand(anchors, others) * 1.5, relation("ids", anchors, others)
+        with Watch() as watch:
+            EVERY[name](distance, kin)
+        assert watch.largest <= anchors * others
+        calls.append(watch.calls)
+    assert calls[0] == calls[1]
+
+
+# ---------------------------------------------------------------- selections by name, in the losses
+
+NAMES = ("all", *mining.TRIPLET_SELECTIONS, *mining.PAIR_SELECTIONS)
+TRIPLET, PAIR = mining.TRIPLET_SELECTIONS, mining.PAIR_SELECTIONS
+RAW = tuple(name for name in NAMES if name != "distance_weighted")
+TAKERS = {  # how to make it, its loop, what it takes, and where distance-weighted draws end
+    "TripletLoss": (losses.TripletLoss, reference.triplet, ("all", *TRIPLET), 1.4),
+    "TripletLoss-soft": (partial(losses.TripletLoss, None), reference.triplet, TRIPLET, 1.4),
+    "TripletLoss-swap": (partial(losses.TripletLoss, swap=True), reference.triplet, TRIPLET, 1.4),
+    "TripletLoss-raw": (partial(losses.TripletLoss, normalize=False), reference.triplet, ("all", *TRIPLET[:-1]), None),
+    "MarginLoss": (partial(losses.MarginLoss, beta=0.9), reference.margin, NAMES, 1.1),
+    "MarginLoss-raw": (partial(losses.MarginLoss, normalize=False), reference.margin, RAW, None),
+    "ContrastiveLoss": (partial(losses.ContrastiveLoss, 1.2, normalize=True), reference.contrastive, NAMES, 1.2),
+    "ContrastiveLoss-raw": (losses.ContrastiveLoss, reference.contrastive, RAW, None),
+    "MultiSimilarityLoss": (losses.MultiSimilarityLoss, reference.multi_similarity, ("all", *PAIR), None),
+}
+
+
+def some_batch():
+    labels = torch.arange(4).repeat(4)
+    x = 0.3 * torch.randn(4, DIM, dtype=torch.float64)[labels] + torch.randn(16, DIM, dtype=torch.float64)
+    return x.requires_grad_(), labels
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_loss_with_every_selection(taker, name):
+    make, loop, possible, cutoff = TAKERS[taker]
+    x, labels = some_batch()
+    if name not in possible:
+        with pytest.raises(ValueError, match=rf'selection="{name}" is not possible here: ') as error:
+            make(selection=name)
+        named = str(error.value).split("possible: ")[1].split(", ")
+        assert set(possible) <= set(named) and name not in named
+        return
+    if name not in ("random", "distance_weighted"):
+        module = make(selection=name).double()
+        value = module(x, labels)
+        torch.testing.assert_close(value, pair_twin(loop)(module, x, labels), rtol=1e-10, atol=1e-12)
+    else:
+        value = make(selection=name, generator=torch.Generator().manual_seed(3)).double()(x, labels)
+        drawer = {"random": mining.random, "distance_weighted": mining.distance_weighted}[name]
+        how = {"dim": DIM, "cutoff": cutoff} if name == "distance_weighted" else {}
+        generator = torch.Generator().manual_seed(3)
+        by_hand = make(selection=lambda d, kin: drawer(d, kin, generator=generator, **how)).double()
+        torch.testing.assert_close(value, by_hand(x, labels), rtol=0, atol=0)
+    value.backward()
+    assert float(value.detach()) > 0 and bool(x.grad.isfinite().all()) and bool(x.grad.any())
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_an_unknown_selection_is_answered_with_the_known(taker):
+    make, _, possible, _ = TAKERS[taker]
+    with pytest.raises(
+        ValueError, match=r'unknown selection "batchhard"; did you mean "batch_hard"\? known: '
+    ) as error:
+        make(selection="batchhard")
+    assert set(possible) <= set(str(error.value).split("known: ")[1].split(", "))
+    with pytest.raises(ValueError, match="unknown selection"):
+        mining.select("batchhard", torch.rand(2, 2), relation("ids", 2, None), dim=3)
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_no_loss_stalls_over_its_selection(taker, monkeypatch):
+    make, _, possible, _ = TAKERS[taker]
+    modules, (x, labels) = [make(selection=name) for name in possible], some_batch()
+    monkeypatch.setattr(nearkin.core.checks, "reads_values", lambda tensor: False)
+    for module in modules:
+        with Watch() as watch:
+            module(x, labels, x.detach() + 0.1, labels).backward()
+        assert watch.largest <= 16 * 16
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_selection_of_ones_own(taker):
+    make, _, possible, _ = TAKERS[taker]
+    x, labels = some_batch()
+
+    def nearest_kin_first_stranger(distance, kin):
+        _, positive = (-distance.masked_fill(~kin.positive, torch.inf)).max(1)
+        negative = kin.negative.to(torch.uint8).argmax(1)
+        return mining.Triplets(
+            positive[:, None], negative[:, None], (kin.positive.any(1) & kin.negative.any(1))[:, None]
+        )
+
+    def half_of_the_pairs(distance, kin):
+        even = torch.arange(distance.shape[1]) % 2 == 0
+        return mining.Pairs(kin.positive & even, kin.negative & even)
+
+    if "hard" in possible:
+        module = make(selection=nearest_kin_first_stranger)
+        assert bool(module(x, labels) > 0)
+        distance = distances.euclidean(x if "raw" in taker else distances.unit(x))
+        chosen = nearest_kin_first_stranger(distance, relations.of(labels))
+        replayed = make(selection=lambda distance, kin: chosen)
+        torch.testing.assert_close(module(x, labels), replayed(x, labels))
+    else:
+        with pytest.raises(ValueError, match="the loss weighs pairs, not triplets; possible: all, hard_negatives"):
+            make(selection=nearest_kin_first_stranger)(x, labels)
+    if taker.startswith("Triplet"):
+        with pytest.raises(TypeError, match="selection must return Triplets for a triplet loss, got Pairs"):
+            make(selection=half_of_the_pairs)(x, labels)
+    else:
+        assert bool(make(selection=half_of_the_pairs)(x, labels) > 0)
+
+
+def test_all_by_name_is_every_pair():
+    distance, kin = torch.rand(5, 7), relation("explicit", 5, 7)
+    chosen = mining.select("all", distance, kin, dim=3)
+    assert isinstance(chosen, mining.Pairs)
+    assert torch.equal(chosen.positive, kin.positive) and torch.equal(chosen.negative, kin.negative)
+    near, positive, far, negative = mining.as_pairs(chosen, distance)
+    assert near is far is distance and positive is kin.positive and negative is kin.negative
+
+
+def test_bad_settings_are_told():
+    distance, kin = torch.rand(3, 3), relation("ids", 3, None)
+    for call, words in [
+        (lambda: mining.semihard(distance, kin, fallback="nearest"), 'unknown fallback "nearest"'),
+        (lambda: mining.easy_positive(distance, kin, negative="easy"), 'unknown negative "easy"'),
+        (lambda: mining.easy_positive(distance, kin, fallback="any"), 'unknown fallback "any"'),
+        (lambda: mining.distance_weighted(distance, kin, dim=1), "dim must be >= 2, got 1"),
+        (lambda: mining.distance_weighted(distance, kin, dim=8, clip=0), "clip must be > 0 and < 2, got 0"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()
