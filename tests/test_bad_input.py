@@ -197,7 +197,7 @@ def test_embeddings_of_every_wrong_kind(case):
 @pytest.mark.parametrize("case", [c for c in LOSSES if c.pairs], ids=str)
 def test_references_of_every_wrong_kind(case):
     module, x, labels, _ = set_up(case, "float32")
-    with pytest.raises(ValueError, match="references must have the dimensions of embeddings"):
+    with pytest.raises(ValueError, match=f"references must have {DIM} dimensions as embeddings have, got {DIM + 1}"):
         module(x, labels, torch.randn(3, DIM + 1), labels[:3])
     with pytest.raises(ValueError, match="references must be on the device of embeddings"):
         module(x, labels, x.to("meta"), labels)
@@ -242,7 +242,7 @@ def test_bad_settings_fail_when_the_loss_is_made():
             lambda: made.LiftedStructureLoss(form="soft"),
             'unknown form "soft"; did you mean "smooth"? known: smooth, max',
         ),
-        (lambda: made.AdaCosLoss(2, 8), "num_classes must be >= 3 for AdaCos"),
+        (lambda: made.AdaCosLoss(2, 8), "num_classes must be >= 3, got 2"),
         (lambda: made.ArcFaceLoss(0, 8), "num_classes must be >= 1, got 0"),
         (lambda: made.FastAPLoss(bins=0), "bins must be >= 1, got 0"),
         (lambda: made.HeatedSoftmaxLoss(3, 4, norm="layer"), 'unknown norm "layer"; known: l2, batch'),

@@ -405,7 +405,7 @@ def test_siamese_learns_to_verify_and_answers():
         optimiser.step()
     same, other = loss.probability(x[:-1:2], x[1::2]), loss.probability(x, x.roll(8, 0))
     assert float(same.detach().min()) > 0.5 > float(other.detach().max())
-    with pytest.raises(ValueError, match=r"a and b must both have shape \(N, 6\), got \(2, 6\) and \(3, 6\)"):
+    with pytest.raises(ValueError, match=r"b must have the shape of a: \(2, 6\), got \(3, 6\)"):
         loss.probability(x[:2], x[:3])
 
 

@@ -1,7 +1,5 @@
 """Cross-batch memory: embeddings of past batches as references of the present one."""
 
-import inspect
-
 import torch
 from torch import Tensor, nn
 
@@ -49,11 +47,7 @@ class CrossBatchMemory(nn.Module):
         label_dim: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(loss, nn.Module) or "references" not in inspect.signature(loss.forward).parameters:
-            raise TypeError(
-                "loss must take references, as the pair losses do: "
-                f"forward(embeddings, labels, references, reference_labels), got {type(loss).__name__}"
-            )
+        checks.takes_references(loss)
         checks.whole("size", size, 1)
         checks.whole("dim", dim, 1)
         checks.whole("warmup", warmup, 0)
@@ -112,16 +106,12 @@ class CrossBatchMemory(nn.Module):
 
     def _checked(self, embeddings: Tensor, labels: Tensor, stored: Tensor | None) -> Tensor:
         """Everything fits together; labels as they are kept."""
-        checks.rows("embeddings", embeddings)
-        if embeddings.shape[1] != self.embeddings.shape[1]:
-            wanted = self.embeddings.shape[1]
-            raise ValueError(f"embeddings must have {wanted} dimensions as the memory has, got {embeddings.shape[1]}")
+        wanted = self.embeddings.shape[1]
+        checks.dimensions("embeddings", checks.rows("embeddings", embeddings), wanted, "the memory has")
         if stored is not None:
             checks.rows("stored", stored)
             checks.same_device("stored", stored, embeddings)
-            if stored.shape != embeddings.shape:
-                shapes = f"{tuple(embeddings.shape)}, got {tuple(stored.shape)}"
-                raise ValueError(f"stored must have the shape of embeddings: {shapes}")
+            checks.same_shape("stored", stored, embeddings, "embeddings")
         if not isinstance(labels, Tensor) or not self._fits(labels):
             got = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
             kept = ", ".join(map(str, ("rows", *self.labels.shape[1:])))

@@ -5,7 +5,9 @@ on an accelerator they would stall the queue, so there a bad row becomes NaN ins
 """
 
 import difflib
+import math
 from collections.abc import Iterable
+from inspect import signature
 from types import TracebackType
 from typing import NoReturn
 
@@ -66,6 +68,16 @@ def whole(name: str, value: int, low: int) -> None:
         raise ValueError(f"{name} must be >= {low}, got {value}")
 
 
+def angle(name: str, value: float) -> None:
+    if not 0 <= value < math.pi:
+        raise ValueError(f"{name} must be an angle in [0, π) radians, got {value}")
+
+
+def enough(name: str, value: int, needed: int, what: str) -> None:
+    if value < needed:
+        raise ValueError(f"{name} must be at least {what}: {needed}, got {value}")
+
+
 def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
     known = list(allowed)
     if value not in known:
@@ -92,9 +104,28 @@ def rows(name: str, value: object) -> Tensor:
     return value
 
 
+def dimensions(name: str, value: Tensor, dim: int, owner: str) -> None:
+    """The rows have as many dimensions as what they are to meet."""
+    if value.shape[1] != dim:
+        raise ValueError(f"{name} must have {dim} dimensions as {owner}, got {value.shape[1]}")
+
+
+def same_shape(name: str, value: Tensor, of: Tensor, of_name: str) -> None:
+    if value.shape != of.shape:
+        raise ValueError(f"{name} must have the shape of {of_name}: {tuple(of.shape)}, got {tuple(value.shape)}")
+
+
 def same_device(name: str, value: Tensor, of: Tensor, of_name: str = "embeddings") -> None:
     if value.device != of.device:
         raise ValueError(f"{name} must be on the device of {of_name}: {of.device}, got {value.device}")
+
+
+def takes_references(loss: object) -> None:
+    if not callable(getattr(loss, "forward", None)) or "references" not in signature(loss.forward).parameters:  # type: ignore[attr-defined]
+        raise TypeError(
+            "loss must take references, as the pair losses do: "
+            f"forward(embeddings, labels, references, reference_labels), got {type(loss).__name__}"
+        )
 
 
 def class_ids(name: str, labels: object, embeddings: Tensor, of_name: str = "embeddings") -> Tensor:
@@ -125,9 +156,7 @@ def in_range(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def classes(embeddings: Tensor, labels: Labels, num_classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """The same for losses over class weights of `dim` dimensions, with everything else of the batch checked too."""
-    rows("embeddings", embeddings)
-    if embeddings.shape[1] != dim:
-        raise ValueError(f"embeddings must have {dim} dimensions as the class weights have, got {embeddings.shape[1]}")
+    dimensions("embeddings", rows("embeddings", embeddings), dim, "the class weights have")
     return in_range(class_ids("labels", labels, embeddings), num_classes)
 
 
@@ -147,10 +176,7 @@ def batch(
     else:
         rows("references", references)
         same_device("references", references, embeddings)
-        if references.shape[1] != embeddings.shape[1]:
-            raise ValueError(
-                f"references must have the dimensions of embeddings: {embeddings.shape[1]}, got {references.shape[1]}"
-            )
+        dimensions("references", references, embeddings.shape[1], "embeddings have")
     if graded:
         _targets(embeddings, labels, references, reference_labels)
     else:

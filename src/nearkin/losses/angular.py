@@ -68,8 +68,7 @@ def arcface_loss(
     num_classes = weight.shape[0] // sub_centers
     ids, known, spoilt = checks.classes(embeddings, labels, num_classes, weight.shape[1])
     checks.positive("scale", scale)
-    if not 0 <= margin < math.pi:
-        raise ValueError(f"margin must be an angle in [0, π) radians, got {margin}")
+    checks.angle("margin", margin)
     x, w = distances.unit(embeddings), distances.unit(weight)
     every = distances.dot(x, w).view(x.shape[0], num_classes, sub_centers)  # (B, C, K)
     cosine, nearest = every.max(2)

@@ -65,10 +65,7 @@ def proxy_nca_loss(
 
 def _dynamic(embeddings: Tensor, labels: Labels, proxies: Tensor, scale: float, form: str, reduction: str) -> Tensor:
     checks.batch(embeddings, labels, None, None)
-    if embeddings.shape[1] != proxies.shape[1]:
-        raise ValueError(
-            f"embeddings must have {proxies.shape[1]} dimensions as the proxies have, got {embeddings.shape[1]}"
-        )
+    checks.dimensions("embeddings", embeddings, proxies.shape[1], "the proxies have")
     kin = relations.of(labels)
     distance = _scaled_distance(embeddings, proxies, scale)  # (B, proxies)
     stands_for = distance.detach().argmin(1)  # (B,)

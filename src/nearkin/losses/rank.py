@@ -61,8 +61,8 @@ def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
     if not checks.reads_values(number) or number.numel() == 0:
         return most
     largest = int(number.max())
-    if max_positives is not None and largest > max_positives:
-        raise ValueError(f"max_positives must be at least the most kin of an anchor: {largest}, got {max_positives}")
+    if max_positives is not None:
+        checks.enough("max_positives", max_positives, largest, "the most kin of an anchor")
     return largest
 
 

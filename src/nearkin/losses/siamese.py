@@ -33,8 +33,7 @@ def siamese_loss(
     Koch, Zemel, Salakhutdinov 2015, section 3.1.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
-    if weight.shape != embeddings.shape[1:]:
-        raise ValueError(f"weight must have one entry a dimension: {embeddings.shape[1]}, got {tuple(weight.shape)}")
+    checks.dimensions("embeddings", embeddings, weight.shape[0], "the weights have")
     logits = weighted_l1(embeddings, references, weight) + bias  # (B, R)
     kin = relations.of(labels, references, reference_labels)
     halves = reduce.terms(reduce.softplus(-logits), kin.positive, reduction)
@@ -119,10 +118,7 @@ class SiameseLoss(nn.Module):
 
     def probability(self, a: Tensor, b: Tensor) -> Tensor:
         """How likely row i of `a` and row i of `b` are the same, (N,) in [0, 1]."""
-        checks.rows("a", a)
-        checks.rows("b", b)
-        if a.shape != b.shape or a.shape[1] != self.weight.shape[0]:
-            wanted = f"(N, {self.weight.shape[0]})"
-            raise ValueError(f"a and b must both have shape {wanted}, got {tuple(a.shape)} and {tuple(b.shape)}")
+        checks.dimensions("a", checks.rows("a", a), self.weight.shape[0], "the weights have")
+        checks.same_shape("b", checks.rows("b", b), a, "a")
         difference = (distances.upcast(a) - distances.upcast(b)).abs()
         return ((difference * self.weight).sum(1) + self.bias).sigmoid()

@@ -96,8 +96,7 @@ def adacos_scale(embeddings: Tensor, labels: Tensor, weight: Tensor, scale: Tens
 
 
 def _fixed_scale(num_classes: int) -> float:
-    if num_classes < 3:
-        raise ValueError(f"num_classes must be >= 3 for AdaCos, whose scale √2 ln(C - 1) is 0 for 2, got {num_classes}")
+    checks.whole("num_classes", num_classes, 3)  # two would have scale 0
     return math.sqrt(2) * math.log(num_classes - 1)
 
 
