@@ -5,7 +5,6 @@ resident memory over what it held just before, in a process of its own, after a 
 told to give freed blocks back at once. The bound is 16 matrices of B × B float32. Linux only.
 """
 
-import os
 import resource
 import subprocess
 import sys
@@ -80,9 +79,11 @@ def figure(library: str, expression: str | None) -> float | str | None:
     """The figure from a fresh process, or that it asked for more than the ceiling."""
     if expression is None:
         return None
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
-        [sys.executable, __file__, library, expression], capture_output=True, text=True, env=environment
+        [sys.executable, __file__, library, expression],
+        capture_output=True,
+        text=True,
+        env=measure.frugal_environment(),
     )
     if done.returncode == 0:
         return float(done.stdout)

@@ -6,7 +6,10 @@ B = 512 to 8,192; a peer that runs out of memory is written as such. Peer and ou
 """
 
 import argparse
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -64,10 +67,20 @@ def gradient(loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
     return x.grad
 
 
-def figures(step: Callable[[], object], device: str) -> tuple[float, float] | None:
-    """Milliseconds and MiB, or None when memory ran out."""
+def each_step(device: str, size: int) -> Iterator[tuple[str, str, Callable[[], object], Callable[[], object]]]:
+    """Selection, "mine" or "step", our call and the peer's, on the same batch."""
+    torch.manual_seed(0)
+    x = torch.randn(size, D, device=device)
+    y = torch.arange(size, device=device) // EACH
+    for selection, (miner, loss) in peers().items():
+        for what, own, peer in zip(("mine", "step"), ours(selection, x, y), theirs(miner, loss, x, y), strict=True):
+            if own is not None and peer is not None:
+                yield selection, what, own, peer
+
+
+def or_out_of_memory(figure: Callable[[], float]) -> float | None:
     try:
-        return measure.median_ms(step, device), measure.peak_mib(step, device)
+        return figure()
     except (torch.OutOfMemoryError, MemoryError):
         pass
     except RuntimeError as error:
@@ -77,38 +90,54 @@ def figures(step: Callable[[], object], device: str) -> tuple[float, float] | No
     return None
 
 
+def peaks(device: str, sizes: Sequence[int]) -> dict[str, list[float | None]]:
+    """MiB of ours and of the peer's, by selection, what and size."""
+    found: dict[str, list[float | None]] = {}
+    for size in sizes:
+        for selection, what, *steps in each_step(device, size):
+            for step in steps:
+                or_out_of_memory(lambda step=step: measure.median_ms(step, device, 0, 1))  # warm
+            found[f"{selection} {what} {size}"] = [
+                or_out_of_memory(lambda step=step: measure.peak_mib(step, device)) for step in steps
+            ]
+    return found
+
+
+def peaks_of_a_fresh_process(device: str) -> dict[str, list[float | None]]:
+    """The same from a process whose allocator gives freed memory back: true peaks, but slower, so not timed."""
+    command = [sys.executable, __file__, "--device", device, "--peaks"]
+    done = subprocess.run(command, env=measure.frugal_environment(), check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, list[float | None]] = json.loads(done.stdout)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="default: results/mining_cpu.csv or mining_gpu.csv beside this script")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peaks", action="store_true", help="print peaks of memory as JSON, and nothing else")
     arguments = parser.parse_args()
     device = arguments.device
-    name = "mining_cpu.csv" if device == "cpu" else "mining_gpu.csv"
-    out = arguments.out or Path(__file__).parent / "results" / name
-    if device == "cpu":
-        measure.give_back_freed_memory()
-        torch.set_num_threads(2)
+    sizes = (256, 512, 1024) if device == "cpu" else (512, 1024, 2048, 4096, 8192)
+    if arguments.peaks:
+        print(json.dumps(peaks(device, sizes)))
+        return
+    torch.set_num_threads(2)
+    mib = peaks(device, sizes) if device == "cuda" else peaks_of_a_fresh_process(device)
+    hardware = torch.cuda.get_device_name() if device == "cuda" else "cpu, 2 threads"
     rows: list[list[object]] = []
-    titles = "".join(f"{t:>15}" for t in ("ms", "MiB", "peer ms", "peer MiB", "ratio"))
-    print(f"{'selection':20}{'what':6}{'B':>6}{titles}")
-    for size in (256, 512, 1024) if device == "cpu" else (512, 1024, 2048, 4096, 8192):
-        torch.manual_seed(0)
-        x = torch.randn(size, D, device=device)
-        y = torch.arange(size, device=device) // EACH
-        for selection, (miner, loss) in peers().items():
-            for what, own, peer in zip(("mine", "step"), ours(selection, x, y), theirs(miner, loss, x, y), strict=True):
-                if own is None or peer is None:
-                    continue
-                mine, other = figures(own, device), figures(peer, device)
-                assert mine is not None
-                shown = ("out of memory",) * 2 + ("",) if other is None else (*other, other[0] / mine[0])
-                text = [f"{v:.2f}" if isinstance(v, float) else v for v in (*mine, *shown)]
-                cells = "".join(f"{t:>15}" for t in text)
-                print(f"{selection:20}{what:6}{size:>6}{cells}", flush=True)
-                hardware = torch.cuda.get_device_name() if device == "cuda" else "cpu, 2 threads"
-                rows.append([selection, what, hardware, size, D, "float32", *text])
     header = ["selection", "what", "device", "B", "D", "dtype", "ms", "extra_mib", "peer_ms", "peer_mib", "ratio"]
-    measure.write_csv(out, header, rows)
+    print("".join(f"{title:>14}" for title in header if title not in ("device", "D", "dtype")))
+    for size in sizes:
+        for selection, what, *steps in each_step(device, size):
+            mine, peer = (or_out_of_memory(lambda step=step: measure.median_ms(step, device)) for step in steps)
+            memory = mib[f"{selection} {what} {size}"]
+            ratio = None if peer is None or mine is None else peer / mine
+            cells = ["out of memory" if v is None else f"{v:.2f}" for v in (mine, memory[0], peer, memory[1], ratio)]
+            rows.append([selection, what, hardware, size, D, "float32", *cells])
+            print("".join(f"{cell:>14}" for cell in (selection[:13], what, size, *cells)), flush=True)
+    name = "mining_cpu.csv" if device == "cpu" else "mining_gpu.csv"
+    measure.write_csv(arguments.out or Path(__file__).parent / "results" / name, header, rows)
 
 
 if __name__ == "__main__":

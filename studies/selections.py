@@ -76,7 +76,7 @@ def embeddings(steps: int, seed: int) -> tuple[Tensor, Tensor, float]:
 def fitted_dimension(x: Tensor, labels: Tensor, batches: list[list[int]]) -> int:
     """The sphere on which uniform points would have these cosines: there the mean of cos² is 1/dimension."""
     squares = [((x[b] @ x[b].T) ** 2)[relations.of(labels[b]).negative].mean() for b in map(torch.tensor, batches)]
-    return round(1 / float(torch.stack(squares).mean()))
+    return max(2, round(1 / float(torch.stack(squares).mean())))
 
 
 def title(name: str, fitted: int) -> str:
@@ -172,9 +172,10 @@ def draw_variance(figure: Figure, batch: Picks, whole: Picks, size: int, fitted:
             axes.plot(SIGMAS, means, "--" if name == "fitted" else "-", color=INK[name], linewidth=2)
         for name, height in zip(sorted(shown, key=ends.__getitem__), spread(sorted(ends.values()), 0.06), strict=True):
             text = {"hard": "hard, batch_hard", "random": "all, random"}.get(name, title(name, fitted))
-            line = {"arrowstyle": "-", "color": INK[name], "linewidth": 1.5, "relpos": (0, 0.5), "shrinkA": 1}
-            place = (SIGMAS[-1] * 1.4, height)
-            axes.annotate(text, (SIGMAS[-1], ends[name]), place, va="center", arrowprops=line | {"shrinkB": 0})
+            line = {"arrowstyle": "-", "color": INK[name], "linewidth": 1.5, "relpos": (0, 0.5)}
+            line |= {"patchA": None, "shrinkA": 3, "shrinkB": 0}
+            end, place = (SIGMAS[-1], ends[name]), (SIGMAS[-1] * 1.4, height)
+            axes.annotate(text, end, place, va="center", arrowprops=line)
         axes.set_title(head, loc="left", fontweight="bold")
         ticks = (0.002, 0.005, 0.01, 0.02, 0.05)
         axes.set(xscale="log", xlim=(0.002, 0.05), ylim=(0, 1), xticks=ticks, xticklabels=[f"{t:g}" for t in ticks])
@@ -189,11 +190,11 @@ def draw_by_distance(figure: Figure, found: list[Picks]) -> None:
     rows = torch.cat([part for picked in found for part in picked.values()])
     bins = (rows[:, 0] / width).long()
     kept = [b for b in range(40) if int((bins == b).sum()) >= 20]
-    for sigma, colour in zip((0.005, 0.01, 0.02, 0.05), ("#8cc5e3", "#3594cc", "#0072b2", "#003f66"), strict=True):
+    for sigma, colour in zip((0.01, 0.02, 0.05), ("#56b4e9", "#0072b2", "#003f66"), strict=True):
         means = [float(rows[bins == b, 2 + SIGMAS.index(sigma)].mean()) for b in kept]
         axes.plot([(b + 0.5) * width for b in kept], means, color=colour, linewidth=2)
-        crossing = next(i for i, mean in enumerate(means) if mean < 0.2)
-        axes.text((kept[crossing] + 1.2) * width, 0.2, f"σ = {sigma:g}", va="bottom")
+        crossing = next((i for i, mean in enumerate(means) if mean < 0.3), len(means) - 1)
+        axes.text((kept[crossing] + 0.9) * width, 0.3, f"σ = {sigma:g}", va="bottom")
     axes.set(xlim=(0, 2), ylim=(0, 1), xlabel="distance between anchor and negative", ylabel="gradient variance")
     tidy(axes)
 

@@ -249,3 +249,12 @@ def test_bad_settings_fail_when_the_loss_is_made():
     ]:
         with pytest.raises(ValueError, match=re.escape(words)):
             make()
+    for make, words in [
+        (lambda: made.TripletLoss("semihard"), "margin must be a number, got 'semihard'"),
+        (lambda: made.SupConLoss(temperature=None), "temperature must be a number, got None"),
+        (lambda: made.ArcFaceLoss(4, 8, margin="0.5"), "margin must be a number, got '0.5'"),
+        (lambda: made.ArcFaceLoss(4.0, 8), "num_classes must be a whole number, got 4.0"),
+        (lambda: made.FastAPLoss(bins=True), "bins must be a whole number, got True"),
+    ]:
+        with pytest.raises(TypeError, match=re.escape(words)):
+            make()

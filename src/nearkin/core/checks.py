@@ -46,17 +46,27 @@ def reads_values(tensor: Tensor) -> bool:
     return tensor.device.type != "meta" and (_strict or tensor.device.type == "cpu")
 
 
+def number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
 def positive(name: str, value: float) -> None:
-    if not value > 0 or value == float("inf"):
+    number(name, value)
+    if value <= 0:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
 def at_least(name: str, value: float, low: float) -> None:
-    if not value >= low or value == float("inf"):
+    number(name, value)
+    if value < low:
         raise ValueError(f"{name} must be >= {low}, got {value}")
 
 
 def between(name: str, value: float, low: float, high: float) -> None:
+    number(name, value)
     if not low < value < high:
         raise ValueError(f"{name} must be > {low} and < {high}, got {value}")
 
@@ -69,6 +79,7 @@ def whole(name: str, value: int, low: int) -> None:
 
 
 def angle(name: str, value: float) -> None:
+    number(name, value)
     if not 0 <= value < math.pi:
         raise ValueError(f"{name} must be an angle in [0, π) radians, got {value}")
 

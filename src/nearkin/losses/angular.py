@@ -36,6 +36,7 @@ def cosface_loss(
     Arguments as `normalized_softmax_loss`. Wang et al. 2018, arXiv:1801.09414, eq. 4; m 0.35 and s 64 from there.
     """
     ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
+    checks.number("margin", margin)
     checks.positive("scale", scale)
     cosine = distances.cosine(embeddings, weight)  # (B, C)
     target = cosine.gather(1, ids[:, None]) - margin

@@ -126,6 +126,8 @@ def multi_similarity_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("alpha", alpha)
     checks.positive("beta", beta)
+    checks.number("base", base)
+    checks.number("epsilon", epsilon)
     similarity = distances.cosine(embeddings, references)  # (B, R), larger is closer
     kin = relations.of(labels, references, reference_labels)
     pairs: mining.Triplets | mining.Pairs = mining.Pairs(kin.positive, kin.negative)
@@ -161,6 +163,7 @@ def circle_loss(
     (faces: 0.25 and 256).
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.number("margin", margin)
     checks.positive("scale", scale)
     similarity = distances.cosine(embeddings, references)  # (B, R), larger is closer
     kin = relations.of(labels, references, reference_labels)

@@ -91,6 +91,7 @@ def proxy_anchor_loss(
     0..C-1, -1 left out. Kim et al. 2020, arXiv:2003.13911, eq. 4; α 32, δ 0.1 from there.
     """
     ids, known, spoilt = checks.classes(embeddings, labels, *proxies.shape)
+    checks.number("margin", margin)
     checks.positive("scale", scale)
     similarity = distances.cosine(embeddings, proxies)  # (B, C)
     own = torch.zeros_like(similarity, dtype=torch.bool).scatter(1, ids[:, None], True)
@@ -125,6 +126,8 @@ def soft_triple_loss(
     checks.whole("centers_per_class", centers_per_class, 1)
     checks.positive("scale", scale)
     checks.positive("gamma", gamma)
+    checks.number("margin", margin)
+    checks.at_least("tau", tau, 0)
     num_classes = centers.shape[0] // centers_per_class
     ids, known, spoilt = checks.classes(embeddings, labels, num_classes, centers.shape[1])
     w = distances.unit(centers)
