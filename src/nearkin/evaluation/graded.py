@@ -1,0 +1,168 @@
+"""Graded relevance: how well the order of the embeddings follows real-valued labels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nearkin.core import checks, distances
+from nearkin.evaluation.uncertainty import Scores, bootstrap
+
+BUDGET = 512 * 2**20
+DISTANCES = ("euclidean", "cosine")
+
+
+def graded(
+    embeddings: Tensor,
+    targets: Tensor,
+    ks: Sequence[int] = (1, 5, 10),
+    *,
+    gallery: Tensor | None = None,
+    gallery_targets: Tensor | None = None,
+    distance: str = "euclidean",
+    budget: int = BUDGET,
+    interval: bool = False,
+    seed: int = 0,
+) -> Scores:
+    """Rankings by embedding distance, judged by label distance; means over queries.
+
+    embeddings (N, D), targets (N,) or (N, K); label distances d are Euclidean. Without a gallery every item is asked
+    against all others; with `gallery` (R, D) and `gallery_targets` against those. `distance`: "euclidean" of the rows
+    as they are, as log-ratio training leaves them, or "cosine". Ties in the ranking go to the lowest index.
+
+    "ndcg@k"                 sum over ranks i <= k of 1/(1 + d_i) / log2(i + 1), divided by the same sum of the best
+                             order (Kim et al. 2019, arXiv:1904.09626, section 5: gain 2^(-log2(d + 1)))
+    "label_distance@k"       mean d of the nearest k; "best_label_distance@k" the least it can be
+    "spearman"               rank correlation of embedding distances with label distances over all items of the
+                             gallery, ties at their mean rank; a query at one distance from everything counts 0
+    "spearman_skipped"       how many queries have one label distance to everything; they say nothing and do not count
+                             (NaN where that is all of them)
+    `interval` adds 95 % bootstrap intervals over queries, since there are no classes to draw, as `.intervals`.
+    Where k is larger than the gallery, the whole of it is taken. Everything in float64, exactly, in tiles of queries
+    within `budget` bytes.
+    """
+    _check(ks, distance, budget)
+    a, t = _items("embeddings", embeddings, "targets", targets)  # (N, D), (N, K) in float64
+    b, u = _gallery(a, t, gallery, gallery_targets)
+    found = b.shape[0] - (gallery is None)
+    tops, correlations = [], []
+    step = max(1, budget // (128 * b.shape[0]))
+    for at in range(0, a.shape[0], step):
+        away = _away(a[at : at + step], b, distance)  # (Q, R)
+        apart = _euclidean(t[at : at + step], u)  # (Q, R)
+        if gallery is None:
+            for matrix in (away, apart):
+                matrix.diagonal(at).fill_(torch.inf)  # oneself stands last, and is cut off
+        near, order = (part[:, :found] for part in away.sort(dim=1, stable=True))
+        best, best_order = (part[:, :found] for part in apart.sort(dim=1))
+        tops.append(_top(apart.gather(1, order), best, ks))
+        ranks, label_ranks = _centred_ranks(near, order, away), _centred_ranks(best, best_order, apart)
+        rho, valid = _spearman(ranks, label_ranks)
+        correlations.append(torch.where(valid, rho, torch.nan))
+    names = [f"{name}@{k}" for name in ("ndcg", "label_distance", "best_label_distance") for k in ks]
+    values = dict(zip(names, torch.cat(tops, 2).flatten(0, 1).cpu(), strict=True))  # (Q,) each
+    values["spearman"] = torch.cat(correlations).cpu()
+    result = Scores({name: float(value.nanmean()) for name, value in values.items()})
+    if interval:
+        query = torch.arange(a.shape[0])
+        result.intervals = {name: bootstrap(value, query, seed=seed) for name, value in values.items()}
+    result["spearman_skipped"] = float(values["spearman"].isnan().sum())
+    return result
+
+
+def _check(ks: Sequence[int], distance: str, budget: int) -> None:
+    if len(ks) == 0:
+        raise ValueError("ks must hold at least one k, got none")
+    for k in ks:
+        checks.whole("ks", k, 1)
+    checks.one_of("distance", distance, DISTANCES)
+    checks.whole("budget", budget, 1)
+
+
+def _items(name: str, rows: Tensor, targets_name: str, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Embeddings (N, D) and targets (N, K) in float64, finite and of as many rows."""
+    checks.rows(name, rows)
+    if not isinstance(targets, Tensor) or targets.dtype == torch.bool or targets.is_complex():
+        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+        raise TypeError(f"{targets_name} must be real-valued, (rows,) or (rows, K), got {got}")
+    if targets.dim() not in (1, 2) or targets.shape[0] != rows.shape[0]:
+        raise ValueError(
+            f"{targets_name} must be (rows,) or (rows, K), one entry a row of {name}: {rows.shape[0]} rows, "
+            f"got {tuple(targets.shape)}"
+        )
+    checks.same_device(targets_name, targets, rows, name)
+    wide = distances.wide(rows)
+    columns = (targets[:, None] if targets.dim() == 1 else targets).detach().to(wide)
+    for what, values in ((name, rows), (targets_name, columns)):
+        bad = int((~values.isfinite()).any(1).sum())
+        if bad:
+            raise ValueError(f"{what} must be finite, got NaN or Inf in {bad} rows")
+    return distances.upcast(rows.detach().to(wide)), columns
+
+
+def _gallery(
+    queries: Tensor, targets: Tensor, gallery: Tensor | None, gallery_targets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The items that are ranked: the gallery's, or the queries themselves."""
+    if gallery is None:
+        if gallery_targets is not None:
+            raise ValueError("gallery_targets need a gallery, got None")
+        checks.enough("embeddings", queries.shape[0], 2, "two rows where there is no gallery")
+        return queries, targets
+    rows, columns = _items("gallery", gallery, "gallery_targets", gallery_targets)
+    checks.same_device("gallery", rows, queries)
+    checks.dimensions("gallery", rows, queries.shape[1], "embeddings have")
+    checks.enough("embeddings", queries.shape[0], 1, "one row")
+    checks.enough("gallery", rows.shape[0], 1, "one row")
+    if columns.shape[1] != targets.shape[1]:
+        raise ValueError(
+            f"gallery_targets must have as many columns as targets: {targets.shape[1]}, got {columns.shape[1]}"
+        )
+    return rows, columns
+
+
+def _away(queries: Tensor, gallery: Tensor, distance: str) -> Tensor:
+    """What is ranked, (Q, R), smaller first. Cosines are cut to 12 decimals, so that equal ones are equal."""
+    if distance == "euclidean":
+        return _euclidean(queries, gallery)
+    return (distances.cosine(queries, gallery) * -(2.0**40)).round_()
+
+
+def _euclidean(x: Tensor, y: Tensor) -> Tensor:
+    """By differences, not by products: duplicates are at exactly the same distance from everything."""
+    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def _top(nearest: Tensor, best: Tensor, ks: Sequence[int]) -> Tensor:
+    """nDCG, mean label distance and the least possible one at each k, of each query: (3, ks, Q).
+
+    Label distances in the order of the ranking and in the best order, (Q, R) each.
+    """
+    ranks = torch.arange(1, nearest.shape[1] + 1, dtype=nearest.dtype, device=nearest.device)
+    ends = torch.tensor([min(k, nearest.shape[1]) - 1 for k in ks], device=nearest.device)
+    reach = max(min(max(ks), nearest.shape[1]), 1)
+    nearest, best, ranks = nearest[:, :reach], best[:, :reach], ranks[:reach]
+    discount = 1 / (ranks + 1).log2()
+    gained, possible = ((discount / (1 + d)).cumsum(1)[:, ends] for d in (nearest, best))
+    shown, least = ((d.cumsum(1) / ranks)[:, ends] for d in (nearest, best))
+    return torch.stack([gained / possible, shown, least]).transpose(1, 2)
+
+
+def _spearman(ranks: Tensor, label_ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """Rank correlation of each query, (Q,), and whether its label distances differ at all; 0 where they do not."""
+    spread, label_spread = ranks.square().sum(1), label_ranks.square().sum(1)
+    valid = label_spread > 0
+    both = valid & (spread > 0)
+    size = torch.where(both, spread.sqrt() * label_spread.sqrt(), 1.0)
+    return torch.where(both, (ranks * label_ranks).sum(1) / size, 0.0), valid
+
+
+def _centred_ranks(ordered: Tensor, order: Tensor, matrix: Tensor) -> Tensor:
+    """Ranks less their mean, ties at their mean rank, in the shape of the ordered `matrix`; 0 where cut off."""
+    place = torch.arange(ordered.shape[1], device=ordered.device)
+    edge = torch.ones(ordered.shape[0], ordered.shape[1] + 1, dtype=torch.bool, device=ordered.device)
+    edge[:, 1:-1] = ordered[:, 1:] != ordered[:, :-1]
+    first = torch.where(edge[:, :-1], place, -1).cummax(1).values  # of the ties that each place belongs to
+    last = torch.where(edge[:, 1:], place, len(place)).flip(1).cummin(1).values.flip(1)
+    ranks = (first + last).to(ordered.dtype) / 2 - (len(place) - 1) / 2
+    return torch.zeros_like(matrix).scatter_(1, order, ranks)

@@ -1,0 +1,197 @@
+"""Exact search: a naive twin, ties, tiles, threads, backends, memory."""
+
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nearkin.evaluation import search
+
+SIMILARITIES = search.SIMILARITIES
+
+
+def similarity_of(a, b, kind):
+    """In rational numbers: nothing is rounded, so equal means equal."""
+    a, b = [Fraction(v) for v in a], [Fraction(v) for v in b]
+    if kind == "euclidean":
+        return -sum((p - q) ** 2 for p, q in zip(a, b, strict=True))
+    dot = sum(p * q for p, q in zip(a, b, strict=True))
+    if kind == "dot":
+        return dot
+    lengths = sum(p * p for p in a) * sum(q * q for q in b)
+    return dot * abs(dot) / lengths if lengths else Fraction(0)  # signed square of the cosine
+
+
+def order_of(queries, gallery, kind):
+    """Every gallery index, nearest first, for each query; without a gallery the query itself is left out."""
+    own = gallery is None
+    gallery = queries if own else gallery
+    queries, gallery = queries.tolist(), gallery.tolist()
+    return [
+        sorted(
+            (j for j in range(len(gallery)) if not (own and i == j)),
+            key=lambda j, q=q: (-similarity_of(q, gallery[j], kind), j),
+        )
+        for i, q in enumerate(queries)
+    ]
+
+
+@st.composite
+def grids(draw):
+    """Few values, so that nearly everything ties; duplicates and zero rows abound."""
+    seed, rows, dim = draw(st.integers(0, 2**31)), draw(st.integers(1, 14)), draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(seed)
+    top = draw(st.integers(1, 3))
+    return torch.randint(-top, top + 1, (rows, dim), generator=generator).float()
+
+
+@settings(max_examples=300, deadline=None)
+@given(grids(), st.booleans(), st.integers(1, 20), st.sampled_from(SIMILARITIES), st.integers(1, 5))
+def test_equals_rational_arithmetic(x, own, k, kind, rows):
+    gallery = None if own else x.flip(0)
+    budget = rows * len(x) * 112
+    found = search.nearest(x, gallery, k=k, similarity=kind, budget=budget).indices
+    for row, wanted in zip(found.tolist(), order_of(x, gallery, kind), strict=True):
+        assert row == (wanted + [-1] * k)[:k]
+
+
+@pytest.mark.parametrize("kind", SIMILARITIES)
+@pytest.mark.parametrize("own", [True, False])
+def test_tiles_and_threads_change_nothing(kind, own):
+    base = torch.randn(60, 37)
+    x = torch.cat([base, base, base + 1e-7 * torch.randn(60, 37), 3 * base])  # ties and near ties below float32's eyes
+    gallery = None if own else x[torch.randperm(len(x))]
+    wanted = search.nearest(x, gallery, k=50, similarity=kind)
+    for rows in (1, 7, 100):
+        found = search.nearest(x, gallery, k=50, similarity=kind, budget=rows * len(x) * 112)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    torch.set_num_threads(2)
+    try:
+        found = search.nearest(x, gallery, k=50, similarity=kind)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("kind", SIMILARITIES)
+def test_the_device_changes_nothing(kind):
+    x = torch.randn(300, 37)
+    x = torch.cat([x, x + 1e-7 * torch.randn(300, 37)])
+    here, there = search.nearest(x, k=50, similarity=kind), search.nearest(x.cuda(), k=50, similarity=kind)
+    assert torch.equal(here.indices, there.indices.cpu())
+    torch.testing.assert_close(here.similarity, there.similarity.cpu(), rtol=1e-15, atol=0)  # the root of a cosine
+
+
+@pytest.mark.parametrize("kind", SIMILARITIES)
+@pytest.mark.parametrize("own", [True, False])
+def test_faiss_proposes_the_same(kind, own):
+    pytest.importorskip("faiss", reason="faiss is an extra and is not installed")
+    base = torch.randn(80, 24)
+    x = torch.cat([base, base, base + 1e-7 * torch.randn(80, 24), torch.zeros(40, 24)])
+    gallery = None if own else x.flip(0)
+    for k in (1, 30, 500):
+        wanted = search.nearest(x, gallery, k=k, similarity=kind)
+        found = search.nearest(x, gallery, k=k, similarity=kind, backend="faiss")
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", SIMILARITIES)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_values_are_the_float64_ones(dtype, kind, scale):
+    x = (torch.randn(50, 19) * scale).to(dtype)
+    wide = x.double()
+    if kind == "cosine":
+        unit = torch.nn.functional.normalize(wide)
+        matrix = unit @ unit.T
+    else:
+        matrix = wide @ wide.T if kind == "dot" else -torch.cdist(wide, wide).square()
+    found = search.nearest(x, k=49, similarity=kind)
+    wanted = matrix.gather(1, found.indices)
+    torch.testing.assert_close(found.similarity, wanted, rtol=1e-9, atol=1e-9 * scale**2)
+    assert bool((found.similarity.diff(dim=1) <= 0).all())
+
+
+def test_the_bound_holds_and_is_used():
+    """Long rows of nearly one direction: float32 alone orders them wrongly."""
+    x = 1 + 1e-4 * torch.randn(200, 512)
+    wanted = search.nearest(x.double(), k=20).indices
+    assert torch.equal(search.nearest(x, k=20).indices, wanted)
+    unit = torch.nn.functional.normalize(x)
+    naive = (unit @ unit.T).fill_diagonal_(-2).topk(20).indices
+    assert not torch.equal(naive, wanted)
+    space = search.Space(x, None, "cosine", search.BUDGET)
+    wide = torch.nn.functional.normalize(x.double())
+    gap = (space.tile(torch.arange(200)) - wide @ wide.T).fill_diagonal_(0).abs()
+    assert bool((gap <= space.error[:, None]).all())
+
+
+def test_a_group_maximum_is_a_floor():
+    for size, k in ((1000, 3), (1000, 100), (999, 250), (17, 16), (5, 9)):
+        tile = torch.randn(20, size)
+        floor = search.kth_floor(tile, k)
+        assert bool(((tile >= floor).sum(1) >= min(k, size)).all())
+        assert k >= size or bool(((tile >= floor).sum(1) < 4 * k + 20).all())
+
+
+def test_huge_and_tiny_numbers():
+    x = torch.tensor([[1e30, 1e30], [1e30, 0], [1e-30, 1e-30], [0, 0]])
+    assert search.nearest(x, k=3).indices[0].tolist() == [2, 1, 3]
+    assert search.nearest(x, k=3, similarity="dot").indices[1].tolist() == [0, 2, 3]
+    assert search.nearest(x, k=3, similarity="euclidean").indices[3].tolist() == [2, 1, 0]
+
+
+def test_progress_reaches_the_end():
+    seen = []
+    search.nearest(torch.randn(10, 3), k=2, budget=128 * 10, progress=lambda done, of: seen.append((done, of)))
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"similarity": "cosin"}, 'unknown similarity "cosin"; did you mean "cosine"'),
+        ({"backend": "annoy"}, 'unknown backend "annoy"'),
+        ({"k": 0}, "k must be >= 1, got 0"),
+        ({"budget": 100}, "budget must hold one query against the gallery: 560 bytes, got 100"),
+        ({"gallery": torch.ones(2, 4)}, "gallery must have 3 dimensions as queries have, got 4"),
+        ({"queries": torch.tensor([[1.0, torch.nan, 0]])}, "embeddings must be finite .* got 1 rows"),
+        ({"gallery": torch.full((2, 3), torch.inf)}, "gallery must be finite .* got 2 rows"),
+    ],
+)
+def test_error_sentences(change, sentence):
+    arguments = {"queries": torch.randn(5, 3), "k": 2, **change}
+    with pytest.raises(ValueError, match=sentence):
+        search.nearest(**arguments)
+
+
+MEMORY = """
+import resource, sys, torch
+from nearkin.evaluation import retrieval
+torch.set_num_threads(1)
+x = torch.randn(6000, 64)
+if sys.argv[1] == "ties":
+    x[:] = x[0].clone()
+labels = torch.arange(6000) // 4
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+retrieval(x[:500], labels[:500])
+before = peak()
+if sys.argv[1] == "ties":
+    retrieval(x[:300], labels[:300], gallery=x, gallery_labels=labels, ks=(1, 100), budget=48 * 2**20)
+else:
+    retrieval(x, labels, ks=(1, 1000), budget=48 * 2**20)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("case", ["random", "ties"])
+def test_memory_stays_within_the_budget(case):
+    """Against a full matrix of 144 MB; two copies of the embeddings and the allocator's slack are allowed."""
+    out = subprocess.run([sys.executable, "-c", MEMORY, case], capture_output=True, text=True, check=True).stdout
+    assert int(out) < 48 * 2**20 + 2 * 6000 * 64 * 4 + 16 * 2**20
