@@ -107,33 +107,40 @@ def variance(anchors: Tensor, negatives: Tensor, sigma: float, draws: int, gener
 
 def picks(
     x: Tensor, labels: Tensor, batches: list[list[int]], whole: bool, fitted: int, draws: int, seed: int
-) -> tuple[Picks, dict[str, float]]:
-    """What every selection picks of the batches, at most 384 negatives of each a batch, and how many it would."""
+) -> tuple[Picks, dict[str, Tensor], float]:
+    """What every selection picks of the batches, at most 384 negatives of each a batch.
+
+    Then the negatives it picks in all and the share of anchors that get one, and how often distance-weighted sampling
+    picks what "hard" does.
+    """
     generator = torch.Generator().manual_seed(seed)
     every = selections(fitted, generator)
     found: dict[str, list[Tensor]] = {name: [] for name in every}
-    count = dict.fromkeys(every, 0.0)
+    count = {name: torch.zeros(2) for name in every}
+    agreed = 0.0
     for batch in track(batches, "the whole set" if whole else "in the batch"):
         rows = torch.tensor(batch)
         columns = torch.arange(len(x)) if whole else rows
         distance = distances.euclidean(x[rows], x[columns])
         kin = relations.of(labels[rows], x[columns], labels[columns])
         kin = Relation(kin.positive & (rows[:, None] != columns), kin.negative)
-        for name, selection in every.items():
-            chosen = selection(distance, kin)
+        all_chosen = {name: selection(distance, kin) for name, selection in every.items()}
+        nearest, drawn = all_chosen["hard"], all_chosen["distance_weighted"]
+        agreed += float((nearest.negative == drawn.negative)[drawn.valid].float().mean()) / len(batches)
+        for name, chosen in all_chosen.items():
             if isinstance(chosen, mining.Triplets):
                 anchor, positive, negative = chosen.indices()
                 active = (distance[anchor, positive] - distance[anchor, negative] + MARGIN > 0).float()
             else:
                 anchor, negative = chosen.negative.nonzero(as_tuple=True)
                 active = torch.full(anchor.shape, torch.nan)
-            count[name] += len(anchor) / len(batches)
+            count[name] += torch.tensor([len(anchor), len(anchor.unique()) / len(rows)]) / len(batches)
             some = torch.randperm(len(anchor), generator=generator)[: CLASSES * EACH * (EACH - 1)]
             anchor, negative = anchor[some], negative[some]
             ends = x[rows[anchor]], x[columns[negative]]
             noise = [variance(*ends, sigma, draws, generator) for sigma in SIGMAS]
             found[name].append(torch.stack([distance[anchor, negative], active[some], *noise], 1))
-    return {name: torch.cat(parts) for name, parts in found.items()}, count
+    return {name: torch.cat(parts) for name, parts in found.items()}, count, agreed
 
 
 def density(d: Tensor, dim: int) -> Tensor:
@@ -190,11 +197,11 @@ def draw_by_distance(figure: Figure, found: list[Picks]) -> None:
     rows = torch.cat([part for picked in found for part in picked.values()])
     bins = (rows[:, 0] / width).long()
     kept = [b for b in range(40) if int((bins == b).sum()) >= 20]
-    for sigma, colour in zip((0.01, 0.02, 0.05), ("#56b4e9", "#0072b2", "#003f66"), strict=True):
+    for sigma, colour, where in ((0.01, "#56b4e9", 0.45), (0.02, "#0072b2", 0.7), (0.05, "#003f66", 1.0)):
         means = [float(rows[bins == b, 2 + SIGMAS.index(sigma)].mean()) for b in kept]
         axes.plot([(b + 0.5) * width for b in kept], means, color=colour, linewidth=2)
-        crossing = next((i for i, mean in enumerate(means) if mean < 0.3), len(means) - 1)
-        axes.text((kept[crossing] + 0.9) * width, 0.3, f"σ = {sigma:g}", va="bottom")
+        place = min(range(len(kept)), key=lambda i: abs(kept[i] * width - where))
+        axes.text(kept[place] * width, means[place] + 0.015, f"σ = {sigma:g}", va="bottom")
     axes.set(xlim=(0, 2), ylim=(0, 1), xlabel="distance between anchor and negative", ylabel="gradient variance")
     tidy(axes)
 
@@ -227,15 +234,17 @@ def save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) 
     print(f"{path.name}: {path.stat().st_size / 1024:.0f} kB")
 
 
-def show(head: str, found: Picks, count: dict[str, float], fitted: int) -> None:
-    print(f"\n{head}\n| selection | negatives a batch | distance: 5 % | median | 95 % | active | variance |")
-    print("|---|---|---|---|---|---|---|")
+def show(head: str, found: Picks, count: dict[str, Tensor], agreed: float, fitted: int) -> None:
+    print(f"\n{head}; distance_weighted picks what hard does in {agreed:.0%}")
+    print("| selection | negatives a batch | anchors | distance: 5 % | median | 95 % | active | variance |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, rows in found.items():
         low, middle, high = rows[:, 0].quantile(torch.tensor([0.05, 0.5, 0.95])).tolist()
         active, noise = float(rows[:, 1].mean()), float(rows[:, 2 + SIGMAS.index(QUOTED)].mean())
         share = "" if math.isnan(active) else f"{active:.0%}"
-        cells = title(name, fitted), f"{count[name]:,.0f}", f"{low:.2f}", f"{middle:.2f}", f"{high:.2f}", share
-        print(f"| {' | '.join(cells)} | {noise:.3f} |")
+        number, anchors = count[name].tolist()
+        cells = title(name, fitted), f"{number:,.0f}", f"{anchors:.0%}", f"{low:.2f}", f"{middle:.2f}", f"{high:.2f}"
+        print(f"| {' | '.join(cells)} | {share} | {noise:.3f} |")
 
 
 def main() -> None:
@@ -250,17 +259,17 @@ def main() -> None:
         if getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(arguments, name)}")
 
-    torch.set_num_threads(2)
     x, labels, moved = embeddings(arguments.steps, arguments.seed)
     sampler = ClassBalanced(labels, CLASSES, EACH, arguments.seed, batches=arguments.batches)
     batches = list(sampler)
     fitted = fitted_dimension(x, labels, batches)
     print(f"{len(x):,} embeddings in {DIM} dimensions; mean cos² of negatives as on a sphere in {fitted}")
     print(f"jitter moves an embedding as far as noise of σ = {moved:.3f} does")
+    torch.set_num_threads(1)  # small matrices from here on
     measured = [picks(x, labels, batches, w, fitted, arguments.draws, arguments.seed) for w in (False, True)]
-    batch, whole = (found for found, _ in measured)
+    batch, whole = (result[0] for result in measured)
     for where, result in zip(("In the batch", "Against the whole set"), measured, strict=True):
-        show(f"{where}, variance at σ = {QUOTED:g}:", *result, fitted)
+        show(f"{where}, variance at σ = {QUOTED:g}", *result, fitted)
     print()
     save(arguments.out / "picked_distances.png", (8.5, 6.2), lambda f: draw_distances(f, batch, fitted))
     save(arguments.out / "gradient_variance.png", (10.5, 4.4), lambda f: draw_variance(f, batch, whole, len(x), fitted))

@@ -50,3 +50,24 @@ def test_links_lead_somewhere(page):
 def test_named_files_exist(page):
     for name in re.findall(r"`((?:benchmarks|studies|tests|examples|docs)/[\w./]+)`", page.read_text()):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_evaluation_page_runs():
+    labels = torch.arange(60) % 6
+    x = torch.randn(60, 8)
+    names = {
+        "embeddings": x,
+        "labels": labels,
+        "queries": x[:10],
+        "query_labels": labels[:10],
+        "gallery": x[10:],
+        "gallery_labels": labels[10:],
+        "scores": torch.rand(60),
+        "same": labels > 2,
+        "targets": torch.rand(60),
+        "embeddings_a": x,
+        "embeddings_b": torch.randn(60, 4),
+    }
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "evaluation.md").read_text(), re.S)
+    for line in block.splitlines():
+        exec(line, names)

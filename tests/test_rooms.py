@@ -12,7 +12,7 @@ import torch
 
 import cases
 import nearkin
-from nearkin import losses, mining
+from nearkin import evaluation, losses, memory, mining, samplers
 
 ROOT = Path(nearkin.__file__).parent
 DOCS = ROOT.parents[1] / "docs"
@@ -26,6 +26,7 @@ RANKS = [
     {"training"},
     {"comparing", "gallery", "report"},
     {"web", "cli"},
+    {"__main__"},
 ]
 CORE_ONLY = {"torch"}
 EXTRAS = {"faiss", "triton", "timm", "transformers", "optuna", "sklearn", "fastapi", "uvicorn", "psycopg", "onnx"}
@@ -73,7 +74,7 @@ def test_no_drawers_for_odds_and_ends():
     assert not [p for p in FILES if p.stem in ("utils", "common", "helpers", "misc")]
 
 
-@pytest.mark.parametrize("module", [losses, mining], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [evaluation, losses, memory, mining, samplers], ids=lambda m: m.__name__)
 def test_public_names_are_documented(module):
     for name in module.__all__:
         thing = getattr(module, name)

@@ -193,8 +193,8 @@ class _Kinship:
         if isinstance(self.labels, Tensor) and self.labels.dtype != torch.bool:
             assert isinstance(self.others, Tensor)
             classes, self.sorted = self.others.long().sort(stable=True)  # columns, class after class
-            self.first = torch.searchsorted(classes, self.labels.long())
-            self.number = torch.searchsorted(classes, self.labels.long(), right=True) - self.first - int(self.own)
+            self.first = torch.searchsorted(classes, self.labels.long().contiguous())
+            self.number = torch.searchsorted(classes, self.labels.long().contiguous(), right=True) - self.first - int(self.own)
             self.cost = 64 * (int(self.number.max()) + 1 if len(self.number) else 0)  # bytes a query
             return
         rows = torch.arange(len(space.queries), device=space.queries.device)

@@ -1,0 +1,5 @@
+"""python -m nearkin"""
+
+from nearkin.cli import main
+
+main()

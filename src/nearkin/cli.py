@@ -1,0 +1,256 @@
+"""The verbs of the command line. What they do is done elsewhere; here it is asked for, and its answer printed."""
+
+import io
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from nearkin.evaluation.protocols import Progress
+
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+class Similarity(str, Enum):
+    """What may follow --similarity."""
+
+    cosine = "cosine"
+    dot = "dot"
+    euclidean = "euclidean"
+
+
+class Device(str, Enum):
+    """What may follow --device."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class _Verbs(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        verbs = self.list_commands(ctx)
+        if args and args[0] not in verbs:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], verbs, 1)
+            hint = f'; did you mean "{near[0]}"?' if near else ";"
+            typer.echo(f'unknown verb "{args[0]}"{hint} known: {", ".join(verbs)}', err=True)
+            raise typer.Exit(2)
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=_Verbs, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def nearkin() -> None:
+    """Learn embeddings in which kin stand near, and measure them honestly."""
+
+
+@app.command(no_args_is_help=True)
+def evaluate(
+    embeddings: Annotated[
+        Path,
+        typer.Argument(
+            help="Embeddings: .npz or .safetensors with embeddings and labels (or targets); .npy with --labels; "
+            ".parquet with columns embedding and label (or target).",
+            metavar="EMBEDDINGS",
+            show_default=False,
+        ),
+    ],
+    labels: Annotated[
+        Path | None, typer.Option(help="Class of each row: .npy, or .csv/.txt with one a line.", metavar="FILE")
+    ] = None,
+    targets: Annotated[
+        Path | None, typer.Option(help="Real-valued targets of each row: .npy, .csv or .txt.", metavar="FILE")
+    ] = None,
+    gallery: Annotated[
+        Path | None,
+        typer.Option(help="Search these embeddings; without it EMBEDDINGS search one another.", metavar="FILE"),
+    ] = None,
+    gallery_labels: Annotated[Path | None, typer.Option(help="As --labels, for the gallery.", metavar="FILE")] = None,
+    gallery_targets: Annotated[Path | None, typer.Option(help="As --targets, for the gallery.", metavar="FILE")] = None,
+    retrieval: Annotated[
+        bool, typer.Option("--retrieval", help="Recall@k, R-precision, MAP@R (the default where there are labels).")
+    ] = False,
+    clustering: Annotated[bool, typer.Option("--clustering", help="NMI, AMI and F1 of k-means.")] = False,
+    verification: Annotated[bool, typer.Option("--verification", help="EER and TAR at FAR over all pairs.")] = False,
+    one_shot: Annotated[bool, typer.Option("--one-shot", help="Recognition from --shots examples a class.")] = False,
+    graded: Annotated[
+        bool, typer.Option("--graded", help="nDCG and rank correlation (the default where there are targets).")
+    ] = False,
+    diagnose: Annotated[
+        bool, typer.Option("--diagnose", help="What is wrong with the embeddings, if anything.")
+    ] = False,
+    ks: Annotated[
+        str | None,
+        typer.Option(help="Ranks to report at, as 1,2,4,8.", metavar="K,K,…", show_default="1,2,4,8; graded: 1,5,10"),
+    ] = None,
+    similarity: Annotated[
+        Similarity | None, typer.Option(help="What is near.", show_default="cosine; graded: euclidean")
+    ] = None,
+    ways: Annotated[int, typer.Option(help="One-shot: classes an episode.")] = 20,
+    shots: Annotated[int, typer.Option(help="One-shot: examples a class.")] = 1,
+    episodes: Annotated[int, typer.Option(help="One-shot: how many are drawn.")] = 600,
+    seed: Annotated[int, typer.Option(help="Of k-means, episodes and resamples.")] = 0,
+    interval: Annotated[bool, typer.Option("--interval", help="Add 95 % intervals.")] = False,
+    budget: Annotated[
+        str, typer.Option(help="Working memory beside the embeddings, as 512MB or 2GB.", metavar="SIZE")
+    ] = "512MB",
+    device: Annotated[Device, typer.Option(help="auto takes cuda where there is one.")] = Device.auto,
+    json: Annotated[
+        Path | None, typer.Option(help="Write everything there as JSON, whole or not at all.", metavar="OUT")
+    ] = None,
+) -> None:
+    """Measure stored embeddings: prints a table, and writes JSON if asked.
+
+    Without a protocol flag: retrieval where there are labels, graded where there are targets.
+    """
+    flags = {
+        "retrieval": retrieval,
+        "clustering": clustering,
+        "verification": verification,
+        "one_shot": one_shot,
+        "graded": graded,
+        "diagnose": diagnose,
+    }
+    with _one_sentence():
+        from nearkin.data import vectors
+        from nearkin.evaluation import protocols, report
+
+        settings = protocols.Settings(
+            tuple(name for name, on in flags.items() if on),
+            None if ks is None else _whole_numbers(ks),
+            None if similarity is None else similarity.value,
+            ways,
+            shots,
+            episodes,
+            seed,
+            interval,
+            _bytes(budget),
+            device.value,
+        )
+        if json is not None:
+            report.writable(json)
+        if gallery is None and (gallery_labels or gallery_targets):
+            raise ValueError("--gallery-labels and --gallery-targets need --gallery FILE")
+        items = vectors.read(embeddings, labels, targets)
+        others = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets)
+        with _bar() as progress:
+            found = protocols.evaluate(items, others, settings, progress)
+        if json is not None:
+            report.write(json, found)
+    _print(found, interval)
+    if json is not None:
+        typer.echo(f"wrote {json}", err=True)
+
+
+def main() -> None:
+    """The `nearkin` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without × prints ?, and nothing fails
+    app(prog_name="nearkin")
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Bad input ends with one sentence and exit code 2; Ctrl-C with 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted; nothing was written", err=True)
+        raise typer.Exit(130) from None
+    except (ValueError, TypeError, OSError) as error:
+        typer.echo(" ".join(str(error).split()), err=True)
+        raise typer.Exit(2) from None
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "out of memory" not in str(error):
+            raise
+        typer.echo("out of memory; use a smaller --budget, or --device cpu", err=True)
+        raise typer.Exit(2) from None
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f'ks must be whole numbers from 1 with commas between, as 1,2,4,8, got "{text}"')
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _bytes(text: str) -> int:
+    """512MB is 512 · 2^20 bytes, with or without an i."""
+    read = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
+    if read is None or not float(read[1]):
+        raise ValueError(f'budget must be a size as 512MB or 2GB, got "{text}"')
+    return int(float(read[1]) * 2 ** _UNITS[read[2]])
+
+
+@contextmanager
+def _bar() -> "Iterator[Progress | None]":
+    """A bar on stderr with rate and time left, gone at the end; nothing where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    rate, left = TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), rate, left, TextColumn("left"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(protocol: str, done: int, total: int) -> None:
+            if protocol not in tasks:
+                for task in tasks.values():
+                    bar.remove_task(task)
+                tasks.clear()
+                tasks[protocol] = bar.add_task(protocol.replace("_", "-"), total=None, rate="")
+            speed = next(task.speed for task in bar.tasks if task.id == tasks[protocol])
+            rate = f"{speed:,.0f} rows/s" if speed else ""
+            bar.update(tasks[protocol], completed=done, total=total or None, rate=rate)
+
+        yield progress
+
+
+def _print(found: dict[str, Any], interval: bool) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from nearkin.evaluation import report
+
+    sets = [
+        f"{one['file']}: {one['rows']:,} × {one['dimensions']}"
+        for one in (found["embeddings"], found["gallery"])
+        if one
+    ]
+    classes = f", {found['classes']:,} classes" if found["classes"] else ""
+    typer.echo(" against ".join(sets) + classes)
+    grid = Table(box=SIMPLE_HEAD)
+    for name in ("protocol", "metric"):
+        grid.add_column(name, no_wrap=True)
+    grid.add_column("value", justify="right", overflow="fold", min_width=9)  # names may be long: they wrap
+    if interval:
+        grid.add_column("95 % interval", justify="right", no_wrap=True)
+    last = ""
+    for row in report.table(found):
+        if last and row.protocol != last:
+            grid.add_section()
+        shown = "" if row.protocol == last else row.protocol
+        cells = (shown, row.metric, row.value, *([row.interval] if interval else []))
+        grid.add_row(*map(Text, cells))  # a class may be called [red]
+        last = row.protocol
+    Console().print(grid)
+    for note in found["notes"]:
+        typer.echo(f"note: {note}", err=True)
