@@ -32,11 +32,12 @@ def test_readme_code_runs():
         "poses": torch.randn(6),
     }
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     before = encoder.weight.detach().clone()
     exec(blocks[0], names)
     assert not torch.equal(before, encoder.weight)
     exec(blocks[1], names | {"labels": torch.arange(6) % 3})
+    exec(blocks[2], names | {"labels": torch.arange(6) % 3})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
