@@ -2,7 +2,8 @@
 
 Two rows a selection: "mine", from embeddings and labels to the selection, and "step", the same followed by the triplet
 loss and its gradient. D = 128, float32, 4 items a class. The CPU runs B = 256 to 1,024, a GPU, where there is one,
-B = 512 to 8,192; a peer that runs out of memory is written as such. Peer and ours alternate in one process.
+B = 512 to 8,192; a peer that runs out of memory is written as such. Ours and the peer's follow each other in one
+process.
 """
 
 import argparse

@@ -131,6 +131,34 @@ def test_the_bound_holds_and_is_used():
     assert bool((gap <= space.error[:, None]).all())
 
 
+@pytest.mark.parametrize("similarity", search.SIMILARITIES)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_without_a_copy_the_bound_holds_too(similarity, scale):
+    x = scale * torch.cat([torch.randn(150, 64), torch.zeros(1, 64), 5 * torch.randn(49, 64)])
+    gallery = scale * torch.randn(300, 64)
+    copied = search.Space(x, gallery, similarity, search.BUDGET)
+    bare = search.Space(x, gallery, similarity, 4 * 500 * 65)
+    assert copied.copies is not None and bare.copies is None
+    left, right = copied.copies
+    exact = left.double() @ right.double().T
+    if similarity == "cosine":
+        unit = torch.nn.functional.normalize
+        exact = unit(x.double()) @ unit(gallery.double()).T
+    for space in (copied, bare):
+        gap = (space.tile(torch.arange(200)) - exact).abs()
+        assert bool((gap <= 2 * space.error[:, None]).all()), similarity
+    wanted = search.nearest(x, gallery, k=7, similarity=similarity)
+    for budget in (4 * 500 * 65, 2**22):
+        assert torch.equal(
+            search.nearest(x, gallery, k=7, similarity=similarity, budget=budget).indices, wanted.indices
+        )
+
+
+def test_lengths_at_the_ends_of_the_range_are_copied():
+    x = torch.randn(40, 8) * torch.logspace(-12, 12, 40)[:, None]
+    assert search.Space(x, None, "cosine", 1).copies is not None
+
+
 def test_a_group_maximum_is_a_floor():
     for size, k in ((1000, 3), (1000, 100), (999, 250), (17, 16), (5, 9)):
         tile = torch.randn(20, size)
@@ -149,7 +177,7 @@ def test_huge_and_tiny_numbers():
 def test_progress_reaches_the_end():
     seen = []
     search.nearest(torch.randn(10, 3), k=2, budget=128 * 10, progress=lambda done, of: seen.append((done, of)))
-    assert seen == [(4, 10), (8, 10), (10, 10)]
+    assert seen == [(3, 10), (6, 10), (9, 10), (10, 10)]  # the copy is counted in the budget
 
 
 @pytest.mark.parametrize(

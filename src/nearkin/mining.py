@@ -136,7 +136,7 @@ def distance_weighted(
     cutoff: float | Tensor | None = 1.4,
     generator: torch.Generator | None = None,
 ) -> Triplets:
-    r"""Every positive with a negative of its own, drawn so that near and far distances come equally often.
+    r"""Every positive with a negative of its own, rare distances as often as common ones on a sphere of this `dim`.
 
     P(n | a) ∝ min(λ, 1/q(d_an)),  q(d) ∝ d^(dim-2) (1 - d²/4)^((dim-3)/2),  λ = 1/q(clip)
 

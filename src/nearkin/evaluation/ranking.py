@@ -194,7 +194,9 @@ class _Kinship:
             assert isinstance(self.others, Tensor)
             classes, self.sorted = self.others.long().sort(stable=True)  # columns, class after class
             self.first = torch.searchsorted(classes, self.labels.long().contiguous())
-            self.number = torch.searchsorted(classes, self.labels.long().contiguous(), right=True) - self.first - int(self.own)
+            self.number = (
+                torch.searchsorted(classes, self.labels.long().contiguous(), right=True) - self.first - int(self.own)
+            )
             self.cost = 64 * (int(self.number.max()) + 1 if len(self.number) else 0)  # bytes a query
             return
         rows = torch.arange(len(space.queries), device=space.queries.device)

@@ -7,7 +7,9 @@ its own gallery leaves each query out by its index. Identical rows therefore tie
 The speed. Float32 products, by tiles, only propose. Their distance from the exact value is at most `Space.error`
 whatever the order of summation, so each item that could be among the nearest is kept, and the exact similarity decides.
 
-Memory: the embeddings, a float32 copy of them, what is returned, and `budget` bytes.
+Memory: the embeddings, what is returned, a few numbers a row, and `budget` bytes, in which a float32 copy of the
+embeddings is counted; a copy that would take more than half of it is not made (but for lengths near the ends of
+float32's range).
 """
 
 from collections.abc import Callable, Iterator
@@ -49,22 +51,30 @@ class Space:
         checks.whole("budget", budget, 1)
         self.queries, self.own = queries.detach(), gallery is None
         self.gallery = self.queries if gallery is None else gallery.detach()
-        self.similarity, self.budget = similarity, budget
+        self.similarity, self.budget, self._whole_budget = similarity, budget, budget
         self._left = _squared_lengths("embeddings" if self.own else "queries", self.queries)  # (Q,) float64
         self._right = self._left if self.own else _squared_lengths("gallery", self.gallery)
         longest = max(_top(self._left), _top(self._right))
         self._scale = 2.0 ** -_exponent(longest) if similarity != "cosine" else 1.0  # a power of two: exact
-        self.left = self._proposing(self.queries, self._left, query=True)  # (Q, D), float32
         mirror = self.own and similarity != "euclidean"
-        self.right = self.left if mirror else self._proposing(self.gallery, self._right, query=False)  # (G, D)
+        rows = len(self.queries) + (0 if mirror else len(self.gallery))
+        bytes_copied = 4 * rows * (self.queries.shape[1] + 1)
+        self.copies: tuple[Tensor, Tensor] | None = None  # (Q, D), (G, D) float32 rows that propose
+        if bytes_copied <= budget // 2 or not self._moderate():
+            left = self._proposing(self.queries, self._left, query=True)
+            self.copies = left, left if mirror else self._proposing(self.gallery, self._right, query=False)
+            self.budget = max(budget - bytes_copied, budget // 2)
         # |computed - exact| <= (n + 2) u sum|a b| for inner products of n rounded numbers; Cauchy-Schwarz; some spare.
-        reach = float(self.right.norm(dim=1).max()) if len(self.right) else 0.0
-        self.error = self.left.norm(dim=1) * (reach * _ROUNDING * (self.left.shape[1] + 32)) + 1e-30  # (Q,)
+        reach = float(self._reach(self._right, query=False).max()) if len(self.gallery) else 0.0
+        spread = self._reach(self._left, query=True) * (1.0001 * reach * _ROUNDING * (self.queries.shape[1] + 33))
+        self.error = spread.float() + 1e-30  # (Q,)
 
     def blocks(self, extra: int = 0) -> list[slice]:
         """Slices of the queries whose tiles, with `extra` bytes a row, stay within the budget."""
         size = len(self.gallery)
         least = size * (_CELL + _LISTED) + extra
+        if least > self.budget and self.copies is not None:  # the room that the copy takes is needed for tiles
+            self.copies, self.budget = None if self._moderate() else self.copies, self._whole_budget
         if least > self.budget:
             raise ValueError(f"budget must hold one query against the gallery: {least} bytes, got {self.budget}")
         step = max(1, min(_BLOCK, self.budget // 2 // max(size * _CELL + extra, 1)))
@@ -72,16 +82,56 @@ class Space:
 
     def tile(self, rows: Tensor) -> Tensor:
         """Proposing similarities of some queries with the gallery, (q, G) float32; -inf between a query and itself."""
-        left, tile = self.left[rows], self.left.new_empty(len(rows), len(self.right))
-        width = (
-            4096 if tile.device.type == "cpu" else max(len(self.right), 1)
-        )  # pieces that a cache holds: a third less
+        left = self.proposers(rows)
+        tile = left.new_empty(len(rows), len(self.gallery))
+        width = 4096 if tile.device.type == "cpu" else 2**18  # pieces that a cache holds: a third less
         with _plain_float32(tile.device):
-            for i in range(0, len(self.right), width):
-                tile[:, i : i + width] = left @ self.right[i : i + width].T
+            for i in range(0, len(self.gallery), width):
+                piece = slice(i, i + width)
+                if self.copies is not None:
+                    tile[:, piece] = left @ self.copies[1][piece].T
+                else:
+                    tile[:, piece] = self._uncopied(left, piece)
         if self.own:
             tile.scatter_(1, rows[:, None], -torch.inf)
         return tile
+
+    def proposers(self, rows: Tensor) -> Tensor:
+        """The float32 rows of some queries, from the copy or made anew."""
+        if self.copies is not None:
+            return self.copies[0][rows]
+        return self._proposing(self.queries[rows], self._left[rows], query=True)
+
+    def gallery_proposers(self, piece: slice) -> Tensor:
+        """The float32 rows of a piece of the gallery, for an index that keeps its own."""
+        if self.copies is not None:
+            return self.copies[1][piece]
+        return self._proposing(self.gallery[piece], self._right[piece], query=False)
+
+    def _uncopied(self, left: Tensor, piece: slice) -> Tensor:
+        """Proposing similarities with a piece of the gallery as it is: scaled after the product, not before it."""
+        right, squared = self.gallery[piece].float(), self._right[piece]
+        product = left[:, : right.shape[1]] @ right.T
+        if self.similarity == "cosine":
+            return product.mul_(torch.where(squared > 0, squared.rsqrt(), 0.0).float())
+        product.mul_(self._scale)
+        if self.similarity == "euclidean":
+            product.add_((squared * (-0.5 * self._scale**2)).float())
+        return product
+
+    def _moderate(self) -> bool:
+        """Whether all lengths are far from the ends of float32's range, so that rows may be multiplied as they are."""
+        parts = [part[part > 0] for part in (self._left, self._right)]
+        return all(bool((part > 2.0**-60).all() & (part < 2.0**60).all()) for part in parts)
+
+    def _reach(self, squared: Tensor, query: bool) -> Tensor:
+        """Lengths of the rows that propose, float64."""
+        if self.similarity == "cosine":
+            return (squared > 0).double()
+        scaled = squared * self._scale**2
+        if self.similarity == "dot":
+            return scaled.sqrt()
+        return (scaled + (1.0 if query else (scaled / 2).square())).sqrt()
 
     def exact(self, rows: Tensor, cols: Tensor) -> Tensor:
         """The similarity that decides, of pairs (P,) of queries and gallery items, float64.
@@ -221,8 +271,9 @@ def _propose(space: Space, rows: Tensor, k: int) -> Tensor | None:
 def _faiss_index(space: Space) -> Any:
     import faiss
 
-    index = faiss.IndexFlatIP(space.right.shape[1])
-    index.add(space.right.cpu().numpy())
+    index = faiss.IndexFlatIP(space.gallery.shape[1] + (space.similarity == "euclidean"))
+    for i in range(0, len(space.gallery), 2**16):
+        index.add(space.gallery_proposers(slice(i, i + 2**16)).cpu().numpy())
     return index
 
 
@@ -233,7 +284,7 @@ def _ask(index: Any, space: Space, rows: Tensor, k: int) -> Tensor | None:
     while wanted > 0:
         if len(rows) > 1 and len(rows) * wanted * _LISTED > space.budget // 2:
             return None
-        values, cols = (torch.from_numpy(part) for part in index.search(space.left[rows].cpu().numpy(), wanted))
+        values, cols = (torch.from_numpy(part) for part in index.search(space.proposers(rows).cpu().numpy(), wanted))
         kth = values[:, min(k + space.own, wanted) - 1]
         if wanted == size or bool((values[:, -1] < kth - 2 * error).all()):
             break
