@@ -25,6 +25,7 @@ format: $(VENV)/dev.stamp  ## rewrite in the house style
 bench: $(VENV)/dev.stamp  ## measured tables, written beside the scripts
 	$(BIN)/python benchmarks/loss_memory.py
 	$(BIN)/python benchmarks/mining.py
+	$(BIN)/python benchmarks/evaluation.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

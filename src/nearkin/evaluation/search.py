@@ -89,9 +89,9 @@ class Space:
             for i in range(0, len(self.gallery), width):
                 piece = slice(i, i + width)
                 if self.copies is not None:
-                    tile[:, piece] = left @ self.copies[1][piece].T
+                    torch.mm(left, self.copies[1][piece].T, out=tile[:, piece])  # straight into its place
                 else:
-                    tile[:, piece] = self._uncopied(left, piece)
+                    self._uncopied(left, piece, tile[:, piece])
         if self.own:
             tile.scatter_(1, rows[:, None], -torch.inf)
         return tile
@@ -108,16 +108,16 @@ class Space:
             return self.copies[1][piece]
         return self._proposing(self.gallery[piece], self._right[piece], query=False)
 
-    def _uncopied(self, left: Tensor, piece: slice) -> Tensor:
+    def _uncopied(self, left: Tensor, piece: slice, out: Tensor) -> None:
         """Proposing similarities with a piece of the gallery as it is: scaled after the product, not before it."""
         right, squared = self.gallery[piece].float(), self._right[piece]
-        product = left[:, : right.shape[1]] @ right.T
+        torch.mm(left[:, : right.shape[1]], right.T, out=out)
         if self.similarity == "cosine":
-            return product.mul_(torch.where(squared > 0, squared.rsqrt(), 0.0).float())
-        product.mul_(self._scale)
+            out.mul_(torch.where(squared > 0, squared.rsqrt(), 0.0).float())
+        else:
+            out.mul_(self._scale)
         if self.similarity == "euclidean":
-            product.add_((squared * (-0.5 * self._scale**2)).float())
-        return product
+            out.add_((squared * (-0.5 * self._scale**2)).float())
 
     def _moderate(self) -> bool:
         """Whether all lengths are far from the ends of float32's range, so that rows may be multiplied as they are."""
