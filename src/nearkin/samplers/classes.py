@@ -73,9 +73,10 @@ class ClassBalanced(ClassSampler):
     """P = `classes` different classes and K = `per_class` items of each: the P × K batch.
 
     An epoch is the shortest in which every item is drawn: class c comes ceil(n_c / K) times, so large classes come
-    more often and an item is drawn once, or twice where n_c is no multiple of K. Items of a batch differ, except in
-    classes smaller than K: they are repeated, which a warning says once. A class with more than 1/P of all turns is in
-    every batch and sets the length of the epoch; the others then come round more often, evenly.
+    more often and an item is drawn once, or twice where n_c is no multiple of K, rarely more where n_c is below it.
+    Items of a batch differ, except in classes smaller than K: they are repeated, which a warning says once. A class
+    with more than 1/P of all turns is in every batch and sets the length of the epoch; the others then come round more
+    often, evenly.
 
     labels: integers, one an item; -1 is unknown and never drawn. Order: class after class.
     Hermans, Beyer, Leibe 2017, arXiv:1703.07737, section 2; P = 32, K = 4 from the authors' code.
