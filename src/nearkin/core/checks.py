@@ -110,9 +110,18 @@ def rows(name: str, value: object) -> Tensor:
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
     if value.dim() != 2 or value.shape[1] == 0:
         raise ValueError(f"{name} must have shape (rows, dimensions), got {tuple(value.shape)}")
-    if _strict and reads_values(value) and not bool(value.isfinite().all()):
-        raise ValueError(f"{name} must be finite, got NaN or Inf in {int((~value.isfinite()).any(1).sum())} rows")
+    if _strict and reads_values(value):
+        finite(name, value)
     return value
+
+
+def finite(name: str, value: Tensor) -> None:
+    """Reads the values, on any device, a slice of rows at a time."""
+    bad = 0
+    for part in torch.split(value, 8192):
+        bad += int((~part.isfinite()).any(1).sum())
+    if bad:
+        raise ValueError(f"{name} must be finite, got NaN or Inf in {bad} rows")
 
 
 def dimensions(name: str, value: Tensor, dim: int, owner: str) -> None:

@@ -70,9 +70,7 @@ def all_pairs(
     checks.rows("embeddings", embeddings)
     checks.class_ids("labels", labels, embeddings)
     checks.one_of("similarity", similarity, ("cosine", "dot"))
-    wrong = sum(int((~rows.isfinite()).any(1).sum()) for rows in torch.split(embeddings, _TILE))
-    if wrong:
-        raise ValueError(f"embeddings must be finite, got NaN or Inf in {wrong} rows")
+    checks.finite("embeddings", embeddings)
     tile = _tile_bytes(embeddings.shape[1])
     checks.enough("budget", budget, tile + _TABLE, "a tile and a table, in bytes")
     labels = labels.long()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN
-from nearkin.evaluation.kmeans import BUDGET, kmeans
+from nearkin.evaluation.kmeans import kmeans
+from nearkin.evaluation.search import BUDGET
 from nearkin.evaluation.uncertainty import Scores
 from nearkin.samplers import draws
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from nearkin.core import checks, distances
 from nearkin.core.relations import UNKNOWN
+from nearkin.evaluation.search import BUDGET
 from nearkin.samplers import draws
 
-BUDGET = 512 * 2**20
 SCORES = ("mean", "max", "nearest")
 _EPISODES = 17  # a stream of words beside those the samplers draw from
 _95 = 1.959963984540054  # a normal variable lies within so many standard deviations of its mean in 95 of 100 cases
@@ -106,7 +106,7 @@ def omniglot_accuracy(embed: Callable[[Tensor], Tensor], path: str | Path) -> di
         with torch.no_grad():
             supports, queries = embed(run.supports), embed(run.queries)
         for name, rows, images in (("supports", supports, run.supports), ("queries", queries, run.queries)):
-            _finite(f"embed({name})", rows)
+            checks.finite(f"embed({name})", checks.rows(f"embed({name})", rows))
             checks.enough(f"rows of embed({name})", rows.shape[0], images.shape[0], "the images")
         wide = distances.wide(supports)
         scores = distances.cosine(queries.to(wide), supports.to(wide))  # (20, 20)
@@ -129,19 +129,13 @@ def _check(
     budget: int,
 ) -> Ints:
     """Everything fits; returns the places of the items whose class is known."""
-    _finite("embeddings", embeddings)
+    checks.finite("embeddings", checks.rows("embeddings", embeddings))
     checks.class_ids("labels", labels, embeddings)
     counts = {"ways": (ways, 2), "shots": (shots, 1), "episodes": (episodes, 2), "seed": (seed, 0)}
     for name, (value, low) in {**counts, "queries": (queries, 1), "budget": (budget, 1)}.items():
         checks.whole(name, value, low)
     checks.one_of("score", score, SCORES)
     return (labels != UNKNOWN).nonzero().squeeze(1).cpu().numpy()
-
-
-def _finite(name: str, rows: Tensor) -> None:
-    bad = int((~checks.rows(name, rows).isfinite()).any(1).sum())
-    if bad:
-        raise ValueError(f"{name} must be finite, got NaN or Inf in {bad} rows")
 
 
 def _classes(labels: Tensor, known: Ints, ways: int, needed: int) -> tuple[Ints, Ints, Ints]:

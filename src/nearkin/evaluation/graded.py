@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances
+from nearkin.evaluation.search import BUDGET
 from nearkin.evaluation.uncertainty import Scores, bootstrap
 
-BUDGET = 512 * 2**20
 DISTANCES = ("euclidean", "cosine")
 
 
@@ -94,9 +94,7 @@ def _items(name: str, rows: Tensor, targets_name: str, targets: Tensor | None) -
     wide = distances.wide(rows)
     columns = (targets[:, None] if targets.dim() == 1 else targets).detach().to(wide)
     for what, values in ((name, rows), (targets_name, columns)):
-        bad = int((~values.isfinite()).any(1).sum())
-        if bad:
-            raise ValueError(f"{what} must be finite, got NaN or Inf in {bad} rows")
+        checks.finite(what, values)
     return distances.upcast(rows.detach().to(wide)), columns
 
 

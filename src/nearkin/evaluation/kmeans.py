@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances
+from nearkin.evaluation.search import BUDGET
 from nearkin.samplers import draws
 
-BUDGET = 512 * 2**20
 _SEEDING = 16  # a stream of words beside those the samplers draw from
 _ROUNDING = 2e-6  # of a squared distance taken in float32, in parts of the squared lengths
 
@@ -77,11 +77,7 @@ def _check(
     ):
         checks.whole(name, value, low)
     checks.enough("embeddings", embeddings.shape[0], clusters, "as many rows as clusters")
-    bad = sum(
-        int((~embeddings[rows].isfinite()).any(1).sum()) for rows in _tiles(embeddings, embeddings.shape[1], budget)
-    )
-    if bad:
-        raise ValueError(f"embeddings must be finite, got NaN or Inf in {bad} rows")
+    checks.finite("embeddings", embeddings)
 
 
 def _tiles(items: Tensor, bytes_a_row: int, budget: int) -> Iterator[slice]:
