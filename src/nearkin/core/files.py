@@ -1,0 +1,60 @@
+"""Files that are whole or not there: written under another name, flushed to the disk, then renamed."""
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+__all__ = ["replacing", "write_bytes", "write_json", "write_text"]
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+    """A binary file to write into; on leaving it takes the place of `path`, and whatever goes wrong, the old one stays.
+
+    The temporary file stands beside the final one (a rename must not cross file systems), with a leading dot. An
+    `OSError` (no room, no permission) is passed on after the temporary file is gone.
+    """
+    final = Path(path).resolve()
+    part = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with part.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, final)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _settle(final.parent)
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    with replacing(path) as file:
+        file.write(content)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """JSON as it is defined: a NaN or an infinity in `value` is a ValueError, not an unreadable file."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _settle(folder: Path) -> None:
+    """The new name itself reaches the disk, where folders can be flushed."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
