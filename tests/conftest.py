@@ -1,5 +1,8 @@
 """One thread a worker, so that two workers on two cores do not fight; the same random start for every test."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,3 +12,16 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _same_start():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def shared_data():
+    """Finds a real set by its folder's name, in NEARKIN_DATA or ../shared/data; skips the test where it is absent."""
+    home = Path(os.environ.get("NEARKIN_DATA") or Path(__file__).parents[2] / "shared" / "data")
+
+    def find(name):
+        if not (home / name).exists():
+            pytest.skip(f"no {name} in {home} (set NEARKIN_DATA)")
+        return home / name
+
+    return find

@@ -1,5 +1,25 @@
 """Where items come from: sources, benchmark sets, splits."""
 
 from nearkin.data import glyphs
+from nearkin.data.inspection import inspect, lines
+from nearkin.data.items import Arrays, Files, Items, Members, Pairs, Pictures, Several
+from nearkin.data.sources import Source, load, sources
+from nearkin.data.splits import Parts, divide
 
-__all__ = ["glyphs"]
+__all__ = [
+    "Arrays",
+    "Files",
+    "Items",
+    "Members",
+    "Pairs",
+    "Parts",
+    "Pictures",
+    "Several",
+    "Source",
+    "divide",
+    "glyphs",
+    "inspect",
+    "lines",
+    "load",
+    "sources",
+]

@@ -1,0 +1,143 @@
+"""One argument says where items come from: a built-in name, a benchmark set, a folder or a file."""
+
+import difflib
+import importlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from nearkin.core import checks
+from nearkin.data import archives, embedded, folders, glyphs, tables, vectors
+from nearkin.data.benchmarks import BENCHMARKS
+from nearkin.data.benchmarks import read as read_benchmark
+from nearkin.data.items import Arrays, Items
+
+__all__ = ["Source", "load", "sources"]
+
+FILES = tuple(dict.fromkeys((*tables.KINDS, *vectors.KINDS, *archives.KINDS)))
+
+
+class Source(NamedTuple):
+    """A line of `sources()`: what to type, what it is, what has to be there."""
+
+    name: str
+    line: str
+    needs: str
+
+
+def sources() -> list[Source]:
+    """Everything `load` understands."""
+    own = [Source("glyphs", "letters and symbols in twelve typefaces, drawn on the spot (the default)", "nothing")]
+    sets = [Source(name, facts.line, f"--root: {facts.layout}") for name, (facts, _) in BENCHMARKS.items()]
+    return [
+        *own,
+        Source("FOLDER", "class folders, also under train, val, test", "FOLDER/heron/1.jpg (also in a .zip or .tar)"),
+        Source("TABLE", "a .csv, .tsv or .parquet", "path,label[,split], or path and numeric target columns"),
+        Source("VECTORS", "an .npz, .safetensors or .parquet", "embeddings with labels or targets, split if you like"),
+        *sets,
+    ]
+
+
+def load(
+    source: str | Path = "glyphs",
+    *,
+    root: str | Path | None = None,
+    seed: int = 0,
+    partial: bool = False,
+    labelled: bool = True,
+) -> Items:
+    """The items of a source.
+
+    root: where a benchmark set lies, or where the paths of a table start. seed: which drawing of `glyphs`.
+    partial: take what there is of a benchmark set and say so in `note`; else other counts than published are an error.
+    labelled: False also takes images without class folders, and tables and vectors without labels, as `embed` does.
+    """
+    checks.whole("seed", seed, 0)
+    name, base = os.fspath(source), None if root is None else Path(root).expanduser()
+    if name == "glyphs":
+        _without_root(name, base)
+        return _glyphs(seed)
+    if name in BENCHMARKS:
+        return read_benchmark(name, base, partial)
+    path = Path(name).expanduser()
+    try:
+        here, folder = path.exists(), path.is_dir()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f'source "{name[:80]}" cannot be looked at ({reason})') from None
+    if not name or not here:
+        raise _unknown(name, path)
+    if folder:
+        _without_root(name, base)
+        return folders.read(path, name, labelled)
+    return _file(path, name, base, labelled)
+
+
+def _file(path: Path, name: str, root: Path | None, labelled: bool) -> Items:
+    ending = path.suffix.lower()
+    if path.name.lower().endswith((*archives.KINDS, *archives.COMPRESSED)):
+        _without_root(name, root)
+        return folders.read(path, name, labelled)  # a compressed archive is refused there, with the way out
+    if ending not in FILES:
+        what = f'"{path.suffix}"' if ending else "no ending"
+        raise ValueError(f"{name}: a source must be a folder or a file that ends in {', '.join(FILES)}, got {what}")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{name}: its permissions do not allow reading it")
+    if ending in vectors.KINDS and not (ending == ".parquet" and _has_paths(path)):
+        _without_root(name, root)
+        return embedded.read(path, name, labelled)
+    return tables.read(path, name, root, labelled)
+
+
+def _has_paths(path: Path) -> bool:
+    """Whether a Parquet file lists pictures; one that cannot be read is left to the reader's sentence."""
+    try:
+        pyarrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
+    except ImportError:
+        return True
+    try:
+        return "path" in {column.strip().lower() for column in parquet.read_schema(path).names}
+    except (pyarrow.ArrowException, OSError):
+        return True
+
+
+def _glyphs(seed: int) -> Items:
+    drawn = glyphs.load(seed)
+    trained = set(drawn.split()[0].characters)
+    per_class = len(drawn.labels) // len(drawn.characters)
+    characters = [drawn.characters[label] for label in drawn.labels]
+    return Items(
+        name="glyphs",
+        names=[f"U+{ord(c):04X} {c} #{i % per_class}" for i, c in enumerate(characters)],
+        classes=list(drawn.characters),
+        labels=drawn.labels,
+        split=["train" if c in trained else "test" for c in characters],
+        pictures=Arrays(drawn.images),
+        note=f"glyphs: {len(drawn.characters)} characters, {per_class} drawings each; half to train, half to test",
+    )
+
+
+def _without_root(name: str, root: Path | None) -> None:
+    if root is not None:
+        known = ", ".join(BENCHMARKS)
+        raise ValueError(f"{name}: root is for benchmark sets ({known}) and tables, got {root}")
+
+
+def _unknown(name: str, path: Path) -> ValueError:
+    """A path that is not there, or a word that is no name: the nearest of what there is."""
+    looks_like_path = len(path.parts) > 1 or name.endswith(("/", os.sep)) or path.suffix.lower() in FILES
+    parent = path.parent
+    try:
+        beside = sorted(entry for entry in os.listdir(parent) if not entry.startswith("."))
+    except OSError:
+        beside = []
+    if looks_like_path:
+        if not parent.is_dir():
+            return ValueError(f"{name}: no such folder or file; {parent} is not a folder either")
+        near = difflib.get_close_matches(path.name, beside, 1)
+        hint = f'; did you mean "{parent / near[0]}"?' if near else ""
+        return ValueError(f"{name}: no such folder or file{hint}")
+    known = ["glyphs", *BENCHMARKS]
+    near = difflib.get_close_matches(name, known, 1) or difflib.get_close_matches(name, beside, 1)
+    hint = f'; did you mean "{near[0]}"?' if near else ";"
+    return ValueError(f'unknown source "{name}"{hint} known: {", ".join(known)}; or give a folder or a file')

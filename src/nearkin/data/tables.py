@@ -1,0 +1,179 @@
+"""A table of pictures: CSV, TSV or Parquet with `path,label[,split]`, or with `path` and numeric target columns.
+
+path      relative to the table's folder (or to `root`), or absolute
+label     the class, any text
+split     train, val, test, query or gallery
+target…   numbers: `target`, or `target_1`, `target_2`, … Without a `label` and without a column of such a name,
+          every further column is a target, and has to be numeric
+"""
+
+import csv
+import importlib
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.data.folders import SPLIT_NAMES, numbered
+from nearkin.data.items import Files, Items
+from nearkin.data.trees import printable
+
+__all__ = ["KINDS", "read", "some"]
+
+KINDS = (".csv", ".tsv", ".parquet")
+
+
+class Table(NamedTuple):
+    """Columns of text, by their names in small letters, and the row of each entry as the user counts it."""
+
+    name: str
+    columns: dict[str, list[str]]
+    rows: list[int]
+
+
+def read(path: Path, name: str, root: Path | None = None, labelled: bool = True) -> Items:
+    """Every row an item; a table that cannot be used is answered with one sentence that names its rows."""
+    table = _parquet(path, name) if path.suffix.lower() == ".parquet" else _text(path, name)
+    _needs(table, "path")
+    if not table.rows:
+        raise ValueError(f"{name}: it has no rows")
+    columns = table.columns
+    _refuse(table, "path", "have no path", lambda cell: not cell)
+    _unique(table)
+    base = path.parent if root is None else root
+    paths = [os.path.join(base, cell) for cell in columns["path"]]
+    here = dict(zip(columns["path"], map(os.path.isfile, paths), strict=True))
+    _refuse(table, "path", f"name files that are not there (paths start at {base})", lambda cell: not here[cell])
+    labels, targets = columns.get("label"), _targets(table) if labelled else None
+    if labels is None and targets is None and labelled:
+        raise ValueError(f'{name}: it must have a column "label" or numeric target columns beside "path"')
+    if labels is not None:
+        _refuse(table, "label", "have no label", lambda cell: not cell)
+    classes, ids = numbered(labels) if labels is not None else ([], None)
+    used = {"path", "label", "split", *_target_names(table)}
+    return Items(
+        name=name,
+        names=[printable(cell) for cell in columns["path"]],
+        classes=classes,
+        labels=ids,
+        targets=targets,
+        split=_split(table),
+        pictures=Files(paths),
+        note=f"{name}: " + ("its own split" if "split" in columns else "no split of its own"),
+        ignored=[f'column "{key}", which is not used' for key in columns if key not in used],
+    )
+
+
+def some(entries: list[str]) -> str:
+    """The first three."""
+    return ", ".join(entries[:3]) + (", …" if len(entries) > 3 else "")
+
+
+def _text(path: Path, name: str) -> Table:
+    """Comma or tab, and in a .csv whose heading has no comma, semicolon, as some spreadsheets write."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            mark = "\t" if path.suffix.lower() == ".tsv" else ";" if ";" in first and "," not in first else ","
+            reader = csv.reader(file, delimiter=mark, strict=True)
+            lines = [(reader.line_num, [cell.strip() for cell in line]) for line in reader if line]
+    except PermissionError:
+        raise ValueError(f"{name}: its permissions do not allow reading it") from None
+    except (UnicodeDecodeError, csv.Error, OSError) as error:
+        raise ValueError(f"{name}: not a readable table ({error})") from None
+    if not lines:
+        raise ValueError(f"{name}: it is empty; it must begin with the names of its columns, such as path,label")
+    heading = _heading(name, lines[0][1])
+    for number, line in lines[1:]:
+        if len(line) != len(heading):
+            raise ValueError(f"{name}: row {number} must have {len(heading)} cells as the heading has, got {len(line)}")
+    columns = {key: [line[c] for _, line in lines[1:]] for c, key in enumerate(heading)}
+    return Table(name, columns, [number for number, _ in lines[1:]])
+
+
+def _parquet(path: Path, name: str) -> Table:
+    try:
+        pyarrow, parquet = (importlib.import_module(module) for module in ("pyarrow", "pyarrow.parquet"))
+    except ImportError:
+        raise ValueError(f"{name}: reading .parquet needs pyarrow: pip install 'nearkin[parquet]'") from None
+    try:
+        table = parquet.read_table(path)
+    except PermissionError:
+        raise ValueError(f"{name}: its permissions do not allow reading it") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{name}: not a readable .parquet file ({' '.join(str(error).split())})") from None
+    heading = _heading(name, table.column_names)
+    columns = {
+        key: ["" if cell is None else str(cell) for cell in table.column(c).to_pylist()]
+        for c, key in enumerate(heading)
+    }
+    return Table(name, columns, list(range(1, table.num_rows + 1)))
+
+
+def _heading(name: str, cells: list[str]) -> list[str]:
+    heading = [cell.strip().lower() for cell in cells]
+    twice = [key for key, count in Counter(heading).items() if count > 1]
+    if twice:
+        raise ValueError(f'{name}: columns must have different names, got "{twice[0]}" twice')
+    return heading
+
+
+def _needs(table: Table, key: str) -> None:
+    if key not in table.columns:
+        raise ValueError(f'{table.name}: no column "{key}" among its columns: {", ".join(table.columns)}')
+
+
+def _refuse(table: Table, key: str, what: str, wrong: Callable[[str], bool]) -> None:
+    bad = [(row, cell) for row, cell in zip(table.rows, table.columns[key], strict=True) if wrong(cell)]
+    if bad:
+        shown = some([f"row {row}" + (f": {printable(cell)}" if cell else "") for row, cell in bad])
+        raise ValueError(f"{table.name}: {len(bad)} of {len(table.rows)} rows {what} ({shown})")
+
+
+def _unique(table: Table) -> None:
+    """Two rows for one file would be found as each other's nearest neighbour, or contradict each other."""
+    places: dict[str, list[int]] = {}
+    for row, cell in zip(table.rows, table.columns["path"], strict=True):
+        places.setdefault(os.path.normpath(cell), []).append(row)
+    twice = [f"{printable(cell)} in rows {some([str(r) for r in rows])}" for cell, rows in places.items() if rows[1:]]
+    if twice:
+        paths = "1 path is" if len(twice) == 1 else f"{len(twice)} paths are"
+        raise ValueError(f"{table.name}: {paths} listed more than once ({some(twice)})")
+
+
+def _target_names(table: Table) -> list[str]:
+    named = [key for key in table.columns if key == "target" or key.startswith("target_")]
+    if named or "label" in table.columns:
+        return named
+    return [key for key in table.columns if key not in ("path", "split")]
+
+
+def _targets(table: Table) -> NDArray[np.float64] | None:
+    names = _target_names(table)
+    for key in names:
+        way = "" if key.startswith("target") else ', and without a "label" column every further column is a target'
+        _refuse(table, key, f'have no finite number in column "{key}"{way}', lambda cell: not _is_number(cell))
+    if not names:
+        return None
+    numbers = np.array([[float(cell) for cell in table.columns[key]] for key in names], np.float64).T
+    return np.ascontiguousarray(numbers[:, 0] if len(names) == 1 else numbers)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return bool(np.isfinite(float(cell)))
+    except ValueError:
+        return False
+
+
+def _split(table: Table) -> list[str] | None:
+    if "split" not in table.columns:
+        return None
+    known = ", ".join(dict.fromkeys(SPLIT_NAMES.values()))
+    _refuse(table, "split", f"have a split that is none of {known}", lambda cell: cell.lower() not in SPLIT_NAMES)
+    return [SPLIT_NAMES[cell.lower()] for cell in table.columns["split"]]
