@@ -1,0 +1,194 @@
+"""One picture: from the bytes of a file to a small square of grey or colour pixels, or a sentence saying why not."""
+
+import io
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.core import checks
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["FITS", "MAX_PIXELS", "Unreadable", "decode", "square"]
+
+DECODER = 1  # raise whenever the same file would give other pixels: it is part of the key of every cache
+MAX_PIXELS = 250_000_000  # today's largest phone pictures have 200 million
+FITS = ("crop", "squash", "pad")
+# Only formats that hold pixels: others start programs (EPS) or draw (WMF), and a stranger's file shall do neither.
+FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "AVIF", "HEIF", "JPEG2000", "PPM", "ICO")
+DRAFT = 2  # a JPEG is decoded at the smallest 1/1, 1/2, 1/4, 1/8 that still has this many times the pixels needed
+
+_opening = threading.Lock()
+
+
+class Unreadable(ValueError):
+    """A picture that cannot be had; the message completes a sentence that begins with its name."""
+
+
+def decode(data: bytes | NDArray[Any], *, max_pixels: int = MAX_PIXELS, enough: int | None = None) -> "Image.Image":
+    """The picture upright in mode "L" (grey) or "RGB", 8 bits a channel; whatever is wrong with it is `Unreadable`.
+
+    data: the bytes of a file, or pixels (H, W), (H, W, 1), (H, W, 3) or (H, W, 4).
+    - A file that ends early is unreadable, never a picture with a grey rest. Damage in the middle of a JPEG that the
+      format itself does not notice is not noticed here either.
+    - max_pixels is checked from the header, before anything is decoded.
+    - enough: no side needs more pixels than this, so that a big JPEG may be decoded at 1/2, 1/4 or 1/8.
+    - Transparency is laid over white. Of an animation the first frame is taken. EXIF orientation is applied.
+    - 16 bits a channel are scaled by 1/257. Other whole numbers and floats are taken as 0..1, 0..255 or 0..65535, the
+      smallest of these ranges that holds the picture, or else from its own minimum to its maximum.
+    """
+    from PIL import ImageOps
+
+    if isinstance(data, np.ndarray):
+        return _from_array(data, max_pixels)
+    if not data:
+        raise Unreadable("is empty (0 bytes)")
+    image = _open(data, max_pixels)
+    try:
+        if enough is not None:
+            image.draft(None, (DRAFT * enough, DRAFT * enough))
+        image.load()
+        upright = image
+        with suppress(Exception):  # metadata that cannot be read costs the rotation, not the picture
+            upright = ImageOps.exif_transpose(image)
+        return _plain(upright)
+    except Unreadable:
+        raise
+    except MemoryError:
+        width, height = image.size
+        raise Unreadable(f"does not fit in memory ({width} x {height} pixels)") from None
+    except Exception as error:  # decoders raise whatever they like
+        if "truncated" in str(error).lower():
+            raise Unreadable("is truncated: the file ends before the picture does") from None
+        raise Unreadable(f"is damaged ({_short(error)})") from None
+
+
+def square(
+    data: bytes | NDArray[Any],
+    *,
+    side: int,
+    fit: str = "crop",
+    channels: int = 3,
+    max_pixels: int = MAX_PIXELS,
+) -> NDArray[np.uint8]:
+    """The picture decoded and resized to (side, side, channels).
+
+    fit: "crop" brings the short side to `side` and cuts off the ends of the long one; "squash" changes the aspect;
+    "pad" keeps everything and fills the rest with the mean colour of the picture's edge. Smaller is Lanczos, larger
+    bicubic; a picture that has the size already keeps its pixels.
+    """
+    checks.one_of("fit", fit, FITS)
+    image = decode(data, max_pixels=max_pixels, enough=side)
+    if channels == 1 and image.mode != "L":
+        image = image.convert("L")
+    pixels = np.asarray(_resized(image, side, fit), np.uint8)
+    return pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], channels, axis=2)
+
+
+def _open(data: bytes, max_pixels: int) -> "Image.Image":
+    """The header only. Pillow's own cap is a global; ours is an argument, so the former is off while we look."""
+    from PIL import Image, UnidentifiedImageError
+
+    with _opening:
+        before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            Image.init()
+            image = Image.open(io.BytesIO(data), formats=[f for f in FORMATS if f in Image.OPEN])
+        except UnidentifiedImageError:
+            raise Unreadable(f"is not a picture of a known format (its first bytes are {data[:8]!r})") from None
+        except Exception as error:
+            raise Unreadable(f"is damaged ({_short(error)})") from None
+        finally:
+            Image.MAX_IMAGE_PIXELS = before
+    _check_pixels(*image.size, max_pixels)
+    return image
+
+
+def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise Unreadable(f"has {width} x {height} pixels, more than max_pixels = {max_pixels}")
+
+
+def _short(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:100] or type(error).__name__
+
+
+def _plain(image: "Image.Image") -> "Image.Image":
+    """Any mode of Pillow as "L" or "RGB"."""
+    from PIL import Image
+
+    if image.mode.startswith(("I", "F")):
+        return Image.fromarray(_eight_bits(np.asarray(image)))
+    if image.has_transparency_data:
+        grey = image.mode in ("1", "L", "LA", "La")
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return image.convert("L" if grey else "RGB")
+    if image.mode in ("1", "L", "LA", "La"):
+        return image.convert("L")
+    return image.convert("RGB")
+
+
+def _from_array(pixels: NDArray[Any], max_pixels: int) -> "Image.Image":
+    from PIL import Image
+
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[..., 0]
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)) or pixels.size == 0:
+        raise Unreadable(f"must have shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {pixels.shape}")
+    _check_pixels(pixels.shape[1], pixels.shape[0], max_pixels)
+    return _plain(Image.fromarray(np.ascontiguousarray(_eight_bits(pixels))))
+
+
+def _eight_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Numbers of any type as 0..255."""
+    if values.dtype == np.uint8:
+        return values
+    if values.dtype == np.bool_:
+        return values.astype(np.uint8) * np.uint8(255)
+    if values.dtype.kind == "u" and values.dtype.itemsize == 2:  # of either byte order
+        return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    real = values.astype(np.float64)
+    if not np.isfinite(real).all():
+        raise Unreadable("has pixels that are NaN or infinite")
+    low, high = float(real.min()), float(real.max())
+    whole = not np.issubdtype(values.dtype, np.floating)
+    tops = (65535.0,) if whole else (1.0, 255.0, 65535.0)  # Pillow widens 16-bit files to 32-bit whole numbers
+    top = next((top for top in tops if low >= 0 and high <= top), None)
+    if top is not None:
+        low, high = 0.0, top
+    return np.rint((real - low) * (255.0 / max(high - low, 1e-300))).clip(0, 255).astype(np.uint8)
+
+
+def _resized(image: "Image.Image", side: int, fit: str) -> "Image.Image":
+    from PIL import Image
+
+    width, height = image.size
+    if fit == "pad" and width != height:
+        return _padded(image, side)
+    short = min(width, height)
+    left, top = ((width - short) / 2, (height - short) / 2) if fit == "crop" else (0.0, 0.0)
+    box = (left, top, left + short, top + short) if fit == "crop" else (0.0, 0.0, width, height)
+    if short == side:
+        box = tuple(float(int(edge)) for edge in box)  # type: ignore[assignment]  # whole pixels: an exact copy
+    filter_ = Image.Resampling.LANCZOS if short > side else Image.Resampling.BICUBIC
+    return image.resize((side, side), filter_, box, reducing_gap=3.0)
+
+
+def _padded(image: "Image.Image", side: int) -> "Image.Image":
+    from PIL import Image
+
+    long = max(image.size)
+    size = tuple(max(1, round(length * side / long)) for length in image.size)
+    filter_ = Image.Resampling.LANCZOS if long > side else Image.Resampling.BICUBIC
+    inner = image.resize((size[0], size[1]), filter_, reducing_gap=3.0)
+    pixels = np.asarray(inner, np.float64)
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    fill = np.rint(edge.mean(0)).astype(int).tolist()
+    frame = Image.new(image.mode, (side, side), fill if isinstance(fill, int) else tuple(fill))
+    frame.paste(inner, ((side - size[0]) // 2, (side - size[1]) // 2))
+    return frame
