@@ -1,0 +1,138 @@
+"""The encoder: input prepared, backbone, pooling, projection, length 1."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from nearkin.core import checks, distances
+from nearkin.models.pooling import Pooling
+
+__all__ = ["Encoder", "Head"]
+
+
+class Head(nn.Module):
+    """Pooling, LayerNorm, projection, length 1: what stands behind a backbone of `width` features.
+
+    layer_norm: on the pooled features, before the projection, as normalised softmax and Proxy-NCA++ have it; True with
+    learned scale and shift, "plain" without. dim None or 0: no projection. Gives float32 (float64 from float64).
+    """
+
+    def __init__(self, width: int, pooling: Pooling, dim: int | None, layer_norm: bool | str, normalize: bool) -> None:
+        super().__init__()
+        self.width, self.pooling, self.normalize = width, pooling, normalize
+        self.norm = nn.LayerNorm(width, elementwise_affine=layer_norm is True) if layer_norm else nn.Identity()
+        self.projection = nn.Linear(width, dim) if dim else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pooling(x)
+        if isinstance(self.norm, nn.LayerNorm) and self.norm.weight is not None:
+            x = x.to(self.norm.weight.dtype)  # pooling gave float32, and the model may be in half precision
+        x = self.norm(x)
+        if isinstance(self.projection, nn.Linear):
+            x = self.projection(x.to(self.projection.weight.dtype))
+        if self.normalize:
+            return distances.unit(x)
+        return x if x.dtype == torch.float64 else x.float()
+
+
+class Encoder(nn.Module):
+    """Pictures (B, channels, size, size) with values in [0, 1], or vectors (B, features) → embeddings (B, dim).
+
+    `models.build` makes one. Mean and deviation of the input live inside. `backbone` and `head` together hold every
+    parameter once, so that each can have its own learning rate. `settings` are the arguments with which `build` makes
+    the same architecture; `pretrained` says whether its weights began with those of another task.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        head: Head,
+        *,
+        shape: Sequence[int],
+        mean: Sequence[float],
+        std: Sequence[float],
+        settings: dict[str, Any],
+        pretrained: bool = False,
+    ) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+        self.shape = tuple(shape)  # of one item: (channels, size, size) or (features,)
+        self.settings, self.pretrained = settings, pretrained
+        ones = (1,) * (len(self.shape) - 1)
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).reshape(-1, *ones))
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).reshape(-1, *ones))
+        self.backbone_frozen = self.norms_frozen = False
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of an embedding."""
+        return int(self.settings["dim"] or self.head.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self._map(x))
+        return result
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the backbone says before the head has learned anything: pooled, (B, width), not normalised."""
+        result: Tensor = self.head.pooling(self._map(x))
+        return result
+
+    def _map(self, x: Tensor) -> Tensor:
+        self._check(x)
+        # A grey picture meets a mean of three colours: broadcasting makes it a colour picture of three equal channels.
+        x = (x.to(self.mean.dtype) - self.mean) / self.std
+        result: Tensor = self.backbone(x)
+        return result
+
+    def _check(self, x: object) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"input must be a torch tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"input must be floating point, pictures in [0, 1], got {x.dtype}")
+        if x.dim() != 1 + len(self.shape) or tuple(x.shape[1:]) != self.shape:
+            wanted = ", ".join(map(str, self.shape))
+            raise ValueError(f"input must have shape (rows, {wanted}), got {tuple(x.shape)}")
+
+    @torch.no_grad()
+    def standardize(self, x: Tensor) -> "Encoder":
+        """Takes mean and deviation of each feature, or of each channel, from these inputs; a constant one is only
+        centred. Meant for the training items, before training."""
+        self._check(x)
+        if len(x) == 0:
+            raise ValueError("input must have at least one row, got none")
+        if self.mean.shape[0] != self.shape[0]:
+            raise ValueError("standardize is for encoders that begin with no weights of others, whose mean is given")
+        rows = x.to(distances.wide(x)).movedim(1, -1).flatten(0, -2)  # (items or pixels, features or channels)
+        checks.finite("input", rows)
+        mean, std = rows.mean(0), rows.std(0, correction=0)
+        std = torch.where(std > 1e-6 * mean.abs().clamp(min=1e-30), std, 1.0)
+        self.mean.copy_(mean.reshape(self.mean.shape))
+        self.std.copy_(std.reshape(self.std.shape))
+        return self
+
+    def freeze_backbone(self, frozen: bool = True) -> "Encoder":
+        """The backbone neither learns nor moves its statistics nor drops anything, until it is let go."""
+        self.backbone_frozen = frozen
+        self.backbone.requires_grad_(not frozen)
+        return self.train(self.training)
+
+    def freeze_norms(self, frozen: bool = True) -> "Encoder":
+        """BatchNorm uses its stored statistics and leaves them, also in training; its scale and shift still learn."""
+        self.norms_frozen = frozen
+        return self.train(self.training)
+
+    def train(self, mode: bool = True) -> "Encoder":
+        super().train(mode)
+        if self.backbone_frozen:
+            self.backbone.eval()
+        if self.norms_frozen:
+            for module in self.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+        return self

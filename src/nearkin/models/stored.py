@@ -1,0 +1,120 @@
+"""An encoder in a folder: encoder.json says what it is, model.safetensors holds its weights."""
+
+import hashlib
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nearkin.core import files
+from nearkin.models.choice import build
+from nearkin.models.encoder import Encoder
+
+__all__ = ["load", "save"]
+
+FORMAT = 1  # raise when a reader of today could not make sense of the folder
+DESCRIPTION, WEIGHTS = "encoder.json", "model.safetensors"
+
+
+def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | None = None) -> None:
+    """Writes both files into the folder, which is made if need be; what stood there before stays until both are whole.
+
+    preparation: whatever a user of the encoder must know to feed it (JSON), handed back by `load`. Between the two
+    renames at the end lies an instant in which the files do not belong together; the checksum in encoder.json tells.
+    """
+    from safetensors.torch import save as to_bytes
+
+    state = {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in encoder.state_dict().items()
+    }
+    weights = to_bytes(state, {"format": "pt"})
+    description = {
+        "format": FORMAT,
+        "nearkin": version("nearkin"),
+        "settings": encoder.settings,
+        "pretrained": encoder.pretrained,
+        "preparation": preparation or {},
+        "weights_sha256": hashlib.sha256(weights).hexdigest(),
+    }
+    try:
+        text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"preparation must be plain JSON values: {error}") from None
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.replacing(folder / DESCRIPTION) as said:
+        said.write(text.encode())
+        said.flush()
+        os.fsync(said.fileno())  # so that nothing slow is left to do once the weights have their name
+        files.write_bytes(folder / WEIGHTS, weights)
+
+
+def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encoder, dict[str, Any]]:
+    """The encoder in evaluation mode, and the preparation that was saved with it; nothing is downloaded."""
+    folder = Path(folder)
+    said = _description(folder / DESCRIPTION)
+    weights = _read(folder / WEIGHTS)
+    digest = hashlib.sha256(weights).hexdigest()
+    if digest != said["weights_sha256"]:
+        raise ValueError(
+            f"{folder / WEIGHTS} is damaged or of another encoder: "
+            f"its sha256 is {digest[:12]}…, {DESCRIPTION} says {str(said['weights_sha256'])[:12]}…"
+        )
+    try:
+        encoder = build(**said["settings"], pretrained=False)
+    except ModuleNotFoundError:
+        raise  # its sentence says what to install
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / DESCRIPTION} describes no encoder that can be built: {error}") from None
+    _fill(encoder, weights, folder / WEIGHTS)
+    encoder.pretrained = said["pretrained"]
+    return encoder.to(device).eval(), said["preparation"]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path} is not there; a saved encoder is a folder with {DESCRIPTION}, {WEIGHTS}"
+        ) from None
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _description(path: Path) -> dict[str, Any]:
+    content = _read(path)
+    try:
+        said = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, not JSON: {error}") from None
+    kinds = {"format": int, "settings": dict, "pretrained": bool, "preparation": dict, "weights_sha256": str}
+    if not isinstance(said, dict) or not all(isinstance(said.get(key), kind) for key, kind in kinds.items()):
+        raise ValueError(f"{path} is not the description of an encoder, which has: {', '.join(kinds)}")
+    if said["format"] != FORMAT:
+        raise ValueError(f"{path} has format {said['format']}, this version of nearkin reads format {FORMAT}")
+    return said
+
+
+def _fill(encoder: Encoder, weights: bytes, path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load as from_bytes
+
+    try:
+        state = from_bytes(weights)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from None
+    wanted = encoder.state_dict()
+    if missing := sorted(wanted.keys() ^ state.keys()):
+        raise ValueError(f"{path} does not fit its description: {len(missing)} names differ, such as {missing[0]}")
+    for name, tensor in wanted.items():
+        if tensor.shape != state[name].shape:
+            got = tuple(state[name].shape)
+            raise ValueError(f"{path} does not fit its description: {name} is {got}, {tuple(tensor.shape)} expected")
+    if half := next((t.dtype for t in state.values() if t.dtype in (torch.float16, torch.bfloat16)), None):
+        encoder.to(half)
+    encoder.load_state_dict(state)
