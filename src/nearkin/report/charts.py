@@ -1,0 +1,278 @@
+"""Small SVG charts: nice ticks, labels at the lines, a tooltip at each mark. Colours come from the page's style."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nearkin.report.words import escape, finite, number, percent, share, shown
+
+__all__ = ["Bars", "Line", "Mark", "bar", "histogram", "intervals", "lines", "smoothed", "ticks"]
+
+WIDTH, HEIGHT = 440, 220
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 38
+MOST_POINTS = 400  # drawn of a line: more cannot be seen at this width
+HOVERED = 60  # places of a line that answer the pointer
+
+Format = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """ys over xs; a value that is no number is a gap. style: "main", "other" or "faint"."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float | None]
+    style: str = "main"
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Counts over bins that others share, and the mean of what was counted."""
+
+    name: str
+    style: str
+    counts: Sequence[int]
+    mean: float | None
+
+    @property
+    def shares(self) -> list[float]:
+        total = sum(self.counts)
+        return [n / total for n in self.counts]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One place worth naming."""
+
+    x: float
+    y: float
+    text: str
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """At most `most` + 1 round numbers within [low, high]: steps of 1, 2 or 5 times a power of ten."""
+    span = high - low
+    if not span > 0 or not math.isfinite(span):
+        return [low]
+    step = 10.0 ** math.floor(math.log10(span / most))
+    step *= next((m for m in (1, 2, 5, 10) if span / (step * m) <= most + 1e-9), 10)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def smoothed(ys: Sequence[float | None], window: float) -> list[float | None]:
+    """Exponential mean whose first values are not pulled to zero; what is no number stays out of it."""
+    keep, total, weight = 1 - 1 / max(window, 1.0), 0.0, 0.0
+    out: list[float | None] = []
+    for y in ys:
+        if y is None:
+            out.append(None)
+            continue
+        total, weight = keep * total + y, keep * weight + 1
+        out.append(total / weight)
+    return out
+
+
+def lines(
+    series: Sequence[Line],
+    *,
+    title: str,
+    x_label: str,
+    form: Format = number,
+    marks: Sequence[Mark] = (),
+    from_zero: bool = False,
+) -> str:
+    """Lines over a common axis; "" where nothing can be drawn."""
+    values = [y for line in series for y in map(finite, line.ys) if y is not None]
+    places = [x for line in series for x, y in zip(line.xs, line.ys, strict=True) if finite(y) is not None]
+    if not values:
+        return ""
+    low, high = _range(values, from_zero)
+    first, last = min(places), max(places)
+    named = [line for line in series if line.name and line.style != "faint"]
+    right = RIGHT if len(named) < 2 else 12 + 7.5 * max(len(line.name) for line in named)
+    frame = _Frame((first, last if last > first else first + 1), (low, high), right)
+    parts = [frame.axes(form, x_label)]
+    behind = sorted(series, key=lambda line: line.style != "faint")
+    parts += [_line(frame, line, form, x_label) for line in behind]
+    if len(named) > 1:
+        parts += _end_labels(frame, named)
+    parts += [_mark(frame, mark) for mark in marks]
+    return _svg(title, WIDTH, HEIGHT, "".join(parts))
+
+
+def histogram(edges: Sequence[float], groups: Sequence[Bars], *, title: str, x_label: str, width: float = WIDTH) -> str:
+    """Filled steps of shares over common bins, each group named where it is highest; "" where there is none."""
+    groups = [group for group in groups if sum(group.counts)]
+    if not groups:
+        return ""
+    used = [i for group in groups for i, n in enumerate(group.counts) if n]
+    first, last = max(0, min(used) - 1), min(len(edges) - 2, max(used) + 1)
+    highest = max(max(group.shares) for group in groups)
+    frame = _Frame((edges[first], edges[last + 1]), (0.0, 1.2 * highest), RIGHT, width)
+    parts = [frame.axes(percent, x_label)]
+    for group in groups:
+        outline, bars = [f"{frame.x(edges[first]):.1f},{frame.base}"], []
+        for i in range(first, last + 1):
+            x0, x1, y = frame.x(edges[i]), frame.x(edges[i + 1]), frame.y(group.shares[i])
+            outline += [f"{x0:.1f},{y:.1f}", f"{x1:.1f},{y:.1f}"]
+            between = f"{group.name}, {number(edges[i])} to {number(edges[i + 1])}"
+            tip = f"{between}: {share(group.shares[i])} ({number(group.counts[i])} pairs)"
+            box = f'<rect x="{x0:.1f}" y="{y:.1f}" width="{x1 - x0:.1f}" height="{frame.base - y:.1f}"/>'
+            bars += [_hover(box, tip)] if group.counts[i] else []
+        outline.append(f"{frame.x(edges[last + 1]):.1f},{frame.base}")
+        parts.append(f'<polygon class="area {group.style}" points="{" ".join(outline)}"/>')
+        parts.append(f'<g class="hover">{"".join(bars)}</g>')
+    parts += _peak_labels(frame, edges, groups)
+    return _svg(title, width, HEIGHT, "".join(parts))
+
+
+def intervals(values: Sequence[tuple[str, str, object, object, object]], name: str) -> str:
+    """One strip from 0 to 1: (who, style, value, low, high), a line for the interval and a mark for the value."""
+    width, height = 260, 30
+    parts = [f'<line class="strip" x1="6" x2="{width - 6}" y1="{height / 2}" y2="{height / 2}"/>']
+    for at in (0.0, 0.5, 1.0):
+        x = 6 + at * (width - 12)
+        parts.append(f'<line class="strip" x1="{x}" x2="{x}" y1="{height / 2 - 3}" y2="{height / 2 + 3}"/>')
+    for who, style, value, low, top in reversed(values):
+        v, a, b = finite(value), finite(low), finite(top)
+        if v is None:
+            continue
+        x, x0, x1 = (6 + (width - 12) * min(max(n, 0), 1) for n in (v, v if a is None else a, v if b is None else b))
+        tip = f"{who}: {shown(name, v)}" + (
+            "" if a is None or b is None else f" ({shown(name, a)} to {shown(name, b)})"
+        )
+        shape = {
+            "trained": f'<circle cx="{x:.1f}" cy="{height / 2}" r="3.6"/>',
+            "untrained": f'<circle class="hollow" cx="{x:.1f}" cy="{height / 2}" r="3.2"/>',
+        }.get(style, f'<rect x="{x - 3:.1f}" y="{height / 2 - 3}" width="6" height="6"/>')
+        band = f'<rect class="band" x="{x0:.1f}" y="{height / 2 - 8}" width="{x1 - x0:.1f}" height="16" rx="2"/>'
+        title = f"<title>{escape(tip)}</title>"
+        known = style if style in ("trained", "untrained", "baseline") else "other"
+        parts.append(f'<g class="mark {known}">{title}{"" if a is None else band}{shape}</g>')
+    said = "; ".join(f"{who} {shown(name, value)}" for who, _, value, _, _ in values)
+    return _svg(said, width, height, "".join(parts), "plot strip-plot")
+
+
+def bar(value: object, style: str = "") -> str:
+    """A share as a bar of the page's own boxes; the number stands beside it, so it is hidden from readers of text."""
+    n = min(max(finite(value) or 0.0, 0.0), 1.0)
+    return f'<span class="bar {style}" aria-hidden="true"><span style="width:{100 * n:.1f}%"></span></span>'
+
+
+class _Frame:
+    """Where values stand in the picture."""
+
+    def __init__(self, xs: tuple[float, float], ys: tuple[float, float], right: float, width: float = WIDTH) -> None:
+        self.xs, self.ys, self.width, self.right = xs, ys, width, width - right
+        self.base = HEIGHT - BOTTOM
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.xs[0]) / (self.xs[1] - self.xs[0]) * (self.right - LEFT)
+
+    def y(self, value: float) -> float:
+        return self.base - (value - self.ys[0]) / (self.ys[1] - self.ys[0]) * (self.base - TOP)
+
+    def axes(self, form: Format, x_label: str) -> str:
+        parts = []
+        for value in ticks(*self.ys, most=4):
+            y = self.y(value)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text class="tick end" x="{LEFT - 7}" y="{y + 3.8:.1f}">{escape(form(value))}</text>')
+        for value in ticks(*self.xs, most=5 if self.width == WIDTH else 10):
+            x = self.x(value)
+            parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{self.base}" y2="{self.base + 4}"/>')
+            parts.append(f'<text class="tick mid" x="{x:.1f}" y="{self.base + 16}">{number(value)}</text>')
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.right:.1f}" y1="{self.base}" y2="{self.base}"/>')
+        middle = (LEFT + self.right) / 2
+        parts.append(f'<text class="tick mid label" x="{middle:.1f}" y="{HEIGHT - 5}">{escape(x_label)}</text>')
+        return "".join(parts)
+
+
+def _range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
+    """Outliers at the top (a loss that once jumped) stay in; the ends are rounded out to ticks."""
+    low, high = min(values), max(values)
+    if from_zero and low > 0:
+        low = 0.0
+    if high - low <= 1e-12 * max(abs(high), abs(low), 1e-300):  # one value: room around it
+        room = abs(high) / 2 or 1.0
+        return (0.0 if from_zero and low >= 0 else low - room), high + room
+    marks = ticks(low, high, 4)
+    step = marks[1] - marks[0] if len(marks) > 1 else high - low
+    return step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
+
+
+def _line(frame: _Frame, line: Line, form: Format, x_label: str) -> str:
+    points = [(float(x), finite(y)) for x, y in zip(line.xs, line.ys, strict=True)]
+    stride = max(1, math.ceil(len(points) / MOST_POINTS))
+    points = points[:-1:stride] + points[-1:]
+    path, pen, drawn = [], "M", []
+    for x, y in points:
+        if y is None:
+            pen = "M"
+            continue
+        path.append(f"{pen}{frame.x(x):.1f} {frame.y(y):.1f}")
+        drawn.append((x, y))
+        pen = "L"
+    if not drawn:
+        return ""
+    parts = [f'<path class="line {line.style}" d="{"".join(path)}"/>']
+    if line.style != "faint":
+        few = len(drawn) <= 25
+        for x, y in drawn[:: max(1, math.ceil(len(drawn) / HOVERED))]:
+            tip = f"{line.name + ', ' if line.name else ''}{x_label} {number(x, 6)}: {form(y)}"
+            dot = f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{2.4 if few else 6}"/>'
+            parts.append(f'<g class="{f"dot {line.style}" if few else "hover"}">{_hover(dot, tip)}</g>')
+    return "".join(parts)
+
+
+def _end_labels(frame: _Frame, named: Sequence[Line]) -> list[str]:
+    """Names at the lines' ends, pushed apart where they would meet."""
+    ends = []
+    for line in named:
+        drawn = [y for y in map(finite, line.ys) if y is not None]
+        ends += [(frame.y(drawn[-1]), line.style, line.name)] if drawn else []
+    parts, last = [], -math.inf
+    for y, style, name in sorted(ends):
+        last = max(y, last + 13)
+        parts.append(f'<text class="name {style}" x="{frame.right + 7:.1f}" y="{last + 4:.1f}">{escape(name)}</text>')
+    return parts
+
+
+def _mark(frame: _Frame, mark: Mark) -> str:
+    x, y = frame.x(mark.x), frame.y(mark.y)
+    left = x > (LEFT + frame.right) / 2
+    below = y < TOP + 18
+    at = f'x="{x + (-9 if left else 9):.1f}" y="{y + (19 if below else -9):.1f}"'
+    return (
+        f'<line class="best" x1="{x:.1f}" x2="{x:.1f}" y1="{y + 6:.1f}" y2="{frame.base}"/>'
+        f'<circle class="best" cx="{x:.1f}" cy="{y:.1f}" r="5.5"/>'
+        f'<text class="name best {"end" if left else ""}" {at}>{escape(mark.text)}</text>'
+    )
+
+
+def _peak_labels(frame: _Frame, edges: Sequence[float], groups: Sequence[Bars]) -> list[str]:
+    """A name above each peak; names that would meet stand one above the other."""
+    parts: list[str] = []
+    taken: list[tuple[float, float, float]] = []
+    for group in groups:
+        peak = max(range(len(group.counts)), key=lambda i: group.counts[i])
+        text = group.name if group.mean is None else f"{group.name}, mean {number(group.mean)}"
+        half = 3.3 * len(text)
+        x = min(max(frame.x((edges[peak] + edges[peak + 1]) / 2), LEFT + half), frame.right - half)
+        y = max(frame.y(group.shares[peak]) - 7, 11.0)
+        while any(abs(x - other) < half + width and abs(y - height) < 14 for other, height, width in taken):
+            y -= 15
+        taken.append((x, y, half))
+        parts.append(f'<text class="name mid {group.style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>')
+    return parts
+
+
+def _hover(shape: str, tip: str) -> str:
+    return shape.replace("/>", f"><title>{escape(tip)}</title></{shape[1:].split()[0]}>")
+
+
+def _svg(title: str, width: float, height: float, content: str, style: str = "plot") -> str:
+    size = f"0 0 {width:g} {height:g}"
+    return f'<svg class="{style}" viewBox="{size}" role="img" aria-label="{escape(title)}">{content}</svg>'

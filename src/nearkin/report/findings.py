@@ -1,0 +1,65 @@
+"""What a report is made of, checked once; everything after it may trust its shapes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearkin.core import checks
+from nearkin.core.relations import UNKNOWN
+
+__all__ = ["Findings", "check", "usable"]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A run's findings: what was trained on what, how it went, and the embeddings of the test items.
+
+    `labels` where there are classes (-1 is unknown), `targets` where there are only continuous labels; with both, the
+    classes are shown. `history` holds the lines of metrics.jsonl, `results` the content of results.json.
+    `data["closed"]` says that the test classes were trained on, so that no page calls them unseen.
+    """
+
+    title: str
+    recipe: dict[str, Any]
+    data: dict[str, Any]
+    history: list[dict[str, Any]]
+    results: dict[str, Any]
+    embeddings: Tensor  # (N, D)
+    labels: Tensor | None  # (N,)
+    targets: Tensor | None  # (N,) or (N, K)
+    classes: list[str]  # label c is classes[c]
+    names: list[str]  # (N,)
+    picture: Callable[[int], NDArray[np.uint8]] | None = None  # item i as (H, W) or (H, W, 3)
+    notes: list[str] = field(default_factory=list)
+
+
+def check(findings: Findings) -> None:
+    """One sentence for what does not fit together."""
+    x = checks.rows("embeddings", findings.embeddings)
+    if len(findings.names) != len(x):
+        raise ValueError(f"names must have one entry a row of embeddings: {len(x)} rows, {len(findings.names)} names")
+    if findings.labels is not None:
+        checks.class_ids("labels", findings.labels, x)
+        checks.in_range(findings.labels.cpu(), len(findings.classes))
+    if findings.targets is not None:
+        targets = findings.targets
+        if targets.dim() not in (1, 2) or len(targets) != len(x):
+            raise ValueError(
+                f"targets must be (rows,) or (rows, K), one entry a row of embeddings: {len(x)} rows, "
+                f"got {tuple(targets.shape)}"
+            )
+
+
+def usable(findings: Findings) -> Tensor:
+    """Items that can be shown: a finite embedding, and a known label or a finite target where there are any."""
+    keep = findings.embeddings.isfinite().all(1).cpu()
+    if findings.labels is not None:
+        keep &= (findings.labels != UNKNOWN).cpu()
+    elif findings.targets is not None:
+        keep &= findings.targets.reshape(len(keep), -1).double().isfinite().all(1).cpu()
+    return torch.nonzero(keep).squeeze(1)

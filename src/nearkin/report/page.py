@@ -1,0 +1,180 @@
+"""The report: one HTML file that needs nothing beside it, and asks nobody for anything."""
+
+import base64
+import hashlib
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.resources import files as resources
+from pathlib import Path
+
+from nearkin.core import files
+from nearkin.report import choice, figures, looks
+from nearkin.report.findings import Findings, check
+from nearkin.report.looks import Shown
+from nearkin.report.pictures import Thumbnails
+from nearkin.report.words import count, escape, named, number, short
+
+__all__ = ["Progress", "write"]
+
+Progress = Callable[[int, int], None]  # sections done, sections in all
+Section = tuple[str, str, str, str]  # id, title, note, body
+
+
+def write(path: str | Path, findings: Findings, progress: Progress | None = None, *, seed: int = 0) -> None:
+    """Writes the report there, whole or not at all; the same findings and seed give the same file.
+
+    What cannot be shown is left out or a dash: a run without history, validation, pictures or classes has its page too.
+    """
+    check(findings)
+    files.write_text(path, page(findings, progress, seed))
+
+
+def page(findings: Findings, progress: Progress | None = None, seed: int = 0) -> str:
+    """The text of the report."""
+    steps = 7
+    done = iter(range(1, steps + 1))
+
+    def told(value: str | tuple[str, str] | choice.Choice) -> None:
+        if progress is not None:
+            progress(next(done), steps)
+
+    shown = Shown(findings, choice.choose(findings, seed), Thumbnails(findings), seed)
+    told(shown.choice)
+    told(numbers := figures.results(findings))
+    told(curves := figures.training(findings))
+    told(grid := looks.grid(shown))
+    told(plane := looks.plane(shown))
+    told(errors := looks.label_errors(shown))
+    sections: list[Section] = [
+        ("results", "Results", _results_note(findings), numbers),
+        ("retrieval", "Retrieval", _grid_note(shown), grid),
+        ("map", "Map", _map_note(shown, plane[1]), plane[0]),
+        ("training", "Training", _training_note(findings), curves),
+        (
+            "distances",
+            "Distances",
+            _sampled(shown, "All pairs of test items; far apart curves are good."),
+            looks.distances(shown),
+        ),
+        (
+            "worst",
+            "Worst classes",
+            _sampled(shown, "By R-precision: of the nearest, as many as it has kin, the share that is kin."),
+            looks.worst(shown),
+        ),
+        (
+            "confused",
+            "Most confused",
+            _sampled(shown, "Pairs of classes that stand among each other's neighbours."),
+            looks.confused(shown),
+        ),
+        (
+            "labels",
+            "Suspect labels",
+            _sampled(shown, "Items whose neighbours agree on another class: look before you trust either."),
+            errors,
+        ),
+        ("data", "Data", "", figures.data(findings)),
+        ("recipe", "Recipe", "", figures.recipe(findings)),
+    ]
+    text = _document(shown, [section for section in sections if section[3]])
+    told(text)
+    return text
+
+
+def _document(shown: Shown, sections: list[Section]) -> str:
+    findings = shown.findings
+    sentence, lede = figures.headline(findings)
+    style, script = (resources("nearkin.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # No address but data: is allowed, and no script but ours: neither a mistake here nor a class name can ask or run.
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections)
+    body = "".join(
+        f'<section id="{key}" aria-labelledby="{key}-title"><div class="side-note"><h2 id="{key}-title">{title}</h2>'
+        f'{f"<p>{note}</p>" if note else ""}</div><div class="content">{content}</div></section>\n'
+        for key, title, note, content in sections
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f'<meta name="description" content="{escape(sentence)}">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(short(findings.title, 80))} · nearkin report</title>\n<style>\n{style}</style>\n</head>\n"
+        "<body>\n"
+        f'<header><p class="eyebrow">nearkin run report</p><h1>{named(findings.title)}</h1>{lede}{_warnings(shown)}'
+        f'<nav aria-label="Sections">{links}</nav></header>\n<main>\n{body}</main>\n'
+        f"<footer><p>nearkin {escape(version('nearkin'))} · complete in one file, makes no requests</p></footer>\n"
+        f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _warnings(shown: Shown) -> str:
+    findings, found = shown.findings, shown.choice.diagnosis
+    alerts = []
+    if found is not None and found["collapse"]["collapsed"]:
+        alerts = [f"<b>Collapsed embedding.</b> {escape('; '.join(found['collapse']['why']))}."]
+    broken = int((~findings.embeddings.isfinite().all(1)).sum())
+    if broken:
+        alerts.append(
+            f"<b>NaN or Inf</b> in {number(broken)} of {count(len(findings.names), 'embedding', 'embeddings')}; "
+            "left out below."
+        )
+    notes = [escape(short(note, 600)) for note in findings.notes]
+    if shown.thumbnails.bad:
+        first = next(iter(shown.thumbnails.bad.values()))
+        bad = count(len(shown.thumbnails.bad), "picture", "pictures")
+        notes.append(f"{bad} could not be read ({escape(short(first, 300))}).")
+    made = f'<div class="alert" role="alert">{"".join(f"<p>{a}</p>" for a in alerts)}</div>' if alerts else ""
+    return made + (f'<ul class="notes">{"".join(f"<li>{n}</li>" for n in notes)}</ul>' if notes else "")
+
+
+def _results_note(findings: Findings) -> str:
+    test = findings.results.get("test")
+    any_interval = "low" in str(test)
+    return "On the test items, asked once, after training." + (
+        " Small figures: 95 % intervals." if any_interval else ""
+    )
+
+
+def _grid_note(shown: Shown) -> str:
+    if shown.findings.labels is not None:
+        return (
+            'Left a query, right its nearest among all test items. <span class="right">✓ framed</span>: same class; '
+            '<span class="wrong">✗ dashed</span>: another. '
+            "Right and wrong ones are drawn by chance; of the worst classes, a poor item each."
+        )
+    if shown.findings.targets is not None:
+        return "Left a query with its target, right its nearest. Δ is the distance of their targets."
+    return "Left a query, right its nearest, with their cosine."
+
+
+def _map_note(shown: Shown, by: str) -> str:
+    how = "the two main directions"
+    if by == "t-SNE":
+        how = "neighbourhoods are kept, distances between far groups mean little"
+    name = by.replace("-", "\u2011")  # not to be broken there
+    every_item = count(len(shown.choice.items), "test item", "test items")
+    text = f"{number(len(shown.choice.mapped))} of {every_item} by {name}: {how}."
+    if shown.findings.labels is not None:
+        labels = shown.findings.labels.cpu().numpy()
+        kinds, every = (len(set(labels[items].tolist())) for items in (shown.choice.mapped, shown.choice.items))
+        of = f"{count(kinds, 'class', 'classes')}{'' if kinds == every else ' drawn by chance'}."
+        return f"{text} {of} Point at one, or choose below, to see its kin."
+    if shown.findings.targets is None:
+        return text
+    columns = shown.findings.targets.reshape(len(shown.findings.names), -1).shape[1]
+    return f"{text} Coloured by target{f', the first of {columns}' if columns > 1 else ''}."
+
+
+def _training_note(findings: Findings) -> str:
+    lasted = figures.lasted(findings)
+    return f"{lasted}." if lasted else ""
+
+
+def _sampled(shown: Shown, text: str) -> str:
+    seen, of = len(shown.choice.diagnosed), len(shown.choice.items)
+    if seen == of:
+        return text
+    return f"{text} Among {number(seen)} of {number(of)} items, drawn by class; fewer strangers make it look easier."

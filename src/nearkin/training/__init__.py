@@ -1,0 +1,21 @@
+"""From a recipe to a trained, measured encoder, in one loop that can stop and go on anywhere."""
+
+from nearkin.training.loop import Stopped
+from nearkin.training.monitor import Diverged
+from nearkin.training.recipe import Recipe
+from nearkin.training.recipe import read as read_recipe
+from nearkin.training.run import Outcome, resume, train
+from nearkin.training.using import Embedded, embed_source, export_onnx
+
+__all__ = [
+    "Diverged",
+    "Embedded",
+    "Outcome",
+    "Recipe",
+    "Stopped",
+    "embed_source",
+    "export_onnx",
+    "read_recipe",
+    "resume",
+    "train",
+]

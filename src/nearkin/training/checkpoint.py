@@ -1,0 +1,170 @@
+"""Checkpoints: one file each, whole or not there, that proves its own content when it is read.
+
+A checkpoint is a safetensors file; all that is no tensor is JSON in its header, beside a SHA-256 over everything. A run
+keeps the last two and the best. A newest one that is damaged is passed over for the one before, which is said.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nearkin.core import files
+
+__all__ = ["Checkpoints", "Damaged", "generators", "load", "optimizer_parts", "restore_generators", "restore_optimizer"]
+
+FORMAT = 1
+_KEPT = 2
+
+
+class Damaged(ValueError):
+    """The file is not a whole checkpoint."""
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Tensors and plain values into one file. Device tensors are copied; nothing of the caller's is kept."""
+    from safetensors.torch import save as to_bytes
+
+    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(state, allow_nan=False)
+    header = {"format": str(FORMAT), "state": text, "sha256": _digest(held, text)}
+    files.write_bytes(path, to_bytes(held, metadata=header))
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `save` wrote, or `Damaged` with the reason."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise Damaged(f"{path.name} is not a whole file ({' '.join(str(error).split())})") from None
+    if header.get("format") != str(FORMAT):
+        raise Damaged(f"{path.name} has format {header.get('format')}, this version reads {FORMAT}")
+    if header.get("sha256") != _digest(tensors, header.get("state", "")):
+        raise Damaged(f"{path.name} does not match its checksum")
+    state: dict[str, Any] = json.loads(header["state"])
+    return tensors, state
+
+
+class Checkpoints:
+    """The checkpoints of a run: `step-00000120.safetensors`, and the best weights, which a checkpoint refers to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Adds one, then drops what neither of the last two needs."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save(self.folder / f"step-{step:08d}.safetensors", tensors, state)
+        kept = self._steps()[-_KEPT:]
+        needed = {path.name for path in kept} | {str(state.get("best_file"))}
+        needed |= {_best_of(path) for path in kept[:-1]}
+        for path in self.folder.iterdir():
+            if path.name not in needed:
+                path.unlink(missing_ok=True)
+
+    def write_best(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> str:
+        """The name to keep in the state of the next checkpoint. The last best stays until that one is written."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"best-{step:08d}.safetensors"
+        save(self.folder / name, tensors, state)
+        return name
+
+    def newest(self) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+        """The newest whole one, and what was wrong with newer ones."""
+        notes: list[str] = []
+        for path in reversed(self._steps()):
+            try:
+                tensors, state = load(path)
+                best = state.get("best_file")
+                if best is not None:
+                    load(self.folder / best)
+            except Damaged as error:
+                notes.append(f"{error}; the one before it is used")
+                continue
+            return tensors, state, notes
+        why = f": {'; '.join(notes)}" if notes else ""
+        raise ValueError(f"{self.folder}: there is no whole checkpoint to go on from{why}")
+
+    def best(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return load(self.folder / name)
+
+    def _steps(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*.safetensors")) if self.folder.is_dir() else []
+
+
+def _best_of(path: Path) -> str:
+    """The best weights that a checkpoint refers to, read from its header alone."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str(json.loads((file.metadata() or {})["state"]).get("best_file"))
+    except (SafetensorError, OSError, ValueError, KeyError):
+        return ""
+
+
+def optimizer_parts(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of an optimiser: its tensors under names, and the rest as plain values."""
+    whole = optimizer.state_dict()
+    tensors, rest = {}, {}
+    for index, entries in whole["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{name}"] = value
+            else:
+                rest[f"{index}.{name}"] = value
+    return tensors, {"groups": whole["param_groups"], "rest": rest}
+
+
+def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in [*tensors.items(), *plain["rest"].items()]:
+        index, _, entry = name.partition(".")
+        state.setdefault(int(index), {})[entry] = value
+    optimizer.load_state_dict({"state": state, "param_groups": plain["groups"]})
+
+
+def generators() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Where every generator stands: torch on each device, NumPy's and Python's own."""
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    # Other people's code may draw from NumPy's global generator.
+    name, words, *place = np.random.get_state(legacy=True)  # noqa: NPY002
+    python = random.getstate()
+    return tensors, {
+        "numpy": [name, np.asarray(words).tolist(), *place],
+        "python": [python[0], list(python[1]), python[2]],
+    }
+
+
+def restore_generators(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    torch.set_rng_state(tensors["cpu"])
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            if f"cuda{i}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"cuda{i}"], i)
+    name, words, *place = plain["numpy"]
+    np.random.set_state((name, np.array(words, np.uint32), *place))  # noqa: NPY002
+    version, words, gauss = plain["python"]
+    random.setstate((version, tuple(words), gauss))
+
+
+def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    found = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,123 @@
+"""What a recipe can choose by name: losses and samplers, with the settings each of them takes."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, get_type_hints
+
+from nearkin import losses, samplers
+from nearkin.core import checks
+
+__all__ = ["LOSSES", "SAMPLERS", "Choice", "Setting", "accepts", "settings_of"]
+
+# Filled in by the trainer, which knows the data, the encoder and the ranks.
+_FILLED = {"self", "labels", "targets", "num_classes", "dim", "generator", "seed", "rank", "world_size", "batches"}
+_FILLED |= {"split", "classes", "batch_size"}
+
+
+class Setting(NamedTuple):
+    """One thing that can be set: its name, its type as written, its default (`inspect.Parameter.empty`: none)."""
+
+    name: str
+    kind: Any
+    default: Any
+
+
+class Choice(NamedTuple):
+    """Something that can be asked for by name."""
+
+    name: str
+    make: Callable[..., Any]
+    settings: dict[str, Setting]
+    described: Callable[..., Any]
+
+    @property
+    def line(self) -> str:
+        """The first sentence of its description."""
+        said = inspect.getdoc(self.described) or ""
+        return re.split(r"(?<=[.:]) |\n\n", said.replace("\n", " "), maxsplit=1)[0].rstrip(":").replace("`", "")
+
+
+def settings_of(make: Callable[..., Any], without: Iterable[str] = _FILLED) -> dict[str, Setting]:
+    """The arguments of a function or class that a recipe may set."""
+    made = make.__init__ if inspect.isclass(make) else make
+    hints = get_type_hints(made)
+    return {
+        name: Setting(name, hints.get(name, Any), parameter.default)
+        for name, parameter in inspect.signature(make).parameters.items()
+        if name not in without and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+
+
+def accepts(section: str, given: Mapping[str, Any], known: Mapping[str, Setting], of: str) -> dict[str, Any]:
+    """The given settings in the types that are wanted; an unknown one is answered with the nearest."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    typed: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in known:
+            checks.one_of(f"key {section}.{name} of {of}:", name, known)
+        kind = known[name].kind
+        if value == "none" and _optional(kind):
+            typed[name] = None
+            continue
+        wanted = tuple(value) if isinstance(value, list) else value
+        try:
+            adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+            typed[name] = adapter.validate_python(wanted, strict=True)
+        except ValidationError:
+            raise ValueError(f"{section}.{name} must be {written(kind)}, got {value!r}") from None
+    return typed
+
+
+def written(kind: Any) -> str:
+    """A type as a sentence has it."""
+    text = re.sub(
+        r"(collections\.abc\.|typing\.|<class '|'>)", "", kind.__name__ if inspect.isclass(kind) else str(kind)
+    )
+    for part, words in (
+        ("NoneType", '"none"'),
+        ("None", '"none"'),
+        ("bool", "true or false"),
+        ("int", "a whole number"),
+    ):
+        text = re.sub(rf"\b{part}\b", words, text)
+    text = re.sub(r"\bfloat\b", "a number", text)
+    text = re.sub(r"Callable\[.*\]", "", text)
+    text = re.sub(r"\bstr\b", "text", text)
+    return " or ".join(part.strip() for part in text.split("|") if part.strip())
+
+
+def _optional(kind: Any) -> bool:
+    return type(None) in getattr(kind, "__args__", ())
+
+
+def _losses() -> dict[str, Choice]:
+    functions = {name.replace("_", ""): name for name in losses.__all__ if name.endswith("_loss")}
+    found = {}
+    for written_name in losses.__all__:
+        thing = getattr(losses, written_name)
+        if inspect.isclass(thing):
+            function = functions[written_name.lower()]
+            name = function.removesuffix("_loss").replace("_", "-")
+            known = settings_of(thing)
+            if "num_classes" in inspect.signature(thing).parameters:
+                optional = inspect.signature(thing).parameters["num_classes"].default is None
+                if optional:  # learned per class on request: "all" stands for the number of training classes
+                    known["num_classes"] = Setting("num_classes", int | str | None, None)
+            found[name] = Choice(name, thing, known, getattr(losses, function))
+    return dict(sorted(found.items()))
+
+
+def _samplers() -> dict[str, Choice]:
+    found = {}
+    for written_name in samplers.__all__:
+        if written_name != "EpochSampler":
+            name = re.sub(r"(?<!^)(?=[A-Z])", "-", written_name).lower()
+            thing = getattr(samplers, written_name)
+            found[name] = Choice(name, thing, settings_of(thing), thing)
+    return dict(sorted(found.items()))
+
+
+LOSSES = _losses()
+SAMPLERS = _samplers()

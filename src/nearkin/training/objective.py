@@ -1,0 +1,108 @@
+"""From names to things: the loss with its memory, and the sampler, as a recipe asks for them."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from nearkin.core import checks
+from nearkin.memory import CrossBatchMemory
+from nearkin.samplers import EpochSampler
+from nearkin.training.choices import LOSSES, SAMPLERS, accepts
+from nearkin.training.recipe import Recipe
+
+__all__ = ["build_loss", "build_sampler", "loss_settings", "sampler_settings", "takes_targets"]
+
+_BATCHES = {"class-balanced": 0, "hard-classes": 0, "pair-per-class": 2}  # items a class; 0: the recipe's per_class
+
+
+def takes_targets(recipe: Recipe) -> bool:
+    """Whether the loss learns from continuous labels."""
+    return recipe.loss.get("name") == "logratio"
+
+
+def loss_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings of [loss] for its class, typed."""
+    given = {name: value for name, value in recipe.loss.items() if name != "name"}
+    name = str(recipe.loss.get("name"))
+    checks.one_of("loss", name, LOSSES)
+    if given.get("reduction") == "none":
+        raise ValueError('loss.reduction must give one number to train on, got "none"')
+    return accepts("loss", given, LOSSES[name].settings, f'loss "{name}"')
+
+
+def build_loss(recipe: Recipe, classes: int | None, dim: int, seed: int, targets: int | None = None) -> nn.Module:
+    """The loss, its learned parameters drawn from `seed`, inside a cross-batch memory if the recipe wants one.
+
+    classes: of the training part. targets: how many numbers a continuous label has, where the loss takes these.
+    """
+    settings, make = loss_settings(recipe), LOSSES[recipe.loss["name"]].make
+    wanted = inspect.signature(make).parameters
+    needed = "num_classes" in wanted and wanted["num_classes"].default is inspect.Parameter.empty
+    if needed or settings.get("num_classes") == "all":
+        settings["num_classes"] = classes
+    elif isinstance(settings.get("num_classes"), str):
+        raise ValueError(f'loss.num_classes must be a whole number, "all" or "none", got {settings["num_classes"]!r}')
+    if "dim" in wanted:
+        settings["dim"] = dim
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            loss: nn.Module = make(**settings)
+            if recipe.memory.size:
+                more: dict[str, Any] = {"warmup": recipe.memory.warmup or 0}
+                if targets is not None:
+                    more |= {"label_kind": "targets", "label_dim": targets if targets > 1 else None}
+                loss = CrossBatchMemory(loss, recipe.memory.size, dim, **more)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"loss.{error}") from None
+    return loss
+
+
+def sampler_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings of [sampler] beside its name and the size of a batch, typed."""
+    name = str(recipe.sampler.get("name"))
+    checks.one_of("sampler", name, SAMPLERS)
+    given = {key: value for key, value in recipe.sampler.items() if key not in ("name", "batch")}
+    return accepts("sampler", given, SAMPLERS[name].settings, f'sampler "{name}"')
+
+
+def build_sampler(
+    recipe: Recipe, labels: NDArray[np.int64] | None, targets: NDArray[np.float64] | None
+) -> EpochSampler:
+    """The sampler over the training items; `sampler.batch` items a batch."""
+    settings, name = sampler_settings(recipe), str(recipe.sampler["name"])
+    batch = recipe.sampler.get("batch")
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 2:
+        raise ValueError(f"sampler.batch must be a whole number >= 2, got {batch!r}")
+    settings |= {"seed": recipe.training.seed, "batches": recipe.training.batches}
+    if name == "label-neighbours":
+        if targets is None:
+            raise ValueError('sampler "label-neighbours" needs continuous targets, the source has none')
+        data: Any = targets
+        settings["batch_size"] = batch
+    else:
+        if labels is None:
+            raise ValueError(f'sampler "{name}" needs class labels, the source has none; use label-neighbours')
+        data = labels
+        if name in _BATCHES:
+            each = _BATCHES[name] or settings.get("per_class", 4)
+            if batch % each:
+                raise ValueError(f"sampler.batch must be a multiple of the {each} items a class, got {batch}")
+            settings["classes"] = batch // each
+            classes = len(np.unique(labels))
+            if settings["classes"] > classes:
+                raise ValueError(
+                    f"sampler.batch must hold at most all {classes} training classes, {each} items each: "
+                    f"{classes * each}, got {batch}"
+                )
+        else:
+            settings["batch_size"] = batch
+    try:
+        sampler: EpochSampler = SAMPLERS[name].make(data, **settings)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"sampler.{error}") from None
+    return sampler

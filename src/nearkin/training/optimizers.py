@@ -1,0 +1,98 @@
+"""How the weights move: parameter groups with their own rates, the optimiser, and the learning rate over time."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nearkin.training.recipe import Recipe
+
+__all__ = ["Rate", "groups", "optimizer"]
+
+
+def groups(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module) -> list[dict[str, Any]]:
+    """Six groups at most: backbone, head and loss, each with and without decay.
+
+    "base" is the rate that the schedule multiplies. Biases, norms and single numbers (everything with fewer than two
+    axes) do not decay.
+    """
+    options = recipe.optimizer
+    assert options.lr is not None
+    asked = getattr(loss, "lr_scale", 1.0) if options.loss_scale is None else options.loss_scale
+    backbone_scale = 1.0 if options.backbone_scale is None else options.backbone_scale
+    scales = {"backbone": backbone_scale, "head": options.head_scale, "loss": float(asked)}
+    found = []
+    for name, part in (("backbone", backbone), ("head", head), ("loss", loss)):
+        for decays in (True, False):
+            parameters = [p for p in part.parameters() if (p.dim() > 1) == decays]
+            if parameters:
+                base = options.lr * scales[name]
+                decay = options.weight_decay if decays else 0.0
+                found.append({"params": parameters, "lr": base, "base": base, "weight_decay": decay, "part": name})
+    return found
+
+
+def optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+    options = recipe.optimizer
+    if options.name == "adamw":
+        beta1, beta2 = options.betas or (0.9, 0.999)
+        return torch.optim.AdamW(list(parameters), betas=(beta1, beta2), eps=options.eps or 1e-8)
+    if options.name == "rmsprop":
+        return torch.optim.RMSprop(list(parameters), momentum=options.momentum or 0.0, eps=options.eps or 1e-8)
+    return torch.optim.SGD(list(parameters), lr=1.0, momentum=options.momentum or 0.0)
+
+
+class Rate:
+    """The factor on every learning rate: a straight warm-up from nearly 0, then the decay of the recipe.
+
+    A pure function of the step, but for "plateau", which remembers how often it has cut.
+    """
+
+    def __init__(self, recipe: Recipe, batches: int, epochs: int) -> None:
+        self.options, self.batches, self.steps = recipe.schedule, batches, batches * epochs
+        self.warm = round(recipe.schedule.warmup * self.steps)
+        self.cuts, self.waited, self.best = 0, 0, -math.inf
+
+    def factor(self, step: int) -> float:
+        """Of the step with this number, counted from 0."""
+        if step < self.warm:
+            return (step + 1) / (self.warm + 1)
+        options = self.options
+        if options.decay == "cosine":
+            done = (step - self.warm) / max(1, self.steps - self.warm)
+            floor = options.floor or 0.0
+            return floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+        if options.decay == "step":
+            assert options.every is not None and options.factor is not None
+            return float(options.factor ** (step // self.batches // options.every))
+        if options.decay == "plateau":
+            assert options.factor is not None
+            return float(options.factor**self.cuts)
+        return 1.0
+
+    def set(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        factor = self.factor(step)
+        for group in optimizer.param_groups:
+            group["lr"] = group["base"] * factor
+        return factor
+
+    def measured(self, value: float) -> None:
+        """After a validation; larger is better."""
+        if self.options.decay != "plateau":
+            return
+        assert self.options.patience is not None
+        if value > self.best:
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        if self.waited >= self.options.patience:
+            self.cuts, self.waited = self.cuts + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cuts": self.cuts, "waited": self.waited, "best": None if math.isinf(self.best) else self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.cuts, self.waited = state["cuts"], state["waited"]
+        self.best = -math.inf if state["best"] is None else state["best"]

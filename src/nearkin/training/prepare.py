@@ -1,0 +1,244 @@
+"""From a source to what can be trained on: items read, pictures stored, parts divided, open choices settled."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nearkin import data, models
+from nearkin.core import checks
+from nearkin.data import augment, pictures, stored
+from nearkin.data.items import Items, Pairs
+from nearkin.data.splits import Parts
+from nearkin.training import defaults
+from nearkin.training.choices import Setting, accepts, settings_of
+from nearkin.training.judging import Held
+from nearkin.training.objective import takes_targets
+from nearkin.training.recipe import Recipe
+
+__all__ = ["Prepared", "augmentation_of", "build_encoder", "encoder_settings", "prepare"]
+
+_ENCODER_FILLED = {"name", "channels", "size", "features", "seed", "config"}
+_STANDARDIZED = 2048  # training items whose mean and deviation stand for all
+_SAMPLED = 16  # pictures whose size is looked at
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything about the data of a run, and the recipe with nothing left open."""
+
+    recipe: Recipe
+    items: Items  # without those that could not be read
+    parts: Parts
+    rows: NDArray[Any]  # pixels (N, S, S, C) uint8, or vectors (N, F) float32
+    report: dict[str, Any]  # what `data.inspect` found
+    fingerprint: str
+    notes: list[str]
+
+    @property
+    def preparation(self) -> dict[str, Any]:
+        """What a new item must go through before the encoder; saved beside its weights."""
+        options = self.recipe.data
+        if self.items.vectors is not None:
+            return {"kind": "vectors", "features": int(self.rows.shape[1])}
+        kept = {"size": options.size, "stored": options.stored, "fit": options.fit, "channels": options.channels}
+        augmentation = augmentation_of(self.recipe)
+        return {"kind": "pictures", **kept, "flip": augmentation is not None and augmentation.flip > 0}
+
+    @property
+    def baseline(self) -> str:
+        """What could be had without training."""
+        if self.items.vectors is not None:
+            return "vectors"
+        return "frozen backbone" if pretrained(self.recipe) else "pixels"
+
+    def held(self, part: str) -> Held:
+        """The items of the validation or the test part, for judging."""
+        chosen = getattr(self.parts, part)
+        labels, targets = self.items.labels, self.items.targets
+        gallery = self.parts.gallery if part == "test" else None
+        return Held(
+            chosen,
+            None if labels is None else labels[chosen],
+            None if targets is None else targets[chosen],
+            gallery,
+            None if gallery is None or labels is None else labels[gallery],
+        )
+
+    def sizes(self) -> dict[str, NDArray[np.int64]]:
+        named = {"train": self.parts.train, "val": self.parts.val, "test": self.parts.test}
+        return named if self.parts.gallery is None else named | {"gallery": self.parts.gallery}
+
+    def class_counts(self) -> dict[str, int]:
+        if self.items.labels is None:
+            return {}
+        return {name: len(np.unique(self.items.labels[part])) for name, part in self.sizes().items()}
+
+    def test_pairs(self) -> Pairs | None:
+        """The pairs of the source's verification protocol among the test items, places counted within these."""
+        pairs = self.items.pairs
+        if pairs is None or not len(pairs.items):
+            return None
+        place = np.full(len(self.items), -1, np.int64)
+        tested = self.held("test").everything
+        place[tested] = np.arange(len(tested))
+        moved = place[pairs.items]
+        both = (moved >= 0).all(1)
+        return Pairs(moved[both], pairs.same[both], pairs.fold[both]) if both.any() else None
+
+
+def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
+    """Reads, stores, divides, settles. Everything that can be wrong with the data or the recipe is said here."""
+    options = recipe.data
+    root = None if options.root is None else Path(options.root)
+    watch({"event": "loading", "source": options.source})
+    items = data.load(options.source, root=root, partial=options.partial)
+    on = defaults.device(recipe)
+    side, grey = (None, False) if items.pictures is None else _look(items)
+    recipe, notes = defaults.settle_pictures(recipe, side, grey, on)
+    rows, digests, bad = _rows(items, recipe, watch)
+    unreadable = [{"name": items.names[i], "reason": reason} for i, reason in bad]
+    if bad:
+        kept = np.setdiff1d(np.arange(len(items)), [i for i, _ in bad])
+        items, rows, digests = items.take(kept), rows[kept], [digests[i] for i in kept]
+    parts = data.divide(
+        items,
+        seed=options.seed,
+        closed=options.closed,
+        val=options.val,
+        test=options.test,
+        skip_single=options.skip_single,
+        official=options.official,
+    )
+    report = data.inspect(items, parts, digests=digests or None)
+    report["unreadable"] = unreadable
+    watch({"event": "data", "report": report, "lines": data.lines(report)})
+    recipe = defaults.settle(recipe, _facts(recipe, items, parts), items.labels is None, on)
+    recipe = recipe.with_("encoder", **encoder_settings(recipe))
+    _refuse(recipe, items)
+    watch({"event": "settled", "recipe": recipe})
+    return Prepared(recipe, items, parts, rows, report, _fingerprint(items, parts, digests), notes)
+
+
+def pretrained(recipe: Recipe) -> bool:
+    name = str(recipe.encoder["name"])
+    return name not in ("small-cnn", "mlp") and bool(recipe.encoder.get("pretrained", True))
+
+
+def encoder_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings of [encoder] for `models.build`, all of them and typed; freezing is the trainer's."""
+    name = str(recipe.encoder["name"])
+    listed = {one.name: one for one in models.encoders()}
+    family = f"{name.partition(':')[0]}:NAME" if name.startswith(("timm:", "hf:")) else name
+    checks.one_of("encoder", family, listed)
+    kinds = settings_of(models.build)
+    known = {
+        key: Setting(key, kinds[key].kind if key in kinds else Any, default)
+        for key, default in listed[family].parameters.items()
+        if key not in _ENCODER_FILLED
+    }
+    known |= {key: Setting(key, bool, False) for key in ("freeze_backbone", "freeze_norms")}
+    given = {key: value for key, value in recipe.encoder.items() if key != "name"}
+    typed = accepts("encoder", given, known, f'encoder "{name}"')
+    return {key: setting.default for key, setting in known.items() if setting.default is not None} | typed
+
+
+def build_encoder(prepared: Prepared) -> models.Encoder:
+    """The encoder as it is before training: a function of the recipe alone."""
+    recipe, settings = prepared.recipe, encoder_settings(prepared.recipe)
+    backbone, norms = settings.pop("freeze_backbone", False), settings.pop("freeze_norms", False)
+    if prepared.items.vectors is not None:
+        settings["features"] = int(prepared.rows.shape[1])
+    else:
+        settings |= {"channels": recipe.data.channels, "size": recipe.data.size}
+    encoder = models.build(recipe.encoder["name"], seed=recipe.training.seed, **settings)
+    if not encoder.pretrained:
+        encoder.standardize(_typical(prepared))
+    encoder.freeze_backbone(backbone)
+    encoder.freeze_norms(norms)
+    return encoder
+
+
+def _typical(prepared: Prepared) -> torch.Tensor:
+    """Training items, evenly taken, as the encoder sees them."""
+    part = prepared.parts.train
+    chosen = part[np.unique(np.linspace(0, len(part) - 1, _STANDARDIZED).astype(np.int64))]
+    rows = torch.from_numpy(np.ascontiguousarray(prepared.rows[chosen]))
+    return rows if prepared.recipe.data.size is None else augment.centre(rows, prepared.recipe.data.size)
+
+
+def augmentation_of(recipe: Recipe) -> augment.Augmentation | None:
+    """What [augment] asks for: a preset, single numbers of it replaced; None for vectors."""
+    if recipe.data.size is None:
+        return None
+    name = str(recipe.augment["preset"])
+    checks.one_of("augment.preset", name, augment.PRESETS)
+    given = {key: value for key, value in recipe.augment.items() if key != "preset"}
+    typed = accepts("augment", given, settings_of(augment.Augmentation), "augment")
+    return replace(augment.PRESETS[name], **typed)
+
+
+def _refuse(recipe: Recipe, items: Items) -> None:
+    """What would only come to light after hours, said before anything long begins."""
+    augmentation_of(recipe)
+    if recipe.evaluation.clustering and items.labels is None:
+        raise ValueError("evaluation.clustering needs class labels, the source has none")
+    if takes_targets(recipe) and items.targets is None:
+        raise ValueError(f'loss "{recipe.loss["name"]}" needs continuous targets, {items.name} has none')
+    if not takes_targets(recipe) and items.labels is None:
+        raise ValueError(f'loss "{recipe.loss["name"]}" needs class labels, {items.name} has none; use logratio')
+
+
+def _look(items: Items) -> tuple[int, bool]:
+    """The usual shorter side of the pictures, and whether those looked at are all grey."""
+    assert items.pictures is not None
+    sides, grey = [], True
+    for i in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(int)):
+        try:
+            picture = pictures.decode(items.pictures.read(int(i)))
+        except (OSError, ValueError):
+            continue  # named when all are decoded
+        sides.append(min(picture.size))
+        grey &= picture.mode == "L"
+    return (int(np.median(sides)) if sides else defaults.SMALL), grey and bool(sides)
+
+
+def _rows(items: Items, recipe: Recipe, watch: Any) -> tuple[NDArray[Any], list[str], list[tuple[int, str]]]:
+    if items.vectors is not None:
+        return items.vectors, [], []
+    options = recipe.data
+    assert items.pictures is not None and options.stored is not None
+    more: dict[str, Any] = {} if options.max_pixels is None else {"max_pixels": options.max_pixels}
+    found = stored.store(
+        items.pictures,
+        items.names,
+        side=options.stored,
+        fit=options.fit or "crop",
+        channels=options.channels,
+        unreadable=options.unreadable or "strict",
+        cache=options.cache is not False,
+        progress=lambda done, total: watch({"event": "storing", "done": done, "total": total}),
+        **more,
+    )
+    return found.pixels, found.digests, found.bad
+
+
+def _facts(recipe: Recipe, items: Items, parts: Parts) -> defaults.Facts:
+    classes = smallest = None
+    if items.labels is not None:
+        counts = np.unique(items.labels[parts.train], return_counts=True)[1]
+        classes, smallest = len(counts), int(counts.min())
+    return defaults.Facts(len(parts.train), classes, smallest, pretrained(recipe))
+
+
+def _fingerprint(items: Items, parts: Parts, digests: list[str]) -> str:
+    """Of all that a resumed run relies on: which items, how labelled, in which part."""
+    found = hashlib.sha256("\n".join([*items.names, *items.classes, *digests]).encode())
+    columns = [items.labels, items.targets, items.vectors, parts.train, parts.val, parts.test, parts.gallery]
+    for column in columns:
+        found.update(b"-" if column is None else np.ascontiguousarray(column).tobytes())
+    return found.hexdigest()

@@ -1,0 +1,277 @@
+"""A recipe: everything that decides a run, typed; TOML on disk, `section.key=value` on the command line.
+
+    [data]
+    source = "glyphs"
+    [loss]
+    name = "supcon"
+    temperature = 0.1
+
+A key that is absent (None here) is settled by the data, in `defaults.settle`, and the settled recipe is saved with the
+run. Four sections take the settings of what they name: [encoder], [loss], [sampler], [augment]. A key that would have
+no effect beside the others is refused, so nothing that is written in a recipe is ignored.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nearkin.core import toml
+
+__all__ = ["NAMED", "Recipe", "keys", "read", "written"]
+
+NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend on what they name
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Data(_Section):
+    """Which items, how they are read, and which of them are held out."""
+
+    source: str = "glyphs"
+    root: str | None = None
+    size: int | None = Field(default=None, ge=8, le=4096)  # side of the pictures that the encoder sees
+    stored: int | None = Field(default=None, ge=8, le=4096)  # side at which they are kept, from which crops are taken
+    fit: Literal["crop", "squash", "pad"] | None = None
+    channels: Literal[1, 3] | None = None
+    unreadable: Literal["strict", "skip"] | None = None
+    max_pixels: int | None = Field(default=None, ge=1)
+    cache: bool | None = None
+    skip_single: bool = False
+    closed: bool = False
+    official: bool = True  # the publisher's or the user's own split, where the source has one
+    partial: bool = False  # take what there is of a benchmark set
+    val: float = Field(default=0.2, gt=0, lt=1)
+    test: float = Field(default=0.25, gt=0, lt=1)
+    seed: int = Field(default=0, ge=0)
+
+
+class Memory(_Section):
+    """Past embeddings as references: how many, from which step on."""
+
+    size: int = Field(default=0, ge=0)
+    warmup: int | None = Field(default=None, ge=0)
+
+
+class Optimizer(_Section):
+    """How the weights move. The scales multiply `lr` for their part of the parameters."""
+
+    name: Literal["adamw", "sgd", "rmsprop"] = "adamw"
+    lr: float | None = Field(default=None, gt=0)
+    weight_decay: float = Field(default=1e-4, ge=0)
+    momentum: float | None = Field(default=None, ge=0, lt=1)
+    betas: list[float] | None = Field(default=None, min_length=2, max_length=2)
+    eps: float | None = Field(default=None, gt=0)
+    backbone_scale: float | None = Field(default=None, ge=0)
+    head_scale: float = Field(default=1.0, ge=0)
+    loss_scale: float | None = Field(default=None, ge=0)  # None: what the loss asks for, `lr_scale`
+    clip: float = Field(default=0.0, ge=0)  # largest norm of the gradient; 0: any
+
+
+class Schedule(_Section):
+    """The learning rate over time: a straight warm-up, then a decay."""
+
+    decay: Literal["cosine", "step", "plateau", "constant"] = "cosine"
+    warmup: float = Field(default=0.05, ge=0, lt=1)  # share of all steps
+    floor: float | None = Field(default=None, ge=0, le=1)  # where cosine ends, as a part of lr
+    every: int | None = Field(default=None, ge=1)  # step: epochs between two cuts
+    factor: float | None = Field(default=None, gt=0, lt=1)  # step, plateau: what a cut leaves
+    patience: int | None = Field(default=None, ge=1)  # plateau: epochs without a better one before a cut
+    frozen_epochs: int = Field(default=0, ge=0)  # epochs in which the backbone rests
+
+
+class Training(_Section):
+    """The loop itself."""
+
+    epochs: int | None = Field(default=None, ge=1)
+    batches: int | None = Field(default=None, ge=1)  # an epoch
+    chunk: int | None = Field(default=None, ge=1)  # items encoded at a time, with the gradient of the whole batch
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    ema: float = Field(default=0.0, ge=0, lt=1)  # decay of the average of the weights; 0: none
+    seed: int = Field(default=0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
+    deterministic: bool = True
+    patience: int | None = Field(default=None, ge=1)  # epochs without a better one before training stops
+    every: int = Field(default=1, ge=1)  # epochs between two validations
+    save_minutes: float = Field(default=10.0, gt=0)
+    log_steps: int = Field(default=20, ge=1)
+    on_collapse: Literal["stop", "warn"] = "stop"
+    tensorboard: bool = False
+
+
+class Evaluation(_Section):
+    """What is measured at the end."""
+
+    ks: list[int] | None = None
+    interval: bool = True
+    clustering: bool = False
+
+
+class Recipe(BaseModel):
+    """All sections; `given` are the keys that were written or set by hand, as "section.key"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    data: Data = Data()
+    encoder: dict[str, Any] = {}
+    augment: dict[str, Any] = {}
+    loss: dict[str, Any] = {}
+    memory: Memory = Memory()
+    sampler: dict[str, Any] = {}
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+
+    @property
+    def given(self) -> set[str]:
+        found = set()
+        for section in type(self).model_fields:
+            part = getattr(self, section)
+            names = part if section in NAMED else part.model_fields_set
+            found |= {f"{section}.{name}" for name in names}
+        return found
+
+    def with_(self, section: str, **values: Any) -> "Recipe":
+        """A copy with some keys of one section replaced."""
+        part = getattr(self, section)
+        new = {**part, **values} if section in NAMED else part.model_copy(update=values)
+        return self.model_copy(update={section: new})
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """As TOML has it: absent keys left out, a setting that is deliberately nothing is "none"."""
+        found: dict[str, dict[str, Any]] = {}
+        for section in type(self).model_fields:
+            part = getattr(self, section)
+            if section in NAMED:
+                found[section] = {name: "none" if value is None else _listed(value) for name, value in part.items()}
+            else:
+                found[section] = {name: value for name, value in part.model_dump().items() if value is not None}
+        return found
+
+
+def keys() -> dict[str, list[str]]:
+    """The fixed keys of each section; [] for the sections whose keys depend on what they name."""
+    return {
+        section: [] if section in NAMED else list(field.annotation.model_fields)  # type: ignore[union-attr]
+        for section, field in Recipe.model_fields.items()
+    }
+
+
+def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe from a TOML file, then `section.key=value` one after the other; what is wrong is one sentence."""
+    content: dict[str, Any] = {section: dict(part) for section, part in (base or {}).items()}
+    where = "recipe"
+    if file is not None:
+        where = str(file)
+        for section, part in _toml(Path(file)).items():
+            if not isinstance(part, dict):
+                raise ValueError(f"{where}: {section} = … stands outside of a section; known: {', '.join(keys())}")
+            _known_section(section, where)
+            content.setdefault(section, {}).update(part)
+    for text in sets:
+        section, key, value = _assignment(text)
+        _known_section(section, "--set")
+        content.setdefault(section, {})[key] = value
+    _known_keys(content, where)
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {_sentence(error)}") from None
+
+
+def written(recipe: Recipe) -> str:
+    """TOML that `read` gives back as the same recipe."""
+    return toml.text(recipe.plain())
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    reader = _toml_reader()
+    try:
+        found: dict[str, Any] = reader.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{file}: there is no such recipe") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not a readable recipe ({error})") from None
+    except reader.TOMLDecodeError as error:
+        raise ValueError(f"{file}: not valid TOML ({error})") from None
+    return found
+
+
+def _toml_reader() -> Any:
+    import importlib
+    import sys
+
+    return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+
+def _assignment(text: str) -> tuple[str, str, Any]:
+    name, equals, value = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not equals or not dot or not key or not value.strip():
+        raise ValueError(f'--set must be section.key=value, as loss.margin=0.3, got "{text}"')
+    reader = _toml_reader()
+    try:
+        read_value = reader.loads(f"value = {value.strip()}")["value"]
+    except reader.TOMLDecodeError:
+        read_value = value.strip()  # plain words need no quotes
+    return section, key, read_value
+
+
+def _known_section(section: str, where: str) -> None:
+    if section not in keys():
+        raise ValueError(f'{where}: unknown section "{section}"{_nearest(section, keys())}')
+
+
+def _known_keys(content: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    known = keys()
+    for section, part in content.items():
+        for key in part if section not in NAMED else ():
+            if key not in known[section]:
+                everywhere = {f"{other}.{name}" for other, names in known.items() for name in names}
+                near = difflib.get_close_matches(key, known[section], 1)
+                elsewhere = sorted(name for name in everywhere if name.endswith(f".{key}"))
+                if not near and elsewhere:
+                    raise ValueError(f'{where}: unknown key "{section}.{key}"; did you mean "{elsewhere[0]}"?')
+                raise ValueError(f'{where}: unknown key "{section}.{key}"{_nearest(key, known[section])}')
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return (f'; did you mean "{near[0]}"?' if near else ";") + f" known: {', '.join(known)}"
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a section",
+    "model_type": "a section",
+}
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first fault: which key, what is allowed, what came."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    limits = first.get("ctx", {})
+    if first["type"] == "literal_error":
+        allowed = str(limits["expected"]).replace(" or ", ", ").replace("'", "")
+        near = difflib.get_close_matches(str(first["input"]), allowed.split(", "), 1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        return f"{key} must be one of {allowed}, got {first['input']!r}{hint}"
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    bound = next((f"{signs[name]} {limits[name]}" for name in signs if name in limits), None)
+    wanted = _WANTED.get(first["type"]) or bound or first["msg"].lower()
+    return f"{key} must be {wanted}, got {first['input']!r}"
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

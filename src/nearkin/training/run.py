@@ -1,0 +1,221 @@
+"""A whole run: from a recipe to a folder with a trained, measured encoder; and going on with one that was stopped.
+
+recipe.toml  model.safetensors  encoder.json  metrics.jsonl  results.json  data.json  checkpoints/
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from nearkin import models
+from nearkin.core import files
+from nearkin.training import defaults, judging
+from nearkin.training import recipe as recipes
+from nearkin.training.checkpoint import Checkpoints
+from nearkin.training.feed import Feed, Material, embed
+from nearkin.training.journal import Journal
+from nearkin.training.loop import PRECISIONS, Trainer, Watch, fit, seed_everything
+from nearkin.training.monitor import Monitor
+from nearkin.training.objective import build_loss, build_sampler, takes_targets
+from nearkin.training.optimizers import Rate, groups, optimizer
+from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, prepare
+from nearkin.training.recipe import Recipe
+
+__all__ = ["Outcome", "resume", "train"]
+
+_PIXELS = 32  # side to which pictures are reduced before their pixels are compared
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has come to: its folder, and what a report shows of it."""
+
+    folder: Path
+    recipe: Recipe
+    results: dict[str, Any]
+    history: list[dict[str, Any]]
+    prepared: Prepared
+    test: judging.Held
+    embeddings: Tensor  # of the test items, the gallery's after the queries'
+    notes: list[str]
+
+
+def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Outcome:
+    """Trains as the recipe says into a new folder. `watch` is told everything that happens."""
+    folder = Path(out)
+    _new_folder(folder)
+    prepared = prepare(recipe, watch)
+    trainer = assemble(prepared, folder)  # whatever is wrong with the recipe is said before there is a folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_text(folder / "recipe.toml", recipes.written(prepared.recipe))
+        files.write_json(folder / "data.json", prepared.report | {"fingerprint": prepared.fingerprint})
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
+    trainer.state.notes += prepared.notes
+    trainer.save()  # from here on a run can be resumed
+    return _finish(trainer, prepared, watch)
+
+
+def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
+    """Goes on from the newest whole checkpoint of a run, to the same weights as if it had never stopped."""
+    folder = Path(folder)
+    if not (folder / "recipe.toml").is_file():
+        raise ValueError(f"{folder}: not a run: there is no recipe.toml in it")
+    prepared = prepare(recipes.read(folder / "recipe.toml"), watch)
+    kept = json.loads((folder / "data.json").read_text(encoding="utf-8"))["fingerprint"]
+    if kept != prepared.fingerprint:
+        raise ValueError(f"{folder}: {prepared.items.name} is not what it was when the run began; train anew")
+    trainer = assemble(prepared, folder)
+    for note in trainer.restore():
+        trainer.state.notes.append(note)
+        watch({"event": "note", "text": note})
+    watch({"event": "resumed", "epoch": trainer.state.epoch + 1, "step": trainer.state.step})
+    return _finish(trainer, prepared, watch)
+
+
+def assemble(prepared: Prepared, folder: Path) -> Trainer:
+    """The trainer at its first step."""
+    recipe, items, train_part = prepared.recipe, prepared.items, prepared.parts.train
+    on, graded = defaults.device(recipe), takes_targets(recipe)
+    seed_everything(recipe.training.seed)
+    encoder = build_encoder(prepared).to(on)
+    dim = encoder.dim
+    labels = classes = targets = None
+    if items.labels is not None and not graded:
+        present, labels = np.unique(items.labels[train_part], return_inverse=True)
+        labels, classes = labels.astype(np.int64), len(present)
+    if graded:
+        if items.targets is None:
+            raise ValueError(f'loss "{recipe.loss["name"]}" needs continuous targets, {items.name} has none')
+        targets = items.targets[train_part]
+    width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
+    loss = build_loss(recipe, classes, dim, recipe.training.seed, width).to(on)
+    sampler = build_sampler(recipe, labels, targets)
+    known = torch.from_numpy(targets if graded else labels).to(on)
+    assert recipe.training.epochs is not None
+    steps = optimizer(recipe, groups(recipe, encoder.backbone, encoder.head, loss))
+    average = None
+    if recipe.training.ema:
+        ema: Any = get_ema_multi_avg_fn
+        average = AveragedModel(encoder, multi_avg_fn=ema(recipe.training.ema))
+    material = Material(prepared.rows, on, recipe.data.size)
+    return Trainer(
+        recipe=recipe,
+        out=folder,
+        device=on,
+        encoder=encoder,
+        average=average,
+        loss=loss,
+        optimizer=steps,
+        rate=Rate(recipe, len(sampler), recipe.training.epochs),
+        scaler=torch.amp.GradScaler(on.type, enabled=recipe.training.precision == "fp16"),
+        sampler=sampler,
+        feed=Feed(material, train_part, sampler, recipe.training.workers),
+        material=material,
+        known=known if graded else known.long(),
+        augmentation=augmentation_of(recipe),
+        held=prepared.held("val"),
+        graded=graded,
+        monitor=Monitor(classes, dim, recipe.training.on_collapse),
+        journal=Journal(folder / "metrics.jsonl", recipe.training.tensorboard),
+        epochs=recipe.training.epochs,
+    )
+
+
+def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
+    """Trains what is left, then: the best weights, the test, the files."""
+    started = time.monotonic()
+    fit(trainer, watch)
+    recipe, state, held = trainer.recipe, trainer.state, prepared.held("test")
+    assert state.best_file is not None
+    tensors, facts = Checkpoints(trainer.out / "checkpoints").best(state.best_file)
+    encoder = trainer.encoder
+    encoder.load_state_dict({k.removeprefix("encoder."): v for k, v in tensors.items() if k.startswith("encoder.")})
+    models.save(encoder, trainer.out, prepared.preparation)
+    rows: dict[str, Tensor] = {}
+    for name, made in _contenders(trainer, prepared, held).items():
+        watch({"event": "testing", "what": name})
+        rows[name] = made()
+    options: dict[str, Any] = {"ks": recipe.evaluation.ks, "interval": recipe.evaluation.interval}
+    options["seed"] = recipe.training.seed
+    tested = {name: judging.test(x, held, trainer.graded, trainer.device, **options) for name, x in rows.items()}
+    results = {
+        "nearkin": version("nearkin"),
+        "source": recipe.data.source,
+        "protocol": prepared.parts.note,
+        "test": tested,
+        "baseline": prepared.baseline,
+        "val": facts["val"] | {"epoch": facts["epoch"], "step": facts["step"]},
+        "items": {name: len(part) for name, part in prepared.sizes().items()},
+        "classes": prepared.class_counts(),
+        "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
+        "epochs": state.epoch,
+        "steps": state.step,
+        "seconds": state.seconds,
+        "peak_bytes": _peak(trainer.device),
+        "notes": state.notes,
+    }
+    results |= judging.more(rows["trained"], held, prepared.test_pairs(), recipe, trainer.device)
+    files.write_json(trainer.out / "results.json", results)
+    watch({"event": "tested", "results": results, "seconds": time.monotonic() - started})
+    return Outcome(
+        trainer.out, recipe, results, trainer.journal.read(), prepared, held, rows["trained"], list(state.notes)
+    )
+
+
+def _contenders(trainer: Trainer, prepared: Prepared, held: judging.Held) -> dict[str, Callable[[], Tensor]]:
+    """What is tested: the trained encoder, the same one untrained, and what could be had without training."""
+    recipe, material, indices = trainer.recipe, trainer.material, held.everything
+    precision = PRECISIONS[recipe.training.precision or "fp32"]
+
+    def trained() -> Tensor:
+        return embed(trainer.encoder, material, indices, precision=precision)
+
+    def untrained() -> Tensor:
+        return embed(build_encoder(prepared).to(trainer.device), material, indices, precision=precision)
+
+    def baseline() -> Tensor:
+        if prepared.baseline == "frozen backbone":
+            fresh = build_encoder(prepared).to(trainer.device)
+            return embed(fresh, material, indices, precision=precision, features=True)
+        return _raw(material, indices)
+
+    return {"trained": trained, "untrained": untrained, "baseline": baseline}
+
+
+def _raw(material: Material, indices: NDArray[np.int64]) -> Tensor:
+    """The items themselves as vectors: pixels, of large pictures reduced ones."""
+    parts = []
+    for start in range(0, len(indices), 256):
+        seen = material.plain(material.gather(indices[start : start + 256])).float()
+        if seen.dim() == 4 and seen.shape[-1] > 2 * _PIXELS:
+            seen = torch.nn.functional.interpolate(seen, size=(_PIXELS, _PIXELS), mode="area")
+        parts.append(seen.flatten(1).cpu())
+    return torch.cat(parts)
+
+
+def _new_folder(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = "is not empty" if folder.is_dir() else "is a file"
+        raise ValueError(f"{folder}: {what}; choose another --out, or go on with nearkin train --resume {folder}")
+
+
+def _peak(on: torch.device) -> int:
+    if on.type == "cuda":
+        return torch.cuda.max_memory_allocated(on)
+    import resource
+    import sys
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

@@ -1,0 +1,126 @@
+"""A finished run put to use: its encoder over any source, as embeddings or in another format."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearkin import data, models
+from nearkin.core import checks
+from nearkin.data import stored
+from nearkin.data.items import Items
+from nearkin.training import recipe as recipes
+from nearkin.training.feed import Material, embed
+
+__all__ = ["PARTS", "Embedded", "embed_source", "export_onnx"]
+
+PARTS = ("all", "train", "val", "test")
+Progress = Callable[[int, int], None]
+
+
+class Embedded(NamedTuple):
+    """Embeddings (n, D) float32 with what the source says of each item."""
+
+    embeddings: Tensor
+    labels: NDArray[np.int64] | None
+    targets: NDArray[np.float64] | None
+    classes: list[str]
+    names: list[str]
+
+
+def embed_source(
+    run: str | Path,
+    source: str | None = None,
+    *,
+    root: str | Path | None = None,
+    part: str | None = None,
+    views: int = 1,
+    batch: int = 256,
+    unreadable: str = "strict",
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> Embedded:
+    """The items of a source through the encoder of a run.
+
+    source None: the run's own. part: "all", or the items of a part as the run's recipe divides the source; by default
+    the test part of the run's own source, all of another. views: the mean over so many crops and flips.
+    """
+    checks.whole("views", views, 1)
+    checks.whole("batch", batch, 1)
+    encoder, material, items, indices = _opened(Path(run), source, root, part, unreadable, device)
+    if views > 1 and material.size is None:
+        raise ValueError(f"views must be 1 for vectors, got {views}")
+    rows = embed(encoder, material, indices, batch=batch, views=views, progress=progress)
+    chosen = items.take(indices)
+    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
+
+
+def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:
+    """The encoder of a run as ONNX, checked on its own test items: the largest difference, and on how many."""
+    encoder, material, _, indices = _opened(Path(run), None, None, None, "skip", "cpu")
+    batch = material.plain(material.gather(indices[:: max(1, len(indices) // count)][:count]))
+    return models.export_onnx(encoder, path, batch), len(batch)
+
+
+def _opened(
+    run: Path, source: str | None, root: str | Path | None, part: str | None, unreadable: str, device: str
+) -> tuple[models.Encoder, Material, Items, NDArray[np.int64]]:
+    if not (run / "encoder.json").is_file():
+        raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
+    checks.one_of("device", device, ("auto", "cpu", "cuda"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda is not available here; use --device cpu")
+    on = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    encoder, preparation = models.load(run, on)
+    recipe = recipes.read(run / "recipe.toml")
+    part = part or ("test" if source is None else "all")
+    checks.one_of("part", part, PARTS)
+    if source is None:
+        source, root = recipe.data.source, recipe.data.root if root is None else root
+    items = data.load(source, root=root, partial=recipe.data.partial, labelled=part != "all")
+    rows, items = _rows(items, preparation, unreadable, source)
+    indices = np.arange(len(items), dtype=np.int64)
+    if part != "all":
+        options = recipe.data
+        parts = data.divide(
+            items,
+            seed=options.seed,
+            closed=options.closed,
+            val=options.val,
+            test=options.test,
+            skip_single=options.skip_single,
+            official=options.official,
+        )
+        indices = getattr(parts, part)
+    return encoder, Material(rows, on, preparation.get("size"), preparation.get("flip", True)), items, indices
+
+
+def _rows(items: Items, preparation: dict[str, Any], unreadable: str, source: str) -> tuple[NDArray[Any], Items]:
+    """Rows as the encoder was trained on them, and the items that could be read."""
+    wanted = preparation["kind"]
+    if (items.vectors is not None) != (wanted == "vectors"):
+        raise ValueError(f"{source}: the run's encoder takes {wanted}, the source holds the other kind")
+    if items.vectors is not None:
+        if items.vectors.shape[1] != preparation["features"]:
+            raise ValueError(
+                f"{source}: vectors must have {preparation['features']} dimensions as the run's encoder takes them, "
+                f"got {items.vectors.shape[1]}"
+            )
+        return items.vectors, items
+    assert items.pictures is not None
+    found = stored.store(
+        items.pictures,
+        items.names,
+        side=preparation["stored"],
+        fit=preparation["fit"],
+        channels=preparation["channels"],
+        unreadable=unreadable,
+    )
+    if not found.bad:
+        return found.pixels, items
+    kept = np.setdiff1d(np.arange(len(items)), [i for i, _ in found.bad])
+    return found.pixels[kept], items.take(kept)

@@ -1,0 +1,479 @@
+"""The loop: exact gradients in chunks, exact resuming from anywhere, checkpoints that prove themselves, warnings."""
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nearkin import losses, training
+from nearkin.core import files
+from nearkin.training import cached, checkpoint, loop, monitor, run
+from nearkin.training.checkpoint import Checkpoints, Damaged
+from nearkin.training.choices import LOSSES
+from nearkin.training.optimizers import Rate, groups, optimizer
+from nearkin.training.recipe import Recipe, read
+
+SMALL = ["training.epochs=3", "training.batches=4", "sampler.batch=16", "sampler.per_class=4", "encoder.hidden=[16]"]
+SMALL += ["encoder.dim=8", "training.log_steps=2", "training.workers=0"]
+
+
+@pytest.fixture
+def vectors(tmp_path):
+    """An .npz of 24 classes of 8 noisy vectors."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(24), 8)
+    rows = rng.normal(size=(24, 12))[labels] + 0.7 * rng.normal(size=(len(labels), 12))
+    path = tmp_path / "vectors.npz"
+    np.savez(path, embeddings=rows.astype(np.float32), labels=labels)
+    return path
+
+
+def quickly(source, out, *sets, watch=lambda event: None):
+    return training.train(read(None, [f'data.source="{source}"', *SMALL, *sets]), out, watch)
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+class Cut(BaseException):
+    """The machine goes down: nothing of ours may catch this."""
+
+
+def cut_at(count):
+    """A watcher that cuts the run at the count-th event, whatever it is."""
+    seen = [0]
+
+    def watch(event):
+        seen[0] += 1
+        if seen[0] == count:
+            raise Cut
+
+    return watch
+
+
+# --- cached gradients
+
+
+class Dropping(nn.Module):
+    def __init__(self, norm: nn.Module | None = None):
+        super().__init__()
+        layers = [nn.Linear(6, 10), *([norm] if norm else []), nn.Tanh(), nn.Dropout(0.3), nn.Linear(10, 4)]
+        self.net = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 16, 100])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: losses.SupConLoss(),
+        lambda: losses.ProxyAnchorLoss(4, 4),
+        lambda: losses.TripletLoss(selection="batch_hard"),
+        lambda: losses.FacilityLocationLoss(),
+    ],
+)
+def test_chunks_give_the_gradient_of_the_whole_batch(make, chunk):
+    torch.manual_seed(1)
+    x = torch.randn(16, 6, dtype=torch.float64)
+    labels = torch.arange(4).repeat_interleave(4)
+    encoder, loss = Dropping(nn.LayerNorm(10)).double().eval(), make().double()
+    loss(encoder(x), labels).backward()
+    parameters = [*encoder.parameters(), *loss.parameters()]
+    whole = [p.grad.clone() for p in parameters]
+    for p in parameters:
+        p.grad = None
+    value, embeddings = cached.backward(lambda some: encoder(x[some]), 16, chunk, lambda e: loss(e, labels), encoder)
+    assert torch.equal(embeddings, encoder(x).detach()) or torch.allclose(embeddings, encoder(x), rtol=0, atol=1e-14)
+    assert torch.isfinite(value)
+    for p, g in zip(parameters, whole, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=0, atol=1e-10)
+
+
+def test_chunks_replay_dropout():
+    """Both passes must drop the same units: the gradient is that of the chunked forward with the same chance."""
+    x, labels = torch.randn(12, 6, dtype=torch.float64), torch.arange(4).repeat_interleave(3)
+    encoder, loss = Dropping().double().train(), losses.SupConLoss()
+    torch.manual_seed(5)
+    loss(torch.cat([encoder(x[:5]), encoder(x[5:10]), encoder(x[10:])]), labels).backward()
+    after = torch.rand(())
+    whole = [p.grad.clone() for p in encoder.parameters()]
+    encoder.zero_grad()
+    torch.manual_seed(5)
+    cached.backward(lambda some: encoder(x[some]), 12, 5, lambda e: loss(e, labels), encoder)
+    assert torch.equal(torch.rand(()), after), "the generator stands where one pass would have left it"
+    for p, g in zip(encoder.parameters(), whole, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=0, atol=1e-10)
+
+
+def test_chunks_update_batch_statistics_once():
+    x, labels = torch.randn(12, 6), torch.arange(4).repeat_interleave(3)
+    encoder, loss = Dropping(nn.BatchNorm1d(10)).train(), losses.SupConLoss()
+    assert cached.meets(encoder)
+    norm = encoder.net[1]
+    cached.backward(lambda some: encoder(x[some]), 12, 4, lambda e: loss(e, labels), encoder)
+    assert int(norm.num_batches_tracked) == 3 and norm.track_running_stats
+    encoder.eval()
+    assert not cached.meets(encoder)
+
+
+def test_a_chunked_run_is_the_whole_run(vectors, tmp_path):
+    """The encoder for vectors has no batch norm: chunks may change rounding only."""
+    whole = quickly(vectors, tmp_path / "a").embeddings
+    chunked = quickly(vectors, tmp_path / "b", "training.chunk=5").embeddings
+    torch.testing.assert_close(whole, chunked, rtol=0, atol=2e-4)
+
+
+# --- resuming
+
+
+CONFIGURATIONS = {
+    "plain": [],
+    "workers": ["training.workers=2"],
+    "ema, plateau": ["training.ema=0.9", "schedule.decay=plateau", "schedule.patience=1"],
+    "proxies, sgd": ["loss.name=proxy-anchor", "optimizer.name=sgd", "optimizer.clip=1"],
+    "chance": ["loss.name=margin", "loss.num_classes=all", "encoder.dropout=0.2", "optimizer.name=rmsprop"],
+    "memory, chunk": ["loss.name=contrastive", "memory.size=64", "training.chunk=6"],
+    "mined classes": ["sampler.name=hard-classes", "training.epochs=4"],
+    "mined pairs": ["loss.name=npair", "sampler.name=pair-per-class", "sampler.per_class=none"],
+    "fp16": ["training.precision=fp16"],
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
+    sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
+    if name == "mined pairs":
+        base = [s for s in SMALL if "per_class" not in s]
+        start = lambda out, watch: training.train(  # noqa: E731
+            read(None, [f'data.source="{vectors}"', *base, *sets]), out, watch
+        )
+    else:
+        start = lambda out, watch: quickly(vectors, out, *sets, watch=watch)  # noqa: E731
+    events = []
+    whole = start(tmp_path / "whole", events.append)
+    for number in range(3):
+        folder = tmp_path / f"cut{number}"
+        at = 5 + (number * (len(events) - 6)) // 2
+        with pytest.raises(Cut):
+            start(folder, cut_at(at))
+        with pytest.raises(Cut):
+            training.resume(folder, cut_at(6))
+        again = training.resume(folder)
+        assert weights(folder) == weights(tmp_path / "whole"), f"cut at event {at}"
+        assert torch.equal(again.embeddings, whole.embeddings)
+        lines = [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in again.history]
+        assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in whole.history]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_stops(number, vectors, tmp_path):
+    quickly(vectors, tmp_path / "whole")
+
+    def watch(event):
+        if event["event"] == "moved" and event["step"] == 6:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(training.Stopped) as stopped:
+        quickly(vectors, tmp_path / "stopped", watch=watch)
+    assert stopped.value.number == number and "--resume" in str(stopped.value)
+    assert Checkpoints(tmp_path / "stopped" / "checkpoints").newest()[1]["step"] == 6, "in the middle of an epoch"
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    training.resume(tmp_path / "stopped")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+
+
+def test_a_thread_may_train(vectors, tmp_path):
+    """Signals belong to the main thread; elsewhere the loop goes without."""
+    done = []
+    thread = threading.Thread(target=lambda: done.append(quickly(vectors, tmp_path / "run")))
+    thread.start()
+    thread.join()
+    assert done and done[0].results["steps"] == 12
+
+
+def test_a_finished_run_resumes_to_the_same_results(vectors, tmp_path):
+    first = quickly(vectors, tmp_path / "run")
+    again = training.resume(tmp_path / "run")
+    assert first.results["test"] == again.results["test"]
+
+
+def test_a_changed_source_is_not_resumed(vectors, tmp_path):
+    with pytest.raises(Cut):
+        quickly(vectors, tmp_path / "run", watch=cut_at(8))
+    with np.load(vectors) as found:
+        rows, labels = found["embeddings"], found["labels"]
+    np.savez(vectors, embeddings=rows + 1, labels=labels)
+    with pytest.raises(ValueError, match="not what it was when the run began"):
+        training.resume(tmp_path / "run")
+
+
+def test_resuming_nothing_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match="not a run"):
+        training.resume(tmp_path)
+
+
+# --- checkpoints
+
+
+def test_checkpoints_keep_two_and_the_best(vectors, tmp_path):
+    quickly(vectors, tmp_path / "run", "training.epochs=5", "training.patience=50")
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    steps = [name for name in names if name.startswith("step")]
+    assert steps == ["step-00000016.safetensors", "step-00000020.safetensors"]
+    assert 1 <= len([name for name in names if name.startswith("best")]) <= 2
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty", "text"])
+def test_a_damaged_newest_checkpoint_falls_back(damage, vectors, tmp_path):
+    quickly(vectors, tmp_path / "whole")
+    with pytest.raises(Cut):
+        quickly(vectors, tmp_path / "run", watch=cut_at(18))
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    content = bytearray(newest.read_bytes())
+    if damage == "flipped":
+        content[-5] ^= 1
+    newest.write_bytes({"short": content[:-100], "empty": b"", "text": b"hello" * 50}.get(damage, content))
+    notes = []
+    training.resume(tmp_path / "run", lambda e: notes.append(e["text"]) if e["event"] == "note" else None)
+    assert any(newest.name in note and "one before" in note for note in notes)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_when_all_checkpoints_are_damaged_it_is_said(vectors, tmp_path):
+    with pytest.raises(Cut):
+        quickly(vectors, tmp_path / "run", watch=cut_at(15))
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        training.resume(tmp_path / "run")
+
+
+def test_a_checkpoint_proves_tensors_and_state(tmp_path):
+    path = tmp_path / "c.safetensors"
+    tensors = {"a": torch.randn(3, 2), "b": torch.tensor(7), "c": torch.zeros(0, 4), "d": torch.ones(2).bfloat16()}
+    checkpoint.save(path, tensors, {"step": 3, "x": [1.5, None]})
+    found, state = checkpoint.load(path)
+    assert state == {"step": 3, "x": [1.5, None]}
+    assert all(torch.equal(found[k], v) and found[k].dtype == v.dtype for k, v in tensors.items())
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'\\"step\\": 3', b'\\"step\\": 4'))
+    assert path.read_bytes() != content
+    with pytest.raises(Damaged, match="checksum"):
+        checkpoint.load(path)
+
+
+def test_a_full_disk_loses_nothing(vectors, tmp_path, monkeypatch):
+    whole = quickly(vectors, tmp_path / "whole")
+    real = files.write_bytes
+
+    def full(path, content):
+        if "step-00000008" in str(path):
+            raise OSError(28, "No space left on device")
+        real(path, content)
+
+    monkeypatch.setattr(files, "write_bytes", full)
+    with pytest.raises(ValueError, match=r"step 8 could not be written \(No space left on device\).*--resume"):
+        quickly(vectors, tmp_path / "run")
+    monkeypatch.undo()
+    training.resume(tmp_path / "run")
+    assert weights(tmp_path / "run") == weights(whole.folder)
+
+
+def test_no_temporary_file_is_left_behind(vectors, tmp_path):
+    quickly(vectors, tmp_path / "run")
+    assert not list((tmp_path / "run").rglob(".*"))
+
+
+def test_an_existing_folder_is_not_touched(vectors, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty; choose another --out, or go on with nearkin train --resume"):
+        quickly(vectors, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["precious.txt"]
+
+
+# --- rates and groups
+
+
+def test_rates_over_time():
+    def factors(batches, epochs, **schedule):
+        recipe = Recipe().with_("schedule", **schedule)
+        rate = Rate(recipe, batches, epochs)
+        return [rate.factor(step) for step in range(batches * epochs)]
+
+    cosine = factors(10, 10, decay="cosine", warmup=0.1, floor=0.2)
+    assert cosine[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
+    assert cosine[10:] == pytest.approx([0.2 + 0.8 * (1 + math.cos(math.pi * i / 90)) / 2 for i in range(90)])
+    step = factors(10, 4, decay="step", warmup=0.0, every=2, factor=0.1)
+    assert step == pytest.approx([1.0] * 20 + [0.1] * 20)
+    assert factors(5, 2, decay="constant", warmup=0.0) == [1.0] * 10
+
+
+def test_plateau_cuts_after_its_patience():
+    rate = Rate(Recipe().with_("schedule", decay="plateau", warmup=0.0, factor=0.5, patience=2), 10, 10)
+    seen = []
+    for value in (0.1, 0.2, 0.2, 0.1, 0.3, 0.3, 0.3, 0.3, 0.3):
+        rate.measured(value)
+        seen.append(rate.factor(50))
+    assert seen == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125]
+
+
+def test_parts_have_their_own_rates_and_only_matrices_decay():
+    backbone = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    head, loss = nn.Linear(3, 2), losses.ProxyAnchorLoss(4, 2)
+    recipe = Recipe().with_("optimizer", lr=0.1, backbone_scale=0.5, head_scale=2.0, weight_decay=0.3)
+    found = groups(recipe, backbone, head, loss)
+    table = {(g["part"], g["weight_decay"]): (g["base"], [tuple(p.shape) for p in g["params"]]) for g in found}
+    assert table == {
+        ("backbone", 0.3): (0.05, [(3, 3)]),
+        ("backbone", 0.0): (0.05, [(3,), (3,), (3,)]),
+        ("head", 0.3): (0.2, [(2, 3)]),
+        ("head", 0.0): (0.2, [(2,)]),
+        ("loss", 0.3): (10.0, [(4, 2)]),
+    }
+    steps = optimizer(recipe, found)
+    Rate(recipe, 10, 10).set(steps, 0)
+    assert [g["lr"] / g["base"] for g in steps.param_groups] == pytest.approx([1 / 6] * 5)
+
+
+# --- the monitor
+
+
+def test_nan_stops_the_run_and_says_what_to_try(vectors, tmp_path):
+    with pytest.raises(training.Diverged, match=r"loss is (nan|inf).*smaller optimizer\.lr"):
+        quickly(vectors, tmp_path / "run", "optimizer.lr=1e30", "optimizer.name=sgd", "encoder.normalize=false")
+    training_state = Checkpoints(tmp_path / "run" / "checkpoints").newest()[0]
+    assert all(bool(t.isfinite().all()) for name, t in training_state.items() if name.startswith("encoder"))
+
+
+def test_collapse_is_noticed():
+    watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
+    spot = torch.ones(32, 8) + 1e-4 * torch.randn(32, 8)
+    for step in range(4):
+        watcher.look(step, 1.0, 1.0, spot)
+    with pytest.raises(training.Diverged, match="collapsed"):
+        watcher.look(5, 1.0, 1.0, spot)
+    warned = monitor.Monitor(classes=10, dim=8, on_collapse="warn")
+    notes = [note for step in range(9) for note in warned.look(step, 1.0, 1.0, spot)[1]]
+    assert len(notes) == 1 and "collapsed" in notes[0]
+
+
+def test_spread_and_rank():
+    rows = torch.eye(6).repeat(20, 1)
+    spread, rank = monitor.spread_and_rank(rows)
+    assert spread == pytest.approx(1 - 1 / 6) and rank == pytest.approx(5)
+    line = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(10, 1)
+    assert monitor.spread_and_rank(line) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert monitor.spread_and_rank(torch.ones(5, 3)) == (pytest.approx(0.0, abs=1e-6), pytest.approx(0.0, abs=2.0))
+
+
+def test_a_dead_loss_and_still_proxies_are_said_once():
+    watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
+    notes = [note for step in range(12) for note in watcher.look(step, 0.0, 0.0, torch.randn(32, 8))[1]]
+    assert len(notes) == 1 and "loss.margin" in notes[0]
+    loss = losses.ProxyAnchorLoss(4, 8)
+    before = {name: p.detach().clone() for name, p in loss.named_parameters()}
+    assert "proxies of the loss did not move in epoch 1" in watcher.epoch(1, before, loss)[0]
+    assert watcher.epoch(2, before, loss) == []
+    with torch.no_grad():
+        loss.proxies += 1
+    assert monitor.Monitor(10, 8, "stop").epoch(1, before, loss) == []
+
+
+# --- the whole
+
+
+def test_training_helps_and_everything_is_in_the_folder(vectors, tmp_path):
+    outcome = quickly(vectors, tmp_path / "run", "training.epochs=10", "training.batches=10")
+    names = {path.name for path in outcome.folder.iterdir()}
+    assert names == {
+        "recipe.toml",
+        "model.safetensors",
+        "encoder.json",
+        "metrics.jsonl",
+        "results.json",
+        "data.json",
+        "checkpoints",
+    }
+    results = json.loads((outcome.folder / "results.json").read_text())
+    assert set(results["test"]) == {"trained", "untrained", "baseline"}
+    for figures in results["test"].values():
+        assert {"recall@1", "map@r"} <= set(figures)
+        for figure in figures.values():
+            assert figure["low"] <= figure["value"] <= figure["high"]
+    assert results["baseline"] == "vectors"
+    assert read(outcome.folder / "recipe.toml").plain() == outcome.recipe.plain(), "the saved recipe is the settled one"
+    epochs = [line for line in outcome.history if line["event"] == "epoch"]
+    assert max(line["val"]["map@r"] for line in epochs) == results["val"]["map@r"]
+
+
+def test_the_saved_recipe_repeats_the_run(vectors, tmp_path):
+    first = quickly(vectors, tmp_path / "a")
+    training.train(read(first.folder / "recipe.toml"), tmp_path / "b")
+    assert weights(tmp_path / "a") == weights(tmp_path / "b")
+
+
+def test_early_stopping(vectors, tmp_path):
+    sets = ["training.epochs=50", "training.patience=2", "optimizer.lr=1e-12"]
+    outcome = quickly(vectors, tmp_path / "run", *sets)
+    assert outcome.results["epochs"] < 50
+    assert any("stopped early" in note for note in outcome.notes)
+
+
+def test_continuous_targets(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(200, 6)).astype(np.float32)
+    np.savez(tmp_path / "t.npz", embeddings=rows, targets=rows[:, :2] ** 2)
+    sets = [s for s in SMALL if "per_class" not in s]
+    recipe = read(None, [f'data.source="{tmp_path / "t.npz"}"', *sets])
+    outcome = training.train(recipe, tmp_path / "run")
+    assert outcome.recipe.loss["name"] == "logratio" and outcome.recipe.sampler["name"] == "label-neighbours"
+    assert "ndcg@10" in outcome.results["test"]["trained"]
+    with pytest.raises(ValueError, match="needs class labels"):
+        training.train(read(None, [f'data.source="{tmp_path / "t.npz"}"', "loss.name=triplet"]), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_trains(name, vectors, tmp_path):
+    sets = [s for s in SMALL if "per_class" not in s]
+    if name == "logratio":
+        pytest.skip("needs continuous targets: see test_continuous_targets")
+    outcome = training.train(read(None, [f'data.source="{vectors}"', *sets, f"loss.name={name}"]), tmp_path / "run")
+    assert outcome.results["steps"] == 12
+
+
+def test_the_loop_waits_for_the_device_only_when_it_looks(vectors, tmp_path):
+    """Every other step must not read a value back; a stand-in for the synchronisation check on a GPU."""
+    assert loop.fit.__doc__ and run.train.__doc__
+    seen = []
+    quickly(vectors, tmp_path / "run", "training.log_steps=5", watch=lambda e: seen.append(e["event"]))
+    assert seen.count("step") == 3  # steps 1, 5, 10
+
+
+def test_time_based_checkpoints(vectors, tmp_path, monkeypatch):
+    now = [0.0]
+
+    def later():
+        now[0] += 61.0
+        return now[0]
+
+    monkeypatch.setattr(time, "monotonic", later)
+    saved = []
+    quickly(
+        vectors,
+        tmp_path / "run",
+        "training.save_minutes=1",
+        watch=lambda e: saved.append(e["step"]) if e["event"] == "saved" else None,
+    )
+    assert len(saved) >= 10
