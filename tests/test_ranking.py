@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearkin.core import relations
-from nearkin.evaluation import ranking, retrieval, search
+from nearkin.evaluation import counting, kinship, ranking, retrieval, search, sorting
+from nearkin.evaluation.space import Space
 from test_search import grids, order_of
 
 ALL = ranking.METRICS
@@ -32,11 +33,32 @@ def metrics_of(hits, ks):
     return wanted
 
 
+def whole_orders(x, gallery, kind):
+    """`order_of` for small whole numbers, of which float64 rounds nothing but one quotient."""
+    a, b = x.double(), (x if gallery is None else gallery).double()
+    dot, left, right = a @ b.T, a.square().sum(1)[:, None], b.square().sum(1)[None, :]
+    lengths = left * right
+    score = {
+        "dot": lambda: dot,
+        "euclidean": lambda: 2 * dot - left - right,
+        "cosine": lambda: torch.where(lengths > 0, dot * dot.abs() / lengths.clamp(min=1), 0.0),
+    }[kind]()
+    order = score.sort(dim=1, descending=True, stable=True).indices.tolist()
+    return [[j for j in row if gallery is not None or i != j] for i, row in enumerate(order)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(grids(), st.booleans(), st.sampled_from(search.SIMILARITIES))
+def test_whole_numbers_need_no_fractions(x, own, kind):
+    gallery = None if own else x.flip(0)
+    assert whole_orders(x, gallery, kind) == order_of(x, gallery, kind)
+
+
 def naive(x, kin, stranger, gallery, kind, ks, rule):
     """Means over queries; kin and stranger (Q, G) say who is ranked and who is found."""
-    rows, without = [], []
-    for i, order in enumerate(order_of(x, gallery, kind)):
-        hits = [bool(kin[i, j]) for j in order if kin[i, j] or stranger[i, j]]
+    rows, without, kin, stranger = [], [], kin.tolist(), stranger.tolist()
+    for i, order in enumerate(whole_orders(x, gallery, kind)):
+        hits = [kin[i][j] for j in order if kin[i][j] or stranger[i][j]]
         if any(hits):
             rows.append(metrics_of(hits, ks))
         else:
@@ -90,7 +112,7 @@ def test_class_ids_equal_the_loops(case, classes, seed, unknowns):
     same(few, {n: v for n, v in wanted.items() if n in few})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(cases, st.integers(0, 2**31), st.booleans())
 def test_relations_and_multi_label_rows_equal_the_loops(case, seed, explicit):
     x, own, kind, rule, _ = case
@@ -108,6 +130,73 @@ def test_relations_and_multi_label_rows_equal_the_loops(case, seed, explicit):
     found = retrieval(x, labels, gallery, others, ks=KS, metrics=ALL, without_kin=rule, similarity=kind)
     same(found, wanted)
     assert found.without_kin == without
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    cases,
+    st.integers(0, 2**31),
+    st.sampled_from([(1,), (2, 5), (30,)]),
+    st.sampled_from([ranking.DEFAULT, ALL]),
+    st.sampled_from([40 * 130 + 400, 2**18, 2**18, 2**18, 2**18, 2**18, 2**18, 2**18]),
+)
+def test_counting_by_tiles_equals_the_loops(case, seed, ks, metrics, budget):
+    """Few kin among many, by tiles of 16 × 16: rows and columns of a tile, floors that rise, lists that are cut."""
+    x, own, kind, _, _ = case
+    generator = torch.Generator().manual_seed(seed)
+    x = x[torch.randint(0, len(x), (40,), generator=generator)]  # duplicates
+    labels = torch.randint(0, 20, (len(x),), generator=generator)
+    gallery, others = (None, None) if own else (x.flip(0), labels.flip(0).roll(3))
+    kin = relations.of(labels, gallery, others)
+    wanted, _ = naive(x, kin.positive, kin.negative, gallery, kind, ks, "skip")
+    asked, index = kinship.known(x, labels, gallery, others)
+    space = Space(asked.queries, asked.gallery, kind, budget)
+    space.blocks()
+    limits = ranking._limits(40, ks, metrics)
+    relation = kinship.Kinship(asked, space)
+    if metrics != ALL:
+        space.leave_crowds(max(*limits, int(relation.number.max())))
+    sums = dict.fromkeys(ranking._names(ks, metrics), 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counting, "_SIDE", {"cpu": 16})
+        for rows, ranks in counting.ranks(space, relation, limits):
+            found = ranking._metrics(ranks, relation.number[rows], ks, metrics)
+            sums = {name: sums[name] + float(value.nansum()) for name, value in found.items()}
+    some = int((relation.number > 0).sum())
+    assert len(index) == 40
+    same({name: value / some if some else math.nan for name, value in sums.items()}, {n: wanted[n] for n in sums})
+
+
+def test_kin_beyond_their_limit_stand_behind_the_first(monkeypatch):
+    """Of embeddings that mean nothing most kin are given up early, long before the first one's limit is reached."""
+    monkeypatch.setattr(counting, "_SIDE", {"cpu": 64})
+    x, labels = torch.randn(1500, 8), torch.randint(0, 300, (1500,))
+    wanted = retrieval(x, labels, ks=(1, 10, 100, 400), metrics=ALL)
+    few = retrieval(x, labels, ks=(1, 10, 100, 400))
+    assert few == {name: wanted[name] for name in few}
+
+
+def blurred(items, dim=16):
+    """Distinct rows closer together than float32 products can tell apart."""
+    return torch.randn(1, dim) + 1e-7 * torch.randn(items, dim)
+
+
+@pytest.mark.parametrize("kind", search.SIMILARITIES)
+@pytest.mark.parametrize("collapsed", ["equal", "nearly", "half"])
+def test_collapsed_embeddings(kind, collapsed):
+    x = {"equal": torch.randn(1, 16).repeat(700, 1), "nearly": blurred(700), "half": torch.randn(700, 16)}[collapsed]
+    x[: 350 if collapsed == "half" else 0] = 1.0
+    labels = torch.randint(0, 100, (700,))
+    wanted = retrieval(x, labels, metrics=ALL, similarity=kind)  # every rank, by counting
+    few = retrieval(x, labels, similarity=kind)
+    assert few == {name: wanted[name] for name in few}
+    space = Space(x, None, kind, search.BUDGET)
+    relation = kinship.Kinship(kinship.known(x, labels, None, None)[0], space)
+    for rows, ranks in sorting.ranks(space, relation, 700):  # and by sorting
+        again = ranking._metrics(ranks, relation.number[rows], (8,), ("map", "ndcg"))
+        alone = ranking.per_query(x, labels, ks=(8,), metrics=("map", "ndcg"), similarity=kind)
+        for name, value in again.items():
+            torch.testing.assert_close(value, alone[name][rows], rtol=0, atol=0, equal_nan=True)
 
 
 def line(hits):

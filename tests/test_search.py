@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearkin.evaluation import search
+from nearkin.evaluation import crowds, search
+from nearkin.evaluation.space import Space, has_float64
 
 SIMILARITIES = search.SIMILARITIES
 
@@ -125,38 +126,96 @@ def test_the_bound_holds_and_is_used():
     unit = torch.nn.functional.normalize(x)
     naive = (unit @ unit.T).fill_diagonal_(-2).topk(20).indices
     assert not torch.equal(naive, wanted)
-    space = search.Space(x, None, "cosine", search.BUDGET)
+    space = Space(x, None, "cosine", search.BUDGET)
     wide = torch.nn.functional.normalize(x.double())
-    gap = (space.tile(torch.arange(200)) - wide @ wide.T).fill_diagonal_(0).abs()
+    gap = (search.whole_rows(space, torch.arange(200)) - wide @ wide.T).fill_diagonal_(0).abs()
     assert bool((gap <= space.error[:, None]).all())
 
 
-@pytest.mark.parametrize("similarity", search.SIMILARITIES)
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
-def test_without_a_copy_the_bound_holds_too(similarity, scale):
-    x = scale * torch.cat([torch.randn(150, 64), torch.zeros(1, 64), 5 * torch.randn(49, 64)])
-    gallery = scale * torch.randn(300, 64)
-    copied = search.Space(x, gallery, similarity, search.BUDGET)
-    bare = search.Space(x, gallery, similarity, 4 * 500 * 65)
-    assert copied.copies is not None and bare.copies is None
-    left, right = copied.copies
-    exact = left.double() @ right.double().T
+def exact_proposals(space, similarity):
+    """What the products of `space` stand for, in float64."""
+    a, b = space.queries.double() * space._scale, space.gallery.double() * space._scale
     if similarity == "cosine":
-        unit = torch.nn.functional.normalize
-        exact = unit(x.double()) @ unit(gallery.double()).T
-    for space in (copied, bare):
-        gap = (space.tile(torch.arange(200)) - exact).abs()
-        assert bool((gap <= 2 * space.error[:, None]).all()), similarity
+        return torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(b).T
+    return (
+        a @ b.T if similarity == "dot" else -(torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist") ** 2) / 2
+    )
+
+
+@pytest.mark.parametrize("similarity", search.SIMILARITIES)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6, 1e24])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_bound_holds_with_and_without_copies(similarity, scale, own):
+    x = scale * torch.cat([torch.randn(150, 64), torch.zeros(1, 64), 5 * torch.randn(49, 64)])
+    gallery = None if own else scale * torch.randn(300, 64)
+    small = 4 * 200 * 66
+    copied, queries, bare = (Space(x, gallery, similarity, b) for b in (search.BUDGET, 2 * small, small))
+    assert copied.lefts is not None and (own or copied.rights is not None)
+    assert queries.lefts is not None and queries.rights is None and bare.lefts is None
+    exact, rows = exact_proposals(copied, similarity), torch.arange(200)
+    items = torch.stack([torch.randperm(len(copied.gallery))[:5] for _ in rows])
+    for space in (copied, queries, bare):
+        tile = space.tile(space.left(rows), space.right(slice(None)), torch.empty(exact.shape))
+        assert bool(((tile - exact).abs() <= space.error[:, None]).all())
+        few = space.proposed(rows, items)
+        assert bool(((few - exact.gather(1, items)).abs() <= space.error[:, None]).all())
+        many = space.proposed(rows, torch.arange(len(exact[0])).expand_as(exact))
+        assert bool(((many - exact).abs() <= space.error[:, None]).all())
+        if own:  # one product serves both sides
+            assert bool(((tile.T - exact).abs() <= space.error[:, None]).all())
     wanted = search.nearest(x, gallery, k=7, similarity=similarity)
-    for budget in (4 * 500 * 65, 2**22):
-        assert torch.equal(
-            search.nearest(x, gallery, k=7, similarity=similarity, budget=budget).indices, wanted.indices
-        )
+    for budget in (small, 2 * small, 2**22):
+        found = search.nearest(x, gallery, k=7, similarity=similarity, budget=budget)
+        assert torch.equal(found.indices, wanted.indices)
 
 
-def test_lengths_at_the_ends_of_the_range_are_copied():
+def test_lengths_at_the_ends_of_the_range():
     x = torch.randn(40, 8) * torch.logspace(-12, 12, 40)[:, None]
-    assert search.Space(x, None, "cosine", 1).copies is not None
+    least = 40 * 112
+    for kind in SIMILARITIES:
+        wanted = search.nearest(x, k=5, similarity=kind)
+        assert torch.equal(search.nearest(x, k=5, similarity=kind, budget=least).indices, wanted.indices)
+        assert wanted.indices.tolist() == [row[:5] for row in order_of(x, None, kind)]
+
+
+@given(grids(), st.integers(0, 2**31), st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+@settings(max_examples=200, deadline=None)
+def test_places_count_equal_rows(x, seed, dtype):
+    x = x[torch.randint(0, len(x), (30,), generator=torch.Generator().manual_seed(seed))].to(dtype)
+    rows = [tuple(row) for row in x.tolist()]
+    assert crowds.places(x).tolist() == [rows[:i].count(row) for i, row in enumerate(rows)]
+
+
+def test_a_collision_of_hashes_is_no_equality(monkeypatch):
+    monkeypatch.setattr(crowds, "_hashes", lambda x: torch.zeros(len(x), dtype=torch.long))
+    assert crowds.places(torch.tensor([[1.0], [2.0], [2.0], [1.0]])).tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("kind", SIMILARITIES)
+def test_crowds_change_nothing_and_cost_nothing(kind, monkeypatch):
+    x = torch.cat([torch.randn(1, 8).repeat(300, 1), torch.randn(50, 8), torch.randn(1, 8).repeat(200, 1)])
+    x = x[torch.randperm(len(x))]
+    gallery = x.flip(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "leave_crowds", lambda self, k: None)
+        wanted = [search.nearest(x, g, k=4, similarity=kind) for g in (None, gallery)]
+    worked = []
+    exact = Space.exact
+    monkeypatch.setattr(Space, "exact", lambda self, rows, items: worked.append(len(rows)) or exact(self, rows, items))
+    for g, want in zip((None, gallery), wanted, strict=True):
+        found = search.nearest(x, g, k=4, similarity=kind)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert sum(worked) < 2 * 550 * 70  # of 2 * 550 * 300 and more
+
+
+def test_a_device_without_float64_is_refused(monkeypatch):
+    def empty(*_, **__):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+    has_float64(torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(ValueError, match=r"embeddings must be on a device with float64, .* got mps; use \.cpu"):
+        has_float64(torch.device("mps"))
 
 
 def test_a_group_maximum_is_a_floor():

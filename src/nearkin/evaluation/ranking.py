@@ -14,20 +14,22 @@ index, a query never meets itself). Every metric is a function of these numbers:
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nearkin.core import checks, relations
+from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN, Labels, Relation
-from nearkin.evaluation import search, uncertainty
+from nearkin.evaluation import counting, search, sorting, uncertainty
+from nearkin.evaluation.counting import BEYOND
+from nearkin.evaluation.kinship import Kinship, known
+from nearkin.evaluation.space import Space
 
 METRICS = ("recall", "precision@1", "r_precision", "map@r", "map", "mrr", "ndcg")
 DEFAULT = ("recall", "precision@1", "r_precision", "map@r")
-_BEYOND = 2**40  # a rank nobody has
 
 
 class Retrieval(dict[str, float]):
@@ -65,8 +67,8 @@ def retrieval(
     metrics: of "recall" and "ndcg" (at each of ks), "precision@1", "r_precision", "map@r", "map", "mrr". The last two
     need the rank of every kin however far, and take longer where kin are far. without_kin: a query that has nothing
     to find is left out of the means ("skip") or counts as 0 ("miss"); the result names these queries either way.
-    similarity: "cosine", "dot", "euclidean". budget: bytes beyond the embeddings and a float32 copy of them. backend
-    "faiss" lets faiss propose neighbours; no value depends on it, on the budget, the threads or the device.
+    similarity: "cosine", "dot", "euclidean". budget: bytes beyond the embeddings and what is returned. backend "faiss"
+    lets faiss propose neighbours; no value depends on it, on the budget, the threads or the device.
     interval: also the 95 % interval of each metric, as `.intervals[name]`, from 1,000 resamples of the query classes by
     `uncertainty.bootstrap`; of the queries where there are no classes: multi-label rows, a `Relation` without ids.
     """
@@ -124,33 +126,31 @@ def per_query(
         checks.one_of("metrics", name, METRICS)
     for k in ks:
         checks.whole("ks", k, 1)
-    asked, index = _known(embeddings, labels, gallery, others)
-    space = search.Space(asked.queries, asked.gallery, similarity, budget)
-    kinship = _Kinship(asked, space)
-    searcher = search.Searcher(space, backend) if backend != "torch" else None
+    asked, index = known(embeddings, labels, gallery, others)
+    space = Space(asked.queries, asked.gallery, similarity, budget)
+    space.blocks()  # refuses a budget that is too small
+    kinship = Kinship(asked, space)
+    limits = _limits(len(space.gallery), ks, metrics)
+    most_kin = int(kinship.number.max()) if len(kinship.number) else 0
+    if not isinstance(asked.labels, Relation):  # which may leave out the equal rows before one
+        space.leave_crowds(max(*limits, most_kin))
+    if backend != "torch":
+        answers = _read(space, kinship, backend, max(limits), progress)
+    elif 64 * most_kin > len(space.gallery):
+        answers = sorting.ranks(space, kinship, max(limits), progress)
+    else:
+        answers = counting.ranks(space, kinship, limits, progress)
     nothing = torch.full((len(embeddings),), math.nan, dtype=torch.float64)
     found = {name: nothing.clone() for name in _names(ks, metrics)}
-    order = kinship.number.argsort(stable=True)  # blocks of queries with about as many kin
-    everything = bool({"map", "mrr"} & set(metrics))
-    for block in space.blocks(extra=kinship.cost):
-        rows = order[block]
-        number = kinship.number[rows]
-        limit = len(space.gallery) if everything else max(*ks, int(number.max()), 1)
-        ranks = _count(space, kinship, rows, limit) if searcher is None else _read(searcher, kinship, rows, limit)
-        for name, value in _metrics(ranks.cpu(), number.cpu(), ks, metrics).items():
+    for rows, ranks in answers:
+        for name, value in _metrics(ranks.cpu(), kinship.number[rows].cpu(), ks, metrics).items():
             found[name][index[rows].cpu()] = value
-        if progress is not None:
-            progress(block.stop, len(order))
     found["kin"] = torch.full((len(embeddings),), UNKNOWN)
     found["kin"][index.cpu()] = kinship.number.cpu()
     return found
 
 
-class _Asked(NamedTuple):
-    queries: Tensor
-    labels: Labels
-    gallery: Tensor | None
-    gallery_labels: Tensor | None
+_NAMES = {"references": "gallery", "reference_labels": "gallery_labels"}
 
 
 def _checked(
@@ -160,139 +160,41 @@ def _checked(
     try:
         return checks.batch(embeddings, labels, gallery, gallery_labels)
     except (TypeError, ValueError) as error:
-        sentence = str(error).replace("reference_labels", "gallery_labels").replace("references", "gallery")
+        sentence = re.sub(r"\b(reference_labels|references)\b", lambda word: _NAMES[word[0]], str(error))
         raise type(error)(sentence) from None
 
 
-def _known(
-    embeddings: Tensor, labels: Labels, gallery: Tensor | None, gallery_labels: Labels | None
-) -> tuple[_Asked, Tensor]:
-    """What remains without the items of unknown class, and the indices of the remaining queries."""
-    everyone = torch.arange(len(embeddings), device=embeddings.device)
-    assert gallery_labels is None or isinstance(gallery_labels, Tensor)
-    if isinstance(labels, Tensor) and labels.dtype == torch.bool and gallery is not None and gallery_labels is None:
-        labels = relations.explicit(labels)
-    if not isinstance(labels, Tensor) or labels.dtype == torch.bool:
-        return _Asked(embeddings, labels, gallery, gallery_labels), everyone
-    if gallery is not None and gallery_labels is not None:
-        there = gallery_labels != UNKNOWN
-        if not bool(there.all()):
-            gallery, gallery_labels = gallery[there], gallery_labels[there]
-    here = labels != UNKNOWN
-    if bool(here.all()):
-        return _Asked(embeddings, labels, gallery, gallery_labels), everyone
-    return _Asked(embeddings[here], labels[here], gallery, gallery_labels), everyone[here]
+def _limits(size: int, ks: Sequence[int], metrics: Sequence[str]) -> counting.Limits:
+    """How far ranks matter to these metrics, which need them up to the number of kin anyway."""
+    if {"map", "mrr"} & set(metrics):
+        return counting.Limits(size, size if "map" in metrics else _deepest("ndcg", ks, metrics))
+    return counting.Limits(max(ks, default=1), _deepest("ndcg", ks, metrics))
 
 
-class _Kinship:
-    """Which gallery items are kin to each query: number (Q,), and their columns for some queries at a time."""
-
-    def __init__(self, asked: _Asked, space: search.Space) -> None:
-        self.own, self.size, self.labels = space.own, len(space.gallery), asked.labels
-        self.others = asked.labels if asked.gallery_labels is None else asked.gallery_labels
-        if isinstance(self.labels, Tensor) and self.labels.dtype != torch.bool:
-            assert isinstance(self.others, Tensor)
-            classes, self.sorted = self.others.long().sort(stable=True)  # columns, class after class
-            self.first = torch.searchsorted(classes, self.labels.long().contiguous())
-            self.number = (
-                torch.searchsorted(classes, self.labels.long().contiguous(), right=True) - self.first - int(self.own)
-            )
-            self.cost = 64 * (int(self.number.max()) + 1 if len(self.number) else 0)  # bytes a query
-            return
-        rows = torch.arange(len(space.queries), device=space.queries.device)
-        parts = [self._masks(rows[block])[0].sum(1) for block in space.blocks()]
-        self.number = torch.cat([rows.new_zeros(0), *parts])
-        self.cost = 64 * (int(self.number.max()) if len(self.number) else 0) + 24 * self.size
-
-    def columns(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(q, m) columns of the kin, -1 where there are no more; and (q, G) which pairs are left out, if any are."""
-        if isinstance(self.labels, Tensor) and self.labels.dtype != torch.bool:
-            place = torch.arange(int(self.number[rows].max()) + int(self.own), device=rows.device)
-            cols = self.sorted[(self.first[rows, None] + place).clamp_(max=max(self.size - 1, 0))]
-            real = place < (self.number[rows, None] + int(self.own))
-            if self.own:
-                real = real & (cols != rows[:, None])
-            return cols.masked_fill_(~real, -1), None
-        kin, left_out = self._masks(rows)
-        place = torch.arange(int(self.number[rows].max()), device=rows.device)
-        cols = kin.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, : len(place)]
-        return cols.masked_fill(place >= self.number[rows, None], -1), left_out
-
-    def _masks(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        if isinstance(self.labels, Relation):
-            kin, strangers = self.labels.positive[rows], self.labels.negative[rows]
-            left_out: Tensor | None = ~(kin | strangers)
-        else:
-            assert isinstance(self.labels, Tensor) and isinstance(self.others, Tensor)
-            kin, left_out = relations.multilabel(self.labels[rows], self.others).positive, None
-        if self.own:
-            kin.scatter_(1, rows[:, None], False)
-        return kin, left_out
+def _deepest(metric: str, ks: Sequence[int], metrics: Sequence[str]) -> int:
+    return max(ks, default=1) if metric in metrics else 1
 
 
-def _count(space: search.Space, kinship: _Kinship, rows: Tensor, limit: int) -> Tensor:
-    """Ranks of the kin of some queries, (q, m) ascending; those beyond `limit` are only known to be beyond it."""
-    kin, left_out = kinship.columns(rows)
-    real = kin >= 0
-    if not bool(real.any()):
-        return torch.full((len(rows), 1), _BEYOND, device=rows.device)
-    tile = space.tile(rows)  # (q, G)
-    if left_out is not None:
-        tile.masked_fill_(left_out, -torch.inf)
-    proposed = tile.gather(1, kin.clamp(min=0)).masked_fill_(~real, torch.inf)
-    row, slot = real.nonzero(as_tuple=True)
-    tile[row, kin[row, slot]] = -torch.inf  # strangers remain
-    error = space.error[rows, None]
-    low = torch.maximum(search.kth_floor(tile, limit), proposed.amin(1, keepdim=True))
-    found = search.above(tile, low - 5 * error, space.budget)
-    del tile
-    if found is None:
-        halves = [_count(space, kinship, half, limit) for half in rows.chunk(2)]
-        width = max(half.shape[1] for half in halves)
-        return torch.cat([pad(half, (0, width - half.shape[1]), value=_BEYOND) for half in halves])
-    values, cols = found
-    values, order = values.neg_().sort(dim=1)
-    cols = cols.gather(1, order)
-    nearer = torch.searchsorted(values, -(proposed + 2 * error))  # surely
-    perhaps = torch.searchsorted(values, -(proposed - 2 * error), right=True)
-    unsure = real & (perhaps > nearer) & (nearer < limit)
-    row, slot = unsure.nonzero(as_tuple=True)
-    start, number = nearer[row, slot], (perhaps - nearer)[row, slot]
-    nearer[row, slot] += _decide(space, rows[row], kin[row, slot], cols, row, start, number)
-    nearer = nearer.masked_fill_(~real, _BEYOND).sort(dim=1).values  # as many strangers before the first kin, …
-    return nearer + torch.arange(1, nearer.shape[1] + 1, device=rows.device)
-
-
-def _decide(
-    space: search.Space, query: Tensor, kin: Tensor, cols: Tensor, row: Tensor, start: Tensor, number: Tensor
-) -> Tensor:
-    """For pairs (P,) of a query and a kin, how many of the strangers cols[row, start : start + number] are nearer."""
-    result = torch.zeros_like(number)
-    group = number.cumsum(0) // max(1, space.budget // 256)
-    for part in torch.split(torch.arange(len(number), device=row.device), torch.bincount(group).tolist()):
-        if not len(part):
-            continue
-        each = part.repeat_interleave(number[part])
-        before = (number[part].cumsum(0) - number[part]).repeat_interleave(number[part])
-        stranger = cols[row[each], start[each] + torch.arange(len(each), device=row.device) - before]
-        theirs, own = space.exact(query[each], stranger), space.exact(query[part], kin[part])
-        own = own.repeat_interleave(number[part])
-        nearer = (theirs > own) | ((theirs == own) & (stranger < kin[each]))
-        result += torch.bincount(each[nearer], minlength=len(number))
-    return result
-
-
-def _read(searcher: search.Searcher, kinship: _Kinship, rows: Tensor, limit: int) -> Tensor:
-    """The same ranks, read off a list of the `limit` nearest."""
-    kin, left_out = kinship.columns(rows)
-    if left_out is not None and bool(left_out.any()):
-        checks.impossible("backend", "faiss", "the relation leaves pairs out", ("torch",))
-    member = torch.zeros(len(rows), kinship.size + 1, dtype=torch.bool, device=rows.device)  # the last column: nobody
-    member.scatter_(1, torch.where(kin >= 0, kin, kinship.size), True)[:, -1] = False
-    nearest, _ = searcher(rows, min(limit, max(kinship.size, 1)))
-    hit = member.gather(1, torch.where(nearest >= 0, nearest, kinship.size))
-    place = torch.arange(1, hit.shape[1] + 1, device=rows.device)
-    return torch.where(hit, place, _BEYOND).sort(dim=1).values
+def _read(
+    space: Space, kinship: Kinship, backend: str, limit: int, progress: search.Progress | None
+) -> Iterator[counting.Ranked]:
+    """The same ranks, read off lists of nearest items."""
+    searcher, size = search.Searcher(space, backend), max(kinship.size, 1)
+    order = kinship.number.argsort(stable=True)  # blocks of queries with about as many kin
+    for block in space.blocks(extra=kinship.cost + kinship.masked):
+        rows = order[block]
+        left_out = kinship.left_out(rows)
+        if left_out is not None and bool(left_out.any()):
+            checks.impossible("backend", backend, "the relation leaves pairs out", ("torch",))
+        kin = kinship.items(rows)
+        member = torch.zeros(len(rows), size + 1, dtype=torch.bool, device=rows.device)  # the last column: nobody
+        member.scatter_(1, torch.where(kin >= 0, kin, size), True)[:, -1] = False
+        nearest, _ = searcher(rows, min(max(limit, int(kinship.number[rows].max())), size))
+        hit = member.gather(1, torch.where(nearest >= 0, nearest, size))
+        place = torch.arange(1, hit.shape[1] + 1, device=rows.device)
+        yield counting.Ranked(rows, torch.where(hit, place, BEYOND).sort(dim=1).values)
+        if progress is not None:
+            progress(block.stop, len(order))
 
 
 def _names(ks: Sequence[int], metrics: Sequence[str]) -> list[str]:
@@ -303,7 +205,7 @@ def _metrics(ranks: Tensor, number: Tensor, ks: Sequence[int], metrics: Sequence
     """Ranks (q, m) ascending, beyond everything where there are no more, and how many kin (q,): metrics, each (q,)."""
     some, kin = number > 0, number.double()
     places = torch.arange(1, ranks.shape[1] + 1)
-    share = torch.where(ranks < _BEYOND, places / ranks.double(), 0.0)  # j / r_j
+    share = torch.where(ranks < BEYOND, places / ranks.double(), 0.0)  # j / r_j
     within = ranks <= number[:, None]
     first = ranks[:, 0]
     discount = _discounts(max(ks, default=1) if "ndcg" in metrics else 0)

@@ -1,0 +1,216 @@
+"""The verbs around training, as a user types them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from nearkin.cli import app
+
+QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
+QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0"]
+SETS = [part for text in QUICK for part in ("--set", text)]
+
+
+@pytest.fixture(autouse=True)
+def _own_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def photos(folder: Path, classes: int = 10, each: int = 6) -> Path:
+    rng = np.random.default_rng(0)
+    for c in range(classes):
+        (folder / f"class{c}").mkdir(parents=True)
+        for i in range(each):
+            pixels = rng.integers(0, 60, (20, 20, 3)).astype(np.uint8)
+            pixels[2 + c : 5 + c, 3:12] += np.uint8(20 * c)
+            Image.fromarray(pixels).save(folder / f"class{c}" / f"{i}.png")
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def said(result, code=0):
+    assert result.exit_code == code, result.output + str(result.exception)
+    return result.output
+
+
+def test_a_folder_becomes_a_run_with_a_report():
+    photos(Path("photos"))
+    out = said(run("train", "photos/", *SETS))
+    assert "60 items, 10 classes" in out and "epoch   2/2" in out
+    assert "pixels" in out and "untrained" in out and "trained" in out and "map@r" in out
+    folder = Path("runs/photos-supcon")
+    assert f"report: {folder / 'report.html'}" in out
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") or page.lower().startswith("<!doctype")
+    assert "http-equiv" in page and "class3" in page
+    again = said(run("train", "photos", *SETS, "--quiet"))
+    assert again.strip() == "runs/photos-supcon-2", "an earlier run is never overwritten"
+
+
+def test_json_is_nothing_but_json():
+    photos(Path("photos"))
+    found = json.loads(said(run("train", "photos", *SETS, "--json", "--out", "run")))
+    assert found["test"]["trained"]["recall@1"]["value"] >= 0
+    assert found == json.loads(Path("run/results.json").read_text())
+
+
+def test_a_run_is_evaluated_embedded_and_resumed():
+    photos(Path("photos"))
+    said(run("train", "photos", *SETS, "--quiet", "--out", "run"))
+    results = json.loads(Path("run/results.json").read_text())
+    out = said(run("evaluate", "run", "--json", "found.json"))
+    assert "map@r" in out
+    found = json.loads(Path("found.json").read_text())["results"]["retrieval"]
+    assert found["map@r"] == pytest.approx(results["test"]["trained"]["map@r"]["value"], abs=1e-9)
+    for name in ("all.npz", "all.safetensors", "all.parquet"):
+        assert "60 × 8" in said(run("embed", "run", "photos", "--out", name))
+        assert "60 × 8" in said(run("evaluate", name))
+    assert "× 8" in said(run("embed", "run", "photos", "--part", "test", "--views", "4", "--out", "test.npz"))
+    with np.load("test.npz") as archive:
+        assert len(archive["embeddings"]) == results["items"]["test"] and archive["labels"].dtype.kind == "U"
+        np.testing.assert_allclose(np.linalg.norm(archive["embeddings"], axis=1), 1, atol=1e-5)
+    other = photos(Path("other"), classes=3)
+    assert "18 × 8" in said(run("evaluate", "run", other))
+    before = Path("run/model.safetensors").read_bytes()
+    said(run("train", "--resume", "run"))
+    assert Path("run/model.safetensors").read_bytes() == before
+
+
+def test_export():
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    photos(Path("photos"))
+    said(run("train", "photos", *SETS, "--quiet", "--out", "run"))
+    # As a process of its own: the exporter warns about its own dependencies.
+    found = subprocess.run(
+        [sys.executable, "-m", "nearkin", "export", "run", "--onnx"], capture_output=True, text=True, env=os.environ
+    )
+    assert found.returncode == 0, found.stderr
+    assert "equal to the run's encoder within" in found.stdout and Path("run/model.onnx").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["train", "nowhere/"], "nowhere"),
+        (["train", "gylphs"], 'did you mean "glyphs"?'),
+        (["train", "empty"], "empty"),
+        (["train", "one"], "at least"),
+        (["train", "single"], "--skip-single"),
+        (["train", "broken"], "cannot be used"),
+        (["train", "photos", "--loss", "arcfase"], 'did you mean "arcface"?'),
+        (["train", "photos", "--encoder", "smal-cnn"], 'did you mean "small-cnn"?'),
+        (["train", "photos", "--set", "loss.tempratur=1"], 'did you mean "temperature"?'),
+        (["train", "photos", "--set", "training.epochs=many"], "must be a whole number"),
+        (["train", "photos", "--recipe", "none.toml"], "there is no such recipe"),
+        (["train", "photos", "--out", "photos"], "is not empty"),
+        (["train", "--resume", "photos"], "not a run"),
+        (["train", "photos", "--resume", "photos"], "give no other choices beside it"),
+        (["embed", "photos", "photos", "--out", "x.npz"], "not a finished run"),
+        (["embed", "photos", "photos", "--out", "x.txt"], ".npz, .safetensors, .parquet"),
+        (["export", "photos"], "--onnx"),
+        (["export", "photos", "--onnx"], "not a finished run"),
+        (["evaluate", "photos"], "photos"),
+        (["tran"], 'did you mean "train"?'),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    photos(Path("photos"))
+    Path("empty").mkdir()
+    photos(Path("one"), classes=1)
+    photos(Path("single"), classes=8, each=1)
+    photos(Path("broken"), classes=4, each=3)
+    for path in Path("broken").rglob("*.png"):
+        path.write_bytes(b"not a picture")
+    before = sorted(p for p in Path(".").rglob("*") if "cache" not in p.parts)
+    out = said(run(*arguments), 2)
+    lines = [line for line in out.strip().splitlines() if line.strip()]
+    assert sentence in lines[-1], out
+    assert "Traceback" not in out
+    assert sorted(p for p in Path(".").rglob("*") if "cache" not in p.parts) == before, "nothing is left behind"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_without_permission():
+    folder = photos(Path("photos"))
+    folder.chmod(0)
+    try:
+        assert "photos" in said(run("train", "photos"), 2)
+    finally:
+        folder.chmod(0o755)
+
+
+def test_unreadable_files_are_named_or_skipped():
+    folder = photos(Path("photos"))
+    (folder / "class3" / "0.png").write_bytes(b"oops")
+    out = said(run("train", "photos", *SETS), 2)
+    assert "class3/0.png" in out and "--skip-unreadable" in out
+    out = said(run("train", "photos", *SETS, "--skip-unreadable", "--out", "run"))
+    assert "class3/0.png" in out and (Path("run") / "report.html").exists()
+
+
+def test_lists():
+    assert "arcface" in said(run("losses")) and "margin=0.5" in said(run("losses"))
+    assert "small-cnn" in said(run("encoders")) and "cub200" in said(run("sources"))
+    for verb in ("losses", "encoders", "sources"):
+        assert len(json.loads(said(run(verb, "--json")))) >= 5
+
+
+def test_help_shows_examples():
+    out = said(run("train", "--help"))
+    assert "nearkin train photos/" in out and "--resume" in out
+
+
+# --- kill -9: a few here, many in studies/kill_and_resume.py
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "nearkin", *map(str, arguments)]
+
+
+@pytest.mark.parametrize("workers, at", [(0, 3), (2, 7)])
+def test_kill_and_resume(workers, at):
+    """Killed as soon as a given step is in the log; resumed; the weights are those of the run that was not."""
+    photos(Path("photos"))
+    sets = [
+        *SETS,
+        "--set",
+        "training.epochs=4",
+        "--set",
+        "training.log_steps=1",
+        "--set",
+        "training.save_minutes=0.0001",
+    ]
+    sets += ["--set", f"training.workers={workers}", "--set", "training.patience=9"]
+    said(run("train", "photos", *sets, "--quiet", "--out", "whole"))
+    process = subprocess.Popen(
+        command("train", "photos", *sets, "--quiet", "--out", "run"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    log = Path("run/metrics.jsonl")
+    end = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end:
+        if log.exists() and len(log.read_text().splitlines()) >= at:
+            break
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    assert not Path("run/results.json").exists(), "it was still at work"
+    said(run("train", "--resume", "run", "--quiet"))
+    assert Path("run/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+    assert not list(Path("run/checkpoints").glob(".*")), "half-written files are gone"
