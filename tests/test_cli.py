@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from nearkin import evaluation
 from nearkin.cli import app
+from nearkin.core import files
+from nearkin.data import vectors
 from nearkin.evaluation import protocols, report
 
 CLASSES = np.repeat(np.arange(8), 6)
@@ -80,10 +82,21 @@ def test_every_protocol_at_once(tmp_path):
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert list(results) == list(protocols.PROTOCOLS)
     x, ids = torch.from_numpy(X), torch.from_numpy(7 - CLASSES)
-    once = evaluation.one_shot(x, ids, 5, 1, 20, 3)
+    once = evaluation.one_shot(x, ids, 5, 1, 20, 3, interval=True)
     assert results["one_shot"]["accuracy"] == once["accuracy"]
-    low, high = results["one_shot"]["intervals"]["accuracy"]
-    assert 0 <= low <= once["accuracy"] <= high <= 1
+    assert results["one_shot"]["intervals"]["accuracy"] == list(once.intervals["accuracy"])
+    assert results["one_shot"]["episode_half_width"] == once["interval"]
+    every = evaluation.all_pairs(x, ids, interval=True, seed=3)
+    shown = results["verification"]
+    assert {name: tuple(ends) for name, ends in shown["intervals"].items()} == every.intervals
+    assert [shown[name] for name in ("auc", "balanced_accuracy")] == [every[n] for n in ("auc", "balanced_accuracy")]
+    assert len(shown["roc"]["far"]) == len(shown["roc"]["tar"]) > 20
+    for protocol, found_ in results.items():
+        if protocol != "diagnose":
+            rows = [
+                line for line in report.table({"results": {protocol: found_}, "class_names": None}) if line.interval
+            ]
+            assert {row.metric for row in rows} == set(found_["intervals"]) and rows
     assert results["clustering"]["nmi"] == evaluation.clustering(x, ids, 3)["nmi"]
     expected = evaluation.retrieval(x, ids, ks=(1, 3), interval=True, seed=3)
     assert results["retrieval"]["intervals"]["recall@3"] == list(expected.intervals["recall@3"])
@@ -131,6 +144,95 @@ def test_targets_are_graded_by_default(tmp_path):
     assert "ndcg@2" in values(good("evaluate", "q.npz", "--gallery", "g.npz", "--ks", 2).stdout)
 
 
+def test_a_list_of_pairs_is_verified(tmp_path):
+    np.savez("a.npz", embeddings=UNIT, labels=NAMES)
+    np.savez("plain.npz", embeddings=UNIT)
+    pairs = np.random.default_rng(1).integers(0, 48, (300, 2))
+    same = CLASSES[pairs[:, 0]] == CLASSES[pairs[:, 1]]
+    fold = np.arange(300) % 5
+    (tmp_path / "p.csv").write_text(
+        "\n".join(f"{a},{b},{int(s)},{f}" for (a, b), s, f in zip(pairs, same, fold, strict=True))
+    )
+    np.save("p.npy", pairs)
+    x = torch.from_numpy(UNIT)
+    wanted = evaluation.verification(embeddings=x, pairs=torch.from_numpy(pairs), same=same, folds=fold)
+    good("evaluate", "plain.npz", "--pairs", "p.csv", "--json", "out.json")
+    written = json.loads((tmp_path / "out.json").read_text())
+    kept = written["results"]["verification"]
+    assert list(written["results"]) == ["verification"] and written["pairs"] == {"file": "p.csv", "pairs": 300}
+    for name in ("eer", "auc", "accuracy", "threshold", "genuine", "tar@far=0.1"):
+        assert kept[name] == wanted[name]
+    assert 0 <= kept["calibration_error"] < 0.3
+    fitted = evaluation.Calibration.from_dict(kept["calibration"])
+    assert float(fitted.probability(torch.tensor([1.0]))) > 0.5
+    found = good("evaluate", "a.npz", "--pairs", "p.npy", "--interval", "--far", "1e-1,0.05", "--json", "out.json")
+    kept = json.loads((tmp_path / "out.json").read_text())["results"]["verification"]
+    ids = torch.from_numpy(7 - CLASSES)
+    again = evaluation.verification(
+        embeddings=x, pairs=torch.from_numpy(pairs), labels=ids, interval=True, fars=(0.1, 0.05)
+    )
+    assert kept["intervals"]["eer"] == list(again.intervals["eer"])
+    point = again["operating_points"][1]
+    assert kept["threshold@far=0.05"] == point.threshold
+    assert kept["intervals"]["seen_far@far=0.05"] == list(point.far_interval)
+    for name in ("threshold@far=0.1", "seen_far@far=0.05", "tar@far=0.05", "auc", "calibration_error"):
+        assert name in found.stdout
+    assert "tar@far=0.001" not in found.stdout
+
+
+def test_rows_of_several_labels(tmp_path):
+    rows = np.eye(8, dtype=np.uint8)[CLASSES] | np.eye(8, dtype=np.uint8)[(CLASSES + 1) % 8]
+    np.savez("a.npz", embeddings=UNIT, labels=rows)
+    np.savez("q.npz", embeddings=UNIT[:8], labels=rows[:8])  # as many labels as rows
+    np.savez("g.npz", embeddings=UNIT[8:], labels=rows[8:, :5])
+    found = good("evaluate", "a.npz", "--interval", "--json", "out.json")
+    x, y = torch.from_numpy(UNIT), torch.from_numpy(rows).bool()
+    expected = evaluation.retrieval(x, y, interval=True)
+    kept = json.loads((tmp_path / "out.json").read_text())["results"]["retrieval"]
+    assert kept["map@r"] == expected["map@r"] and kept["intervals"]["map@r"] == list(expected.intervals["map@r"])
+    assert found.stdout.splitlines()[0] == "a.npz: 48 × 5, 8 classes"
+    assert "recall@1" in good("evaluate", "q.npz").stdout
+    good("evaluate", "q.npz", "--gallery", "a.npz")
+    assert bad("evaluate", "a.npz", "--clustering") == (
+        "a.npz: --clustering needs one label a row, got several; --retrieval takes them"
+    )
+    sentence = bad("evaluate", "q.npz", "--gallery", "g.npz")
+    assert sentence == "labels of embeddings and gallery must have the same columns, got 5 columns and 8 columns"
+
+
+def test_graded_resamples_the_classes_of_labels(tmp_path):
+    np.savez("a.npz", embeddings=X, labels=NAMES, targets=CENTRES[CLASSES])
+    good("evaluate", "a.npz", "--graded", "--interval", "--json", "out.json")
+    kept = json.loads((tmp_path / "out.json").read_text())["results"]["graded"]
+    targets, classes = torch.from_numpy(CENTRES[CLASSES]), torch.from_numpy(7 - CLASSES)
+    expected = evaluation.graded(torch.from_numpy(X), targets, interval=True, classes=classes)
+    assert kept["intervals"]["ndcg@10"] == list(expected.intervals["ndcg@10"])
+
+
+def test_every_protocol_tells_how_far_it_is():
+    told = []
+    items = vectors.Vectors("a", torch.from_numpy(X), CLASSES, torch.from_numpy(X[:, 0]).double())
+    names = ("retrieval", "clustering", "verification", "one_shot", "graded")
+    settings = protocols.Settings(names, ways=5, episodes=20)
+    protocols.evaluate(items, None, settings, lambda *three: told.append(three))
+    for name in names:
+        mine = [(done, total) for protocol, done, total in told if protocol == name]
+        assert mine[0] == (0, 0) and mine[-1][0] == mine[-1][1] > 0, name
+
+
+def test_ctrl_c_in_the_middle_of_a_pass(tmp_path, monkeypatch):
+    from nearkin.evaluation import pair_sweep
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    np.savez("a.npz", embeddings=X, labels=CLASSES)
+    monkeypatch.setattr(pair_sweep, "_between", interrupt)
+    words = ["evaluate", "a.npz", "--verification", "--json", "out.json"]
+    assert bad(*words, code=130) == "interrupted; nothing was written"
+    assert names_there(tmp_path) == ["a.npz"]
+
+
 def test_zero_rows_under_cosine_and_not(tmp_path):
     zero = X.copy()
     zero[:2] = 0
@@ -162,6 +264,14 @@ SENTENCES = [
     (["a.npz", "--budget", "1KB"], "budget must hold one query against the gallery"),
     (["a.npz", "--one-shot"], "ways must be at most the number of classes"),
     (["a.npz", "--verification", "--similarity", "euclidean"], "--verification compares by cosine or dot, got"),
+    (["a.npz", "--retrieval", "--pairs", "p.csv"], "--pairs is for --verification, which is not asked for"),
+    (["a.npz", "--far", "0.1"], "--far is for --verification, which is not asked for"),
+    (["a.npz", "--verification", "--far", "2"], "far must be shares above 0 and below 1 with commas between"),
+    (["a.npz", "--verification", "--far", "x"], 'as 1e-2,1e-3, got "x"'),
+    (["plain.npz", "--pairs", "p.csv"], "plain.npz: --verification needs labels, there are none; give --labels FILE"),
+    (["a.npz", "--pairs", "far.csv"], "far.csv: pairs must be of rows 0 to 47, got (0, 48) in pair 0"),
+    (["a.npz", "--pairs", "none.csv"], "none.csv: no such file"),
+    (["half.npz", "--pairs", "p.csv"], "p.csv: pairs must be of rows with a known label, some have -1"),
     (["a.npz", "--json", "no/out.json"], "no/out.json: the folder no does not exist"),
     (["a.npz", "--json", "."], "must be a plain file, got a folder"),
 ]
@@ -179,6 +289,9 @@ def test_one_sentence_and_nothing_written(tmp_path, words, sentence):
     np.savez("short.npz", embeddings=X, labels=CLASSES[:5])
     np.savez("single.npz", embeddings=X[::6], labels=CLASSES[::6])
     np.savez("narrow.npz", embeddings=X[:, :4], labels=CLASSES)
+    np.savez("half.npz", embeddings=X, labels=np.where(CLASSES == 0, -1, CLASSES))
+    (tmp_path / "p.csv").write_text("0,1\n6,7\n0,7\n")
+    (tmp_path / "far.csv").write_text("0,48\n")
     np.save("t.npy", X[:, 0])
     before = names_there(tmp_path)
     words = words if "--json" in words else [*words, "--json", "out.json"]
@@ -206,7 +319,7 @@ def test_ctrl_c_leaves_the_old_file(tmp_path, monkeypatch, at):
 
     np.savez("a.npz", embeddings=X, labels=CLASSES)
     (tmp_path / "out.json").write_text("old")
-    monkeypatch.setattr(*((protocols, "evaluate") if at == "evaluate" else (report.os, "replace")), interrupt)
+    monkeypatch.setattr(*((protocols, "evaluate") if at == "evaluate" else (files.os, "replace")), interrupt)
     assert bad("evaluate", "a.npz", "--json", "out.json", code=130) == "interrupted; nothing was written"
     assert (tmp_path / "out.json").read_text() == "old"
     assert names_there(tmp_path) == ["a.npz", "out.json"]
@@ -218,7 +331,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
 
     np.savez("a.npz", embeddings=X, labels=CLASSES)
     (tmp_path / "out.json").write_text("old")
-    monkeypatch.setattr(report.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     sentence = bad("evaluate", "a.npz", "--json", "out.json")
     assert sentence == "out.json: could not be written (No space left on device)"
     assert (tmp_path / "out.json").read_text() == "old"

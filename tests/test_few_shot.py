@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial import cKDTree
 
-from nearkin.evaluation import few_shot
+from nearkin.evaluation import bootstrap, few_shot
 from nearkin.evaluation.few_shot import omniglot_accuracy, omniglot_runs, one_shot
 from nearkin.samplers import draws
 
@@ -124,6 +124,45 @@ def test_more_shots_help_and_lengths_count_only_for_nearest():
     assert one_shot(stretched, y, score="nearest") != one_shot(x, y, score="nearest")
     unit = torch.nn.functional.normalize(x.double())
     assert one_shot(unit, y, shots=2, score="nearest") == pytest.approx(one_shot(x, y, shots=2, score="max"))
+
+
+def test_interval_over_classes_holds_what_other_classes_give():
+    """Classes of their own difficulty: however many episodes, another choice of classes gives another number."""
+
+    def drawn(classes, seed):
+        g = torch.Generator().manual_seed(seed)
+        labels = torch.arange(classes).repeat_interleave(8)
+        noise = 0.3 + 1.5 * torch.rand(classes, 1, generator=g)
+        rows = torch.randn(classes, 8, generator=g)[labels] + noise[labels] * torch.randn(8 * classes, 8, generator=g)
+        return rows, labels
+
+    truth = one_shot(*drawn(2000, 999), ways=5, episodes=3000)["accuracy"]
+    over_classes = over_episodes = 0
+    for trial in range(60):
+        found = one_shot(*drawn(30, trial), ways=5, episodes=400, interval=True, seed=trial)
+        low, high = found.intervals["accuracy"]
+        assert low < found["accuracy"] < high
+        over_classes += low <= truth <= high
+        over_episodes += abs(found["accuracy"] - truth) <= found["interval"]
+    assert over_classes >= 48 > over_episodes + 8, (over_classes, over_episodes)
+    assert one_shot(*drawn(30, 0), ways=5).intervals == {}
+
+
+def test_interval_over_classes_is_the_bootstrap_of_their_outcomes():
+    x, y = blobs(noise=1.5)
+    told = []
+    found = one_shot(x, y, 5, 1, 40, interval=True, seed=3, progress=lambda *both: told.append(both), budget=1)
+    assert told[-1] == (40, 40) and len(told) == 40
+    values, groups = [], []
+    order = np.argsort(y.numpy(), kind="stable")
+    for episode in range(40):
+        items = order[few_shot._draw(range(episode, episode + 1), 3, 5, 2, np.arange(30) * 6, np.full(30, 6))[0]]
+        for c in range(5):
+            scores = [class_score(x[items[c, 1]].tolist(), [x[items[k, 0]].tolist()], "mean") for k in range(5)]
+            values.append(float(np.argmax(scores) == c))
+            groups.append(int(y[items[c, 0]]))
+    wanted = bootstrap(torch.tensor(values, dtype=torch.float64), torch.tensor(groups), seed=3)
+    assert found.intervals["accuracy"] == pytest.approx(wanted, abs=1e-12)
 
 
 @pytest.mark.parametrize(

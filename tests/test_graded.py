@@ -185,3 +185,19 @@ def test_intervals_resample_queries():
         assert low <= found[name] <= high
     assert found.intervals == graded(x, targets, interval=True).intervals
     assert found.intervals != graded(x, targets, interval=True, seed=1).intervals
+
+
+def test_classes_are_resampled_where_they_are_known():
+    g = torch.Generator().manual_seed(0)
+    classes = torch.arange(20).repeat_interleave(6)
+    targets = torch.rand(20, generator=g)[classes]
+    x = targets[:, None] + 0.3 * torch.randn(20, 2, generator=g)[classes] + 0.01 * torch.randn(120, 2, generator=g)
+    told = []
+    found = graded(x, targets, interval=True, classes=classes, budget=1, progress=lambda *both: told.append(both))
+    assert told[0] == (1, 120) and told[-1] == (120, 120)
+    alone = graded(x, targets, interval=True)
+    assert dict(found) == pytest.approx(dict(alone), nan_ok=True)
+    wide, narrow = (one.intervals["ndcg@10"][1] - one.intervals["ndcg@10"][0] for one in (found, alone))
+    assert wide > 1.5 * narrow  # six queries of one class say the same
+    with pytest.raises(ValueError, match="classes must have one entry a row of embeddings: 120 rows, 3 labels"):
+        graded(x, targets, classes=classes[:3])

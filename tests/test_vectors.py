@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nearkin.data import vectors
+from nearkin.data import pair_lists, vectors
 
 X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 IDS = np.array([0, 0, 1, 1, 2, -1])
@@ -210,3 +210,67 @@ def test_parquet(tmp_path, fixed):
     assert "column label must have a value in every row, 1 have none" in refused(path)
     path.write_text("hello")
     assert "not a readable .parquet file" in refused(path)
+
+
+def test_several_labels_a_row_where_they_are_welcome(tmp_path):
+    rows = np.array([[0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 0, 1]])
+    for kind in (bool, np.uint8, np.int64):
+        found = vectors.read(npz(tmp_path, embeddings=X, labels=rows.astype(kind)), several=True).labels
+        assert found.dtype == bool and (found == rows).all()
+    save_file({"embeddings": torch.from_numpy(X), "labels": torch.from_numpy(rows).bool()}, tmp_path / "a.safetensors")
+    assert (vectors.read(tmp_path / "a.safetensors", several=True).labels == rows).all()
+    assert (vectors.read(npy(tmp_path, X), npy(tmp_path, rows, "y.npy"), several=True).labels == rows).all()
+    assert refused(npz(tmp_path, embeddings=X, labels=rows)).endswith("labels must have shape (rows,), got (6, 3)")
+    with pytest.raises(ValueError, match=r"or be 0/1 rows \(rows, labels\), got \(6, 3\)"):
+        vectors.read(npz(tmp_path, embeddings=X, labels=rows * 2), several=True)
+    with pytest.raises(ValueError, match="6 rows, 4 labels"):
+        vectors.read(npz(tmp_path, embeddings=X, labels=rows[:4]), several=True)
+
+
+@pytest.mark.parametrize(
+    "content, same, fold",
+    [
+        ("0,1\n2,3\n", None, None),
+        ("0,1,1\n2,3,0\n", [True, False], None),
+        ("row,row,same,fold\n0,1,1,4\n2,3,0,5\n", [True, False], [4, 5]),
+        ("a, b, fold\n0, 1, 4\n2, 3, 5\n\n", None, [4, 5]),
+    ],
+)
+def test_lists_of_pairs(tmp_path, content, same, fold):
+    found = pair_lists.read(text(tmp_path, "p.csv", content), 6)
+    assert found.pairs.tolist() == [[0, 1], [2, 3]]
+    assert (found.same if same is None else found.same.tolist()) == same
+    assert (found.fold if fold is None else found.fold.tolist()) == fold
+    if "fold" not in content:
+        table = np.array([[int(cell) for cell in line.split(",")] for line in content.split()])
+        again = pair_lists.read(npy(tmp_path, table.astype(np.int16), "p.npy"), 6)
+        assert again.pairs.tolist() == found.pairs.tolist()
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        ("0,1\n2,6\n", "pairs must be of rows 0 to 5, got (2, 6) in pair 1"),
+        ("-1,1\n", "got (-1, 1) in pair 0"),
+        ("0\n1\n", "pairs must have 2 to 4 columns: row, row[, same][, fold], got shape (2, 1)"),
+        ("", "there are no pairs in it"),
+        ("a,b\n", "there are no pairs in it"),
+        ("0,1\n2\n", "pairs must be whole numbers, as many in each line"),
+        ("0,1.5\n", "pairs must be whole numbers, as many in each line"),
+        ("0,1,2\n", "same must be 0 or 1, got 2"),
+        ("0,1,1,3\n2,3,0,3\n", "fold must name at least 2 folds, got 1"),
+    ],
+)
+def test_lists_that_do_not_fit(tmp_path, content, sentence):
+    with pytest.raises(ValueError, match=r"p\.csv: ") as error:
+        pair_lists.read(text(tmp_path, "p.csv", content), 6)
+    assert sentence in str(error.value)
+
+
+def test_lists_of_another_kind(tmp_path):
+    with pytest.raises(ValueError, match=r"pairs must be a file that ends in \.csv, \.npy"):
+        pair_lists.read(tmp_path / "p.txt", 6)
+    with pytest.raises(
+        ValueError, match=r"p\.npy: pairs must be whole numbers: row, row\[, same\]\[, fold\], got float32"
+    ):
+        pair_lists.read(npy(tmp_path, X, "p.npy"), 6)

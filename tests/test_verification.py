@@ -13,7 +13,7 @@ from scipy.stats import beta
 from sklearn.isotonic import IsotonicRegression
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from nearkin.evaluation import allpairs
+from nearkin.evaluation import pair_scan, pair_sweep
 from nearkin.evaluation.allpairs import all_pairs
 from nearkin.evaluation.calibration import Calibration, _expected_error, calibrate, isotonic
 from nearkin.evaluation.intervals import binomial
@@ -160,22 +160,61 @@ def brute(scores, labels):
     return scores[i, j][known], (labels[i] == labels[j])[known]
 
 
-@settings(max_examples=300, deadline=None)
-@given(labelled_sets(), st.sampled_from([torch.float32, torch.float64]), st.sampled_from([2, 3, 5, 1024]))
-def test_all_pairs_equal_the_list_of_pairs(case, kind, tile):
-    """Dot products of small whole numbers are exact and full of ties, zeros and duplicates."""
+def slow_area(scores, same):
+    """The share of genuine and impostor scores that are in order, one pair of them at a time."""
+    genuine = [s for s, kin in zip(scores, same, strict=True) if kin]
+    impostors = [s for s, kin in zip(scores, same, strict=True) if not kin]
+    return sum((g > i) + (g == i) / 2 for g in genuine for i in impostors) / len(genuine) / len(impostors)
+
+
+def slow_balanced(scores, same):
+    """The best (TAR + 1 - FAR) / 2 and the highest score that reaches it, in fractions."""
+    rates = {t: slow_rates(scores, same, t) for t in set(scores)}
+    best = max((1 + tar - far) / 2 for far, tar in rates.values())
+    return best, max(t for t, (far, tar) in rates.items() if (1 + tar - far) / 2 > best - 1e-12)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    labelled_sets(), st.sampled_from([torch.float32, torch.float64]), st.sampled_from([2, 3, 5, 1024]),
+    st.sampled_from([1, 2, 3, 10**6]), st.sampled_from([2, 7, 60]),
+)  # fmt: skip
+def test_all_pairs_equal_the_list_of_pairs(case, kind, tile, capacity, points):
+    """Dot products of small whole numbers are exact and full of ties, zeros and duplicates; ranges are cut anywhere."""
     x, labels = case[0].to(kind), case[1]
     scores, same = brute(x @ x.T, labels)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allpairs, "_TILE", tile)
+        patch.setattr(pair_scan, "TILE", tile)
+        sweep = pair_sweep.sweep
+        patch.setattr(pair_sweep, "sweep", lambda scan, _, levels: sweep(scan, capacity, levels))
         if len(same) in (0, int(same.sum())) or not bool(same.any()):
             with pytest.raises(ValueError, match="at least one genuine and one impostor"):
                 all_pairs(x, labels, similarity="dot")
             return
-        found = all_pairs(x, labels, similarity="dot", fars=FARS)
-    wanted = verification(scores, same, fars=FARS)
+        found = all_pairs(x, labels, similarity="dot", fars=FARS, points=points)
+    wanted, plain = verification(scores, same, fars=FARS), (scores.tolist(), same.tolist())
+    curve = found.pop("roc")
+    assert found.pop("auc") == pytest.approx(slow_area(*plain), abs=1e-12) == pytest.approx(wanted["auc"], abs=1e-12)
+    balanced, threshold = slow_balanced(*plain)
+    assert found.pop("balanced_accuracy") == pytest.approx(balanced, abs=1e-12)
+    assert found.pop("balanced_threshold") == threshold
     for name, value in found.items():
         assert value == wanted[name], name
+    assert (curve.threshold[0], curve.far[0], curve.tar[0], curve.tar[-1]) == (math.inf, 0, 0, 1)
+    assert len(curve.tar) <= points + 1 and (np.diff(curve.threshold[1:]) < 0).all()
+    for t, far, tar in zip(*curve, strict=True):
+        assert (far, tar) == pytest.approx(slow_rates(*plain, t), abs=1e-15)
+
+
+def test_the_curve_of_all_pairs_is_dense_where_it_matters():
+    labels = torch.arange(600) % 60
+    x = torch.randn(60, 8)[labels] + 0.7 * torch.randn(600, 8)
+    curve = all_pairs(x, labels, points=200)["roc"]
+    assert np.diff(curve.tar).max() < 0.011 and 150 < len(curve.tar) <= 201
+    low = curve.far[(curve.far > 1e-4) & (curve.far < 0.5)]
+    assert (low[1:] / low[:-1]).max() < 1.35
+    area = float(np.dot(np.diff(curve.far), curve.tar[1:] + curve.tar[:-1]) / 2 + (1 - curve.far[-1]))
+    assert area == pytest.approx(all_pairs(x, labels)["auc"], abs=2e-3)
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.float32, torch.float64])
@@ -191,12 +230,13 @@ def test_all_pairs_by_cosine_on_real_numbers(kind):
     for far in (0.1, 0.01, 1e-3, 1e-4):
         assert found[f"tar@far={far}"] == pytest.approx(wanted[f"tar@far={far}"], abs=2e-3)
     assert found["not_measurable"] == [1e-5, 1e-6]
+    assert found["auc"] == pytest.approx(wanted["auc"], abs=1e-12 if kind == torch.float64 else 1e-6)
 
 
 def test_all_pairs_do_not_depend_on_the_budget():
     labels = torch.arange(1100) % 100
     x = torch.randn(100, 16)[labels] + torch.randn(1100, 16)
-    least = allpairs._tile_bytes(16) + allpairs._TABLE
+    least = pair_scan.tile_bytes(16) + pair_scan.TABLE
     assert all_pairs(x, labels, budget=least) == all_pairs(x, labels)
     with pytest.raises(ValueError, match="budget must be at least a tile and a table, in bytes"):
         all_pairs(x, labels, budget=least - 1)

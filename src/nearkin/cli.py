@@ -82,7 +82,9 @@ def evaluate(
         bool, typer.Option("--retrieval", help="Recall@k, R-precision, MAP@R (the default where there are labels).")
     ] = False,
     clustering: Annotated[bool, typer.Option("--clustering", help="NMI, AMI and F1 of k-means.")] = False,
-    verification: Annotated[bool, typer.Option("--verification", help="EER and TAR at FAR over all pairs.")] = False,
+    verification: Annotated[
+        bool, typer.Option("--verification", help="EER, AUC and TAR at FAR over all pairs, or those of --pairs.")
+    ] = False,
     one_shot: Annotated[bool, typer.Option("--one-shot", help="Recognition from --shots examples a class.")] = False,
     graded: Annotated[
         bool, typer.Option("--graded", help="nDCG and rank correlation (the default where there are targets).")
@@ -90,6 +92,22 @@ def evaluate(
     diagnose: Annotated[
         bool, typer.Option("--diagnose", help="What is wrong with the embeddings, if anything.")
     ] = False,
+    pairs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Verify these pairs only: .csv or .npy of row, row[, same][, fold], rows counted from 0; without same "
+            "the labels decide.",
+            metavar="FILE",
+        ),
+    ] = None,
+    far: Annotated[
+        str | None,
+        typer.Option(
+            help="Verification: thresholds for these shares of false acceptances.",
+            metavar="F,F,…",
+            show_default="1e-1 … 1e-6, without thresholds",
+        ),
+    ] = None,
     ks: Annotated[
         str | None,
         typer.Option(help="Ranks to report at, as 1,2,4,8.", metavar="K,K,…", show_default="1,2,4,8; graded: 1,5,10"),
@@ -101,7 +119,7 @@ def evaluate(
     shots: Annotated[int, typer.Option(help="One-shot: examples a class.")] = 1,
     episodes: Annotated[int, typer.Option(help="One-shot: how many are drawn.")] = 600,
     seed: Annotated[int, typer.Option(help="Of k-means, episodes and resamples.")] = 0,
-    interval: Annotated[bool, typer.Option("--interval", help="Add 95 % intervals.")] = False,
+    interval: Annotated[bool, typer.Option("--interval", help="Add 95 % intervals, by resampling classes.")] = False,
     budget: Annotated[
         str, typer.Option(help="Working memory beside the embeddings, as 512MB or 2GB.", metavar="SIZE")
     ] = "512MB",
@@ -112,7 +130,8 @@ def evaluate(
 ) -> None:
     """Measure stored embeddings: prints a table, and writes JSON if asked.
 
-    Without a protocol flag: retrieval where there are labels, graded where there are targets.
+    Without a protocol flag: verification with --pairs; else retrieval where there are labels, graded where targets.
+    Labels may be 0/1 rows (N, L), for retrieval: kin share a label.
     """
     flags = {
         "retrieval": retrieval,
@@ -123,7 +142,7 @@ def evaluate(
         "diagnose": diagnose,
     }
     with _one_sentence():
-        from nearkin.data import vectors
+        from nearkin.data import pair_lists, vectors
         from nearkin.evaluation import protocols, report
 
         settings = protocols.Settings(
@@ -137,15 +156,17 @@ def evaluate(
             interval,
             _bytes(budget),
             device.value,
+            None if far is None else _shares(far),
         )
         if json is not None:
             report.writable(json)
         if gallery is None and (gallery_labels or gallery_targets):
             raise ValueError("--gallery-labels and --gallery-targets need --gallery FILE")
-        items = vectors.read(embeddings, labels, targets)
-        others = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets)
-        with _bar() as progress:
-            found = protocols.evaluate(items, others, settings, progress)
+        items = vectors.read(embeddings, labels, targets, several=True)
+        others = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, several=True)
+        listed = None if pairs is None else pair_lists.read(pairs, len(items.embeddings))
+        with _bar("pairs" if pairs is None else "resamples") as progress:
+            found = protocols.evaluate(items, others, settings, progress, listed)
         if json is not None:
             report.write(json, found)
     _print(found, interval)
@@ -186,6 +207,16 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < share < 1 for share in found):
+        raise ValueError(f'far must be shares above 0 and below 1 with commas between, as 1e-2,1e-3, got "{text}"')
+    return found
+
+
 def _bytes(text: str) -> int:
     """512MB is 512 · 2^20 bytes, with or without an i."""
     read = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
@@ -195,11 +226,15 @@ def _bytes(text: str) -> int:
 
 
 @contextmanager
-def _bar() -> "Iterator[Progress | None]":
-    """A bar on stderr with rate and time left, gone at the end; nothing where stderr is no terminal."""
+def _bar(verified: str) -> "Iterator[Progress | None]":
+    """A bar on stderr with rate and time left, gone at the end; nothing where stderr is no terminal.
+
+    verified: what verification counts; one-shot counts episodes, the others rows.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    counted = {"verification": verified, "one_shot": "episodes"}
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -216,7 +251,7 @@ def _bar() -> "Iterator[Progress | None]":
                 tasks.clear()
                 tasks[protocol] = bar.add_task(protocol.replace("_", "-"), total=None, rate="")
             speed = next(task.speed for task in bar.tasks if task.id == tasks[protocol])
-            rate = f"{speed:,.0f} rows/s" if speed else ""
+            rate = f"{speed:,.0f} {counted.get(protocol, 'rows')}/s" if speed else ""
             bar.update(tasks[protocol], completed=done, total=total or None, rate=rate)
 
         yield progress

@@ -1,7 +1,7 @@
 """Embeddings that somebody has stored: .npz, .npy, .safetensors or .parquet, with labels or targets beside them.
 
-    .npz, .safetensors   `embeddings` (N, D) floats; `labels` (N,) whole numbers or, npz, strings; `targets`
-                         (N,) or (N, K)
+    .npz, .safetensors   `embeddings` (N, D) floats; `labels` (N,) whole numbers or, npz, strings, or 0/1 rows (N, L)
+                         where an item has several; `targets` (N,) or (N, K)
     .npy                 the embeddings alone; labels and targets are files of their own: .npy, or .csv/.txt, one a line
     .parquet             columns `embedding` (lists of floats), `label`, `target`
 
@@ -32,11 +32,11 @@ BESIDE = (".npy", ".csv", ".txt")
 _UNREADABLE = (ValueError, KeyError, EOFError, OSError, SyntaxError, zipfile.BadZipFile, zlib.error)
 _CHUNK = 1 << 14  # rows looked at in one go
 
-Labels = NDArray[Any]  # (N,), int64 or strings
+Labels = NDArray[Any]  # (N,), int64 or strings; (N, L) bool
 
 
 class Vectors(NamedTuple):
-    """Embeddings (N, D), finite floats; labels (N,) int64 or strings, targets (N,) or (N, K) float64, where given."""
+    """Embeddings (N, D), finite floats; labels (N,) int64 or strings, (N, L) bool; targets (N,) or (N, K) float64."""
 
     name: str
     embeddings: Tensor
@@ -44,9 +44,14 @@ class Vectors(NamedTuple):
     targets: Tensor | None = None
 
 
-def read(path: str | Path, labels: str | Path | None = None, targets: str | Path | None = None) -> Vectors:
-    """Reads embeddings and what is said of them; `labels` and `targets` are files that go before those in `path`."""
-    path = _present(Path(path), KINDS, "embeddings")
+def read(
+    path: str | Path, labels: str | Path | None = None, targets: str | Path | None = None, *, several: bool = False
+) -> Vectors:
+    """Reads embeddings and what is said of them; `labels` and `targets` are files that go before those in `path`.
+
+    several: 0/1 rows of labels, (N, L), are welcome too.
+    """
+    path = present(Path(path), KINDS, "embeddings")
     found = _READERS[path.suffix.lower()](path)
     embeddings = _embeddings(path, found["embeddings"])
     rows = len(embeddings)
@@ -59,7 +64,7 @@ def read(path: str | Path, labels: str | Path | None = None, targets: str | Path
     return Vectors(
         str(path),
         embeddings,
-        None if names is None else _labels(source, names, rows),
+        None if names is None else _labels(source, names, rows, several),
         None if numbers is None else _targets(target_source, numbers, rows),
     )
 
@@ -80,7 +85,8 @@ def class_ids(*several: Labels) -> tuple[list[Tensor], list[str]]:
     return [torch.from_numpy(names) for names in several], [str(name) for name in everyone if name != UNKNOWN]
 
 
-def _present(path: Path, kinds: Iterable[str], what: str) -> Path:
+def present(path: Path, kinds: Iterable[str], what: str) -> Path:
+    """The path, if there is a file of one of these kinds that can be read."""
     if path.is_dir():
         raise ValueError(f"{path}: {what} must be a file, got a folder")
     if path.suffix.lower() not in kinds:
@@ -116,7 +122,8 @@ def _member(path: Path, archive: Any, key: str) -> Any:
         raise
 
 
-def _npy(path: Path) -> Any:
+def numpy_file(path: Path) -> Any:
+    """The array of a .npy file, without unpickling anything."""
     try:
         with path.open("rb") as file:
             return np.load(file, allow_pickle=False)
@@ -181,7 +188,7 @@ def _column(path: Path, key: str, column: Any) -> Any:
 
 _READERS: dict[str, Any] = {
     ".npz": _npz,
-    ".npy": lambda path: {"embeddings": _npy(path)},
+    ".npy": lambda path: {"embeddings": numpy_file(path)},
     ".safetensors": _safetensors,
     ".parquet": _parquet,
 }
@@ -189,10 +196,10 @@ _READERS: dict[str, Any] = {
 
 def _beside(path: Path, what: str, rows: int) -> Any:
     """Labels or targets from a file of their own."""
-    _present(path, BESIDE, what)
+    present(path, BESIDE, what)
     if path.suffix.lower() == ".npy":
-        return _npy(path)
-    lines = _lines(path)
+        return numpy_file(path)
+    lines = lines_of(path)
     if len(lines) == rows + 1 and lines[0][0].lower() in (what, what[:-1]):
         lines = lines[1:]  # a heading
     if what == "targets":
@@ -210,7 +217,7 @@ def _beside(path: Path, what: str, rows: int) -> Any:
         return np.array(names, dtype=str)
 
 
-def _lines(path: Path) -> list[list[str]]:
+def lines_of(path: Path) -> list[list[str]]:
     """The cells of each line, without the space around them; empty lines are allowed at the end only."""
     try:
         text = path.read_text(encoding="utf-8-sig").rstrip()
@@ -237,7 +244,7 @@ def _embeddings(path: Path, value: Any) -> Tensor:
     return rows
 
 
-def _labels(source: str, value: Any, rows: int) -> Labels:
+def _labels(source: str, value: Any, rows: int, several: bool) -> Labels:
     names = np.asarray(value.tolist() if isinstance(value, Tensor) else value)
     if names.dtype.kind == "S":
         names = np.char.decode(names, "utf-8", "replace")
@@ -245,8 +252,12 @@ def _labels(source: str, value: Any, rows: int) -> Labels:
         got = str(value.dtype).removeprefix("torch.")
         way = "; real-valued ones are called targets" if names.dtype.kind == "f" else ""
         raise ValueError(f"{source}: labels must be whole numbers or strings, got {got}{way}")
+    if several and names.ndim == 2 and names.dtype.kind in "biu" and ((names == 0) | (names == 1)).all():
+        _one_a_row(source, "labels", len(names), rows)
+        return names.astype(bool)
     if names.ndim != 1:
-        raise ValueError(f"{source}: labels must have shape (rows,), got {names.shape}")
+        rows_too = ", or be 0/1 rows (rows, labels)" if several else ""
+        raise ValueError(f"{source}: labels must have shape (rows,){rows_too}, got {names.shape}")
     _one_a_row(source, "labels", len(names), rows)
     if names.dtype.kind == "u" and int(names.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{source}: labels must be below 2**63, got {int(names.max())}")

@@ -1,13 +1,6 @@
-"""Verification over all pairs of a labelled set, exact, without holding the pairs.
+"""Verification over all pairs of a labelled set, exact, without holding the pairs."""
 
-A score is read as a whole number in the order of the scores, 16 binary digits at a time: one pass over the similarity
-matrix counts genuine and impostor pairs by their first digits, which shows in which block of 65,536 each wanted order
-statistic lies; the next pass counts the next digits within these blocks only. After 2 passes (float32; 4 in float64)
-a block is one single score, and the counts above it are exact, however many pairs and ties there are.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,36 +9,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.core import checks, distances
-from nearkin.core.relations import UNKNOWN
-from nearkin.evaluation.verification import FARS, Counts, at_fars, both, crossed, eer, measurable, most_accepted, point
+from nearkin.core import checks
+from nearkin.evaluation import pair_bootstrap, pair_scan, pair_sweep
+from nearkin.evaluation.curves import (
+    FARS,
+    Counts,
+    Floats,
+    Verified,
+    at_fars,
+    both,
+    crossed,
+    eer,
+    measurable,
+    most_accepted,
+    point,
+)
+from nearkin.evaluation.pair_scan import Scan, Search
+from nearkin.samplers import draws
 
 __all__ = ["all_pairs"]
 
-_TILE = 1024  # rows a side; fixed, since a matrix product rounds differently in another shape
-_DIGITS = 16
-_BINS = 1 << _DIGITS
-_TABLE = 2 * 2 * _BINS * 8  # bytes to count one block and to read the counts
-
-
-@dataclass
-class _Search:
-    """The highest score at which `reached(tp, fp)` is true of the genuine and impostors counted from the top."""
-
-    reached: Callable[[Counts, Counts], NDArray[np.bool_]]
-    block: int = 0  # the leading digits of the score, in the end all of them
-    above: tuple[int, int] = (0, 0)  # genuine and impostors above the block
-    within: tuple[int, int] = (0, 0)  # the same, with those of the block
-
-    def enter(self, table: Counts, first: bool) -> None:
-        """Narrows the block, by the genuine and impostors of its parts: table (2, 65536)."""
-        counts = np.cumsum(table[:, ::-1], axis=1) + np.array(self.above)[:, None]  # from the highest down
-        place = int(np.argmax(self.reached(counts[0], counts[1])))
-        if place:
-            self.above = int(counts[0, place - 1]), int(counts[1, place - 1])
-        self.within = int(counts[0, place]), int(counts[1, place])
-        digit = _BINS - 1 - place
-        self.block = digit - _BINS // 2 if first else (self.block << _DIGITS) + digit
+_GROUPS = 64  # of classes, drawn as one where there are more classes
+_GRID = 1024  # scores at which the curve of every resample is known
+_CELLS = 4 * 8 * (_GROUPS * (_GROUPS + 3) // 2) * (_GRID + 64)  # bytes to count these and to draw from them
+_DEAL = 24  # a stream of words of its own
 
 
 def all_pairs(
@@ -56,110 +43,135 @@ def all_pairs(
     fars: Sequence[float] = FARS,
     confidence: float = 0.95,
     budget: int = 512 << 20,
-) -> dict[str, Any]:
+    points: int = 0,
+    interval: bool = False,
+    samples: int = pair_bootstrap.SAMPLES,
+    seed: int = 0,
+    progress: pair_scan.Progress | None = None,
+) -> Verified:
     """Verifies every pair i < j of embeddings (N, D): genuine where labels (N,) are equal; label -1 is left out.
 
     `similarity` is "cosine" or "dot", computed in float32, or in float64 for float64 embeddings. Returns "genuine",
-    "impostors", "eer", "tar@far=…", "not_measurable" and "operating_points" as `verification` does from the list of
-    all these scores, and equal to it; more `fars` trace more of the ROC. Area and accuracy over folds are left to
-    `verification`: the one needs every score, the other is a protocol of pair lists.
+    "impostors", "auc", "eer", "tar@far=…", "not_measurable" and "operating_points" as `verification` does from the list
+    of all these scores, and equal to it. "balanced_accuracy" is the largest (TAR + 1 - FAR) / 2 of any threshold, and
+    "balanced_threshold" the highest score from which on to accept for it; plain accuracy, where nearly all pairs are
+    impostors, would praise whoever refuses everyone, and accuracy over folds is a protocol of pair lists. With `points`
+    also "roc", a `Roc` of exact counts at about so many scores, half of them even in TAR, half even in log FAR.
+
+    interval: also `.intervals` of "auc", "eer", "balanced_accuracy" and each TAR, resampling classes as `verification`
+    does, from the counts of every two of at most 64 groups of classes at about 1,024 scores. The operating points then
+    carry the wider of this interval and the binomial one, which takes pairs as independent and is too narrow alone.
 
     `budget` bounds the bytes of working memory beside the embeddings; a smaller one means more passes, never another
-    result. Pairs that share an item are not independent, so the intervals are narrower than the truth.
+    result. progress(done, of) is called with pairs, over all passes.
     """
+    scan = _checked(embeddings, labels, similarity, progress)
+    tile, needed = pair_scan.tile_bytes(embeddings.shape[1]), pair_scan.TABLE + interval * _CELLS
+    what = "a tile, a table and the counts of the groups" if interval else "a tile and a table"
+    checks.enough("budget", budget, tile + needed, f"{what}, in bytes")
+    checks.whole("points", points, 0)
+    wanted = measurable(fars, scan.impostors)
+    crossing = Search(lambda tp, fp: crossed(tp, fp, scan.genuine, scan.impostors))
+    refusals = [Search(partial(_too_many, most_accepted(far, scan.impostors))) for far in wanted]
+    at_once = (budget - tile) // pair_scan.TABLE
+    scan.passes = pair_scan.passes_of(scan, 1 + len(wanted), at_once) + 1 + interval
+    pair_scan.run(scan, [crossing, *refusals], at_once)
+    counts = scan.genuine, scan.impostors
+    ready = [
+        point(far, scan.next_above(search.block), *search.above, *counts, confidence)
+        for far, search in zip(wanted, refusals, strict=True)
+    ]
+    curve, grid = (pair_sweep.Levels(number, *counts) for number in (max(points, 1), _GRID))
+    swept = pair_sweep.sweep(scan, (budget - tile) // pair_sweep.KEY_BYTES, [curve, grid])
+    tp, fp = zip(crossing.above, crossing.within, strict=True)
+    found = Verified({"genuine": counts[0], "impostors": counts[1], "auc": swept.auc, "eer": eer(tp, fp, *counts)})
+    found |= {"balanced_accuracy": swept.balanced, "balanced_threshold": scan.score(swept.key)}
+    found.update(at_fars(fars, ready))
+    if points:
+        found["roc"] = curve.roc(scan)
+    if interval:
+        settings = {"samples": samples, "seed": seed, "confidence": confidence}
+        _add_intervals(found, scan, grid.keys(), settings)
+    return found
+
+
+def _checked(embeddings: Tensor, labels: Tensor, similarity: str, progress: pair_scan.Progress | None) -> Scan:
     checks.rows("embeddings", embeddings)
     checks.class_ids("labels", labels, embeddings)
     checks.one_of("similarity", similarity, ("cosine", "dot"))
     checks.finite("embeddings", embeddings)
-    tile = _tile_bytes(embeddings.shape[1])
-    checks.enough("budget", budget, tile + _TABLE, "a tile and a table, in bytes")
-    labels = labels.long()
-    sizes = torch.unique(labels[labels != UNKNOWN], return_counts=True)[1].tolist()
-    genuine = sum(size * (size - 1) // 2 for size in sizes)
-    impostors = sum(sizes) * (sum(sizes) - 1) // 2 - genuine
-    both(genuine, impostors)
-    wanted = measurable(fars, impostors)
-    crossing = _Search(lambda tp, fp: crossed(tp, fp, genuine, impostors))
-    refusals = [_Search(partial(_too_many, most_accepted(far, impostors))) for far in wanted]
-    for group in _groups([crossing, *refusals], (budget - tile) // _TABLE):
-        _run(group, embeddings.detach(), labels, similarity)
-    points = [
-        point(far, _next_above(search.block, embeddings.dtype), *search.above, genuine, impostors, confidence)
-        for far, search in zip(wanted, refusals, strict=True)
-    ]
-    tp, fp = zip(crossing.above, crossing.within, strict=True)
-    found = {"genuine": genuine, "impostors": impostors, "eer": eer(tp, fp, genuine, impostors)}
-    return found | at_fars(fars, points)
-
-
-def _tile_bytes(dim: int) -> int:
-    """Rows and columns in float64 with what scaling them takes, and an entry's score, number, place and masks."""
-    return _TILE * (64 * dim + 128 * _TILE)
+    scan = Scan(embeddings, labels.long(), similarity, progress)
+    both(scan.genuine, scan.impostors)
+    return scan
 
 
 def _too_many(most: int, tp: Counts, fp: Counts) -> NDArray[np.bool_]:
     return np.asarray(fp > most)
 
 
-def _groups(searches: list[_Search], at_once: int) -> Iterator[list[_Search]]:
-    for start in range(0, len(searches), at_once):
-        yield searches[start : start + at_once]
+def _add_intervals(found: Verified, scan: Scan, keys: Counts, settings: dict[str, Any]) -> None:
+    """Fills `intervals`, and those of the operating points."""
+    ready = found["operating_points"]
+    cuts = [scan.key(one.threshold) for one in ready]
+    grid = np.unique(np.concatenate([keys, np.array(cuts, np.int64)]))
+    kin, strange, cells = _counted(scan, grid, settings["seed"])
+    places = [len(grid) - int(np.searchsorted(grid, key)) for key in cuts]
+    fars = [one.wanted_far for one in ready]
+
+    def measure(genuine: Floats, impostors: Floats) -> Floats:
+        rows = zip(genuine @ kin, impostors @ strange, strict=True)
+        return np.array([_rates(tp, fp, fars, places) for tp, fp in rows])
+
+    names = ["balanced_accuracy", "eer", "auc", *(f"tar@far={far}" for far in fars)]
+    here = measure(np.ones((1, len(kin))), np.ones((1, len(strange))))[0]
+    ends = pair_bootstrap.by_classes(measure, cells, **settings)
+    for name, value, (low, high) in zip(names, here, ends, strict=False):
+        off = found[name] - value  # the grid leaves out what lies between its scores
+        found.intervals[name] = float(max(low + off, 0.0)), float(min(high + off, 1.0))
+    found["operating_points"] = pair_bootstrap.widened(ready, ends[len(names) :])
 
 
-def _run(searches: list[_Search], embeddings: Tensor, labels: Tensor, similarity: str) -> None:
-    """Takes all searches down to a single score, one pass over the matrix for each 16 digits."""
-    width = 64 if embeddings.dtype == torch.float64 else 32
-    for shift in range(width - _DIGITS, -1, -_DIGITS):
-        first = shift == width - _DIGITS
-        blocks = torch.tensor(sorted({search.block for search in searches}), device=embeddings.device)
-        table = torch.zeros(len(blocks), 2, _BINS, dtype=torch.long, device=embeddings.device)
-        for scores, impostor in _tiles(embeddings, labels, similarity):
-            key = _ordered(scores).long()
-            if first:
-                place = (key >> shift) + _BINS // 2
-            else:
-                parent = key >> (shift + _DIGITS)
-                slot = torch.searchsorted(blocks, parent).clamp_(max=len(blocks) - 1)
-                inside = blocks[slot] == parent
-                key, impostor = key[inside], impostor[inside]
-                place = slot[inside] * (2 * _BINS) + ((key >> shift) & (_BINS - 1))
-            place += impostor * _BINS
-            table.view(-1).index_add_(0, place, torch.ones_like(place))
-        counts, order = table.cpu().numpy(), blocks.tolist()
-        for search in searches:
-            search.enter(counts[order.index(search.block)], first)
+def _counted(scan: Scan, grid: Counts, seed: int) -> tuple[Floats, Floats, pair_bootstrap.Cells]:
+    """Genuine pairs of each group of classes, and impostors of each two, at or above each score of the grid from the
+    highest down, after a column of none and before one of all: (G, T + 2), (G (G + 1) / 2, T + 2).
+    """
+    classes = len(scan.classes)
+    groups = min(classes, _GROUPS)
+    dealt = np.empty(classes, np.int64)
+    dealt[draws.shuffled(draws.words(classes, seed, _DEAL))] = np.arange(classes) % groups
+    group = torch.from_numpy(dealt).to(scan.order.device)[scan.number]  # of each row
+    one, other = np.triu_indices(groups)
+    cell = np.empty((groups, groups), np.int64)
+    cell[one, other] = cell[other, one] = np.arange(len(one))
+    cell_of = torch.from_numpy(cell).to(group.device)
+    levels, width = torch.from_numpy(grid).to(group.device), len(grid) + 1
+    table = torch.zeros((len(one) + groups) * width, dtype=torch.long, device=group.device)
+    for key, first, second in scan.tiles():
+        a, b = group[first], group[second]
+        row = torch.where(scan.strange(first, second), cell_of[a, b] + groups, a)
+        place = row * width + torch.searchsorted(levels, key, right=True)
+        table.index_add_(0, place, torch.ones_like(place))
+    falling = table.view(-1, width).flip(1).cumsum(1).cpu().numpy().astype(np.float64)
+    falling = np.concatenate([np.zeros((len(falling), 1)), falling], axis=1)
+    pairs = np.stack([one, other], axis=1)
+    return (
+        falling[:groups],
+        falling[groups:],
+        pair_bootstrap.Cells(groups, np.arange(groups), pairs, np.arange(len(one))),
+    )
 
 
-def _tiles(embeddings: Tensor, labels: Tensor, similarity: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores of all pairs i < j of labelled rows, tile by tile, and which are impostors: flat, of one length."""
-    ready = distances.unit if similarity == "cosine" else distances.upcast
-    known = (labels != UNKNOWN).nonzero().squeeze(1)
-    starts = range(0, len(known), _TILE)
-    for top in starts:
-        rows = known[top : top + _TILE]
-        x = ready(embeddings[rows])
-        for left in starts:
-            if left < top:
-                continue
-            columns = known[left : left + _TILE]
-            scores = distances.dot(x, x if left == top else ready(embeddings[columns]))  # (B, R)
-            impostor = labels[rows][:, None] != labels[columns][None, :]
-            if left == top:
-                i, j = torch.triu_indices(len(rows), len(rows), 1, device=scores.device)
-                yield scores[i, j], impostor[i, j]
-            else:
-                yield scores.flatten(), impostor.flatten()
-
-
-def _ordered(scores: Tensor) -> Tensor:
-    """Whole numbers in the order of the scores; -0 and 0 are one."""
-    kind = torch.int64 if scores.dtype == torch.float64 else torch.int32
-    bits = (scores + 0.0).view(kind)
-    return torch.where(bits < 0, bits ^ torch.iinfo(kind).max, bits)
-
-
-def _next_above(key: int, kind: torch.dtype) -> float:
-    """The next score above the one of this number, in the type of the scores."""
-    whole, real = (np.int64, np.float64) if kind == torch.float64 else (np.int32, np.float32)
-    bits = key if key >= 0 else key ^ int(np.iinfo(whole).max)
-    return float(np.nextafter(np.array([bits], dtype=whole).view(real)[0], np.inf, dtype=real))
+def _rates(tp: Floats, fp: Floats, fars: Sequence[float], places: Sequence[int]) -> list[float]:
+    """Balanced accuracy, EER, AUC, TAR at each FAR, then FAR and TAR at each place, straight between the scores."""
+    if not tp[-1] or not fp[-1]:
+        return [np.nan] * (3 + len(fars) + 2 * len(places))
+    tar, far = tp / tp[-1], fp / fp[-1]
+    gap = far - (1 - tar)
+    at = max(int(np.argmax(gap >= 0)), 1)
+    part = -gap[at - 1] / (gap[at] - gap[at - 1])
+    crossing = far[at - 1] + part * (far[at] - far[at - 1])
+    area = np.dot(np.diff(far), tar[1:] + tar[:-1]) / 2
+    last = np.append(np.flatnonzero(np.diff(far)), len(far) - 1)  # the best TAR of each FAR
+    best = np.interp(fars, far[last], tar[last]).tolist()
+    balanced = 0.5 + (tar - far).max() / 2
+    return [balanced, crossing, area, *best, *(far[place] for place in places), *(tar[place] for place in places)]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core import checks
-from nearkin.evaluation.verification import Floats, Values, checked, deal
+from nearkin.evaluation.curves import Floats, Values, checked, deal
 
 __all__ = ["Calibration", "calibrate", "isotonic"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN
-from nearkin.evaluation.kmeans import kmeans
+from nearkin.evaluation.kmeans import Progress, kmeans
 from nearkin.evaluation.search import BUDGET
 from nearkin.evaluation.uncertainty import Scores
 from nearkin.samplers import draws
@@ -31,13 +31,14 @@ def clustering(
     normalize: bool = True,
     budget: int = BUDGET,
     interval: bool = False,
+    progress: Progress | None = None,
 ) -> Scores:
     """k-means with as many clusters as classes (or `clusters`), judged against the classes.
 
     embeddings (N, D), labels (N,) class ids; items of label -1 are left out. Settings as in `kmeans`. Returns what
     `agreement` returns, and "clusters" (those not empty), "inertia" and "iterations" of the start that was kept.
     The protocol of Song et al. 2016, arXiv:1511.06452, section 6, whose NMI is "nmi" here. `interval` adds 95 %
-    intervals of the agreement over the choice of classes, as `.intervals`.
+    intervals of the agreement over the choice of classes, as `.intervals`. progress(done, of): as `kmeans` calls it.
     """
     checks.rows("embeddings", embeddings)
     known = checks.class_ids("labels", labels, embeddings) != UNKNOWN
@@ -55,6 +56,7 @@ def clustering(
         seed=seed,
         normalize=normalize,
         budget=budget,
+        progress=progress,
     )
     result = Scores(agreement(labels, found.assignment))
     if interval:

@@ -16,6 +16,7 @@ from torch import Tensor
 from nearkin.core import checks, distances
 from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation.search import BUDGET
+from nearkin.evaluation.uncertainty import Scores, bootstrap
 from nearkin.samplers import draws
 
 SCORES = ("mean", "max", "nearest")
@@ -45,7 +46,9 @@ def one_shot(
     queries: int = 1,
     score: str = "mean",
     budget: int = BUDGET,
-) -> dict[str, float]:
+    interval: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
     """Mean accuracy over episodes, each of which asks which of `ways` classes a query belongs to.
 
     An episode draws `ways` classes of those with at least shots + queries items, and of each `shots` supports and
@@ -59,24 +62,34 @@ def one_shot(
     Returns "accuracy"; "interval", half the width of the 95 % interval of that mean: 1.96 standard errors over
     episodes, by the normal approximation; "chance" = 1/ways; and "classes", how many could be drawn. Episode i is a
     function of the seed, i, the labels and the four counts alone, so that more episodes begin with the same ones.
+
+    interval: also `.intervals["accuracy"]`, the 95 % interval over the choice of classes: 1,000 resamples of those that
+    were asked for, each with all its queries of all episodes (`uncertainty.bootstrap`). More episodes make the
+    "interval" of the mean as small as one likes; this one they bring down to what other classes would change. The
+    classes that a query is told from stay as drawn. progress(done, of) is called with episodes.
     """
     known = _check(embeddings, labels, ways, shots, episodes, seed, queries, score, budget)
     members, first, sizes = _classes(labels, known, ways, shots + queries)
     drawn, wide = shots + queries, distances.wide(embeddings)
-    right = np.empty(episodes)
+    right, asked = np.empty((episodes, ways)), np.empty((episodes, ways), np.int64)
     bytes_each = 8 * ways * (6 * drawn * embeddings.shape[1] + 4 * queries * ways * (shots + 2))
     step = max(1, budget // bytes_each)
     for at in range(0, episodes, step):
         some = range(at, min(at + step, episodes))
-        items = members[_draw(some, seed, ways, drawn, first, sizes)]  # (E, ways, drawn)
+        places = _draw(some, seed, ways, drawn, first, sizes)
+        items = members[places]  # (E, ways, drawn)
         rows = distances.upcast(embeddings.detach()[torch.from_numpy(items).to(embeddings.device)].to(wide))
         right[at : at + step] = _accuracy(rows[:, :, :shots], rows[:, :, shots:], score).cpu().numpy()
-    return {
-        "accuracy": float(right.mean()),
-        "interval": _95 * float(right.std(ddof=1)) / math.sqrt(episodes),
-        "chance": 1 / ways,
-        "classes": float(sizes.size),
-    }
+        asked[at : at + step] = np.searchsorted(first, places[:, :, 0], side="right")  # which class
+        if progress is not None:
+            progress(some.stop, episodes)
+    result = Scores({"accuracy": float(right.mean())})
+    result["interval"] = _95 * float(right.mean(axis=1).std(ddof=1)) / math.sqrt(episodes)
+    result["chance"], result["classes"] = 1 / ways, float(sizes.size)
+    if interval:
+        groups = torch.from_numpy(asked.ravel())
+        result.intervals["accuracy"] = bootstrap(torch.from_numpy(right.ravel()), groups, seed=seed)
+    return result
 
 
 def omniglot_runs(path: str | Path) -> list[OneShotRun]:
@@ -177,7 +190,10 @@ def _different(words: draws.Words, limit: Ints) -> Ints:
 
 
 def _accuracy(supports: Tensor, queries: Tensor, score: str) -> Tensor:
-    """Share of right answers an episode, (E,), of supports (E, ways, shots, D) and queries (E, ways, queries, D)."""
+    """Share of right answers a class and episode, (E, ways).
+
+    supports (E, ways, shots, D), queries (E, ways, queries, D).
+    """
     episodes, ways, shots, dim = supports.shape
     rows, asked = supports.reshape(-1, dim), queries.reshape(-1, dim)
     if score != "nearest":
@@ -192,7 +208,7 @@ def _accuracy(supports: Tensor, queries: Tensor, score: str) -> Tensor:
         cosines = (asked @ rows.transpose(1, 2)).view(episodes, -1, ways, shots)
         scores = cosines.mean(3) if score == "mean" else cosines.amax(3)
     answers = torch.arange(ways, device=rows.device).repeat_interleave(queries.shape[2])
-    return _shared(scores, answers.expand(episodes, -1), slack).mean(1)
+    return _shared(scores, answers.expand(episodes, -1), slack).view(episodes, ways, -1).mean(2)
 
 
 def _rounding(rows: Tensor) -> float:

@@ -1,6 +1,6 @@
 """Graded relevance: how well the order of the embeddings follows real-valued labels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ def graded(
     distance: str = "euclidean",
     budget: int = BUDGET,
     interval: bool = False,
+    classes: Tensor | None = None,
     seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
     """Rankings by embedding distance, judged by label distance; means over queries.
 
@@ -37,11 +39,14 @@ def graded(
                              gallery, ties at their mean rank; a query at one distance from everything counts 0
     "spearman_skipped"       how many queries have one label distance to everything; they say nothing and do not count
                              (NaN where that is all of them)
-    `interval` adds 95 % bootstrap intervals over queries, since there are no classes to draw, as `.intervals`.
+    `interval` adds 95 % bootstrap intervals as `.intervals`: over `classes` (N,) of the queries where these are given,
+    -1 not counting; else over queries, which is too narrow where these come in groups. progress(done, of): queries.
     Where k is larger than the gallery, the whole of it is taken. Everything in float64, exactly, in tiles of queries
     within `budget` bytes.
     """
     _check(ks, distance, budget)
+    if classes is not None:
+        checks.class_ids("classes", classes, checks.rows("embeddings", embeddings))
     a, t = _items("embeddings", embeddings, "targets", targets)  # (N, D), (N, K) in float64
     b, u = _gallery(a, t, gallery, gallery_targets)
     found = b.shape[0] - (gallery is None)
@@ -59,13 +64,15 @@ def graded(
         ranks, label_ranks = _centred_ranks(near, order, away), _centred_ranks(best, best_order, apart)
         rho, valid = _spearman(ranks, label_ranks)
         correlations.append(torch.where(valid, rho, torch.nan))
+        if progress is not None:
+            progress(min(at + step, a.shape[0]), a.shape[0])
     names = [f"{name}@{k}" for name in ("ndcg", "label_distance", "best_label_distance") for k in ks]
     values = dict(zip(names, torch.cat(tops, 2).flatten(0, 1).cpu(), strict=True))  # (Q,) each
     values["spearman"] = torch.cat(correlations).cpu()
     result = Scores({name: float(value.nanmean()) for name, value in values.items()})
     if interval:
-        query = torch.arange(a.shape[0])
-        result.intervals = {name: bootstrap(value, query, seed=seed) for name, value in values.items()}
+        groups = torch.arange(a.shape[0]) if classes is None else classes.cpu()
+        result.intervals = {name: bootstrap(value, groups, seed=seed) for name, value in values.items()}
     result["spearman_skipped"] = float(values["spearman"].isnan().sum())
     return result
 

@@ -4,7 +4,7 @@ Points are centred and held in float32 on their device; nothing of the size item
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from nearkin.core import checks, distances
 from nearkin.evaluation.search import BUDGET
 from nearkin.samplers import draws
 
+Progress = Callable[[int, int], None]  # rows done, rows in all
 _SEEDING = 16  # a stream of words beside those the samplers draw from
 _ROUNDING = 2e-6  # of a squared distance taken in float32, in parts of the squared lengths
 
@@ -38,6 +39,7 @@ def kmeans(
     seed: int = 0,
     normalize: bool = True,
     budget: int = BUDGET,
+    progress: Progress | None = None,
 ) -> Clusters:
     """Lloyd's k-means from k-means++ seeds; of several `starts` the one with the lowest inertia, the first of equals.
 
@@ -46,7 +48,8 @@ def kmeans(
     looser. At most `iterations` updates, fewer once no item moves. An empty cluster is moved to the farthest item;
     fewer than `clusters` come out where there are fewer distinct rows. Working memory beyond the centred float32 copy
     of the embeddings, the centroids and a few numbers an item stays within `budget` bytes. The same seed gives the same
-    clusters on the same device: sums are taken in whole numbers, which no order of addition changes.
+    clusters on the same device: sums are taken in whole numbers, which no order of addition changes. progress(done, of)
+    counts rows looked at: `trials` of a seed and each update are a pass, and fewer updates than allowed end it early.
     Arthur and Vassilvitskii 2007, "k-means++", section 2.2; 20 iterations as faiss and pytorch-metric-learning.
     """
     if trials is None:
@@ -54,13 +57,33 @@ def kmeans(
     _check(embeddings, clusters, iterations, starts, trials, seed, budget)
     points, centre, scale = _centred(embeddings, normalize, budget)
     best: tuple[float, Tensor, Tensor, int] | None = None
+    cost = clusters * (trials + iterations + 1)  # products of a row with a seed or a centroid, of one start
     for start in range(starts):
-        found = _lloyd(points, _seeds(points, clusters, trials, seed, start, budget), iterations, budget)
+        told = _Told(progress, len(points), cost, start, starts)
+        seeds = _seeds(points, clusters, trials, seed, start, budget, told)
+        found = _lloyd(points, seeds, iterations, budget, told)
+        told.to(cost)
         if best is None or found[0] < best[0]:
             best = found
     assert best is not None
     inertia, assignment, centroids, made = best
     return Clusters(assignment, (centroids.to(centre.dtype) * scale + centre).float(), inertia * scale**2, made)
+
+
+class _Told:
+    """Says how many rows' worth of the work of all starts is done, in the share of its products."""
+
+    def __init__(self, progress: Progress | None, rows: int, cost: int, start: int, starts: int) -> None:
+        self.progress, self.rows, self.cost, self.start, self.starts, self.done = progress, rows, cost, start, starts, 0
+
+    def more(self, products: int) -> None:
+        self.to(self.done + products)
+
+    def to(self, products: int) -> None:
+        self.done = products
+        if self.progress is not None:
+            share = self.rows * min(products, self.cost) // self.cost
+            self.progress(self.start * self.rows + share, self.starts * self.rows)
 
 
 def _check(
@@ -104,7 +127,7 @@ def _centred(embeddings: Tensor, normalize: bool, budget: int) -> tuple[Tensor, 
     return points.div_(scale), centre, scale
 
 
-def _seeds(points: Tensor, clusters: int, trials: int, seed: int, start: int, budget: int) -> Tensor:
+def _seeds(points: Tensor, clusters: int, trials: int, seed: int, start: int, budget: int, told: _Told) -> Tensor:
     """Indices of seeds: of `trials` points drawn in proportion to their squared distance from the seeds so far, the
     one that leaves the smallest sum of squared distances; fewer than `clusters` once every point lies on a seed.
     """
@@ -130,6 +153,7 @@ def _seeds(points: Tensor, clusters: int, trials: int, seed: int, start: int, bu
         best = after.sum(0, dtype=distances.wide(points)).argmin(keepdim=True)
         nearest = after.index_select(1, best).squeeze(1)
         chosen.append(candidates[best])
+        told.more(trials)
     return torch.cat(chosen)
 
 
@@ -145,13 +169,17 @@ def _product(added: Tensor, x: Tensor, y: Tensor, factor: float) -> Tensor:
         return torch.addmm(added, x, y.T, alpha=factor)
 
 
-def _lloyd(points: Tensor, seeds: Tensor, iterations: int, budget: int) -> tuple[float, Tensor, Tensor, int]:
+def _lloyd(
+    points: Tensor, seeds: Tensor, iterations: int, budget: int, told: _Told
+) -> tuple[float, Tensor, Tensor, int]:
     centroids, made = points[seeds], 0
     assignment, own = _assign(points, centroids, budget)
+    told.more(len(seeds))
     while made < iterations:
         centroids, made = _update(points, centroids, assignment, own, budget), made + 1
         before = assignment
         assignment, own = _assign(points, centroids, budget)
+        told.more(len(seeds))
         if torch.equal(before, assignment):
             break
     return float(own.sum()), assignment, centroids, made

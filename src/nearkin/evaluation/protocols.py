@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,18 +15,14 @@ from torch import Tensor
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN
 from nearkin.data import vectors
+from nearkin.data.pair_lists import PairList
 from nearkin.data.vectors import Vectors
-from nearkin.evaluation.allpairs import all_pairs
-from nearkin.evaluation.clustering import clustering
-from nearkin.evaluation.diagnosis import diagnose
-from nearkin.evaluation.few_shot import one_shot
-from nearkin.evaluation.graded import graded
-from nearkin.evaluation.ranking import retrieval
+from nearkin.evaluation.protocol_runs import RUNS, Rows, Settings, Task
 
 __all__ = ["PROTOCOLS", "Settings", "evaluate"]
 
 PROTOCOLS = ("retrieval", "clustering", "verification", "one_shot", "graded", "diagnose")
-Progress = Callable[[str, int, int], None]  # protocol, rows done, rows in all (0: not known)
+Progress = Callable[[str, int, int], None]  # protocol, how much is done, of how much (0: not known)
 
 # What each protocol can compare by; the first is its own choice.
 _SIMILARITIES = {
@@ -41,64 +38,55 @@ _UNIT = 1e-2  # how far from 1 the length of a row in half precision may be by r
 _CHUNK = 1 << 14
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to evaluate; None leaves the choice to each protocol."""
-
-    protocols: tuple[str, ...] = ()
-    ks: tuple[int, ...] | None = None
-    similarity: str | None = None
-    ways: int = 20
-    shots: int = 1
-    episodes: int = 600
-    seed: int = 0
-    interval: bool = False
-    budget: int = 512 << 20
-    device: str = "auto"
-
-
-class _Set(NamedTuple):
-    embeddings: Tensor
-    labels: Tensor | None
-    targets: Tensor | None
-
-
 def evaluate(
-    items: Vectors, gallery: Vectors | None = None, settings: Settings | None = None, progress: Progress | None = None
+    items: Vectors,
+    gallery: Vectors | None = None,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+    pairs: PairList | None = None,
 ) -> dict[str, Any]:
-    """Runs the protocols that are asked for; without any, retrieval where there are labels and graded where targets.
+    """Runs the protocols that are asked for; without any, verification where there are pairs, else retrieval where
+    there are labels and graded where there are targets.
 
     What the files show to be wrong is said before the first protocol starts. Returns plain values, as JSON has them:
-    "embeddings" and "gallery" (what was read), "classes" (how many) and "class_names" (of the ids, where labels are
-    strings), "settings", "results" by protocol, where "intervals" holds the ends of 95 % intervals, and "notes".
+    "embeddings", "gallery" and "pairs" (what was read), "classes" (how many) and "class_names" (of the ids, where
+    labels are strings), "settings", "results" by protocol, where "intervals" holds the ends of 95 % intervals, and
+    "notes". `pairs` are verified in place of all pairs.
     """
     settings = settings or Settings()
-    protocols = _chosen(items, gallery, settings)
+    protocols = _chosen(items, gallery, settings, pairs)
     similarity = {name: _similarity(name, settings) for name in protocols}
     device = _device(settings.device)
     notes = _lengths([items] if gallery is None else [items, gallery], "cosine" in similarity.values())
     classes: list[str] = []
     ids: list[Tensor] = []
     named = [known for known in (items.labels, None if gallery is None else gallery.labels) if known is not None]
-    if set(protocols) - {"graded"}:
+    several = any(labels.ndim == 2 for labels in named)
+    if several:
+        ids = _several(items, gallery, protocols)
+    elif named and (set(protocols) - {"graded"} or gallery is None):
         ids, classes = vectors.class_ids(*named)
-        _two_classes(items.name, classes)
-    asked = _Set(items.embeddings.to(device), ids[0].to(device) if ids else None, _moved(items.targets, device))
+        if set(protocols) - {"graded"}:
+            _two_classes(items.name, classes)
+    asked = Rows(items.embeddings.to(device), _moved(ids[0] if ids else None, device), _moved(items.targets, device))
     other = None
     if gallery is not None:
-        theirs = ids[1].to(device) if len(ids) > 1 else None
-        other = _Set(gallery.embeddings.to(device), theirs, _moved(gallery.targets, device))
+        theirs = _moved(ids[1] if len(ids) > 1 else None, device)
+        other = Rows(gallery.embeddings.to(device), theirs, _moved(gallery.targets, device))
     results = {}
     for name in protocols:
+        told = None
         if progress is not None:
             progress(name, 0, 0)
-        found = _RUNS[name](asked, other, settings, similarity[name], progress)
+            told = partial(progress, name)
+        found = RUNS[name](Task(asked, other, pairs, settings, similarity[name], told))
         results[name] = {"similarity": similarity[name]} | _plain(found)
     return {
         "nearkin": version("nearkin"),
         "embeddings": _said_of(items),
         "gallery": None if gallery is None else _said_of(gallery),
-        "classes": len(classes) or None,
+        "pairs": None if pairs is None else {"file": pairs.name, "pairs": len(pairs.pairs)},
+        "classes": len(classes) or (ids[0].shape[1] if several else None),
         "class_names": classes if ids and named[0].dtype.kind == "U" else None,
         "settings": _plain(asdict(settings)) | {"protocols": list(protocols), "device": str(device)},
         "results": results,
@@ -106,16 +94,20 @@ def evaluate(
     }
 
 
-def _chosen(items: Vectors, gallery: Vectors | None, settings: Settings) -> tuple[str, ...]:
+def _chosen(items: Vectors, gallery: Vectors | None, settings: Settings, pairs: PairList | None) -> tuple[str, ...]:
     """The protocols in their order, all of which have what they need."""
     for name in settings.protocols:
         checks.one_of("protocol", name, PROTOCOLS)
     every = [items] if gallery is None else [items, gallery]
     labelled, targeted = (all(getattr(one, what) is not None for one in every) for what in ("labels", "targets"))
-    default = ("retrieval",) * labelled + ("graded",) * targeted
+    default = ("verification",) if pairs is not None else ("retrieval",) * labelled + ("graded",) * targeted
     chosen = tuple(name for name in PROTOCOLS if name in (settings.protocols or default))
+    if "verification" not in chosen and (pairs is not None or settings.fars is not None):
+        raise ValueError(f"{'--pairs' if pairs is not None else '--far'} is for --verification, which is not asked for")
     for name in chosen or ("retrieval",):
         what = "targets" if name == "graded" else "labels"
+        if name == "verification" and pairs is not None and pairs.same is not None:
+            continue  # who is the same stands in the list
         for flag, one in zip(("", "gallery-"), every, strict=False):
             if getattr(one, what) is None:
                 way = f"give --{flag}{what} FILE"
@@ -172,93 +164,33 @@ def _lengths(sets: Sequence[Vectors], cosine: bool) -> list[str]:
     return notes
 
 
+def _several(items: Vectors, gallery: Vectors | None, protocols: Sequence[str]) -> list[Tensor]:
+    """Rows of several labels, for the protocols that can use them: kin share a label."""
+    for name in protocols:
+        if name not in ("retrieval", "graded"):
+            raise ValueError(f"{items.name}: {_flag(name)} needs one label a row, got several; --retrieval takes them")
+    every = [items.labels] if gallery is None else [items.labels, gallery.labels]
+    found = [torch.from_numpy(labels) for labels in every if labels is not None]
+    shapes = {labels.shape[1:] for labels in found}
+    if len(shapes) > 1:
+        got = " and ".join("one a row" if not shape else f"{shape[0]} columns" for shape in sorted(shapes))
+        raise ValueError(f"labels of embeddings and gallery must have the same columns, got {got}")
+    return found
+
+
 def _two_classes(name: str, classes: list[str]) -> None:
     if len(classes) < 2:
         only = f' ("{classes[0]}")' if classes else ""
         raise ValueError(f"{name}: labels must hold at least 2 classes, got {len(classes)}{only}")
 
 
-def _retrieval(
-    asked: _Set, gallery: _Set | None, settings: Settings, similarity: str, progress: Progress | None
-) -> dict[str, Any]:
-    assert asked.labels is not None
-    more: dict[str, Any] = {} if settings.ks is None else {"ks": settings.ks}
-    if progress is not None:
-        more["progress"] = lambda done, total: progress("retrieval", done, total)
-    if settings.interval:
-        more |= {"interval": True, "seed": settings.seed}
-    rows, labels = (None, None) if gallery is None else (gallery.embeddings, gallery.labels)
-    budget = settings.budget
-    found = retrieval(asked.embeddings, asked.labels, rows, labels, similarity=similarity, budget=budget, **more)
-    if found["without_kin"] == found["queries"]:
-        where = "the others" if gallery is None else "the gallery"
-        raise ValueError(f"retrieval needs queries with kin among {where}: none of {found['queries']} has any")
-    return dict(found) | ({"intervals": found.intervals} if settings.interval else {})
-
-
-def _clustering(asked: _Set, _: object, settings: Settings, similarity: str, __: object) -> dict[str, Any]:
-    assert asked.labels is not None
-    more: dict[str, Any] = {"normalize": similarity == "cosine", "interval": settings.interval}
-    found = clustering(asked.embeddings, asked.labels, seed=settings.seed, budget=settings.budget, **more)
-    return dict(found) | ({"intervals": found.intervals} if settings.interval else {})
-
-
-def _verification(asked: _Set, _: object, settings: Settings, similarity: str, __: object) -> dict[str, Any]:
-    assert asked.labels is not None
-    found = all_pairs(asked.embeddings, asked.labels, similarity=similarity, budget=settings.budget)
-    found["operating_points"] = [point._asdict() for point in found["operating_points"]]
-    if settings.interval:
-        ends = {f"tar@far={point['wanted_far']}": point["tar_interval"] for point in found["operating_points"]}
-        found["intervals"] = ends
-    return found
-
-
-def _one_shot(asked: _Set, _: object, settings: Settings, similarity: str, __: object) -> dict[str, Any]:
-    assert asked.labels is not None
-    counts = (settings.ways, settings.shots, settings.episodes, settings.seed)
-    score = "mean" if similarity == "cosine" else "nearest"
-    found: dict[str, Any] = one_shot(asked.embeddings, asked.labels, *counts, score=score, budget=settings.budget)
-    half = found.pop("interval")
-    if settings.interval:
-        ends = max(found["accuracy"] - half, 0.0), min(found["accuracy"] + half, 1.0)
-        found["intervals"] = {"accuracy": ends}
-    return found
-
-
-def _graded(asked: _Set, gallery: _Set | None, settings: Settings, similarity: str, _: object) -> dict[str, Any]:
-    assert asked.targets is not None
-    more: dict[str, Any] = {"interval": settings.interval, "seed": settings.seed}
-    if settings.ks is not None:
-        more["ks"] = settings.ks
-    if gallery is not None:
-        more |= {"gallery": gallery.embeddings, "gallery_targets": gallery.targets}
-    found = graded(asked.embeddings, asked.targets, distance=similarity, budget=settings.budget, **more)
-    ends = {"intervals": found.intervals} if settings.interval else {}
-    return {"queries": len(asked.embeddings)} | dict(found) | ends
-
-
-def _diagnose(asked: _Set, _: object, settings: Settings, __: object, ___: object) -> dict[str, Any]:
-    assert asked.labels is not None
-    return diagnose(asked.embeddings, asked.labels, budget=settings.budget)
-
-
-_RUNS: dict[str, Callable[..., dict[str, Any]]] = {
-    "retrieval": _retrieval,
-    "clustering": _clustering,
-    "verification": _verification,
-    "one_shot": _one_shot,
-    "graded": _graded,
-    "diagnose": _diagnose,
-}
-
-
-def _moved(targets: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if targets is None else targets.to(device)
+def _moved(values: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if values is None else values.to(device)
 
 
 def _said_of(one: Vectors) -> dict[str, Any]:
     rows, dimensions = one.embeddings.shape
-    unknown = None if one.labels is None or one.labels.dtype.kind == "U" else int((one.labels == UNKNOWN).sum())
+    unknown = None if one.labels is None or one.labels.dtype.kind in "Ub" else int((one.labels == UNKNOWN).sum())
     kind = str(one.embeddings.dtype).removeprefix("torch.")
     return {"file": one.name, "rows": rows, "dimensions": dimensions, "dtype": kind, "unknown_labels": unknown}
 

@@ -1,17 +1,17 @@
 """What is shown and kept of an evaluation: the lines of its table, and a JSON file that is whole or not there."""
 
-import json
 import os
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from nearkin.core import files
 
 __all__ = ["Row", "table", "writable", "write"]
 
 _COUNTS = {"queries", "without_kin", "unknown", "genuine", "impostors", "classes", "clusters", "iterations"}
 _COUNTS |= {"spearman_skipped", "items", "k"}
-_PLAIN = {"spearman", "inertia", "threshold"}  # neither a count nor a share
+_PLAIN = {"spearman", "inertia"}  # neither a count nor a share
 
 
 class Row(NamedTuple):
@@ -52,21 +52,10 @@ def writable(path: Path) -> None:
 
 def write(path: Path, report: Mapping[str, Any]) -> None:
     """JSON in one piece: the whole new file or, whatever happens, the old one. A number that is NaN is null."""
-    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    final = path.resolve()
-    part = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with part.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, final)
+        files.write_json(path, report)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ValueError(f"{path}: could not be written ({error.strerror})") from None
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _findings(found: Mapping[str, Any], names: list[str] | None) -> Iterator[Row]:
@@ -91,6 +80,8 @@ def _shown(protocol: str, name: str, value: float | None) -> str:
         return "–"
     if name in _COUNTS:
         return f"{round(value):,}"
-    if protocol == "diagnose" or name in _PLAIN or "distance" in name:
+    if protocol == "diagnose" or name in _PLAIN or "distance" in name or "threshold" in name:
         return f"{value:.4g}"
+    if name.startswith("seen_far"):  # may be one in a million
+        return f"{100 * value:.3g} %"
     return f"{100 * value:.2f} %"

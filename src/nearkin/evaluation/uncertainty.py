@@ -102,12 +102,12 @@ def classes_of(labels: Labels, queries: int) -> Tensor:
     return torch.arange(queries)
 
 
-def resamples(classes: int, samples: int, seed: int) -> Iterator[Floats]:
+def resamples(classes: int, samples: int, seed: int, stream: int = _RESAMPLES) -> Iterator[Floats]:
     """How often each class is drawn, (some samples, C), until all samples were; each sample has a stream of its own."""
     step = max(1, _CELLS // classes)
     for start in range(0, samples, step):
         some = range(start, min(start + step, samples))
-        words = np.stack([draws.words(classes, seed, _RESAMPLES, sample) for sample in some])
+        words = np.stack([draws.words(classes, seed, stream, sample) for sample in some])
         drawn = ((words >> np.uint64(11)) * 2.0**-53 * classes).astype(np.int64)
         drawn += np.arange(len(some))[:, None] * classes
         yield np.bincount(drawn.ravel(), minlength=len(some) * classes).reshape(len(some), classes).astype(np.float64)
