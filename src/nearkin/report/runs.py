@@ -25,6 +25,7 @@ def of_run(outcome: Outcome, progress: Callable[[int, int], None] | None = None)
 
 
 def findings_of(outcome: Outcome) -> Findings:
+    """What a report shows of a finished run."""
     recipe, prepared, held = outcome.recipe, outcome.prepared, outcome.test
     items = prepared.items.take(held.everything)
     graded = items.labels is None or recipe.loss["name"] == "logratio"

@@ -24,7 +24,7 @@ from nearkin.training.checkpoint import Checkpoints
 from nearkin.training.feed import Batch, Feed, Material, embed
 from nearkin.training.journal import Journal
 from nearkin.training.judging import Held
-from nearkin.training.monitor import Monitor
+from nearkin.training.monitor import Monitor, spread_and_rank
 from nearkin.training.optimizers import Rate
 from nearkin.training.recipe import Recipe
 
@@ -146,17 +146,21 @@ class Trainer:
 
     def look(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
         """The log line of the steps since the last one; the only place in the loop that waits for the device."""
-        state, now = self.state, time.monotonic()
-        loss = float(self.window) / max(1, state.counted)
-        gradient = math.nan if norm is None else float(norm)
+        state = self.state
+        none = self.window.new_full((), math.nan)
+        scalars = [self.window / max(1, state.counted), none if norm is None else norm.to(self.window)]
+        read = torch.cat([torch.stack(scalars), spread_and_rank(embeddings).to(self.window)]).tolist()
+        loss, gradient, spread, rank = read
+        now = time.monotonic()
         items = state.counted * len(embeddings) / max(1e-9, now - self.looked_at)
         self.window.zero_()
         state.counted, self.looked_at = 0, now
-        measured, notes = self.monitor.look(state.step, loss, gradient, embeddings)
+        notes = self.monitor.look(state.step, loss, gradient, spread, rank)
         line = {"event": "step", "epoch": state.epoch + 1, "step": state.step, "loss": loss}
         rates = {group["part"]: group["lr"] for group in self.optimizer.param_groups}
-        line |= {"lr": rates, "gradient": gradient if math.isfinite(gradient) else None, **measured}
-        return line | {"items_per_second": items, "seconds": self.elapsed(), "notes": notes}
+        line |= {"lr": rates, "gradient": gradient if math.isfinite(gradient) else None}
+        line |= {"spread": spread, "effective_rank": rank, "items_per_second": items}
+        return line | {"seconds": self.elapsed(), "notes": notes}
 
     def begin_epoch(self) -> dict[str, Tensor]:
         """Everything in training mode, the backbone frozen where it should rest; the loss's parameters as they are."""

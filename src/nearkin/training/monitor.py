@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 __all__ = ["Diverged", "Monitor", "spread_and_rank"]
 
-_ROWS = 128  # of a batch, enough to see a collapse
+_ROWS = 256  # of a batch, enough to see a collapse
 COLLAPSED = 1e-3  # spread of unit rows: 0 all in one spot, 1 no common direction
 FLAT = 1.5  # effective rank: everything on a line
 _PATIENCE = 5  # looks in a row before it counts
@@ -21,21 +21,18 @@ class Diverged(ValueError):
 
 
 @torch.no_grad()
-def spread_and_rank(embeddings: Tensor) -> tuple[float, float]:
-    """1 - |mean unit row|², and exp of the entropy of the centred rows' squared singular values made to sum to 1."""
+def spread_and_rank(embeddings: Tensor) -> Tensor:
+    """(2,) on the device: 1 - |mean unit row|², and the effective rank (Σλ)² / Σλ² of the covariance of unit rows.
+
+    Of at most 256 rows, evenly taken. Nothing is decomposed and nothing waits: λ is never needed by itself.
+    """
     step = max(1, len(embeddings) // _ROWS)
-    rows = embeddings.detach()[::step][:_ROWS].float().cpu()
-    rows = nn.functional.normalize(rows, dim=1)
+    rows = nn.functional.normalize(embeddings.detach()[::step][:_ROWS].float(), dim=1)
     mean = rows.mean(0)
-    spread = 1 - float(mean.square().sum())
-    centred = (rows - mean).double()
-    values = torch.linalg.eigvalsh(centred @ centred.T).clamp(min=0)
-    total = values.sum()
-    if not bool(total > 0):
-        return max(spread, 0.0), 0.0
-    share = values / total
-    entropy = -(share * share.clamp(min=1e-300).log()).sum()
-    return max(spread, 0.0), float(entropy.exp())
+    centred = rows - mean
+    total, squares = centred.square().sum(), (centred @ centred.T).square().sum()
+    rank = torch.where(squares > 1e-20, total.square() / squares.clamp(min=1e-20), 0.0)
+    return torch.stack([(1 - mean.square().sum()).clamp(min=0), rank])
 
 
 class Monitor:
@@ -47,14 +44,13 @@ class Monitor:
         self.collapsed = self.dead = 0
         self.said: list[str] = []
 
-    def look(self, step: int, loss: float, gradient: float, embeddings: Tensor) -> tuple[dict[str, float], list[str]]:
-        """Measures at a step, and warnings that are new; raises `Diverged` where going on makes no sense."""
+    def look(self, step: int, loss: float, gradient: float, spread: float, rank: float) -> list[str]:
+        """Warnings that are new at a step; raises `Diverged` where going on makes no sense."""
         if not math.isfinite(loss):
             raise Diverged(
                 f"the loss is {loss} at step {step}: try a smaller optimizer.lr, optimizer.clip=1, or "
                 f"training.precision=fp32; the last checkpoint is from before"
             )
-        spread, rank = spread_and_rank(embeddings)
         notes = []
         gone = spread < COLLAPSED or (self.flat_possible and rank < FLAT)
         self.collapsed = self.collapsed + 1 if gone else 0
@@ -74,7 +70,7 @@ class Monitor:
                 f"the loss is exactly 0 and has no gradient since before step {step}: nothing is left to learn from; "
                 f"try a larger loss.margin, a harder loss.selection, larger batches, or the sampler hard-classes",
             )
-        return {"spread": spread, "effective_rank": rank}, notes
+        return notes
 
     def epoch(self, number: int, before: Mapping[str, Tensor], loss: nn.Module) -> list[str]:
         """After an epoch: whether the loss's own parameters, if it has any, have moved since `before`."""
