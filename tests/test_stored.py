@@ -360,7 +360,7 @@ def test_unreadable(photos):
             ValueError, match=r"^4 of 40 pictures cannot be used: 02.png is empty \(0 bytes\); 05.png is "
         ) as e:
             stored.store(photos, names(photos), side=8, cache=cache)
-        assert "09.png cannot be read (No such file or directory); and 1 more. Use unreadable=" in str(e.value)
+        assert "09.png cannot be read (No such file or directory); and 1 more. Use --skip-unreadable" in str(e.value)
         kept = stored.store(photos, names(photos), side=8, unreadable="skip", cache=cache)
         assert [i for i, _ in kept.bad] == [2, 5, 9, 11] and (kept.pixels[[2, 5, 9, 11]] == 0).all()
         assert kept.digests[9] == "" and kept.pixels[0].any()

@@ -51,13 +51,13 @@ def test_a_folder_becomes_a_run_with_a_report():
     out = said(run("train", "photos/", *SETS))
     assert "60 items, 10 classes" in out and "epoch   2/2" in out
     assert "pixels" in out and "untrained" in out and "trained" in out and "map@r" in out
-    folder = Path("runs/photos-supcon")
+    folder = Path("runs/photos")
     assert f"report: {folder / 'report.html'}" in out
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") or page.lower().startswith("<!doctype")
-    assert "http-equiv" in page and "class3" in page
+    assert "Content-Security-Policy" in page and "class" in page
     again = said(run("train", "photos", *SETS, "--quiet"))
-    assert again.strip() == "runs/photos-supcon-2", "an earlier run is never overwritten"
+    assert again.strip() == "runs/photos-2", "an earlier run is never overwritten"
 
 
 def test_json_is_nothing_but_json():
@@ -109,11 +109,11 @@ def test_export():
         (["train", "gylphs"], 'did you mean "glyphs"?'),
         (["train", "empty"], "empty"),
         (["train", "one"], "at least"),
-        (["train", "single"], "--skip-single"),
+        (["train", "single"], "single image"),
         (["train", "broken"], "cannot be used"),
         (["train", "photos", "--loss", "arcfase"], 'did you mean "arcface"?'),
         (["train", "photos", "--encoder", "smal-cnn"], 'did you mean "small-cnn"?'),
-        (["train", "photos", "--set", "loss.tempratur=1"], 'did you mean "temperature"?'),
+        (["train", "photos", "--loss", "supcon", "--set", "loss.tempratur=1"], 'did you mean "temperature"?'),
         (["train", "photos", "--set", "training.epochs=many"], "must be a whole number"),
         (["train", "photos", "--recipe", "none.toml"], "there is no such recipe"),
         (["train", "photos", "--out", "photos"], "is not empty"),

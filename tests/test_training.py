@@ -359,12 +359,12 @@ def test_nan_stops_the_run_and_says_what_to_try(vectors, tmp_path):
 def test_collapse_is_noticed():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
     spot = monitor.spread_and_rank(torch.ones(32, 8) + 1e-4 * torch.randn(32, 8)).tolist()
-    for step in range(4):
-        watcher.look(step, 1.0, 1.0, *spot)
+    for step in [*range(0, 100, 20), *range(90, 99)]:
+        watcher.look(step, 1.0, 1.0, *spot)  # neither a few looks nor a few steps are enough
     with pytest.raises(training.Diverged, match="collapsed"):
-        watcher.look(5, 1.0, 1.0, *spot)
+        watcher.look(100, 1.0, 1.0, *spot)
     warned = monitor.Monitor(classes=10, dim=8, on_collapse="warn")
-    notes = [note for step in range(9) for note in warned.look(step, 1.0, 1.0, *spot)]
+    notes = [note for step in range(0, 300, 20) for note in warned.look(step, 1.0, 1.0, *spot)]
     assert len(notes) == 1 and "collapsed" in notes[0]
 
 
@@ -382,7 +382,7 @@ def test_spread_and_rank():
 
 def test_a_dead_loss_and_still_proxies_are_said_once():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
-    notes = [note for step in range(12) for note in watcher.look(step, 0.0, 0.0, 0.9, 6.0)]
+    notes = [note for step in range(0, 300, 20) for note in watcher.look(step, 0.0, 0.0, 0.9, 6.0)]
     assert len(notes) == 1 and "loss.margin" in notes[0]
     loss = losses.ProxyAnchorLoss(4, 8)
     before = {name: p.detach().clone() for name, p in loss.named_parameters()}

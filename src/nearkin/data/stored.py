@@ -257,7 +257,9 @@ def _judge(stored: Stored, names: Sequence[str], unreadable: str) -> None:
     count = f"{len(stored.bad)} of {len(stored)} pictures" if len(stored) > 1 else "the only picture"
     if len(stored.bad) == len(stored):
         raise ValueError(f"{'all ' if len(stored) > 1 else ''}{count} cannot be used: {first}{more}")
-    raise ValueError(f'{count} cannot be used: {first}{more}. Use unreadable="skip" to leave them out')
+    raise ValueError(
+        f'{count} cannot be used: {first}{more}. Use --skip-unreadable (unreadable="skip") to leave them out'
+    )
 
 
 def _working_channels(settings: dict[str, Any]) -> tuple[int, bool]:

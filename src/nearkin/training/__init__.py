@@ -5,7 +5,7 @@ from nearkin.training.monitor import Diverged
 from nearkin.training.recipe import Recipe
 from nearkin.training.recipe import read as read_recipe
 from nearkin.training.run import Outcome, resume, train
-from nearkin.training.using import Embedded, embed_source, export_onnx
+from nearkin.training.using import Embedded, embed_source, export_onnx, vectors_of
 
 __all__ = [
     "Diverged",
@@ -18,4 +18,5 @@ __all__ = [
     "read_recipe",
     "resume",
     "train",
+    "vectors_of",
 ]

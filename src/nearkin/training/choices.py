@@ -1,12 +1,12 @@
 """What a recipe can choose by name: losses and samplers, with the settings each of them takes."""
 
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, get_type_hints
 
 from nearkin import losses, samplers
-from nearkin.core import checks
 
 __all__ = ["LOSSES", "SAMPLERS", "Choice", "Setting", "accepts", "settings_of"]
 
@@ -56,7 +56,9 @@ def accepts(section: str, given: Mapping[str, Any], known: Mapping[str, Setting]
     typed: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:
-            checks.one_of(f"key {section}.{name} of {of}:", name, known)
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f'; did you mean "{near[0]}"?' if near else ";"
+            raise ValueError(f'unknown key "{section}.{name}" of {of}{hint} known: {", ".join(known)}')
         kind = known[name].kind
         if value == "none" and _optional(kind):
             typed[name] = None

@@ -18,6 +18,13 @@ SMALL = 64  # pictures up to this side are small
 # Losses whose papers work on embeddings of free length.
 FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet"}
 _SAMPLERS = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
+# What won among losses tried on glyphs (from scratch) and on birds (tuned): docs/benchmarks.md.
+_LOSSES: dict[str, dict[str, Any]] = {
+    "scratch": {"name": "arcface", "margin": 0.2, "scale": 16.0},
+    "tuned": {"name": "proxy-anchor"},
+    "vectors": {"name": "supcon"},
+    "targets": {"name": "logratio"},
+}
 _PICTURES = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache")
 
 
@@ -69,7 +76,7 @@ def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.devi
         if recipe.encoder["name"] == "small-cnn":
             size = min(SMALL, max(16, -(-side // 8) * 8))
         else:
-            size = 224 if on.type == "cuda" else 160
+            size = 224 if on.type == "cuda" else 128
     stored = recipe.data.stored
     if stored is None:
         stored = size if side <= size and size <= SMALL else min(-(-size * 8 // 7), max(side, 32))
@@ -92,12 +99,15 @@ def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.devi
 
 def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Recipe:
     """Everything else: loss, sampler, rates, how long. targets: the source has continuous labels only."""
+    scratch = recipe.encoder["name"] == "small-cnn"
     if "name" not in recipe.loss:
-        recipe = recipe.with_("loss", name="logratio" if targets else "supcon")
+        chosen = _LOSSES["targets" if targets else "scratch" if scratch else "tuned" if facts.pretrained else "vectors"]
+        recipe = recipe.with_("loss", **{**chosen, **recipe.loss})
     loss = recipe.loss["name"]
     checks.one_of("loss", loss, LOSSES)
-    recipe = recipe.with_("encoder", **{"normalize": loss not in FREE_LENGTH, "dim": 128, **recipe.encoder})
-    recipe = _sampler(recipe, facts)
+    encoder = {"normalize": loss not in FREE_LENGTH, "dim": 256 if scratch else 128, "freeze_norms": facts.pretrained}
+    recipe = recipe.with_("encoder", **{**encoder, **recipe.encoder})
+    recipe = _sampler(recipe, facts, on)
     recipe = _optimizer(recipe, facts)
     recipe = _schedule(recipe)
     recipe = _training(recipe, facts, on)
@@ -113,16 +123,16 @@ def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Rec
     return recipe
 
 
-def _sampler(recipe: Recipe, facts: Facts) -> Recipe:
+def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
     name = recipe.sampler.get("name") or _SAMPLERS.get(recipe.loss["name"], "class-balanced")
     checks.one_of("sampler", name, SAMPLERS)
     chosen: dict[str, Any] = {"name": name, **recipe.sampler}
     classes = facts.classes or 1
     if name in ("class-balanced", "hard-classes"):
-        smallest = max(2, min(4, facts.smallest or 4))
-        chosen.setdefault("per_class", 3 if recipe.data.source in ("glyphs", "omniglot") else smallest)
+        scratch = recipe.encoder["name"] == "small-cnn"
+        chosen.setdefault("per_class", 2 if scratch else max(2, min(4, facts.smallest or 4)))
         if isinstance(chosen["per_class"], int) and chosen["per_class"] > 0:
-            most = 144 if not facts.pretrained else 120
+            most = 144 if not facts.pretrained else 120 if on.type == "cuda" else 64
             chosen.setdefault("batch", chosen["per_class"] * min(classes, max(2, most // chosen["per_class"])))
     elif name == "pair-per-class":
         chosen.setdefault("batch", 2 * min(classes, 64))
@@ -153,6 +163,8 @@ def _optimizer(recipe: Recipe, facts: Facts) -> Recipe:
     filled: dict[str, Any] = {"lr": options.lr or rates[options.name]}
     if recipe.encoder["name"] == "mlp" and options.lr is None and options.name == "adamw":
         filled["lr"] = 1e-3
+    if options.weight_decay is None:
+        filled["weight_decay"] = 0.1 if recipe.encoder["name"] == "small-cnn" and options.name == "adamw" else 1e-4
     if options.name == "adamw":
         filled |= {"betas": options.betas or [0.9, 0.999], "eps": options.eps or 1e-8}
     elif options.name == "rmsprop":
@@ -180,10 +192,11 @@ def _training(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
     options, batch = recipe.training, recipe.sampler["batch"]
     filled: dict[str, Any] = {}
     one_pass = max(1, -(-facts.items // batch)) if isinstance(batch, int) and batch > 0 else 1
-    batches = options.batches or int(np.clip(one_pass, 20, 500))
+    fast = on.type == "cuda"
+    batches = options.batches or int(np.clip(one_pass, 100 if fast or not facts.pretrained else 30, 500))
     filled["batches"] = batches
     if options.epochs is None:
-        steps = 1200 if facts.pretrained else 1100
+        steps = (600 if fast else 300) if facts.pretrained else 2400
         steps = max(steps, 4 * one_pass if facts.pretrained else 12 * one_pass)
         filled["epochs"] = max(5, min(60, round(steps / batches)))
     if options.precision is None:

@@ -11,8 +11,8 @@ __all__ = ["Diverged", "Monitor", "spread_and_rank"]
 
 _ROWS = 256  # of a batch, enough to see a collapse
 COLLAPSED = 1e-3  # spread of unit rows: 0 all in one spot, 1 no common direction
-FLAT = 1.5  # effective rank: everything on a line
-_PATIENCE = 5  # looks in a row before it counts
+FLAT = 1.2  # effective rank: everything on a line
+_PATIENCE = 5, 100  # looks in a row, and steps, before it counts: early steps may look like anything
 STILL = 1e-5  # relative change of the loss's own parameters over an epoch
 
 
@@ -41,7 +41,7 @@ class Monitor:
     def __init__(self, classes: int | None, dim: int, on_collapse: str) -> None:
         self.flat_possible = (classes is None or classes >= 4) and dim >= 3
         self.on_collapse = on_collapse
-        self.collapsed = self.dead = 0
+        self.seen: dict[str, tuple[int, int]] = {}  # of each trouble: looks in a row that saw it, and since which step
         self.said: list[str] = []
 
     def look(self, step: int, loss: float, gradient: float, spread: float, rank: float) -> list[str]:
@@ -53,8 +53,7 @@ class Monitor:
             )
         notes = []
         gone = spread < COLLAPSED or (self.flat_possible and rank < FLAT)
-        self.collapsed = self.collapsed + 1 if gone else 0
-        if self.collapsed >= _PATIENCE:
+        if self._lasts("collapse", gone, step):
             sentence = (
                 f"the embeddings have collapsed (spread {spread:.1e}, effective rank {rank:.1f}) by step {step}: try "
                 f"a smaller optimizer.lr, a longer schedule.warmup, another loss.selection than hard, or a loss "
@@ -63,8 +62,7 @@ class Monitor:
             if self.on_collapse == "stop":
                 raise Diverged(sentence + "; training.on_collapse=warn goes on")
             notes += self._once("collapse", sentence)
-        self.dead = self.dead + 1 if loss == 0 and gradient == 0 else 0
-        if self.dead >= _PATIENCE:
+        if self._lasts("dead", loss == 0 and gradient == 0, step):
             notes += self._once(
                 "dead",
                 f"the loss is exactly 0 and has no gradient since before step {step}: nothing is left to learn from; "
@@ -89,10 +87,16 @@ class Monitor:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"collapsed": self.collapsed, "dead": self.dead, "said": self.said}
+        return {"seen": {name: list(place) for name, place in self.seen.items()}, "said": self.said}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.collapsed, self.dead, self.said = state["collapsed"], state["dead"], list(state["said"])
+        self.seen = {name: (looks, since) for name, (looks, since) in state["seen"].items()}
+        self.said = list(state["said"])
+
+    def _lasts(self, trouble: str, there: bool, step: int) -> bool:
+        looks, since = self.seen.get(trouble, (0, step))
+        self.seen[trouble] = (looks + 1, since) if there else (0, step)
+        return there and looks + 1 >= _PATIENCE[0] and step - since >= _PATIENCE[1]
 
     def _once(self, topic: str, sentence: str) -> list[str]:
         if topic in self.said:

@@ -19,7 +19,7 @@ def groups(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module
     axes) do not decay.
     """
     options = recipe.optimizer
-    assert options.lr is not None
+    assert options.lr is not None and options.weight_decay is not None
     asked = getattr(loss, "lr_scale", 1.0) if options.loss_scale is None else options.loss_scale
     backbone_scale = 1.0 if options.backbone_scale is None else options.backbone_scale
     scales = {"backbone": backbone_scale, "head": options.head_scale, "loss": float(asked)}

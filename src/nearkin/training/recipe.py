@@ -62,7 +62,7 @@ class Optimizer(_Section):
 
     name: Literal["adamw", "sgd", "rmsprop"] = "adamw"
     lr: float | None = Field(default=None, gt=0)
-    weight_decay: float = Field(default=1e-4, ge=0)
+    weight_decay: float | None = Field(default=None, ge=0)
     momentum: float | None = Field(default=None, ge=0, lt=1)
     betas: list[float] | None = Field(default=None, min_length=2, max_length=2)
     eps: float | None = Field(default=None, gt=0)

@@ -13,12 +13,13 @@ from nearkin import data, models
 from nearkin.core import checks
 from nearkin.data import stored
 from nearkin.data.items import Items
+from nearkin.data.vectors import Vectors
 from nearkin.training import recipe as recipes
 from nearkin.training.feed import Material, embed
 
-__all__ = ["PARTS", "Embedded", "embed_source", "export_onnx"]
+__all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "vectors_of"]
 
-PARTS = ("all", "train", "val", "test")
+PARTS = ("all", "train", "val", "test", "gallery")
 Progress = Callable[[int, int], None]
 
 
@@ -59,6 +60,30 @@ def embed_source(
     return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
 
 
+def vectors_of(
+    run: str | Path, source: str | None = None, *, root: str | Path | None = None, device: str, progress: Any = None
+) -> tuple[Vectors, Vectors | None]:
+    """As `evaluation.protocols` takes them: the items that ask, and the gallery of a source that has one apart."""
+    found = embed_source(run, source, root=root, device=device, progress=progress)
+    name = f"{run} on {source or 'its test part'}"
+    asking = _vectors(name, found)
+    if source is not None:
+        return asking, None
+    try:
+        gallery = embed_source(run, None, root=root, part="gallery", device=device, progress=progress)
+    except ValueError as error:
+        if "no gallery of its own" not in str(error):
+            raise
+        return asking, None
+    return asking, _vectors(f"{run} on its gallery", gallery)
+
+
+def _vectors(name: str, found: Embedded) -> Vectors:
+    labels = None if found.labels is None else np.array([found.classes[i] for i in found.labels], dtype=str)
+    targets = None if found.targets is None else torch.from_numpy(found.targets)
+    return Vectors(name, found.embeddings, labels, targets)
+
+
 def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:
     """The encoder of a run as ONNX, checked on its own test items: the largest difference, and on how many."""
     encoder, material, _, indices = _opened(Path(run), None, None, None, "skip", "cpu")
@@ -96,6 +121,8 @@ def _opened(
             official=options.official,
         )
         indices = getattr(parts, part)
+        if indices is None:
+            raise ValueError(f"{source}: it has no gallery of its own; its test items search one another")
     return encoder, Material(rows, on, preparation.get("size"), preparation.get("flip", True)), items, indices
 
 

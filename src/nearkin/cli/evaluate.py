@@ -1,8 +1,6 @@
-"""The verbs of the command line. What they do is done elsewhere; here it is asked for, and its answer printed."""
+"""`nearkin evaluate`: how good stored embeddings, or the encoder of a run, are."""
 
-import io
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -10,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+
+from nearkin.cli.screen import Device, app, one_sentence, plain_bar
 
 if TYPE_CHECKING:
+    from nearkin.data.vectors import Vectors
     from nearkin.evaluation.protocols import Progress
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -26,46 +26,24 @@ class Similarity(str, Enum):
     euclidean = "euclidean"
 
 
-class Device(str, Enum):
-    """What may follow --device."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class _Verbs(TyperGroup):
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        verbs = self.list_commands(ctx)
-        if args and args[0] not in verbs:
-            import difflib
-
-            near = difflib.get_close_matches(args[0], verbs, 1)
-            hint = f'; did you mean "{near[0]}"?' if near else ";"
-            typer.echo(f'unknown verb "{args[0]}"{hint} known: {", ".join(verbs)}', err=True)
-            raise typer.Exit(2)
-        return super().resolve_command(ctx, args)
-
-
-app = typer.Typer(cls=_Verbs, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def nearkin() -> None:
-    """Learn embeddings in which kin stand near, and measure them honestly."""
-
-
 @app.command(no_args_is_help=True)
 def evaluate(
     embeddings: Annotated[
         Path,
         typer.Argument(
             help="Embeddings: .npz or .safetensors with embeddings and labels (or targets); .npy with --labels; "
-            ".parquet with columns embedding and label (or target).",
-            metavar="EMBEDDINGS",
+            ".parquet with columns embedding and label (or target). Or the folder of a run.",
+            metavar="EMBEDDINGS|RUN",
             show_default=False,
         ),
     ],
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="What the encoder of RUN is measured on, as in `nearkin train`.", show_default="the run's test part"
+        ),
+    ] = None,
+    root: Annotated[Path | None, typer.Option(help="Where a benchmark set lies.", metavar="DIR")] = None,
     labels: Annotated[
         Path | None, typer.Option(help="Class of each row: .npy, or .csv/.txt with one a line.", metavar="FILE")
     ] = None,
@@ -128,10 +106,18 @@ def evaluate(
         Path | None, typer.Option(help="Write everything there as JSON, whole or not at all.", metavar="OUT")
     ] = None,
 ) -> None:
-    """Measure stored embeddings: prints a table, and writes JSON if asked.
+    """Measure stored embeddings, or the encoder of a run: prints a table, and writes JSON if asked.
 
     Without a protocol flag: verification with --pairs; else retrieval where there are labels, graded where targets.
     Labels may be 0/1 rows (N, L), for retrieval: kin share a label.
+
+    Examples:
+
+      nearkin evaluate embeddings.npz --interval
+
+      nearkin evaluate runs/birds new-photos/ --clustering --diagnose
+
+      nearkin evaluate faces.npz --pairs pairs.csv --far 1e-3
     """
     flags = {
         "retrieval": retrieval,
@@ -141,7 +127,7 @@ def evaluate(
         "graded": graded,
         "diagnose": diagnose,
     }
-    with _one_sentence():
+    with one_sentence():
         from nearkin.data import pair_lists, vectors
         from nearkin.evaluation import protocols, report
 
@@ -162,8 +148,15 @@ def evaluate(
             report.writable(json)
         if gallery is None and (gallery_labels or gallery_targets):
             raise ValueError("--gallery-labels and --gallery-targets need --gallery FILE")
-        items = vectors.read(embeddings, labels, targets, several=True)
-        others = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, several=True)
+        if embeddings.is_dir():
+            if labels or targets or gallery:
+                raise ValueError(f"{embeddings}: a run brings its own labels; leave --labels, --targets, --gallery out")
+            items, others = _of_run(embeddings, source, root, device.value)
+        else:
+            if source is not None or root is not None:
+                raise ValueError(f"{embeddings}: SOURCE and --root are for the folder of a run, got a file")
+            items = vectors.read(embeddings, labels, targets, several=True)
+            others = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, several=True)
         listed = None if pairs is None else pair_lists.read(pairs, len(items.embeddings))
         with _bar("pairs" if pairs is None else "resamples") as progress:
             found = protocols.evaluate(items, others, settings, progress, listed)
@@ -174,30 +167,12 @@ def evaluate(
         typer.echo(f"wrote {json}", err=True)
 
 
-def main() -> None:
-    """The `nearkin` command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without × prints ?, and nothing fails
-    app(prog_name="nearkin")
+def _of_run(run: Path, source: str | None, root: Path | None, device: str) -> "tuple[Vectors, Vectors | None]":
+    """What the encoder of a run makes of a source; the gallery's part where the source has one."""
+    from nearkin import training
 
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    """Bad input ends with one sentence and exit code 2; Ctrl-C with 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("interrupted; nothing was written", err=True)
-        raise typer.Exit(130) from None
-    except (ValueError, TypeError, OSError) as error:
-        typer.echo(" ".join(str(error).split()), err=True)
-        raise typer.Exit(2) from None
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "out of memory" not in str(error):
-            raise
-        typer.echo("out of memory; use a smaller --budget, or --device cpu", err=True)
-        raise typer.Exit(2) from None
+    with plain_bar("embedding") as progress:
+        return training.vectors_of(run, source, root=root, device=device, progress=progress)
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:

@@ -1,0 +1,228 @@
+"""What the verbs share: the app, errors as one sentence, bars and tables."""
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+
+class Device(str, Enum):
+    """What may follow --device."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class _Verbs(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        verbs = self.list_commands(ctx)
+        if args and args[0] not in verbs:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], verbs, 1)
+            hint = f'; did you mean "{near[0]}"?' if near else ";"
+            typer.echo(f'unknown verb "{args[0]}"{hint} known: {", ".join(verbs)}', err=True)
+            raise typer.Exit(2)
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=_Verbs, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def nearkin() -> None:
+    """Learn embeddings in which kin stand near, and measure them honestly."""
+
+
+def main() -> None:
+    """The `nearkin` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without × prints ?, and nothing fails
+    app(prog_name="nearkin")
+
+
+@contextmanager
+def one_sentence(interrupted: str = "nothing was written") -> Iterator[None]:
+    """Bad input ends with one sentence and exit code 2, a diverged training with 3, a signal with 128 + its number."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; {interrupted}", err=True)
+        raise typer.Exit(130) from None
+    except (ValueError, TypeError, OSError) as error:
+        typer.echo(" ".join(str(error).split()), err=True)
+        raise typer.Exit(3 if type(error).__name__ == "Diverged" else 2) from None
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "out of memory" not in str(error):
+            raise
+        typer.echo("out of memory; use a smaller --budget, --batch or --chunk, or --device cpu", err=True)
+        raise typer.Exit(2) from None
+    except Exception as error:
+        if type(error).__name__ != "Stopped":
+            raise
+        typer.echo(str(error), err=True)
+        raise typer.Exit(128 + getattr(error, "number", 2)) from None
+
+
+@contextmanager
+def plain_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """progress(done, total) as a bar with rate and time left on stderr; None where there is no terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    with _bars(console) as bars:
+        task = bars.add_task(what, total=None, said="")
+
+        def progress(done: int, total: int) -> None:
+            speed = bars.tasks[0].speed
+            bars.update(task, completed=done, total=total or None, said=f"{speed:,.0f}/s" if speed else "")
+
+        yield progress
+
+
+@contextmanager
+def training_screen(silent: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Shows what a training tells: bars while it works, a line an epoch, notes and warnings as they come."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if silent:
+        yield lambda event: None
+        return
+    with _bars(console, hidden=not console.is_terminal) as bars:
+        yield _Watcher(console, bars)
+
+
+class _Watcher:
+    """One method an event."""
+
+    def __init__(self, console: Any, bars: Any) -> None:
+        self.console, self.bars = console, bars
+        self.task: Any = None
+        self.what = ""
+        self.epochs = self.batches = 0
+        self.loss = ""
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        handle = getattr(self, f"on_{event['event']}", None)
+        if handle is not None:
+            handle(event)
+
+    def on_loading(self, event: dict[str, Any]) -> None:
+        self._bar(f"reading {event['source']}", None)
+
+    def on_storing(self, event: dict[str, Any]) -> None:
+        self._bar("storing pictures", event["total"])
+        self._advance(event["done"], "pictures/s")
+
+    def on_data(self, event: dict[str, Any]) -> None:
+        for line in event["lines"]:
+            self._say(line)
+
+    def on_settled(self, event: dict[str, Any]) -> None:
+        recipe = event["recipe"]
+        self.epochs, self.batches = recipe.training.epochs, recipe.training.batches
+        self._say(
+            f"{recipe.encoder['name']}, {recipe.loss['name']}, {recipe.sampler['name']} × {recipe.sampler['batch']}, "
+            f"{self.epochs} epochs of {self.batches} batches, {recipe.training.precision}"
+        )
+
+    def on_resumed(self, event: dict[str, Any]) -> None:
+        self._say(f"going on in epoch {event['epoch']} after step {event['step']}")
+
+    def on_moved(self, event: dict[str, Any]) -> None:
+        self._bar("training", self.epochs * self.batches, start=event["step"] - 1)
+        self._advance(event["step"], "batches/s")
+
+    def on_step(self, event: dict[str, Any]) -> None:
+        self.loss = f"loss {event['loss']:.4g}"
+
+    def on_epoch(self, event: dict[str, Any]) -> None:
+        val = "".join(f"  {name} {value:.4f}" for name, value in event.get("val", {}).items())
+        best = "  best" if event.get("best") else ""
+        self._say(f"epoch {event['epoch']:>3}/{self.epochs}  {self.loss}{val}  {event['seconds']:.0f} s{best}")
+
+    def on_saved(self, event: dict[str, Any]) -> None:
+        self._say(f"saved at step {event['step']}")
+
+    def on_testing(self, event: dict[str, Any]) -> None:
+        self._bar(f"testing: {event['what']}", None)
+
+    def on_reporting(self, event: dict[str, Any]) -> None:
+        self._bar("writing the report", None)
+
+    def on_note(self, event: dict[str, Any]) -> None:
+        self._say(f"note: {event['text']}")
+
+    def _say(self, text: str) -> None:
+        from rich.text import Text
+
+        self.console.print(Text(text), soft_wrap=True)
+
+    def _bar(self, what: str, total: int | None, start: int = 0) -> None:
+        if self.what == what:
+            return
+        if self.task is not None:
+            self.bars.remove_task(self.task)
+        self.task, self.what = self.bars.add_task(what, total=total, completed=start, said=""), what
+
+    def _advance(self, done: int, unit: str) -> None:
+        speed = self.bars.tasks[0].speed
+        said = f"{speed:,.1f} {unit}" if speed else ""
+        self.bars.update(self.task, completed=done, said=f"{said}  {self.loss}")
+
+
+@contextmanager
+def _bars(console: Any, hidden: bool = False) -> Iterator[Any]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[said]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bars:
+        yield bars
+
+
+def results_table(results: dict[str, Any]) -> None:
+    """Baseline, untrained and trained beside one another, with 95 % intervals."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    tested = results["test"]
+    columns = {"baseline": results["baseline"], "untrained": "untrained", "trained": "trained"}
+    grid = Table(box=SIMPLE_HEAD)
+    grid.add_column("test, % (95 %)", no_wrap=True)
+    for name in columns.values():
+        grid.add_column(name, justify="right", no_wrap=True)
+    for metric in tested["trained"]:
+        if metric != "precision@1":  # the same number as recall@1
+            grid.add_row(metric, *(_cell(metric, tested[name][metric]) for name in columns))
+    Console().print(grid)
+
+
+def _cell(metric: str, figure: dict[str, float | None]) -> str:
+    """Shares in per cent; distances and correlations as they are."""
+    plain = "distance" in metric or metric == "spearman"
+    value, low, high = (
+        None if part is None else f"{part:.3g}" if plain else f"{100 * part:.1f}"
+        for part in (figure["value"], figure["low"], figure["high"])
+    )
+    if value is None:
+        return "–"
+    return value if low is None or high is None else f"{value} ({low}–{high})"

@@ -1,0 +1,120 @@
+"""`nearkin train`: from a source to a trained, measured encoder."""
+
+import json as json_module
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nearkin.cli.screen import Device, app, one_sentence, training_screen
+
+
+@app.command()
+def train(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder of class folders; a .csv, .tsv or .parquet with path and label (or targets); an .npz or "
+            ".safetensors of vectors; or a name that `nearkin sources` lists.",
+            show_default="glyphs",
+        ),
+    ] = None,
+    root: Annotated[Path | None, typer.Option(help="Where a benchmark set lies.", metavar="DIR")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A recipe in TOML; flags go before it.", metavar="FILE")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any key of a recipe, as loss.margin=0.3; may be repeated.", metavar="KEY=VALUE"),
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="See `nearkin losses`.", show_default="by the data")] = None,
+    encoder: Annotated[str | None, typer.Option(help="See `nearkin encoders`.", show_default="by the data")] = None,
+    epochs: Annotated[int | None, typer.Option(show_default="by the data")] = None,
+    batch: Annotated[int | None, typer.Option(help="Items a batch.", show_default="by the data")] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Encode so many items at a time; the gradient is that of the whole batch.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="by the encoder")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="0")] = None,
+    device: Annotated[Device | None, typer.Option(help="auto takes cuda where there is one.")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded pictures in memory only.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Take what there is of a benchmark set.")] = False,
+    skip_single: Annotated[bool, typer.Option("--skip-single", help="Leave out classes of a single item.")] = False,
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Leave out files that cannot be read.")
+    ] = False,
+    closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class, not whole classes.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder for the run.", metavar="DIR", show_default="runs/SOURCE")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run instead.", metavar="RUN")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing but the folder of the run.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")] = False,
+) -> None:
+    """Train an encoder, measure it on classes it has never seen, and write a report.
+
+    Examples:
+
+      nearkin train photos/
+
+      nearkin train photos/ --loss proxy-anchor --epochs 20 --out runs/birds
+
+      nearkin train cub200 --root data/CUB_200_2011 --recipe recipes/cub200.toml
+
+      nearkin train --resume runs/birds
+    """
+    given = {
+        "data.source": source,
+        "data.root": None if root is None else str(root),
+        "data.skip_single": skip_single or None,
+        "data.unreadable": "skip" if skip_unreadable else None,
+        "data.closed": closed or None,
+        "data.partial": partial or None,
+        "data.cache": False if no_cache else None,
+        "loss.name": loss,
+        "encoder.name": encoder,
+        "training.epochs": epochs,
+        "sampler.batch": batch,
+        "training.chunk": chunk,
+        "optimizer.lr": lr,
+        "training.seed": seed,
+        "training.device": None if device is None else device.value,
+    }
+    chosen = {key: value for key, value in given.items() if value is not None}
+    with one_sentence("the run is saved as far as it came"):
+        from nearkin import report, training
+
+        if resume is not None and (chosen or recipe or set_ or out):
+            raise ValueError("--resume goes on with the recipe of the run; give no other choices beside it")
+        with training_screen(quiet or json) as watch:
+            if resume is not None:
+                outcome = training.resume(resume, watch)
+            else:
+                asked = training.read_recipe(recipe, [*_assignments(chosen), *(set_ or [])])
+                outcome = training.train(asked, out or _free_folder(asked), watch)
+            watch({"event": "reporting"})
+            page = report.of_run(outcome)
+    if json:
+        typer.echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False))
+    elif quiet:
+        typer.echo(str(outcome.folder))
+    else:
+        from nearkin.cli.screen import results_table
+
+        results_table(outcome.results)
+        typer.echo(f"report: {page}")
+
+
+def _assignments(chosen: dict[str, Any]) -> list[str]:
+    """Flags as --set has them; text in quotes, so that a folder called 7 stays a name."""
+    return [f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in chosen.items()]
+
+
+def _free_folder(recipe: Any) -> Path:
+    """runs/SOURCE or runs/SOURCE-LOSS, with a number behind it where that is taken."""
+    parts = [Path(recipe.data.source).stem, *([str(recipe.loss["name"])] if "name" in recipe.loss else [])]
+    stem = re.sub(r"[^\w-]+", "-", "-".join(parts)).strip("-").lower() or "run"
+    number, folder = 1, Path("runs") / stem
+    while folder.exists():
+        number += 1
+        folder = Path("runs") / f"{stem}-{number}"
+    return folder

@@ -1,0 +1,75 @@
+"""`nearkin embed` and `nearkin export`: a trained encoder put to use."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nearkin.cli.screen import Device, app, one_sentence, plain_bar
+
+
+@app.command(no_args_is_help=True)
+def embed(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)],
+    source: Annotated[
+        str, typer.Argument(help="What to embed, as in `nearkin train`; labels are kept if there are any.")
+    ],
+    out: Annotated[Path, typer.Option(help="An .npz, .parquet or .safetensors file.", metavar="FILE")],
+    root: Annotated[Path | None, typer.Option(help="Where a benchmark set lies.", metavar="DIR")] = None,
+    part: Annotated[
+        str, typer.Option(help="all, or train, val or test as the run divides the source.", metavar="PART")
+    ] = "all",
+    views: Annotated[int, typer.Option(help="Average over so many crops and flips.")] = 1,
+    batch: Annotated[int, typer.Option(help="Items at a time.")] = 256,
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Leave out files that cannot be read.")
+    ] = False,
+    device: Annotated[Device, typer.Option(help="auto takes cuda where there is one.")] = Device.auto,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing.")] = False,
+) -> None:
+    """Embed a source with the encoder of a run, for `nearkin evaluate` or any index.
+
+    Examples:
+
+      nearkin embed runs/birds new-photos/ --out new.npz
+
+      nearkin embed runs/birds photos/ --part test --views 10 --out test.parquet
+    """
+    with one_sentence("nothing was written"):
+        from nearkin import training
+        from nearkin.data import writing
+
+        writing.writable(out)
+        with plain_bar("embedding", quiet) as progress:
+            found = training.embed_source(
+                run,
+                source,
+                root=root,
+                part=part,
+                views=views,
+                batch=batch,
+                unreadable="skip" if skip_unreadable else "strict",
+                device=device.value,
+                progress=progress,
+            )
+        writing.write(out, found.embeddings, found.labels, found.targets, found.names, found.classes)
+    if not quiet:
+        rows, dimensions = found.embeddings.shape
+        typer.echo(f"{out}: {rows:,} × {dimensions}")
+
+
+@app.command(no_args_is_help=True)
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)],
+    onnx: Annotated[bool, typer.Option("--onnx", help="As ONNX, checked against onnxruntime on real inputs.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Where to.", metavar="FILE", show_default="RUN/model.onnx")] = None,
+) -> None:
+    """Write the encoder of a run in another format, and check it on real inputs."""
+    with one_sentence("nothing was written"):
+        from nearkin import training
+
+        if not onnx:
+            raise ValueError("say which format: nearkin export RUN --onnx")
+        path = out or run / "model.onnx"
+        difference, items = training.export_onnx(run, path)
+    typer.echo(f"{path}: equal to the run's encoder within {difference:.1e} on {items} of its test items")
