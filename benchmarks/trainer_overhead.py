@@ -92,7 +92,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results)
     arguments = parser.parse_args()
     sets = [f"training.batches={arguments.steps}", f"training.epochs={arguments.rounds + 2}", "training.patience=999"]
-    sets += [f"training.device={arguments.device}", "training.every=999", "training.deterministic=false"]
+    sets += [
+        "loss.name=supcon",
+        f"training.device={arguments.device}",
+        "training.every=999",
+        "training.deterministic=false",
+    ]
     prepared = prepare(read(None, sets))
     on = torch.device(arguments.device)
     with tempfile.TemporaryDirectory() as folder:

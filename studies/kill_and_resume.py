@@ -2,13 +2,15 @@
 
     python studies/kill_and_resume.py [--kills 20] [--source glyphs] [--seed 0]
 
-Each trial starts `nearkin train` as a process of its own, kills it after a random time (mid-save, mid-epoch, while it
-validates; with 0 and 2 workers by turns), resumes, kills again now and then, and lets it end. A table of the moments at
-which it was hit is printed; any difference in model.safetensors ends with exit code 1.
+Each trial starts `nearkin train` as a process of its own and kills it a random moment after a random step shows in its
+log, so that epochs, saves, validations and the test are all hit; with 0 and 2 workers by turns. It is resumed, killed
+again, resumed, and let end. The moments at which it was hit are printed; any difference in model.safetensors ends with
+exit code 1.
 """
 
 import argparse
 import hashlib
+import json
 import random
 import shutil
 import subprocess
@@ -17,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-QUICK = ["training.epochs=4", "training.batches=8", "training.log_steps=4", "training.save_minutes=0.002"]
+STEPS = 48
+QUICK = ["training.epochs=6", "training.batches=8", "training.log_steps=1", "training.save_minutes=0.0005"]
 QUICK += ["evaluation.interval=false", "encoder.width=16", "sampler.batch=48", "training.patience=99"]
 
 
@@ -33,21 +36,29 @@ def where(folder: Path) -> str:
     """What the killed run had come to, by what it left."""
     checkpoints = folder / "checkpoints"
     names = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
-    steps = [name for name in names if name.startswith("step")]
+    steps = [int(name[5:13]) for name in names if name.startswith("step")]
     half = sum(name.startswith(".") for name in names)
-    return f"{steps[-1] if steps else 'before the first checkpoint'}{f', {half} half-written file' if half else ''}"
+    place = f"step {logged(folder)}, saved {steps[-1] if steps else 'nothing'}"
+    return place + (", in the middle of a save" if half else "") + (", tested" * (folder / "results.json").exists())
 
 
-def killed(arguments: list[str], after: float) -> bool:
-    """Whether it was still running when it was killed."""
+def logged(folder: Path) -> int:
+    """The last whole line's step."""
+    log = folder / "metrics.jsonl"
+    lines = [line for line in log.read_text().splitlines() if line.endswith("}")] if log.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def killed(arguments: list[str], folder: Path, step: int, after: float) -> bool:
+    """Whether it was still running when it was killed: so many seconds after its log shows the step."""
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        process.wait(after)
-        return False
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return True
+    while process.poll() is None and logged(folder) < step:
+        time.sleep(0.001)
+    time.sleep(after)
+    running = process.poll() is None
+    process.kill()
+    process.wait()
+    return running
 
 
 def main() -> None:
@@ -61,29 +72,28 @@ def main() -> None:
         base = Path(scratch)
         sets = [part for text in QUICK for part in ("--set", text)]
         whole = base / "whole"
-        start = time.perf_counter()
         subprocess.run(command(arguments.source, "--out", str(whole), *sets), check=True, stdout=subprocess.DEVNULL)
-        seconds = time.perf_counter() - start
         wanted, kills, trial, wrong = digest(whole), 0, 0, 0
-        print(f"uninterrupted: {seconds:.1f} s, {wanted[:12]}")
+        print(f"uninterrupted: {wanted[:12]}", flush=True)
         while kills < arguments.kills:
             folder = base / f"trial{trial}"
             workers = ["--set", f"training.workers={2 * (trial % 2)}"]
             going = command(arguments.source, "--out", str(folder), *sets, *workers)
             moments = []
-            while killed(going, chance.uniform(0.1, 1.0) * seconds):
-                kills += 1
-                moments.append(where(folder))
+            step = 0
+            while len(moments) < 3:
+                step = chance.randint(step, STEPS)
+                hit = killed(going, folder, step, chance.uniform(0.0, 0.3))
+                kills += hit
+                moments.append(where(folder) + ("" if hit else ", at its end"))
                 if (folder / "checkpoints").is_dir() and any((folder / "checkpoints").glob("step-*")):
                     going = command("--resume", str(folder))
                 else:  # killed before the first checkpoint: there is nothing to go on from, so it starts again
                     shutil.rmtree(folder, ignore_errors=True)
-                if len(moments) == 3:
-                    subprocess.run(going, check=True, stdout=subprocess.DEVNULL)
-                    break
+            subprocess.run(going, check=True, stdout=subprocess.DEVNULL)
             same = digest(folder) == wanted
             wrong += not same
-            print(f"trial {trial}: {'same' if same else 'DIFFERENT'}; killed at {'; '.join(moments) or 'no time'}")
+            print(f"trial {trial}: {'same' if same else 'DIFFERENT'}; killed at {'; '.join(moments)}", flush=True)
             shutil.rmtree(folder)
             trial += 1
         print(f"{kills} kills in {trial} runs, {wrong} different")

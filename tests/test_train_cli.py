@@ -214,3 +214,15 @@ def test_kill_and_resume(workers, at):
     said(run("train", "--resume", "run", "--quiet"))
     assert Path("run/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
     assert not list(Path("run/checkpoints").glob(".*")), "half-written files are gone"
+
+
+def test_a_table_of_pictures_with_targets():
+    """Continuous labels: the log-ratio loss, its sampler, and graded figures, without being asked for."""
+    folder = photos(Path("photos"), classes=8)
+    lines = [f"{path},{int(path.parent.name[5:]) + int(path.stem) / 10}" for path in sorted(folder.rglob("*.png"))]
+    Path("poses.csv").write_text("path,target\n" + "\n".join(lines) + "\n")
+    sets = [part for text in QUICK if "per_class" not in text for part in ("--set", text)]
+    out = said(run("train", "poses.csv", *sets, "--out", "run"))
+    assert "logratio, label-neighbours" in out and "ndcg@10" in out
+    assert "ndcg@10" in said(run("evaluate", "run"))
+    assert Path("run/report.html").stat().st_size > 10_000

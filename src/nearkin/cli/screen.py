@@ -194,7 +194,7 @@ def _bars(console: Any, hidden: bool = False) -> Iterator[Any]:
         TimeRemainingColumn(),
         TextColumn("left"),
     )
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bars:
+    with Progress(*columns, console=console, transient=True, disable=hidden, refresh_per_second=4) as bars:
         yield bars
 
 

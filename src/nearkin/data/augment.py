@@ -82,7 +82,7 @@ PRESETS = {
     "photo": Augmentation(),
     # A mirrored letter is another letter, and one that is cut off may be.
     "glyph": replace(
-        _STILL, scale_low=0.8, scale_high=1.25, aspect=1.15, rotation=0.2, shear=0.15, shift=0.05, contrast=0.2
+        _STILL, scale_low=0.7, scale_high=1.35, aspect=1.2, rotation=0.3, shear=0.2, shift=0.06, contrast=0.3
     ),
 }
 

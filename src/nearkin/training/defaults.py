@@ -9,11 +9,13 @@ import torch
 
 from nearkin import models
 from nearkin.core import checks
+from nearkin.data.items import Items
 from nearkin.training.choices import LOSSES, SAMPLERS, Setting
 from nearkin.training.recipe import Recipe
 
-__all__ = ["Facts", "device", "settle", "settle_pictures"]
+__all__ = ["Facts", "device", "settle", "settle_pictures", "validation_share"]
 
+_MANY = 300  # classes, of which a tenth validates well enough
 SMALL = 64  # pictures up to this side are small
 # Losses whose papers work on embeddings of free length.
 FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet"}
@@ -42,6 +44,14 @@ def device(recipe: Recipe) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ValueError("training.device cuda is not available here; use cpu")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def validation_share(items: Items) -> float:
+    """Of the classes that are not tested: a fifth, or a tenth where that is many already."""
+    if items.labels is None:
+        return 0.2
+    kept = items.labels if items.split is None else items.labels[np.array(items.split) == "train"]
+    return 0.1 if len(np.unique(kept)) >= _MANY else 0.2
 
 
 def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.device) -> tuple[Recipe, list[str]]:
@@ -196,7 +206,7 @@ def _training(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
     batches = options.batches or int(np.clip(one_pass, 100 if fast or not facts.pretrained else 30, 500))
     filled["batches"] = batches
     if options.epochs is None:
-        steps = (600 if fast else 300) if facts.pretrained else 2400
+        steps = (600 if fast else 300) if facts.pretrained else 1800
         steps = max(steps, 4 * one_pass if facts.pretrained else 12 * one_pass)
         filled["epochs"] = max(5, min(60, round(steps / batches)))
     if options.precision is None:

@@ -97,6 +97,9 @@ def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
     root = None if options.root is None else Path(options.root)
     watch({"event": "loading", "source": options.source})
     items = data.load(options.source, root=root, partial=options.partial)
+    if options.val is None:
+        recipe = recipe.with_("data", val=defaults.validation_share(items))
+        options = recipe.data
     on = defaults.device(recipe)
     side, grey = (None, False) if items.pictures is None else _look(items)
     recipe, notes = defaults.settle_pictures(recipe, side, grey, on)
@@ -109,7 +112,7 @@ def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
         items,
         seed=options.seed,
         closed=options.closed,
-        val=options.val,
+        val=options.val or 0.2,
         test=options.test,
         skip_single=options.skip_single,
         official=options.official,

@@ -45,7 +45,7 @@ class Data(_Section):
     closed: bool = False
     official: bool = True  # the publisher's or the user's own split, where the source has one
     partial: bool = False  # take what there is of a benchmark set
-    val: float = Field(default=0.2, gt=0, lt=1)
+    val: float | None = Field(default=None, gt=0, lt=1)
     test: float = Field(default=0.25, gt=0, lt=1)
     seed: int = Field(default=0, ge=0)
 

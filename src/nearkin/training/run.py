@@ -19,17 +19,18 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nearkin import models
 from nearkin.core import files
-from nearkin.training import defaults, judging
+from nearkin.training import cached, defaults, judging
 from nearkin.training import recipe as recipes
 from nearkin.training.checkpoint import Checkpoints
 from nearkin.training.feed import Feed, Material, embed
 from nearkin.training.journal import Journal
-from nearkin.training.loop import PRECISIONS, Trainer, Watch, fit, seed_everything
+from nearkin.training.loop import Watch, fit
 from nearkin.training.monitor import Monitor
 from nearkin.training.objective import build_loss, build_sampler, takes_targets
 from nearkin.training.optimizers import Rate, groups, optimizer
 from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, prepare
 from nearkin.training.recipe import Recipe
+from nearkin.training.trainer import PRECISIONS, Trainer, seed_everything
 
 __all__ = ["Outcome", "resume", "train"]
 
@@ -62,7 +63,9 @@ def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Out
         files.write_json(folder / "data.json", prepared.report | {"fingerprint": prepared.fingerprint})
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
-    trainer.state.notes += prepared.notes
+    for note in [*prepared.notes, *_chunk_note(trainer)]:
+        trainer.state.notes.append(note)
+        watch({"event": "note", "text": note})
     trainer.save()  # from here on a run can be resumed
     return _finish(trainer, prepared, watch)
 
@@ -203,6 +206,16 @@ def _raw(material: Material, indices: NDArray[np.int64]) -> Tensor:
             seen = torch.nn.functional.interpolate(seen, size=(_PIXELS, _PIXELS), mode="area")
         parts.append(seen.flatten(1).cpu())
     return torch.cat(parts)
+
+
+def _chunk_note(trainer: Trainer) -> list[str]:
+    chunk, batch = trainer.recipe.training.chunk, trainer.recipe.sampler["batch"]
+    if chunk is None or chunk >= batch or not cached.meets(trainer.encoder):
+        return []
+    return [
+        f"batch norm takes its statistics from chunks of {chunk}, not from the batch of {batch}; "
+        f"encoder.freeze_norms=true makes the gradient that of the whole batch"
+    ]
 
 
 def _new_folder(folder: Path) -> None:

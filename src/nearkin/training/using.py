@@ -115,7 +115,7 @@ def _opened(
             items,
             seed=options.seed,
             closed=options.closed,
-            val=options.val,
+            val=options.val or 0.2,
             test=options.test,
             skip_single=options.skip_single,
             official=options.official,

@@ -1,0 +1,273 @@
+"""The trainer: everything that a training consists of, what it does in a step, and how it is kept and found again."""
+
+import math
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from nearkin.data import augment
+from nearkin.models import Encoder
+from nearkin.samplers import EpochSampler, PairPerClass
+from nearkin.training import cached, checkpoint, judging
+from nearkin.training.checkpoint import Checkpoints
+from nearkin.training.feed import Batch, Feed, Material, embed
+from nearkin.training.journal import Journal
+from nearkin.training.judging import Held
+from nearkin.training.monitor import Monitor, spread_and_rank
+from nearkin.training.optimizers import Rate
+from nearkin.training.recipe import Recipe
+
+__all__ = ["PRECISIONS", "State", "Trainer", "seed_everything"]
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class State:
+    """Where a run stands: all that is neither a tensor nor in the recipe."""
+
+    epoch: int = 0
+    batch: int = 0  # of this epoch, trained on
+    step: int = 0
+    best: float | None = None
+    best_epoch: int | None = None
+    best_file: str | None = None
+    waited: int = 0  # validations since the best one
+    finished: bool = False
+    seconds: float = 0.0
+    counted: int = 0  # steps in the window that the next log line averages
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Trainer:
+    """Everything that a training consists of."""
+
+    recipe: Recipe
+    out: Path
+    device: torch.device
+    encoder: Encoder
+    average: AveragedModel | None
+    loss: nn.Module
+    optimizer: torch.optim.Optimizer
+    rate: Rate
+    scaler: torch.amp.GradScaler
+    sampler: EpochSampler
+    feed: Feed
+    material: Material
+    known: Tensor  # (n,) or (n, K) labels or targets of the training items, on the device
+    augmentation: augment.Augmentation | None
+    held: Held  # the validation part
+    graded: bool
+    monitor: Monitor
+    journal: Journal
+    epochs: int
+    state: State = field(default_factory=State)
+
+    def __post_init__(self) -> None:
+        self.checkpoints = Checkpoints(self.out / "checkpoints")
+        self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
+        self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.saved_at = self.looked_at = self.clock = time.monotonic()
+
+    @property
+    def best_encoder(self) -> Encoder:
+        """The one that is measured and kept: the averaged one, where the recipe wants an average."""
+        if self.average is None:
+            return self.encoder
+        assert isinstance(self.average.module, Encoder)
+        return self.average.module
+
+    def learn(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The gradient of one batch, added to the parameters: loss and embeddings, detached."""
+        rows = batch.rows.to(self.device, non_blocking=True)
+        known = self.known[torch.from_numpy(batch.items).to(self.device)]
+        keys = augment.keys(self.state.epoch, batch.number, torch.from_numpy(batch.items))
+
+        def encode(places: slice) -> Tensor:
+            seen = rows[places]
+            if self.augmentation is not None:
+                assert self.material.size is not None
+                seed = self.recipe.training.seed
+                seen = augment.warp(
+                    seen, keys[places], size=self.material.size, augmentation=self.augmentation, seed=seed
+                )
+            elif self.material.size is not None:
+                seen = augment.centre(seen, self.material.size)
+            with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
+                embeddings: Tensor = self.encoder(seen)
+            return embeddings.float() if self.precision is not None else embeddings
+
+        chunk = self.recipe.training.chunk
+        if chunk is not None and chunk < len(rows):
+            objective = lambda x: self.loss(x, known)  # noqa: E731
+            return cached.backward(encode, len(rows), chunk, objective, self.encoder, self.scaler.scale)
+        embeddings = encode(slice(None))
+        value: Tensor = self.loss(embeddings, known)
+        self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
+        return value.detach(), embeddings.detach()
+
+    def move(self, measure: bool) -> Tensor | None:
+        """One step of the optimiser along the gradient, which is then gone; its norm if it was clipped or asked for."""
+        norm, clip = None, self.recipe.optimizer.clip
+        if clip or measure:
+            self.scaler.unscale_(self.optimizer)
+            with_gradient = [p for p in self.parameters if p.grad is not None]
+            norm = nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
+            if clip:
+                nn.utils.clip_grads_with_norm_(with_gradient, clip, norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update_parameters(self.encoder)
+        return norm
+
+    def look(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
+        """The log line of the steps since the last one; the only place in the loop that waits for the device."""
+        state = self.state
+        none = self.window.new_full((), math.nan)
+        scalars = [self.window / max(1, state.counted), none if norm is None else norm.to(self.window)]
+        read = torch.cat([torch.stack(scalars), spread_and_rank(embeddings).to(self.window)]).tolist()
+        loss, gradient, spread, rank = read
+        now = time.monotonic()
+        items = state.counted * len(embeddings) / max(1e-9, now - self.looked_at)
+        self.window.zero_()
+        state.counted, self.looked_at = 0, now
+        notes = self.monitor.look(state.step, loss, gradient, spread, rank)
+        line = {"event": "step", "epoch": state.epoch + 1, "step": state.step, "loss": loss}
+        rates = {group["part"]: group["lr"] for group in self.optimizer.param_groups}
+        line |= {"lr": rates, "gradient": gradient if math.isfinite(gradient) else None}
+        line |= {"spread": spread, "effective_rank": rank, "items_per_second": items}
+        return line | {"seconds": self.elapsed(), "notes": notes}
+
+    def begin_epoch(self) -> dict[str, Tensor]:
+        """Everything in training mode, the backbone frozen where it should rest; the loss's parameters as they are."""
+        self.encoder.train()
+        self.loss.train()
+        rest = self.state.epoch < self.recipe.schedule.frozen_epochs
+        self.encoder.freeze_backbone(rest or bool(self.recipe.encoder.get("freeze_backbone")))
+        return {name: p.detach().clone() for name, p in self.loss.named_parameters()}
+
+    def end_epoch(self, before: dict[str, Tensor]) -> dict[str, Any]:
+        """The sampler sees the classes anew; held-out classes are measured; the best weights are kept."""
+        state, options = self.state, self.recipe.training
+        notes = self.monitor.epoch(state.epoch + 1, before, self.loss)
+        state.epoch, state.batch = state.epoch + 1, 0
+        line: dict[str, Any] = {"event": "epoch", "epoch": state.epoch, "step": state.step}
+        if state.epoch % options.every == 0 or state.epoch == self.epochs:
+            rows = self.embedded(self.held.everything)
+            line["val"] = judging.judge(rows, self.held, self.graded, self.device)
+            value = line["val"][judging.main_metric(self.graded)]
+            self.rate.measured(value)
+            line["best"] = math.isfinite(value) and (state.best is None or value > state.best)
+            if line["best"]:
+                kept = _prefixed("encoder", self.best_encoder.state_dict()) | _prefixed("loss", self.loss.state_dict())
+                facts = {"epoch": state.epoch, "step": state.step, "val": line["val"]}
+                state.best_file = self.checkpoints.write_best(state.step, kept, facts)
+                state.best, state.best_epoch, state.waited = value, state.epoch, 0
+            else:
+                state.waited += 1
+            if options.patience is not None and state.waited >= options.patience:
+                state.finished = True
+                notes.append(f"stopped early: no better epoch in the last {state.waited} than {state.best_epoch}")
+        state.finished = state.finished or state.epoch >= self.epochs
+        if hasattr(self.sampler, "refresh") and not state.finished:
+            self.refresh_sampler()
+        return line | {"seconds": self.elapsed(), "notes": notes}
+
+    def embedded(self, indices: Any) -> Tensor:
+        batch = max(64, min(512, self.recipe.training.chunk or 256))
+        return embed(self.best_encoder, self.material, indices, batch=batch, precision=self.precision)
+
+    def refresh_sampler(self) -> None:
+        """Samplers that mine classes get the embeddings of the training items, or the mean of each class."""
+        rows = self.embedded(self.feed.indices)
+        if isinstance(self.sampler, PairPerClass):
+            ids = torch.from_numpy(self.sampler.class_ids)
+            sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, self.known.cpu()), rows)
+            self.sampler.refresh(sums)
+        else:
+            self.sampler.refresh(rows)  # type: ignore[attr-defined]
+
+    def elapsed(self) -> float:
+        now = time.monotonic()
+        self.state.seconds += now - self.clock
+        self.clock = now
+        return self.state.seconds
+
+    def save(self) -> None:
+        """A checkpoint of everything, from which the run goes on to the same end."""
+        if not bool(self.window.isfinite()):
+            return  # the next look at the loss stops the run; the checkpoint before is the one to go on from
+        self.elapsed()
+        moments, plain = checkpoint.optimizer_parts(self.optimizer)
+        chance, chances = checkpoint.generators()
+        tensors = {"window": self.window}
+        parts: dict[str, dict[str, Tensor]] = {
+            "encoder": self.encoder.state_dict(),
+            "loss": self.loss.state_dict(),
+            "optimizer": moments,
+            "sampler": self.sampler.state_dict(self.state.batch),
+            "chance": chance,
+        }
+        if self.average is not None:
+            parts["average"] = self.average.state_dict()
+        for name, part in parts.items():
+            tensors |= _prefixed(name, part)
+        state = asdict(self.state) | {
+            "optimizer": plain,
+            "chances": chances,
+            "rate": self.rate.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "monitor": self.monitor.state_dict(),
+        }
+        try:
+            self.checkpoints.write(self.state.step, tensors, state)
+        except OSError as error:
+            raise ValueError(
+                f"{self.checkpoints.folder}: the checkpoint of step {self.state.step} could not be written "
+                f"({error.strerror}); the one before is whole: make room, then nearkin train --resume {self.out}"
+            ) from None
+        self.saved_at = time.monotonic()
+
+    def restore(self) -> list[str]:
+        """Goes back to the newest whole checkpoint; what was wrong with newer ones."""
+        tensors, state, notes = self.checkpoints.newest()
+
+        def part(name: str) -> dict[str, Tensor]:
+            return {key[len(name) + 1 :]: value for key, value in tensors.items() if key.startswith(f"{name}.")}
+
+        self.encoder.load_state_dict(part("encoder"))
+        self.loss.load_state_dict(part("loss"))
+        if self.average is not None:
+            self.average.load_state_dict(part("average"))
+        checkpoint.restore_optimizer(self.optimizer, part("optimizer"), state.pop("optimizer"))
+        self.sampler.load_state_dict(part("sampler"))
+        checkpoint.restore_generators(part("chance"), state.pop("chances"))
+        self.rate.load_state_dict(state.pop("rate"))
+        self.scaler.load_state_dict(state.pop("scaler"))
+        self.monitor.load_state_dict(state.pop("monitor"))
+        self.window.copy_(tensors["window"])
+        self.state = State(**state)
+        self.journal.cut(self.state.step, self.state.epoch)
+        return notes
+
+
+def seed_everything(seed: int) -> None:
+    """Every generator that is not a function of (seed, epoch, index) starts from the same place."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  other people's code may draw from it
+
+
+def _prefixed(name: str, part: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{name}.{key}": value for key, value in part.items()}
