@@ -37,8 +37,8 @@ def findings_of(outcome: Outcome) -> Findings:
     return Findings(
         title=f"{Path(recipe.data.source).name or recipe.data.source}, {recipe.loss['name']}, {recipe.encoder['name']}",
         recipe=recipe.plain(),
-        data=prepared.report | {"closed": recipe.data.closed},
-        history=[_with_one_rate(line) for line in outcome.history],
+        data=_data(prepared.report) | {"closed": recipe.data.closed},
+        history=_history(outcome.history),
         results=results,
         embeddings=outcome.embeddings,
         labels=None if items.labels is None or graded else torch.from_numpy(items.labels),
@@ -50,10 +50,37 @@ def findings_of(outcome: Outcome) -> Findings:
     )
 
 
-def _with_one_rate(line: dict[str, Any]) -> dict[str, Any]:
-    """The log has a rate a part; the page shows the head's."""
-    rates = line.get("lr")
-    return line | {"lr": rates["head"] if "head" in rates else max(rates.values())} if isinstance(rates, dict) else line
+def _history(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One rate a step, the head's; and at the end of an epoch what the monitor saw last."""
+    found, seen = [], {}
+    for line in lines:
+        if line["event"] == "step":
+            rates = line["lr"]
+            line = line | {"lr": rates["head"] if "head" in rates else max(rates.values())}
+            seen = {name: line[name] for name in ("spread", "effective_rank")}
+        found.append(line if line["event"] == "step" else line | seen)
+    return found
+
+
+def _data(report: dict[str, Any]) -> dict[str, Any]:
+    """What there was, in words: extremes by name, duplicates only where there are some."""
+
+    def sizes(part: dict[str, Any]) -> dict[str, Any]:
+        extremes = {
+            key: f"{one['class']} ({one['items']})" for key, one in part.items() if key in ("smallest", "largest")
+        }
+        return {key: extremes.get(key, value) for key, value in part.items()}
+
+    shown = {key: value for key, value in sizes(report).items() if key not in ("parts", "duplicates", "split")}
+    shown = {key: value for key, value in shown.items() if value not in ([], "", None)}
+    shown["split"] = report["split"].split(":")[0]
+    shown["parts"] = {name: sizes(part) for name, part in report["parts"].items()}
+    for where, found in report.get("duplicates", {}).items():
+        pairs = found["pairs"] if isinstance(found, dict) else found
+        if pairs:
+            names = {"across": "duplicates across parts", "within": "duplicates within parts"}
+            shown[names.get(where, "duplicates of another class")] = f"{pairs} pairs"
+    return shown
 
 
 def _picture(rows: NDArray[Any], indices: NDArray[np.int64]) -> Callable[[int], NDArray[np.uint8]]:
