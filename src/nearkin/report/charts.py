@@ -55,9 +55,12 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
-    step = 10.0 ** math.floor(math.log10(span / most))
-    step *= next((m for m in (1, 2, 5, 10) if span / (step * m) <= most + 1e-9), 10)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    finest = 10.0 ** math.floor(math.log10(span / most))
+    for factor in (1, 2, 5, 10):  # the finest that is not too many: a coarser one might leave nothing at all
+        step = finest * factor
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first <= most:
+            break
     return [i * step for i in range(first, last + 1)]
 
 
