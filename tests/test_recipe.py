@@ -29,7 +29,13 @@ from nearkin.training.recipe import NAMED, Recipe, keys, read, written
         (["training.epochs=true"], "training.epochs must be a whole number, got True"),
         (["training.epochs=0"], "training.epochs must be >= 1, got 0"),
         (["optimizer.lr=-1"], "optimizer.lr must be > 0"),
-        (["optimizer.lr=nan"], "optimizer.lr must be > 0"),
+        (["optimizer.lr=nan"], "optimizer.lr must be a finite number, got nan"),
+        (["optimizer.lr=inf"], "optimizer.lr must be a finite number, got inf"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas must be a list of at least 2, got [0.9]"),
+        (["optimizer.betas=[1.5,0.9]"], "optimizer.betas.0 must be < 1"),
+        (["evaluation.ks=[]"], "evaluation.ks must be a list of at least 1, got []"),
+        (["evaluation.ks=[1,0]"], "evaluation.ks.1 must be >= 1, got 0"),
+        (["training.seed=9223372036854775808"], "training.seed must be < 9223372036854775808"),
         (["training.precision=bf6"], "training.precision must be one of fp32, bf16, fp16, got 'bf6'; did you mean"),
         (["data.closed=yes"], "data.closed must be true or false, got 'yes'"),
         (["loss.margin"], '--set must be section.key=value, as loss.margin=0.3, got "loss.margin"'),
@@ -77,7 +83,12 @@ def test_the_command_line_goes_before_the_file(tmp_path):
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
 
 
-@given(source=TEXT, seed=st.integers(0, 2**40), lr=st.floats(1e-30, 1e30), ks=st.lists(st.integers(1, 99), max_size=4))
+@given(
+    source=TEXT,
+    seed=st.integers(0, 2**40),
+    lr=st.floats(1e-30, 1e30),
+    ks=st.lists(st.integers(1, 99), min_size=1, max_size=4),
+)
 def test_what_is_written_is_read_back(source, seed, lr, ks):
     recipe = Recipe().with_("data", source=source).with_("training", seed=seed).with_("optimizer", lr=lr)
     recipe = recipe.with_("evaluation", ks=ks).with_("loss", name="triplet", margin=None, squared=False)
@@ -238,12 +249,120 @@ def test_every_key_makes_a_difference(key, sources, tmp_path, monkeypatch):
         (["augment.flip=0.5"], "augment.flip"),
         (["encoder.freeze_backbone=true", "optimizer.backbone_scale=0.1"], "optimizer.backbone_scale"),
         (["encoder.freeze_backbone=true", "schedule.frozen_epochs=1"], "schedule.frozen_epochs"),
+        (["encoder.freeze_backbone=true", "encoder.dropout=0.1"], "encoder.dropout"),
+        (["encoder.freeze_norms=true"], "encoder.freeze_norms"),
+        (["encoder.hidden=[]", "encoder.dropout=0.1"], "encoder.dropout"),
+        (["encoder.hidden=[]", "encoder.freeze_backbone=true"], "encoder.freeze_backbone"),
+        (["encoder.hidden=[]", "schedule.frozen_epochs=1"], "schedule.frozen_epochs"),
+        (["encoder.hidden=[]", "optimizer.backbone_scale=0.1"], "optimizer.backbone_scale"),
+        (["encoder.dim=0", "optimizer.head_scale=0.1"], "optimizer.head_scale"),
+        (["loss.name=supcon", "optimizer.loss_scale=0.1"], "optimizer.loss_scale"),
+        (["data.partial=true"], "data.partial"),
+        (["data.official=false"], "data.official"),
+        (["data.source=split.npz", "data.test=0.3"], "data.test"),
+        (["data.source=split.npz", "data.val=0.3"], "data.val"),
+        (["data.source=split.npz", "data.seed=1"], "data.seed"),
     ],
 )
 def test_a_key_without_effect_is_refused(sets, key, sources, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"{key} would have no effect"):
         outcome_of([*VECTORS, *sets], sources, tmp_path / "run", monkeypatch)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["data.closed", "data.skip_single"])
+def test_targets_have_no_classes_to_divide_by(key, sources, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=f"{key} would have no effect"):
+        outcome_of([*TARGETS, f"{key}=true"], sources, tmp_path / "run", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "sets, key",
+    [
+        (["augment.preset=light", "augment.erase_area=0.5"], "augment.erase_area"),
+        (["data.channels=1", "augment.saturation=0.5"], "augment.saturation"),
+        (["data.channels=1", "augment.grey=0.5"], "augment.grey"),
+    ],
+)
+def test_an_augmentation_without_effect_is_refused(sets, key, sources, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=f"{key} would have no effect"):
+        outcome_of([*PHOTOS, *sets], sources, tmp_path / "run", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["encoder.freeze_backbone=true", "encoder.dim=0"],
+        ["encoder.hidden=[]", "encoder.dim=0", "loss.name=proxy-anchor"],
+        ["schedule.frozen_epochs=1", "encoder.dim=0"],
+    ],
+)
+def test_an_encoder_that_cannot_learn_is_refused(sets, sources, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"nothing .*can learn"):
+        outcome_of([*VECTORS, *sets], sources, tmp_path / "run", monkeypatch)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        VECTORS,
+        TARGETS,
+        PHOTOS,
+        [text.replace("vectors", "split") for text in VECTORS],
+        ["data.source=photos"],
+        [*VECTORS, "optimizer.name=sgd", "schedule.decay=plateau", "encoder.dim=none", "evaluation.ks=[1,3]"],
+        [*VECTORS, "optimizer.name=rmsprop", "encoder.freeze_backbone=true", "loss.name=margin", "memory.size=8"],
+        *([*VECTORS[:3], f"loss.name={name}"] for name in LOSSES if name != "logratio"),
+        *([*VECTORS[:3], f"sampler.name={name}"] for name in SAMPLERS if name != "label-neighbours"),
+    ],
+    ids=" ".join,
+)
+def test_a_settled_recipe_settles_to_itself(sets, sources, tmp_path, monkeypatch):
+    from nearkin.training.prepare import prepare
+
+    monkeypatch.chdir(sources)
+    monkeypatch.setenv("NEARKIN_CACHE", str(sources / "cache"))
+    settled = prepare(read(None, sets)).recipe
+    (tmp_path / "recipe.toml").write_text(written(settled), encoding="utf-8")
+    assert prepare(read(tmp_path / "recipe.toml")).recipe.plain() == settled.plain()
+
+
+def test_a_run_is_used_as_it_was_trained(sources, tmp_path, monkeypatch):
+    """What it skipped, its limit of pixels and its wish for no cache hold when its source is read again."""
+    import shutil
+
+    shutil.copytree(sources / "photos", tmp_path / "photos")
+    (tmp_path / "photos" / "class0" / "broken.png").write_bytes(b"x")
+    sets = [*PHOTOS, "data.unreadable=skip", "data.max_pixels=480", "data.cache=false"]
+    found = outcome_of(sets, tmp_path, tmp_path / "run", monkeypatch)
+    assert not (tmp_path / "cache" / "pictures").exists()
+    tested = json.loads(found[1])["items"]["test"]
+    assert len(training.embed_source(tmp_path / "run").embeddings) == tested
+    assert len(training.embed_source(tmp_path / "run", "photos", part="test").embeddings) == tested
+    assert not (tmp_path / "cache" / "pictures").exists()
+    with pytest.raises(ValueError, match="1 of 61 pictures cannot be used"):
+        training.embed_source(tmp_path / "run", str(tmp_path / "photos"))
+
+
+def test_pixels_are_not_copied_because_one_picture_is_unreadable(sources, tmp_path, monkeypatch):
+    import shutil
+
+    from nearkin.training.prepare import prepare
+
+    shutil.copytree(sources / "photos", tmp_path / "photos")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
+    whole = prepare(read(None, PHOTOS))
+    (tmp_path / "photos" / "class0" / "a.png").write_bytes(b"x")
+    prepared = prepare(read(None, [*PHOTOS, "data.unreadable=skip"]))
+    assert isinstance(prepared.rows, np.memmap)
+    for part in ("train", "val", "test"):
+        names = [[one.items.names[i] for i in getattr(one.parts, part)] for one in (prepared, whole)]
+        assert names[0] == names[1]
+        rows = [one.rows[getattr(one.parts, part)] for one in (prepared, whole)]
+        assert np.array_equal(*rows)
+    assert prepared.report["unreadable"][0]["name"] == "class0/a.png"
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -272,6 +391,7 @@ def test_losses_take_their_settings_and_no_others(name):
         (["encoder.name=small-cnn"], "takes pictures, the source holds vectors"),
         (["encoder.widht=3"], "widht"),
         (["loss.name=logratio"], "needs continuous targets"),
+        (["loss.name=proxy-anchor", "memory.size=9"], "memory.size needs a loss that takes references, as pair losses"),
     ],
 )
 def test_wrong_choices_are_one_sentence_and_leave_nothing(sets, sentence, sources, tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from nearkin import losses, training
+from nearkin import evaluation, losses, training
 from nearkin.core import files
-from nearkin.training import cached, checkpoint, loop, monitor, run
+from nearkin.training import cached, checkpoint, feed, loop, monitor, run
 from nearkin.training.checkpoint import Checkpoints, Damaged
 from nearkin.training.choices import LOSSES
 from nearkin.training.optimizers import Rate, groups, optimizer
@@ -192,6 +192,55 @@ def test_a_signal_saves_and_stops(number, vectors, tmp_path):
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
 
 
+def stop_at(step):
+    """A watcher that asks the run to stop at a step, as a job scheduler does."""
+
+    def watch(event):
+        if event["event"] == "moved" and event["step"] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return watch
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("step", [6, 8], ids=["mid-epoch", "last batch of an epoch"])
+def test_a_run_stopped_within_an_epoch_ends_the_same(name, step, vectors, tmp_path):
+    """Weights, figures, log lines and warnings: nothing tells that it was stopped."""
+    base = [s for s in SMALL if name != "mined pairs" or "per_class" not in s]
+    sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
+    recipe = read(None, [f'data.source="{vectors}"', *base, *sets])
+    whole = training.train(recipe, tmp_path / "whole")
+    with pytest.raises(training.Stopped):
+        training.train(recipe, tmp_path / "run", stop_at(step))
+    again = training.resume(tmp_path / "run")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert again.results["test"] == whole.results["test"] and again.notes == whole.notes
+    lines = [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in again.history]
+    assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in whole.history]
+
+
+@pytest.mark.parametrize("there", [["recipe.toml"], ["recipe.toml", "data.json"]])
+def test_a_run_that_died_before_its_first_checkpoint_begins_anew(there, vectors, tmp_path):
+    quickly(vectors, tmp_path / "whole")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / ".step-00000000.safetensors.0a1b2c3d").write_bytes(b"half")
+    for name in there:
+        (tmp_path / "run" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+    training.resume(tmp_path / "run")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_a_torn_line_of_the_journal_is_dropped(vectors, tmp_path):
+    """A line may end anywhere, also where it looks whole."""
+    whole = quickly(vectors, tmp_path / "whole")
+    with pytest.raises(Cut):
+        quickly(vectors, tmp_path / "run", watch=cut_at(16))
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"event": "step", "epoch": 3, "step": 2, "lr": {"head": 0.1}')
+    again = training.resume(tmp_path / "run")
+    assert [line["step"] for line in again.history] == [line["step"] for line in whole.history]
+
+
 def test_a_thread_may_train(vectors, tmp_path):
     """Signals belong to the main thread; elsewhere the loop goes without."""
     done = []
@@ -249,6 +298,21 @@ def test_a_damaged_newest_checkpoint_falls_back(damage, vectors, tmp_path):
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
+def test_a_damaged_checkpoint_does_not_count_as_one_of_two(vectors, tmp_path):
+    """After falling back, two whole ones stand again before the damaged one's step is reached."""
+    with pytest.raises(training.Stopped):
+        quickly(vectors, tmp_path / "run", watch=stop_at(11))
+    folder = tmp_path / "run" / "checkpoints"
+    newest = sorted(folder.glob("step-*"))[-1]
+    newest.write_bytes(b"")
+    with pytest.raises(training.Stopped):
+        training.resume(tmp_path / "run", stop_at(10))
+    steps = sorted(folder.glob("step-*"))
+    assert len(steps) == 2 and newest not in steps
+    for path in steps:
+        checkpoint.load(path)
+
+
 def test_when_all_checkpoints_are_damaged_it_is_said(vectors, tmp_path):
     with pytest.raises(Cut):
         quickly(vectors, tmp_path / "run", watch=cut_at(15))
@@ -272,17 +336,26 @@ def test_a_checkpoint_proves_tensors_and_state(tmp_path):
         checkpoint.load(path)
 
 
-def test_a_full_disk_loses_nothing(vectors, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "file, said",
+    [
+        ("step-00000008", "checkpoint of step 8"),
+        ("best-00000004", "best weights of step 4"),
+        ("model.safetensors", "encoder"),
+        ("results.json", "results.json"),
+    ],
+)
+def test_a_full_disk_loses_nothing(file, said, vectors, tmp_path, monkeypatch):
     whole = quickly(vectors, tmp_path / "whole")
     real = files.write_bytes
 
     def full(path, content):
-        if "step-00000008" in str(path):
+        if file in str(path):
             raise OSError(28, "No space left on device")
         real(path, content)
 
     monkeypatch.setattr(files, "write_bytes", full)
-    with pytest.raises(ValueError, match=r"step 8 could not be written \(No space left on device\).*--resume"):
+    with pytest.raises(ValueError, match=rf"{said} could not be written \(No space left on device\).*--resume"):
         quickly(vectors, tmp_path / "run")
     monkeypatch.undo()
     training.resume(tmp_path / "run")
@@ -317,6 +390,12 @@ def test_rates_over_time():
     step = factors(10, 4, decay="step", warmup=0.0, every=2, factor=0.1)
     assert step == pytest.approx([1.0] * 20 + [0.1] * 20)
     assert factors(5, 2, decay="constant", warmup=0.0) == [1.0] * 10
+
+
+def test_a_warm_up_is_at_least_one_step():
+    """A run of a few steps must not round it away."""
+    rate = Rate(Recipe().with_("schedule", decay="constant", warmup=0.05), 3, 2)
+    assert [rate.factor(step) for step in range(3)] == [0.5, 1, 1]
 
 
 def test_plateau_cuts_after_its_patience():
@@ -354,6 +433,24 @@ def test_nan_stops_the_run_and_says_what_to_try(vectors, tmp_path):
         quickly(vectors, tmp_path / "run", "optimizer.lr=1e30", "optimizer.name=sgd", "encoder.normalize=false")
     training_state = Checkpoints(tmp_path / "run" / "checkpoints").newest()[0]
     assert all(bool(t.isfinite().all()) for name, t in training_state.items() if name.startswith("encoder"))
+
+
+@pytest.mark.parametrize("watch", [lambda event: None, stop_at(3)], ids=["to the end of an epoch", "stopped"])
+def test_nan_between_two_log_lines_is_noticed(watch, vectors, tmp_path):
+    """Before anything is measured or kept, and never as if the run had been saved."""
+    sets = ["optimizer.lr=1e30", "optimizer.name=sgd", "encoder.normalize=false", "training.log_steps=100"]
+    with pytest.raises(training.Diverged, match=r"loss is (nan|inf).*smaller optimizer\.lr"):
+        quickly(vectors, tmp_path / "run", *sets, watch=watch)
+
+
+@pytest.mark.parametrize("watch", [lambda event: None, stop_at(1)], ids=["to the end of an epoch", "stopped"])
+def test_weights_that_are_no_numbers_are_not_kept(watch, vectors, tmp_path):
+    """The loss was still finite, the step after it was not: a checkpoint of that would be the end of the run."""
+    sets = ["optimizer.lr=3e38", "optimizer.name=sgd", "training.batches=1", "training.log_steps=100"]
+    sets += ["loss.name=contrastive", "encoder.normalize=false", "optimizer.momentum=0.0", "optimizer.weight_decay=100"]
+    with pytest.raises(training.Diverged, match=r"weights are not finite at step 1: try a smaller optimizer\.lr"):
+        quickly(vectors, tmp_path / "run", *sets, watch=watch)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").newest()[1]["step"] == 0
 
 
 def test_collapse_is_noticed():
@@ -394,6 +491,14 @@ def test_a_dead_loss_and_still_proxies_are_said_once():
 
 
 # --- the whole
+
+
+def test_a_set_goes_to_the_device_without_a_warning(tmp_path):
+    """Pixels are mapped read-only; torch warns of such an array, and warnings are errors here."""
+    pixels = np.random.default_rng(0).integers(0, 255, (9, 4, 4, 3)).astype(np.uint8)
+    pixels.tofile(tmp_path / "pixels")
+    mapped = np.memmap(tmp_path / "pixels", np.uint8, "r", shape=pixels.shape)
+    assert np.array_equal(feed.resident(mapped, torch.device("cpu"), together=4).numpy(), pixels)
 
 
 def test_training_helps_and_everything_is_in_the_folder(vectors, tmp_path):
@@ -445,6 +550,27 @@ def test_continuous_targets(tmp_path):
     with pytest.raises(ValueError, match="needs class labels"):
         training.train(read(None, [f'data.source="{tmp_path / "t.npz"}"', "loss.name=triplet"]), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_tiny_validation_part_of_targets(tmp_path):
+    """Two items have one distance each: no rank correlation, and no NaN in a log line either."""
+    rows = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    np.savez(tmp_path / "t.npz", embeddings=rows, targets=rows[:, 0])
+    sets = [s for s in SMALL if "sampler" not in s]
+    outcome = training.train(read(None, [f'data.source="{tmp_path / "t.npz"}"', *sets]), tmp_path / "run")
+    assert outcome.results["items"]["val"] == 2
+    assert set(outcome.results["val"]) == {"ndcg@10", "label_distance@10", "epoch", "step"}
+
+
+def test_targets_with_a_gallery_of_their_own(tmp_path):
+    rows = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    split = np.repeat(["train", "val", "query", "gallery"], [30, 6, 10, 14])
+    np.savez(tmp_path / "t.npz", embeddings=rows, targets=rows[:, :2], split=split)
+    sets = [s for s in SMALL if "sampler" not in s]
+    outcome = training.train(read(None, [f'data.source="{tmp_path / "t.npz"}"', *sets]), tmp_path / "run")
+    asked, found, targets = outcome.embeddings[:10], outcome.embeddings[10:], torch.from_numpy(rows[36:, :2])
+    right = evaluation.graded(asked, targets[:10], gallery=found, gallery_targets=targets[10:])
+    assert outcome.results["test"]["trained"]["ndcg@10"]["value"] == pytest.approx(right["ndcg@10"])
 
 
 @pytest.mark.parametrize("name", LOSSES)

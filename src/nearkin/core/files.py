@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["replacing", "write_bytes", "write_json", "write_text"]
+__all__ = ["explained", "replacing", "write_bytes", "write_json", "write_text"]
 
 
 @contextmanager
@@ -30,6 +30,15 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
         raise
     _settle(final.parent)
+
+
+@contextmanager
+def explained(what: str, way_out: str) -> Iterator[None]:
+    """A file that cannot be written is one sentence: what, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{what} could not be written ({error.strerror or error}); {way_out}") from None
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:

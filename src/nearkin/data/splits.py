@@ -11,20 +11,29 @@ from nearkin.core import checks
 from nearkin.data.items import Items
 from nearkin.data.trees import by_bytes, printable
 
-__all__ = ["Parts", "divide"]
+__all__ = ["Parts", "divide", "given_split"]
 
 Ints = NDArray[np.int64]
 LEAST = 2  # classes in a part, and items of a class in it: fewer cannot be ranked
 
 
 class Parts(NamedTuple):
-    """Places of the items of each part, ascending; `gallery` where test items are searched in another set."""
+    """Places of the items of each part, ascending; `gallery` where test items are searched in another set.
+
+    own: of "val" and "test", those that the source itself has set apart.
+    """
 
     train: Ints
     val: Ints
     test: Ints
     gallery: Ints | None = None
     note: str = ""
+    own: tuple[str, ...] = ()
+
+    def among(self, places: Ints) -> "Parts":
+        """The same parts in a larger set, in which these items stand at `places`, ascending."""
+        gallery = None if self.gallery is None else places[self.gallery]
+        return self._replace(train=places[self.train], val=places[self.val], test=places[self.test], gallery=gallery)
 
 
 def divide(
@@ -56,7 +65,7 @@ def divide(
         _two_classes(items)
         everyone = _no_singles(items, everyone, skip_single)
         _two_classes(items.take(everyone))
-    column = _column(items, closed) if official else None
+    column = given_split(items, closed) if official else None
     if column is not None:
         return _official(items, everyone, column, seed, val, skip_single)
     if items.labels is None:
@@ -70,7 +79,7 @@ def divide(
     return _noted(items, train, held, tested, None, f"seeded, no class in two parts (seed {seed})")
 
 
-def _column(items: Items, closed: bool) -> list[str] | None:
+def given_split(items: Items, closed: bool) -> list[str] | None:
     """The given split that fits the wish, if there is one with more than a training part."""
     for column in (items.closed_split, items.split) if closed else (items.split,):
         if column is not None and set(column) != {"train"} and not (closed and not _shares(items, column)):
@@ -92,7 +101,7 @@ def _official(items: Items, everyone: Ints, column: list[str], seed: int, share:
     tested = np.sort(np.concatenate([of["test"], of["query"]]))
     gallery = of["gallery"] if len(of["gallery"]) else None
     train, held = of["train"], of["val"]
-    whose = "official split"
+    whose, own = "official split", ("val", "test") if len(of["val"]) and len(tested) else ("test",)
     if not len(tested) and len(held):  # two parts: what was kept apart is the test
         held, tested, whose = tested, held, "official split, its val part as the test"
     for part, found in (("train", train), ("test", tested)):
@@ -118,7 +127,7 @@ def _official(items: Items, everyone: Ints, column: list[str], seed: int, share:
     for part, found in (("training", train), ("validation", held), ("test", tested)):
         if items.labels is not None and len(kinds := np.unique(items.labels[found])) < LEAST:
             raise ValueError(f"{items.name}: the {part} part of its split needs at least 2 classes, got {len(kinds)}")
-    return _noted(items, train, held, tested, gallery, whose)
+    return _noted(items, train, held, tested, gallery, whose)._replace(own=own)
 
 
 def _closed(items: Items, everyone: Ints, seed: int, val: float, test: float) -> Parts:

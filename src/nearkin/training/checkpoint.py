@@ -63,10 +63,11 @@ class Checkpoints:
         self.folder = folder
 
     def write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Adds one, then drops what neither of the last two needs."""
+        """Adds one, then drops what neither of the last two needs, and damaged ones of later steps."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        save(self.folder / f"step-{step:08d}.safetensors", tensors, state)
-        kept = self._steps()[-_KEPT:]
+        path = self.folder / f"step-{step:08d}.safetensors"
+        save(path, tensors, state)
+        kept = [other for other in self._steps() if other.name <= path.name][-_KEPT:]
         needed = {path.name for path in kept} | {str(state.get("best_file"))}
         needed |= {_best_of(path) for path in kept[:-1]}
         for path in self.folder.iterdir():

@@ -10,10 +10,14 @@ import torch
 from nearkin import models
 from nearkin.core import checks
 from nearkin.data.items import Items
+from nearkin.data.splits import Parts
 from nearkin.training.choices import LOSSES, SAMPLERS, Setting
+from nearkin.training.effects import check_encoder, no_effect
 from nearkin.training.recipe import Recipe
 
-__all__ = ["Facts", "device", "settle", "settle_pictures", "validation_share"]
+__all__ = ["TEST", "Facts", "device", "settle", "settle_parts", "settle_pictures", "validation_share"]
+
+TEST = 0.25  # of the classes, or items, of a source that has no test part
 
 _MANY = 300  # classes, of which a tenth validates well enough
 SMALL = 64  # pictures up to this side are small
@@ -54,6 +58,12 @@ def validation_share(items: Items) -> float:
     return 0.1 if len(np.unique(kept)) >= _MANY else 0.2
 
 
+def settle_parts(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
+    """The shares by which a part was taken; none for a part that the source itself has set apart."""
+    shares = {"val": recipe.data.val or validation_share(items), "test": recipe.data.test or TEST}
+    return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.own})
+
+
 def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.device) -> tuple[Recipe, list[str]]:
     """Encoder and picture sizes. side: the usual shorter side of the pictures, None for vectors."""
     notes: list[str] = []
@@ -63,7 +73,7 @@ def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.devi
         checks.one_of("encoder", name, [one.name for one in models.encoders()])
     if side is None:
         for key in sorted(given & ({f"data.{name}" for name in _PICTURES} | {f"augment.{k}" for k in recipe.augment})):
-            _no_effect(key, "the source holds vectors, not pictures")
+            no_effect(key, "the source holds vectors, not pictures")
         recipe = recipe.with_("encoder", **{"name": "mlp", **recipe.encoder})
         if recipe.encoder["name"] != "mlp":
             raise ValueError(f'encoder "{recipe.encoder["name"]}" takes pictures, the source holds vectors; use mlp')
@@ -117,6 +127,7 @@ def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Rec
     checks.one_of("loss", loss, LOSSES)
     encoder = {"normalize": loss not in FREE_LENGTH, "dim": 256 if scratch else 128, "freeze_norms": facts.pretrained}
     recipe = recipe.with_("encoder", **{**encoder, **recipe.encoder})
+    check_encoder(recipe)
     recipe = _sampler(recipe, facts, on)
     recipe = _optimizer(recipe, facts)
     recipe = _schedule(recipe)
@@ -127,7 +138,7 @@ def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Rec
     recipe = recipe.with_("loss", **{**_defaults(LOSSES[loss].settings), **recipe.loss})
     recipe = recipe.with_("sampler", **{**_defaults(SAMPLERS[recipe.sampler["name"]].settings), **recipe.sampler})
     if recipe.memory.size == 0 and recipe.memory.warmup is not None:
-        _no_effect("memory.warmup", "memory.size is 0")
+        no_effect("memory.warmup", "memory.size is 0")
     if recipe.memory.size and recipe.memory.warmup is None:
         recipe = recipe.with_("memory", warmup=0)
     return recipe
@@ -159,16 +170,16 @@ def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
 def _optimizer(recipe: Recipe, facts: Facts) -> Recipe:
     options, given = recipe.optimizer, recipe.given
     if options.name != "adamw" and "optimizer.betas" in given:
-        _no_effect("optimizer.betas", f"optimizer.name is {options.name}")
+        no_effect("optimizer.betas", f"optimizer.name is {options.name}")
     if options.name == "sgd" and "optimizer.eps" in given:
-        _no_effect("optimizer.eps", "optimizer.name is sgd")
+        no_effect("optimizer.eps", "optimizer.name is sgd")
     if options.name == "adamw" and "optimizer.momentum" in given:
-        _no_effect("optimizer.momentum", "optimizer.name is adamw; use optimizer.betas")
+        no_effect("optimizer.momentum", "optimizer.name is adamw; use optimizer.betas")
     frozen = bool(recipe.encoder.get("freeze_backbone"))
     if frozen and options.backbone_scale is not None:
-        _no_effect("optimizer.backbone_scale", "encoder.freeze_backbone is true")
+        no_effect("optimizer.backbone_scale", "encoder.freeze_backbone is true")
     if frozen and recipe.schedule.frozen_epochs:
-        _no_effect("schedule.frozen_epochs", "encoder.freeze_backbone is true")
+        no_effect("schedule.frozen_epochs", "encoder.freeze_backbone is true")
     rates = {"adamw": 5e-4 if facts.pretrained else 5e-3, "sgd": 0.01 if facts.pretrained else 0.1, "rmsprop": 1e-4}
     filled: dict[str, Any] = {"lr": options.lr or rates[options.name]}
     if recipe.encoder["name"] == "mlp" and options.lr is None and options.name == "adamw":
@@ -192,7 +203,7 @@ def _schedule(recipe: Recipe) -> Recipe:
     defaults = {"floor": 0.0, "every": 10, "factor": 0.5, "patience": 3}
     for key in sorted(set(defaults) - uses[options.decay]):
         if getattr(options, key) is not None:
-            _no_effect(f"schedule.{key}", f"schedule.decay is {options.decay}")
+            no_effect(f"schedule.{key}", f"schedule.decay is {options.decay}")
     filled = {key: defaults[key] if getattr(options, key) is None else getattr(options, key) for key in defaults}
     return recipe.with_("schedule", **{key: filled[key] for key in uses[options.decay]})
 
@@ -220,7 +231,3 @@ def _training(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
 def _defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:
     """Written out, so that a saved recipe means the same under other defaults; nothing stays unwritten."""
     return {name: one.default for name, one in settings.items() if one.default is not None}
-
-
-def _no_effect(key: str, because: str) -> None:
-    raise ValueError(f"{key} would have no effect: {because}; leave it out")

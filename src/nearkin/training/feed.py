@@ -27,7 +27,7 @@ class Material:
         self.flip = flip  # whether a mirror image is the same thing
         self.whole: Tensor | None = None
         if device.type == "cuda" and rows.nbytes <= _RESIDENT * torch.cuda.mem_get_info(device)[0]:
-            self.whole = torch.from_numpy(np.ascontiguousarray(rows)).to(device)
+            self.whole = resident(rows, device)
 
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
         """Rows on the CPU, or on the device where the whole set is."""
@@ -40,6 +40,15 @@ class Material:
         """What the encoder sees of gathered rows when it is measured."""
         rows = rows.to(self.device, non_blocking=True)
         return rows if self.size is None else augment.centre(rows, self.size)
+
+
+def resident(rows: NDArray[Any], device: torch.device, together: int = 4096) -> Tensor:
+    """All rows on the device, in copies of some: torch takes no array that is mapped read-only."""
+    kind = torch.from_numpy(np.empty(0, rows.dtype)).dtype
+    whole = torch.empty(rows.shape, dtype=kind, device=device)
+    for start in range(0, len(rows), together):
+        whole[start : start + together] = torch.from_numpy(np.array(rows[start : start + together]))
+    return whole
 
 
 class Batch(NamedTuple):

@@ -1,6 +1,7 @@
 """metrics.jsonl: a line of JSON for every few steps and every epoch, also as TensorBoard events on request."""
 
 import json
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ class Journal:
             raise ValueError("training.tensorboard needs tensorboard: pip install 'nearkin[track]'")
 
     def write(self, line: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        way_out = f"make room, then nearkin train --resume {self.path.parent}"
+        with files.explained(f"{self.path}: a line", way_out), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         if not self.tensorboard:
             return
@@ -34,8 +36,12 @@ class Journal:
 
     def read(self) -> list[dict[str, Any]]:
         """The whole lines; the last one may be half written by a machine that went down."""
-        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        return [json.loads(line) for line in text.splitlines() if line.endswith("}") and line.startswith("{")]
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
+        found = []
+        for line in text.split("\n"):
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return [line for line in found if isinstance(line, dict)]
 
     def cut(self, step: int, epochs: int) -> None:
         """Only what had happened by this step, and by the end of so many epochs, remains."""

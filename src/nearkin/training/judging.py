@@ -28,6 +28,7 @@ class Held(NamedTuple):
     targets: NDArray[np.float64] | None
     gallery: NDArray[np.int64] | None = None
     gallery_labels: NDArray[np.int64] | None = None
+    gallery_targets: NDArray[np.float64] | None = None
 
     @property
     def everything(self) -> NDArray[np.int64]:
@@ -39,14 +40,18 @@ def main_metric(graded: bool) -> str:
 
 
 def judge(rows: Tensor, held: Held, graded: bool, device: torch.device) -> dict[str, float]:
-    """A few figures, fast: the main metric and recall@1 or its like. rows (n, D): those of `held.everything`."""
+    """A few figures, fast: the main metric and recall@1 or its like. rows (n, D): those of `held.everything`.
+
+    A figure that so few items do not have, as the rank correlation of two, is left out.
+    """
     if graded:
-        assert held.targets is not None
-        found: Any = evaluation.graded(rows.to(device), torch.from_numpy(held.targets).to(device), ks=(10,))
-        return {name: float(found[name]) for name in ("ndcg@10", "label_distance@10", "spearman") if name in found}
-    queries, labels, gallery, gallery_labels = _sides(rows, held, device)
-    found = evaluation.retrieval(queries, labels, gallery, gallery_labels, ks=(1,), metrics=_METRICS)
-    return {name: float(found[name]) for name in ("map@r", "recall@1", "r_precision")}
+        found: Any = _graded(rows, held, device, ks=(10,))
+        names = ("ndcg@10", "label_distance@10", "spearman")
+    else:
+        queries, labels, gallery, gallery_labels = _sides(rows, held, device)
+        found = evaluation.retrieval(queries, labels, gallery, gallery_labels, ks=(1,), metrics=_METRICS)
+        names = ("map@r", "recall@1", "r_precision")
+    return {name: float(found[name]) for name in names if np.isfinite(found[name])}
 
 
 def test(
@@ -55,9 +60,7 @@ def test(
     """Every figure with its 95 % interval: {"recall@1": {"value", "low", "high"}, …}."""
     ks = tuple(ks or KS[graded])
     if graded:
-        assert held.targets is not None
-        targets = torch.from_numpy(held.targets).to(device)
-        found: Any = evaluation.graded(rows.to(device), targets, ks=ks, interval=interval, seed=seed)
+        found: Any = _graded(rows, held, device, ks=ks, interval=interval, seed=seed)
     else:
         queries, labels, gallery, gallery_labels = _sides(rows, held, device)
         options: dict[str, Any] = {"ks": ks, "metrics": _METRICS, "interval": interval, "seed": seed}
@@ -69,6 +72,16 @@ def test(
         low, high = found.intervals.get(name, (None, None)) if interval else (None, None)
         result[name] = {"value": _number(value), "low": _number(low), "high": _number(high)}
     return result
+
+
+def _graded(rows: Tensor, held: Held, device: torch.device, **options: Any) -> Any:
+    assert held.targets is not None
+    count, targets = len(held.indices), torch.from_numpy(held.targets).to(device)
+    if held.gallery is not None:
+        assert held.gallery_targets is not None
+        options |= {"gallery": rows[count:].to(device)}
+        options |= {"gallery_targets": torch.from_numpy(held.gallery_targets).to(device)}
+    return evaluation.graded(rows[:count].to(device), targets, **options)
 
 
 def _sides(rows: Tensor, held: Held, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

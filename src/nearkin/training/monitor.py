@@ -44,13 +44,18 @@ class Monitor:
         self.seen: dict[str, tuple[int, int]] = {}  # of each trouble: looks in a row that saw it, and since which step
         self.said: list[str] = []
 
-    def look(self, step: int, loss: float, gradient: float, spread: float, rank: float) -> list[str]:
-        """Warnings that are new at a step; raises `Diverged` where going on makes no sense."""
-        if not math.isfinite(loss):
+    def finite(self, step: int, loss: float, weights: bool = True) -> None:
+        """Raises `Diverged` where the loss is no number, or the weights are not finite."""
+        if not math.isfinite(loss) or not weights:
+            what = "the weights are not finite" if math.isfinite(loss) else f"the loss is {loss}"
             raise Diverged(
-                f"the loss is {loss} at step {step}: try a smaller optimizer.lr, optimizer.clip=1, or "
+                f"{what} at step {step}: try a smaller optimizer.lr, optimizer.clip=1, or "
                 f"training.precision=fp32; the last checkpoint is from before"
             )
+
+    def look(self, step: int, loss: float, gradient: float, spread: float, rank: float) -> list[str]:
+        """Warnings that are new at a step; raises `Diverged` where going on makes no sense."""
+        self.finite(step, loss)
         notes = []
         gone = spread < COLLAPSED or (self.flat_possible and rank < FLAT)
         if self._lasts("collapse", gone, step):
@@ -71,10 +76,12 @@ class Monitor:
         return notes
 
     def epoch(self, number: int, before: Mapping[str, Tensor], loss: nn.Module) -> list[str]:
-        """After an epoch: whether the loss's own parameters, if it has any, have moved since `before`."""
+        """After an epoch: whether the loss's own parameters, those that `before` has, have moved since then."""
         still = []
         for name, parameter in loss.named_parameters():
-            start = before[name]
+            start = before.get(name)
+            if start is None:
+                continue
             moved = float((parameter.detach() - start).norm() / start.norm().clamp(min=1e-12))
             if moved < STILL:
                 still.append(name)

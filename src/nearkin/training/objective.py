@@ -52,14 +52,21 @@ def build_loss(recipe: Recipe, classes: int | None, dim: int, seed: int, targets
         torch.manual_seed(seed)
         try:
             loss: nn.Module = make(**settings)
-            if recipe.memory.size:
-                more: dict[str, Any] = {"warmup": recipe.memory.warmup or 0}
-                if targets is not None:
-                    more |= {"label_kind": "targets", "label_dim": targets if targets > 1 else None}
-                loss = CrossBatchMemory(loss, recipe.memory.size, dim, **more)
         except (TypeError, ValueError) as error:
             raise type(error)(f"loss.{error}") from None
-    return loss
+    return _remembering(loss, recipe, dim, targets) if recipe.memory.size else loss
+
+
+def _remembering(loss: nn.Module, recipe: Recipe, dim: int, targets: int | None) -> nn.Module:
+    try:
+        checks.takes_references(loss)
+    except TypeError:
+        name = recipe.loss["name"]
+        raise ValueError(f"memory.size needs a loss that takes references, as pair losses do, got {name}") from None
+    more: dict[str, Any] = {"warmup": recipe.memory.warmup or 0}
+    if targets is not None:
+        more |= {"label_kind": "targets", "label_dim": targets if targets > 1 else None}
+    return CrossBatchMemory(loss, recipe.memory.size, dim, **more)
 
 
 def sampler_settings(recipe: Recipe) -> dict[str, Any]:

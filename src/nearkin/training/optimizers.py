@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nearkin.training.effects import check_learning
 from nearkin.training.recipe import Recipe
 
 __all__ = ["Rate", "groups", "optimizer"]
@@ -18,6 +19,7 @@ def groups(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module
     "base" is the rate that the schedule multiplies. Biases, norms and single numbers (everything with fewer than two
     axes) do not decay.
     """
+    check_learning(recipe, backbone, head, loss)
     options = recipe.optimizer
     assert options.lr is not None and options.weight_decay is not None
     asked = getattr(loss, "lr_scale", 1.0) if options.loss_scale is None else options.loss_scale
@@ -52,7 +54,8 @@ class Rate:
 
     def __init__(self, recipe: Recipe, batches: int, epochs: int) -> None:
         self.options, self.batches, self.steps = recipe.schedule, batches, batches * epochs
-        self.warm = round(recipe.schedule.warmup * self.steps)
+        share = recipe.schedule.warmup
+        self.warm = max(1, round(share * self.steps)) if share else 0  # a short run has one too
         self.cuts, self.waited, self.best = 0, 0, -math.inf
 
     def factor(self, step: int) -> float:

@@ -16,11 +16,12 @@ from nearkin.data.items import Items, Pairs
 from nearkin.data.splits import Parts
 from nearkin.training import defaults
 from nearkin.training.choices import Setting, accepts, settings_of
+from nearkin.training.effects import check_augment, check_data
 from nearkin.training.judging import Held
 from nearkin.training.objective import takes_targets
 from nearkin.training.recipe import Recipe
 
-__all__ = ["Prepared", "augmentation_of", "build_encoder", "encoder_settings", "prepare"]
+__all__ = ["Prepared", "augmentation_of", "build_encoder", "divided", "encoder_settings", "prepare"]
 
 _ENCODER_FILLED = {"name", "channels", "size", "features", "seed", "config"}
 _STANDARDIZED = 2048  # training items whose mean and deviation stand for all
@@ -32,7 +33,7 @@ class Prepared:
     """Everything about the data of a run, and the recipe with nothing left open."""
 
     recipe: Recipe
-    items: Items  # without those that could not be read
+    items: Items  # those that could not be read are in no part
     parts: Parts
     rows: NDArray[Any]  # pixels (N, S, S, C) uint8, or vectors (N, F) float32
     report: dict[str, Any]  # what `data.inspect` found
@@ -67,6 +68,7 @@ class Prepared:
             None if targets is None else targets[chosen],
             gallery,
             None if gallery is None or labels is None else labels[gallery],
+            None if gallery is None or targets is None else targets[gallery],
         )
 
     def sizes(self) -> dict[str, NDArray[np.int64]]:
@@ -97,34 +99,37 @@ def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
     root = None if options.root is None else Path(options.root)
     watch({"event": "loading", "source": options.source})
     items = data.load(options.source, root=root, partial=options.partial)
-    if options.val is None:
-        recipe = recipe.with_("data", val=defaults.validation_share(items))
-        options = recipe.data
     on = defaults.device(recipe)
     side, grey = (None, False) if items.pictures is None else _look(items)
     recipe, notes = defaults.settle_pictures(recipe, side, grey, on)
     rows, digests, bad = _rows(items, recipe, watch)
-    unreadable = [{"name": items.names[i], "reason": reason} for i, reason in bad]
-    if bad:
-        kept = np.setdiff1d(np.arange(len(items)), [i for i, _ in bad])
-        items, rows, digests = items.take(kept), rows[kept], [digests[i] for i in kept]
-    parts = data.divide(
-        items,
-        seed=options.seed,
-        closed=options.closed,
-        val=options.val or 0.2,
-        test=options.test,
-        skip_single=options.skip_single,
-        official=options.official,
-    )
-    report = data.inspect(items, parts, digests=digests or None)
-    report["unreadable"] = unreadable
+    parts = divided(items, recipe, bad)
+    check_data(recipe, items, parts)
+    recipe = defaults.settle_parts(recipe, items, parts)
+    report = data.inspect(items, parts, digests=digests or None, bad=bad)
     watch({"event": "data", "report": report, "lines": data.lines(report)})
     recipe = defaults.settle(recipe, _facts(recipe, items, parts), items.labels is None, on)
     recipe = recipe.with_("encoder", **encoder_settings(recipe))
     _refuse(recipe, items)
     watch({"event": "settled", "recipe": recipe})
     return Prepared(recipe, items, parts, rows, report, _fingerprint(items, parts, digests), notes)
+
+
+def divided(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
+    """The parts of the readable items. The others keep their place: to close the gaps would copy every pixel."""
+    options = recipe.data
+    kept = np.setdiff1d(np.arange(len(items)), [i for i, _ in bad])
+    readable = items.take(kept) if bad else items
+    parts = data.divide(
+        readable,
+        seed=options.seed,
+        closed=options.closed,
+        val=options.val or defaults.validation_share(items),
+        test=options.test or defaults.TEST,
+        skip_single=options.skip_single,
+        official=options.official,
+    )
+    return parts.among(kept) if bad else parts
 
 
 def pretrained(recipe: Recipe) -> bool:
@@ -187,7 +192,7 @@ def augmentation_of(recipe: Recipe) -> augment.Augmentation | None:
 
 def _refuse(recipe: Recipe, items: Items) -> None:
     """What would only come to light after hours, said before anything long begins."""
-    augmentation_of(recipe)
+    check_augment(recipe, augmentation_of(recipe))
     if recipe.evaluation.clustering and items.labels is None:
         raise ValueError("evaluation.clustering needs class labels, the source has none")
     if takes_targets(recipe) and items.targets is None:

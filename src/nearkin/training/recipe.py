@@ -14,7 +14,7 @@ no effect beside the others is refused, so nothing that is written in a recipe i
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,7 +26,7 @@ NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend 
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Data(_Section):
@@ -46,7 +46,7 @@ class Data(_Section):
     official: bool = True  # the publisher's or the user's own split, where the source has one
     partial: bool = False  # take what there is of a benchmark set
     val: float | None = Field(default=None, gt=0, lt=1)
-    test: float = Field(default=0.25, gt=0, lt=1)
+    test: float | None = Field(default=None, gt=0, lt=1)
     seed: int = Field(default=0, ge=0)
 
 
@@ -64,7 +64,7 @@ class Optimizer(_Section):
     lr: float | None = Field(default=None, gt=0)
     weight_decay: float | None = Field(default=None, ge=0)
     momentum: float | None = Field(default=None, ge=0, lt=1)
-    betas: list[float] | None = Field(default=None, min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(default=None, min_length=2, max_length=2)
     eps: float | None = Field(default=None, gt=0)
     backbone_scale: float | None = Field(default=None, ge=0)
     head_scale: float = Field(default=1.0, ge=0)
@@ -80,7 +80,7 @@ class Schedule(_Section):
     floor: float | None = Field(default=None, ge=0, le=1)  # where cosine ends, as a part of lr
     every: int | None = Field(default=None, ge=1)  # step: epochs between two cuts
     factor: float | None = Field(default=None, gt=0, lt=1)  # step, plateau: what a cut leaves
-    patience: int | None = Field(default=None, ge=1)  # plateau: epochs without a better one before a cut
+    patience: int | None = Field(default=None, ge=1)  # plateau: validations without a better one before a cut
     frozen_epochs: int = Field(default=0, ge=0)  # epochs in which the backbone rests
 
 
@@ -92,11 +92,11 @@ class Training(_Section):
     chunk: int | None = Field(default=None, ge=1)  # items encoded at a time, with the gradient of the whole batch
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     ema: float = Field(default=0.0, ge=0, lt=1)  # decay of the average of the weights; 0: none
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
     deterministic: bool = True
-    patience: int | None = Field(default=None, ge=1)  # epochs without a better one before training stops
+    patience: int | None = Field(default=None, ge=1)  # validations without a better one before training stops
     every: int = Field(default=1, ge=1)  # epochs between two validations
     save_minutes: float = Field(default=10.0, gt=0)
     log_steps: int = Field(default=20, ge=1)
@@ -107,7 +107,7 @@ class Training(_Section):
 class Evaluation(_Section):
     """What is measured at the end."""
 
-    ks: list[int] | None = None
+    ks: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
     interval: bool = True
     clustering: bool = False
 
@@ -254,6 +254,9 @@ _WANTED = {
     "list_type": "a list",
     "dict_type": "a section",
     "model_type": "a section",
+    "finite_number": "a finite number",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
 }
 
 
@@ -269,7 +272,7 @@ def _sentence(error: ValidationError) -> str:
         return f"{key} must be one of {allowed}, got {first['input']!r}{hint}"
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bound = next((f"{signs[name]} {limits[name]}" for name in signs if name in limits), None)
-    wanted = _WANTED.get(first["type"]) or bound or first["msg"].lower()
+    wanted = _WANTED.get(first["type"], "").format_map(limits) or bound or first["msg"].lower()
     return f"{key} must be {wanted}, got {first['input']!r}"
 
 

@@ -57,16 +57,7 @@ def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Out
     _new_folder(folder)
     prepared = prepare(recipe, watch)
     trainer = assemble(prepared, folder)  # whatever is wrong with the recipe is said before there is a folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write_text(folder / "recipe.toml", recipes.written(prepared.recipe))
-        files.write_json(folder / "data.json", prepared.report | {"fingerprint": prepared.fingerprint})
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
-    for note in [*prepared.notes, *_chunk_note(trainer)]:
-        trainer.state.notes.append(note)
-        watch({"event": "note", "text": note})
-    trainer.save()  # from here on a run can be resumed
+    _begin(trainer, prepared, watch)
     return _finish(trainer, prepared, watch)
 
 
@@ -76,15 +67,33 @@ def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
     if not (folder / "recipe.toml").is_file():
         raise ValueError(f"{folder}: not a run: there is no recipe.toml in it")
     prepared = prepare(recipes.read(folder / "recipe.toml"), watch)
-    kept = json.loads((folder / "data.json").read_text(encoding="utf-8"))["fingerprint"]
-    if kept != prepared.fingerprint:
+    begun = (folder / "data.json").is_file()
+    if begun and json.loads((folder / "data.json").read_text(encoding="utf-8"))["fingerprint"] != prepared.fingerprint:
         raise ValueError(f"{folder}: {prepared.items.name} is not what it was when the run began; train anew")
     trainer = assemble(prepared, folder)
+    if not any((folder / "checkpoints").glob("*.safetensors")):  # it ended before it had begun
+        _begin(trainer, prepared, watch)
+        return _finish(trainer, prepared, watch)
     for note in trainer.restore():
         trainer.state.notes.append(note)
         watch({"event": "note", "text": note})
     watch({"event": "resumed", "epoch": trainer.state.epoch + 1, "step": trainer.state.step})
     return _finish(trainer, prepared, watch)
+
+
+def _begin(trainer: Trainer, prepared: Prepared, watch: Watch) -> None:
+    """The folder, with all that a run needs to be resumed from its first step."""
+    folder = trainer.out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_text(folder / "recipe.toml", recipes.written(prepared.recipe))
+        files.write_json(folder / "data.json", prepared.report | {"fingerprint": prepared.fingerprint})
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
+    for note in [*prepared.notes, *_chunk_note(trainer)]:
+        trainer.state.notes.append(note)
+        watch({"event": "note", "text": note})
+    trainer.save()
 
 
 def assemble(prepared: Prepared, folder: Path) -> Trainer:
@@ -145,7 +154,9 @@ def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
     tensors, facts = Checkpoints(trainer.out / "checkpoints").best(state.best_file)
     encoder = trainer.encoder
     encoder.load_state_dict({k.removeprefix("encoder."): v for k, v in tensors.items() if k.startswith("encoder.")})
-    models.save(encoder, trainer.out, prepared.preparation)
+    way_out = f"training is done and saved: make room, then nearkin train --resume {trainer.out}"
+    with files.explained(f"{trainer.out}: the encoder", way_out):
+        models.save(encoder, trainer.out, prepared.preparation)
     rows: dict[str, Tensor] = {}
     for name, made in _contenders(trainer, prepared, held).items():
         watch({"event": "testing", "what": name})
@@ -170,7 +181,8 @@ def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
         "notes": state.notes,
     }
     results |= judging.more(rows["trained"], held, prepared.test_pairs(), recipe, trainer.device)
-    files.write_json(trainer.out / "results.json", results)
+    with files.explained(f"{trainer.out}: results.json", way_out):
+        files.write_json(trainer.out / "results.json", results)
     watch({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     return Outcome(
         trainer.out, recipe, results, trainer.journal.read(), prepared, held, rows["trained"], list(state.notes)

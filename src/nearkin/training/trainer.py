@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from nearkin.core import files
 from nearkin.data import augment
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
@@ -149,40 +151,60 @@ class Trainer:
         line |= {"spread": spread, "effective_rank": rank, "items_per_second": items}
         return line | {"seconds": self.elapsed(), "notes": notes}
 
+    def check(self) -> None:
+        """Raises `Diverged` before anything is measured or kept that nothing can go on from."""
+        sound = [p.detach().isfinite().all() for p in self.parameters]
+        self.monitor.finite(self.state.step, float(self.window), bool(torch.stack(sound).all()))
+
     def begin_epoch(self) -> dict[str, Tensor]:
-        """Everything in training mode, the backbone frozen where it should rest; the loss's parameters as they are."""
+        """Everything in training mode, the backbone frozen where it should rest; the loss's parameters as they are.
+
+        Of an epoch that goes on after a stop none: how far they have moved since its beginning is not known.
+        """
         self.encoder.train()
         self.loss.train()
         rest = self.state.epoch < self.recipe.schedule.frozen_epochs
         self.encoder.freeze_backbone(rest or bool(self.recipe.encoder.get("freeze_backbone")))
-        return {name: p.detach().clone() for name, p in self.loss.named_parameters()}
+        return {name: p.detach().clone() for name, p in self.loss.named_parameters() if self.state.batch == 0}
 
     def end_epoch(self, before: dict[str, Tensor]) -> dict[str, Any]:
         """The sampler sees the classes anew; held-out classes are measured; the best weights are kept."""
         state, options = self.state, self.recipe.training
+        self.check()
         notes = self.monitor.epoch(state.epoch + 1, before, self.loss)
         state.epoch, state.batch = state.epoch + 1, 0
         line: dict[str, Any] = {"event": "epoch", "epoch": state.epoch, "step": state.step}
         if state.epoch % options.every == 0 or state.epoch == self.epochs:
             rows = self.embedded(self.held.everything)
             line["val"] = judging.judge(rows, self.held, self.graded, self.device)
-            value = line["val"][judging.main_metric(self.graded)]
+            value = line["val"].get(judging.main_metric(self.graded), -math.inf)
             self.rate.measured(value)
-            line["best"] = math.isfinite(value) and (state.best is None or value > state.best)
+            line["best"] = state.best is None or value > state.best
             if line["best"]:
-                kept = _prefixed("encoder", self.best_encoder.state_dict()) | _prefixed("loss", self.loss.state_dict())
-                facts = {"epoch": state.epoch, "step": state.step, "val": line["val"]}
-                state.best_file = self.checkpoints.write_best(state.step, kept, facts)
-                state.best, state.best_epoch, state.waited = value, state.epoch, 0
+                self.keep_best(value, line["val"])
             else:
                 state.waited += 1
             if options.patience is not None and state.waited >= options.patience:
                 state.finished = True
-                notes.append(f"stopped early: no better epoch in the last {state.waited} than {state.best_epoch}")
+                notes.append(f"stopped early: {state.waited} validations since epoch {state.best_epoch}, none better")
         state.finished = state.finished or state.epoch >= self.epochs
         if hasattr(self.sampler, "refresh") and not state.finished:
             self.refresh_sampler()
         return line | {"seconds": self.elapsed(), "notes": notes}
+
+    def keep_best(self, value: float, figures: dict[str, float]) -> None:
+        """The weights as they are, under a name that the next checkpoint refers to."""
+        state = self.state
+        kept = _prefixed("encoder", self.best_encoder.state_dict()) | _prefixed("loss", self.loss.state_dict())
+        facts = {"epoch": state.epoch, "step": state.step, "val": figures}
+        with self.explained("best weights"):
+            state.best_file = self.checkpoints.write_best(state.step, kept, facts)
+        state.best = value if math.isfinite(value) else None
+        state.best_epoch, state.waited = state.epoch, 0
+
+    def explained(self, what: str) -> AbstractContextManager[None]:
+        name = f"{self.checkpoints.folder}: the {what} of step {self.state.step}"
+        return files.explained(name, f"the one before is whole: make room, then nearkin train --resume {self.out}")
 
     def embedded(self, indices: Any) -> Tensor:
         batch = max(64, min(512, self.recipe.training.chunk or 256))
@@ -191,6 +213,7 @@ class Trainer:
     def refresh_sampler(self) -> None:
         """Samplers that mine classes get the embeddings of the training items, or the mean of each class."""
         rows = self.embedded(self.feed.indices)
+        self.sampler.set_epoch(self.state.epoch)  # an epoch that went on after a stop is over as well
         if isinstance(self.sampler, PairPerClass):
             ids = torch.from_numpy(self.sampler.class_ids)
             sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, self.known.cpu()), rows)
@@ -206,8 +229,7 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint of everything, from which the run goes on to the same end."""
-        if not bool(self.window.isfinite()):
-            return  # the next look at the loss stops the run; the checkpoint before is the one to go on from
+        self.check()
         self.elapsed()
         moments, plain = checkpoint.optimizer_parts(self.optimizer)
         chance, chances = checkpoint.generators()
@@ -230,13 +252,8 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "monitor": self.monitor.state_dict(),
         }
-        try:
+        with self.explained("checkpoint"):
             self.checkpoints.write(self.state.step, tensors, state)
-        except OSError as error:
-            raise ValueError(
-                f"{self.checkpoints.folder}: the checkpoint of step {self.state.step} could not be written "
-                f"({error.strerror}); the one before is whole: make room, then nearkin train --resume {self.out}"
-            ) from None
         self.saved_at = time.monotonic()
 
     def restore(self) -> list[str]:

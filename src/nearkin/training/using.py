@@ -16,6 +16,7 @@ from nearkin.data.items import Items
 from nearkin.data.vectors import Vectors
 from nearkin.training import recipe as recipes
 from nearkin.training.feed import Material, embed
+from nearkin.training.prepare import divided
 
 __all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "vectors_of"]
 
@@ -106,28 +107,22 @@ def _opened(
     checks.one_of("part", part, PARTS)
     if source is None:
         source, root = recipe.data.source, recipe.data.root if root is None else root
+    if source == recipe.data.source and recipe.data.unreadable is not None and unreadable == "strict":
+        unreadable = recipe.data.unreadable  # what training has skipped is no news
     items = data.load(source, root=root, partial=recipe.data.partial, labelled=part != "all")
-    rows, items = _rows(items, preparation, unreadable, source)
-    indices = np.arange(len(items), dtype=np.int64)
+    rows, bad = _rows(items, preparation, recipe, unreadable, source)
+    indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
     if part != "all":
-        options = recipe.data
-        parts = data.divide(
-            items,
-            seed=options.seed,
-            closed=options.closed,
-            val=options.val or 0.2,
-            test=options.test,
-            skip_single=options.skip_single,
-            official=options.official,
-        )
-        indices = getattr(parts, part)
+        indices = getattr(divided(items, recipe, bad), part)
         if indices is None:
             raise ValueError(f"{source}: it has no gallery of its own; its test items search one another")
     return encoder, Material(rows, on, preparation.get("size"), preparation.get("flip", True)), items, indices
 
 
-def _rows(items: Items, preparation: dict[str, Any], unreadable: str, source: str) -> tuple[NDArray[Any], Items]:
-    """Rows as the encoder was trained on them, and the items that could be read."""
+def _rows(
+    items: Items, preparation: dict[str, Any], recipe: recipes.Recipe, unreadable: str, source: str
+) -> tuple[NDArray[Any], list[tuple[int, str]]]:
+    """Rows as the encoder was trained on them, and the items that could not be read."""
     wanted = preparation["kind"]
     if (items.vectors is not None) != (wanted == "vectors"):
         raise ValueError(f"{source}: the run's encoder takes {wanted}, the source holds the other kind")
@@ -137,8 +132,9 @@ def _rows(items: Items, preparation: dict[str, Any], unreadable: str, source: st
                 f"{source}: vectors must have {preparation['features']} dimensions as the run's encoder takes them, "
                 f"got {items.vectors.shape[1]}"
             )
-        return items.vectors, items
+        return items.vectors, []
     assert items.pictures is not None
+    more: dict[str, Any] = {} if recipe.data.max_pixels is None else {"max_pixels": recipe.data.max_pixels}
     found = stored.store(
         items.pictures,
         items.names,
@@ -146,8 +142,7 @@ def _rows(items: Items, preparation: dict[str, Any], unreadable: str, source: st
         fit=preparation["fit"],
         channels=preparation["channels"],
         unreadable=unreadable,
+        cache=recipe.data.cache is not False,
+        **more,
     )
-    if not found.bad:
-        return found.pixels, items
-    kept = np.setdiff1d(np.arange(len(items)), [i for i, _ in found.bad])
-    return found.pixels[kept], items.take(kept)
+    return found.pixels, found.bad
