@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,9 +15,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from nearkin.cli import app
+from nearkin.cli.screen import results_table
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
 QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0"]
+CONTENDERS = ("baseline", "untrained", "trained")
 SETS = [part for text in QUICK for part in ("--set", text)]
 
 
@@ -99,6 +103,7 @@ def test_export():
         [sys.executable, "-m", "nearkin", "export", "run", "--onnx"], capture_output=True, text=True, env=os.environ
     )
     assert found.returncode == 0, found.stderr
+    assert "nowhere does not exist" in said(run("export", "run", "--onnx", "--out", "nowhere/model.onnx"), 2)
     assert "equal to the run's encoder within" in found.stdout and Path("run/model.onnx").stat().st_size > 1000
 
 
@@ -117,6 +122,10 @@ def test_export():
         (["train", "photos", "--set", "training.epochs=many"], "must be a whole number"),
         (["train", "photos", "--recipe", "none.toml"], "there is no such recipe"),
         (["train", "photos", "--out", "photos"], "is not empty"),
+        (["train", "photos", "--out", "photos/class0/0.png/run"], "0.png is no folder"),
+        (["train", "photos", "--set", "encoder.size=32"], 'in a recipe it is "data.size"'),
+        (["train", "photos", "--set", "encoder.width=0"], "encoder.width must be >= 1"),
+        (["train", "photos", "--set", "augment.flip=2"], "augment.flip must be <= 1"),
         (["train", "--resume", "photos"], "not a run"),
         (["train", "photos", "--resume", "photos"], "give no other choices beside it"),
         (["embed", "photos", "photos", "--out", "x.npz"], "not a finished run"),
@@ -141,6 +150,39 @@ def test_bad_input_is_one_sentence(arguments, sentence):
     assert sentence in lines[-1], out
     assert "Traceback" not in out
     assert sorted(p for p in Path(".").rglob("*") if "cache" not in p.parts) == before, "nothing is left behind"
+
+
+def test_a_missing_extra_is_one_sentence(monkeypatch):
+    photos(Path("photos"))
+    monkeypatch.setitem(sys.modules, "timm", None)
+    out = said(run("train", "photos", "--encoder", "timm:resnet18"), 2)
+    assert "timm:resnet18 needs timm: pip install 'nearkin[vision]'" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_outside_of_the_loop(number, code, monkeypatch):
+    """Before there is a run nothing was written; after the training it can be measured again."""
+    photos(Path("photos"))
+    send = lambda *_, **__: os.kill(os.getpid(), number)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr("nearkin.training.run.prepare", send)
+        assert "interrupted; nothing was written" in said(run("train", "photos", *SETS, "--out", "run"), code)
+    assert not Path("run").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("nearkin.training.judging.test", send)
+        out = said(run("train", "photos", *SETS, "--out", "run"), code)
+    assert "the run is saved as far as it came; go on with nearkin train --resume run" in out
+    out = said(run("train", "--resume", "run"))
+    assert "training was done after step 6; its best weights are tested again" in out
+
+
+def test_a_narrow_screen_cuts_no_figure(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "72")
+    figure = {"value": 1.0, "low": 1.0, "high": 1.0}
+    names = ("label_distance@1", "label_distance@10", "recall@1")
+    results_table({"baseline": "pixels", "test": dict.fromkeys(CONTENDERS, dict.fromkeys(names, figure))})
+    out = capsys.readouterr().out
+    assert "…" not in out and "label_distance@10" in out and out.count("(100.0–100.0)") == 3
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -172,6 +214,8 @@ def test_lists():
 def test_help_shows_examples():
     out = said(run("train", "--help"))
     assert "nearkin train photos/" in out and "--resume" in out
+    named = re.findall(r"recipes/[\w-]+\.toml", out)
+    assert named and all((Path(__file__).parents[1] / name).is_file() for name in named)
 
 
 # --- kill -9: a few here, many in studies/kill_and_resume.py

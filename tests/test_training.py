@@ -18,6 +18,7 @@ from nearkin.training import cached, checkpoint, feed, loop, monitor, run
 from nearkin.training.checkpoint import Checkpoints, Damaged
 from nearkin.training.choices import LOSSES
 from nearkin.training.optimizers import Rate, groups, optimizer
+from nearkin.training.prepare import prepare
 from nearkin.training.recipe import Recipe, read
 
 SMALL = ["training.epochs=3", "training.batches=4", "sampler.batch=16", "sampler.per_class=4", "encoder.hidden=[16]"]
@@ -256,6 +257,61 @@ def test_a_finished_run_resumes_to_the_same_results(vectors, tmp_path):
     assert first.results["test"] == again.results["test"]
 
 
+def test_a_changed_recipe_is_not_resumed(vectors, tmp_path):
+    """Not to be guessed: more epochs of a run that has finished, other layers than the checkpoint has."""
+    quickly(vectors, tmp_path / "run")
+    file = tmp_path / "run" / "recipe.toml"
+    text = file.read_text()
+    file.write_text(text.replace("epochs = 3", "epochs = 4"))
+    with pytest.raises(ValueError, match=r"recipe.toml is not what it was when the run began: undo the change, or"):
+        training.resume(tmp_path / "run")
+    file.write_text(text.replace("workers = 0", "workers = 1"))
+    training.resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_data_json_is_named(content, vectors, tmp_path):
+    quickly(vectors, tmp_path / "run")
+    (tmp_path / "run" / "data.json").write_text(content)
+    with pytest.raises(ValueError, match=r"data.json: damaged \(.*\); train anew"):
+        training.resume(tmp_path / "run")
+
+
+def test_a_run_finds_its_source_from_anywhere(vectors, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = quickly(vectors.name, "run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert training.resume("../run").results["test"] == first.results["test"]
+    assert len(training.embed_source("../run").names) == first.results["items"]["test"]
+
+
+def test_a_part_of_a_changed_source_is_not_measured(vectors, tmp_path):
+    """A class more moves others: what the run trained on would be tested."""
+    quickly(vectors, tmp_path / "run")
+    with np.load(vectors) as archive:
+        rows, labels = archive["embeddings"], archive["labels"]
+    np.savez(vectors, embeddings=np.concatenate([rows, rows[:8]]), labels=np.concatenate([labels, np.full(8, 24)]))
+    with pytest.raises(ValueError, match=r"not what it was when .* began, so its test part may hold"):
+        training.embed_source(tmp_path / "run")
+    assert len(training.embed_source(tmp_path / "run", str(vectors), part="all").names) == 200
+
+
+def test_a_batch_that_was_asked_for_comes_out_even(vectors, tmp_path):
+    sets = [s for s in SMALL if "sampler" not in s]
+    for batch, each in ((64, 8), (24, 4), (10, 5), (6, 3)):  # of 14 classes, usually 4 items each
+        recipe = read(None, [f'data.source="{vectors}"', *sets, f"sampler.batch={batch}"])
+        assert prepare(recipe).recipe.sampler["per_class"] == each
+
+
+def test_what_a_sampler_warns_of_is_a_note(vectors, tmp_path):
+    told = []
+    found = quickly(vectors, tmp_path / "run", "sampler.per_class=16", "sampler.batch=32", watch=told.append)
+    notes = [note for note in found.notes if "their items are repeated in a batch" in note]
+    assert len(notes) == 1 and {"event": "note", "text": notes[0]} in told
+    assert training.resume(tmp_path / "run").notes == found.notes
+
+
 def test_a_changed_source_is_not_resumed(vectors, tmp_path):
     with pytest.raises(Cut):
         quickly(vectors, tmp_path / "run", watch=cut_at(8))
@@ -370,7 +426,7 @@ def test_no_temporary_file_is_left_behind(vectors, tmp_path):
 def test_an_existing_folder_is_not_touched(vectors, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is not empty; choose another --out, or go on with nearkin train --resume"):
+    with pytest.raises(ValueError, match=r"run: is not empty; choose another --out$"):
         quickly(vectors, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["precious.txt"]
 

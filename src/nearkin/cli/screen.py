@@ -1,7 +1,9 @@
 """What the verbs share: the app, errors as one sentence, bars and tables."""
 
 import io
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -48,15 +50,22 @@ def main() -> None:
     app(prog_name="nearkin")
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: ends as Ctrl-C does, so that half-written files and bars are gone."""
+
+
 @contextmanager
-def one_sentence(interrupted: str = "nothing was written") -> Iterator[None]:
+def one_sentence(interrupted: Callable[[], str] = lambda: "nothing was written") -> Iterator[None]:
     """Bad input ends with one sentence and exit code 2, a diverged training with 3, a signal with 128 + its number."""
     try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; {interrupted}", err=True)
-        raise typer.Exit(130) from None
-    except (ValueError, TypeError, OSError) as error:
+        with _terminable():
+            yield
+    except KeyboardInterrupt as error:
+        typer.echo(f"interrupted; {interrupted()}", err=True)
+        raise typer.Exit(143 if isinstance(error, _Terminated) else 130) from None
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
+            raise  # no missing extra: nearkin itself is broken
         typer.echo(" ".join(str(error).split()), err=True)
         raise typer.Exit(3 if type(error).__name__ == "Diverged" else 2) from None
     except (MemoryError, RuntimeError) as error:
@@ -69,6 +78,21 @@ def one_sentence(interrupted: str = "nothing was written") -> Iterator[None]:
             raise
         typer.echo(str(error), err=True)
         raise typer.Exit(128 + getattr(error, "number", 2)) from None
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    def end(*_: Any) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -134,11 +158,14 @@ class _Watcher:
         self.epochs, self.batches = recipe.training.epochs, recipe.training.batches
         self._say(
             f"{recipe.encoder['name']}, {recipe.loss['name']}, {recipe.sampler['name']} × {recipe.sampler['batch']}, "
-            f"{self.epochs} epochs of {self.batches} batches, {recipe.training.precision}"
+            f"{_count(self.epochs, 'epoch', 's')} of {_count(self.batches, 'batch', 'es')}, {recipe.training.precision}"
         )
 
     def on_resumed(self, event: dict[str, Any]) -> None:
-        self._say(f"going on in epoch {event['epoch']} after step {event['step']}")
+        if event["finished"]:
+            self._say(f"training was done after step {event['step']}; its best weights are tested again")
+        else:
+            self._say(f"going on in epoch {event['epoch']} after step {event['step']}")
 
     def on_moved(self, event: dict[str, Any]) -> None:
         self._bar("training", self.epochs * self.batches, start=event["step"] - 1)
@@ -206,22 +233,27 @@ def results_table(results: dict[str, Any]) -> None:
 
     tested = results["test"]
     columns = {"baseline": results["baseline"], "untrained": "untrained", "trained": "trained"}
-    grid = Table(box=SIMPLE_HEAD)
-    grid.add_column("test, % (95 %)", no_wrap=True)
+    interval = any(figure["low"] is not None for figure in tested["trained"].values())
+    grid = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    grid.add_column("test, % (95 %)" if interval else "test, %", no_wrap=True)
     for name in columns.values():
-        grid.add_column(name, justify="right", no_wrap=True)
+        grid.add_column(name, justify="right", overflow="fold")  # a narrow screen wraps: no figure is cut
     for metric in tested["trained"]:
         if metric != "precision@1":  # the same number as recall@1
             grid.add_row(metric, *(_cell(metric, tested[name][metric]) for name in columns))
     Console().print(grid)
 
 
+def _count(number: int, what: str, ending: str) -> str:
+    return f"{number} {what}{'' if number == 1 else ending}"
+
+
 def _cell(metric: str, figure: dict[str, float | None]) -> str:
     """Shares in per cent; distances and correlations as they are."""
-    plain = "distance" in metric or metric == "spearman"
+    form = ".3f" if metric == "spearman" else ".3g" if "distance" in metric else ".1f"
+    scale = 100 if form == ".1f" else 1
     value, low, high = (
-        None if part is None else f"{part:.3g}" if plain else f"{100 * part:.1f}"
-        for part in (figure["value"], figure["low"], figure["high"])
+        None if part is None else f"{scale * part:{form}}" for part in (figure["value"], figure["low"], figure["high"])
     )
     if value is None:
         return "–"

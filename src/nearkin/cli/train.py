@@ -34,7 +34,10 @@ def train(
         int | None, typer.Option(help="Encode so many items at a time; the gradient is that of the whole batch.")
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="by the encoder")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="0")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Of weights, batches and augmentation; the parts have data.seed.", show_default="0"),
+    ] = None,
     device: Annotated[Device | None, typer.Option(help="auto takes cuda where there is one.")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded pictures in memory only.")] = False,
     partial: Annotated[bool, typer.Option("--partial", help="Take what there is of a benchmark set.")] = False,
@@ -58,7 +61,7 @@ def train(
 
       nearkin train photos/ --loss proxy-anchor --epochs 20 --out runs/birds
 
-      nearkin train cub200 --root data/CUB_200_2011 --recipe recipes/cub200.toml
+      nearkin train cub200 --root data/CUB_200_2011 --recipe recipes/cub200-proxy-anchor.toml
 
       nearkin train --resume runs/birds
     """
@@ -80,7 +83,8 @@ def train(
         "training.device": None if device is None else device.value,
     }
     chosen = {key: value for key, value in given.items() if value is not None}
-    with one_sentence("the run is saved as far as it came"):
+    folder = resume
+    with one_sentence(lambda: _left(folder)):
         from nearkin import report, training
 
         if resume is not None and (chosen or recipe or set_ or out):
@@ -90,7 +94,8 @@ def train(
                 outcome = training.resume(resume, watch)
             else:
                 asked = training.read_recipe(recipe, [*_assignments(chosen), *(set_ or [])])
-                outcome = training.train(asked, out or _free_folder(asked), watch)
+                folder = out or _free_folder(asked)
+                outcome = training.train(asked, folder, watch)
             watch({"event": "reporting"})
             page = report.of_run(outcome)
     if json:
@@ -102,6 +107,13 @@ def train(
 
         results_table(outcome.results)
         typer.echo(f"report: {page}")
+
+
+def _left(folder: Path | None) -> str:
+    """What an interrupted command leaves behind."""
+    if folder is None or not (folder / "recipe.toml").is_file():
+        return "nothing was written"
+    return f"the run is saved as far as it came; go on with nearkin train --resume {folder}"
 
 
 def _assignments(chosen: dict[str, Any]) -> list[str]:

@@ -35,7 +35,7 @@ def embed(
 
       nearkin embed runs/birds photos/ --part test --views 10 --out test.parquet
     """
-    with one_sentence("nothing was written"):
+    with one_sentence():
         from nearkin import training
         from nearkin.data import writing
 
@@ -65,7 +65,7 @@ def export(
     out: Annotated[Path | None, typer.Option(help="Where to.", metavar="FILE", show_default="RUN/model.onnx")] = None,
 ) -> None:
     """Write the encoder of a run in another format, and check it on real inputs."""
-    with one_sentence("nothing was written"):
+    with one_sentence():
         from nearkin import training
 
         if not onnx:

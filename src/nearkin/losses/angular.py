@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import checks, distances, reduce
+from nearkin.losses.classes import given, route, sample, sampling, show_sampled
 from nearkin.losses.settings import hold, show
-from nearkin.losses.softmax import class_weight, classify
+from nearkin.losses.softmax import class_weight, classify, classify_streamed
 
 __all__ = [
     "ArcFaceLoss",
@@ -28,16 +29,24 @@ def cosface_loss(
     margin: float = 0.35,
     scale: float = 64.0,
     reduction: str = "mean",
+    impl: str = "auto",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""The own class must win by a margin of cosine.
 
     l_i = -log( e^{s (cos_iy - m)} / (e^{s (cos_iy - m)} + Σ_{c != y} e^{s cos_ic}) )
 
-    Arguments as `normalized_softmax_loss`. Wang et al. 2018, arXiv:1801.09414, eq. 4; m 0.35 and s 64 from there.
+    Arguments, impl and max_memory as `normalized_softmax_loss`. Wang et al. 2018, arXiv:1801.09414, eq. 4; m 0.35 and
+    s 64 from there.
     """
     ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
     checks.number("margin", margin)
     checks.positive("scale", scale)
+    streams = route(impl, embeddings, weight, max_memory)
+    if streams is not None:
+        found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
+        own = (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
+        return classify_streamed(found, scale * (own - margin), known, spoilt, reduction) + reduce.taint(embeddings)
     cosine = distances.cosine(embeddings, weight)  # (B, C)
     target = cosine.gather(1, ids[:, None]) - margin
     value = classify(scale * cosine.scatter(1, ids[:, None], target), ids, known, spoilt, reduction)
@@ -54,6 +63,8 @@ def arcface_loss(
     sub_centers: int = 1,
     straight_through: bool = False,
     reduction: str = "mean",
+    impl: str = "auto",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""The own class must win by a margin of angle.
 
@@ -70,20 +81,29 @@ def arcface_loss(
     ids, known, spoilt = checks.classes(embeddings, labels, num_classes, weight.shape[1])
     checks.positive("scale", scale)
     checks.angle("margin", margin)
+    streams = route(impl, embeddings, weight, max_memory)
+    if streams is not None:
+        found = streams(embeddings, weight, ids, scale=scale, sub_centers=sub_centers, max_memory=max_memory)
+        target = scale * _widened(distances.unit(found.anchors), distances.unit(found.own), margin, straight_through)
+        return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     x, w = distances.unit(embeddings), distances.unit(weight)
     every = distances.dot(x, w).view(x.shape[0], num_classes, sub_centers)  # (B, C, K)
     cosine, nearest = every.max(2)
     own = w[ids * sub_centers + nearest.gather(1, ids[:, None]).squeeze(1)]  # (B, D)
+    target = _widened(x, own, margin, straight_through)
+    logits = scale * cosine.scatter(1, ids[:, None], target[:, None].to(cosine.dtype))
+    return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+
+
+def _widened(x: Tensor, own: Tensor, margin: float, straight_through: bool) -> Tensor:
+    """cos(θ + m) of unit rows, (B,), and what `arcface_loss` has beyond π - m."""
     cos, sin = _cos_sin(x, own)
     target = torch.where(
         cos > -math.cos(margin),
         cos * math.cos(margin) - sin * math.sin(margin),
         cos - margin * math.sin(margin),
     )
-    if straight_through:
-        target = cos + (target - cos).detach()
-    logits = scale * cosine.scatter(1, ids[:, None], target[:, None].to(cosine.dtype))
-    return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+    return cos + (target - cos).detach() if straight_through else target
 
 
 def sphereface_loss(
@@ -94,6 +114,8 @@ def sphereface_loss(
     margin: int = 4,
     annealing: float | Tensor = 5.0,
     reduction: str = "mean",
+    impl: str = "auto",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""The own class must win at a multiple of the angle; embeddings keep their length.
 
@@ -107,12 +129,22 @@ def sphereface_loss(
     checks.whole("margin", margin, 1)
     if not isinstance(annealing, Tensor):
         checks.at_least("annealing", annealing, 0)
+    streams = route(impl, embeddings, weight, max_memory)
+    if streams is not None:
+        found = streams(embeddings, weight, ids, normalize=(False, True), max_memory=max_memory)
+        target = _annealed(found.anchors, distances.unit(found.own), margin, annealing)
+        return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     w = distances.unit(weight)
     logits = distances.dot(embeddings, w)  # (B, C), |x| cos θ
-    cos, _ = _cos_sin(distances.unit(embeddings), w[ids])
-    target = distances.length(embeddings) * (annealing * cos + sphereface_psi(cos, margin)) / (1 + annealing)
+    target = _annealed(embeddings, w[ids], margin, annealing)
     logits = logits.scatter(1, ids[:, None], target[:, None].to(logits.dtype))
     return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+
+
+def _annealed(embeddings: Tensor, own: Tensor, margin: int, annealing: float | Tensor) -> Tensor:
+    """The target logit of `sphereface_loss`, (B,), from the unit rows of the own classes."""
+    cos, _ = _cos_sin(distances.unit(embeddings), own)
+    return distances.length(embeddings) * (annealing * cos + sphereface_psi(cos, margin)) / (1 + annealing)
 
 
 def sphereface_psi(cos: Tensor, margin: int) -> Tensor:
@@ -138,26 +170,49 @@ def _cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CosFaceLoss(nn.Module):
-    """`cosface_loss` with its class weights (C, D)."""
+    """`cosface_loss` with its class weights (C, D); sample_rate as in `NormalizedSoftmaxLoss`."""
 
     lr_scale = 1.0
     settings: dict[str, Any]
 
     def __init__(
-        self, num_classes: int, dim: int, margin: float = 0.35, scale: float = 64.0, *, reduction: str = "mean"
+        self,
+        num_classes: int,
+        dim: int,
+        margin: float = 0.35,
+        scale: float = 64.0,
+        *,
+        reduction: str = "mean",
+        sample_rate: float = 1.0,
+        impl: str = "auto",
+        max_memory: int | None = None,
     ) -> None:
         super().__init__()
         self.weight = class_weight(num_classes, dim)
-        hold(self, cosface_loss, self.weight, margin=margin, scale=scale, reduction=reduction)
+        self.sample_rate = sampling(sample_rate)
+        hold(
+            self,
+            cosface_loss,
+            self.weight,
+            margin=margin,
+            scale=scale,
+            reduction=reduction,
+            max_memory=max_memory,
+            **given(impl),
+        )
 
-    extra_repr = show
+    extra_repr = show_sampled
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return cosface_loss(embeddings, labels, self.weight, **self.settings)
+        labels, weight = sample(self, embeddings, labels)
+        return cosface_loss(embeddings, labels, weight, **self.settings)
 
 
 class ArcFaceLoss(nn.Module):
-    """`arcface_loss` with its class weights (C·K, D), K = sub_centers in a row for each class."""
+    """`arcface_loss` with its class weights (C·K, D), K = sub_centers in a row for each class.
+
+    sample_rate as in `NormalizedSoftmaxLoss`; a class is drawn with all its centres.
+    """
 
     lr_scale = 1.0
     settings: dict[str, Any]
@@ -172,10 +227,14 @@ class ArcFaceLoss(nn.Module):
         *,
         straight_through: bool = False,
         reduction: str = "mean",
+        sample_rate: float = 1.0,
+        impl: str = "auto",
+        max_memory: int | None = None,
     ) -> None:
         super().__init__()
         checks.whole("sub_centers", sub_centers, 1)
         self.weight = class_weight(num_classes * sub_centers, dim)
+        self.sample_rate = sampling(sample_rate)
         hold(
             self,
             arcface_loss,
@@ -185,12 +244,15 @@ class ArcFaceLoss(nn.Module):
             sub_centers=sub_centers,
             straight_through=straight_through,
             reduction=reduction,
+            max_memory=max_memory,
+            **given(impl),
         )
 
-    extra_repr = show
+    extra_repr = show_sampled
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return arcface_loss(embeddings, labels, self.weight, **self.settings)
+        labels, weight = sample(self, embeddings, labels, self.settings["sub_centers"])
+        return arcface_loss(embeddings, labels, weight, **self.settings)
 
 
 class SphereFaceLoss(nn.Module):
@@ -214,6 +276,8 @@ class SphereFaceLoss(nn.Module):
         decay: float = 0.12,
         floor: float = 5.0,
         reduction: str = "mean",
+        impl: str = "auto",
+        max_memory: int | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("start", start), ("decay", decay), ("floor", floor)):
@@ -221,7 +285,15 @@ class SphereFaceLoss(nn.Module):
         self.weight = class_weight(num_classes, dim)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.schedule = (start, decay, floor)
-        hold(self, sphereface_loss, self.weight, margin=margin, reduction=reduction)
+        hold(
+            self,
+            sphereface_loss,
+            self.weight,
+            margin=margin,
+            reduction=reduction,
+            max_memory=max_memory,
+            **given(impl),
+        )
 
     extra_repr = show
 

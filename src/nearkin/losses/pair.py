@@ -1,4 +1,7 @@
-"""Pair losses: every pair of an anchor and a reference pays by itself, or weighted by its anchor's other pairs."""
+"""Pair losses: every pair of an anchor and a reference pays by itself, or weighted by its anchor's other pairs.
+
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+"""
 
 from typing import Any
 
@@ -6,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import mining
-from nearkin.core import checks, distances, reduce, relations
+from nearkin.core import checks, distances, reduce, tiles
 from nearkin.core.relations import Labels, Relation
-from nearkin.losses.settings import hold, show
+from nearkin.losses.settings import hold, show, tiling
 
 __all__ = [
     "CircleLoss",
@@ -35,6 +38,7 @@ def contrastive_loss(
     normalize: bool = False,
     reduction: str = "mean",
     generator: torch.Generator | None = None,
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Kin are pulled together, strangers pushed out to the margin.
 
@@ -48,15 +52,22 @@ def contrastive_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
     checks.at_least("positive_margin", positive_margin, 0)
-    distance = distances.euclidean(embeddings, references, normalize=normalize)  # (B, R)
-    kin = relations.of(labels, references, reference_labels)
-    pairs = _pairs(selection, distance, kin, normalize, embeddings.shape[1], margin, generator)
-    near, positive, far, negative = mining.as_pairs(pairs, distance)
-    pull = (near - positive_margin).relu() if positive_margin else near
-    push = (margin - far).relu()
-    if squared:
-        pull, push = pull.square(), push.square()
-    halves = reduce.terms(pull, positive, reduction) + reduce.terms(push, negative, reduction)
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
+        pairs = _pairs(selection, distance, kin, normalize, x.shape[1], margin, generator)
+        near, positive, far, negative = mining.as_pairs(pairs, distance)
+        pull = (near - positive_margin).relu() if positive_margin else near
+        push = (margin - far).relu()
+        if squared:
+            pull, push = pull.square(), push.square()
+        return *tiles.counted(pull, positive), *tiles.counted(push, negative)
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    pull, kin, pulled, push, strangers, pushed = tiles.over(
+        rows, batch, max_memory=max_memory, generator=generator, **tiling(selection)
+    )
+    halves = reduce.total(pull, kin, pulled, reduction) + reduce.total(push, strangers, pushed, reduction)
     return halves / 2 + reduce.taint(embeddings, references)
 
 
@@ -73,6 +84,7 @@ def margin_loss(
     normalize: bool = True,
     reduction: str = "active",
     generator: torch.Generator | None = None,
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Kin nearer than a boundary β, strangers farther, each by the margin; β may be learned.
 
@@ -86,19 +98,24 @@ def margin_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
-    distance = distances.euclidean(embeddings, references, normalize=normalize)  # (B, R)
-    kin = relations.of(labels, references, reference_labels)
-    boundary = _boundary(beta, labels, distance)  # (B, 1)
-    cutoff = (boundary.detach() + margin).squeeze(1)
-    pairs = _pairs(selection, distance, kin, normalize, embeddings.shape[1], cutoff, generator)
-    near, positive, far, negative = mining.as_pairs(pairs, distance)
-    pull = torch.where(positive, (margin + near - boundary).relu(), 0.0)
-    push = torch.where(negative, (margin - far + boundary).relu(), 0.0)
-    sums = pull.sum(1) + push.sum(1)
-    if nu:
-        sums = sums + nu * boundary.squeeze(1) * positive.sum(1)
-    counts = positive.sum(1) + negative.sum(1)
-    active = (pull > 0).sum(1) + (push > 0).sum(1)
+    boundary = _boundary(beta, labels, embeddings, references)  # (B, 1)
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation, boundary: Tensor) -> tuple[Tensor, ...]:
+        distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
+        cutoff = (boundary.detach() + margin).squeeze(1)
+        pairs = _pairs(selection, distance, kin, normalize, x.shape[1], cutoff, generator)
+        near, positive, far, negative = mining.as_pairs(pairs, distance)
+        pull = torch.where(positive, (margin + near - boundary).relu(), 0.0)
+        push = torch.where(negative, (margin - far + boundary).relu(), 0.0)
+        sums = pull.sum(1) + push.sum(1)
+        if nu:
+            sums = sums + nu * boundary.squeeze(1) * positive.sum(1)
+        return sums, positive.sum(1) + negative.sum(1), (pull > 0).sum(1) + (push > 0).sum(1)
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    sums, counts, active = tiles.over(
+        rows, batch, boundary, max_memory=max_memory, generator=generator, **tiling(selection)
+    )
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references, boundary)
 
 
@@ -114,6 +131,7 @@ def multi_similarity_loss(
     epsilon: float = 0.1,
     selection: mining.Selection = "multi_similarity",
     reduction: str = "mean",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Pairs are weighted by how hard they are among the anchor's other pairs.
 
@@ -128,20 +146,24 @@ def multi_similarity_loss(
     checks.positive("beta", beta)
     checks.number("base", base)
     checks.number("epsilon", epsilon)
-    similarity = distances.cosine(embeddings, references)  # (B, R), larger is closer
-    kin = relations.of(labels, references, reference_labels)
-    pairs: mining.Triplets | mining.Pairs = mining.Pairs(kin.positive, kin.negative)
-    if selection == "multi_similarity":
-        pairs = mining.multi_similarity(1 - similarity, kin, epsilon=epsilon)
-    elif selection != "all":
-        pairs = mining.select(selection, 1 - similarity, kin, dim=embeddings.shape[1])
-    if isinstance(pairs, mining.Triplets):
-        known = ("all", *mining.PAIR_SELECTIONS)
-        checks.impossible("selection", selection, "the loss weighs pairs, not triplets", known)
-    pull = reduce.softplus(reduce.logsumexp(-alpha * (similarity - base), pairs.positive)) / alpha
-    push = reduce.softplus(reduce.logsumexp(beta * (similarity - base), pairs.negative)) / beta
-    met = (kin.positive | kin.negative).any(1)
-    return reduce.terms(pull + push, met, reduction) + reduce.taint(embeddings, references)
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        similarity = distances.cosine(x, references)  # (B, R), larger is closer
+        pairs: mining.Triplets | mining.Pairs = mining.Pairs(kin.positive, kin.negative)
+        if selection == "multi_similarity":
+            pairs = mining.multi_similarity(1 - similarity, kin, epsilon=epsilon)
+        elif selection != "all":
+            pairs = mining.select(selection, 1 - similarity, kin, dim=x.shape[1])
+        if isinstance(pairs, mining.Triplets):
+            known = ("all", *mining.PAIR_SELECTIONS)
+            checks.impossible("selection", selection, "the loss weighs pairs, not triplets", known)
+        pull = reduce.softplus(reduce.logsumexp(-alpha * (similarity - base), pairs.positive)) / alpha
+        push = reduce.softplus(reduce.logsumexp(beta * (similarity - base), pairs.negative)) / beta
+        return pull + push, (kin.positive | kin.negative).any(1)
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    value, met = tiles.over(rows, batch, max_memory=max_memory, **tiling(selection))
+    return reduce.terms(value, met, reduction) + reduce.taint(embeddings, references)
 
 
 def circle_loss(
@@ -153,6 +175,7 @@ def circle_loss(
     margin: float = 0.4,
     scale: float = 80.0,
     reduction: str = "mean",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Each similarity is pulled as strongly as it is far from its own optimum, towards a circular boundary.
 
@@ -165,16 +188,19 @@ def circle_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.number("margin", margin)
     checks.positive("scale", scale)
-    similarity = distances.cosine(embeddings, references)  # (B, R), larger is closer
-    kin = relations.of(labels, references, reference_labels)
-    held = similarity.detach()
-    pull = -scale * (1 + margin - held).relu() * (similarity - (1 - margin))
-    push = scale * (held + margin).relu() * (similarity - margin)
-    both = kin.positive.any(1) & kin.negative.any(1)
-    value = reduce.logsumexp(pull, kin.positive) + reduce.logsumexp(push, kin.negative)
-    return reduce.terms(reduce.softplus(torch.where(both, value, 0.0)), both, reduction) + reduce.taint(
-        embeddings, references
-    )
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        similarity = distances.cosine(x, references)  # (B, R), larger is closer
+        held = similarity.detach()
+        pull = -scale * (1 + margin - held).relu() * (similarity - (1 - margin))
+        push = scale * (held + margin).relu() * (similarity - margin)
+        both = kin.positive.any(1) & kin.negative.any(1)
+        value = reduce.logsumexp(pull, kin.positive) + reduce.logsumexp(push, kin.negative)
+        return reduce.softplus(torch.where(both, value, 0.0)), both
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    value, both = tiles.over(rows, batch, max_memory=max_memory)
+    return reduce.terms(value, both, reduction) + reduce.taint(embeddings, references)
 
 
 class ContrastiveLoss(nn.Module):
@@ -193,6 +219,7 @@ class ContrastiveLoss(nn.Module):
         normalize: bool = False,
         reduction: str = "mean",
         generator: torch.Generator | None = None,
+        max_memory: int | None = None,
     ) -> None:
         super().__init__()
         hold(
@@ -205,6 +232,7 @@ class ContrastiveLoss(nn.Module):
             normalize=normalize,
             reduction=reduction,
             generator=generator,
+            max_memory=max_memory,
         )
 
     extra_repr = show
@@ -239,6 +267,7 @@ class MarginLoss(nn.Module):
         normalize: bool = True,
         reduction: str = "active",
         generator: torch.Generator | None = None,
+        max_memory: int | None = None,
     ) -> None:
         super().__init__()
         if num_classes is not None:
@@ -252,6 +281,7 @@ class MarginLoss(nn.Module):
             normalize=normalize,
             reduction=reduction,
             generator=generator,
+            max_memory=max_memory,
         )
         self.beta = nn.Parameter(torch.full(() if num_classes is None else (num_classes,), float(beta)))
 
@@ -282,6 +312,7 @@ class MultiSimilarityLoss(nn.Module):
         epsilon: float = 0.1,
         selection: mining.Selection = "multi_similarity",
         reduction: str = "mean",
+        max_memory: int | None = None,
     ) -> None:
         super().__init__()
         hold(
@@ -293,6 +324,7 @@ class MultiSimilarityLoss(nn.Module):
             epsilon=epsilon,
             selection=selection,
             reduction=reduction,
+            max_memory=max_memory,
         )
 
     extra_repr = show
@@ -313,9 +345,11 @@ class CircleLoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, margin: float = 0.4, scale: float = 80.0, *, reduction: str = "mean") -> None:
+    def __init__(
+        self, margin: float = 0.4, scale: float = 80.0, *, reduction: str = "mean", max_memory: int | None = None
+    ) -> None:
         super().__init__()
-        hold(self, circle_loss, margin=margin, scale=scale, reduction=reduction)
+        hold(self, circle_loss, margin=margin, scale=scale, reduction=reduction, max_memory=max_memory)
 
     extra_repr = show
 
@@ -344,13 +378,15 @@ def _pairs(
     return mining.select(selection, distance, kin, dim=dim, cutoff=cutoff, generator=generator)
 
 
-def _boundary(beta: Tensor | float, labels: Labels, distance: Tensor) -> Tensor:
-    """β of each anchor, (B, 1)."""
+def _boundary(beta: Tensor | float, labels: Labels, embeddings: Tensor, references: Tensor | None) -> Tensor:
+    """β of each anchor, (B, 1), in the type of the distances."""
+    both = embeddings.dtype if references is None else torch.promote_types(embeddings.dtype, references.dtype)
+    kind = torch.promote_types(both, torch.float32)
     if not isinstance(beta, Tensor):
-        return torch.full_like(distance[:, :1] if distance.shape[1] else distance.sum(1, keepdim=True), beta)
-    beta = beta.to(distance.dtype)
+        return torch.full((embeddings.shape[0], 1), beta, dtype=kind, device=embeddings.device)
+    beta = beta.to(kind)
     if beta.dim() == 0:
-        return beta.expand(distance.shape[0], 1)
+        return beta.expand(embeddings.shape[0], 1)
     classes = labels.ids if isinstance(labels, Relation) else labels
     if not isinstance(classes, Tensor) or classes.dtype == torch.bool:
         raise TypeError(

@@ -1,4 +1,7 @@
-"""Rank losses: average precision itself, made smooth."""
+"""Rank losses: average precision itself, made smooth.
+
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+"""
 
 from typing import Any
 
@@ -6,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nearkin.core import checks, distances, reduce, relations
-from nearkin.core.relations import Labels
+from nearkin.core import checks, distances, reduce, tiles
+from nearkin.core.relations import Labels, Relation
 from nearkin.losses.settings import hold, show
 
 __all__ = ["FastAPLoss", "SmoothAPLoss", "fastap_loss", "smooth_ap_loss"]
@@ -22,6 +25,7 @@ def smooth_ap_loss(
     temperature: float = 0.01,
     max_positives: int | None = None,
     reduction: str = "mean",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""One minus average precision, with a sigmoid for "ranks before".
 
@@ -35,22 +39,27 @@ def smooth_ap_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("temperature", temperature)
-    scores = distances.cosine(embeddings, references) / temperature  # (B, R), larger is closer
-    kin = relations.of(labels, references, reference_labels)
-    number = kin.positive.sum(1)
-    slots = _slots(number, scores.shape[1], max_positives)
-    # Columns with an anchor's positives first, so that only as many slots are visited as there may be positives.
-    order = kin.positive.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
-    precision = scores.sum(1) * 0  # on the graph even where nobody has kin
-    tile = max(2, 2**22 // max(scores.numel(), 1))  # positives compared with all references at once
-    for start in range(0, slots, tile):
-        part = order[:, start : min(start + tile, slots)]
-        precision = precision + checkpoint(
-            _precisions, scores, kin.positive, kin.negative, part, use_reentrant=False, preserve_rng_state=False
-        )
-    value = 1 - precision / number.clamp(min=1)
-    value = torch.where(number > slots, torch.nan, value)
-    return reduce.terms(value, number > 0, reduction) + reduce.taint(embeddings, references)
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        scores = distances.cosine(x, references) / temperature  # (B, R), larger is closer
+        number = kin.positive.sum(1)
+        slots = _slots(number, scores.shape[1], max_positives)
+        # Columns with an anchor's positives first, so that only as many slots are visited as there may be positives.
+        order = kin.positive.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+        precision = scores.sum(1) * 0  # on the graph even where nobody has kin
+        # Positives compared with all references at once: what fills 4M comparisons, where memory is not bounded.
+        tile = 2 if max_memory is not None else max(2, 2**22 // max(scores.numel(), 1))
+        for start in range(0, slots, tile):
+            part = order[:, start : min(start + tile, slots)]
+            precision = precision + checkpoint(
+                _precisions, scores, kin.positive, kin.negative, part, use_reentrant=False, preserve_rng_state=False
+            )
+        value = 1 - precision / number.clamp(min=1)
+        return torch.where(number > slots, torch.nan, value), number > 0
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    value, counts = tiles.over(rows, batch, max_memory=max_memory)
+    return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
 
 
 def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
@@ -84,6 +93,7 @@ def fastap_loss(
     *,
     bins: int = 10,
     reduction: str = "mean",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""One minus average precision, estimated from soft histograms of distance.
 
@@ -95,19 +105,22 @@ def fastap_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.whole("bins", bins, 1)
-    squared = distances.squared_euclidean(embeddings, references, normalize=True)
-    kin = relations.of(labels, references, reference_labels)
-    place = squared.clamp(0, 4) * (bins / 4)
-    lower = place.detach().floor().clamp(max=bins - 1)
-    index, share = lower.long(), place - lower  # the share of the upper of the two centres
-    positives = _histogram(index, share, kin.positive, bins)  # (B, bins + 1)
-    among_kin = positives.cumsum(1)
-    among_all = among_kin + _histogram(index, share, kin.negative, bins).cumsum(1)
-    hit = among_all > 0
-    ratio = torch.where(hit, positives * among_kin, 0.0) / torch.where(hit, among_all, 1.0)
-    number = kin.positive.sum(1)
-    value = 1 - ratio.sum(1) / number.clamp(min=1)
-    return reduce.terms(value, number > 0, reduction) + reduce.taint(embeddings, references)
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        place = distances.squared_euclidean(x, references, normalize=True).clamp(0, 4) * (bins / 4)  # (B, R)
+        lower = place.detach().floor().clamp(max=bins - 1)
+        index, share = lower.long(), place - lower  # the share of the upper of the two centres
+        positives = _histogram(index, share, kin.positive, bins)  # (B, bins + 1)
+        among_kin = positives.cumsum(1)
+        among_all = among_kin + _histogram(index, share, kin.negative, bins).cumsum(1)
+        hit = among_all > 0
+        ratio = torch.where(hit, positives * among_kin, 0.0) / torch.where(hit, among_all, 1.0)
+        number = kin.positive.sum(1)
+        return 1 - ratio.sum(1) / number.clamp(min=1), number > 0
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    value, counts = tiles.over(rows, batch, max_memory=max_memory)
+    return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
 
 
 def _histogram(index: Tensor, share: Tensor, mask: Tensor, bins: int) -> Tensor:
@@ -122,9 +135,23 @@ class SmoothAPLoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, temperature: float = 0.01, *, max_positives: int | None = None, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        temperature: float = 0.01,
+        *,
+        max_positives: int | None = None,
+        reduction: str = "mean",
+        max_memory: int | None = None,
+    ) -> None:
         super().__init__()
-        hold(self, smooth_ap_loss, temperature=temperature, max_positives=max_positives, reduction=reduction)
+        hold(
+            self,
+            smooth_ap_loss,
+            temperature=temperature,
+            max_positives=max_positives,
+            reduction=reduction,
+            max_memory=max_memory,
+        )
 
     extra_repr = show
 
@@ -144,9 +171,9 @@ class FastAPLoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, bins: int = 10, *, reduction: str = "mean") -> None:
+    def __init__(self, bins: int = 10, *, reduction: str = "mean", max_memory: int | None = None) -> None:
         super().__init__()
-        hold(self, fastap_loss, bins=bins, reduction=reduction)
+        hold(self, fastap_loss, bins=bins, reduction=reduction, max_memory=max_memory)
 
     extra_repr = show
 

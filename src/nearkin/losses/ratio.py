@@ -1,11 +1,15 @@
-"""Log-ratio loss: distances in proportion to real-valued label distances."""
+"""Log-ratio loss: distances in proportion to real-valued label distances.
 
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nearkin.core import checks, distances, reduce, relations
+from nearkin.core import checks, distances, reduce, tiles
 from nearkin.core.relations import Labels
 from nearkin.losses.settings import hold, show
 
@@ -22,6 +26,7 @@ def logratio_loss(
     ties: str = "drop",
     normalize: bool = False,
     reduction: str = "mean",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Ratios of distances equal ratios of label distances, for every two references of an anchor.
 
@@ -36,20 +41,29 @@ def logratio_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, graded=True)
     checks.positive("epsilon", epsilon)
     checks.one_of("ties", ties, ("drop", "keep"))
-    gaps = relations.label_distances(labels, reference_labels)
-    valid = gaps > 0
-    if references is None:
-        valid.fill_diagonal_(False)
+
+    def rows(x: Tensor, references: Tensor | None, gaps: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        kind = torch.promote_types(x.dtype, torch.float32)
+        log_gaps, valid, groups, spoilt = _said(*gaps(), ties, kind)
+        squared = distances.squared_euclidean(x, references, normalize=normalize)  # (B, R)
+        ratio = (squared + epsilon).log() - log_gaps  # (B, R)
+        sums, pairs = _between(ratio, valid, groups)
+        return sums / pairs.clamp(min=1), pairs > 0, spoilt
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    value, counts, spoilt = tiles.over(rows, batch, max_memory=max_memory, graded=True)
+    return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references, spoilt)
+
+
+@torch.no_grad()
+def _said(gaps: Tensor, valid: Tensor, ties: str, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """What the targets say: log Y, where they say it, who is tied with whom, (B, R) each; 0 or NaN an anchor, (B,).
+
+    The label distances themselves, in float64 the largest matrix of the loss, are let go here.
+    """
     groups = _tied(gaps, valid) if ties == "drop" else None
-    kind = torch.promote_types(embeddings.dtype, torch.float32)
     log_gaps = 2 * torch.where(valid, gaps, 1.0).log().to(kind)
-    spoilt = reduce.taint(embeddings, references, gaps)
-    del gaps  # in float64: the largest matrix here, and no longer needed
-    squared = distances.squared_euclidean(embeddings, references, normalize=normalize)  # (B, R)
-    ratio = (squared + epsilon).log() - log_gaps  # (B, R)
-    sums, pairs = _between(ratio, valid, groups)
-    value = sums / pairs.clamp(min=1)
-    return reduce.terms(value, pairs > 0, reduction) + spoilt
+    return log_gaps, valid, groups, (gaps * 0).sum(1)
 
 
 @torch.no_grad()
@@ -88,10 +102,24 @@ class LogRatioLoss(nn.Module):
     settings: dict[str, Any]
 
     def __init__(
-        self, *, epsilon: float = 1e-6, ties: str = "drop", normalize: bool = False, reduction: str = "mean"
+        self,
+        *,
+        epsilon: float = 1e-6,
+        ties: str = "drop",
+        normalize: bool = False,
+        reduction: str = "mean",
+        max_memory: int | None = None,
     ) -> None:
         super().__init__()
-        hold(self, logratio_loss, epsilon=epsilon, ties=ties, normalize=normalize, reduction=reduction)
+        hold(
+            self,
+            logratio_loss,
+            epsilon=epsilon,
+            ties=ties,
+            normalize=normalize,
+            reduction=reduction,
+            max_memory=max_memory,
+        )
 
     extra_repr = show
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy
 
-from nearkin.core import checks, distances, reduce
+from nearkin.core import checks, class_softmax, distances, reduce
+from nearkin.losses.classes import given, route, sample, sampling, show_sampled
 from nearkin.losses.settings import hold, show
 
 __all__ = [
@@ -22,19 +23,32 @@ __all__ = [
 
 
 def normalized_softmax_loss(
-    embeddings: Tensor, labels: Tensor, weight: Tensor, *, scale: float | Tensor = 20.0, reduction: str = "mean"
+    embeddings: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    *,
+    scale: float | Tensor = 20.0,
+    reduction: str = "mean",
+    impl: str = "auto",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Softmax over scaled cosines to the class weights.
 
     l_i = -log( e^{s cos_iy} / Σ_c e^{s cos_ic} )
 
     embeddings (B, D), labels (B,) in 0..C-1, -1 left out, weight (C, D). Kin: `proxy_nca_loss` in its softmax form,
-    which is this with s = 2·scale². Wang et al. 2017 (NormFace), Zhai and Wu 2018, arXiv:1811.12649; scale 20 = their
-    temperature 0.05.
+    which is this with s = 2·scale². Beyond `max_memory` bytes (without it, beyond a modest size) the logits are never
+    held: blocks of classes pass by, in plain torch (impl="torch") or in a kernel ("triton"); "auto" chooses.
+    Wang et al. 2017 (NormFace), Zhai and Wu 2018, arXiv:1811.12649; scale 20 = their temperature 0.05.
     """
     ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
+    streams = route(impl, embeddings, weight, max_memory)
+    if streams is not None:
+        found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
+        target = scale * (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
+        return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     logits = scale * distances.cosine(embeddings, weight)  # (B, C)
     return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
@@ -64,32 +78,57 @@ def heated_softmax_loss(
 
 
 def adacos_loss(
-    embeddings: Tensor, labels: Tensor, weight: Tensor, *, scale: float | Tensor | None = None, reduction: str = "mean"
+    embeddings: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    *,
+    scale: float | Tensor | None = None,
+    reduction: str = "mean",
+    impl: str = "auto",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Normalised softmax whose scale follows from the number of classes, or from the batch.
 
     scale √2 ln(C - 1) unless given; `adacos_scale` gives the dynamic one. Needs three classes
-    or more: two give scale 0.
+    or more: two give scale 0. impl and max_memory as in `normalized_softmax_loss`.
     Zhang et al. 2019, arXiv:1905.00292, eq. 12 (fixed) and 15 (dynamic).
     """
     fixed = _fixed_scale(weight.shape[0])
+    scale = fixed if scale is None else scale
     return normalized_softmax_loss(
-        embeddings, labels, weight, scale=fixed if scale is None else scale, reduction=reduction
+        embeddings, labels, weight, scale=scale, reduction=reduction, impl=impl, max_memory=max_memory
     )
 
 
 @torch.no_grad()
-def adacos_scale(embeddings: Tensor, labels: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def adacos_scale(
+    embeddings: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    impl: str = "auto",
+    max_memory: int | None = None,
+) -> Tensor:
     r"""The next dynamic scale: ln(B_avg) / cos(min(π/4, θ_med)).
 
     B_avg = 1/N Σ_i Σ_{c != y_i} e^{s cos_ic} with the last scale s; θ_med: lower median of the angles to the own class.
     A batch that says nothing leaves the scale as it was.
     """
     ids, known, _ = checks.classes(embeddings, labels, *weight.shape)
-    cosine = distances.cosine(embeddings, weight)  # (B, C)
-    own = torch.zeros_like(cosine, dtype=torch.bool).scatter_(1, ids[:, None], True)
-    flat = reduce.logsumexp((scale * cosine).flatten()[None], (known[:, None] & ~own).flatten()[None])
-    angle = cosine.gather(1, ids[:, None]).squeeze(1).clamp(-1, 1).acos()
+    streams = route(impl, embeddings, weight, max_memory)
+    if streams is not None:
+        found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
+        flat = reduce.logsumexp(
+            (found.peak + found.rest)[None], (known & (found.rest > reduce.nothing(found.rest)))[None]
+        )
+        own_cosine = (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
+    else:
+        cosine = distances.cosine(embeddings, weight)  # (B, C)
+        own = torch.zeros_like(cosine, dtype=torch.bool).scatter_(1, ids[:, None], True)
+        flat = reduce.logsumexp((scale * cosine).flatten()[None], (known[:, None] & ~own).flatten()[None])
+        own_cosine = cosine.gather(1, ids[:, None]).squeeze(1)
+    angle = own_cosine.clamp(-1, 1).acos()
     middle = torch.where(known, angle, torch.nan).nanmedian()
     following = (flat.squeeze(0) - known.sum().clamp(min=1).to(angle.dtype).log()) / middle.clamp(max=math.pi / 4).cos()
     return torch.where(following.isfinite() & (following > 0), following, scale).to(scale.dtype)
@@ -106,6 +145,14 @@ def classify(logits: Tensor, ids: Tensor, known: Tensor, spoilt: Tensor, reducti
     return reduce.terms(value, known, reduction)
 
 
+def classify_streamed(
+    found: class_softmax.Rivals, target: Tensor, known: Tensor, spoilt: Tensor, reduction: str
+) -> Tensor:
+    """The same where the other classes have passed by, from the own class's logits (B,)."""
+    value = class_softmax.cross_entropy(found, target.to(found.rest.dtype)) + spoilt.to(found.rest.dtype)
+    return reduce.terms(value, known, reduction) + found.taint
+
+
 def class_weight(rows: int, dim: int) -> nn.Parameter:
     """Class weights in random directions."""
     checks.whole("num_classes", rows, 1)
@@ -114,20 +161,44 @@ def class_weight(rows: int, dim: int) -> nn.Parameter:
 
 
 class NormalizedSoftmaxLoss(nn.Module):
-    """`normalized_softmax_loss` with its class weights (C, D)."""
+    """`normalized_softmax_loss` with its class weights (C, D).
+
+    sample_rate below 1: in training each step meets the classes of the batch and others drawn at random, together that
+    part of all (Partial FC, An et al. 2022, arXiv:2203.15565). Evaluation meets all.
+    """
 
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, num_classes: int, dim: int, scale: float = 20.0, *, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int,
+        scale: float = 20.0,
+        *,
+        reduction: str = "mean",
+        sample_rate: float = 1.0,
+        impl: str = "auto",
+        max_memory: int | None = None,
+    ) -> None:
         super().__init__()
         self.weight = class_weight(num_classes, dim)
-        hold(self, normalized_softmax_loss, self.weight, scale=scale, reduction=reduction)
+        self.sample_rate = sampling(sample_rate)
+        hold(
+            self,
+            normalized_softmax_loss,
+            self.weight,
+            scale=scale,
+            reduction=reduction,
+            max_memory=max_memory,
+            **given(impl),
+        )
 
-    extra_repr = show
+    extra_repr = show_sampled
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return normalized_softmax_loss(embeddings, labels, self.weight, **self.settings)
+        labels, weight = sample(self, embeddings, labels)
+        return normalized_softmax_loss(embeddings, labels, weight, **self.settings)
 
 
 class HeatedSoftmaxLoss(nn.Module):
@@ -212,16 +283,26 @@ class AdaCosLoss(nn.Module):
     settings: dict[str, Any]
     scale: Tensor
 
-    def __init__(self, num_classes: int, dim: int, *, dynamic: bool = True, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int,
+        *,
+        dynamic: bool = True,
+        reduction: str = "mean",
+        impl: str = "auto",
+        max_memory: int | None = None,
+    ) -> None:
         super().__init__()
         self.register_buffer("scale", torch.tensor(_fixed_scale(num_classes)))
         self.weight = class_weight(num_classes, dim)
         self.dynamic = dynamic
-        hold(self, adacos_loss, self.weight, reduction=reduction)
+        hold(self, adacos_loss, self.weight, reduction=reduction, max_memory=max_memory, **given(impl))
 
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         if self.dynamic and self.training:
-            self.scale = adacos_scale(embeddings, labels, self.weight, self.scale)
+            way = {name: self.settings[name] for name in ("impl", "max_memory") if name in self.settings}
+            self.scale = adacos_scale(embeddings, labels, self.weight, self.scale, **way)
         return adacos_loss(embeddings, labels, self.weight, scale=self.scale, **self.settings)

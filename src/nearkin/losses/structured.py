@@ -1,11 +1,14 @@
-"""Structured losses: an anchor meets its whole batch at once."""
+"""Structured losses: an anchor meets its whole batch at once.
+
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nearkin.core import checks, distances, reduce, relations
+from nearkin.core import checks, distances, reduce, tiles
 from nearkin.core.relations import Labels, Relation
 from nearkin.losses.settings import hold, show
 
@@ -31,6 +34,7 @@ def lifted_structure_loss(
     form: str = "smooth",
     normalize: bool = False,
     reduction: str = "mean",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Each positive pair against all negatives of both its ends.
 
@@ -44,12 +48,31 @@ def lifted_structure_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.one_of("form", form, ("smooth", "max"))
     checks.at_least("margin", margin, 0)
-    distance = distances.euclidean(embeddings, references, normalize=normalize)  # (B, R)
-    kin = relations.of(labels, references, reference_labels)
-    row, column = (_threat(margin - distance, kin.negative, form, dim) for dim in (1, 0))  # (B,), (R,)
-    worst = (torch.logaddexp if form == "smooth" else torch.maximum)(row[:, None], column[None, :])
-    value = (worst + distance).relu().square() / 2
-    return reduce.terms(value, kin.positive, reduction) + reduce.taint(embeddings, references)
+
+    def threats(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        distance = distances.euclidean(x, references, normalize=normalize)
+        return (_threat(margin - distance, kin.negative, form, 1),)
+
+    def paid(distance: Tensor, kin: Relation, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        worst = (torch.logaddexp if form == "smooth" else torch.maximum)(row[:, None], column[None, :])
+        return tiles.counted((worst + distance).relu().square() / 2, kin.positive)
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    if tiles.fits(batch, max_memory):
+        distance = distances.euclidean(embeddings, references, normalize=normalize)  # (B, R)
+        kin = tiles.relation(batch)
+        row, column = (_threat(margin - distance, kin.negative, form, dim) for dim in (1, 0))  # (B,), (R,)
+        sums, counts, active = paid(distance, kin, row, column)
+    else:
+        (row,) = (column,) = tiles.over(threats, batch, max_memory=max_memory)
+        if references is not None or isinstance(labels, Relation):  # else everyone is a stranger to his strangers
+            (column,) = tiles.over(threats, tiles.turned(batch), max_memory=max_memory)
+
+        def rows(x: Tensor, references: Tensor | None, kin: Relation, row: Tensor) -> tuple[Tensor, ...]:
+            return paid(distances.euclidean(x, references, normalize=normalize), kin, row, column)
+
+        sums, counts, active = tiles.over(rows, batch, row, max_memory=max_memory)
+    return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 
 def _threat(nearness: Tensor, negative: Tensor, form: str, dim: int) -> Tensor:
@@ -66,6 +89,7 @@ def npair_loss(
     *,
     penalty: float = 0.002,
     reduction: str = "mean",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""An anchor finds its partner among one example of every other class.
 
@@ -78,23 +102,38 @@ def npair_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("penalty", penalty, 0)
-    logits = distances.dot(embeddings, references)  # (B, R)
-    kin = relations.of(labels, references, reference_labels)
-    if references is None:
-        first = ~kin.positive.tril(-1).any(1)
-        meets = first[:, None] & ~first[None, :]
-        kin = Relation(kin.positive & meets, kin.negative & meets)
-    met = kin.positive | kin.negative
-    counts = kin.positive.any(1)
-    # The mean over positives of their own log-probability, without a (B, R) matrix of probabilities.
-    value = reduce.logsumexp(logits, met) - reduce.mean(logits, kin.positive)
+    batch, alone = tiles.Batch(embeddings, labels, references, reference_labels), references is None
+    firsts = _firsts(batch, max_memory) if alone and not tiles.fits(batch, max_memory) else None  # (B,)
+    other = embeddings if references is None else references
+    used = torch.zeros(other.shape[0], dtype=torch.bool, device=other.device)  # references that an anchor meets
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation, *own: Tensor) -> tuple[Tensor, ...]:
+        logits = distances.dot(x, references)  # (B, R)
+        if alone:
+            everyone = _first(kin, 0) if firsts is None else firsts
+            meets = (own[0] if own else everyone)[:, None] & ~everyone[None, :]
+            kin = Relation(kin.positive & meets, kin.negative & meets)
+        met, counts = kin.positive | kin.negative, kin.positive.any(1)
+        used.logical_or_((met & counts[:, None]).any(0))  # made again for the gradient, a block adds nothing new
+        # The mean over positives of their own log-probability, without a (B, R) matrix of probabilities.
+        return reduce.logsumexp(logits, met) - reduce.mean(logits, kin.positive), counts
+
+    value, counts = tiles.over(rows, batch, *(() if firsts is None else (firsts,)), max_memory=max_memory)
     value = torch.where(counts, value, 0.0)
     if penalty:
-        size, other = _size(embeddings), _size(embeddings if references is None else references)
-        met = met & counts[:, None]
-        used = (met.any(0) * other).sum() / met.any(0).sum().clamp(min=1)  # mean square of the references met
-        value = torch.where(counts, value + penalty / 4 * (size + used), 0.0)
+        heard = used.clone()  # the pass for the gradient writes to the other
+        size = (heard * _size(other)).sum() / heard.sum().clamp(min=1)  # mean square of the references met
+        value = torch.where(counts, value + penalty / 4 * (_size(embeddings) + size), 0.0)
     return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
+
+
+def _first(kin: Relation, start: int) -> Tensor:
+    """Which anchors, from `start` of the batch on, have no kin before them, (B,)."""
+    return ~kin.positive.tril(start - 1).any(1)
+
+
+def _firsts(batch: tiles.Batch, max_memory: int | None) -> Tensor:
+    return torch.cat([_first(kin, start) for start, kin in tiles.blocks(batch, max_memory)])
 
 
 def _size(x: Tensor) -> Tensor:
@@ -109,6 +148,7 @@ def supcon_loss(
     *,
     temperature: float = 0.1,
     reduction: str = "mean",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Each anchor classifies its kin against everyone it meets.
 
@@ -120,10 +160,15 @@ def supcon_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("temperature", temperature)
-    logits = distances.cosine(embeddings, references) / temperature  # (B, R), larger is closer
-    kin = relations.of(labels, references, reference_labels)
-    value = reduce.logsumexp(logits, kin.positive | kin.negative) - reduce.mean(logits, kin.positive)
-    return reduce.terms(value, kin.positive.any(1), reduction) + reduce.taint(embeddings, references)
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        logits = distances.cosine(x, references) / temperature  # (B, R), larger is closer
+        value = reduce.logsumexp(logits, kin.positive | kin.negative) - reduce.mean(logits, kin.positive)
+        return value, kin.positive.any(1)
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    value, counts = tiles.over(rows, batch, max_memory=max_memory)
+    return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
 
 
 def infonce_loss(
@@ -134,6 +179,7 @@ def infonce_loss(
     *,
     temperature: float = 0.07,
     reduction: str = "mean",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Each positive pair against the anchor's negatives, other positives left out.
 
@@ -144,11 +190,15 @@ def infonce_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("temperature", temperature)
-    logits = distances.cosine(embeddings, references) / temperature  # (B, R), larger is closer
-    kin = relations.of(labels, references, reference_labels)
-    strangers = reduce.logsumexp(logits, kin.negative)[:, None]
-    value = reduce.softplus(strangers - logits)
-    return reduce.terms(value, kin.positive, reduction) + reduce.taint(embeddings, references)
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        logits = distances.cosine(x, references) / temperature  # (B, R), larger is closer
+        strangers = reduce.logsumexp(logits, kin.negative)[:, None]
+        return tiles.counted(reduce.softplus(strangers - logits), kin.positive)
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    sums, counts, active = tiles.over(rows, batch, max_memory=max_memory)
+    return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 
 class LiftedStructureLoss(nn.Module):
@@ -158,10 +208,24 @@ class LiftedStructureLoss(nn.Module):
     settings: dict[str, Any]
 
     def __init__(
-        self, margin: float = 1.0, *, form: str = "smooth", normalize: bool = False, reduction: str = "mean"
+        self,
+        margin: float = 1.0,
+        *,
+        form: str = "smooth",
+        normalize: bool = False,
+        reduction: str = "mean",
+        max_memory: int | None = None,
     ) -> None:
         super().__init__()
-        hold(self, lifted_structure_loss, margin=margin, form=form, normalize=normalize, reduction=reduction)
+        hold(
+            self,
+            lifted_structure_loss,
+            margin=margin,
+            form=form,
+            normalize=normalize,
+            reduction=reduction,
+            max_memory=max_memory,
+        )
 
     extra_repr = show
 
@@ -181,9 +245,9 @@ class NPairLoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, penalty: float = 0.002, *, reduction: str = "mean") -> None:
+    def __init__(self, penalty: float = 0.002, *, reduction: str = "mean", max_memory: int | None = None) -> None:
         super().__init__()
-        hold(self, npair_loss, penalty=penalty, reduction=reduction)
+        hold(self, npair_loss, penalty=penalty, reduction=reduction, max_memory=max_memory)
 
     extra_repr = show
 
@@ -203,9 +267,9 @@ class SupConLoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, temperature: float = 0.1, *, reduction: str = "mean") -> None:
+    def __init__(self, temperature: float = 0.1, *, reduction: str = "mean", max_memory: int | None = None) -> None:
         super().__init__()
-        hold(self, supcon_loss, temperature=temperature, reduction=reduction)
+        hold(self, supcon_loss, temperature=temperature, reduction=reduction, max_memory=max_memory)
 
     extra_repr = show
 
@@ -225,9 +289,9 @@ class InfoNCELoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, temperature: float = 0.07, *, reduction: str = "mean") -> None:
+    def __init__(self, temperature: float = 0.07, *, reduction: str = "mean", max_memory: int | None = None) -> None:
         super().__init__()
-        hold(self, infonce_loss, temperature=temperature, reduction=reduction)
+        hold(self, infonce_loss, temperature=temperature, reduction=reduction, max_memory=max_memory)
 
     extra_repr = show
 

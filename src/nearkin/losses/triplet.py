@@ -1,4 +1,7 @@
-"""Triplet losses: an anchor's kin nearer than its strangers, in every selection of `mining`."""
+"""Triplet losses: an anchor's kin nearer than its strangers, in every selection of `mining`.
+
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+"""
 
 from typing import Any
 
@@ -6,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import mining
-from nearkin.core import checks, distances, reduce, relations
+from nearkin.core import checks, distances, reduce, tiles
 from nearkin.core.relations import Labels, Relation
-from nearkin.losses.settings import hold, show
+from nearkin.losses.settings import hold, show, tiling
 
 __all__ = ["LosslessTripletLoss", "TripletLoss", "lossless_triplet_loss", "triplet_loss"]
 
@@ -26,6 +29,7 @@ def triplet_loss(
     normalize: bool = True,
     reduction: str = "mean",
     generator: torch.Generator | None = None,
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""A positive nearer than a negative by a margin, or softly without one.
 
@@ -42,22 +46,27 @@ def triplet_loss(
         checks.at_least("margin", margin, 0)
     _possible(selection, margin, swap, normalize)
     measure = distances.squared_euclidean if squared else distances.euclidean
-    distance = measure(embeddings, references, normalize=normalize)  # (B, R)
-    kin = relations.of(labels, references, reference_labels)
-    if selection == "all":
-        assert margin is not None
-        value = reduce.total(*_all_triplets(distance, kin, margin), reduction)
-        return value + reduce.taint(embeddings, references)
-    plain = distance.detach().sqrt() if squared else distance
-    chosen = mining.select(selection, plain, kin, dim=embeddings.shape[1], generator=generator)
-    if isinstance(chosen, mining.Pairs):
-        raise TypeError("selection must return Triplets for a triplet loss, got Pairs")
-    near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
-    if swap and distance.shape[1]:
-        between = distance if references is None else measure(references, normalize=normalize)  # (R, R)
-        far = torch.minimum(far, between[chosen.positive, chosen.negative])
-    value = reduce.softplus(near - far) if margin is None else (near - far + margin).relu()
-    return reduce.terms(value, chosen.valid, reduction) + reduce.taint(embeddings, references)
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        distance = measure(x, references, normalize=normalize)  # (B, R)
+        if selection == "all":
+            assert margin is not None
+            return _all_triplets(distance, kin, margin)
+        plain = distance.detach().sqrt() if squared else distance
+        chosen = mining.select(selection, plain, kin, dim=x.shape[1], generator=generator)
+        if isinstance(chosen, mining.Pairs):
+            raise TypeError("selection must return Triplets for a triplet loss, got Pairs")
+        near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
+        if swap and distance.shape[1]:
+            between = distance if references is None else measure(references, normalize=normalize)  # (R, R)
+            far = torch.minimum(far, between[chosen.positive, chosen.negative])
+        value = reduce.softplus(near - far) if margin is None else (near - far + margin).relu()
+        return tiles.counted(value, chosen.valid)
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    needs = tiling(selection) | ({"whole": "swap=True takes the distances of references"} if swap else {})
+    sums, counts, active = tiles.over(rows, batch, max_memory=max_memory, generator=generator, **needs)
+    return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 
 def _possible(selection: mining.Selection, margin: float | None, swap: bool, normalize: bool) -> None:
@@ -110,6 +119,7 @@ def lossless_triplet_loss(
     sigmoid: bool = True,
     epsilon: float = 1e-8,
     reduction: str = "mean",
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""A triplet loss whose slope never dies, on embeddings inside the unit cube.
 
@@ -121,18 +131,19 @@ def lossless_triplet_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("epsilon", epsilon)
-    anchors = _into_cube(embeddings, sigmoid)
-    distance = distances.squared_euclidean(anchors, None if references is None else _into_cube(references, sigmoid))
-    kin = relations.of(labels, references, reference_labels)
-    share = distance / embeddings.shape[1]  # (B, R) in [0, 1]
-    pull = -((1 - share).clamp(min=0) + epsilon).log()
-    push = -(share + epsilon).log()
-    positives, negatives = kin.positive.sum(1), kin.negative.sum(1)
-    sums = (
-        torch.where(kin.positive, pull, 0.0).sum(1) * negatives
-        + torch.where(kin.negative, push, 0.0).sum(1) * positives
-    )
-    counts = positives * negatives
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        others = None if references is None else _into_cube(references, sigmoid)
+        share = distances.squared_euclidean(_into_cube(x, sigmoid), others) / x.shape[1]  # (B, R) in [0, 1]
+        pull = -((1 - share).clamp(min=0) + epsilon).log()
+        push = -(share + epsilon).log()
+        positives, negatives = kin.positive.sum(1), kin.negative.sum(1)
+        pulled = torch.where(kin.positive, pull, 0.0).sum(1) * negatives
+        pushed = torch.where(kin.negative, push, 0.0).sum(1) * positives
+        return pulled + pushed, positives * negatives
+
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    sums, counts = tiles.over(rows, batch, max_memory=max_memory)
     return reduce.total(sums, counts, counts, reduction) + reduce.taint(embeddings, references)
 
 
@@ -157,6 +168,7 @@ class TripletLoss(nn.Module):
         normalize: bool = True,
         reduction: str = "mean",
         generator: torch.Generator | None = None,
+        max_memory: int | None = None,
     ) -> None:
         super().__init__()
         hold(
@@ -169,6 +181,7 @@ class TripletLoss(nn.Module):
             normalize=normalize,
             reduction=reduction,
             generator=generator,
+            max_memory=max_memory,
         )
 
     extra_repr = show
@@ -189,9 +202,23 @@ class LosslessTripletLoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, *, sigmoid: bool = True, epsilon: float = 1e-8, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        *,
+        sigmoid: bool = True,
+        epsilon: float = 1e-8,
+        reduction: str = "mean",
+        max_memory: int | None = None,
+    ) -> None:
         super().__init__()
-        hold(self, lossless_triplet_loss, sigmoid=sigmoid, epsilon=epsilon, reduction=reduction)
+        hold(
+            self,
+            lossless_triplet_loss,
+            sigmoid=sigmoid,
+            epsilon=epsilon,
+            reduction=reduction,
+            max_memory=max_memory,
+        )
 
     extra_repr = show
 

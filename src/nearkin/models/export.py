@@ -26,6 +26,8 @@ def export_onnx(encoder: Encoder, path: str | Path, batch: Tensor, tolerance: fl
     by more than `tolerance`, on the batch or on its first row alone, nothing is written. Extra `export`.
     """
     checks.positive("tolerance", tolerance)
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"{path}: the folder {Path(path).parent} does not exist")
     _packages()
     was = encoder.training
     device = encoder.mean.device

@@ -91,10 +91,10 @@ class Checkpoints:
                 if best is not None:
                     load(self.folder / best)
             except Damaged as error:
-                notes.append(f"{error}; the one before it is used")
+                notes.append(str(error))
                 continue
-            return tensors, state, notes
-        why = f": {'; '.join(notes)}" if notes else ""
+            return tensors, state, [f"{note}; the one before it is used" for note in notes]
+        why = f": {'; '.join(dict.fromkeys(notes))}" if notes else ""  # several may refer to the same best weights
         raise ValueError(f"{self.folder}: there is no whole checkpoint to go on from{why}")
 
     def best(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

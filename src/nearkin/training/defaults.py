@@ -151,7 +151,8 @@ def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
     classes = facts.classes or 1
     if name in ("class-balanced", "hard-classes"):
         scratch = recipe.encoder["name"] == "small-cnn"
-        chosen.setdefault("per_class", 2 if scratch else max(2, min(4, facts.smallest or 4)))
+        usual = 2 if scratch else max(2, min(4, facts.smallest or 4))
+        chosen.setdefault("per_class", _per_class(chosen.get("batch"), classes, usual))
         if isinstance(chosen["per_class"], int) and chosen["per_class"] > 0:
             most = 144 if not facts.pretrained else 120 if on.type == "cuda" else 64
             chosen.setdefault("batch", chosen["per_class"] * min(classes, max(2, most // chosen["per_class"])))
@@ -165,6 +166,14 @@ def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
         chosen.setdefault("batch", min(150, facts.items))
         chosen.setdefault("neighbours", 5)
     return recipe.with_("sampler", **chosen)
+
+
+def _per_class(batch: Any, classes: int, usual: int) -> int:
+    """Items a class: as usual, or where a batch that was asked for does not come out even, the nearest that does."""
+    if not isinstance(batch, int) or batch < 2:
+        return usual
+    even = [each for each in range(2, batch // 2 + 1) if batch % each == 0 and batch // each <= classes]
+    return min(even, key=lambda each: (abs(each - usual), each), default=usual)
 
 
 def _optimizer(recipe: Recipe, facts: Facts) -> Recipe:

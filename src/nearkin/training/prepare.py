@@ -18,12 +18,13 @@ from nearkin.training import defaults
 from nearkin.training.choices import Setting, accepts, settings_of
 from nearkin.training.effects import check_augment, check_data
 from nearkin.training.judging import Held
-from nearkin.training.objective import takes_targets
+from nearkin.training.objective import loss_settings, sampler_settings, takes_targets
 from nearkin.training.recipe import Recipe
 
-__all__ = ["Prepared", "augmentation_of", "build_encoder", "divided", "encoder_settings", "prepare"]
+__all__ = ["Prepared", "augmentation_of", "build_encoder", "divided", "encoder_settings", "fingerprint", "prepare"]
 
 _ENCODER_FILLED = {"name", "channels", "size", "features", "seed", "config"}
+_PLACES = {"channels": "data.", "size": "data.", "features": ""}  # where a recipe has them; the others: encoder
 _STANDARDIZED = 2048  # training items whose mean and deviation stand for all
 _SAMPLED = 16  # pictures whose size is looked at
 
@@ -97,6 +98,7 @@ def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
     """Reads, stores, divides, settles. Everything that can be wrong with the data or the recipe is said here."""
     options = recipe.data
     root = None if options.root is None else Path(options.root)
+    _known_names(recipe)
     watch({"event": "loading", "source": options.source})
     items = data.load(options.source, root=root, partial=options.partial)
     on = defaults.device(recipe)
@@ -112,7 +114,7 @@ def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
     recipe = recipe.with_("encoder", **encoder_settings(recipe))
     _refuse(recipe, items)
     watch({"event": "settled", "recipe": recipe})
-    return Prepared(recipe, items, parts, rows, report, _fingerprint(items, parts, digests), notes)
+    return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes)
 
 
 def divided(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
@@ -130,6 +132,16 @@ def divided(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
         official=options.official,
     )
     return parts.among(kept) if bad else parts
+
+
+def _known_names(recipe: Recipe) -> None:
+    """A misspelled name is said at once, not after a million pictures are stored."""
+    if "name" in recipe.loss:
+        loss_settings(recipe)
+    if "name" in recipe.sampler:
+        sampler_settings(recipe)
+    if "preset" in recipe.augment:
+        augmentation_of(recipe.with_("data", size=recipe.data.size or 8))
 
 
 def pretrained(recipe: Recipe) -> bool:
@@ -151,6 +163,8 @@ def encoder_settings(recipe: Recipe) -> dict[str, Any]:
     }
     known |= {key: Setting(key, bool, False) for key in ("freeze_backbone", "freeze_norms")}
     given = {key: value for key, value in recipe.encoder.items() if key != "name"}
+    for key in sorted({"size", "channels"} & set(given)):
+        raise ValueError(f'unknown key "encoder.{key}"; in a recipe it is "data.{key}"')
     typed = accepts("encoder", given, known, f'encoder "{name}"')
     return {key: setting.default for key, setting in known.items() if setting.default is not None} | typed
 
@@ -163,7 +177,11 @@ def build_encoder(prepared: Prepared) -> models.Encoder:
         settings["features"] = int(prepared.rows.shape[1])
     else:
         settings |= {"channels": recipe.data.channels, "size": recipe.data.size}
-    encoder = models.build(recipe.encoder["name"], seed=recipe.training.seed, **settings)
+    try:
+        encoder = models.build(recipe.encoder["name"], seed=recipe.training.seed, **settings)
+    except ValueError as error:
+        key = str(error).partition(" must be ")[0]
+        raise ValueError(f"{_PLACES.get(key, 'encoder.') if key in settings else ''}{error}") from None
     if not encoder.pretrained:
         encoder.standardize(_typical(prepared))
     encoder.freeze_backbone(backbone)
@@ -187,7 +205,10 @@ def augmentation_of(recipe: Recipe) -> augment.Augmentation | None:
     checks.one_of("augment.preset", name, augment.PRESETS)
     given = {key: value for key, value in recipe.augment.items() if key != "preset"}
     typed = accepts("augment", given, settings_of(augment.Augmentation), "augment")
-    return replace(augment.PRESETS[name], **typed)
+    try:
+        return replace(augment.PRESETS[name], **typed)
+    except ValueError as error:
+        raise ValueError(f"augment.{error}") from None
 
 
 def _refuse(recipe: Recipe, items: Items) -> None:
@@ -243,7 +264,7 @@ def _facts(recipe: Recipe, items: Items, parts: Parts) -> defaults.Facts:
     return defaults.Facts(len(parts.train), classes, smallest, pretrained(recipe))
 
 
-def _fingerprint(items: Items, parts: Parts, digests: list[str]) -> str:
+def fingerprint(items: Items, parts: Parts, digests: list[str]) -> str:
     """Of all that a resumed run relies on: which items, how labelled, in which part."""
     found = hashlib.sha256("\n".join([*items.names, *items.classes, *digests]).encode())
     columns = [items.labels, items.targets, items.vectors, parts.train, parts.val, parts.test, parts.gallery]

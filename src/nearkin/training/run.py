@@ -3,8 +3,9 @@
 recipe.toml  model.safetensors  encoder.json  metrics.jsonl  results.json  data.json  checkpoints/
 """
 
-import json
+import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from nearkin import models
 from nearkin.core import files
 from nearkin.training import cached, defaults, judging
-from nearkin.training import recipe as recipes
+from nearkin.training import folder as run_folder
 from nearkin.training.checkpoint import Checkpoints
 from nearkin.training.feed import Feed, Material, embed
 from nearkin.training.journal import Journal
@@ -30,7 +31,7 @@ from nearkin.training.objective import build_loss, build_sampler, takes_targets
 from nearkin.training.optimizers import Rate, groups, optimizer
 from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, prepare
 from nearkin.training.recipe import Recipe
-from nearkin.training.trainer import PRECISIONS, Trainer, seed_everything
+from nearkin.training.trainer import PRECISIONS, State, Trainer, seed_everything
 
 __all__ = ["Outcome", "resume", "train"]
 
@@ -64,12 +65,8 @@ def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Out
 def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
     """Goes on from the newest whole checkpoint of a run, to the same weights as if it had never stopped."""
     folder = Path(folder)
-    if not (folder / "recipe.toml").is_file():
-        raise ValueError(f"{folder}: not a run: there is no recipe.toml in it")
-    prepared = prepare(recipes.read(folder / "recipe.toml"), watch)
-    begun = (folder / "data.json").is_file()
-    if begun and json.loads((folder / "data.json").read_text(encoding="utf-8"))["fingerprint"] != prepared.fingerprint:
-        raise ValueError(f"{folder}: {prepared.items.name} is not what it was when the run began; train anew")
+    prepared = prepare(run_folder.recipe_of(folder), watch)
+    run_folder.check(folder, prepared)
     trainer = assemble(prepared, folder)
     if not any((folder / "checkpoints").glob("*.safetensors")):  # it ended before it had begun
         _begin(trainer, prepared, watch)
@@ -77,21 +74,16 @@ def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
     for note in trainer.restore():
         trainer.state.notes.append(note)
         watch({"event": "note", "text": note})
-    watch({"event": "resumed", "epoch": trainer.state.epoch + 1, "step": trainer.state.step})
+    state = trainer.state
+    watch({"event": "resumed", "epoch": state.epoch + 1, "step": state.step, "finished": state.finished})
     return _finish(trainer, prepared, watch)
 
 
 def _begin(trainer: Trainer, prepared: Prepared, watch: Watch) -> None:
     """The folder, with all that a run needs to be resumed from its first step."""
-    folder = trainer.out
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write_text(folder / "recipe.toml", recipes.written(prepared.recipe))
-        files.write_json(folder / "data.json", prepared.report | {"fingerprint": prepared.fingerprint})
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
-    for note in [*prepared.notes, *_chunk_note(trainer)]:
-        trainer.state.notes.append(note)
+    run_folder.write(trainer.out, prepared)
+    trainer.state.notes += [*prepared.notes, *_chunk_note(trainer)]
+    for note in trainer.state.notes:
         watch({"event": "note", "text": note})
     trainer.save()
 
@@ -113,7 +105,9 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
         targets = items.targets[train_part]
     width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
     loss = build_loss(recipe, classes, dim, recipe.training.seed, width).to(on)
-    sampler = build_sampler(recipe, labels, targets)
+    with warnings.catch_warnings(record=True) as heard:  # a note of the run, not a line of Python's among the bars
+        warnings.simplefilter("always")
+        sampler = build_sampler(recipe, labels, targets)
     known = torch.from_numpy(targets if graded else labels).to(on)
     assert recipe.training.epochs is not None
     steps = optimizer(recipe, groups(recipe, encoder.backbone, encoder.head, loss))
@@ -142,6 +136,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
         monitor=Monitor(classes, dim, recipe.training.on_collapse),
         journal=Journal(folder / "metrics.jsonl", recipe.training.tensorboard),
         epochs=recipe.training.epochs,
+        state=State(notes=[str(one.message) for one in heard]),
     )
 
 
@@ -233,7 +228,12 @@ def _chunk_note(trainer: Trainer) -> list[str]:
 def _new_folder(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         what = "is not empty" if folder.is_dir() else "is a file"
-        raise ValueError(f"{folder}: {what}; choose another --out, or go on with nearkin train --resume {folder}")
+        begun = (folder / "recipe.toml").is_file()
+        more = f", or go on with nearkin train --resume {folder}" if begun else ""
+        raise ValueError(f"{folder}: {what}; choose another --out{more}")
+    above = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):  # said before anything long begins
+        raise ValueError(f"{folder}: cannot be written ({above} is {'no folder' if above.is_file() else 'read-only'})")
 
 
 def _peak(on: torch.device) -> int:

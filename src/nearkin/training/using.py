@@ -14,9 +14,10 @@ from nearkin.core import checks
 from nearkin.data import stored
 from nearkin.data.items import Items
 from nearkin.data.vectors import Vectors
+from nearkin.training import folder
 from nearkin.training import recipe as recipes
 from nearkin.training.feed import Material, embed
-from nearkin.training.prepare import divided
+from nearkin.training.prepare import divided, fingerprint
 
 __all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "vectors_of"]
 
@@ -87,13 +88,19 @@ def _vectors(name: str, found: Embedded) -> Vectors:
 
 def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:
     """The encoder of a run as ONNX, checked on its own test items: the largest difference, and on how many."""
-    encoder, material, _, indices = _opened(Path(run), None, None, None, "skip", "cpu")
+    encoder, material, _, indices = _opened(Path(run), None, None, None, "skip", "cpu", same=False)
     batch = material.plain(material.gather(indices[:: max(1, len(indices) // count)][:count]))
     return models.export_onnx(encoder, path, batch), len(batch)
 
 
 def _opened(
-    run: Path, source: str | None, root: str | Path | None, part: str | None, unreadable: str, device: str
+    run: Path,
+    source: str | None,
+    root: str | Path | None,
+    part: str | None,
+    unreadable: str,
+    device: str,
+    same: bool = True,
 ) -> tuple[models.Encoder, Material, Items, NDArray[np.int64]]:
     if not (run / "encoder.json").is_file():
         raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
@@ -102,18 +109,26 @@ def _opened(
         raise ValueError("device cuda is not available here; use --device cpu")
     on = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     encoder, preparation = models.load(run, on)
-    recipe = recipes.read(run / "recipe.toml")
+    recipe = folder.recipe_of(run)
     part = part or ("test" if source is None else "all")
     checks.one_of("part", part, PARTS)
-    if source is None:
-        source, root = recipe.data.source, recipe.data.root if root is None else root
-    if source == recipe.data.source and recipe.data.unreadable is not None and unreadable == "strict":
+    source = source or recipe.data.source
+    own = Path(source) == Path(recipe.data.source)
+    root = recipe.data.root if own and root is None else root
+    if own and recipe.data.unreadable is not None and unreadable == "strict":
         unreadable = recipe.data.unreadable  # what training has skipped is no news
     items = data.load(source, root=root, partial=recipe.data.partial, labelled=part != "all")
-    rows, bad = _rows(items, preparation, recipe, unreadable, source)
+    rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
     indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
     if part != "all":
-        indices = getattr(divided(items, recipe, bad), part)
+        parts = divided(items, recipe, bad)
+        kept = folder.beginning(run).get("fingerprint") if own and same else None
+        if kept is not None and kept != fingerprint(items, parts, digests):
+            raise ValueError(
+                f"{source}: it is not what it was when {run} began, so its {part} part may hold what was trained on; "
+                f"measure on a source of its own"
+            )
+        indices = getattr(parts, part)
         if indices is None:
             raise ValueError(f"{source}: it has no gallery of its own; its test items search one another")
     return encoder, Material(rows, on, preparation.get("size"), preparation.get("flip", True)), items, indices
@@ -121,8 +136,8 @@ def _opened(
 
 def _rows(
     items: Items, preparation: dict[str, Any], recipe: recipes.Recipe, unreadable: str, source: str
-) -> tuple[NDArray[Any], list[tuple[int, str]]]:
-    """Rows as the encoder was trained on them, and the items that could not be read."""
+) -> tuple[NDArray[Any], list[str], list[tuple[int, str]]]:
+    """Rows as the encoder was trained on them, their digests, and the items that could not be read."""
     wanted = preparation["kind"]
     if (items.vectors is not None) != (wanted == "vectors"):
         raise ValueError(f"{source}: the run's encoder takes {wanted}, the source holds the other kind")
@@ -132,7 +147,7 @@ def _rows(
                 f"{source}: vectors must have {preparation['features']} dimensions as the run's encoder takes them, "
                 f"got {items.vectors.shape[1]}"
             )
-        return items.vectors, []
+        return items.vectors, [], []
     assert items.pictures is not None
     more: dict[str, Any] = {} if recipe.data.max_pixels is None else {"max_pixels": recipe.data.max_pixels}
     found = stored.store(
@@ -145,4 +160,4 @@ def _rows(
         cache=recipe.data.cache is not False,
         **more,
     )
-    return found.pixels, found.bad
+    return found.pixels, found.digests, found.bad

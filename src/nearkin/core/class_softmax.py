@@ -1,0 +1,219 @@
+"""Softmax over many class weights without its logits: blocks of classes pass by, and the gradient makes them again.
+
+The own class is left out of the pass: what it scores, with whatever margin, is a matter of (B, D) tensors and of plain
+autograd. So one pass serves every margin, and its log-sum-exp meets the target only at the end, in `cross_entropy`.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nearkin.core import checks, distances, reduce
+
+AUTOMATIC = 2**25  # bytes of a block where nobody said: larger ones leave the processor's caches
+DENSE = 2**28  # bytes that the dense form may take where nobody said
+PAIR = 40  # bytes an anchor and class weight in the dense form, float32: logits, their softmax, the gradients of both
+COORDINATE = 64  # bytes a coordinate of a row that is normalised: wide copies and their gradients
+
+
+class Rivals(NamedTuple):
+    """How all other classes score for each anchor, and the weights of its own.
+
+    The log-sum-exp of the others is peak + rest: kept apart, for their sum would lose the digits of a small loss.
+    """
+
+    peak: Tensor  # (B,) the highest score, a constant: the gradient is all in `rest`
+    rest: Tensor  # (B,) log Σ e^{score - peak}; `reduce.nothing` where there are no others
+    anchors: Tensor  # (B, D) the embeddings: a target made from these has its gradient rounded with the rest, once
+    own: Tensor  # (B, D) the rows of the own class, as they are in the class weights; of several the nearest
+    taint: Tensor  # 0, or NaN if a class weight is not finite
+
+
+def class_softmax(
+    embeddings: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    scale: float | Tensor = 1.0,
+    normalize: tuple[bool, bool] = (True, True),
+    sub_centers: int = 1,
+    max_memory: int | None = None,
+) -> Rivals:
+    """The log-sum-exp of s <x_i, w_c> over all classes c but ids[i], and what the own class's score is made of.
+
+    embeddings (B, D), weight (C·K, D), ids (B,) in 0..C-1. normalize: whether the anchors, and the weights, are scaled
+    to unit length. With K = sub_centers rows a class the best of them is the class's score. B·D memory and a block of
+    `max_memory` bytes beside the gradients; float32 sums (float64 for float64). The forward pass also takes the mean
+    class weight under the softmax, which is the gradient by the anchors; the backward pass makes the scores once more,
+    for the gradient by the weights. It can be differentiated once.
+    """
+    anchors = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+    asked = queries(anchors, weight, scale, normalize[0])
+    picks = own_rows(asked, weight, ids, sub_centers, normalize[1])
+    size = block(embeddings, weight, sub_centers, max_memory)
+    peak, rest, own, taint = _Pass.apply(asked, weight, ids, picks, normalize[1], sub_centers, size)  # type: ignore[no-untyped-call]
+    return Rivals(peak, rest, anchors, own, taint)
+
+
+def cross_entropy(found: Rivals, target: Tensor) -> Tensor:
+    """-log of the own class's part of the softmax, (B,), from its score (B,)."""
+    return reduce.softplus(found.peak - target + found.rest)
+
+
+def queries(embeddings: Tensor, weight: Tensor, scale: float | Tensor, normalize: bool) -> Tensor:
+    """Anchors as the class weights meet them, (B, D): of length `scale`, or `scale` times as long; rounded once."""
+    if normalize:
+        rows, _ = distances._wide_unit(embeddings)
+    else:
+        rows = distances.upcast(embeddings).to(distances.wide(embeddings))
+    return (scale * rows).to(kind_of(embeddings, weight))
+
+
+def kind_of(embeddings: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(embeddings.dtype, weight.dtype), torch.float32)
+
+
+@torch.no_grad()
+def own_rows(asked: Tensor, weight: Tensor, ids: Tensor, sub_centers: int, normalize: bool) -> Tensor:
+    """Which row of the weights speaks for each anchor's own class, (B,)."""
+    if sub_centers == 1:
+        return ids.clone()  # a compiler wants arguments that are different tensors
+    every = ids[:, None] * sub_centers + torch.arange(sub_centers, device=ids.device)  # (B, K)
+    rows = _rows(weight[every.flatten()], normalize, asked.dtype).view(*every.shape, weight.shape[1])
+    nearest = (rows * asked[:, None, :]).sum(2).argmax(1, keepdim=True)
+    return every.gather(1, nearest).squeeze(1)
+
+
+def fits(embeddings: Tensor, weight: Tensor, max_memory: int | None) -> bool:
+    """Whether the dense form stays within `max_memory` bytes, or within what is taken without asking."""
+    if max_memory is not None:
+        checks.whole("max_memory", max_memory, 1)
+    wide = 2 if kind_of(embeddings, weight) == torch.float64 else 1
+    (number, dim), rows = embeddings.shape, weight.shape[0]
+    needed = wide * PAIR * number * rows + COORDINATE * dim * (number + rows)
+    return needed <= (DENSE if max_memory is None else max_memory)
+
+
+def block(embeddings: Tensor, weight: Tensor, sub_centers: int, max_memory: int | None) -> int:
+    """How many rows of the weights pass at once: whole classes."""
+    number, dim = embeddings.shape
+    item = 8 if kind_of(embeddings, weight) == torch.float64 else 4
+    a_class = sub_centers * (item * 3 * number + COORDINATE * dim)
+    if max_memory is None:
+        return max(1, AUTOMATIC // a_class) * sub_centers
+    checks.whole("max_memory", max_memory, 1)
+    fixed = COORDINATE * dim * number
+    checks.enough("max_memory", max_memory, fixed + a_class, "what the anchors and one class take in bytes")
+    return (max_memory - fixed) // a_class * sub_centers
+
+
+def _rows(weight: Tensor, normalize: bool, kind: torch.dtype) -> Tensor:
+    return (distances.unit(weight) if normalize else distances.upcast(weight)).to(kind)
+
+
+def _through_rows(weight: Tensor, by_rows: Tensor, normalize: bool) -> Tensor:
+    """A gradient by `_rows` as one by the weights: none along a row of unit length, nor where a coordinate is held."""
+    held = distances.upcast(weight)
+    gradient = by_rows.to(distances.wide(weight))
+    if normalize:
+        rows, alive = distances._wide_unit(weight)
+        length = torch.where(alive, (held * rows).sum(1, keepdim=True), 1.0)
+        across = gradient - (gradient * rows).sum(1, keepdim=True) * rows
+        gradient = torch.where(alive, across / length, 0.0)
+    return torch.where(held == weight, gradient, 0.0).to(held.dtype)
+
+
+def _scores(asked: Tensor, rows: Tensor, ids: Tensor, start: int, sub_centers: int) -> tuple[Tensor, Tensor | None]:
+    """Scores of a block of classes, (B, n), -inf for the own class; which centre each is of, if there is a choice."""
+    scores = asked @ rows.T
+    best = None
+    if sub_centers > 1:
+        scores, best = scores.view(len(ids), rows.shape[0] // sub_centers, sub_centers).max(2)
+    place = (ids - start // sub_centers)[:, None]
+    column = place.clamp(0, scores.shape[1] - 1)
+    scores.scatter_(1, column, scores.gather(1, column).masked_fill_(place == column, -torch.inf))
+    return scores, best
+
+
+def _spread(parts: Tensor, best: Tensor | None, sub_centers: int) -> Tensor:
+    """What each class has, given to the row that spoke for it: (B, n) → (B, n·K)."""
+    if best is None:
+        return parts
+    every = parts.new_zeros(*parts.shape, sub_centers)
+    return every.scatter_(2, best[:, :, None], parts[:, :, None]).flatten(1)
+
+
+def _blocks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
+    for start in range(0, weight.shape[0], size):
+        yield start, weight[start : start + size]
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, asked: Tensor, weight: Tensor, ids: Tensor, picks: Tensor, normalize: bool, centers: int, size: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        kind, wide = asked.dtype, distances.wide(asked)
+        peak = asked.new_full((len(ids),), -torch.inf)
+        total = torch.zeros_like(peak, dtype=wide)
+        mean = torch.zeros_like(asked, dtype=wide) if ctx.needs_input_grad[0] else None
+        taint = torch.zeros((), device=asked.device)
+        with torch.autocast(asked.device.type, enabled=False):
+            for start, part in _blocks(weight, size):
+                rows = _rows(part, normalize, kind)
+                scores, best = _scores(asked, rows, ids, start, centers)
+                top = torch.maximum(peak, scores.amax(1))
+                level = torch.where(top == -torch.inf, 0.0, top)
+                shrink, peak = (peak - level).exp(), top
+                parts = scores.sub_(level[:, None]).exp_()
+                total = total * shrink + parts.sum(1)
+                if mean is not None:
+                    mean = mean.mul_(shrink[:, None]).add_(_spread(parts, best, centers) @ rows)
+                taint = taint + reduce.taint(part)
+        found = total > 0
+        rest = torch.where(total == 0, reduce.nothing(asked), torch.where(found, total, 1.0).log()).to(kind)
+        rest = torch.where(total.isnan(), torch.nan, rest)
+        share = torch.where(found, total, 1.0).reciprocal()  # of e^{score - peak}
+        share = torch.where(found, share, 0.0).to(kind)
+        if mean is not None:
+            mean = (mean * share[:, None]).to(kind)
+        ctx.save_for_backward(asked, weight, ids, picks, peak, share, mean)
+        ctx.way = normalize, centers, size, gradient_kind(weight)
+        ctx.mark_non_differentiable(taint)
+        peak = torch.where(peak == -torch.inf, 0.0, peak)
+        ctx.mark_non_differentiable(peak)
+        return peak, rest, weight[picks].to(kind), taint
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
+        asked, weight, ids, picks, peak, share, mean = ctx.saved_tensors
+        normalize, centers, size, grad_kind = ctx.way
+        by_asked = None if mean is None else by_rest[:, None] * mean
+        if not ctx.needs_input_grad[1]:
+            return by_asked, *[None] * 6
+        by_weight = torch.empty_like(weight, dtype=grad_kind)
+        level = torch.where(peak == -torch.inf, 0.0, peak)[:, None]
+        pull = (by_rest * share)[:, None]
+        with torch.autocast(asked.device.type, enabled=False):
+            for start, part in _blocks(weight, size):
+                rows = _rows(part, normalize, asked.dtype)
+                scores, best = _scores(asked, rows, ids, start, centers)
+                parts = scores.sub_(level).exp_().mul_(pull)
+                gradient = _through_rows(part, _spread(parts, best, centers).T @ asked, normalize)
+                inside = (picks >= start) & (picks < start + len(part))
+                place = torch.where(inside, picks - start, 0)
+                gradient.index_add_(0, place, torch.where(inside[:, None], by_own, 0.0).to(gradient.dtype))
+                by_weight[start : start + len(part)] = gradient
+        return by_asked, by_weight, *[None] * 5
+
+
+def gradient_kind(weight: Tensor) -> torch.dtype:
+    """The type that the weights want their gradient in: their own, unless `weight.grad_dtype` says another."""
+    if torch.compiler.is_compiling():
+        return weight.dtype
+    wanted = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
+    return wanted or weight.dtype

@@ -1,0 +1,77 @@
+"""What the folder of a run says of its beginning: by which recipe, on which items, and where its paths start."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from nearkin.core import files
+from nearkin.data.benchmarks import BENCHMARKS
+from nearkin.training import recipe as recipes
+from nearkin.training.prepare import Prepared
+from nearkin.training.recipe import Recipe
+
+__all__ = ["beginning", "check", "recipe_of", "write"]
+
+# What may be changed by hand in recipe.toml before a run goes on: where things are, not what is learned.
+_FREE = {"data": ("source", "root"), "training": ("device", "workers")}
+
+
+def write(folder: Path, prepared: Prepared) -> None:
+    """recipe.toml and data.json."""
+    begun = {"fingerprint": prepared.fingerprint, "recipe": _digest(prepared.recipe), "began_in": str(Path.cwd())}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_text(folder / "recipe.toml", recipes.written(prepared.recipe))
+        files.write_json(folder / "data.json", prepared.report | begun)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def recipe_of(folder: Path) -> Recipe:
+    """The recipe of a run. A relative path that is not here is looked for where the run began."""
+    if not (folder / "recipe.toml").is_file():
+        raise ValueError(f"{folder}: not a run: there is no recipe.toml in it")
+    recipe = recipes.read(folder / "recipe.toml")
+    start, found = beginning(folder).get("began_in"), {}
+    for key, path in (("source", recipe.data.source), ("root", recipe.data.root)):
+        if path is None or start is None or path in ("glyphs", *BENCHMARKS) or Path(path).exists():
+            continue
+        if (there := Path(start) / path).exists():
+            found[key] = str(there)
+    return recipe.with_("data", **found)
+
+
+def check(folder: Path, prepared: Prepared) -> None:
+    """Raises where a run would go on with other items, or by another recipe, than it began with."""
+    begun = beginning(folder)
+    if begun.get("fingerprint", prepared.fingerprint) != prepared.fingerprint:
+        raise ValueError(f"{folder}: {prepared.items.name} is not what it was when the run began; train anew")
+    digest = _digest(prepared.recipe)
+    if begun.get("recipe", digest) != digest:
+        file = folder / "recipe.toml"
+        raise ValueError(
+            f"{file} is not what it was when the run began: undo the change, or train anew with --recipe {file}"
+        )
+
+
+def beginning(folder: Path) -> dict[str, Any]:
+    """data.json; empty where a run ended before it was written."""
+    path = folder / "data.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); train anew") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: damaged (no JSON object); train anew")
+    return found
+
+
+def _digest(recipe: Recipe) -> str:
+    kept = {
+        section: {key: value for key, value in part.items() if key not in _FREE.get(section, ())}
+        for section, part in recipe.plain().items()
+    }
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
