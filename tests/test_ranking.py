@@ -347,3 +347,16 @@ def test_error_sentences(change, error, sentence):
     arguments = {"embeddings": torch.randn(5, 3), "labels": torch.arange(5), **change}
     with pytest.raises(error, match=sentence):
         retrieval(**arguments)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6, 0.0])
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+def test_close_embeddings_of_few_classes_are_ranked_the_same_either_way(spread, similarity, monkeypatch):
+    """Deciding pair by pair and scoring every cell once: the same ranks, also where rows are equal."""
+    x = torch.ones(1, 6) + spread * torch.randn(120, 6).round(decimals=1)
+    y = torch.arange(120) % 3
+    found = []
+    for worth in (-1, 10**9):
+        monkeypatch.setattr(sorting, "_WORTH", worth)
+        found.append(dict(retrieval(x, y, ks=(1, 5), metrics=ranking.METRICS, similarity=similarity)))
+    assert found[0] == found[1]

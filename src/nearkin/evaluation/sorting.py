@@ -11,6 +11,8 @@ from nearkin.evaluation.counting import BEYOND, Ranked
 from nearkin.evaluation.kinship import Kinship
 from nearkin.evaluation.space import Space, slices
 
+_WORTH = 2  # times as many decisions as cells from which on every cell is scored
+
 
 def ranks(
     space: Space, kinship: Kinship, limit: int, progress: Callable[[int, int], None] | None = None
@@ -54,9 +56,29 @@ def _count(space: Space, kinship: Kinship, rows: Tensor, limit: int) -> Tensor:
     unsure = real & (perhaps > nearer) & (nearer < limit)
     row, slot = unsure.nonzero(as_tuple=True)
     start, number = nearer[row, slot], (perhaps - nearer)[row, slot]
-    nearer[row, slot] += _decide(space, rows[row], kin[row, slot], cols, row, start, number)
+    if int(number.sum()) > _WORTH * (cols.numel() + kin.numel()):
+        nearer = _all_scored(space, rows, kin, real, cols)
+    else:
+        nearer[row, slot] += _decide(space, rows[row], kin[row, slot], cols, row, start, number)
     nearer = nearer.masked_fill_(~real, BEYOND).sort(dim=1).values  # as many strangers before the first kin, …
     return nearer + torch.arange(1, nearer.shape[1] + 1, device=rows.device)
+
+
+def _all_scored(space: Space, rows: Tensor, kin: Tensor, real: Tensor, cols: Tensor) -> Tensor:
+    """How many of the strangers cols (q, w) are nearer than each kin (q, m), every one scored exactly, once.
+
+    Where embeddings lie close together nearly everything is in doubt, and deciding kin by kin would score a stranger
+    as often as the query has kin.
+    """
+    every = torch.cat([kin, cols], 1)
+    there = torch.cat([real, cols >= 0], 1)
+    score = torch.full(every.shape, -torch.inf, dtype=torch.float64, device=rows.device)
+    score[there] = space.exact(rows[:, None].expand_as(every)[there], space.items(every[there]))
+    order = torch.where(there, every, space.size).argsort(dim=1, stable=True)  # by index, then by similarity: ties stay
+    order = order.gather(1, score.gather(1, order).argsort(dim=1, descending=True, stable=True))
+    stranger = torch.cat([torch.zeros_like(real), cols >= 0], 1).gather(1, order)
+    before = torch.empty_like(every).scatter_(1, order, stranger.cumsum(1))
+    return before[:, : kin.shape[1]].contiguous()
 
 
 def _decide(
