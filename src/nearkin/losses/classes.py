@@ -17,15 +17,14 @@ from nearkin.losses.settings import show
 def route(impl: str, embeddings: Tensor, weight: Tensor, max_memory: int | None) -> Callable[..., Rivals] | None:
     """The pass that never holds the logits, or None where the dense form is small enough.
 
-    impl="torch" and "triton" always pass; what the kernel cannot serve, plain torch does.
+    impl="torch" and "triton" always pass; what the kernel cannot serve, plain torch does. "auto" takes plain torch: it
+    will choose the kernel where that has been measured to be better, which it has not.
     """
     kernels.check(impl)
+    if impl == "triton":
+        return fused.class_softmax
     fits = class_softmax.fits(embeddings, weight, max_memory)
-    if impl == "torch":
-        return class_softmax.class_softmax
-    if impl == "auto" and fits:
-        return None
-    return fused.class_softmax
+    return None if impl == "auto" and fits else class_softmax.class_softmax
 
 
 def given(impl: str) -> dict[str, Any]:
