@@ -1,6 +1,7 @@
 """One thread a worker, so that two workers on two cores do not fight; the same random start for every test."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _same_start():
     torch.manual_seed(0)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a suite in the background inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -66,7 +66,10 @@ def _tell(trainer: Trainer, watch: Watch, line: dict[str, Any]) -> None:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """A list that fills with the signal's number at the first Ctrl-C or SIGTERM; a second one ends at once."""
+    """A list that fills with the signal's number at the first Ctrl-C or SIGTERM; a second one ends at once.
+
+    A signal that whoever started us wants ignored (a job in the background) stays ignored.
+    """
     asked: list[int] = []
 
     def ask(number: int, _: Any) -> None:
@@ -77,7 +80,8 @@ def _asked_to_stop() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in heard}
     try:
         yield asked
     finally:
