@@ -11,7 +11,6 @@ import math
 import operator
 import os
 import unicodedata
-import uuid
 import warnings
 from collections.abc import Iterable
 from functools import lru_cache
@@ -21,6 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nearkin.core import files
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
@@ -234,18 +235,10 @@ def _read(path: Path, size: int, per_class: int) -> tuple[list[str], NDArray[np.
 
 
 def _write(path: Path, names: list[str], images: NDArray[np.uint8]) -> None:
-    """Under another name first, so that a reader or a crash never meets half a file."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                np.savez(file, codes=np.array([ord(name) for name in names], np.int32), images=images)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with files.replacing(path) as file:
+            np.savez(file, codes=np.array([ord(name) for name in names], np.int32), images=images)
     except OSError as error:
         warnings.warn(f"glyphs are not kept, so the next load draws them again: {error}", RuntimeWarning, stacklevel=3)
 

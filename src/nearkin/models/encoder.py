@@ -16,7 +16,7 @@ __all__ = ["Encoder", "Head"]
 class Head(nn.Module):
     """Pooling, LayerNorm, projection, length 1: what stands behind a backbone of `width` features.
 
-    layer_norm: on the pooled features, before the projection, as normalised softmax and Proxy-NCA++ have it; True with
+    layer_norm: on the pooled features, before the projection, as public normalised-softmax code has it; True with
     learned scale and shift, "plain" without. dim None or 0: no projection. Gives float32 (float64 from float64).
     """
 

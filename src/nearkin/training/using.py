@@ -35,6 +35,14 @@ class Embedded(NamedTuple):
     names: list[str]
 
 
+class _Opened(NamedTuple):
+    encoder: models.Encoder
+    material: Material
+    items: Items
+    indices: NDArray[np.int64]  # of the part that was asked for
+    gallery: NDArray[np.int64] | None  # searched by the test part, where the source has it apart
+
+
 def embed_source(
     run: str | Path,
     source: str | None = None,
@@ -54,30 +62,27 @@ def embed_source(
     """
     checks.whole("views", views, 1)
     checks.whole("batch", batch, 1)
-    encoder, material, items, indices = _opened(Path(run), source, root, part, unreadable, device)
-    if views > 1 and material.size is None:
+    opened = _opened(Path(run), source, root, part, unreadable, device)
+    if views > 1 and opened.material.size is None:
         raise ValueError(f"views must be 1 for vectors, got {views}")
-    rows = embed(encoder, material, indices, batch=batch, views=views, progress=progress)
-    chosen = items.take(indices)
-    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
+    return _embedded(opened, opened.indices, batch=batch, views=views, progress=progress)
 
 
 def vectors_of(
     run: str | Path, source: str | None = None, *, root: str | Path | None = None, device: str, progress: Any = None
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the items that ask, and the gallery of a source that has one apart."""
-    found = embed_source(run, source, root=root, device=device, progress=progress)
-    name = f"{run} on {source or 'its test part'}"
-    asking = _vectors(name, found)
-    if source is not None:
+    opened = _opened(Path(run), source, root, None, "strict", device)
+    asking = _vectors(f"{run} on {source or 'its test part'}", _embedded(opened, opened.indices, progress=progress))
+    if opened.gallery is None:
         return asking, None
-    try:
-        gallery = embed_source(run, None, root=root, part="gallery", device=device, progress=progress)
-    except ValueError as error:
-        if "no gallery of its own" not in str(error):
-            raise
-        return asking, None
-    return asking, _vectors(f"{run} on its gallery", gallery)
+    return asking, _vectors(f"{run} on its gallery", _embedded(opened, opened.gallery, progress=progress))
+
+
+def _embedded(opened: _Opened, indices: NDArray[np.int64], **options: Any) -> Embedded:
+    chosen = opened.items.take(indices)
+    rows = embed(opened.encoder, opened.material, indices, **options)
+    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
 
 
 def _vectors(name: str, found: Embedded) -> Vectors:
@@ -88,9 +93,10 @@ def _vectors(name: str, found: Embedded) -> Vectors:
 
 def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:
     """The encoder of a run as ONNX, checked on its own test items: the largest difference, and on how many."""
-    encoder, material, _, indices = _opened(Path(run), None, None, None, "skip", "cpu", same=False)
-    batch = material.plain(material.gather(indices[:: max(1, len(indices) // count)][:count]))
-    return models.export_onnx(encoder, path, batch), len(batch)
+    opened = _opened(Path(run), None, None, None, "skip", "cpu", same=False)
+    some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
+    batch = opened.material.plain(opened.material.gather(some))
+    return models.export_onnx(opened.encoder, path, batch), len(batch)
 
 
 def _opened(
@@ -101,7 +107,7 @@ def _opened(
     unreadable: str,
     device: str,
     same: bool = True,
-) -> tuple[models.Encoder, Material, Items, NDArray[np.int64]]:
+) -> _Opened:
     if not (run / "encoder.json").is_file():
         raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
     checks.one_of("device", device, ("auto", "cpu", "cuda"))
@@ -120,6 +126,7 @@ def _opened(
     items = data.load(source, root=root, partial=recipe.data.partial, labelled=part != "all")
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
     indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
+    gallery = None
     if part != "all":
         parts = divided(items, recipe, bad)
         kept = folder.beginning(run).get("fingerprint") if own and same else None
@@ -131,7 +138,9 @@ def _opened(
         indices = getattr(parts, part)
         if indices is None:
             raise ValueError(f"{source}: it has no gallery of its own; its test items search one another")
-    return encoder, Material(rows, on, preparation.get("size"), preparation.get("flip", True)), items, indices
+        gallery = parts.gallery if part == "test" else None
+    material = Material(rows, on, preparation.get("size"), preparation.get("flip", True))
+    return _Opened(encoder, material, items, indices, gallery)
 
 
 def _rows(
