@@ -178,6 +178,7 @@ CHANGES = {
     "training.device": (VECTORS, "error: cuda"),
     "training.workers": (None, "threads must not change anything: test_training resumes with 0 and 2"),
     "training.deterministic": (None, "sets torch's flags: test_deterministic_sets_flags"),
+    "training.graphs": (None, "needs a CUDA device: tests/gpu/test_graphs_gpu.py, and test_graphs_need_a_gpu"),
     "training.patience": ([*VECTORS, "training.epochs=30", "training.batches=1", "optimizer.lr=1e-9"], 2),
     "training.every": (VECTORS, 2),
     "training.save_minutes": (VECTORS, 1e-9),
@@ -423,11 +424,11 @@ def test_every_setting_of_an_augmentation_changes_pictures():
 def test_deterministic_sets_flags():
     import torch
 
-    from nearkin.training.loop import _deterministic
+    from nearkin.training.loop import deterministic
 
-    with _deterministic(True):
+    with deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
-    with _deterministic(False):
+    with deterministic(False):
         assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -453,3 +454,9 @@ def test_recipes_read_and_say_what_they_cost(file):
     assert lines[0].startswith("# nearkin train ") and lines[1].startswith("# ") and "expect" in lines[1] + lines[2]
     recipe = read(file)
     assert recipe.given
+
+
+def test_graphs_need_a_gpu(sources, tmp_path, monkeypatch):
+    monkeypatch.chdir(sources)
+    with pytest.raises(ValueError, match=r"training\.graphs would have no effect: the device is not a CUDA one"):
+        training.train(read(None, [*VECTORS, "training.graphs=true", "training.device=cpu"]), tmp_path / "run")

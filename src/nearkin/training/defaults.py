@@ -15,7 +15,7 @@ from nearkin.training.choices import LOSSES, SAMPLERS, Setting
 from nearkin.training.effects import check_encoder, no_effect
 from nearkin.training.recipe import Recipe
 
-__all__ = ["TEST", "Facts", "device", "settle", "settle_parts", "settle_pictures", "validation_share"]
+__all__ = ["SAMPLERS_OF", "TEST", "Facts", "device", "settle", "settle_parts", "settle_pictures", "validation_share"]
 
 TEST = 0.25  # of the classes, or items, of a source that has no test part
 
@@ -23,7 +23,8 @@ _MANY = 300  # classes, of which a tenth validates well enough
 SMALL = 64  # pictures up to this side are small
 # Losses whose papers work on embeddings of free length.
 FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet"}
-_SAMPLERS = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
+# The batches that a loss has by itself, where they are not class-balanced.
+SAMPLERS_OF = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
 # What won among losses tried on glyphs (from scratch) and on birds (tuned): docs/benchmarks.md.
 _LOSSES: dict[str, dict[str, Any]] = {
     "scratch": {"name": "arcface", "margin": 0.2, "scale": 16.0},
@@ -145,7 +146,7 @@ def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Rec
 
 
 def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
-    name = recipe.sampler.get("name") or _SAMPLERS.get(recipe.loss["name"], "class-balanced")
+    name = recipe.sampler.get("name") or SAMPLERS_OF.get(recipe.loss["name"], "class-balanced")
     checks.one_of("sampler", name, SAMPLERS)
     chosen: dict[str, Any] = {"name": name, **recipe.sampler}
     classes = facts.classes or 1
@@ -232,6 +233,11 @@ def _training(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
     if options.precision is None:
         supported = on.type == "cuda" and torch.cuda.is_bf16_supported()
         filled["precision"] = "bf16" if supported else "fp32"
+    if options.graphs and (not fast or options.chunk is not None):
+        no_effect("training.graphs", "training.chunk is set" if fast else "the device is not a CUDA one")
+    if options.graphs is None:
+        known = recipe.encoder["name"] in ("small-cnn", "mlp", "efficientnet-lite0")  # others may not allow it
+        filled["graphs"] = fast and known and options.chunk is None
     if options.patience is None:
         filled["patience"] = max(3, (options.epochs or filled["epochs"]) // 2)
     return recipe.with_("training", **filled)

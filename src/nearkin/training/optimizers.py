@@ -40,7 +40,10 @@ def optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> torch.opt
     options = recipe.optimizer
     if options.name == "adamw":
         beta1, beta2 = options.betas or (0.9, 0.999)
-        return torch.optim.AdamW(list(parameters), betas=(beta1, beta2), eps=options.eps or 1e-8)
+        groups = list(parameters)
+        on_gpu = all(p.is_cuda for group in groups for p in group["params"])
+        # One kernel for all weights: launches, not arithmetic, are what a step of a small encoder waits for.
+        return torch.optim.AdamW(groups, betas=(beta1, beta2), eps=options.eps or 1e-8, fused=on_gpu or None)
     if options.name == "rmsprop":
         return torch.optim.RMSprop(list(parameters), momentum=options.momentum or 0.0, eps=options.eps or 1e-8)
     return torch.optim.SGD(list(parameters), lr=1.0, momentum=options.momentum or 0.0)

@@ -20,6 +20,7 @@ from nearkin.samplers import EpochSampler, PairPerClass
 from nearkin.training import cached, checkpoint, judging
 from nearkin.training.checkpoint import Checkpoints
 from nearkin.training.feed import Batch, Feed, Material, embed
+from nearkin.training.graphs import Graphed
 from nearkin.training.journal import Journal
 from nearkin.training.judging import Held
 from nearkin.training.monitor import Monitor, spread_and_rank
@@ -76,6 +77,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.checkpoints = Checkpoints(self.out / "checkpoints")
         self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
+        self.graphed = Graphed(self.encoder, self.precision) if self.recipe.training.graphs else None
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.saved_at = self.looked_at = self.clock = time.monotonic()
@@ -104,8 +106,11 @@ class Trainer:
                 )
             elif self.material.size is not None:
                 seen = augment.centre(seen, self.material.size)
-            with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
-                embeddings: Tensor = self.encoder(seen)
+            if self.graphed is not None:
+                embeddings = self.graphed(seen)
+            else:
+                with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
+                    embeddings = self.encoder(seen)
             return embeddings.float() if self.precision is not None else embeddings
 
         chunk = self.recipe.training.chunk
