@@ -104,7 +104,7 @@ def plain_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
     if quiet or not console.is_terminal:
         yield None
         return
-    with _bars(console) as bars:
+    with progress_bars(console) as bars:
         task = bars.add_task(what, total=None, said="")
 
         def progress(done: int, total: int) -> None:
@@ -123,7 +123,7 @@ def training_screen(silent: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     if silent:
         yield lambda event: None
         return
-    with _bars(console, hidden=not console.is_terminal) as bars:
+    with progress_bars(console, hidden=not console.is_terminal) as bars:
         yield _Watcher(console, bars)
 
 
@@ -210,7 +210,7 @@ class _Watcher:
 
 
 @contextmanager
-def _bars(console: Any, hidden: bool = False) -> Iterator[Any]:
+def progress_bars(console: Any, hidden: bool = False) -> Iterator[Any]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (

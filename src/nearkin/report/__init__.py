@@ -1,8 +1,9 @@
 """What a run found, on one page: an HTML file that opens offline, and one picture of its retrieval grid."""
 
+from nearkin.report.comparison import write_comparison
 from nearkin.report.findings import Findings
 from nearkin.report.page import write
 from nearkin.report.pictures import write_picture
 from nearkin.report.runs import findings_of, of_run
 
-__all__ = ["Findings", "findings_of", "of_run", "write", "write_picture"]
+__all__ = ["Findings", "findings_of", "of_run", "write", "write_comparison", "write_picture"]

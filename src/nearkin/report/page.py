@@ -1,23 +1,19 @@
 """The report: one HTML file that needs nothing beside it, and asks nobody for anything."""
 
-import base64
-import hashlib
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.resources import files as resources
 from pathlib import Path
 
 from nearkin.core import files
 from nearkin.report import choice, figures, looks
 from nearkin.report.findings import Findings, check
+from nearkin.report.frame import Section, document
 from nearkin.report.looks import Shown
 from nearkin.report.pictures import Thumbnails
-from nearkin.report.words import count, escape, named, number, short
+from nearkin.report.words import count, escape, number, short
 
 __all__ = ["Progress", "write"]
 
 Progress = Callable[[int, int], None]  # sections done, sections in all
-Section = tuple[str, str, str, str]  # id, title, note, body
 
 
 def write(path: str | Path, findings: Findings, progress: Progress | None = None, *, seed: int = 0) -> None:
@@ -83,31 +79,8 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
 
 
 def _document(shown: Shown, sections: list[Section]) -> str:
-    findings = shown.findings
-    sentence, lede = figures.headline(findings)
-    style, script = (resources("nearkin.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # No address but data: is allowed, and no script but ours: neither a mistake here nor a class name can ask or run.
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections)
-    body = "".join(
-        f'<section id="{key}" aria-labelledby="{key}-title"><div class="side-note"><h2 id="{key}-title">{title}</h2>'
-        f'{f"<p>{note}</p>" if note else ""}</div><div class="content">{content}</div></section>\n'
-        for key, title, note, content in sections
-    )
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f'<meta name="description" content="{escape(sentence)}">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(short(findings.title, 80))} · nearkin report</title>\n<style>\n{style}</style>\n</head>\n"
-        "<body>\n"
-        f'<header><p class="eyebrow">nearkin run report</p><h1>{named(findings.title)}</h1>{lede}{_warnings(shown)}'
-        f'<nav aria-label="Sections">{links}</nav></header>\n<main>\n{body}</main>\n'
-        f"<footer><p>nearkin {escape(version('nearkin'))} · complete in one file, makes no requests</p></footer>\n"
-        f"<script>{script}</script>\n</body>\n</html>\n"
-    )
+    sentence, lede = figures.headline(shown.findings)
+    return document("nearkin run report", shown.findings.title, sentence, lede + _warnings(shown), sections)
 
 
 def _warnings(shown: Shown) -> str:

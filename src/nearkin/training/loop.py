@@ -13,7 +13,7 @@ import torch
 
 from nearkin.training.trainer import Trainer
 
-__all__ = ["Stopped", "Watch", "fit"]
+__all__ = ["Stopped", "Watch", "deterministic", "fit"]
 
 Watch = Callable[[dict[str, Any]], None]  # is told everything that happens, as dictionaries with an "event"
 
@@ -30,7 +30,7 @@ def fit(trainer: Trainer, watch: Watch) -> None:
     """Trains from wherever the trainer's state is to the end. Ctrl-C or SIGTERM: saves, then raises `Stopped`."""
     state, options = trainer.state, trainer.recipe.training
     trainer.clock = trainer.looked_at = time.monotonic()
-    with _asked_to_stop() as asked, _deterministic(options.deterministic):
+    with _asked_to_stop() as asked, deterministic(options.deterministic):
         while not state.finished:
             before = trainer.begin_epoch()
             for batch in trainer.feed.epoch(state.epoch, state.batch):
@@ -90,7 +90,7 @@ def _asked_to_stop() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _deterministic(on: bool) -> Iterator[None]:
+def deterministic(on: bool) -> Iterator[None]:
     """Equal runs give equal bits on one machine: kernels whose order of summation varies are not used."""
     if not on:
         yield

@@ -21,7 +21,18 @@ from nearkin.training.judging import Held
 from nearkin.training.objective import loss_settings, sampler_settings, takes_targets
 from nearkin.training.recipe import Recipe
 
-__all__ = ["Prepared", "augmentation_of", "build_encoder", "divided", "encoder_settings", "fingerprint", "prepare"]
+__all__ = [
+    "Prepared",
+    "augmentation_of",
+    "build_encoder",
+    "divided",
+    "encoder_settings",
+    "fingerprint",
+    "looked_at",
+    "prepare",
+    "rows_of",
+    "settled",
+]
 
 _ENCODER_FILLED = {"name", "channels", "size", "features", "seed", "config"}
 _PLACES = {"channels": "data.", "size": "data.", "features": ""}  # where a recipe has them; the others: encoder
@@ -101,20 +112,31 @@ def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
     _known_names(recipe)
     watch({"event": "loading", "source": options.source})
     items = data.load(options.source, root=root, partial=options.partial)
-    on = defaults.device(recipe)
-    side, grey = (None, False) if items.pictures is None else _look(items)
-    recipe, notes = defaults.settle_pictures(recipe, side, grey, on)
-    rows, digests, bad = _rows(items, recipe, watch)
+    recipe, notes = looked_at(recipe, items)
+    rows, digests, bad = rows_of(items, recipe, watch)
     parts = divided(items, recipe, bad)
     check_data(recipe, items, parts)
     recipe = defaults.settle_parts(recipe, items, parts)
     report = data.inspect(items, parts, digests=digests or None, bad=bad)
     watch({"event": "data", "report": report, "lines": data.lines(report)})
-    recipe = defaults.settle(recipe, _facts(recipe, items, parts), items.labels is None, on)
-    recipe = recipe.with_("encoder", **encoder_settings(recipe))
-    _refuse(recipe, items)
+    recipe = settled(recipe, items, parts)
     watch({"event": "settled", "recipe": recipe})
     return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes)
+
+
+def looked_at(recipe: Recipe, items: Items) -> tuple[Recipe, list[str]]:
+    """Encoder and sizes settled by what the pictures look like; and notes on it."""
+    side, grey = (None, False) if items.pictures is None else _look(items)
+    return defaults.settle_pictures(recipe, side, grey, defaults.device(recipe))
+
+
+def settled(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
+    """Everything that the training part decides, after `looked_at`; a recipe that cannot be trained by is refused."""
+    facts = _facts(recipe, items, parts)
+    recipe = defaults.settle(recipe, facts, items.labels is None, defaults.device(recipe))
+    recipe = recipe.with_("encoder", **encoder_settings(recipe))
+    _refuse(recipe, items)
+    return recipe
 
 
 def divided(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
@@ -236,7 +258,10 @@ def _look(items: Items) -> tuple[int, bool]:
     return (int(np.median(sides)) if sides else defaults.SMALL), grey and bool(sides)
 
 
-def _rows(items: Items, recipe: Recipe, watch: Any) -> tuple[NDArray[Any], list[str], list[tuple[int, str]]]:
+def rows_of(
+    items: Items, recipe: Recipe, watch: Any = lambda _: None
+) -> tuple[NDArray[Any], list[str], list[tuple[int, str]]]:
+    """The items as rows, the digests of their files, and which could not be read and why."""
     if items.vectors is not None:
         return items.vectors, [], []
     options = recipe.data

@@ -33,7 +33,7 @@ from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, p
 from nearkin.training.recipe import Recipe
 from nearkin.training.trainer import PRECISIONS, State, Trainer, seed_everything
 
-__all__ = ["Outcome", "resume", "train"]
+__all__ = ["Outcome", "assemble", "raw", "resume", "train"]
 
 _PIXELS = 32  # side to which pictures are reduced before their pixels are compared
 
@@ -199,12 +199,12 @@ def _contenders(trainer: Trainer, prepared: Prepared, held: judging.Held) -> dic
         if prepared.baseline == "frozen backbone":
             fresh = build_encoder(prepared).to(trainer.device)
             return embed(fresh, material, indices, precision=precision, features=True)
-        return _raw(material, indices)
+        return raw(material, indices)
 
     return {"trained": trained, "untrained": untrained, "baseline": baseline}
 
 
-def _raw(material: Material, indices: NDArray[np.int64]) -> Tensor:
+def raw(material: Material, indices: NDArray[np.int64]) -> Tensor:
     """The items themselves as vectors: pixels, of large pictures reduced ones."""
     parts = []
     for start in range(0, len(indices), 256):

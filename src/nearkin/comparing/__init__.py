@@ -1,0 +1,7 @@
+"""Which loss is best on one's own data: the same for all, searched for each, tested once."""
+
+from nearkin.comparing.bench import comparable
+from nearkin.comparing.compare import Comparison, compare
+from nearkin.comparing.plan import seconds
+
+__all__ = ["Comparison", "comparable", "compare", "seconds"]

@@ -1,0 +1,85 @@
+"""Kill -9 a comparison at random moments, start the same command again, and compare: the table must be the same.
+
+    python studies/kill_and_compare.py [--kills 9] [--source glyphs] [--seed 0]
+
+A comparison runs undisturbed once. Then the same command is killed three times at random moments, with one process and
+with two by turns, let end, and its comparison.csv compared byte by byte; again and again until there were enough kills.
+What it had come to at each kill is printed; any difference ends with exit code 1.
+"""
+
+import argparse
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+LOSSES = "triplet,proxy-anchor,arcface"
+SMALL = ["--steps", "20", "--trials", "5", "--folds", "2", "--seeds", "2"]
+QUICK = ["encoder.width=4", "encoder.dim=16", "sampler.batch=32", "data.size=16", "data.stored=16"]
+
+
+def command(source: str, folder: Path, jobs: int) -> list[str]:
+    more = [] if source.endswith((".npz", ".safetensors", ".parquet")) else [x for one in QUICK for x in ("--set", one)]
+    words = [sys.executable, "-m", "nearkin", "compare", source, "--losses", LOSSES, *SMALL, *more]
+    return [*words, "--out", str(folder), "--jobs", str(jobs), "--quiet"]
+
+
+def kept(folder: Path, table: str = "trainings") -> int:
+    try:
+        with closing(sqlite3.connect(f"file:{folder / 'study.db'}?mode=ro", uri=True)) as db:
+            return int(db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0])
+    except sqlite3.Error:
+        return 0
+
+
+def killed(arguments: list[str], folder: Path, trainings: int, after: float) -> bool:
+    """Whether it was still running when it was killed: so many seconds after the study holds so many trainings."""
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and kept(folder) < trainings:
+        time.sleep(0.002)
+    time.sleep(after)
+    running = process.poll() is None
+    process.kill()
+    process.wait()
+    return running
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=9)
+    parser.add_argument("--source", default="glyphs")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    chance = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        base = Path(scratch)
+        subprocess.run(command(arguments.source, base / "whole", 1), check=True, stdout=subprocess.DEVNULL)
+        wanted, total = (base / "whole" / "comparison.csv").read_bytes(), kept(base / "whole")
+        print(f"undisturbed: {total} trainings", flush=True)
+        kills, runs, wrong = 0, 0, 0
+        while kills < arguments.kills:
+            folder, moments, place = base / f"run{runs}", [], 0
+            for turn in range(3):
+                place = chance.randint(place, total)
+                hit = killed(command(arguments.source, folder, 1 + turn % 2), folder, place, chance.uniform(0.0, 0.5))
+                kills += hit
+                moments.append(
+                    f"{kept(folder)} trained, {kept(folder, 'tests')} tested" + ("" if hit else ", at its end")
+                )
+            subprocess.run(command(arguments.source, folder, 2), check=True, stdout=subprocess.DEVNULL)
+            same = (folder / "comparison.csv").read_bytes() == wanted
+            wrong += not same
+            print(f"run {runs}: {'same' if same else 'DIFFERENT'}; killed at {'; '.join(moments)}", flush=True)
+            shutil.rmtree(folder)
+            runs += 1
+        print(f"{kills} kills in {runs} runs, {wrong} different")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
