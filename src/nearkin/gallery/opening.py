@@ -1,0 +1,111 @@
+"""Opening a gallery: where it is, whether it is there, and that its encoder is the one that is asked to see for it."""
+
+from pathlib import Path
+
+from nearkin.core import checks
+from nearkin.gallery import graph as graphs
+from nearkin.gallery.encoding import Encoding
+from nearkin.gallery.facts import Facts
+from nearkin.gallery.sqlite import SqliteStore
+from nearkin.gallery.store import Store
+
+__all__ = ["opened", "run_of"]
+
+
+def opened(
+    place: str | Path,
+    run: str | Path | None,
+    dim: int | None,
+    create: bool,
+    timeout: float,
+    device: str,
+    max_pixels: int,
+) -> tuple[Store, Facts, Encoding | None]:
+    """See `Gallery.open`."""
+    checks.positive("timeout", timeout)
+    if dim is not None:
+        checks.whole("dim", dim, 1)
+    store = _store(place, timeout)
+    try:
+        encoding = None if run is None else Encoding(run, device, max_pixels)
+        facts = store.facts()
+        if facts is None:
+            if not create:
+                raise ValueError(
+                    f"{store.where}: no such gallery; nearkin enrol RUN SOURCE --gallery {store.where} makes it"
+                )
+            store.create(_first_facts(store, encoding, dim))
+            facts = store.facts()
+            assert facts is not None
+        return store, _fitting(store, facts, encoding, dim), encoding
+    except BaseException:
+        store.close()
+        raise
+
+
+def run_of(place: str | Path, timeout: float = 30.0) -> Path | None:
+    """The run whose encoder a gallery was made with; None for a gallery of vectors."""
+    store = _store(place, timeout)
+    try:
+        facts = store.facts()
+    finally:
+        store.close()
+    if facts is None:
+        raise ValueError(f"{store.where}: no such gallery; nearkin enrol RUN SOURCE --gallery {store.where} makes it")
+    if facts.run is not None and not Path(facts.run).is_dir():
+        raise ValueError(f"{store.where}: its run is not at {facts.run} any more; say where it is with --run RUN")
+    return None if facts.run is None else Path(facts.run)
+
+
+def index_of(facts: Facts) -> str:
+    """How a gallery is searched that nobody has warmed."""
+    if facts.rows <= graphs.EXACT:
+        return f"exact, up to {graphs.EXACT:,} rows"
+    return "exact, until it is warmed (nearkin enrol, reindex and serve do)"
+
+
+def _first_facts(store: Store, encoding: Encoding | None, dim: int | None) -> Facts:
+    if encoding is None:
+        if dim is None:
+            raise ValueError(f"{store.where}: no such gallery; a new one needs run=RUN, or dim= for vectors")
+        return Facts(dim)
+    return Facts(encoding.dim, encoding.said.fingerprint, str(encoding.said.run.resolve()))
+
+
+def _store(place: str | Path, timeout: float) -> Store:
+    text = str(place)
+    if text.startswith(("postgresql://", "postgres://")):
+        from nearkin.gallery.postgres import PostgresStore
+
+        return PostgresStore(text, timeout)
+    if "://" in text:
+        raise ValueError(f"a gallery must be a file or postgresql://…, got {text}")
+    return SqliteStore(Path(place).expanduser(), timeout)
+
+
+def _fitting(store: Store, facts: Facts, encoding: Encoding | None, dim: int | None) -> Facts:
+    """The encoder is the one whose vectors are there."""
+    if dim is not None and dim != facts.dim:
+        raise ValueError(f"{store.where}: has {facts.dim} dimensions, dim={dim} was asked for")
+    if encoding is None or encoding.said.fingerprint == facts.fingerprint:
+        return facts
+    if facts.fingerprint is None and facts.rows == 0 and facts.dim == encoding.dim:
+        store.adopt(encoding.said.fingerprint, str(encoding.said.run.resolve()))
+        return store.facts() or facts
+    if facts.fingerprint is None:
+        raise ValueError(
+            f"{store.where}: holds vectors of an unknown encoder; open it without run=, or enrol into a new one"
+        )
+    source = facts.sources[-1] if facts.sources else "SOURCE"
+    before = f" ({facts.run})" if facts.run else ""
+    raise ValueError(
+        f"{store.where}: was made with another encoder{before} than that of {encoding.said.run}, and their vectors do "
+        f"not compare; re-embed it with: nearkin enrol {encoding.said.run} {source} --gallery {_another(store)}"
+    )
+
+
+def _another(store: Store) -> str:
+    if store.kind != "sqlite":
+        return store.where + ("&" if "?" in store.where else "?") + "gallery=NEW"
+    path = Path(store.where)
+    return str(path.with_name(f"{path.stem}-new{path.suffix}"))

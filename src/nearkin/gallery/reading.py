@@ -1,0 +1,65 @@
+"""Rows out of an SQLite gallery, each proved by its checksum."""
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nearkin.gallery.rows import Row
+from nearkin.gallery.store import proved
+
+__all__ = ["after", "each", "fetch", "known"]
+
+LOADED = 4096  # rows read at a time
+ASKED = 500  # ids or hashes a statement
+COLUMNS = "id, content, label, name, metadata, vector, sum"
+
+
+def known(connection: Any, contents: Sequence[bytes]) -> dict[bytes, tuple[int, str]]:
+    """Id and label by content, of those that are there."""
+    found: dict[bytes, tuple[int, str]] = {}
+    for start in range(0, len(contents), ASKED):
+        some = contents[start : start + ASKED]
+        query = f"SELECT content, id, label FROM items WHERE content IN ({','.join('?' * len(some))})"
+        found.update((content, (i, label)) for content, i, label in connection.execute(query, some))
+    return found
+
+
+def fetch(connection: Any, ids: Sequence[int]) -> tuple[dict[int, Row], dict[int, str]]:
+    """Whole rows by id, and why others are not."""
+    rows: dict[int, Row] = {}
+    bad: dict[int, str] = {}
+    for start in range(0, len(ids), ASKED):
+        some = ids[start : start + ASKED]
+        query = f"SELECT {COLUMNS} FROM items WHERE id IN ({','.join('?' * len(some))})"
+        whole, worse = proved(connection.execute(query, some))
+        rows.update((row.id, row) for row in whole)
+        bad |= worse
+    return rows, bad
+
+
+def after(connection: Any, last: int) -> tuple[list[Row], dict[int, str], int | None]:
+    """Some rows whose ids follow, and the last id looked at; None at the end."""
+    query = f"SELECT {COLUMNS} FROM items WHERE id > ? ORDER BY id LIMIT {LOADED}"
+    found = connection.execute(query, (last,)).fetchall()
+    whole, bad = proved(found)
+    return whole, bad, found[-1][0] if len(found) == LOADED else None
+
+
+def each(connection: Any, next_id: int) -> Iterator[tuple[Row | None, str, int]]:
+    """Every row, whole or why not; where the file breaks off, each id that is left is tried by itself."""
+    last: int | None = 0
+    while last is not None:
+        try:
+            rows, bad, end = after(connection, last)
+        except sqlite3.DatabaseError:
+            break
+        yield from ((row, "", row.id) for row in rows)
+        yield from ((None, why, i) for i, why in bad.items())
+        last = end
+    for i in range(last + 1, next_id) if last is not None else ():
+        try:
+            by_id, bad = fetch(connection, [i])
+        except sqlite3.DatabaseError as error:
+            by_id, bad = {}, {i: str(error)}
+        yield from ((row, "", i) for row in by_id.values())
+        yield from ((None, why, i) for why in bad.values())

@@ -1,0 +1,172 @@
+"""What a gallery keeps of an item, byte for byte the same in every store, and the checksum that proves it."""
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "Fields",
+    "Filter",
+    "Row",
+    "checksum",
+    "fields_of",
+    "filter_of",
+    "meta_checksum",
+    "packed",
+    "picture_checksum",
+    "unit",
+    "unpacked",
+]
+
+Floats: TypeAlias = NDArray[np.float32]
+SUM = 8  # bytes of a checksum
+
+
+class Fields(NamedTuple):
+    """A row before it has an id. vector: float32, big-endian, of length 1; metadata: JSON with sorted keys."""
+
+    content: bytes  # sha256 of the item as it was given: who has it is enrolled already
+    label: str
+    name: str
+    metadata: str
+    vector: bytes
+    thumbnail: bytes
+
+
+class Row(NamedTuple):
+    """A row as it was read back and found whole; its thumbnail is read apart."""
+
+    id: int
+    content: bytes
+    label: str
+    name: str
+    metadata: str
+    vector: bytes
+
+
+class Filter(NamedTuple):
+    """Which rows may be found: any of these labels, and of each key any of these values, as JSON; None: all."""
+
+    labels: tuple[str, ...] | None
+    keys: dict[str, tuple[str, ...]]
+
+
+def checksum(id: int, content: bytes, label: str, name: str, metadata: str, vector: bytes) -> bytes:
+    """Over every field with its length; PostgreSQL computes the same in `postgres.SUM`."""
+    texts = label.encode(), name.encode(), metadata.encode()
+    head = struct.pack(">qiii", id, *map(len, texts))
+    vector_head = struct.pack(">hh", len(vector) // 4, 0)  # as pgvector sends it
+    return hashlib.sha256(b"".join((head, *texts, content, vector_head, vector))).digest()[:SUM]
+
+
+def meta_checksum(said: str) -> bytes:
+    return hashlib.sha256(said.encode()).digest()[:SUM]
+
+
+def picture_checksum(id: int, picture: bytes) -> bytes:
+    return hashlib.sha256(struct.pack(">q", id) + picture).digest()[:SUM]
+
+
+def packed(rows: Floats) -> list[bytes]:
+    """Each row of (n, D) as bytes."""
+    width, content = 4 * rows.shape[1], np.ascontiguousarray(rows, ">f4").tobytes()
+    return [content[i : i + width] for i in range(0, len(content), width)] if width else []
+
+
+def unpacked(vectors: Sequence[bytes], dim: int) -> Floats:
+    """(n, D) float32 of this machine."""
+    rows: Floats = np.frombuffer(b"".join(vectors), ">f4").reshape(-1, dim).astype(np.float32)
+    return rows
+
+
+def unit(rows: NDArray[Any], what: str = "vectors") -> Floats:
+    """Rows (n, D) brought to length 1 in float64, kept in float32."""
+    wide = np.asarray(rows, np.float64)
+    length = np.sqrt((wide * wide).sum(1, keepdims=True))
+    wrong = ~np.isfinite(length[:, 0])
+    if wrong.any():
+        raise ValueError(f"{what} must be finite, got NaN or Inf in {int(wrong.sum())} of {len(wide)}")
+    if (length == 0).any():
+        raise ValueError(f"{what} must not be all 0, which points nowhere; got {int((length == 0).sum())} such")
+    rows_of_1: Floats = (wide / length).astype(np.float32)
+    return rows_of_1
+
+
+def fields_of(content: bytes, label: str, name: str, metadata: object, vector: bytes, thumbnail: bytes) -> Fields:
+    """The row of an item, name and metadata checked for what one of the stores could not keep."""
+    return Fields(content, label, name_of(name) if name else "", metadata_of(metadata), vector, thumbnail)
+
+
+def label_of(label: object) -> str:
+    if not isinstance(label, str):
+        raise TypeError(f"label must be text, got {label!r}")
+    if not label.strip() or len(label) > 500:
+        raise ValueError(f"label must have 1 to 500 characters, got {len(label.strip())}")
+    if not _storable(label):
+        raise ValueError(f"label must be text without NUL and broken characters, got {label!r}")
+    return label
+
+
+def name_of(name: str) -> str:
+    """Only shown, so what cannot be kept is replaced."""
+    return name.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def metadata_of(metadata: object) -> str:
+    if metadata is None or metadata == {}:
+        return "{}"
+    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) and key for key in metadata):
+        raise TypeError(f"metadata must be a dict whose keys are text, got {metadata!r}")
+    if "label" in metadata:
+        raise ValueError('metadata must not have the key "label": a filter understands the item\'s own label by it')
+    try:
+        text = json.dumps(dict(metadata), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata must be plain JSON values: {error}") from None
+    if "\\u0000" in text or not _storable(text):
+        raise ValueError("metadata must be text without NUL and broken characters")
+    return text
+
+
+def filter_of(filter: object) -> Filter | None:
+    """{"label": one or a list, "colour": one or a list}: all keys must hold, of a list any value."""
+    if filter is None or filter == {}:
+        return None
+    if not isinstance(filter, Mapping) or not all(isinstance(key, str) for key in filter):
+        raise TypeError(f"filter must be a dict of keys and values, got {filter!r}")
+    chosen = {key: value if isinstance(value, list | tuple | set) else [value] for key, value in filter.items()}
+    labels = chosen.pop("label", None)
+    if labels is not None and not all(isinstance(label, str) for label in labels):
+        raise TypeError(f"filter label must be text, got {filter['label']!r}")
+    return Filter(
+        None if labels is None else tuple(labels),
+        {key: tuple(scalar(value, key) for value in values) for key, values in chosen.items()},
+    )
+
+
+def scalar(value: object, key: str = "") -> str:
+    """A value as JSON, so that equals are equal: 1 is 1.0 and neither true nor "1"."""
+    if not isinstance(value, str | int | float | bool | None):
+        raise TypeError(
+            f'filter "{key}" must be text, a number, true, false or null, or a list of these, got {value!r}'
+        )
+    if isinstance(value, float):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise ValueError(f'filter "{key}" must be finite, got {value}')
+        value = int(value) if value.is_integer() else value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _storable(text: str) -> bool:
+    if "\0" in text:
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

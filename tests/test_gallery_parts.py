@@ -1,0 +1,342 @@
+"""The parts under a gallery: exact search in memory, HNSW beside the file, rows and filters, calibrated answers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nearkin import gallery as room
+from nearkin.evaluation import Calibration
+from nearkin.gallery import answers, calibrating, graph, matrix, rows
+from nearkin.gallery.answers import Hit, Meaning
+from nearkin.gallery.columns import Columns
+from nearkin.gallery.matrix import Matrix
+
+
+def filled(vectors, ids=None, labels=None):
+    found = Matrix(vectors.shape[1])
+    ids = list(range(1, len(vectors) + 1)) if ids is None else ids
+    found.append(ids, labels or ["a"] * len(vectors), vectors)
+    return found
+
+
+def slow(vectors, query, k, ids, allowed=None):
+    """Every cosine in float64, one by one."""
+    wide = [
+        (-float((row.astype(np.float64) * query.astype(np.float64)).sum()), i)
+        for n, (row, i) in enumerate(zip(vectors, ids, strict=True))
+        if allowed is None or allowed[n]
+    ]
+    return [i for _, i in sorted(wide)[:k]]
+
+
+# ---- exact search
+
+
+@given(
+    count=st.integers(0, 300),
+    dim=st.integers(1, 40),
+    k=st.integers(1, 30),
+    crowd=st.floats(0, 1),
+    seed=st.integers(0, 2**20),
+    whole=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_search_finds_what_a_loop_finds(count, dim, k, crowd, seed, whole):
+    draw = np.random.default_rng(seed)
+    around = draw.normal(size=dim)
+    vectors = rows.unit(crowd * around + (1 - crowd) * draw.normal(size=(count, dim)) + 1e-3) if count else None
+    vectors = np.empty((0, dim), np.float32) if vectors is None else vectors
+    if count > 4:
+        vectors[count // 2 :][:3] = vectors[:3]  # equals stand in the order of their ids
+    found = filled(vectors)
+    found._whole = found._whole and whole
+    allowed, rare = draw.random(count) < 0.6, draw.random(count) < 0.12
+    query = rows.unit(around[None] + 0.1)[0]
+    few, matrix.FEW = matrix.FEW, 2  # so that proposals are made
+    try:
+        for mask in (None, allowed, rare):
+            ids, similarity = found.best(query, k, found.search(query, k, mask))
+            assert ids.tolist() == slow(vectors, query, k, range(1, count + 1), mask)
+            assert (np.diff(similarity) <= 0).all()
+    finally:
+        matrix.FEW = few
+
+
+def test_rounded_products_stay_within_their_bound():
+    draw = np.random.default_rng(0)
+    vectors = rows.unit(draw.normal(size=(5000, 48)) * draw.choice([1, 30], size=(5000, 48)))
+    query = rows.unit(draw.normal(size=(1, 48)))[0]
+    small, scale, off = matrix._rounded(vectors)
+    asked, asked_scale, asked_off = matrix._rounded(query[None])
+    near = small.astype(np.int64) @ asked[0].astype(np.int64) * scale.astype(np.float64) * float(asked_scale[0])
+    exact = vectors.astype(np.float64) @ query
+    assert (np.abs(near - exact) <= off + asked_off[0] * (1 + off)).all()
+    assert np.abs(near - exact).max() > 1e-4, "the bound is put to the test"
+
+
+def test_rows_come_go_and_change_their_label():
+    draw = np.random.default_rng(1)
+    vectors = rows.unit(draw.normal(size=(4000, 8)))
+    found = filled(vectors[:3000])
+    found.append(range(3001, 4001), ["b"] * 1000, vectors[3000:])
+    for i in (5, 77, 3500):
+        found.drop(i)
+    found.relabel(9, "c")
+    alive = np.ones(4000, bool)
+    alive[[4, 76, 3499]] = False
+    for _ in range(2):
+        query = vectors[76]
+        assert found.best(query, 7, found.search(query, 7))[0].tolist() == slow(
+            vectors, query, 7, range(1, 4001), alive
+        )
+        assert found.counts() == {"a": 2997, "b": 999, "c": 1}
+        assert found.place(77) is None and found.place(4001) is None and found.places(np.array([9, 77, 4000])).size == 2
+        assert found.best(query, 7, found.search(query, 7, found.having(["c", "none"])))[0].tolist() == [9]
+        found.close_holes()
+    assert found.count == 3997 and found.dead == 0
+
+
+# ---- HNSW
+
+
+@pytest.fixture
+def grouped(monkeypatch):
+    pytest.importorskip("faiss")
+    monkeypatch.setattr(graph, "EXACT", 500)
+    draw = np.random.default_rng(2)
+    centres = draw.normal(size=(60, 16))
+    return rows.unit(centres[draw.integers(0, 60, 4000)] + 0.4 * draw.normal(size=(4000, 16)))
+
+
+def test_the_index_finds_what_exact_search_finds(grouped, tmp_path):
+    found = filled(grouped[:3500])
+    index = graph.build(found)
+    assert index.recall >= graph.WANTED and not index.stale(found)
+    graph.save(tmp_path / "g.hnsw", index, "me")
+    index = graph.load(tmp_path / "g.hnsw", "me")
+    found.append(range(3501, 4001), ["b"] * 500, grouped[3500:])  # later rows are found too
+    for i in range(1, 3500, 7):
+        found.drop(i)
+    alive = found.alive[:4000]
+    hits = 0
+    for query in rows.unit(grouped[::40] + 0.1):
+        exact = slow(grouped, query, 10, range(1, 4001), alive)
+        ids, _ = found.best(query, 10, index.search(found, query, 10))
+        assert alive[ids - 1].all()
+        hits += len(set(exact) & set(ids.tolist()))
+    assert hits >= 0.99 * 1000
+    found.append(range(4001, 6001), ["b"] * 2000, np.concatenate([grouped[:2000]]))
+    assert index.stale(found)
+
+
+def test_an_index_that_is_not_right_is_not_read(grouped, tmp_path):
+    path = tmp_path / "g.hnsw"
+    index = graph.build(filled(grouped[:1000]))
+    graph.save(path, index, "me")
+    whole = path.read_bytes()
+    for place in (3, 60, len(whole) // 2, len(whole) - 1):
+        broken = bytearray(whole)
+        broken[place] ^= 1
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"damaged|another"):
+            graph.load(path, "me")
+    for length in (0, 10, len(whole) - 5):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="damaged"):
+            graph.load(path, "me")
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match="another"):
+        graph.load(path, "you")
+    path.unlink()
+    with pytest.raises(ValueError, match="missing"):
+        graph.load(path, "me")
+
+
+def test_rows_without_structure_stay_exact(monkeypatch):
+    pytest.importorskip("faiss")
+    monkeypatch.setattr(graph, "DEPTHS", (1,))
+    monkeypatch.setattr(graph, "WANTED", 1.1)
+    assert graph.build(filled(rows.unit(np.random.default_rng(0).normal(size=(800, 32))))) is None
+
+
+# ---- rows, metadata, filters
+
+
+def test_any_changed_field_changes_the_checksum():
+    row = (7, b"c" * 32, "label", "name", "{}", b"\0" * 16)
+    total = rows.checksum(*row)
+    others = [(8, *row[1:])]
+    for place, new in enumerate([b"d" * 32, "labe", "lname", '{"a":1}', b"\0" * 15 + b"\1"], 1):
+        others.append((*row[:place], new, *row[place + 1 :]))
+    others.append((7, b"c" * 32, "labelname", "", "{}", b"\0" * 16))
+    assert total not in {rows.checksum(*other) for other in others}
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=3, max_size=3))
+def test_vectors_survive_packing(values):
+    if not any(values):
+        values[0] = 1.0
+    unit = rows.unit(np.array([values], np.float64))
+    assert (rows.unpacked(rows.packed(unit), 3) == unit).all()
+    assert np.linalg.norm(unit) == pytest.approx(1, abs=1e-6)
+
+
+def test_values_are_equal_as_json_has_it():
+    kept = Columns()
+    texts = [
+        rows.metadata_of(m)
+        for m in ({"a": 1}, {"a": 1.0}, {"a": True}, {"a": "1"}, {"a": None}, {"b": 2}, {}, {"a": [1]})
+    ]
+    kept.append(texts)
+
+    def places(value):
+        return np.flatnonzero(kept.having("a", rows.filter_of({"a": value}).keys["a"])).tolist()
+
+    assert places(1) == places(1.0) == [0, 1]
+    assert places(True) == [2] and places("1") == [3] and places(None) == [4] and places(2) == []
+    assert places([True, "1"]) == [2, 3]
+    kept.append([rows.metadata_of({"a": 1})])
+    assert places(1) == [0, 1, 8]
+    kept.keep([1, 3, 8])
+    assert places(1) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "call, sentence",
+    [
+        (lambda: rows.label_of(3), "label must be text, got 3"),
+        (lambda: rows.label_of("  "), "label must have 1 to 500 characters, got 0"),
+        (lambda: rows.label_of("a\0b"), "without NUL"),
+        (lambda: rows.label_of("\ud800"), "broken characters"),
+        (lambda: rows.metadata_of([1]), "metadata must be a dict"),
+        (lambda: rows.metadata_of({1: 2}), "keys are text"),
+        (lambda: rows.metadata_of({"label": "x"}), 'must not have the key "label"'),
+        (lambda: rows.metadata_of({"x": float("nan")}), "plain JSON values"),
+        (lambda: rows.metadata_of({"x": object()}), "plain JSON values"),
+        (lambda: rows.metadata_of({"x": "\0"}), "without NUL"),
+        (lambda: rows.filter_of(["label"]), "filter must be a dict"),
+        (lambda: rows.filter_of({"label": 3}), "filter label must be text"),
+        (lambda: rows.filter_of({"x": {"y": 1}}), 'filter "x" must be text, a number'),
+        (lambda: rows.filter_of({"x": float("inf")}), 'filter "x" must be finite'),
+        (lambda: rows.unit(np.zeros((2, 3))), "must not be all 0"),
+        (lambda: rows.unit(np.array([[np.nan, 1.0]])), "must be finite"),
+    ],
+)
+def test_what_cannot_be_kept_is_one_sentence(call, sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        call()
+
+
+# ---- what a similarity means
+
+
+@pytest.fixture(scope="module")
+def people():
+    """Embeddings of 120 classes of 12: kin near one another, some classes near others."""
+    draw = np.random.default_rng(3)
+    labels = np.repeat(np.arange(120), 12)
+    centres = draw.normal(size=(120, 12))
+    noise = 0.75 * draw.normal(size=(len(labels), 12))
+    return rows.unit(centres[labels] + noise), labels
+
+
+def test_measured_thresholds_keep_their_far_and_probabilities_come_true(people):
+    x, labels = people
+    half = labels < 60
+    plain = calibrating.measured(torch.from_numpy(x[half]), torch.from_numpy(labels[half]))
+    plain = json.loads(json.dumps(plain))
+    meaning = Meaning(Calibration.from_dict(plain["calibration"]), plain["operating_points"])
+    others, kin = x[~half].astype(np.float64), labels[~half]
+    one, two = np.triu_indices(len(others), 1)
+    score, same = (others @ others.T)[one, two], (kin[:, None] == kin)[one, two]
+    for far in (0.1, 0.01, 0.001):
+        point, note = meaning.point(far)
+        assert note == "" and point["far"] == far
+        assert (score[~same] >= point["threshold"]).mean() < 2 * far, "on classes that were not calibrated on"
+    draw = np.random.default_rng(0)
+    pairs = np.concatenate([np.flatnonzero(same), draw.choice(np.flatnonzero(~same), same.sum(), replace=False)])
+    chance = np.array([meaning.probability(s) for s in score[pairs]])
+    for low in np.arange(0, 1, 0.25):
+        inside = (chance >= low) & (chance <= low + 0.25)
+        assert same[pairs][inside].mean() == pytest.approx(chance[inside].mean(), abs=0.12)
+
+
+@pytest.mark.parametrize("shots", [1, 5])
+def test_identities_are_as_sure_as_they_are_right(people, shots):
+    """Half of the other classes are enrolled with so many examples, then all ask: confidence is how many are right."""
+    x, labels = people
+    half = labels < 60
+    plain = calibrating.measured(torch.from_numpy(x[half]), torch.from_numpy(labels[half]))
+    curves = {int(n): Calibration.from_dict(one) for n, one in plain["shots"].items()}
+    assert set(curves) == {2, 4, 8}
+    meaning = Meaning(Calibration.from_dict(plain["calibration"]), plain["operating_points"], curves)
+    enrolled = np.flatnonzero(~half & (labels < 90) & (np.arange(len(labels)) % 12 < shots))
+    sure, right, unknown, plainly = [], [], [], []
+    for i in np.flatnonzero(~half & (np.arange(len(labels)) % 12 >= shots)):
+        near = x[enrolled].astype(np.float64) @ x[i].astype(np.float64)
+        hits = [Hit(int(n), str(labels[enrolled[n]]), float(near[n]), "", {}) for n in np.argsort(-near)[:50]]
+        found = meaning.identify(hits, 30, None, {hit.label: shots for hit in hits})
+        assert 0 <= found.confidence <= 1 and sum(c.confidence for c in found.candidates) <= 1 + 1e-9
+        truth = str(labels[i]) if labels[i] < 90 else None
+        sure.append(found.candidates[0].confidence)
+        right.append(found.candidates[0].label == truth)
+        plainly.append(meaning.identify(hits, 30, None).candidates[0].confidence)  # as if each had one example
+        unknown.append((found.unknown, truth is None))
+    sure, right, unknown = np.array(sure), np.array(right), np.array(unknown)
+
+    def error(sure):
+        """Expected calibration error."""
+        place = np.minimum((sure * 5).astype(int), 4)
+        return np.abs(np.bincount(place, weights=sure - right)).sum() / len(sure)
+
+    assert error(sure) < 0.1 and np.ptp(sure) > 0.8
+    assert shots == 1 or error(sure) < 0.8 * error(np.array(plainly)), "examples that are many are not taken for one"
+    assert (unknown[:, 0] & unknown[:, 1]).sum() > 0.7 * unknown[:, 1].sum(), "strangers are mostly refused"
+
+
+def test_points_are_asked_for_by_far():
+    curve = Calibration((-1.0, 1.0), (0.0, 1.0), 0.0, 100, 100)
+    points = [{"far": far, "threshold": t, "tar": 0.9} for far, t in ((0.1, 0.2), (0.01, 0.4))]
+    meaning = Meaning(curve, points)
+    assert meaning.verify(0.3, 0.1).same and not meaning.verify(0.3, 0.05).same and not meaning.verify(0.3, 0.01).same
+    found = meaning.verify(0.5, None)
+    assert found.same and found.far == 0.01 and "too few pairs to measure a FAR below 0.01" in found.note
+    with pytest.raises(ValueError, match=r"0.01 at the strictest, got 0.001"):
+        meaning.verify(0.5, 0.001)
+    with pytest.raises(ValueError, match="far must be > 0 and < 1"):
+        meaning.verify(0.5, 2.0)
+    nobody = meaning.identify([], 0, None)
+    assert nobody.unknown and nobody.note == "nothing is enrolled"
+    first = meaning.identify([Hit(1, "new", 0.99, "", {})], 1, None)
+    assert first.label == "new" and first.confidence > 0.9, "one example is enough"
+    assert meaning.identify([Hit(1, "new", 0.35, "", {})], 1, None).unknown, "below the threshold"
+
+
+def test_a_calibration_file_that_is_not_right_is_said(tmp_path):
+    meaning, note = answers.read(tmp_path, "me")
+    assert meaning is None and "nearkin gallery calibrate" in note and "a similarity only" in note
+    path = tmp_path / answers.FILE
+    path.write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        answers.read(tmp_path, "me")
+    curve = Calibration((-1.0, 1.0), (0.0, 1.0), 0.0, 100, 100).to_dict()
+    points = [{"far": 0.1, "threshold": 0.2, "tar": 0.9}]
+    path.write_text(
+        json.dumps({"format": 1, "encoder": "you", "calibration": curve, "shots": {}, "operating_points": points})
+    )
+    meaning, note = answers.read(tmp_path, "me")
+    assert meaning is None and "another encoder" in note
+    assert answers.read(tmp_path, "you")[0].fars == [0.1]
+
+
+def test_public_names_are_documented():
+    import inspect
+
+    assert all(inspect.getdoc(getattr(room, name)) for name in room.__all__)
+    for name, method in inspect.getmembers(room.Gallery, inspect.isfunction):
+        if not name.startswith("_") and name != "close":
+            assert inspect.getdoc(method), name
