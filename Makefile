@@ -24,10 +24,15 @@ format: $(VENV)/dev.stamp  ## rewrite in the house style
 
 bench: $(VENV)/dev.stamp  ## measured tables, written beside the scripts
 	$(BIN)/python benchmarks/loss_memory.py
+	$(BIN)/python benchmarks/losses.py
+	$(BIN)/python benchmarks/class_softmax.py
+	$(BIN)/python benchmarks/facility.py
+	$(BIN)/python benchmarks/curves.py
 	$(BIN)/python benchmarks/mining.py
 	$(BIN)/python benchmarks/evaluation.py
 	$(BIN)/python benchmarks/images.py
 	$(BIN)/python benchmarks/trainer_overhead.py
+	$(BIN)/python benchmarks/gallery.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

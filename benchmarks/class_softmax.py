@@ -1,14 +1,21 @@
 """Softmax over many classes, forward and backward, beside its peers and floor: python benchmarks/class_softmax.py
 
 On a GPU: B = 1,024, D = 512, bfloat16, C from 10,000 to 10,000,000; on the CPU: B = 256, D = 64, float32. Time by
-device events, memory beyond what was held. `floor`: the three matrix products of the dense form alone.
---tune tries every tile of the kernels at --classes and prints lines for `kernels/class_tiles.py`; --compile asks the
-compiler, without a GPU, how much shared memory each tile of its tables takes on Hopper.
+device events. `extra_mib`: the peak of a step beyond what was held before it with no gradients there, so the gradient
+by the weights (`gradient_mib`) is in it. `floor`: the matrix products alone, the three of the dense form, or four where
+the scores are made twice. At the smallest C also the errors against float64. Dense forms and peers only where B · C is
+at most 2^30; beyond 2^32 the kernels alone.
+--tune tries the tiles of the kernels at --classes, the length of a run and both ways to the gradient by the weights,
+and prints lines for `kernels/class_tiles.py` and `kernels/class_softmax.py`; --compile asks the compiler, without a
+GPU, for the shared memory and the registers of each tile on Hopper; --profile lists what a step spends its time on.
 """
 
 import argparse
-import contextlib
 import importlib.util
+import re
+import subprocess
+import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -19,27 +26,57 @@ from nearkin.core import class_softmax as plain
 from nearkin.kernels import class_softmax as fused
 
 SHARED = 232_448  # bytes a program may take on Hopper
+SECONDS = 0.25  # of repeats
+HUGE = 2**32  # B · C beyond which a step of plain torch takes seconds
 
 
 def ways(x, y, w, dense):
-    """Name of each contender and its step; the dense form only where its memory is bearable."""
+    """Name of each contender and its step; the dense forms only where their memory is bearable."""
 
     def ours(function, **more):
         return lambda: function(x, y, w, **more).backward()
 
-    yield "arcface, torch", ours(losses.arcface_loss, impl="torch")
     if x.is_cuda:
         yield "arcface, triton", ours(losses.arcface_loss, impl="triton")
         yield "cosface, triton", ours(losses.cosface_loss, impl="triton")
         yield "normalized, triton", ours(losses.normalized_softmax_loss, impl="triton")
+        yield "sphereface, triton", ours(losses.sphereface_loss, impl="triton")
+        yield "proxy-nca, triton", ours(losses.proxy_nca_loss, impl="triton")
+        yield "proxy-anchor, triton", ours(losses.proxy_anchor_loss, impl="triton")
+        halved = y % (len(w) // 2)
+        two = {"sub_centers": 2, "impl": "triton"}
+        yield "arcface, 2 centres, triton", lambda: losses.arcface_loss(x, halved, w, **two).backward()
+    if len(x) * len(w) > HUGE:
+        return
+    yield "arcface, torch", ours(losses.arcface_loss, impl="torch")
     if dense:
         yield "arcface, dense", ours(losses.arcface_loss, max_memory=2**50)
         yield "peer: plain torch", lambda: plain_cosface(x, y, w).backward()
-    if x.is_cuda and importlib.util.find_spec("cut_cross_entropy") is not None:
+    if x.is_cuda:
+        yield from peers(x, y, w, dense)
+    yield "floor: three products", lambda: floor(x, w)
+    yield "floor: four products", lambda: floor(x, w, again=True)
+
+
+def peers(x, y, w, dense):
+    if dense:
+        compiled = torch.compile(plain_cosface, dynamic=False)
+        yield "peer: torch.compile of it", lambda: compiled(x, y, w).backward()
+    if dense and importlib.util.find_spec("pytorch_metric_learning") is not None:
+        from pytorch_metric_learning.losses import ArcFaceLoss
+
+        other = ArcFaceLoss(len(w), w.shape[1]).to(x.device)
+        wide = x.detach().float().requires_grad_()
+
+        def step():
+            other.zero_grad()
+            other(wide, y).backward()
+
+        yield "peer: pytorch-metric-learning", step
+    if importlib.util.find_spec("cut_cross_entropy") is not None:
         from cut_cross_entropy import linear_cross_entropy
 
         yield "peer: cut-cross-entropy, no margin", lambda: linear_cross_entropy(x, w, y).backward()
-    yield "floor: three products", lambda: floor(x, w)
 
 
 def plain_cosface(x, y, w):
@@ -51,11 +88,13 @@ def plain_cosface(x, y, w):
 
 
 @torch.no_grad()
-def floor(x, w, run=65_536):
+def floor(x, w, run=65_536, again=False):
     """x wᵀ, and with a matrix of its shape the two products of the gradients, a run of classes at a time."""
     for start in range(0, len(w), run):
         part = w[start : start + run]
         scores = x @ part.T
+        if again:
+            scores = x @ part.T
         scores @ part, scores.T @ x
 
 
@@ -70,6 +109,7 @@ def compare(sizes, number, dim, device, dtype):
     rows = []
     for classes in sizes:
         x, y, w = batch(classes, number, dim, device, dtype)
+        gradient = w.numel() * w.element_size() / 2**20
         for name, step in ways(x, y, w, dense=number * classes <= 2**30):
 
             def fresh(step=step, x=x, w=w):
@@ -77,89 +117,255 @@ def compare(sizes, number, dim, device, dtype):
                 step()
 
             try:
-                ms, mib = measure.median_ms(fresh, device), measure.peak_mib(fresh, device)
-            except torch.OutOfMemoryError:
+                ms = measure.median_ms(fresh, device, SECONDS)
+                x.grad = w.grad = None
+                mib = measure.peak_mib(fresh, device)
+            except Exception as error:  # one contender that fails must not end the run
                 ms = mib = float("nan")
-            gradient = w.numel() * w.element_size() / 2**20
+                print(f"C {classes:>10,}  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             print(f"C {classes:>10,}  {name:36}{ms:>10.2f} ms{mib:>10.0f} MiB, dW {gradient:.0f}", flush=True)
             kind = str(dtype).removeprefix("torch.")
-            rows.append([name, device, number, classes, dim, kind, f"{ms:.3f}", f"{mib:.0f}", f"{gradient:.0f}"])
-    header = ["way", "device", "B", "C", "D", "dtype", "ms", "extra_mib", "gradient_mib"]
-    measure.write_csv(Path(__file__).parent / "results" / f"class_softmax_{device}.csv", header, rows)
+            rows.append(
+                [
+                    name,
+                    measure.machine(device),
+                    number,
+                    classes,
+                    dim,
+                    kind,
+                    f"{ms:.3f}",
+                    f"{mib:.0f}",
+                    f"{gradient:.0f}",
+                ]
+            )
+        header = ["way", "device", "B", "C", "D", "dtype", "ms", "extra_mib", "gradient_mib"]
+        file = Path(__file__).parent / "results" / f"class_softmax_{device}.csv"
+        measure.write_csv(file, header, sorted(rows, key=lambda row: row[3]))  # the file grows with each size
+        if classes == min(sizes):
+            accuracy(x, y, w)
+        x.grad = w.grad = None
+        del step, fresh
+
+
+def accuracy(x, y, w):
+    """Relative errors of loss and gradients against float64, CosFace with m 0.35 and s 64."""
+
+    def outcome(function, kind, **more):
+        a, b = (t.detach().to(kind).requires_grad_() for t in (x, w))
+        value = function(a, y, b, **more)
+        (1.7 * value).backward()
+        return value.detach().double(), a.grad.double(), b.grad.double()
+
+    exact = outcome(losses.cosface_loss, torch.float64, max_memory=2**50)
+    contenders = {"torch": (losses.cosface_loss, {"impl": "torch"}), "plain torch": (plain_cosface, {})}
+    if x.is_cuda:
+        contenders = {"triton": (losses.cosface_loss, {"impl": "triton"}), **contenders}
+    for kind in {x.dtype: None, torch.float32: None}:
+        for name, (function, more) in contenders.items():
+            errors = [
+                float((a - b).norm() / b.norm()) for a, b in zip(outcome(function, kind, **more), exact, strict=True)
+            ]
+            shown = "  ".join(f"{part} {error:.1e}" for part, error in zip(("loss", "dX", "dW"), errors, strict=True))
+            print(f"C {len(w):>10,}  error of {name}, {str(kind).removeprefix('torch.')}: {shown}", flush=True)
 
 
 def tune(classes, number, dim, dtype):
-    """The fastest tile of each kernel, for each number of terms."""
-    from triton.runtime.errors import OutOfResources
-
-    from nearkin.kernels import class_tiles
+    """The fastest tile of each kernel; then, with the tables as they are, the run, the walk and the last product."""
+    from nearkin.kernels import class_tiles as tiles
 
     x, y, w = batch(classes, number, dim, "cuda", dtype)
+    w = w.detach()
     with torch.no_grad():
         asked = plain.queries(x.float(), w, 64.0, True)
         rows, factor = fused._operands(x, w, asked)
-        inverse, _ = class_tiles.inverse_lengths(w.detach(), True)
-        ones, own, out = torch.ones_like(factor), torch.zeros_like(asked), torch.empty_like(w)
-        for terms in (1, 2):
-            way = {"terms": terms, "precision": fused._precision(), "whole": fused.WHOLE_DIM}
-            found = {"FORWARD": [], "BACKWARD": []}
-            for tile in class_tiles.CANDIDATES:
-                given = (rows, factor, w.detach(), inverse, y)
-                steps = {
-                    "FORWARD": lambda g=given, t=tile, v=way: class_tiles.forward(
-                        *g, fused._splits(asked, None), True, chosen=t, **v
-                    ),
-                    "BACKWARD": lambda g=given, t=tile, v=way: class_tiles.backward(
-                        *g, 64 * ones, ones, own, out, True, chosen=t, **v
-                    ),
-                }
-                for name, step in steps.items():
-                    with contextlib.suppress(OutOfResources):
-                        found[name].append((measure.median_ms(step, "cuda", 0.2), tile))
-            for name, tried in found.items():
-                for ms, tile in sorted(tried)[:3]:
-                    print(f"{name} terms {terms}  ({w.element_size()}, {dim}): {tile},  # {ms:.2f} ms", flush=True)
+        inverse = tiles.lengths(w)
+        given = tiles.Operands(rows, 1.4427 * factor, w, inverse, y.int(), two=True)
+        ones, out = torch.ones_like(factor), torch.empty_like(w)
+        size = fused._run(rows, w, None)
+        made = torch.empty(
+            size, number, device="cuda", dtype=torch.bfloat16 if tiles.halves(rows, w) else torch.float32
+        )
+        along = torch.zeros(-(-number // 64), size, device="cuda")
+        inner = tiles.Own(given.ids, ones, ones[:1], ones[:1])
+        starts = range(0, classes, size)
+        item, tried = 2, tiles.CANDIDATES
+        if not tiles.halves(rows, w):
+            item = 4
+            tried = [tile._replace(depth=32) for tile in tried] + [
+                tiles.Tile(64, 128, 32, 4, 3),
+                tiles.Tile(64, 64, 32, 4, 3),
+            ]
+
+        def parts(tile=None):
+            for start in starts:
+                tiles.parts(given, 64 * ones, ones, start, made, along, inner, tile=tile)
+
+        def gradient(tile=None):
+            for start in starts:
+                tiles.gradient(given, made, along[: -(-number // 128)], None, out, start, True, tile=tile)
+
+        def scan(tile=None):
+            tiles.scan(given, fused._a_part(rows, w, None), tile=tile)
+
+        steps = {"SCAN": scan, "PARTS": parts} | ({"GRADIENT": gradient} if tiles.halves(rows, w) else {})
+        for name, step in steps.items():
+            found = sorted(((timed(lambda s=step, t=tile: s(t)), tile) for tile in tried), key=lambda pair: pair[0])
+            for ms, tile in found:
+                print(f"{name} {item}: {tile},  # {ms:.2f} ms", flush=True)
+            getattr(tiles, name)[item] = found[0][1]
+        print("with the fastest:")
+        run = w[:size]
+        others = {
+            "lengths": lambda: tiles.lengths(w),
+            "dX by cuBLAS": lambda: [fused._product(made[: len(run)].T, run) for _ in starts],
+            "dW by cuBLAS": lambda: [fused._product(made, rows) for _ in starts],
+        }
+        for name, step in others.items():
+            print(f"{name}: {timed(step):.2f} ms", flush=True)
+    search(x, y, w, rows)
 
 
-def compile_only():
-    """Shared memory of every tile of the tables on Hopper."""
+def search(x, y, w, rows):
+    w = w.requires_grad_()
+
+    def step():
+        x.grad = w.grad = None
+        losses.arcface_loss(x, y, w, impl="triton").backward()
+
+    def tried(name, values):
+        found = []
+        for value in values:
+            setattr(fused, name, value)
+            found.append((timed(step, 0.3), value))
+            print(f"{name} = {value}  # {found[-1][0]:.2f} ms", flush=True)
+        setattr(fused, name, min(found, key=lambda pair: pair[0])[1])
+
+    tried("PROGRAMS", (528, 1_056, 2_112, 8_448))
+    fused.ROOM = 2**28
+    tried("RUN", (33_792, 50_688, 67_584, 101_376))
+    print(f"ROOM must be at least {fused.RUN * fused._each(rows, w)}")
+    print(f"whole step: {timed(step, 0.5):.2f} ms", flush=True)
+
+
+def profile(classes, number, dim, dtype):
+    """Where a step of ArcFace on a GPU spends its time: there, and on the host, which must be the less."""
+    x, y, w = batch(classes, number, dim, "cuda", dtype)
+
+    def step():
+        x.grad = w.grad = None
+        losses.arcface_loss(x, y, w, impl="triton").backward()
+
+    print(f"{measure.median_ms(step, 'cuda', SECONDS):.3f} ms a step")
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(20):
+        step()
+    print(f"{(time.perf_counter() - begun) * 50:.3f} ms until the host has sent it (no more than a step)")
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as seen:
+        for _ in range(10):
+            step()
+        torch.cuda.synchronize()
+    for order in ("cuda_time_total", "self_cpu_time_total"):
+        print(seen.key_averages().table(sort_by=order, row_limit=16, max_name_column_width=48))
+
+
+def timed(step, seconds=0.08):
+    """Milliseconds; infinity for what cannot run."""
+    try:
+        return measure.median_ms(step, "cuda", seconds)
+    except Exception as error:  # one that fails must not end the search
+        print(f"# {type(error).__name__}: {str(error)[:160]}", flush=True)
+        return float("inf")
+
+
+def build(kernel, tile, item, **more):
+    """A kernel compiled for Hopper: bytes of shared memory, registers, bytes spilt."""
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from nearkin.kernels import class_tiles
+    from nearkin.kernels import class_tiles as tiles
 
-    kinds = {"ids": "*i64", "order": "*i64", "bounds": "*i64"}
-    numbers = ("anchors", "number", "dim", "a_part")
-    for kernel, table, more in (
-        (class_tiles._forward, class_tiles.FORWARD, {"MEAN": True}),
-        (class_tiles._backward, class_tiles.BACKWARD, {"NORMALIZE": True}),
-    ):
-        for (item, dim), tile in table.items():
-            stored = {"rows", "weight", "by_weight"}
-            halves = item == 2
-            fixed = {"DOT": tl.bfloat16 if halves else tl.float32, "TERMS": fused.TERMS if halves else 0}
-            fixed |= {"PRECISION": "tf32x3", "B": tile.anchors, "C": tile.classes, "D": dim, "CHUNKS": 1, **more}
-            signature = {
-                name: "constexpr"
-                if name in fixed
-                else "i32"
-                if name in numbers
-                else kinds.get(name, "*bf16" if halves and name in stored else "*fp32")
-                for name in kernel.arg_names
-            }
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
-            source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
-            built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            fits = "" if built.metadata.shared <= SHARED else "  TOO MUCH"
-            print(f"{kernel.fn.__name__:10}({item}, {dim}): {tile} shared {built.metadata.shared:,}{fits}", flush=True)
+    kind, copied = ("bf16" if item == 2 else "fp32"), {}
+    fixed = {"H": tile.height, "W": tile.width, **more}
+    if kernel is not tiles._finish:
+        fixed |= {"D": tile.depth, "COPIES": tile.copies, "EVEN": True}
+        fixed |= {"DOT": tl.bfloat16 if item == 2 else tl.float32}
+        height, width, depth = tile.height, tile.width, tile.depth
+        copied = {
+            tiles._scan: {"rows": (height, depth), "weight": (width, depth)},
+            tiles._parts: {"weight": (height, depth), "rows": (width, depth), "out": (height, min(64, width))},
+            tiles._gradient: dict.fromkeys(("weight", "by_weight"), (height, width))
+            | {"parts": (height, depth), "rows": (depth, width)},
+        }[kernel]
+    whole = dict.fromkeys(("ids", "picks", "order", "bounds"), "*i64")
+    stored = dict.fromkeys(("rows", "weight", "by_weight", "parts", "out"), f"*{kind}")
+    whole |= {"ids": "*i32", "picks": "*i32"} if fixed.get("TWO") or fixed.get("OWN") is False else {}
+    numbers = ("anchors", "number", "dim", "start", "a_run", "a_part", "stride")
+    if tile.copies:
+        stored |= {name: f"tensordesc<{kind}[{a}, {b}]>" for name, (a, b) in copied.items()}
+    kinds = {**whole, **stored, **dict.fromkeys((*numbers, "heights"), "i32"), "lost": "fp32"}
+    kinds |= dict.fromkeys(fixed, "constexpr")
+    signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in numbers
+    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    options |= {} if tile.registers is None else {"maxnreg": tile.registers}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        code = Path(folder) / "kernel.ptx"
+        code.write_text(built.asm["ptx"])
+        for assembler in sorted((Path(triton.__file__).parent / "backends/nvidia/bin").glob("ptxas*")):
+            asked = [str(assembler), "-v", "--gpu-name=sm_90a", str(code), "-o", str(code.with_suffix(".cubin"))]
+            said = subprocess.run(asked, capture_output=True, text=True)
+            if said.returncode == 0:  # of several, one is too old for what this triton writes
+                break
+        said.check_returncode()
+    registers, spilt = (re.search(what, said.stderr) for what in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    return built.metadata.shared, int(registers[1]), int(spilt[1])
+
+
+def compile_only():
+    """Shared memory, registers and spills of every tile of the tables on Hopper."""
+    from nearkin.kernels import class_tiles as tiles
+
+    score = {"COLUMNS": False, "CENTERS": 1, "PRECISION": "tf32x3", "GROUP": tiles.GROUP, "TWO": True}
+    end = {"OWN": False, "PROJECT": True}
+    wanted = [
+        (tiles._scan, item, tile, score | {"LOST": False} | more)
+        for item, tile in tiles.SCAN.items()
+        for more in (*variants(), {"LOST": True})
+    ]
+    wanted += [
+        (tiles._parts, item, tile, score | more | {"HALVES": True, "OWN": True})
+        for item, tile in tiles.PARTS.items()
+        for more in variants()
+    ]
+    wanted += [(tiles._gradient, item, tile, end) for item, tile in tiles.GRADIENT.items()]
+    wanted += [(tiles._finish, item, tiles.FINISH._replace(copies=False), end | {"COPIES": False}) for item in (2, 4)]
+    for kernel, item, tile, more in wanted:
+        shared, registers, spilt = build(kernel, tile, item, **more)
+        shown = f"shared {shared:,}, {registers} registers, {spilt} bytes spilt"
+        fits = "" if shared <= SHARED else "  TOO MUCH"
+        extra = "".join(f" {key}={value}" for key, value in more.items() if value != score.get(key) and key not in end)
+        print(f"{kernel.fn.__name__:10}{item}: {tuple(tile)}{extra} {shown}{fits}", flush=True)
+
+
+def variants():
+    return {}, {"COLUMNS": True, "TWO": False}, {"CENTERS": 2}, {"CENTERS": 8}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--classes", type=int, nargs="*")
     parser.add_argument("--dim", type=int)
     parser.add_argument("--dtype", default=None, choices=["bfloat16", "float32"])
@@ -171,6 +377,9 @@ def main():
     dtype = getattr(torch, given.dtype or ("bfloat16" if gpu else "float32"))
     if given.tune:
         tune((given.classes or [1_000_000])[0], 1024, given.dim or 512, dtype)
+        return
+    if given.profile:
+        profile((given.classes or [100_000])[0], 1024, given.dim or 512, dtype)
         return
     if gpu:
         compare(given.classes or [10_000, 100_000, 1_000_000, 10_000_000], 1024, given.dim or 512, "cuda", dtype)

@@ -2,8 +2,9 @@
 
 import csv
 import os
+import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -36,24 +37,58 @@ def peak_mib(step: Callable[[], object], device: str) -> float:
     return max(status("VmHWM") - before, 0) / 1024
 
 
-def median_ms(step: Callable[[], object], device: str, seconds: float = 1.0, least: int = 3) -> float:
-    """Median of repeated calls after a warm-up, with device events where there is a device."""
+def once_ms(step: Callable[[], object], device: str) -> float:
+    """One call, by device events where there is a device."""
+    if device == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+    begun = time.perf_counter()
     step()
+    return (time.perf_counter() - begun) * 1e3
+
+
+def median_ms(
+    step: Callable[[], object], device: str, seconds: float = 1.0, least: int = 3, *, warm: bool = False
+) -> float:
+    """Median of repeated calls after a warm-up, which a `warm` step has had."""
+    if not warm:
+        step()
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < least or (time.perf_counter() < end and len(times) < 200):
-        if device == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            step()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        else:
-            begun = time.perf_counter()
-            step()
-            times.append((time.perf_counter() - begun) * 1e3)
+        times.append(once_ms(step, device))
     return sorted(times)[len(times) // 2]
+
+
+def medians_by_turns(
+    steps: Sequence[Callable[[], object]], device: str, seconds: float = 1.0, least: int = 3
+) -> list[float]:
+    """The medians of several warm steps that follow each other round by round: other load hits all of them alike.
+
+    In a round a quick step has several calls, a slow one only one.
+    """
+    times: list[list[float]] = [[] for _ in steps]
+    end = time.perf_counter() + seconds * len(steps)
+    rounds = 0
+    while rounds < least or (time.perf_counter() < end and rounds < 200):
+        rounds += 1
+        for step, taken in zip(steps, times, strict=True):
+            spent = 0.0
+            while spent < 20:
+                taken.append(once_ms(step, device))
+                spent += taken[-1]
+    return [sorted(taken)[len(taken) // 2] for taken in times]
+
+
+def machine(device: str) -> str:
+    """The machine, as a result file names it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} cpu, {torch.get_num_threads()} threads"
 
 
 def write_csv(path: Path, header: list[str], rows: Iterable[list[object]]) -> None:

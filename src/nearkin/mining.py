@@ -177,10 +177,9 @@ def multi_similarity(distance: Tensor, kin: Relation, *, epsilon: float = 0.1) -
     distance = 1 - similarity; ε = 0.1 from its section 4.
     """
     distance = distance.detach()
-    farthest, _ = reduce.largest(distance, kin.positive)
-    nearest, _ = reduce.largest(-distance, kin.negative)
+    farthest, nearest = reduce.highest(distance, kin.positive), -reduce.highest(-distance, kin.negative)
     negative = kin.negative & (distance < farthest[:, None] + epsilon)
-    positive = kin.positive & (distance > -nearest[:, None] - epsilon)
+    positive = kin.positive & (distance > nearest[:, None] - epsilon)
     return Pairs(positive, negative)
 
 
@@ -206,15 +205,26 @@ def select(
     cutoff: float | Tensor | None = 1.4,
     generator: torch.Generator | None = None,
 ) -> Triplets | Pairs:
-    """Applies a selection given by name, with what it needs to know, or by callable."""
+    """Applies a selection given by name, with what it needs to know, or by callable.
+
+    On the CPU an anchor's triplets are as many as its positives, where these are few, instead of one a column.
+    """
     if not isinstance(selection, str):
         return selection(distance, kin)
     checks.one_of("selection", selection, ("all", *TRIPLET_SELECTIONS, *PAIR_SELECTIONS))
+    few = _few(kin.positive) if selection in ("hard", "semihard", "random", "distance_weighted") else None
+    if selection == "semihard" and few is not None:
+        return _semihard_of_few(distance.detach(), kin, *few)
     if selection == "distance_weighted":
-        return distance_weighted(distance, kin, dim=dim, cutoff=cutoff, generator=generator)
-    if selection == "random":
-        return random(distance, kin, generator=generator)
-    return _PLAIN[selection](distance, kin)
+        chosen: Triplets | Pairs = distance_weighted(distance, kin, dim=dim, cutoff=cutoff, generator=generator)
+    elif selection == "random":
+        chosen = random(distance, kin, generator=generator)
+    else:
+        chosen = _PLAIN[selection](distance, kin)
+    if few is None or isinstance(chosen, Pairs):
+        return chosen
+    columns, valid = few
+    return Triplets(columns, chosen.negative.gather(1, columns), valid & chosen.valid.gather(1, columns))
 
 
 def pick(matrix: Tensor, columns: Tensor) -> Tensor:
@@ -234,11 +244,41 @@ def _columns(distance: Tensor) -> Tensor:
 
 
 def _has_both(kin: Relation) -> Tensor:
-    return kin.positive.any(1, keepdim=True) & kin.negative.any(1, keepdim=True)
+    return (reduce.some(kin.positive) & reduce.some(kin.negative))[:, None]
+
+
+@torch.no_grad()
+def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Columns of each anchor's positives, (B, T), and which of them are real, where they are few; None elsewhere.
+
+    T is read off, so only where reading is free.
+    """
+    if positive.numel() == 0 or not distances.freely_read(positive):
+        return None
+    number = reduce.number(positive)
+    most = int(number.max())
+    if not 0 < most * 8 <= min(positive.shape[1], 128):
+        return None
+    row, column = positive.nonzero(as_tuple=True)
+    slot = torch.arange(len(row)) - (number.cumsum(0) - number)[row]
+    columns = torch.zeros(len(number), most, dtype=torch.long).index_put_((row, slot), column)
+    return columns, torch.arange(most) < number[:, None]
+
+
+def _semihard_of_few(distance: Tensor, kin: Relation, positive: Tensor, valid: Tensor) -> Triplets:
+    """`semihard` without sorting: a pass over the row for each of an anchor's few positives, (B, T)."""
+    chosen, found = torch.zeros_like(positive), torch.zeros_like(valid)
+    for slot in range(positive.shape[1]):
+        beyond = kin.negative & (distance > pick(distance, positive[:, slot : slot + 1]))
+        _, chosen[:, slot] = reduce.largest(-distance, beyond)
+        found[:, slot] = reduce.some(beyond)
+    _, farthest = reduce.largest(distance, kin.negative)
+    chosen = torch.where(found, chosen, farthest[:, None])
+    return Triplets(positive, chosen, valid & reduce.some(kin.negative)[:, None])
 
 
 def _every_positive(distance: Tensor, negative: Tensor, kin: Relation) -> Triplets:
-    return Triplets(_columns(distance), negative, kin.positive & kin.negative.any(1, keepdim=True))
+    return Triplets(_columns(distance), negative, kin.positive & reduce.some(kin.negative)[:, None])
 
 
 def _log_inverse_density(distance: Tensor, dim: int) -> Tensor:

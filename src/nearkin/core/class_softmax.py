@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from nearkin.core import checks, distances, reduce
 
 AUTOMATIC = 2**25  # bytes of a block where nobody said: larger ones leave the processor's caches
+ON_DEVICE = 2**28  # the same where launching costs more than the caches give
 DENSE = 2**28  # bytes that the dense form may take where nobody said
 PAIR = 40  # bytes an anchor and class weight in the dense form, float32: logits, their softmax, the gradients of both
 COORDINATE = 64  # bytes a coordinate of a row that is normalised: wide copies and their gradients
@@ -40,12 +41,14 @@ def class_softmax(
     scale: float | Tensor = 1.0,
     normalize: tuple[bool, bool] = (True, True),
     sub_centers: int = 1,
+    lost: float = 0.0,
     max_memory: int | None = None,
 ) -> Rivals:
     """The log-sum-exp of s <x_i, w_c> over all classes c but ids[i], and what the own class's score is made of.
 
     embeddings (B, D), weight (C·K, D), ids (B,) in 0..C-1. normalize: whether the anchors, and the weights, are scaled
-    to unit length. With K = sub_centers rows a class the best of them is the class's score. B·D memory and a block of
+    to unit length. With K = sub_centers rows a class the best of them is the class's score. `lost`: what a weight too
+    short to have a direction scores, if it is to be scaled to unit length. B·D memory and a block of
     `max_memory` bytes beside the gradients; float32 sums (float64 for float64). The forward pass also takes the mean
     class weight under the softmax, which is the gradient by the anchors; the backward pass makes the scores once more,
     for the gradient by the weights. It can be differentiated once.
@@ -54,7 +57,7 @@ def class_softmax(
     asked = queries(anchors, weight, scale, normalize[0])
     picks = own_rows(asked, weight, ids, sub_centers, normalize[1])
     size = block(embeddings, weight, sub_centers, max_memory)
-    peak, rest, own, taint = _Pass.apply(asked, weight, ids, picks, normalize[1], sub_centers, size)  # type: ignore[no-untyped-call]
+    peak, rest, own, taint = _Pass.apply(asked, weight, ids, picks, normalize[1], sub_centers, lost, size)  # type: ignore[no-untyped-call]
     return Rivals(peak, rest, anchors, own, taint)
 
 
@@ -103,7 +106,8 @@ def block(embeddings: Tensor, weight: Tensor, sub_centers: int, max_memory: int 
     item = 8 if kind_of(embeddings, weight) == torch.float64 else 4
     a_class = sub_centers * (item * 3 * number + COORDINATE * dim)
     if max_memory is None:
-        return max(1, AUTOMATIC // a_class) * sub_centers
+        room = AUTOMATIC if embeddings.device.type == "cpu" else ON_DEVICE
+        return max(1, room // a_class) * sub_centers
     checks.whole("max_memory", max_memory, 1)
     fixed = COORDINATE * dim * number
     checks.enough("max_memory", max_memory, fixed + a_class, "what the anchors and one class take in bytes")
@@ -126,9 +130,13 @@ def _through_rows(weight: Tensor, by_rows: Tensor, normalize: bool) -> Tensor:
     return torch.where(held == weight, gradient, 0.0).to(held.dtype)
 
 
-def _scores(asked: Tensor, rows: Tensor, ids: Tensor, start: int, sub_centers: int) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    asked: Tensor, rows: Tensor, ids: Tensor, start: int, sub_centers: int, lost: float
+) -> tuple[Tensor, Tensor | None]:
     """Scores of a block of classes, (B, n), -inf for the own class; which centre each is of, if there is a choice."""
     scores = asked @ rows.T
+    if lost:
+        scores += torch.where(rows.any(1), 0.0, lost)
     best = None
     if sub_centers > 1:
         scores, best = scores.view(len(ids), rows.shape[0] // sub_centers, sub_centers).max(2)
@@ -151,10 +159,33 @@ def _blocks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
         yield start, weight[start : start + size]
 
 
+def finished(total: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Of sums of e^{score - peak}: their logarithms, and their inverses, 0 where there are none; typed as `like`."""
+    found = total > 0
+    rest = torch.where(total == 0, reduce.nothing(like), torch.where(found, total, 1.0).log()).to(like.dtype)
+    share = torch.where(found, torch.where(found, total, 1.0).reciprocal(), 0.0).to(like.dtype)
+    return torch.where(total.isnan(), torch.nan, rest), share
+
+
+def with_own(gradient: Tensor, picks: Tensor, by_own: Tensor, start: int) -> Tensor:
+    """The gradient by a block of class weights with what the anchors gave their own rows, `picks`, in place."""
+    inside = (picks >= start) & (picks < start + len(gradient))
+    place = torch.where(inside, picks - start, 0)
+    return gradient.index_add_(0, place, torch.where(inside[:, None], by_own, 0.0).to(gradient.dtype))
+
+
 class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, asked: Tensor, weight: Tensor, ids: Tensor, picks: Tensor, normalize: bool, centers: int, size: int
+        ctx: Any,
+        asked: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        picks: Tensor,
+        normalize: bool,
+        centers: int,
+        lost: float,
+        size: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kind, wide = asked.dtype, distances.wide(asked)
         peak = asked.new_full((len(ids),), -torch.inf)
@@ -164,7 +195,7 @@ class _Pass(torch.autograd.Function):
         with torch.autocast(asked.device.type, enabled=False):
             for start, part in _blocks(weight, size):
                 rows = _rows(part, normalize, kind)
-                scores, best = _scores(asked, rows, ids, start, centers)
+                scores, best = _scores(asked, rows, ids, start, centers, lost)
                 top = torch.maximum(peak, scores.amax(1))
                 level = torch.where(top == -torch.inf, 0.0, top)
                 shrink, peak = (peak - level).exp(), top
@@ -173,15 +204,11 @@ class _Pass(torch.autograd.Function):
                 if mean is not None:
                     mean = mean.mul_(shrink[:, None]).add_(_spread(parts, best, centers) @ rows)
                 taint = taint + reduce.taint(part)
-        found = total > 0
-        rest = torch.where(total == 0, reduce.nothing(asked), torch.where(found, total, 1.0).log()).to(kind)
-        rest = torch.where(total.isnan(), torch.nan, rest)
-        share = torch.where(found, total, 1.0).reciprocal()  # of e^{score - peak}
-        share = torch.where(found, share, 0.0).to(kind)
+        rest, share = finished(total, asked)
         if mean is not None:
             mean = (mean * share[:, None]).to(kind)
         ctx.save_for_backward(asked, weight, ids, picks, peak, share, mean)
-        ctx.way = normalize, centers, size, gradient_kind(weight)
+        ctx.way = normalize, centers, lost, size, gradient_kind(weight)
         ctx.mark_non_differentiable(taint)
         peak = torch.where(peak == -torch.inf, 0.0, peak)
         ctx.mark_non_differentiable(peak)
@@ -191,24 +218,21 @@ class _Pass(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
         asked, weight, ids, picks, peak, share, mean = ctx.saved_tensors
-        normalize, centers, size, grad_kind = ctx.way
+        normalize, centers, lost, size, grad_kind = ctx.way
         by_asked = None if mean is None else by_rest[:, None] * mean
         if not ctx.needs_input_grad[1]:
-            return by_asked, *[None] * 6
+            return by_asked, *[None] * 7
         by_weight = torch.empty_like(weight, dtype=grad_kind)
         level = torch.where(peak == -torch.inf, 0.0, peak)[:, None]
         pull = (by_rest * share)[:, None]
         with torch.autocast(asked.device.type, enabled=False):
             for start, part in _blocks(weight, size):
                 rows = _rows(part, normalize, asked.dtype)
-                scores, best = _scores(asked, rows, ids, start, centers)
+                scores, best = _scores(asked, rows, ids, start, centers, lost)
                 parts = scores.sub_(level).exp_().mul_(pull)
                 gradient = _through_rows(part, _spread(parts, best, centers).T @ asked, normalize)
-                inside = (picks >= start) & (picks < start + len(part))
-                place = torch.where(inside, picks - start, 0)
-                gradient.index_add_(0, place, torch.where(inside[:, None], by_own, 0.0).to(gradient.dtype))
-                by_weight[start : start + len(part)] = gradient
-        return by_asked, by_weight, *[None] * 5
+                by_weight[start : start + len(part)] = with_own(gradient, picks, by_own, start)
+        return by_asked, by_weight, *[None] * 6
 
 
 def gradient_kind(weight: Tensor) -> torch.dtype:

@@ -4,6 +4,8 @@
 beyond the cube root of the type's largest number (7e12 in float32) are held there, so that no square overflows.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,18 @@ def upcast(x: Tensor) -> Tensor:
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     bound = torch.finfo(x.dtype).max ** (1 / 3)
+    if x.numel() and freely_read(x):  # mostly all are within
+        low, high = torch.aminmax(x.detach())
+        if -bound <= float(low) and float(high) <= bound:
+            return x
     return x.clamp(-bound, bound)
+
+
+def freely_read(x: Tensor) -> bool:
+    """Whether a value may be read to take a shorter way: on the CPU, where no queue waits for it."""
+    from nearkin.core import checks  # which knows relations, which know distances
+
+    return x.device.type == "cpu" and checks.reads_values(x)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -44,39 +57,85 @@ def cosine(x: Tensor, references: Tensor | None = None) -> Tensor:
 
 def squared_euclidean(x: Tensor, references: Tensor | None = None, *, normalize: bool = False) -> Tensor:
     """||x_i - r_j||^2, (B, R), of unit rows with `normalize`; exactly 0 on the diagonal and between duplicates."""
-    squared, apart = _squared(x, references, normalize)
-    return torch.where(apart, squared.to(_result_type(x, references)), 0.0)
+    return _distances(x, references, normalize, False)
 
 
 def euclidean(x: Tensor, references: Tensor | None = None, *, normalize: bool = False) -> Tensor:
     """||x_i - r_j||, (B, R), of unit rows with `normalize`; where it is 0 its gradient is 0."""
-    squared, apart = _squared(x, references, normalize)
-    return torch.where(apart, torch.where(apart, squared, 1.0).sqrt().to(_result_type(x, references)), 0.0)
+    return _distances(x, references, normalize, True)
 
 
-def _squared(x: Tensor, references: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Squared distances, and where they are told from 0.
+def _distances(x: Tensor, references: Tensor | None, normalize: bool, root: bool) -> Tensor:
+    a, left = _wide_rows(x, normalize)
+    b, right = (None, None) if references is None else _wide_rows(references, normalize)
+    kind = _result_type(x, references)
+    found: Tensor = _Distances.apply(a, b, left, right, normalize, root, kind)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Distances(torch.autograd.Function):
+    """Distances of wide rows, squared or not, with the gradient by hand: Σ_j slope_ij (x_i - r_j), one product.
 
     n_i + n_j - 2<x_i, x_j> loses half the digits to cancellation: 1e-3 of a distance in float32. Its sums are
-    therefore taken in float64 (float32 where a device has no more), and what lies within their rounding is 0.
+    therefore taken in float64 (float32 where a device has no more), and what lies within their rounding is 0. Only the
+    distances are kept for the gradient, whose sums cancel as much and are wide too.
     """
-    a, left = _wide_rows(x, normalize)
-    b, right = (a, left) if references is None else _wide_rows(references, normalize)
-    right = right.T
-    with torch.autocast(x.device.type, enabled=False):
-        squared = torch.addmm(left, a, b.T, alpha=-2).add_(right)  # (B, R)
-    rounding = 2 * x.shape[1] * torch.finfo(a.dtype).eps
-    apart = (squared > left.detach() * rounding) & (squared > right.detach() * rounding)
-    return squared, apart.fill_diagonal_(False) if references is None else apart
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor | None,
+        left: Tensor,
+        right: Tensor | None,
+        units: bool,
+        root: bool,
+        kind: torch.dtype,
+    ) -> Tensor:
+        others, across = a if b is None else b, left if right is None else right
+        with torch.autocast(a.device.type, enabled=False):
+            squared = torch.addmm(left, a, others.T, alpha=-2).add_(across.T)  # (B, R)
+        rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
+        if units:
+            squared = torch.threshold_(squared, rounding, 0.0)
+        elif kind == a.dtype:  # by the anchor's own length: two rows within rounding of each other have the same
+            squared = torch.where(squared > left * (1.25 * rounding), squared, 0.0)
+        else:  # the same in place; of narrow rows no quotient overflows, and no square is below 1e-90
+            size = torch.where(left > 0, left, 1e-90)
+            squared = torch.threshold_(squared.div_(size), 1.25 * rounding, 0.0).mul_(size)
+        if root and not units and not (left.numel() and freely_read(left) and float(left.min()) > 1e-20):
+            found = squared.sqrt_().to(kind)  # a square may be too small for the narrow type
+        else:
+            found = squared.to(kind)
+            found = found.sqrt_() if root else found
+        if b is None:
+            found.fill_diagonal_(0.0)
+        ctx.root = root
+        ctx.save_for_backward(a, b, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, found = ctx.saved_tensors
+        apart = found.sign()  # 1, or 0 where two rows meet
+        slope = (slope * apart).div_((1 - apart).add_(found)) if ctx.root else (slope * apart).mul_(2)
+        with torch.autocast(a.device.type, enabled=False):
+            if b is None:
+                both = slope.T.contiguous().add_(slope).to(a.dtype)
+                return (a * both.sum(1, keepdim=True) - both @ a, *(None,) * 6)
+            slope = slope.to(a.dtype)
+            by_a = a * slope.sum(1, keepdim=True) - slope @ b if ctx.needs_input_grad[0] else None
+            by_b = b * slope.sum(0)[:, None] - slope.T @ a if ctx.needs_input_grad[1] else None
+        return (by_a, by_b, *(None,) * 5)
 
 
 def _wide_rows(x: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Rows in the wide type, of unit length with `normalize`, and their squared lengths (B, 1)."""
+    """Rows in the wide type, of unit length with `normalize`, and their squared lengths (B, 1), without gradient."""
     if not normalize:
         x = upcast(x).to(wide(x))
-        return x, x.square().sum(1, keepdim=True)
+        return x, x.detach().square().sum(1, keepdim=True)
     rows, alive = _wide_unit(x)
-    return rows, alive.to(rows.dtype)  # 1 or 0 whatever x is: nothing to differentiate
+    return torch.where(alive, rows, 0.0), alive.to(rows.dtype)  # a spoilt row spoils no distance but its own
 
 
 def _wide_unit(x: Tensor) -> tuple[Tensor, Tensor]:

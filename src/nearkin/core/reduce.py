@@ -1,5 +1,7 @@
 """Masked sums, means, maxima and log-sum-exps, and the last step of a loss. No signal is exactly 0, on the graph."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -11,7 +13,7 @@ REDUCTIONS = ("mean", "active", "sum", "none")
 
 def mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of the masked entries of each row, (B,); 0 for a row without any."""
-    return torch.where(mask, values, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+    return torch.where(mask, values, 0.0).sum(1) / number(mask).clamp(min=1)
 
 
 def nothing(values: Tensor) -> float:
@@ -23,16 +25,98 @@ def logsumexp(values: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
     """log of the sum of exp over the masked entries along `dim`; `nothing` where there are none."""
     if values.shape[dim] == 0:
         return values.sum(dim) + nothing(values)
-    top = values.detach().masked_fill(~mask, -torch.inf).amax(dim, keepdim=True)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    total = (values - top).masked_fill(~mask, -torch.inf).exp().sum(dim)
-    found = mask.any(dim)
-    return torch.where(found, torch.where(found, total, 1.0).log() + top.squeeze(dim), nothing(values))
+    found: Tensor = _LogSumExp.apply(values, mask, dim)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _LogSumExp(torch.autograd.Function):
+    """With the gradient by hand: one matrix is kept and one pass made, where autograd keeps and makes four."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor, dim: int) -> Tensor:
+        share = torch.where(mask, values, -torch.inf)
+        top = share.amax(dim, keepdim=True)
+        found = top != -torch.inf
+        top = torch.where(found, top, 0.0)
+        share = share.sub_(top).exp_()
+        total = torch.where(found, share.sum(dim, keepdim=True), 1.0)
+        value = torch.where(found, total.log() + top, nothing(values)).squeeze(dim)
+        ctx.dim = dim
+        ctx.save_for_backward(values, mask, value, share, total)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        values, mask, value, share, total = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the values
+            share, total = torch.where(mask, values - value.unsqueeze(ctx.dim), -torch.inf).exp(), 1.0
+        return share * (slope.unsqueeze(ctx.dim) / total), None, None
+
+
+def hinges(
+    values: Tensor, mask: Tensor, *, start: float = 0.0, falling: bool = False, squared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Sum over the masked entries of each row of [v - start]_+, or [start - v]_+, or its square: (B,); and the hinges.
+
+    The hinges themselves, (B, R), 0 where masked out, carry no gradient: they are there to be counted.
+    """
+    found: tuple[Tensor, Tensor] = _Hinges.apply(values, mask, start, falling, squared)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Hinges(torch.autograd.Function):
+    """With the gradient by hand: a hinge is its own derivative's mask, so one pass does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, mask: Tensor, start: float, falling: bool, squared: bool
+    ) -> tuple[Tensor, Tensor]:
+        kept = _kept(values, mask, start, falling)
+        ctx.shape = start, falling, squared
+        ctx.set_materialize_grads(False)  # of what has no gradient
+        ctx.mark_non_differentiable(kept)
+        ctx.save_for_backward(values, mask, kept)
+        return (kept.square() if squared else kept).sum(1), kept
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if slope is None:
+            return (None,) * 5
+        values, mask, kept = ctx.saved_tensors
+        start, falling, squared = ctx.shape
+        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the values
+            kept = _kept(values, mask, start, falling)
+        slope = (-slope if falling else slope)[:, None]
+        return (kept * (2 * slope) if squared else kept.sign() * slope), None, None, None, None
+
+
+def _kept(values: Tensor, mask: Tensor, start: float, falling: bool) -> Tensor:
+    if falling or start:
+        values = start - values if falling else values - start
+    return torch.where(mask, values, 0.0).relu_()
 
 
 def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x), exact for every x: torch's own turns linear at 20, which is 2e-9 off."""
     return -logsigmoid(-x)
+
+
+def number(mask: Tensor) -> Tensor:
+    """How many entries of each row of a (B, R) mask are set, (B,): `sum(1)`, at half its memory on the CPU."""
+    return mask.sum(1, dtype=torch.int32).long()
+
+
+def some(mask: Tensor) -> Tensor:
+    """Which rows of a (B, R) mask hold anything, (B,): what `any(1)` says, which is slow on the CPU."""
+    return mask.view(torch.uint8).amax(1).bool() if mask.shape[1] else mask.any(1)
+
+
+def highest(values: Tensor, mask: Tensor) -> Tensor:
+    """The largest masked entry of each row, (B,), without gradient; `nothing` where there are none."""
+    if values.shape[1] == 0:
+        return largest(values.detach(), mask)[0]
+    top = torch.where(mask, values.detach(), -torch.inf).amax(1)
+    return torch.where(top == -torch.inf, nothing(values), top)
 
 
 def largest(values: Tensor, mask: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -41,9 +125,11 @@ def largest(values: Tensor, mask: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]
         flat = values.sum(dim)
         return flat + nothing(values), torch.zeros_like(flat, dtype=torch.long)
     # -inf marks what is masked out; NaN wins, as it does in torch, so that a spoilt row cannot look sound.
-    index = values.detach().masked_fill(~mask, -torch.inf).argmax(dim, keepdim=True)
+    masked = torch.where(mask, values.detach(), -torch.inf)
+    index = masked.argmax(dim, keepdim=True)
+    found = masked.gather(dim, index).squeeze(dim) != -torch.inf
     best = values.gather(dim, index).squeeze(dim)
-    return torch.where(mask.any(dim), best, nothing(values)), index.squeeze(dim)
+    return torch.where(found, best, nothing(values)), index.squeeze(dim)
 
 
 def terms(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
@@ -56,8 +142,8 @@ def terms(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
     kept = torch.where(mask, values, 0.0)
     if kept.dim() == 1:
         return total(kept, mask, mask, reduction)
-    number = mask.sum(1)
-    return total(kept.sum(1), number, number, reduction)
+    counts = number(mask)
+    return total(kept.sum(1), counts, counts, reduction)
 
 
 def total(sums: Tensor, counts: Tensor, active: Tensor, reduction: str) -> Tensor:
@@ -67,8 +153,8 @@ def total(sums: Tensor, counts: Tensor, active: Tensor, reduction: str) -> Tenso
         return sums
     if reduction == "sum":
         return sums.sum()
-    number = (counts if reduction == "mean" else active).sum()
-    return torch.where(number > 0, sums.sum() / number.clamp(min=1), 0.0)
+    terms = (counts if reduction == "mean" else active).sum()
+    return torch.where(terms > 0, sums.sum() / terms.clamp(min=1), 0.0)
 
 
 def taint(*tensors: Tensor | None) -> Tensor | float:

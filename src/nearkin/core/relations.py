@@ -87,5 +87,9 @@ def _plain(labels: Labels, references: Tensor | None, reference_labels: Labels |
         assert isinstance(reference_labels, Tensor)
         other = reference_labels.long()
     same = ids[:, None] == other[None, :]
+    if distances.freely_read(ids) and not bool(
+        (ids == UNKNOWN).any() or (other == UNKNOWN).any()
+    ):  # mostly nobody is unknown
+        return Relation(same, ~same)
     known = (ids != UNKNOWN)[:, None] & (other != UNKNOWN)[None, :]
     return Relation(same & known, ~same & known)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nearkin.core import checks, distances, relations
+from nearkin.core import checks, distances, reduce, relations
 from nearkin.core.relations import LabelDistance, Labels, Relation
 
 PAIR = (
@@ -151,10 +151,22 @@ def turned(batch: Batch) -> Batch:
     )
 
 
-def counted(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of an anchor's terms, none below 0: their sum, their number, and how many are active, each (B,)."""
-    active = mask & ~(values <= 0)  # a NaN is never inactive
-    return torch.where(mask, values, 0.0).sum(1), mask.sum(1), active.sum(1)
+def counted(values: Tensor, mask: Tensor, reduction: str = "active") -> tuple[Tensor, Tensor, Tensor]:
+    """Of an anchor's terms, none below 0: their sum, their number, and how many are active, each (B,).
+
+    Only reduction="active" asks for the last; else it is the number again.
+    """
+    number, sums = reduce.number(mask), torch.where(mask, values, 0.0).sum(1)
+    if reduction != "active":
+        return sums, number, number
+    return sums, number, reduce.number(mask & ~(values <= 0))  # a NaN is never inactive
+
+
+def hinges(values: Tensor, mask: Tensor, reduction: str, **shape: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the hinges that `reduce.hinges` makes of an anchor's masked values."""
+    sums, kept = reduce.hinges(values, mask, **shape)
+    number = reduce.number(mask)
+    return sums, number, reduce.number(kept > 0) if reduction == "active" else number
 
 
 def _held(x: Tensor) -> Tensor:

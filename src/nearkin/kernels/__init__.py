@@ -6,11 +6,13 @@ Nothing here imports triton before a kernel is wanted.
 import importlib.util
 import os
 
+import torch
 from torch import Tensor
 
 from nearkin.core import checks
 
 IMPLEMENTATIONS = ("auto", "torch", "triton")
+_FLOAT64_UNITS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: A100, H100 and H200, B200
 
 
 def installed() -> bool:
@@ -28,6 +30,13 @@ def check(impl: object) -> None:
     if impl == "triton" and not installed():
         because = "triton is not installed (pip install triton)"
         checks.impossible("impl", impl, because, IMPLEMENTATIONS[:2])
+
+
+def wide(tensor: Tensor) -> bool:
+    """Whether the tensor's device multiplies float64 on its matrix units, as data-centre GPUs do, or is interpreted."""
+    if tensor.is_cuda:
+        return torch.cuda.get_device_capability(tensor.device) in _FLOAT64_UNITS
+    return interpreted()
 
 
 def can_run(tensor: Tensor) -> bool:

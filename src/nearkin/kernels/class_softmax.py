@@ -1,4 +1,8 @@
-"""The Triton twin of `core.class_softmax`: scores live in registers, a tile at a time, forward and backward."""
+"""The Triton twin of `core.class_softmax`: matrix products whose tiles of scores are never written.
+
+The forward pass is one product, the backward pass three: the scores once more, a run of classes at a time, and from
+their derivatives the gradients by anchors and by class weights. A run is small enough to stay in the cache.
+"""
 
 import functools
 from types import ModuleType
@@ -10,13 +14,16 @@ from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 from nearkin.core import class_softmax as plain
-from nearkin.core import distances, reduce
+from nearkin.core import distances
 from nearkin.core.class_softmax import Rivals
 
-WHOLE_DIM = 512  # coordinates a program keeps sums for, half of it in float32; longer rows are served in chunks
-TERMS = 2  # bfloat16 numbers that stand for a float32 factor of a product: 1 is faster and good to 3 digits, 2 to 5
-WAVES = 2  # programs a multiprocessor that the forward pass is cut into, where there are few anchors
-PARTIAL = 2**26  # bytes of partial sums of the forward pass where nobody said
+RUN = 67_584  # class weights of a run of the backward pass: whole waves of tiles on 132 multiprocessors
+ROOM = 9 * 2**24  # bytes of a run, or of the partial sums of the forward pass, where nobody said
+WALK = 1  # tiles of classes that a program of the forward pass walks, at the least
+PROGRAMS = 1056  # of the forward pass: four waves on 132 multiprocessors, two on each
+FUSED = True  # whether the gradient by bfloat16 weights is multiplied by a kernel too, which finishes it on the way out
+STEP = 256  # every run is a multiple of it: no tile is longer
+CENTERS = (1, 2, 4, 8)
 
 
 def class_softmax(
@@ -27,33 +34,39 @@ def class_softmax(
     scale: float | Tensor = 1.0,
     normalize: tuple[bool, bool] = (True, True),
     sub_centers: int = 1,
+    lost: float = 0.0,
     max_memory: int | None = None,
 ) -> Rivals:
     """`core.class_softmax.class_softmax` by kernels; by core itself where they cannot serve.
 
-    They serve float32, bfloat16 and float16 on CUDA and one centre a class. Sums are float32; products are of bfloat16
-    where both sides are, else of float32 (of TF32 where `torch.get_float32_matmul_precision()` is not "highest").
+    They serve float32, bfloat16 and float16 on CUDA and 1, 2, 4 or 8 centres a class. Sums are float32; products are of
+    bfloat16 where both sides are, else of float32 (of TF32 where `torch.get_float32_matmul_precision()` is not
+    "highest"). With bfloat16 the derivative by a score is rounded to it once, before it meets the anchors and weights.
+    Memory: the gradients, 4 bytes a class, and `max_memory` bytes.
     """
-    if not serves(embeddings, weight, sub_centers):
-        given = {"normalize": normalize, "sub_centers": sub_centers, "max_memory": max_memory}
+    if not serves(embeddings, weight, sub_centers, max_memory):
+        given = {"normalize": normalize, "sub_centers": sub_centers, "lost": lost, "max_memory": max_memory}
         return plain.class_softmax(embeddings, weight, ids, scale=scale, **given)  # type: ignore[arg-type]
     anchors = embeddings.float()
     asked = plain.queries(anchors, weight, scale, normalize[0])
+    picks = plain.own_rows(asked, weight, ids, sub_centers, normalize[1])
     rows, factor = _operands(embeddings, weight, asked)
-    peak, rest, own, taint = _Pass.apply(asked, weight, ids, rows, factor, normalize[1], max_memory)  # type: ignore[no-untyped-call]
+    way = normalize[1], sub_centers, lost, max_memory
+    peak, rest, own, taint = _Pass.apply(asked, weight, ids, picks, rows, factor, *way)  # type: ignore[no-untyped-call]
     return Rivals(peak, rest, anchors, own, taint)
 
 
-def serves(embeddings: Tensor, weight: Tensor, sub_centers: int) -> bool:
-    halves = (torch.float32, torch.bfloat16, torch.float16)
+def serves(embeddings: Tensor, weight: Tensor, sub_centers: int, max_memory: int | None = None) -> bool:
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
     return (
         kernels.can_run(embeddings)
         and weight.device == embeddings.device
-        and sub_centers == 1
-        and embeddings.dtype in halves
-        and weight.dtype in halves
+        and sub_centers in CENTERS
+        and embeddings.dtype in kinds
+        and weight.dtype in kinds
         and embeddings.shape[0] > 0
         and 0 < weight.shape[0] < 2**31
+        and (max_memory is None or max_memory >= _fixed(embeddings) + STEP * _each(embeddings, weight))
     )
 
 
@@ -61,15 +74,17 @@ def serves(embeddings: Tensor, weight: Tensor, sub_centers: int) -> bool:
 def _operands(embeddings: Tensor, weight: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
     """Rows (B, D) for the products and a factor a row (B,), which together are `asked`.
 
-    bfloat16 rows stay as they came but for a power of two, which rounds nothing and keeps products in range.
+    bfloat16 rows stay as they came but for a power of two, which rounds nothing; the factor is what is left, from 1/2
+    to 1, so that either may meet the weights alone.
     """
     if not embeddings.dtype == weight.dtype == torch.bfloat16:
         return asked.contiguous(), torch.ones_like(asked[:, 0])
-    top = embeddings.abs().amax(1, keepdim=True).float()
-    _, power = torch.frexp(torch.where((top > 0) & top.isfinite(), top, 1.0))
-    rows = torch.ldexp(embeddings.double(), -power)  # in [-1, 1]
-    inner = (rows * asked).sum(1) / rows.square().sum(1).clamp(min=0.25)  # asked = factor · rows, by projection
-    return rows.to(embeddings.dtype).contiguous(), inner.float()
+    wide = embeddings.double()
+    ratio = (wide * asked).sum(1) / wide.square().sum(1)  # asked = ratio · embeddings, by projection
+    alive = embeddings.any(1) & (ratio != 0)
+    factor, power = torch.frexp(torch.where(alive, ratio, 1.0))
+    rows = torch.where(alive[:, None], torch.ldexp(wide, power[:, None]), 0.0)
+    return rows.to(embeddings.dtype).contiguous(), factor.float()
 
 
 @functools.cache
@@ -91,49 +106,150 @@ class _Pass(torch.autograd.Function):
         asked: Tensor,
         weight: Tensor,
         ids: Tensor,
+        picks: Tensor,
         rows: Tensor,
         factor: Tensor,
         normalize: bool,
+        centers: int,
+        lost: float,
         max_memory: int | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        weight = weight.contiguous()
-        inverse, taint = _tiles().inverse_lengths(weight, normalize)
-        parts, wants = _splits(asked, max_memory), ctx.needs_input_grad[0]
-        way = {"terms": TERMS, "precision": _precision(), "whole": WHOLE_DIM}
-        peaks, sums, means = _tiles().forward(rows, factor, weight, inverse, ids, parts, wants, **way)
-        peak = peaks.amax(0)  # (S, B) → (B,)
-        level = torch.where(peak == -torch.inf, 0.0, peak)
-        shrink = (peaks - level).exp()
-        total = (sums * shrink).sum(0, dtype=distances.wide(sums))
-        found = total > 0
-        rest = torch.where(total == 0, reduce.nothing(asked), torch.where(found, total, 1.0).log()).float()
-        rest = torch.where(total.isnan(), torch.nan, rest)
-        share = torch.where(found, 1 / total, 0.0).float()
-        mean = (means * (shrink * share)[:, :, None]).sum(0) if wants else None
-        ctx.save_for_backward(weight, ids, rows, factor, inverse, level, share, mean)
-        ctx.way, ctx.kind, ctx.normalize = way, plain.gradient_kind(weight), normalize
+        whole = weight.contiguous()
+        inverse, taint = _tiles().inverse_lengths(whole, normalize)
+        given = _tiles().Operands(rows, factor, whole, inverse, ids, centers, lost, False, _precision())
+        level, rest, share = merged(*_tiles().scan(given, _a_part(rows, whole, max_memory)))
+        ctx.save_for_backward(*given[:5], picks, level, share)
+        ctx.way, ctx.normalize, ctx.max_memory = given[5:], normalize, max_memory
+        ctx.kind = plain.gradient_kind(weight)
         ctx.mark_non_differentiable(level, taint)
-        return level, rest, weight[ids].float(), taint
+        return level, rest, whole[picks].float(), taint
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
-        weight, ids, rows, factor, inverse, level, share, mean = ctx.saved_tensors
-        by_asked = None if mean is None else by_rest[:, None] * mean
-        by_weight = None
-        if ctx.needs_input_grad[1]:
-            by_weight = torch.empty_like(weight, dtype=ctx.kind)
-            pull = by_rest * share
-            _tiles().backward(
-                rows, factor, weight, inverse, ids, level, pull, by_own, by_weight, ctx.normalize, **ctx.way
-            )
-        return by_asked, by_weight, *[None] * 5
+        *saved, picks, level, share = ctx.saved_tensors
+        given = _tiles().Operands(*saved, *ctx.way)
+        kind = ctx.kind if ctx.needs_input_grad[1] else None
+        own = picks, by_own
+        wants = ctx.needs_input_grad[0]
+        by = gradients(given, level, by_rest * share, own, ctx.normalize, wants, kind, ctx.max_memory)
+        return asked_of(by[0], given), by[1], *[None] * 8
 
 
-def _splits(asked: Tensor, max_memory: int | None) -> int:
-    """Into how many runs of classes the forward pass is cut, so that few anchors still fill the device."""
-    number, dim = asked.shape
-    processors = torch.cuda.get_device_properties(asked.device).multi_processor_count if asked.is_cuda else 1
-    wanted = -(-WAVES * processors * 64 // max(number, 1))
-    room = (PARTIAL if max_memory is None else max_memory) // max(1, 4 * number * dim)
-    return max(1, min(wanted, room, 256))
+def asked_of(by_rows: Tensor | None, given: Any) -> Tensor | None:
+    """The gradient by `asked`, which is the rows times their factors."""
+    return None if by_rows is None else by_rows / given.factor[:, None]
+
+
+def merged(peaks: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of partial peaks and sums (S, n): the peak, the logarithm of the sum beyond it, and 1 / sum, each (n,)."""
+    peak = peaks.amax(0)
+    level = torch.where(peak == -torch.inf, 0.0, peak)
+    total = (sums * (peaks - level).exp()).sum(0, dtype=distances.wide(sums))
+    return level, *plain.finished(total, sums)
+
+
+def gradients(
+    given: Any,
+    level: Tensor,
+    pull: Tensor,
+    own: tuple[Tensor, Tensor] | None,
+    normalize: bool,
+    wants_asked: bool,
+    kind: torch.dtype | None,
+    max_memory: int | None,
+    inner: Any = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients by `rows` and, in type `kind`, by the weights, of Σ pull e^{score - level}, a run after the other.
+
+    own: which row of the weights speaks for each anchor's class, and the gradient by that row. inner: instead of it,
+    the own classes as `class_tiles.parts` takes them.
+    """
+    tiles, rows, weight = _tiles(), given.rows, given.weight
+    anchors, number = rows.shape[0], weight.shape[0]
+    fused = FUSED and tiles.halves(rows, weight)
+    size = _run(rows, weight, max_memory)
+    half = tiles.halves(rows, weight) and not tiles.INTERPRETS
+    padded = -(-anchors // 64) * 64  # rows at multiples of what wide loads want
+    made = torch.empty(size, padded, device=rows.device, dtype=torch.bfloat16 if half else torch.float32)[:, :anchors]
+    widths = -(-anchors // tiles.chosen(tiles.PARTS, given).width)
+    along = torch.empty(widths, size, device=rows.device)
+    by_rows, shelf = None, {}  # type: tuple[Tensor | None, dict[Any, Any]]
+    by_weight = None if kind is None else torch.empty_like(weight, dtype=kind)
+    end = None
+    if by_weight is not None and own is not None:
+        tile = tiles.chosen(tiles.GRADIENT, given) if fused else tiles.finishing()
+        end = tiles.ends(*own, number, tile)
+    with torch.autocast(rows.device.type, enabled=False):
+        for start in range(0, number, size):
+            tiles.parts(given, level, pull, start, made, along, inner, shelf=shelf)
+            run = weight[start : start + size]
+            mine = made[: len(run)]
+            if wants_asked:
+                by_rows = _added(by_rows, mine.T, run)
+            if by_weight is None:
+                continue
+            if fused:
+                tiles.gradient(given, made, along, end, by_weight, start, normalize, shelf=shelf)
+            else:
+                tiles.finish(given, _product(mine, rows), along, end, by_weight, start, normalize)
+    return by_rows, by_weight
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32, of bfloat16 factors without widening them where torch can."""
+    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a b, in place; `_product` where there is no total yet."""
+    if total is None:
+        return _product(a, b)
+    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and _adds(a.device):
+        return torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)  # type: ignore[no-any-return]
+    if a.dtype == b.dtype == total.dtype:
+        return total.addmm_(a, b)
+    return total.add_(_product(a, b))
+
+
+@functools.cache
+def _adds(device: torch.device) -> bool:
+    """Whether torch adds a product of bfloat16 to float32 without a copy."""
+    half = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, half, half, torch.float32, out=total)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def _fixed(rows: Tensor) -> int:
+    return plain.COORDINATE * rows.shape[0] * rows.shape[1]
+
+
+def _each(rows: Tensor, weight: Tensor) -> int:
+    """Bytes a class weight of a run: derivatives, their part along it, and a product or a wider copy of it."""
+    half = rows.dtype == weight.dtype == torch.bfloat16
+    wide = 0 if half and FUSED else 4 if half or weight.dtype == torch.float32 else 8
+    return (2 if half else 4) * rows.shape[0] + 4 * (rows.shape[0] // 64 + 1) + wide * rows.shape[1]
+
+
+def _run(rows: Tensor, weight: Tensor, max_memory: int | None) -> int:
+    """Class weights of a run."""
+    if _tiles().INTERPRETS:
+        return 64
+    room = ROOM if max_memory is None else max_memory - _fixed(rows)
+    fitting = max(1, min(RUN, room // _each(rows, weight)) // STEP)
+    blocks = -(-weight.shape[0] // STEP)
+    return -(-blocks // -(-blocks // fitting)) * STEP  # all runs as long as the last
+
+
+def _a_part(rows: Tensor, weight: Tensor, max_memory: int | None) -> int:
+    """Class weights that a program of the forward pass walks, so that its partial sums fit."""
+    width = _tiles().INTERPRETED.width if _tiles().INTERPRETS else 128
+    room = (ROOM if max_memory is None else max(1, max_memory - _fixed(rows))) // 3  # peaks, sums, and to merge them
+    parts = max(1, min(room // (4 * rows.shape[0]), PROGRAMS // -(-rows.shape[0] // 128)))
+    return max(WALK * width, -(-weight.shape[0] // parts))

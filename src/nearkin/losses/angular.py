@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import checks, distances, reduce
-from nearkin.losses.classes import given, route, sample, sampling, show_sampled
+from nearkin.kernels.class_loss import Form
+from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
 from nearkin.losses.settings import hold, show
 from nearkin.losses.softmax import class_weight, classify, classify_streamed
 
@@ -39,9 +40,12 @@ def cosface_loss(
     Arguments, impl and max_memory as `normalized_softmax_loss`. Wang et al. 2018, arXiv:1801.09414, eq. 4; m 0.35 and
     s 64 from there.
     """
-    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
     checks.number("margin", margin)
     checks.positive("scale", scale)
+    value = whole(impl, embeddings, labels, weight, Form(scale, margin), reduction, max_memory)
+    if value is not None:
+        return value
+    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
     streams = route(impl, embeddings, weight, max_memory)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
@@ -78,10 +82,14 @@ def arcface_loss(
     """
     checks.whole("sub_centers", sub_centers, 1)
     num_classes = weight.shape[0] // sub_centers
-    ids, known, spoilt = checks.classes(embeddings, labels, num_classes, weight.shape[1])
     checks.positive("scale", scale)
     checks.angle("margin", margin)
-    streams = route(impl, embeddings, weight, max_memory)
+    form = Form(scale, margin, "angle", straight_through, sub_centers)
+    value = whole(impl, embeddings, labels, weight, form, reduction, max_memory)
+    if value is not None:
+        return value
+    ids, known, spoilt = checks.classes(embeddings, labels, num_classes, weight.shape[1])
+    streams = route(impl, embeddings, weight, max_memory, sub_centers)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, sub_centers=sub_centers, max_memory=max_memory)
         target = scale * _widened(distances.unit(found.anchors), distances.unit(found.own), margin, straight_through)
@@ -125,10 +133,13 @@ def sphereface_loss(
     gradient is exact everywhere. Other arguments as `normalized_softmax_loss`. Liu et al. 2017, arXiv:1704.08063,
     eq. 7; m 4 from there, final λ 5 from its released code.
     """
-    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
     checks.whole("margin", margin, 1)
     if not isinstance(annealing, Tensor):
         checks.at_least("annealing", annealing, 0)
+    value = whole(impl, embeddings, labels, weight, Form(annealing, margin, "sphere"), reduction, max_memory)
+    if value is not None:
+        return value
+    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
     streams = route(impl, embeddings, weight, max_memory)
     if streams is not None:
         found = streams(embeddings, weight, ids, normalize=(False, True), max_memory=max_memory)

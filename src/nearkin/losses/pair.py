@@ -1,6 +1,7 @@
 """Pair losses: every pair of an anchor and a reference pays by itself, or weighted by its anchor's other pairs.
 
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+`impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/pairs.py`), "auto" takes it where it serves.
 """
 
 from typing import Any
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from nearkin import mining
 from nearkin.core import checks, distances, reduce, tiles
 from nearkin.core.relations import Labels, Relation
+from nearkin.kernels import pairs as fused
+from nearkin.kernels import triplets
+from nearkin.losses.classes import given
 from nearkin.losses.settings import hold, show, tiling
 
 __all__ = [
@@ -39,6 +43,7 @@ def contrastive_loss(
     reduction: str = "mean",
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     r"""Kin are pulled together, strangers pushed out to the margin.
 
@@ -52,18 +57,25 @@ def contrastive_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
     checks.at_least("positive_margin", positive_margin, 0)
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    if fused.serves(impl, batch, reduction, max_memory) and selection == "all":
+        numbers = (margin, positive_margin)
+        return fused.loss("contrastive", batch, numbers, reduction, flag=squared, normalize=normalize)
+
+    if selection == "distance_weighted" and triplets.serves(impl, batch, selection, reduction, normalize, max_memory):
+        plan = triplets.Plan(selection, "contrastive", margin, squared, normalize, reduction, positive_margin, margin)
+        value = triplets.loss(batch, plan, generator=generator)
+        if value is not None:
+            return value
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
         pairs = _pairs(selection, distance, kin, normalize, x.shape[1], margin, generator)
         near, positive, far, negative = mining.as_pairs(pairs, distance)
-        pull = (near - positive_margin).relu() if positive_margin else near
-        push = (margin - far).relu()
-        if squared:
-            pull, push = pull.square(), push.square()
-        return *tiles.counted(pull, positive), *tiles.counted(push, negative)
+        pull = tiles.hinges(near, positive, reduction, start=positive_margin, squared=squared)
+        push = tiles.hinges(far, negative, reduction, start=margin, falling=True, squared=squared)
+        return *pull, *push
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
     pull, kin, pulled, push, strangers, pushed = tiles.over(
         rows, batch, max_memory=max_memory, generator=generator, **tiling(selection)
     )
@@ -85,6 +97,7 @@ def margin_loss(
     reduction: str = "active",
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     r"""Kin nearer than a boundary β, strangers farther, each by the margin; β may be learned.
 
@@ -98,6 +111,20 @@ def margin_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    single = isinstance(beta, Tensor) and (beta.dim(), beta.dtype, beta.device) == (0, torch.float32, embeddings.device)
+    if selection == "all" and fused.serves(impl, batch, reduction, max_memory):
+        if not isinstance(beta, Tensor):
+            return fused.loss("margin", batch, (margin, nu, beta), reduction, normalize=normalize)
+        if beta.device == embeddings.device:
+            learned = beta if single else _boundary(beta, labels, embeddings, references).squeeze(1)
+            return fused.loss("margin", batch, (margin, nu), reduction, normalize=normalize, beta=learned)
+    if selection == "distance_weighted" and triplets.serves(impl, batch, selection, reduction, normalize, max_memory):
+        plan = triplets.Plan(selection, "margin", margin, False, normalize, reduction, nu, margin)
+        edge = beta if single and isinstance(beta, Tensor) else _boundary(beta, labels, embeddings, references)
+        value = triplets.loss(batch, plan, boundary=edge, generator=generator)
+        if value is not None:
+            return value
     boundary = _boundary(beta, labels, embeddings, references)  # (B, 1)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation, boundary: Tensor) -> tuple[Tensor, ...]:
@@ -112,7 +139,6 @@ def margin_loss(
             sums = sums + nu * boundary.squeeze(1) * positive.sum(1)
         return sums, positive.sum(1) + negative.sum(1), (pull > 0).sum(1) + (push > 0).sum(1)
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
     sums, counts, active = tiles.over(
         rows, batch, boundary, max_memory=max_memory, generator=generator, **tiling(selection)
     )
@@ -132,6 +158,7 @@ def multi_similarity_loss(
     selection: mining.Selection = "multi_similarity",
     reduction: str = "mean",
     max_memory: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     r"""Pairs are weighted by how hard they are among the anchor's other pairs.
 
@@ -146,6 +173,10 @@ def multi_similarity_loss(
     checks.positive("beta", beta)
     checks.number("base", base)
     checks.number("epsilon", epsilon)
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    if fused.serves(impl, batch, reduction, max_memory) and selection in ("all", "multi_similarity"):
+        mined = selection == "multi_similarity"
+        return fused.loss("multi_similarity", batch, (alpha, beta, base, epsilon), reduction, flag=mined)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         similarity = distances.cosine(x, references)  # (B, R), larger is closer
@@ -159,9 +190,8 @@ def multi_similarity_loss(
             checks.impossible("selection", selection, "the loss weighs pairs, not triplets", known)
         pull = reduce.softplus(reduce.logsumexp(-alpha * (similarity - base), pairs.positive)) / alpha
         push = reduce.softplus(reduce.logsumexp(beta * (similarity - base), pairs.negative)) / beta
-        return pull + push, (kin.positive | kin.negative).any(1)
+        return pull + push, reduce.some(kin.positive | kin.negative)
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
     value, met = tiles.over(rows, batch, max_memory=max_memory, **tiling(selection))
     return reduce.terms(value, met, reduction) + reduce.taint(embeddings, references)
 
@@ -176,6 +206,7 @@ def circle_loss(
     scale: float = 80.0,
     reduction: str = "mean",
     max_memory: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     r"""Each similarity is pulled as strongly as it is far from its own optimum, towards a circular boundary.
 
@@ -188,17 +219,19 @@ def circle_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.number("margin", margin)
     checks.positive("scale", scale)
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    if fused.serves(impl, batch, reduction, max_memory):
+        return fused.loss("circle", batch, (margin, scale), reduction)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         similarity = distances.cosine(x, references)  # (B, R), larger is closer
         held = similarity.detach()
         pull = -scale * (1 + margin - held).relu() * (similarity - (1 - margin))
         push = scale * (held + margin).relu() * (similarity - margin)
-        both = kin.positive.any(1) & kin.negative.any(1)
+        both = reduce.some(kin.positive) & reduce.some(kin.negative)
         value = reduce.logsumexp(pull, kin.positive) + reduce.logsumexp(push, kin.negative)
         return reduce.softplus(torch.where(both, value, 0.0)), both
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
     value, both = tiles.over(rows, batch, max_memory=max_memory)
     return reduce.terms(value, both, reduction) + reduce.taint(embeddings, references)
 
@@ -220,6 +253,7 @@ class ContrastiveLoss(nn.Module):
         reduction: str = "mean",
         generator: torch.Generator | None = None,
         max_memory: int | None = None,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
         hold(
@@ -233,6 +267,7 @@ class ContrastiveLoss(nn.Module):
             reduction=reduction,
             generator=generator,
             max_memory=max_memory,
+            **given(impl),
         )
 
     extra_repr = show
@@ -268,6 +303,7 @@ class MarginLoss(nn.Module):
         reduction: str = "active",
         generator: torch.Generator | None = None,
         max_memory: int | None = None,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
         if num_classes is not None:
@@ -282,6 +318,7 @@ class MarginLoss(nn.Module):
             reduction=reduction,
             generator=generator,
             max_memory=max_memory,
+            **given(impl),
         )
         self.beta = nn.Parameter(torch.full(() if num_classes is None else (num_classes,), float(beta)))
 
@@ -313,6 +350,7 @@ class MultiSimilarityLoss(nn.Module):
         selection: mining.Selection = "multi_similarity",
         reduction: str = "mean",
         max_memory: int | None = None,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
         hold(
@@ -325,6 +363,7 @@ class MultiSimilarityLoss(nn.Module):
             selection=selection,
             reduction=reduction,
             max_memory=max_memory,
+            **given(impl),
         )
 
     extra_repr = show
@@ -346,10 +385,16 @@ class CircleLoss(nn.Module):
     settings: dict[str, Any]
 
     def __init__(
-        self, margin: float = 0.4, scale: float = 80.0, *, reduction: str = "mean", max_memory: int | None = None
+        self,
+        margin: float = 0.4,
+        scale: float = 80.0,
+        *,
+        reduction: str = "mean",
+        max_memory: int | None = None,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
-        hold(self, circle_loss, margin=margin, scale=scale, reduction=reduction, max_memory=max_memory)
+        hold(self, circle_loss, margin=margin, scale=scale, reduction=reduction, max_memory=max_memory, **given(impl))
 
     extra_repr = show
 

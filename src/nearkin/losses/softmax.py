@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy
 
 from nearkin.core import checks, class_softmax, distances, reduce
-from nearkin.losses.classes import given, route, sample, sampling, show_sampled
+from nearkin.kernels.class_loss import Form
+from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
 from nearkin.losses.settings import hold, show
 
 __all__ = [
@@ -41,9 +42,12 @@ def normalized_softmax_loss(
     held: blocks of classes pass by, in plain torch (impl="torch") or in a kernel ("triton"); "auto" chooses.
     Wang et al. 2017 (NormFace), Zhai and Wu 2018, arXiv:1811.12649; scale 20 = their temperature 0.05.
     """
-    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
+    value = whole(impl, embeddings, labels, weight, Form(scale), reduction, max_memory)
+    if value is not None:
+        return value
+    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
     streams = route(impl, embeddings, weight, max_memory)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)

@@ -1,6 +1,7 @@
 """Structured losses: an anchor meets its whole batch at once.
 
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+`impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/pairs.py`), "auto" takes it where it serves.
 """
 
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import checks, distances, reduce, tiles
-from nearkin.core.relations import Labels, Relation
+from nearkin.core.relations import UNKNOWN, Labels, Relation
+from nearkin.kernels import pairs as fused
+from nearkin.losses.classes import given
 from nearkin.losses.settings import hold, show
 
 __all__ = [
@@ -35,6 +38,7 @@ def lifted_structure_loss(
     normalize: bool = False,
     reduction: str = "mean",
     max_memory: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     r"""Each positive pair against all negatives of both its ends.
 
@@ -48,6 +52,9 @@ def lifted_structure_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.one_of("form", form, ("smooth", "max"))
     checks.at_least("margin", margin, 0)
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    if fused.serves(impl, batch, reduction, max_memory) and form == "smooth":
+        return fused.loss("lifted", batch, (margin,), reduction, normalize=normalize)
 
     def threats(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)
@@ -55,9 +62,9 @@ def lifted_structure_loss(
 
     def paid(distance: Tensor, kin: Relation, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         worst = (torch.logaddexp if form == "smooth" else torch.maximum)(row[:, None], column[None, :])
-        return tiles.counted((worst + distance).relu().square() / 2, kin.positive)
+        sums, counts, active = tiles.hinges(worst + distance, kin.positive, reduction, squared=True)
+        return sums / 2, counts, active
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
     if tiles.fits(batch, max_memory):
         distance = distances.euclidean(embeddings, references, normalize=normalize)  # (B, R)
         kin = tiles.relation(batch)
@@ -90,6 +97,7 @@ def npair_loss(
     penalty: float = 0.002,
     reduction: str = "mean",
     max_memory: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     r"""An anchor finds its partner among one example of every other class.
 
@@ -102,7 +110,18 @@ def npair_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("penalty", penalty, 0)
-    batch, alone = tiles.Batch(embeddings, labels, references, reference_labels), references is None
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    if fused.serves(impl, batch, reduction, max_memory):
+        return fused.loss("npair", batch, (1.0, 0.0, 0.0, penalty), reduction, normalize=False)
+    taint, alone = reduce.taint(embeddings, references), references is None
+    if alone and isinstance(labels, Tensor) and labels.dim() == 1 and checks.reads_values(labels):
+        # Anchors × references without the rest of the matrix, where that is made in one piece.
+        anchors, others = _sides(labels.long()) if tiles.fits(batch, max_memory) else (labels[:0], labels[:0])
+        if anchors.numel():
+            value = _between_sides(embeddings, labels, anchors, others, penalty)
+            if reduction == "none":
+                return value.new_zeros(len(labels)).index_copy(0, anchors, value) + taint
+            return reduce.terms(value, torch.ones_like(anchors, dtype=torch.bool), reduction) + taint
     firsts = _firsts(batch, max_memory) if alone and not tiles.fits(batch, max_memory) else None  # (B,)
     other = embeddings if references is None else references
     used = torch.zeros(other.shape[0], dtype=torch.bool, device=other.device)  # references that an anchor meets
@@ -113,7 +132,7 @@ def npair_loss(
             everyone = _first(kin, 0) if firsts is None else firsts
             meets = (own[0] if own else everyone)[:, None] & ~everyone[None, :]
             kin = Relation(kin.positive & meets, kin.negative & meets)
-        met, counts = kin.positive | kin.negative, kin.positive.any(1)
+        met, counts = kin.positive | kin.negative, reduce.some(kin.positive)
         used.logical_or_((met & counts[:, None]).any(0))  # made again for the gradient, a block adds nothing new
         # The mean over positives of their own log-probability, without a (B, R) matrix of probabilities.
         return reduce.logsumexp(logits, met) - reduce.mean(logits, kin.positive), counts
@@ -124,7 +143,25 @@ def npair_loss(
         heard = used.clone()  # the pass for the gradient writes to the other
         size = (heard * _size(other)).sum() / heard.sum().clamp(min=1)  # mean square of the references met
         value = torch.where(counts, value + penalty / 4 * (_size(embeddings) + size), 0.0)
-    return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
+    return reduce.terms(value, counts, reduction) + taint
+
+
+def _sides(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of the first item of each class of several, and of all the others of these classes."""
+    sorted_ids, order = ids.sort(stable=True)
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[1:] = sorted_ids[1:] != sorted_ids[:-1]
+    known = sorted_ids != UNKNOWN
+    several = known & first & ~torch.cat([first[1:], first[:1]])  # the next is not the first of its own
+    return order[several], order[known & ~first]
+
+
+def _between_sides(embeddings: Tensor, labels: Tensor, anchors: Tensor, others: Tensor, penalty: float) -> Tensor:
+    """The loss of each of these anchors, all of which have kin among the others, (A,)."""
+    x, r = embeddings.index_select(0, anchors), embeddings.index_select(0, others)
+    logits = distances.dot(x, r)  # (A, R)
+    value = logits.logsumexp(1) - reduce.mean(logits, labels[anchors][:, None] == labels[others][None, :])
+    return value + penalty / 4 * (_size(x) + _size(r).mean()) if penalty else value
 
 
 def _first(kin: Relation, start: int) -> Tensor:
@@ -149,6 +186,7 @@ def supcon_loss(
     temperature: float = 0.1,
     reduction: str = "mean",
     max_memory: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     r"""Each anchor classifies its kin against everyone it meets.
 
@@ -160,13 +198,15 @@ def supcon_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("temperature", temperature)
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    if fused.serves(impl, batch, reduction, max_memory):
+        return fused.loss("supcon", batch, (temperature,), reduction)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         logits = distances.cosine(x, references) / temperature  # (B, R), larger is closer
         value = reduce.logsumexp(logits, kin.positive | kin.negative) - reduce.mean(logits, kin.positive)
-        return value, kin.positive.any(1)
+        return value, reduce.some(kin.positive)
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
     value, counts = tiles.over(rows, batch, max_memory=max_memory)
     return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
 
@@ -180,6 +220,7 @@ def infonce_loss(
     temperature: float = 0.07,
     reduction: str = "mean",
     max_memory: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     r"""Each positive pair against the anchor's negatives, other positives left out.
 
@@ -190,13 +231,15 @@ def infonce_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("temperature", temperature)
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    if fused.serves(impl, batch, reduction, max_memory):
+        return fused.loss("infonce", batch, (temperature,), reduction)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         logits = distances.cosine(x, references) / temperature  # (B, R), larger is closer
         strangers = reduce.logsumexp(logits, kin.negative)[:, None]
-        return tiles.counted(reduce.softplus(strangers - logits), kin.positive)
+        return tiles.counted(reduce.softplus(strangers - logits), kin.positive, reduction)
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
     sums, counts, active = tiles.over(rows, batch, max_memory=max_memory)
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
@@ -215,6 +258,7 @@ class LiftedStructureLoss(nn.Module):
         normalize: bool = False,
         reduction: str = "mean",
         max_memory: int | None = None,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
         hold(
@@ -225,6 +269,7 @@ class LiftedStructureLoss(nn.Module):
             normalize=normalize,
             reduction=reduction,
             max_memory=max_memory,
+            **given(impl),
         )
 
     extra_repr = show
@@ -245,9 +290,16 @@ class NPairLoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, penalty: float = 0.002, *, reduction: str = "mean", max_memory: int | None = None) -> None:
+    def __init__(
+        self,
+        penalty: float = 0.002,
+        *,
+        reduction: str = "mean",
+        max_memory: int | None = None,
+        impl: str = "auto",
+    ) -> None:
         super().__init__()
-        hold(self, npair_loss, penalty=penalty, reduction=reduction, max_memory=max_memory)
+        hold(self, npair_loss, penalty=penalty, reduction=reduction, max_memory=max_memory, **given(impl))
 
     extra_repr = show
 
@@ -267,9 +319,16 @@ class SupConLoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, temperature: float = 0.1, *, reduction: str = "mean", max_memory: int | None = None) -> None:
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        *,
+        reduction: str = "mean",
+        max_memory: int | None = None,
+        impl: str = "auto",
+    ) -> None:
         super().__init__()
-        hold(self, supcon_loss, temperature=temperature, reduction=reduction, max_memory=max_memory)
+        hold(self, supcon_loss, temperature=temperature, reduction=reduction, max_memory=max_memory, **given(impl))
 
     extra_repr = show
 
@@ -289,9 +348,16 @@ class InfoNCELoss(nn.Module):
     lr_scale = 1.0
     settings: dict[str, Any]
 
-    def __init__(self, temperature: float = 0.07, *, reduction: str = "mean", max_memory: int | None = None) -> None:
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        *,
+        reduction: str = "mean",
+        max_memory: int | None = None,
+        impl: str = "auto",
+    ) -> None:
         super().__init__()
-        hold(self, infonce_loss, temperature=temperature, reduction=reduction, max_memory=max_memory)
+        hold(self, infonce_loss, temperature=temperature, reduction=reduction, max_memory=max_memory, **given(impl))
 
     extra_repr = show
 

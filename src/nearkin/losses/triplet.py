@@ -1,6 +1,8 @@
 """Triplet losses: an anchor's kin nearer than its strangers, in every selection of `mining`.
 
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+`impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/triplets.py`; its draws are others, of the same
+distribution), "auto" takes it where it serves.
 """
 
 from typing import Any
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from nearkin import mining
 from nearkin.core import checks, distances, reduce, tiles
 from nearkin.core.relations import Labels, Relation
+from nearkin.kernels import pairs, triplets
+from nearkin.losses.classes import given
 from nearkin.losses.settings import hold, show, tiling
 
 __all__ = ["LosslessTripletLoss", "TripletLoss", "lossless_triplet_loss", "triplet_loss"]
@@ -30,6 +34,7 @@ def triplet_loss(
     reduction: str = "mean",
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     r"""A positive nearer than a negative by a margin, or softly without one.
 
@@ -45,6 +50,13 @@ def triplet_loss(
     if margin is not None:
         checks.at_least("margin", margin, 0)
     _possible(selection, margin, swap, normalize)
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    if triplets.serves(impl, batch, selection, reduction, normalize, max_memory) and not swap:
+        link = "soft" if margin is None else "hinge"
+        plan = triplets.Plan(str(selection), link, margin or 0.0, squared, normalize, reduction)
+        value = triplets.loss(batch, plan, generator=generator)
+        if value is not None:
+            return value
     measure = distances.squared_euclidean if squared else distances.euclidean
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
@@ -60,10 +72,10 @@ def triplet_loss(
         if swap and distance.shape[1]:
             between = distance if references is None else measure(references, normalize=normalize)  # (R, R)
             far = torch.minimum(far, between[chosen.positive, chosen.negative])
-        value = reduce.softplus(near - far) if margin is None else (near - far + margin).relu()
-        return tiles.counted(value, chosen.valid)
+        if margin is None:
+            return tiles.counted(reduce.softplus(near - far), chosen.valid, reduction)
+        return tiles.hinges(near - far, chosen.valid, reduction, start=-margin)
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
     needs = tiling(selection) | ({"whole": "swap=True takes the distances of references"} if swap else {})
     sums, counts, active = tiles.over(rows, batch, max_memory=max_memory, generator=generator, **needs)
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
@@ -120,6 +132,7 @@ def lossless_triplet_loss(
     epsilon: float = 1e-8,
     reduction: str = "mean",
     max_memory: int | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     r"""A triplet loss whose slope never dies, on embeddings inside the unit cube.
 
@@ -131,6 +144,10 @@ def lossless_triplet_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("epsilon", epsilon)
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    if pairs.serves(impl, batch, reduction, max_memory):
+        numbers = (1 / embeddings.shape[1], epsilon)
+        return pairs.loss("lossless", batch, numbers, reduction, flag=sigmoid, normalize=False)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         others = None if references is None else _into_cube(references, sigmoid)
@@ -142,7 +159,6 @@ def lossless_triplet_loss(
         pushed = torch.where(kin.negative, push, 0.0).sum(1) * positives
         return pulled + pushed, positives * negatives
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
     sums, counts = tiles.over(rows, batch, max_memory=max_memory)
     return reduce.total(sums, counts, counts, reduction) + reduce.taint(embeddings, references)
 
@@ -169,6 +185,7 @@ class TripletLoss(nn.Module):
         reduction: str = "mean",
         generator: torch.Generator | None = None,
         max_memory: int | None = None,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
         hold(
@@ -182,6 +199,7 @@ class TripletLoss(nn.Module):
             reduction=reduction,
             generator=generator,
             max_memory=max_memory,
+            **given(impl),
         )
 
     extra_repr = show
@@ -209,6 +227,7 @@ class LosslessTripletLoss(nn.Module):
         epsilon: float = 1e-8,
         reduction: str = "mean",
         max_memory: int | None = None,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
         hold(
@@ -218,6 +237,7 @@ class LosslessTripletLoss(nn.Module):
             epsilon=epsilon,
             reduction=reduction,
             max_memory=max_memory,
+            **given(impl),
         )
 
     extra_repr = show

@@ -1,0 +1,351 @@
+"""Every loss over pairs beside pytorch-metric-learning and the floor, forward and backward: benchmarks/losses.py
+
+D = 128, float32, 4 items a class. `auto` is the loss as it comes; `torch` is impl="torch", where the loss has a kernel
+to choose; `peer` is pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone:
+one of the forward pass, two of the backward. Time by device events on a GPU; on the CPU in rounds, one step of each, so
+that other load on the machine hits all alike. Memory: the peak beyond what was held before, on the CPU in a process of
+its own. --check compares values and gradients with float64 instead.
+"""
+
+import argparse
+import inspect
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import measure
+from nearkin import losses
+
+D, EACH = 128, 4
+SIZES = {"cpu": (256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 16_384, 65_536)}
+SMALL = 4096  # up to here every loss; beyond it those marked large, and one timed step
+LARGEST_PEER = 16_384  # the peer is not asked beyond
+PATIENCE = 200.0  # ms: a peer that took longer is not asked again at the next larger size beyond SMALL
+ONCE = 3000.0  # ms: a step on the CPU that takes longer is taken once
+CEILING = 12 * 2**30  # bytes a peer may ask for on the CPU
+WAYS = ("auto", "torch", "peer", "floor")
+
+
+class Case(NamedTuple):
+    name: str
+    ours: str
+    settings: Mapping[str, Any] = MappingProxyType({})
+    peer: str | None = None  # an expression over what `peer_names` gives
+    miner: str | None = None
+    large: bool = False
+    drawn: bool = False  # pairs are drawn at random: not to be compared draw by draw
+
+
+# The nearest the peer has, not always the same number: its contrastive loss knows no squares, its margin loss sums over
+# triplets, its semi-hard miner takes all inside the margin, its N-pair loss leaves out all but two of a class, its
+# Smooth-AP counts each item as its own kin.
+CASES = [
+    Case("contrastive", "ContrastiveLoss", {}, "L.ContrastiveLoss(distance=raw(), reducer=Mean())", large=True),
+    Case("margin", "MarginLoss", {}, "L.MarginLoss(learn_beta=True)", "M.DistanceWeightedMiner()", True, True),
+    Case("margin, all", "MarginLoss", {"selection": "all"}, "L.MarginLoss(learn_beta=True)", large=True),
+    Case("multi-similarity", "MultiSimilarityLoss", {}, "L.MultiSimilarityLoss()", "M.MultiSimilarityMiner()", True),
+    Case("circle", "CircleLoss", {}, "L.CircleLoss()"),
+    Case(
+        "triplet, semi-hard",
+        "TripletLoss",
+        {},
+        "L.TripletMarginLoss(0.2, distance=squared(), reducer=Mean())",
+        "M.TripletMarginMiner(0.2, 'semihard', distance=squared())",
+        large=True,
+    ),
+    Case(
+        "triplet, all",
+        "TripletLoss",
+        {"selection": "all"},
+        "L.TripletMarginLoss(0.2, distance=squared(), reducer=Mean())",
+    ),
+    Case(
+        "triplet, batch-hard",
+        "TripletLoss",
+        {"selection": "batch_hard"},
+        "L.TripletMarginLoss(0.2, distance=squared(), reducer=Mean())",
+        "M.BatchHardMiner()",
+        large=True,
+    ),
+    Case(
+        "triplet, distance-weighted",
+        "TripletLoss",
+        {"selection": "distance_weighted"},
+        "L.TripletMarginLoss(0.2, distance=squared(), reducer=Mean())",
+        "M.DistanceWeightedMiner()",
+        drawn=True,
+    ),
+    Case("lossless triplet", "LosslessTripletLoss"),
+    Case("lifted", "LiftedStructureLoss", {}, "L.LiftedStructureLoss(distance=raw())", large=True),
+    Case("N-pair", "NPairLoss", {}, "L.NPairsLoss(distance=inner(), **penalty(0.001))"),
+    Case("SupCon", "SupConLoss", {}, "L.SupConLoss()", large=True),
+    Case("InfoNCE", "InfoNCELoss", {}, "L.NTXentLoss()", large=True),
+    Case("log-ratio", "LogRatioLoss", large=True),
+    Case("Fast-AP", "FastAPLoss", {}, "L.FastAPLoss()"),
+    Case("Smooth-AP", "SmoothAPLoss", {"max_positives": EACH - 1}, "L.SmoothAPLoss()"),
+]
+
+
+def peer_names() -> dict[str, Any] | None:
+    """What the table's expressions are made of, or None where pytorch-metric-learning is not installed."""
+    try:
+        from pytorch_metric_learning import distances, miners, reducers, regularizers
+        from pytorch_metric_learning import losses as peer_losses
+    except ImportError:
+        return None
+    return {
+        "L": peer_losses,
+        "M": miners,
+        "Mean": reducers.MeanReducer,
+        "raw": lambda: distances.LpDistance(normalize_embeddings=False),
+        "squared": lambda: distances.LpDistance(power=2),
+        "penalty": lambda w: {"embedding_regularizer": regularizers.LpRegularizer(power=2), "embedding_reg_weight": w},
+        "inner": lambda: distances.DotProductSimilarity(normalize_embeddings=False),
+    }
+
+
+def batch(size: int, device: str, case: Case | None = None) -> tuple[Tensor, Tensor]:
+    """Items loosely around class means, about 1 apart, so that hinges are neither all alive nor all dead."""
+    g = torch.Generator().manual_seed(size)
+    y = torch.arange(size) // EACH
+    x = torch.randn(size, D, generator=g) * 2 + torch.randn(size // EACH + 1, D, generator=g)[y]
+    x = (x * (0.7 / (5 * D) ** 0.5)).to(device).requires_grad_()
+    return x, (y.float() if case is not None and case.ours == "LogRatioLoss" else y).to(device)
+
+
+def ours(case: Case, device: str, **more: Any) -> torch.nn.Module:
+    return getattr(losses, case.ours)(**case.settings, **more).to(device)
+
+
+def has_choice(case: Case) -> bool:
+    return "impl" in inspect.signature(getattr(losses, case.ours)).parameters
+
+
+def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Each way to take one step on the same batch."""
+    x, y = batch(size, device, case)
+
+    def step(loss: Callable[..., Tensor], *miner: Callable[..., Any]) -> Callable[[], None]:
+        def once() -> None:
+            x.grad = None
+            loss(x, y, *(m(x, y) for m in miner)).backward()
+
+        return once
+
+    yield "auto", step(ours(case, device))
+    if has_choice(case):
+        yield "torch", step(ours(case, device, impl="torch"))
+    if case.peer is not None and names is not None:
+        miner = [eval(case.miner, names)] if case.miner else []  # of the table above, nothing else
+        yield "peer", step(eval(case.peer, names).to(device), *miner)
+    yield "floor", lambda: floor(x.detach())
+
+
+@torch.no_grad()
+def floor(x: Tensor, rows: int = 4096) -> None:
+    """The similarities, and with a matrix of their shape the two products of the gradient; in blocks where large."""
+    for part in x.split(rows):
+        matrix = part @ x.T
+        matrix @ x, matrix.T @ part
+
+
+def failure(error: Exception) -> str:
+    """An error as an entry of a table."""
+    text = str(error)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text or "out of memory" in text:
+        return "out of memory"
+    return f"{type(error).__name__}: {' '.join(text.split())[:80]}"
+
+
+def peaks(chosen: list[Case], size: int, device: str) -> None:
+    """Prints the MiB of each way of each loss, a JSON line a loss; meant for a process of its own."""
+    names = peer_names()
+    for case in chosen:
+        for _, once in steps(case, 16, device, names):  # what torch loads at its first step is not the loss's
+            for _ in range(2):
+                attempt(once)
+        print(json.dumps({case.name: peak_cells(case, size, device, names)}), flush=True)
+
+
+def peak_cells(case: Case, size: int, device: str, names: dict[str, Any] | None) -> dict[str, float | str]:
+    return {
+        way: attempt(lambda once=once: measure.peak_mib(once, device)) for way, once in steps(case, size, device, names)
+    }
+
+
+def attempt(figure: Callable[[], Any]) -> Any:
+    try:
+        return figure()
+    except Exception as error:  # an entry of the table, whatever it is
+        message = failure(error)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # outside the handler, whose traceback holds the tensors
+    return message
+
+
+def peaks_of_a_fresh_process(chosen: list[Case], size: int) -> dict[str, dict[str, float | str]]:
+    """From a process whose allocator gives freed memory back at once: true peaks, but slower, so not timed."""
+    command = [sys.executable, __file__, "--device", "cpu", "--peaks", "--sizes", str(size), "--losses"]
+    command += [case.name for case in chosen]
+    done = subprocess.run(command, env=measure.frugal_environment(), stdout=subprocess.PIPE, text=True)
+    found: dict[str, dict[str, float | str]] = {}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
+    return found
+
+
+def cells_cpu(
+    case: Case, size: int, names: dict[str, Any] | None, seconds: float, mib: dict[str, float | str]
+) -> dict[str, Any]:
+    """Milliseconds of each way, in rounds; a way that fails its first step, or takes seconds for it, is left out."""
+    found: dict[str, Any] = {f"{way}_mib": value for way, value in mib.items()}
+    sound: dict[str, Callable[[], None]] = {}
+    for way, once in steps(case, size, "cpu", names):
+        first = attempt(lambda once=once: measure.once_ms(once, "cpu"))
+        if isinstance(first, str) or first > ONCE:
+            found[f"{way}_ms"] = first
+        else:
+            sound[way] = once
+    taken = measure.medians_by_turns(list(sound.values()), "cpu", seconds)
+    return found | {f"{way}_ms": ms for way, ms in zip(sound, taken, strict=True)}
+
+
+def cells_cuda(case: Case, size: int, names: dict[str, Any] | None, seconds: float, tired: set[str]) -> dict[str, Any]:
+    """Milliseconds and MiB of each way; the first call, whose peak is taken, is the warm-up."""
+    found: dict[str, Any] = {}
+    for way, once in steps(case, size, "cuda", names):
+        beyond = (way == "torch" and size > SMALL) or (way == "peer" and size > LARGEST_PEER)
+        if beyond or (way == "peer" and size > SMALL and case.name in tired):
+            found |= {f"{way}_ms": "not run", f"{way}_mib": "not run"}
+            continue
+        mib = attempt(lambda once=once: measure.peak_mib(once, "cuda"))
+        if not isinstance(mib, str):
+            once_more = attempt(lambda once=once: measure.once_ms(once, "cuda"))
+            slow = isinstance(once_more, str) or once_more > PATIENCE or size > SMALL
+            ms = once_more if slow else attempt(lambda once=once: measure.median_ms(once, "cuda", seconds, warm=True))
+        else:
+            ms = mib
+        if way == "peer" and (isinstance(ms, str) or ms > PATIENCE):
+            tired.add(case.name)
+        found |= {f"{way}_ms": ms, f"{way}_mib": mib}
+    return found
+
+
+def ratio(found: dict[str, Any], over: str) -> float | str:
+    mine, other = found.get("auto_ms"), found.get(over)
+    return mine / other if isinstance(mine, float) and isinstance(other, float) and other > 0 else ""
+
+
+def table(chosen: list[Case], sizes: list[int], device: str, seconds: float, out: Path | None) -> None:
+    names = peer_names()
+    version = "" if names is None else sys.modules["pytorch_metric_learning"].__version__
+    print(f"{measure.machine(device)}, torch {torch.__version__}, peer: {version or 'not installed, skipped'}")
+    columns = [f"{way}_{what}" for what in ("ms", "mib") for way in WAYS]
+    print(f"{'loss':28}{'B':>7}" + "".join(f"{c:>12}" for c in columns) + f"{'auto/peer':>12}{'auto/floor':>12}")
+    rows: list[list[object]] = []
+    tired: set[str] = set()
+    for size in sizes:
+        asked = [case for case in chosen if case.large or size <= SMALL]
+        mib = peaks_of_a_fresh_process(asked, size) if device == "cpu" else {}
+        for case in asked:
+            if device == "cpu":
+                found = cells_cpu(case, size, names, seconds, mib.get(case.name, {}))
+            else:
+                for _, once in steps(case, 64, device, names):
+                    attempt(once)
+                found = cells_cuda(case, size, names, seconds, tired)
+            found |= {"auto/peer": ratio(found, "peer_ms"), "auto/floor": ratio(found, "floor_ms")}
+            cells = [shown(found.get(c, "")) for c in (*columns, "auto/peer", "auto/floor")]
+            print(f"{case.name:28}{size:>7}" + "".join(f"{c[:11]:>12}" for c in cells), flush=True)
+            rows.append([case.name, measure.machine(device), size, D, EACH, *cells, version])
+            if out is not None:
+                header = ["loss", "machine", "B", "D", "each", *columns, "ratio_peer", "ratio_floor", "peer_version"]
+                measure.write_csv(out, header, rows)  # the file grows with each line
+
+
+def shown(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def check(chosen: list[Case], sizes: list[int], device: str) -> bool:
+    """Relative errors of value and gradient in float32 against float64 in plain torch; whether `auto` is as good."""
+    print(f"{measure.machine(device)}, torch {torch.__version__}")
+    print(
+        f"{'loss':28}{'B':>7}" + "".join(f"{t:>15}" for t in ("auto value", "torch value", "auto grad", "torch grad"))
+    )
+    sound = True
+    for size in sizes:
+        for case in chosen:
+            flag = attempt(lambda case=case, size=size: checked(case, size, device))
+            sound = sound and flag in ("", "drawn, not judged")
+            if flag:
+                print(f"{case.name:28}{size:>7}  {flag}", flush=True)
+    print("all as accurate as plain torch" if sound else "SOMETHING IS LESS ACCURATE THAN PLAIN TORCH")
+    return sound
+
+
+def checked(case: Case, size: int, device: str) -> str:
+    """Prints the errors; what is wrong with them, or nothing."""
+    choice = {"impl": "torch"} if has_choice(case) else {}
+
+    def result(dtype: torch.dtype, **more: Any) -> tuple[Tensor, Tensor]:
+        x, y = batch(size, device, case)
+        x = x.detach().to(dtype).requires_grad_()
+        torch.manual_seed(0)
+        value = 3 * ours(case, device, **more).to(dtype)(x, y)  # the gradient that comes from above is not 1
+        value.backward()
+        return value.detach().double(), x.grad.double()
+
+    truth = result(torch.float64, **choice)
+    results = (result(torch.float32), result(torch.float32, **choice))
+    errors = [
+        [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(got, truth, strict=True)]
+        for got in results
+    ]
+    (value, slope), (plain_value, plain_slope) = errors
+    print(
+        f"{case.name:28}{size:>7}" + "".join(f"{e:>15.1e}" for e in (value, plain_value, slope, plain_slope)),
+        flush=True,
+    )
+    if case.drawn:
+        return "drawn, not judged"
+    worse = [n for n, a, b in (("value", value, plain_value), ("gradient", slope, plain_slope)) if not a <= b + 1e-6]
+    return f"!! {' and '.join(worse)} worse than plain torch" if worse else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sizes", type=int, nargs="+", help="batch sizes")
+    parser.add_argument("--losses", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time spent on a cell (default: 1)")
+    parser.add_argument("--out", type=Path, help="default for a whole run: results/losses_cpu.csv or losses_gpu.csv")
+    parser.add_argument("--check", action="store_true", help="accuracy instead of time")
+    parser.add_argument("--peaks", action="store_true", help="print the peaks of memory as JSON, and nothing else")
+    given = parser.parse_args()
+    chosen = [case for case in CASES if given.losses is None or case.name in given.losses]
+    sizes, device, out = given.sizes or list(SIZES[given.device]), given.device, given.out
+    torch.set_num_threads(2)
+    if device == "cpu":
+        bound = measure.status("VmSize") * 1024 + CEILING
+        resource.setrlimit(resource.RLIMIT_AS, (bound, resource.RLIM_INFINITY))
+    if given.peaks:
+        peaks(chosen, sizes[0], device)
+    elif given.check:
+        sys.exit(0 if check(chosen, [size for size in sizes if size <= 2048], device) else 1)
+    else:
+        if out is None and given.losses is None and given.sizes is None:
+            out = Path(__file__).parent / "results" / f"losses_{'cpu' if device == 'cpu' else 'gpu'}.csv"
+        table(chosen, sizes, device, given.seconds, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+# mypy: ignore-errors
+"""The kernels of `kernels.ranks`: a program an anchor, its row in registers. Imported when the first is wanted."""
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError('impl="triton" needs triton: pip install triton') from error
+
+
+def _shape(matrix):
+    rows, columns = matrix.shape
+    padded = max(32, triton.next_power_of_2(columns))
+    return rows, columns, {"P": padded, "num_warps": min(16, max(1, padded // 512)), "enable_fp_fusion": True}
+
+
+def precisions(scores, positive, negative, slope=None):
+    """(B,), or with the `slope` of that (B,) the gradient by the scores (B, R)."""
+    rows, columns, way = _shape(scores)
+    out = (
+        torch.empty_like(scores)
+        if slope is not None
+        else torch.empty_like(scores[:, 0], memory_format=torch.contiguous_format)
+    )
+    given = scores if slope is None else slope
+    with torch.cuda.device_of(scores):
+        _precisions[(rows,)](scores, positive, negative, given, out, columns, BACK=slope is not None, **way)
+    return out
+
+
+@triton.jit
+def _precisions(scores, positive, negative, slope, out, columns, BACK: tl.constexpr, P: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start = row * columns
+    j = tl.arange(0, P)
+    there = j < columns
+    score = tl.load(scores + start + j, mask=there, other=0.0)
+    kin = tl.load(positive + start + j, mask=there, other=0) != 0
+    stranger = tl.load(negative + start + j, mask=there, other=0) != 0
+    left = tl.sum(kin.to(tl.int32), 0)
+    last = left * 0 - 1
+    total = tl.zeros((P,), tl.float32)
+    while left > 0:
+        here = tl.min(tl.where(kin & (j > last), j, P), 0)
+        own = tl.sum(tl.where(j == here, score, 0.0), 0)
+        before = 1.0 / (1.0 + tl.exp(own - score))
+        # The positive itself contributes σ(0) = 1/2 to both sums; the other half makes its 1.
+        among_kin = tl.sum(tl.where(kin, before, 0.0), 0) + 0.5
+        among_all = among_kin + tl.sum(tl.where(stranger, before, 0.0), 0)
+        ratio = among_kin / among_all
+        if BACK:
+            pull = tl.where(kin, 1.0 - ratio, tl.where(stranger, -ratio, 0.0)) / among_all
+            pull = pull * before * (1.0 - before)
+            total += pull - tl.where(j == here, tl.sum(pull, 0), 0.0)
+        else:
+            total += tl.where(j == 0, ratio, 0.0)
+        last = here
+        left -= 1
+    if BACK:
+        tl.store(out + start + j, total * tl.load(slope + row), mask=there)
+    else:
+        tl.store(out + row, tl.sum(total, 0))
+
+
+def histograms(place, positive, negative, bins):
+    """(B,), and the histograms of positives and negatives (B, 2, bins + 1)."""
+    rows, columns, way = _shape(place)
+    out = torch.empty(rows, device=place.device)
+    counts = torch.empty(rows, 2, bins + 1, device=place.device)
+    with torch.cuda.device_of(place):
+        _histograms[(rows,)](place, positive, negative, counts, out, columns, bins, **way)
+    return out, counts
+
+
+@triton.jit
+def _histograms(place, positive, negative, counts, out, columns, bins, P: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start = row * columns
+    counts += row * 2 * (bins + 1)
+    j = tl.arange(0, P)
+    there = j < columns
+    at = tl.load(place + start + j, mask=there, other=0.0)
+    kin = tl.load(positive + start + j, mask=there, other=0) != 0
+    stranger = tl.load(negative + start + j, mask=there, other=0) != 0
+    spoilt = tl.sum(tl.where(kin | stranger, at * 0.0, 0.0), 0)
+    among_kin = spoilt
+    among_all = spoilt
+    total = spoilt
+    for centre in range(0, bins + 1):
+        share = tl.maximum(1.0 - tl.abs(at - centre), 0.0)
+        ours = tl.sum(tl.where(kin, share, 0.0), 0)
+        theirs = tl.sum(tl.where(stranger, share, 0.0), 0)
+        tl.store(counts + centre, ours)
+        tl.store(counts + bins + 1 + centre, theirs)
+        among_kin += ours
+        among_all += ours + theirs
+        total += tl.where(among_all == 0.0, 0.0, ours * among_kin / tl.where(among_all == 0.0, 1.0, among_all))
+    tl.store(out + row, total)
+
+
+def histograms_back(place, positive, negative, counts, bins, slope):
+    """The gradient by the places, (B, R)."""
+    rows, columns, way = _shape(place)
+    out = torch.empty_like(place)
+    with torch.cuda.device_of(place):
+        _histograms_back[(rows,)](place, positive, negative, counts, slope, out, columns, bins, **way)
+    return out
+
+
+@triton.jit
+def _histograms_back(place, positive, negative, counts, slope, out, columns, bins, P: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start = row * columns
+    counts += row * 2 * (bins + 1)
+    j = tl.arange(0, P)
+    there = j < columns
+    at = tl.load(place + start + j, mask=there, other=0.0)
+    kin = tl.load(positive + start + j, mask=there, other=0) != 0
+    stranger = tl.load(negative + start + j, mask=there, other=0) != 0
+    lower = tl.minimum(tl.floor(at), bins - 1.0)
+    # What one more positive, or negative, in a centre does to all ratios from there on: sums, less those passed, in
+    # float64, as the differences are small.
+    up = tl.load(slope + row).to(tl.float64)
+    by_kin = up * 0.0
+    by_other = up * 0.0
+    among_kin = up * 0.0
+    among_all = up * 0.0
+    for centre in range(0, bins + 1):
+        ours = tl.load(counts + centre).to(tl.float64)
+        among_kin += ours
+        among_all += ours + tl.load(counts + bins + 1 + centre).to(tl.float64)
+        one = tl.where(among_all == 0.0, 1.0, among_all)
+        by_kin += ours * (one - among_kin) / (one * one)
+        by_other += ours * among_kin / (one * one)
+    among_kin = up * 0.0
+    among_all = up * 0.0
+    total = tl.zeros((P,), tl.float32)
+    for centre in range(0, bins + 1):
+        ours = tl.load(counts + centre).to(tl.float64)
+        among_kin += ours
+        among_all += ours + tl.load(counts + bins + 1 + centre).to(tl.float64)
+        one = tl.where(among_all == 0.0, 1.0, among_all)
+        side = tl.where(lower == centre - 1.0, 1.0, tl.where(lower == centre, -1.0, 0.0))
+        of_kin = (up * (among_kin / one + by_kin)).to(tl.float32)
+        of_other = (-up * by_other).to(tl.float32)
+        total += side * tl.where(kin, of_kin, tl.where(stranger, of_other, 0.0))
+        by_kin -= ours * (one - among_kin) / (one * one)
+        by_other -= ours * among_kin / (one * one)
+    tl.store(out + start + j, total, mask=there)

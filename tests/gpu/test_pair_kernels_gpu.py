@@ -1,0 +1,111 @@
+"""The kernels of pair losses on a GPU, judged as the interpreter's tests judge them. Skipped where there is none."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import kernel_cases
+from kernel_cases import PAIR_CASES
+from nearkin import kernels, losses
+
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() and kernels.installed()), reason="no CUDA device or no triton on this machine"
+)
+SHAPES = [(64, None, 128), (333, None, 70), (1000, None, 128), (200, 777, 33), (129, 65, 300), (256, None, 520)]
+every_case = pytest.mark.parametrize("name", PAIR_CASES)
+
+
+def on_gpu(given):
+    return tuple(None if t is None else t.cuda() for t in given)
+
+
+def exact_enough(found, name=""):
+    for ours, theirs in zip(found["kernel"], found["torch"], strict=True):
+        assert ours <= theirs + 1e-6, (name, found)
+
+
+@pytest.fixture(autouse=True)
+def _a_device_that_serves():
+    if not kernels.wide(torch.empty(0, device="cuda")):
+        pytest.skip("this GPU does not multiply float64 on its matrix units")
+
+
+@every_case
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_exact_as_plain_torch(name, shape):
+    found = kernel_cases.judged(PAIR_CASES[name], on_gpu(kernel_cases.batch(shape)))
+    assert found["served"] == 1
+    exact_enough(found)
+
+
+@every_case
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(name, kind):
+    given = on_gpu(kernel_cases.batch((150, 90, 64), kind))
+    found = kernel_cases.judged(PAIR_CASES[name], (given[0], given[1].int(), given[2], given[3].int()))
+    assert found["served"] == 1
+    exact_enough(found)
+
+
+@every_case
+def test_odd_shapes(name):
+    for shape in kernel_cases.PAIR_SHAPES:
+        exact_enough(kernel_cases.judged(PAIR_CASES[name], on_gpu(kernel_cases.batch(shape))), str(shape))
+
+
+@every_case
+def test_near_duplicates(name):
+    exact_enough(kernel_cases.judged(PAIR_CASES[name], on_gpu(kernel_cases.near(200, 128, 1e-4))))
+
+
+@every_case
+def test_poison_and_silence(name):
+    function, settings, _ = PAIR_CASES[name]
+    x, labels, _, _ = on_gpu(kernel_cases.batch((70, None, 20)))
+    for poison in (math.nan, math.inf):
+        spoilt = x.clone()
+        spoilt[labels == -1] = poison  # whom no pair meets
+        assert bool(function(spoilt, labels, impl="triton", **settings).isnan())
+    silent = x.clone().requires_grad_()
+    value = function(silent, torch.full_like(labels, -1), impl="triton", **settings)
+    value.backward()
+    assert float(value) == 0 and not bool(silent.grad.any())
+
+
+@every_case
+def test_same_numbers_every_time_and_no_waiting(name):
+    case, given = PAIR_CASES[name], on_gpu(kernel_cases.batch((500, None, 128)))
+    first = kernel_cases.outcome(case, given, "triton")
+    assert all(map(torch.equal, first, kernel_cases.outcome(case, given, "triton")))
+    x = given[0].clone().requires_grad_()
+    settings = {k: v for k, v in case.settings.items() if k != "beta"}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.function(x, given[1], **settings).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["contrastive", "margin", "lifted", "SupCon", "InfoNCE", "multi-similarity"])
+def test_memory_does_not_grow_with_the_pairs(name):
+    """B = 16,384: one (B, B) matrix of float32 would be 1 GiB."""
+    function, settings, _ = PAIR_CASES[name]
+    x = torch.randn(16384, 128, device="cuda", requires_grad=True)
+    labels = torch.arange(16384, device="cuda") // 4
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function(x, labels, **settings).backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**26
+
+
+def test_what_cannot_be_served_falls_back():
+    x, labels, _, _ = on_gpu(kernel_cases.batch((40, None, 8)))
+    for given, more in (((x.double(), labels), {}), ((x, labels), {"reduction": "none"})):
+        plain = losses.supcon_loss(*given, impl="torch", **more)
+        torch.testing.assert_close(losses.supcon_loss(*given, impl="triton", **more), plain)

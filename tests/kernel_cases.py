@@ -1,0 +1,121 @@
+"""Pair losses that have a kernel, and how a kernel is judged: beside plain torch in the same type, by float64.
+
+The interpreter's tests and those on a GPU read the same table.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearkin import losses
+from nearkin.kernels import pairs
+
+
+class Case(NamedTuple):
+    function: Callable[..., Tensor]
+    settings: dict[str, Any]
+    beta: str | None = None  # the margin loss's: one for all ("scalar"), or one a class
+
+
+PAIR_CASES = {
+    "contrastive": Case(losses.contrastive_loss, {"margin": 1.4}),
+    "contrastive, raw": Case(losses.contrastive_loss, {"margin": 3.0, "normalize": False, "reduction": "active"}),
+    "contrastive, linear": Case(
+        losses.contrastive_loss, {"margin": 1.3, "positive_margin": 0.6, "squared": False, "normalize": True}
+    ),
+    "contrastive, sum": Case(losses.contrastive_loss, {"positive_margin": 0.2, "normalize": True, "reduction": "sum"}),
+    "margin": Case(losses.margin_loss, {"selection": "all"}, "scalar"),
+    "margin, a class": Case(losses.margin_loss, {"selection": "all", "nu": 0.1, "reduction": "mean"}, "class"),
+    "margin, a number": Case(losses.margin_loss, {"selection": "all", "beta": 1.1, "normalize": False}),
+    "multi-similarity": Case(losses.multi_similarity_loss, {}),
+    "multi-similarity, all": Case(
+        losses.multi_similarity_loss, {"selection": "all", "beta": 20.0, "reduction": "active"}
+    ),
+    "circle": Case(losses.circle_loss, {}),
+    "circle, faces": Case(losses.circle_loss, {"margin": 0.25, "scale": 256.0, "reduction": "sum"}),
+    "lifted": Case(losses.lifted_structure_loss, {}),
+    "lifted, unit": Case(losses.lifted_structure_loss, {"normalize": True, "margin": 0.5, "reduction": "active"}),
+    "N-pair": Case(losses.npair_loss, {}),
+    "N-pair, active": Case(losses.npair_loss, {"penalty": 0.3, "reduction": "active"}),
+    "SupCon": Case(losses.supcon_loss, {}),
+    "SupCon, active": Case(losses.supcon_loss, {"temperature": 0.4, "reduction": "active"}),
+    "InfoNCE": Case(losses.infonce_loss, {}),
+    "InfoNCE, sum": Case(losses.infonce_loss, {"temperature": 0.5, "reduction": "sum"}),
+    "lossless": Case(losses.lossless_triplet_loss, {}),
+    "lossless, clamped": Case(losses.lossless_triplet_loss, {"sigmoid": False, "reduction": "sum"}),
+}
+# (B, R, D): R = None is a batch alone
+PAIR_SHAPES = [(1, None, 3), (1, 1, 1), (2, None, 4), (5, 40, 3), (37, None, 17), (33, 50, 70), (50, 7, 5)]
+
+
+def batch(shape: tuple[int, int | None, int], kind: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, ...]:
+    """Items around class means, labels mixed and one unknown; among them duplicates, a zero row and a large one."""
+    number, others, dim = shape
+    g = torch.Generator().manual_seed(seed)
+    whole = number + (others or 0)
+    labels = torch.randint(max(1, whole // 4), (whole,), generator=g)
+    means = torch.randn(int(labels.max()) + 1, dim, generator=g, dtype=torch.float64)
+    x = means[labels] + 0.5 * torch.randn(whole, dim, generator=g, dtype=torch.float64)
+    if whole > 8:
+        x[1], labels[1] = x[0], labels[0]
+        x[3] = x[2]
+        x[4] = 0
+        x[5] *= 30
+        labels[6] = -1
+    order = torch.randperm(whole, generator=g)
+    x, labels = x[order].to(kind), labels[order]
+    if others is None:
+        return x, labels, None, None
+    return x[:number], labels[:number], x[number:], labels[number:]
+
+
+def near(number: int, dim: int, apart: float) -> tuple[Any, ...]:
+    """A collapsed batch: all items within `apart` of one place, in float32."""
+    g = torch.Generator().manual_seed(1)
+    place = torch.randn(dim, generator=g)
+    x = place + apart * torch.randn(number, dim, generator=g)
+    return x, torch.arange(number) % max(1, number // 4), None, None
+
+
+def outcome(case: Case, given: tuple[Any, ...], impl: str, wide: bool = False, both: bool = True) -> list[Tensor]:
+    """Value and gradients, by references too if there are and `both`, under an upstream that is not 1."""
+    x, labels, references, reference_labels = given
+    x = (x.double() if wide else x).detach().clone().requires_grad_()
+    inputs, settings = [x], dict(case.settings)
+    if references is not None:
+        references = (references.double() if wide else references).detach().clone().requires_grad_(both)
+        inputs += [references] if both else []
+    if case.beta is not None:
+        number = int(labels.max().clamp(min=0)) + 1
+        beta = torch.tensor(1.15) if case.beta == "scalar" else torch.linspace(0.9, 1.3, number)
+        settings["beta"] = beta.to(device=x.device, dtype=torch.float64 if wide else torch.float32).requires_grad_()
+        inputs.append(settings["beta"])
+    value = case.function(x, labels, references, reference_labels, impl=impl, **settings)
+    value.backward(torch.full_like(value, 0.7))
+    return [value.detach(), *(t.grad for t in inputs)]
+
+
+def errors(got: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """The largest error of each tensor, by the size of its largest entry."""
+    found = []
+    for a, b in zip(got, exact, strict=True):
+        assert a.shape == b.shape
+        found.append(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-6)))
+    return found
+
+
+def judged(case: Case, given: tuple[Any, ...], both: bool = True) -> dict[str, Any]:
+    """Errors of the kernel and of plain torch against float64, and how often the kernel served."""
+    exact = outcome(case, given, "torch", wide=True, both=both)
+    plain = outcome(case, given, "torch", both=both)
+    served: list[str] = []
+    whole = pairs.loss
+    pairs.loss = lambda kind, *rest, **more: served.append(kind) or whole(kind, *rest, **more)  # type: ignore
+    try:
+        got = outcome(case, given, "triton", both=both)
+    finally:
+        pairs.loss = whole
+    assert [t.dtype for t in got] == [t.dtype for t in plain]
+    return {"kernel": errors(got, exact), "torch": errors(plain, exact), "served": len(served)}
