@@ -54,7 +54,7 @@ def figure(text: str | None) -> float | None:
 
 def points(rows: Sequence[dict[str, str]], across: str, column: str) -> list[tuple[float, float]]:
     found = [(float(row[across]), figure(row.get(column))) for row in rows]
-    return [(x, y) for x, y in found if y is not None]
+    return sorted((x, y) for x, y in found if y is not None)
 
 
 def loss_panels(rows: Sequence[dict[str, str]], what: str, slope: int) -> list[Panel]:
@@ -74,10 +74,11 @@ def loss_panels(rows: Sequence[dict[str, str]], what: str, slope: int) -> list[P
 
 
 def class_panels(rows: Sequence[dict[str, str]]) -> list[Panel]:
-    """Time and memory against C, a line for each way."""
+    """Time and memory against C: ArcFace for all kernels, which lie on one another, the peers and the floor."""
     by_way: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
-        by_way[row["way"]].append(row)
+        if row["way"] in ("arcface, triton", "arcface, torch") or row["way"].startswith(("peer", "floor")):
+            by_way[row["way"].replace("arcface, ", "nearkin, ")].append(row)
     panels = []
     for title, column in (("milliseconds against C", "ms"), ("extra MiB against C", "extra_mib")):
         lines = [
@@ -150,10 +151,11 @@ def name_lines(panel: Panel, axis: Any, bottom: float, top: float) -> None:
     from math import log
 
     ends = sorted((line.points[-1][1], line.points[-1][0], line) for line in panel.lines if line.points)
-    least, last = 0.085 * log(top / bottom), float("-inf")
+    least = 120 / (axis.get_window_extent().height * 72 / axis.figure.dpi) * 0.085 * log(top / bottom)
+    last: dict[float, float] = {}  # lines that end elsewhere are not in the way
     for y, x, line in ends:
-        place = max(log(y), last + least)
-        last = place
+        place = max(log(y), last.get(x, float("-inf")) + least)
+        last[x] = place
         shift = (place - log(y)) / log(top / bottom) * axis.get_window_extent().height * 72 / axis.figure.dpi
         axis.annotate(
             line.name, (x, y), (4, shift), textcoords="offset points", color=line.colour, fontsize=7, va="center"
