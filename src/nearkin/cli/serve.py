@@ -1,0 +1,63 @@
+"""`nearkin serve`: a gallery over HTTP, with a page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nearkin.cli.screen import Device, app, one_sentence, plain_bar
+
+
+@app.command(no_args_is_help=True)
+def serve(
+    run: Annotated[Path | None, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)] = None,
+    gallery: Annotated[
+        str | None,
+        typer.Option("--gallery", help="A file, or postgresql://…/db[?gallery=NAME]; made if need be.", metavar="G"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Others than this machine need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8765,
+    token: Annotated[
+        str | None,
+        typer.Option(help="What requests must bring; better in NEARKIN_TOKEN.", envvar="NEARKIN_TOKEN", metavar="T"),
+    ] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="The glyphs of `make demo`, to draw after.")] = False,
+    device: Annotated[Device, typer.Option(help="auto takes cuda where there is one.")] = Device.auto,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Log warnings and errors only.")] = False,
+) -> None:
+    """Serve a gallery over HTTP: a JSON API, and a page to search, compare, enrol and explore.
+
+    Logs are lines of JSON on stderr; Ctrl-C or SIGTERM ends it after the requests that are under way.
+
+    Examples:
+
+      nearkin serve runs/birds --gallery birds.gallery
+
+      nearkin serve --demo
+    """
+    with one_sentence(lambda: "what was enrolled stays"):
+        from nearkin import web
+        from nearkin.web.demo import prepared
+
+        chosen: Path
+        place: str | Path
+        if demo:
+            if gallery is not None:
+                raise ValueError("--demo makes its own gallery; leave --gallery out")
+            with plain_bar("enrolling", quiet) as progress:
+                chosen, place = prepared(run, progress)
+        elif run is None or gallery is None:
+            raise ValueError("serve needs a run and a gallery: nearkin serve RUN --gallery G, or nearkin serve --demo")
+        else:
+            chosen, place = run, gallery
+        web.serve(
+            chosen,
+            place,
+            host=host,
+            port=port,
+            token=token,
+            device=device.value,
+            drawing=demo,
+            ready=lambda address: typer.echo(f"{address}  (Ctrl-C ends it)"),
+            quiet=quiet,
+        )

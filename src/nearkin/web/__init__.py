@@ -1,0 +1,8 @@
+"""The service and its page: a gallery over HTTP, on this machine or behind a token."""
+
+from nearkin.web.access import Access
+from nearkin.web.app import build
+from nearkin.web.limits import Limits
+from nearkin.web.server import serve
+
+__all__ = ["Access", "Limits", "build", "serve"]

@@ -1,0 +1,116 @@
+"""What the routes ask for: the gallery behind lines of waiting requests, each answer as plain values."""
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+from nearkin.gallery import Gallery
+from nearkin.web.batching import Line
+from nearkin.web.explore import Explorer
+from nearkin.web.limits import Limits
+
+__all__ = ["Service"]
+
+T = TypeVar("T")
+Item = tuple[Any, "str | None"]  # a picture or a vector, and its name
+
+
+class Service:
+    """The encoder sees the items of several requests together; writing, reading and exploring do not hold it up."""
+
+    def __init__(self, gallery: Gallery, limits: Limits, pictures: bool = True, drawing: bool = False) -> None:
+        self.gallery, self.limits, self.pictures, self.drawing = gallery, limits, pictures, drawing
+        self.explorer = Explorer(gallery)
+        self._model = Line("encoder", self._see, batch=limits.batch, queue=limits.queue)
+        self._writer = Line("writer", queue=limits.queue)
+        self._reader = Line("reader", queue=2 * limits.requests, threads=2)
+        self._explorer = Line("explorer", queue=16)
+
+    def close(self) -> None:
+        for line in (self._model, self._writer, self._reader, self._explorer):
+            line.close()
+
+    @property
+    def waiting(self) -> int:
+        return self._model.waiting
+
+    async def search(self, item: Item, k: int, filter: Any) -> dict[str, Any]:
+        return {"hits": await self._model.ask(lambda seen: _plain(self.gallery.search(seen[0], k, filter)), [item])}
+
+    async def identify(self, item: Item, far: float | None, filter: Any, k: int) -> dict[str, Any]:
+        def answer(seen: list[Any]) -> dict[str, Any]:
+            found = self.gallery.identify(seen[0], far=far, filter=filter)._asdict()
+            found["candidates"] = _plain(found["candidates"])
+            return found | {"hits": _plain(self.gallery.search(seen[0], k, filter)) if k else []}
+
+        return await self._model.ask(answer, [item])
+
+    async def verify(self, a: Item, b: Item, far: float | None) -> dict[str, Any]:
+        return await self._model.ask(lambda seen: self.gallery.verify(seen[0], seen[1], far=far)._asdict(), [a, b])
+
+    async def enrol(self, items: Sequence[Item], label: str, metadata: Any) -> dict[str, Any]:
+        seen = await self._model.ask(lambda found: found, items)
+        found = await self._write(lambda: self.gallery.enrol(seen, label, metadata))
+        return {"ids": found.ids, "added": found.added, "known": found.known}
+
+    async def remove(self, ids: Sequence[int]) -> dict[str, Any]:
+        return {"rows": await self._write(lambda: self.gallery.remove(ids))}
+
+    async def relabel(self, ids: Sequence[int], label: str) -> dict[str, Any]:
+        return {"rows": await self._write(lambda: self.gallery.relabel(ids, label))}
+
+    async def get(self, id: int) -> dict[str, Any]:
+        return await self._reader.ask(lambda _: self.gallery.get(id)._asdict())
+
+    async def thumbnail(self, id: int) -> bytes:
+        return await self._reader.ask(lambda _: self.gallery.thumbnail(id))
+
+    async def labels(self, starts: str, most: int) -> dict[str, Any]:
+        def answer(_: Any) -> dict[str, Any]:
+            start = starts.casefold()
+            found = [(one, n) for one, n in self.gallery.labels().items() if one.casefold().startswith(start)]
+            found.sort(key=lambda one: (-one[1], one[0]))
+            return {"labels": [{"label": label, "rows": n} for label, n in found[:most]]}
+
+        return await self._reader.ask(answer)
+
+    async def stats(self) -> dict[str, Any]:
+        found = await self._reader.ask(lambda _: self.gallery.stats())
+        kept = ("store", "rows", "labels", "dim", "encoder", "calibrated", "fars", "index", "lost")
+        return {key: found[key] for key in kept} | {
+            "damaged": len(found["damaged"]),
+            "pictures": self.pictures,
+            "drawing": self.drawing,
+            "version": version("nearkin"),
+            "largest_body": self.limits.body,
+            "largest_upload": self.limits.pictures,
+        }
+
+    async def map(self, method: str) -> dict[str, Any]:
+        return await self._explorer.ask(lambda _: self.explorer.map(method))
+
+    async def diagnosis(self) -> dict[str, Any]:
+        return await self._explorer.ask(lambda _: self.explorer.diagnosis())
+
+    async def neighbours(self, ids: Sequence[int], k: int) -> dict[str, Any]:
+        found = await self._reader.ask(lambda _: self.explorer.neighbours(ids, k))
+        return {key: _plain(hits) for key, hits in found.items()}
+
+    async def _write(self, write: Callable[[], T]) -> T:
+        found = await self._writer.ask(lambda _: write())
+        self.explorer.changes += 1
+        return found
+
+    def _see(self, items: list[Item]) -> list[Any]:
+        """Each as seen, or the error it makes; one that spoils the call for all is looked at by itself."""
+        bad: list[str] = []
+        try:
+            seen = self.gallery.see([item for item, _ in items], [name or "" for _, name in items], bad)
+        except (ValueError, TypeError) as error:
+            return [error] if len(items) == 1 else [self._see([item])[0] for item in items]
+        sentences = iter(bad)
+        return [ValueError(next(sentences)) if one is None else one for one in seen]
+
+
+def _plain(found: Sequence[Any]) -> list[dict[str, Any]]:
+    return [one._asdict() for one in found]
