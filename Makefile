@@ -32,7 +32,7 @@ bench: $(VENV)/dev.stamp  ## measured tables, written beside the scripts
 	$(BIN)/python benchmarks/evaluation.py
 	$(BIN)/python benchmarks/images.py
 	$(BIN)/python benchmarks/trainer_overhead.py
-	$(BIN)/python benchmarks/gallery.py
+	$(BIN)/python benchmarks/gallery.py  # serving.py needs a run and a gallery
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
