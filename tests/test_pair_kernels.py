@@ -18,7 +18,7 @@ import kernel_cases
 from kernel_cases import PAIR_CASES
 from nearkin import kernels, losses
 from nearkin.core import relations
-from nearkin.kernels import pairs
+from nearkin.kernels import batches, pairs
 
 ALONE, MET = (37, None, 17), (20, 35, 40)  # several tiles with ragged ends; D = 40 comes in two chunks
 FIRST = [name for name in PAIR_CASES if "," not in name]  # a case of each kind
@@ -106,7 +106,7 @@ def test_a_queue_may_move_on_before_the_gradient_comes_by(found):
 
 
 def test_who_is_served(monkeypatch):
-    monkeypatch.setattr(pairs, "_possible", lambda device, interpreted: True)
+    monkeypatch.setattr(batches, "possible", lambda device, interpreted: True)
     x, ids = torch.randn(6, 4), torch.arange(6) // 2
 
     def served(impl="triton", reduction="mean", x=x, labels=ids, references=None, others=None, max_memory=None):
@@ -124,7 +124,7 @@ def test_who_is_served(monkeypatch):
     seen = []
     torch.func.grad(lambda t: seen.append(served(x=t)) or t.sum())(x)
     assert seen == [False]
-    monkeypatch.setattr(pairs, "_possible", lambda device, interpreted: False)
+    monkeypatch.setattr(batches, "possible", lambda device, interpreted: False)
     assert not served()
 
 

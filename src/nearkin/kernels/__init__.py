@@ -5,6 +5,7 @@ Nothing here imports triton before a kernel is wanted.
 
 import importlib.util
 import os
+import sys
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ _FLOAT64_UNITS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: A100, H100 a
 
 
 def installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None  # the search takes its time
 
 
 def interpreted() -> bool:

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
+from nearkin.kernels import batches
 from nearkin.kernels import class_softmax as passes
-from nearkin.kernels import pairs
 
 
 class Form(NamedTuple):
@@ -35,7 +35,7 @@ class Form(NamedTuple):
 def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reduction: str, max_memory: int | None) -> bool:
     """Whether `loss` computes it: what the passes serve, class ids, one value, no scale that learns, no transform."""
     return (
-        reduction in ("mean", "active", "sum")
+        reduction in batches.REDUCTIONS
         and not torch.compiler.is_compiling()
         and type(embeddings) in (Tensor, nn.Parameter)
         and type(weight) in (Tensor, nn.Parameter)
@@ -43,10 +43,10 @@ def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reductio
         and embeddings.shape[1] == weight.shape[1] > 0
         and weight.shape[0] >= form.centers
         and isinstance(labels, Tensor)
-        and labels.dtype in pairs.IDS
+        and labels.dtype in batches.IDS
         and labels.shape == embeddings.shape[:1]
         and labels.device == embeddings.device
-        and not pairs._transformed()
+        and not batches.transformed()
         and (not isinstance(form.scale, Tensor) or _readable(form.scale, embeddings))
         and passes.serves(embeddings, weight, form.centers, max_memory)
     )
@@ -64,7 +64,7 @@ def loss(
     """The loss of a batch that `serves` has found to be one for the kernels; labels in 0..C-1, -1 left out."""
     if checks.reads_values(labels):
         checks.in_range(labels, weight.shape[0] // form.centers)
-    with pairs._device_of(embeddings):
+    with batches.device_of(embeddings):
         value: Tensor = _Loss.apply(embeddings, weight, labels, form, reduction, max_memory)  # type: ignore[no-untyped-call]
     return value
 
@@ -109,7 +109,7 @@ class _Loss(torch.autograd.Function):
         ids, picks = places
         given = tiles.Operands(rows, factor, weight, inverse, ids, *ctx.more)
         wants, kind = ctx.needs_input_grad[0], ctx.kind if ctx.needs_input_grad[1] else None
-        with pairs._device_of(x):
+        with batches.device_of(x):
             own = tiles.Own(picks, push, gain, upstream)
             by_rows, by_weight = passes.gradients(given, level, pull, None, True, wants, kind, ctx.max_memory, own)
             by_x = _rows().returned(by_rows, x, facts, stats, gain, upstream, ctx.normalize) if wants else None

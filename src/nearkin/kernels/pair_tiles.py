@@ -660,12 +660,14 @@ def _way(stage: str, kind: str, flag: bool, number: int, dim: int) -> tuple[Tile
     way = {"KIND": kind, "FLAG": flag, "EUCLID": kind in EUCLIDEAN, "PAD": pad, "K": step, "ONCE": step == pad}
     if chunk > SHORT and stage == "backward":  # sums and rows twice as long
         shape = shape._replace(others=shape.others // 2)
-    way |= {"M": shape.rows, "N": shape.others, "num_warps": shape.warps, "num_stages": shape.stages, **_options()}
+    way |= {
+        "M": shape.rows,
+        "N": shape.others,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+        **row_tiles.options(),
+    }
     return shape, way | ({"D": chunk} if stage == "backward" else {})
-
-
-def _options() -> dict:
-    return {} if kernels.interpreted() else {"enable_fp_fusion": True}  # said aloud: its default changes
 
 
 def forward(kind, own, other, sizes, beta, settings, flag, reduction):
@@ -682,7 +684,7 @@ def forward(kind, own, other, sizes, beta, settings, flag, reduction):
     settled = {"SELF": alone, "ACTIVE": reduction == "active", "BETA": manner}
     extra = stats if beta is None else beta
     if kind == "npair" and alone:
-        _firsts[((number + 15) // 16,)](own, stats, number, PAD=way["PAD"], M=16, N=256, **_options())
+        _firsts[((number + 15) // 16,)](own, stats, number, PAD=way["PAD"], M=16, N=256, **row_tiles.options())
     _forward[anchors](own, other, extra, stats, number, others, dim, *settings, **settled, **way)
     column = stats
     if kind == "lifted":
@@ -694,7 +696,7 @@ def forward(kind, own, other, sizes, beta, settings, flag, reduction):
         if not alone:
             _lifted[columns](other, own, column, stats, others, number, dim, SELF=alone, **paid)
     _finish[(1,)](own, other, stats, value, number, others, settings[3], KIND=kind, SELF=alone, PAD=way["PAD"],
-                  REDUCTION=reduction, N=FINISHED, **_options())  # fmt: skip
+                  REDUCTION=reduction, N=FINISHED, **row_tiles.options())  # fmt: skip
     return value, stats, column
 
 

@@ -5,16 +5,15 @@ gradient. What they do not serve (`serves`), the losses compute in plain torch, 
 """
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearkin import kernels
 from nearkin.core import tiles
+from nearkin.kernels import batches
 
 KINDS = (
     "contrastive",
@@ -27,29 +26,12 @@ KINDS = (
     "infonce",
     "lossless",
 )
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LARGEST = 10**6 - 1  # rows; a slot of a tile counts to 2^15 tiles
-LONGEST = 2**14  # coordinates
 
 
 def serves(impl: str, batch: tiles.Batch, reduction: str, max_memory: int | None = None) -> bool:
-    """Whether the kernels compute the loss of this batch: class ids, not float64, on CUDA, not under `torch.compile`.
-
-    impl="auto" asks for a GPU; "triton" takes the interpreter too. The bound of memory is checked as for plain torch,
-    which needs more.
-    """
-    kernels.check(impl)
-    x, labels, references, reference_labels = batch
-    if impl == "torch" or not (x.is_cuda or impl == "triton") or torch.compiler.is_compiling():
-        return False
-    sides = ((x, labels),) if references is None else ((x, labels), (references, reference_labels))
-    if reduction not in ("mean", "active", "sum") or not all(_plain(*side) for side in sides):
-        return False
-    if not _possible(x.device, kernels.interpreted()) or _transformed():
-        return False
-    tiles.block(batch, max_memory)
-    return True
+    """Whether the kernels compute the loss of this batch."""
+    return batches.served(impl, batch, reduction, max_memory, LARGEST)
 
 
 def loss(
@@ -70,42 +52,10 @@ def loss(
     x, labels, references, reference_labels = batch
     enter = "held" if kind != "lossless" else "sigmoid" if flag else "cube"
     numbers = (*map(float, settings), *[0.0] * (4 - len(settings)))
-    with _device_of(x):
+    with batches.device_of(x):
         way = (kind, numbers, flag, reduction, normalize, enter)
         value: Tensor = _Loss.apply(x, references, beta, labels, reference_labels, way)  # type: ignore[no-untyped-call]
     return value
-
-
-def _plain(x: Tensor, labels: Any) -> bool:
-    return (
-        type(x) in (Tensor, nn.Parameter)
-        and x.dtype in FLOATS
-        and 0 < x.shape[0] <= LARGEST
-        and x.shape[1] <= LONGEST
-        and isinstance(labels, Tensor)
-        and labels.dim() == 1
-        and labels.dtype in IDS
-    )
-
-
-@functools.cache
-def _possible(device: torch.device, interpreted: bool) -> bool:
-    """Asked once a device: the answer takes longer than a kernel."""
-    tensor = torch.empty(0, device=device)
-    return kernels.can_run(tensor) and kernels.wide(tensor)
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func is at work, which cannot look into a kernel."""
-    active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return active is not None and bool(active())
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels start on the current device, which need not be that of the batch."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
 
 
 @functools.cache

@@ -40,6 +40,7 @@ from nearkin.kernels.row_tiles import (
     fact,
     kinship,
     long_gradient,
+    options,
     padded,
     prepare,
     whole_gradient,
@@ -82,10 +83,6 @@ def tile(table, number: int) -> Tile:
     if kernels.interpreted():
         return INTERPRETED
     return next(size for most, size in table.items() if number <= most)
-
-
-def _options() -> dict:
-    return {} if kernels.interpreted() else {"enable_fp_fusion": True}  # said aloud: its default changes
 
 
 @triton.jit
@@ -819,7 +816,7 @@ def forward(x, ids, r, other_ids, boundary, seed, capacity, plan):
         "SQUARED": plan.squared,
         "ROOT": not plan.squared and plan.selection != "distance_weighted",
     }
-    way |= {"SELF": r is None, "num_warps": size.warps, "num_stages": size.stages} | _form(dim, size) | _options()
+    way |= {"SELF": r is None, "num_warps": size.warps, "num_stages": size.stages} | _form(dim, size) | options()
     sides = (anchors, anchors if r is None else references)
     rounding = 2 * dim * EPS
     extra = plan.margin - _float32(plan.margin) if plan.selection == "all" else plan.extra
@@ -833,7 +830,7 @@ def forward(x, ids, r, other_ids, boundary, seed, capacity, plan):
                            stride, plan.margin, extra, plan.cutoff, *plan.density, rounding,
                            SELECTION=SELECTIONS.index(plan.selection), L=LABELS, **way)  # fmt: skip
     _finish[(1,)](stats, loss, programs, HALVES=plan.loss == "contrastive", REDUCTION=REDUCTIONS.index(plan.reduction),
-                  BLOCK=FINISH, **_options())  # fmt: skip
+                  BLOCK=FINISH, **options())  # fmt: skip
     return loss, kept
 
 
@@ -871,7 +868,7 @@ def backward(kept, x, upstream, plan, role, edge=False):
                 OTHER=role != "anchors", EVERY=plan.selection == "all", ONE=kept.capacity == 1, KEPT=_kept(plan),
                 EDGE=edge, SQUARED=plan.squared, NORMALIZE=plan.normalize, SELF=role == "self", FUSED=fused,
                 SKIP=others > MANY, D=block, num_warps=size.warps, num_stages=size.stages, **_form(dim, size),
-                **_options())  # fmt: skip
+                **options())  # fmt: skip
     if not fused:
         long_gradient(x, a, by_rows, out, plan.normalize)
     return out if kind == x.dtype else out.to(x.dtype), by_edge

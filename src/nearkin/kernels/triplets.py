@@ -7,22 +7,19 @@ draws differ: they come from the same generator and have the same distribution, 
 
 import functools
 import math
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 from nearkin.core import tiles
+from nearkin.kernels import batches
 
 SELECTIONS = ("all", "hard", "semihard", "batch_hard", "easy_positive", "random", "distance_weighted")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 ROOM = 2**26  # listed positives: up to as many pairs everyone may be kin; beyond, the largest class is asked for
-LONGEST = 2**14  # coordinates
 CLIP, CUTOFF = 0.5, 1.4  # of `mining.distance_weighted`
 
 
@@ -43,24 +40,11 @@ class Plan(NamedTuple):
 def serves(
     impl: str, batch: tiles.Batch, selection: object, reduction: str, normalize: bool, max_memory: int | None = None
 ) -> bool:
-    """Whether the kernels compute a loss over this selection: class ids, not float64, on CUDA, not under compilation.
-
-    impl="auto" asks for a GPU; "triton" takes the interpreter too. The bound of memory is checked as for plain torch,
-    which needs more.
-    """
+    """Whether the kernels compute a loss of this batch over this selection."""
     kernels.check(impl)
-    x, labels, references, reference_labels = batch
-    if impl == "torch" or not (x.is_cuda or impl == "triton") or torch.compiler.is_compiling():
+    if selection not in SELECTIONS or (selection == "distance_weighted" and not (normalize and batch[0].shape[1] > 1)):
         return False
-    if selection not in SELECTIONS or reduction not in ("mean", "active", "sum"):
-        return False
-    if selection == "distance_weighted" and not (normalize and x.shape[1] > 1):
-        return False
-    sides = ((x, labels),) if references is None else ((x, labels), (references, reference_labels))
-    if not all(_plain(*side) for side in sides) or not kernels.can_run(x) or not kernels.wide(x) or _transformed():
-        return False
-    tiles.block(batch, max_memory)
-    return True
+    return batches.served(impl, batch, reduction, max_memory, ROOM)
 
 
 def loss(
@@ -71,7 +55,7 @@ def loss(
     boundary: β of the margin loss, of each anchor (B, 1), or one for all ().
     """
     x = batch.embeddings
-    with _device_of(x):
+    with batches.device_of(x):
         capacity = _capacity(batch, plan.selection)
         if capacity is None:
             return None
@@ -82,31 +66,6 @@ def loss(
         given = (batch.labels, batch.reference_labels, seed, capacity, plan)
         value: Tensor = _Loss.apply(x, batch.references, boundary, *given)  # type: ignore[no-untyped-call]
     return value
-
-
-def _plain(x: Tensor, labels: Any) -> bool:
-    return (
-        type(x) in (Tensor, nn.Parameter)
-        and x.dtype in FLOATS
-        and 0 < x.shape[0] <= ROOM
-        and x.shape[1] <= LONGEST
-        and isinstance(labels, Tensor)
-        and labels.dim() == 1
-        and labels.dtype in IDS
-    )
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func is at work, which cannot look into a kernel."""
-    active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return active is not None and bool(active())
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels start on the current device, which need not be that of the batch."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
 
 
 def _capacity(batch: tiles.Batch, selection: str) -> int | None:
@@ -172,7 +131,7 @@ class _Loss(torch.autograd.Function):
         x, references = ctx.saved_tensors
         wants = ctx.needs_input_grad
         found: list[Tensor | None] = [None, None, None]
-        with _device_of(upstream):
+        with batches.device_of(upstream):
             if wants[0] or wants[2]:
                 role = "self" if ctx.together else "anchors"
                 by_x, by_edge = _tiles().backward(ctx.kept, x, upstream, ctx.plan, role, wants[2])
