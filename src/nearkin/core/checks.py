@@ -102,6 +102,14 @@ def impossible(name: str, value: object, because: str, possible: Iterable[str]) 
     raise ValueError(f'{name}="{value}" is not possible here: {because}; possible: {", ".join(possible)}')
 
 
+def device(wanted: str, name: str = "device", instead: str = "--device cpu") -> torch.device:
+    """The device that "auto", "cpu" or "cuda" stands for here."""
+    one_of(name, wanted, ("auto", "cpu", "cuda"))
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{name} cuda is not available here; use {instead}")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 def rows(name: str, value: object) -> Tensor:
     """A matrix of floats, one row an item."""
     if not isinstance(value, Tensor):

@@ -56,7 +56,7 @@ def evaluate(
     settings = settings or Settings()
     protocols = _chosen(items, gallery, settings, pairs)
     similarity = {name: _similarity(name, settings) for name in protocols}
-    device = _device(settings.device)
+    device = checks.device(settings.device)
     notes = _lengths([items] if gallery is None else [items, gallery], "cosine" in similarity.values())
     classes: list[str] = []
     ids: list[Tensor] = []
@@ -136,13 +136,6 @@ def _similarity(protocol: str, settings: Settings) -> str:
     if settings.similarity not in able:
         raise ValueError(f"{_flag(protocol)} compares by {' or '.join(able)}, got --similarity {settings.similarity}")
     return settings.similarity
-
-
-def _device(name: str) -> torch.device:
-    checks.one_of("device", name, ("auto", "cpu", "cuda"))
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda is not available here; use --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def _lengths(sets: Sequence[Vectors], cosine: bool) -> list[str]:

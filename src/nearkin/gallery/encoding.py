@@ -56,12 +56,9 @@ class Encoding:
     """Loads the weights when the first item comes."""
 
     def __init__(self, run: str | Path, device: str = "auto", max_pixels: int = pictures.MAX_PIXELS) -> None:
-        checks.one_of("device", device, ("auto", "cpu", "cuda"))
+        self.device = checks.device(device)
         checks.whole("max_pixels", max_pixels, 1)
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device cuda is not available here; use --device cpu")
         self.said, self.max_pixels = described(run), max_pixels
-        self.device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         self._encoder: models.Encoder | None = None
 
     @property

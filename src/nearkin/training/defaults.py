@@ -45,10 +45,7 @@ class Facts(NamedTuple):
 
 
 def device(recipe: Recipe) -> torch.device:
-    wanted = recipe.training.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("training.device cuda is not available here; use cpu")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    return checks.device(recipe.training.device, "training.device", "cpu")
 
 
 def validation_share(items: Items) -> float:

@@ -110,10 +110,7 @@ def _opened(
 ) -> _Opened:
     if not (run / "encoder.json").is_file():
         raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
-    checks.one_of("device", device, ("auto", "cpu", "cuda"))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda is not available here; use --device cpu")
-    on = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    on = checks.device(device)
     encoder, preparation = models.load(run, on)
     recipe = folder.recipe_of(run)
     part = part or ("test" if source is None else "all")
