@@ -2,7 +2,8 @@
 
 D = 128, float32, 4 items a class. `auto` is the loss as it comes; `torch` is impl="torch", where the loss has a kernel
 to choose; `peer` is pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone:
-one of the forward pass, two of the backward. Time by device events on a GPU; on the CPU in rounds, one step of each, so
+one of the forward pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto`
+once more on a device that is kept busy (`busy`), as an encoder keeps it; on the CPU in rounds, one step of each, so
 that other load on the machine hits all alike. Memory: the peak beyond what was held before, on the CPU in a process of
 its own. --check compares values and gradients with float64 instead.
 """
@@ -236,6 +237,8 @@ def cells_cuda(case: Case, size: int, names: dict[str, Any] | None, seconds: flo
         if way == "peer" and (isinstance(ms, str) or ms > PATIENCE):
             tired.add(case.name)
         found |= {f"{way}_ms": ms, f"{way}_mib": mib}
+        if way == "auto" and not isinstance(ms, str) and size <= SMALL:
+            found["busy_ms"] = attempt(lambda once=once: measure.busy_ms(once))
     return found
 
 
@@ -249,6 +252,7 @@ def table(chosen: list[Case], sizes: list[int], device: str, seconds: float, out
     version = "" if names is None else sys.modules["pytorch_metric_learning"].__version__
     print(f"{measure.machine(device)}, torch {torch.__version__}, peer: {version or 'not installed, skipped'}")
     columns = [f"{way}_{what}" for what in ("ms", "mib") for way in WAYS]
+    columns += ["busy_ms"] if device == "cuda" else []
     print(f"{'loss':28}{'B':>7}" + "".join(f"{c:>12}" for c in columns) + f"{'auto/peer':>12}{'auto/floor':>12}")
     rows: list[list[object]] = []
     tired: set[str] = set()

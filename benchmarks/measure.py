@@ -51,6 +51,27 @@ def once_ms(step: Callable[[], object], device: str) -> float:
     return (time.perf_counter() - begun) * 1e3
 
 
+def busy_ms(step: Callable[[], object], steps: int = 20) -> float:
+    """A step's time on a GPU that never waits for the host: it is held by a pause until all steps are queued.
+
+    So it is in training, where the encoder's work keeps the device behind. Only for steps that read nothing back.
+    """
+    begun = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - begun) * steps * 1.5 + 0.01
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(seconds * 2e9))  # cycles
+    start.record()
+    for _ in range(steps):
+        step()
+    stop.record()
+    if start.query():
+        raise RuntimeError("the steps were queued too slowly, or one of them waits for the device")
+    stop.synchronize()
+    return start.elapsed_time(stop) / steps
+
+
 def median_ms(
     step: Callable[[], object], device: str, seconds: float = 1.0, least: int = 3, *, warm: bool = False
 ) -> float:

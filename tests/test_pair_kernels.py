@@ -56,7 +56,20 @@ def judge_kernels():
         value.backward()
         found[f"{name} silence"] = float(value.detach()) == 0 and not bool(silent.grad.any())
     found["queue moves on"] = moved_on()
+    found["no second gradient"] = no_second_gradient()
     print(json.dumps(found))
+
+
+def no_second_gradient():
+    x, labels, _, _ = kernel_cases.batch((9, None, 4))
+    x.requires_grad_()
+    value = torch.ones((), requires_grad=True) * losses.supcon_loss(x, labels, impl="triton")
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    try:
+        slope.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "it was given"
 
 
 def moved_on():
@@ -99,6 +112,10 @@ def test_poison_is_nan_and_silence_is_zero(found):
     heard = [name for name in found if name.endswith(("poison", "silence"))]
     assert len(heard) == 2 * len(FIRST)
     assert all(found[name] for name in heard)
+
+
+def test_a_gradient_of_the_gradient_is_refused(found):
+    assert "differentiate twice" in found["no second gradient"]
 
 
 def test_a_queue_may_move_on_before_the_gradient_comes_by(found):

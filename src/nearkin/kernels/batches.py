@@ -1,11 +1,13 @@
 """What the kernels of pair, triplet and class losses ask of a batch alike, and where they are started."""
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 from nearkin.core import tiles
@@ -31,7 +33,8 @@ def served(impl: str, batch: tiles.Batch, reduction: str, max_memory: int | None
         return False
     if not possible(x.device, kernels.interpreted()) or transformed():
         return False
-    tiles.block(batch, max_memory)
+    if max_memory is not None:
+        tiles.block(batch, max_memory)
     return True
 
 
@@ -65,3 +68,14 @@ def device_of(x: Tensor) -> AbstractContextManager[Any]:
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A gradient without one of its own; torch's guard, which says so, is asked only where somebody may want it."""
+    guarded = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def chosen(ctx: Any, upstream: Tensor) -> Any:
+        return guarded(ctx, upstream) if torch.is_grad_enabled() else backward(ctx, upstream)
+
+    return chosen

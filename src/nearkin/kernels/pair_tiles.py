@@ -22,6 +22,7 @@ except ImportError as error:
 from nearkin import kernels
 from nearkin.kernels import row_tiles
 from nearkin.kernels.row_tiles import SQUARED, TAINT, apart, class_ids, dots, fact, kinship, whole_gradient
+from nearkin.kernels.starting import Start
 
 EUCLIDEAN = {"contrastive", "margin", "lifted", "lossless"}  # the others are of inner products
 STATISTICS = 12  # rows of the buffer; the scales of the gradient follow them
@@ -670,6 +671,30 @@ def _way(stage: str, kind: str, flag: bool, number: int, dim: int) -> tuple[Tile
     return shape, way | ({"D": chunk} if stage == "backward" else {})
 
 
+class Passes(NamedTuple):
+    """The kernels of a loss, in their order; rows: of a program."""
+
+    rows: int
+    firsts: Start
+    forward: Start
+    lifted: Start
+    finish: Start
+
+
+@functools.cache
+def _passes(kind: str, flag: bool, number: int, dim: int, alone: bool, reduction: str, beta: str) -> Passes:
+    shape, way = _way("forward", kind, flag, number, dim)
+    pad, more = way["PAD"], row_tiles.options()
+    paid = {name: choice for name, choice in way.items() if name not in ("KIND", "FLAG", "EUCLID")}
+    return Passes(
+        shape.rows,
+        Start(_firsts, PAD=pad, M=16, N=256, **more),
+        Start(_forward, SELF=alone, ACTIVE=reduction == "active", BETA=beta, **way),
+        Start(_lifted, SELF=alone, **paid),
+        Start(_finish, KIND=kind, SELF=alone, PAD=pad, REDUCTION=reduction, N=FINISHED, **more),
+    )
+
+
 def forward(kind, own, other, sizes, beta, settings, flag, reduction):
     """The value (), and the statistics of anchors and of references (the same where these have none).
 
@@ -678,26 +703,31 @@ def forward(kind, own, other, sizes, beta, settings, flag, reduction):
     alone = own is other
     stats = torch.empty(STATISTICS * number + 2, device=own.device, dtype=torch.float32)
     value = torch.empty((), device=own.device, dtype=torch.float32)
-    shape, way = _way("forward", kind, flag, number, dim)
-    anchors, columns = ((number + shape.rows - 1) // shape.rows,), ((others + shape.rows - 1) // shape.rows,)
     manner = "number" if beta is None else "anchor" if beta.dim() else "scalar"
-    settled = {"SELF": alone, "ACTIVE": reduction == "active", "BETA": manner}
+    start = _passes(kind, flag, number, dim, alone, reduction, manner)
+    anchors, columns = (-(-number // start.rows), 1, 1), (-(-others // start.rows), 1, 1)
     extra = stats if beta is None else beta
     if kind == "npair" and alone:
-        _firsts[((number + 15) // 16,)](own, stats, number, PAD=way["PAD"], M=16, N=256, **row_tiles.options())
-    _forward[anchors](own, other, extra, stats, number, others, dim, *settings, **settled, **way)
+        start.firsts(((number + 15) // 16, 1, 1), own, stats, number)
+    start.forward(anchors, own, other, extra, stats, number, others, dim, *settings)
     column = stats
     if kind == "lifted":
-        paid = {name: choice for name, choice in way.items() if name not in ("KIND", "FLAG", "EUCLID")}
         if not alone:
             column = torch.empty(STATISTICS * others, device=own.device, dtype=torch.float32)
-            _forward[columns](other, own, extra, column, others, number, dim, *settings, **settled, **way)
-        _lifted[anchors](own, other, stats, column, number, others, dim, SELF=alone, **paid)
+            start.forward(columns, other, own, extra, column, others, number, dim, *settings)
+        start.lifted(anchors, own, other, stats, column, number, others, dim)
         if not alone:
-            _lifted[columns](other, own, column, stats, others, number, dim, SELF=alone, **paid)
-    _finish[(1,)](own, other, stats, value, number, others, settings[3], KIND=kind, SELF=alone, PAD=way["PAD"],
-                  REDUCTION=reduction, N=FINISHED, **row_tiles.options())  # fmt: skip
+            start.lifted(columns, other, own, column, stats, others, number, dim)
+    start.finish((1, 1, 1), own, other, stats, value, number, others, settings[3])
     return value, stats, column
+
+
+@functools.cache
+def _last_pass(kind, flag, number, dim, role, normalize, enter, beta) -> tuple[Tile, int, Start]:
+    shape, way = _way("backward", kind, flag, number, dim)
+    whole = dim <= way["D"]
+    given = {"ROLE": role, "NORMALIZE": normalize, "ENTER": enter, "WHOLE": whole, "BETA": beta}
+    return shape, way["D"], Start(_backward, **given, **way)
 
 
 def backward(kind, role, x, own, stats, other, column, others, upstream, by_beta, settings, flag, normalize, enter):
@@ -705,15 +735,14 @@ def backward(kind, role, x, own, stats, other, column, others, upstream, by_beta
 
     stats are of these rows, column of the `others` rows that they meet."""
     number, dim = x.shape
-    shape, way = _way("backward", kind, flag, number, dim)
-    whole = dim <= way["D"]
+    shape, chunk, start = _last_pass(kind, flag, number, dim, role, normalize, enter, by_beta is not None)
+    whole = dim <= chunk
     # The interpreter cuts numbers to bfloat16 where it should round them.
     by_x = torch.empty_like(x, dtype=torch.float32 if kernels.interpreted() else x.dtype)
     out = by_x if whole else torch.empty_like(x, dtype=torch.float64)
-    grid = ((number + shape.rows - 1) // shape.rows, (dim + way["D"] - 1) // way["D"])
     slot = stats if by_beta is None else by_beta
-    _backward[grid](x, own, other, stats, column, upstream, out, slot, number, others, dim, *settings, ROLE=role,
-                    NORMALIZE=normalize, ENTER=enter, WHOLE=whole, BETA=by_beta is not None, **way)  # fmt: skip
+    grid = (-(-number // shape.rows), -(-dim // chunk), 1)
+    start(grid, x, own, other, stats, column, upstream, out, slot, number, others, dim, *settings)
     if not whole:
         row_tiles.long_gradient(x, own, out, by_x, normalize, enter)
-    return by_x.to(x.dtype)
+    return by_x if by_x.dtype == x.dtype else by_x.to(x.dtype)

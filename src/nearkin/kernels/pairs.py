@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin.core import tiles
 from nearkin.kernels import batches
@@ -97,7 +96,7 @@ class _Loss(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @batches.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         pair_tiles, _ = _kernels()
         x, references, own, other, stats, column = ctx.saved_tensors

@@ -7,6 +7,8 @@ nothing else. Products are of float64 where the device multiplies those on its m
 kernel is wanted.
 """
 
+import functools
+
 import torch
 
 try:
@@ -16,6 +18,7 @@ except ImportError as error:
     raise ImportError('impl="triton" needs triton: pip install triton') from error
 
 from nearkin import kernels
+from nearkin.kernels.starting import Start
 
 BOUND = torch.finfo(torch.float32).max ** (1 / 3)  # where coordinates are held, as `core.distances` holds them
 TINY = torch.finfo(torch.float32).tiny * 1e6  # a row not longer than this has no direction
@@ -109,12 +112,17 @@ def entered(value, ENTER: tl.constexpr):
 def prepare(x: torch.Tensor, ids: torch.Tensor, normalize: bool, enter: str = "held") -> torch.Tensor:
     """The buffer of prepared rows of x (B, D) and their class ids (B,)."""
     number, dim = x.shape
-    pad = padded(dim)
+    pad, start = _preparing(dim, normalize, enter)
     out = torch.empty(number * (pad + 4), device=x.device, dtype=torch.float64)
-    block = min(triton.next_power_of_2(pad), 256)
-    way = {"PAD": pad, "ENTER": enter, "NORMALIZE": normalize, "M": 8, "D": block, **options()}
-    _prepare[((number + 7) // 8,)](x, ids, out, number, dim, **way)
+    start(((number + 7) // 8, 1, 1), x, ids, out, number, dim)
     return out
+
+
+@functools.cache
+def _preparing(dim, normalize, enter):
+    pad = padded(dim)
+    block = min(triton.next_power_of_2(pad), 256)
+    return pad, Start(_prepare, PAD=pad, ENTER=enter, NORMALIZE=normalize, M=8, D=block, **options())
 
 
 @triton.jit

@@ -19,6 +19,7 @@ are compared as `mining` compares them, rounded to float32, and at last packed w
 smaller, of equals the first. Those of listed pairs are made by the same products: equal rows are equally far.
 """
 
+import functools
 import struct
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ from nearkin.kernels.row_tiles import (
     whole_gradient,
 )
 from nearkin.kernels.row_tiles import SQUARED as LENGTH
+from nearkin.kernels.starting import Start
 
 NONE = tl.constexpr(2**63 - 1)
 LAST = tl.constexpr(2**31 - 1)
@@ -798,39 +800,53 @@ class Kept(NamedTuple):
     programs: int
 
 
+class Passes(NamedTuple):
+    """The kernels of a selection and a loss over it, in their order; rows: of a program."""
+
+    rows: int
+    select: Start
+    finish: Start
+
+
+@functools.cache
+def _passes(number, dim, alone, selection, loss, squared, reduction) -> Passes:
+    size = tile(FORWARD, number)
+    root = not squared and selection != "distance_weighted"
+    way = {"LOSS": LOSSES.index(loss), "SQUARED": squared, "ROOT": root, "SELF": alone}
+    way |= {"num_warps": size.warps, "num_stages": size.stages} | _form(dim, size) | options()
+    if selection in ("batch_hard", "easy_positive"):
+        select = Start(_extremes, EASY=selection == "easy_positive", **way)
+    else:
+        select = Start(_rows, SELECTION=SELECTIONS.index(selection), L=LABELS, **way)
+    sums = {"HALVES": loss == "contrastive", "REDUCTION": REDUCTIONS.index(reduction), "BLOCK": FINISH}
+    return Passes(size.rows, select, Start(_finish, **sums, **options()))
+
+
 def forward(x, ids, r, other_ids, boundary, seed, capacity, plan):
     """The loss, and what its gradient needs. Without r the batch itself; boundary: (B, 1) of any stride, or ()."""
     number, dim = x.shape
     anchors = prepare(x, ids, plan.normalize)
     references = None if r is None else prepare(r, other_ids, plan.normalize)
     others = number if r is None else r.shape[0]
-    size = tile(FORWARD, number)
-    programs = triton.cdiv(number, size.rows)
+    start = _passes(number, dim, r is None, plan.selection, plan.loss, plan.squared, plan.reduction)
+    programs = -(-number // start.rows)
     regions = 3 if plan.selection == "all" else 4 if _kept(plan) else 2
     lists = torch.empty((3 + regions * capacity) * number, device=x.device, dtype=torch.int32)
     stats = torch.empty(SUMS * programs + 2, device=x.device, dtype=torch.float64)
     loss = torch.empty((), device=x.device, dtype=torch.float32)
     kept = Kept(anchors, references, number, others, lists, stats, capacity, programs)
-    way = {
-        "LOSS": LOSSES.index(plan.loss),
-        "SQUARED": plan.squared,
-        "ROOT": not plan.squared and plan.selection != "distance_weighted",
-    }
-    way |= {"SELF": r is None, "num_warps": size.warps, "num_stages": size.stages} | _form(dim, size) | options()
     sides = (anchors, anchors if r is None else references)
     rounding = 2 * dim * EPS
-    extra = plan.margin - _float32(plan.margin) if plan.selection == "all" else plan.extra
+    grid = (programs, 1, 1)
     if plan.selection in ("batch_hard", "easy_positive"):
-        _extremes[(programs,)](*sides, lists, stats, number, others, plan.margin, rounding,
-                               EASY=plan.selection == "easy_positive", **way)  # fmt: skip
+        start.select(grid, *sides, lists, stats, number, others, plan.margin, rounding)
     else:
         edge = stats if boundary is None else boundary
         stride = boundary.stride(0) if boundary is not None and boundary.dim() else 0
-        _rows[(programs,)](*sides, edge, stats if seed is None else seed, lists, stats, number, others, capacity,
-                           stride, plan.margin, extra, plan.cutoff, *plan.density, rounding,
-                           SELECTION=SELECTIONS.index(plan.selection), L=LABELS, **way)  # fmt: skip
-    _finish[(1,)](stats, loss, programs, HALVES=plan.loss == "contrastive", REDUCTION=REDUCTIONS.index(plan.reduction),
-                  BLOCK=FINISH, **options())  # fmt: skip
+        extra = plan.margin - _float32(plan.margin) if plan.selection == "all" else plan.extra
+        start.select(grid, *sides, edge, stats if seed is None else seed, lists, stats, number, others, capacity,
+                     stride, plan.margin, extra, plan.cutoff, *plan.density, rounding)  # fmt: skip
+    start.finish((1, 1, 1), stats, loss, programs)
     return loss, kept
 
 
@@ -849,26 +865,34 @@ def _kept(plan):
     return not (plan.squared and plan.loss == "hinge" and plan.selection != "all")
 
 
+@functools.cache
+def _last_pass(number, dim, role, every, one, kept, edge, squared, normalize, skip) -> tuple[int, int, Start]:
+    """Rows of a program, coordinates of a gradient that it holds, and the kernel."""
+    fused = dim <= WHOLE
+    block = max(16, triton.next_power_of_2(dim)) if fused else 128
+    size = tile(BACKWARD if block <= 128 else {2**31: LONG}, number)
+    way = {"OWN": role != "references", "OTHER": role != "anchors", "EVERY": every, "ONE": one, "KEPT": kept}
+    way |= {"EDGE": edge, "SQUARED": squared, "NORMALIZE": normalize, "SELF": role == "self", "FUSED": fused}
+    way |= {"SKIP": skip, "D": block, "num_warps": size.warps, "num_stages": size.stages}
+    return size.rows, block, Start(_back, **way, **_form(dim, size), **options())
+
+
 def backward(kept, x, upstream, plan, role, edge=False):
     """The gradient by anchors ("self", "anchors") or by references ("references"), and by each boundary (B,)."""
     number, dim = x.shape
     a = kept.references if role == "references" else kept.anchors
     b = kept.references if role == "anchors" else kept.anchors
     others = kept.others if role == "anchors" else kept.number
-    fused = dim <= WHOLE
-    block = max(16, triton.next_power_of_2(dim)) if fused else 128
-    size = tile(BACKWARD if block <= 128 else {2**31: LONG}, number)
+    kinds = (plan.selection == "all", kept.capacity == 1, _kept(plan), edge, plan.squared, plan.normalize)
+    rows, block, start = _last_pass(number, dim, role, *kinds, others > MANY)
+    fused = dim <= block
     kind = torch.float32 if kernels.interpreted() else x.dtype  # the interpreter cuts to bfloat16, unrounded
     out = torch.empty_like(x, dtype=kind)
     by_rows = out if fused else torch.empty_like(x, dtype=torch.float64)
     by_edge = torch.empty(number, device=x.device, dtype=torch.float32) if edge else None
-    grid = (triton.cdiv(number, size.rows), 1 if fused else triton.cdiv(dim, block))
-    _back[grid](x, a, b, kept.lists, kept.stats, upstream, by_rows, by_edge if edge else kept.stats, number, others,
-                kept.number, dim, kept.capacity, kept.programs, 2 * dim * EPS, OWN=role != "references",
-                OTHER=role != "anchors", EVERY=plan.selection == "all", ONE=kept.capacity == 1, KEPT=_kept(plan),
-                EDGE=edge, SQUARED=plan.squared, NORMALIZE=plan.normalize, SELF=role == "self", FUSED=fused,
-                SKIP=others > MANY, D=block, num_warps=size.warps, num_stages=size.stages, **_form(dim, size),
-                **options())  # fmt: skip
+    start((-(-number // rows), -(-dim // block), 1), x, a, b, kept.lists, kept.stats, upstream, by_rows,
+          by_edge if edge else kept.stats, number, others, kept.number, dim, kept.capacity, kept.programs,
+          2 * dim * EPS)  # fmt: skip
     if not fused:
         long_gradient(x, a, by_rows, out, plan.normalize)
     return out if kind == x.dtype else out.to(x.dtype), by_edge

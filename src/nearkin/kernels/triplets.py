@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 from nearkin.core import tiles
@@ -126,7 +125,7 @@ class _Loss(torch.autograd.Function):
         return value  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @batches.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, references = ctx.saved_tensors
         wants = ctx.needs_input_grad
