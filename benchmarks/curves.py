@@ -180,7 +180,7 @@ def save(shown: Any, name: str, png: Path | None) -> None:
 
 
 def loss_table(rows: Sequence[dict[str, str]], what: str) -> str:
-    """Ours / the peer's, a row a loss, a column a size."""
+    """Ours (on a busy device) / the peer's, a row a loss, a column a size."""
     sizes = sorted({int(row["B"]) for row in rows})
     cell = {(row["loss"], int(row["B"])): row for row in rows}
     lines = ["| loss | " + " | ".join(f"B = {size:,}" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
@@ -188,8 +188,10 @@ def loss_table(rows: Sequence[dict[str, str]], what: str) -> str:
         cells = []
         for size in sizes:
             row = cell.get((loss, size), {})
-            mine, other = row.get(f"auto_{what}", ""), row.get(f"peer_{what}", "")
-            cells.append(f"{said(mine)} / {said(other)}" if other else said(mine))
+            mine, other = said(row.get(f"auto_{what}", "")), row.get(f"peer_{what}", "")
+            busy = row.get("busy_ms", "") if what == "ms" else ""
+            mine += f" ({said(busy)})" if busy else ""
+            cells.append(f"{mine} / {said(other)}" if other else mine)
         lines.append(f"| {loss} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", f"{made(rows)}."])
 

@@ -51,7 +51,7 @@ def once_ms(step: Callable[[], object], device: str) -> float:
     return (time.perf_counter() - begun) * 1e3
 
 
-def busy_ms(step: Callable[[], object], steps: int = 20) -> float:
+def busy_ms(step: Callable[[], object], steps: int = 8) -> float:
     """A step's time on a GPU that never waits for the host: it is held by a pause until all steps are queued.
 
     So it is in training, where the encoder's work keeps the device behind. Only for steps that read nothing back.

@@ -511,7 +511,7 @@ def whole_compared(form, shape, kinds, reduction, seed=0, device="cpu"):
 
         def plainly(*given, reduction):
             value = plain_torch(form, *given, reduction=reduction)
-            return value.sum() / ((labels >= 0).sum() if reduction == "mean" else (value > 0).sum())
+            return value.sum() / ((labels >= 0).sum() if reduction == "mean" else (value > 0).sum().clamp(min=1))
 
         wanted = whole_outcome(plainly, x, labels, weight, reduction)
     else:

@@ -94,13 +94,17 @@ def wide(given):
 
 
 def as_exact(case, given, exact=None, plain=None, **way):
-    """The kernel's error against float64 is at most plain torch's own and a hair."""
+    """The kernel's error against float64 is at most plain torch's own and a hair.
+
+    A value near 0 is a difference of distances near 1, each rounded to float32: as much more is luck.
+    """
     exact = outcome(case, wide(given), impl="torch") if exact is None else exact
     plain = outcome(case, given, impl="torch") if plain is None else plain
     got = served(case, given, **way)
     assert [t.dtype for t in got] == [t.dtype for t in plain]
-    for ours, theirs in zip(errors(got, exact), errors(plain, exact), strict=True):
-        assert ours <= theirs + 1e-6, (case, given[0].shape, ours, theirs)
+    for place, (ours, theirs) in enumerate(zip(errors(got, exact), errors(plain, exact), strict=True)):
+        luck = 2**-24 / max(float(exact[0]), 1e-6) if place == 0 else 0.0
+        assert ours <= theirs + 1e-6 + luck, (case, given[0].shape, place, ours, theirs)
 
 
 def check_exactness(device):

@@ -72,7 +72,7 @@ class Operands(NamedTuple):
     centers: int = 1
     lost: float = 0.0  # what a class weight without a direction scores
     columns: bool = False  # whether each class weighs the anchors, instead of each anchor the classes
-    precision: str = "tf32x3"
+    precision: str = "ieee"
     two: bool = False  # whether the factors have log2 e in them: peaks and sums are then those of powers of 2
 
 
