@@ -12,7 +12,20 @@ import torch
 
 import cases
 import nearkin
-from nearkin import comparing, data, evaluation, gallery, losses, memory, mining, models, report, samplers, training
+from nearkin import (
+    comparing,
+    data,
+    distributed,
+    evaluation,
+    gallery,
+    losses,
+    memory,
+    mining,
+    models,
+    report,
+    samplers,
+    training,
+)
 
 ROOT = Path(nearkin.__file__).parent
 DOCS = ROOT.parents[1] / "docs"
@@ -21,7 +34,7 @@ RANKS = [
     {"core"},
     {"kernels"},
     {"mining"},
-    {"memory", "losses", "models", "data", "samplers"},
+    {"memory", "losses", "models", "data", "samplers", "distributed"},
     {"evaluation"},
     {"training"},
     {"comparing", "gallery", "report"},
@@ -77,7 +90,7 @@ def test_no_drawers_for_odds_and_ends():
     assert not [p for p in FILES if p.stem in ("utils", "common", "helpers", "misc")]
 
 
-PUBLIC = [comparing, data, evaluation, gallery, losses, memory, mining, models, report, samplers, training]
+PUBLIC = [comparing, data, distributed, evaluation, gallery, losses, memory, mining, models, report, samplers, training]
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda m: m.__name__)
