@@ -28,13 +28,15 @@ def class_anchors(
 ) -> Strangers:
     """The log-sum-exp of s cos(x_i, w_c) over the known items i with ids[i] != c, for every class c.
 
-    embeddings (B, D), weight (C, D), ids (B,) in 0..C-1, known (B,). Memory and types as `class_softmax`.
+    embeddings (B, D), weight (C, D), ids (B,) in 0..C-1, or C for an item of none of these classes,
+    known (B,). Memory and types as `class_softmax`.
     """
     anchors = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
     asked = class_softmax.queries(anchors, weight, scale, True)
     met = torch.where(known, ids, -1)
     size = class_softmax.block(embeddings, weight, 1, max_memory)
-    peak, rest, own, taint = _Pass.apply(asked, weight, ids, met, size)  # type: ignore[no-untyped-call]
+    picks = ids.clamp(max=weight.shape[0] - 1)
+    peak, rest, own, taint = _Pass.apply(asked, weight, picks, met, size)  # type: ignore[no-untyped-call]
     return Strangers(peak, rest, anchors, own, taint)
 
 

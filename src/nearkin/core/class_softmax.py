@@ -46,9 +46,10 @@ def class_softmax(
 ) -> Rivals:
     """The log-sum-exp of s <x_i, w_c> over all classes c but ids[i], and what the own class's score is made of.
 
-    embeddings (B, D), weight (C·K, D), ids (B,) in 0..C-1. normalize: whether the anchors, and the weights, are scaled
-    to unit length. With K = sub_centers rows a class the best of them is the class's score. `lost`: what a weight too
-    short to have a direction scores, if it is to be scaled to unit length. B·D memory and a block of
+    embeddings (B, D), weight (C·K, D), ids (B,) in 0..C-1, or C for an anchor whose class is not among these: all are
+    its rivals, and what is said of its own class means nothing. normalize: whether the anchors, and the weights, are
+    scaled to unit length. With K = sub_centers rows a class the best of them is the class's score. `lost`: what a
+    weight too short to have a direction scores, if it is to be scaled to unit length. B·D memory and a block of
     `max_memory` bytes beside the gradients; float32 sums (float64 for float64). The forward pass also takes the mean
     class weight under the softmax, which is the gradient by the anchors; the backward pass makes the scores once more,
     for the gradient by the weights. It can be differentiated once.
@@ -83,7 +84,8 @@ def kind_of(embeddings: Tensor, weight: Tensor) -> torch.dtype:
 def own_rows(asked: Tensor, weight: Tensor, ids: Tensor, sub_centers: int, normalize: bool) -> Tensor:
     """Which row of the weights speaks for each anchor's own class, (B,)."""
     if sub_centers == 1:
-        return ids.clone()  # a compiler wants arguments that are different tensors
+        return ids.clamp(max=weight.shape[0] - 1)  # a compiler wants arguments that are different tensors
+    ids = ids.clamp(max=weight.shape[0] // sub_centers - 1)
     every = ids[:, None] * sub_centers + torch.arange(sub_centers, device=ids.device)  # (B, K)
     rows = _rows(weight[every.flatten()], normalize, asked.dtype).view(*every.shape, weight.shape[1])
     nearest = (rows * asked[:, None, :]).sum(2).argmax(1, keepdim=True)

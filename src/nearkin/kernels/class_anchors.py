@@ -25,7 +25,8 @@ def class_anchors(
     asked = rules.queries(anchors, weight, scale, True)
     rows, factor = fused._operands(embeddings, weight, asked)
     met = torch.where(known, ids, -1)
-    peak, rest, own, taint = _Pass.apply(asked, weight, ids, met, rows, factor, max_memory)  # type: ignore[no-untyped-call]
+    picks = ids.clamp(max=weight.shape[0] - 1)
+    peak, rest, own, taint = _Pass.apply(asked, weight, picks, met, rows, factor, max_memory)  # type: ignore[no-untyped-call]
     return Strangers(peak, rest, anchors, own, taint)
 
 

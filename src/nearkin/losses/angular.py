@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from nearkin.core import checks, distances, reduce
 from nearkin.kernels.class_loss import Form
+from nearkin.losses import shards
 from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
 from nearkin.losses.settings import hold, show
+from nearkin.losses.shards import Shard
 from nearkin.losses.softmax import class_weight, classify, classify_streamed
 
 __all__ = [
@@ -32,25 +34,27 @@ def cosface_loss(
     reduction: str = "mean",
     impl: str = "auto",
     max_memory: int | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""The own class must win by a margin of cosine.
 
     l_i = -log( e^{s (cos_iy - m)} / (e^{s (cos_iy - m)} + Σ_{c != y} e^{s cos_ic}) )
 
-    Arguments, impl and max_memory as `normalized_softmax_loss`. Wang et al. 2018, arXiv:1801.09414, eq. 4; m 0.35 and
-    s 64 from there.
+    Arguments, impl, max_memory and shard as `normalized_softmax_loss`. Wang et al. 2018, arXiv:1801.09414, eq. 4;
+    m 0.35 and s 64 from there.
     """
     checks.number("margin", margin)
     checks.positive("scale", scale)
-    value = whole(impl, embeddings, labels, weight, Form(scale, margin), reduction, max_memory)
+    value = whole(impl, embeddings, labels, weight, Form(scale, margin), reduction, max_memory, shard)
     if value is not None:
         return value
-    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
-    streams = route(impl, embeddings, weight, max_memory)
+    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
+    streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
         own = (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
-        return classify_streamed(found, scale * (own - margin), known, spoilt, reduction) + reduce.taint(embeddings)
+        found, target = shards.joined(shard, ids, found, scale * (own - margin))
+        return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     cosine = distances.cosine(embeddings, weight)  # (B, C)
     target = cosine.gather(1, ids[:, None]) - margin
     value = classify(scale * cosine.scatter(1, ids[:, None], target), ids, known, spoilt, reduction)
@@ -69,6 +73,7 @@ def arcface_loss(
     reduction: str = "mean",
     impl: str = "auto",
     max_memory: int | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""The own class must win by a margin of angle.
 
@@ -85,14 +90,15 @@ def arcface_loss(
     checks.positive("scale", scale)
     checks.angle("margin", margin)
     form = Form(scale, margin, "angle", straight_through, sub_centers)
-    value = whole(impl, embeddings, labels, weight, form, reduction, max_memory)
+    value = whole(impl, embeddings, labels, weight, form, reduction, max_memory, shard)
     if value is not None:
         return value
-    ids, known, spoilt = checks.classes(embeddings, labels, num_classes, weight.shape[1])
-    streams = route(impl, embeddings, weight, max_memory, sub_centers)
+    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard, sub_centers)
+    streams = route(impl, embeddings, weight, max_memory, sub_centers, shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, sub_centers=sub_centers, max_memory=max_memory)
         target = scale * _widened(distances.unit(found.anchors), distances.unit(found.own), margin, straight_through)
+        found, target = shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     x, w = distances.unit(embeddings), distances.unit(weight)
     every = distances.dot(x, w).view(x.shape[0], num_classes, sub_centers)  # (B, C, K)
@@ -124,6 +130,7 @@ def sphereface_loss(
     reduction: str = "mean",
     impl: str = "auto",
     max_memory: int | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""The own class must win at a multiple of the angle; embeddings keep their length.
 
@@ -136,14 +143,15 @@ def sphereface_loss(
     checks.whole("margin", margin, 1)
     if not isinstance(annealing, Tensor):
         checks.at_least("annealing", annealing, 0)
-    value = whole(impl, embeddings, labels, weight, Form(annealing, margin, "sphere"), reduction, max_memory)
+    value = whole(impl, embeddings, labels, weight, Form(annealing, margin, "sphere"), reduction, max_memory, shard)
     if value is not None:
         return value
-    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
-    streams = route(impl, embeddings, weight, max_memory)
+    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
+    streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, normalize=(False, True), max_memory=max_memory)
         target = _annealed(found.anchors, distances.unit(found.own), margin, annealing)
+        found, target = shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     w = distances.unit(weight)
     logits = distances.dot(embeddings, w)  # (B, C), |x| cos θ
@@ -181,7 +189,7 @@ def _cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CosFaceLoss(nn.Module):
-    """`cosface_loss` with its class weights (C, D); sample_rate as in `NormalizedSoftmaxLoss`."""
+    """`cosface_loss` with its class weights (C, D); sample_rate and shard as in `NormalizedSoftmaxLoss`."""
 
     lr_scale = 1.0
     settings: dict[str, Any]
@@ -197,9 +205,12 @@ class CosFaceLoss(nn.Module):
         sample_rate: float = 1.0,
         impl: str = "auto",
         max_memory: int | None = None,
+        shard: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = class_weight(num_classes, dim)
+        self.shard = shards.split(shard, num_classes)
+        self.weight = class_weight(num_classes, dim, self.shard)
+        shards.keep(self, weight=1)
         self.sample_rate = sampling(sample_rate)
         hold(
             self,
@@ -215,14 +226,15 @@ class CosFaceLoss(nn.Module):
     extra_repr = show_sampled
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        labels, weight = sample(self, embeddings, labels)
-        return cosface_loss(embeddings, labels, weight, **self.settings)
+        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        labels, weight, shard = sample(self, embeddings, labels, shard)
+        return cosface_loss(embeddings, labels, weight, shard=shard, **self.settings)
 
 
 class ArcFaceLoss(nn.Module):
     """`arcface_loss` with its class weights (C·K, D), K = sub_centers in a row for each class.
 
-    sample_rate as in `NormalizedSoftmaxLoss`; a class is drawn with all its centres.
+    sample_rate and shard as in `NormalizedSoftmaxLoss`; a class is drawn, and held, with all its centres.
     """
 
     lr_scale = 1.0
@@ -241,10 +253,13 @@ class ArcFaceLoss(nn.Module):
         sample_rate: float = 1.0,
         impl: str = "auto",
         max_memory: int | None = None,
+        shard: bool = False,
     ) -> None:
         super().__init__()
         checks.whole("sub_centers", sub_centers, 1)
-        self.weight = class_weight(num_classes * sub_centers, dim)
+        self.shard = shards.split(shard, num_classes)
+        self.weight = class_weight(num_classes * sub_centers, dim, self.shard, sub_centers)
+        shards.keep(self, weight=sub_centers)
         self.sample_rate = sampling(sample_rate)
         hold(
             self,
@@ -262,15 +277,16 @@ class ArcFaceLoss(nn.Module):
     extra_repr = show_sampled
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        labels, weight = sample(self, embeddings, labels, self.settings["sub_centers"])
-        return arcface_loss(embeddings, labels, weight, **self.settings)
+        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        labels, weight, shard = sample(self, embeddings, labels, shard, self.settings["sub_centers"])
+        return arcface_loss(embeddings, labels, weight, shard=shard, **self.settings)
 
 
 class SphereFaceLoss(nn.Module):
     """`sphereface_loss` with its class weights (C, D) and annealing.
 
     λ_t = max(floor, start / (1 + decay t)), t the training steps so far, counted in a buffer; without annealing the
-    loss does not converge. 1000, 0.12 and 5 from the released code.
+    loss does not converge. 1000, 0.12 and 5 from the released code. shard as in `NormalizedSoftmaxLoss`.
     """
 
     lr_scale = 1.0
@@ -289,11 +305,14 @@ class SphereFaceLoss(nn.Module):
         reduction: str = "mean",
         impl: str = "auto",
         max_memory: int | None = None,
+        shard: bool = False,
     ) -> None:
         super().__init__()
         for name, value in (("start", start), ("decay", decay), ("floor", floor)):
             checks.at_least(name, value, 0)
-        self.weight = class_weight(num_classes, dim)
+        self.shard = shards.split(shard, num_classes)
+        self.weight = class_weight(num_classes, dim, self.shard)
+        shards.keep(self, weight=1)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.schedule = (start, decay, floor)
         hold(
@@ -315,8 +334,9 @@ class SphereFaceLoss(nn.Module):
         return (start / (1 + decay * self.steps.to(distances.wide(self.steps)))).clamp(min=floor)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         annealing = self.annealing
-        value = sphereface_loss(embeddings, labels, self.weight, annealing=annealing, **self.settings)
+        value = sphereface_loss(embeddings, labels, self.weight, annealing=annealing, shard=shard, **self.settings)
         if self.training:
             self.steps = self.steps + 1  # a new tensor: a compiled backward may still read the old one
         return value

@@ -1,14 +1,16 @@
 """Center loss: softmax over classes, with every item drawn to the running centre of its class."""
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from nearkin.core import checks, distances, reduce
+from nearkin.losses import shards
 from nearkin.losses.settings import hold, show
+from nearkin.losses.shards import Shard
+from nearkin.losses.softmax import class_weight
 
 __all__ = ["CenterLoss", "center_loss", "center_update"]
 
@@ -22,6 +24,7 @@ def center_loss(
     *,
     pull: float = 0.003,
     reduction: str = "mean",
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""Softmax tells the classes apart, the centres keep each one together.
 
@@ -29,26 +32,33 @@ def center_loss(
 
     embeddings (B, D), labels (B,) in 0..C-1, -1 left out; weight (C, D), bias (C,), centers (C, D). Both terms are
     reduced alike. O(B·D) beside the softmax. Centres get no gradient: they move by `center_update`.
+    shard as in `normalized_softmax_loss`, of biases and centres too.
     Wen et al. 2016, eq. 5; λ 0.003 from there (the released code: 0.008).
     """
-    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
+    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
     checks.at_least("pull", pull, 0)
     x = distances.upcast(embeddings)
     logits = distances.dot(x, weight) + bias  # (B, C)
-    apart = (x - centers.detach()[ids]).square().sum(1)
-    value = cross_entropy(logits, ids, reduction="none") + spoilt.to(logits.dtype) + pull / 2 * apart
-    return reduce.terms(value, known, reduction) + reduce.taint(embeddings, weight, bias)
+    apart = (x - centers.detach()[shards.held(shard, ids)]).square().sum(1)
+    if shard is not None:
+        apart = torch.where(ids < shard.number, apart, 0.0)
+    apart, taint = shards.everywhere(shard, apart, torch.as_tensor(reduce.taint(weight, bias)))
+    value = shards.cross_entropy(shard, logits, ids) + spoilt.to(logits.dtype) + pull / 2 * apart
+    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + taint
 
 
 @torch.no_grad()
-def center_update(embeddings: Tensor, labels: Tensor, centers: Tensor, *, alpha: float = 0.5) -> Tensor:
+def center_update(
+    embeddings: Tensor, labels: Tensor, centers: Tensor, *, alpha: float = 0.5, shard: Shard | None = None
+) -> Tensor:
     r"""The centres after one step: c_j - α Σ_{i of j} (c_j - x_i) / (1 + n_j).
 
     Not the gradient: it knows no λ, is divided by 1 + n_j, and has its own rate. Rows with NaN or Inf do not count.
     Wen et al. 2016, eq. 4; α 0.5 from there.
     """
-    ids, known, _ = checks.classes(embeddings, labels, *centers.shape)
-    known = known & (labels < centers.shape[0]) & (labels >= 0)
+    ids, known, _ = shards.classified(embeddings, labels, centers, shard)
+    known = known & (labels < (shard.total if shard else centers.shape[0])) & (labels >= 0) & (ids < centers.shape[0])
+    ids = shards.held(shard, ids)
     x = distances.upcast(embeddings).to(centers.dtype)
     known = known & x.isfinite().all(1) & embeddings.isfinite().all(1)
     towards = torch.where(known[:, None], x - centers[ids], 0.0)
@@ -58,29 +68,46 @@ def center_update(embeddings: Tensor, labels: Tensor, centers: Tensor, *, alpha:
 
 
 class CenterLoss(nn.Module):
-    """`center_loss` with its classifier (weight, bias), and centres, a buffer that each training step moves."""
+    """`center_loss` with its classifier (weight, bias), and centres, a buffer that each training step moves.
+
+    shard as in `NormalizedSoftmaxLoss`.
+    """
 
     lr_scale = 1.0
     settings: dict[str, Any]
     centers: Tensor
 
     def __init__(
-        self, num_classes: int, dim: int, pull: float = 0.003, alpha: float = 0.5, *, reduction: str = "mean"
+        self,
+        num_classes: int,
+        dim: int,
+        pull: float = 0.003,
+        alpha: float = 0.5,
+        *,
+        reduction: str = "mean",
+        shard: bool = False,
     ) -> None:
         super().__init__()
-        checks.whole("num_classes", num_classes, 1)
-        checks.whole("dim", dim, 1)
         checks.at_least("alpha", alpha, 0)
-        self.weight = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim))
-        self.bias = nn.Parameter(torch.zeros(num_classes))
-        self.register_buffer("centers", torch.zeros(num_classes, dim))
+        self.shard = shards.split(shard, num_classes)
+        self.weight = class_weight(num_classes, dim, self.shard)
+        self.bias = nn.Parameter(torch.zeros(len(self.weight)))
+        self.register_buffer("centers", torch.zeros_like(self.weight, requires_grad=False))
+        shards.keep(self, weight=1, bias=1, centers=1)
         self.alpha = alpha
         hold(self, center_loss, self.weight, self.bias, self.centers, pull=pull, reduction=reduction)
 
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        value = center_loss(embeddings, labels, self.weight, self.bias, self.centers, **self.settings)
+        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        value = center_loss(embeddings, labels, self.weight, self.bias, self.centers, shard=shard, **self.settings)
         if self.training:
-            self.centers = center_update(embeddings, labels, self.centers, alpha=self.alpha)
+            self.centers = center_update(embeddings, labels, self.centers, alpha=self.alpha, shard=shard)
+            shards.mark(self)
         return value
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CenterLoss":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        shards.mark(self)  # a buffer that is moved or cast is another tensor
+        return self

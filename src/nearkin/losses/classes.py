@@ -8,36 +8,54 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import kernels
-from nearkin.core import checks, class_softmax
+from nearkin.core import checks, class_softmax, world
 from nearkin.core.class_softmax import Rivals
 from nearkin.kernels import class_loss
 from nearkin.kernels import class_softmax as fused
 from nearkin.kernels.class_loss import Form
+from nearkin.losses import shards
 from nearkin.losses.settings import show
+from nearkin.losses.shards import Shard
 
 # B · C from which bfloat16 takes the kernels on a GPU; None: never. At B · C = 10⁷ ArcFace took 2.2 ms on an H200, the
 # dense form 7.4. float32 has not been timed there, so it must be asked for.
 KERNEL_FROM: int | None = 2**23
+WORD = 2**48  # of the numbers by which classes are sampled
 
 
 def route(
-    impl: str, embeddings: Tensor, weight: Tensor, max_memory: int | None, sub_centers: int = 1
+    impl: str,
+    embeddings: Tensor,
+    weight: Tensor,
+    max_memory: int | None,
+    sub_centers: int = 1,
+    shard: Shard | None = None,
 ) -> Callable[..., Rivals] | None:
     """The pass that never holds the logits, or None where the dense form is small enough.
 
-    impl="torch" and "triton" always pass; what the kernel cannot serve, plain torch does. "auto" is dense within
-    `max_memory` if that is given; else the kernel from KERNEL_FROM on, dense where small, and plain torch.
+    impl="torch" and "triton" always pass, and so does a shard; what the kernel cannot serve, plain torch does. "auto"
+    is dense within `max_memory` if that is given; else the kernel from KERNEL_FROM on, dense where small, and plain
+    torch.
     """
-    road = roads(impl, embeddings, weight, max_memory, sub_centers)
+    road = roads(impl, embeddings, weight, max_memory, sub_centers, shard)
+    if shard is not None and shard.number == 0:  # none of the sampled classes
+        return shards.nobody
     return {"dense": None, "torch": class_softmax.class_softmax, "triton": fused.class_softmax}[road]
 
 
-def roads(impl: str, embeddings: Tensor, weight: Tensor, max_memory: int | None, sub_centers: int = 1) -> str:
+def roads(
+    impl: str,
+    embeddings: Tensor,
+    weight: Tensor,
+    max_memory: int | None,
+    sub_centers: int = 1,
+    shard: Shard | None = None,
+) -> str:
     """Which of "dense", "torch" and "triton" a loss over class weights takes."""
     kernels.check(impl)
     if impl != "auto":
         return impl
-    fits = class_softmax.fits(embeddings, weight, max_memory)
+    fits = shard is None and class_softmax.fits(embeddings, weight, max_memory)
     if fits and max_memory is not None:
         return "dense"
     if _wins(embeddings, weight) and fused.serves(embeddings, weight, sub_centers, max_memory):
@@ -46,11 +64,23 @@ def roads(impl: str, embeddings: Tensor, weight: Tensor, max_memory: int | None,
 
 
 def whole(
-    impl: str, embeddings: Tensor, labels: Tensor, weight: Tensor, form: Form, reduction: str, max_memory: int | None
+    impl: str,
+    embeddings: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    form: Form,
+    reduction: str,
+    max_memory: int | None,
+    shard: Shard | None = None,
 ) -> Tensor | None:
     """The loss from the kernels that compute all of it, or None where another road is taken, or they cannot serve."""
     kernels.check(impl)
-    if impl == "torch" or not isinstance(embeddings, Tensor) or not (impl == "triton" or embeddings.is_cuda):
+    if (
+        shard is not None
+        or impl == "torch"
+        or not isinstance(embeddings, Tensor)
+        or not (impl == "triton" or embeddings.is_cuda)
+    ):
         return None
     if not class_loss.serves(embeddings, labels, weight, form, reduction, max_memory):
         return None
@@ -83,27 +113,63 @@ def show_sampled(module: nn.Module) -> str:
     return show(module) + (f", sample_rate={module.sample_rate}" if module.sample_rate != 1 else "")
 
 
-def sample(module: nn.Module, embeddings: Tensor, labels: Tensor, sub_centers: int = 1) -> tuple[Tensor, Tensor]:
-    """Labels and class weights of a training step: all of them, or every class of the batch and others at random.
+def sample(
+    module: nn.Module, embeddings: Tensor, labels: Tensor, shard: Shard | None = None, sub_centers: int = 1
+) -> tuple[Tensor, Tensor, Shard | None]:
+    """Labels, class weights and shard of a training step: all, or every class of the batch and others at random.
 
     ⌈rate · C⌉ classes, or as many as the batch has rows if that is more, so that the number does not depend on the
-    labels; drawn from torch's generator of the device.
+    labels. Which they are follows from one number of torch's generator of the device: processes that share the classes
+    take the first one's, and choose as one process would.
     """
     weight: Tensor = module.weight  # type: ignore[assignment]
     rate: float = module.sample_rate  # type: ignore[assignment]
-    classes = weight.shape[0] // sub_centers
+    classes = weight.shape[0] // sub_centers if shard is None else shard.total
     if not module.training or rate == 1:
-        return labels, weight
+        return labels, weight, shard
     ids, known, _ = checks.classes(embeddings, labels, classes, weight.shape[1])
     number = min(classes, max(math.ceil(rate * classes), len(ids)))
     if number == classes:
-        return labels, weight
+        return labels, weight, shard
     fair = known & (labels.long() == ids)  # an id out of range, where values are not read, must stay out of it
-    turn = torch.rand(classes, device=weight.device)
-    turn = turn.scatter_reduce(0, ids, torch.where(fair, 2.0, 0.0), "amax")
-    chosen = turn.topk(number, sorted=False).indices.sort().values
-    places = torch.searchsorted(chosen, ids)
+    own = shard or Shard(0, classes, classes)
+    seed = torch.randint(WORD, (), device=weight.device)
+    turn = _turns(world.share(seed, shard.group) if shard else seed, own)
+    here = fair & (ids >= own.first) & (ids < own.last)
+    turn = turn.scatter_reduce(0, torch.where(here, ids - own.first, 0), torch.where(here, WORD, 0), "amax")
+    if shard is None:
+        chosen = turn.topk(number, sorted=False).indices.sort().values
+    else:
+        chosen = (turn >= _least(turn, number, shard)).nonzero().squeeze(1)
+        counts = world.counts(chosen, shard.group)
+        first = sum(counts[: world.rank(shard.group)])
+        shard = own._replace(first=first, last=first + len(chosen), total=number)
+    places = torch.searchsorted(chosen, ids - own.first)
+    if shard is not None:  # a class held elsewhere is before the own ones, or after them
+        places = torch.where(ids < own.first, 0, (places + shard.first).clamp(max=number - 1))
     rows = chosen
     if sub_centers > 1:
         rows = (chosen[:, None] * sub_centers + torch.arange(sub_centers, device=chosen.device)).flatten()
-    return torch.where(fair, places, labels.long()), weight.index_select(0, rows)
+    return torch.where(fair, places, labels.long()), weight.index_select(0, rows), shard
+
+
+def _turns(seed: Tensor, own: Shard) -> Tensor:
+    """A number below WORD for each class of the shard, no two alike, in an order that the seed decides."""
+    turn = torch.arange(own.first, own.last, device=seed.device) * 0x9E3779B97F4B + seed
+    for odd in (0xD6E8FEB86659, 0xC2B2AE3D27D5):  # a product with what is odd can be undone, so no two meet
+        turn = turn & (WORD - 1)
+        turn = (turn ^ (turn >> 23)) * odd
+    turn = turn & (WORD - 1)
+    return turn ^ (turn >> 25)
+
+
+def _least(turn: Tensor, number: int, shard: Shard) -> Tensor:
+    """The `number`-th largest of the numbers of all processes: each says how many of its own reach 4096 marks, then
+    4096 between the right two of these, down to single numbers."""
+    ordered = turn.sort().values
+    least = torch.ones_like(turn[:1])
+    for bits in (36, 24, 12, 0):
+        marks = least + (torch.arange(4096, device=turn.device) << bits)
+        reached = world.total(len(ordered) - torch.searchsorted(ordered, marks), shard.group)
+        least = marks[(reached >= number).sum() - 1][None]
+    return least

@@ -5,16 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from nearkin import kernels
-from nearkin.core import checks, class_anchors, class_softmax, distances, reduce, relations
+from nearkin.core import checks, class_anchors, class_softmax, distances, reduce, relations, world
 from nearkin.core.relations import Labels
 from nearkin.kernels import class_anchors as fused_anchors
 from nearkin.kernels.class_loss import Form
+from nearkin.losses import shards
 from nearkin.losses.classes import given, roads, route, whole
 from nearkin.losses.settings import hold, show
+from nearkin.losses.shards import Shard
 
 __all__ = [
     "ProxyAnchorLoss",
@@ -38,6 +39,7 @@ def proxy_nca_loss(
     reduction: str = "mean",
     impl: str = "auto",
     max_memory: int | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""An item nearer to its own proxy than to the others.
 
@@ -47,8 +49,8 @@ def proxy_nca_loss(
     Proxy-NCA++, normalised softmax with s = 2·scale²). proxies (C·K, D), K = proxies_per_class in a row for each class;
     p_y is the nearest of the K. assignment="dynamic" ties proxies to no class: each item stands for its nearest proxy,
     and each pair of kin is a term, the anchor meeting the kin's proxy and those of its strangers in the batch, of which
-    it needs one; labels may then be any relation. impl and max_memory as in `normalized_softmax_loss`, for the static
-    assignment with one proxy a class; the others are dense.
+    it needs one; labels may then be any relation. impl, max_memory and shard as in `normalized_softmax_loss`, the first
+    two for the static assignment with one proxy a class; the others are dense.
     Movshovitz-Attias et al. 2017, arXiv:1703.07464, eq. 6; Teh et al. 2020, arXiv:2004.01113; scale 3: temperature 1/9.
     """
     checks.positive("scale", scale)
@@ -57,55 +59,83 @@ def proxy_nca_loss(
     checks.whole("proxies_per_class", proxies_per_class, 1)
     kernels.check(impl)
     if assignment == "dynamic":
-        value = _dynamic(embeddings, labels, proxies, scale, form, reduction)
-        return value + reduce.taint(embeddings, proxies)
-    num_classes = proxies.shape[0] // proxies_per_class
+        value = _dynamic(embeddings, labels, proxies, scale, form, reduction, shard)
+        return value + reduce.taint(embeddings) + _spoilt(shard, proxies)
+    num_classes = proxies.shape[0] // proxies_per_class if shard is None else shard.total
     if proxies_per_class == 1 and isinstance(labels, Tensor):
         told = Form(2 * scale**2, lost=scale**2, told=True, soft=form == "softmax")
-        found_whole = whole(impl, embeddings, labels, proxies, told, reduction, max_memory)
+        found_whole = whole(impl, embeddings, labels, proxies, told, reduction, max_memory, shard)
         if found_whole is not None:
             return found_whole
-    ids, known, spoilt = checks.classes(embeddings, labels, num_classes, proxies.shape[1])
-    streams = route(impl, embeddings, proxies, max_memory)
+    ids, known, spoilt = shards.classified(embeddings, labels, proxies, shard, proxies_per_class)
+    known = known & (num_classes > 1)  # with one class there is nobody to be told from
+    streams = route(impl, embeddings, proxies, max_memory, shard=shard)
     if streams is not None and proxies_per_class == 1:
         found = streams(embeddings, proxies, ids, scale=2 * scale**2, lost=scale**2, max_memory=max_memory)
-        known = known & (num_classes > 1)
-        value = torch.where(known, _told_from(found, scale, form), 0.0) + spoilt.to(found.rest.dtype)
+        near = (distances.unit(found.anchors) - distances.unit(found.own)).square().sum(1)
+        found, near = shards.joined(shard, ids, found, near)
+        value = torch.where(known, _told_from(found, near, scale, form), 0.0) + spoilt.to(found.rest.dtype)
         return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + found.taint
     distance = _scaled_distance(embeddings, proxies, scale)  # (B, C·K)
-    own = ids[:, None] * proxies_per_class + torch.arange(proxies_per_class, device=ids.device)  # (B, K)
+    own = shards.held(shard, ids)[:, None] * proxies_per_class
+    own = own + torch.arange(proxies_per_class, device=ids.device)  # (B, K)
     near = distance.gather(1, own).min(1).values
-    strangers = torch.ones_like(distance, dtype=torch.bool).scatter(1, own, False)
-    push = reduce.logsumexp(-distance, strangers)
+    strangers = torch.arange(distance.shape[1], device=ids.device) // proxies_per_class != ids[:, None]
+    push, near = shards.pushed(shard, ids, reduce.logsumexp(-distance, strangers), near)
     value = reduce.softplus(near + push) if form == "softmax" else near + push
-    known = known & strangers.any(1)  # with one class there is nobody to be told from
     value = torch.where(known, value, 0.0) + spoilt.to(value.dtype)
-    return reduce.terms(value, known, reduction) + reduce.taint(embeddings, proxies)
+    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + _spoilt(shard, proxies)
 
 
-def _told_from(found: class_softmax.Rivals, scale: float, form: str) -> Tensor:
-    """d(x, p_y) + log Σ e^{-d(x, p_z)}, (B,), where the others have passed by as 2·scale² cos.
+def _spoilt(shard: Shard | None, *tensors: Tensor) -> Tensor:
+    """`reduce.taint` of tensors that processes may share."""
+    return shards.everywhere(shard, torch.as_tensor(reduce.taint(*tensors)))[0]
+
+
+def _told_from(found: class_softmax.Rivals, near: Tensor, scale: float, form: str) -> Tensor:
+    """d(x, p_y) + log Σ e^{-d(x, p_z)}, (B,), where the others have passed by as 2·scale² cos; near: |x - p_y|².
 
     -d = scale² (2 cos - |x|² - |p|²), lengths 1, or 0 for a zero row: what all others share stands with the target.
     """
-    x, own = distances.unit(found.anchors), distances.unit(found.own)
-    near = (x - own).square().sum(1)
-    there = x.detach().any(1).to(near.dtype)
+    there = distances.unit(found.anchors.detach()).any(1).to(near.dtype)
     apart = found.peak - scale**2 * (1 + there - near) + found.rest
     return reduce.softplus(apart) if form == "softmax" else apart
 
 
-def _dynamic(embeddings: Tensor, labels: Labels, proxies: Tensor, scale: float, form: str, reduction: str) -> Tensor:
+def _dynamic(
+    embeddings: Tensor,
+    labels: Labels,
+    proxies: Tensor,
+    scale: float,
+    form: str,
+    reduction: str,
+    shard: Shard | None,
+) -> Tensor:
     checks.batch(embeddings, labels, None, None)
     checks.dimensions("embeddings", embeddings, proxies.shape[1], "the proxies have")
     kin = relations.of(labels)
-    distance = _scaled_distance(embeddings, proxies, scale)  # (B, proxies)
-    stands_for = distance.detach().argmin(1)  # (B,)
-    met = distance[:, stands_for]  # (B, B): anchor to the proxy of each item
+    if shard is None:
+        distance = _scaled_distance(embeddings, proxies, scale)  # (B, proxies)
+        stands_for = distance.detach().argmin(1)  # (B,)
+        met = distance[:, stands_for]  # (B, B): anchor to the proxy of each item
+    else:
+        met = _scaled_distance(shards.alike(shard, embeddings), _stand_ins(embeddings, proxies, shard), scale)
     push = reduce.logsumexp(-met, kin.negative)[:, None]
     valid = kin.positive & kin.negative.any(1, keepdim=True)
     value = torch.where(valid, met + push, 0.0)
     return reduce.terms(reduce.softplus(value) if form == "softmax" else value, valid, reduction)
+
+
+def _stand_ins(embeddings: Tensor, proxies: Tensor, shard: Shard) -> Tensor:
+    """The nearest proxy of each item, (B, D), whichever process has it; of equals the first."""
+    if not len(embeddings):
+        return proxies[:0]
+    with torch.no_grad():
+        least, place = _scaled_distance(embeddings, proxies, 1.0).min(1)
+        mine = least == -world.largest(-least, shard.group)
+        turn = torch.where(mine, -shard.first, -shard.total)
+        mine = turn == world.largest(turn, shard.group)
+    return shards.everywhere(shard, torch.where(mine[:, None], proxies[place], 0.0))[0]
 
 
 def _scaled_distance(embeddings: Tensor, proxies: Tensor, scale: float) -> Tensor:
@@ -121,25 +151,27 @@ def proxy_anchor_loss(
     scale: float = 32.0,
     impl: str = "auto",
     max_memory: int | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""Each proxy is an anchor: it draws its items and repels the others, the hardest most.
 
     L = 1/|P+| Σ_{p in P+} log(1 + Σ_{x of p} e^{-α (s_xp - δ)}) + 1/|P| Σ_p log(1 + Σ_{x not of p} e^{α (s_xp + δ)})
 
     s = cosine, α = `scale`, δ = `margin`; P: all proxies (C, D), P+: those with an item in the batch. labels (B,) in
-    0..C-1, -1 left out. impl and max_memory as in `normalized_softmax_loss`. Kim et al. 2020, arXiv:2003.13911, eq. 4;
-    α 32, δ 0.1 from there.
+    0..C-1, -1 left out. impl, max_memory and shard as in `normalized_softmax_loss`. Kim et al. 2020, arXiv:2003.13911,
+    eq. 4; α 32, δ 0.1 from there.
     """
-    ids, known, spoilt = checks.classes(embeddings, labels, *proxies.shape)
+    ids, known, spoilt = shards.classified(embeddings, labels, proxies, shard)
     checks.number("margin", margin)
     checks.positive("scale", scale)
-    road = roads(impl, embeddings, proxies, max_memory)
+    road = roads(impl, embeddings, proxies, max_memory, shard=shard)
     if road != "dense":
         streams = fused_anchors.class_anchors if road == "triton" else class_anchors.class_anchors
         found = streams(embeddings, proxies, ids, known, scale=scale, max_memory=max_memory)
-        pull = _drawn(found, ids, known, margin, scale)
-        push = reduce.softplus(found.peak + scale * margin + found.rest).sum() / proxies.shape[0]
-        value = pull + push + found.taint
+        pulls, number = _drawn(found, shards.held(shard, ids), known & (ids < len(proxies)), margin, scale)
+        pushes = reduce.softplus(found.peak + scale * margin + found.rest).sum()
+        pulls, number, pushes, taint = shards.everywhere(shard, pulls, number, pushes, found.taint)
+        value = pulls / number.clamp(min=1) + pushes / (shard.total if shard else len(proxies)) + taint
         return value + spoilt.sum().to(value.dtype) + reduce.taint(embeddings)
     similarity = distances.cosine(embeddings, proxies)  # (B, C)
     own = torch.zeros_like(similarity, dtype=torch.bool).scatter(1, ids[:, None], True)
@@ -150,8 +182,11 @@ def proxy_anchor_loss(
     return value + spoilt.sum().to(value.dtype) + reduce.taint(embeddings, proxies)
 
 
-def _drawn(found: class_anchors.Strangers, ids: Tensor, known: Tensor, margin: float, scale: float) -> Tensor:
-    """The mean over the proxies with an item of log(1 + Σ_{x of p} e^{-α (s_xp - δ)}), from each item's own proxy."""
+def _drawn(
+    found: class_anchors.Strangers, ids: Tensor, known: Tensor, margin: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The sum over the proxies with an item of log(1 + Σ_{x of p} e^{-α (s_xp - δ)}), from each item's own proxy, and
+    the number of these."""
     own = (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
     far = torch.where(known, -scale * (own - margin), -torch.inf)  # (B,)
     nobody = torch.full_like(found.peak, -torch.inf, dtype=far.dtype)
@@ -161,7 +196,7 @@ def _drawn(found: class_anchors.Strangers, ids: Tensor, known: Tensor, margin: f
     parts = torch.where(known, (torch.where(known, far, 0.0) - level[ids]).exp(), 0.0)
     total = torch.zeros_like(level).index_add(0, ids, parts)
     pulls = reduce.softplus(torch.where(present, torch.where(present, total, 1.0).log() + level, 0.0))
-    return torch.where(present, pulls, 0.0).sum() / present.sum().clamp(min=1)
+    return torch.where(present, pulls, 0.0).sum(), present.sum()
 
 
 def soft_triple_loss(
@@ -176,6 +211,7 @@ def soft_triple_loss(
     tau: float = 0.2,
     reduction: str = "mean",
     max_memory: int | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""Softmax over classes of several centres, each item leaning on those near it.
 
@@ -185,29 +221,31 @@ def soft_triple_loss(
     centers (C·K, D), K in a row for each class; labels (B,) in 0..C-1, -1 left out. λ = `scale`, δ = `margin`.
     Qian et al. 2019, arXiv:1909.05235, eq. 7-10; K 10, λ 20, γ 0.1, δ 0.01, τ 0.2 from there. Each
     distance in R is √(|w - w'|² + 1e-5), as in the released code; R stands once in each item's term. Beyond
-    `max_memory` bytes (without it, beyond a modest size) blocks of classes pass by, and again for the gradient.
+    `max_memory` bytes (without it, beyond a modest size) blocks of classes pass by, and again for the gradient. shard
+    as in `normalized_softmax_loss`.
     """
     checks.whole("centers_per_class", centers_per_class, 1)
     checks.positive("scale", scale)
     checks.positive("gamma", gamma)
     checks.number("margin", margin)
     checks.at_least("tau", tau, 0)
-    num_classes = centers.shape[0] // centers_per_class
-    ids, known, spoilt = checks.classes(embeddings, labels, num_classes, centers.shape[1])
+    ids, known, spoilt = shards.classified(embeddings, labels, centers, shard, centers_per_class)
     if not class_softmax.fits(embeddings, centers, max_memory):
         size = class_softmax.block(embeddings, centers, centers_per_class, max_memory)
-        value, drawn = _leaning_blocks(embeddings, ids, centers, centers_per_class, scale, gamma, margin, size)
-        value = value + spoilt.to(value.dtype)
+        value, drawn = _leaning_blocks(embeddings, ids, centers, centers_per_class, scale, gamma, margin, size, shard)
     else:
         w = distances.unit(centers)
         similarity = _leaning(distances.unit(embeddings), w, centers_per_class, gamma)  # (B, C)
-        target = similarity.gather(1, ids[:, None]) - margin
-        logits = scale * similarity.scatter(1, ids[:, None], target)
-        value = cross_entropy(logits, ids, reduction="none") + spoilt.to(logits.dtype)
-        drawn = _within_class(w.view(num_classes, centers_per_class, -1)) if centers_per_class > 1 else w.new_zeros(())
+        own = shards.held(shard, ids)[:, None]
+        plain = similarity.gather(1, own)
+        target = plain - margin if shard is None else torch.where(ids[:, None] < shard.number, plain - margin, plain)
+        value = shards.cross_entropy(shard, scale * similarity.scatter(1, own, target), ids)
+        drawn = _within_class(w.view(-1, centers_per_class, w.shape[1])) if centers_per_class > 1 else w.new_zeros(())
+    value = value + spoilt.to(value.dtype)
     if tau and centers_per_class > 1:
-        value = value + tau * drawn
-    return reduce.terms(value, known, reduction) + reduce.taint(embeddings, centers)
+        part = 1.0 if shard is None else shard.number / shard.total
+        value = value + tau * shards.everywhere(shard, drawn * part)[0]
+    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + _spoilt(shard, centers)
 
 
 def _leaning(x: Tensor, w: Tensor, each: int, gamma: float) -> Tensor:
@@ -217,9 +255,18 @@ def _leaning(x: Tensor, w: Tensor, each: int, gamma: float) -> Tensor:
 
 
 def _leaning_blocks(
-    embeddings: Tensor, ids: Tensor, centers: Tensor, each: int, scale: float, gamma: float, margin: float, size: int
+    embeddings: Tensor,
+    ids: Tensor,
+    centers: Tensor,
+    each: int,
+    scale: float,
+    gamma: float,
+    margin: float,
+    size: int,
+    shard: Shard | None,
 ) -> tuple[Tensor, Tensor]:
-    """The terms (B,) and R of `soft_triple_loss`; what a block has is made again when its gradient is wanted."""
+    """The terms (B,) of `soft_triple_loss` and the R of these centres; what a block has is made again when its gradient
+    is wanted."""
     x, classes = distances.unit(embeddings), len(centers) // each
 
     def pass_by(x: Tensor, part: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -236,9 +283,10 @@ def _leaning_blocks(
         start += len(part) // each
     push = torch.stack([rivals for rivals, _ in found], 1)  # (B, blocks)
     push = reduce.logsumexp(push, push.detach() > reduce.nothing(push))
-    rows = (ids[:, None] * each + torch.arange(each, device=ids.device)).flatten()
+    rows = (shards.held(shard, ids)[:, None] * each + torch.arange(each, device=ids.device)).flatten()
     cosine = (distances.unit(centers[rows]).view(len(ids), each, -1) * x[:, None, :]).sum(2)  # (B, K)
     target = scale * (((cosine / gamma).softmax(1) * cosine).sum(1) - margin)
+    push, target = shards.pushed(shard, ids, push, target)
     return reduce.softplus(push - target), torch.stack([drawn for _, drawn in found]).sum()
 
 
@@ -254,15 +302,18 @@ def _within_class(w: Tensor) -> Tensor:
     return torch.where(upper, apart, 0.0).sum() / (classes * centers * (centers - 1))
 
 
-def _proxies(rows: int, dim: int) -> nn.Parameter:
-    checks.whole("num_classes", rows, 1)
-    checks.whole("dim", dim, 1)
-    proxies = torch.empty(rows, dim)
-    return nn.Parameter(nn.init.normal_(proxies, std=math.sqrt(2 / rows)))  # Kaiming, fan out
+def _proxies(rows: int, dim: int, shard: Shard | None, each: int = 1) -> nn.Parameter:
+    def fill(empty: Tensor) -> Tensor:
+        return nn.init.normal_(empty, std=math.sqrt(2 / rows))  # Kaiming, fan out
+
+    return shards.draw(rows, dim, fill, shard, each)
 
 
 class ProxyNCALoss(nn.Module):
-    """`proxy_nca_loss` with its proxies (C·K, D). `lr_scale` 50 as in Roth et al. 2020; papers go up to 1e5."""
+    """`proxy_nca_loss` with its proxies (C·K, D). `lr_scale` 50 as in Roth et al. 2020; papers go up to 1e5.
+
+    shard as in `NormalizedSoftmaxLoss`; the dynamic assignment also exchanges the proxies that items stand for.
+    """
 
     lr_scale = 50.0
     settings: dict[str, Any]
@@ -279,10 +330,13 @@ class ProxyNCALoss(nn.Module):
         reduction: str = "mean",
         impl: str = "auto",
         max_memory: int | None = None,
+        shard: bool = False,
     ) -> None:
         super().__init__()
         checks.whole("proxies_per_class", proxies_per_class, 1)
-        self.proxies = _proxies(num_classes * proxies_per_class, dim)
+        self.shard = shards.split(shard, num_classes)
+        self.proxies = _proxies(num_classes * proxies_per_class, dim, self.shard, proxies_per_class)
+        shards.keep(self, proxies=proxies_per_class)
         hold(
             self,
             proxy_nca_loss,
@@ -299,11 +353,17 @@ class ProxyNCALoss(nn.Module):
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
-        return proxy_nca_loss(embeddings, labels, self.proxies, **self.settings)
+        embeddings, labels, shard = shards.gather(
+            self.shard, embeddings, labels, self.proxies.shape[1], self.settings["assignment"] == "dynamic"
+        )
+        return proxy_nca_loss(embeddings, labels, self.proxies, shard=shard, **self.settings)
 
 
 class ProxyAnchorLoss(nn.Module):
-    """`proxy_anchor_loss` with its proxies (C, D). `lr_scale` 100 from the released code."""
+    """`proxy_anchor_loss` with its proxies (C, D). `lr_scale` 100 from the released code.
+
+    shard as in `NormalizedSoftmaxLoss`.
+    """
 
     lr_scale = 100.0
     settings: dict[str, Any]
@@ -317,9 +377,12 @@ class ProxyAnchorLoss(nn.Module):
         *,
         impl: str = "auto",
         max_memory: int | None = None,
+        shard: bool = False,
     ) -> None:
         super().__init__()
-        self.proxies = _proxies(num_classes, dim)
+        self.shard = shards.split(shard, num_classes)
+        self.proxies = _proxies(num_classes, dim, self.shard)
+        shards.keep(self, proxies=1)
         hold(
             self,
             proxy_anchor_loss,
@@ -333,11 +396,15 @@ class ProxyAnchorLoss(nn.Module):
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return proxy_anchor_loss(embeddings, labels, self.proxies, **self.settings)
+        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.proxies.shape[1])
+        return proxy_anchor_loss(embeddings, labels, self.proxies, shard=shard, **self.settings)
 
 
 class SoftTripleLoss(nn.Module):
-    """`soft_triple_loss` with its centres (C·K, D). `lr_scale` 100 from the released code."""
+    """`soft_triple_loss` with its centres (C·K, D). `lr_scale` 100 from the released code.
+
+    shard as in `NormalizedSoftmaxLoss`.
+    """
 
     lr_scale = 100.0
     settings: dict[str, Any]
@@ -354,10 +421,13 @@ class SoftTripleLoss(nn.Module):
         tau: float = 0.2,
         reduction: str = "mean",
         max_memory: int | None = None,
+        shard: bool = False,
     ) -> None:
         super().__init__()
         checks.whole("centers_per_class", centers_per_class, 1)
-        self.centers = _proxies(num_classes * centers_per_class, dim)
+        self.shard = shards.split(shard, num_classes)
+        self.centers = _proxies(num_classes * centers_per_class, dim, self.shard, centers_per_class)
+        shards.keep(self, centers=centers_per_class)
         hold(
             self,
             soft_triple_loss,
@@ -374,4 +444,5 @@ class SoftTripleLoss(nn.Module):
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return soft_triple_loss(embeddings, labels, self.centers, **self.settings)
+        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.centers.shape[1])
+        return soft_triple_loss(embeddings, labels, self.centers, shard=shard, **self.settings)

@@ -9,8 +9,10 @@ from torch.nn.functional import batch_norm, cross_entropy
 
 from nearkin.core import checks, class_softmax, distances, reduce
 from nearkin.kernels.class_loss import Form
+from nearkin.losses import shards
 from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
 from nearkin.losses.settings import hold, show
+from nearkin.losses.shards import Shard
 
 __all__ = [
     "AdaCosLoss",
@@ -32,6 +34,7 @@ def normalized_softmax_loss(
     reduction: str = "mean",
     impl: str = "auto",
     max_memory: int | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""Softmax over scaled cosines to the class weights.
 
@@ -40,18 +43,20 @@ def normalized_softmax_loss(
     embeddings (B, D), labels (B,) in 0..C-1, -1 left out, weight (C, D). Kin: `proxy_nca_loss` in its softmax form,
     which is this with s = 2·scale². Beyond `max_memory` bytes (without it, beyond a modest size) the logits are never
     held: blocks of classes pass by, in plain torch (impl="torch") or in a kernel ("triton"); "auto" chooses.
+    shard: where processes share the classes, which of them `weight` has; the batch is then that of all processes.
     Wang et al. 2017 (NormFace), Zhai and Wu 2018, arXiv:1811.12649; scale 20 = their temperature 0.05.
     """
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
-    value = whole(impl, embeddings, labels, weight, Form(scale), reduction, max_memory)
+    value = whole(impl, embeddings, labels, weight, Form(scale), reduction, max_memory, shard)
     if value is not None:
         return value
-    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
-    streams = route(impl, embeddings, weight, max_memory)
+    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
+    streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
         target = scale * (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
+        found, target = shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     logits = scale * distances.cosine(embeddings, weight)  # (B, C)
     return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
@@ -66,19 +71,23 @@ def heated_softmax_loss(
     scale: float | Tensor = 16.0,
     normalize: bool = True,
     reduction: str = "mean",
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""Normalised softmax with biases, trained warm and finished hot (a smaller scale).
 
     l_i = -log softmax_y( α <w_c/|w_c|, x> + b_c ),   x of unit length (normalize=True), or as given
 
+    shard as in `normalized_softmax_loss`, of the biases too.
     Zhang et al. 2018, arXiv:1809.04157; scale 16, then 4 for the last quarter, from its released code.
     """
-    ids, known, spoilt = checks.classes(embeddings, labels, *weight.shape)
+    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
     x = distances.unit(embeddings) if normalize else embeddings
     logits = scale * distances.dot(x, distances.unit(weight)) + bias  # (B, C)
-    return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight, bias)
+    value = shards.cross_entropy(shard, logits, ids) + spoilt.to(logits.dtype)
+    (taint,) = shards.everywhere(shard, torch.as_tensor(reduce.taint(weight, bias)))
+    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + taint
 
 
 def adacos_loss(
@@ -90,17 +99,18 @@ def adacos_loss(
     reduction: str = "mean",
     impl: str = "auto",
     max_memory: int | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""Normalised softmax whose scale follows from the number of classes, or from the batch.
 
     scale √2 ln(C - 1) unless given; `adacos_scale` gives the dynamic one. Needs three classes
-    or more: two give scale 0. impl and max_memory as in `normalized_softmax_loss`.
+    or more: two give scale 0. impl, max_memory and shard as in `normalized_softmax_loss`.
     Zhang et al. 2019, arXiv:1905.00292, eq. 12 (fixed) and 15 (dynamic).
     """
-    fixed = _fixed_scale(weight.shape[0])
+    fixed = _fixed_scale(weight.shape[0] if shard is None else shard.total)
     scale = fixed if scale is None else scale
     return normalized_softmax_loss(
-        embeddings, labels, weight, scale=scale, reduction=reduction, impl=impl, max_memory=max_memory
+        embeddings, labels, weight, scale=scale, reduction=reduction, impl=impl, max_memory=max_memory, shard=shard
     )
 
 
@@ -113,20 +123,22 @@ def adacos_scale(
     *,
     impl: str = "auto",
     max_memory: int | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""The next dynamic scale: ln(B_avg) / cos(min(π/4, θ_med)).
 
     B_avg = 1/N Σ_i Σ_{c != y_i} e^{s cos_ic} with the last scale s; θ_med: lower median of the angles to the own class.
     A batch that says nothing leaves the scale as it was.
     """
-    ids, known, _ = checks.classes(embeddings, labels, *weight.shape)
-    streams = route(impl, embeddings, weight, max_memory)
+    ids, known, _ = shards.classified(embeddings, labels, weight, shard)
+    streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
+        own_cosine = (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
+        found, own_cosine = shards.joined(shard, ids, found, own_cosine)
         flat = reduce.logsumexp(
             (found.peak + found.rest)[None], (known & (found.rest > reduce.nothing(found.rest)))[None]
         )
-        own_cosine = (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
     else:
         cosine = distances.cosine(embeddings, weight)  # (B, C)
         own = torch.zeros_like(cosine, dtype=torch.bool).scatter_(1, ids[:, None], True)
@@ -157,11 +169,9 @@ def classify_streamed(
     return reduce.terms(value, known, reduction) + found.taint
 
 
-def class_weight(rows: int, dim: int) -> nn.Parameter:
+def class_weight(rows: int, dim: int, shard: Shard | None = None, each: int = 1) -> nn.Parameter:
     """Class weights in random directions."""
-    checks.whole("num_classes", rows, 1)
-    checks.whole("dim", dim, 1)
-    return nn.Parameter(torch.randn(rows, dim) / math.sqrt(dim))
+    return shards.draw(rows, dim, lambda empty: empty.normal_() / math.sqrt(dim), shard, each)
 
 
 class NormalizedSoftmaxLoss(nn.Module):
@@ -169,6 +179,10 @@ class NormalizedSoftmaxLoss(nn.Module):
 
     sample_rate below 1: in training each step meets the classes of the batch and others drawn at random, together that
     part of all (Partial FC, An et al. 2022, arXiv:2203.15565). Evaluation meets all.
+
+    shard=True: each process of torch.distributed holds its part of the classes, and calls the loss with its own items,
+    all processes together; loss and gradients are those of one process with all of them (the embeddings' times the
+    number of processes, over which DistributedDataParallel averages). `losses/shards.py` says what is exchanged.
     """
 
     lr_scale = 1.0
@@ -184,9 +198,12 @@ class NormalizedSoftmaxLoss(nn.Module):
         sample_rate: float = 1.0,
         impl: str = "auto",
         max_memory: int | None = None,
+        shard: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = class_weight(num_classes, dim)
+        self.shard = shards.split(shard, num_classes)
+        self.weight = class_weight(num_classes, dim, self.shard)
+        shards.keep(self, weight=1)
         self.sample_rate = sampling(sample_rate)
         hold(
             self,
@@ -201,8 +218,9 @@ class NormalizedSoftmaxLoss(nn.Module):
     extra_repr = show_sampled
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        labels, weight = sample(self, embeddings, labels)
-        return normalized_softmax_loss(embeddings, labels, weight, **self.settings)
+        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        labels, weight, shard = sample(self, embeddings, labels, shard)
+        return normalized_softmax_loss(embeddings, labels, weight, shard=shard, **self.settings)
 
 
 class HeatedSoftmaxLoss(nn.Module):
@@ -211,7 +229,7 @@ class HeatedSoftmaxLoss(nn.Module):
     After `heat_after` training steps the scale drops from `scale` to `heated_scale` for good (the paper: the last
     quarter of training, at a tenth of the learning rate); None never does. Steps are counted in a buffer.
     norm="batch" standardises the embeddings over the batch instead of scaling them to unit length, and divides the
-    scale by √D, about the length of such an embedding.
+    scale by √D, about the length of such an embedding. shard as in `NormalizedSoftmaxLoss`.
     """
 
     lr_scale = 1.0
@@ -230,6 +248,7 @@ class HeatedSoftmaxLoss(nn.Module):
         *,
         norm: str = "l2",
         reduction: str = "mean",
+        shard: bool = False,
     ) -> None:
         super().__init__()
         checks.positive("scale", scale)
@@ -237,8 +256,10 @@ class HeatedSoftmaxLoss(nn.Module):
         checks.one_of("norm", norm, ("l2", "batch"))
         if heat_after is not None:
             checks.whole("heat_after", heat_after, 0)
-        self.weight = class_weight(num_classes, dim)
-        self.bias = nn.Parameter(torch.zeros(num_classes))
+        self.shard = shards.split(shard, num_classes)
+        self.weight = class_weight(num_classes, dim, self.shard)
+        self.bias = nn.Parameter(torch.zeros(len(self.weight)))
+        shards.keep(self, weight=1, bias=1)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("running_mean", torch.zeros(dim))
         self.register_buffer("running_var", torch.ones(dim))
@@ -257,7 +278,8 @@ class HeatedSoftmaxLoss(nn.Module):
         return torch.where(heated, hot, warm).to(distances.wide(self.steps))
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        checks.classes(embeddings, labels, *self.weight.shape)
+        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        shards.classified(embeddings, labels, self.weight, shard)  # before anything is learned from a bad batch
         scale, x = self.scale, embeddings
         if self.norm == "batch":
             scale = scale / math.sqrt(self.weight.shape[1])
@@ -266,7 +288,7 @@ class HeatedSoftmaxLoss(nn.Module):
             self.steps = self.steps + 1
         normalize = self.norm == "l2"
         return heated_softmax_loss(
-            x, labels, self.weight, self.bias, scale=scale, normalize=normalize, **self.settings
+            x, labels, self.weight, self.bias, scale=scale, normalize=normalize, shard=shard, **self.settings
         ) + reduce.taint(embeddings)
 
     def _standardised(self, embeddings: Tensor) -> Tensor:
@@ -281,7 +303,7 @@ class HeatedSoftmaxLoss(nn.Module):
 
 class AdaCosLoss(nn.Module):
     """`adacos_loss` with its class weights (C, D); dynamic=True adapts the scale, kept in the state dict, to each batch
-    in training."""
+    in training. shard as in `NormalizedSoftmaxLoss`."""
 
     lr_scale = 1.0
     settings: dict[str, Any]
@@ -296,17 +318,21 @@ class AdaCosLoss(nn.Module):
         reduction: str = "mean",
         impl: str = "auto",
         max_memory: int | None = None,
+        shard: bool = False,
     ) -> None:
         super().__init__()
         self.register_buffer("scale", torch.tensor(_fixed_scale(num_classes)))
-        self.weight = class_weight(num_classes, dim)
+        self.shard = shards.split(shard, num_classes)
+        self.weight = class_weight(num_classes, dim, self.shard)
+        shards.keep(self, weight=1)
         self.dynamic = dynamic
-        hold(self, adacos_loss, self.weight, reduction=reduction, max_memory=max_memory, **given(impl))
+        hold(self, normalized_softmax_loss, self.weight, reduction=reduction, max_memory=max_memory, **given(impl))
 
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         if self.dynamic and self.training:
             way = {name: self.settings[name] for name in ("impl", "max_memory") if name in self.settings}
-            self.scale = adacos_scale(embeddings, labels, self.weight, self.scale, **way)
-        return adacos_loss(embeddings, labels, self.weight, scale=self.scale, **self.settings)
+            self.scale = adacos_scale(embeddings, labels, self.weight, self.scale, shard=shard, **way)
+        return adacos_loss(embeddings, labels, self.weight, scale=self.scale, shard=shard, **self.settings)
