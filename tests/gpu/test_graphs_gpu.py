@@ -22,7 +22,6 @@ def same(a, b, tolerance):
     return all((x - y).abs().max() <= tolerance * y.abs().max() + 1e-7 for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # a graph is captured on a stream of its own
 @pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_graphs_give_what_the_encoder_gives(precision):
     torch.manual_seed(0)

@@ -21,6 +21,10 @@ class Graphed:
         self._parameters = list(encoder.parameters())
         self._holds: object = None
         self._replay: Callable[[Tensor], Tensor] | None = None
+        # A graph is captured on a stream of its own, as it must be: torch would warn of this at the first step.
+        quiet = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+        if quiet is not None:
+            quiet(False)
 
     def __call__(self, seen: Tensor) -> Tensor:
         learning = tuple(p.requires_grad for p in self._parameters)
