@@ -179,6 +179,8 @@ CHANGES = {
     "training.workers": (None, "threads must not change anything: test_training resumes with 0 and 2"),
     "training.deterministic": (None, "sets torch's flags: test_deterministic_sets_flags"),
     "training.graphs": (None, "needs a CUDA device: tests/gpu/test_graphs_gpu.py, and test_graphs_need_a_gpu"),
+    "training.strategy": (None, "needs several ranks: tests/test_torchrun.py"),
+    "training.sync_norms": (None, "needs several ranks: tests/test_torchrun.py"),
     "training.patience": ([*VECTORS, "training.epochs=30", "training.batches=1", "optimizer.lr=1e-9"], 2),
     "training.every": (VECTORS, 2),
     "training.save_minutes": (VECTORS, 1e-9),
@@ -444,7 +446,7 @@ def test_named_sections_are_those_without_fixed_keys():
     assert SAMPLERS and models.encoders()
 
 
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda path: path.stem)

@@ -2,12 +2,20 @@
 
 import json as json_module
 import re
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nearkin.cli.screen import Device, app, one_sentence, training_screen
+
+
+class Strategy(str, Enum):
+    """What may follow --strategy."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
 
 
 @app.command()
@@ -39,6 +47,10 @@ def train(
         typer.Option(help="Of weights, batches and augmentation; the parts have data.seed.", show_default="0"),
     ] = None,
     device: Annotated[Device | None, typer.Option(help="auto takes cuda where there is one.")] = None,
+    strategy: Annotated[
+        Strategy | None,
+        typer.Option(help="Of several ranks: each holds all weights (ddp) or a part (fsdp).", show_default="ddp"),
+    ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded pictures in memory only.")] = False,
     partial: Annotated[bool, typer.Option("--partial", help="Take what there is of a benchmark set.")] = False,
     skip_single: Annotated[bool, typer.Option("--skip-single", help="Leave out classes of a single item.")] = False,
@@ -64,6 +76,8 @@ def train(
       nearkin train cub200 --root data/CUB_200_2011 --recipe recipes/cub200-proxy-anchor.toml
 
       nearkin train --resume runs/birds
+
+      torchrun --nproc-per-node 4 -m nearkin train photos/ --out runs/birds
     """
     given = {
         "data.source": source,
@@ -81,23 +95,29 @@ def train(
         "optimizer.lr": lr,
         "training.seed": seed,
         "training.device": None if device is None else device.value,
+        "training.strategy": None if strategy is None else strategy.value,
     }
     chosen = {key: value for key, value in given.items() if value is not None}
     folder = resume
     with one_sentence(lambda: _left(folder)):
         from nearkin import report, training
 
-        if resume is not None and (chosen or recipe or set_ or out):
-            raise ValueError("--resume goes on with the recipe of the run; give no other choices beside it")
-        with training_screen(quiet or json) as watch:
-            if resume is not None:
-                outcome = training.resume(resume, watch)
-            else:
-                asked = training.read_recipe(recipe, [*_assignments(chosen), *(set_ or [])])
-                folder = out or _free_folder(asked)
-                outcome = training.train(asked, folder, watch)
-            watch({"event": "reporting"})
-            page = report.of_run(outcome)
+        with training.joined() as ranks:
+            if resume is not None and (chosen or recipe or set_ or out):
+                raise ValueError("--resume goes on with the recipe of the run; give no other choices beside it")
+            with training_screen(quiet or json or not ranks.first) as watch:
+                _name_rank(watch, ranks)
+                if resume is not None:
+                    outcome = training.resume(resume, watch)
+                else:
+                    asked = training.read_recipe(recipe, [*_assignments(chosen), *(set_ or [])])
+                    again = ranks.restarted()
+                    folder = out or Path(ranks.by_first(lambda: str(_free_folder(asked, again))))
+                    outcome = training.train(asked, folder, watch)
+                watch({"event": "reporting"})
+                page = ranks.by_first(lambda: str(report.of_run(outcome)))
+    if not ranks.first:
+        return
     if json:
         typer.echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False))
     elif quiet:
@@ -107,6 +127,25 @@ def train(
 
         results_table(outcome.results)
         typer.echo(f"report: {page}")
+
+
+def _name_rank(watch: Any, ranks: Any) -> None:
+    """Lines on the screen say which rank they are from, where there are several."""
+    console = getattr(watch, "console", None)
+    if ranks.size > 1 and console is not None:
+        watch.console = _Named(console, f"rank {ranks.rank}: ")
+
+
+class _Named:
+    """A console whose lines begin with a name."""
+
+    def __init__(self, console: Any, name: str) -> None:
+        self.console, self.name = console, name
+
+    def print(self, text: Any, **options: Any) -> None:
+        from rich.text import Text
+
+        self.console.print(Text.assemble(self.name, text), **options)
 
 
 def _left(folder: Path | None) -> str:
@@ -121,12 +160,12 @@ def _assignments(chosen: dict[str, Any]) -> list[str]:
     return [f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in chosen.items()]
 
 
-def _free_folder(recipe: Any) -> Path:
-    """runs/SOURCE or runs/SOURCE-LOSS, with a number behind it where that is taken."""
+def _free_folder(recipe: Any, again: bool) -> Path:
+    """runs/SOURCE or runs/SOURCE-LOSS, with a number behind it where that is taken; `again`: the last that is taken."""
     parts = [Path(recipe.data.source).stem, *([str(recipe.loss["name"])] if "name" in recipe.loss else [])]
     stem = re.sub(r"[^\w-]+", "-", "-".join(parts)).strip("-").lower() or "run"
-    number, folder = 1, Path("runs") / stem
+    number, folder, taken = 1, Path("runs") / stem, None
     while folder.exists():
-        number += 1
+        number, taken = number + 1, folder
         folder = Path("runs") / f"{stem}-{number}"
-    return folder
+    return taken if again and taken is not None else folder

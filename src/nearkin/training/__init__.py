@@ -2,6 +2,7 @@
 
 from nearkin.training.loop import Stopped
 from nearkin.training.monitor import Diverged
+from nearkin.training.ranks import Ranks, joined
 from nearkin.training.recipe import Recipe
 from nearkin.training.recipe import read as read_recipe
 from nearkin.training.run import Outcome, resume, train
@@ -11,10 +12,12 @@ __all__ = [
     "Diverged",
     "Embedded",
     "Outcome",
+    "Ranks",
     "Recipe",
     "Stopped",
     "embed_source",
     "export_onnx",
+    "joined",
     "read_recipe",
     "resume",
     "train",

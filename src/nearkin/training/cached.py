@@ -10,7 +10,7 @@ statistics once.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,19 @@ def backward(
     objective: Callable[[Tensor], Tensor],
     encoder: nn.Module,
     scale: Callable[[Tensor], Tensor] = lambda value: value,
+    passes: int | None = None,
+    apart: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext(),
 ) -> tuple[Tensor, Tensor]:
     """Adds the gradient of objective(encode(all)) to the parameters; returns the loss and the embeddings, detached.
 
     encode: embeddings of a slice of the batch of `size` items, under whatever precision the caller uses. scale: what is
-    multiplied to the loss before its gradient is taken (a gradient scaler's).
+    multiplied to the loss before its gradient is taken (a gradient scaler's). passes: into how many chunks the batch is
+    cut, some of them maybe empty, where ranks that exchange something in each must make as many. apart(last): entered
+    around each pass with a gradient, so that ranks exchange theirs once, in the last.
     """
     chunks = [slice(i, min(i + chunk, size)) for i in range(0, size, chunk)]
+    if passes is not None:
+        chunks = [slice(size * i // passes, size * (i + 1) // passes) for i in range(passes)]
     device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
     places, parts = [], []
     with torch.no_grad(), _without_statistics(encoder):
@@ -54,9 +60,10 @@ def backward(
         if gradient is None:
             break
         _replay(place)
-        again = encode(some)
-        if again.requires_grad:
-            again.backward(gradient[some].to(again.dtype))  # type: ignore[no-untyped-call]
+        with apart(some is chunks[-1]):
+            again = encode(some)
+            if again.requires_grad:
+                again.backward(gradient[some].to(again.dtype))  # type: ignore[no-untyped-call]
     _replay(after)
     return value.detach(), embeddings.detach()
 

@@ -1,12 +1,14 @@
 """Checkpoints: one file each, whole or not there, that proves its own content when it is read.
 
 A checkpoint is a safetensors file; all that is no tensor is JSON in its header, beside a SHA-256 over everything. A run
-keeps the last two and the best. A newest one that is damaged is passed over for the one before, which is said.
+keeps the last two and the best. A newest one that is damaged is passed over for the one before, which is said. Where
+tensors are spread over ranks there are several files and a manifest (`shards`), which is then what is renamed last.
 """
 
 import hashlib
 import json
 import random
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nearkin.core import files
+from nearkin.training import shards
+from nearkin.training.ranks import here
+from nearkin.training.shards import Kept, Rows
 
 __all__ = ["Checkpoints", "Damaged", "generators", "load", "optimizer_parts", "restore_generators", "restore_optimizer"]
 
@@ -28,18 +33,19 @@ class Damaged(ValueError):
     """The file is not a whole checkpoint."""
 
 
-def save(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Tensors and plain values into one file. Device tensors are copied; nothing of the caller's is kept."""
+def save(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> str:
+    """Tensors and plain values into one file, whose checksum is returned. Nothing of the caller's is kept."""
     from safetensors.torch import save as to_bytes
 
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     text = json.dumps(state, allow_nan=False)
     header = {"format": str(FORMAT), "state": text, "sha256": _digest(held, text)}
     files.write_bytes(path, to_bytes(held, metadata=header))
+    return header["sha256"]
 
 
-def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `save` wrote, or `Damaged` with the reason."""
+def load(path: Path, proven: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `save` wrote, or `Damaged` with the reason. proven: the checksum that it must have, where that is known."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -50,58 +56,122 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise Damaged(f"{path.name} is not a whole file ({' '.join(str(error).split())})") from None
     if header.get("format") != str(FORMAT):
         raise Damaged(f"{path.name} has format {header.get('format')}, this version reads {FORMAT}")
-    if header.get("sha256") != _digest(tensors, header.get("state", "")):
+    if header.get("sha256") != _digest(tensors, header.get("state", "")) or proven not in (None, header["sha256"]):
         raise Damaged(f"{path.name} does not match its checksum")
     state: dict[str, Any] = json.loads(header["state"])
     return tensors, state
 
 
 class Checkpoints:
-    """The checkpoints of a run: `step-00000120.safetensors`, and the best weights, which a checkpoint refers to."""
+    """The checkpoints of a run: `step-00000120.safetensors`, and the best weights, which a checkpoint refers to.
+
+    Every rank calls `write` and `write_best`; the first one writes what all share.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def write(self, step: int, tensors: Mapping[str, Tensor | Rows], state: Mapping[str, Any]) -> None:
         """Adds one, then drops what neither of the last two needs, and damaged ones of later steps."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step-{step:08d}.safetensors"
-        save(path, tensors, state)
-        kept = [other for other in self._steps() if other.name <= path.name][-_KEPT:]
-        needed = {path.name for path in kept} | {str(state.get("best_file"))}
-        needed |= {_best_of(path) for path in kept[:-1]}
+        name = self._written(f"step-{step:08d}", tensors, state)
+        if not here().first:
+            return
+        before = [other for other in self._steps() if _number(other) < step]
+        kept = [*before[1 - _KEPT :], self.folder / name]
+        needed = {other.name for other in kept} | {str(state.get("best_file"))}
+        needed |= {_best_of(other) for other in kept[:-1]}
+        needed |= {file for other in list(needed) for file in self._files(other)}
         for path in self.folder.iterdir():
             if path.name not in needed:
                 path.unlink(missing_ok=True)
 
-    def write_best(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> str:
+    def write_best(self, step: int, tensors: Mapping[str, Tensor | Rows], state: Mapping[str, Any]) -> str:
         """The name to keep in the state of the next checkpoint. The last best stays until that one is written."""
+        return self._written(f"best-{step:08d}", tensors, state)
+
+    def _written(self, stem: str, tensors: Mapping[str, Tensor | Rows], state: Mapping[str, Any]) -> str:
+        """The name of the one file that it takes, or of the manifest of several."""
+        ranks = here()
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"best-{step:08d}.safetensors"
-        save(self.folder / name, tensors, state)
-        return name
+        whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Rows)}
+        if len(whole) == len(tensors):
+            if ranks.first:
+                save(self.folder / f"{stem}.safetensors", whole, state)
+            return f"{stem}.safetensors"
+        own = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Rows)}
+        # A name of its own for every save: the files of a manifest that stands are never written over.
+        token = ranks.by_first(lambda: uuid.uuid4().hex[:8])
+        file = shards.part_name(stem, token, f"{ranks.rank}-of-{ranks.size}")
+        checksum = save(self.folder / file, {name: rows.tensor for name, rows in own.items()}, {})
+        places = {name: [rows.first, rows.first + len(rows.tensor), rows.total] for name, rows in own.items()}
+        alike = shards.part_name(stem, token, "whole")
+        if ranks.first:
+            save(self.folder / alike, whole, state)
+        parts = ranks.all_say({"file": file, "sha256": checksum, "rows": places})
+        if ranks.first:
+            shards.manifest(self.folder / f"{stem}.json", alike, parts)
+        return f"{stem}.json"
 
     def newest(self) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
         """The newest whole one, and what was wrong with newer ones."""
+        _, kept, state, notes = self.find()
+        return kept.everything(), state, notes
+
+    def find(self) -> tuple[str, Kept, dict[str, Any], list[str]]:
+        """The newest whole one: name, tensors and state; and what was wrong with newer ones."""
         notes: list[str] = []
         for path in reversed(self._steps()):
             try:
-                tensors, state = load(path)
+                kept, state = self.open(path.name, prove=True)
                 best = state.get("best_file")
                 if best is not None:
-                    load(self.folder / best)
+                    self.open(best, prove=True)
             except Damaged as error:
                 notes.append(str(error))
                 continue
-            return tensors, state, [f"{note}; the one before it is used" for note in notes]
+            return path.name, kept, state, [f"{note}; the one before it is used" for note in notes]
         why = f": {'; '.join(dict.fromkeys(notes))}" if notes else ""  # several may refer to the same best weights
         raise ValueError(f"{self.folder}: there is no whole checkpoint to go on from{why}")
 
-    def best(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return load(self.folder / name)
+    def open(self, name: str, prove: bool = False) -> tuple[Kept, dict[str, Any]]:
+        """The tensors and the state of one. prove: also that those of other ranks are whole."""
+        if name.endswith(".safetensors"):
+            tensors, state = load(self.folder / name)
+            return Kept(tensors), state
+        try:
+            found = shards.read_manifest(self.folder / name)
+        except ValueError as error:
+            raise Damaged(str(error)) from None
+        for part in found["parts"] if prove else ():
+            load(self.folder / part["file"], part["sha256"])
+        tensors, state = load(self.folder / found["whole"])
+        return Kept(tensors, self.folder, found["parts"]), state
+
+    def best(self, name: str) -> tuple[Kept, dict[str, Any]]:
+        return self.open(name)
+
+    def begun(self) -> bool:
+        """Whether there is any to go on from."""
+        return bool(self._steps())
 
     def _steps(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*.safetensors")) if self.folder.is_dir() else []
+        found = list(self.folder.glob("step-*.*")) if self.folder.is_dir() else []
+        return sorted((path for path in found if path.suffix in (".safetensors", ".json")), key=_number)
+
+    def _files(self, name: str) -> list[str]:
+        """The other files that a manifest speaks of."""
+        if not name.endswith(".json"):
+            return []
+        try:
+            found = shards.read_manifest(self.folder / name)
+        except ValueError:
+            return []
+        return [found["whole"], *(part["file"] for part in found["parts"])]
+
+
+def _number(path: Path) -> int:
+    digits = path.stem.partition("-")[2]
+    return int(digits) if digits.isdigit() else -1
 
 
 def _best_of(path: Path) -> str:
@@ -109,6 +179,8 @@ def _best_of(path: Path) -> str:
     from safetensors import SafetensorError, safe_open
 
     try:
+        if path.suffix == ".json":
+            path = path.with_name(shards.read_manifest(path)["whole"])
         with safe_open(path, framework="pt") as file:
             return str(json.loads((file.metadata() or {})["state"]).get("best_file"))
     except (SafetensorError, OSError, ValueError, KeyError):
@@ -136,10 +208,10 @@ def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], plain
     optimizer.load_state_dict({"state": state, "param_groups": plain["groups"]})
 
 
-def generators() -> tuple[dict[str, Tensor], dict[str, Any]]:
+def generators(torch_too: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Where every generator stands: torch on each device, NumPy's and Python's own."""
-    tensors = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    tensors = {"cpu": torch.get_rng_state()} if torch_too else {}
+    if torch_too and torch.cuda.is_available():
         tensors |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     # Other people's code may draw from NumPy's global generator.
     name, words, *place = np.random.get_state(legacy=True)  # noqa: NPY002
@@ -151,7 +223,8 @@ def generators() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_generators(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    torch.set_rng_state(tensors["cpu"])
+    if "cpu" in tensors:
+        torch.set_rng_state(tensors["cpu"])
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             if f"cuda{i}" in tensors:

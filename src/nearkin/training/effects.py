@@ -42,8 +42,13 @@ def check_augment(recipe: Recipe, augmentation: Augmentation | None) -> None:
 
 
 def check_encoder(recipe: Recipe) -> None:
-    """Settings of the encoder for vectors that need layers, or layers that learn."""
+    """Settings of the encoder for vectors that need layers, or layers that learn; and of several ranks."""
     options = recipe.encoder
+    if recipe.training.sync_norms and (options["name"] == "mlp" or options.get("freeze_norms")):
+        frozen = options["name"] != "mlp"
+        no_effect("training.sync_norms", "encoder.freeze_norms is true" if frozen else "mlp has no batch norm")
+    if recipe.training.strategy == "fsdp" and recipe.schedule.frozen_epochs:
+        raise ValueError("schedule.frozen_epochs must be 0 with training.strategy=fsdp, which holds what learns fixed")
     if options["name"] != "mlp":
         return
     if options.get("freeze_norms"):

@@ -10,10 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from nearkin.core import world
 from nearkin.data import augment
 from nearkin.samplers import EpochSampler
+from nearkin.training.ranks import here
 
-__all__ = ["Batch", "Feed", "Material", "embed"]
+__all__ = ["Batch", "Feed", "Material", "embed", "parts"]
 
 _RESIDENT = 0.25  # share of a GPU's free memory that a whole set may take, so that no batch crosses the bus
 _AHEAD = 4  # batches gathered before they are asked for
@@ -52,17 +54,25 @@ def resident(rows: NDArray[Any], device: torch.device, together: int = 4096) -> 
 
 
 class Batch(NamedTuple):
-    """One batch: which of the training items, and their rows as they are kept."""
+    """One batch: which of the training items, and the rows of this rank's part of it, as they are kept."""
 
     number: int
-    items: NDArray[np.int64]
+    items: NDArray[np.int64]  # of all ranks, as one process would have them
     rows: Tensor
+    counts: tuple[int, ...]  # rows of every rank, which follow one another
+    part: slice  # this rank's
+
+
+def parts(size: int, ranks: int) -> tuple[int, ...]:
+    """How many of `size` rows each rank gets: as evenly as can be, for any number of ranks."""
+    return tuple(size * (rank + 1) // ranks - size * rank // ranks for rank in range(ranks))
 
 
 class Feed:
     """The batches of an epoch in order, `workers` threads gathering the next ones meanwhile.
 
-    A batch is a pure function of (seed, epoch, number), so threads change nothing but the time.
+    A batch is a pure function of (seed, epoch, number), so threads change nothing but the time. Of several ranks each
+    takes its own piece, one after the other: put together they are the batch of one process, in its order.
     """
 
     def __init__(self, material: Material, indices: NDArray[np.int64], sampler: EpochSampler, workers: int) -> None:
@@ -89,7 +99,11 @@ class Feed:
                     waiting.cancel()
 
     def _gathered(self, number: int, items: NDArray[np.int64]) -> Batch:
-        return Batch(number, items, self.material.gather(self.indices[items]))
+        ranks = here()
+        counts = parts(len(items), ranks.size)
+        first = sum(counts[: ranks.rank])
+        part = slice(first, first + counts[ranks.rank])
+        return Batch(number, items, self.material.gather(self.indices[items[part]]), counts, part)
 
 
 @torch.no_grad()
@@ -107,11 +121,38 @@ def embed(
     """Embeddings (n, D) float32 on the CPU of the items at `indices`, the encoder in evaluation mode meanwhile.
 
     views: the mean over several crops and flips, renewed to length 1 where the encoder normalises. features: the pooled
-    backbone instead, before any projection.
+    backbone instead, before any projection. Of several ranks that train together each embeds its share, whole batches,
+    and all get all.
     """
+    ranks = here()
+    if ranks.size == 1:
+        return embed_here(encoder, material, indices, batch, precision, views, features, progress)
+    batches = -(-len(indices) // batch)
+    first, last = (batches * place // ranks.size * batch for place in (ranks.rank, ranks.rank + 1))
+    with ranks.busy():
+        own = None
+        if first < len(indices) and first < last:
+            own = embed_here(encoder, material, indices[first:last], batch, precision, views, features)
+        shapes = ranks.all_say(None if own is None else list(own.shape))  # also waits: an exchange does not for long
+    width = next(shape[1] for shape in shapes if shape is not None)
+    counts = [0 if shape is None else shape[0] for shape in shapes]
+    return world.gather(torch.zeros(0, width) if own is None else own, counts=counts)
+
+
+def embed_here(
+    encoder: nn.Module,
+    material: Material,
+    indices: NDArray[np.int64],
+    batch: int,
+    precision: torch.dtype | None,
+    views: int,
+    features: bool,
+    progress: Any = None,
+) -> Tensor:
+    """`embed` by this process alone, whatever other ranks there are; the caller switches gradients off."""
     was_training = encoder.training
     encoder.eval()
-    parts = []
+    kept = []
     try:
         for start in range(0, len(indices), batch):
             rows = material.gather(indices[start : start + batch])
@@ -123,9 +164,9 @@ def embed(
             mean = torch.stack([part.float() for part in found]).mean(0)
             if views > 1 and not features and getattr(encoder, "settings", {}).get("normalize"):
                 mean = nn.functional.normalize(mean, dim=1)
-            parts.append(mean.cpu())
+            kept.append(mean.cpu())
             if progress is not None:
                 progress(min(start + batch, len(indices)), len(indices))
     finally:
         encoder.train(was_training)
-    return torch.cat(parts)
+    return torch.cat(kept)

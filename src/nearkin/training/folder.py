@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,32 @@ from nearkin.training import recipe as recipes
 from nearkin.training.prepare import Prepared
 from nearkin.training.recipe import Recipe
 
-__all__ = ["beginning", "check", "recipe_of", "write"]
+__all__ = ["beginning", "check", "digest", "recipe_of", "same_launch", "write"]
 
 # What may be changed by hand in recipe.toml before a run goes on: where things are, not what is learned.
-_FREE = {"data": ("source", "root"), "training": ("device", "workers")}
+_FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy"), "loss": ("shard",)}
 
 
 def write(folder: Path, prepared: Prepared) -> None:
     """recipe.toml and data.json."""
-    begun = {"fingerprint": prepared.fingerprint, "recipe": _digest(prepared.recipe), "began_in": str(Path.cwd())}
+    begun: dict[str, Any] = {
+        "fingerprint": prepared.fingerprint,
+        "recipe": digest(prepared.recipe),
+        "began_in": str(Path.cwd()),
+    }
+    if _launch() is not None:
+        begun["launch"] = _launch()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files.write_text(folder / "recipe.toml", recipes.written(prepared.recipe))
         files.write_json(folder / "data.json", prepared.report | begun)
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def same_launch(folder: Path) -> bool:
+    """Whether the torchrun that has started this process has begun the run: it may bring new machines to it."""
+    return _launch() is not None and beginning(folder).get("launch") == _launch()
 
 
 def recipe_of(folder: Path) -> Recipe:
@@ -47,8 +59,8 @@ def check(folder: Path, prepared: Prepared) -> None:
     begun = beginning(folder)
     if begun.get("fingerprint", prepared.fingerprint) != prepared.fingerprint:
         raise ValueError(f"{folder}: {prepared.items.name} is not what it was when the run began; train anew")
-    digest = _digest(prepared.recipe)
-    if begun.get("recipe", digest) != digest:
+    ours = digest(prepared.recipe)
+    if begun.get("recipe", ours) != ours:
         file = folder / "recipe.toml"
         raise ValueError(
             f"{file} is not what it was when the run began: undo the change, or train anew with --recipe {file}"
@@ -69,7 +81,14 @@ def beginning(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _digest(recipe: Recipe) -> str:
+def _launch() -> str | None:
+    """What torchrun calls all that it starts, where that says anything."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name in (None, "", "none") else name
+
+
+def digest(recipe: Recipe) -> str:
+    """Of all that decides what is learned."""
     kept = {
         section: {key: value for key, value in part.items() if key not in _FREE.get(section, ())}
         for section, part in recipe.plain().items()

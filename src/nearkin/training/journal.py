@@ -12,15 +12,20 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """Appends lines; a run that goes on from a checkpoint first cuts what came after it."""
+    """Appends lines; a run that goes on from a checkpoint first cuts what came after it.
 
-    def __init__(self, path: Path, tensorboard: bool = False) -> None:
-        self.path, self.tensorboard = path, tensorboard
+    writes: whether this process is the one that does; of several ranks only the first is.
+    """
+
+    def __init__(self, path: Path, tensorboard: bool = False, writes: bool = True) -> None:
+        self.path, self.tensorboard, self.writes = path, tensorboard, writes
         self._board: Any = None
         if tensorboard and find_spec("tensorboard") is None:
             raise ValueError("training.tensorboard needs tensorboard: pip install 'nearkin[track]'")
 
     def write(self, line: dict[str, Any]) -> None:
+        if not self.writes:
+            return
         way_out = f"make room, then nearkin train --resume {self.path.parent}"
         with files.explained(f"{self.path}: a line", way_out), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -45,6 +50,8 @@ class Journal:
 
     def cut(self, step: int, epochs: int) -> None:
         """Only what had happened by this step, and by the end of so many epochs, remains."""
+        if not self.writes:
+            return
         kept = [
             line
             for line in self.read()

@@ -28,30 +28,38 @@ class Stopped(Exception):
 
 def fit(trainer: Trainer, watch: Watch) -> None:
     """Trains from wherever the trainer's state is to the end. Ctrl-C or SIGTERM: saves, then raises `Stopped`."""
-    state, options = trainer.state, trainer.recipe.training
+    state, options, ranks = trainer.state, trainer.recipe.training, trainer.ranks
     trainer.clock = trainer.looked_at = time.monotonic()
     with _asked_to_stop() as asked, deterministic(options.deterministic):
         while not state.finished:
             before = trainer.begin_epoch()
             for batch in trainer.feed.epoch(state.epoch, state.batch):
+                if ranks.size > 1:  # they stop and save together, so they ask each other first
+                    ranks.ask(asked[0] if asked else 0, _due(trainer))
                 trainer.rate.set(trainer.optimizer, state.step)
                 value, embeddings = trainer.learn(batch)
                 trainer.window += value
                 state.counted, state.batch, state.step = state.counted + 1, batch.number + 1, state.step + 1
                 look = state.step % options.log_steps == 0 or state.step == 1
                 norm = trainer.move(measure=look)
-                watch({"event": "moved", "epoch": state.epoch + 1, "step": state.step, "items": len(embeddings)})
+                watch({"event": "moved", "epoch": state.epoch + 1, "step": state.step, "items": len(batch.items)})
                 if look:
                     _tell(trainer, watch, trainer.look(norm, embeddings))
-                if asked or time.monotonic() - trainer.saved_at > 60 * options.save_minutes:
+                stop, save = ranks.answer() if ranks.size > 1 else (asked[0] if asked else 0, _due(trainer))
+                if stop or save:
                     trainer.save()
                     watch({"event": "saved", "step": state.step})
-                if asked:
-                    raise Stopped(asked[0], state.step, trainer.out)
+                if stop:
+                    raise Stopped(stop, state.step, trainer.out)
             _tell(trainer, watch, trainer.end_epoch(before))
             trainer.save()
-            if asked:
-                raise Stopped(asked[0], state.step, trainer.out)
+            stop = max(ranks.all_say(asked[0] if asked else 0))
+            if stop:
+                raise Stopped(stop, state.step, trainer.out)
+
+
+def _due(trainer: Trainer) -> bool:
+    return time.monotonic() - trainer.saved_at > 60 * trainer.recipe.training.save_minutes
 
 
 def _tell(trainer: Trainer, watch: Watch, line: dict[str, Any]) -> None:

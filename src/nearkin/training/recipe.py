@@ -97,6 +97,8 @@ class Training(_Section):
     workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
     deterministic: bool = True
     graphs: bool | None = None  # the encoder's passes as CUDA graphs
+    strategy: Literal["ddp", "fsdp"] | None = None  # of several ranks: each all weights, or a part of them; None: ddp
+    sync_norms: bool | None = None  # batch norm over the batches of all ranks
     patience: int | None = Field(default=None, ge=1)  # validations without a better one before training stops
     every: int = Field(default=1, ge=1)  # epochs between two validations
     save_minutes: float = Field(default=10.0, gt=0)

@@ -6,36 +6,32 @@ recipe.toml  model.safetensors  encoder.json  metrics.jsonl  results.json  data.
 import os
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nearkin import models
-from nearkin.core import files
-from nearkin.training import cached, defaults, judging
+from nearkin.training import cached, defaults, finishing, judging, keeping, norms, strategies
 from nearkin.training import folder as run_folder
 from nearkin.training.checkpoint import Checkpoints
-from nearkin.training.feed import Feed, Material, embed
+from nearkin.training.feed import Feed, Material
+from nearkin.training.finishing import raw
 from nearkin.training.journal import Journal
 from nearkin.training.loop import Watch, fit
 from nearkin.training.monitor import Monitor
 from nearkin.training.objective import build_loss, build_sampler, takes_targets
 from nearkin.training.optimizers import Rate, groups, optimizer
 from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, prepare
+from nearkin.training.ranks import Ranks, here, joined
 from nearkin.training.recipe import Recipe
-from nearkin.training.trainer import PRECISIONS, State, Trainer, seed_everything
+from nearkin.training.trainer import State, Trainer, seed_everything
 
 __all__ = ["Outcome", "assemble", "raw", "resume", "train"]
-
-_PIXELS = 32  # side to which pictures are reduced before their pixels are compared
 
 
 @dataclass(frozen=True)
@@ -53,22 +49,38 @@ class Outcome:
 
 
 def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Outcome:
-    """Trains as the recipe says into a new folder. `watch` is told everything that happens."""
+    """Trains as the recipe says into a new folder. `watch` is told everything that happens.
+
+    Under torchrun all processes train together; every one returns the outcome, and the first has written it. One that
+    torchrun has started again goes on with the folder, if it is of this recipe.
+    """
     folder = Path(out)
-    _new_folder(folder)
-    prepared = prepare(recipe, watch)
-    trainer = assemble(prepared, folder)  # whatever is wrong with the recipe is said before there is a folder
-    _begin(trainer, prepared, watch)
-    return _finish(trainer, prepared, watch)
+    with joined() as ranks:
+        restarted = ranks.restarted()
+        if ranks.by_first(lambda: _again(folder, restarted)):
+            return _resumed(recipe, folder, watch, ranks)
+        ranks.by_first(lambda: _new_folder(folder))
+        prepared = _prepared(recipe, watch, ranks)
+        trainer = assemble(prepared, folder)  # whatever is wrong with the recipe is said before there is a folder
+        _begin(trainer, prepared, watch)
+        return _finish(trainer, prepared, watch)
 
 
 def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
-    """Goes on from the newest whole checkpoint of a run, to the same weights as if it had never stopped."""
+    """Goes on from the newest whole checkpoint of a run, to the same weights as if it had never stopped.
+
+    On any number of processes: a checkpoint holds what each of them needs.
+    """
     folder = Path(folder)
-    prepared = prepare(run_folder.recipe_of(folder), watch)
+    with joined() as ranks:
+        return _resumed(run_folder.recipe_of(folder), folder, watch, ranks)
+
+
+def _resumed(recipe: Recipe, folder: Path, watch: Watch, ranks: Ranks) -> Outcome:
+    prepared = _prepared(recipe, watch, ranks)
     run_folder.check(folder, prepared)
     trainer = assemble(prepared, folder)
-    if not any((folder / "checkpoints").glob("*.safetensors")):  # it ended before it had begun
+    if not ranks.by_first(trainer.checkpoints.begun):  # it ended before it had begun
         _begin(trainer, prepared, watch)
         return _finish(trainer, prepared, watch)
     for note in trainer.restore():
@@ -79,10 +91,33 @@ def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
     return _finish(trainer, prepared, watch)
 
 
+def _again(folder: Path, restarted: bool) -> bool:
+    """Whether torchrun has started this training again, and it had come as far as a folder."""
+    begun = (folder / "recipe.toml").is_file()
+    if restarted and folder.is_dir() and not begun:
+        for path in folder.iterdir():
+            if path.name.startswith("."):  # half of a file, from a process that was killed while it wrote
+                path.unlink()
+    return begun and (restarted or run_folder.same_launch(folder))
+
+
+def _prepared(recipe: Recipe, watch: Watch, ranks: Ranks) -> Prepared:
+    """One rank after the other where there is something to store; all must find the same items."""
+    prepared = ranks.in_turn(lambda: prepare(recipe, watch))
+    found = ranks.all_say([prepared.fingerprint, run_folder.digest(prepared.recipe)])
+    for rank, other in enumerate(found):
+        for what, ours, theirs in zip(("items", "settings"), found[0], other, strict=True):
+            if ours != theirs:
+                raise ValueError(
+                    f"{recipe.data.source}: all ranks must find the same {what}, rank {rank} finds others than rank 0"
+                )
+    return prepared
+
+
 def _begin(trainer: Trainer, prepared: Prepared, watch: Watch) -> None:
     """The folder, with all that a run needs to be resumed from its first step."""
-    run_folder.write(trainer.out, prepared)
-    trainer.state.notes += [*prepared.notes, *_chunk_note(trainer)]
+    trainer.ranks.by_first(lambda: run_folder.write(trainer.out, prepared))
+    trainer.state.notes += [*prepared.notes, *_chunk_note(trainer), *_rank_notes(trainer)]
     for note in trainer.state.notes:
         watch({"event": "note", "text": note})
     trainer.save()
@@ -91,9 +126,12 @@ def _begin(trainer: Trainer, prepared: Prepared, watch: Watch) -> None:
 def assemble(prepared: Prepared, folder: Path) -> Trainer:
     """The trainer at its first step."""
     recipe, items, train_part = prepared.recipe, prepared.items, prepared.parts.train
-    on, graded = defaults.device(recipe), takes_targets(recipe)
+    ranks = here()
+    on, graded = ranks.device(defaults.device(recipe)), takes_targets(recipe)
     seed_everything(recipe.training.seed)
     encoder = build_encoder(prepared).to(on)
+    if recipe.training.sync_norms and ranks.size > 1:
+        norms.sync(encoder, on)
     dim = encoder.dim
     labels = classes = targets = None
     if items.labels is not None and not graded:
@@ -110,11 +148,16 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
         sampler = build_sampler(recipe, labels, targets)
     known = torch.from_numpy(targets if graded else labels).to(on)
     assert recipe.training.epochs is not None
-    steps = optimizer(recipe, groups(recipe, encoder.backbone, encoder.head, loss))
-    average = None
+    average = plain = None
     if recipe.training.ema:
         ema: Any = get_ema_multi_avg_fn
         average = AveragedModel(encoder, multi_avg_fn=ema(recipe.training.ema))
+    if recipe.training.strategy == "fsdp" and ranks.size > 1:
+        plain = strategies.shard(encoder, on)
+        if average is not None:
+            strategies.shard(average.module, on)  # type: ignore[arg-type]
+    steps = optimizer(recipe, groups(recipe, encoder.backbone, encoder.head, loss))
+    keeping.seed_rank(recipe.training.seed)
     material = Material(prepared.rows, on, recipe.data.size)
     return Trainer(
         recipe=recipe,
@@ -125,7 +168,9 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
         loss=loss,
         optimizer=steps,
         rate=Rate(recipe, len(sampler), recipe.training.epochs),
-        scaler=torch.amp.GradScaler(on.type, enabled=recipe.training.precision == "fp16"),
+        scaler=(torch.amp.GradScaler if ranks.size == 1 else strategies.Scaler)(
+            on.type, enabled=recipe.training.precision == "fp16"
+        ),
         sampler=sampler,
         feed=Feed(material, train_part, sampler, recipe.training.workers),
         material=material,
@@ -134,9 +179,10 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
         held=prepared.held("val"),
         graded=graded,
         monitor=Monitor(classes, dim, recipe.training.on_collapse),
-        journal=Journal(folder / "metrics.jsonl", recipe.training.tensorboard),
+        journal=Journal(folder / "metrics.jsonl", recipe.training.tensorboard, ranks.first),
         epochs=recipe.training.epochs,
         state=State(notes=[str(one.message) for one in heard]),
+        plain=plain,
     )
 
 
@@ -144,75 +190,23 @@ def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
     """Trains what is left, then: the best weights, the test, the files."""
     started = time.monotonic()
     fit(trainer, watch)
-    recipe, state, held = trainer.recipe, trainer.state, prepared.held("test")
+    recipe, state, held, ranks = trainer.recipe, trainer.state, prepared.held("test"), trainer.ranks
     assert state.best_file is not None
-    tensors, facts = Checkpoints(trainer.out / "checkpoints").best(state.best_file)
-    encoder = trainer.encoder
-    encoder.load_state_dict({k.removeprefix("encoder."): v for k, v in tensors.items() if k.startswith("encoder.")})
-    way_out = f"training is done and saved: make room, then nearkin train --resume {trainer.out}"
-    with files.explained(f"{trainer.out}: the encoder", way_out):
-        models.save(encoder, trainer.out, prepared.preparation)
+    with ranks.busy():
+        kept, facts = Checkpoints(trainer.out / "checkpoints").best(state.best_file)
+        encoder = trainer.encoder if trainer.plain is None else trainer.plain
+        encoder.load_state_dict(kept.part("encoder"))
+    with finishing.explained(trainer, "the encoder"):
+        ranks.by_first(lambda: models.save(finishing.unwrapped(encoder, prepared), trainer.out, prepared.preparation))
     rows: dict[str, Tensor] = {}
-    for name, made in _contenders(trainer, prepared, held).items():
+    for name, made in finishing.contenders(trainer, encoder, prepared, held).items():
         watch({"event": "testing", "what": name})
         rows[name] = made()
-    options: dict[str, Any] = {"ks": recipe.evaluation.ks, "interval": recipe.evaluation.interval}
-    options["seed"] = recipe.training.seed
-    tested = {name: judging.test(x, held, trainer.graded, trainer.device, **options) for name, x in rows.items()}
-    results = {
-        "nearkin": version("nearkin"),
-        "source": recipe.data.source,
-        "protocol": prepared.parts.note,
-        "test": tested,
-        "baseline": prepared.baseline,
-        "val": facts["val"] | {"epoch": facts["epoch"], "step": facts["step"]},
-        "items": {name: len(part) for name, part in prepared.sizes().items()},
-        "classes": prepared.class_counts(),
-        "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
-        "epochs": state.epoch,
-        "steps": state.step,
-        "seconds": state.seconds,
-        "peak_bytes": _peak(trainer.device),
-        "notes": state.notes,
-    }
-    results |= judging.more(rows["trained"], held, prepared.test_pairs(), recipe, trainer.device)
-    with files.explained(f"{trainer.out}: results.json", way_out):
-        files.write_json(trainer.out / "results.json", results)
+    results = ranks.by_first(lambda: finishing.results(trainer, prepared, held, rows, facts))
     watch({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     return Outcome(
         trainer.out, recipe, results, trainer.journal.read(), prepared, held, rows["trained"], list(state.notes)
     )
-
-
-def _contenders(trainer: Trainer, prepared: Prepared, held: judging.Held) -> dict[str, Callable[[], Tensor]]:
-    """What is tested: the trained encoder, the same one untrained, and what could be had without training."""
-    recipe, material, indices = trainer.recipe, trainer.material, held.everything
-    precision = PRECISIONS[recipe.training.precision or "fp32"]
-
-    def trained() -> Tensor:
-        return embed(trainer.encoder, material, indices, precision=precision)
-
-    def untrained() -> Tensor:
-        return embed(build_encoder(prepared).to(trainer.device), material, indices, precision=precision)
-
-    def baseline() -> Tensor:
-        if prepared.baseline == "frozen backbone":
-            fresh = build_encoder(prepared).to(trainer.device)
-            return embed(fresh, material, indices, precision=precision, features=True)
-        return raw(material, indices)
-
-    return {"trained": trained, "untrained": untrained, "baseline": baseline}
-
-
-def raw(material: Material, indices: NDArray[np.int64]) -> Tensor:
-    """The items themselves as vectors: pixels, of large pictures reduced ones."""
-    parts = []
-    for start in range(0, len(indices), 256):
-        seen = material.plain(material.gather(indices[start : start + 256])).float()
-        if seen.dim() == 4 and seen.shape[-1] > 2 * _PIXELS:
-            seen = torch.nn.functional.interpolate(seen, size=(_PIXELS, _PIXELS), mode="area")
-        parts.append(seen.flatten(1).cpu())
-    return torch.cat(parts)
 
 
 def _chunk_note(trainer: Trainer) -> list[str]:
@@ -225,6 +219,23 @@ def _chunk_note(trainer: Trainer) -> list[str]:
     ]
 
 
+def _rank_notes(trainer: Trainer) -> list[str]:
+    """What several ranks do otherwise than one process would."""
+    ranks, options = trainer.ranks.size, trainer.recipe.training
+    if ranks == 1:
+        return []
+    notes = [f"trained on {ranks} ranks, with the loss of all their items"]
+    if options.graphs:
+        notes.append("several ranks do not use CUDA graphs")
+    if cached.meets(trainer.encoder) and not options.sync_norms:
+        share = trainer.recipe.sampler["batch"] // ranks
+        notes.append(
+            f"batch norm takes its statistics from the {share} items of each rank; training.sync_norms=true takes "
+            f"them from all, as one process would, and encoder.freeze_norms=true needs none"
+        )
+    return notes
+
+
 def _new_folder(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         what = "is not empty" if folder.is_dir() else "is a file"
@@ -234,13 +245,3 @@ def _new_folder(folder: Path) -> None:
     above = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):  # said before anything long begins
         raise ValueError(f"{folder}: cannot be written ({above} is {'no folder' if above.is_file() else 'read-only'})")
-
-
-def _peak(on: torch.device) -> int:
-    if on.type == "cuda":
-        return torch.cuda.max_memory_allocated(on)
-    import resource
-    import sys
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from nearkin.core import files
+from nearkin.core import files, world
 from nearkin.data import augment
+from nearkin.distributed import GlobalBatch, average_gradients
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
-from nearkin.training import cached, checkpoint, judging
+from nearkin.training import cached, checkpoint, judging, keeping, strategies
 from nearkin.training.checkpoint import Checkpoints
 from nearkin.training.feed import Batch, Feed, Material, embed
 from nearkin.training.graphs import Graphed
@@ -25,7 +27,10 @@ from nearkin.training.journal import Journal
 from nearkin.training.judging import Held
 from nearkin.training.monitor import Monitor, spread_and_rank
 from nearkin.training.optimizers import Rate
+from nearkin.training.ranks import here
 from nearkin.training.recipe import Recipe
+from nearkin.training.shards import Rows
+from nearkin.training.strategies import Parallel
 
 __all__ = ["PRECISIONS", "State", "Trainer", "seed_everything"]
 
@@ -73,33 +78,50 @@ class Trainer:
     journal: Journal
     epochs: int
     state: State = field(default_factory=State)
+    plain: Encoder | None = None  # of an encoder that is spread over ranks: a copy to be filled with whole weights
 
     def __post_init__(self) -> None:
         self.checkpoints = Checkpoints(self.out / "checkpoints")
         self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
-        self.graphed = Graphed(self.encoder, self.precision) if self.recipe.training.graphs else None
+        self.ranks = here()
+        graphs = self.recipe.training.graphs and self.ranks.size == 1
+        self.graphed = Graphed(self.encoder, self.precision) if graphs else None
+        strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
+        self.parallel = Parallel(self.encoder, strategy, unused=name.startswith(("timm:", "hf:")))
+        self.objective = GlobalBatch(self.loss) if self.ranks.size > 1 else self.loss
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.saved_at = self.looked_at = self.clock = time.monotonic()
 
     @property
     def best_encoder(self) -> Encoder:
-        """The one that is measured and kept: the averaged one, where the recipe wants an average."""
-        if self.average is None:
-            return self.encoder
-        assert isinstance(self.average.module, Encoder)
-        return self.average.module
+        """The one that is measured and kept: the averaged one, where the recipe wants an average.
+
+        Of one that is spread over ranks a whole copy, which all of them must ask for.
+        """
+        found = self.encoder if self.average is None else self.average.module
+        assert isinstance(found, Encoder)
+        if self.plain is not None:
+            self.plain.load_state_dict(keeping.gathered(found))
+            return self.plain
+        return found
 
     def learn(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The gradient of one batch, added to the parameters: loss and embeddings, detached."""
+        """The gradient of one batch, added to the parameters: loss and embeddings, detached.
+
+        Of several ranks each encodes its part; the loss is that of the whole batch on all of them.
+        """
+        self.ranks.pulse.moves += 1
         rows = batch.rows.to(self.device, non_blocking=True)
-        known = self.known[torch.from_numpy(batch.items).to(self.device)]
-        keys = augment.keys(self.state.epoch, batch.number, torch.from_numpy(batch.items))
+        known = self.known[torch.from_numpy(batch.items[batch.part]).to(self.device)]
+        keys = None
+        if self.augmentation is not None:  # of all ranks' items: one that comes twice is seen as two
+            keys = augment.keys(self.state.epoch, batch.number, torch.from_numpy(batch.items))[batch.part]
 
         def encode(places: slice) -> Tensor:
             seen = rows[places]
             if self.augmentation is not None:
-                assert self.material.size is not None
+                assert self.material.size is not None and keys is not None
                 seed = self.recipe.training.seed
                 seen = augment.warp(
                     seen, keys[places], size=self.material.size, augmentation=self.augmentation, seed=seed
@@ -110,27 +132,43 @@ class Trainer:
                 embeddings = self.graphed(seen)
             else:
                 with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
-                    embeddings = self.encoder(seen)
+                    embeddings = self.parallel(seen)
+            self.ranks.pulse.moves += 1
             return embeddings.float() if self.precision is not None else embeddings
 
-        chunk = self.recipe.training.chunk
-        if chunk is not None and chunk < len(rows):
-            objective = lambda x: self.loss(x, known)  # noqa: E731
-            return cached.backward(encode, len(rows), chunk, objective, self.encoder, self.scaler.scale)
+        def objective(embeddings: Tensor) -> Tensor:
+            if self.ranks.size == 1:
+                return self.loss(embeddings, known)  # type: ignore[no-any-return]
+            return self.objective(embeddings, known, counts=batch.counts)  # type: ignore[no-any-return]
+
+        chunk, most = self.recipe.training.chunk, max(batch.counts)
+        if chunk is not None and chunk < most:
+            passes = None if self.ranks.size == 1 else -(-most // chunk)  # all ranks make as many
+            more: dict[str, Any] = {"passes": passes, "apart": self.parallel.apart}
+            return cached.backward(encode, len(rows), chunk, objective, self.encoder, self.scaler.scale, **more)
         embeddings = encode(slice(None))
-        value: Tensor = self.loss(embeddings, known)
+        value = objective(embeddings)
         self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
         return value.detach(), embeddings.detach()
 
     def move(self, measure: bool) -> Tensor | None:
         """One step of the optimiser along the gradient, which is then gone; its norm if it was clipped or asked for."""
         norm, clip = None, self.recipe.optimizer.clip
+        several = self.ranks.size > 1
+        if several:
+            average_gradients(self.loss)
+            strategies.average_norms(self.encoder)
         if clip or measure:
             self.scaler.unscale_(self.optimizer)
-            with_gradient = [p for p in self.parameters if p.grad is not None]
-            norm = nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
-            if clip:
-                nn.utils.clip_grads_with_norm_(with_gradient, clip, norm)
+            if several:
+                norm = strategies.global_norm(self.parameters)
+                if clip:
+                    strategies.clip(self.parameters, clip, norm)
+            else:
+                with_gradient = [p for p in self.parameters if p.grad is not None]
+                norm = nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
+                if clip:
+                    nn.utils.clip_grads_with_norm_(with_gradient, clip, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -140,7 +178,7 @@ class Trainer:
 
     def look(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
         """The log line of the steps since the last one; the only place in the loop that waits for the device."""
-        state = self.state
+        state, embeddings = self.state, world.gather(embeddings)
         none = self.window.new_full((), math.nan)
         scalars = [self.window / max(1, state.counted), none if norm is None else norm.to(self.window)]
         read = torch.cat([torch.stack(scalars), spread_and_rank(embeddings).to(self.window)]).tolist()
@@ -158,7 +196,7 @@ class Trainer:
 
     def check(self) -> None:
         """Raises `Diverged` before anything is measured or kept that nothing can go on from."""
-        sound = [p.detach().isfinite().all() for p in self.parameters]
+        sound = [strategies.local(p.detach()).isfinite().all() for p in self.parameters]
         self.monitor.finite(self.state.step, float(self.window), bool(torch.stack(sound).all()))
 
     def begin_epoch(self) -> dict[str, Tensor]:
@@ -170,6 +208,7 @@ class Trainer:
         self.loss.train()
         rest = self.state.epoch < self.recipe.schedule.frozen_epochs
         self.encoder.freeze_backbone(rest or bool(self.recipe.encoder.get("freeze_backbone")))
+        self.parallel.refresh()
         return {name: p.detach().clone() for name, p in self.loss.named_parameters() if self.state.batch == 0}
 
     def end_epoch(self, before: dict[str, Tensor]) -> dict[str, Any]:
@@ -181,7 +220,7 @@ class Trainer:
         line: dict[str, Any] = {"event": "epoch", "epoch": state.epoch, "step": state.step}
         if state.epoch % options.every == 0 or state.epoch == self.epochs:
             rows = self.embedded(self.held.everything)
-            line["val"] = judging.judge(rows, self.held, self.graded, self.device)
+            line["val"] = self.ranks.by_first(lambda: judging.judge(rows, self.held, self.graded, self.device))
             value = line["val"].get(judging.main_metric(self.graded), -math.inf)
             self.rate.measured(value)
             line["best"] = state.best is None or value > state.best
@@ -200,7 +239,7 @@ class Trainer:
     def keep_best(self, value: float, figures: dict[str, float]) -> None:
         """The weights as they are, under a name that the next checkpoint refers to."""
         state = self.state
-        kept = _prefixed("encoder", self.best_encoder.state_dict()) | _prefixed("loss", self.loss.state_dict())
+        kept = _prefixed("encoder", self.best_encoder.state_dict()) | _prefixed("loss", keeping.spread(self.loss))
         facts = {"epoch": state.epoch, "step": state.step, "val": figures}
         with self.explained("best weights"):
             state.best_file = self.checkpoints.write_best(state.step, kept, facts)
@@ -233,21 +272,21 @@ class Trainer:
         return self.state.seconds
 
     def save(self) -> None:
-        """A checkpoint of everything, from which the run goes on to the same end."""
+        """A checkpoint of everything, from which the run goes on to the same end, on any number of ranks."""
         self.check()
         self.elapsed()
         moments, plain = checkpoint.optimizer_parts(self.optimizer)
-        chance, chances = checkpoint.generators()
-        tensors = {"window": self.window}
-        parts: dict[str, dict[str, Tensor]] = {
-            "encoder": self.encoder.state_dict(),
-            "loss": self.loss.state_dict(),
-            "optimizer": moments,
+        chance, chances = keeping.generators(self.device)
+        tensors: dict[str, Tensor | Rows] = {"window": self.window}
+        parts: dict[str, Mapping[str, Tensor | Rows]] = {
+            "encoder": keeping.spread(self.encoder),
+            "loss": keeping.spread(self.loss),
+            "optimizer": keeping.spread_moments(moments, self.parameters),
             "sampler": self.sampler.state_dict(self.state.batch),
             "chance": chance,
         }
         if self.average is not None:
-            parts["average"] = self.average.state_dict()
+            parts["average"] = keeping.spread(self.average)
         for name, part in parts.items():
             tensors |= _prefixed(name, part)
         state = asdict(self.state) | {
@@ -257,28 +296,27 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "monitor": self.monitor.state_dict(),
         }
-        with self.explained("checkpoint"):
+        with self.explained("checkpoint"), self.ranks.busy():
             self.checkpoints.write(self.state.step, tensors, state)
+            self.ranks.meet()  # nobody's exchanges wait for the disk of another
         self.saved_at = time.monotonic()
 
     def restore(self) -> list[str]:
         """Goes back to the newest whole checkpoint; what was wrong with newer ones."""
-        tensors, state, notes = self.checkpoints.newest()
-
-        def part(name: str) -> dict[str, Tensor]:
-            return {key[len(name) + 1 :]: value for key, value in tensors.items() if key.startswith(f"{name}.")}
-
-        self.encoder.load_state_dict(part("encoder"))
-        self.loss.load_state_dict(part("loss"))
+        kept, state, notes = keeping.newest(self.checkpoints)
+        keeping.fill(self.encoder, kept, "encoder")
+        keeping.fill(self.loss, kept, "loss")
         if self.average is not None:
-            self.average.load_state_dict(part("average"))
-        checkpoint.restore_optimizer(self.optimizer, part("optimizer"), state.pop("optimizer"))
-        self.sampler.load_state_dict(part("sampler"))
-        checkpoint.restore_generators(part("chance"), state.pop("chances"))
+            keeping.fill(self.average, kept, "average")
+        moments = keeping.own_moments(kept, self.parameters)
+        checkpoint.restore_optimizer(self.optimizer, moments, state.pop("optimizer"))
+        self.sampler.load_state_dict(kept.part("sampler"))
+        seed = self.recipe.training.seed + state["step"]
+        keeping.restore_generators(kept.part("chance"), state.pop("chances"), self.device, seed)
         self.rate.load_state_dict(state.pop("rate"))
         self.scaler.load_state_dict(state.pop("scaler"))
         self.monitor.load_state_dict(state.pop("monitor"))
-        self.window.copy_(tensors["window"])
+        self.window.copy_(kept.rows("window"))
         self.state = State(**state)
         self.journal.cut(self.state.step, self.state.epoch)
         return notes
@@ -291,5 +329,5 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002  other people's code may draw from it
 
 
-def _prefixed(name: str, part: dict[str, Tensor]) -> dict[str, Tensor]:
+def _prefixed(name: str, part: Mapping[str, Tensor | Rows]) -> dict[str, Tensor | Rows]:
     return {f"{name}.{key}": value for key, value in part.items()}

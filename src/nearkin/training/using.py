@@ -1,6 +1,7 @@
 """A finished run put to use: its encoder over any source, as embeddings or in another format."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from nearkin.core import checks
 from nearkin.data import stored
 from nearkin.data.items import Items
 from nearkin.data.vectors import Vectors
-from nearkin.training import folder
+from nearkin.evaluation import Ranks
+from nearkin.training import feed, folder
 from nearkin.training import recipe as recipes
 from nearkin.training.feed import Material, embed
 from nearkin.training.prepare import divided, fingerprint
@@ -54,34 +56,65 @@ def embed_source(
     unreadable: str = "strict",
     device: str = "auto",
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Embedded:
     """The items of a source through the encoder of a run.
 
     source None: the run's own. part: "all", or the items of a part as the run's recipe divides the source; by default
-    the test part of the run's own source, all of another. views: the mean over so many crops and flips.
+    the test part of the run's own source, all of another. views: the mean over so many crops and flips. ranks: the
+    processes that share the work, whole batches each; all of them get the embeddings of all.
     """
     checks.whole("views", views, 1)
     checks.whole("batch", batch, 1)
-    opened = _opened(Path(run), source, root, part, unreadable, device)
+    opened = _in_turn(ranks, partial(_opened, Path(run), source, root, part, unreadable, device))
     if views > 1 and opened.material.size is None:
         raise ValueError(f"views must be 1 for vectors, got {views}")
-    return _embedded(opened, opened.indices, batch=batch, views=views, progress=progress)
+    return _embedded(opened, opened.indices, ranks, batch=batch, views=views, progress=progress)
 
 
 def vectors_of(
-    run: str | Path, source: str | None = None, *, root: str | Path | None = None, device: str, progress: Any = None
+    run: str | Path,
+    source: str | None = None,
+    *,
+    root: str | Path | None = None,
+    device: str,
+    progress: Any = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the items that ask, and the gallery of a source that has one apart."""
-    opened = _opened(Path(run), source, root, None, "strict", device)
-    asking = _vectors(f"{run} on {source or 'its test part'}", _embedded(opened, opened.indices, progress=progress))
+    opened = _in_turn(ranks, partial(_opened, Path(run), source, root, None, "strict", device))
+    found = _embedded(opened, opened.indices, ranks, progress=progress)
+    asking = _vectors(f"{run} on {source or 'its test part'}", found)
     if opened.gallery is None:
         return asking, None
-    return asking, _vectors(f"{run} on its gallery", _embedded(opened, opened.gallery, progress=progress))
+    return asking, _vectors(f"{run} on its gallery", _embedded(opened, opened.gallery, ranks, progress=progress))
 
 
-def _embedded(opened: _Opened, indices: NDArray[np.int64], **options: Any) -> Embedded:
+def _in_turn(ranks: Ranks | None, opened: Callable[[], _Opened]) -> _Opened:
+    """Pictures are decoded once a machine, by all its cores; its other ranks find them done."""
+    return opened() if ranks is None else ranks.first_here("opening", opened)
+
+
+def _embedded(
+    opened: _Opened,
+    indices: NDArray[np.int64],
+    ranks: Ranks | None = None,
+    *,
+    batch: int = 256,
+    views: int = 1,
+    progress: Progress | None = None,
+) -> Embedded:
+    """Ranks share whole batches, so that each item meets the same others in the encoder whatever their number."""
     chosen = opened.items.take(indices)
-    rows = embed(opened.encoder, opened.material, indices, **options)
+    if ranks is None:
+        rows = embed(opened.encoder, opened.material, indices, batch=batch, views=views, progress=progress)
+    else:
+        mine = indices[ranks.share(len(indices), batch)]
+        rows = torch.empty(0, opened.encoder.dim)
+        with ranks.work("embedding", progress, len(indices)) as told, torch.no_grad():
+            if len(mine):
+                rows = feed.embed_here(opened.encoder, opened.material, mine, batch, None, views, False, told)
+        rows = ranks.rows(rows)
     return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
 
 

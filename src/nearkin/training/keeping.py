@@ -1,0 +1,145 @@
+"""What a trainer puts into a checkpoint and takes out of it, whichever part of it each rank holds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nearkin.core import world
+from nearkin.losses import shards as class_shards
+from nearkin.training import checkpoint, shards
+from nearkin.training.checkpoint import Checkpoints
+from nearkin.training.ranks import here
+from nearkin.training.shards import Kept, Rows
+
+__all__ = [
+    "fill",
+    "gathered",
+    "generators",
+    "newest",
+    "own_moments",
+    "restore_generators",
+    "seed_rank",
+    "spread",
+    "spread_moments",
+]
+
+
+def spread(module: nn.Module) -> dict[str, Tensor | Rows]:
+    """The state of a module, with what each rank holds only rows of."""
+    state = module.state_dict()
+    if here().size == 1:
+        return dict(state)
+    found: dict[str, Tensor | Rows] = {name: shards.held(tensor) for name, tensor in state.items()}
+    for name, (first, _, total) in class_shards.layout(module).items():
+        if name in state:
+            found[name] = Rows(state[name], first, total)
+    return found
+
+
+def spread_moments(moments: Mapping[str, Tensor], parameters: list[Tensor]) -> dict[str, Tensor | Rows]:
+    """The same of an optimiser's tensors, `index.name`, beside the parameters that they belong to."""
+    if here().size == 1:
+        return dict(moments)
+    return {name: shards.held(value, parameters[int(name.partition(".")[0])]) for name, value in moments.items()}
+
+
+def fill(module: nn.Module, kept: Kept, prefix: str) -> None:
+    """Loads the state of a module from a checkpoint, of what it holds rows of only these."""
+    places = spread(module)
+    if not any(isinstance(place, Rows) for place in places.values()):
+        module.load_state_dict(kept.part(prefix))
+        return
+    known = set(kept.under(prefix))
+    if known != set(places):
+        other = sorted(known ^ set(places))[0]
+        raise ValueError(f"the checkpoint is not of this {prefix}: {other} is only in one of them")
+    for name, place in places.items():
+        kept.into(f"{prefix}.{name}", place)
+
+
+def own_moments(kept: Kept, parameters: list[Tensor]) -> dict[str, Tensor]:
+    """The tensors of an optimiser's state as this rank holds them."""
+    found: dict[str, Tensor] = {}
+    for name in kept.under("optimizer"):
+        parameter, full = parameters[int(name.partition(".")[0])], f"optimizer.{name}"
+        rows = shards.held(parameter) if here().size > 1 else parameter
+        if not isinstance(rows, Rows) or kept.dims(full) == 0:
+            found[name] = kept.rows(full)
+            continue
+        own = kept.rows(full, rows.first, rows.first + len(rows.tensor)).to(rows.tensor.device)
+        found[name] = _like(own, parameter)
+    return found
+
+
+def _like(own: Tensor, parameter: Tensor) -> Tensor:
+    """Rows of this rank, spread over ranks as the parameter is."""
+    if not hasattr(parameter, "to_local"):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    like: Any = parameter
+    return DTensor.from_local(
+        own.contiguous(), like.device_mesh, like.placements, shape=like.shape, stride=like.stride(), run_check=False
+    )
+
+
+def gathered(module: nn.Module) -> dict[str, Tensor]:
+    """The whole state of a module that is spread over ranks; all of them must ask."""
+    state: dict[str, Any] = module.state_dict()
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
+
+
+def newest(checkpoints: Checkpoints) -> tuple[Kept, dict[str, Any], list[str]]:
+    """The newest whole checkpoint. Of several ranks the first proves it, and all read that one."""
+    if here().size == 1:
+        _, kept, state, notes = checkpoints.find()
+        return kept, state, notes
+
+    def choose() -> list[Any]:
+        name, _, _, notes = checkpoints.find()
+        return [name, notes]
+
+    name, notes = here().by_first(choose)
+    with here().busy():
+        kept, state = checkpoints.open(name)
+    return kept, state, notes
+
+
+def seed_rank(seed: int) -> None:
+    """Chance that ranks must not share, as dropout is: each draws its own. Of the first rank that of one process."""
+    if here().rank:
+        torch.manual_seed((seed + here().rank * 0x9E3779B97F4A7C15) % 2**63)
+
+
+def generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Where every generator stands; of several ranks those of torch on each of them, by its device alone."""
+    if here().size == 1:
+        return checkpoint.generators()
+    on_gpu = {"cuda0": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    mine = {"cpu": torch.get_rng_state(), **on_gpu}
+    others = {f"{name}.ranks": world.gather(state[None], counts=[1] * here().size) for name, state in mine.items()}
+    return mine | others, checkpoint.generators(torch_too=False)[1]
+
+
+def restore_generators(
+    tensors: Mapping[str, Tensor], plain: Mapping[str, Any], device: torch.device, seed: int
+) -> None:
+    """A rank that was not there when the checkpoint was written begins a row of chance of its own."""
+    ranks = here()
+    if ranks.size == 1:
+        checkpoint.restore_generators(tensors, plain)
+        return
+    own = {name: value[ranks.rank].clone() for name, value in _by_rank(tensors).items() if ranks.rank < len(value)}
+    if ranks.rank == 0:
+        own = {name: value for name, value in tensors.items() if not name.endswith(".ranks")} | own
+    checkpoint.restore_generators({name: value for name, value in own.items() if name == "cpu"}, plain)
+    if device.type == "cuda" and "cuda0" in own:
+        torch.cuda.set_rng_state(own["cuda0"], device)
+    if "cpu" not in own:
+        seed_rank(seed)
+
+
+def _by_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removesuffix(".ranks"): value for name, value in tensors.items() if name.endswith(".ranks")}
