@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nearkin.cli.ranks import alone
 from nearkin.cli.screen import Device, app, one_sentence, progress_bars
 
 
@@ -92,6 +93,7 @@ def compare(
     }
     folder = out or Path("runs") / f"compare-{_stem(source)}"
     with one_sentence(lambda: f"what was finished is in {folder}; the same command goes on"):
+        alone("compare", "it starts processes of its own: --jobs")
         from nearkin import comparing, report, training
 
         names = comparing.comparable(losses)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nearkin.cli.ranks import first, shared
 from nearkin.cli.screen import Device, app, one_sentence, plain_bar
 
 if TYPE_CHECKING:
     from nearkin.data.vectors import Vectors
+    from nearkin.evaluation import Ranks
     from nearkin.evaluation.protocols import Progress
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -118,6 +120,8 @@ def evaluate(
       nearkin evaluate runs/birds new-photos/ --clustering --diagnose
 
       nearkin evaluate faces.npz --pairs pairs.csv --far 1e-3
+
+      torchrun --nproc-per-node 8 -m nearkin evaluate runs/birds
     """
     flags = {
         "retrieval": retrieval,
@@ -127,7 +131,7 @@ def evaluate(
         "graded": graded,
         "diagnose": diagnose,
     }
-    with one_sentence():
+    with one_sentence(), shared() as ranks:
         from nearkin.data import pair_lists, vectors
         from nearkin.evaluation import protocols, report
 
@@ -144,35 +148,39 @@ def evaluate(
             device.value,
             None if far is None else _shares(far),
         )
-        if json is not None:
+        if json is not None and first(ranks):
             report.writable(json)
         if gallery is None and (gallery_labels or gallery_targets):
             raise ValueError("--gallery-labels and --gallery-targets need --gallery FILE")
         if embeddings.is_dir():
             if labels or targets or gallery:
                 raise ValueError(f"{embeddings}: a run brings its own labels; leave --labels, --targets, --gallery out")
-            items, others = _of_run(embeddings, source, root, device.value)
+            items, others = _of_run(embeddings, source, root, device.value, ranks)
         else:
             if source is not None or root is not None:
                 raise ValueError(f"{embeddings}: SOURCE and --root are for the folder of a run, got a file")
             items = vectors.read(embeddings, labels, targets, several=True)
             others = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, several=True)
         listed = None if pairs is None else pair_lists.read(pairs, len(items.embeddings))
-        with _bar("pairs" if pairs is None else "resamples") as progress:
-            found = protocols.evaluate(items, others, settings, progress, listed)
-        if json is not None:
+        with _bar("pairs" if pairs is None else "resamples", first(ranks)) as progress:
+            found = protocols.evaluate(items, others, settings, progress, listed, ranks)
+        if json is not None and first(ranks):
             report.write(json, found)
+    if not first(ranks):
+        return
     _print(found, interval)
     if json is not None:
         typer.echo(f"wrote {json}", err=True)
 
 
-def _of_run(run: Path, source: str | None, root: Path | None, device: str) -> "tuple[Vectors, Vectors | None]":
+def _of_run(
+    run: Path, source: str | None, root: Path | None, device: str, ranks: "Ranks | None"
+) -> "tuple[Vectors, Vectors | None]":
     """What the encoder of a run makes of a source; the gallery's part where the source has one."""
     from nearkin import training
 
-    with plain_bar("embedding") as progress:
-        return training.vectors_of(run, source, root=root, device=device, progress=progress)
+    with plain_bar("embedding", not first(ranks)) as progress:
+        return training.vectors_of(run, source, root=root, device=device, progress=progress, ranks=ranks)
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
@@ -201,7 +209,7 @@ def _bytes(text: str) -> int:
 
 
 @contextmanager
-def _bar(verified: str) -> "Iterator[Progress | None]":
+def _bar(verified: str, shown: bool) -> "Iterator[Progress | None]":
     """A bar on stderr with rate and time left, gone at the end; nothing where stderr is no terminal.
 
     verified: what verification counts; one-shot counts episodes, the others rows.
@@ -211,7 +219,7 @@ def _bar(verified: str) -> "Iterator[Progress | None]":
 
     counted = {"verification": verified, "one_shot": "episodes"}
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not shown or not console.is_terminal:
         yield None
         return
     rate, left = TextColumn("{task.fields[rate]}"), TimeRemainingColumn()

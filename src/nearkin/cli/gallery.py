@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nearkin.cli.ranks import first, shared
 from nearkin.cli.screen import Device, app, one_sentence, plain_bar
 
 if TYPE_CHECKING:
+    from nearkin.evaluation import Ranks
     from nearkin.gallery import Gallery
+    from nearkin.gallery.encoding import Encoding
 
 _Run = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)]
 _OtherRun = Annotated[
@@ -69,13 +72,15 @@ def enrol(
       nearkin enrol runs/birds photos/ --gallery birds.gallery
 
       nearkin enrol runs/birds heron.jpg-folder/ --label heron --gallery birds.gallery
+
+      torchrun --nproc-per-node 8 -m nearkin enrol runs/birds photos/ --gallery birds.gallery
     """
-    with one_sentence(lambda: "what was enrolled stays; the same command goes on from there"):
+    with one_sentence(lambda: "what was enrolled stays; the same command goes on from there"), shared() as ranks:
         from nearkin import gallery as room
 
         kept = _json_object(metadata)
-        with _opened(gallery, run, device, create=True) as opened:
-            with plain_bar("enrolling", quiet) as progress:
+        with _enrolling(gallery, run, device, ranks) as opened:
+            with plain_bar("enrolling", quiet or not first(ranks)) as progress:
                 found = room.enrol_source(
                     opened,
                     source,
@@ -84,10 +89,14 @@ def enrol(
                     metadata=kept,
                     skip_unreadable=skip_unreadable,
                     progress=progress,
+                    ranks=ranks,
                 )
-            with plain_bar("indexing", quiet) as progress:
-                opened.warm(progress)
-            rows = opened.stats()["rows"]
+            if isinstance(opened, room.Gallery):
+                with plain_bar("indexing", quiet) as progress:
+                    opened.warm(progress)
+                rows = opened.stats()["rows"]
+    if not first(ranks):
+        return
     for line in found.unreadable[:10]:
         typer.echo(f"left out: {line}", err=True)
     if not quiet:
@@ -278,6 +287,18 @@ def _opened(
         finally:
             for one in heard:
                 typer.echo(f"note: {one.message}", err=True)
+
+
+@contextmanager
+def _enrolling(place: str, run: Path, device: Device, ranks: "Ranks | None") -> "Iterator[Gallery | Encoding]":
+    """The gallery, where this process writes it; the encoder alone, where it helps the one that does."""
+    if first(ranks):
+        with _opened(place, run, device, create=True) as opened:
+            yield opened
+    else:
+        from nearkin.gallery.encoding import Encoding
+
+        yield Encoding(run, device.value)
 
 
 @contextmanager

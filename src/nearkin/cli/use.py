@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from nearkin.cli.ranks import first, shared
 from nearkin.cli.screen import Device, app, one_sentence, plain_bar
 
 
@@ -34,13 +35,16 @@ def embed(
       nearkin embed runs/birds new-photos/ --out new.npz
 
       nearkin embed runs/birds photos/ --part test --views 10 --out test.parquet
+
+      torchrun --nproc-per-node 8 -m nearkin embed runs/birds photos/ --out all.npz
     """
-    with one_sentence():
+    with one_sentence(), shared() as ranks:
         from nearkin import training
         from nearkin.data import writing
 
-        writing.writable(out)
-        with plain_bar("embedding", quiet) as progress:
+        if first(ranks):
+            writing.writable(out)
+        with plain_bar("embedding", quiet or not first(ranks)) as progress:
             found = training.embed_source(
                 run,
                 source,
@@ -51,9 +55,11 @@ def embed(
                 unreadable="skip" if skip_unreadable else "strict",
                 device=device.value,
                 progress=progress,
+                ranks=ranks,
             )
-        writing.write(out, found.embeddings, found.labels, found.targets, found.names, found.classes)
-    if not quiet:
+        if first(ranks):
+            writing.write(out, found.embeddings, found.labels, found.targets, found.names, found.classes)
+    if not quiet and first(ranks):
         rows, dimensions = found.embeddings.shape
         typer.echo(f"{out}: {rows:,} × {dimensions}")
 

@@ -8,11 +8,13 @@ from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.paired import compare
 from nearkin.evaluation.ranking import retrieval
+from nearkin.evaluation.split import Ranks
 from nearkin.evaluation.uncertainty import bootstrap
 from nearkin.evaluation.verification import operating_point, verification
 
 __all__ = [
     "Calibration",
+    "Ranks",
     "all_pairs",
     "bootstrap",
     "calibrate",

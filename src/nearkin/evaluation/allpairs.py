@@ -1,6 +1,7 @@
 """Verification over all pairs of a labelled set, exact, without holding the pairs."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from nearkin.evaluation.curves import (
     point,
 )
 from nearkin.evaluation.pair_scan import Scan, Search
+from nearkin.evaluation.split import Ranks
 from nearkin.samplers import draws
 
 __all__ = ["all_pairs"]
@@ -48,6 +50,7 @@ def all_pairs(
     samples: int = pair_bootstrap.SAMPLES,
     seed: int = 0,
     progress: pair_scan.Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Verified:
     """Verifies every pair i < j of embeddings (N, D): genuine where labels (N,) are equal; label -1 is left out.
 
@@ -63,26 +66,37 @@ def all_pairs(
     carry the wider of this interval and the binomial one, which takes pairs as independent and is too narrow alone.
 
     `budget` bounds the bytes of working memory beside the embeddings; a smaller one means more passes, never another
-    result. progress(done, of) is called with pairs, over all passes.
+    result. progress(done, of) is called with pairs, over all passes. ranks: who shares the pairs, as in `retrieval`.
     """
-    scan = _checked(embeddings, labels, similarity, progress)
+    scan = _checked(embeddings, labels, similarity, ranks)
     tile, needed = pair_scan.tile_bytes(embeddings.shape[1]), pair_scan.TABLE + interval * _CELLS
     what = "a tile, a table and the counts of the groups" if interval else "a tile and a table"
     checks.enough("budget", budget, tile + needed, f"{what}, in bytes")
     checks.whole("points", points, 0)
+    settings = {"samples": samples, "seed": seed, "confidence": confidence}
+    pairs = scan.genuine + scan.impostors
+    with (
+        nullcontext(progress) if scan.team is None else scan.team.work("verification", progress, pairs) as scan.progress
+    ):
+        return _found(scan, fars, budget - tile, points, interval, settings)
+
+
+def _found(
+    scan: Scan, fars: Sequence[float], budget: int, points: int, interval: bool, settings: dict[str, Any]
+) -> Verified:
     wanted = measurable(fars, scan.impostors)
     crossing = Search(lambda tp, fp: crossed(tp, fp, scan.genuine, scan.impostors))
     refusals = [Search(partial(_too_many, most_accepted(far, scan.impostors))) for far in wanted]
-    at_once = (budget - tile) // pair_scan.TABLE
+    at_once = budget // pair_scan.TABLE
     scan.passes = pair_scan.passes_of(scan, 1 + len(wanted), at_once) + 1 + interval
     pair_scan.run(scan, [crossing, *refusals], at_once)
     counts = scan.genuine, scan.impostors
     ready = [
-        point(far, scan.next_above(search.block), *search.above, *counts, confidence)
+        point(far, scan.next_above(search.block), *search.above, *counts, settings["confidence"])
         for far, search in zip(wanted, refusals, strict=True)
     ]
     curve, grid = (pair_sweep.Levels(number, *counts) for number in (max(points, 1), _GRID))
-    swept = pair_sweep.sweep(scan, (budget - tile) // pair_sweep.KEY_BYTES, [curve, grid])
+    swept = pair_sweep.sweep(scan, budget // pair_sweep.KEY_BYTES, [curve, grid])
     tp, fp = zip(crossing.above, crossing.within, strict=True)
     found = Verified({"genuine": counts[0], "impostors": counts[1], "auc": swept.auc, "eer": eer(tp, fp, *counts)})
     found |= {"balanced_accuracy": swept.balanced, "balanced_threshold": scan.score(swept.key)}
@@ -90,18 +104,19 @@ def all_pairs(
     if points:
         found["roc"] = curve.roc(scan)
     if interval:
-        settings = {"samples": samples, "seed": seed, "confidence": confidence}
         _add_intervals(found, scan, grid.keys(), settings)
     return found
 
 
-def _checked(embeddings: Tensor, labels: Tensor, similarity: str, progress: pair_scan.Progress | None) -> Scan:
+def _checked(embeddings: Tensor, labels: Tensor, similarity: str, ranks: Ranks | None) -> Scan:
     checks.rows("embeddings", embeddings)
     checks.class_ids("labels", labels, embeddings)
     checks.one_of("similarity", similarity, ("cosine", "dot"))
     checks.finite("embeddings", embeddings)
-    scan = Scan(embeddings, labels.long(), similarity, progress)
+    scan = Scan(embeddings, labels.long(), similarity, team=ranks)
     both(scan.genuine, scan.impostors)
+    if scan.team is not None:
+        scan.team.agree(embeddings=embeddings, labels=labels)
     return scan
 
 
@@ -151,7 +166,7 @@ def _counted(scan: Scan, grid: Counts, seed: int) -> tuple[Floats, Floats, pair_
         row = torch.where(scan.strange(first, second), cell_of[a, b] + groups, a)
         place = row * width + torch.searchsorted(levels, key, right=True)
         table.index_add_(0, place, torch.ones_like(place))
-    falling = table.view(-1, width).flip(1).cumsum(1).cpu().numpy().astype(np.float64)
+    falling = scan.summed(table).reshape(-1, width)[:, ::-1].cumsum(1).astype(np.float64)
     falling = np.concatenate([np.zeros((len(falling), 1)), falling], axis=1)
     pairs = np.stack([one, other], axis=1)
     return (

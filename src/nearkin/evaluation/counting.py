@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearkin.evaluation.kinship import Kinship
 from nearkin.evaluation.space import Space, slices
+from nearkin.evaluation.split import Ranks
 
 BEYOND = 2**40  # a rank nobody has
 _GROUP = 16  # cells of a tile of which first only the largest is looked at
@@ -35,21 +36,36 @@ class Limits(NamedTuple):
 
 
 def ranks(
-    space: Space, kinship: Kinship, limits: Limits, progress: Callable[[int, int], None] | None = None
+    space: Space,
+    kinship: Kinship,
+    limits: Limits,
+    progress: Callable[[int, int], None] | None = None,
+    team: Ranks | None = None,
 ) -> Iterator[Ranked]:
-    """Ranks of the kin, for some queries at a time; BEYOND for those beyond their limit."""
+    """Ranks of the kin, for some queries at a time; BEYOND for those beyond their limit.
+
+    A team shares the queries, or where one tile serves two ways the tiles; each of it answers for some queries.
+    """
     total = len(space.queries)
     step = max(1, space.budget // 8 // kinship.cost)
     everyone = torch.arange(total, device=space.queries.device)
     order = everyone if total <= step else kinship.number.argsort(stable=True)  # as many kin: as long rows
     mirrored = space.own and total <= step and space.taking is None
+    if team is not None and not mirrored:
+        order = order[team.rank :: team.size]
+        total = len(order)
     for group in slices(total, step):
         rows = order[group]
         counter = Counter(space, kinship, rows, limits)
-        for done, of in _pass(space, counter, mirrored):
+        for done, of in _pass(space, counter, mirrored, team if mirrored else None):
             if progress is not None:
                 progress(min(total, group.start + (group.stop - group.start) * done // of), total)
-        yield Ranked(rows, counter.ranks())
+        if team is None or not mirrored:
+            yield Ranked(rows, counter.ranks())
+        else:
+            counter.add_up(team)
+            own = team.share(total)
+            yield Ranked(rows[own], counter.ranks()[own])
 
 
 class Counter:
@@ -109,6 +125,16 @@ class Counter:
                 self._decide(query[part], item[part], low[part], number[part])
         self._raise_floor()
 
+    def add_up(self, team: Ranks) -> None:
+        """Counts of all ranks, each of which has met other tiles.
+
+        Whom one of them left alone has on that rank alone as many strangers before it as its limit.
+        """
+        self.settle()
+        if self.width:
+            self.decided = team.total(self._counts())
+            self.above.zero_()
+
     def _decide(self, query: Tensor, item: Tensor, low: Tensor, number: Tensor) -> None:
         """Pairs (P,) of a query and a stranger, each in doubt with `number` kin from the slot `low` on."""
         each = torch.arange(len(query), device=query.device).repeat_interleave(number)
@@ -167,8 +193,8 @@ class Counter:
         return nearer + torch.arange(1, self.width + 1, device=nearer.device)  # as many strangers before the first, …
 
 
-def _pass(space: Space, counter: Counter, mirrored: bool) -> Iterator[tuple[int, int]]:
-    """Shows every tile to the counter; yields how many tiles are done, of how many."""
+def _pass(space: Space, counter: Counter, mirrored: bool, team: Ranks | None) -> Iterator[tuple[int, int]]:
+    """Shows every tile to the counter, or a team's tiles in turn; yields how many tiles are done, of how many."""
     height, width = _sides(space, counter.rows, mirrored)
     pieces, blocks = slices(space.size, width), slices(len(counter.rows), height)
     if not counter.width or not pieces:
@@ -176,17 +202,20 @@ def _pass(space: Space, counter: Counter, mirrored: bool) -> Iterator[tuple[int,
     room = counter.proposed.new_empty(height * width)
     done, of = 0, len(pieces) * (len(pieces) + 1) // 2 if mirrored else len(pieces) * len(blocks)
     for piece in pieces:
-        right = space.right(piece)
+        right = None
         for block in blocks:
             if mirrored and block.start > piece.start:
                 break
+            done += 1
+            if team is not None and done % team.size != team.rank:
+                continue
+            right = space.right(piece) if right is None else right
             left = space.left(block if mirrored else counter.rows[block])
             tile = _padded(room, len(left), len(right))
             space.tile(left, right, tile[: len(left), : len(right)])
             _show(counter, tile, block, piece, across=False)
             if mirrored and block != piece:
                 _show(counter, tile, piece, block, across=True)
-            done += 1
             yield done, of
 
 

@@ -1,12 +1,14 @@
 """Graded relevance: how well the order of the embeddings follows real-valued labels."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances
 from nearkin.evaluation.search import BUDGET
+from nearkin.evaluation.split import Ranks
 from nearkin.evaluation.uncertainty import Scores, bootstrap
 
 DISTANCES = ("euclidean", "cosine")
@@ -25,6 +27,7 @@ def graded(
     classes: Tensor | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> Scores:
     """Rankings by embedding distance, judged by label distance; means over queries.
 
@@ -42,39 +45,62 @@ def graded(
     `interval` adds 95 % bootstrap intervals as `.intervals`: over `classes` (N,) of the queries where these are given,
     -1 not counting; else over queries, which is too narrow where these come in groups. progress(done, of): queries.
     Where k is larger than the gallery, the whole of it is taken. Everything in float64, exactly, in tiles of queries
-    within `budget` bytes.
+    within `budget` bytes. ranks: who shares the queries, as in `retrieval`.
     """
     _check(ks, distance, budget)
     if classes is not None:
         checks.class_ids("classes", classes, checks.rows("embeddings", embeddings))
     a, t = _items("embeddings", embeddings, "targets", targets)  # (N, D), (N, K) in float64
     b, u = _gallery(a, t, gallery, gallery_targets)
-    found = b.shape[0] - (gallery is None)
-    tops, correlations = [], []
-    step = max(1, budget // (128 * b.shape[0]))
-    for at in range(0, a.shape[0], step):
-        away = _away(a[at : at + step], b, distance)  # (Q, R)
-        apart = _euclidean(t[at : at + step], u)  # (Q, R)
-        if gallery is None:
-            for matrix in (away, apart):
-                matrix.diagonal(at).fill_(torch.inf)  # oneself stands last, and is cut off
-        near, order = (part[:, :found] for part in away.sort(dim=1, stable=True))
-        best, best_order = (part[:, :found] for part in apart.sort(dim=1))
-        tops.append(_top(apart.gather(1, order), best, ks))
-        ranks, label_ranks = _centred_ranks(near, order, away), _centred_ranks(best, best_order, apart)
-        rho, valid = _spearman(ranks, label_ranks)
-        correlations.append(torch.where(valid, rho, torch.nan))
-        if progress is not None:
-            progress(min(at + step, a.shape[0]), a.shape[0])
+    table = _per_query((a, t, b, u), gallery is None, ks, distance, budget, progress, ranks)
     names = [f"{name}@{k}" for name in ("ndcg", "label_distance", "best_label_distance") for k in ks]
-    values = dict(zip(names, torch.cat(tops, 2).flatten(0, 1).cpu(), strict=True))  # (Q,) each
-    values["spearman"] = torch.cat(correlations).cpu()
+    values = dict(zip([*names, "spearman"], table, strict=True))  # (Q,) each
     result = Scores({name: float(value.nanmean()) for name, value in values.items()})
     if interval:
         groups = torch.arange(a.shape[0]) if classes is None else classes.cpu()
         result.intervals = {name: bootstrap(value, groups, seed=seed) for name, value in values.items()}
     result["spearman_skipped"] = float(values["spearman"].isnan().sum())
     return result
+
+
+def _per_query(
+    sets: tuple[Tensor, Tensor, Tensor, Tensor],
+    own: bool,
+    ks: Sequence[int],
+    distance: str,
+    budget: int,
+    progress: Callable[[int, int], None] | None,
+    team: Ranks | None,
+) -> Tensor:
+    """Every metric of every query, (metrics, Q) on the CPU; the last is Spearman's, NaN where it says nothing.
+
+    Queries, their targets, what they search and its targets in `sets`. A team shares whole tiles of queries.
+    """
+    a, t, b, u = sets
+    found, step = len(b) - own, max(1, budget // (128 * len(b)))
+    mine = slice(0, len(a))
+    if team is not None and team.size > 1:
+        team.agree(embeddings=a, targets=t, gallery=b, gallery_targets=u)
+        step = min(step, -(-len(a) // team.size))
+        mine = team.share(len(a), step)
+    tables = [a.new_empty(3 * len(ks) + 1, 0)]
+    with nullcontext(progress) if team is None else team.work("graded", progress, len(a)) as told:
+        for at in range(mine.start, mine.stop, step):
+            away = _away(a[at : at + step], b, distance)  # (q, R)
+            apart = _euclidean(t[at : at + step], u)  # (q, R)
+            if own:
+                for matrix in (away, apart):
+                    matrix.diagonal(at).fill_(torch.inf)  # oneself stands last, and is cut off
+            near, order = (part[:, :found] for part in away.sort(dim=1, stable=True))
+            best, best_order = (part[:, :found] for part in apart.sort(dim=1))
+            top = _top(apart.gather(1, order), best, ks).flatten(0, 1)
+            ranks, label_ranks = _centred_ranks(near, order, away), _centred_ranks(best, best_order, apart)
+            rho, valid = _spearman(ranks, label_ranks)
+            tables.append(torch.cat([top, torch.where(valid, rho, torch.nan)[None]]))
+            if told is not None:
+                told(min(at + step, mine.stop) - mine.start, mine.stop - mine.start)
+    table = torch.cat(tables, 1).cpu()
+    return table if team is None else team.rows(table.T.contiguous()).T.contiguous()  # means add up in one order
 
 
 def _check(ks: Sequence[int], distance: str, budget: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from nearkin.core import distances
 from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation.curves import Counts
+from nearkin.evaluation.split import Ranks
 
 TILE = 1024  # rows a side; fixed, since a matrix product rounds differently in another shape
 _DIGITS = 16
@@ -35,7 +36,14 @@ def tile_bytes(dim: int) -> int:
 class Scan:
     """The labelled rows in the order of their classes, so that genuine pairs lie near the diagonal."""
 
-    def __init__(self, embeddings: Tensor, labels: Tensor, similarity: str, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        similarity: str,
+        progress: Progress | None = None,
+        team: Ranks | None = None,
+    ) -> None:
         known = (labels != UNKNOWN).nonzero().squeeze(1)
         order = known[labels[known].argsort(stable=True)]
         self.embeddings, self.order, self.labels = embeddings.detach(), order, labels[order]
@@ -46,19 +54,24 @@ class Scan:
         self.genuine = sum(size * (size - 1) // 2 for size in sizes)
         self.impostors = len(order) * (len(order) - 1) // 2 - self.genuine
         self.progress, self.done, self.passes = progress, 0, 0
+        self.team = team if team is not None and team.size > 1 else None
 
     def tiles(self, genuine_only: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Numbers in the order of the scores of all pairs i < j, and both rows: flat, of one length.
 
-        genuine_only: leaves out the tiles without a genuine pair.
+        genuine_only: leaves out the tiles without a genuine pair. Otherwise a team takes turns at the tiles, and what
+        is counted over them goes through `summed`.
         """
-        starts = range(0, len(self.order), TILE)
+        starts, number = range(0, len(self.order), TILE), 0
         for top in starts:
             rows = torch.arange(top, min(top + TILE, len(self.order)), device=self.order.device)
             x = self.ready(self.embeddings[self.order[rows]])
             for left in starts[top // TILE :]:
                 if genuine_only and bool(self.labels[rows[-1]] < self.labels[left]):
                     break
+                number += 1
+                if self.team is not None and not genuine_only and number % self.team.size != self.team.rank:
+                    continue
                 columns = torch.arange(left, min(left + TILE, len(self.order)), device=self.order.device)
                 scores = distances.dot(x, x if left == top else self.ready(self.embeddings[self.order[columns]]))
                 if left == top:
@@ -69,6 +82,10 @@ class Scan:
                     yield _ordered(scores).long().flatten(), one, columns.repeat(len(rows))
                 if not genuine_only:
                     self._told(len(rows) * (len(rows) - 1) // 2 if left == top else scores.numel())
+
+    def summed(self, table: Tensor) -> Counts:
+        """What was counted over `tiles()`, by all ranks."""
+        return np.asarray((table if self.team is None else self.team.total(table)).cpu().numpy())
 
     def strange(self, one: Tensor, other: Tensor) -> Tensor:
         """Which of these pairs are impostors."""
@@ -96,7 +113,8 @@ class Scan:
     def _told(self, pairs: int) -> None:
         self.done += pairs
         if self.progress is not None:
-            self.progress(self.done, max(self.passes * (self.genuine + self.impostors), self.done))
+            share = 1 if self.team is None else self.team.size
+            self.progress(self.done, max(self.passes * (self.genuine + self.impostors) // share, self.done))
 
 
 @dataclass
@@ -149,7 +167,7 @@ def _narrow(scan: Scan, searches: list[Search], shift: int, first: bool) -> None
             place = slot[inside] * (2 * _BINS) + ((key >> shift) & (_BINS - 1))
         place += impostor * _BINS
         table.view(-1).index_add_(0, place, torch.ones_like(place))
-    counts, order = table.cpu().numpy(), blocks.tolist()
+    counts, order = scan.summed(table), blocks.tolist()
     for search in searches:
         search.enter(counts[order.index(search.block)], first)
 

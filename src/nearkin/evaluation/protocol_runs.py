@@ -16,6 +16,7 @@ from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.ranking import retrieval
+from nearkin.evaluation.split import Ranks
 from nearkin.evaluation.verification import pair_scores, verification
 
 _POINTS = 200  # of a curve that is kept
@@ -57,6 +58,12 @@ class Task:
     settings: Settings
     similarity: str
     progress: Callable[[int, int], None] | None
+    ranks: Ranks | None = None
+
+
+def shared(protocol: str, pairs: PairList | None) -> bool:
+    """Whether ranks share the work; the other protocols cost little beside these, and rank 0 runs them."""
+    return protocol in ("retrieval", "graded") or (protocol == "verification" and pairs is None)
 
 
 def _retrieval(task: Task) -> dict[str, Any]:
@@ -71,6 +78,7 @@ def _retrieval(task: Task) -> dict[str, Any]:
             own, (0, 1)
         )  # as many labels as rows: a label nobody has tells it from a relation
     more |= {"similarity": task.similarity, "budget": task.settings.budget, "progress": task.progress}
+    more["ranks"] = task.ranks
     found = retrieval(task.asked.embeddings, own, rows, labels, **more)
     if found["without_kin"] == found["queries"]:
         where = "the others" if task.gallery is None else "the gallery"
@@ -93,7 +101,8 @@ def _verification(task: Task) -> dict[str, Any]:
     labels = task.asked.labels
     if task.pairs is None:
         assert labels is not None
-        found = all_pairs(task.asked.embeddings, labels, budget=settings.budget, points=_POINTS, **more)
+        more |= {"budget": settings.budget, "ranks": task.ranks}
+        found = all_pairs(task.asked.embeddings, labels, points=_POINTS, **more)
         found["roc"] = found["roc"]._asdict()
     else:
         pairs, same, fold = task.pairs.pairs, task.pairs.same, task.pairs.fold
@@ -141,7 +150,7 @@ def _graded(task: Task) -> dict[str, Any]:
     labels = task.asked.labels
     if labels is not None and labels.dim() == 1 and bool((labels != labels[0]).any()):
         more["classes"] = labels
-    more |= {"distance": task.similarity, "budget": task.settings.budget}
+    more |= {"distance": task.similarity, "budget": task.settings.budget, "ranks": task.ranks}
     found = graded(task.asked.embeddings, task.asked.targets, **more)
     return {"queries": len(task.asked.embeddings)} | _with_intervals(found, task)
 

@@ -17,7 +17,8 @@ from nearkin.core.relations import UNKNOWN
 from nearkin.data import vectors
 from nearkin.data.pair_lists import PairList
 from nearkin.data.vectors import Vectors
-from nearkin.evaluation.protocol_runs import RUNS, Rows, Settings, Task
+from nearkin.evaluation.protocol_runs import RUNS, Rows, Settings, Task, shared
+from nearkin.evaluation.split import Ranks
 
 __all__ = ["PROTOCOLS", "Settings", "evaluate"]
 
@@ -44,6 +45,7 @@ def evaluate(
     settings: Settings | None = None,
     progress: Progress | None = None,
     pairs: PairList | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Runs the protocols that are asked for; without any, verification where there are pairs, else retrieval where
     there are labels and graded where there are targets.
@@ -51,7 +53,9 @@ def evaluate(
     What the files show to be wrong is said before the first protocol starts. Returns plain values, as JSON has them:
     "embeddings", "gallery" and "pairs" (what was read), "classes" (how many) and "class_names" (of the ids, where
     labels are strings), "settings", "results" by protocol, where "intervals" holds the ends of 95 % intervals, and
-    "notes". `pairs` are verified in place of all pairs.
+    "notes". `pairs` are verified in place of all pairs. ranks: the processes that share the work, all of which call
+    this with the same arguments and get the same: retrieval, graded and verification of all pairs are divided among
+    them, the others are run by rank 0.
     """
     settings = settings or Settings()
     protocols = _chosen(items, gallery, settings, pairs)
@@ -79,8 +83,12 @@ def evaluate(
         if progress is not None:
             progress(name, 0, 0)
             told = partial(progress, name)
-        found = RUNS[name](Task(asked, other, pairs, settings, similarity[name], told))
-        results[name] = {"similarity": similarity[name]} | _plain(found)
+        task = Task(asked, other, pairs, settings, similarity[name], told, ranks)
+        if ranks is None or shared(name, pairs):
+            found = _run(name, task)
+        else:
+            found = ranks.alone(name, partial(_run, name, task))
+        results[name] = {"similarity": similarity[name]} | found
     return {
         "nearkin": version("nearkin"),
         "embeddings": _said_of(items),
@@ -92,6 +100,10 @@ def evaluate(
         "results": results,
         "notes": notes,
     }
+
+
+def _run(name: str, task: Task) -> Any:
+    return _plain(RUNS[name](task))
 
 
 def _chosen(items: Vectors, gallery: Vectors | None, settings: Settings, pairs: PairList | None) -> tuple[str, ...]:

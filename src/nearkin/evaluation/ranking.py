@@ -16,6 +16,7 @@ index, a query never meets itself). Every metric is a function of these numbers:
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from nearkin.evaluation import counting, search, sorting, uncertainty
 from nearkin.evaluation.counting import BEYOND
 from nearkin.evaluation.kinship import Kinship, known
 from nearkin.evaluation.space import Space
+from nearkin.evaluation.split import Ranks
 
 METRICS = ("recall", "precision@1", "r_precision", "map@r", "map", "mrr", "ndcg")
 DEFAULT = ("recall", "precision@1", "r_precision", "map@r")
@@ -57,6 +59,7 @@ def retrieval(
     progress: search.Progress | None = None,
     interval: bool = False,
     seed: int = 0,
+    ranks: Ranks | None = None,
 ) -> Retrieval:
     """How well the nearest items are kin: {"recall@1", …, "precision@1", "r_precision", "map@r"}, means over queries.
 
@@ -71,6 +74,8 @@ def retrieval(
     lets faiss propose neighbours; no value depends on it, on the budget, the threads or the device.
     interval: also the 95 % interval of each metric, as `.intervals[name]`, from 1,000 resamples of the query classes by
     `uncertainty.bootstrap`; of the queries where there are no classes: multi-label rows, a `Relation` without ids.
+    ranks: `evaluation.Ranks` of processes that share the search; all of them call this with the same arguments, and all
+    get the result, which is that of one process. Without it a process works alone, whatever world it is in.
     """
     checks.one_of("without_kin", without_kin, ("skip", "miss"))
     values = per_query(
@@ -84,6 +89,7 @@ def retrieval(
         budget=budget,
         backend=backend,
         progress=progress,
+        ranks=ranks,
     )
     kin = values.pop("kin")
     known, some = kin != UNKNOWN, kin > 0
@@ -115,6 +121,7 @@ def per_query(
     budget: int = search.BUDGET,
     backend: str = "torch",
     progress: search.Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Tensor]:
     """The metrics of `retrieval` query by query, (Q,) float64 on the CPU, NaN where there is nothing to find.
 
@@ -126,6 +133,7 @@ def per_query(
         checks.one_of("metrics", name, METRICS)
     for k in ks:
         checks.whole("ks", k, 1)
+    team = _team(ranks, embeddings, labels, gallery, gallery_labels)
     asked, index = known(embeddings, labels, gallery, others)
     space = Space(asked.queries, asked.gallery, similarity, budget)
     space.blocks()  # refuses a budget that is too small
@@ -134,20 +142,46 @@ def per_query(
     most_kin = int(kinship.number.max()) if len(kinship.number) else 0
     if not isinstance(asked.labels, Relation):  # which may leave out the equal rows before one
         space.leave_crowds(max(*limits, most_kin))
-    if backend != "torch":
-        answers = _read(space, kinship, backend, max(limits), progress)
-    elif 64 * most_kin > len(space.gallery):
-        answers = sorting.ranks(space, kinship, max(limits), progress)
-    else:
-        answers = counting.ranks(space, kinship, limits, progress)
+
+    def answers(told: search.Progress | None) -> Iterator[counting.Ranked]:
+        if backend != "torch":
+            return _read(space, kinship, backend, max(limits), told, team)
+        if 64 * most_kin > len(space.gallery):
+            return sorting.ranks(space, kinship, max(limits), told, team)
+        return counting.ranks(space, kinship, limits, told, team)
+
     nothing = torch.full((len(embeddings),), math.nan, dtype=torch.float64)
     found = {name: nothing.clone() for name in _names(ks, metrics)}
-    for rows, ranks in answers:
-        for name, value in _metrics(ranks.cpu(), kinship.number[rows].cpu(), ks, metrics).items():
-            found[name][index[rows].cpu()] = value
+    done: list[Tensor] = []
+    with nullcontext(progress) if team is None else team.work("retrieval", progress, len(index)) as told:
+        for rows, places in answers(told):
+            done.append(index[rows].cpu())
+            for name, value in _metrics(places.cpu(), kinship.number[rows].cpu(), ks, metrics).items():
+                found[name][done[-1]] = value
+    if team is not None:
+        _merge(found, torch.cat([index[:0].cpu(), *done]), team)
     found["kin"] = torch.full((len(embeddings),), UNKNOWN)
     found["kin"][index.cpu()] = kinship.number.cpu()
     return found
+
+
+def _team(
+    ranks: Ranks | None, embeddings: Tensor, labels: Labels, gallery: Tensor | None, gallery_labels: Tensor | None
+) -> Ranks | None:
+    """Those who share the work, if there are any; all of them have the same items."""
+    if ranks is None or ranks.size == 1:
+        return None
+    both = {"labels": labels} if isinstance(labels, Tensor) else labels._asdict()
+    ranks.agree(embeddings=embeddings, **both, gallery=gallery, gallery_labels=gallery_labels)
+    return ranks
+
+
+def _merge(found: dict[str, Tensor], done: Tensor, team: Ranks) -> None:
+    """What the others found of their queries is written beside what this rank found of its own, `done`."""
+    values = torch.stack([value[done] for value in found.values()], 1)  # (n, metrics)
+    rows, values = team.rows(done), team.rows(values)
+    for value, column in zip(found.values(), values.T, strict=True):
+        value[rows] = column
 
 
 _NAMES = {"references": "gallery", "reference_labels": "gallery_labels"}
@@ -176,12 +210,13 @@ def _deepest(metric: str, ks: Sequence[int], metrics: Sequence[str]) -> int:
 
 
 def _read(
-    space: Space, kinship: Kinship, backend: str, limit: int, progress: search.Progress | None
+    space: Space, kinship: Kinship, backend: str, limit: int, progress: search.Progress | None, team: Ranks | None
 ) -> Iterator[counting.Ranked]:
     """The same ranks, read off lists of nearest items."""
     searcher, size = search.Searcher(space, backend), max(kinship.size, 1)
     order = kinship.number.argsort(stable=True)  # blocks of queries with about as many kin
-    for block in space.blocks(extra=kinship.cost + kinship.masked):
+    blocks = space.blocks(extra=kinship.cost + kinship.masked)
+    for block in blocks if team is None else blocks[team.rank :: team.size]:
         rows = order[block]
         left_out = kinship.left_out(rows)
         if left_out is not None and bool(left_out.any()):

@@ -10,15 +10,25 @@ from nearkin.evaluation import search
 from nearkin.evaluation.counting import BEYOND, Ranked
 from nearkin.evaluation.kinship import Kinship
 from nearkin.evaluation.space import Space, slices
+from nearkin.evaluation.split import Ranks
 
 _WORTH = 2  # times as many decisions as cells from which on every cell is scored
 
 
 def ranks(
-    space: Space, kinship: Kinship, limit: int, progress: Callable[[int, int], None] | None = None
+    space: Space,
+    kinship: Kinship,
+    limit: int,
+    progress: Callable[[int, int], None] | None = None,
+    team: Ranks | None = None,
 ) -> Iterator[Ranked]:
-    """Ranks of the kin, for some queries at a time; those beyond the limit are only known to be beyond it."""
+    """Ranks of the kin, for some queries at a time; those beyond the limit are only known to be beyond it.
+
+    A team takes turns: each of it answers for some queries.
+    """
     order = kinship.number.argsort(stable=True)  # blocks of queries with about as many kin
+    if team is not None:
+        order = order[team.rank :: team.size]
     extra = kinship.cost + kinship.masked
     space.blocks(extra)  # refuses a budget that is too small
     step = max(1, min(512, space.budget // 2 // (16 * kinship.size + extra)))

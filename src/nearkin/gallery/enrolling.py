@@ -1,10 +1,15 @@
 """A whole source into a gallery, in parts that are kept as they are done: it can be stopped anywhere and go on."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from nearkin import data
 from nearkin.data.items import Items, Pictures
+from nearkin.evaluation import Ranks
+from nearkin.evaluation.split import Failed
+from nearkin.gallery import sharing
+from nearkin.gallery.encoding import Encoding
 from nearkin.gallery.gallery import PICTURES, Gallery
 
 __all__ = ["Counted", "enrol_source"]
@@ -22,7 +27,7 @@ class Counted(NamedTuple):
 
 
 def enrol_source(
-    gallery: Gallery,
+    gallery: Gallery | Encoding,
     source: str,
     *,
     root: str | None = None,
@@ -30,14 +35,23 @@ def enrol_source(
     metadata: dict[str, Any] | None = None,
     skip_unreadable: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> Counted:
     """Enrols every item of a source under its class, or all under `label`.
 
-    What is there already, by the hash of its content, is neither encoded nor added again.
+    What is there already, by the hash of its content, is neither encoded nor added again. ranks: the processes that
+    share the reading and encoding; rank 0 calls this with the gallery and writes, the others with an `Encoding` of its
+    run, and all get the same counts.
     """
     items = data.load(source, root=root, labelled=False)
     if label is None and (items.labels is None or not items.classes):
         raise ValueError(f"{source}: its items have no classes; say under which label they are enrolled: --label")
+    if ranks is not None and ranks.size > 1:
+        under = None if label is not None else [items.classes[number] for number in _labels(items)]
+        more = (metadata, skip_unreadable, progress, ranks)
+        return _shared(gallery, source, items, under or [str(label)] * len(items), *more)
+    if not isinstance(gallery, Gallery):
+        raise TypeError(f"gallery must be a Gallery where one process works alone, got {type(gallery).__name__}")
     gallery.expects(items.vectors is not None, source)
     gallery.remember(source)
     step = PICTURES if items.pictures is not None else VECTORS
@@ -45,12 +59,10 @@ def enrol_source(
     bad: list[str] = []
     for start in range(0, len(items), step):
         chosen = range(start, min(start + step, len(items)))
-        names = [f"{source.rstrip('/')}/{items.names[i]}" for i in chosen]
+        names = [_name(source, items, i) for i in chosen]
         ready = _ready(gallery, items, chosen, names, bad)
         if bad and not skip_unreadable:
-            raise ValueError(
-                f"{bad[0]}. Use --skip-unreadable to leave such files out; what was enrolled before it stays"
-            )
+            raise ValueError(_refused(bad[0]))
         whole = [n for n, item in enumerate(ready) if item is not None]
         if whole:
             labels = [label if label is not None else items.classes[_labels(items)[chosen[n]]] for n in whole]
@@ -60,6 +72,58 @@ def enrol_source(
         if progress is not None:
             progress(chosen.stop, len(items))
     return Counted(added, known, kept, bad)
+
+
+def _shared(
+    gallery: Gallery | Encoding,
+    source: str,
+    items: Items,
+    labels: list[str],
+    metadata: dict[str, Any] | None,
+    skip_unreadable: bool,
+    progress: Callable[[int, int], None] | None,
+    ranks: Ranks,
+) -> Counted:
+    """The same with several ranks: what the others have encoded is written here, part after part."""
+    if isinstance(gallery, Gallery) != (ranks.rank == 0):
+        raise TypeError(f"gallery must be a Gallery on rank 0 and an Encoding on the others, got {gallery!r}")
+    if isinstance(gallery, Gallery):
+        gallery.expects(items.vectors is not None, source)
+        gallery.remember(source)
+    counts = [0, 0, 0]
+    bad: list[str] = []
+
+    def write(rank: int, part: sharing.Part) -> None:
+        assert isinstance(gallery, Gallery)
+        if part.bad and not skip_unreadable:
+            raise Failed(f"rank {rank}: {_refused(part.bad[0])}")
+        bad.extend(part.bad)
+        kept = [sharing.label_there(gallery, id) not in (None, labels[i]) for i, id in part.there]
+        done = [0, len(kept), sum(kept)]
+        if part.seen:
+            under = [labels[i] for i, _ in part.seen]
+            names = [one.name for _, one in part.seen]
+            done = [
+                a + b
+                for a, b in zip(
+                    done,
+                    gallery.enrol([one for _, one in part.seen], under, metadata, names=names, keep=True)[1:],
+                    strict=True,
+                )
+            ]
+        counts[:] = [a + b for a, b in zip(counts, done, strict=True)]
+
+    sharing.enrol_parts(gallery, items, partial(_name, source, items), write, progress, ranks)
+    (added, known, there), left_out = ranks.values([counts, bad])[0]
+    return Counted(added, known, there, left_out)
+
+
+def _name(source: str, items: Items, i: int) -> str:
+    return f"{source.rstrip('/')}/{items.names[i]}"
+
+
+def _refused(why: str) -> str:
+    return f"{why}. Use --skip-unreadable to leave such files out; what was enrolled before it stays"
 
 
 def _ready(gallery: Gallery, items: Items, chosen: range, names: list[str], bad: list[str]) -> list[Any]:

@@ -38,7 +38,9 @@ class Graph(NamedTuple):
         """Ids of the k nearest and more, in no order; those that are gone are left to the caller."""
         wanted = min(len(self.ids), max(2 * k, k + 32) + min(dead, self.depth))
         settings = _faiss().SearchParametersHNSW(efSearch=max(self.depth, wanted))
-        _, found = self.index.search(query[None], wanted, params=settings)
+        # A package that has loaded faiss.contrib.torch_utils has put a search in its place that knows no settings.
+        search = getattr(self.index, "search_numpy", None) or self.index.search
+        _, found = search(query[None], wanted, params=settings)
         return np.asarray(self.ids[found[0][found[0] >= 0]])
 
     def tail(self, matrix: Matrix) -> int:

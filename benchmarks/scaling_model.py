@@ -1,0 +1,178 @@
+"""What a step costs on many ranks, from the bytes it exchanges, the links and the measured work of one rank.
+
+`python benchmarks/scaling_model.py` prints the tables for 8, 64 and 1,024 GPUs and for 100 million classes, as
+docs/scaling.md has them. `scaling.py` asks the same functions for the ranks of this machine, and compares.
+"""
+
+import math
+from typing import NamedTuple
+
+MEET = 8 * (40 + 5 * 9)  # bytes a rank says of its batch before a plain loss: core/world.py, five tensors
+MEET_SHARDED = 8 * (40 + 2 * 9)  # and before a sharded one, two tensors
+
+
+class Link(NamedTuple):
+    """Between ranks: bytes a second that one rank can send while all do, and seconds until the first arrives."""
+
+    bandwidth: float
+    latency: float
+
+
+class Exchange(NamedTuple):
+    """What one rank hands to the collectives of a step, in bytes: rows that all get, and tensors that are summed."""
+
+    gathered: float
+    reduced: float
+    calls: int
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that leave a rank: a ring passes rows on to all others, and a sum round twice."""
+        return (ranks - 1) * self.gathered + 2 * (ranks - 1) / ranks * self.reduced
+
+
+def plain(batch: int, dim: int, size: int = 4) -> Exchange:
+    """A loss of the global batch: `batch` rows a rank of `dim` numbers of `size` bytes, and their int64 labels."""
+    return Exchange(batch * dim * size + batch * 8 + MEET, 0, 3)
+
+
+def sharded(batch: int, dim: int, ranks: int, size: int = 4) -> Exchange:
+    """A class softmax whose classes are shared: the rows and labels, the largest score an anchor, its sum and the own
+    class's term in float64, and backward the gradient of all rows.
+    """
+    rows = batch * ranks
+    return Exchange(batch * dim * size + batch * 8 + MEET_SHARDED, rows * 4 + (2 * rows + 1) * 8 + rows * dim * size, 6)
+
+
+def gradients(parameters: int, size: int = 4) -> Exchange:
+    """The encoder's, summed by DistributedDataParallel."""
+    return Exchange(0, parameters * size, 1)
+
+
+def averaged(parameters: int) -> Exchange:
+    """Those of one parameter of the loss that is whole on every rank, with a number that says whether there are any."""
+    return Exchange(0, parameters * 4 + 4, 1)
+
+
+def seconds(exchange: Exchange, ranks: int, link: Link) -> float:
+    if ranks == 1:
+        return 0.0
+    hops = math.ceil(math.log2(ranks))  # of the trees that a good library builds for small messages
+    return exchange.sent(ranks) / link.bandwidth + exchange.calls * hops * link.latency
+
+
+# --- GPUs: what is assumed, and what was measured on an H200 (docs/performance.md, docs/training.md)
+
+NODE = 8
+NVLINK = Link(0.8 * 450e9, 5e-6)  # 450 GB/s a direction; four fifths of it, as collectives reach
+RAILS = Link(0.8 * 8 * 50e9, 15e-6)  # 400 Gb/s a GPU: eight rails a node, all of which a ring over nodes uses
+MEMORY = 0.8 * 4.8e12  # bytes a second of an H200's own memory
+LITE = 12_000.0  # images a second, EfficientNet-Lite0 at 96 px, bf16, batches of 128, training
+LITE_PARAMETERS = 3_535_000  # of its encoder with a projection to 128
+PAIR = (0.85e-3, 121.8e-3 / 65_536**2)  # SupCon, D = 128: seconds a step, and seconds a pair of the batch
+CLASS = (2.2e-3, 0.24e-3, 8.77e-6 * 1e-3 / 1024)  # ArcFace, D = 512: the least; a step; and a pair of row and class
+
+
+def link_of(ranks: int) -> Link:
+    return NVLINK if ranks <= NODE else RAILS
+
+
+def pair_loss(rows: int) -> float:
+    return PAIR[0] + PAIR[1] * rows * rows
+
+
+def class_loss(rows: int, classes: float) -> float:
+    return max(CLASS[0], CLASS[1] + CLASS[2] * rows * classes)
+
+
+def pair_step(ranks: int, batch: int, dim: int = 128) -> dict[str, float]:
+    """Milliseconds of a training step with a pair loss over the global batch."""
+    link = link_of(ranks)
+    parts = {
+        "encoder": batch / LITE,
+        "loss": pair_loss(batch * ranks),
+        "gather": seconds(plain(batch, dim), ranks, link),
+        "gradients": seconds(gradients(LITE_PARAMETERS), ranks, link),
+    }
+    return _ms(parts, batch, ranks)
+
+
+def class_step(ranks: int, batch: int, classes: float, dim: int = 512, rate: float = 1.0) -> dict[str, float]:
+    """The same with ArcFace whose classes are shared."""
+    link = link_of(ranks)
+    parts = {
+        "encoder": batch / LITE,
+        "loss": class_loss(batch * ranks, rate * classes / ranks),
+        "gather": seconds(sharded(batch, dim, ranks), ranks, link),
+        "gradients": seconds(gradients(LITE_PARAMETERS), ranks, link),
+        "optimiser": 7 * classes / ranks * dim * 4 / MEMORY,  # AdamW reads four tensors of the shard and writes three
+    }
+    return _ms(parts, batch, ranks)
+
+
+def _ms(parts: dict[str, float], batch: int, ranks: int) -> dict[str, float]:
+    total = sum(parts.values())
+    alone = parts["encoder"] / total
+    return {name: 1e3 * value for name, value in parts.items()} | {
+        "step": 1e3 * total,
+        "images/s": batch * ranks / total,
+        "encoder's share": alone,
+    }
+
+
+def break_even(batch: int) -> tuple[int, int]:
+    """From how many rows, and so GPUs, the loss that every rank computes whole takes longer than the encoder."""
+    rows = math.sqrt(max(batch / LITE - PAIR[0], 0) / PAIR[1])
+    return round(rows), math.ceil(rows / batch)
+
+
+def class_memory(classes: float, dim: int, ranks: int, states: int, size: int = 4) -> float:
+    """GB a rank of class weights, their gradient and the optimiser's states, all dense and of `size` bytes."""
+    return classes * dim * size * (2 + states) / ranks / 1e9
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def main() -> None:
+    ranks = (1, 8, 64, 1024)
+    columns = ["encoder", "loss", "gather", "gradients", "step"]
+    print("SupCon over the global batch, 128 images a GPU, D = 128 (weak scaling); ms")
+    rows = []
+    for number in ranks:
+        one = pair_step(number, 128)
+        rows.append(
+            [f"{number:,}", f"{128 * number:,}", *(f"{one[c]:.2f}" for c in columns), f"{one['images/s']:,.0f}"]
+        )
+    print(table(["GPUs", "global batch", *columns, "images/s"], rows))
+    print("\nSupCon, a global batch of 8,192 (strong scaling); ms")
+    rows = []
+    for number in ranks:
+        one = pair_step(number, 8192 // number)
+        rows.append(
+            [f"{number:,}", f"{8192 // number:,}", *(f"{one[c]:.2f}" for c in columns), f"{one['images/s']:,.0f}"]
+        )
+    print(table(["GPUs", "images a GPU", *columns, "images/s"], rows))
+    print(f"\nloss = encoder from a global batch of {break_even(128)[0]:,}, {break_even(128)[1]:,} GPUs of 128 images")
+    print("\nArcFace, D = 512, classes shared, 128 images a GPU; ms")
+    rows = []
+    plans = [(1e6, 8, 1.0), (1e6, 64, 1.0), (1e6, 1024, 1.0), (1e8, 8, 1.0), (1e8, 64, 1.0), (1e8, 256, 1.0)]
+    plans += [(1e8, number, 0.1) for number in (8, 64, 256, 1024)]
+    columns = ["encoder", "loss", "gather", "gradients", "optimiser", "step"]
+    for classes, number, rate in plans:
+        one = class_step(number, 128, classes, rate=rate)
+        name = f"{classes / 1e6:,.0f} M" + (f", sample_rate {rate}" if rate != 1 else "")
+        rows.append([name, f"{number:,}", *(f"{one[c]:.2f}" for c in columns), f"{one['images/s']:,.0f}"])
+    print(table(["classes", "GPUs", *columns, "images/s"], rows))
+    print("\n100 million classes, D = 512, float32: GB a GPU")
+    whole = 1e8 * 512 * 4 / 1e9
+    rows = [
+        [name, f"{whole * parts:,.0f}", *(f"{whole * parts / number:,.1f}" for number in (8, 64, 256))]
+        for name, parts in [("weights", 1), ("gradient", 1), ("AdamW", 2), ("together", 4), ("with SGD + momentum", 3)]
+    ]
+    print(table(["", "all", "8 GPUs", "64", "256"], rows))
+
+
+if __name__ == "__main__":
+    main()
