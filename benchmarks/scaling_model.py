@@ -68,7 +68,7 @@ RAILS = Link(0.8 * 8 * 50e9, 15e-6)  # 400 Gb/s a GPU: eight rails a node, all o
 MEMORY = 0.8 * 4.8e12  # bytes a second of an H200's own memory
 LITE = 12_000.0  # images a second, EfficientNet-Lite0 at 96 px, bf16, batches of 128, training
 LITE_PARAMETERS = 3_535_000  # of its encoder with a projection to 128
-PAIR = (0.85e-3, 121.8e-3 / 65_536**2)  # SupCon, D = 128: seconds a step, and seconds a pair of the batch
+PAIR = (0.39e-3, 122.1e-3 / 65_536**2)  # SupCon, D = 128: seconds a step, and seconds a pair of the batch
 CLASS = (2.2e-3, 0.24e-3, 8.77e-6 * 1e-3 / 1024)  # ArcFace, D = 512: the least; a step; and a pair of row and class
 
 
