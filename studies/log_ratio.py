@@ -1,0 +1,270 @@
+"""Log-ratio loss beats binarised triplets on continuous labels, and neighbours in the batch speed it up.
+
+    python studies/log_ratio.py [--parts coil|cub]
+
+Two sets with real-valued labels. COIL-20: the pose as (cos, sin); learns every fourth pose of 20 objects, is asked for
+the poses between. CUB-200-2011: the 312 attributes of a bird's class; learns 75 classes from frozen ImageNet features
+of EfficientNet-Lite0 through a small MLP, is asked for 100 others. Judged by evaluation.graded: nDCG@10 and the mean
+label distance of the ten nearest. A part that is not run is taken from the numbers of the last run.
+
+A batch with neighbours is 21 anchors, each followed by its 5 nearest by label; a random one has as many random items.
+The paper has one anchor a batch, with a random rest, and hundreds of thousands of batches; in the hundreds that are run
+here nothing is learned that way, so every item of a batch is an anchor.
+
+    log-ratio            distances in proportion to label distances (length free, no margin)
+    binarised triplet    the 30 nearest by label are positives, the others negatives; semi-hard, margin 0.2
+    dense triplet        every two items in the order of their label distance, margin 0.03
+
+Items of the same label count as half the smallest label distance, so that the log-ratio loss can use them as well. Each
+method takes the better of two learning rates by validation data (other poses, other classes); rates stay constant, so
+that a curve can be read at any step. Kim et al. 2019, arXiv:1904.09626; margins and batches from the authors' code.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ground
+import numpy as np
+import showing
+import torch
+from torch import Tensor, nn
+
+from nearkin import data, evaluation, losses, models, samplers
+from nearkin.core.distances import squared_euclidean
+from nearkin.core.relations import LabelDistance, Relation, label_distances
+from nearkin.data.archives import Archive
+from nearkin.data.stored import store
+
+FULL, QUICK = (3, 400, 21), (1, 2, 4)  # seeds, steps, anchors in a batch
+RATES, NEIGHBOURS, POSITIVES, DIM, K = (1e-3, 3e-3), 5, 30, 64, 10
+
+
+class Arm(NamedTuple):
+    kind: str
+    neighbours: bool
+
+
+ARMS = {
+    "log-ratio, neighbours": Arm("log-ratio", True),
+    "log-ratio, random batches": Arm("log-ratio", False),
+    "binarised triplet, neighbours": Arm("binarised", True),
+    "binarised triplet, random batches": Arm("binarised", False),
+    "dense triplet, neighbours": Arm("dense", True),
+}
+
+
+class Set(NamedTuple):
+    """Parts whose "classes" number the kinds of label; targets (kinds, K) says what each kind stands for."""
+
+    learn: ground.Part
+    validate: ground.Part
+    test: ground.Part
+    targets: Tensor
+    encoder: Callable[[int], nn.Module]
+
+
+class Graded(nn.Module):
+    """The loss of an arm. Labels are places of items; kinds (N,) says which row of the table of distances each is."""
+
+    def __init__(self, arm: Arm, kinds: Tensor, table: Tensor, reach: float) -> None:
+        super().__init__()
+        self.arm, self.kinds, self.table, self.reach = arm, kinds, table.float(), reach
+        self.least = float(table[table > 0].min()) / 2
+
+    def forward(self, x: Tensor, items: Tensor) -> Tensor:
+        kinds = self.kinds[items]
+        gaps, other = (
+            self.table[kinds][:, kinds],
+            items[:, None] != items,
+        )  # (B, B); neighbours of two anchors come twice
+        if self.arm.kind == "log-ratio":  # a label distance of 0 is left out
+            return losses.logratio_loss(x, LabelDistance(torch.where(other, gaps.clamp(min=self.least), 0.0)))
+        if self.arm.kind == "binarised":
+            return losses.triplet_loss(x, Relation((gaps <= self.reach) & other, gaps > self.reach), margin=0.2)
+        away = squared_euclidean(x, normalize=True)
+        ordered = (gaps[:, :, None] < gaps[:, None, :]) & (other[:, :, None] & other[:, None, :])  # (anchor, near, far)
+        hinge = (away[:, :, None] - away[:, None, :] + 0.03).clamp(min=0)
+        return torch.where(ordered, hinge, 0.0).sum() / ordered.sum().clamp(min=1)
+
+
+def coil(options: ground.Options) -> Set:
+    part = ground.coil(options)
+    part = part.where(part.labels < 4) if options.quick else part
+    pose = torch.arange(len(part.labels), device=part.labels.device) % 72  # rows of an object run in steps of 5 degrees
+    angle = torch.arange(72, device=pose.device) * (2 * math.pi / 72)
+    targets = torch.stack([angle.cos(), angle.sin()], 1)
+    parts = (ground.Part(part.images[m], pose[m]) for m in (pose % 4 == 0, pose % 4 == 2, pose % 2 == 1))
+    return Set(*parts, targets, lambda seed: ground.encoder(options, part.size, DIM, seed))
+
+
+def cub(options: ground.Options) -> Set:
+    home = options.data / "CUB_200_2011"
+    items = data.load("cub200", root=home)
+    assert items.labels is not None and items.pictures is not None
+    labels = np.asarray(items.labels)
+    place = np.concatenate([np.arange(n) for n in np.bincount(labels)])  # photos of a class stand together
+    ends, each = ((10, 14, 24), (4, 4)) if options.quick else ((75, 100, 200), (60, 12))
+    chosen = np.flatnonzero(np.where(labels < ends[0], place < each[0], (labels < ends[2]) & (place < each[1])))
+    stored = store(items.pictures.take(chosen), [items.names[i] for i in chosen], side=112, channels=3, cache=False)
+    features = described(torch.from_numpy(stored.rows(range(len(chosen)))), options)
+    kinds = torch.from_numpy(labels[chosen]).to(options.device)
+    targets = torch.tensor(attributes(home), dtype=torch.float32, device=options.device) / 100
+    cuts = (kinds < ends[0], (kinds >= ends[0]) & (kinds < ends[1]), kinds >= ends[1])
+    parts = [ground.Part(features[m], kinds[m]) for m in cuts]
+
+    def encoder(seed: int) -> nn.Module:
+        made = models.build("mlp", features=features.shape[1], hidden=(512,), dim=DIM, normalize=False, seed=seed)
+        return made.standardize(parts[0].images.cpu()).to(options.device)
+
+    return Set(*parts, targets, encoder)
+
+
+@torch.no_grad()
+def described(pixels: Tensor, options: ground.Options) -> Tensor:
+    """(N, 1280) features of photos uint8 (N, 112, 112, 3); in a quick run their 12 × 12 pixels instead."""
+    pictures = pixels.permute(0, 3, 1, 2)
+    if options.quick:
+        return nn.functional.adaptive_avg_pool2d(pictures / 255, 12).flatten(1).to(options.device)
+    model = models.build("efficientnet-lite0", dim=0, size=112).to(options.device).eval()
+    return torch.cat([model.features(some.to(options.device) / 255) for some in pictures.split(256)])
+
+
+def attributes(home: Path) -> Any:
+    """(200, 312): how often, in percent, people saw each attribute in photos of each class."""
+    name = "attributes/class_attribute_labels_continuous.txt"
+    if (home / name).is_file():
+        return np.loadtxt(home / name)
+    for path in sorted(home.glob("*.tar")):
+        archive = Archive(path)
+        inside = [member for member in archive.names() if member.endswith(name)]
+        if inside:
+            return np.loadtxt(archive.read(inside[0]).decode().splitlines())
+    raise SystemExit(f"{home} has no {name}, neither as a file nor in a .tar")
+
+
+def run(given: Set, arm: Arm, batches: Tensor, table: Tensor, rate: float, seed: int) -> dict[str, Any]:
+    """Validation nDCG at the end, and the curves of the test items."""
+    model = given.encoder(seed)
+    away = "euclidean" if arm.kind == "log-ratio" else "cosine"
+    nearest = label_distances(given.targets[given.learn.labels.unique()]).sort(1).values
+    each = len(given.learn.labels) / len(nearest)
+    reach = float(nearest[:, min(int(POSITIVES / each), nearest.shape[1] - 1)].median()) * 1.0001
+    curve: list[dict[str, float]] = []
+
+    def judged(part: ground.Part) -> dict[str, float]:
+        found = evaluation.graded(ground.embed(model, part), given.targets[part.labels], ks=(K,), distance=away)
+        return {"ndcg": found[f"ndcg@{K}"], "distance": found[f"label_distance@{K}"]}
+
+    def watch(step: int, value: Tensor, embeddings: Tensor) -> None:
+        curve.append({"step": step, **judged(given.test)})
+
+    loss, part = Graded(arm, given.learn.labels, table, reach), given.learn
+    part = ground.Part(part.images, torch.arange(len(part.labels), device=part.labels.device))
+    ground.train(model, loss, part, batches, lr=rate, decay=False, watch=watch, every=max(1, len(batches) // 12))
+    return {"rate": rate, "validation": judged(given.validate)["ndcg"], "curve": curve}
+
+
+def drawn(given: Set, near: bool, steps: int, anchors: int, seed: int) -> Tensor:
+    """(steps, anchors × 6) places: anchors with their neighbours side by side, or random items."""
+    rows, size = given.targets[given.learn.labels].cpu(), 1 + NEIGHBOURS
+    # Of equally near items the sampler takes those that stand first: a little noise lets all have their turn.
+    rows = rows + 1e-3 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed))
+    if near:
+        sampler = samplers.LabelNeighbours(rows, size, NEIGHBOURS, seed, batches=steps * anchors)
+    else:
+        sampler = samplers.LabelNeighbours(rows, size * anchors, 0, seed, batches=steps)
+    return ground.batches(sampler, given.learn).view(steps, -1)
+
+
+def measured(given: Set, options: ground.Options) -> dict[str, Any]:
+    seeds, steps, anchors = QUICK if options.quick else FULL
+    table = label_distances(given.targets)
+    batches = {
+        (near, seed): drawn(given, near, steps, anchors, seed) for near in (True, False) for seed in range(seeds)
+    }
+    found: dict[str, Any] = {}
+    for name, arm in ARMS.items():
+        first = [
+            run(given, arm, batches[arm.neighbours, 0], table, rate, 0)
+            for rate in RATES[: 1 if options.quick else None]
+        ]
+        best = max(first, key=lambda one: one["validation"])
+        runs = [best] + [run(given, arm, batches[arm.neighbours, s], table, best["rate"], s) for s in range(1, seeds)]
+        curves = {key: [[point[key] for point in one["curve"]] for one in runs] for key in ("ndcg", "distance")}
+        ends = {key: showing.spread(curve[-1] for curve in every) for key, every in curves.items()}
+        found[name] = {"rate": best["rate"], **ends, "curves": curves}
+    found["steps"] = [point["step"] for point in best["curve"]]
+    found["learned from"], found["asked"] = len(given.learn.labels), len(given.test.labels)
+    return found
+
+
+def reached(steps: Sequence[float], curve: Sequence[float], goal: float) -> float:
+    """The first step at which the curve, straight between its points, is at the goal; infinite where it never is."""
+    for (a, b), (low, high) in zip(pairwise(steps), pairwise(curve), strict=True):
+        if high >= goal:
+            return a + (b - a) * max(0.0, goal - low) / max(high - low, 1e-9)
+    return math.inf
+
+
+def sooner(found: dict[str, Any]) -> float:
+    """Steps with neighbours until what the random batches reach at their end, as a part of those; median of seeds."""
+    near, random = (found[f"log-ratio, {how}"]["curves"]["ndcg"] for how in ("neighbours", "random batches"))
+    parts = [reached(found["steps"], a, b[-1]) / found["steps"][-1] for a, b in zip(near, random, strict=True)]
+    return sorted(parts)[len(parts) // 2]
+
+
+def judge(numbers: dict[str, Any]) -> dict[str, bool]:
+    parts = {}
+    for name, found in numbers.items():
+        for how in ("neighbours", "random batches"):
+            a, b = (found[f"{loss}, {how}"]["curves"]["ndcg"] for loss in ("log-ratio", "binarised triplet"))
+            won = all(x[-1] > y[-1] for x, y in zip(a, b, strict=True))
+            parts[f"{name}, {how}: log-ratio ends above the binarised triplet in nDCG@{K}, every seed"] = won
+        part = f"{name}: with neighbours it takes at most 0.8 of the steps to where random batches end"
+        parts[part] = sooner(found) <= 0.8
+    return parts
+
+
+def draw(numbers: dict[str, Any]) -> Any:
+    figure, panels = showing.figure(
+        "Learning from real-valued labels: the ten nearest of an item", (len(numbers), 2), (11, 4.4 * len(numbers))
+    )
+    inks = {kind: showing.INK[i] for i, kind in enumerate(("log-ratio", "binarised", "dense"))}
+    heads = {"COIL-20": "COIL-20, poses not learned", "CUB-200": "CUB-200, classes not learned"}
+    said = {
+        "ndcg": (f"nDCG@{K}", "higher is better"),
+        "distance": (f"label distance of the nearest {K}", "lower is better"),
+    }
+    for row, (name, found) in zip(np.atleast_2d(panels), numbers.items(), strict=True):
+        for axes, (key, (words, better)) in zip(row, said.items(), strict=True):
+            for arm, (kind, near) in ARMS.items():
+                line = {"linestyle": "-" if near else ":"}
+                showing.band(axes, found["steps"], found[arm]["curves"][key], inks[kind], arm, **line)
+            showing.panel(axes, f"{heads[name]}; {better}", "training step", words)
+    lines, names = np.atleast_2d(panels)[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=3, frameon=False, labelcolor=showing.TEXT)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--parts", choices=("coil", "cub", "both"), default="both")
+    asked, rest = parser.parse_known_args(argv)
+    options = ground.options(__doc__, rest)
+    last = options.numbers / "log_ratio.json"
+    numbers: dict[str, Any] = json.loads(last.read_text(encoding="utf-8"))["numbers"] if last.is_file() else {}
+    for key, name, load in (("coil", "COIL-20", coil), ("cub", "CUB-200", cub)):
+        if asked.parts in (key, "both"):
+            numbers[name] = showing.rounded(measured(load(options), options))
+            numbers[name]["part of the steps with neighbours"] = showing.rounded(sooner(numbers[name]))
+    numbers = {name: numbers[name] for name in ("COIL-20", "CUB-200") if name in numbers}
+    showing.save(options, "log_ratio", draw(numbers), numbers, judge(numbers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The studies of docs/claims.md: each one's quick form runs, draws its figure and says what it measured."""
+
+import importlib
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+STUDIES = Path(__file__).parents[1] / "studies"
+sys.path.insert(0, str(STUDIES))
+ground, showing = (importlib.import_module(name) for name in ("ground", "showing"))
+NAMES = sorted(
+    path.stem for path in STUDIES.glob("*.py") if "ground.options(" in path.read_text() and path.stem != "ground"
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_runs_and_says_what_it_measured(name, shared_data, tmp_path, capsys):
+    for folder in ("fashion-mnist", "omniglot", "coil20", "CUB_200_2011"):
+        home = shared_data(folder).parent
+    study = importlib.import_module(name)
+    study.main(["--quick", "--device", "cpu", "--data", str(home), "--out", str(tmp_path)])
+    told = json.loads((tmp_path / f"{name}.json").read_text())
+    assert told["study"] == name and told["verdict"] in showing.WORDS and told["numbers"] and told["parts"]
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert f"verdict: {told['verdict']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_is_in_the_document(name):
+    page = (STUDIES.parent / "docs" / "claims.md").read_text()
+    assert f"python studies/{name}.py" in page and f"pictures/{name}.png" in page
+    told = json.loads((STUDIES / "results" / f"{name}.json").read_text())
+    assert told["study"] == name and "quick" not in told["command"]
+    assert f"`python studies/{name}.py --data DATA`, {told['seconds']:.0f} s" in page
+
+
+def test_training_is_the_same_twice_and_learns(tmp_path):
+    options = ground.options("", ["--quick", "--device", "cpu", "--out", str(tmp_path)])
+    images = torch.rand(4, 1, 16, 16).repeat_interleave(8, 0) + 0.1 * torch.randn(32, 1, 16, 16)
+    part = ground.Part(images, torch.arange(4).repeat_interleave(8))
+    found = []
+    for _ in range(2):
+        model = ground.encoder(options, 16, dim=8, seed=3)
+        loss = importlib.import_module("nearkin").losses.TripletLoss(0.2)
+        history = ground.train(model, loss, part, ground.balanced(part, 4, 4, 12, seed=5), lr=3e-3)
+        found.append((history, ground.embed(model, part)))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][0][-1] < found[0][0][0]
+
+
+def test_watch_sees_the_beginning_and_the_end(tmp_path):
+    options = ground.options("", ["--quick", "--device", "cpu", "--out", str(tmp_path)])
+    part = ground.Part(torch.rand(8, 1, 16, 16), torch.arange(2).repeat_interleave(4))
+    seen = []
+    loss = importlib.import_module("nearkin").losses.TripletLoss(0.2)
+    places = ground.balanced(part, 2, 4, 5)
+    model = ground.encoder(options, 16, dim=8)
+    ground.train(model, loss, part, places, lr=1e-3, watch=lambda step, value, x: seen.append(step), every=2)
+    assert seen == [0, 2, 4, 5]
+
+
+def test_parts_of_a_set():
+    part = ground.Part(torch.arange(12.0).view(12, 1, 1, 1), torch.tensor([0, 1, 2, 3] * 3))
+    first, other = ground.halves(part)
+    assert first.images.flatten().tolist() == [0, 1, 4, 5, 8, 9] and other.labels.tolist() == [0, 1] * 3
+    assert ground.some(part, 1, skip=1).images.flatten().tolist() == [4, 5, 6, 7]
+
+
+def test_a_verdict_follows_from_its_parts():
+    assert showing.verdict({"a": True, "b": True}) == "holds"
+    assert showing.verdict({"a": True, "b": False}) == "holds partly"
+    assert showing.verdict({"a": False}) == "does not hold here"
+
+
+def test_numbers_become_plain_json():
+    value = {1: torch.tensor([1.23456, math.nan]), "b": [math.inf, 2], "c": {"d": 0.00012345678}}
+    assert showing.rounded(value) == {"1": [1.235, None], "b": [None, 2], "c": {"d": 0.0001235}}
+
+
+def test_a_curve_is_one_line_of_json():
+    value = {"name": "a [1, 2]", "curves": [[1.5, None, 3.0], [4]], "empty": [], "texts": ["b", "c"]}
+    text = showing.written(value)
+    assert json.loads(text) == value and "[ 1.5, null, 3.0 ]" in text
+
+
+def test_a_lighter_picture_is_the_same_to_the_eye():
+    drawn, axes = showing.figure("Title")
+    for colour in showing.INK:
+        axes.plot(torch.rand(50).numpy(), color=colour)
+    whole = io.BytesIO()
+    drawn.savefig(whole, format="png", dpi=100)
+    small = showing.lighter(whole.getvalue())
+    before, after = (np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), int) for png in (whole.getvalue(), small))
+    assert len(small) < len(whole.getvalue()) and np.abs(before - after).mean() < 1
+
+
+def test_embeddings_that_are_no_numbers_score_nothing():
+    assert ground.judged(torch.full((4, 2), math.nan), torch.tensor([0, 0, 1, 1]))["map@r"] == 0
+
+
+def test_where_a_curve_reaches_a_target():
+    reached = importlib.import_module("proxies_converge").reached
+    assert reached([0, 10, 20], [0.0, 0.4, 0.8], 0.6) == 15
+    assert reached([0, 10], [0.7, 0.8], 0.6) == 0
+    assert reached([0, 10], [0.1, 0.2], 0.6) is None
