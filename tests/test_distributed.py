@@ -4,9 +4,11 @@ A gradient's error is its largest difference from the single process's, over the
 where that is 0). Rank 0 takes the single process's step beside its own, plainly.
 """
 
+import copy
 import os
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +219,26 @@ def views(rank, world):
 def test_two_views_and_multi_label_rows(world):
     for found in worlds.run(world, views):
         assert max(found) <= TOLERANCE
+
+
+def accumulated(rank, world):
+    """Gradients of three batches gathered before one step, exchanged with the last: the errors against one process."""
+    plain, plainly = encoder(), seeded(lambda: losses.ProxyAnchorLoss(cases.CLASSES, cases.DIM))
+    net, loss = DistributedDataParallel(encoder()), GlobalBatch(copy.deepcopy(plainly))
+    x, labels = items()
+    for turn in range(3):
+        taken = torch.arange(ITEMS) % 3 == turn
+        mine = taken.nonzero().flatten().tensor_split(world)[rank]
+        with net.no_sync() if turn < 2 else nullcontext():
+            (loss(net(x[mine]), labels[mine]) / 3).backward()
+        (plainly(plain(x[taken]), labels[taken]) / 3).backward()
+    average_gradients(loss)
+    return error(gradients(net), gradients(plain)), error(gradients(loss), gradients(plainly))
+
+
+def test_gradients_may_be_accumulated():
+    for found in worlds.run(2, accumulated):
+        assert max(found) <= 1e-12
 
 
 def remember(rank, world, label_kind):
