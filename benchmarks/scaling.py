@@ -36,7 +36,7 @@ WORLDS = (1, 2, 4)
 # Weak scaling gives each rank what a rank of two has of these: pictures; classes, for the same batch; pairs of items.
 STEP = {"batch": 256, "dim": 128, "size": 32}
 CLASSES = {"batch": 128, "dim": 128, "classes": 20_000}
-ITEMS = {"items": 12_000, "dim": 128, "each": 5}
+ITEMS = {"items": 30_000, "dim": 128, "each": 5}
 MARK, END = "<!-- measured -->", "<!-- end -->"
 HEADER = ["what", "scaling", "ranks", "oversubscribed", "size", "ms", "speedup", "bytes", "formula_bytes", "model_ms"]
 
