@@ -108,7 +108,12 @@ class Workers:
 
     def give(self, job: Job) -> None:
         pipe, process = self.idle.pop()
-        pipe.send(tuple(job))
+        try:
+            pipe.send(tuple(job))
+        except OSError:  # it died while it had nothing to do
+            process.join(5)
+            pipe, process = self._started()
+            pipe.send(tuple(job))
         self.busy[pipe] = (process, job, time.monotonic())
 
     def wait(self, seconds: float) -> Iterator[tuple[Job, dict[str, Any], float]]:
