@@ -292,7 +292,7 @@ def build(kernel, tile, item, **more):
     fixed = {"H": tile.height, "W": tile.width, **more}
     if kernel is not tiles._finish:
         fixed |= {"D": tile.depth, "COPIES": tile.copies, "EVEN": True}
-        fixed |= {"DOT": tl.bfloat16 if item == 2 else tl.float32}
+        fixed |= {"DOT": {2: tl.bfloat16, 4: tl.float32, 8: tl.float64}[item]}
         height, width, depth = tile.height, tile.width, tile.depth
         copied = {
             tiles._scan: {"rows": (height, depth), "weight": (width, depth)},
@@ -335,7 +335,7 @@ def compile_only():
     """Shared memory, registers and spills of every tile of the tables on Hopper."""
     from nearkin.kernels import class_tiles as tiles
 
-    score = {"COLUMNS": False, "CENTERS": 1, "PRECISION": "tf32x3", "GROUP": tiles.GROUP, "TWO": True}
+    score = {"COLUMNS": False, "CENTERS": 1, "PRECISION": "ieee", "GROUP": tiles.GROUP, "TWO": True}
     end = {"OWN": False, "PROJECT": True}
     wanted = [
         (tiles._scan, item, tile, score | {"LOST": False} | more)

@@ -40,9 +40,9 @@ def class_softmax(
     """`core.class_softmax.class_softmax` by kernels; by core itself where they cannot serve.
 
     They serve float32, bfloat16 and float16 on CUDA and 1, 2, 4 or 8 centres a class. Sums are float32; products are of
-    bfloat16 where both sides are, else of float32 (of TF32 where `torch.get_float32_matmul_precision()` is not
-    "highest"). With bfloat16 the derivative by a score is rounded to it once, before it meets the anchors and weights.
-    Memory: the gradients, 4 bytes a class, and `max_memory` bytes.
+    bfloat16 where both sides are, else of float64 where the GPU has units for it, of float32 where not (of TF32 where
+    `torch.get_float32_matmul_precision()` is not "highest"). With bfloat16 the derivative by a score is rounded to it
+    once, before it meets the anchors and weights. Memory: the gradients, 4 bytes a class, and `max_memory` bytes.
     """
     if not serves(embeddings, weight, sub_centers, max_memory):
         given = {"normalize": normalize, "sub_centers": sub_centers, "lost": lost, "max_memory": max_memory}
@@ -95,7 +95,7 @@ def _tiles() -> ModuleType:
 
 
 def _precision() -> str:
-    """How float32 tiles are multiplied: as they are, unless torch may round.
+    """How float32 tiles are multiplied: as they are, or wider (`class_tiles.exact`), unless torch may round.
 
     Three products of TF32 would be faster, but their gradients were off by 2e-6 where plain torch's were by 2e-7.
     """

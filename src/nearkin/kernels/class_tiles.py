@@ -38,10 +38,10 @@ class Tile(NamedTuple):
 
 
 # By the bytes of a number in a product. Those of 2 bytes are the fastest on an H200 at C = 1,000,000, B = 1,024 and
-# D = 512, of 4 bytes what the compiler says of Hopper: `benchmarks/class_softmax.py --tune` tries CANDIDATES on a GPU
-# and prints lines for these tables; its `--compile` needs none.
-SCAN = {2: Tile(128, 128, 64, 4, 3), 4: Tile(64, 128, 32, 4, 3)}
-PARTS = {2: Tile(128, 128, 64, 4, 3), 4: Tile(64, 128, 32, 4, 3)}
+# D = 512, of 4 and 8 bytes what the compiler says of Hopper: `benchmarks/class_softmax.py --tune` tries CANDIDATES on a
+# GPU and prints lines for these tables; its `--compile` needs none.
+SCAN = {2: Tile(128, 128, 64, 4, 3), 4: Tile(64, 128, 32, 4, 3), 8: Tile(64, 128, 32, 8, 3)}
+PARTS = {2: Tile(128, 128, 64, 4, 3), 4: Tile(64, 128, 32, 4, 3), 8: Tile(64, 128, 32, 8, 3)}
 GRADIENT = {2: Tile(128, 128, 64, 4, 3)}
 FINISH = Tile(32, 256, 0, 4, 1)
 INTERPRETED = Tile(16, 32, 16, 4, 1)  # small, so that small tests have several tiles and ragged ends
@@ -134,12 +134,13 @@ def _products(
     D: tl.constexpr,
 ):
     """Inner products of the rows of two matrices, a tile (H, W); beyond the last rows the values mean nothing."""
-    acc = tl.zeros((H, W), tl.float32)
+    SUM: tl.constexpr = DOT if DOT.primitive_bitwidth == 64 else tl.float32
+    acc = tl.zeros((H, W), SUM)
     if COPIES:
         for k in range(0, dim, D):
             x = left.load([i0, k])
             y = right.load([j0, k])
-            acc = tl.dot(x.to(DOT), tl.trans(y.to(DOT)), acc, input_precision=PRECISION)
+            acc = tl.dot(x.to(DOT), tl.trans(y.to(DOT)), acc, input_precision=PRECISION, out_dtype=SUM)
     else:
         axis = tl.arange(0, D)
         # Only where a tile starts takes 64 bits. Rows beyond the end are the last one again, which needs no mask.
@@ -154,10 +155,10 @@ def _products(
             else:
                 x = tl.load(a, mask=(axis < dim - k)[None, :], other=0.0)
                 y = tl.load(b, mask=(axis < dim - k)[None, :], other=0.0)
-            acc = tl.dot(x.to(DOT), tl.trans(y.to(DOT)), acc, input_precision=PRECISION)
+            acc = tl.dot(x.to(DOT), tl.trans(y.to(DOT)), acc, input_precision=PRECISION, out_dtype=SUM)
             a += D
             b += D
-    return acc
+    return acc.to(tl.float32)
 
 
 @triton.jit
@@ -681,11 +682,14 @@ def finish(given, product, along, end, by_weight, start, project):
 def chosen(table, given):
     if INTERPRETS:
         return INTERPRETED
-    tile = table[2 if halves(given.rows, given.weight) else 4]
+    bytes_each = 2 if halves(given.rows, given.weight) else 8 if exact(given) else 4
+    tile = table[bytes_each]
+    if bytes_each == 4 and given.precision == "ieee":
+        tile = tile._replace(copies=False)  # with it the compiler spills everything
     if given.rows.shape[0] > 64:
         return tile
     if table is SCAN:
-        return tile._replace(height=64, warps=4)
+        return tile if bytes_each == 8 else tile._replace(height=64, warps=4)
     return tile._replace(width=64) if table is PARTS else tile
 
 
@@ -698,6 +702,11 @@ def halves(rows, weight):
     return rows.dtype == weight.dtype == torch.bfloat16
 
 
+def exact(given):
+    """Whether float32 numbers are multiplied as float64: on the matrix units that have it, for no more time."""
+    return given.precision == "ieee" and kernels.wide(given.rows)
+
+
 def _way(given, tile, upright=False, shelf=None):
     """Rows, factors, weights and inverse lengths as the kernel takes them, and what it is compiled for."""
     dim = given.rows.shape[1]
@@ -706,7 +715,7 @@ def _way(given, tile, upright=False, shelf=None):
     if copies:
         across, down = (tile.width, tile.height) if upright else (tile.height, tile.width)
         rows, weight = _described(rows, across, tile.depth, shelf), _described(weight, down, tile.depth, shelf)
-    dot = _dot(given.rows) if halves(given.rows, given.weight) else tl.float32
+    dot = _dot(given.rows) if halves(given.rows, given.weight) else tl.float64 if exact(given) else tl.float32
     way = {"COLUMNS": given.columns, "CENTERS": given.centers, "DOT": dot, "PRECISION": given.precision}
     way |= {"COPIES": copies, "EVEN": dim % tile.depth == 0, "GROUP": GROUP, "TWO": given.two}
     way |= {"H": tile.height, "W": tile.width, "D": tile.depth}
