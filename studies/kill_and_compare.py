@@ -14,9 +14,10 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import closing
 from pathlib import Path
+
+from killing import killed
 
 LOSSES = "triplet,proxy-anchor,arcface"
 SMALL = ["--steps", "20", "--trials", "5", "--folds", "2", "--seeds", "2"]
@@ -37,18 +38,6 @@ def kept(folder: Path, table: str = "trainings") -> int:
         return 0
 
 
-def killed(arguments: list[str], folder: Path, trainings: int, after: float) -> bool:
-    """Whether it was still running when it was killed: so many seconds after the study holds so many trainings."""
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and kept(folder) < trainings:
-        time.sleep(0.002)
-    time.sleep(after)
-    running = process.poll() is None
-    process.kill()
-    process.wait()
-    return running
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=9)
@@ -66,7 +55,8 @@ def main() -> None:
             folder, moments, place = base / f"run{runs}", [], 0
             for turn in range(3):
                 place = chance.randint(place, total)
-                hit = killed(command(arguments.source, folder, 1 + turn % 2), folder, place, chance.uniform(0.0, 0.5))
+                going = command(arguments.source, folder, 1 + turn % 2)
+                hit = killed(going, kept, folder, place, chance.uniform(0.0, 0.5))
                 kills += hit
                 moments.append(
                     f"{kept(folder)} trained, {kept(folder, 'tests')} tested" + ("" if hit else ", at its end")

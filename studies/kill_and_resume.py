@@ -10,14 +10,14 @@ exit code 1.
 
 import argparse
 import hashlib
-import json
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from killing import killed, logged
 
 STEPS = 48
 QUICK = ["training.epochs=6", "training.batches=8", "training.log_steps=1", "training.save_minutes=0.0005"]
@@ -42,25 +42,6 @@ def where(folder: Path) -> str:
     return place + (", in the middle of a save" if half else "") + (", tested" * (folder / "results.json").exists())
 
 
-def logged(folder: Path) -> int:
-    """The last whole line's step."""
-    log = folder / "metrics.jsonl"
-    lines = [line for line in log.read_text().splitlines() if line.endswith("}")] if log.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
-def killed(arguments: list[str], folder: Path, step: int, after: float) -> bool:
-    """Whether it was still running when it was killed: so many seconds after its log shows the step."""
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and logged(folder) < step:
-        time.sleep(0.001)
-    time.sleep(after)
-    running = process.poll() is None
-    process.kill()
-    process.wait()
-    return running
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
@@ -83,7 +64,7 @@ def main() -> None:
             step = 0
             while len(moments) < 3:
                 step = chance.randint(step, STEPS)
-                hit = killed(going, folder, step, chance.uniform(0.0, 0.3))
+                hit = killed(going, logged, folder, step, chance.uniform(0.0, 0.3))
                 kills += hit
                 moments.append(where(folder) + ("" if hit else ", at its end"))
                 if (folder / "checkpoints").is_dir() and any((folder / "checkpoints").glob("step-*")):

@@ -11,7 +11,6 @@ wrong exits and results that differ by a bit; any ends with exit code 1.
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -23,6 +22,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from killing import logged, ranks_of
 
 STEPS, BATCHES = 60, 12
 SETS = [f"training.epochs={STEPS // BATCHES}", f"training.batches={BATCHES}", "training.log_steps=1"]
@@ -53,27 +53,6 @@ def start(source: Path, out: Path, ranks: int, strategy: str, log: Path) -> subp
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NEARKIN_RANK_TIMEOUT": "10"}
     with log.open("w") as file:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=env, start_new_session=True)
-
-
-def ranks_of(agent: int) -> dict[int, int]:
-    """The processes of the ranks that torchrun has started."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            above = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            settings = (path / "environ").read_text().split("\0") if above == agent else []
-        except (OSError, ValueError):
-            continue
-        for text in settings:
-            if text.startswith("RANK="):
-                found[int(text[5:])] = int(path.name)
-    return found
-
-
-def logged(folder: Path) -> int:
-    log = folder / "metrics.jsonl"
-    lines = [line for line in log.read_text().splitlines() if line.endswith("}")] if log.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def digest(folder: Path) -> str:

@@ -12,33 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
 import postgres_server
-from nearkin.cli import app
+from commands import photos, run, said
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
 QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0", "evaluation.interval=false"]
-
-
-def photos(folder: Path, classes: int = 12, each: int = 6, seed: int = 0) -> Path:
-    rng = np.random.default_rng(seed)
-    for c in range(classes):
-        (folder / f"class{c}").mkdir(parents=True)
-        for i in range(each):
-            pixels = rng.integers(0, 60, (20, 20, 3)).astype(np.uint8)
-            pixels[2 + c : 5 + c, 3:12] += np.uint8(15 * c)
-            Image.fromarray(pixels).save(folder / f"class{c}" / f"{i}.png")
-    return folder
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def said(result, code=0):
-    assert result.exit_code == code, result.output + str(result.exception)
-    return result.output
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +28,7 @@ def home(tmp_path_factory):
         patch.chdir(folder)
         patch.setenv("NEARKIN_CACHE", str(folder / "cache"))
         patch.setenv("COLUMNS", "200")
-        photos(Path("photos"))
+        photos(Path("photos"), classes=12, contrast=15)
         sets = [part for text in QUICK for part in ("--set", text)]
         said(run("train", "photos", *sets, "--quiet", "--out", "run"))
         assert "72 enrolled, 0 there already; 72 in all" in said(
@@ -69,7 +48,7 @@ def test_enrolling_again_adds_what_is_new():
     assert "0 enrolled, 72 there already; 72 in all" in said(
         run("enrol", "run", "photos", "--gallery", "birds.gallery")
     )
-    photos(Path("more"), classes=2, each=2, seed=9)
+    photos(Path("more"), classes=2, each=2, seed=9, contrast=15)
     out = said(run("enrol", "run", "more", "--gallery", "two.gallery", "--metadata", '{"place": "pond"}'))
     assert "4 enrolled" in out
     out = said(run("enrol", "run", "more", "--gallery", "two.gallery", "--label", "all"))
@@ -166,7 +145,7 @@ def test_bad_input_is_one_sentence(home, arguments, sentence):
     if not Path("flat").exists():
         Path("flat").mkdir()
         Image.new("L", (9, 9)).save("flat/a.png")
-        photos(Path("broken"), classes=2, each=2, seed=4)
+        photos(Path("broken"), classes=2, each=2, seed=4, contrast=15)
         Path("broken/class1/0.png").write_bytes(b"\x89PNG broken")
         np.save("two.npy", np.ones((2, 8)))
         np.savez("all.npz", embeddings=np.eye(8, dtype=np.float32), labels=np.arange(8))
@@ -178,7 +157,7 @@ def test_bad_input_is_one_sentence(home, arguments, sentence):
 
 
 def test_unreadable_files_are_left_out_on_request():
-    photos(Path("torn"), classes=2, each=2, seed=4)
+    photos(Path("torn"), classes=2, each=2, seed=4, contrast=15)
     Path("torn/class1/0.png").write_bytes(b"\x89PNG broken")
     out = said(run("enrol", "run", "torn", "--gallery", "torn2.gallery", "--skip-unreadable"))
     assert "3 enrolled" in out and "1 unreadable" in out and "torn/class1/0.png is" in out

@@ -28,6 +28,9 @@ from nearkin.training.prepare import prepare
 from nearkin.training.recipe import read
 from nearkin.training.run import assemble
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "studies"))
+from killing import ranks_of
+
 SMALL = ["training.epochs=2", "training.batches=25", "training.log_steps=1", "encoder.hidden=[16, 16]"]
 SMALL += ["encoder.dim=8", "sampler.batch=21", "sampler.per_class=3", "training.workers=0", "evaluation.interval=false"]
 SMALL += ["training.device=cpu"]
@@ -365,17 +368,7 @@ class Launched:
 
     def ranks(self):
         """The processes of the ranks."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                above = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                settings = (path / "environ").read_text().split("\0") if above == self.process.pid else []
-            except (OSError, ValueError):
-                continue
-            for text in settings:
-                if text.startswith("RANK="):
-                    found[int(text[5:])] = int(path.name)
-        return found
+        return ranks_of(self.process.pid)
 
     def at(self, steps, seconds=120):
         """Waits until so many steps are in the log."""

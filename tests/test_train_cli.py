@@ -11,10 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
-from typer.testing import CliRunner
 
-from nearkin.cli import app
+from commands import photos, run, said
 from nearkin.cli.screen import results_table
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
@@ -28,26 +26,6 @@ def _own_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
-
-
-def photos(folder: Path, classes: int = 10, each: int = 6) -> Path:
-    rng = np.random.default_rng(0)
-    for c in range(classes):
-        (folder / f"class{c}").mkdir(parents=True)
-        for i in range(each):
-            pixels = rng.integers(0, 60, (20, 20, 3)).astype(np.uint8)
-            pixels[2 + c : 5 + c, 3:12] += np.uint8(20 * c)
-            Image.fromarray(pixels).save(folder / f"class{c}" / f"{i}.png")
-    return folder
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def said(result, code=0):
-    assert result.exit_code == code, result.output + str(result.exception)
-    return result.output
 
 
 def test_a_folder_becomes_a_run_with_a_report():

@@ -1,0 +1,41 @@
+"""What the studies that kill share: how far a run has come by its log, a kill at a chosen moment, torchrun's ranks."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def logged(folder: Path) -> int:
+    """The step of the last whole line of a run's log."""
+    log = folder / "metrics.jsonl"
+    lines = [line for line in log.read_text().splitlines() if line.endswith("}")] if log.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def killed(arguments: list[str], come: Callable[[Path], int], folder: Path, place: int, after: float) -> bool:
+    """Whether a command was still running when it was killed: some seconds after its folder has `come` to a place."""
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and come(folder) < place:
+        time.sleep(0.001)
+    time.sleep(after)
+    running = process.poll() is None
+    process.kill()
+    process.wait()
+    return running
+
+
+def ranks_of(agent: int) -> dict[int, int]:
+    """The processes of the ranks that torchrun has started."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            above = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            settings = (path / "environ").read_text().split("\0") if above == agent else []
+        except (OSError, ValueError):
+            continue
+        for text in settings:
+            if text.startswith("RANK="):
+                found[int(text[5:])] = int(path.name)
+    return found

@@ -1,0 +1,30 @@
+"""What tests of the command line share: a call, what it says, and a folder of small photos."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from typer.testing import CliRunner
+
+from nearkin.cli import app
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def said(result, code=0):
+    assert result.exit_code == code, result.output + str(result.exception)
+    return result.output
+
+
+def photos(folder: Path, classes: int = 10, each: int = 6, seed: int = 0, contrast: int = 20) -> Path:
+    """A bar of another place and brightness for each class, on noise."""
+    rng = np.random.default_rng(seed)
+    for c in range(classes):
+        (folder / f"class{c}").mkdir(parents=True)
+        for i in range(each):
+            pixels = rng.integers(0, 60, (20, 20, 3)).astype(np.uint8)
+            pixels[2 + c : 5 + c, 3:12] += np.uint8(contrast * c)
+            Image.fromarray(pixels).save(folder / f"class{c}" / f"{i}.png")
+    return folder
