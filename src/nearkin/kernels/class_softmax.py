@@ -18,6 +18,9 @@ from nearkin.core import distances
 from nearkin.core.class_softmax import Rivals
 
 RUN = 67_584  # class weights of a run of the backward pass: whole waves of tiles on 132 multiprocessors
+CHAIN = (
+    4096  # the same where products are summed in float32: next to an own class a longer sum loses the others' digits
+)
 ROOM = 9 * 2**24  # bytes of a run, or of the partial sums of the forward pass, where nobody said
 WALK = 1  # tiles of classes that a program of the forward pass walks, at the least
 PROGRAMS = 1056  # of the forward pass: four waves on 132 multiprocessors, two on each
@@ -40,9 +43,10 @@ def class_softmax(
     """`core.class_softmax.class_softmax` by kernels; by core itself where they cannot serve.
 
     They serve float32, bfloat16 and float16 on CUDA and 1, 2, 4 or 8 centres a class. Sums are float32; products are of
-    bfloat16 where both sides are, else of float64 where the GPU has units for it, of float32 where not (of TF32 where
-    `torch.get_float32_matmul_precision()` is not "highest"). With bfloat16 the derivative by a score is rounded to it
-    once, before it meets the anchors and weights. Memory: the gradients, 4 bytes a class, and `max_memory` bytes.
+    bfloat16 where both sides are, of float64 where both are float32 and the GPU has units for it, else of float32 (of
+    TF32 where `torch.get_float32_matmul_precision()` is not "highest"). With bfloat16 the derivative by a score is
+    rounded to it once, before it meets the anchors and weights. Memory: the gradients, 4 bytes a class, and
+    `max_memory` bytes.
     """
     if not serves(embeddings, weight, sub_centers, max_memory):
         given = {"normalize": normalize, "sub_centers": sub_centers, "lost": lost, "max_memory": max_memory}
@@ -245,7 +249,8 @@ def _run(rows: Tensor, weight: Tensor, max_memory: int | None) -> int:
     if _tiles().INTERPRETS:
         return 64
     room = ROOM if max_memory is None else max_memory - _fixed(rows)
-    fitting = max(1, min(RUN, room // _each(rows, weight)) // STEP)
+    most = RUN if _tiles().halves(rows, weight) else CHAIN
+    fitting = max(1, min(most, room // _each(rows, weight)) // STEP)
     blocks = -(-weight.shape[0] // STEP)
     return -(-blocks // -(-blocks // fitting)) * STEP  # all runs as long as the last
 

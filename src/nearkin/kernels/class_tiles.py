@@ -43,6 +43,7 @@ class Tile(NamedTuple):
 SCAN = {2: Tile(128, 128, 64, 4, 3), 4: Tile(64, 128, 32, 4, 3), 8: Tile(64, 128, 32, 8, 3)}
 PARTS = {2: Tile(128, 128, 64, 4, 3), 4: Tile(64, 128, 32, 4, 3), 8: Tile(64, 128, 32, 8, 3)}
 GRADIENT = {2: Tile(128, 128, 64, 4, 3)}
+PLAIN = Tile(64, 128, 16, 8, 3, copies=False)  # float32 without matrix units: larger ones, or bulk copies, spill
 FINISH = Tile(32, 256, 0, 4, 1)
 INTERPRETED = Tile(16, 32, 16, 4, 1)  # small, so that small tests have several tiles and ragged ends
 CANDIDATES = [
@@ -682,14 +683,16 @@ def finish(given, product, along, end, by_weight, start, project):
 def chosen(table, given):
     if INTERPRETS:
         return INTERPRETED
-    bytes_each = 2 if halves(given.rows, given.weight) else 8 if exact(given) else 4
-    tile = table[bytes_each]
-    if bytes_each == 4 and given.precision == "ieee":
-        tile = tile._replace(copies=False)  # with it the compiler spills everything
+    if halves(given.rows, given.weight):
+        tile = table[2]
+    elif exact(given):
+        tile = table[8]
+    else:
+        tile = PLAIN if given.precision == "ieee" else table[4]
     if given.rows.shape[0] > 64:
         return tile
     if table is SCAN:
-        return tile if bytes_each == 8 else tile._replace(height=64, warps=4)
+        return tile._replace(height=64, warps=4) if tile.height > 64 else tile
     return tile._replace(width=64) if table is PARTS else tile
 
 
@@ -703,8 +706,11 @@ def halves(rows, weight):
 
 
 def exact(given):
-    """Whether float32 numbers are multiplied as float64: on the matrix units that have it, for no more time."""
-    return given.precision == "ieee" and kernels.wide(given.rows)
+    """Whether float32 numbers are multiplied as float64: on the matrix units that have it, for no more time.
+
+    Not weights of two bytes, which triton 3.6 cannot lay out for these units (it stops compiling).
+    """
+    return given.precision == "ieee" and given.weight.dtype == torch.float32 and kernels.wide(given.rows)
 
 
 def _way(given, tile, upright=False, shelf=None):
