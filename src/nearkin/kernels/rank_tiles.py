@@ -149,3 +149,69 @@ def _histograms_back(place, positive, negative, counts, slope, out, columns, bin
         by_kin -= ours * (one - among_kin) / (one * one)
         by_other -= ours * among_kin / (one * one)
     tl.store(out + start + j, total, mask=there)
+
+
+def spreads(squared, gaps, order, epsilon, slopes):
+    """Values and numbers of pairs, (B,) each, and with `slopes` the derivative of each value by its row, (B, R)."""
+    rows, columns, way = _shape(squared)
+    value = torch.empty(rows, device=squared.device)
+    pairs = torch.empty(rows, device=squared.device, dtype=torch.int64)
+    slope = torch.empty_like(squared) if slopes else None
+    more = {"TIES": order is not None, "BACK": slopes, "EPSILON": epsilon}
+    way["num_warps"] = min(16, max(1, way["P"] // 256))
+    given = (squared, gaps, gaps if order is None else order, value, pairs, value if slope is None else slope)
+    with torch.cuda.device_of(squared):
+        _spreads[(rows,)](*given, columns, **more, **way)
+    return value, pairs, slope
+
+
+@triton.jit
+def _run_on(sum_a, number_a, first_a, sum_b, number_b, first_b):
+    """Sums and numbers since the last entry that is the first of its group."""
+    return (
+        tl.where(first_b > 0, sum_b, sum_a + sum_b),
+        tl.where(first_b > 0, number_b, number_a + number_b),
+        tl.maximum(first_a, first_b),
+    )
+
+
+@triton.jit
+def _spreads(squared, gaps, order, value, pairs, slope, columns, TIES: tl.constexpr, BACK: tl.constexpr,
+             EPSILON: tl.constexpr, P: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = row * columns
+    j = tl.arange(0, P)
+    there = j < columns
+    gap = tl.load(gaps + start + j, mask=there, other=float("inf"))
+    valid = gap < float("inf")
+    at = j.to(tl.int64)
+    if TIES:  # gaps come sorted
+        at = tl.load(order + start + j, mask=there, other=0)
+    near = tl.load(squared + start + at, mask=there, other=0.0).to(tl.float64) + EPSILON
+    ratio = tl.log(near) - 2.0 * tl.log(tl.where(valid, gap, 1.0))
+    number = tl.sum(tl.where(valid, 1.0, 0.0).to(tl.float64), 0)
+    mean = tl.sum(tl.where(valid, ratio, 0.0), 0) / tl.maximum(number, 1.0)
+    off = tl.where(valid, ratio - mean, 0.0)
+    if TIES:
+        # Two runs, from either end, meet in every entry: together they have its whole group, and itself twice.
+        one = tl.where(valid, 1.0, 0.0).to(tl.float64)
+        before = tl.load(gaps + start + j - 1, mask=there & (j > 0), other=-1.0)
+        after = tl.load(gaps + start + j + 1, mask=j + 1 < columns, other=-1.0)
+        first, last = (gap != before).to(tl.int32), (gap != after).to(tl.int32)
+        sum_up, number_up, _ = tl.associative_scan((off, one, first), 0, _run_on)
+        sum_down, number_down, _ = tl.associative_scan((off, one, last), 0, _run_on, reverse=True)
+        of_group = sum_up + sum_down - off
+        others = number - (number_up + number_down - one)
+    else:
+        of_group = off * 0.0
+        others = off * 0.0 + number
+    untied = tl.sum(tl.where(valid, others, 0.0), 0)  # each pair from either side
+    if not TIES:
+        untied -= number
+    least = tl.maximum(untied * 0.5, 1.0)
+    total = tl.sum(tl.where(valid, (others * off + of_group) * off, 0.0), 0)
+    tl.store(value + row, (total / least).to(tl.float32))
+    tl.store(pairs + row, (untied * 0.5).to(tl.int64))
+    if BACK:
+        by_squared = tl.where(valid, 2.0 * (others * off + of_group) / (least * near), 0.0)
+        tl.store(slope + start + at, by_squared.to(tl.float32), mask=there)

@@ -1,4 +1,4 @@
-"""Triton twins of what the rank losses do with a row of scores: smooth ranks of its positives, soft histograms."""
+"""Triton twins of what rank and ratio losses do with an anchor's row: smooth ranks, histograms, spread of ratios."""
 
 import functools
 from types import ModuleType
@@ -13,8 +13,10 @@ from nearkin import kernels
 LARGEST = 8192  # references: a program keeps an anchor's row in registers
 
 
-def serves(matrix: Tensor) -> bool:
-    """Whether the kernels can have a (B, R) matrix such as this."""
+def takes(impl: str, matrix: Tensor) -> bool:
+    """Whether a (B, R) matrix such as this is for the kernels: those wanted, or left to choose, and able."""
+    if impl == "torch" or (impl == "auto" and not matrix.is_cuda):
+        return False
     rows, columns = matrix.shape
     sound = matrix.dtype == torch.float32 and rows > 0 and 0 < columns <= LARGEST
     return sound and kernels.can_run(matrix) and not torch.compiler.is_compiling()
@@ -32,6 +34,16 @@ def precisions(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 def histogram_precisions(place: Tensor, positive: Tensor, negative: Tensor, bins: int) -> Tensor:
     """Σ_l h⁺_l H⁺_l / H_l of FastAP, (B,), from places in 0..bins on the axis of the centres, (B, R)."""
     found: Tensor = _Histograms.apply(place.contiguous(), positive, negative, bins)  # type: ignore[no-untyped-call]
+    return found
+
+
+def spreads(squared: Tensor, gaps: Tensor, order: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Mean of (x_i - x_j)² over pairs of an anchor's references, and their number; x = log(squared + ε) - 2 log gap.
+
+    squared: (B, R); gaps: float64 (B, R), inf where a reference says nothing. order: the gaps have been sorted, and
+    this is whose they are; pairs with the same gap are then left out.
+    """
+    found: tuple[Tensor, Tensor] = _Spreads.apply(squared.contiguous(), gaps.contiguous(), order, epsilon)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -73,3 +85,18 @@ class _Histograms(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         return _tiles().histograms_back(*ctx.saved_tensors, ctx.bins, slope.contiguous()), None, None, None
+
+
+class _Spreads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, squared: Tensor, gaps: Tensor, order: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+        value, pairs, slope = _tiles().spreads(squared, gaps, order, epsilon, ctx.needs_input_grad[0])
+        ctx.save_for_backward(slope)
+        ctx.mark_non_differentiable(pairs)
+        return value, pairs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (slope,) = ctx.saved_tensors
+        return slope * upstream[:, None], None, None, None

@@ -50,7 +50,7 @@ def smooth_ap_loss(
         scores = distances.cosine(x, references) / temperature  # (B, R), larger is closer
         number = kin.positive.sum(1)
         slots = _slots(number, scores.shape[1], max_positives)
-        if _by_kernel(impl, scores):
+        if fused.takes(impl, scores):
             value = 1 - fused.precisions(scores, kin.positive, kin.negative) / number.clamp(min=1)
             return torch.where(number > slots, torch.nan, value), number > 0
         # Columns with an anchor's positives first, so that only as many slots are visited as there may be positives.
@@ -69,10 +69,6 @@ def smooth_ap_loss(
     batch = tiles.Batch(embeddings, labels, references, reference_labels)
     value, counts = tiles.over(rows, batch, max_memory=max_memory)
     return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
-
-
-def _by_kernel(impl: str, matrix: Tensor) -> bool:
-    return (impl == "triton" or (impl == "auto" and matrix.is_cuda)) and fused.serves(matrix)
 
 
 def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
@@ -125,7 +121,7 @@ def fastap_loss(
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         place = distances.squared_euclidean(x, references, normalize=True).clamp(0, 4) * (bins / 4)  # (B, R)
         number = kin.positive.sum(1)
-        if _by_kernel(impl, place):
+        if fused.takes(impl, place):
             ratio = fused.histogram_precisions(place, kin.positive, kin.negative, bins)
             return 1 - ratio / number.clamp(min=1), number > 0
         lower = place.detach().floor().clamp(max=bins - 1)
