@@ -44,7 +44,7 @@ class _Pass(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tiles, whole = fused._tiles(), weight.contiguous()
         inverse, taint = tiles.inverse_lengths(whole, True)
-        given = tiles.Operands(rows, factor, whole, inverse, met, columns=True, precision=fused._precision())
+        given = tiles.Operands(rows, factor, whole, inverse, met, columns=True, precision=fused.precision())
         level, rest, share = fused.merged(*tiles.scan(given, 1))
         ctx.save_for_backward(*given[:5], ids, level, share)
         ctx.way, ctx.max_memory, ctx.kind = given[5:], max_memory, rules.gradient_kind(weight)

@@ -1,7 +1,8 @@
 """Softmax over class weights whole, margin, cross-entropy and reduction included: one node of the graph, few launches.
 
-The passes over the classes are those of `kernels.class_softmax`. The own class takes part in them: in the backward pass
-its place holds the derivative by its own logit, so both gradients of it come out of the same products.
+The passes over the classes are those of `kernels.class_softmax`. Of bfloat16 the own class takes part in them: in the
+backward pass its place holds the derivative by its own logit, so both gradients of it come out of the same products. Of
+float32 it does not: it outweighs all others together, and beside it a sum in float32 would lose their digits.
 """
 
 import functools
@@ -89,7 +90,7 @@ class _Loss(torch.autograd.Function):
         way = (numbers, form.kind, form.straight, times, form.centers, tiles.halves(x, whole))
         rows, places, facts, stats = over.prepare(x, whole, labels.contiguous(), given, *way)
         inverse = tiles.lengths(whole)
-        more = (form.centers, form.lost / math.log(2), False, passes._precision(), True)
+        more = (form.centers, form.lost / math.log(2), False, passes.precision(), True)
         operands = tiles.Operands(rows, stats[0], whole, inverse, places[0], *more)
         peaks, sums = tiles.scan(operands, passes._a_part(rows, whole, max_memory))
         classes = whole.shape[0] // form.centers
@@ -110,7 +111,23 @@ class _Loss(torch.autograd.Function):
         given = tiles.Operands(rows, factor, weight, inverse, ids, *ctx.more)
         wants, kind = ctx.needs_input_grad[0], ctx.kind if ctx.needs_input_grad[1] else None
         with batches.device_of(x):
-            own = tiles.Own(picks, push, gain, upstream)
-            by_rows, by_weight = passes.gradients(given, level, pull, None, True, wants, kind, ctx.max_memory, own)
+            if tiles.halves(rows, weight):
+                within, apart, by_own = tiles.Own(picks, push, gain, upstream), None, None
+            else:
+                grown, mine = gain * upstream, picks[: len(x)].long()
+                within, (by_own, by_theirs) = None, _own(given, mine, push[: len(x)] * grown)
+                apart, pull = (mine, by_theirs), pull * grown / factor  # a power of two, which the pass multiplies with
+            by_rows, by_weight = passes.gradients(given, level, pull, apart, True, wants, kind, ctx.max_memory, within)
+            if by_rows is not None and by_own is not None:
+                by_rows += by_own
             by_x = _rows().returned(by_rows, x, facts, stats, gain, upstream, ctx.normalize) if wants else None
         return by_x, by_weight, None, None, None, None
+
+
+def _own(given: Any, picks: Tensor, push: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients by anchors and by their own classes' weights, (B, D) each, of Σ push · <row, unit weight>."""
+    rows, inverse = given.rows.double(), given.inverse[picks].double()[:, None]
+    unit = given.weight[picks].double() * inverse
+    push = push.double()[:, None]
+    across = rows - (rows * unit).sum(1, keepdim=True) * unit
+    return (push * unit).float(), (push * inverse * across).float()

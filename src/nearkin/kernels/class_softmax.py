@@ -98,7 +98,7 @@ def _tiles() -> ModuleType:
     return class_tiles
 
 
-def _precision() -> str:
+def precision() -> str:
     """How float32 tiles are multiplied: as they are, or wider (`class_tiles.exact`), unless torch may round.
 
     Three products of TF32 would be faster, but their gradients were off by 2e-6 where plain torch's were by 2e-7.
@@ -123,7 +123,7 @@ class _Pass(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         whole = weight.contiguous()
         inverse, taint = _tiles().inverse_lengths(whole, normalize)
-        given = _tiles().Operands(rows, factor, whole, inverse, ids, centers, lost, False, _precision())
+        given = _tiles().Operands(rows, factor, whole, inverse, ids, centers, lost, False, precision())
         level, rest, share = merged(*_tiles().scan(given, _a_part(rows, whole, max_memory)))
         ctx.save_for_backward(*given[:5], picks, level, share)
         ctx.way, ctx.normalize, ctx.max_memory = given[5:], normalize, max_memory

@@ -17,8 +17,9 @@ from nearkin.losses import shards
 from nearkin.losses.settings import show
 from nearkin.losses.shards import Shard
 
-# B · C from which bfloat16 takes the kernels on a GPU; None: never. At B · C = 10⁷ ArcFace took 2.2 ms on an H200, the
-# dense form 7.4. float32 has not been timed there, so it must be asked for.
+# B · C from which the kernels are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of bfloat16 took 2.2 ms on an
+# H200, the dense form 7.4; with weights of float32 1.8 and 4.4. Not timed, and so to be asked for: other weights,
+# float32 that may be rounded to TF32, and GPUs without float64 on their matrix units.
 KERNEL_FROM: int | None = 2**23
 WORD = 2**48  # of the numbers by which classes are sampled
 
@@ -92,8 +93,11 @@ def whole(
 def _wins(embeddings: Tensor, weight: Tensor) -> bool:
     if KERNEL_FROM is None or not embeddings.is_cuda or torch.compiler.is_compiling():
         return False
-    halves = embeddings.dtype == weight.dtype == torch.bfloat16
-    return halves and embeddings.shape[0] * weight.shape[0] >= KERNEL_FROM
+    if embeddings.shape[0] * weight.shape[0] < KERNEL_FROM:
+        return False
+    if weight.dtype == torch.float32:
+        return fused.precision() == "ieee" and kernels.wide(weight)
+    return embeddings.dtype == weight.dtype == torch.bfloat16
 
 
 def given(impl: str) -> dict[str, Any]:
