@@ -1,10 +1,11 @@
 """Softmax over many classes, forward and backward, beside its peers and floor: python benchmarks/class_softmax.py
 
-On a GPU: B = 1,024, D = 512, bfloat16, C from 10,000 to 10,000,000; on the CPU: B = 256, D = 64, float32. Time by
-device events. `extra_mib`: the peak of a step beyond what was held before it with no gradients there, so the gradient
-by the weights (`gradient_mib`) is in it. `floor`: the matrix products alone, the three of the dense form, or four where
-the scores are made twice. At the smallest C also the errors against float64. Dense forms and peers only where B · C is
-at most 2^30; beyond 2^32 the kernels alone.
+On a GPU: B = 1,024, D = 512, bfloat16 or with --dtype float32, C from 10,000 to 10,000,000; on the CPU: B = 256,
+D = 64, float32, the contenders by turns. Time by device events. `extra_mib`: the peak of a step beyond what was held
+before it with no gradients there, so the gradient by the weights (`gradient_mib`) is in it; on the CPU in a process of
+its own. `floor`: the matrix products alone, the three of the dense form, or four where the scores are made twice. At
+the smallest C also the errors against float64. Dense forms and peers only where B · C is at most 2^30; beyond 2^32 the
+kernels alone.
 --tune tries the tiles of the kernels at --classes, the length of a run and both ways to the gradient by the weights,
 and prints lines for `kernels/class_tiles.py` and `kernels/class_softmax.py`; --compile asks the compiler, without a
 GPU, for the shared memory and the registers of each tile on Hopper; --profile lists what a step spends its time on.
@@ -12,8 +13,10 @@ GPU, for the shared memory and the registers of each tile on Hopper; --profile l
 
 import argparse
 import importlib.util
+import json
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -51,15 +54,15 @@ def ways(x, y, w, dense):
     yield "arcface, torch", ours(losses.arcface_loss, impl="torch")
     if dense:
         yield "arcface, dense", ours(losses.arcface_loss, max_memory=2**50)
+        yield "proxy-anchor, dense", ours(losses.proxy_anchor_loss, max_memory=2**50)
         yield "peer: plain torch", lambda: plain_cosface(x, y, w).backward()
-    if x.is_cuda:
-        yield from peers(x, y, w, dense)
+    yield from peers(x, y, w, dense)
     yield "floor: three products", lambda: floor(x, w)
     yield "floor: four products", lambda: floor(x, w, again=True)
 
 
 def peers(x, y, w, dense):
-    if dense:
+    if dense and x.is_cuda:
         compiled = torch.compile(plain_cosface, dynamic=False)
         yield "peer: torch.compile of it", lambda: compiled(x, y, w).backward()
     if dense and importlib.util.find_spec("pytorch_metric_learning") is not None:
@@ -73,7 +76,7 @@ def peers(x, y, w, dense):
             other(wide, y).backward()
 
         yield "peer: pytorch-metric-learning", step
-    if importlib.util.find_spec("cut_cross_entropy") is not None:
+    if x.is_cuda and importlib.util.find_spec("cut_cross_entropy") is not None:
         from cut_cross_entropy import linear_cross_entropy
 
         yield "peer: cut-cross-entropy, no margin", lambda: linear_cross_entropy(x, w, y).backward()
@@ -107,44 +110,66 @@ def batch(classes, number, dim, device, dtype):
 
 def compare(sizes, number, dim, device, dtype):
     rows = []
+    kind = str(dtype).removeprefix("torch.")
     for classes in sizes:
         x, y, w = batch(classes, number, dim, device, dtype)
         gradient = w.numel() * w.element_size() / 2**20
-        for name, step in ways(x, y, w, dense=number * classes <= 2**30):
-
-            def fresh(step=step, x=x, w=w):
-                x.grad = w.grad = None
-                step()
-
-            try:
-                ms = measure.median_ms(fresh, device, SECONDS)
-                x.grad = w.grad = None
-                mib = measure.peak_mib(fresh, device)
-            except Exception as error:  # one contender that fails must not end the run
-                ms = mib = float("nan")
-                print(f"C {classes:>10,}  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        for name, ms, mib in (cells_cuda if device == "cuda" else cells_cpu)(x, y, w):
             print(f"C {classes:>10,}  {name:36}{ms:>10.2f} ms{mib:>10.0f} MiB, dW {gradient:.0f}", flush=True)
-            kind = str(dtype).removeprefix("torch.")
-            rows.append(
-                [
-                    name,
-                    measure.machine(device),
-                    number,
-                    classes,
-                    dim,
-                    kind,
-                    f"{ms:.3f}",
-                    f"{mib:.0f}",
-                    f"{gradient:.0f}",
-                ]
-            )
+            figures = [f"{ms:.3f}", f"{mib:.0f}", f"{gradient:.0f}"]
+            rows.append([name, measure.machine(device), number, classes, dim, kind, *figures])
         header = ["way", "device", "B", "C", "D", "dtype", "ms", "extra_mib", "gradient_mib"]
-        file = Path(__file__).parent / "results" / f"class_softmax_{device}.csv"
+        stem = f"class_softmax_{device}" + ("_float32" if device == "cuda" and kind == "float32" else "")
+        file = Path(__file__).parent / "results" / f"{stem}.csv"
         measure.write_csv(file, header, sorted(rows, key=lambda row: row[3]))  # the file grows with each size
         if classes == min(sizes):
             accuracy(x, y, w)
+
+
+def fresh_steps(x, y, w):
+    """Each contender and its step, before which there are no gradients."""
+    for name, step in ways(x, y, w, dense=len(x) * len(w) <= 2**30):
+
+        def fresh(step=step):
+            x.grad = w.grad = None
+            step()
+
+        yield name, fresh
         x.grad = w.grad = None
-        del step, fresh
+
+
+def cells_cuda(x, y, w):
+    """Name, milliseconds and MiB of each contender."""
+    for name, fresh in fresh_steps(x, y, w):
+        try:
+            ms = measure.median_ms(fresh, "cuda", SECONDS)
+            x.grad = w.grad = None
+            mib = measure.peak_mib(fresh, "cuda")
+        except Exception as error:  # one contender that fails must not end the run
+            ms = mib = float("nan")
+            print(f"C {len(w):>10,}  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        yield name, ms, mib
+
+
+def cells_cpu(x, y, w):
+    """The same, by turns, and the memory from a process whose allocator gives freed memory back at once."""
+    command = [sys.executable, __file__, "--peaks", "--classes", str(len(w)), "--dim", str(w.shape[1])]
+    done = subprocess.run(command, env=measure.frugal_environment(), stdout=subprocess.PIPE, text=True, check=True)
+    mib = json.loads(done.stdout.splitlines()[-1])
+    contenders = dict(fresh_steps(x, y, w))
+    for step in contenders.values():
+        step()
+    taken = measure.medians_by_turns(list(contenders.values()), "cpu", SECONDS * 8)
+    for name, ms in zip(contenders, taken, strict=True):
+        yield name, ms, mib[name]
+
+
+def peaks(classes, number, dim):
+    """Prints the MiB of each contender as JSON; meant for a process of its own."""
+    for _, fresh in fresh_steps(*batch(64, 8, dim, "cpu", torch.float32)):
+        fresh()  # what torch loads at its first step is not the loss's
+    x, y, w = batch(classes, number, dim, "cpu", torch.float32)
+    print(json.dumps({name: measure.peak_mib(fresh, "cpu") for name, fresh in fresh_steps(x, y, w)}))
 
 
 def accuracy(x, y, w):
@@ -369,7 +394,11 @@ def main():
     parser.add_argument("--classes", type=int, nargs="*")
     parser.add_argument("--dim", type=int)
     parser.add_argument("--dtype", default=None, choices=["bfloat16", "float32"])
+    parser.add_argument("--peaks", action="store_true", help="print the peaks of memory on the CPU as JSON")
     given = parser.parse_args()
+    if given.peaks:
+        peaks(given.classes[0], 256, given.dim)
+        return
     if given.compile:
         compile_only()
         return
@@ -382,7 +411,8 @@ def main():
         profile((given.classes or [100_000])[0], 1024, given.dim or 512, dtype)
         return
     if gpu:
-        compare(given.classes or [10_000, 100_000, 1_000_000, 10_000_000], 1024, given.dim or 512, "cuda", dtype)
+        large = [10_000_000] if dtype == torch.bfloat16 else []
+        compare(given.classes or [10_000, 100_000, 1_000_000, *large], 1024, given.dim or 512, "cuda", dtype)
     else:
         compare(given.classes or [2_000, 20_000, 200_000], 256, given.dim or 64, "cpu", dtype)
 

@@ -1,11 +1,12 @@
-"""Every loss over pairs beside pytorch-metric-learning and the floor, forward and backward: benchmarks/losses.py
+"""Every loss beside pytorch-metric-learning and the floor, forward and backward: benchmarks/losses.py
 
-D = 128, float32, 4 items a class. `auto` is the loss as it comes; `torch` is impl="torch", where the loss has a kernel
-to choose; `peer` is pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone:
-one of the forward pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto`
-once more on a device that is kept busy (`busy`), as an encoder keeps it; on the CPU in rounds, one step of each, so
-that other load on the machine hits all alike. Memory: the peak beyond what was held before, on the CPU in a process of
-its own. --check compares values and gradients with float64 instead.
+D = 128, float32, 4 items a class; losses over class weights have as many classes as the batch. `auto` is the loss as it
+comes; `torch` is impl="torch", where there is a choice (over class weights: in blocks, logits never held); `peer` is
+pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone: one of the forward
+pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto` once more on a
+device that is kept busy (`busy`), as an encoder keeps it; on the CPU in rounds, one step of each, so that other load on
+the machine hits all alike. Memory: the peak beyond what was held before, on the CPU in a process of its own. --check
+compares values and gradients with float64 instead.
 """
 
 import argparse
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     large: bool = False
     drawn: bool = False  # pairs are drawn at random: not to be compared draw by draw
     most: int = LARGEST_PEER  # the peer is not asked beyond
+    weighs: bool = False  # over class weights: `ours` takes num_classes and dim, and so does the peer, as C and D
 
 
 # The nearest the peer has, not always the same number: its contrastive loss knows no squares, its margin loss sums over
@@ -95,6 +97,20 @@ CASES = [
     Case(
         "Smooth-AP", "SmoothAPLoss", {"max_positives": EACH - 1}, "L.SmoothAPLoss()", most=2048
     ),  # B³ bytes of the host
+    Case("normalised softmax", "NormalizedSoftmaxLoss", {}, "L.NormalizedSoftmaxLoss(C, D)", weighs=True),
+    Case("CosFace", "CosFaceLoss", {}, "L.CosFaceLoss(C, D)", weighs=True),
+    Case("ArcFace", "ArcFaceLoss", {}, "L.ArcFaceLoss(C, D)", weighs=True),
+    Case(
+        "ArcFace, 3 centres",
+        "ArcFaceLoss",
+        {"sub_centers": 3},
+        "L.SubCenterArcFaceLoss(num_classes=C, embedding_size=D)",
+        weighs=True,
+    ),
+    Case("SphereFace", "SphereFaceLoss", {}, "L.SphereFaceLoss(C, D)", weighs=True),
+    Case("Proxy-NCA", "ProxyNCALoss", {}, "L.ProxyNCALoss(C, D)", weighs=True),
+    Case("Proxy-Anchor", "ProxyAnchorLoss", {}, "L.ProxyAnchorLoss(C, D)", weighs=True),
+    Case("SoftTriple", "SoftTripleLoss", {}, "L.SoftTripleLoss(C, D)", weighs=True),
 ]
 
 
@@ -125,8 +141,10 @@ def batch(size: int, device: str, case: Case | None = None) -> tuple[Tensor, Ten
     return x, (y.float() if case is not None and case.ours == "LogRatioLoss" else y).to(device)
 
 
-def ours(case: Case, device: str, **more: Any) -> torch.nn.Module:
-    return getattr(losses, case.ours)(**case.settings, **more).to(device)
+def ours(case: Case, size: int, device: str, **more: Any) -> torch.nn.Module:
+    made = getattr(losses, case.ours)
+    weights = (-(-size // EACH), D) if case.weighs else ()
+    return made(*weights, **case.settings, **more).to(device)
 
 
 def has_choice(case: Case) -> bool:
@@ -137,28 +155,33 @@ def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> I
     """Each way to take one step on the same batch."""
     x, y = batch(size, device, case)
 
-    def step(loss: Callable[..., Tensor], *miner: Callable[..., Any]) -> Callable[[], None]:
+    def step(loss: torch.nn.Module, *miner: Callable[..., Any]) -> Callable[[], None]:
+        learnt = [x, *loss.parameters()]
+
         def once() -> None:
-            x.grad = None
+            for each in learnt:
+                each.grad = None
             loss(x, y, *(m(x, y) for m in miner)).backward()
 
         return once
 
-    yield "auto", step(ours(case, device))
+    yield "auto", step(ours(case, size, device))
     if has_choice(case):
-        yield "torch", step(ours(case, device, impl="torch"))
+        yield "torch", step(ours(case, size, device, impl="torch"))
     if case.peer is not None and names is not None:
+        names = names | {"C": -(-size // EACH), "D": D}
         miner = [eval(case.miner, names)] if case.miner else []  # of the table above, nothing else
         yield "peer", step(eval(case.peer, names).to(device), *miner)
-    yield "floor", lambda: floor(x.detach())
+    others = x.detach()[: -(-size // EACH)].clone() if case.weighs else x.detach()
+    yield "floor", lambda: floor(x.detach(), others)
 
 
 @torch.no_grad()
-def floor(x: Tensor, rows: int = 4096) -> None:
+def floor(x: Tensor, others: Tensor, rows: int = 4096) -> None:
     """The similarities, and with a matrix of their shape the two products of the gradient; in blocks where large."""
     for part in x.split(rows):
-        matrix = part @ x.T
-        matrix @ x, matrix.T @ part
+        matrix = part @ others.T
+        matrix @ others, matrix.T @ part
 
 
 def failure(error: Exception) -> str:
@@ -308,7 +331,7 @@ def checked(case: Case, size: int, device: str) -> str:
         x, y = batch(size, device, case)
         x = x.detach().to(dtype).requires_grad_()
         torch.manual_seed(0)
-        value = 3 * ours(case, device, **more).to(dtype)(x, y)  # the gradient that comes from above is not 1
+        value = 3 * ours(case, size, device, **more).to(dtype)(x, y)  # the gradient that comes from above is not 1
         value.backward()
         return value.detach().double(), x.grad.double()
 

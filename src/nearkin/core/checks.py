@@ -174,12 +174,15 @@ def in_range(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     -1 is unknown. The addend is 0, or NaN for an id out of range where values are not read.
     """
     ids = labels.long()
-    wrong = (ids < -1) | (ids >= num_classes)
-    if reads_values(ids) and bool(wrong.any()):
-        worst = int(ids[wrong][0])
-        raise ValueError(f"labels must be in 0..{num_classes - 1} (or -1 for unknown), got {worst}")
-    spoilt = torch.zeros_like(ids, dtype=torch.float32).masked_fill(wrong, float("nan"))
-    return ids.clamp(0, num_classes - 1), ids != UNKNOWN, spoilt
+    spoilt = torch.zeros_like(ids, dtype=torch.float32)
+    known = ids != UNKNOWN
+    if reads_values(ids) and ids.numel():
+        low, high = (int(end) for end in torch.aminmax(ids))
+        if low < -1 or high >= num_classes:
+            worst = int(ids[(ids < -1) | (ids >= num_classes)][0])
+            raise ValueError(f"labels must be in 0..{num_classes - 1} (or -1 for unknown), got {worst}")
+        return (ids if low >= 0 else ids.clamp(min=0)), known, spoilt
+    return ids.clamp(0, num_classes - 1), known, spoilt.masked_fill((ids < -1) | (ids >= num_classes), float("nan"))
 
 
 def classes(embeddings: Tensor, labels: Labels, num_classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from nearkin.core import checks
+from nearkin.core import checks, distances
 
 REDUCTIONS = ("mean", "active", "sum", "none")
 
@@ -137,6 +137,8 @@ def terms(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
 
     "mean" over all of them, "active" over those above 0, "sum", or "none": one value an anchor, the sum of its terms.
     """
+    if reduction == "mean" and values.numel() and distances.freely_read(mask) and bool(mask.all()):
+        return values.mean()  # mostly nobody is left out
     if reduction == "active":
         mask = mask & ~(values <= 0)  # a NaN is never inactive
     kept = torch.where(mask, values, 0.0)
@@ -159,4 +161,11 @@ def total(sums: Tensor, counts: Tensor, active: Tensor, reduction: str) -> Tenso
 
 def taint(*tensors: Tensor | None) -> Tensor | float:
     """0, or NaN if one of the tensors holds NaN or Inf: added to a loss last, so that no mask can hide it."""
-    return sum((x.detach() * 0).sum(dtype=torch.float32) for x in tensors if x is not None)
+    return sum(_taint(x.detach()) for x in tensors if x is not None)
+
+
+def _taint(x: Tensor) -> Tensor | float:
+    if x.numel() and distances.freely_read(x):
+        low, high = torch.aminmax(x)  # NaN is both
+        return float(low) * 0.0 + float(high) * 0.0
+    return (x * 0).sum(dtype=torch.float32)

@@ -1,12 +1,14 @@
 """Class softmax with a margin: by cosine (CosFace), by angle (ArcFace), by a multiple of the angle (SphereFace)."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nearkin.core import checks, distances, reduce
+from nearkin.core import checks, class_softmax, distances, reduce
+from nearkin.core.class_softmax import Bent
 from nearkin.kernels.class_loss import Form
 from nearkin.losses import shards
 from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
@@ -52,13 +54,12 @@ def cosface_loss(
     streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
-        own = (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
+        own = class_softmax.own_cosine(found)
         found, target = shards.joined(shard, ids, found, scale * (own - margin))
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
-    cosine = distances.cosine(embeddings, weight)  # (B, C)
-    target = cosine.gather(1, ids[:, None]) - margin
-    value = classify(scale * cosine.scatter(1, ids[:, None], target), ids, known, spoilt, reduction)
-    return value + reduce.taint(embeddings, weight)
+    x, w = distances.unit(embeddings), distances.unit(weight)
+    value = class_softmax.dense(x, w, ids, scale=scale, bend=lambda s, _: Bent(s - scale * margin))
+    return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
 
 def arcface_loss(
@@ -86,7 +87,6 @@ def arcface_loss(
     there; sub-centres Deng et al. 2020.
     """
     checks.whole("sub_centers", sub_centers, 1)
-    num_classes = weight.shape[0] // sub_centers
     checks.positive("scale", scale)
     checks.angle("margin", margin)
     form = Form(scale, margin, "angle", straight_through, sub_centers)
@@ -101,12 +101,34 @@ def arcface_loss(
         found, target = shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     x, w = distances.unit(embeddings), distances.unit(weight)
-    every = distances.dot(x, w).view(x.shape[0], num_classes, sub_centers)  # (B, C, K)
-    cosine, nearest = every.max(2)
-    own = w[ids * sub_centers + nearest.gather(1, ids[:, None]).squeeze(1)]  # (B, D)
-    target = _widened(x, own, margin, straight_through)
-    logits = scale * cosine.scatter(1, ids[:, None], target[:, None].to(cosine.dtype))
-    return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+    picks = class_softmax.own_rows(x, w, ids, sub_centers, normalize=False)
+    if _far_from_poles(x, w, picks):
+        bend = partial(_bent, margin=margin, scale=scale, straight_through=straight_through)
+        value = class_softmax.dense(x, w, ids, scale=scale, bend=bend, centers=sub_centers)
+    else:
+        target = scale * _widened(x, w[picks], margin, straight_through)
+        value = class_softmax.dense(x, w, ids, target, scale=scale, centers=sub_centers)
+    return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+
+
+def _far_from_poles(x: Tensor, w: Tensor, picks: Tensor) -> bool:
+    """Whether every angle to an own class is such that its cosine gives its sine; only asked where values are read."""
+    if not len(picks) or not distances.freely_read(x):
+        return False
+    with torch.no_grad():
+        return float((x * w[picks]).sum(1).abs().max()) < 0.9
+
+
+def _bent(score: Tensor, _: Tensor, margin: float, scale: float, straight_through: bool) -> Bent:
+    """s cos(θ + m) from s cos θ, and its slope, where `_far_from_poles` holds."""
+    cos = score / scale
+    sin = (1 - cos * cos).sqrt()
+    within = cos > -math.cos(margin)
+    bent = torch.where(within, cos * math.cos(margin) - sin * math.sin(margin), cos - margin * math.sin(margin))
+    slope = torch.where(within, math.cos(margin) + cos / sin * math.sin(margin), 1.0)
+    if straight_through:
+        return Bent(score + (scale * bent - score).detach())
+    return Bent(scale * bent, slope)
 
 
 def _widened(x: Tensor, own: Tensor, margin: float, straight_through: bool) -> Tensor:
@@ -153,28 +175,61 @@ def sphereface_loss(
         target = _annealed(found.anchors, distances.unit(found.own), margin, annealing)
         found, target = shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
-    w = distances.unit(weight)
-    logits = distances.dot(embeddings, w)  # (B, C), |x| cos θ
-    target = _annealed(embeddings, w[ids], margin, annealing)
-    logits = logits.scatter(1, ids[:, None], target[:, None].to(logits.dtype))
-    return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+    bend = partial(_multiplied, margin=margin, annealing=annealing)
+    value = class_softmax.dense(distances.upcast(embeddings), distances.unit(weight), ids, bend=bend)
+    return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+
+
+def _multiplied(score: Tensor, x: Tensor, margin: int, annealing: float | Tensor) -> Bent:
+    """The target logit of `sphereface_loss` from |x| cos θ, (B, 1)."""
+    length = distances.length(x)[:, None]
+    alive = length > 0
+    cos = torch.where(alive, score / torch.where(alive, length, 1.0), 0.0)
+    psi, slope = _psi(cos, margin)
+    psi = (annealing * cos + psi) / (1 + annealing)
+    slope = torch.where(alive, (annealing + slope) / (1 + annealing), 0.0)
+    return Bent(length * psi, slope, torch.where(alive, (psi - cos * slope) / torch.where(alive, length, 1.0), 0.0))
 
 
 def _annealed(embeddings: Tensor, own: Tensor, margin: int, annealing: float | Tensor) -> Tensor:
     """The target logit of `sphereface_loss`, (B,), from the unit rows of the own classes."""
-    cos, _ = _cos_sin(distances.unit(embeddings), own)
-    return distances.length(embeddings) * (annealing * cos + sphereface_psi(cos, margin)) / (1 + annealing)
+    x = distances.unit(embeddings)
+    cos, _ = _cos_sin(x, own)
+    length = (distances.upcast(embeddings) * x).sum(1)
+    return length * (annealing * cos + sphereface_psi(cos, margin)) / (1 + annealing)
 
 
 def sphereface_psi(cos: Tensor, margin: int) -> Tensor:
     """ψ(θ) of `sphereface_loss` from cos θ: falls monotonically from 1 to 1 - 2m."""
-    before, now = torch.ones_like(cos), cos
+    value: Tensor = _Psi.apply(cos, margin)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _Psi(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cos: Tensor, margin: int) -> Tensor:
+        value, slope = _psi(cos, margin)
+        ctx.save_for_backward(cos, slope)
+        ctx.margin = margin
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        cos, slope = ctx.saved_tensors
+        return upstream * (_psi(cos, ctx.margin)[1] if torch.is_grad_enabled() else slope), None
+
+
+def _psi(cos: Tensor, margin: int) -> tuple[Tensor, Tensor]:
+    """ψ and its slope from Chebyshev's polynomials of the second kind: T_m = U_m - c U_{m-1}, of slope m U_{m-1}."""
+    twice = 2 * cos
+    before, now = torch.ones_like(cos), twice
     for _ in range(margin - 1):
-        before, now = now, 2 * cos * now - before  # T_{m+1} = 2 c T_m - T_{m-1}
+        before, now = now, twice * now - before
     turns = torch.zeros_like(cos)
     for j in range(1, margin):
-        turns = turns + (cos.detach() < math.cos(j * math.pi / margin)).to(cos.dtype)
-    return (1 - 2 * (turns % 2)) * now - 2 * turns
+        turns += cos.detach() < math.cos(j * math.pi / margin)
+    sign = 1 - 2 * (turns % 2)
+    return sign * (now - cos * before) - 2 * turns, (margin * sign) * before
 
 
 def _cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,10 +237,55 @@ def _cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
     A zero row stands at a right angle to everything.
     """
-    x, w = x.to(torch.promote_types(x.dtype, w.dtype)), w.to(torch.promote_types(x.dtype, w.dtype))
-    apart, along = distances.length(x - w), distances.length(x + w)
-    upright = ~(x.any(1) & w.any(1))
-    return (along.square() - apart.square()) / 4, torch.where(upright, 1.0, apart * along / 2)
+    kind = torch.promote_types(x.dtype, w.dtype)
+    found: tuple[Tensor, Tensor] = _CosSin.apply(x.to(kind), w.to(kind))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _CosSin(torch.autograd.Function):
+    """With the gradient by hand: a few passes over (B, D), where autograd makes forty."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        less, more = x - w, x + w
+        apart, along, upright, cos, sin = _between(less, more)
+        ctx.save_for_backward(x, w, less, more, apart, along, upright)
+        ctx.set_materialize_grads(False)
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, by_cos: Tensor | None, by_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, w, less, more, apart, along, upright = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the rows
+            less, more = x - w, x + w
+            apart, along, upright, *_ = _between(less, more)
+        by_cos = x.new_zeros(()) if by_cos is None else by_cos[:, None]
+        by_x, by_w = by_cos * w, by_cos * x
+        if by_sin is not None:
+            by_sin = torch.where(upright, 0.0, by_sin)
+            steep, flat = (_over(by_sin * a, 2 * b)[:, None].to(x.dtype) for a, b in ((along, apart), (apart, along)))
+            toward, away = flat * more, steep * less
+            by_x, by_w = by_x + toward + away, by_w + toward - away
+        return by_x, by_w
+
+
+def _between(less: Tensor, more: Tensor) -> tuple[Tensor, ...]:
+    """|x - w|, |x + w|, whether one of the rows is 0, and cos and sin, (B,) each, from x - w and x + w of unit rows."""
+    less, more = (rows.to(distances.wide(rows)) for rows in (less, more))
+    near, far = (less * less).sum(1), (more * more).sum(1)
+    upright = near + far < 3  # 4, but 2 or 0 with a zero row
+    apart, along = _root(near), _root(far)
+    return apart, along, upright, (far - near) / 4, torch.where(upright, 1.0, apart * along / 2)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Its square root, with no slope at 0."""
+    return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), x * 0.0)
+
+
+def _over(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, 0 where b is 0."""
+    return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
 
 
 class CosFaceLoss(nn.Module):

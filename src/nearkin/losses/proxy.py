@@ -16,6 +16,7 @@ from nearkin.losses import shards
 from nearkin.losses.classes import given, roads, route, whole
 from nearkin.losses.settings import hold, show
 from nearkin.losses.shards import Shard
+from nearkin.losses.softmax import classify
 
 __all__ = [
     "ProxyAnchorLoss",
@@ -76,6 +77,9 @@ def proxy_nca_loss(
         found, near = shards.joined(shard, ids, found, near)
         value = torch.where(known, _told_from(found, near, scale, form), 0.0) + spoilt.to(found.rest.dtype)
         return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + found.taint
+    if proxies_per_class == 1:
+        value = _dense(embeddings, proxies, ids, scale, form)
+        return classify(torch.where(known, value, 0.0), known, spoilt, reduction) + reduce.taint(embeddings, proxies)
     distance = _scaled_distance(embeddings, proxies, scale)  # (B, C·K)
     own = shards.held(shard, ids)[:, None] * proxies_per_class
     own = own + torch.arange(proxies_per_class, device=ids.device)  # (B, K)
@@ -90,6 +94,17 @@ def proxy_nca_loss(
 def _spoilt(shard: Shard | None, *tensors: Tensor) -> Tensor:
     """`reduce.taint` of tensors that processes may share."""
     return shards.everywhere(shard, torch.as_tensor(reduce.taint(*tensors)))[0]
+
+
+def _dense(embeddings: Tensor, proxies: Tensor, ids: Tensor, scale: float, form: str) -> Tensor:
+    """d(x, p_y) + log Σ e^{-d(x, p_z)}, (B,), -d = scale² (2 cos - |x|² - |p|²); lengths 1, or 0 for a zero row."""
+    x = distances.unit(embeddings)
+    p, inverse = distances.units(proxies, torch.promote_types(proxies.dtype, torch.float32))
+    if form == "softmax" and distances.freely_read(p) and bool((inverse > 0).all()):
+        return class_softmax.dense(x, p, ids, scale=2 * scale**2)  # what all proxies share cancels
+    near = (x - p[ids]).square().sum(1)
+    target = scale**2 * (1 + x.detach().any(1) - near)
+    return class_softmax.dense(x, p, ids, target, scale=2 * scale**2, lost=scale**2, soft=form == "softmax")
 
 
 def _told_from(found: class_softmax.Rivals, near: Tensor, scale: float, form: str) -> Tensor:
@@ -251,7 +266,28 @@ def soft_triple_loss(
 def _leaning(x: Tensor, w: Tensor, each: int, gamma: float) -> Tensor:
     """S_ic of `soft_triple_loss`, (B, C), from unit rows."""
     cosine = distances.dot(x, w).view(len(x), len(w) // each, each)  # (B, C, K)
-    return ((cosine / gamma).softmax(2) * cosine).sum(2)
+    found: Tensor = _Leaning.apply(cosine, gamma)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Leaning(torch.autograd.Function):
+    """Σ_k softmax_k(c / γ) c_k over the last of (B, C, K), with the gradient by hand: p (1 + (c - S) / γ)."""
+
+    @staticmethod
+    def forward(ctx: Any, cosine: Tensor, gamma: float) -> Tensor:
+        share = torch.softmax(cosine / gamma, 2)
+        found = (share * cosine).sum(2)
+        ctx.save_for_backward(cosine, share, found)
+        ctx.gamma = gamma
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        cosine, share, found = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the cosines
+            share = torch.softmax(cosine / ctx.gamma, 2)
+            found = (share * cosine).sum(2)
+        return (1 + (cosine - found[:, :, None]) / ctx.gamma) * share * upstream[:, :, None], None
 
 
 def _leaning_blocks(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, cross_entropy
+from torch.nn.functional import batch_norm
 
 from nearkin.core import checks, class_softmax, distances, reduce
 from nearkin.kernels.class_loss import Form
@@ -55,11 +55,11 @@ def normalized_softmax_loss(
     streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
-        target = scale * (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
+        target = scale * class_softmax.own_cosine(found)
         found, target = shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
-    logits = scale * distances.cosine(embeddings, weight)  # (B, C)
-    return classify(logits, ids, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+    value = class_softmax.dense(distances.unit(embeddings), distances.unit(weight), ids, scale=scale)
+    return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
 
 def heated_softmax_loss(
@@ -134,7 +134,7 @@ def adacos_scale(
     streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
-        own_cosine = (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
+        own_cosine = class_softmax.own_cosine(found)
         found, own_cosine = shards.joined(shard, ids, found, own_cosine)
         flat = reduce.logsumexp(
             (found.peak + found.rest)[None], (known & (found.rest > reduce.nothing(found.rest)))[None]
@@ -155,9 +155,10 @@ def _fixed_scale(num_classes: int) -> float:
     return math.sqrt(2) * math.log(num_classes - 1)
 
 
-def classify(logits: Tensor, ids: Tensor, known: Tensor, spoilt: Tensor, reduction: str) -> Tensor:
-    """Cross-entropy of the known rows; `checks.classes` gives all but the logits (B, C)."""
-    value = cross_entropy(logits, ids, reduction="none") + spoilt.to(logits.dtype)
+def classify(value: Tensor, known: Tensor, spoilt: Tensor, reduction: str) -> Tensor:
+    """Cross-entropies (B,) of the known rows; `checks.classes` gives the rest."""
+    if not checks.reads_values(known):  # else a bad id has been an error
+        value = value + spoilt.to(value.dtype)
     return reduce.terms(value, known, reduction)
 
 
@@ -165,8 +166,8 @@ def classify_streamed(
     found: class_softmax.Rivals, target: Tensor, known: Tensor, spoilt: Tensor, reduction: str
 ) -> Tensor:
     """The same where the other classes have passed by, from the own class's logits (B,)."""
-    value = class_softmax.cross_entropy(found, target.to(found.rest.dtype)) + spoilt.to(found.rest.dtype)
-    return reduce.terms(value, known, reduction) + found.taint
+    value = class_softmax.cross_entropy(found, target.to(found.rest.dtype))
+    return classify(value, known, spoilt, reduction) + found.taint
 
 
 def class_weight(rows: int, dim: int, shard: Shard | None = None, each: int = 1) -> nn.Parameter:
