@@ -275,7 +275,9 @@ class _Leaning(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, cosine: Tensor, gamma: float) -> Tensor:
-        share = torch.softmax(cosine / gamma, 2)
+        # torch's softmax takes five times as long over so few entries
+        share = (cosine - cosine.amax(2, keepdim=True)).div_(gamma).exp_()
+        share /= share.sum(2, keepdim=True)
         found = (share * cosine).sum(2)
         ctx.save_for_backward(cosine, share, found)
         ctx.gamma = gamma
