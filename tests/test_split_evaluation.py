@@ -153,6 +153,36 @@ def test_alone_it_is_as_if_there_were_no_ranks():
         assert ranks.alone("work", lambda: {"a": 1}) == {"a": 1}
 
 
+def speak(rank, world, home):
+    """What both kinds of team answer, and in which turns they work, as if on machines of two ranks each."""
+    found = []
+    with training.joined() as trained, evaluation.Ranks() as ranks:
+        for team in (trained, ranks):
+            team.local = rank % 2
+            for once in (False, True):
+                log = Path(home) / f"{type(team).__module__} {once}"
+
+                def note(log=log):
+                    time.sleep(0.1 * (3 - rank))  # without turns the last would be first
+                    with log.open("a") as file:
+                        file.write(str(rank))
+                    return rank
+
+                assert team.first_here("noting", note, once) == rank
+                found.append(log.read_text())
+            found.append([*team.values({"rank": rank}), team.alone("asking", lambda: [rank, "ü"])])
+    return found
+
+
+def test_both_teams_speak_alike(tmp_path):
+    answers = worlds.run(4, speak, str(tmp_path))
+    assert answers == [answers[0]] * 4
+    for a_machine, once, said in (answers[0][:3], answers[0][3:]):
+        assert [sorted(a_machine[:2]), sorted(a_machine[2:])] == [["0", "2"], ["1", "3"]]
+        assert once in ("0213", "0231")
+        assert said == [{"rank": 0}, {"rank": 1}, {"rank": 2}, {"rank": 3}, [0, "ü"]]
+
+
 # --- failures: one sentence, the same on every rank, and nobody waits for ever
 
 

@@ -253,6 +253,16 @@ def test_ranks_that_see_other_items_are_named(place):
     assert not (place / "0" / "run").exists()
 
 
+def at_odds(rank, size):
+    with training.joined() as ranks:
+        ranks.alone("asking" if rank else "answering", str)
+
+
+def test_ranks_that_make_different_calls_do_not_wait_for_ever():
+    with pytest.raises(worlds.RankFailed, match="ranks must make the same calls in the same order; rank"):
+        worlds.run(2, at_odds)
+
+
 # --- checkpoints for any number of ranks
 
 

@@ -112,10 +112,10 @@ def train(
                 else:
                     asked = training.read_recipe(recipe, [*_assignments(chosen), *(set_ or [])])
                     again = ranks.restarted()
-                    folder = out or Path(ranks.by_first(lambda: str(_free_folder(asked, again))))
+                    folder = out or Path(ranks.alone("folder", lambda: str(_free_folder(asked, again))))
                     outcome = training.train(asked, folder, watch)
                 watch({"event": "reporting"})
-                page = ranks.by_first(lambda: str(report.of_run(outcome)))
+                page = ranks.alone("report", lambda: str(report.of_run(outcome)))
     if not ranks.first:
         return
     if json:

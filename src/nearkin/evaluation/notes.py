@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+Seen = dict[int, tuple[int, float]]  # of each rank: its signs of life, and since when there are no more
 _BEAT = 1.0  # seconds between two signs of life
 
 
@@ -18,20 +19,28 @@ class Failed(ValueError):
     """A rank failed, and every rank knows: each raises this with the same sentence."""
 
 
+def own_store(kind: str) -> Any:
+    """The store in which the ranks met, under names not used before, over a connection of its own where torch has one.
+
+    Every rank must ask for one of a kind as often as the others.
+    """
+    found: Any = distributed_c10d._get_default_store()
+    made = found.add(f"nearkin/{kind}/{dist.get_rank()}", 1)
+    own = found.clone() if hasattr(found, "clone") else found
+    return getattr(dist, "PrefixStore")(f"nearkin/{kind}/of/{made}", own)  # noqa: B009 - which torch does not export
+
+
 class Notes:
     """The notes of one team of ranks; every rank must make it, as often as the others."""
 
     def __init__(self, rank: int, size: int, patience: float) -> None:
         self.rank, self.size, self.patience = rank, size, patience
-        store: Any = distributed_c10d._get_default_store()
-        made = store.add(f"nearkin/made/{rank}", 1)  # so that no two notebooks share their names
-        self._store = getattr(dist, "PrefixStore")(f"nearkin/{made}", store)  # noqa: B009 - which torch does not export
-        self._seen: dict[int, tuple[int, float]] = {}
+        self._store = own_store("notes")
         self._over = threading.Event()
         self.posted = False
         threading.Thread(target=self._beat, name="nearkin-alive", daemon=True).start()
 
-    def add(self, name: str, number: int = 0) -> int:
+    def add(self, name: str, number: int) -> int:
         """Adds to a count that all ranks see, and returns it."""
         try:
             return int(self._store.add(name, number))
@@ -56,23 +65,19 @@ class Notes:
         if failure is not None:
             raise Failed(failure)
 
-    def alive(self, ranks: Iterable[int]) -> None:
-        """Raises where one of these ranks has shown no sign of life for too long."""
+    def alive(self, ranks: Iterable[int], seen: Seen) -> None:
+        """Raises where one of these ranks has shown no sign of life for too long since it was `seen`."""
         now = time.monotonic()
         for rank in ranks:
-            beats = self.add(f"alive/{rank}")
-            before, since = self._seen.get(rank, (-1, now))
-            self._seen[rank] = (beats, since if beats == before else now)
+            beats = self.add(f"alive/{rank}", 0)
+            before, since = seen.get(rank, (-1, now))
+            seen[rank] = (beats, since if beats == before else now)
             if beats == before and now - since > self.patience:
                 sentence = (
                     f"rank {rank} of {self.size} gave no sign of life for {now - since:.0f} s: killed, or stopped"
                 )
                 self.post(sentence)
                 raise Failed(sentence)
-
-    def begin_watch(self) -> None:
-        """What was seen before counts no more."""
-        self._seen.clear()
 
     def close(self) -> None:
         self._over.set()

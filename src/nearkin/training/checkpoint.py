@@ -100,14 +100,14 @@ class Checkpoints:
             return f"{stem}.safetensors"
         own = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Rows)}
         # A name of its own for every save: the files of a manifest that stands are never written over.
-        token = ranks.by_first(lambda: uuid.uuid4().hex[:8])
+        token = ranks.alone("naming", lambda: uuid.uuid4().hex[:8])
         file = shards.part_name(stem, token, f"{ranks.rank}-of-{ranks.size}")
         checksum = save(self.folder / file, {name: rows.tensor for name, rows in own.items()}, {})
         places = {name: [rows.first, rows.first + len(rows.tensor), rows.total] for name, rows in own.items()}
         alike = shards.part_name(stem, token, "whole")
         if ranks.first:
             save(self.folder / alike, whole, state)
-        parts = ranks.all_say({"file": file, "sha256": checksum, "rows": places})
+        parts = ranks.values({"file": file, "sha256": checksum, "rows": places})
         if ranks.first:
             shards.manifest(self.folder / f"{stem}.json", alike, parts)
         return f"{stem}.json"

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from nearkin.core import world
 from nearkin.data import augment
+from nearkin.evaluation.team import Team
 from nearkin.samplers import EpochSampler
 from nearkin.training.ranks import here
 
@@ -100,9 +100,7 @@ class Feed:
 
     def _gathered(self, number: int, items: NDArray[np.int64]) -> Batch:
         ranks = here()
-        counts = parts(len(items), ranks.size)
-        first = sum(counts[: ranks.rank])
-        part = slice(first, first + counts[ranks.rank])
+        counts, part = parts(len(items), ranks.size), ranks.share(len(items))
         return Batch(number, items, self.material.gather(self.indices[items[part]]), counts, part)
 
 
@@ -117,29 +115,26 @@ def embed(
     views: int = 1,
     features: bool = False,
     progress: Any = None,
+    ranks: Team | None = None,
 ) -> Tensor:
     """Embeddings (n, D) float32 on the CPU of the items at `indices`, the encoder in evaluation mode meanwhile.
 
     views: the mean over several crops and flips, renewed to length 1 where the encoder normalises. features: the pooled
-    backbone instead, before any projection. Of several ranks that train together each embeds its share, whole batches,
-    and all get all.
+    backbone instead, before any projection. Of several ranks, those that train together unless given, each embeds its
+    share, whole batches, so that an item meets the same others in the encoder whatever their number; all get all.
     """
-    ranks = here()
+    ranks = here() if ranks is None else ranks
     if ranks.size == 1:
-        return embed_here(encoder, material, indices, batch, precision, views, features, progress)
-    batches = -(-len(indices) // batch)
-    first, last = (batches * place // ranks.size * batch for place in (ranks.rank, ranks.rank + 1))
-    with ranks.busy():
-        own = None
-        if first < len(indices) and first < last:
-            own = embed_here(encoder, material, indices[first:last], batch, precision, views, features)
-        shapes = ranks.all_say(None if own is None else list(own.shape))  # also waits: an exchange does not for long
-    width = next(shape[1] for shape in shapes if shape is not None)
-    counts = [0 if shape is None else shape[0] for shape in shapes]
-    return world.gather(torch.zeros(0, width) if own is None else own, counts=counts)
+        return _embed_here(encoder, material, indices, batch, precision, views, features, progress)
+    mine, own = indices[ranks.share(len(indices), batch)], torch.empty(0, 0)
+    with ranks.work("embedding", progress, len(indices)) as told:
+        if len(mine):
+            own = _embed_here(encoder, material, mine, batch, precision, views, features, told)
+    width = max(ranks.values(own.shape[1]))  # which a rank without items does not know
+    return ranks.rows(own if len(mine) else own.new_empty(0, width))
 
 
-def embed_here(
+def _embed_here(
     encoder: nn.Module,
     material: Material,
     indices: NDArray[np.int64],

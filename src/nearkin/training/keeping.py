@@ -1,7 +1,8 @@
 """What a trainer puts into a checkpoint and takes out of it, whichever part of it each rank holds."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +14,67 @@ from nearkin.training.checkpoint import Checkpoints
 from nearkin.training.ranks import here
 from nearkin.training.shards import Kept, Rows
 
-__all__ = [
-    "fill",
-    "gathered",
-    "generators",
-    "newest",
-    "own_moments",
-    "restore_generators",
-    "seed_rank",
-    "spread",
-    "spread_moments",
-]
+if TYPE_CHECKING:
+    from nearkin.training.trainer import Trainer
+
+__all__ = ["State", "contents", "gathered", "named", "newest", "put_back", "seed_rank", "spread"]
+
+
+@dataclass
+class State:
+    """Where a run stands: all that is neither a tensor nor in the recipe."""
+
+    epoch: int = 0
+    batch: int = 0  # of this epoch, trained on
+    step: int = 0
+    best: float | None = None
+    best_epoch: int | None = None
+    best_file: str | None = None
+    waited: int = 0  # validations since the best one
+    finished: bool = False
+    seconds: float = 0.0
+    counted: int = 0  # steps in the window that the next log line averages
+    notes: list[str] = field(default_factory=list)
+
+
+def contents(trainer: "Trainer") -> tuple[dict[str, Tensor | Rows], dict[str, Any]]:
+    """All tensors that a run goes on from, and what is none."""
+    moments, plain = checkpoint.optimizer_parts(trainer.optimizer)
+    chance, chances = _generators(trainer.device)
+    tensors = named(
+        encoder=spread(trainer.encoder),
+        loss=spread(trainer.loss),
+        optimizer=_spread_moments(moments, trainer.parameters),
+        sampler=trainer.sampler.state_dict(trainer.state.batch),
+        chance=chance,
+        average={} if trainer.average is None else spread(trainer.average),
+    )
+    state = asdict(trainer.state) | {"optimizer": plain, "chances": chances, "rate": trainer.rate.state_dict()}
+    state |= {"scaler": trainer.scaler.state_dict(), "monitor": trainer.monitor.state_dict()}
+    return {"window": trainer.window, **tensors}, state
+
+
+def put_back(trainer: "Trainer", kept: Kept, state: dict[str, Any]) -> None:
+    """The same, back in its places."""
+    _fill(trainer.encoder, kept, "encoder")
+    _fill(trainer.loss, kept, "loss")
+    if trainer.average is not None:
+        _fill(trainer.average, kept, "average")
+    moments = _own_moments(kept, trainer.parameters)
+    checkpoint.restore_optimizer(trainer.optimizer, moments, state.pop("optimizer"))
+    trainer.sampler.load_state_dict(kept.part("sampler"))
+    seed = trainer.recipe.training.seed + state["step"]
+    _restore_generators(kept.part("chance"), state.pop("chances"), trainer.device, seed)
+    trainer.rate.load_state_dict(state.pop("rate"))
+    trainer.scaler.load_state_dict(state.pop("scaler"))
+    trainer.monitor.load_state_dict(state.pop("monitor"))
+    trainer.window.copy_(kept.rows("window"))
+    trainer.state = State(**state)
+
+
+def named(**parts: Mapping[str, Tensor | Rows]) -> dict[str, Tensor | Rows]:
+    """The tensors of several parts under names that say of which."""
+    return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
 
 
 def spread(module: nn.Module) -> dict[str, Tensor | Rows]:
@@ -38,14 +89,14 @@ def spread(module: nn.Module) -> dict[str, Tensor | Rows]:
     return found
 
 
-def spread_moments(moments: Mapping[str, Tensor], parameters: list[Tensor]) -> dict[str, Tensor | Rows]:
+def _spread_moments(moments: Mapping[str, Tensor], parameters: list[Tensor]) -> dict[str, Tensor | Rows]:
     """The same of an optimiser's tensors, `index.name`, beside the parameters that they belong to."""
     if here().size == 1:
         return dict(moments)
     return {name: shards.held(value, parameters[int(name.partition(".")[0])]) for name, value in moments.items()}
 
 
-def fill(module: nn.Module, kept: Kept, prefix: str) -> None:
+def _fill(module: nn.Module, kept: Kept, prefix: str) -> None:
     """Loads the state of a module from a checkpoint, of what it holds rows of only these."""
     places = spread(module)
     if not any(isinstance(place, Rows) for place in places.values()):
@@ -59,7 +110,7 @@ def fill(module: nn.Module, kept: Kept, prefix: str) -> None:
         kept.into(f"{prefix}.{name}", place)
 
 
-def own_moments(kept: Kept, parameters: list[Tensor]) -> dict[str, Tensor]:
+def _own_moments(kept: Kept, parameters: list[Tensor]) -> dict[str, Tensor]:
     """The tensors of an optimiser's state as this rank holds them."""
     found: dict[str, Tensor] = {}
     for name in kept.under("optimizer"):
@@ -101,8 +152,8 @@ def newest(checkpoints: Checkpoints) -> tuple[Kept, dict[str, Any], list[str]]:
         name, _, _, notes = checkpoints.find()
         return [name, notes]
 
-    name, notes = here().by_first(choose)
-    with here().busy():
+    name, notes = here().alone("choosing", choose)
+    with here().work("opening"):
         kept, state = checkpoints.open(name)
     return kept, state, notes
 
@@ -113,7 +164,7 @@ def seed_rank(seed: int) -> None:
         torch.manual_seed((seed + here().rank * 0x9E3779B97F4A7C15) % 2**63)
 
 
-def generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Where every generator stands; of several ranks those of torch on each of them, by its device alone."""
     if here().size == 1:
         return checkpoint.generators()
@@ -123,7 +174,7 @@ def generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]
     return mine | others, checkpoint.generators(torch_too=False)[1]
 
 
-def restore_generators(
+def _restore_generators(
     tensors: Mapping[str, Tensor], plain: Mapping[str, Any], device: torch.device, seed: int
 ) -> None:
     """A rank that was not there when the checkpoint was written begins a row of chance of its own."""

@@ -53,7 +53,7 @@ def fit(trainer: Trainer, watch: Watch) -> None:
                     raise Stopped(stop, state.step, trainer.out)
             _tell(trainer, watch, trainer.end_epoch(before))
             trainer.save()
-            stop = max(ranks.all_say(asked[0] if asked else 0))
+            stop = max(ranks.values(asked[0] if asked else 0))
             if stop:
                 raise Stopped(stop, state.step, trainer.out)
 

@@ -1,52 +1,43 @@
 """The ranks of a training: how they find one another under torchrun, agree on small things, and end together.
 
-A process that no torchrun started is alone, and everything here returns at once. What ranks say to each other about
-the run (not tensors) is JSON in the key-value store through which they met. A thread in each rank (`watching`) sees
-others die, fall silent or fail, and ends its own.
+A process that no torchrun started is alone, and everything here returns at once. Ranks share work and say things to
+each other as any `Team` does. A thread in each (`watching`) sees others die, fall silent or fail, and ends its own.
 """
 
-import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nearkin.evaluation.notes import own_store
+from nearkin.evaluation.team import Progress, Team
 from nearkin.training import meeting
 from nearkin.training.watching import LOST, Pulse, Watching, patience
 
 __all__ = ["ALONE", "Ranks", "here", "joined"]
 
-T = TypeVar("T")
-_PAUSE = 0.002, 0.25  # seconds between two looks for another rank's word: at first, and at most
 _JOIN = 28.0  # seconds that ranks have to find one another: torchrun takes 30 more to end one that hangs
 _EXCHANGE = 50.0  # seconds for an exchange of tensors on the CPU
 _NCCL = 600.0  # seconds for one on GPUs, the first of which may take minutes
 
 
-class Ranks:
-    """This process among those that train together: `rank` of `size`, `local` on its machine."""
+class Ranks(Team):
+    """Those that train together. The thread of `watching` looks for those who are gone, not whoever waits."""
 
     def __init__(self, rank: int = 0, size: int = 1, local: int = 0, store: Any = None) -> None:
-        self.rank, self.size, self.local = rank, size, local
+        super().__init__(rank, size, local, store)
         self.pulse = Pulse()
-        self._store, self._said = store, 0
         self._asked: tuple[torch.Tensor, Any] | None = None
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the rank that writes what all share."""
-        return self.rank == 0
 
     def restarted(self) -> bool:
         """Whether torchrun starts any of the ranks anew: it counts on the machine of the one that failed."""
-        return any(self.all_say(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
+        return any(self.values(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
     def device(self, wanted: torch.device) -> torch.device:
         """The device of this rank where each has its own."""
@@ -59,49 +50,15 @@ class Ranks:
             )
         return torch.device("cuda", self.local)
 
-    def by_first(self, work: Callable[[], T]) -> T:
-        """What rank 0's work returns, which must be JSON, on every rank; the others wait however long it takes."""
-        if self.size == 1:
-            return work()
-        self._said += 1
-        with self.busy():
-            found = work() if self.first else None
-            if self.first:
-                self._store.set(f"first/{self._said}", json.dumps(found))
-            result: T = json.loads(self._word(f"first/{self._said}"))
-        return result
-
-    def all_say(self, value: Any) -> list[Any]:
-        """What every rank says, which must be JSON, in the order of ranks."""
-        if self.size == 1:
-            return [value]
-        self._said += 1
-        self._store.set(f"all/{self._said}/{self.rank}", json.dumps(value))
-        with self.busy():
-            return [json.loads(self._word(f"all/{self._said}/{rank}")) for rank in range(self.size)]
-
-    def meet(self) -> None:
-        """Waits until all ranks have come here, however long that takes."""
-        if self.size == 1:
-            return
-        self._said += 1
-        key = f"meet/{self._said}"
-        self._store.add(key, 1)
-        with self.busy():
-            self._until(lambda: self._store.add(key, 0) == self.size)
-
-    def in_turn(self, work: Callable[[], T]) -> T:
-        """Rank 0 first, then the first rank of every other machine, then the rest: who comes later finds it done."""
-        if self.size == 1:
-            return work()
-        mine = 0 if self.first else 1 if self.local == 0 else 2
-        result: list[T] = []
-        with self.busy():
-            for turn in range(3):
-                if turn == mine:
-                    result.append(work())
-                self.meet()
-        return result[0]
+    @contextmanager
+    def work(self, what: str, progress: Progress | None = None, total: int = 0) -> Iterator[Progress]:
+        """As every team's; how long it takes says nothing about this rank's health."""
+        self.pulse.busy += 1
+        try:
+            with super().work(what, progress, total) as told:
+                yield told
+        finally:
+            self.pulse.busy -= 1
 
     def ask(self, stop: int, save: bool) -> None:
         """Begins to ask all ranks whether to stop (a signal's number) or to save (rank 0 decides); see `answer`."""
@@ -119,26 +76,6 @@ class Ranks:
             handle.wait()
         stop, save = flags.tolist()
         return stop, bool(save)
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Work whose length says nothing about this rank's health: a validation, a file, waiting for another rank."""
-        self.pulse.busy += 1
-        try:
-            yield
-        finally:
-            self.pulse.busy -= 1
-
-    def _word(self, key: str) -> bytes:
-        self._until(lambda: self._store.check([key]))
-        said: bytes = self._store.get(key)
-        return said
-
-    def _until(self, there: Callable[[], bool]) -> None:
-        pause, most = _PAUSE
-        while not there():
-            time.sleep(pause)
-            pause = min(most, pause * 1.3)
 
 
 ALONE = Ranks()
@@ -176,14 +113,14 @@ def joined() -> Iterator[Ranks]:
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
     rank = dist.get_rank()
-    joins = dist.distributed_c10d._get_default_store().add(f"nearkin/{rank}", 1)  # words of one time are not another's
-    ranks = Ranks(rank, world, local, _store(joins))
-    watching = Watching(ranks.pulse, rank, world, _store(joins))
+    ranks = Ranks(rank, world, local, own_store("training"))
+    watching = Watching(ranks.pulse, rank, world, own_store("watching"))
     _here.append(ranks)
     try:
         watching.start()
         yield ranks
-        ranks.meet()  # all leave together, when rank 0 has written everything
+        with ranks.work("leaving"):  # together, when rank 0 has written everything
+            pass
         watching.leave()
         if began:
             dist.destroy_process_group()
@@ -193,13 +130,6 @@ def joined() -> Iterator[Ranks]:
     finally:
         _here.pop()
         watching.stop()
-
-
-def _store(joins: int) -> Any:
-    """The store in which the ranks have met, over a connection of its own where torch can make one."""
-    found: Any = dist.distributed_c10d._get_default_store()
-    prefix: Any = dist.distributed_c10d.PrefixStore
-    return prefix(f"nearkin/{joins}", found.clone() if hasattr(found, "clone") else found)
 
 
 def _begin() -> None:

@@ -29,7 +29,7 @@ from nearkin.training.optimizers import Rate, groups, optimizer
 from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, prepare
 from nearkin.training.ranks import Ranks, here, joined
 from nearkin.training.recipe import Recipe
-from nearkin.training.trainer import State, Trainer, seed_everything
+from nearkin.training.trainer import Trainer, seed_everything
 
 __all__ = ["Outcome", "assemble", "raw", "resume", "train"]
 
@@ -57,9 +57,9 @@ def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Out
     folder = Path(out)
     with joined() as ranks:
         restarted = ranks.restarted()
-        if ranks.by_first(lambda: _again(folder, restarted)):
+        if ranks.alone("looking", lambda: _again(folder, restarted)):
             return _resumed(recipe, folder, watch, ranks)
-        ranks.by_first(lambda: _new_folder(folder))
+        ranks.alone("beginning", lambda: _new_folder(folder))
         prepared = _prepared(recipe, watch, ranks)
         trainer = assemble(prepared, folder)  # whatever is wrong with the recipe is said before there is a folder
         _begin(trainer, prepared, watch)
@@ -80,7 +80,7 @@ def _resumed(recipe: Recipe, folder: Path, watch: Watch, ranks: Ranks) -> Outcom
     prepared = _prepared(recipe, watch, ranks)
     run_folder.check(folder, prepared)
     trainer = assemble(prepared, folder)
-    if not ranks.by_first(trainer.checkpoints.begun):  # it ended before it had begun
+    if not ranks.alone("looking", trainer.checkpoints.begun):  # it ended before it had begun
         _begin(trainer, prepared, watch)
         return _finish(trainer, prepared, watch)
     for note in trainer.restore():
@@ -103,8 +103,8 @@ def _again(folder: Path, restarted: bool) -> bool:
 
 def _prepared(recipe: Recipe, watch: Watch, ranks: Ranks) -> Prepared:
     """One rank after the other where there is something to store; all must find the same items."""
-    prepared = ranks.in_turn(lambda: prepare(recipe, watch))
-    found = ranks.all_say([prepared.fingerprint, run_folder.digest(prepared.recipe)])
+    prepared = ranks.first_here("preparing", lambda: prepare(recipe, watch), once=True)
+    found = ranks.values([prepared.fingerprint, run_folder.digest(prepared.recipe)])
     for rank, other in enumerate(found):
         for what, ours, theirs in zip(("items", "settings"), found[0], other, strict=True):
             if ours != theirs:
@@ -116,7 +116,7 @@ def _prepared(recipe: Recipe, watch: Watch, ranks: Ranks) -> Prepared:
 
 def _begin(trainer: Trainer, prepared: Prepared, watch: Watch) -> None:
     """The folder, with all that a run needs to be resumed from its first step."""
-    trainer.ranks.by_first(lambda: run_folder.write(trainer.out, prepared))
+    trainer.ranks.alone("beginning", lambda: run_folder.write(trainer.out, prepared))
     trainer.state.notes += [*prepared.notes, *_chunk_note(trainer), *_rank_notes(trainer)]
     for note in trainer.state.notes:
         watch({"event": "note", "text": note})
@@ -181,7 +181,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
         monitor=Monitor(classes, dim, recipe.training.on_collapse),
         journal=Journal(folder / "metrics.jsonl", recipe.training.tensorboard, ranks.first),
         epochs=recipe.training.epochs,
-        state=State(notes=[str(one.message) for one in heard]),
+        state=keeping.State(notes=[str(one.message) for one in heard]),
         plain=plain,
     )
 
@@ -192,17 +192,20 @@ def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
     fit(trainer, watch)
     recipe, state, held, ranks = trainer.recipe, trainer.state, prepared.held("test"), trainer.ranks
     assert state.best_file is not None
-    with ranks.busy():
+    with ranks.work("opening"):
         kept, facts = Checkpoints(trainer.out / "checkpoints").best(state.best_file)
         encoder = trainer.encoder if trainer.plain is None else trainer.plain
         encoder.load_state_dict(kept.part("encoder"))
     with finishing.explained(trainer, "the encoder"):
-        ranks.by_first(lambda: models.save(finishing.unwrapped(encoder, prepared), trainer.out, prepared.preparation))
+        ranks.alone(
+            "writing",
+            lambda: models.save(finishing.unwrapped(encoder, prepared), trainer.out, prepared.preparation),
+        )
     rows: dict[str, Tensor] = {}
     for name, made in finishing.contenders(trainer, encoder, prepared, held).items():
         watch({"event": "testing", "what": name})
         rows[name] = made()
-    results = ranks.by_first(lambda: finishing.results(trainer, prepared, held, rows, facts))
+    results = ranks.alone("testing", lambda: finishing.results(trainer, prepared, held, rows, facts))
     watch({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     return Outcome(
         trainer.out, recipe, results, trainer.journal.read(), prepared, held, rows["trained"], list(state.notes)

@@ -1,11 +1,10 @@
-"""The trainer: everything that a training consists of, what it does in a step, and how it is kept and found again."""
+"""The trainer: everything that a training consists of, and what it does in a step and at the end of an epoch."""
 
 import math
 import random
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +18,22 @@ from nearkin.data import augment
 from nearkin.distributed import GlobalBatch, average_gradients
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
-from nearkin.training import cached, checkpoint, judging, keeping, strategies
+from nearkin.training import cached, judging, keeping, strategies
 from nearkin.training.checkpoint import Checkpoints
 from nearkin.training.feed import Batch, Feed, Material, embed
 from nearkin.training.graphs import Graphed
 from nearkin.training.journal import Journal
 from nearkin.training.judging import Held
+from nearkin.training.keeping import State
 from nearkin.training.monitor import Monitor, spread_and_rank
 from nearkin.training.optimizers import Rate
 from nearkin.training.ranks import here
 from nearkin.training.recipe import Recipe
-from nearkin.training.shards import Rows
 from nearkin.training.strategies import Parallel
 
-__all__ = ["PRECISIONS", "State", "Trainer", "seed_everything"]
+__all__ = ["PRECISIONS", "Trainer", "seed_everything"]
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass
-class State:
-    """Where a run stands: all that is neither a tensor nor in the recipe."""
-
-    epoch: int = 0
-    batch: int = 0  # of this epoch, trained on
-    step: int = 0
-    best: float | None = None
-    best_epoch: int | None = None
-    best_file: str | None = None
-    waited: int = 0  # validations since the best one
-    finished: bool = False
-    seconds: float = 0.0
-    counted: int = 0  # steps in the window that the next log line averages
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -220,7 +202,9 @@ class Trainer:
         line: dict[str, Any] = {"event": "epoch", "epoch": state.epoch, "step": state.step}
         if state.epoch % options.every == 0 or state.epoch == self.epochs:
             rows = self.embedded(self.held.everything)
-            line["val"] = self.ranks.by_first(lambda: judging.judge(rows, self.held, self.graded, self.device))
+            line["val"] = self.ranks.alone(
+                "validation", lambda: judging.judge(rows, self.held, self.graded, self.device)
+            )
             value = line["val"].get(judging.main_metric(self.graded), -math.inf)
             self.rate.measured(value)
             line["best"] = state.best is None or value > state.best
@@ -239,10 +223,10 @@ class Trainer:
     def keep_best(self, value: float, figures: dict[str, float]) -> None:
         """The weights as they are, under a name that the next checkpoint refers to."""
         state = self.state
-        kept = _prefixed("encoder", self.best_encoder.state_dict()) | _prefixed("loss", keeping.spread(self.loss))
+        tensors = keeping.named(encoder=self.best_encoder.state_dict(), loss=keeping.spread(self.loss))
         facts = {"epoch": state.epoch, "step": state.step, "val": figures}
         with self.explained("best weights"):
-            state.best_file = self.checkpoints.write_best(state.step, kept, facts)
+            state.best_file = self.checkpoints.write_best(state.step, tensors, facts)
         state.best = value if math.isfinite(value) else None
         state.best_epoch, state.waited = state.epoch, 0
 
@@ -275,49 +259,15 @@ class Trainer:
         """A checkpoint of everything, from which the run goes on to the same end, on any number of ranks."""
         self.check()
         self.elapsed()
-        moments, plain = checkpoint.optimizer_parts(self.optimizer)
-        chance, chances = keeping.generators(self.device)
-        tensors: dict[str, Tensor | Rows] = {"window": self.window}
-        parts: dict[str, Mapping[str, Tensor | Rows]] = {
-            "encoder": keeping.spread(self.encoder),
-            "loss": keeping.spread(self.loss),
-            "optimizer": keeping.spread_moments(moments, self.parameters),
-            "sampler": self.sampler.state_dict(self.state.batch),
-            "chance": chance,
-        }
-        if self.average is not None:
-            parts["average"] = keeping.spread(self.average)
-        for name, part in parts.items():
-            tensors |= _prefixed(name, part)
-        state = asdict(self.state) | {
-            "optimizer": plain,
-            "chances": chances,
-            "rate": self.rate.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "monitor": self.monitor.state_dict(),
-        }
-        with self.explained("checkpoint"), self.ranks.busy():
+        tensors, state = keeping.contents(self)
+        with self.explained("checkpoint"), self.ranks.work("saving"):  # exchanges do not wait for a disk
             self.checkpoints.write(self.state.step, tensors, state)
-            self.ranks.meet()  # nobody's exchanges wait for the disk of another
         self.saved_at = time.monotonic()
 
     def restore(self) -> list[str]:
         """Goes back to the newest whole checkpoint; what was wrong with newer ones."""
         kept, state, notes = keeping.newest(self.checkpoints)
-        keeping.fill(self.encoder, kept, "encoder")
-        keeping.fill(self.loss, kept, "loss")
-        if self.average is not None:
-            keeping.fill(self.average, kept, "average")
-        moments = keeping.own_moments(kept, self.parameters)
-        checkpoint.restore_optimizer(self.optimizer, moments, state.pop("optimizer"))
-        self.sampler.load_state_dict(kept.part("sampler"))
-        seed = self.recipe.training.seed + state["step"]
-        keeping.restore_generators(kept.part("chance"), state.pop("chances"), self.device, seed)
-        self.rate.load_state_dict(state.pop("rate"))
-        self.scaler.load_state_dict(state.pop("scaler"))
-        self.monitor.load_state_dict(state.pop("monitor"))
-        self.window.copy_(kept.rows("window"))
-        self.state = State(**state)
+        keeping.put_back(self, kept, state)
         self.journal.cut(self.state.step, self.state.epoch)
         return notes
 
@@ -327,7 +277,3 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  other people's code may draw from it
-
-
-def _prefixed(name: str, part: Mapping[str, Tensor | Rows]) -> dict[str, Tensor | Rows]:
-    return {f"{name}.{key}": value for key, value in part.items()}

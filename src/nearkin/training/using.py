@@ -16,7 +16,7 @@ from nearkin.data import stored
 from nearkin.data.items import Items
 from nearkin.data.vectors import Vectors
 from nearkin.evaluation import Ranks
-from nearkin.training import feed, folder
+from nearkin.training import folder
 from nearkin.training import recipe as recipes
 from nearkin.training.feed import Material, embed
 from nearkin.training.prepare import divided, fingerprint
@@ -104,17 +104,9 @@ def _embedded(
     views: int = 1,
     progress: Progress | None = None,
 ) -> Embedded:
-    """Ranks share whole batches, so that each item meets the same others in the encoder whatever their number."""
     chosen = opened.items.take(indices)
-    if ranks is None:
-        rows = embed(opened.encoder, opened.material, indices, batch=batch, views=views, progress=progress)
-    else:
-        mine = indices[ranks.share(len(indices), batch)]
-        rows = torch.empty(0, opened.encoder.dim)
-        with ranks.work("embedding", progress, len(indices)) as told, torch.no_grad():
-            if len(mine):
-                rows = feed.embed_here(opened.encoder, opened.material, mine, batch, None, views, False, told)
-        rows = ranks.rows(rows)
+    more: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "ranks": ranks}
+    rows = embed(opened.encoder, opened.material, indices, **more)
     return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
 
 
