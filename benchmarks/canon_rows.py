@@ -195,7 +195,7 @@ _TRIED: tuple[Row, ...] = (
     ),
     _row("softmax + center", "center", dict(_FAST), {**_loss(pull=0.03), **_FAST}),
     _row("heated softmax", "heated-softmax", {**_loss(scale=16.0), **_FAST}),
-    _row("SphereFace", "sphereface", {**_loss(margin=4), **_FAST}, {**_loss(margin=2), **_FAST}),
+    _row("SphereFace", "sphereface", {**_loss(margin=4), **_FAST, **_FREE}, {**_loss(margin=2), **_FAST, **_FREE}),
     _row("AdaCos", "adacos", dict(_FAST)),
     _row("facility location", "facility-location", _loss(gamma=1.0), _loss(gamma=5.0)),
     _row("siamese", "siamese", dict(_FAST)),

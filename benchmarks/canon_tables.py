@@ -225,13 +225,13 @@ def picture(subject: str, lines: list[dict[str, Any]], folder: Path) -> None:
 
 
 def recipes(subject: str, options: Options, done: Done, folder: Path) -> None:
-    """The chosen settings as recipes: one for each loss that the peer has, and the best."""
+    """The chosen settings as recipes: of every loss that learns from class names, and the best."""
     rows: tuple[Row | None, ...] = (None,) if subject == "best" else rows_of(subject)
     written = {line["name"]: line for line in summary(subject, options, done)}
     for row in rows:
         jobs = canon_plan.finals(subject, row, options, done)
         name = BEST if row is None else row.name
-        if name not in written or (row is not None and (row.peer is None or row.group or "defaults" in row.name)):
+        if name not in written or name.endswith(("defaults", "on attributes")):
             continue
         place = "cub200-best.toml" if row is None else f"cub200-96/{_slug(row.name)}.toml"
         (folder / place).parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ TEST = 0.25  # of the classes, or items, of a source that has no test part
 _MANY = 300  # classes, of which a tenth validates well enough
 SMALL = 64  # pictures up to this side are small
 # Losses whose papers work on embeddings of free length.
-FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet"}
+FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"}
 # The batches that a loss has by itself, where they are not class-balanced.
 SAMPLERS_OF = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
 # What won among losses tried on glyphs (from scratch) and on birds (tuned): docs/benchmarks.md.
