@@ -254,7 +254,7 @@ def main() -> None:
                 caption = f"{words}, log-log. {made(rows)}. Dotted: {'∝ B²' if slope == 2 else '∝ B'}."
                 save(draw(loss_panels(rows, what, slope), 4, (2.5, 1.9), caption), stem, png)
                 page = put(page, f"{device} {name}", f"{picture(stem, words)}\n\n{loss_table(rows, what)}")
-    for device in ("cuda", "cpu"):
+    for device in ("cuda", "cuda_float32", "cpu"):
         rows = rows_of(f"class_softmax_{device}.csv")
         if rows:
             stem = f"performance-classes-{device}"

@@ -51,13 +51,17 @@ def roads(
     max_memory: int | None,
     sub_centers: int = 1,
     shard: Shard | None = None,
+    dense_first: bool = False,
 ) -> str:
-    """Which of "dense", "torch" and "triton" a loss over class weights takes."""
+    """Which of "dense", "torch" and "triton" a loss over class weights takes.
+
+    dense_first: its kernel wins only where the dense form is too large.
+    """
     kernels.check(impl)
     if impl != "auto":
         return impl
     fits = shard is None and class_softmax.fits(embeddings, weight, max_memory)
-    if fits and max_memory is not None:
+    if fits and (dense_first or max_memory is not None):
         return "dense"
     if _wins(embeddings, weight) and fused.serves(embeddings, weight, sub_centers, max_memory):
         return "triton"

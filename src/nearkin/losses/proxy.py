@@ -179,7 +179,7 @@ def proxy_anchor_loss(
     ids, known, spoilt = shards.classified(embeddings, labels, proxies, shard)
     checks.number("margin", margin)
     checks.positive("scale", scale)
-    road = roads(impl, embeddings, proxies, max_memory, shard=shard)
+    road = roads(impl, embeddings, proxies, max_memory, shard=shard, dense_first=True)
     if road != "dense":
         streams = fused_anchors.class_anchors if road == "triton" else class_anchors.class_anchors
         found = streams(embeddings, proxies, ids, known, scale=scale, max_memory=max_memory)
