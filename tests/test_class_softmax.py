@@ -6,10 +6,12 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import gradcheck, gradgradcheck
 
 import nearkin
 from nearkin import kernels, losses
@@ -17,7 +19,7 @@ from nearkin.core import class_softmax
 from nearkin.kernels import class_anchors as fused_anchors
 from nearkin.kernels import class_loss
 from nearkin.kernels import class_softmax as fused
-from nearkin.losses import classes, proxy
+from nearkin.losses import angular, classes, proxy
 
 
 def proxy_anchor(x, labels, weight, *, reduction, **more):
@@ -310,8 +312,50 @@ def test_auto_takes_the_kernel_where_it_has_been_measured(monkeypatch):
     assert classes.route("auto", x, weight, 2**16) is class_softmax.class_softmax  # a run of the kernel takes more
     assert classes.route("auto", x.double(), weight, None) is None
     assert classes.roads("auto", x, weight, None, 3) == "dense"
+    assert classes.roads("auto", x, weight, None, dense_first=True) == "dense"
+    monkeypatch.setattr(class_softmax, "DENSE", 2**10)
+    assert classes.roads("auto", x, weight, None, dense_first=True) == "triton"
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels, "can_run", lambda tensor: True)
     monkeypatch.setattr(classes, "KERNEL_FROM", 64_001)
     assert classes.route("auto", x, weight, None) is None
+
+
+@pytest.mark.parametrize("form", ["normalized", "cosface", "arcface", "arcface, 3 centres", "sphereface", "proxy-nca"])
+def test_dense_form_can_be_differentiated_twice(form):
+    function, settings, centers = FORMS[form]
+    for shape in ((5, 4, 3), (1, 1, 2)):
+        x, labels, weight = batch(shape, centers)
+        given = (x.requires_grad_(), weight.requires_grad_())
+        step = partial(lambda a, b, labels: function(a, labels, b, **settings), labels=labels)
+        assert gradcheck(step, given) and gradgradcheck(step, given), shape
+
+
+@pytest.mark.parametrize("form", ["normalized", "cosface", "arcface", "proxy-nca", "proxy-nca, original"])
+def test_dense_form_keeps_the_digits_of_a_small_loss(form):
+    """Solved to 1e-5 and less, where 1 less the own class's part would have lost them in float32."""
+    function, settings, _ = FORMS[form]
+    weight = torch.eye(6, dtype=torch.float64)
+    labels = torch.arange(6)
+    x = weight + 0.05 * torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    x, weight = x.float(), weight.float()
+    exact = outcome(function, x.double(), labels, weight.double(), **settings)
+    got = outcome(function, x, labels, weight, **settings)
+    for a, b in zip(got, exact, strict=True):
+        assert float((a.double() - b).abs().max() / b.abs().max()) < 2e-5
+    assert form not in ("normalized", "cosface") or 0 < float(exact[0].max()) < 1e-5
+
+
+def test_arcface_has_one_value_near_the_poles_and_far_from_them(monkeypatch):
+    x, labels, weight = batch((9, 7, 5))
+    poles = torch.cat([weight, -weight, weight + 1e-9])
+    assert losses.arcface_loss(poles, torch.arange(21) % 7, weight).isfinite()
+    for straight in (False, True):
+        found = []
+        for far in (False, True):
+            monkeypatch.setattr(angular, "_far_from_poles", lambda *given, far=far: far)
+            found.append(outcome(losses.arcface_loss, x, labels, weight, margin=2.0, straight_through=straight))
+        assert max(errors(*found)) < 1e-12
 
 
 def test_bad_choices_are_one_sentence(monkeypatch):
