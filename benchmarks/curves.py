@@ -77,7 +77,9 @@ def class_panels(rows: Sequence[dict[str, str]]) -> list[Panel]:
     """Time and memory against C: ArcFace for all kernels, which lie on one another, the peers and the floor."""
     by_way: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
-        if row["way"] in ("arcface, triton", "arcface, torch") or row["way"].startswith(("peer", "floor")):
+        if row["way"] in ("arcface, triton", "arcface, torch", "arcface, dense") or row["way"].startswith(
+            ("peer", "floor")
+        ):
             by_way[row["way"].replace("arcface, ", "nearkin, ")].append(row)
     panels = []
     for title, column in (("milliseconds against C", "ms"), ("extra MiB against C", "extra_mib")):

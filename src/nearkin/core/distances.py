@@ -147,14 +147,9 @@ def units(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _inverse_length(x: Tensor, kind: torch.dtype) -> Tensor:
-    """1 / length, (B, 1); 0 for rows too short for a finite gradient in type `kind`."""
-    squared = (x * x).sum(1, keepdim=True)
-    least = (torch.finfo(kind).tiny * 1e6) ** 2
-    if squared.numel() and freely_read(squared) and float(squared.detach().min()) > least:
-        return squared.rsqrt()
-    alive = squared > least
-    return torch.where(alive, torch.where(alive, squared, 1.0).rsqrt(), 0.0)
+def _least(kind: torch.dtype) -> float:
+    """The squared length that a row must exceed for a finite gradient."""
+    return float((torch.finfo(kind).tiny * 1e6) ** 2)
 
 
 class _Units(torch.autograd.Function):
@@ -163,7 +158,8 @@ class _Units(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
         exact = x.to(wide(x))
-        inverse = _inverse_length(exact, x.dtype)
+        squared = (exact * exact).sum(1, keepdim=True)
+        inverse = torch.where(squared > _least(x.dtype), squared.rsqrt(), 0.0)
         rows = (exact * inverse).to(kind)
         ctx.save_for_backward(x, rows, inverse)
         ctx.mark_non_differentiable(inverse)
@@ -173,7 +169,9 @@ class _Units(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor, None]:
         x, rows, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the rows as they came
-            inverse = _inverse_length(x.to(wide(x)), x.dtype)
+            squared = x.to(wide(x)).square().sum(1, keepdim=True)
+            alive = squared > _least(x.dtype)
+            inverse = torch.where(alive, torch.where(alive, squared, 1.0).rsqrt(), 0.0)
             rows = (x * inverse).to(rows.dtype)
         along = (slope * rows).sum(1, keepdim=True)
         return (torch.addcmul(slope, along, rows, value=-1) * inverse.to(rows.dtype)).to(x.dtype), None
