@@ -44,8 +44,8 @@ def problem(distance: Tensor, labels: Tensor, num_clusters: int | None = None) -
     spread = distance.detach().T.contiguous().nan_to_num(nan=0.0).clamp(min=0)
     top = spread.amax().to(wide)
     above = torch.where(top > 0, top / torch.frexp(top).mantissa, 1.0).clamp(min=2.0**-60)  # the next power of two
-    steps = (spread.to(wide) * (2.0 ** (61 - bits) / above) + 0.5).long()  # (B, B), to the nearest
-    keys = torch.where(index[:, None] == index[None, :], -1, steps) * 2**bits + index[:, None]
+    steps = spread.to(wide, copy=True).mul_(2.0 ** (61 - bits) / above).add_(0.5).long()  # (B, B), to the nearest
+    keys = steps.fill_diagonal_(-1).mul_(2**bits).add_(index[:, None])
     known = labels != UNKNOWN
     same = (labels[:, None] == labels[None, :]) & known[:, None]
     first = same.to(torch.uint8).argmax(1)

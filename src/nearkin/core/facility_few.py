@@ -12,13 +12,13 @@ from nearkin.core import facility
 from nearkin.core.facility import Problem
 
 ALONE = 2**15 - 1  # entries that torch works on in one thread
+MANY = 2**18  # entries of the matrix whose movers are looked at together
 
 
 class _Known(NamedTuple):
     """The known items alone: rows in their order, columns by class, so that a row's movers come class by class."""
 
     keys: Tensor  # (n, n)
-    spread: Tensor  # (n, n) distances, no less than 0
     kinds: Tensor  # (n,) of the columns, 0, 1, …
     number: int  # of classes
 
@@ -28,9 +28,9 @@ def search(p: Problem, gamma: Tensor, sweeps: int) -> Tensor:
     number = int(p.wanted)
     rows = (p.kinds >= 0).nonzero()[:, 0]
     columns = rows[p.kinds[rows].argsort(stable=True)]
-    keys = p.keys[rows][:, columns]
+    keys = p.keys[rows[:, None], columns]
     names, kinds = p.kinds[columns].unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
-    known = _Known(keys, (keys >> p.bits).clamp(min=0), kinds, len(names))
+    known = _Known(keys, kinds, len(names))
     place = torch.full_like(p.kinds, 0).scatter_(0, rows, torch.arange(len(rows)))  # of a medoid, its row
     near = keys.new_full((len(rows),), facility.FAR)
     picks: list[int] = []
@@ -63,29 +63,40 @@ def _without(keys: Tensor, near: Tensor, picks: list[int], slot: int) -> Tensor:
 
 def _few(p: Problem, known: _Known, near: Tensor, place: Tensor, gamma: Tensor) -> Tensor:
     """The scores of the known items, near (n,) the keys of the medoids of the columns: one entry an item that moves."""
-    size, classes = len(near), known.number
-    pairs = _movers(known.keys, near)
+    some = max(1, MANY // len(near))
+    parts = [_few_rows(p, known, keys, near, place, gamma) for keys in torch.split(known.keys, some)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _few_rows(p: Problem, known: _Known, keys: Tensor, near: Tensor, place: Tensor, gamma: Tensor) -> Tensor:
+    """The same of the candidates whose `keys` (rows, n) are given."""
+    (rows, size), classes = keys.shape, known.number
+    if near[0] == facility.FAR:  # nobody has been chosen: all move, whoever comes
+        joint = _entropies(p, torch.bincount(known.kinds)).sum()
+        return facility.objective(p, _spread(p, keys).sum(1), joint, p.table[size], gamma)
+    pairs = _movers(keys, near)
     row = pairs // size
     item = pairs - row * size
-    moved = torch.bincount(row, minlength=size)
+    moved = torch.bincount(row, minlength=rows)
     kind = known.kinds.index_select(0, item)
-    spent = known.spread.view(-1).index_select(0, pairs)
     arrived, by_class = (row * classes + kind).unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-    joint = _added(size, arrived // classes, _entropies(p, by_class))
-    clusters = _entropies(p, moved)
-    if near[0] == facility.FAR:  # nobody has been chosen, and nobody leaves
-        spent = _added(size, row, spent)
-    else:
-        stay = (near >> p.bits).clamp(min=0)
-        spent = stay.sum() + _added(size, row, spent - stay.index_select(0, item))
-        owner = place.index_select(0, near & (2**p.bits - 1))
-        names, cell, counts = (owner * classes + known.kinds).unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
-        left = (row * len(names) + cell.index_select(0, item)).sort().values
-        joint += _departed(p, size, left, counts)
-        row = left // len(names)
-        left = row * size + (names // classes).index_select(0, left - row * len(names))  # cells come owner by owner
-        clusters += _departed(p, size, left, torch.bincount(owner, minlength=size))
+    joint = _added(rows, arrived // classes, _entropies(p, by_class))
+    stay = _spread(p, near)
+    closer = _spread(p, keys.view(-1).index_select(0, pairs)) - stay.index_select(0, item)
+    spent = stay.sum() + _added(rows, row, closer)
+    owner = place.index_select(0, near & (2**p.bits - 1))
+    names, cell, counts = (owner * classes + known.kinds).unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
+    left = (row * len(names) + cell.index_select(0, item)).sort().values
+    joint += _departed(p, rows, left, counts)
+    row = left // len(names)
+    left = row * size + (names // classes).index_select(0, left - row * len(names))  # cells come owner by owner
+    clusters = _entropies(p, moved) + _departed(p, rows, left, torch.bincount(owner, minlength=size))
     return facility.objective(p, spent, joint, clusters, gamma).masked_fill(moved == 0, -torch.inf)
+
+
+def _spread(p: Problem, keys: Tensor) -> Tensor:
+    """The distances that keys stand for, no less than 0."""
+    return (keys >> p.bits).clamp_(min=0)
 
 
 def _movers(keys: Tensor, near: Tensor) -> Tensor:
