@@ -15,7 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import nearkin
 from nearkin import kernels, losses
-from nearkin.core import class_softmax
+from nearkin.core import angles, class_softmax
 from nearkin.kernels import class_anchors as fused_anchors
 from nearkin.kernels import class_loss
 from nearkin.kernels import class_softmax as fused
@@ -487,7 +487,7 @@ def plain_torch(form, x, labels, weight, *, reduction, annealing=0.5):
         logits, target = 64 * cosine, 64 * wide
     else:
         logits = length * cosine
-        target = length * (annealing * own + losses.angular.sphereface_psi(own, 4)) / (1 + annealing)
+        target = length * (annealing * own + angles.psi(own, 4)) / (1 + annealing)
     logits = logits.scatter(1, ids[:, None], target)
     return torch.nn.functional.cross_entropy(logits.float(), ids, reduction="none") * (labels >= 0)
 

@@ -11,7 +11,7 @@ import reference
 from cases import masks
 from nearkin import losses, mining, relations
 from nearkin.core import distances
-from nearkin.losses.angular import _cos_sin, sphereface_psi
+from nearkin.core.angles import cos_sin, psi
 from nearkin.losses.cluster import facility_location
 
 f64 = torch.float64
@@ -279,7 +279,7 @@ def test_sphereface_psi_is_its_definition_and_its_polynomial(margin):
     theta = torch.linspace(0, math.pi, 2001, dtype=f64)
     k = (theta * margin / math.pi).floor().clamp(max=margin - 1)
     defined = (-1) ** k * (margin * theta).cos() - 2 * k
-    got = sphereface_psi(theta.cos(), margin)
+    got = psi(theta.cos(), margin)
     torch.testing.assert_close(got, defined, rtol=0, atol=1e-12)
     assert bool((got.diff() <= 1e-12).all()) and got[-1].item() == pytest.approx(1 - 2 * margin)
     c = theta.cos()
@@ -338,7 +338,7 @@ def test_arcface_gradient_is_true_or_straight_through():
         losses.arcface_loss(x, y, weight, **settings).backward()
         return weight.grad[0].norm().item()
 
-    cos, sin = _cos_sin(distances.unit(x), distances.unit(w[:1]))
+    cos, sin = cos_sin(distances.unit(x), distances.unit(w[:1]))
     ratio = math.sin(math.acos(cos.item()) + 0.5) / sin.item()  # d cos(θ + m) / d cos θ
     assert slope() / slope(straight_through=True) == pytest.approx(ratio, rel=1e-9)
 
@@ -346,7 +346,7 @@ def test_arcface_gradient_is_true_or_straight_through():
 def test_float32_angles_keep_their_digits_near_zero():
     x = points([1, 1e-4, 0]).float()
     w = torch.tensor([[1.0, 0.0, 0.0]])
-    _, sin = _cos_sin(distances.unit(x), distances.unit(w))
+    _, sin = cos_sin(distances.unit(x), distances.unit(w))
     assert sin.item() == pytest.approx(1e-4, rel=1e-4)  # sqrt(1 - cos²) in float32 gives 0 or 3e-4
 
 

@@ -4,7 +4,7 @@ The own class is left out of the pass: what it scores, with whatever margin, is 
 autograd. So one pass serves every margin, and its log-sum-exp meets the target only at the end, in `cross_entropy`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -72,50 +72,6 @@ def own_cosine(found: Rivals) -> Tensor:
 def cross_entropy(found: Rivals, target: Tensor) -> Tensor:
     """-log of the own class's part of the softmax, (B,), from its score (B,)."""
     return reduce.softplus(found.peak - target + found.rest)
-
-
-class Bent(NamedTuple):
-    """What an own class is made to score, (B, 1), its slope by the plain score, and by the anchor apart from that:
-    that part of the gradient is `stretch` times the anchor. None: a slope of 1, and no such part."""
-
-    score: Tensor
-    slope: Tensor | None = None
-    stretch: Tensor | None = None
-
-
-Bend = Callable[[Tensor, Tensor], Bent]  # of plain scores (B, 1) and the anchors (B, D)
-
-
-def dense(
-    asked: Tensor,
-    rows: Tensor,
-    ids: Tensor,
-    target: Tensor | None = None,
-    *,
-    scale: float | Tensor = 1.0,
-    bend: Bend | None = None,
-    centers: int = 1,
-    lost: float = 0.0,
-    soft: bool = True,
-) -> Tensor:
-    """-log of the own class's part of the softmax of scale · <asked_i, rows_c>, (B,): logits held, in few passes.
-
-    target: what the own class scores, (B,); without it the product, or what `bend` makes of it. Of `centers` rows a
-    class the best speaks. lost: what a row of zeros scores. soft=False: the own class is not in the sum that it is
-    compared with. Can be differentiated twice.
-    """
-    kind = torch.promote_types(asked.dtype, rows.dtype)
-    if isinstance(scale, Tensor):
-        asked, scale = scale * asked, 1.0
-    bias = None
-    if lost:
-        empty = ~rows.detach().any(1)
-        if not distances.freely_read(rows) or bool(empty.any()):
-            bias = torch.where(empty, lost, 0.0).to(kind)
-    target = None if target is None else target.to(kind)
-    way = _Way(scale, bend, centers, soft)
-    value: Tensor = _Dense.apply(asked.to(kind), rows.to(kind), ids, target, bias, way)  # type: ignore[no-untyped-call]
-    return value
 
 
 def queries(embeddings: Tensor, weight: Tensor, scale: float | Tensor, normalize: bool) -> Tensor:
@@ -199,7 +155,7 @@ def _scores(
     return scores, best
 
 
-def _spread(parts: Tensor, best: Tensor | None, sub_centers: int) -> Tensor:
+def spread(parts: Tensor, best: Tensor | None, sub_centers: int) -> Tensor:
     """What each class has, given to the row that spoke for it: (B, n) → (B, n·K)."""
     if best is None:
         return parts
@@ -255,7 +211,7 @@ class _Pass(torch.autograd.Function):
                 parts = scores.sub_(level[:, None]).exp_()
                 total = total * shrink + parts.sum(1)
                 if mean is not None:
-                    mean = mean.mul_(shrink[:, None]).add_(_spread(parts, best, centers) @ rows)
+                    mean = mean.mul_(shrink[:, None]).add_(spread(parts, best, centers) @ rows)
                 taint = taint + reduce.taint(part)
         rest, share = finished(total, asked)
         if mean is not None:
@@ -283,88 +239,9 @@ class _Pass(torch.autograd.Function):
                 rows = _rows(part, normalize, asked.dtype)
                 scores, best = _scores(asked, rows, ids, start, centers, lost)
                 parts = scores.sub_(level).exp_().mul_(pull)
-                gradient = _through_rows(part, _spread(parts, best, centers).T @ asked, normalize)
+                gradient = _through_rows(part, spread(parts, best, centers).T @ asked, normalize)
                 by_weight[start : start + len(part)] = with_own(gradient, picks, by_own, start)
         return by_asked, by_weight, *[None] * 6
-
-
-class _Way(NamedTuple):
-    scale: float
-    bend: Bend | None
-    centers: int
-    soft: bool
-
-
-class _Dense(torch.autograd.Function):
-    """Products, softmax and the way back as one node: two matrices are made, where autograd makes five."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, asked: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias: Tensor | None, way: _Way
-    ) -> Tensor:
-        own, best = ids[:, None], None
-        with torch.autocast(asked.device.type, enabled=False):
-            share = torch.addmm(asked.new_zeros(()), asked, rows.T, beta=0, alpha=way.scale)
-        if bias is not None:
-            share += bias
-        if way.centers > 1:
-            share, best = share.view(len(ids), len(rows) // way.centers, way.centers).max(2)
-        if target is not None:
-            bent = Bent(target[:, None])
-        else:
-            bent = Bent(share.gather(1, own))
-            bent = bent if way.bend is None else way.bend(bent.score, asked)
-        score = bent.score
-        share.scatter_(1, own, -torch.inf)  # beside the own class the others would lose the digits of a small loss
-        alone = share.shape[1] == 1
-        top = torch.zeros_like(score) if alone else share.amax(1, keepdim=True)
-        total = share.sub_(top).exp_().sum(1, keepdim=True)
-        rest = total.log() - (score - top)
-        ctx.save_for_backward(
-            asked, rows, ids, target, bias, share, best, total + 1 if alone else total, rest, *bent[1:]
-        )
-        ctx.way = way
-        return (reduce.softplus(rest) if way.soft else rest).squeeze(1)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        asked, rows, ids, target, bias, share, best, total, rest, slope, stretch = ctx.saved_tensors
-        scale, _, centers, soft = ctx.way
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted
-            return (*_again(asked, rows, ids, target, bias, ctx.way, upstream), None, None)
-        pull = upstream[:, None] * rest.sigmoid() if soft else upstream[:, None]
-        parts = share * (scale * pull / total)
-        if target is None:
-            parts.scatter_(1, ids[:, None], -scale * pull if slope is None else -scale * pull * slope)
-        parts = _spread(parts, best, centers)
-        with torch.autocast(asked.device.type, enabled=False):
-            by_asked = parts @ rows if ctx.needs_input_grad[0] else None
-            by_rows = parts.T @ asked if ctx.needs_input_grad[1] else None
-        if by_asked is not None and stretch is not None:
-            by_asked.addcmul_(pull * stretch, asked, value=-1)
-        return by_asked, by_rows, None, None if target is None else -pull.squeeze(1), None, None
-
-
-def _again(
-    asked: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias: Tensor | None, way: _Way, upstream: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The gradients of `dense` through autograd's own steps, for a gradient of them."""
-    logits = way.scale * (asked @ rows.T) + (0.0 if bias is None else bias)
-    if way.centers > 1:
-        logits = logits.view(len(ids), len(rows) // way.centers, way.centers).amax(2)
-    score = target
-    if score is None:
-        score = logits.gather(1, ids[:, None])
-        score = (score if way.bend is None else way.bend(score, asked).score).squeeze(1)
-    others = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids[:, None], False)
-    value = reduce.logsumexp(logits, others) - score
-    value = reduce.softplus(value) if way.soft else value
-    given = [t for t in (asked, rows, target) if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(value, given, upstream, create_graph=True))
-    by_asked, by_rows, by_target = (
-        next(found) if t is not None and t.requires_grad else None for t in (asked, rows, target)
-    )
-    return by_asked, by_rows, None, by_target
 
 
 def gradient_kind(weight: Tensor) -> torch.dtype:

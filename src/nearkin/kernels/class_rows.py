@@ -38,7 +38,7 @@ def _held(x):
 
 @triton.jit
 def _psi(cos, MARGIN: tl.constexpr):
-    """SphereFace's ψ from cos θ, and its slope: `losses.angular.sphereface_psi`."""
+    """SphereFace's ψ from cos θ, and its slope: `core.angles.psi_and_slope`."""
     before = cos * 0.0 + 1.0
     now = cos
     slope_before = cos * 0.0

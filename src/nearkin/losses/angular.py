@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nearkin.core import checks, class_softmax, distances, reduce
-from nearkin.core.class_softmax import Bent
+from nearkin.core import angles, checks, class_dense, class_softmax, distances, reduce
+from nearkin.core.class_dense import Bent
 from nearkin.kernels.class_loss import Form
 from nearkin.losses import shards
 from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
@@ -58,7 +58,7 @@ def cosface_loss(
         found, target = shards.joined(shard, ids, found, scale * (own - margin))
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     x, w = distances.unit(embeddings), distances.unit(weight)
-    value = class_softmax.dense(x, w, ids, scale=scale, bend=lambda s, _: Bent(s - scale * margin))
+    value = class_dense.cross_entropy(x, w, ids, scale=scale, bend=lambda s, _: Bent(s - scale * margin))
     return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
 
@@ -81,10 +81,10 @@ def arcface_loss(
     target logit s cos(θ_y + m) while θ_y < π - m, beyond it s (cos θ_y - m sin m), which goes on falling
 
     Arguments as `normalized_softmax_loss`; m in radians. weight (C·K, D) with K = sub_centers rows a class: the nearest
-    speaks for its class and alone learns. sin and cos of θ_y come from |x - w| and |x + w|, so value and gradient are
-    exact and finite from θ = 0 to π. The gradient is the true one; `straight_through=True` gives the target the slope s
-    of a plain cosine, as InsightFace's PyTorch code does. Deng et al. 2019, arXiv:1801.07698, eq. 3; m 0.5, s 64 from
-    there; sub-centres Deng et al. 2020.
+    speaks for its class and alone learns. Near 0 and π sin and cos of θ_y come from |x - w| and |x + w|, so value and
+    gradient are exact and finite from θ = 0 to π. The gradient is the true one; `straight_through=True` gives the
+    target the slope s of a plain cosine, as InsightFace's PyTorch code does. Deng et al. 2019, arXiv:1801.07698, eq. 3;
+    m 0.5, s 64 from there; sub-centres Deng et al. 2020.
     """
     checks.whole("sub_centers", sub_centers, 1)
     checks.positive("scale", scale)
@@ -104,10 +104,10 @@ def arcface_loss(
     picks = class_softmax.own_rows(x, w, ids, sub_centers, normalize=False)
     if _far_from_poles(x, w, picks):
         bend = partial(_bent, margin=margin, scale=scale, straight_through=straight_through)
-        value = class_softmax.dense(x, w, ids, scale=scale, bend=bend, centers=sub_centers)
+        value = class_dense.cross_entropy(x, w, ids, scale=scale, bend=bend, centers=sub_centers)
     else:
         target = scale * _widened(x, w[picks], margin, straight_through)
-        value = class_softmax.dense(x, w, ids, target, scale=scale, centers=sub_centers)
+        value = class_dense.cross_entropy(x, w, ids, target, scale=scale, centers=sub_centers)
     return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
 
@@ -133,7 +133,7 @@ def _bent(score: Tensor, _: Tensor, margin: float, scale: float, straight_throug
 
 def _widened(x: Tensor, own: Tensor, margin: float, straight_through: bool) -> Tensor:
     """cos(θ + m) of unit rows, (B,), and what `arcface_loss` has beyond π - m."""
-    cos, sin = _cos_sin(x, own)
+    cos, sin = angles.cos_sin(x, own)
     target = torch.where(
         cos > -math.cos(margin),
         cos * math.cos(margin) - sin * math.sin(margin),
@@ -176,7 +176,7 @@ def sphereface_loss(
         found, target = shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     bend = partial(_multiplied, margin=margin, annealing=annealing)
-    value = class_softmax.dense(distances.upcast(embeddings), distances.unit(weight), ids, bend=bend)
+    value = class_dense.cross_entropy(distances.upcast(embeddings), distances.unit(weight), ids, bend=bend)
     return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
 
@@ -185,7 +185,7 @@ def _multiplied(score: Tensor, x: Tensor, margin: int, annealing: float | Tensor
     length = distances.length(x)[:, None]
     alive = length > 0
     cos = torch.where(alive, score / torch.where(alive, length, 1.0), 0.0)
-    psi, slope = _psi(cos, margin)
+    psi, slope = angles.psi_and_slope(cos, margin)
     psi = (annealing * cos + psi) / (1 + annealing)
     slope = torch.where(alive, (annealing + slope) / (1 + annealing), 0.0)
     return Bent(length * psi, slope, torch.where(alive, (psi - cos * slope) / torch.where(alive, length, 1.0), 0.0))
@@ -194,98 +194,9 @@ def _multiplied(score: Tensor, x: Tensor, margin: int, annealing: float | Tensor
 def _annealed(embeddings: Tensor, own: Tensor, margin: int, annealing: float | Tensor) -> Tensor:
     """The target logit of `sphereface_loss`, (B,), from the unit rows of the own classes."""
     x = distances.unit(embeddings)
-    cos, _ = _cos_sin(x, own)
+    cos, _ = angles.cos_sin(x, own)
     length = (distances.upcast(embeddings) * x).sum(1)
-    return length * (annealing * cos + sphereface_psi(cos, margin)) / (1 + annealing)
-
-
-def sphereface_psi(cos: Tensor, margin: int) -> Tensor:
-    """ψ(θ) of `sphereface_loss` from cos θ: falls monotonically from 1 to 1 - 2m."""
-    value: Tensor = _Psi.apply(cos, margin)  # type: ignore[no-untyped-call]
-    return value
-
-
-class _Psi(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, cos: Tensor, margin: int) -> Tensor:
-        value, slope = _psi(cos, margin)
-        ctx.save_for_backward(cos, slope)
-        ctx.margin = margin
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        cos, slope = ctx.saved_tensors
-        return upstream * (_psi(cos, ctx.margin)[1] if torch.is_grad_enabled() else slope), None
-
-
-def _psi(cos: Tensor, margin: int) -> tuple[Tensor, Tensor]:
-    """ψ and its slope from Chebyshev's polynomials of the second kind: T_m = U_m - c U_{m-1}, of slope m U_{m-1}."""
-    twice = 2 * cos
-    before, now = torch.ones_like(cos), twice
-    for _ in range(margin - 1):
-        before, now = now, twice * now - before
-    turns = torch.zeros_like(cos)
-    for j in range(1, margin):
-        turns += cos.detach() < math.cos(j * math.pi / margin)
-    sign = 1 - 2 * (turns % 2)
-    return sign * (now - cos * before) - 2 * turns, (margin * sign) * before
-
-
-def _cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angle between unit rows, (B,), from their difference and sum: exact near 0 and π.
-
-    A zero row stands at a right angle to everything.
-    """
-    kind = torch.promote_types(x.dtype, w.dtype)
-    found: tuple[Tensor, Tensor] = _CosSin.apply(x.to(kind), w.to(kind))  # type: ignore[no-untyped-call]
-    return found
-
-
-class _CosSin(torch.autograd.Function):
-    """With the gradient by hand: a few passes over (B, D), where autograd makes forty."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        less, more = x - w, x + w
-        apart, along, upright, cos, sin = _between(less, more)
-        ctx.save_for_backward(x, w, less, more, apart, along, upright)
-        ctx.set_materialize_grads(False)
-        return cos.to(x.dtype), sin.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, by_cos: Tensor | None, by_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, w, less, more, apart, along, upright = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the rows
-            less, more = x - w, x + w
-            apart, along, upright, *_ = _between(less, more)
-        by_cos = x.new_zeros(()) if by_cos is None else by_cos[:, None]
-        by_x, by_w = by_cos * w, by_cos * x
-        if by_sin is not None:
-            by_sin = torch.where(upright, 0.0, by_sin)
-            steep, flat = (_over(by_sin * a, 2 * b)[:, None].to(x.dtype) for a, b in ((along, apart), (apart, along)))
-            toward, away = flat * more, steep * less
-            by_x, by_w = by_x + toward + away, by_w + toward - away
-        return by_x, by_w
-
-
-def _between(less: Tensor, more: Tensor) -> tuple[Tensor, ...]:
-    """|x - w|, |x + w|, whether one of the rows is 0, and cos and sin, (B,) each, from x - w and x + w of unit rows."""
-    less, more = (rows.to(distances.wide(rows)) for rows in (less, more))
-    near, far = (less * less).sum(1), (more * more).sum(1)
-    upright = near + far < 3  # 4, but 2 or 0 with a zero row
-    apart, along = _root(near), _root(far)
-    return apart, along, upright, (far - near) / 4, torch.where(upright, 1.0, apart * along / 2)
-
-
-def _root(x: Tensor) -> Tensor:
-    """Its square root, with no slope at 0."""
-    return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), x * 0.0)
-
-
-def _over(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, 0 where b is 0."""
-    return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
+    return length * (annealing * cos + angles.psi(cos, margin)) / (1 + annealing)
 
 
 class CosFaceLoss(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nearkin import kernels
-from nearkin.core import checks, class_anchors, class_softmax, distances, reduce, relations, world
+from nearkin.core import checks, class_anchors, class_dense, class_softmax, distances, reduce, relations, world
 from nearkin.core.relations import Labels
 from nearkin.kernels import class_anchors as fused_anchors
 from nearkin.kernels.class_loss import Form
@@ -101,10 +101,10 @@ def _dense(embeddings: Tensor, proxies: Tensor, ids: Tensor, scale: float, form:
     x = distances.unit(embeddings)
     p, inverse = distances.units(proxies, torch.promote_types(proxies.dtype, torch.float32))
     if form == "softmax" and distances.freely_read(p) and bool((inverse > 0).all()):
-        return class_softmax.dense(x, p, ids, scale=2 * scale**2)  # what all proxies share cancels
+        return class_dense.cross_entropy(x, p, ids, scale=2 * scale**2)  # what all proxies share cancels
     near = (x - p[ids]).square().sum(1)
     target = scale**2 * (1 + x.detach().any(1) - near)
-    return class_softmax.dense(x, p, ids, target, scale=2 * scale**2, lost=scale**2, soft=form == "softmax")
+    return class_dense.cross_entropy(x, p, ids, target, scale=2 * scale**2, lost=scale**2, soft=form == "softmax")
 
 
 def _told_from(found: class_softmax.Rivals, near: Tensor, scale: float, form: str) -> Tensor:

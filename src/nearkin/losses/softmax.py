@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
-from nearkin.core import checks, class_softmax, distances, reduce
+from nearkin.core import checks, class_dense, class_softmax, distances, reduce
 from nearkin.kernels.class_loss import Form
 from nearkin.losses import shards
 from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
@@ -58,7 +58,7 @@ def normalized_softmax_loss(
         target = scale * class_softmax.own_cosine(found)
         found, target = shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
-    value = class_softmax.dense(distances.unit(embeddings), distances.unit(weight), ids, scale=scale)
+    value = class_dense.cross_entropy(distances.unit(embeddings), distances.unit(weight), ids, scale=scale)
     return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
 

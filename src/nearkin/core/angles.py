@@ -1,0 +1,100 @@
+"""Angles between unit rows, exact near 0 and π, and SphereFace's function of them; gradients by hand."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearkin.core import distances
+
+__all__ = ["cos_sin", "psi", "psi_and_slope"]
+
+
+def psi(cos: Tensor, margin: int) -> Tensor:
+    """SphereFace's ψ(θ) = (-1)^k cos(mθ) - 2k on [kπ/m, (k+1)π/m], from cos θ: falls monotonically from 1 to 1 - 2m."""
+    value: Tensor = _Psi.apply(cos, margin)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _Psi(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cos: Tensor, margin: int) -> Tensor:
+        value, slope = psi_and_slope(cos, margin)
+        ctx.save_for_backward(cos, slope)
+        ctx.margin = margin
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        cos, slope = ctx.saved_tensors
+        return upstream * (psi_and_slope(cos, ctx.margin)[1] if torch.is_grad_enabled() else slope), None
+
+
+def psi_and_slope(cos: Tensor, margin: int) -> tuple[Tensor, Tensor]:
+    """ψ and its slope from Chebyshev's polynomials of the second kind: T_m = U_m - c U_{m-1}, of slope m U_{m-1}."""
+    twice = 2 * cos
+    before, now = torch.ones_like(cos), twice
+    for _ in range(margin - 1):
+        before, now = now, twice * now - before
+    turns = torch.zeros_like(cos)
+    for j in range(1, margin):
+        turns += cos.detach() < math.cos(j * math.pi / margin)
+    sign = 1 - 2 * (turns % 2)
+    return sign * (now - cos * before) - 2 * turns, (margin * sign) * before
+
+
+def cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angle between unit rows, (B,), from their difference and sum: exact near 0 and π.
+
+    A zero row stands at a right angle to everything.
+    """
+    kind = torch.promote_types(x.dtype, w.dtype)
+    found: tuple[Tensor, Tensor] = _CosSin.apply(x.to(kind), w.to(kind))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _CosSin(torch.autograd.Function):
+    """With the gradient by hand: a few passes over (B, D), where autograd makes forty."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        less, more = x - w, x + w
+        apart, along, upright, cos, sin = _between(less, more)
+        ctx.save_for_backward(x, w, less, more, apart, along, upright)
+        ctx.set_materialize_grads(False)
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, by_cos: Tensor | None, by_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, w, less, more, apart, along, upright = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the rows
+            less, more = x - w, x + w
+            apart, along, upright, *_ = _between(less, more)
+        by_cos = x.new_zeros(()) if by_cos is None else by_cos[:, None]
+        by_x, by_w = by_cos * w, by_cos * x
+        if by_sin is not None:
+            by_sin = torch.where(upright, 0.0, by_sin)
+            steep, flat = (_over(by_sin * a, 2 * b)[:, None].to(x.dtype) for a, b in ((along, apart), (apart, along)))
+            toward, away = flat * more, steep * less
+            by_x, by_w = by_x + toward + away, by_w + toward - away
+        return by_x, by_w
+
+
+def _between(less: Tensor, more: Tensor) -> tuple[Tensor, ...]:
+    """|x - w|, |x + w|, whether one of the rows is 0, and cos and sin, (B,) each, from x - w and x + w of unit rows."""
+    less, more = (rows.to(distances.wide(rows)) for rows in (less, more))
+    near, far = (less * less).sum(1), (more * more).sum(1)
+    upright = near + far < 3  # 4, but 2 or 0 with a zero row
+    apart, along = _root(near), _root(far)
+    return apart, along, upright, (far - near) / 4, torch.where(upright, 1.0, apart * along / 2)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Its square root, with no slope at 0."""
+    return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), x * 0.0)
+
+
+def _over(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, 0 where b is 0."""
+    return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
