@@ -331,6 +331,21 @@ def test_a_settled_recipe_settles_to_itself(sets, sources, tmp_path, monkeypatch
     assert prepare(read(tmp_path / "recipe.toml")).recipe.plain() == settled.plain()
 
 
+@pytest.mark.parametrize(("loss", "unit"), [("sphereface", False), ("npair", False), ("arcface", True)])
+def test_losses_of_lengths_are_given_lengths(loss, unit, sources, monkeypatch):
+    """Of unit embeddings SphereFace's logits could not exceed 1, and it would hardly learn."""
+    from nearkin.training.prepare import prepare
+
+    monkeypatch.chdir(sources)
+    monkeypatch.setenv("NEARKIN_CACHE", str(sources / "cache"))
+    sets = [*VECTORS[:3], f"loss.name={loss}"]
+    assert prepare(read(None, sets)).recipe.encoder["normalize"] is unit
+    assert (
+        prepare(read(None, [*sets, f"encoder.normalize={str(not unit).lower()}"])).recipe.encoder["normalize"]
+        is not unit
+    )
+
+
 def test_a_run_is_used_as_it_was_trained(sources, tmp_path, monkeypatch):
     """What it skipped, its limit of pixels and its wish for no cache hold when its source is read again."""
     import shutil
