@@ -33,7 +33,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 from nearkin import losses
-from nearkin.core.angles import psi
+from nearkin.core.angles import psi_and_slope
 
 FULL, QUICK = (3, 800, 200, 25), (1, 3, 3, 4)  # seeds, steps together, steps apart, pictures of a class in a batch
 CLASSES, SCALE = 10, 20.0
@@ -169,7 +169,7 @@ def bound(name: str, own: Tensor, loss: nn.Module, pair: Sequence[int]) -> Tenso
         cos = (own + ARC).clamp(max=math.pi).cos()
     elif name == "SphereFace":
         relaxed = float(loss.annealing)
-        cos = (relaxed * cos + psi(cos, SPHERE)) / (1 + relaxed)
+        cos = (relaxed * cos + psi_and_slope(cos, SPHERE)[0]) / (1 + relaxed)
     else:  # lengths of the two weights; the bias moves it too, by an amount that depends on the length of x
         long, other = (float(loss.weight[k].detach().norm()) for k in pair)
         cos = cos * long / other

@@ -487,7 +487,7 @@ def plain_torch(form, x, labels, weight, *, reduction, annealing=0.5):
         logits, target = 64 * cosine, 64 * wide
     else:
         logits = length * cosine
-        target = length * (annealing * own + angles.psi(own, 4)) / (1 + annealing)
+        target = length * (annealing * own + angles.psi_and_slope(own, 4)[0]) / (1 + annealing)
     logits = logits.scatter(1, ids[:, None], target)
     return torch.nn.functional.cross_entropy(logits.float(), ids, reduction="none") * (labels >= 0)
 

@@ -34,4 +34,4 @@ def alone(verb: str, instead: str) -> None:
 
 def first(ranks: "Ranks | None") -> bool:
     """Whether this process writes and prints."""
-    return ranks is None or ranks.rank == 0
+    return ranks is None or ranks.first

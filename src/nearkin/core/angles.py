@@ -1,4 +1,4 @@
-"""Angles between unit rows, exact near 0 and π, and SphereFace's function of them; gradients by hand."""
+"""Angles between unit rows, exact near 0 and π, and SphereFace's function of them."""
 
 import math
 from typing import Any
@@ -8,31 +8,14 @@ from torch import Tensor
 
 from nearkin.core import distances
 
-__all__ = ["cos_sin", "psi", "psi_and_slope"]
-
-
-def psi(cos: Tensor, margin: int) -> Tensor:
-    """SphereFace's ψ(θ) = (-1)^k cos(mθ) - 2k on [kπ/m, (k+1)π/m], from cos θ: falls monotonically from 1 to 1 - 2m."""
-    value: Tensor = _Psi.apply(cos, margin)  # type: ignore[no-untyped-call]
-    return value
-
-
-class _Psi(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, cos: Tensor, margin: int) -> Tensor:
-        value, slope = psi_and_slope(cos, margin)
-        ctx.save_for_backward(cos, slope)
-        ctx.margin = margin
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        cos, slope = ctx.saved_tensors
-        return upstream * (psi_and_slope(cos, ctx.margin)[1] if torch.is_grad_enabled() else slope), None
+__all__ = ["cos_sin", "psi_and_slope"]
 
 
 def psi_and_slope(cos: Tensor, margin: int) -> tuple[Tensor, Tensor]:
-    """ψ and its slope from Chebyshev's polynomials of the second kind: T_m = U_m - c U_{m-1}, of slope m U_{m-1}."""
+    """SphereFace's ψ(θ) = (-1)^k cos(mθ) - 2k on [kπ/m, (k+1)π/m] from cos θ, and its slope by that.
+
+    It falls from 1 to 1 - 2m. By Chebyshev's polynomials of the second kind: T_m = U_m - c U_{m-1}, of slope m U_{m-1}.
+    """
     twice = 2 * cos
     before, now = torch.ones_like(cos), twice
     for _ in range(margin - 1):
@@ -62,23 +45,18 @@ class _CosSin(torch.autograd.Function):
         less, more = x - w, x + w
         apart, along, upright, cos, sin = _between(less, more)
         ctx.save_for_backward(x, w, less, more, apart, along, upright)
-        ctx.set_materialize_grads(False)
         return cos.to(x.dtype), sin.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, by_cos: Tensor | None, by_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, by_cos: Tensor, by_sin: Tensor) -> tuple[Tensor, Tensor]:
         x, w, less, more, apart, along, upright = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the rows
             less, more = x - w, x + w
             apart, along, upright, *_ = _between(less, more)
-        by_cos = x.new_zeros(()) if by_cos is None else by_cos[:, None]
-        by_x, by_w = by_cos * w, by_cos * x
-        if by_sin is not None:
-            by_sin = torch.where(upright, 0.0, by_sin)
-            steep, flat = (_over(by_sin * a, 2 * b)[:, None].to(x.dtype) for a, b in ((along, apart), (apart, along)))
-            toward, away = flat * more, steep * less
-            by_x, by_w = by_x + toward + away, by_w + toward - away
-        return by_x, by_w
+        by_cos, by_sin = by_cos[:, None], torch.where(upright, 0.0, by_sin)
+        steep, flat = (_over(by_sin * a, 2 * b)[:, None].to(x.dtype) for a, b in ((along, apart), (apart, along)))
+        toward, away = flat * more, steep * less
+        return by_cos * w + toward + away, by_cos * x + toward - away
 
 
 def _between(less: Tensor, more: Tensor) -> tuple[Tensor, ...]:

@@ -120,7 +120,8 @@ def _again(
     asked: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias: Tensor | None, way: _Way, upstream: Tensor
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `cross_entropy` through autograd's own steps, for a gradient of them."""
-    logits = way.scale * (asked @ rows.T) + (0.0 if bias is None else bias)
+    with torch.autocast(asked.device.type, enabled=False):
+        logits = way.scale * (asked @ rows.T) + (0.0 if bias is None else bias)
     if way.centers > 1:
         logits = logits.view(len(ids), len(rows) // way.centers, way.centers).amax(2)
     score = target

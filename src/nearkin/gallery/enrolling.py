@@ -85,7 +85,7 @@ def _shared(
     ranks: Ranks,
 ) -> Counted:
     """The same with several ranks: what the others have encoded is written here, part after part."""
-    if isinstance(gallery, Gallery) != (ranks.rank == 0):
+    if isinstance(gallery, Gallery) != ranks.first:
         raise TypeError(f"gallery must be a Gallery on rank 0 and an Encoding on the others, got {gallery!r}")
     if isinstance(gallery, Gallery):
         gallery.expects(items.vectors is not None, source)

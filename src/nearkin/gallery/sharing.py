@@ -55,7 +55,7 @@ def enrol_parts(
             seen = _encode(raws, ids[ranks.rank], encoding, bad)
         parts = _collect(ranks, counts, list(raws), ids, seen, bad, encoding.dim)
         with ranks.work("writing"):
-            for rank, part in enumerate(parts if ranks.rank == 0 else ()):
+            for rank, part in enumerate(parts if ranks.first else ()):
                 write(rank, part)
             if progress is not None:
                 progress(min(start + PICTURES * ranks.size, len(items)), len(items))

@@ -18,9 +18,7 @@ from nearkin.core import distances
 from nearkin.core.class_softmax import Rivals
 
 RUN = 67_584  # class weights of a run of the backward pass: whole waves of tiles on 132 multiprocessors
-CHAIN = (
-    4096  # the same where products are summed in float32: next to an own class a longer sum loses the others' digits
-)
+CHAIN = 4096  # the same where products are summed in float32: beside one large term a longer sum loses the others
 ROOM = 9 * 2**24  # bytes of a run, or of the partial sums of the forward pass, where nobody said
 WALK = 1  # tiles of classes that a program of the forward pass walks, at the least
 PROGRAMS = 1056  # of the forward pass: four waves on 132 multiprocessors, two on each

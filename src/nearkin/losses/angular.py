@@ -123,23 +123,24 @@ def _bent(score: Tensor, _: Tensor, margin: float, scale: float, straight_throug
     """s cos(θ + m) from s cos θ, and its slope, where `_far_from_poles` holds."""
     cos = score / scale
     sin = (1 - cos * cos).sqrt()
-    within = cos > -math.cos(margin)
-    bent = torch.where(within, cos * math.cos(margin) - sin * math.sin(margin), cos - margin * math.sin(margin))
-    slope = torch.where(within, math.cos(margin) + cos / sin * math.sin(margin), 1.0)
+    bent = scale * _turned(cos, sin, margin)
     if straight_through:
-        return Bent(score + (scale * bent - score).detach())
-    return Bent(scale * bent, slope)
+        return Bent(score + (bent - score).detach())
+    slope = math.cos(margin) + cos / sin * math.sin(margin)
+    return Bent(bent, torch.where(cos > -math.cos(margin), slope, 1.0))
 
 
 def _widened(x: Tensor, own: Tensor, margin: float, straight_through: bool) -> Tensor:
-    """cos(θ + m) of unit rows, (B,), and what `arcface_loss` has beyond π - m."""
+    """`_turned` of unit rows, (B,)."""
     cos, sin = angles.cos_sin(x, own)
-    target = torch.where(
-        cos > -math.cos(margin),
-        cos * math.cos(margin) - sin * math.sin(margin),
-        cos - margin * math.sin(margin),
-    )
+    target = _turned(cos, sin, margin)
     return cos + (target - cos).detach() if straight_through else target
+
+
+def _turned(cos: Tensor, sin: Tensor, margin: float) -> Tensor:
+    """cos(θ + m), and beyond π - m, where it would rise again, cos θ - m sin m."""
+    beyond = cos - margin * math.sin(margin)
+    return torch.where(cos > -math.cos(margin), cos * math.cos(margin) - sin * math.sin(margin), beyond)
 
 
 def sphereface_loss(
@@ -172,7 +173,8 @@ def sphereface_loss(
     streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, normalize=(False, True), max_memory=max_memory)
-        target = _annealed(found.anchors, distances.unit(found.own), margin, annealing)
+        psi, _ = _annealed(class_softmax.own_cosine(found), margin, annealing)
+        target = distances.length(found.anchors) * psi
         found, target = shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     bend = partial(_multiplied, margin=margin, annealing=annealing)
@@ -185,18 +187,15 @@ def _multiplied(score: Tensor, x: Tensor, margin: int, annealing: float | Tensor
     length = distances.length(x)[:, None]
     alive = length > 0
     cos = torch.where(alive, score / torch.where(alive, length, 1.0), 0.0)
-    psi, slope = angles.psi_and_slope(cos, margin)
-    psi = (annealing * cos + psi) / (1 + annealing)
-    slope = torch.where(alive, (annealing + slope) / (1 + annealing), 0.0)
+    psi, slope = _annealed(cos, margin, annealing)
+    slope = torch.where(alive, slope, 0.0)
     return Bent(length * psi, slope, torch.where(alive, (psi - cos * slope) / torch.where(alive, length, 1.0), 0.0))
 
 
-def _annealed(embeddings: Tensor, own: Tensor, margin: int, annealing: float | Tensor) -> Tensor:
-    """The target logit of `sphereface_loss`, (B,), from the unit rows of the own classes."""
-    x = distances.unit(embeddings)
-    cos, _ = angles.cos_sin(x, own)
-    length = (distances.upcast(embeddings) * x).sum(1)
-    return length * (annealing * cos + angles.psi(cos, margin)) / (1 + annealing)
+def _annealed(cos: Tensor, margin: int, annealing: float | Tensor) -> tuple[Tensor, Tensor]:
+    """(λ cos θ + ψ(θ)) / (1 + λ) from cos θ, and its slope."""
+    psi, slope = angles.psi_and_slope(cos, margin)
+    return (annealing * cos + psi) / (1 + annealing), (annealing + slope) / (1 + annealing)
 
 
 class CosFaceLoss(nn.Module):

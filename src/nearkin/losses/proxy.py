@@ -75,11 +75,11 @@ def proxy_nca_loss(
         found = streams(embeddings, proxies, ids, scale=2 * scale**2, lost=scale**2, max_memory=max_memory)
         near = (distances.unit(found.anchors) - distances.unit(found.own)).square().sum(1)
         found, near = shards.joined(shard, ids, found, near)
-        value = torch.where(known, _told_from(found, near, scale, form), 0.0) + spoilt.to(found.rest.dtype)
-        return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + found.taint
+        value = torch.where(known, _told_from(found, near, scale, form), 0.0)
+        return classify(value, known, spoilt, reduction) + reduce.taint(embeddings) + found.taint
     if proxies_per_class == 1:
-        value = _dense(embeddings, proxies, ids, scale, form)
-        return classify(torch.where(known, value, 0.0), known, spoilt, reduction) + reduce.taint(embeddings, proxies)
+        value = torch.where(known, _dense(embeddings, proxies, ids, scale, form), 0.0)
+        return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, proxies)
     distance = _scaled_distance(embeddings, proxies, scale)  # (B, C·K)
     own = shards.held(shard, ids)[:, None] * proxies_per_class
     own = own + torch.arange(proxies_per_class, device=ids.device)  # (B, K)
@@ -87,8 +87,8 @@ def proxy_nca_loss(
     strangers = torch.arange(distance.shape[1], device=ids.device) // proxies_per_class != ids[:, None]
     push, near = shards.pushed(shard, ids, reduce.logsumexp(-distance, strangers), near)
     value = reduce.softplus(near + push) if form == "softmax" else near + push
-    value = torch.where(known, value, 0.0) + spoilt.to(value.dtype)
-    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + _spoilt(shard, proxies)
+    value = torch.where(known, value, 0.0)
+    return classify(value, known, spoilt, reduction) + reduce.taint(embeddings) + _spoilt(shard, proxies)
 
 
 def _spoilt(shard: Shard | None, *tensors: Tensor) -> Tensor:

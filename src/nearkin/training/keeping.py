@@ -183,7 +183,7 @@ def _restore_generators(
         checkpoint.restore_generators(tensors, plain)
         return
     own = {name: value[ranks.rank].clone() for name, value in _by_rank(tensors).items() if ranks.rank < len(value)}
-    if ranks.rank == 0:
+    if ranks.first:
         own = {name: value for name, value in tensors.items() if not name.endswith(".ranks")} | own
     checkpoint.restore_generators({name: value for name, value in own.items() if name == "cpu"}, plain)
     if device.type == "cuda" and "cuda0" in own:
