@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from nearkin.core import checks, relations
+from nearkin.core import checks, reduce, relations
 from nearkin.core.relations import UNKNOWN, LabelDistance, Labels, Relation
 
 __all__ = ["CrossBatchMemory"]
@@ -149,9 +149,9 @@ class CrossBatchMemory(nn.Module):
         skipped = max(number - size, 0)
         rows, labels = rows[skipped:].to(self.embeddings.dtype), labels[skipped:]
         place = (self.cursor + torch.arange(skipped, number, device=rows.device)) % size
-        sound = rows.isfinite().all(1)
+        sound = ~reduce.some(~rows.isfinite())
         if labels.is_floating_point():
-            sound = sound & (labels.isfinite() if labels.dim() == 1 else labels.isfinite().all(1))
+            sound = sound & (labels.isfinite() if labels.dim() == 1 else ~reduce.some(~labels.isfinite()))
         empty = ~sound if labels.dim() == 1 else ~sound[:, None]
         self.embeddings = self.embeddings.index_copy(0, place, rows.masked_fill(~sound[:, None], 0.0))
         self.labels = self.labels.index_copy(0, place, labels.masked_fill(empty, self._blank))

@@ -110,11 +110,12 @@ def easy_positive(
     if negative == "semihard":
         allowed = kin.negative & (distance > pick(distance, positive[:, None]))
     _, chosen = reduce.largest(-distance, allowed)
-    valid = kin.positive.any(1) & allowed.any(1)
+    some = reduce.some(allowed)
+    valid = reduce.some(kin.positive) & some
     if negative == "semihard" and fallback == "farthest":
         _, farthest = reduce.largest(distance, kin.negative)
-        chosen = torch.where(allowed.any(1), chosen, farthest)
-        valid = kin.positive.any(1) & kin.negative.any(1)
+        chosen = torch.where(some, chosen, farthest)
+        valid = reduce.some(kin.positive) & reduce.some(kin.negative)
     return Triplets(positive[:, None], chosen[:, None], valid[:, None])
 
 
@@ -155,7 +156,7 @@ def distance_weighted(
     if cutoff is not None:
         limit = cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff
         near = near & (distance < limit)
-    lost = ~near.any(1, keepdim=True)
+    lost = ~reduce.some(near, keepdim=True)
     allowed = torch.where(lost, kin.negative, near)
     log_weight = torch.where(lost, 0.0, log_weight)
     return _every_positive(distance, _draw(log_weight, allowed, generator), kin)

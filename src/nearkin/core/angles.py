@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import distances
+from nearkin.core.autograd import HandGradient, traced
 
 __all__ = ["cos_sin", "psi_and_slope"]
 
@@ -33,11 +34,15 @@ def cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     A zero row stands at a right angle to everything.
     """
     kind = torch.promote_types(x.dtype, w.dtype)
-    found: tuple[Tensor, Tensor] = _CosSin.apply(x.to(kind), w.to(kind))  # type: ignore[no-untyped-call]
+    x, w = x.to(kind), w.to(kind)
+    if traced():
+        *_, cos, sin = _between(x - w, x + w)
+        return cos.to(kind), sin.to(kind)
+    found: tuple[Tensor, Tensor] = _CosSin.call(x, w)
     return found
 
 
-class _CosSin(torch.autograd.Function):
+class _CosSin(HandGradient):
     """With the gradient by hand: a few passes over (B, D), where autograd makes forty."""
 
     @staticmethod

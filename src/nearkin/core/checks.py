@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from nearkin.core.autograd import traced
 from nearkin.core.relations import UNKNOWN, LabelDistance, Labels, Relation
 
 _strict = False
@@ -41,7 +42,7 @@ class strict:
 
 def reads_values(tensor: Tensor) -> bool:
     """Whether a check may look at the values of this tensor here and now."""
-    if torch.compiler.is_compiling():
+    if traced():
         return False
     return tensor.device.type != "meta" and (_strict or tensor.device.type == "cpu")
 
@@ -49,7 +50,7 @@ def reads_values(tensor: Tensor) -> bool:
 def number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # math.isfinite stops a compiler
         raise ValueError(f"{name} must be finite, got {value}")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import distances, reduce
+from nearkin.core.autograd import HandGradient, traced
 from nearkin.core.class_softmax import spread
 
 __all__ = ["Bend", "Bent", "cross_entropy"]
@@ -50,12 +51,13 @@ def cross_entropy(
         asked, scale = scale * asked, 1.0
     bias = None
     if lost:
-        empty = ~rows.detach().any(1)
+        empty = ~reduce.some(rows.detach() != 0)
         if not distances.freely_read(rows) or bool(empty.any()):
             bias = torch.where(empty, lost, 0.0).to(kind)
     target = None if target is None else target.to(kind)
     way = _Way(scale, bend, centers, soft)
-    value: Tensor = _Dense.apply(asked.to(kind), rows.to(kind), ids, target, bias, way)  # type: ignore[no-untyped-call]
+    asked, rows = asked.to(kind), rows.to(kind)
+    value: Tensor = (_plain if traced() else _Dense.call)(asked, rows, ids, target, bias, way)
     return value
 
 
@@ -66,7 +68,7 @@ class _Way(NamedTuple):
     soft: bool
 
 
-class _Dense(torch.autograd.Function):
+class _Dense(HandGradient):
     """Products, softmax and the way back as one node: two matrices are made, where autograd makes five."""
 
     @staticmethod
@@ -116,21 +118,30 @@ class _Dense(torch.autograd.Function):
         return by_asked, by_rows, None, None if target is None else -pull.squeeze(1), None, None
 
 
-def _again(
-    asked: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias: Tensor | None, way: _Way, upstream: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The gradients of `cross_entropy` through autograd's own steps, for a gradient of them."""
+def _plain(asked: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias: Tensor | None, way: _Way) -> Tensor:
+    """`_Dense` in autograd's own steps."""
     with torch.autocast(asked.device.type, enabled=False):
         logits = way.scale * (asked @ rows.T) + (0.0 if bias is None else bias)
     if way.centers > 1:
-        logits = logits.view(len(ids), len(rows) // way.centers, way.centers).amax(2)
+        logits = logits.view(len(ids), len(rows) // way.centers, way.centers).max(2).values
     score = target
     if score is None:
         score = logits.gather(1, ids[:, None])
         score = (score if way.bend is None else way.bend(score, asked).score).squeeze(1)
-    others = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids[:, None], False)
-    value = reduce.logsumexp(logits, others) - score
-    value = reduce.softplus(value) if way.soft else value
+    others = torch.arange(logits.shape[1], device=ids.device) != ids[:, None]
+    # Peak and rest are kept apart: their sum would lose the digits of a small loss.
+    masked = torch.where(others, logits, -torch.inf)
+    top = masked.detach().amax(1) if logits.shape[1] > 1 else torch.zeros_like(score)
+    total = (masked - top[:, None]).exp().sum(1)
+    rest = torch.where(total == 0, reduce.nothing(total), torch.where(total == 0, 1.0, total).log()) - (score - top)
+    return reduce.softplus(rest) if way.soft else rest
+
+
+def _again(
+    asked: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias: Tensor | None, way: _Way, upstream: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `cross_entropy` through autograd's own steps, for a gradient of them."""
+    value = _plain(asked, rows, ids, target, bias, way)
     given = [t for t in (asked, rows, target) if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(value, given, upstream, create_graph=True))
     by_asked, by_rows, by_target = (

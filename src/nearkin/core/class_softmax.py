@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin.core import checks, distances, reduce
+from nearkin.core.autograd import HandGradient, traced
 
 AUTOMATIC = 2**25  # bytes of a block where nobody said: larger ones leave the processor's caches
 ON_DEVICE = 2**28  # the same where launching costs more than the caches give
@@ -59,7 +60,12 @@ def class_softmax(
     asked = queries(anchors, weight, scale, normalize[0])
     picks = own_rows(asked, weight, ids, sub_centers, normalize[1])
     size = block(embeddings, weight, sub_centers, max_memory)
-    peak, rest, own, taint = _Pass.apply(asked, weight, ids, picks, normalize[1], sub_centers, lost, size)  # type: ignore[no-untyped-call]
+    way = normalize[1], sub_centers, lost, size
+    if traced():
+        wants = torch.is_grad_enabled() and asked.requires_grad
+        peak, rest, own, taint, *_ = _compiled_scan(asked, weight, ids, picks, *way, wants)
+    else:
+        peak, rest, own, taint = _Pass.call(asked, weight, ids, picks, *way)
     return Rivals(peak, rest, anchors, own, taint)
 
 
@@ -145,7 +151,7 @@ def _scores(
     """Scores of a block of classes, (B, n), -inf for the own class; which centre each is of, if there is a choice."""
     scores = asked @ rows.T
     if lost:
-        scores += torch.where(rows.any(1), 0.0, lost)
+        scores += torch.where(reduce.some(rows != 0), 0.0, lost)
     best = None
     if sub_centers > 1:
         scores, best = scores.view(len(ids), rows.shape[0] // sub_centers, sub_centers).max(2)
@@ -183,7 +189,67 @@ def with_own(gradient: Tensor, picks: Tensor, by_own: Tensor, start: int) -> Ten
     return gradient.index_add_(0, place, torch.where(inside[:, None], by_own, 0.0).to(gradient.dtype))
 
 
-class _Pass(torch.autograd.Function):
+def _scan(
+    asked: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    picks: Tensor,
+    normalize: bool,
+    centers: int,
+    lost: float,
+    size: int,
+    wants_mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Peak, rest, own rows and taint of `Rivals`; 1 / Σ e^{score - peak} (B,), and the mean row under the softmax."""
+    kind, wide = asked.dtype, distances.wide(asked)
+    peak = asked.new_full((len(ids),), -torch.inf)
+    total = torch.zeros_like(peak, dtype=wide)
+    mean = torch.zeros_like(asked, dtype=wide) if wants_mean else None
+    taint = torch.zeros((), device=asked.device)
+    with torch.autocast(asked.device.type, enabled=False):
+        for start, part in _blocks(weight, size):
+            rows = _rows(part, normalize, kind)
+            scores, best = _scores(asked, rows, ids, start, centers, lost)
+            top = torch.maximum(peak, scores.amax(1))
+            level = torch.where(top == -torch.inf, 0.0, top)
+            shrink, peak = (peak - level).exp(), top
+            parts = scores.sub_(level[:, None]).exp_()
+            total = total * shrink + parts.sum(1)
+            if mean is not None:
+                mean = mean.mul_(shrink[:, None]).add_(spread(parts, best, centers) @ rows)
+            taint = taint + reduce.taint(part)
+    rest, share = finished(total, asked)
+    made = asked.new_empty(0) if mean is None else (mean * share[:, None]).to(kind)
+    return torch.where(peak == -torch.inf, 0.0, peak), rest, weight[picks].to(kind, copy=True), taint, share, made
+
+
+def _weight_gradient(
+    asked: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    picks: Tensor,
+    level: Tensor,
+    pull: Tensor,
+    by_own: Tensor,
+    normalize: bool,
+    centers: int,
+    lost: float,
+    size: int,
+    kind: torch.dtype,
+) -> Tensor:
+    """The gradient by the weights, (C·K, D): the scores are made once more. pull: the gradient by rest, times share."""
+    by_weight = torch.empty_like(weight, dtype=kind)
+    with torch.autocast(asked.device.type, enabled=False):
+        for start, part in _blocks(weight, size):
+            rows = _rows(part, normalize, asked.dtype)
+            scores, best = _scores(asked, rows, ids, start, centers, lost)
+            parts = scores.sub_(level[:, None]).exp_().mul_(pull[:, None])
+            gradient = _through_rows(part, spread(parts, best, centers).T @ asked, normalize)
+            by_weight[start : start + len(part)] = with_own(gradient, picks, by_own, start)
+    return by_weight
+
+
+class _Pass(HandGradient):
     @staticmethod
     def forward(
         ctx: Any,
@@ -196,57 +262,74 @@ class _Pass(torch.autograd.Function):
         lost: float,
         size: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        kind, wide = asked.dtype, distances.wide(asked)
-        peak = asked.new_full((len(ids),), -torch.inf)
-        total = torch.zeros_like(peak, dtype=wide)
-        mean = torch.zeros_like(asked, dtype=wide) if ctx.needs_input_grad[0] else None
-        taint = torch.zeros((), device=asked.device)
-        with torch.autocast(asked.device.type, enabled=False):
-            for start, part in _blocks(weight, size):
-                rows = _rows(part, normalize, kind)
-                scores, best = _scores(asked, rows, ids, start, centers, lost)
-                top = torch.maximum(peak, scores.amax(1))
-                level = torch.where(top == -torch.inf, 0.0, top)
-                shrink, peak = (peak - level).exp(), top
-                parts = scores.sub_(level[:, None]).exp_()
-                total = total * shrink + parts.sum(1)
-                if mean is not None:
-                    mean = mean.mul_(shrink[:, None]).add_(spread(parts, best, centers) @ rows)
-                taint = taint + reduce.taint(part)
-        rest, share = finished(total, asked)
-        if mean is not None:
-            mean = (mean * share[:, None]).to(kind)
+        ctx.way = normalize, centers, lost, size
+        ctx.kind = gradient_kind(weight)
+        peak, rest, own, taint, share, mean = _scan(asked, weight, ids, picks, *ctx.way, ctx.needs_input_grad[0])
         ctx.save_for_backward(asked, weight, ids, picks, peak, share, mean)
-        ctx.way = normalize, centers, lost, size, gradient_kind(weight)
-        ctx.mark_non_differentiable(taint)
-        peak = torch.where(peak == -torch.inf, 0.0, peak)
-        ctx.mark_non_differentiable(peak)
-        return peak, rest, weight[picks].to(kind), taint
+        ctx.mark_non_differentiable(peak, taint)
+        return peak, rest, own, taint
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
-        asked, weight, ids, picks, peak, share, mean = ctx.saved_tensors
-        normalize, centers, lost, size, grad_kind = ctx.way
-        by_asked = None if mean is None else by_rest[:, None] * mean
-        if not ctx.needs_input_grad[1]:
-            return by_asked, *[None] * 7
-        by_weight = torch.empty_like(weight, dtype=grad_kind)
-        level = torch.where(peak == -torch.inf, 0.0, peak)[:, None]
-        pull = (by_rest * share)[:, None]
-        with torch.autocast(asked.device.type, enabled=False):
-            for start, part in _blocks(weight, size):
-                rows = _rows(part, normalize, asked.dtype)
-                scores, best = _scores(asked, rows, ids, start, centers, lost)
-                parts = scores.sub_(level).exp_().mul_(pull)
-                gradient = _through_rows(part, spread(parts, best, centers).T @ asked, normalize)
-                by_weight[start : start + len(part)] = with_own(gradient, picks, by_own, start)
+        *given, peak, share, mean = ctx.saved_tensors
+        by_asked = by_rest[:, None] * mean if ctx.needs_input_grad[0] else None
+        by_weight = None
+        if ctx.needs_input_grad[1]:
+            by_weight = _weight_gradient(*given, peak, by_rest * share, by_own, *ctx.way, ctx.kind)
         return by_asked, by_weight, *[None] * 6
+
+
+# Under torch.compile the same passes are two opaque operators: unrolled, many classes would be thousands of blocks.
+_WAY = "bool normalize, int centers, float lost, int size"
+_compiled_scan = torch.library.custom_op(
+    "nearkin::class_scan",
+    _scan,
+    mutates_args=(),
+    schema=f"(Tensor asked, Tensor weight, Tensor ids, Tensor picks, {_WAY}, bool wants_mean)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+_compiled_weight_gradient = torch.library.custom_op(
+    "nearkin::class_weight_gradient",
+    _weight_gradient,
+    mutates_args=(),
+    schema="(Tensor asked, Tensor weight, Tensor ids, Tensor picks, Tensor level, Tensor pull, Tensor by_own, "
+    f"{_WAY}, ScalarType kind) -> Tensor",
+)
+
+
+@_compiled_scan.register_fake
+def _(asked: Tensor, weight: Tensor, ids: Tensor, picks: Tensor, *way: Any) -> tuple[Tensor, ...]:
+    anchor, taint = asked.new_empty(len(ids)), asked.new_empty((), dtype=torch.float32)
+    mean = torch.empty_like(asked) if way[-1] else asked.new_empty(0)
+    return anchor, torch.empty_like(anchor), torch.empty_like(asked), taint, torch.empty_like(anchor), mean
+
+
+@_compiled_weight_gradient.register_fake
+def _(asked: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(weight, dtype=_[-1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    peak, _, _, taint, share, mean = output
+    ctx.save_for_backward(*inputs[:4], peak, share, mean)
+    ctx.way = inputs[4:8]
+    ctx.mark_non_differentiable(peak, taint, share, mean)
+
+
+def _compiled_backward(ctx: Any, _: Any, by_rest: Tensor, by_own: Tensor, *__: Any) -> tuple[Tensor | None, ...]:
+    *given, peak, share, mean = ctx.saved_tensors
+    by_asked = by_rest[:, None] * mean if ctx.needs_input_grad[0] else None
+    by_weight = None
+    if ctx.needs_input_grad[1]:
+        by_weight = _compiled_weight_gradient(*given, peak, by_rest * share, by_own, *ctx.way, given[1].dtype)
+    return by_asked, by_weight, *[None] * 7
+
+
+_compiled_scan.register_autograd(_compiled_backward, setup_context=_keep)
 
 
 def gradient_kind(weight: Tensor) -> torch.dtype:
     """The type that the weights want their gradient in: their own, unless `weight.grad_dtype` says another."""
-    if torch.compiler.is_compiling():
-        return weight.dtype
     wanted = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
     return wanted or weight.dtype

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearkin.core.autograd import HandGradient, traced
+
 
 def wide(x: Tensor) -> torch.dtype:
     """The widest type of the tensor's device, for sums that must not cancel, overflow or vanish."""
@@ -71,11 +73,27 @@ def _distances(x: Tensor, references: Tensor | None, normalize: bool, root: bool
     a, left = _wide_rows(x, normalize)
     b, right = (None, None) if references is None else _wide_rows(references, normalize)
     kind = _result_type(x, references)
-    found: Tensor = _Distances.apply(a, b, left, right, normalize, root, kind)  # type: ignore[no-untyped-call]
+    if traced():
+        return _plain_distances(a, b, left, normalize, root, kind)
+    found: Tensor = _Distances.call(a, b, left, right, normalize, root, kind)
     return found
 
 
-class _Distances(torch.autograd.Function):
+def _plain_distances(a: Tensor, b: Tensor | None, left: Tensor, units: bool, root: bool, kind: torch.dtype) -> Tensor:
+    """`_Distances` in autograd's own steps."""
+    own = a.square().sum(1, keepdim=True)
+    across = own if b is None else b.square().sum(1, keepdim=True)
+    with torch.autocast(a.device.type, enabled=False):
+        squared = own - 2 * (a @ (a if b is None else b).T) + across.T  # (B, R)
+    rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
+    apart = squared > (rounding if units else left * (1.25 * rounding))
+    if b is None:
+        apart = apart & ~torch.eye(len(a), dtype=torch.bool, device=a.device)
+    squared = torch.where(apart, squared, 1.0)
+    return torch.where(apart, squared.sqrt() if root else squared, 0.0).to(kind)
+
+
+class _Distances(HandGradient):
     """Distances of wide rows, squared or not, with the gradient by hand: Σ_j slope_ij (x_i - r_j), one product.
 
     n_i + n_j - 2<x_i, x_j> loses half the digits to cancellation: 1e-3 of a distance in float32. Its sums are
@@ -143,7 +161,14 @@ def _wide_rows(x: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
 
 def units(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows of length 1 in type `kind`, and 1 / their lengths (B, 1). Those too short for a finite gradient are zero."""
-    found: tuple[Tensor, Tensor] = _Units.apply(upcast(x), kind)  # type: ignore[no-untyped-call]
+    if traced():
+        x = upcast(x)
+        exact = x.to(wide(x))
+        squared = (exact * exact).sum(1, keepdim=True)
+        alive = squared > _least(x.dtype)
+        inverse = torch.where(alive, torch.where(alive, squared, 1.0).rsqrt(), 0.0)
+        return (exact * inverse).to(kind), inverse.detach()
+    found: tuple[Tensor, Tensor] = _Units.call(upcast(x), kind)
     return found
 
 
@@ -152,7 +177,7 @@ def _least(kind: torch.dtype) -> float:
     return float((torch.finfo(kind).tiny * 1e6) ** 2)
 
 
-class _Units(torch.autograd.Function):
+class _Units(HandGradient):
     """With the gradient by hand, the part across each row: a third of what autograd takes."""
 
     @staticmethod

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nearkin.core import checks, distances
+from nearkin.core.autograd import HandGradient, traced
 
 REDUCTIONS = ("mean", "active", "sum", "none")
 
@@ -25,11 +26,18 @@ def logsumexp(values: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
     """log of the sum of exp over the masked entries along `dim`; `nothing` where there are none."""
     if values.shape[dim] == 0:
         return values.sum(dim) + nothing(values)
-    found: Tensor = _LogSumExp.apply(values, mask, dim)  # type: ignore[no-untyped-call]
-    return found
+    if traced():
+        masked = torch.where(mask, values, -torch.inf)
+        top = masked.detach().amax(dim, keepdim=True)
+        found = top != -torch.inf
+        top = torch.where(found, top, 0.0)
+        total = torch.where(found, (masked - top).exp().sum(dim, keepdim=True), 1.0)
+        return torch.where(found, total.log() + top, nothing(values)).squeeze(dim)
+    value: Tensor = _LogSumExp.call(values, mask, dim)
+    return value
 
 
-class _LogSumExp(torch.autograd.Function):
+class _LogSumExp(HandGradient):
     """With the gradient by hand: one matrix is kept and one pass made, where autograd keeps and makes four."""
 
     @staticmethod
@@ -60,11 +68,14 @@ def hinges(
 
     The hinges themselves, (B, R), 0 where masked out, carry no gradient: they are there to be counted.
     """
-    found: tuple[Tensor, Tensor] = _Hinges.apply(values, mask, start, falling, squared)  # type: ignore[no-untyped-call]
+    if traced():
+        kept = _kept(values, mask, start, falling)
+        return (kept.square() if squared else kept).sum(1), kept.detach()
+    found: tuple[Tensor, Tensor] = _Hinges.call(values, mask, start, falling, squared)
     return found
 
 
-class _Hinges(torch.autograd.Function):
+class _Hinges(HandGradient):
     """With the gradient by hand: a hinge is its own derivative's mask, so one pass does."""
 
     @staticmethod
@@ -106,9 +117,16 @@ def number(mask: Tensor) -> Tensor:
     return mask.sum(1, dtype=torch.int32).long()
 
 
-def some(mask: Tensor) -> Tensor:
-    """Which rows of a (B, R) mask hold anything, (B,): what `any(1)` says, which is slow on the CPU."""
-    return mask.view(torch.uint8).amax(1).bool() if mask.shape[1] else mask.any(1)
+def some(mask: Tensor, dim: int = 1, keepdim: bool = False) -> Tensor:
+    """Which rows of a (B, R) mask hold anything, (B,): what `any(1)` says, which is slow on the CPU.
+
+    A compiler is given whole numbers to sum: reductions of 8-bit types were wrong on CPUs without AVX-512.
+    """
+    if traced():
+        return mask.sum(dim, keepdim, dtype=torch.int32) > 0
+    if mask.shape[dim] == 0:
+        return mask.any(dim, keepdim)
+    return mask.view(torch.uint8).amax(dim, keepdim).bool()
 
 
 def highest(values: Tensor, mask: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from nearkin.core import checks, distances, reduce, relations
+from nearkin.core.autograd import recomputed
 from nearkin.core.relations import LabelDistance, Labels, Relation
 
 PAIR = (
@@ -74,7 +74,7 @@ def over(
     for i, pieces in enumerate(zip(*split, strict=True)):
         if draws and generator is not None:
             again["context_fn"] = _replay(generator)
-        found.append(checkpoint(part, i * size, *pieces, use_reentrant=False, **again))
+        found.append(recomputed(part, i * size, *pieces, **again))
     return tuple(torch.cat(column) for column in zip(*found, strict=True))
 
 

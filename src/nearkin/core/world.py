@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nearkin.core.autograd import HandGradient
+
 Group = Any  # a torch.distributed.ProcessGroup, whose class some builds of torch lack
 
 _KINDS = (
@@ -155,7 +157,7 @@ def _mix(words: Tensor) -> Tensor:
     return (words ^ (words >> 32)) * -7723592293110705685
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(HandGradient):
     """Rows of all ranks; what comes back for the own ones, or the sum over ranks of what comes back for them."""
 
     @staticmethod
@@ -184,7 +186,7 @@ def _gather(tensor: Tensor, group: Group, counted: Sequence[int] | None, average
             f"counts must say the rows of each of {world} ranks, rank {rank(group)} with {tensor.shape[0]} rows, "
             f"got {tuple(counted)}"
         )
-    rows: Tensor = _Gather.apply(tensor, group, counted, world if averaged else 1, partial)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Gather.call(tensor, group, counted, world if averaged else 1, partial)
     return rows
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks
+from nearkin.core.autograd import traced
 
 IMPLEMENTATIONS = ("auto", "torch", "triton")
 _FLOAT64_UNITS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: A100, H100 and H200, B200
@@ -41,5 +42,5 @@ def wide(tensor: Tensor) -> bool:
 
 
 def can_run(tensor: Tensor) -> bool:
-    """Whether a kernel can be had for tensors such as this one."""
-    return installed() and (tensor.is_cuda or (tensor.device.type == "cpu" and interpreted()))
+    """Whether a kernel can be had for tensors such as this one, now: no compiler or transform looks into one."""
+    return installed() and (tensor.is_cuda or (tensor.device.type == "cpu" and interpreted())) and not traced()

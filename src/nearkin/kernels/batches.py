@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 from nearkin.core import tiles
+from nearkin.core.autograd import traced
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -26,12 +27,12 @@ def served(impl: str, batch: tiles.Batch, reduction: str, max_memory: int | None
     """
     kernels.check(impl)
     x, labels, references, reference_labels = batch
-    if impl == "torch" or not (x.is_cuda or impl == "triton") or torch.compiler.is_compiling():
+    if impl == "torch" or not (x.is_cuda or impl == "triton") or traced():
         return False
     sides = ((x, labels),) if references is None else ((x, labels), (references, reference_labels))
     if reduction not in REDUCTIONS or not all(_plain(*side, most) for side in sides):
         return False
-    if not possible(x.device, kernels.interpreted()) or transformed():
+    if not possible(x.device, kernels.interpreted()):
         return False
     if max_memory is not None:
         tiles.block(batch, max_memory)
@@ -55,12 +56,6 @@ def possible(device: torch.device, interpreted: bool) -> bool:
     """Asked once a device: the answer takes longer than a kernel."""
     tensor = torch.empty(0, device=device)
     return kernels.can_run(tensor) and kernels.wide(tensor)
-
-
-def transformed() -> bool:
-    """Whether a transform of torch.func is at work, which cannot look into a kernel."""
-    active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return active is not None and bool(active())
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:

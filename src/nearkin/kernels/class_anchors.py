@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from nearkin.core import class_anchors as plain
 from nearkin.core import class_softmax as rules
+from nearkin.core.autograd import HandGradient
 from nearkin.core.class_anchors import Strangers
 from nearkin.kernels import class_softmax as fused
 
@@ -26,11 +27,11 @@ def class_anchors(
     rows, factor = fused._operands(embeddings, weight, asked)
     met = torch.where(known, ids, -1)
     picks = ids.clamp(max=weight.shape[0] - 1)
-    peak, rest, own, taint = _Pass.apply(asked, weight, picks, met, rows, factor, max_memory)  # type: ignore[no-untyped-call]
+    peak, rest, own, taint = _Pass.call(asked, weight, picks, met, rows, factor, max_memory)
     return Strangers(peak, rest, anchors, own, taint)
 
 
-class _Pass(torch.autograd.Function):
+class _Pass(HandGradient):
     @staticmethod
     def forward(
         ctx: Any,

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
+from nearkin.core.autograd import HandGradient
 from nearkin.kernels import batches
 from nearkin.kernels import class_softmax as passes
 
@@ -37,7 +38,6 @@ def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reductio
     """Whether `loss` computes it: what the passes serve, class ids, one value, no scale that learns, no transform."""
     return (
         reduction in batches.REDUCTIONS
-        and not torch.compiler.is_compiling()
         and type(embeddings) in (Tensor, nn.Parameter)
         and type(weight) in (Tensor, nn.Parameter)
         and embeddings.dim() == weight.dim() == 2
@@ -47,7 +47,6 @@ def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reductio
         and labels.dtype in batches.IDS
         and labels.shape == embeddings.shape[:1]
         and labels.device == embeddings.device
-        and not batches.transformed()
         and (not isinstance(form.scale, Tensor) or _readable(form.scale, embeddings))
         and passes.serves(embeddings, weight, form.centers, max_memory)
     )
@@ -66,7 +65,7 @@ def loss(
     if checks.reads_values(labels):
         checks.in_range(labels, weight.shape[0] // form.centers)
     with batches.device_of(embeddings):
-        value: Tensor = _Loss.apply(embeddings, weight, labels, form, reduction, max_memory)  # type: ignore[no-untyped-call]
+        value: Tensor = _Loss.call(embeddings, weight, labels, form, reduction, max_memory)
     return value
 
 
@@ -77,7 +76,7 @@ def _rows() -> ModuleType:
     return class_rows
 
 
-class _Loss(torch.autograd.Function):
+class _Loss(HandGradient):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, form: Form, reduction: str, max_memory: int | None

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from nearkin import kernels
 from nearkin.core import class_softmax as plain
 from nearkin.core import distances
+from nearkin.core.autograd import HandGradient
 from nearkin.core.class_softmax import Rivals
 
 RUN = 67_584  # class weights of a run of the backward pass: whole waves of tiles on 132 multiprocessors
@@ -54,7 +55,7 @@ def class_softmax(
     picks = plain.own_rows(asked, weight, ids, sub_centers, normalize[1])
     rows, factor = _operands(embeddings, weight, asked)
     way = normalize[1], sub_centers, lost, max_memory
-    peak, rest, own, taint = _Pass.apply(asked, weight, ids, picks, rows, factor, *way)  # type: ignore[no-untyped-call]
+    peak, rest, own, taint = _Pass.call(asked, weight, ids, picks, rows, factor, *way)
     return Rivals(peak, rest, anchors, own, taint)
 
 
@@ -104,7 +105,7 @@ def precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-class _Pass(torch.autograd.Function):
+class _Pass(HandGradient):
     @staticmethod
     def forward(
         ctx: Any,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import tiles
+from nearkin.core.autograd import HandGradient
 from nearkin.kernels import batches
 
 KINDS = (
@@ -53,7 +54,7 @@ def loss(
     numbers = (*map(float, settings), *[0.0] * (4 - len(settings)))
     with batches.device_of(x):
         way = (kind, numbers, flag, reduction, normalize, enter)
-        value: Tensor = _Loss.apply(x, references, beta, labels, reference_labels, way)  # type: ignore[no-untyped-call]
+        value: Tensor = _Loss.call(x, references, beta, labels, reference_labels, way)
     return value
 
 
@@ -64,7 +65,7 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
     return pair_tiles, row_tiles
 
 
-class _Loss(torch.autograd.Function):
+class _Loss(HandGradient):
     @staticmethod
     def forward(
         ctx: Any,

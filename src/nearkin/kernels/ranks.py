@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
+from nearkin.core.autograd import HandGradient
 
 LARGEST = 8192  # references: a program keeps an anchor's row in registers
 
@@ -19,7 +20,7 @@ def takes(impl: str, matrix: Tensor) -> bool:
         return False
     rows, columns = matrix.shape
     sound = matrix.dtype == torch.float32 and rows > 0 and 0 < columns <= LARGEST
-    return sound and kernels.can_run(matrix) and not torch.compiler.is_compiling()
+    return sound and kernels.can_run(matrix)
 
 
 def precisions(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
@@ -27,13 +28,13 @@ def precisions(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 
     As many rounds an anchor as it has positives, whose number the host need not know.
     """
-    found: Tensor = _Precisions.apply(scores.contiguous(), positive, negative)  # type: ignore[no-untyped-call]
+    found: Tensor = _Precisions.call(scores.contiguous(), positive, negative)
     return found
 
 
 def histogram_precisions(place: Tensor, positive: Tensor, negative: Tensor, bins: int) -> Tensor:
     """Σ_l h⁺_l H⁺_l / H_l of FastAP, (B,), from places in 0..bins on the axis of the centres, (B, R)."""
-    found: Tensor = _Histograms.apply(place.contiguous(), positive, negative, bins)  # type: ignore[no-untyped-call]
+    found: Tensor = _Histograms.call(place.contiguous(), positive, negative, bins)
     return found
 
 
@@ -43,7 +44,7 @@ def spreads(squared: Tensor, gaps: Tensor, order: Tensor | None, epsilon: float)
     squared: (B, R); gaps: float64 (B, R), inf where a reference says nothing. order: the gaps have been sorted, and
     this is whose they are; pairs with the same gap are then left out.
     """
-    found: tuple[Tensor, Tensor] = _Spreads.apply(squared.contiguous(), gaps.contiguous(), order, epsilon)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _Spreads.call(squared.contiguous(), gaps.contiguous(), order, epsilon)
     return found
 
 
@@ -58,7 +59,7 @@ def _bytes(mask: Tensor) -> Tensor:
     return mask.contiguous().view(torch.uint8)
 
 
-class _Precisions(torch.autograd.Function):
+class _Precisions(HandGradient):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         positive, negative = _bytes(positive), _bytes(negative)
@@ -72,7 +73,7 @@ class _Precisions(torch.autograd.Function):
         return _tiles().precisions(*ctx.saved_tensors, slope.contiguous()), None, None
 
 
-class _Histograms(torch.autograd.Function):
+class _Histograms(HandGradient):
     @staticmethod
     def forward(ctx: Any, place: Tensor, positive: Tensor, negative: Tensor, bins: int) -> Tensor:
         positive, negative = _bytes(positive), _bytes(negative)
@@ -87,7 +88,7 @@ class _Histograms(torch.autograd.Function):
         return _tiles().histograms_back(*ctx.saved_tensors, ctx.bins, slope.contiguous()), None, None, None
 
 
-class _Spreads(torch.autograd.Function):
+class _Spreads(HandGradient):
     @staticmethod
     def forward(ctx: Any, squared: Tensor, gaps: Tensor, order: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
         value, pairs, slope = _tiles().spreads(squared, gaps, order, epsilon, ctx.needs_input_grad[0])

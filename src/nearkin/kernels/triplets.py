@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearkin import kernels
 from nearkin.core import tiles
+from nearkin.core.autograd import HandGradient
 from nearkin.kernels import batches
 
 SELECTIONS = ("all", "hard", "semihard", "batch_hard", "easy_positive", "random", "distance_weighted")
@@ -63,7 +64,7 @@ def loss(
             seed = torch.empty(1, dtype=torch.int64, device=x.device).random_(generator=generator)
             plan = plan._replace(density=_density(x.shape[1]))
         given = (batch.labels, batch.reference_labels, seed, capacity, plan)
-        value: Tensor = _Loss.apply(x, batch.references, boundary, *given)  # type: ignore[no-untyped-call]
+        value: Tensor = _Loss.call(x, batch.references, boundary, *given)
     return value
 
 
@@ -100,7 +101,7 @@ def _tiles() -> ModuleType:
     return triplet_tiles
 
 
-class _Loss(torch.autograd.Function):
+class _Loss(HandGradient):
     @staticmethod
     def forward(
         ctx: Any,

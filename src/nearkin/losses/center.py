@@ -60,7 +60,7 @@ def center_update(
     known = known & (labels < (shard.total if shard else centers.shape[0])) & (labels >= 0) & (ids < centers.shape[0])
     ids = shards.held(shard, ids)
     x = distances.upcast(embeddings).to(centers.dtype)
-    known = known & x.isfinite().all(1) & embeddings.isfinite().all(1)
+    known = known & ~reduce.some(~(x.isfinite() & embeddings.isfinite()))
     towards = torch.where(known[:, None], x - centers[ids], 0.0)
     step = torch.zeros_like(centers).index_add_(0, ids, towards)
     number = torch.zeros_like(centers[:, 0]).index_add_(0, ids, known.to(centers.dtype))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from nearkin import kernels
 from nearkin.core import checks, class_softmax, world
+from nearkin.core.autograd import traced
 from nearkin.core.class_softmax import Rivals
 from nearkin.kernels import class_loss
 from nearkin.kernels import class_softmax as fused
@@ -95,7 +96,7 @@ def whole(
 
 
 def _wins(embeddings: Tensor, weight: Tensor) -> bool:
-    if KERNEL_FROM is None or not embeddings.is_cuda or torch.compiler.is_compiling():
+    if KERNEL_FROM is None or not embeddings.is_cuda or traced():
         return False
     if embeddings.shape[0] * weight.shape[0] < KERNEL_FROM:
         return False

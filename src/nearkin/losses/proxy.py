@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from nearkin import kernels
 from nearkin.core import checks, class_anchors, class_dense, class_softmax, distances, reduce, relations, world
+from nearkin.core.autograd import HandGradient, recomputed, traced
 from nearkin.core.relations import Labels
 from nearkin.kernels import class_anchors as fused_anchors
 from nearkin.kernels.class_loss import Form
@@ -103,7 +103,7 @@ def _dense(embeddings: Tensor, proxies: Tensor, ids: Tensor, scale: float, form:
     if form == "softmax" and distances.freely_read(p) and bool((inverse > 0).all()):
         return class_dense.cross_entropy(x, p, ids, scale=2 * scale**2)  # what all proxies share cancels
     near = (x - p[ids]).square().sum(1)
-    target = scale**2 * (1 + x.detach().any(1) - near)
+    target = scale**2 * (1 + reduce.some(x.detach() != 0) - near)
     return class_dense.cross_entropy(x, p, ids, target, scale=2 * scale**2, lost=scale**2, soft=form == "softmax")
 
 
@@ -112,7 +112,7 @@ def _told_from(found: class_softmax.Rivals, near: Tensor, scale: float, form: st
 
     -d = scale² (2 cos - |x|² - |p|²), lengths 1, or 0 for a zero row: what all others share stands with the target.
     """
-    there = distances.unit(found.anchors.detach()).any(1).to(near.dtype)
+    there = reduce.some(distances.unit(found.anchors.detach()) != 0).to(near.dtype)
     apart = found.peak - scale**2 * (1 + there - near) + found.rest
     return reduce.softplus(apart) if form == "softmax" else apart
 
@@ -136,7 +136,7 @@ def _dynamic(
     else:
         met = _scaled_distance(shards.alike(shard, embeddings), _stand_ins(embeddings, proxies, shard), scale)
     push = reduce.logsumexp(-met, kin.negative)[:, None]
-    valid = kin.positive & kin.negative.any(1, keepdim=True)
+    valid = kin.positive & reduce.some(kin.negative, keepdim=True)
     value = torch.where(valid, met + push, 0.0)
     return reduce.terms(reduce.softplus(value) if form == "softmax" else value, valid, reduction)
 
@@ -193,7 +193,7 @@ def proxy_anchor_loss(
     positive, negative = own & known[:, None], ~own & known[:, None]
     pulls = reduce.softplus(reduce.logsumexp(-scale * (similarity - margin), positive, dim=0))  # (C,)
     pushes = reduce.softplus(reduce.logsumexp(scale * (similarity + margin), negative, dim=0))
-    value = pulls.sum() / positive.any(0).sum().clamp(min=1) + pushes.sum() / proxies.shape[0]
+    value = pulls.sum() / reduce.some(positive, 0).sum().clamp(min=1) + pushes.sum() / proxies.shape[0]
     return value + spoilt.sum().to(value.dtype) + reduce.taint(embeddings, proxies)
 
 
@@ -266,11 +266,13 @@ def soft_triple_loss(
 def _leaning(x: Tensor, w: Tensor, each: int, gamma: float) -> Tensor:
     """S_ic of `soft_triple_loss`, (B, C), from unit rows."""
     cosine = distances.dot(x, w).view(len(x), len(w) // each, each)  # (B, C, K)
-    found: Tensor = _Leaning.apply(cosine, gamma)  # type: ignore[no-untyped-call]
+    if traced():
+        return ((cosine / gamma).softmax(2) * cosine).sum(2)
+    found: Tensor = _Leaning.call(cosine, gamma)
     return found
 
 
-class _Leaning(torch.autograd.Function):
+class _Leaning(HandGradient):
     """Σ_k softmax_k(c / γ) c_k over the last of (B, C, K), with the gradient by hand: p (1 + (c - S) / γ)."""
 
     @staticmethod
@@ -317,12 +319,13 @@ def _leaning_blocks(
 
     found, start = [], 0
     for part in torch.split(centers, size):
-        found.append(checkpoint(pass_by, x, part, start, use_reentrant=False, preserve_rng_state=False))
+        found.append(recomputed(pass_by, x, part, start))
         start += len(part) // each
     push = torch.stack([rivals for rivals, _ in found], 1)  # (B, blocks)
     push = reduce.logsumexp(push, push.detach() > reduce.nothing(push))
     rows = (shards.held(shard, ids)[:, None] * each + torch.arange(each, device=ids.device)).flatten()
-    cosine = (distances.unit(centers[rows]).view(len(ids), each, -1) * x[:, None, :]).sum(2)  # (B, K)
+    own = distances.unit(centers[rows]).view(len(ids), each, x.shape[1])
+    cosine = (own * x[:, None, :]).sum(2)  # (B, K)
     target = scale * (((cosine / gamma).softmax(1) * cosine).sum(1) - margin)
     push, target = shards.pushed(shard, ids, push, target)
     return reduce.softplus(push - target), torch.stack([drawn for _, drawn in found]).sum()
@@ -334,7 +337,7 @@ def _within_class(w: Tensor) -> Tensor:
     with torch.autocast(w.device.type, enabled=False):
         gram = w @ w.mT  # (C, K, K)
     upper = torch.ones(centers, centers, dtype=torch.bool, device=w.device).triu(1)
-    square = gram.diagonal(dim1=1, dim2=2)
+    square = (w * w).sum(2)  # not the diagonal: a compiler may write over a matrix while a view of it is still wanted
     squared = (square[:, :, None] + square[:, None, :] - 2 * gram).clamp(min=0)
     apart = torch.where(upper, squared + 1e-5, 1.0).sqrt()
     return torch.where(upper, apart, 0.0).sum() / (classes * centers * (centers - 1))

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from nearkin import kernels
 from nearkin.core import checks, distances, reduce, tiles
+from nearkin.core.autograd import recomputed
 from nearkin.core.relations import Labels, Relation
 from nearkin.kernels import ranks as fused
 from nearkin.losses.classes import given
@@ -60,9 +60,7 @@ def smooth_ap_loss(
         tile = 2 if max_memory is not None else max(2, 2**22 // max(scores.numel(), 1))
         for start in range(0, slots, tile):
             part = order[:, start : min(start + tile, slots)]
-            precision = precision + checkpoint(
-                _precisions, scores, kin.positive, kin.negative, part, use_reentrant=False, preserve_rng_state=False
-            )
+            precision = precision + recomputed(_precisions, scores, kin.positive, kin.negative, part)
         value = 1 - precision / number.clamp(min=1)
         return torch.where(number > slots, torch.nan, value), number > 0
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nearkin.core import checks, class_softmax, distances, reduce, world
+from nearkin.core.autograd import HandGradient
 from nearkin.core.class_softmax import Rivals
 
 DRAWN = 2**20  # numbers that are drawn at once for class weights
@@ -214,11 +215,11 @@ def cross_entropy(shard: Shard | None, logits: Tensor, ids: Tensor) -> Tensor:
 
 def _joined(shard: Shard, ids: Tensor, peak: Tensor, rest: Tensor, term: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     term = torch.where(ids < shard.number, term, 0.0).to(rest.dtype)
-    found: tuple[Tensor, ...] = _Join.apply(shard.group, peak, rest, term, *more)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _Join.call(shard.group, peak, rest, term, *more)
     return found
 
 
-class _Join(torch.autograd.Function):
+class _Join(HandGradient):
     """Log-sum-exps of all processes as one, and sums of what else there is; each takes back its own part."""
 
     @staticmethod
@@ -245,11 +246,11 @@ def everywhere(shard: Shard | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Sums over the processes of what each has a part of."""
     if shard is None:
         return tensors
-    found: tuple[Tensor, ...] = _Sum.apply(shard.group, *tensors)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _Sum.call(shard.group, *tensors)
     return found
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(HandGradient):
     @staticmethod
     def forward(ctx: Any, group: world.Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(_sums(group, *tensors))

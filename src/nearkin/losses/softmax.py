@@ -294,7 +294,7 @@ class HeatedSoftmaxLoss(nn.Module):
 
     def _standardised(self, embeddings: Tensor) -> Tensor:
         x = distances.upcast(embeddings)
-        learns = self.training and x.shape[0] > 1  # a single row has no spread to learn from
+        learns = bool(self.training and x.shape[0] > 1)  # a single row has no spread to learn from
         mean, var = self.running_mean.to(x.dtype, copy=True), self.running_var.to(x.dtype, copy=True)
         y = batch_norm(x, mean, var, training=learns)
         if learns:

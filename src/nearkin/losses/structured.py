@@ -133,7 +133,7 @@ def npair_loss(
             meets = (own[0] if own else everyone)[:, None] & ~everyone[None, :]
             kin = Relation(kin.positive & meets, kin.negative & meets)
         met, counts = kin.positive | kin.negative, reduce.some(kin.positive)
-        used.logical_or_((met & counts[:, None]).any(0))  # made again for the gradient, a block adds nothing new
+        used.logical_or_(reduce.some(met & counts[:, None], 0))  # made again for the gradient, a block adds nothing new
         # The mean over positives of their own log-probability, without a (B, R) matrix of probabilities.
         return reduce.logsumexp(logits, met) - reduce.mean(logits, kin.positive), counts
 
@@ -166,7 +166,7 @@ def _between_sides(embeddings: Tensor, labels: Tensor, anchors: Tensor, others: 
 
 def _first(kin: Relation, start: int) -> Tensor:
     """Which anchors, from `start` of the batch on, have no kin before them, (B,)."""
-    return ~kin.positive.tril(start - 1).any(1)
+    return ~reduce.some(kin.positive.tril(start - 1))
 
 
 def _firsts(batch: tiles.Batch, max_memory: int | None) -> Tensor:

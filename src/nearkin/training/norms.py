@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nearkin.core import world
+from nearkin.core.autograd import HandGradient
 
 __all__ = ["SyncedNorm", "sync"]
 
@@ -48,7 +49,7 @@ class SyncedNorm(_BatchNorm):
         self._check_input_dim(input)
         x = input.transpose(0, 1).flatten(1)  # (C, rows × places)
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        normal, mean, variance, count = _Normalize.apply(wide, self.eps)  # type: ignore[no-untyped-call]
+        normal, mean, variance, count = _Normalize.call(wide, self.eps)
         if self.training and self.track_running_stats:
             self._track(mean, variance, count)
         if self.weight is not None:
@@ -67,7 +68,7 @@ class SyncedNorm(_BatchNorm):
                 kept.lerp_(new.to(kept), share)
 
 
-class _Normalize(torch.autograd.Function):
+class _Normalize(HandGradient):
     """(x - mean) / sqrt(variance + eps) of (C, n), both over the columns of all ranks; also what it has used."""
 
     @staticmethod
