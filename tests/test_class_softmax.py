@@ -771,3 +771,44 @@ def test_kernel_is_the_same_twice_on_a_gpu():
     assert all(map(torch.equal, *runs))
     runs = [whole_outcome(losses.arcface_loss, x, labels, weight, "mean", impl="triton") for _ in range(2)]
     assert all(map(torch.equal, *runs))
+
+
+EVERY_SIZE = {
+    "normalized": losses.NormalizedSoftmaxLoss,
+    "heated": losses.HeatedSoftmaxLoss,
+    "adacos": losses.AdaCosLoss,
+    "cosface": losses.CosFaceLoss,
+    "arcface": losses.ArcFaceLoss,
+    "arcface, 3 centres": partial(losses.ArcFaceLoss, sub_centers=3),
+    "arcface, 7 centres": partial(losses.ArcFaceLoss, sub_centers=7),
+    "sphereface": losses.SphereFaceLoss,
+    "center": losses.CenterLoss,
+    "proxy-nca": losses.ProxyNCALoss,
+    "proxy-nca, 3 proxies": partial(losses.ProxyNCALoss, proxies_per_class=3),
+    "proxy-anchor": losses.ProxyAnchorLoss,
+    "soft-triple": losses.SoftTripleLoss,
+    "soft-triple, 1 centre": partial(losses.SoftTripleLoss, centers_per_class=1),
+    "soft-triple, 2 centres": partial(losses.SoftTripleLoss, centers_per_class=2),
+}
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 5), (3, 1), (1000, 2), (10_000, 128), (1_000_000, 1)], ids=str)
+@pytest.mark.parametrize("name", EVERY_SIZE)
+def test_every_number_of_classes_and_dimensions(name, shape):
+    """Built, learned from, and the same loss in float32 as in float64."""
+    classes, dim = shape
+    if name == "adacos" and classes < 3:
+        pytest.skip("two classes give scale 0, which is refused")
+    if classes * dim > 10**5 and name.endswith(("proxies", "7 centres")):
+        pytest.skip("as the same with fewer rows a class, to save seconds")
+    torch.manual_seed(1)
+    module, x = EVERY_SIZE[name](classes, dim), torch.randn(4, dim)
+    labels = torch.tensor([0, classes - 1, classes // 2, -1])
+    x.requires_grad_()
+    value = module(x, labels)
+    value.backward()
+    assert all(bool(t.grad.isfinite().all()) for t in (x, *module.parameters()))
+    twin = EVERY_SIZE[name](classes, dim)
+    twin.load_state_dict({key: t.detach() for key, t in module.state_dict().items()})
+    if classes < 10**5 and not any(True for _ in module.buffers()):  # a buffer has moved on
+        torch.testing.assert_close(value.double(), twin.double()(x.detach().double(), labels), rtol=1e-4, atol=1e-6)
