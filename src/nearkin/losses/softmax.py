@@ -294,7 +294,9 @@ class HeatedSoftmaxLoss(nn.Module):
 
     def _standardised(self, embeddings: Tensor) -> Tensor:
         x = distances.upcast(embeddings)
-        learns = bool(self.training and x.shape[0] > 1)  # a single row has no spread to learn from
+        learns = False
+        if self.training and x.shape[0] > 1:  # a single row has no spread to learn from
+            learns = True  # said so for a compiler, to which the number of rows may be a symbol
         mean, var = self.running_mean.to(x.dtype, copy=True), self.running_var.to(x.dtype, copy=True)
         y = batch_norm(x, mean, var, training=learns)
         if learns:
