@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import distances
+from nearkin.core.autograd import traced
 
 UNKNOWN = -1  # a class id that is neither kin nor stranger to anyone
 
@@ -52,6 +53,9 @@ def of(labels: Labels, references: Tensor | None = None, reference_labels: Label
     kin = _plain(labels, references, reference_labels)
     if references is not None:
         return kin
+    if traced():  # an older compiler knows no diagonal of a size that is a symbol
+        others = ~torch.eye(kin.positive.shape[0], dtype=torch.bool, device=kin.positive.device)
+        return Relation(kin.positive & others, kin.negative & others)
     if isinstance(labels, Relation):  # the caller's own masks stay as they are
         kin = Relation(kin.positive.clone(), kin.negative.clone())
     return Relation(kin.positive.fill_diagonal_(False), kin.negative.fill_diagonal_(False))

@@ -4,6 +4,8 @@
 `impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/pairs.py`), "auto" takes it where it serves.
 """
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 from typing import Any
 
 import torch

@@ -3,6 +3,8 @@
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
 """
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 from typing import Any
 
 import torch

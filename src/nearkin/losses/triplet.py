@@ -5,6 +5,8 @@
 distribution), "auto" takes it where it serves.
 """
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 from typing import Any
 
 import torch
