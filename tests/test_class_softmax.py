@@ -42,6 +42,7 @@ FORMS = {
     "proxy-nca, original": (losses.proxy_nca_loss, {"form": "original", "scale": 2.0}, 1),
     "proxy-anchor": (proxy_anchor, {}, 1),
 }
+ULP = 2.0**-18  # of a float32 logit below 64: what rounding it once more moves the gradient by, relative to itself
 SHAPES = [(1, 1, 4), (1, 7, 3), (5, 2, 4), (13, 7, 5), (6, 1000, 17)]
 every_form = pytest.mark.parametrize("form", FORMS)
 
@@ -104,7 +105,7 @@ def test_is_as_exact_as_the_dense_loss(form, kinds, monkeypatch):
     got = outcome(function, x, labels, weight, impl="torch", **settings)
     assert [t.dtype for t in got] == [t.dtype for t in dense]
     for ours, theirs in zip(errors(got, exact), errors(dense, exact), strict=True):
-        assert ours <= theirs + 1e-6
+        assert ours <= theirs + ULP
 
 
 @every_form
@@ -465,7 +466,6 @@ def test_sampling_reads_labels_as_the_whole_does(monkeypatch):
 
 # The kernel, through Triton's interpreter, in a process of its own: the interpreter is chosen when triton is imported.
 
-ULP = 2.0**-18  # of a float32 logit below 64: what rounding it once more moves the gradient by, relative to itself
 KERNEL_SHAPES = [(1, 1, 4), (1, 7, 3), (5, 2, 4), (33, 40, 16), (17, 97, 50), (2, 150, 8)]
 WHOLE = [form for form in FORMS if form not in ("proxy-anchor", "arcface, 3 centres")]
 KERNEL_KINDS = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]
