@@ -111,7 +111,9 @@ def semihard_negative(row, p, negatives, fallback):
     farther = [n for n in negatives if row[n] > row[p]]
     if farther:
         return nearest(row, farther)
-    return farthest(row, negatives) if negatives and fallback == "farthest" else None
+    if not negatives or fallback == "skip":
+        return None
+    return farthest(row, negatives) if fallback == "farthest" else nearest(row, negatives)
 
 
 def mine_semihard(distance, positive, negative, fallback="farthest"):
@@ -122,6 +124,14 @@ def mine_semihard(distance, positive, negative, fallback="farthest"):
             if n is not None:
                 triplets.append((a, p, n))
     return triplets
+
+
+def mine_semihard_or_hardest(distance, positive, negative):
+    return mine_semihard(distance, positive, negative, "hardest")
+
+
+def mine_semihard_or_skip(distance, positive, negative):
+    return mine_semihard(distance, positive, negative, "skip")
 
 
 def mine_batch_hard(distance, positive, negative):
@@ -196,7 +206,7 @@ def selected(selection, positive, negative, a):
 
 
 def contrastive(
-    x, positive, negative, references=None, *, margin=1.0, positive_margin=0.0, squared=True,
+    x, positive, negative, references=None, *, margin=1.0, positive_margin=0.0, squared=True, balance=True,
     selection="all", normalize=False, reduction="mean",
 ):  # fmt: skip
     d = distances(x, references, normalize=normalize)
@@ -206,6 +216,8 @@ def contrastive(
         positives, negatives = selected(selection, positive, negative, a)
         pull.append([(d[a][p] - positive_margin).relu() ** power for p in positives])
         push.append([(margin - d[a][n]).relu() ** power for n in negatives])
+    if not balance:
+        return reduced(x, [near + far for near, far in zip(pull, push, strict=True)], reduction) / 2
     return reduced(x, pull, reduction) / 2 + reduced(x, push, reduction) / 2
 
 

@@ -38,6 +38,7 @@ def contrastive_loss(
     margin: float = 1.0,
     positive_margin: float = 0.0,
     squared: bool = True,
+    balance: bool = True,
     selection: mining.Selection = "all",
     normalize: bool = False,
     reduction: str = "mean",
@@ -49,22 +50,28 @@ def contrastive_loss(
 
     L = 1/2 mean_{positive pairs} D²  +  1/2 mean_{negative pairs} [margin - D]_+²,   D = Euclidean distance
 
+    `balance=False` is the paper's own sum, 1/2 mean over all pairs of D² or [margin - D]_+²: a batch has many more
+    negative pairs than positive ones, so these then have little weight. Balanced, both kinds weigh the same.
+
     embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items a class. `positive_margin` m turns
     D into [D - m]_+; `squared=False` drops both squares. Two embeddings at the same place do not repel each other.
     `selection`: "all", or a pair or triplet selection of `mining`. Kin: `margin_loss` (learned boundary).
-    Hadsell, Chopra, LeCun 2006, eq. 4; margin 1 and raw embeddings from there. `reduction` applies to each half.
+    Hadsell, Chopra, LeCun 2006, eq. 4; margin 1 and raw embeddings from there. `reduction` applies to each half, or
+    without balance to all pairs together.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
     checks.at_least("positive_margin", positive_margin, 0)
+    if not isinstance(balance, bool):
+        raise TypeError(f"balance must be True or False, got {balance!r}")
     batch = tiles.Batch(embeddings, labels, references, reference_labels)
     if fused.serves(impl, batch, reduction, max_memory) and selection == "all":
-        numbers = (margin, positive_margin)
+        numbers = (margin, positive_margin, 0.0, 0.0 if balance else 1.0)
         return fused.loss("contrastive", batch, numbers, reduction, flag=squared, normalize=normalize)
 
     if selection == "distance_weighted" and triplets.serves(impl, batch, selection, reduction, normalize, max_memory):
         plan = triplets.Plan(selection, "contrastive", margin, squared, normalize, reduction, positive_margin, margin)
-        value = triplets.loss(batch, plan, generator=generator)
+        value = triplets.loss(batch, plan._replace(balance=balance), generator=generator)
         if value is not None:
             return value
 
@@ -79,8 +86,11 @@ def contrastive_loss(
     pull, kin, pulled, push, strangers, pushed = tiles.over(
         rows, batch, max_memory=max_memory, generator=generator, **tiling(selection)
     )
-    halves = reduce.total(pull, kin, pulled, reduction) + reduce.total(push, strangers, pushed, reduction)
-    return halves / 2 + reduce.taint(embeddings, references)
+    if balance:
+        both = reduce.total(pull, kin, pulled, reduction) + reduce.total(push, strangers, pushed, reduction)
+    else:
+        both = reduce.total(pull + push, kin + strangers, pulled + pushed, reduction)
+    return both / 2 + reduce.taint(embeddings, references)
 
 
 def margin_loss(
@@ -248,6 +258,7 @@ class ContrastiveLoss(nn.Module):
         *,
         positive_margin: float = 0.0,
         squared: bool = True,
+        balance: bool = True,
         selection: mining.Selection = "all",
         normalize: bool = False,
         reduction: str = "mean",
@@ -262,6 +273,7 @@ class ContrastiveLoss(nn.Module):
             margin=margin,
             positive_margin=positive_margin,
             squared=squared,
+            balance=balance,
             selection=selection,
             normalize=normalize,
             reduction=reduction,
