@@ -181,6 +181,11 @@ LOSSES = [
     _pair("TripletLoss-hardest", lambda: C.TripletLoss(selection="semihard_or_hardest"), R.triplet),
     _pair("TripletLoss-easy", lambda: C.TripletLoss(selection="easy_positive"), R.triplet),
     _pair("LosslessTripletLoss", lambda: C.LosslessTripletLoss(), R.lossless_triplet),
+    _pair(
+        "LosslessTripletLoss-active",
+        lambda: C.LosslessTripletLoss(epsilon=0.4, reduction="active"),
+        R.lossless_triplet,
+    ),
     _pair("LiftedStructureLoss", lambda: C.LiftedStructureLoss(), R.lifted_structure),
     _pair("LiftedStructureLoss-max", lambda: C.LiftedStructureLoss(form="max", normalize=True), R.lifted_structure),
     _pair("NPairLoss", lambda: C.NPairLoss(), R.npair, ordered=True),
@@ -188,6 +193,7 @@ LOSSES = [
     _pair("InfoNCELoss", lambda: C.InfoNCELoss(), R.infonce),
     _pair("SmoothAPLoss", lambda: C.SmoothAPLoss(0.1), R.smooth_ap),
     _pair("FastAPLoss", lambda: C.FastAPLoss(), R.fastap),
+    _pair("FastAPLoss-active", lambda: C.FastAPLoss(bins=4, reduction="active"), R.fastap),
     _pair("SiameseLoss", lambda: C.SiameseLoss(DIM), R.siamese),
     Case("LogRatioLoss", lambda: C.LogRatioLoss(), graded_twin, pairs=True, graded=True),
     Case(

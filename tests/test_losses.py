@@ -452,3 +452,37 @@ def test_a_callable_selects():
     loss = losses.TripletLoss(selection=lambda d, kin: mining.semihard(d, kin, fallback="skip"))
     named = losses.TripletLoss()
     assert loss(x, y).item() <= named(x, y).item() + 1 and bool(loss(x, y).isfinite())
+
+
+def test_active_is_over_the_terms_above_zero_lossless():
+    """Corners of the cube: kin at one place and strangers opposite cost nothing, whoever stands between does."""
+    x = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 0.5]])
+    y = torch.tensor([0, 0, 1, 1])
+    settings = {"sigmoid": False, "epsilon": 1e-8}
+    values = []  # l_apn of every triplet, by hand
+    share = lambda i, j: float((x[i] - x[j]).square().sum()) / 2  # noqa: E731
+    for a in range(4):
+        for p in (i for i in range(4) if i != a and y[i] == y[a]):
+            for n in (i for i in range(4) if y[i] != y[a]):
+                values.append(-math.log(1 - share(a, p)) - math.log(share(a, n)))
+    above = [v for v in values if v > 1e-6]
+    assert 0 < len(above) < len(values)
+    for kind in (torch.float32, torch.float64):
+        got = losses.lossless_triplet_loss(x.to(kind), y, reduction="active", **settings)
+        assert got.item() == pytest.approx(sum(above) / len(above), rel=1e-5)
+        blocks = losses.lossless_triplet_loss(x.to(kind), y, reduction="active", max_memory=2_000, **settings)
+        assert blocks.item() == pytest.approx(got.item(), rel=1e-6)
+
+
+def test_active_is_over_the_terms_above_zero_fastap():
+    """Whose kin all come first costs exactly 0, in every precision, and does not count as active."""
+    for seed in range(5):
+        g = torch.Generator().manual_seed(seed)
+        y = torch.arange(4).repeat_interleave(5)
+        x = 5 * torch.eye(4, 16)[y] + 0.3 * torch.randn(20, 16, generator=g)
+        assert not bool(losses.fastap_loss(x, y, reduction="none").any())
+        mixed = torch.cat([x, torch.eye(4, 16)[:1] - torch.eye(4, 16)[1:2]])  # one item among strangers, its kin afar
+        each = losses.fastap_loss(mixed, torch.cat([y, y[-1:]]), reduction="none")
+        assert 0 < int((each > 1e-3).sum()) < 21 and bool(((each > 1e-3) | (each == 0)).all())
+        active = losses.fastap_loss(mixed, torch.cat([y, y[-1:]]), reduction="active")
+        assert active.item() == pytest.approx(each[each > 1e-3].mean().item(), rel=1e-6)

@@ -104,15 +104,7 @@ def _all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tenso
     is left is linear in the distances: autograd's gradient is exact.
     """
     with torch.no_grad():
-        near_first, order = distance.masked_fill(~kin.negative, torch.inf).sort(1)
-        reach = (distance + margin).masked_fill_(~kin.positive, -torch.inf)
-        beaten = torch.searchsorted(near_first, reach, out_int32=True)  # k: (B, R), 0 where not a positive
-        del near_first, reach
-        place = beaten.long().sub_(1).clamp_(min=0)
-        ends = torch.zeros_like(distance).scatter_add_(1, place, (beaten > 0).to(distance.dtype))
-        covered = ends.flip(1).cumsum(1).flip(1)  # c in sorted order: positives that end here or later
-        beating = torch.empty_like(covered).scatter_(1, order, covered)
-        del place, ends, covered, order
+        beaten, beating = _counted(distance, (distance + margin).masked_fill_(~kin.positive, -torch.inf), kin)
         # Both sides hold each active triplet once, so any constant may be taken off both: less to cancel.
         middle = distance.mean(1, keepdim=True) if distance.shape[1] else distance.sum(1, keepdim=True)
         active = beaten.sum(1)
@@ -120,6 +112,18 @@ def _all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tenso
     weight = beaten.to(distance.dtype).sub_(beating)
     sums = ((distance - middle) * weight).sum(1, dtype=distances.wide(distance)) + shift
     return sums.to(distance.dtype), kin.positive.sum(1) * kin.negative.sum(1), active
+
+
+def _counted(threshold: Tensor, reach: Tensor, kin: Relation) -> tuple[Tensor, Tensor]:
+    """How many thresholds of negatives each positive's reach is above, (B, R) int32, 0 where not a positive; and how
+    many reaches are above each negative's threshold, (B, R). reach: -inf where not a positive."""
+    low_first, order = threshold.masked_fill(~kin.negative, torch.inf).sort(1)
+    beaten = torch.searchsorted(low_first, reach, out_int32=True)
+    del low_first, reach
+    place = beaten.long().sub_(1).clamp_(min=0)
+    ends = torch.zeros_like(threshold).scatter_add_(1, place, (beaten > 0).to(threshold.dtype))
+    covered = ends.flip(1).cumsum(1).flip(1)  # in sorted order: positives that end here or later
+    return beaten, torch.empty_like(covered).scatter_(1, order, covered)
 
 
 def lossless_triplet_loss(
@@ -139,13 +143,14 @@ def lossless_triplet_loss(
     l_apn = -ln(1 - d_ap/N + ε) - ln(1 - (N - d_an)/N + ε),   d = squared Euclidean distance, N = dimensions
 
     `sigmoid=True` maps raw outputs into the cube; set it False where the encoder ends in a sigmoid (values are then
-    held to [0, 1]). Over all triplets: the terms part into pairs, so it takes O(B²). Needs two items a class.
+    held to [0, 1]). Over all triplets: the terms part into pairs, so it takes O(B²); to tell those above 0 ("active")
+    O(B² log B), without a kernel. A term is 0 or below only where d_ap = 0 and d_an = N. Needs two items a class.
     Arsenault 2018 (blog); β = N and ε 1e-8 from there.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("epsilon", epsilon)
     batch = tiles.Batch(embeddings, labels, references, reference_labels)
-    if pairs.serves(impl, batch, reduction, max_memory):
+    if pairs.serves(impl, batch, reduction, max_memory) and reduction != "active":
         numbers = (1 / embeddings.shape[1], epsilon)
         return pairs.loss("lossless", batch, numbers, reduction, flag=sigmoid, normalize=False)
 
@@ -155,12 +160,17 @@ def lossless_triplet_loss(
         pull = -((1 - share).clamp(min=0) + epsilon).log()
         push = -(share + epsilon).log()
         positives, negatives = kin.positive.sum(1), kin.negative.sum(1)
+        if reduction == "active":
+            with torch.no_grad():
+                met, meeting = _counted(-push, pull.masked_fill(~kin.positive, -torch.inf), kin)
+            sums = (pull * met).sum(1) + torch.where(kin.negative, push * meeting, 0.0).sum(1)
+            return sums, positives * negatives, met.sum(1)
         pulled = torch.where(kin.positive, pull, 0.0).sum(1) * negatives
         pushed = torch.where(kin.negative, push, 0.0).sum(1) * positives
-        return pulled + pushed, positives * negatives
+        return pulled + pushed, positives * negatives, positives * negatives
 
-    sums, counts = tiles.over(rows, batch, max_memory=max_memory)
-    return reduce.total(sums, counts, counts, reduction) + reduce.taint(embeddings, references)
+    sums, counts, active = tiles.over(rows, batch, max_memory=max_memory)
+    return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 
 def _into_cube(x: Tensor, sigmoid: bool) -> Tensor:
