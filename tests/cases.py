@@ -27,6 +27,7 @@ class Case:
     smooth: bool = True  # the value's own finite differences are its gradient: no stop-gradient inside
     ordered: bool = False  # the order within a class carries meaning
     compiles: bool = True
+    by_class: bool = False  # asks whose class is whose, beyond who is kin
 
     def __str__(self) -> str:
         return self.name
@@ -99,6 +100,8 @@ def pair_twin(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             settings["selection"] = "all"
         if function is reference.margin:
             settings |= {"beta": module.beta, "classes": labels if module.beta.dim() else None}
+        if function is reference.quadruplet:
+            settings["classes"] = labels.tolist()
         if function is reference.siamese:
             settings |= {"weight": module.weight, "bias": module.bias}
         return function(x, positive, negative, references, **settings)
@@ -180,6 +183,19 @@ LOSSES = [
     ),
     _pair("TripletLoss-hardest", lambda: C.TripletLoss(selection="semihard_or_hardest"), R.triplet),
     _pair("TripletLoss-easy", lambda: C.TripletLoss(selection="easy_positive"), R.triplet),
+    _pair("QuadrupletLoss", lambda: C.QuadrupletLoss(), R.quadruplet, by_class=True),
+    _pair(
+        "QuadrupletLoss-all",
+        lambda: C.QuadrupletLoss(selection="all", reduction="active"),
+        R.quadruplet,
+        by_class=True,
+    ),
+    _pair(
+        "QuadrupletLoss-plain",
+        lambda: C.QuadrupletLoss(0.5, 0.4, squared=False, normalize=False, selection="batch_hard"),
+        R.quadruplet,
+        by_class=True,
+    ),
     _pair("LosslessTripletLoss", lambda: C.LosslessTripletLoss(), R.lossless_triplet),
     _pair(
         "LosslessTripletLoss-active",

@@ -304,6 +304,23 @@ def triplet(
     return reduced(x, terms, reduction)
 
 
+def quadruplet(
+    x, positive, negative, references=None, *, classes, margin=0.2, second_margin=0.1, squared=True,
+    selection="all", normalize=True, reduction="mean",
+):  # fmt: skip
+    """classes: of each anchor. The fourth item is the nearest to the negative among the anchors of a third class."""
+    d = distances(x, references, squared=squared, normalize=normalize)
+    if selection == "all":
+        selection = [(a, p, n) for a in range(len(x)) for p in columns(positive, a) for n in columns(negative, a)]
+    first, second = [[] for _ in x], [[] for _ in x]
+    for a, p, n in selection:
+        first[a].append((d[a][p] - d[a][n] + margin).relu())
+        third = [m for m in range(len(x)) if negative[m][n] and classes[m] != classes[a]]
+        if third:
+            second[a].append((d[a][p] - min(d[m][n] for m in third) + second_margin).relu())
+    return reduced(x, first, reduction) + reduced(x, second, reduction)
+
+
 def lossless_triplet(x, positive, negative, references=None, *, sigmoid=True, epsilon=1e-8, reduction="mean"):
     def cube(v):
         return v.sigmoid() if sigmoid else v.clamp(0, 1)

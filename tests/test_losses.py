@@ -486,3 +486,43 @@ def test_active_is_over_the_terms_above_zero_fastap():
         assert 0 < int((each > 1e-3).sum()) < 21 and bool(((each > 1e-3) | (each == 0)).all())
         active = losses.fastap_loss(mixed, torch.cat([y, y[-1:]]), reduction="active")
         assert active.item() == pytest.approx(each[each > 1e-3].mean().item(), rel=1e-6)
+
+
+def test_quadruplet_by_hand():
+    """On a line: kin at 0 and 1, strangers of two classes at 3 and 4; of squared distances."""
+    x = torch.tensor([[0.0], [1.0], [3.0], [4.0]])
+    y = torch.tensor([0, 0, 1, 2])
+    plain = {"normalize": False, "margin": 5.0, "second_margin": 2.0, "selection": "batch_hard"}
+    first = [(1 - 9 + 5) * 0, 1 - 4 + 5]  # anchors 0 and 1, whose nearest negative is the third item
+    second = [1 - 1 + 2, 1 - 1 + 2]  # the third item's nearest of a third class is the fourth, at 1
+    assert losses.quadruplet_loss(x, y, **plain).item() == pytest.approx(sum(first) / 2 + sum(second) / 2)
+    assert losses.quadruplet_loss(x, y, **plain, reduction="active").item() == pytest.approx(2 + 2)
+    assert losses.quadruplet_loss(x, y, **plain, reduction="sum").item() == pytest.approx(2 + 4)
+    assert losses.quadruplet_loss(x, y, **plain, reduction="none").tolist() == [2.0, 4.0, 0.0, 0.0]
+    two = losses.quadruplet_loss(x, y.clamp(max=1), **plain)  # without a third class a triplet loss is left
+    torch.testing.assert_close(
+        two, losses.triplet_loss(x, y.clamp(max=1), normalize=False, margin=5.0, selection="batch_hard")
+    )
+
+
+@pytest.mark.parametrize("selection", ["semihard", "all", "random"])
+def test_quadruplet_of_a_large_batch_is_the_cube(selection):
+    """Against every quadruplet written out, with duplicates and unknown items."""
+    g = torch.Generator().manual_seed(4)
+    x, y = torch.randn(40, 6, generator=g, dtype=f64), torch.randint(-1, 7, (40,), generator=g)
+    x[3], x[9] = x[5], x[5]
+    positive, negative = masks(y)
+    d = distances.squared_euclidean(x, normalize=True)
+    if selection == "all":
+        valid = positive[:, :, None] & negative[:, None, :]  # (a, p, n)
+    else:
+        kin = relations.of(y)
+        chosen = mining.select(selection, d.sqrt(), kin, dim=6, generator=torch.Generator().manual_seed(1))
+        valid = torch.zeros(40, 40, 40, dtype=torch.bool)
+        valid[chosen.indices()] = True
+    third = negative[:, :, None] & negative[:, None, :] & negative[None]  # (a, n, l)
+    gap = torch.where(third, d[None], torch.inf).amin(2)
+    first = (d[:, :, None] - d[:, None, :] + 0.2).relu()[valid]
+    second = (d[:, :, None] - gap[:, None, :] + 0.1).relu()[valid]
+    got = losses.quadruplet_loss(x, y, selection=selection, generator=torch.Generator().manual_seed(1))
+    assert got.item() == pytest.approx((first.mean() + second.mean()).item(), rel=1e-12)

@@ -40,6 +40,10 @@ from nearkin.losses.proxy import (
     proxy_nca_loss,
     soft_triple_loss,
 )
+from nearkin.losses.quadruplet import (
+    QuadrupletLoss,
+    quadruplet_loss,
+)
 from nearkin.losses.rank import (
     FastAPLoss,
     SmoothAPLoss,
@@ -100,6 +104,7 @@ __all__ = [
     "NormalizedSoftmaxLoss",
     "ProxyAnchorLoss",
     "ProxyNCALoss",
+    "QuadrupletLoss",
     "SiameseLoss",
     "SmoothAPLoss",
     "SoftTripleLoss",
@@ -128,6 +133,7 @@ __all__ = [
     "npair_loss",
     "proxy_anchor_loss",
     "proxy_nca_loss",
+    "quadruplet_loss",
     "siamese_loss",
     "smooth_ap_loss",
     "soft_triple_loss",

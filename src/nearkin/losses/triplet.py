@@ -49,7 +49,7 @@ def triplet_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     if margin is not None:
         checks.at_least("margin", margin, 0)
-    _possible(selection, margin, swap, normalize)
+    possible(selection, margin, swap, normalize)
     batch = tiles.Batch(embeddings, labels, references, reference_labels)
     if triplets.serves(impl, batch, selection, reduction, normalize, max_memory) and not swap:
         link = "soft" if margin is None else "hinge"
@@ -63,7 +63,7 @@ def triplet_loss(
         distance = measure(x, references, normalize=normalize)  # (B, R)
         if selection == "all":
             assert margin is not None
-            return _all_triplets(distance, kin, margin)
+            return all_triplets(distance, kin, margin)
         plain = distance.detach().sqrt() if squared else distance
         chosen = mining.select(selection, plain, kin, dim=x.shape[1], generator=generator)
         if isinstance(chosen, mining.Pairs):
@@ -81,7 +81,7 @@ def triplet_loss(
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 
-def _possible(selection: mining.Selection, margin: float | None, swap: bool, normalize: bool) -> None:
+def possible(selection: mining.Selection, margin: float | None, swap: bool, normalize: bool) -> None:
     if not isinstance(selection, str):
         return
     because = dict.fromkeys(mining.PAIR_SELECTIONS, "it selects pairs")
@@ -95,7 +95,7 @@ def _possible(selection: mining.Selection, margin: float | None, swap: bool, nor
     checks.one_of("selection", selection, possible)
 
 
-def _all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tensor, Tensor, Tensor]:
+def all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of the hinge over all triplets of each anchor, their number, and how many are active, each (B,).
 
     The hinge is linear where active: Σ_p k_p (d_p + m) - Σ_n c_n d_n, with k_p the negatives nearer than d_p + m and
