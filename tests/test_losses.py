@@ -526,3 +526,54 @@ def test_quadruplet_of_a_large_batch_is_the_cube(selection):
     second = (d[:, :, None] - gap[:, None, :] + 0.1).relu()[valid]
     got = losses.quadruplet_loss(x, y, selection=selection, generator=torch.Generator().manual_seed(1))
     assert got.item() == pytest.approx((first.mean() + second.mean()).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("selection", ["all", "semihard"])
+@pytest.mark.parametrize("num_classes", [None, 4])
+def test_margin_with_a_boundary_per_item(selection, num_classes):
+    """β_0 + β_class + β_img: value, and the gradient of every part, against the loop; in blocks and as references."""
+    g = torch.Generator().manual_seed(2)
+    y = torch.arange(4).repeat(3)
+    x = torch.randn(4, 5, generator=g, dtype=f64)[y] + torch.randn(12, 5, generator=g, dtype=f64)
+    items = torch.randperm(20, generator=g)[:12]
+    settings = {"num_classes": num_classes, "num_items": 20, "nu": 0.3, "selection": selection}
+    module = losses.MarginLoss(**settings).double()
+    with torch.no_grad():
+        module.item_beta.copy_(0.2 * torch.randn(20, generator=g, dtype=f64))
+    value = module(x, y, items=items)
+    got = torch.autograd.grad(value, list(module.parameters()))
+    chosen = "all"
+    positive, negative = masks(y)
+    if selection != "all":
+        chosen = reference.mine_semihard(distances.euclidean(x, normalize=True), positive, negative)
+    total = (module.beta if num_classes is None else module.beta[y]) + module.item_beta[items]
+    twin = reference.margin(x, positive, negative, beta=total, classes=range(12), nu=0.3, selection=chosen)
+    torch.testing.assert_close(value, twin)
+    for ours, theirs in zip(got, torch.autograd.grad(twin, list(module.parameters())), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    module.settings["max_memory"] = 14_000
+    torch.testing.assert_close(module(x, y, items=items), twin)
+    copy = losses.MarginLoss(**settings)
+    copy.load_state_dict(module.state_dict())  # the state dict carries them
+    from nearkin.memory import CrossBatchMemory
+
+    del module.settings["max_memory"]
+    remembering = CrossBatchMemory(module, 30, 5).double()
+    torch.testing.assert_close(remembering(x, y, items=items), twin)  # an empty memory: the batch alone
+
+
+def test_items_that_are_missing_or_unknown_are_refused():
+    x, y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
+    loss = losses.MarginLoss(num_items=9)
+    with pytest.raises(ValueError, match=r"items must be given where β is one per item \(num_items=9\)"):
+        loss(x, y)
+    with pytest.raises(ValueError, match=r"items must be in 0\.\.8, got 9"):
+        loss(x, y, items=torch.tensor([0, 1, 2, 9]))
+    with pytest.raises(ValueError, match=r"items must be in 0\.\.8, got -1"):
+        loss(x, y, items=torch.tensor([0, -1, 2, 3]))
+    with pytest.raises(ValueError, match="items must"):
+        loss(x, y, items=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"items must be left out without a β per item \(num_items\)"):
+        losses.MarginLoss()(x, y, items=torch.arange(4))
+    with pytest.raises(ValueError, match="num_items must be"):
+        losses.MarginLoss(num_items=0)

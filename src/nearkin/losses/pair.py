@@ -100,6 +100,8 @@ def margin_loss(
     reference_labels: Labels | None = None,
     *,
     beta: Tensor | float = 1.2,
+    item_beta: Tensor | None = None,
+    items: Tensor | None = None,
     margin: float = 0.2,
     nu: float = 0.0,
     selection: mining.Selection = "distance_weighted",
@@ -113,8 +115,9 @@ def margin_loss(
 
     l_ap = [margin + D_ap - β_a]_+,  l_an = [margin - D_an + β_a]_+,  L = (Σ l_ap + Σ l_an + ν Σ_ap β_a) / active terms
 
-    D: Euclidean distance of unit vectors. beta: a number, a scalar tensor, or (C,) one a class of the anchor. The
-    normaliser counts active pairs ("active"; none active, no loss), "mean" counts all, "sum" does not divide; a pair of
+    D: Euclidean distance of unit vectors. β_a = β of all or of a's class + β of the item a: beta, a number, a scalar
+    tensor, or (C,) one per class of the anchor; item_beta (N,), one per item, where items (B,) says which of the N each
+    anchor is. Together they are the paper's β_0 + β_class + β_img, and ν Σ β_a holds all three back. The normaliser counts active pairs ("active"; none active, no loss), "mean" counts all, "sum" does not divide; a pair of
     a triplet selection counts as often as it was drawn. Needs two items a class.
     Wu et al. 2017, arXiv:1706.07567, eq. 6-8; margin 0.2, β 1.2, ν 0 and the normaliser from the authors' code.
     """
@@ -122,20 +125,24 @@ def margin_loss(
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
     batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    of_item = _of_items(item_beta, items, embeddings)  # (B,) or None
     single = isinstance(beta, Tensor) and (beta.dim(), beta.dtype, beta.device) == (0, torch.float32, embeddings.device)
+    single = single and of_item is None
     if selection == "all" and fused.serves(impl, batch, reduction, max_memory):
-        if not isinstance(beta, Tensor):
+        if not isinstance(beta, Tensor) and of_item is None:
             return fused.loss("margin", batch, (margin, nu, beta), reduction, normalize=normalize)
-        if beta.device == embeddings.device:
-            learned = beta if single else _boundary(beta, labels, embeddings, references).squeeze(1)
+        if not isinstance(beta, Tensor) or beta.device == embeddings.device:
+            one = beta if single and isinstance(beta, Tensor) else None
+            learned = _boundary(beta, of_item, labels, embeddings, references).squeeze(1) if one is None else one
             return fused.loss("margin", batch, (margin, nu), reduction, normalize=normalize, beta=learned)
     if selection == "distance_weighted" and triplets.serves(impl, batch, selection, reduction, normalize, max_memory):
         plan = triplets.Plan(selection, "margin", margin, False, normalize, reduction, nu, margin)
-        edge = beta if single and isinstance(beta, Tensor) else _boundary(beta, labels, embeddings, references)
+        one = beta if single and isinstance(beta, Tensor) else None
+        edge = _boundary(beta, of_item, labels, embeddings, references) if one is None else one
         value = triplets.loss(batch, plan, boundary=edge, generator=generator)
         if value is not None:
             return value
-    boundary = _boundary(beta, labels, embeddings, references)  # (B, 1)
+    boundary = _boundary(beta, of_item, labels, embeddings, references)  # (B, 1)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation, boundary: Tensor) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
@@ -295,9 +302,10 @@ class ContrastiveLoss(nn.Module):
 
 
 class MarginLoss(nn.Module):
-    """`margin_loss` with a learned boundary β: one for all, or one a class with `num_classes`.
+    """`margin_loss` with a learned boundary β: one for all, or one per class with `num_classes`.
 
-    `lr_scale` 7: the authors' β learns at 0.1, divided by their batch of 140, beside an encoder at 1e-4.
+    `num_items` adds one per training item, which starts at 0: the loss is then called with `items=`, (B,), which of the
+    0..num_items-1 each row of the batch is. `lr_scale` 7: the authors' β learns at 0.1, divided by their batch of 140, beside an encoder at 1e-4.
     """
 
     lr_scale = 7.0
@@ -311,6 +319,7 @@ class MarginLoss(nn.Module):
         nu: float = 0.0,
         selection: mining.Selection = "distance_weighted",
         *,
+        num_items: int | None = None,
         normalize: bool = True,
         reduction: str = "active",
         generator: torch.Generator | None = None,
@@ -320,6 +329,8 @@ class MarginLoss(nn.Module):
         super().__init__()
         if num_classes is not None:
             checks.whole("num_classes", num_classes, 1)
+        if num_items is not None:
+            checks.whole("num_items", num_items, 1)
         hold(
             self,
             margin_loss,
@@ -333,6 +344,7 @@ class MarginLoss(nn.Module):
             **given(impl),
         )
         self.beta = nn.Parameter(torch.full(() if num_classes is None else (num_classes,), float(beta)))
+        self.item_beta = None if num_items is None else nn.Parameter(torch.zeros(num_items))
 
     extra_repr = show
 
@@ -342,8 +354,11 @@ class MarginLoss(nn.Module):
         labels: Labels,
         references: Tensor | None = None,
         reference_labels: Labels | None = None,
+        *,
+        items: Tensor | None = None,
     ) -> Tensor:
-        return margin_loss(embeddings, labels, references, reference_labels, beta=self.beta, **self.settings)
+        learned = {"beta": self.beta, "item_beta": self.item_beta, "items": items}
+        return margin_loss(embeddings, labels, references, reference_labels, **learned, **self.settings)
 
 
 class MultiSimilarityLoss(nn.Module):
@@ -435,10 +450,14 @@ def _pairs(
     return mining.select(selection, distance, kin, dim=dim, cutoff=cutoff, generator=generator)
 
 
-def _boundary(beta: Tensor | float, labels: Labels, embeddings: Tensor, references: Tensor | None) -> Tensor:
+def _boundary(
+    beta: Tensor | float, of_item: Tensor | None, labels: Labels, embeddings: Tensor, references: Tensor | None
+) -> Tensor:
     """β of each anchor, (B, 1), in the type of the distances."""
     both = embeddings.dtype if references is None else torch.promote_types(embeddings.dtype, references.dtype)
     kind = torch.promote_types(both, torch.float32)
+    if of_item is not None:
+        return _boundary(beta, None, labels, embeddings, references) + of_item.to(kind)[:, None]
     if not isinstance(beta, Tensor):
         return torch.full((embeddings.shape[0], 1), beta, dtype=kind, device=embeddings.device)
     beta = beta.to(kind)
@@ -451,3 +470,23 @@ def _boundary(beta: Tensor | float, labels: Labels, embeddings: Tensor, referenc
         )
     ids, _, spoilt = checks.in_range(classes, beta.shape[0])
     return (beta[ids] + spoilt.to(beta.dtype))[:, None]
+
+
+def _of_items(item_beta: Tensor | None, items: Tensor | None, embeddings: Tensor) -> Tensor | None:
+    """The part of β that is each anchor's own, (B,); None where there is none."""
+    if item_beta is None:
+        if items is not None:
+            raise ValueError("items must be left out without a β per item (num_items), got items")
+        return None
+    number = item_beta.shape[0]
+    if items is None:
+        raise ValueError(f"items must be given where β is one per item (num_items={number}): (B,) ids, got None")
+    ids = checks.class_ids("items", items, embeddings).long()
+    checks.same_device("item_beta", item_beta, embeddings)
+    if checks.reads_values(ids) and ids.numel():
+        low, high = (int(end) for end in torch.aminmax(ids))
+        if low < 0 or high >= number:
+            raise ValueError(f"items must be in 0..{number - 1}, got {low if low < 0 else high}")
+        return item_beta[ids]
+    beyond = (ids < 0) | (ids >= number)
+    return item_beta[ids.clamp(0, number - 1)].masked_fill(beyond, torch.nan)
