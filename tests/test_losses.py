@@ -459,12 +459,12 @@ def test_active_is_over_the_terms_above_zero_lossless():
     x = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 0.5]])
     y = torch.tensor([0, 0, 1, 1])
     settings = {"sigmoid": False, "epsilon": 1e-8}
-    values = []  # l_apn of every triplet, by hand
-    share = lambda i, j: float((x[i] - x[j]).square().sum()) / 2  # noqa: E731
-    for a in range(4):
-        for p in (i for i in range(4) if i != a and y[i] == y[a]):
-            for n in (i for i in range(4) if y[i] != y[a]):
-                values.append(-math.log(1 - share(a, p)) - math.log(share(a, n)))
+    share = [[float((u - v).square().sum()) / 2 for v in x] for u in x]
+    values = [  # l_apn of every triplet
+        -math.log(1 - share[a][p]) - math.log(share[a][n])
+        for a, p, n in itertools.permutations(range(4), 3)
+        if y[a] == y[p] and y[a] != y[n]
+    ]
     above = [v for v in values if v > 1e-6]
     assert 0 < len(above) < len(values)
     for kind in (torch.float32, torch.float64):

@@ -150,7 +150,7 @@ def test_a_boundary_per_item_is_told_which_items(vectors, tmp_path, monkeypatch)
     beta = seen.pop("beta").detach()
     assert bool((beta[list(seen)] != 0).any()) and len(seen) > 8
     for bad in ("1", "some"):
-        with pytest.raises(ValueError, match=r'loss.num_items must be a whole number of at least the \d+ training items'):
+        with pytest.raises(ValueError, match=r"loss.num_items must be a whole number of at least the \d+ training"):
             quickly(vectors, tmp_path / bad, "loss.name=margin", f"loss.num_items={bad}")
 
 

@@ -833,7 +833,11 @@ def _passes(number, dim, alone, selection, loss, squared, reduction, balance) ->
     else:
         fallback, selection = FALLBACKS.get(selection, 0), "semihard" if selection in FALLBACKS else selection
         select = Start(_rows, SELECTION=SELECTIONS.index(selection), L=LABELS, FALLBACK=fallback, **way)
-    sums = {"HALVES": (1 if balance else 2) if loss == "contrastive" else 0, "REDUCTION": REDUCTIONS.index(reduction), "BLOCK": FINISH}
+    sums = {
+        "HALVES": (1 if balance else 2) if loss == "contrastive" else 0,
+        "REDUCTION": REDUCTIONS.index(reduction),
+        "BLOCK": FINISH,
+    }
     return Passes(size.rows, select, Start(_finish, **sums, **options()))
 
 

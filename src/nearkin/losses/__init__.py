@@ -22,6 +22,7 @@ from nearkin.losses.cluster import (
     facility_location,
     facility_location_loss,
 )
+from nearkin.losses.describe import describe as _describe
 from nearkin.losses.pair import (
     CircleLoss,
     ContrastiveLoss,
@@ -141,3 +142,8 @@ __all__ = [
     "supcon_loss",
     "triplet_loss",
 ]
+
+_FUNCTIONS = {_name.replace("_", ""): _name for _name in __all__ if _name.endswith("_loss")}
+for _name in __all__:
+    if isinstance(globals()[_name], type):
+        _describe(globals()[_name], globals()[_FUNCTIONS[_name.lower()]])

@@ -117,8 +117,9 @@ def margin_loss(
 
     D: Euclidean distance of unit vectors. β_a = β of all or of a's class + β of the item a: beta, a number, a scalar
     tensor, or (C,) one per class of the anchor; item_beta (N,), one per item, where items (B,) says which of the N each
-    anchor is. Together they are the paper's β_0 + β_class + β_img, and ν Σ β_a holds all three back. The normaliser counts active pairs ("active"; none active, no loss), "mean" counts all, "sum" does not divide; a pair of
-    a triplet selection counts as often as it was drawn. Needs two items a class.
+    anchor is. Together they are the paper's β_0 + β_class + β_img, and ν Σ β_a holds all three back. The normaliser
+    counts active pairs ("active"; none active, no loss), "mean" counts all, "sum" does not divide; a pair of a triplet
+    selection counts as often as it was drawn. Needs two items a class.
     Wu et al. 2017, arXiv:1706.07567, eq. 6-8; margin 0.2, β 1.2, ν 0 and the normaliser from the authors' code.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
@@ -305,7 +306,8 @@ class MarginLoss(nn.Module):
     """`margin_loss` with a learned boundary β: one for all, or one per class with `num_classes`.
 
     `num_items` adds one per training item, which starts at 0: the loss is then called with `items=`, (B,), which of the
-    0..num_items-1 each row of the batch is. `lr_scale` 7: the authors' β learns at 0.1, divided by their batch of 140, beside an encoder at 1e-4.
+    0..num_items-1 each row of the batch is. `lr_scale` 7: the authors' β learns at 0.1, divided by their batch of 140,
+    beside an encoder at 1e-4.
     """
 
     lr_scale = 7.0
