@@ -359,7 +359,7 @@ class MarginLoss(nn.Module):
         *,
         items: Tensor | None = None,
     ) -> Tensor:
-        learned = {"beta": self.beta, "item_beta": self.item_beta, "items": items}
+        learned: dict[str, Any] = {"beta": self.beta, "item_beta": self.item_beta, "items": items}
         return margin_loss(embeddings, labels, references, reference_labels, **learned, **self.settings)
 
 

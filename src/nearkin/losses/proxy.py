@@ -502,4 +502,5 @@ class SoftTripleLoss(nn.Module):
         x = logits.checked(self, embeddings, self.centers)
         each, gamma = self.settings["centers_per_class"], self.settings["gamma"]
         similarity = _leaning(distances.unit(x), distances.unit(self.centers), each, gamma)
-        return similarity * self.settings["scale"] + logits.spoilt(x)
+        scale: float = self.settings["scale"]
+        return similarity * scale + logits.spoilt(x)

@@ -58,8 +58,7 @@ def quadruplet_loss(
         if selection == "all":
             apart, there = rival.of(ids)  # (B, R): each negative's distance to its l
             pairs = Relation(kin.positive, kin.negative & there)
-            second = all_triplets(torch.where(kin.positive, distance, apart), pairs, second_margin)
-            return *all_triplets(distance, kin, margin), *second
+            return *all_triplets(distance, kin, margin), *all_triplets(distance, pairs, second_margin, apart)
         plain = distance.detach().sqrt() if squared else distance
         chosen = mining.select(selection, plain, kin, dim=x.shape[1], generator=generator)
         if isinstance(chosen, mining.Pairs):
@@ -91,7 +90,10 @@ class _Rivals(NamedTuple):
         of class `own` (B,), and whether there is one; each (B, R) or (B, T)."""
         if columns is None:
             first = self.classes[0] != own[:, None]
-            return torch.where(first, *self.apart), torch.where(first, *self.there)
+            return (
+                torch.where(first, self.apart[0], self.apart[1]),
+                torch.where(first, self.there[0], self.there[1]),
+            )
         number = self.apart.shape[1]
         if not number:
             return self.apart.sum().expand(columns.shape), torch.zeros_like(columns, dtype=torch.bool)

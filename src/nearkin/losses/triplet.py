@@ -5,6 +5,7 @@
 distribution), "auto" takes it where it serves.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,8 +96,12 @@ def possible(selection: mining.Selection, margin: float | None, swap: bool, norm
     checks.one_of("selection", selection, possible)
 
 
-def all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tensor, Tensor, Tensor]:
+def all_triplets(
+    distance: Tensor, kin: Relation, margin: float, far: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of the hinge over all triplets of each anchor, their number, and how many are active, each (B,).
+
+    far (B, R): what stands for the distances of negatives, where it is not these themselves.
 
     The hinge is linear where active: Σ_p k_p (d_p + m) - Σ_n c_n d_n, with k_p the negatives nearer than d_p + m and
     c_n the positives whose d_p + m is beyond d_n. k comes from a binary search in the sorted negatives; a positive
@@ -104,24 +109,33 @@ def all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tensor
     is left is linear in the distances: autograd's gradient is exact.
     """
     with torch.no_grad():
-        beaten, beating = _counted(distance, (distance + margin).masked_fill_(~kin.positive, -torch.inf), kin)
+        beaten, beating = _counted(
+            (distance if far is None else far).masked_fill(~kin.negative, torch.inf),
+            lambda: (distance + margin).masked_fill_(~kin.positive, -torch.inf),
+        )
         # Both sides hold each active triplet once, so any constant may be taken off both: less to cancel.
         middle = distance.mean(1, keepdim=True) if distance.shape[1] else distance.sum(1, keepdim=True)
         active = beaten.sum(1)
         shift = active.to(distances.wide(distance)) * margin
-    weight = beaten.to(distance.dtype).sub_(beating)
+    weight = beaten.to(distance.dtype)
+    weight = weight.sub_(beating) if far is None else weight
     sums = ((distance - middle) * weight).sum(1, dtype=distances.wide(distance)) + shift
+    if far is not None:
+        sums = sums - ((far - middle) * beating).sum(1, dtype=distances.wide(distance))
     return sums.to(distance.dtype), kin.positive.sum(1) * kin.negative.sum(1), active
 
 
-def _counted(threshold: Tensor, reach: Tensor, kin: Relation) -> tuple[Tensor, Tensor]:
-    """How many thresholds of negatives each positive's reach is above, (B, R) int32, 0 where not a positive; and how
-    many reaches are above each negative's threshold, (B, R). reach: -inf where not a positive."""
-    low_first, order = threshold.masked_fill(~kin.negative, torch.inf).sort(1)
-    beaten = torch.searchsorted(low_first, reach, out_int32=True)
-    del low_first, reach
+def _counted(thresholds: Tensor, reach: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """How many thresholds of negatives each positive's reach is above, (B, R) int32; and how many reaches are above
+    each threshold, (B, R). thresholds: inf where not a negative. reach, made when it is needed: -inf where not a
+    positive."""
+    thresholds, order = thresholds.sort(1)
+    beaten = torch.searchsorted(thresholds, reach(), out_int32=True)
+    kind = thresholds.dtype
+    del thresholds
     place = beaten.long().sub_(1).clamp_(min=0)
-    ends = torch.zeros_like(threshold).scatter_add_(1, place, (beaten > 0).to(threshold.dtype))
+    ends = torch.zeros_like(place, dtype=kind).scatter_add_(1, place, (beaten > 0).to(kind))
+    del place
     covered = ends.flip(1).cumsum(1).flip(1)  # in sorted order: positives that end here or later
     return beaten, torch.empty_like(covered).scatter_(1, order, covered)
 
@@ -144,7 +158,7 @@ def lossless_triplet_loss(
 
     `sigmoid=True` maps raw outputs into the cube; set it False where the encoder ends in a sigmoid (values are then
     held to [0, 1]). Over all triplets: the terms part into pairs, so it takes O(B²); to tell those above 0 ("active")
-    O(B² log B), without a kernel. A term is 0 or below only where d_ap = 0 and d_an = N. Needs two items a class.
+    O(B² log B), without a kernel. A term is 0 or below only within ε of d_ap = 0 and d_an = N. Needs two items a class.
     Arsenault 2018 (blog); β = N and ε 1e-8 from there.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
@@ -162,7 +176,9 @@ def lossless_triplet_loss(
         positives, negatives = kin.positive.sum(1), kin.negative.sum(1)
         if reduction == "active":
             with torch.no_grad():
-                met, meeting = _counted(-push, pull.masked_fill(~kin.positive, -torch.inf), kin)
+                met, meeting = _counted(
+                    torch.where(kin.negative, -push, torch.inf), lambda: pull.masked_fill(~kin.positive, -torch.inf)
+                )
             sums = (pull * met).sum(1) + torch.where(kin.negative, push * meeting, 0.0).sum(1)
             return sums, positives * negatives, met.sum(1)
         pulled = torch.where(kin.positive, pull, 0.0).sum(1) * negatives

@@ -50,11 +50,11 @@ def build_loss(
     elif isinstance(settings.get("num_classes"), str):
         raise ValueError(f'loss.num_classes must be a whole number, "all" or "none", got {settings["num_classes"]!r}')
     if settings.get("num_items") is not None:
-        given = settings["num_items"]
-        if given != "all" and (isinstance(given, str) or items is None or given < items):
-            needed = "" if items is None else f" of at least the {items} training items"
-            raise ValueError(f'loss.num_items must be a whole number{needed}, "all" or "none", got {given!r}')
-        settings["num_items"] = items if given == "all" else given
+        number = settings["num_items"]
+        if number != "all" and (isinstance(number, str) or items is None or number < items):
+            least = "" if items is None else f" of at least the {items} training items"
+            raise ValueError(f'loss.num_items must be a whole number{least}, "all" or "none", got {number!r}')
+        settings["num_items"] = items if number == "all" else number
     if "dim" in wanted:
         settings["dim"] = dim
     with torch.random.fork_rng(devices=[]):
