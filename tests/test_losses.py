@@ -577,3 +577,16 @@ def test_items_that_are_missing_or_unknown_are_refused():
         losses.MarginLoss()(x, y, items=torch.arange(4))
     with pytest.raises(ValueError, match="num_items must be"):
         losses.MarginLoss(num_items=0)
+
+
+def test_contrastive_as_the_paper_has_it():
+    """Half of the mean over all pairs, by hand: one positive pair at 1, two negative pairs at 2 and 3, margin 3."""
+    x, y = points([0.0], [1.0], [3.0]), torch.tensor([0, 0, 1])
+    pairs = [1.0, (3 - 3) ** 2, (3 - 2) ** 2]
+    assert losses.contrastive_loss(x, y, margin=3.0, balance=False).item() == pytest.approx(sum(pairs) / 3 / 2)
+    assert losses.contrastive_loss(x, y, margin=3.0).item() == pytest.approx((1.0 + sum(pairs[1:]) / 2) / 2)
+    assert losses.contrastive_loss(x, y, margin=3.0, balance=False, reduction="active").item() == pytest.approx(0.5)
+    alone = losses.contrastive_loss(x[:2], y[:2], balance=False)  # of one kind only, both are the same
+    torch.testing.assert_close(alone, 2 * losses.contrastive_loss(x[:2], y[:2]) / 2)
+    with pytest.raises(TypeError, match="balance must be True or False, got 'no'"):
+        losses.ContrastiveLoss(balance="no")
