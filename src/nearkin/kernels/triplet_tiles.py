@@ -56,9 +56,9 @@ HARD, SEMIHARD, ALL, RANDOM, WEIGHTED = (tl.constexpr(n) for n in range(5))
 HINGE, SOFT, MARGIN, CONTRASTIVE = (tl.constexpr(n) for n in range(4))
 ROUNDS = tl.constexpr(7)  # of Philox: as many as its authors found to be enough
 SELECTIONS = ("hard", "semihard", "all", "random", "distance_weighted", "batch_hard", "easy_positive")
-FARTHEST, HARDEST, SKIP = (tl.constexpr(n) for n in range(3))  # what stands in for a semi-hard negative
-FALLBACKS = {"semihard_or_hardest": 1, "semihard_or_skip": 2}
-APART, TOGETHER = tl.constexpr(1), tl.constexpr(2)  # how positives and negatives are reduced, where both are
+FALLBACKS = {"semihard_or_hardest": 1, "semihard_or_skip": 2}  # 0: the farthest stands in for a semi-hard negative
+HARDEST, LEFT_OUT = tl.constexpr(1), tl.constexpr(2)
+TOGETHER = tl.constexpr(2)  # positives and negatives are one mean; 1: reduced apart, 0: there are triplets alone
 LOSSES = ("hinge", "soft", "margin", "contrastive")
 REDUCTIONS = ("sum", "mean", "active")
 SUMS = 7  # of a program: sum, number and active number of terms, the same of negatives by themselves, NaN or 0
@@ -502,7 +502,7 @@ def _rows(x, r, boundary, seeds, lists, stats, number, others, capacity, stride,
                 column0, column1, column2, column3 = _semihard(
                     x, r, own, i, there, left, _ranked(near0, ROOT), _ranked(near1, ROOT), _ranked(near2, ROOT),
                     _ranked(near3, ROOT), others, rounding, SELECTION == HARD, ROOT, SELF, PAD, M, N, K)  # fmt: skip
-                if SELECTION == SEMIHARD and FALLBACK != SKIP:
+                if SELECTION == SEMIHARD and FALLBACK != LEFT_OUT:
                     none = (column0 < 0) | ((column1 < 0) & (slot + 1 < found))
                     none = none | ((column2 < 0) & (slot + 2 < found)) | ((column3 < 0) & (slot + 3 < found))
                     none = none & (slot < found) & (strangers > 0)
