@@ -200,6 +200,7 @@ _TRIED: tuple[Row, ...] = (
     _row("facility location", "facility-location", _loss(gamma=1.0), _loss(gamma=5.0)),
     _row("siamese", "siamese", dict(_FAST)),
     _row("lossless triplet", "lossless-triplet", {}),
+    _row("quadruplet", "quadruplet", _loss(reduction="active"), _loss(selection="batch_hard", reduction="active")),
 )
 _ATTRIBUTES = _row("log-ratio on attributes", "logratio", {"sampler.name": "label-neighbours", "loss.normalize": True})
 

@@ -23,6 +23,7 @@ OURS = {
     "TripletLoss, semi-hard": ("TripletLoss()", None),
     "TripletLoss, all": ("TripletLoss(selection='all')", "TripletMarginLoss()"),
     "TripletLoss, batch-hard": ("TripletLoss(selection='batch_hard')", None),
+    "QuadrupletLoss": ("QuadrupletLoss()", None),
     "LosslessTripletLoss": ("LosslessTripletLoss()", None),
     "LiftedStructureLoss, smooth": ("LiftedStructureLoss()", "LiftedStructureLoss()"),
     "LiftedStructureLoss, max": ("LiftedStructureLoss(form='max')", None),

@@ -27,6 +27,7 @@ class Case:
     smooth: bool = True  # the value's own finite differences are its gradient: no stop-gradient inside
     ordered: bool = False  # the order within a class carries meaning
     compiles: bool = True
+    by_class: bool = False  # asks whose class is whose, beyond who is kin
 
     def __str__(self) -> str:
         return self.name
@@ -99,6 +100,8 @@ def pair_twin(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             settings["selection"] = "all"
         if function is reference.margin:
             settings |= {"beta": module.beta, "classes": labels if module.beta.dim() else None}
+        if function is reference.quadruplet:
+            settings["classes"] = labels.tolist()
         if function is reference.siamese:
             settings |= {"weight": module.weight, "bias": module.bias}
         return function(x, positive, negative, references, **settings)
@@ -156,6 +159,12 @@ LOSSES = [
         lambda: C.ContrastiveLoss(0.9, positive_margin=0.3, squared=False, normalize=True, reduction="active"),
         R.contrastive,
     ),
+    _pair("ContrastiveLoss-all-pairs", lambda: C.ContrastiveLoss(margin=3.0, balance=False), R.contrastive),
+    _pair(
+        "ContrastiveLoss-all-active",
+        lambda: C.ContrastiveLoss(0.9, balance=False, normalize=True, reduction="active", selection="semihard"),
+        R.contrastive,
+    ),
     _pair("ContrastiveLoss-hard", lambda: C.ContrastiveLoss(3.0, selection="hard_negatives"), R.contrastive),
     _pair("ContrastiveLoss-batch-hard", lambda: C.ContrastiveLoss(3.0, selection="batch_hard"), R.contrastive),
     _pair("MarginLoss", lambda: C.MarginLoss(selection="all"), R.margin),
@@ -172,8 +181,27 @@ LOSSES = [
         lambda: C.TripletLoss(None, squared=False, normalize=False, selection="batch_hard"),
         R.triplet,
     ),
+    _pair("TripletLoss-hardest", lambda: C.TripletLoss(selection="semihard_or_hardest"), R.triplet),
     _pair("TripletLoss-easy", lambda: C.TripletLoss(selection="easy_positive"), R.triplet),
+    _pair("QuadrupletLoss", lambda: C.QuadrupletLoss(), R.quadruplet, by_class=True),
+    _pair(
+        "QuadrupletLoss-all",
+        lambda: C.QuadrupletLoss(selection="all", reduction="active"),
+        R.quadruplet,
+        by_class=True,
+    ),
+    _pair(
+        "QuadrupletLoss-plain",
+        lambda: C.QuadrupletLoss(0.5, 0.4, squared=False, normalize=False, selection="batch_hard"),
+        R.quadruplet,
+        by_class=True,
+    ),
     _pair("LosslessTripletLoss", lambda: C.LosslessTripletLoss(), R.lossless_triplet),
+    _pair(
+        "LosslessTripletLoss-active",
+        lambda: C.LosslessTripletLoss(epsilon=0.4, reduction="active"),
+        R.lossless_triplet,
+    ),
     _pair("LiftedStructureLoss", lambda: C.LiftedStructureLoss(), R.lifted_structure),
     _pair("LiftedStructureLoss-max", lambda: C.LiftedStructureLoss(form="max", normalize=True), R.lifted_structure),
     _pair("NPairLoss", lambda: C.NPairLoss(), R.npair, ordered=True),
@@ -181,6 +209,7 @@ LOSSES = [
     _pair("InfoNCELoss", lambda: C.InfoNCELoss(), R.infonce),
     _pair("SmoothAPLoss", lambda: C.SmoothAPLoss(0.1), R.smooth_ap),
     _pair("FastAPLoss", lambda: C.FastAPLoss(), R.fastap),
+    _pair("FastAPLoss-active", lambda: C.FastAPLoss(bins=4, reduction="active"), R.fastap),
     _pair("SiameseLoss", lambda: C.SiameseLoss(DIM), R.siamese),
     Case("LogRatioLoss", lambda: C.LogRatioLoss(), graded_twin, pairs=True, graded=True),
     Case(

@@ -26,6 +26,10 @@ PAIR_CASES = {
         losses.contrastive_loss, {"margin": 1.3, "positive_margin": 0.6, "squared": False, "normalize": True}
     ),
     "contrastive, sum": Case(losses.contrastive_loss, {"positive_margin": 0.2, "normalize": True, "reduction": "sum"}),
+    "contrastive, all pairs": Case(losses.contrastive_loss, {"margin": 1.4, "balance": False}),
+    "contrastive, all pairs, active": Case(
+        losses.contrastive_loss, {"margin": 1.4, "balance": False, "normalize": True, "reduction": "active"}
+    ),
     "margin": Case(losses.margin_loss, {"selection": "all"}, "scalar"),
     "margin, a class": Case(losses.margin_loss, {"selection": "all", "nu": 0.1, "reduction": "mean"}, "class"),
     "margin, a number": Case(losses.margin_loss, {"selection": "all", "beta": 1.1, "normalize": False}),

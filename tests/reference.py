@@ -111,7 +111,9 @@ def semihard_negative(row, p, negatives, fallback):
     farther = [n for n in negatives if row[n] > row[p]]
     if farther:
         return nearest(row, farther)
-    return farthest(row, negatives) if negatives and fallback == "farthest" else None
+    if not negatives or fallback == "skip":
+        return None
+    return farthest(row, negatives) if fallback == "farthest" else nearest(row, negatives)
 
 
 def mine_semihard(distance, positive, negative, fallback="farthest"):
@@ -122,6 +124,14 @@ def mine_semihard(distance, positive, negative, fallback="farthest"):
             if n is not None:
                 triplets.append((a, p, n))
     return triplets
+
+
+def mine_semihard_or_hardest(distance, positive, negative):
+    return mine_semihard(distance, positive, negative, "hardest")
+
+
+def mine_semihard_or_skip(distance, positive, negative):
+    return mine_semihard(distance, positive, negative, "skip")
 
 
 def mine_batch_hard(distance, positive, negative):
@@ -196,7 +206,7 @@ def selected(selection, positive, negative, a):
 
 
 def contrastive(
-    x, positive, negative, references=None, *, margin=1.0, positive_margin=0.0, squared=True,
+    x, positive, negative, references=None, *, margin=1.0, positive_margin=0.0, squared=True, balance=True,
     selection="all", normalize=False, reduction="mean",
 ):  # fmt: skip
     d = distances(x, references, normalize=normalize)
@@ -206,6 +216,8 @@ def contrastive(
         positives, negatives = selected(selection, positive, negative, a)
         pull.append([(d[a][p] - positive_margin).relu() ** power for p in positives])
         push.append([(margin - d[a][n]).relu() ** power for n in negatives])
+    if not balance:
+        return reduced(x, [near + far for near, far in zip(pull, push, strict=True)], reduction) / 2
     return reduced(x, pull, reduction) / 2 + reduced(x, push, reduction) / 2
 
 
@@ -290,6 +302,23 @@ def triplet(
         gap = d[a][p] - far
         terms[a].append(log1p_sum_exp([gap]) if margin is None else (gap + margin).relu())
     return reduced(x, terms, reduction)
+
+
+def quadruplet(
+    x, positive, negative, references=None, *, classes, margin=0.2, second_margin=0.1, squared=True,
+    selection="all", normalize=True, reduction="mean",
+):  # fmt: skip
+    """classes: of each anchor. The fourth item is the nearest to the negative among the anchors of a third class."""
+    d = distances(x, references, squared=squared, normalize=normalize)
+    if selection == "all":
+        selection = [(a, p, n) for a in range(len(x)) for p in columns(positive, a) for n in columns(negative, a)]
+    first, second = [[] for _ in x], [[] for _ in x]
+    for a, p, n in selection:
+        first[a].append((d[a][p] - d[a][n] + margin).relu())
+        third = [m for m in range(len(x)) if negative[m][n] and classes[m] != classes[a]]
+        if third:
+            second[a].append((d[a][p] - min(d[m][n] for m in third) + second_margin).relu())
+    return reduced(x, first, reduction) + reduced(x, second, reduction)
 
 
 def lossless_triplet(x, positive, negative, references=None, *, sigmoid=True, epsilon=1e-8, reduction="mean"):

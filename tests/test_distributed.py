@@ -160,6 +160,29 @@ def test_gradients_of_every_loss_and_selection_are_those_of_one_process(world):
     assert set(found) == set(names) and min(len(errors) for errors in found.values()) >= 6 and not wrong
 
 
+def boundaries_per_item(rank, world):
+    """Errors of the value, and of the gradients by embeddings and boundaries, of a β per item."""
+    x, labels = items()
+    x, order = x[:, : cases.DIM], torch.randperm(ITEMS, generator=torch.Generator().manual_seed(1))
+    found = []
+    for counts in CUTS[world]:
+        own, whole = part(x, counts, rank).clone().requires_grad_(), x.clone().requires_grad_()
+        loss = seeded(lambda: losses.MarginLoss(num_items=ITEMS, nu=0.1, selection="semihard"))
+        alone = seeded(lambda: losses.MarginLoss(num_items=ITEMS, nu=0.1, selection="semihard"))
+        value = GlobalBatch(loss, averaged=False)(own, part(labels, counts, rank), items=part(order, counts, rank))
+        value.backward()
+        wanted = alone(whole, labels, items=order)
+        wanted.backward()
+        found += [error([value], [wanted]), error([own.grad], [part(whole.grad, counts, rank)])]
+        found.append(error(gradients(loss), gradients(alone)))
+    return found
+
+
+@sized
+def test_boundaries_per_item_are_those_of_one_process(world):
+    assert max(map(max, worlds.run(world, boundaries_per_item, timeout=120))) <= TOLERANCE
+
+
 def any_parts(rank, world, seeds):
     """Random losses, items and cuts, with unknown items and batches of nobody; the errors of values and gradients."""
     found = {}

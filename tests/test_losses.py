@@ -452,3 +452,141 @@ def test_a_callable_selects():
     loss = losses.TripletLoss(selection=lambda d, kin: mining.semihard(d, kin, fallback="skip"))
     named = losses.TripletLoss()
     assert loss(x, y).item() <= named(x, y).item() + 1 and bool(loss(x, y).isfinite())
+
+
+def test_active_is_over_the_terms_above_zero_lossless():
+    """Corners of the cube: kin at one place and strangers opposite cost nothing, whoever stands between does."""
+    x = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 0.5]])
+    y = torch.tensor([0, 0, 1, 1])
+    settings = {"sigmoid": False, "epsilon": 1e-8}
+    share = [[float((u - v).square().sum()) / 2 for v in x] for u in x]
+    values = [  # l_apn of every triplet
+        -math.log(1 - share[a][p]) - math.log(share[a][n])
+        for a, p, n in itertools.permutations(range(4), 3)
+        if y[a] == y[p] and y[a] != y[n]
+    ]
+    above = [v for v in values if v > 1e-6]
+    assert 0 < len(above) < len(values)
+    for kind in (torch.float32, torch.float64):
+        got = losses.lossless_triplet_loss(x.to(kind), y, reduction="active", **settings)
+        assert got.item() == pytest.approx(sum(above) / len(above), rel=1e-5)
+        blocks = losses.lossless_triplet_loss(x.to(kind), y, reduction="active", max_memory=2_000, **settings)
+        assert blocks.item() == pytest.approx(got.item(), rel=1e-6)
+
+
+def test_active_is_over_the_terms_above_zero_fastap():
+    """Whose kin all come first costs exactly 0, in every precision, and does not count as active."""
+    for seed in range(5):
+        g = torch.Generator().manual_seed(seed)
+        y = torch.arange(4).repeat_interleave(5)
+        x = 5 * torch.eye(4, 16)[y] + 0.3 * torch.randn(20, 16, generator=g)
+        assert not bool(losses.fastap_loss(x, y, reduction="none").any())
+        mixed = torch.cat([x, torch.eye(4, 16)[:1] - torch.eye(4, 16)[1:2]])  # one item among strangers, its kin afar
+        each = losses.fastap_loss(mixed, torch.cat([y, y[-1:]]), reduction="none")
+        assert 0 < int((each > 1e-3).sum()) < 21 and bool(((each > 1e-3) | (each == 0)).all())
+        active = losses.fastap_loss(mixed, torch.cat([y, y[-1:]]), reduction="active")
+        assert active.item() == pytest.approx(each[each > 1e-3].mean().item(), rel=1e-6)
+
+
+def test_quadruplet_by_hand():
+    """On a line: kin at 0 and 1, strangers of two classes at 3 and 4; of squared distances."""
+    x = torch.tensor([[0.0], [1.0], [3.0], [4.0]])
+    y = torch.tensor([0, 0, 1, 2])
+    plain = {"normalize": False, "margin": 5.0, "second_margin": 2.0, "selection": "batch_hard"}
+    first = [(1 - 9 + 5) * 0, 1 - 4 + 5]  # anchors 0 and 1, whose nearest negative is the third item
+    second = [1 - 1 + 2, 1 - 1 + 2]  # the third item's nearest of a third class is the fourth, at 1
+    assert losses.quadruplet_loss(x, y, **plain).item() == pytest.approx(sum(first) / 2 + sum(second) / 2)
+    assert losses.quadruplet_loss(x, y, **plain, reduction="active").item() == pytest.approx(2 + 2)
+    assert losses.quadruplet_loss(x, y, **plain, reduction="sum").item() == pytest.approx(2 + 4)
+    assert losses.quadruplet_loss(x, y, **plain, reduction="none").tolist() == [2.0, 4.0, 0.0, 0.0]
+    two = losses.quadruplet_loss(x, y.clamp(max=1), **plain)  # without a third class a triplet loss is left
+    torch.testing.assert_close(
+        two, losses.triplet_loss(x, y.clamp(max=1), normalize=False, margin=5.0, selection="batch_hard")
+    )
+
+
+@pytest.mark.parametrize("selection", ["semihard", "all", "random"])
+def test_quadruplet_of_a_large_batch_is_the_cube(selection):
+    """Against every quadruplet written out, with duplicates and unknown items."""
+    g = torch.Generator().manual_seed(4)
+    x, y = torch.randn(40, 6, generator=g, dtype=f64), torch.randint(-1, 7, (40,), generator=g)
+    x[3], x[9] = x[5], x[5]
+    positive, negative = masks(y)
+    d = distances.squared_euclidean(x, normalize=True)
+    if selection == "all":
+        valid = positive[:, :, None] & negative[:, None, :]  # (a, p, n)
+    else:
+        kin = relations.of(y)
+        chosen = mining.select(selection, d.sqrt(), kin, dim=6, generator=torch.Generator().manual_seed(1))
+        valid = torch.zeros(40, 40, 40, dtype=torch.bool)
+        valid[chosen.indices()] = True
+    third = negative[:, :, None] & negative[:, None, :] & negative[None]  # (a, n, l)
+    gap = torch.where(third, d[None], torch.inf).amin(2)
+    first = (d[:, :, None] - d[:, None, :] + 0.2).relu()[valid]
+    second = (d[:, :, None] - gap[:, None, :] + 0.1).relu()[valid]
+    got = losses.quadruplet_loss(x, y, selection=selection, generator=torch.Generator().manual_seed(1))
+    assert got.item() == pytest.approx((first.mean() + second.mean()).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("selection", ["all", "semihard"])
+@pytest.mark.parametrize("num_classes", [None, 4])
+def test_margin_with_a_boundary_per_item(selection, num_classes):
+    """β_0 + β_class + β_img: value, and the gradient of every part, against the loop; in blocks and as references."""
+    g = torch.Generator().manual_seed(2)
+    y = torch.arange(4).repeat(3)
+    x = torch.randn(4, 5, generator=g, dtype=f64)[y] + torch.randn(12, 5, generator=g, dtype=f64)
+    items = torch.randperm(20, generator=g)[:12]
+    settings = {"num_classes": num_classes, "num_items": 20, "nu": 0.3, "selection": selection}
+    module = losses.MarginLoss(**settings).double()
+    with torch.no_grad():
+        module.item_beta.copy_(0.2 * torch.randn(20, generator=g, dtype=f64))
+    value = module(x, y, items=items)
+    got = torch.autograd.grad(value, list(module.parameters()))
+    chosen = "all"
+    positive, negative = masks(y)
+    if selection != "all":
+        chosen = reference.mine_semihard(distances.euclidean(x, normalize=True), positive, negative)
+    total = (module.beta if num_classes is None else module.beta[y]) + module.item_beta[items]
+    twin = reference.margin(x, positive, negative, beta=total, classes=range(12), nu=0.3, selection=chosen)
+    torch.testing.assert_close(value, twin)
+    for ours, theirs in zip(got, torch.autograd.grad(twin, list(module.parameters())), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    module.settings["max_memory"] = 14_000
+    torch.testing.assert_close(module(x, y, items=items), twin)
+    copy = losses.MarginLoss(**settings)
+    copy.load_state_dict(module.state_dict())  # the state dict carries them
+    from nearkin.memory import CrossBatchMemory
+
+    del module.settings["max_memory"]
+    remembering = CrossBatchMemory(module, 30, 5).double()
+    torch.testing.assert_close(remembering(x, y, items=items), twin)  # an empty memory: the batch alone
+
+
+def test_items_that_are_missing_or_unknown_are_refused():
+    x, y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
+    loss = losses.MarginLoss(num_items=9)
+    with pytest.raises(ValueError, match=r"items must be given where β is one per item \(num_items=9\)"):
+        loss(x, y)
+    with pytest.raises(ValueError, match=r"items must be in 0\.\.8, got 9"):
+        loss(x, y, items=torch.tensor([0, 1, 2, 9]))
+    with pytest.raises(ValueError, match=r"items must be in 0\.\.8, got -1"):
+        loss(x, y, items=torch.tensor([0, -1, 2, 3]))
+    with pytest.raises(ValueError, match="items must"):
+        loss(x, y, items=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"items must be left out without a β per item \(num_items\)"):
+        losses.MarginLoss()(x, y, items=torch.arange(4))
+    with pytest.raises(ValueError, match="num_items must be"):
+        losses.MarginLoss(num_items=0)
+
+
+def test_contrastive_as_the_paper_has_it():
+    """Half of the mean over all pairs, by hand: one positive pair at 1, two negative pairs at 2 and 3, margin 3."""
+    x, y = points([0.0], [1.0], [3.0]), torch.tensor([0, 0, 1])
+    pairs = [1.0, (3 - 3) ** 2, (3 - 2) ** 2]
+    assert losses.contrastive_loss(x, y, margin=3.0, balance=False).item() == pytest.approx(sum(pairs) / 3 / 2)
+    assert losses.contrastive_loss(x, y, margin=3.0).item() == pytest.approx((1.0 + sum(pairs[1:]) / 2) / 2)
+    assert losses.contrastive_loss(x, y, margin=3.0, balance=False, reduction="active").item() == pytest.approx(0.5)
+    alone = losses.contrastive_loss(x[:2], y[:2], balance=False)  # of one kind only, both are the same
+    torch.testing.assert_close(alone, losses.contrastive_loss(x[:2], y[:2]))
+    with pytest.raises(TypeError, match="balance must be True or False, got 'no'"):
+        losses.ContrastiveLoss(balance="no")

@@ -41,7 +41,7 @@ def by_hand(loss, x, labels, past):
     """The loss with the batch and the past rows as references, an item's pair with itself left out."""
     references = torch.cat([x, *(row[None] for row, _ in past)])
     others = torch.cat([labels, *(label[None] for _, label in past)])
-    return loss(x, without_self(*masks(labels, others)), references)
+    return loss(x, without_self(*masks(labels, others))._replace(ids=labels), references)
 
 
 def gradients(value, x, module):

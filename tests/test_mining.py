@@ -30,6 +30,7 @@ TRIPLETS = {
         partial(mining.semihard, fallback="skip"),
         partial(reference.mine_semihard, fallback="skip"),
     ),
+    "semihard-hardest": (partial(mining.semihard, fallback="hardest"), reference.mine_semihard_or_hardest),
     "batch_hard": (mining.batch_hard, reference.mine_batch_hard),
     "easy_positive": (mining.easy_positive, reference.mine_easy_positive),
     "easy_positive-hard": (
@@ -256,6 +257,8 @@ def test_semihard_by_hand():
     kin = relations.explicit(torch.tensor([[True, True, False, False, False, False]]))
     assert triplets(mining.semihard(distance, kin)) == [(0, 0, 3), (0, 1, 3)]  # 3: the first of the two farthest
     assert triplets(mining.semihard(distance, kin, fallback="skip")) == [(0, 0, 3)]
+    assert triplets(mining.semihard(distance, kin, fallback="hardest")) == [(0, 0, 3), (0, 1, 5)]
+    assert triplets(mining.easy_positive(distance + 9 * ~kin.negative, kin, fallback="hardest")) == [(0, 0, 5)]
     assert triplets(mining.hard(distance, kin)) == [(0, 0, 5), (0, 1, 5)]
     assert triplets(mining.batch_hard(distance, kin)) == [(0, 1, 5)]
     assert triplets(mining.easy_positive(distance, kin)) == [(0, 0, 3)]

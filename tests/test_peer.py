@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_triple
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from nearkin import losses, mining, relations
+from nearkin import losses, memory, mining, relations
 from nearkin.core import distances
 from nearkin.core.relations import Relation
 
@@ -713,6 +714,68 @@ def test_guide_names_every_loss_of_the_peer():
     for name in dir(peer):
         if isinstance(getattr(peer, name), type) and name not in machinery and not name.endswith("Mixin"):
             assert f"`{name}" in text, name
+
+
+def arguments(thing: type) -> set[str]:
+    """Of its own: those of its ancestors that every loss there has are left out."""
+    found = set()
+    for part in thing.__mro__:
+        if part.__module__.startswith("pytorch_metric_learning.losses") and "__init__" in vars(part):
+            found |= {n for n, p in signature(part.__init__).parameters.items() if p.kind is not p.VAR_KEYWORD}
+    general = {"self", "embedding_regularizer", "embedding_reg_weight", "weight_regularizer", "weight_reg_weight"}
+    return found - general - {"weight_init_func", "args", "mat_based_loss", "use_similarity"}
+
+
+def test_guide_names_what_exists_on_both_sides():
+    section = GUIDE.read_text(encoding="utf-8").split("## Names, one by one")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|(.*)\|$", section, re.MULTILINE)
+    assert len(rows) == 20
+    for theirs, ours, listed in rows:
+        there = getattr(peer, theirs)
+        here = getattr(memory if ours.startswith("memory.") else losses, ours.split(".")[-1])
+        pairs = re.findall(r"`(\w+)` → (?:`(\w+)`|–)", listed)
+        assert {a for a, _ in pairs} == arguments(there), theirs
+        assert {b for _, b in pairs if b} <= set(signature(here).parameters), theirs
+    same = {name for name in dir(peer) if name.endswith("Loss") and hasattr(losses, name)}
+    assert same <= {theirs for theirs, _, _ in rows}  # nothing of the same name is left unsaid
+
+
+UNCHANGED = {
+    "SupCon": lambda library: library.SupConLoss(temperature=0.2),
+    "Circle": lambda library: library.CircleLoss(0.3, 64),
+    "FastAP": lambda library: library.FastAPLoss(8),
+    "Proxy-Anchor": lambda library: library.ProxyAnchorLoss(CLASSES, DIM, 0.2, 16),
+    "normalised softmax": lambda library: library.NormalizedSoftmaxLoss(CLASSES, DIM),
+    "CosFace": lambda library: library.CosFaceLoss(CLASSES, DIM, margin=0.3, scale=50.0),
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_the_import_alone_is_enough(name):
+    """What the guide says of it: the same line makes and calls the loss, and the number is the same."""
+    ours, theirs, _ = Row(name, lambda: UNCHANGED[name](losses), lambda: UNCHANGED[name](peer)).build()
+    x, labels = batch("even")
+    assert_close(ours(x, labels), theirs(x, labels), 1e-9)
+
+
+LOGITS = {  # ours, theirs, and what of theirs ours is
+    "normalised softmax": (L.NormalizedSoftmaxLoss, P.NormalizedSoftmaxLoss, lambda z: z),
+    "CosFace": (L.CosFaceLoss, P.CosFaceLoss, lambda z: z),
+    "ArcFace": (L.ArcFaceLoss, P.ArcFaceLoss, lambda z: z),
+    "sub-centres": (partial(L.ArcFaceLoss, sub_centers=3), partial(P.SubCenterArcFaceLoss, sub_centers=3), lambda z: z),
+    "SphereFace": (L.SphereFaceLoss, P.SphereFaceLoss, lambda z: z),
+    "Proxy-Anchor": (L.ProxyAnchorLoss, P.ProxyAnchorLoss, lambda z: 32 * z),
+    "SoftTriple": (L.SoftTripleLoss, P.SoftTripleLoss, lambda z: 20 * z),
+    "Proxy-NCA": (L.ProxyNCALoss, P.ProxyNCALoss, lambda z: -9 * z),
+}
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_logits_as_the_guide_says(name):
+    mine, other, turned = LOGITS[name]
+    ours, theirs, _ = Row(name, lambda: mine(*size), lambda: other(**named_size)).build()
+    x, _ = batch("even")
+    assert_close(ours.get_logits(x), turned(theirs.get_logits(x)), 1e-9)
 
 
 def test_guide_runs():

@@ -26,6 +26,7 @@ from nearkin import (
     samplers,
     training,
 )
+from nearkin.losses import describe
 
 ROOT = Path(nearkin.__file__).parent
 DOCS = ROOT.parents[1] / "docs"
@@ -110,7 +111,24 @@ def test_every_loss_has_a_function_a_case_and_a_line_in_the_docs():
         assert name.lower() in functions, f"{name} has no function"
         assert name in judged, f"{name} has no case in cases.py"
         assert f"`{name}`" in table, f"{name} is not in docs/losses.md"
-    assert len(classes) == 25
+    assert len(classes) == 26
+
+
+LOSS_CLASSES = [name for name in losses.__all__ if inspect.isclass(getattr(losses, name))]
+
+
+@pytest.mark.parametrize("name", LOSS_CLASSES)
+def test_help_of_a_loss_class_has_its_formula_and_settings(name):
+    loss = getattr(losses, name)
+    summary, formula, *rest = inspect.getdoc(loss).split("\n\n")
+    assert " = " in formula, f"{name}: no formula after {summary!r}"
+    assert rest[-2] == "Settings"
+    lines = rest[-1].replace("\n      ", " ").splitlines()
+    for line, (setting, parameter) in zip(lines, inspect.signature(loss).parameters.items(), strict=True):
+        given = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+        said, _, meaning = line.strip().partition(": ")
+        assert said == setting + given and len(meaning) > 10, f"{name}: {setting} has no meaning in losses/describe.py"
+    assert not set(describe.OWN[name]) - set(inspect.signature(loss).parameters), f"{name} has no such settings"
 
 
 def test_losses_do_not_synchronise_or_loop():

@@ -21,9 +21,10 @@ CASES = [
     and case.name not in WHOLE
 ]
 IDS = [case for case in CASES if not case.graded]
-PLAIN = [case for case in IDS if "classes" not in case.name]
+PLAIN = [case for case in IDS if "classes" not in case.name and not case.by_class]
 every = pytest.mark.parametrize("case", CASES, ids=str)
 every_relation = pytest.mark.parametrize("case", PLAIN, ids=str)
+every_reduced = pytest.mark.parametrize("case", PLAIN + [case for case in IDS if case.by_class], ids=str)
 SIZES = (1, 5, 12)  # rows a block, of 13
 
 
@@ -111,7 +112,7 @@ def test_references(case, rows, blocks):
     assert_equal(run(module, room(rows, x, references), x, labels, references, others), wanted)
     assert blocks
     lone = room(rows, x, references[:1])  # one reference, and for the lifted loss one row of its anchors
-    if "Lifted" in case.name:
+    if "Lifted" in case.name or case.by_class:
         lone = max(lone, room(1, references[:1], x))
     assert_equal(
         run(module, lone, x, labels, references[:1], others[:1]),
@@ -119,7 +120,7 @@ def test_references(case, rows, blocks):
     )
 
 
-@every_relation
+@every_reduced
 @pytest.mark.parametrize("reduction", ["active", "sum", "none"])
 def test_reductions_and_weights_of_each_anchor(case, reduction):
     module, (x, labels) = case.build(), batch_of(case)
@@ -152,10 +153,11 @@ def test_every_kind_of_relation(case):
 
 
 def test_a_boundary_a_class_with_a_relation():
-    case = next(c for c in CASES if c.name == "MarginLoss-classes")
-    module, (x, labels) = case.build(), batch_of(case)
-    kin = relations.Relation(*masks(labels), ids=labels)
-    assert_equal(run(module, room(4, x), x, kin), run(module, None, x, kin))
+    for name in ("MarginLoss-classes", "QuadrupletLoss"):
+        case = next(c for c in CASES if c.name == name)
+        module, (x, labels) = case.build(), batch_of(case)
+        kin = relations.Relation(*masks(labels), ids=labels)
+        assert_equal(run(module, room(4, x), x, kin), run(module, None, x, kin))
 
 
 @pytest.mark.parametrize("ties", ["drop", "keep"])

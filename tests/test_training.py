@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nearkin import evaluation, losses, training
+from nearkin import evaluation, losses, relations, training
 from nearkin.core import files
 from nearkin.training import cached, checkpoint, feed, loop, monitor, run
 from nearkin.training.checkpoint import Checkpoints, Damaged
@@ -132,6 +132,26 @@ def test_a_chunked_run_is_the_whole_run(vectors, tmp_path):
     whole = quickly(vectors, tmp_path / "a").embeddings
     chunked = quickly(vectors, tmp_path / "b", "training.chunk=5").embeddings
     torch.testing.assert_close(whole, chunked, rtol=0, atol=2e-4)
+
+
+def test_a_boundary_per_item_is_told_which_items(vectors, tmp_path, monkeypatch):
+    """Items of the training part, each always with its own label; with a memory and in chunks too."""
+    seen, plain = {}, losses.MarginLoss.forward
+
+    def forward(module, embeddings, labels, references=None, reference_labels=None, *, items=None):
+        ids = labels.ids if isinstance(labels, relations.Relation) else labels
+        for item, label in zip(items.tolist(), ids.tolist(), strict=True):
+            assert seen.setdefault(item, label) == label and item < len(module.item_beta)
+        seen["beta"] = module.item_beta
+        return plain(module, embeddings, labels, references, reference_labels, items=items)
+
+    monkeypatch.setattr(losses.MarginLoss, "forward", forward)
+    quickly(vectors, tmp_path / "a", "loss.name=margin", "loss.num_items=all", "memory.size=32", "training.chunk=6")
+    beta = seen.pop("beta").detach()
+    assert bool((beta[list(seen)] != 0).any()) and len(seen) > 8
+    for bad in ("1", "some"):
+        with pytest.raises(ValueError, match=r"loss.num_items must be a whole number of at least the \d+ training"):
+            quickly(vectors, tmp_path / bad, "loss.name=margin", f"loss.num_items={bad}")
 
 
 # --- resuming

@@ -13,6 +13,9 @@ CASES = {
     "semihard, soft": (losses.triplet_loss, {"margin": None}),
     "semihard, Euclidean, active": (losses.triplet_loss, {"squared": False, "reduction": "active"}),
     "semihard, raw": (losses.triplet_loss, {"normalize": False, "margin": 3.0, "reduction": "sum"}),
+    "semihard_or_hardest": (losses.triplet_loss, {"selection": "semihard_or_hardest"}),
+    "semihard_or_hardest, Euclidean": (losses.triplet_loss, {"selection": "semihard_or_hardest", "squared": False}),
+    "semihard_or_skip": (losses.triplet_loss, {"selection": "semihard_or_skip"}),
     "batch_hard": (losses.triplet_loss, {"selection": "batch_hard"}),
     "batch_hard, Hermans": (
         losses.triplet_loss,
@@ -33,6 +36,10 @@ DRAWN = {
     "margin": (losses.margin_loss, {"beta": torch.tensor([0.9, 1.2, 1.1, 1.3, 1.0, 1.2, 1.15]), "margin": 4.0}),
     "margin, one beta": (losses.margin_loss, {"beta": torch.tensor(1.2), "margin": 4.0, "nu": 0.1}),
     "contrastive": (losses.contrastive_loss, {"selection": "distance_weighted", "normalize": True, "margin": 3.0}),
+    "contrastive, all pairs": (
+        losses.contrastive_loss,
+        {"selection": "distance_weighted", "normalize": True, "margin": 3.0, "balance": False, "reduction": "active"},
+    ),
 }
 SHAPES = [(33, None, 16), (17, 37, 50), (1, None, 4), (5, 1, 2), (35, None, 1), (1, 70, 130)]
 LONG = (7, 18, 270)
@@ -139,7 +146,7 @@ def check_ties(device):
         x = torch.randint(-1, 2, (30, 3), generator=g).float().to(device)
         r = torch.randint(-1, 2, (70, 3), generator=g).float().to(device)
         y, other = (torch.randint(9, (n,), generator=g).to(device) for n in (30, 70))
-        for name in ("semihard, raw", "batch_hard", "easy_positive", "hard", "all, raw"):
+        for name in ("semihard, raw", "semihard_or_hardest", "batch_hard", "easy_positive", "hard", "all, raw"):
             function, settings = CASES[name]
             for given in ((x, y, r, other),) if name == "hard" else ((x, y, None, None),):
                 case = function, settings | {"normalize": False, "margin": 0.5}

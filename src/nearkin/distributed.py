@@ -63,38 +63,42 @@ class GlobalBatch(nn.Module):
         references: Tensor | None = None,
         reference_labels: Tensor | None = None,
         *,
+        items: Tensor | None = None,
         order: Tensor | None = None,
         counts: Sequence[int] | None = None,
     ) -> Tensor:
         """The loss of the global batch; each argument is this rank's part of it.
 
         labels: class ids, multi-label rows or targets, one a row. references: a second view, or the `stored` of a
-        memory; gathered too, with their gradient. order: (B,) numbers by which the global batch is sorted, such as each
+        memory; gathered too, with their gradient. items: (B,) ids of the rows, for a loss that learns something per
+        item (`MarginLoss(num_items=)`). order: (B,) numbers by which the global batch is sorted, such as each
         item's place in it, where the loss cares about places: it draws, or an item's place in its class means something
         (`NPairLoss`). Views of as many rows are sorted with it. counts: the rows of every rank where they are known
         (of references as well); it spares the exchange of shapes, but then other ranks do not hear of this one's fault.
         """
         single = world.size(self.group) == 1
         if (single and order is None) or getattr(self.loss, "shard", None):
-            return self._taken([embeddings, labels, references, reference_labels])
+            return self._taken([embeddings, labels, references, reference_labels], items)
         if self._meets_itself(embeddings, labels, references, reference_labels):
             references = reference_labels = None
         whole = {"embeddings": embeddings, "labels": labels, "references": references}
-        whole |= {"reference_labels": reference_labels, "order": order}
+        whole |= {"reference_labels": reference_labels, "items": items, "order": order}
         if not single:
             whole = self._gathered(whole, counts)
         order = whole.pop("order")
         if order is not None:
             place = order.argsort(stable=True)
             whole = {name: _placed(value, place) for name, value in whole.items()}
+        items = whole.pop("items")
         with _same_draws(self.loss, embeddings.device, self.group):
-            return self._taken(list(whole.values()))
+            return self._taken(list(whole.values()), items)
 
-    def _taken(self, arguments: list[Tensor | None]) -> Tensor:
+    def _taken(self, arguments: list[Tensor | None], items: Tensor | None) -> Tensor:
         """The loss, without the last arguments if nobody gave them: class losses take two, memories three."""
+        more = {} if items is None else {"items": items}
         while arguments[-1] is None and len(arguments) > 2:
             arguments.pop()
-        value: Tensor = self.loss(*arguments)
+        value: Tensor = self.loss(*arguments, **more)
         return value
 
     def _meets_itself(self, embeddings: Any, labels: Any, references: Any, reference_labels: Any) -> bool:
@@ -187,8 +191,9 @@ def _fault(given: dict[str, Tensor | None]) -> str | None:
                 raise ValueError("reference_labels must be given with references and multi-label rows, got None")
         elif given["reference_labels"] is not None:
             raise ValueError("reference_labels need references, got None")
-        if given["order"] is not None:
-            checks.class_ids("order", given["order"], embeddings)
+        for name in ("items", "order"):
+            if given[name] is not None:
+                checks.class_ids(name, given[name], embeddings)
     except (TypeError, ValueError) as error:
         return str(error)
     return None

@@ -79,17 +79,21 @@ class CrossBatchMemory(nn.Module):
         for name, buffer in list(self.named_buffers(recurse=False)):
             setattr(self, name, torch.full_like(buffer, self._blank if name == "labels" else 0))
 
-    def forward(self, embeddings: Tensor, labels: Tensor, stored: Tensor | None = None) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, labels: Tensor, stored: Tensor | None = None, *, items: Tensor | None = None
+    ) -> Tensor:
         """The loss of a batch, which in training is then stored.
 
         stored (B, D): the same items from a momentum encoder, met and stored instead of the embeddings themselves, and
-        without gradient. They are another view, so an item's pair with its own stored embedding counts.
+        without gradient. They are another view, so an item's pair with its own stored embedding counts. items (B,):
+        handed on to a loss that learns something per item, as `MarginLoss(num_items=)` does.
         """
         self._follow(embeddings)
         labels = self._checked(embeddings, labels, stored)
         own = embeddings if stored is None else stored.detach()
         references = torch.cat([own, self.embeddings])  # (B + size, D); a copy, which later storing leaves alone
-        value: Tensor = self.loss(embeddings, self._relation(labels, references, stored is None), references)
+        more = {} if items is None else {"items": items}
+        value: Tensor = self.loss(embeddings, self._relation(labels, references, stored is None), references, **more)
         if self.training:
             self._store(own.detach(), labels)
         return value

@@ -7,6 +7,7 @@ the lowest index. Any callable of the same form serves as a loss's `selection=`.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -54,6 +55,7 @@ class Pairs(NamedTuple):
 
 
 Selection: TypeAlias = str | Callable[[Tensor, Relation], Triplets | Pairs]
+FALLBACKS = ("farthest", "hardest", "skip")  # what stands in for a semi-hard negative where there is none
 
 
 def all_pairs(distance: Tensor, kin: Relation) -> Pairs:
@@ -71,17 +73,21 @@ def semihard(distance: Tensor, kin: Relation, *, fallback: str = "farthest") -> 
     """Every positive with the nearest negative that is strictly farther than it (Schroff et al. 2015, section 3.2).
 
     Where there is none: `fallback` = "farthest" takes the farthest negative, the least hard one, as TensorFlow does;
-    "skip" leaves the pair out, as the FaceNet code does.
+    "hardest" the nearest, so that no pair is spared; "skip" leaves the pair out, as the FaceNet code does. By name:
+    "semihard", "semihard_or_hardest" and "semihard_or_skip".
     """
-    checks.one_of("fallback", fallback, ("farthest", "skip"))
+    checks.one_of("fallback", fallback, FALLBACKS)
     distance = distance.detach().contiguous()
     near_first, order = distance.masked_fill(~kin.negative, torch.inf).sort(dim=1, stable=True)  # (B, R) each
     number = kin.negative.sum(1, keepdim=True)
     place = torch.searchsorted(near_first, distance, right=True)  # first place that is strictly farther
     found = place < number
-    if fallback == "farthest" and distance.shape[1] > 0:
-        farthest = near_first.gather(1, (number - 1).clamp(min=0))
-        place = torch.where(found, place, torch.searchsorted(near_first, farthest))  # of equals the first
+    if fallback != "skip" and distance.shape[1] > 0:
+        other = torch.zeros_like(number)  # the nearest
+        if fallback == "farthest":
+            farthest = near_first.gather(1, (number - 1).clamp(min=0))
+            other = torch.searchsorted(near_first, farthest)  # of equals the first
+        place = torch.where(found, place, other)
         found = number > 0
     chosen = order.gather(1, place.clamp(max=max(distance.shape[1] - 1, 0)))
     return Triplets(_columns(distance), chosen, kin.positive & found)
@@ -103,7 +109,7 @@ def easy_positive(
     `fallback` as in `semihard`. Xuan, Stylianou, Pless 2020, arXiv:1904.04370.
     """
     checks.one_of("negative", negative, ("semihard", "hard"))
-    checks.one_of("fallback", fallback, ("farthest", "skip"))
+    checks.one_of("fallback", fallback, FALLBACKS)
     distance = distance.detach()
     _, positive = reduce.largest(-distance, kin.positive)
     allowed = kin.negative
@@ -112,9 +118,9 @@ def easy_positive(
     _, chosen = reduce.largest(-distance, allowed)
     some = reduce.some(allowed)
     valid = reduce.some(kin.positive) & some
-    if negative == "semihard" and fallback == "farthest":
-        _, farthest = reduce.largest(distance, kin.negative)
-        chosen = torch.where(some, chosen, farthest)
+    if negative == "semihard" and fallback != "skip":
+        _, other = reduce.largest(distance if fallback == "farthest" else -distance, kin.negative)
+        chosen = torch.where(some, chosen, other)
         valid = reduce.some(kin.positive) & reduce.some(kin.negative)
     return Triplets(positive[:, None], chosen[:, None], valid[:, None])
 
@@ -188,12 +194,15 @@ _PLAIN: dict[str, Callable[[Tensor, Relation], Triplets | Pairs]] = {
     "all": all_pairs,
     "hard": hard,
     "semihard": semihard,
+    "semihard_or_hardest": partial(semihard, fallback="hardest"),
+    "semihard_or_skip": partial(semihard, fallback="skip"),
     "batch_hard": batch_hard,
     "easy_positive": easy_positive,
     "hard_negatives": hard_negatives,
     "multi_similarity": multi_similarity,
 }
-TRIPLET_SELECTIONS = ("hard", "semihard", "batch_hard", "easy_positive", "random", "distance_weighted")
+_SEMIHARD = {"semihard": "farthest", "semihard_or_hardest": "hardest", "semihard_or_skip": "skip"}
+TRIPLET_SELECTIONS = ("hard", *_SEMIHARD, "batch_hard", "easy_positive", "random", "distance_weighted")
 PAIR_SELECTIONS = ("hard_negatives", "multi_similarity")
 
 
@@ -213,9 +222,9 @@ def select(
     if not isinstance(selection, str):
         return selection(distance, kin)
     checks.one_of("selection", selection, ("all", *TRIPLET_SELECTIONS, *PAIR_SELECTIONS))
-    few = _few(kin.positive) if selection in ("hard", "semihard", "random", "distance_weighted") else None
-    if selection == "semihard" and few is not None:
-        return _semihard_of_few(distance.detach(), kin, *few)
+    few = _few(kin.positive) if selection in ("hard", *_SEMIHARD, "random", "distance_weighted") else None
+    if selection in _SEMIHARD and few is not None:
+        return _semihard_of_few(distance.detach(), kin, *few, _SEMIHARD[selection])
     if selection == "distance_weighted":
         chosen: Triplets | Pairs = distance_weighted(distance, kin, dim=dim, cutoff=cutoff, generator=generator)
     elif selection == "random":
@@ -266,15 +275,17 @@ def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
     return columns, torch.arange(most) < number[:, None]
 
 
-def _semihard_of_few(distance: Tensor, kin: Relation, positive: Tensor, valid: Tensor) -> Triplets:
+def _semihard_of_few(distance: Tensor, kin: Relation, positive: Tensor, valid: Tensor, fallback: str) -> Triplets:
     """`semihard` without sorting: a pass over the row for each of an anchor's few positives, (B, T)."""
     chosen, found = torch.zeros_like(positive), torch.zeros_like(valid)
     for slot in range(positive.shape[1]):
         beyond = kin.negative & (distance > pick(distance, positive[:, slot : slot + 1]))
         _, chosen[:, slot] = reduce.largest(-distance, beyond)
         found[:, slot] = reduce.some(beyond)
-    _, farthest = reduce.largest(distance, kin.negative)
-    chosen = torch.where(found, chosen, farthest[:, None])
+    if fallback == "skip":
+        return Triplets(positive, chosen, valid & found)
+    _, other = reduce.largest(distance if fallback == "farthest" else -distance, kin.negative)
+    chosen = torch.where(found, chosen, other[:, None])
     return Triplets(positive, chosen, valid & reduce.some(kin.negative)[:, None])
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 def test_as_exact_as_the_plain_loss(form, shape, monkeypatch):
     function, settings = judge.FORMS[form]
     served = []
-    for name in ("precisions", "histogram_precisions", "spreads"):
+    for name in ("precisions", "histogram_misses", "spreads"):
         kernel = getattr(fused, name)
         monkeypatch.setattr(fused, name, lambda *given, kernel=kernel: served.append(1) or kernel(*given))
     given = [t.cuda() for t in judge.batch(shape)]

@@ -221,7 +221,7 @@ def _forward(a, b, extra, stats, number, others, dim, p, q, u, s, KIND: tl.const
         value = _measured(inner, left, right, i, j, dim, EUCLID, ROOT, SELF)
         if KIND == "contrastive" or KIND == "margin" or KIND == "lossless" or KIND == "multi_similarity":
             known += (real & (other != -1)).to(tl.int32)
-        if KIND == "contrastive":  # p margin, q positive margin; FLAG: squared
+        if KIND == "contrastive":  # p margin, q positive margin, s 1 for one mean over all pairs; FLAG: squared
             pull = tl.maximum(value - q, 0.0)
             push = tl.maximum(p - value, 0.0)
             kin += positive.to(tl.int32)
@@ -483,7 +483,10 @@ def _finish(a, b, stats, value, number, others, penalty, KIND: tl.constexpr, SEL
     whole, share = _mean(tl.sum(total, 0), tl.sum(terms, 0), REDUCTION)
     other_share = share
     if KIND == "contrastive":
-        more, other_share = _mean(tl.sum(far, 0), tl.sum(strangers, 0), REDUCTION)
+        pulled, pushed = tl.sum(terms, 0), tl.sum(strangers, 0)
+        both = tl.where(penalty > 0, 1.0, 0.0)  # one mean over all pairs: each counts among the others
+        whole, share = _mean(tl.sum(total, 0), pulled + both * pushed, REDUCTION)
+        more, other_share = _mean(tl.sum(far, 0), pushed + both * pulled, REDUCTION)
         whole = (whole + more) * 0.5
         share = share * 0.5
         other_share = other_share * 0.5

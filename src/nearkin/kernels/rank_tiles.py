@@ -85,7 +85,7 @@ def _histograms(place, positive, negative, counts, out, columns, bins, P: tl.con
     kin = tl.load(positive + start + j, mask=there, other=0) != 0
     stranger = tl.load(negative + start + j, mask=there, other=0) != 0
     spoilt = tl.sum(tl.where(kin | stranger, at * 0.0, 0.0), 0)
-    among_kin = spoilt
+    strangers = spoilt
     among_all = spoilt
     total = spoilt
     for centre in range(0, bins + 1):
@@ -94,9 +94,9 @@ def _histograms(place, positive, negative, counts, out, columns, bins, P: tl.con
         theirs = tl.sum(tl.where(stranger, share, 0.0), 0)
         tl.store(counts + centre, ours)
         tl.store(counts + bins + 1 + centre, theirs)
-        among_kin += ours
+        strangers += theirs
         among_all += ours + theirs
-        total += tl.where(among_all == 0.0, 0.0, ours * among_kin / tl.where(among_all == 0.0, 1.0, among_all))
+        total += tl.where(among_all == 0.0, 0.0, ours * strangers / tl.where(among_all == 0.0, 1.0, among_all))
     tl.store(out + row, total)
 
 
@@ -143,8 +143,8 @@ def _histograms_back(place, positive, negative, counts, slope, out, columns, bin
         among_all += ours + tl.load(counts + bins + 1 + centre).to(tl.float64)
         one = tl.where(among_all == 0.0, 1.0, among_all)
         side = tl.where(lower == centre - 1.0, 1.0, tl.where(lower == centre, -1.0, 0.0))
-        of_kin = (up * (among_kin / one + by_kin)).to(tl.float32)
-        of_other = (-up * by_other).to(tl.float32)
+        of_kin = (up * ((among_all - among_kin) / one - by_kin)).to(tl.float32)
+        of_other = (up * by_other).to(tl.float32)
         total += side * tl.where(kin, of_kin, tl.where(stranger, of_other, 0.0))
         by_kin -= ours * (one - among_kin) / (one * one)
         by_other -= ours * among_kin / (one * one)

@@ -32,8 +32,8 @@ def precisions(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
     return found
 
 
-def histogram_precisions(place: Tensor, positive: Tensor, negative: Tensor, bins: int) -> Tensor:
-    """Σ_l h⁺_l H⁺_l / H_l of FastAP, (B,), from places in 0..bins on the axis of the centres, (B, R)."""
+def histogram_misses(place: Tensor, positive: Tensor, negative: Tensor, bins: int) -> Tensor:
+    """Σ_l h⁺_l H⁻_l / H_l of FastAP, (B,), from places in 0..bins on the axis of the centres, (B, R)."""
     found: Tensor = _Histograms.call(place.contiguous(), positive, negative, bins)
     return found
 

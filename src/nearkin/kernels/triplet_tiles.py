@@ -56,6 +56,9 @@ HARD, SEMIHARD, ALL, RANDOM, WEIGHTED = (tl.constexpr(n) for n in range(5))
 HINGE, SOFT, MARGIN, CONTRASTIVE = (tl.constexpr(n) for n in range(4))
 ROUNDS = tl.constexpr(7)  # of Philox: as many as its authors found to be enough
 SELECTIONS = ("hard", "semihard", "all", "random", "distance_weighted", "batch_hard", "easy_positive")
+FALLBACKS = {"semihard_or_hardest": 1, "semihard_or_skip": 2}  # 0: the farthest stands in for a semi-hard negative
+HARDEST, LEFT_OUT = tl.constexpr(1), tl.constexpr(2)
+TOGETHER = tl.constexpr(2)  # positives and negatives are one mean; 1: reduced apart, 0: there are triplets alone
 LOSSES = ("hinge", "soft", "margin", "contrastive")
 REDUCTIONS = ("sum", "mean", "active")
 SUMS = 7  # of a program: sum, number and active number of terms, the same of negatives by themselves, NaN or 0
@@ -433,7 +436,7 @@ def _keep(sums, kind, value):
 def _rows(x, r, boundary, seeds, lists, stats, number, others, capacity, stride, margin, extra, cutoff, power, bend,
           most, rounding, SELECTION: tl.constexpr, LOSS: tl.constexpr, SQUARED: tl.constexpr, ROOT: tl.constexpr,
           SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-          L: tl.constexpr):  # fmt: skip
+          L: tl.constexpr, FALLBACK: tl.constexpr):  # fmt: skip
     """Selections in which every positive of an anchor has a part: lists, negatives, terms."""
     place = tl.program_id(0) * M + tl.arange(0, M)
     there = place < number
@@ -499,12 +502,16 @@ def _rows(x, r, boundary, seeds, lists, stats, number, others, capacity, stride,
                 column0, column1, column2, column3 = _semihard(
                     x, r, own, i, there, left, _ranked(near0, ROOT), _ranked(near1, ROOT), _ranked(near2, ROOT),
                     _ranked(near3, ROOT), others, rounding, SELECTION == HARD, ROOT, SELF, PAD, M, N, K)  # fmt: skip
-                if SELECTION == SEMIHARD:
+                if SELECTION == SEMIHARD and FALLBACK != LEFT_OUT:
                     none = (column0 < 0) | ((column1 < 0) & (slot + 1 < found))
                     none = none | ((column2 < 0) & (slot + 2 < found)) | ((column3 < 0) & (slot + 3 < found))
                     none = none & (slot < found) & (strangers > 0)
                     if tl.max(none.to(tl.int32)) > 0:  # a positive farther than every negative
-                        column = _farthest(x, r, own, i, there, left, others, rounding, ROOT, SELF, PAD, M, N, K)
+                        if FALLBACK == HARDEST:
+                            column, _, _, _ = _semihard(x, r, own, i, there, left, edge, edge, edge, edge, others,
+                                                        rounding, True, ROOT, SELF, PAD, M, N, K)  # fmt: skip
+                        else:
+                            column = _farthest(x, r, own, i, there, left, others, rounding, ROOT, SELF, PAD, M, N, K)
                         column0 = tl.where(column0 < 0, column, column0)
                         column1 = tl.where(column1 < 0, column, column1)
                         column2 = tl.where(column2 < 0, column, column2)
@@ -633,7 +640,14 @@ def _finish(stats, loss, programs, HALVES: tl.constexpr, REDUCTION: tl.constexpr
         sums = _total(stats + 3 * programs, programs, BLOCK)
         terms = _total(stats + 4 * programs, programs, BLOCK)
         active = _total(stats + 5 * programs, programs, BLOCK)
-        more, push = _reduced(sums, terms, active, REDUCTION)
+        if HALVES == TOGETHER:
+            near = _total(stats, programs, BLOCK)
+            both = terms + _total(stats + programs, programs, BLOCK)
+            stirred = active + _total(stats + 2 * programs, programs, BLOCK)
+            value, pull = _reduced(near, both, stirred, REDUCTION)
+            more, push = _reduced(sums, both, stirred, REDUCTION)
+        else:
+            more, push = _reduced(sums, terms, active, REDUCTION)
         value = (value + more) * 0.5
         pull = pull * 0.5
         push = push * 0.5
@@ -809,7 +823,7 @@ class Passes(NamedTuple):
 
 
 @functools.cache
-def _passes(number, dim, alone, selection, loss, squared, reduction) -> Passes:
+def _passes(number, dim, alone, selection, loss, squared, reduction, balance) -> Passes:
     size = tile(FORWARD, number)
     root = not squared and selection != "distance_weighted"
     way = {"LOSS": LOSSES.index(loss), "SQUARED": squared, "ROOT": root, "SELF": alone}
@@ -817,8 +831,13 @@ def _passes(number, dim, alone, selection, loss, squared, reduction) -> Passes:
     if selection in ("batch_hard", "easy_positive"):
         select = Start(_extremes, EASY=selection == "easy_positive", **way)
     else:
-        select = Start(_rows, SELECTION=SELECTIONS.index(selection), L=LABELS, **way)
-    sums = {"HALVES": loss == "contrastive", "REDUCTION": REDUCTIONS.index(reduction), "BLOCK": FINISH}
+        fallback, selection = FALLBACKS.get(selection, 0), "semihard" if selection in FALLBACKS else selection
+        select = Start(_rows, SELECTION=SELECTIONS.index(selection), L=LABELS, FALLBACK=fallback, **way)
+    sums = {
+        "HALVES": (1 if balance else 2) if loss == "contrastive" else 0,
+        "REDUCTION": REDUCTIONS.index(reduction),
+        "BLOCK": FINISH,
+    }
     return Passes(size.rows, select, Start(_finish, **sums, **options()))
 
 
@@ -828,7 +847,7 @@ def forward(x, ids, r, other_ids, boundary, seed, capacity, plan):
     anchors = prepare(x, ids, plan.normalize)
     references = None if r is None else prepare(r, other_ids, plan.normalize)
     others = number if r is None else r.shape[0]
-    start = _passes(number, dim, r is None, plan.selection, plan.loss, plan.squared, plan.reduction)
+    start = _passes(number, dim, r is None, plan.selection, plan.loss, plan.squared, plan.reduction, plan.balance)
     programs = -(-number // start.rows)
     regions = 3 if plan.selection == "all" else 4 if _kept(plan) else 2
     lists = torch.empty((3 + regions * capacity) * number, device=x.device, dtype=torch.int32)

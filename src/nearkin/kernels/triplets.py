@@ -18,7 +18,8 @@ from nearkin.core import tiles
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import batches
 
-SELECTIONS = ("all", "hard", "semihard", "batch_hard", "easy_positive", "random", "distance_weighted")
+SELECTIONS = ("all", "hard", "semihard", "semihard_or_hardest", "semihard_or_skip", "batch_hard", "easy_positive")
+SELECTIONS += ("random", "distance_weighted")
 ROOM = 2**26  # listed positives: up to as many pairs everyone may be kin; beyond, the largest class is asked for
 CLIP, CUTOFF = 0.5, 1.4  # of `mining.distance_weighted`
 
@@ -35,6 +36,7 @@ class Plan(NamedTuple):
     extra: float = 0.0  # ν of the margin loss, the positives' margin of the contrastive one
     cutoff: float = CUTOFF  # of drawn negatives, beside the boundary of each anchor, where there is one
     density: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of distances: power, bend, largest log weight
+    balance: bool = True  # positives and negatives of the contrastive loss are reduced apart
 
 
 def serves(

@@ -22,6 +22,7 @@ from nearkin.losses.cluster import (
     facility_location,
     facility_location_loss,
 )
+from nearkin.losses.describe import describe as _describe
 from nearkin.losses.pair import (
     CircleLoss,
     ContrastiveLoss,
@@ -39,6 +40,10 @@ from nearkin.losses.proxy import (
     proxy_anchor_loss,
     proxy_nca_loss,
     soft_triple_loss,
+)
+from nearkin.losses.quadruplet import (
+    QuadrupletLoss,
+    quadruplet_loss,
 )
 from nearkin.losses.rank import (
     FastAPLoss,
@@ -100,6 +105,7 @@ __all__ = [
     "NormalizedSoftmaxLoss",
     "ProxyAnchorLoss",
     "ProxyNCALoss",
+    "QuadrupletLoss",
     "SiameseLoss",
     "SmoothAPLoss",
     "SoftTripleLoss",
@@ -128,6 +134,7 @@ __all__ = [
     "npair_loss",
     "proxy_anchor_loss",
     "proxy_nca_loss",
+    "quadruplet_loss",
     "siamese_loss",
     "smooth_ap_loss",
     "soft_triple_loss",
@@ -135,3 +142,8 @@ __all__ = [
     "supcon_loss",
     "triplet_loss",
 ]
+
+_FUNCTIONS = {_name.replace("_", ""): _name for _name in __all__ if _name.endswith("_loss")}
+for _name in __all__:
+    if isinstance(globals()[_name], type):
+        _describe(globals()[_name], globals()[_FUNCTIONS[_name.lower()]])

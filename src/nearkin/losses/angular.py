@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nearkin.core import angles, checks, class_dense, class_softmax, distances, reduce
 from nearkin.core.class_dense import Bent
 from nearkin.kernels.class_loss import Form
-from nearkin.losses import shards
+from nearkin.losses import logits, shards
 from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
 from nearkin.losses.settings import hold, show
 from nearkin.losses.shards import Shard
@@ -78,7 +78,8 @@ def arcface_loss(
 ) -> Tensor:
     r"""The own class must win by a margin of angle.
 
-    target logit s cos(θ_y + m) while θ_y < π - m, beyond it s (cos θ_y - m sin m), which goes on falling
+    l_i = -log softmax_y of s cos θ_c, but of the own class   s cos(θ_y + m) while θ_y < π - m,
+    beyond it s (cos θ_y - m sin m), which goes on falling
 
     Arguments as `normalized_softmax_loss`; m in radians. weight (C·K, D) with K = sub_centers rows a class: the nearest
     speaks for its class and alone learns. Near 0 and π sin and cos of θ_y come from |x - w| and |x + w|, so value and
@@ -240,6 +241,10 @@ class CosFaceLoss(nn.Module):
         labels, weight, shard = sample(self, embeddings, labels, shard)
         return cosface_loss(embeddings, labels, weight, shard=shard, **self.settings)
 
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """s cos of every class, (B, C), without the margin; differentiable."""
+        return logits.of_cosines(self, embeddings, self.weight, self.settings["scale"])
+
 
 class ArcFaceLoss(nn.Module):
     """`arcface_loss` with its class weights (C·K, D), K = sub_centers in a row for each class.
@@ -290,6 +295,11 @@ class ArcFaceLoss(nn.Module):
         embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         labels, weight, shard = sample(self, embeddings, labels, shard, self.settings["sub_centers"])
         return arcface_loss(embeddings, labels, weight, shard=shard, **self.settings)
+
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """s cos of every class, (B, C), without the margin; of sub-centres the nearest counts. Differentiable."""
+        scale, each = self.settings["scale"], self.settings["sub_centers"]
+        return logits.of_cosines(self, embeddings, self.weight, scale, each)
 
 
 class SphereFaceLoss(nn.Module):
@@ -350,3 +360,8 @@ class SphereFaceLoss(nn.Module):
         if self.training:
             self.steps = self.steps + 1  # a new tensor: a compiled backward may still read the old one
         return value
+
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """|x| cos of every class, (B, C), without margin and annealing; differentiable."""
+        x = logits.checked(self, embeddings, self.weight)
+        return distances.dot(x, distances.unit(self.weight))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import checks, distances, reduce
-from nearkin.losses import shards
+from nearkin.losses import logits, shards
 from nearkin.losses.settings import hold, show
 from nearkin.losses.shards import Shard
 from nearkin.losses.softmax import class_weight
@@ -38,12 +38,12 @@ def center_loss(
     ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
     checks.at_least("pull", pull, 0)
     x = distances.upcast(embeddings)
-    logits = distances.dot(x, weight) + bias  # (B, C)
+    scores = distances.dot(x, weight) + bias  # (B, C)
     apart = (x - centers.detach()[shards.held(shard, ids)]).square().sum(1)
     if shard is not None:
         apart = torch.where(ids < shard.number, apart, 0.0)
     apart, taint = shards.everywhere(shard, apart, torch.as_tensor(reduce.taint(weight, bias)))
-    value = shards.cross_entropy(shard, logits, ids) + spoilt.to(logits.dtype) + pull / 2 * apart
+    value = shards.cross_entropy(shard, scores, ids) + spoilt.to(scores.dtype) + pull / 2 * apart
     return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + taint
 
 
@@ -106,6 +106,10 @@ class CenterLoss(nn.Module):
             self.centers = center_update(embeddings, labels, self.centers, alpha=self.alpha, shard=shard)
             shards.mark(self)
         return value
+
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """W x + b of every class, (B, C); differentiable."""
+        return distances.dot(logits.checked(self, embeddings, self.weight), self.weight) + self.bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CenterLoss":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

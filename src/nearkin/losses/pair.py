@@ -40,6 +40,7 @@ def contrastive_loss(
     margin: float = 1.0,
     positive_margin: float = 0.0,
     squared: bool = True,
+    balance: bool = True,
     selection: mining.Selection = "all",
     normalize: bool = False,
     reduction: str = "mean",
@@ -51,22 +52,28 @@ def contrastive_loss(
 
     L = 1/2 mean_{positive pairs} D²  +  1/2 mean_{negative pairs} [margin - D]_+²,   D = Euclidean distance
 
+    `balance=False` is the paper's own sum, 1/2 mean over all pairs of D² or [margin - D]_+²: a batch has many more
+    negative pairs than positive ones, so these then have little weight. Balanced, both kinds weigh the same.
+
     embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items a class. `positive_margin` m turns
     D into [D - m]_+; `squared=False` drops both squares. Two embeddings at the same place do not repel each other.
     `selection`: "all", or a pair or triplet selection of `mining`. Kin: `margin_loss` (learned boundary).
-    Hadsell, Chopra, LeCun 2006, eq. 4; margin 1 and raw embeddings from there. `reduction` applies to each half.
+    Hadsell, Chopra, LeCun 2006, eq. 4; margin 1 and raw embeddings from there. `reduction` applies to each half, or
+    without balance to all pairs together.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
     checks.at_least("positive_margin", positive_margin, 0)
+    if not isinstance(balance, bool):
+        raise TypeError(f"balance must be True or False, got {balance!r}")
     batch = tiles.Batch(embeddings, labels, references, reference_labels)
     if fused.serves(impl, batch, reduction, max_memory) and selection == "all":
-        numbers = (margin, positive_margin)
+        numbers = (margin, positive_margin, 0.0, 0.0 if balance else 1.0)
         return fused.loss("contrastive", batch, numbers, reduction, flag=squared, normalize=normalize)
 
     if selection == "distance_weighted" and triplets.serves(impl, batch, selection, reduction, normalize, max_memory):
         plan = triplets.Plan(selection, "contrastive", margin, squared, normalize, reduction, positive_margin, margin)
-        value = triplets.loss(batch, plan, generator=generator)
+        value = triplets.loss(batch, plan._replace(balance=balance), generator=generator)
         if value is not None:
             return value
 
@@ -81,8 +88,11 @@ def contrastive_loss(
     pull, kin, pulled, push, strangers, pushed = tiles.over(
         rows, batch, max_memory=max_memory, generator=generator, **tiling(selection)
     )
-    halves = reduce.total(pull, kin, pulled, reduction) + reduce.total(push, strangers, pushed, reduction)
-    return halves / 2 + reduce.taint(embeddings, references)
+    if balance:
+        both = reduce.total(pull, kin, pulled, reduction) + reduce.total(push, strangers, pushed, reduction)
+    else:
+        both = reduce.total(pull + push, kin + strangers, pulled + pushed, reduction)
+    return both / 2 + reduce.taint(embeddings, references)
 
 
 def margin_loss(
@@ -92,6 +102,8 @@ def margin_loss(
     reference_labels: Labels | None = None,
     *,
     beta: Tensor | float = 1.2,
+    item_beta: Tensor | None = None,
+    items: Tensor | None = None,
     margin: float = 0.2,
     nu: float = 0.0,
     selection: mining.Selection = "distance_weighted",
@@ -105,29 +117,35 @@ def margin_loss(
 
     l_ap = [margin + D_ap - β_a]_+,  l_an = [margin - D_an + β_a]_+,  L = (Σ l_ap + Σ l_an + ν Σ_ap β_a) / active terms
 
-    D: Euclidean distance of unit vectors. beta: a number, a scalar tensor, or (C,) one a class of the anchor. The
-    normaliser counts active pairs ("active"; none active, no loss), "mean" counts all, "sum" does not divide; a pair of
-    a triplet selection counts as often as it was drawn. Needs two items a class.
+    D: Euclidean distance of unit vectors. β_a = β of all or of a's class + β of the item a: beta, a number, a scalar
+    tensor, or (C,) one per class of the anchor; item_beta (N,), one per item, where items (B,) says which of the N each
+    anchor is. Together they are the paper's β_0 + β_class + β_img, and ν Σ β_a holds all three back. The normaliser
+    counts active pairs ("active"; none active, no loss), "mean" counts all, "sum" does not divide; a pair of a triplet
+    selection counts as often as it was drawn. Needs two items a class.
     Wu et al. 2017, arXiv:1706.07567, eq. 6-8; margin 0.2, β 1.2, ν 0 and the normaliser from the authors' code.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
     batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    of_item = _of_items(item_beta, items, embeddings)  # (B,) or None
     single = isinstance(beta, Tensor) and (beta.dim(), beta.dtype, beta.device) == (0, torch.float32, embeddings.device)
+    single = single and of_item is None
     if selection == "all" and fused.serves(impl, batch, reduction, max_memory):
-        if not isinstance(beta, Tensor):
+        if not isinstance(beta, Tensor) and of_item is None:
             return fused.loss("margin", batch, (margin, nu, beta), reduction, normalize=normalize)
-        if beta.device == embeddings.device:
-            learned = beta if single else _boundary(beta, labels, embeddings, references).squeeze(1)
+        if not isinstance(beta, Tensor) or beta.device == embeddings.device:
+            one = beta if single and isinstance(beta, Tensor) else None
+            learned = _boundary(beta, of_item, labels, embeddings, references).squeeze(1) if one is None else one
             return fused.loss("margin", batch, (margin, nu), reduction, normalize=normalize, beta=learned)
     if selection == "distance_weighted" and triplets.serves(impl, batch, selection, reduction, normalize, max_memory):
         plan = triplets.Plan(selection, "margin", margin, False, normalize, reduction, nu, margin)
-        edge = beta if single and isinstance(beta, Tensor) else _boundary(beta, labels, embeddings, references)
+        one = beta if single and isinstance(beta, Tensor) else None
+        edge = _boundary(beta, of_item, labels, embeddings, references) if one is None else one
         value = triplets.loss(batch, plan, boundary=edge, generator=generator)
         if value is not None:
             return value
-    boundary = _boundary(beta, labels, embeddings, references)  # (B, 1)
+    boundary = _boundary(beta, of_item, labels, embeddings, references)  # (B, 1)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation, boundary: Tensor) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
@@ -250,6 +268,7 @@ class ContrastiveLoss(nn.Module):
         *,
         positive_margin: float = 0.0,
         squared: bool = True,
+        balance: bool = True,
         selection: mining.Selection = "all",
         normalize: bool = False,
         reduction: str = "mean",
@@ -264,6 +283,7 @@ class ContrastiveLoss(nn.Module):
             margin=margin,
             positive_margin=positive_margin,
             squared=squared,
+            balance=balance,
             selection=selection,
             normalize=normalize,
             reduction=reduction,
@@ -285,9 +305,11 @@ class ContrastiveLoss(nn.Module):
 
 
 class MarginLoss(nn.Module):
-    """`margin_loss` with a learned boundary β: one for all, or one a class with `num_classes`.
+    """`margin_loss` with a learned boundary β: one for all, or one per class with `num_classes`.
 
-    `lr_scale` 7: the authors' β learns at 0.1, divided by their batch of 140, beside an encoder at 1e-4.
+    `num_items` adds one per training item, which starts at 0: the loss is then called with `items=`, (B,), which of the
+    0..num_items-1 each row of the batch is. `lr_scale` 7: the authors' β learns at 0.1, divided by their batch of 140,
+    beside an encoder at 1e-4.
     """
 
     lr_scale = 7.0
@@ -301,6 +323,7 @@ class MarginLoss(nn.Module):
         nu: float = 0.0,
         selection: mining.Selection = "distance_weighted",
         *,
+        num_items: int | None = None,
         normalize: bool = True,
         reduction: str = "active",
         generator: torch.Generator | None = None,
@@ -310,6 +333,8 @@ class MarginLoss(nn.Module):
         super().__init__()
         if num_classes is not None:
             checks.whole("num_classes", num_classes, 1)
+        if num_items is not None:
+            checks.whole("num_items", num_items, 1)
         hold(
             self,
             margin_loss,
@@ -323,6 +348,7 @@ class MarginLoss(nn.Module):
             **given(impl),
         )
         self.beta = nn.Parameter(torch.full(() if num_classes is None else (num_classes,), float(beta)))
+        self.item_beta = None if num_items is None else nn.Parameter(torch.zeros(num_items))
 
     extra_repr = show
 
@@ -332,8 +358,11 @@ class MarginLoss(nn.Module):
         labels: Labels,
         references: Tensor | None = None,
         reference_labels: Labels | None = None,
+        *,
+        items: Tensor | None = None,
     ) -> Tensor:
-        return margin_loss(embeddings, labels, references, reference_labels, beta=self.beta, **self.settings)
+        learned: dict[str, Any] = {"beta": self.beta, "item_beta": self.item_beta, "items": items}
+        return margin_loss(embeddings, labels, references, reference_labels, **learned, **self.settings)
 
 
 class MultiSimilarityLoss(nn.Module):
@@ -425,10 +454,14 @@ def _pairs(
     return mining.select(selection, distance, kin, dim=dim, cutoff=cutoff, generator=generator)
 
 
-def _boundary(beta: Tensor | float, labels: Labels, embeddings: Tensor, references: Tensor | None) -> Tensor:
+def _boundary(
+    beta: Tensor | float, of_item: Tensor | None, labels: Labels, embeddings: Tensor, references: Tensor | None
+) -> Tensor:
     """β of each anchor, (B, 1), in the type of the distances."""
     both = embeddings.dtype if references is None else torch.promote_types(embeddings.dtype, references.dtype)
     kind = torch.promote_types(both, torch.float32)
+    if of_item is not None:
+        return _boundary(beta, None, labels, embeddings, references) + of_item.to(kind)[:, None]
     if not isinstance(beta, Tensor):
         return torch.full((embeddings.shape[0], 1), beta, dtype=kind, device=embeddings.device)
     beta = beta.to(kind)
@@ -441,3 +474,23 @@ def _boundary(beta: Tensor | float, labels: Labels, embeddings: Tensor, referenc
         )
     ids, _, spoilt = checks.in_range(classes, beta.shape[0])
     return (beta[ids] + spoilt.to(beta.dtype))[:, None]
+
+
+def _of_items(item_beta: Tensor | None, items: Tensor | None, embeddings: Tensor) -> Tensor | None:
+    """The part of β that is each anchor's own, (B,); None where there is none."""
+    if item_beta is None:
+        if items is not None:
+            raise ValueError("items must be left out without a β per item (num_items), got items")
+        return None
+    number = item_beta.shape[0]
+    if items is None:
+        raise ValueError(f"items must be given where β is one per item (num_items={number}): (B,) ids, got None")
+    ids = checks.class_ids("items", items, embeddings).long()
+    checks.same_device("item_beta", item_beta, embeddings)
+    if checks.reads_values(ids) and ids.numel():
+        low, high = (int(end) for end in torch.aminmax(ids))
+        if low < 0 or high >= number:
+            raise ValueError(f"items must be in 0..{number - 1}, got {low if low < 0 else high}")
+        return item_beta[ids]
+    beyond = (ids < 0) | (ids >= number)
+    return item_beta[ids.clamp(0, number - 1)].masked_fill(beyond, torch.nan)

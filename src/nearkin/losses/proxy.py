@@ -12,7 +12,7 @@ from nearkin.core.autograd import HandGradient, recomputed, traced
 from nearkin.core.relations import Labels
 from nearkin.kernels import class_anchors as fused_anchors
 from nearkin.kernels.class_loss import Form
-from nearkin.losses import shards
+from nearkin.losses import logits, shards
 from nearkin.losses.classes import given, roads, route, whole
 from nearkin.losses.settings import hold, show
 from nearkin.losses.shards import Shard
@@ -311,11 +311,11 @@ def _leaning_blocks(
 
     def pass_by(x: Tensor, part: Tensor, start: int) -> tuple[Tensor, Tensor]:
         w = distances.unit(part)
-        logits = scale * _leaning(x, w, each, gamma)
-        others = (ids - start)[:, None] != torch.arange(logits.shape[1], device=ids.device)
+        scores = scale * _leaning(x, w, each, gamma)
+        others = (ids - start)[:, None] != torch.arange(scores.shape[1], device=ids.device)
         parts = w.view(-1, each, w.shape[1])
         drawn = _within_class(parts) * (len(parts) / classes) if each > 1 else w.new_zeros(())
-        return reduce.logsumexp(logits, others), drawn
+        return reduce.logsumexp(scores, others), drawn
 
     found, start = [], 0
     for part in torch.split(centers, size):
@@ -399,6 +399,14 @@ class ProxyNCALoss(nn.Module):
         )
         return proxy_nca_loss(embeddings, labels, self.proxies, shard=shard, **self.settings)
 
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """-d to the nearest proxy of every class, (B, C): the scores of the softmax form. Differentiable."""
+        if self.settings["assignment"] == "dynamic":
+            raise ValueError('get_logits needs proxies that belong to classes, got assignment="dynamic"')
+        x = logits.checked(self, embeddings, self.proxies)
+        distance = _scaled_distance(x, self.proxies, self.settings["scale"]) + logits.spoilt(x)
+        return logits.nearest(-distance, self.settings["proxies_per_class"])
+
 
 class ProxyAnchorLoss(nn.Module):
     """`proxy_anchor_loss` with its proxies (C, D). `lr_scale` 100 from the released code.
@@ -439,6 +447,10 @@ class ProxyAnchorLoss(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.proxies.shape[1])
         return proxy_anchor_loss(embeddings, labels, self.proxies, shard=shard, **self.settings)
+
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """α cos to the proxy of every class, (B, C), without the margin; differentiable."""
+        return logits.of_cosines(self, embeddings, self.proxies, self.settings["scale"])
 
 
 class SoftTripleLoss(nn.Module):
@@ -487,3 +499,11 @@ class SoftTripleLoss(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.centers.shape[1])
         return soft_triple_loss(embeddings, labels, self.centers, shard=shard, **self.settings)
+
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """λ S of every class, (B, C), its centres weighed as in the loss, without the margin; differentiable."""
+        x = logits.checked(self, embeddings, self.centers)
+        each, gamma = self.settings["centers_per_class"], self.settings["gamma"]
+        similarity = _leaning(distances.unit(x), distances.unit(self.centers), each, gamma)
+        scale: float = self.settings["scale"]
+        return similarity * scale + logits.spoilt(x)

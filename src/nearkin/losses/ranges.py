@@ -65,6 +65,11 @@ RANGES: dict[str, dict[str, Searched]] = {
     "npair": {"penalty": Range(1e-4, 0.1, log=True)},
     "proxy-anchor": {"margin": Range(0.02, 0.5), "scale": Range(8.0, 64.0, log=True), "loss_scale": _PROXIES},
     "proxy-nca": {"scale": Range(1.0, 30.0, log=True), "loss_scale": _PROXIES},
+    "quadruplet": {
+        "margin": Range(0.02, 0.6),
+        "second_margin": Range(0.01, 0.3),
+        "selection": _TRIPLETS,
+    },
     "siamese": {"loss_scale": _WEIGHTS},
     "smooth-ap": {"temperature": Range(0.003, 0.1, log=True)},
     "soft-triple": {

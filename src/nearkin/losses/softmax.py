@@ -9,7 +9,7 @@ from torch.nn.functional import batch_norm
 
 from nearkin.core import checks, class_dense, class_softmax, distances, reduce
 from nearkin.kernels.class_loss import Form
-from nearkin.losses import shards
+from nearkin.losses import logits, shards
 from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
 from nearkin.losses.settings import hold, show
 from nearkin.losses.shards import Shard
@@ -84,8 +84,8 @@ def heated_softmax_loss(
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
     x = distances.unit(embeddings) if normalize else embeddings
-    logits = scale * distances.dot(x, distances.unit(weight)) + bias  # (B, C)
-    value = shards.cross_entropy(shard, logits, ids) + spoilt.to(logits.dtype)
+    scores = scale * distances.dot(x, distances.unit(weight)) + bias  # (B, C)
+    value = shards.cross_entropy(shard, scores, ids) + spoilt.to(scores.dtype)
     (taint,) = shards.everywhere(shard, torch.as_tensor(reduce.taint(weight, bias)))
     return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + taint
 
@@ -103,8 +103,10 @@ def adacos_loss(
 ) -> Tensor:
     r"""Normalised softmax whose scale follows from the number of classes, or from the batch.
 
-    scale √2 ln(C - 1) unless given; `adacos_scale` gives the dynamic one. Needs three classes
-    or more: two give scale 0. impl, max_memory and shard as in `normalized_softmax_loss`.
+    l_i = -log( e^{s cos_iy} / Σ_c e^{s cos_ic} ),   s = √2 ln(C - 1) unless given
+
+    `adacos_scale` gives the dynamic scale. Needs three classes or more: two give scale 0. impl, max_memory and shard as
+    in `normalized_softmax_loss`.
     Zhang et al. 2019, arXiv:1905.00292, eq. 12 (fixed) and 15 (dynamic).
     """
     fixed = _fixed_scale(weight.shape[0] if shard is None else shard.total)
@@ -223,6 +225,10 @@ class NormalizedSoftmaxLoss(nn.Module):
         labels, weight, shard = sample(self, embeddings, labels, shard)
         return normalized_softmax_loss(embeddings, labels, weight, shard=shard, **self.settings)
 
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """s cos of every class, (B, C): softmax of it is the probability of each; differentiable."""
+        return logits.of_cosines(self, embeddings, self.weight, self.settings["scale"])
+
 
 class HeatedSoftmaxLoss(nn.Module):
     """`heated_softmax_loss` with class weights and biases, and its schedule.
@@ -303,6 +309,15 @@ class HeatedSoftmaxLoss(nn.Module):
             self.running_mean, self.running_var = mean.to(self.running_mean), var.to(self.running_var)
         return y
 
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """α cos + b of every class, (B, C), with the scale of now; norm="batch" by the statistics learned so far."""
+        x = logits.checked(self, embeddings, self.weight)
+        scale = self.scale.to(x.dtype)
+        if self.norm == "l2":
+            return logits.of_cosines(self, x, self.weight, scale) + self.bias
+        y = batch_norm(distances.upcast(x), self.running_mean.to(x.dtype), self.running_var.to(x.dtype))
+        return scale / math.sqrt(self.weight.shape[1]) * distances.dot(y, distances.unit(self.weight)) + self.bias
+
 
 class AdaCosLoss(nn.Module):
     """`adacos_loss` with its class weights (C, D); dynamic=True adapts the scale, kept in the state dict, to each batch
@@ -339,3 +354,7 @@ class AdaCosLoss(nn.Module):
             way = {name: self.settings[name] for name in ("impl", "max_memory") if name in self.settings}
             self.scale = adacos_scale(embeddings, labels, self.weight, self.scale, shard=shard, **way)
         return adacos_loss(embeddings, labels, self.weight, scale=self.scale, shard=shard, **self.settings)
+
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """s cos of every class, (B, C), with the scale of now; differentiable."""
+        return logits.of_cosines(self, embeddings, self.weight, self.scale)

@@ -7,6 +7,7 @@ distribution), "auto" takes it where it serves.
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def triplet_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     if margin is not None:
         checks.at_least("margin", margin, 0)
-    _possible(selection, margin, swap, normalize)
+    possible(selection, margin, swap, normalize)
     batch = tiles.Batch(embeddings, labels, references, reference_labels)
     if triplets.serves(impl, batch, selection, reduction, normalize, max_memory) and not swap:
         link = "soft" if margin is None else "hinge"
@@ -65,7 +66,7 @@ def triplet_loss(
         distance = measure(x, references, normalize=normalize)  # (B, R)
         if selection == "all":
             assert margin is not None
-            return _all_triplets(distance, kin, margin)
+            return all_triplets(distance, kin, margin)
         plain = distance.detach().sqrt() if squared else distance
         chosen = mining.select(selection, plain, kin, dim=x.shape[1], generator=generator)
         if isinstance(chosen, mining.Pairs):
@@ -83,7 +84,7 @@ def triplet_loss(
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 
-def _possible(selection: mining.Selection, margin: float | None, swap: bool, normalize: bool) -> None:
+def possible(selection: mining.Selection, margin: float | None, swap: bool, normalize: bool) -> None:
     if not isinstance(selection, str):
         return
     because = dict.fromkeys(mining.PAIR_SELECTIONS, "it selects pairs")
@@ -97,8 +98,12 @@ def _possible(selection: mining.Selection, margin: float | None, swap: bool, nor
     checks.one_of("selection", selection, possible)
 
 
-def _all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tensor, Tensor, Tensor]:
+def all_triplets(
+    distance: Tensor, kin: Relation, margin: float, far: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of the hinge over all triplets of each anchor, their number, and how many are active, each (B,).
+
+    far (B, R): what stands for the distances of negatives, where it is not these themselves.
 
     The hinge is linear where active: Σ_p k_p (d_p + m) - Σ_n c_n d_n, with k_p the negatives nearer than d_p + m and
     c_n the positives whose d_p + m is beyond d_n. k comes from a binary search in the sorted negatives; a positive
@@ -106,22 +111,35 @@ def _all_triplets(distance: Tensor, kin: Relation, margin: float) -> tuple[Tenso
     is left is linear in the distances: autograd's gradient is exact.
     """
     with torch.no_grad():
-        near_first, order = distance.masked_fill(~kin.negative, torch.inf).sort(1)
-        reach = (distance + margin).masked_fill_(~kin.positive, -torch.inf)
-        beaten = torch.searchsorted(near_first, reach, out_int32=True)  # k: (B, R), 0 where not a positive
-        del near_first, reach
-        place = beaten.long().sub_(1).clamp_(min=0)
-        ends = torch.zeros_like(distance).scatter_add_(1, place, (beaten > 0).to(distance.dtype))
-        covered = ends.flip(1).cumsum(1).flip(1)  # c in sorted order: positives that end here or later
-        beating = torch.empty_like(covered).scatter_(1, order, covered)
-        del place, ends, covered, order
+        beaten, beating = _counted(
+            (distance if far is None else far).masked_fill(~kin.negative, torch.inf),
+            lambda: (distance + margin).masked_fill_(~kin.positive, -torch.inf),
+        )
         # Both sides hold each active triplet once, so any constant may be taken off both: less to cancel.
         middle = distance.mean(1, keepdim=True) if distance.shape[1] else distance.sum(1, keepdim=True)
         active = beaten.sum(1)
         shift = active.to(distances.wide(distance)) * margin
-    weight = beaten.to(distance.dtype).sub_(beating)
+    weight = beaten.to(distance.dtype)
+    weight = weight.sub_(beating) if far is None else weight
     sums = ((distance - middle) * weight).sum(1, dtype=distances.wide(distance)) + shift
+    if far is not None:
+        sums = sums - ((far - middle) * beating).sum(1, dtype=distances.wide(distance))
     return sums.to(distance.dtype), kin.positive.sum(1) * kin.negative.sum(1), active
+
+
+def _counted(thresholds: Tensor, reach: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """How many thresholds of negatives each positive's reach is above, (B, R) int32; and how many reaches are above
+    each threshold, (B, R). thresholds: inf where not a negative. reach, made when it is needed: -inf where not a
+    positive."""
+    thresholds, order = thresholds.sort(1)
+    beaten = torch.searchsorted(thresholds, reach(), out_int32=True)
+    kind = thresholds.dtype
+    del thresholds
+    place = beaten.long().sub_(1).clamp_(min=0)
+    ends = torch.zeros_like(place, dtype=kind).scatter_add_(1, place, (beaten > 0).to(kind))
+    del place
+    covered = ends.flip(1).cumsum(1).flip(1)  # in sorted order: positives that end here or later
+    return beaten, torch.empty_like(covered).scatter_(1, order, covered)
 
 
 def lossless_triplet_loss(
@@ -141,13 +159,14 @@ def lossless_triplet_loss(
     l_apn = -ln(1 - d_ap/N + ε) - ln(1 - (N - d_an)/N + ε),   d = squared Euclidean distance, N = dimensions
 
     `sigmoid=True` maps raw outputs into the cube; set it False where the encoder ends in a sigmoid (values are then
-    held to [0, 1]). Over all triplets: the terms part into pairs, so it takes O(B²). Needs two items a class.
+    held to [0, 1]). Over all triplets: the terms part into pairs, so it takes O(B²); to tell those above 0 ("active")
+    O(B² log B), without a kernel. A term is 0 or below only within ε of d_ap = 0 and d_an = N. Needs two items a class.
     Arsenault 2018 (blog); β = N and ε 1e-8 from there.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("epsilon", epsilon)
     batch = tiles.Batch(embeddings, labels, references, reference_labels)
-    if pairs.serves(impl, batch, reduction, max_memory):
+    if pairs.serves(impl, batch, reduction, max_memory) and reduction != "active":
         numbers = (1 / embeddings.shape[1], epsilon)
         return pairs.loss("lossless", batch, numbers, reduction, flag=sigmoid, normalize=False)
 
@@ -157,12 +176,19 @@ def lossless_triplet_loss(
         pull = -((1 - share).clamp(min=0) + epsilon).log()
         push = -(share + epsilon).log()
         positives, negatives = kin.positive.sum(1), kin.negative.sum(1)
+        if reduction == "active":
+            with torch.no_grad():
+                met, meeting = _counted(
+                    torch.where(kin.negative, -push, torch.inf), lambda: pull.masked_fill(~kin.positive, -torch.inf)
+                )
+            sums = (pull * met).sum(1) + torch.where(kin.negative, push * meeting, 0.0).sum(1)
+            return sums, positives * negatives, met.sum(1)
         pulled = torch.where(kin.positive, pull, 0.0).sum(1) * negatives
         pushed = torch.where(kin.negative, push, 0.0).sum(1) * positives
-        return pulled + pushed, positives * negatives
+        return pulled + pushed, positives * negatives, positives * negatives
 
-    sums, counts = tiles.over(rows, batch, max_memory=max_memory)
-    return reduce.total(sums, counts, counts, reduction) + reduce.taint(embeddings, references)
+    sums, counts, active = tiles.over(rows, batch, max_memory=max_memory)
+    return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 
 def _into_cube(x: Tensor, sigmoid: bool) -> Tensor:

@@ -107,6 +107,8 @@ def _losses() -> dict[str, Choice]:
                 optional = inspect.signature(thing).parameters["num_classes"].default is None
                 if optional:  # learned per class on request: "all" stands for the number of training classes
                     known["num_classes"] = Setting("num_classes", int | str | None, None)
+            if "num_items" in known:  # likewise, of the training items
+                known["num_items"] = Setting("num_items", int | str | None, None)
             found[name] = Choice(name, thing, known, getattr(losses, function))
     return dict(sorted(found.items()))
 

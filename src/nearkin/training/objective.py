@@ -34,10 +34,13 @@ def loss_settings(recipe: Recipe) -> dict[str, Any]:
     return accepts("loss", given, LOSSES[name].settings, f'loss "{name}"')
 
 
-def build_loss(recipe: Recipe, classes: int | None, dim: int, seed: int, targets: int | None = None) -> nn.Module:
+def build_loss(
+    recipe: Recipe, classes: int | None, dim: int, seed: int, targets: int | None = None, items: int | None = None
+) -> nn.Module:
     """The loss, its learned parameters drawn from `seed`, inside a cross-batch memory if the recipe wants one.
 
-    classes: of the training part. targets: how many numbers a continuous label has, where the loss takes these.
+    classes, items: how many the training part has. targets: how many numbers a continuous label has, where the loss
+    takes these.
     """
     settings, make = loss_settings(recipe), LOSSES[recipe.loss["name"]].make
     wanted = inspect.signature(make).parameters
@@ -46,6 +49,12 @@ def build_loss(recipe: Recipe, classes: int | None, dim: int, seed: int, targets
         settings["num_classes"] = classes
     elif isinstance(settings.get("num_classes"), str):
         raise ValueError(f'loss.num_classes must be a whole number, "all" or "none", got {settings["num_classes"]!r}')
+    if settings.get("num_items") is not None:
+        number = settings["num_items"]
+        if number != "all" and (isinstance(number, str) or items is None or number < items):
+            least = "" if items is None else f" of at least the {items} training items"
+            raise ValueError(f'loss.num_items must be a whole number{least}, "all" or "none", got {number!r}')
+        settings["num_items"] = items if number == "all" else number
     if "dim" in wanted:
         settings["dim"] = dim
     with torch.random.fork_rng(devices=[]):

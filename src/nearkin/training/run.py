@@ -142,7 +142,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
             raise ValueError(f'loss "{recipe.loss["name"]}" needs continuous targets, {items.name} has none')
         targets = items.targets[train_part]
     width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
-    loss = build_loss(recipe, classes, dim, recipe.training.seed, width).to(on)
+    loss = build_loss(recipe, classes, dim, recipe.training.seed, width, len(train_part)).to(on)
     with warnings.catch_warnings(record=True) as heard:  # a note of the run, not a line of Python's among the bars
         warnings.simplefilter("always")
         sampler = build_sampler(recipe, labels, targets)

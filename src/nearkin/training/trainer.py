@@ -71,6 +71,7 @@ class Trainer:
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
         self.parallel = Parallel(self.encoder, strategy, unused=name.startswith(("timm:", "hf:")))
         self.objective = GlobalBatch(self.loss) if self.ranks.size > 1 else self.loss
+        self.per_item = any(getattr(part, "item_beta", None) is not None for part in self.loss.modules())
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.saved_at = self.looked_at = self.clock = time.monotonic()
@@ -95,7 +96,9 @@ class Trainer:
         """
         self.ranks.pulse.moves += 1
         rows = batch.rows.to(self.device, non_blocking=True)
-        known = self.known[torch.from_numpy(batch.items[batch.part]).to(self.device)]
+        items = torch.from_numpy(batch.items[batch.part]).to(self.device)
+        known = self.known[items]
+        own = {"items": items} if self.per_item else {}  # for a loss that learns something per training item
         keys = None
         if self.augmentation is not None:  # of all ranks' items: one that comes twice is seen as two
             keys = augment.keys(self.state.epoch, batch.number, torch.from_numpy(batch.items))[batch.part]
@@ -120,8 +123,8 @@ class Trainer:
 
         def objective(embeddings: Tensor) -> Tensor:
             if self.ranks.size == 1:
-                return self.loss(embeddings, known)  # type: ignore[no-any-return]
-            return self.objective(embeddings, known, counts=batch.counts)  # type: ignore[no-any-return]
+                return self.loss(embeddings, known, **own)  # type: ignore[no-any-return]
+            return self.objective(embeddings, known, counts=batch.counts, **own)  # type: ignore[no-any-return]
 
         chunk, most = self.recipe.training.chunk, max(batch.counts)
         if chunk is not None and chunk < most:

@@ -1,0 +1,187 @@
+"""Quadruplet loss: a triplet, and strangers of two further classes that must be farther apart than the positive pair.
+
+`max_memory` (bytes) is what the loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+"""
+
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nearkin import mining
+from nearkin.core import checks, distances, reduce, tiles
+from nearkin.core.relations import Labels, Relation
+from nearkin.losses.settings import hold, show, tiling
+from nearkin.losses.triplet import all_triplets, possible
+
+__all__ = ["QuadrupletLoss", "quadruplet_loss"]
+
+
+def quadruplet_loss(
+    embeddings: Tensor,
+    labels: Labels,
+    references: Tensor | None = None,
+    reference_labels: Labels | None = None,
+    *,
+    margin: float = 0.2,
+    second_margin: float = 0.1,
+    squared: bool = True,
+    selection: mining.Selection = "semihard",
+    normalize: bool = True,
+    reduction: str = "mean",
+    generator: torch.Generator | None = None,
+    max_memory: int | None = None,
+) -> Tensor:
+    r"""A positive pair closer than its anchor's negative, and closer than two strangers are to each other.
+
+    L = mean_{(a,p,n)} [d_ap - d_an + margin]_+  +  mean_{(a,p,n,l)} [d_ap - d_ln + second_margin]_+
+
+    d = D² or D (squared=False). (a, p, n): the triplets of `selection`, as in `triplet_loss`. l is of a third class,
+    neither a's nor n's: of the anchors of such classes the nearest to n, where the paper sums over every l. So nothing
+    of size B³ is made: "all" takes O(B² log B) time, the other selections O(B²), and O(B²) memory. `reduction` applies
+    to each half; a triplet without a third class has no second term. labels (B,) class ids, or a `Relation` with `ids`.
+    Needs two items per class, and three classes for the second half.
+    Chen et al. 2017, arXiv:1704.01719, eq. 6, there with a learned metric; the second margin is the smaller one, as the
+    paper demands. margin 0.2 on squared distances of unit vectors as in FaceNet, second_margin half of it: ours.
+    """
+    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    checks.at_least("margin", margin, 0)
+    checks.at_least("second_margin", second_margin, 0)
+    possible(selection, margin, False, normalize)
+    own = _classes(labels)
+    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    measure = distances.squared_euclidean if squared else distances.euclidean
+    rival = _rivals(batch, own, squared, normalize, max_memory)
+
+    def rows(x: Tensor, references: Tensor | None, kin: Relation, ids: Tensor) -> tuple[Tensor, ...]:
+        distance = measure(x, references, normalize=normalize)  # (B, R)
+        if selection == "all":
+            apart, there = rival.of(ids)  # (B, R): each negative's distance to its l
+            pairs = Relation(kin.positive, kin.negative & there)
+            return *all_triplets(distance, kin, margin), *all_triplets(distance, pairs, second_margin, apart)
+        plain = distance.detach().sqrt() if squared else distance
+        chosen = mining.select(selection, plain, kin, dim=x.shape[1], generator=generator)
+        if isinstance(chosen, mining.Pairs):
+            raise TypeError("selection must return Triplets for a quadruplet loss, got Pairs")
+        near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
+        apart, there = rival.of(ids, chosen.negative)
+        first = tiles.hinges(near - far, chosen.valid, reduction, start=-margin)
+        return *first, *tiles.hinges(near - apart, chosen.valid & there, reduction, start=-second_margin)
+
+    sums, counts, active, more, further, stirred = tiles.over(
+        rows, batch, own, max_memory=max_memory, generator=generator, **tiling(selection)
+    )
+    both = reduce.total(sums, counts, active, reduction) + reduce.total(more, further, stirred, reduction)
+    return both + reduce.taint(embeddings, references)
+
+
+class _Rivals(NamedTuple):
+    """Of each reference the nearest anchor of another class, and the nearest of yet another one: distance and class.
+
+    Whoever the anchor of a triplet is, one of the two is of a third class, if there is such an anchor at all.
+    """
+
+    apart: Tensor  # (2, R), with gradient
+    classes: Tensor  # (2, R) class ids
+    there: Tensor  # (2, R) bool
+
+    def of(self, own: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of references, all or (B, T) columns: the distance to the nearest anchor that is neither of their class nor
+        of class `own` (B,), and whether there is one; each (B, R) or (B, T)."""
+        if columns is None:
+            first = self.classes[0] != own[:, None]
+            return (
+                torch.where(first, self.apart[0], self.apart[1]),
+                torch.where(first, self.there[0], self.there[1]),
+            )
+        number = self.apart.shape[1]
+        if not number:
+            return self.apart.sum().expand(columns.shape), torch.zeros_like(columns, dtype=torch.bool)
+        place = torch.where(self.classes[0][columns] != own[:, None], columns, columns + number)
+        return self.apart.flatten()[place], self.there.flatten()[place]
+
+
+def _classes(labels: Labels) -> Tensor:
+    """Class ids of the anchors, (B,)."""
+    ids = labels.ids if isinstance(labels, Relation) else labels
+    if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype == torch.bool:
+        raise TypeError("labels must be integer class ids, or a Relation with ids: a quadruplet is of three classes")
+    return ids.long()
+
+
+def _rivals(batch: tiles.Batch, own: Tensor, squared: bool, normalize: bool, max_memory: int | None) -> _Rivals:
+    turned = tiles.turned(batch)
+
+    def rows(x: Tensor, anchors: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+        distance = distances.euclidean(x, anchors, normalize=normalize)  # (R, B)
+        _, first = reduce.largest(-distance, kin.negative)
+        if not distance.shape[1]:
+            return first, first, first > 0, first > 0  # nobody
+        beyond = kin.negative & (own[None, :] != own[first][:, None])
+        _, second = reduce.largest(-distance, beyond)
+        return first, second, reduce.some(kin.negative), reduce.some(beyond)
+
+    with torch.no_grad():
+        first, second, some, more = tiles.over(rows, turned, max_memory=max_memory)
+    nearest = torch.stack([first, second])  # (2, R) places among the anchors
+    there = torch.stack([some, more])
+    if not own.shape[0]:
+        return _Rivals(turned.embeddings.sum() + torch.zeros_like(there, dtype=turned.embeddings.dtype), nearest, there)
+    anchors, references = _wide(batch.embeddings, normalize), _wide(turned.embeddings, normalize)
+    gap = (anchors[nearest] - references).square().sum(2)
+    apart = gap > 0
+    if not squared:
+        gap = torch.where(apart, torch.where(apart, gap, 1.0).sqrt(), 0.0)
+    kind = torch.promote_types(torch.promote_types(batch.embeddings.dtype, turned.embeddings.dtype), torch.float32)
+    return _Rivals(gap.to(kind), own[nearest], there)
+
+
+def _wide(x: Tensor, normalize: bool) -> Tensor:
+    """Rows in the widest type of the device, in which their differences keep their digits."""
+    return distances.units(x, distances.wide(x))[0] if normalize else distances.upcast(x).to(distances.wide(x))
+
+
+class QuadrupletLoss(nn.Module):
+    """Holds the settings of `quadruplet_loss`; computes nothing itself."""
+
+    lr_scale = 1.0
+    settings: dict[str, Any]
+
+    def __init__(
+        self,
+        margin: float = 0.2,
+        second_margin: float = 0.1,
+        *,
+        squared: bool = True,
+        selection: mining.Selection = "semihard",
+        normalize: bool = True,
+        reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        max_memory: int | None = None,
+    ) -> None:
+        super().__init__()
+        hold(
+            self,
+            quadruplet_loss,
+            margin=margin,
+            second_margin=second_margin,
+            squared=squared,
+            selection=selection,
+            normalize=normalize,
+            reduction=reduction,
+            generator=generator,
+            max_memory=max_memory,
+        )
+
+    extra_repr = show
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None = None,
+        reference_labels: Labels | None = None,
+    ) -> Tensor:
+        return quadruplet_loss(embeddings, labels, references, reference_labels, **self.settings)
