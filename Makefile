@@ -1,10 +1,12 @@
 # Every target sets itself up: a fresh machine needs Python 3.10 or newer and make.
 PYTHON ?= python3
+FLOOR_PYTHON ?= python3.10
 VENV := .venv
+FLOOR := .venv-floor
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check floor format bench clean
 
 demo: $(VENV)/demo.stamp  ## train on half of the glyphs, be measured on the other half, read the report
 	$(BIN)/nearkin train glyphs
@@ -17,6 +19,9 @@ check: $(VENV)/dev.stamp  ## what must be green before a commit
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
+
+floor: $(FLOOR)/test.stamp  ## the test suite with the oldest Python and packages that pyproject.toml allows
+	$(FLOOR)/bin/python -m pytest -n 2
 
 format: $(VENV)/dev.stamp  ## rewrite in the house style
 	$(BIN)/ruff format .
@@ -35,7 +40,7 @@ bench: $(VENV)/dev.stamp  ## measured tables, written beside the scripts
 	$(BIN)/python benchmarks/gallery.py  # serving.py needs a run and a gallery
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(FLOOR) build dist .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -49,3 +54,12 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/demo.stamp
+
+$(FLOOR)/bin/python:
+	@$(FLOOR_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' || \
+		{ echo "make floor needs Python 3.10, the oldest allowed; try make floor FLOOR_PYTHON=/path/to/python3.10"; exit 1; }
+	$(FLOOR_PYTHON) -m venv $(FLOOR)
+
+$(FLOOR)/test.stamp: pyproject.toml constraints-floor.txt | $(FLOOR)/bin/python
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-floor.txt -e '.[test]'
+	@touch $@

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -30,7 +31,9 @@ def _here(tmp_path, monkeypatch):
 
 
 def run(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
+    """stdout and stderr apart: click before 8.2 must be asked to."""
+    apart = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}
+    return CliRunner(**apart).invoke(app, [str(word) for word in words])
 
 
 def good(*words):

@@ -3,7 +3,6 @@
 The interpreter is chosen when triton is imported, so that its tests run in a process of their own and are read here.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -89,8 +88,8 @@ def moved_on():
 
 @pytest.fixture(scope="module")
 def found():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed (pip install triton)")
+    if not kernels.installed():
+        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
     code = "import test_pair_kernels; test_pair_kernels.judge_kernels()"
     way = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     here = Path(__file__).parent
@@ -150,8 +149,8 @@ def test_what_is_not_served_is_plain_torch(name):
     if kernels.interpreted():
         pytest.skip("the interpreter serves")
     case, given = PAIR_CASES[name], kernel_cases.batch((12, None, 5))
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed (pip install triton)")
+    if not kernels.installed():
+        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
     for asked in ("auto", "triton"):
         got = kernel_cases.outcome(case, given, asked)
         assert all(map(torch.equal, got, kernel_cases.outcome(case, given, "torch")))
@@ -182,5 +181,6 @@ def test_modules_hold_the_choice(make, monkeypatch):
     with pytest.raises(ValueError, match='unknown impl "tritn"; did you mean "triton"\\? known: auto, torch, triton'):
         make(impl="tritn")
     monkeypatch.setattr(kernels, "installed", lambda: False)
+    monkeypatch.setattr(kernels, "RECENT", True)
     with pytest.raises(ValueError, match=r'impl="triton" is not possible here: triton is not installed'):
         make(impl="triton")

@@ -1,6 +1,5 @@
 """The kernels of Smooth-AP, FastAP and log-ratio, through Triton's interpreter, against the plain losses."""
 
-import importlib.util
 import json
 import math
 import os
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nearkin import losses
+from nearkin import kernels, losses
 from nearkin.kernels import ranks as fused
 
 
@@ -107,8 +106,8 @@ def judge_kernel():
 
 @pytest.fixture(scope="module")
 def kernel():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed (pip install triton)")
+    if not kernels.installed():
+        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
     code = "import test_rank_kernels; test_rank_kernels.judge_kernel()"
     way = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     here = Path(__file__).parent

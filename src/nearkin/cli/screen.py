@@ -22,6 +22,9 @@ class Device(str, Enum):
 
 
 class _Verbs(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)  # in the order of their definition, which typer before 0.13 does not keep
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         verbs = self.list_commands(ctx)
         if args and args[0] not in verbs:

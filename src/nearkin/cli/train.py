@@ -105,6 +105,8 @@ def train(
         with training.joined() as ranks:
             if resume is not None and (chosen or recipe or set_ or out):
                 raise ValueError("--resume goes on with the recipe of the run; give no other choices beside it")
+            if ranks.first:
+                report.rehearse()
             with training_screen(quiet or json or not ranks.first) as watch:
                 _name_rank(watch, ranks)
                 if resume is not None:

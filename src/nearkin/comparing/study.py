@@ -116,7 +116,7 @@ def _locked(folder: Path) -> Any:
         import fcntl
     except ImportError:
         return None
-    file = (folder / "study.lock").open("w")
+    file = (folder / "study.lock").open("wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -3,7 +3,6 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from nearkin.comparing.verdicts import (
     spread,
 )
 from nearkin.core import files
+from nearkin.core.versions import version_of
 
 __all__ = ["results", "said", "write"]
 
@@ -51,7 +51,7 @@ def results(
         against_best(rows, {loss: values[loss][form][:, 0] for loss in order}, figures, groups, form)
     level = curves.levels(found, order)
     return {
-        "versions": {name: version(name) for name in ("nearkin", "torch", "optuna")},
+        "versions": {name: version_of(name) for name in ("nearkin", "torch", "optuna")},
         "source": bench.recipe.data.source,
         "protocol": _protocol(bench, opened, plan, found),
         "table": rows,

@@ -14,7 +14,6 @@ import unicodedata
 import warnings
 from collections.abc import Iterable
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import files
+from nearkin.core.versions import version_of
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
@@ -216,7 +216,7 @@ def cache_folder() -> Path:
 
 def _cache_file(seed: int, size: int, per_class: int) -> Path | None:
     """Named by all that decides the content: two renderers never share a file. None for a user without home."""
-    made_by = "-".join(f"{package}{version(package)}" for package in ("pillow", "matplotlib", "numpy"))
+    made_by = "-".join(f"{package}{version_of(package)}" for package in ("pillow", "matplotlib", "numpy"))
     try:
         return cache_folder() / f"glyphs{RECIPE}-seed{seed}-{size}px-{per_class}each-{made_by}.npz"
     except RuntimeError:

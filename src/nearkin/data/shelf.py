@@ -204,11 +204,11 @@ class Part:
         self.crc = []
         with narrow.open("xb") as file:
             file.write(bytes(HEADER))
-            for row in wide:
-                data = row[..., :1].tobytes()
+            for i in range(len(wide)):
+                data = wide[i, ..., :1].tobytes()
                 file.write(data)
                 self.crc.append(zlib.crc32(data))
-        del wide
+        del wide  # the last that maps the file, which Windows would not remove otherwise
         self.discard()
         self.path, self.shape, self._file = narrow, (*self.shape[:2], 1), narrow.open("r+b")
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nearkin.core import checks
+from nearkin.core.versions import version_of
 from nearkin.data import pictures as decoding
 from nearkin.data import shelf
 
@@ -109,7 +109,7 @@ def store(
         "fit": fit,
         "channels": channels or "auto",
         "max_pixels": max_pixels,
-        "decoder": f"{decoding.DECODER} pillow {version('pillow')}",
+        "decoder": f"{decoding.DECODER} pillow {version_of('pillow')}",
     }
     if not cache:
         stored = _in_memory(pictures, settings, workers, progress)

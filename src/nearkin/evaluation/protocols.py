@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN
+from nearkin.core.versions import version_of
 from nearkin.data import vectors
 from nearkin.data.pair_lists import PairList
 from nearkin.data.vectors import Vectors
@@ -90,7 +90,7 @@ def evaluate(
             found = ranks.alone(name, partial(_run, name, task))
         results[name] = {"similarity": similarity[name]} | found
     return {
-        "nearkin": version("nearkin"),
+        "nearkin": version_of("nearkin"),
         "embeddings": _said_of(items),
         "gallery": None if gallery is None else _said_of(gallery),
         "pairs": None if pairs is None else {"file": pairs.name, "pairs": len(pairs.pairs)},

@@ -1,6 +1,5 @@
 """What the similarities of a run's encoder mean, measured on its validation part and kept in its folder."""
 
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from nearkin import evaluation, training
 from nearkin.core import files
+from nearkin.core.versions import version_of
 from nearkin.evaluation import Calibration
 from nearkin.evaluation.calibration import isotonic
 from nearkin.evaluation.curves import Floats, deal
@@ -37,7 +37,7 @@ def calibrate(run: str | Path, *, part: str = "val", device: str = "auto", progr
         raise ValueError(f"{run}: its source has no class labels, so there is no same and other to calibrate on")
     plain = measured(found.embeddings, torch.from_numpy(found.labels)) | {
         "format": answers.FORMAT,
-        "nearkin": version("nearkin"),
+        "nearkin": version_of("nearkin"),
         "encoder": fingerprint,
         "part": part,
         "items": len(found.labels),

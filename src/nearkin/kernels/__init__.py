@@ -5,7 +5,9 @@ Nothing here imports triton before a kernel is wanted.
 
 import importlib.util
 import os
+import re
 import sys
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -17,8 +19,21 @@ IMPLEMENTATIONS = ("auto", "torch", "triton")
 _FLOAT64_UNITS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: A100, H100 and H200, B200
 
 
+def _recent() -> bool:
+    """Whether Triton, if it is there, is one that the kernels were written for: 3.4, which torch 2.8 brings."""
+    try:
+        numbers = re.findall(r"\d+", version("triton"))
+    except PackageNotFoundError:  # part of another package: the kernels' own import tells
+        return True
+    return tuple(int(number) for number in numbers[:2]) >= (3, 4)
+
+
+RECENT = _recent()  # looked up here, since a compiled loss cannot
+
+
 def installed() -> bool:
-    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None  # the search takes its time
+    there = "triton" in sys.modules or importlib.util.find_spec("triton") is not None  # the search takes its time
+    return there and RECENT
 
 
 def interpreted() -> bool:
@@ -31,6 +46,8 @@ def check(impl: object) -> None:
     checks.one_of("impl", impl, IMPLEMENTATIONS)
     if impl == "triton" and not installed():
         because = "triton is not installed (pip install triton)"
+        if not RECENT:
+            because = f"triton {version('triton')} is installed, 3.4 or newer is needed, which comes with torch 2.8"
         checks.impossible("impl", impl, because, IMPLEMENTATIONS[:2])
 
 

@@ -166,7 +166,7 @@ def _hf_preparation(name: str) -> tuple[Sequence[float], Sequence[float]]:
     """Mean and deviation from preprocessor_config.json, which stands beside the weights."""
     try:
         path = import_module("transformers.utils").cached_file(name, "preprocessor_config.json")
-        found = json.loads(Path(path).read_text())
+        found = json.loads(Path(path).read_text("utf-8"))
         return [float(v) for v in found["image_mean"]], [float(v) for v in found["image_std"]]
     except (OSError, ValueError, KeyError, TypeError):
         warnings.warn(

@@ -3,13 +3,13 @@
 import hashlib
 import json
 import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nearkin.core import files
+from nearkin.core.versions import version_of
 from nearkin.models.choice import build
 from nearkin.models.encoder import Encoder
 
@@ -34,7 +34,7 @@ def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | Non
     weights = to_bytes(state, {"format": "pt"})
     description = {
         "format": FORMAT,
-        "nearkin": version("nearkin"),
+        "nearkin": version_of("nearkin"),
         "settings": encoder.settings,
         "pretrained": encoder.pretrained,
         "preparation": preparation or {},

@@ -4,6 +4,6 @@ from nearkin.report.comparison import write_comparison
 from nearkin.report.findings import Findings
 from nearkin.report.page import write
 from nearkin.report.pictures import write_picture
-from nearkin.report.runs import findings_of, of_run
+from nearkin.report.runs import findings_of, of_run, rehearse
 
-__all__ = ["Findings", "findings_of", "of_run", "write", "write_comparison", "write_picture"]
+__all__ = ["Findings", "findings_of", "of_run", "rehearse", "write", "write_comparison", "write_picture"]

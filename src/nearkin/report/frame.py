@@ -3,9 +3,9 @@
 import base64
 import hashlib
 from collections.abc import Sequence
-from importlib.metadata import version
 from importlib.resources import files as resources
 
+from nearkin.core.versions import version_of
 from nearkin.report.words import escape, named, short
 
 __all__ = ["Section", "document"]
@@ -37,6 +37,6 @@ def document(
         "<body>\n"
         f'<header><p class="eyebrow">{eyebrow}</p><h1>{named(title)}</h1>{opening}'
         f'<nav aria-label="Sections">{links}</nav></header>\n<main>\n{body}</main>\n'
-        f"<footer><p>nearkin {escape(version('nearkin'))} · complete in one file, makes no requests</p></footer>\n"
+        f"<footer><p>nearkin {escape(version_of('nearkin'))} · complete in one file, makes no requests</p></footer>\n"
         f"<script>{script}</script>\n</body>\n</html>\n"
     )

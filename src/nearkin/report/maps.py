@@ -34,7 +34,7 @@ def plane(embeddings: Tensor, seed: int) -> tuple[Floats, str]:
     if len(x) >= FEWEST and bool((x != x[:1]).any()):
         try:
             import openTSNE  # type: ignore[import-untyped, unused-ignore]
-        except ImportError:
+        except Exception:  # not installed, or built for another NumPy, which need not be an ImportError
             pass
         else:
             made = openTSNE.TSNE(

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.report.findings import Findings
-from nearkin.report.page import write
+from nearkin.report.page import page, write
 from nearkin.training import Outcome
 
-__all__ = ["findings_of", "of_run"]
+__all__ = ["findings_of", "of_run", "rehearse"]
 
 _REPEATED = ("precision@1",)  # the same number as recall@1
 
@@ -22,6 +22,17 @@ def of_run(outcome: Outcome, progress: Callable[[int, int], None] | None = None)
     path = outcome.folder / "report.html"
     write(path, findings_of(outcome), progress, seed=outcome.recipe.training.seed)
     return path
+
+
+def rehearse() -> None:
+    """Makes a small report of invented findings and drops it: what this machine lacks shows before training, not after.
+
+    The style and the script of the page are read, and Pillow encodes PNG and JPEG. So few items need no t-SNE.
+    """
+    embeddings = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    labels, names = torch.arange(8) // 2, [f"{i}.png" for i in range(8)]
+    picture = lambda i: np.full((96 if i % 2 else 24, 24), i, np.uint8)  # noqa: E731  # as JPEG and as PNG
+    page(Findings("", {}, {}, [], {}, embeddings, labels, None, list("abcd"), names, picture))
 
 
 def findings_of(outcome: Outcome) -> Findings:

@@ -10,6 +10,7 @@ import json
 import random
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def load(path: Path, proven: str | None = None) -> tuple[dict[str, Tensor], dict
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Copies: a tensor that maps the file (an optimizer keeps what it loads) would not let Windows replace it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise Damaged(f"{path.name} is not a whole file ({' '.join(str(error).split())})") from None
     if header.get("format") != str(FORMAT):
@@ -83,7 +85,8 @@ class Checkpoints:
         needed |= {file for other in list(needed) for file in self._files(other)}
         for path in self.folder.iterdir():
             if path.name not in needed:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # on Windows somebody may have it open: the next checkpoint tries again
+                    path.unlink(missing_ok=True)
 
     def write_best(self, step: int, tensors: Mapping[str, Tensor | Rows], state: Mapping[str, Any]) -> str:
         """The name to keep in the state of the next checkpoint. The last best stays until that one is written."""

@@ -1,8 +1,8 @@
 """What a finished training is measured against, and the figures that it leaves behind."""
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nearkin import models
 from nearkin.core import files, world
+from nearkin.core.versions import version_of
 from nearkin.training import judging
 from nearkin.training.feed import Material, embed
 from nearkin.training.prepare import Prepared, build_encoder
@@ -70,7 +71,7 @@ def results(
     options["seed"] = recipe.training.seed
     tested = {name: judging.test(x, held, trainer.graded, trainer.device, **options) for name, x in rows.items()}
     found = {
-        "nearkin": version("nearkin"),
+        "nearkin": version_of("nearkin"),
         "source": recipe.data.source,
         "protocol": prepared.parts.note,
         "test": tested,
@@ -102,11 +103,13 @@ def unwrapped(encoder: models.Encoder, prepared: Prepared) -> models.Encoder:
     return plain
 
 
-def _peak(on: torch.device) -> int:
+def _peak(on: torch.device) -> int | None:
+    """The most bytes in use at once; None on a system that does not tell, as Windows."""
     if on.type == "cuda":
         return torch.cuda.max_memory_allocated(on)
-    import resource
-    import sys
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    try:
+        import resource
+    except ImportError:
+        return None
+    most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # type: ignore[attr-defined, unused-ignore]
+    return most if sys.platform == "darwin" else most * 1024  # macOS counts bytes, others KiB

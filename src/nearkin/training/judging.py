@@ -110,10 +110,29 @@ def more(rows: Tensor, held: Held, pairs: Any, recipe: Any, device: torch.device
         labels = torch.from_numpy(held.labels).to(device)
         clusters: Any = evaluation.clustering(rows[: len(held.indices)].to(device), labels, seed=recipe.training.seed)
         found["clustering"] = {name: _number(clusters[name]) for name in ("nmi", "ami", "f1")}
-    if pairs is not None:
-        same, folds = torch.from_numpy(pairs.same), torch.from_numpy(pairs.fold)
-        verified = evaluation.verification(embeddings=rows, pairs=torch.from_numpy(pairs.items), same=same, folds=folds)
+    if pairs is not None and unverifiable(pairs) is None:
+        verified = _verified(rows, pairs)
         names = ("accuracy", "accuracy_error", "threshold", "eer", "auc")
         found["verification"] = {name: _number(verified[name]) for name in names}
         found["verification"] |= {name: _number(v) for name, v in verified.items() if name.startswith("tar@")}
     return found
+
+
+def unverifiable(pairs: Any) -> str | None:
+    """Why the source's own pairs, as far as they are test items, cannot be verified; None if they can.
+
+    Found by verifying random vectors, so that it is known before training.
+    """
+    if pairs is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    try:
+        _verified(torch.randn(int(pairs.items.max()) + 1, 2, generator=generator), pairs)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _verified(rows: Tensor, pairs: Any) -> Any:
+    same, folds = torch.from_numpy(pairs.same), torch.from_numpy(pairs.fold)
+    return evaluation.verification(embeddings=rows, pairs=torch.from_numpy(pairs.items), same=same, folds=folds)

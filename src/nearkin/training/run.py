@@ -117,7 +117,7 @@ def _prepared(recipe: Recipe, watch: Watch, ranks: Ranks) -> Prepared:
 def _begin(trainer: Trainer, prepared: Prepared, watch: Watch) -> None:
     """The folder, with all that a run needs to be resumed from its first step."""
     trainer.ranks.alone("beginning", lambda: run_folder.write(trainer.out, prepared))
-    trainer.state.notes += [*prepared.notes, *_chunk_note(trainer), *_rank_notes(trainer)]
+    trainer.state.notes += [*prepared.notes, *_pairs_note(prepared), *_chunk_note(trainer), *_rank_notes(trainer)]
     for note in trainer.state.notes:
         watch({"event": "note", "text": note})
     trainer.save()
@@ -220,6 +220,11 @@ def _chunk_note(trainer: Trainer) -> list[str]:
         f"batch norm takes its statistics from chunks of {chunk}, not from the batch of {batch}; "
         f"encoder.freeze_norms=true makes the gradient that of the whole batch"
     ]
+
+
+def _pairs_note(prepared: Prepared) -> list[str]:
+    why = judging.unverifiable(prepared.test_pairs())
+    return [] if why is None else [f"the source's pairs are not verified: {why}"]
 
 
 def _rank_notes(trainer: Trainer) -> list[str]:

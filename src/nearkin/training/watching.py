@@ -194,7 +194,7 @@ class Watching:
         machine, process, started = self.places.get(rank, ("", 0, 0))
         if machine == _machine() and started and _started(process) == started:
             with suppress(OSError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(process, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has no SIGKILL
 
     def _place(self, rank: int) -> str:
         machine, process, _ = self.places.get(rank, ("", 0, 0))
@@ -208,6 +208,8 @@ def _started(process: int) -> int:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         if os.path.isdir("/proc/self"):
+            return 0
+        if sys.platform == "win32":  # where os.kill(process, 0) is Ctrl-C: only silence tells, and nobody is ended
             return 0
         with suppress(OSError):  # a system without /proc
             os.kill(process, 0)

@@ -2,10 +2,10 @@
 
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from importlib.resources import files as resources
 from typing import TYPE_CHECKING, Any
 
+from nearkin.core.versions import version_of
 from nearkin.gallery import Conflict, Gallery, Missing
 from nearkin.web import routes
 from nearkin.web.access import Access
@@ -65,7 +65,7 @@ def build(
 
     app = FastAPI(
         title="nearkin",
-        version=version("nearkin"),
+        version=version_of("nearkin"),
         description="Search, identify and verify against a gallery of embeddings.",
         lifespan=life,
         docs_url=None,  # they would load scripts from elsewhere

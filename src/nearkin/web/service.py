@@ -1,9 +1,9 @@
 """What the routes ask for: the gallery behind lines of waiting requests, each answer as plain values."""
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any, TypeVar
 
+from nearkin.core.versions import version_of
 from nearkin.gallery import Gallery
 from nearkin.web.batching import Line
 from nearkin.web.explore import Explorer
@@ -81,7 +81,7 @@ class Service:
             "damaged": len(found["damaged"]),
             "pictures": self.pictures,
             "drawing": self.drawing,
-            "version": version("nearkin"),
+            "version": version_of("nearkin"),
             "largest_body": self.limits.body,
             "largest_upload": self.limits.pictures,
         }
