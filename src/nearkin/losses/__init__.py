@@ -135,3 +135,7 @@ __all__ = [
     "supcon_loss",
     "triplet_loss",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -23,3 +23,7 @@ __all__ = [
     "train",
     "vectors_of",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
