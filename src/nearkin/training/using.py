@@ -113,7 +113,7 @@ def _embedded(
 def _vectors(name: str, found: Embedded) -> Vectors:
     labels = None if found.labels is None else np.array([found.classes[i] for i in found.labels], dtype=str)
     targets = None if found.targets is None else torch.from_numpy(found.targets)
-    return Vectors(name, found.embeddings, labels, targets)
+    return Vectors(name, found.embeddings, labels, targets, found.names)
 
 
 def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:

@@ -1,0 +1,126 @@
+"""What a user of the Python interface meets: names, arrays, own objects; and what must not get lost on the way."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import nearkin
+from nearkin import data, evaluation, training
+from nearkin.data import vectors, writing
+from nearkin.evaluation import protocols, report
+
+GENERATOR = np.random.default_rng(0)
+LABELS = np.repeat(np.arange(4), 6)
+ROWS = (np.eye(4)[LABELS] + 0.05 * GENERATOR.normal(size=(24, 4))).astype(np.float32)
+NAMES = [f"photos/{'abcd'[label]}/{i}.jpg" for i, label in enumerate(LABELS)]
+CLASSES = ["ant", "bee", "cat", "dog"]
+
+# Modules
+
+
+def test_import_nearkin_gives_every_module_and_loads_none():
+    code = (
+        "import sys, nearkin; assert 'torch' not in sys.modules, 'torch'; print(*dir(nearkin));"
+        "assert nearkin.training.train and nearkin.gallery.Gallery and nearkin.comparing.compare;"
+        "assert nearkin.relations.of and nearkin.strict and nearkin.losses.TripletLoss and nearkin.data.load"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"training", "data", "models", "evaluation", "gallery", "comparing", "report", "strict"} <= set(out)
+    with pytest.raises(AttributeError, match="no attribute 'trainig'"):
+        nearkin.trainig  # noqa: B018
+
+
+MODULES = [name for name in nearkin.__all__ if name != "strict"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dir_lists_only_own_names(name):
+    module = getattr(nearkin, name)
+    assert set(dir(module)) == set(module.__all__)
+    for listed in dir(module):
+        thing = getattr(module, listed)
+        origin = getattr(thing, "__module__", None) or getattr(thing, "__name__", "nearkin")
+        if not inspect.isbuiltin(thing) and isinstance(origin, str) and not isinstance(thing, int | tuple):
+            assert origin.startswith(("nearkin", "types", "typing")), f"{name}.{listed} is {origin}'s"
+
+
+# The bars
+
+
+def test_a_bar_never_calls_elapsed_time_left():
+    import io
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from nearkin.cli.screen import bar_columns
+
+    shown = io.StringIO()
+    now = [0.0]
+    with Progress(
+        *bar_columns(), console=Console(file=shown, force_terminal=True, width=100), get_time=lambda: now[0]
+    ) as bars:
+
+        def line(task):
+            shown.truncate(0)
+            bars.console.print(bars.make_tasks_table([bars._tasks[task]]))
+            return shown.getvalue()
+
+        unknown = bars.add_task("testing", total=None, said="")
+        now[0] = 5.0
+        assert "left" not in line(unknown)
+        known = bars.add_task("training", total=100, said="")
+        assert "left" not in line(known)  # nothing is known of the speed
+        for done in (10, 20, 30):
+            now[0] += 10.0
+            bars.update(known, completed=done)
+        assert "0:01:10 left" in line(known)
+        bars.update(known, completed=100)
+        assert "left" not in line(known)
+
+
+# Names of vectors
+
+
+@pytest.mark.parametrize("ending", [".npz", ".safetensors", ".parquet"])
+def test_names_survive_being_written_and_read(tmp_path, ending):
+    if ending == ".parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path / f"some{ending}"
+    writing.write(path, torch.from_numpy(ROWS), LABELS, None, NAMES, CLASSES)
+    assert vectors.read(path).names == NAMES
+    items = data.load(path)
+    assert items.names == NAMES and items.classes == CLASSES and items.labels.tolist() == LABELS.tolist()
+    swapped = LABELS.copy()
+    swapped[0] = 2
+    writing.write(path, torch.from_numpy(ROWS), swapped, None, NAMES, CLASSES)
+    found = protocols.evaluate(vectors.read(path), settings=protocols.Settings(protocols=("diagnose",)))
+    diagnosis = found["results"]["diagnose"]
+    assert all(one["name"] == NAMES[one["item"]] for one in diagnosis["hubs"])
+    printed = [row.value for row in report.table(found) if row.metric == "suspect label"]
+    assert printed and printed[0].startswith(f"{NAMES[diagnosis['label_errors'][0]['item']]}: ")
+
+
+def test_enrolled_vectors_keep_their_names(tmp_path):
+    from nearkin import gallery
+
+    path = tmp_path / "some.npz"
+    writing.write(path, torch.from_numpy(ROWS), LABELS, None, NAMES, CLASSES)
+    with gallery.Gallery.open(tmp_path / "g.db", dim=4) as opened:
+        gallery.enrol_source(opened, str(path))
+        assert {Path(hit.name).name for hit, _ in opened.rows()} == {Path(name).name for name in NAMES}
+
+
+def test_rows_of_one_name_are_told_apart_and_other_keys_are_no_names(tmp_path):
+    path = tmp_path / "some.npz"
+    np.savez(path, embeddings=ROWS, labels=LABELS, names=["same", "same", "", *NAMES[3:]])
+    assert data.load(path).names == ["same (row 0)", "same (row 1)", "(row 2)", *NAMES[3:]]
+    np.savez(path, embeddings=ROWS, labels=LABELS, names=np.array(CLASSES))
+    assert data.load(path).names[0] == "row 0"
