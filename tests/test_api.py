@@ -124,3 +124,93 @@ def test_rows_of_one_name_are_told_apart_and_other_keys_are_no_names(tmp_path):
     assert data.load(path).names == ["same (row 0)", "same (row 1)", "(row 2)", *NAMES[3:]]
     np.savez(path, embeddings=ROWS, labels=LABELS, names=np.array(CLASSES))
     assert data.load(path).names[0] == "row 0"
+
+
+# One training at a time in a folder
+
+HOLD = (
+    "import sys, pathlib; from nearkin.core.locks import Lock;"
+    "lock = Lock(pathlib.Path(sys.argv[1]), 'taken'); print('held', flush=True); sys.stdin.read()"
+)
+TINY = ["training.epochs=1", "training.batches=2", "encoder.dim=4", "evaluation.interval=false"]
+
+
+@pytest.fixture
+def holder():
+    """Starts processes that hold a lock until they are ended."""
+    started = []
+
+    def start(path):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout.readline().strip() == "held"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def stored(tmp_path):
+    path = tmp_path / "rows.npz"
+    labels = np.repeat(np.arange(8), 6)
+    rows = np.eye(8)[labels] + 0.1 * np.random.default_rng(1).normal(size=(48, 8))
+    np.savez(path, embeddings=rows.astype(np.float32), labels=labels)
+    return path
+
+
+def test_a_folder_is_trained_in_once_at_a_time(tmp_path, stored, holder):
+    recipe = training.read_recipe(None, [f'data.source="{stored.as_posix()}"', *TINY])
+    run = tmp_path / "run"
+    training.train(recipe, run)
+    assert not (run / ".lock").exists()
+    process = holder(run / ".lock")
+    said = rf"run: a training is running in it already \(process {process.pid} on .+\)"
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in run.iterdir())
+    with pytest.raises(ValueError, match=said):
+        training.resume(run)
+    with pytest.raises(ValueError, match=said):
+        training.train(recipe, run)
+    assert before == sorted((path.name, path.stat().st_mtime_ns) for path in run.iterdir())
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    other = holder(fresh / ".lock")  # one that has begun and written nothing yet
+    with pytest.raises(ValueError, match=rf"fresh: a training is running in it already \(process {other.pid} on"):
+        training.train(recipe, fresh)
+    for killed in (process, other):
+        killed.kill()  # leaves its file behind
+        killed.wait()
+    assert (run / ".lock").exists() and (fresh / ".lock").exists()
+    assert training.resume(run).results["test"]
+    assert training.train(recipe, fresh).results["test"]
+
+
+def test_two_trainings_of_one_process_cannot_share_a_folder(tmp_path, stored):
+    recipe = training.read_recipe(None, [f'data.source="{stored.as_posix()}"', *TINY])
+    refused = []
+
+    def watch(event):
+        if event["event"] == "settled" and not refused:
+            with pytest.raises(ValueError, match="a training is running in it already"):
+                training.train(recipe, tmp_path / "run")
+            refused.append(True)
+
+    training.train(recipe, tmp_path / "run", watch)
+    assert refused
+
+
+def test_a_folder_that_nothing_came_of_is_gone_and_one_that_cannot_be_made_is_said_first(tmp_path, stored):
+    events = []
+    wrong = training.read_recipe(None, [f'data.source="{stored.as_posix()}"', "sampler.batch=7", *TINY])
+    with pytest.raises(ValueError, match="sampler"):
+        training.train(wrong, tmp_path / "a" / "b" / "run")
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "file").write_text("")
+    recipe = training.read_recipe(None, [f'data.source="{stored.as_posix()}"', *TINY])
+    with pytest.raises(ValueError, match=r"run: cannot be written \("):
+        training.train(recipe, tmp_path / "file" / "run", events.append)
+    assert not events

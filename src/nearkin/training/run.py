@@ -3,9 +3,10 @@
 recipe.toml  model.safetensors  encoder.json  metrics.jsonl  results.json  data.json  checkpoints/
 """
 
-import os
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,13 @@ def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Out
     with joined() as ranks:
         restarted = ranks.restarted()
         if ranks.alone("looking", lambda: _again(folder, restarted)):
-            return _resumed(recipe, folder, watch, ranks)
-        ranks.alone("beginning", lambda: _new_folder(folder))
-        prepared = _prepared(recipe, watch, ranks)
-        trainer = assemble(prepared, folder)  # whatever is wrong with the recipe is said before there is a folder
-        _begin(trainer, prepared, watch)
-        return _finish(trainer, prepared, watch)
+            with _held(folder, ranks):
+                return _resumed(recipe, folder, watch, ranks)
+        with _held(folder, ranks, new=True):  # and gone again where anything is wrong with the recipe
+            prepared = _prepared(recipe, watch, ranks)
+            trainer = assemble(prepared, folder)
+            _begin(trainer, prepared, watch)
+            return _finish(trainer, prepared, watch)
 
 
 def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
@@ -73,7 +75,21 @@ def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
     """
     folder = Path(folder)
     with joined() as ranks:
-        return _resumed(run_folder.recipe_of(folder), folder, watch, ranks)
+        recipe = run_folder.recipe_of(folder)
+        with _held(folder, ranks):
+            return _resumed(recipe, folder, watch, ranks)
+
+
+@contextmanager
+def _held(folder: Path, ranks: Ranks, new: bool = False) -> Iterator[None]:
+    """One training at a time writes into a folder; that of several ranks is held by the first."""
+    claims: list[run_folder.Claim] = []
+    ranks.alone("claiming", lambda: claims.append(run_folder.Claim(folder, new)))
+    try:
+        yield
+    finally:
+        for claim in claims:
+            claim.close()
 
 
 def _resumed(recipe: Recipe, folder: Path, watch: Watch, ranks: Ranks) -> Outcome:
@@ -96,7 +112,9 @@ def _again(folder: Path, restarted: bool) -> bool:
     begun = (folder / "recipe.toml").is_file()
     if restarted and folder.is_dir() and not begun:
         for path in folder.iterdir():
-            if path.name.startswith("."):  # half of a file, from a process that was killed while it wrote
+            if (
+                path.name.startswith(".") and path.name != run_folder.LOCK
+            ):  # half of a file, from a process that was killed while it wrote
                 path.unlink()
     return begun and (restarted or run_folder.same_launch(folder))
 
@@ -237,14 +255,3 @@ def _rank_notes(trainer: Trainer) -> list[str]:
             f"them from all, as one process would, and encoder.freeze_norms=true needs none"
         )
     return notes
-
-
-def _new_folder(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "is not empty" if folder.is_dir() else "is a file"
-        begun = (folder / "recipe.toml").is_file()
-        more = f", or go on with nearkin train --resume {folder}" if begun else ""
-        raise ValueError(f"{folder}: {what}; choose another --out{more}")
-    above = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):  # said before anything long begins
-        raise ValueError(f"{folder}: cannot be written ({above} is {'no folder' if above.is_file() else 'read-only'})")
