@@ -214,3 +214,114 @@ def test_a_folder_that_nothing_came_of_is_gone_and_one_that_cannot_be_made_is_sa
     with pytest.raises(ValueError, match=r"run: cannot be written \("):
         training.train(recipe, tmp_path / "file" / "run", events.append)
     assert not events
+
+
+# What can be known is said before a picture is decoded
+
+
+def pictures_in(folder, classes=8, each=4, side=80, seed=0):
+    from PIL import Image
+
+    drawn = np.random.default_rng(seed)
+    for c in range(classes):
+        (folder / f"class{c}").mkdir(parents=True)
+        base = drawn.integers(40, 216, 3)
+        for i in range(each):
+            pixels = np.clip(base + drawn.normal(0, 12, (side, side, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"class{c}" / f"{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return pictures_in(tmp_path_factory.mktemp("photos") / "photos")
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Counts the pictures that are decoded."""
+    from PIL import ImageFile
+
+    loaded = []
+    load = ImageFile.ImageFile.load
+
+    def counting(self, *arguments):
+        loaded.append(self)
+        return load(self, *arguments)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counting)
+    return loaded
+
+
+WRONG = [
+    (["loss.margn=0.3"], "margn"),
+    (["loss.name=arcfase"], 'did you mean "arcface"'),
+    (["loss.name=triplet", "loss.margin=wide"], "loss.margin must be"),
+    (["loss.name=triplet", "loss.margin=-1"], "loss.margin must be"),
+    (["sampler.nmae=x"], "nmae"),
+    (["sampler.name=balanced"], "class-balanced"),
+    (["sampler.batch=7"], "sampler.batch must be a multiple"),
+    (["sampler.per_class=2", "sampler.batch=4000"], "sampler.batch must hold at most all"),
+    (["encoder.widht=3"], "widht"),
+    (["encoder.name=small-cn"], "small-cnn"),
+    (["encoder.name=small-cnn", "encoder.hidden=3"], "hidden"),
+    (["encoder.name=small-cnn", "encoder.width=-3"], "width"),
+    (["encoder.name=small-cnn", "encoder.freeze_backbone=true", "encoder.dim=0"], "nothing of the encoder can learn"),
+    (["encoder.name=timm:no_such_model_at_all", "encoder.pretrained=false"], "no_such_model_at_all|pip install"),
+    (["augment.flpi=0.5"], "flpi"),
+    (["augment.preset=foto"], "photo"),
+    (["augment.flip=3"], "augment.flip"),
+    (["schedule.patience=3"], "schedule.patience would have no effect"),
+    (["optimizer.momentum=0.5"], "optimizer.momentum would have no effect"),
+    (["memory.size=9", "loss.name=proxy-anchor"], "memory.size needs a loss that takes references"),
+    (["loss.name=logratio"], "needs continuous targets"),
+    (["data.official=false"], "data.official would have no effect"),
+    (["data.partial=true"], "data.partial would have no effect"),
+    (["training.graphs=true", "training.device=cpu"], "training.graphs would have no effect"),
+]
+
+
+@pytest.mark.parametrize("sets, sentence", WRONG, ids=lambda value: ",".join(value) if isinstance(value, list) else "")
+def test_nothing_is_decoded_before_an_error_that_could_be_known(sets, sentence, photos, tmp_path, decoded):
+    recipe = training.read_recipe(None, [f'data.source="{photos.as_posix()}"', "data.cache=false", *sets])
+    with pytest.raises((ValueError, TypeError, ModuleNotFoundError), match=sentence):
+        training.train(recipe, tmp_path / "run")
+    assert not decoded and not (tmp_path / "run").exists()
+
+
+def test_a_missing_extra_is_said_before_anything_is_decoded(photos, tmp_path, decoded, monkeypatch):
+    from nearkin.training import journal
+
+    source = [f'data.source="{photos.as_posix()}"', "data.cache=false"]
+    monkeypatch.setattr(journal, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install 'nearkin\\[track\\]'"):
+        training.train(training.read_recipe(None, [*source, "training.tensorboard=true"]), tmp_path / "run")
+    for module, name, extra in (("timm", "timm:resnet18", "vision"), ("transformers", "hf:some/model", "hf")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ModuleNotFoundError, match=f"nearkin\\[{extra}\\]"):
+            training.train(training.read_recipe(None, [*source, f"encoder.name={name}"]), tmp_path / "run")
+    assert not decoded and not (tmp_path / "run").exists()
+
+
+def test_comparing_says_a_misspelt_key_before_it_decodes(photos, tmp_path, decoded):
+    pytest.importorskip("optuna")
+    recipe = training.read_recipe(None, [f'data.source="{photos.as_posix()}"', "data.cache=false", "encoder.widht=3"])
+    with pytest.raises(ValueError, match="widht"):
+        nearkin.comparing.compare(recipe, ["triplet", "supcon"], tmp_path / "run")
+    assert not decoded
+
+
+# Which encoder a size gets
+
+
+@pytest.mark.parametrize("side, size, lite", [(300, 64, True), (300, None, True), (28, None, False), (300, 16, False)])
+def test_a_size_does_not_silently_swap_the_pretrained_encoder(side, size, lite, monkeypatch):
+    from nearkin.training import defaults
+
+    monkeypatch.setattr(defaults, "find_spec", lambda name: object())
+    recipe = training.read_recipe(None, [] if size is None else [f"data.size={size}"])
+    settled, notes = defaults.settle_pictures(recipe, side, False, torch.device("cpu"))
+    assert settled.encoder["name"] == ("efficientnet-lite0" if lite else "small-cnn")
+    assert settled.data.size == (size or settled.data.size)
+    assert bool(notes) == (side > 64 and not lite)  # another encoder than the pictures would have is said
+    assert not notes or "data.size=16 is less than the 32 px that efficientnet-lite0 needs" in notes[0]

