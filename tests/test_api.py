@@ -1,6 +1,5 @@
 """What a user of the Python interface meets: names, arrays, own objects; and what must not get lost on the way."""
 
-import importlib
 import inspect
 import json
 import subprocess
@@ -325,3 +324,101 @@ def test_a_size_does_not_silently_swap_the_pretrained_encoder(side, size, lite, 
     assert settled.data.size == (size or settled.data.size)
     assert bool(notes) == (side > 64 and not lite)  # another encoder than the pictures would have is said
     assert not notes or "data.size=16 is less than the 32 px that efficientnet-lite0 needs" in notes[0]
+
+
+# NumPy arrays and lists in evaluation
+
+
+def pairs_like(x):
+    pairs = np.array([[i, (i + step) % len(LABELS)] for step in (1, 9) for i in range(len(LABELS))])
+    return pairs if isinstance(x, np.ndarray) else torch.from_numpy(pairs)
+
+
+CALLS = {
+    "retrieval": lambda x, y: evaluation.retrieval(x, y, metrics=("recall", "map@r", "map", "mrr")),
+    "retrieval of a gallery": lambda x, y: evaluation.retrieval(x[:8], y[:8], gallery=x[8:], gallery_labels=y[8:]),
+    "clustering": lambda x, y: evaluation.clustering(x, y, seed=1),
+    "one_shot": lambda x, y: evaluation.one_shot(x, y, ways=3, episodes=5),
+    "all_pairs": lambda x, y: evaluation.all_pairs(x, y),
+    "diagnose": lambda x, y: evaluation.diagnose(x, y, k=3),
+    "compare": lambda x, y: evaluation.compare(x, -x, y, samples=50),
+    "graded": lambda x, y: evaluation.graded(x, x[:, :2], classes=y, interval=True),
+    "graded of a gallery": lambda x, y: evaluation.graded(x[:8], x[:8, 0], gallery=x[8:], gallery_targets=x[8:, 0]),
+    "bootstrap": lambda x, y: evaluation.bootstrap(x[:, 0], y, samples=50),
+    "verification": lambda x, y: evaluation.verification(embeddings=x, pairs=pairs_like(x), labels=y),
+    "nearest": lambda x, y: evaluation.search.nearest(x, k=2).indices.tolist(),
+    "kmeans": lambda x, y: evaluation.kmeans.kmeans(x, 4).assignment.tolist(),
+}
+
+
+def same(one, other):
+    """Equal but for how a NaN is written."""
+    np.testing.assert_equal(
+        json.loads(json.dumps(one, default=str)) if isinstance(one, dict | list | tuple) else one,
+        json.loads(json.dumps(other, default=str)) if isinstance(other, dict | list | tuple) else other,
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_do_what_tensors_do(name):
+    call = CALLS[name]
+    expected = call(torch.from_numpy(ROWS), torch.from_numpy(LABELS))
+    frozen = ROWS.copy()
+    frozen.setflags(write=False)
+    for rows, labels in ((ROWS, LABELS), (frozen, LABELS.astype(np.uint16)), (np.asfortranarray(ROWS), LABELS)):
+        same(call(rows, labels), expected)
+    if name not in ("verification", "graded"):  # pairs of arrays; classes are no labels
+        same(call(torch.from_numpy(ROWS), LABELS.tolist()), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("diagnose", "nearest", "kmeans")])
+def test_names_of_classes_are_labels_too(name):
+    call = CALLS[name]
+    expected = call(torch.from_numpy(ROWS), torch.from_numpy(LABELS))
+    names = np.array(CLASSES)[LABELS]
+    for labels in (names, names.astype(object), names.astype("S")):
+        same(call(ROWS, labels), expected)
+
+
+def test_a_diagnosis_of_named_classes_names_them():
+    swapped = LABELS.copy()
+    swapped[0] = 2
+    by_id = evaluation.diagnose(ROWS, swapped, k=3)
+    by_name = evaluation.diagnose(ROWS, np.array(CLASSES)[swapped], k=3)
+    assert [one["class"] for one in by_name["worst_classes"]] == [
+        CLASSES[one["class"]] for one in by_id["worst_classes"]
+    ]
+    assert by_id["confused_pairs"] and by_id["label_errors"]
+    for one, other in zip(by_name["confused_pairs"], by_id["confused_pairs"], strict=True):
+        assert one["classes"] == [CLASSES[place] for place in other["classes"]]
+    assert by_name["label_errors"][0]["suggested"] == CLASSES[by_id["label_errors"][0]["suggested"]]
+
+
+def test_what_no_tensor_can_be_made_of_is_one_sentence():
+    for rows, labels, sentence in (
+        (ROWS.tolist(), LABELS, "embeddings must be a torch tensor or a NumPy array, got list"),
+        (
+            ROWS.astype(object),
+            LABELS,
+            "embeddings must be a torch tensor or a NumPy array of numbers, got an array of Py",
+        ),
+        (ROWS.astype(int), LABELS, "embeddings must be floating point"),
+        (ROWS, LABELS.astype(float), "labels must be"),
+        (ROWS, [*LABELS[:-1].tolist(), "ant"], "labels must be whole numbers or names of classes, got a mixture"),
+        (
+            ROWS,
+            [*LABELS[:-1].tolist(), None],
+            "labels must be a torch tensor or a NumPy array of numbers, got an array",
+        ),
+        (ROWS, LABELS[:-1], "labels must have one entry"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            evaluation.retrieval(rows, labels)
+    with pytest.raises(ValueError, match="labels and gallery_labels must be of one kind"):
+        evaluation.retrieval(ROWS, np.array(CLASSES)[LABELS], ROWS, LABELS)
+
+
+def test_a_calibration_takes_an_array_of_scores():
+    curve = evaluation.calibrate(np.array([0.1, 0.2, 0.3, 0.7, 0.8, 0.9]), np.array([0, 0, 0, 1, 1, 1]))
+    scores = np.array([0.15, 0.5])
+    assert torch.equal(curve.probability(scores), curve.probability(torch.from_numpy(scores)))

@@ -223,7 +223,7 @@ def bar_columns() -> tuple[Any, ...]:
     from rich.text import Text
 
     class TimeLeft(ProgressColumn):
-        """As "0:01:23 left"; nothing while the total or the speed is unknown, so that no other time reads as this one."""
+        """As "0:01:23 left"; nothing while that is unknown, so that no other time reads as this one."""
 
         max_refresh = 0.5
 

@@ -174,7 +174,7 @@ def _said_in(header: dict[str, str], labels: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"names": said["names"]} if "names" in said else {}
     classes = said.get("classes", [])
     ids = isinstance(labels, Tensor) and labels.dim() == 1 and labels.dtype == torch.int64 and len(labels) > 0
-    if classes and ids and 0 <= int(labels.min()) and int(labels.max()) < len(classes):
+    if classes and ids and int(labels.min()) >= 0 and int(labels.max()) < len(classes):
         found["labels"] = np.array([classes[label] for label in labels.tolist()], dtype=str)
     return found
 
