@@ -7,6 +7,7 @@ from nearkin import models
 from nearkin.core import checks
 from nearkin.data import augment
 from nearkin.training.choices import Setting, accepts, settings_of
+from nearkin.training.own import NONE, Own, is_own
 from nearkin.training.recipe import Recipe
 
 __all__ = ["augmentation_of", "encoder_given", "encoder_keys", "encoder_settings", "new_encoder"]
@@ -38,19 +39,29 @@ def encoder_given(recipe: Recipe) -> dict[str, Any]:
 def encoder_settings(recipe: Recipe) -> dict[str, Any]:
     """The settings of [encoder] for `models.build`, all of them and typed; freezing is the trainer's."""
     name = str(recipe.encoder["name"])
+    if is_own(name):
+        return accepts("encoder", encoder_given(recipe), {}, f'encoder "{name}", which has its own')
     known = encoder_keys(f"{name.partition(':')[0]}:NAME" if name.startswith(("timm:", "hf:")) else name)
     typed = accepts("encoder", encoder_given(recipe), known, f'encoder "{name}"')
     return {key: setting.default for key, setting in known.items() if setting.default is not None} | typed
 
 
-def new_encoder(recipe: Recipe, features: int | None) -> models.Encoder:
-    """The encoder of a settled recipe, before it has seen an item. features: of the vectors, None for pictures."""
+def new_encoder(recipe: Recipe, shape: tuple[int, ...] | None, own: Own = NONE) -> models.Encoder:
+    """The encoder of a settled recipe, before it has seen an item. shape: of an item, None for stored pictures."""
+    if own.wrapped is not None:
+        return own.wrapped
     settings = encoder_settings(recipe)
     backbone, norms = settings.pop("freeze_backbone", False), settings.pop("freeze_norms", False)
-    if features is not None:
-        settings["features"] = int(features)
-    else:
+    if shape is None:
         settings |= {"channels": recipe.data.channels, "size": recipe.data.size}
+    elif len(shape) == 1:
+        settings["features"] = int(shape[0])
+    elif len(shape) == 3 and shape[1] == shape[2]:
+        settings |= {"channels": int(shape[0]), "size": int(shape[1])}
+    else:
+        raise ValueError(
+            f"items of shape {shape} need an encoder of your own; ours take (F,) or (channels, side, side)"
+        )
     try:
         encoder = models.build(recipe.encoder["name"], seed=recipe.training.seed, **settings)
     except ValueError as error:

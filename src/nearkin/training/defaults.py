@@ -13,6 +13,7 @@ from nearkin.data.items import Items
 from nearkin.data.splits import Parts
 from nearkin.training.choices import LOSSES, SAMPLERS, Setting
 from nearkin.training.effects import check_encoder, no_effect
+from nearkin.training.own import PREFIX, is_own
 from nearkin.training.recipe import Recipe
 
 __all__ = ["SAMPLERS_OF", "TEST", "Facts", "device", "settle", "settle_parts", "settle_pictures", "validation_share"]
@@ -65,7 +66,7 @@ def settle_parts(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
 
 def check_encoder_name(recipe: Recipe) -> None:
     name = str(recipe.encoder.get("name", "mlp"))
-    if not name.startswith(("timm:", "hf:")):
+    if not name.startswith(("timm:", "hf:", PREFIX)):
         checks.one_of("encoder", name, [one.name for one in models.encoders()])
 
 
@@ -78,7 +79,7 @@ def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.devi
         for key in sorted(given & ({f"data.{name}" for name in _PICTURES} | {f"augment.{k}" for k in recipe.augment})):
             no_effect(key, "the source holds vectors, not pictures")
         recipe = recipe.with_("encoder", **{"name": "mlp", **recipe.encoder})
-        if recipe.encoder["name"] != "mlp":
+        if recipe.encoder["name"] != "mlp" and not is_own(recipe.encoder["name"]):
             raise ValueError(f'encoder "{recipe.encoder["name"]}" takes pictures, the source holds vectors; use mlp')
         return recipe, notes
     if "name" not in recipe.encoder:
@@ -89,7 +90,7 @@ def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.devi
         raise ValueError('encoder "mlp" takes vectors, the source holds pictures; use small-cnn')
     size = recipe.data.size
     if size is None:
-        if recipe.encoder["name"] == "small-cnn":
+        if recipe.encoder["name"] == "small-cnn" or (is_own(recipe.encoder["name"]) and side <= SMALL):
             size = min(SMALL, max(16, -(-side // 8) * 8))
         else:
             size = 224 if on.type == "cuda" else 128
@@ -130,6 +131,20 @@ def _encoder_for(side: int, size: int | None) -> tuple[str, list[str]]:
     ]
 
 
+def settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
+    """The encoder for items (shape) of a dataset of the user's own, which prepares them itself."""
+    for key in sorted(recipe.given & ({f"data.{key}" for key in _PICTURES} | {f"augment.{k}" for k in recipe.augment})):
+        no_effect(key, "the dataset is an object of your own, which prepares its items itself")
+    check_encoder_name(recipe)
+    recipe = recipe.with_("encoder", **{"name": "mlp" if len(shape) == 1 else "small-cnn", **recipe.encoder})
+    name = str(recipe.encoder["name"])
+    if not is_own(name) and (name == "mlp") != (len(shape) == 1):
+        what, way = ("vectors", "mlp") if len(shape) == 1 else ("pictures", "small-cnn")
+        raise ValueError(f'encoder "{name}" does not take {what}, which the dataset holds; use {way}')
+    workers = recipe.training.workers if "training.workers" in recipe.given else 0
+    return recipe.with_("training", workers=workers)  # threads would share the dataset, and its random numbers
+
+
 def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Recipe:
     """Everything else: loss, sampler, rates, how long. targets: the source has continuous labels only."""
     scratch = recipe.encoder["name"] == "small-cnn"
@@ -137,9 +152,13 @@ def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Rec
         chosen = _LOSSES["targets" if targets else "scratch" if scratch else "tuned" if facts.pretrained else "vectors"]
         recipe = recipe.with_("loss", **{**chosen, **recipe.loss})
     loss = recipe.loss["name"]
-    checks.one_of("loss", loss, LOSSES)
-    encoder = {"normalize": loss not in FREE_LENGTH, "dim": 256 if scratch else 128, "freeze_norms": facts.pretrained}
-    recipe = recipe.with_("encoder", **{**encoder, **recipe.encoder})
+    if is_own(loss):
+        recipe = recipe.with_("loss", **{"targets": targets, **recipe.loss})
+    else:
+        checks.one_of("loss", loss, LOSSES)
+    if not is_own(recipe.encoder["name"]):
+        filled = {"normalize": loss not in FREE_LENGTH, "dim": 256 if scratch else 128}
+        recipe = recipe.with_("encoder", **{**filled, "freeze_norms": facts.pretrained, **recipe.encoder})
     check_encoder(recipe)
     recipe = _sampler(recipe, facts, on)
     recipe = _optimizer(recipe, facts)
@@ -148,7 +167,7 @@ def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Rec
     if loss == "heated-softmax" and "heat_after" not in recipe.loss:  # the last quarter, as in the paper
         assert recipe.training.epochs and recipe.training.batches
         recipe = recipe.with_("loss", heat_after=recipe.training.epochs * recipe.training.batches * 3 // 4)
-    recipe = recipe.with_("loss", **{**_defaults(LOSSES[loss].settings), **recipe.loss})
+    recipe = recipe.with_("loss", **{**(_defaults(LOSSES[loss].settings) if loss in LOSSES else {}), **recipe.loss})
     recipe = recipe.with_("sampler", **{**_defaults(SAMPLERS[recipe.sampler["name"]].settings), **recipe.sampler})
     if recipe.memory.size == 0 and recipe.memory.warmup is not None:
         no_effect("memory.warmup", "memory.size is 0")
@@ -204,7 +223,8 @@ def _optimizer(recipe: Recipe, facts: Facts) -> Recipe:
         no_effect("schedule.frozen_epochs", "encoder.freeze_backbone is true")
     rates = {"adamw": 5e-4 if facts.pretrained else 5e-3, "sgd": 0.01 if facts.pretrained else 0.1, "rmsprop": 1e-4}
     filled: dict[str, Any] = {"lr": options.lr or rates[options.name]}
-    if recipe.encoder["name"] == "mlp" and options.lr is None and options.name == "adamw":
+    careful = recipe.encoder["name"] == "mlp" or is_own(recipe.encoder["name"])
+    if careful and options.lr is None and options.name == "adamw":
         filled["lr"] = 1e-3
     if options.weight_decay is None:
         filled["weight_decay"] = 0.1 if recipe.encoder["name"] == "small-cnn" and options.name == "adamw" else 1e-4

@@ -86,6 +86,7 @@ def write(folder: Path, prepared: Prepared) -> None:
         begun["launch"] = _launch()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        prepared.own.write(folder)
         files.write_text(folder / "recipe.toml", recipes.written(prepared.recipe))
         files.write_json(folder / "data.json", prepared.report | begun)
     except OSError as error:

@@ -18,7 +18,8 @@ from nearkin.training import defaults, rehearsal
 from nearkin.training.build import augmentation_of, encoder_settings, new_encoder
 from nearkin.training.effects import check_augment, check_data
 from nearkin.training.judging import Held
-from nearkin.training.objective import takes_targets
+from nearkin.training.objective import loss_settings, takes_targets
+from nearkin.training.own import NONE, DatasetRows, Own, is_own, items_of
 from nearkin.training.recipe import Recipe
 
 __all__ = [
@@ -44,15 +45,18 @@ class Prepared:
     recipe: Recipe
     items: Items  # those that could not be read are in no part
     parts: Parts
-    rows: NDArray[Any]  # pixels (N, S, S, C) uint8, or vectors (N, F) float32
+    rows: NDArray[Any] | DatasetRows  # pixels (N, S, S, C) uint8, vectors (N, F) float32, or a dataset of the user's
     report: dict[str, Any]  # what `data.inspect` found
     fingerprint: str
     notes: list[str]
+    own: Own = NONE
 
     @property
     def preparation(self) -> dict[str, Any]:
         """What a new item must go through before the encoder; saved beside its weights."""
         options = self.recipe.data
+        if isinstance(self.rows, DatasetRows):
+            return {"kind": "own", "shape": list(self.rows.shape[1:])}
         if self.items.vectors is not None:
             return {"kind": "vectors", "features": int(self.rows.shape[1])}
         kept = {"size": options.size, "stored": options.stored, "fit": options.fit, "channels": options.channels}
@@ -62,7 +66,7 @@ class Prepared:
     @property
     def baseline(self) -> str:
         """What could be had without training."""
-        if self.items.vectors is not None:
+        if self.items.vectors is not None or len(self.rows.shape) == 2:
             return "vectors"
         return "frozen backbone" if pretrained(self.recipe) else "pixels"
 
@@ -102,17 +106,28 @@ class Prepared:
         return Pairs(moved[both], pairs.same[both], pairs.fold[both]) if both.any() else None
 
 
-def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
+def prepare(recipe: Recipe, watch: Any = lambda _: None, own: Own = NONE) -> Prepared:
     """Reads, stores, divides, settles. Everything that can be wrong with the data or the recipe is said here."""
     options = recipe.data
     root = None if options.root is None else Path(options.root)
+    own.check(recipe)
     rehearsal.check_recipe(recipe)
     watch({"event": "loading", "source": options.source})
-    items = data.load(options.source, root=root, partial=options.partial)
-    recipe, notes = looked_at(recipe, items)
-    if items.pictures is not None and _glances(items):  # files that are no pictures have their own sentence
-        _rehearsed(recipe, items)
-    rows, digests, bad = rows_of(items, recipe, watch)
+    rows: NDArray[Any] | DatasetRows
+    digests: list[str] = []
+    bad: list[tuple[int, str]] = []
+    notes: list[str] = []
+    if own.dataset is not None:
+        items, rows = items_of(own.dataset, options.source), DatasetRows(own.dataset)
+        recipe = defaults.settle_dataset(recipe, rows.shape[1:])
+        own = own.wrap(rows.take(np.array([0, len(rows) - 1])))
+    else:
+        items = data.load(options.source, root=root, partial=options.partial)
+        recipe, notes = looked_at(recipe, items)
+        own = own.wrap(_example(recipe, items))
+        if items.pictures is not None and _glances(items):  # files that are no pictures have their own sentence
+            _rehearsed(recipe, items, own)
+        rows, digests, bad = rows_of(items, recipe, watch)
     parts = divided(items, recipe, bad)
     check_data(recipe, items, parts)
     recipe = defaults.settle_parts(recipe, items, parts)
@@ -120,14 +135,23 @@ def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
     watch({"event": "data", "report": report, "lines": data.lines(report)})
     recipe = settled(recipe, items, parts)
     watch({"event": "settled", "recipe": recipe})
-    return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes)
+    return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own)
 
 
-def _rehearsed(recipe: Recipe, items: Items) -> None:
+def _example(recipe: Recipe, items: Items) -> torch.Tensor:
+    """Two items in the shape in which the encoder will see them."""
+    if items.vectors is not None:
+        return torch.from_numpy(items.vectors[[0, -1]])
+    options = recipe.data
+    assert options.channels is not None and options.size is not None
+    return torch.zeros(2, options.channels, options.size, options.size)
+
+
+def _rehearsed(recipe: Recipe, items: Items, own: Own) -> None:
     """What is wrong whichever pictures can be read is said before they are."""
     parts = divided(items, recipe, [])
     check_data(recipe, items, parts)
-    rehearsal.rehearse(settled(defaults.settle_parts(recipe, items, parts), items, parts), items, parts)
+    rehearsal.rehearse(settled(defaults.settle_parts(recipe, items, parts), items, parts), items, parts, own)
 
 
 def looked_at(recipe: Recipe, items: Items) -> tuple[Recipe, list[str]]:
@@ -141,6 +165,7 @@ def settled(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
     facts = _facts(recipe, items, parts)
     recipe = defaults.settle(recipe, facts, items.labels is None, defaults.device(recipe))
     recipe = recipe.with_("encoder", **encoder_settings(recipe))
+    loss_settings(recipe)
     _refuse(recipe, items)
     return recipe
 
@@ -164,13 +189,15 @@ def divided(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
 
 def pretrained(recipe: Recipe) -> bool:
     name = str(recipe.encoder["name"])
-    return name not in ("small-cnn", "mlp") and bool(recipe.encoder.get("pretrained", True))
+    return name not in ("small-cnn", "mlp") and not is_own(name) and bool(recipe.encoder.get("pretrained", True))
 
 
 def build_encoder(prepared: Prepared) -> models.Encoder:
     """The encoder as it is before training: a function of the recipe and the training items alone."""
-    vectors = prepared.items.vectors
-    encoder = new_encoder(prepared.recipe, None if vectors is None else vectors.shape[1])
+    if prepared.own.wrapped is not None:
+        return prepared.own.wrapped.untrained()
+    shape = prepared.rows.shape[1:] if prepared.items.pictures is None else None
+    encoder = new_encoder(prepared.recipe, shape)
     if not encoder.pretrained:
         encoder.standardize(_typical(prepared))
     return encoder
@@ -180,6 +207,8 @@ def _typical(prepared: Prepared) -> torch.Tensor:
     """Training items, evenly taken, as the encoder sees them."""
     part = prepared.parts.train
     chosen = part[np.unique(np.linspace(0, len(part) - 1, _STANDARDIZED).astype(np.int64))]
+    if isinstance(prepared.rows, DatasetRows):
+        return prepared.rows.take(chosen)
     rows = torch.from_numpy(np.ascontiguousarray(prepared.rows[chosen]))
     return rows if prepared.recipe.data.size is None else augment.centre(rows, prepared.recipe.data.size)
 

@@ -19,6 +19,7 @@ from nearkin.training.choices import LOSSES, SAMPLERS, Setting, accepts
 from nearkin.training.journal import Journal
 from nearkin.training.objective import build_loss, build_sampler, loss_settings, sampler_settings, takes_targets
 from nearkin.training.optimizers import groups
+from nearkin.training.own import NONE, Own
 from nearkin.training.recipe import Recipe
 
 __all__ = ["check_recipe", "rehearse"]
@@ -45,9 +46,9 @@ def check_recipe(recipe: Recipe) -> None:
     augmentation_of(recipe.with_("data", size=recipe.data.size or 8).with_("augment", **_preset(recipe)))
 
 
-def rehearse(recipe: Recipe, items: Items, parts: Parts) -> None:
+def rehearse(recipe: Recipe, items: Items, parts: Parts, own: Own = NONE) -> None:
     """recipe: settled on these parts. Raises what `run.assemble` would raise after the pictures are decoded."""
-    encoder = new_encoder(recipe, None if items.vectors is None else items.vectors.shape[1])
+    encoder = new_encoder(recipe, None if items.vectors is None else items.vectors.shape[1:], own)
     labels = classes = targets = None
     if takes_targets(recipe):
         assert items.targets is not None  # `prepare.settled` has refused it otherwise
@@ -58,7 +59,7 @@ def rehearse(recipe: Recipe, items: Items, parts: Parts) -> None:
     width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
     whole = {key: value for key, value in recipe.loss.items() if key != "shard"}  # ranks prepare one by one
     alone = recipe.model_copy(update={"loss": whole})
-    loss = build_loss(alone, classes and min(classes, _MANY), encoder.dim, recipe.training.seed, width)
+    loss = build_loss(alone, classes and min(classes, _MANY), encoder.dim, recipe.training.seed, width, own)
     groups(recipe, encoder.backbone, encoder.head, loss)
     with warnings.catch_warnings():  # heard when the sampler is built to stay
         warnings.simplefilter("ignore")

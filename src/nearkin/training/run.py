@@ -27,6 +27,7 @@ from nearkin.training.loop import Watch, fit
 from nearkin.training.monitor import Monitor
 from nearkin.training.objective import build_loss, build_sampler, takes_targets
 from nearkin.training.optimizers import Rate, groups, optimizer
+from nearkin.training.own import NONE, Own
 from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, prepare
 from nearkin.training.ranks import Ranks, here, joined
 from nearkin.training.recipe import Recipe
@@ -47,9 +48,10 @@ class Outcome:
     test: judging.Held
     embeddings: Tensor  # of the test items, the gallery's after the queries'
     notes: list[str]
+    report: Path | None = None  # the page, where it was written
 
 
-def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Outcome:
+def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None, own: Own = NONE) -> Outcome:
     """Trains as the recipe says into a new folder. `watch` is told everything that happens.
 
     Under torchrun all processes train together; every one returns the outcome, and the first has written it. One that
@@ -60,15 +62,15 @@ def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Out
         restarted = ranks.restarted()
         if ranks.alone("looking", lambda: _again(folder, restarted)):
             with _held(folder, ranks):
-                return _resumed(recipe, folder, watch, ranks)
+                return _resumed(recipe, folder, watch, ranks, own)
         with _held(folder, ranks, new=True):  # and gone again where anything is wrong with the recipe
-            prepared = _prepared(recipe, watch, ranks)
+            prepared = _prepared(recipe, watch, ranks, own)
             trainer = assemble(prepared, folder)
             _begin(trainer, prepared, watch)
             return _finish(trainer, prepared, watch)
 
 
-def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
+def resume(folder: str | Path, watch: Watch = lambda _: None, own: Own = NONE) -> Outcome:
     """Goes on from the newest whole checkpoint of a run, to the same weights as if it had never stopped.
 
     On any number of processes: a checkpoint holds what each of them needs.
@@ -76,8 +78,9 @@ def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
     folder = Path(folder)
     with joined() as ranks:
         recipe = run_folder.recipe_of(folder)
+        own.check(recipe, f"{folder}: ")
         with _held(folder, ranks):
-            return _resumed(recipe, folder, watch, ranks)
+            return _resumed(recipe, folder, watch, ranks, own)
 
 
 @contextmanager
@@ -92,8 +95,9 @@ def _held(folder: Path, ranks: Ranks, new: bool = False) -> Iterator[None]:
             claim.close()
 
 
-def _resumed(recipe: Recipe, folder: Path, watch: Watch, ranks: Ranks) -> Outcome:
-    prepared = _prepared(recipe, watch, ranks)
+def _resumed(recipe: Recipe, folder: Path, watch: Watch, ranks: Ranks, own: Own) -> Outcome:
+    prepared = _prepared(recipe, watch, ranks, own)
+    prepared.own.begin_with(folder)
     run_folder.check(folder, prepared)
     trainer = assemble(prepared, folder)
     if not ranks.alone("looking", trainer.checkpoints.begun):  # it ended before it had begun
@@ -119,9 +123,9 @@ def _again(folder: Path, restarted: bool) -> bool:
     return begun and (restarted or run_folder.same_launch(folder))
 
 
-def _prepared(recipe: Recipe, watch: Watch, ranks: Ranks) -> Prepared:
+def _prepared(recipe: Recipe, watch: Watch, ranks: Ranks, own: Own = NONE) -> Prepared:
     """One rank after the other where there is something to store; all must find the same items."""
-    prepared = ranks.first_here("preparing", lambda: prepare(recipe, watch), once=True)
+    prepared = ranks.first_here("preparing", lambda: prepare(recipe, watch, own), once=True)
     found = ranks.values([prepared.fingerprint, run_folder.digest(prepared.recipe)])
     for rank, other in enumerate(found):
         for what, ours, theirs in zip(("items", "settings"), found[0], other, strict=True):
@@ -147,7 +151,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
     ranks = here()
     on, graded = ranks.device(defaults.device(recipe)), takes_targets(recipe)
     seed_everything(recipe.training.seed)
-    encoder = build_encoder(prepared).to(on)
+    encoder = (prepared.own.wrapped or build_encoder(prepared)).to(on)
     if recipe.training.sync_norms and ranks.size > 1:
         norms.sync(encoder, on)
     dim = encoder.dim
@@ -160,7 +164,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
             raise ValueError(f'loss "{recipe.loss["name"]}" needs continuous targets, {items.name} has none')
         targets = items.targets[train_part]
     width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
-    loss = build_loss(recipe, classes, dim, recipe.training.seed, width).to(on)
+    loss = build_loss(recipe, classes, dim, recipe.training.seed, width, prepared.own).to(on)
     with warnings.catch_warnings(record=True) as heard:  # a note of the run, not a line of Python's among the bars
         warnings.simplefilter("always")
         sampler = build_sampler(recipe, labels, targets)

@@ -69,7 +69,7 @@ class Trainer:
         graphs = self.recipe.training.graphs and self.ranks.size == 1
         self.graphed = Graphed(self.encoder, self.precision) if graphs else None
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
-        self.parallel = Parallel(self.encoder, strategy, unused=name.startswith(("timm:", "hf:")))
+        self.parallel = Parallel(self.encoder, strategy, unused=name.startswith(("timm:", "hf:", "own:")))
         self.objective = GlobalBatch(self.loss) if self.ranks.size > 1 else self.loss
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
