@@ -422,3 +422,271 @@ def test_a_calibration_takes_an_array_of_scores():
     curve = evaluation.calibrate(np.array([0.1, 0.2, 0.3, 0.7, 0.8, 0.9]), np.array([0, 0, 0, 1, 1, 1]))
     scores = np.array([0.15, 0.5])
     assert torch.equal(curve.probability(scores), curve.probability(torch.from_numpy(scores)))
+
+
+# training.train, and objects of the user's own
+
+
+class Blobs(torch.utils.data.Dataset):
+    """Pictures (1, 16, 16) or vectors of 12 classes."""
+
+    def __init__(self, kind="pictures", labels="numbers"):
+        drawn = torch.Generator().manual_seed(0)
+        self.y = torch.arange(12).repeat_interleave(6)
+        shape = (1, 16, 16) if kind == "pictures" else (24,)
+        centres = torch.randn(12, *shape, generator=drawn)
+        self.x = (centres[self.y] + torch.randn(72, *shape, generator=drawn)).sigmoid()
+        self.labels_as = labels
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, i):
+        kinds = {"numbers": int, "names": lambda y: f"class {int(y)}", "floats": lambda y: float(y) / 3}
+        return self.x[i], kinds[self.labels_as](self.y[i])
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width=8, inside=None):
+        super().__init__()
+        self.layer = torch.nn.LazyLinear(width) if inside is None else torch.nn.Linear(inside, width)
+        self.drop = torch.nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.layer(self.drop(x.flatten(1)))
+
+
+class Pull(torch.nn.Module):
+    """Kin together, strangers apart; with a weight of its own."""
+
+    def __init__(self, classes=12, dim=8):
+        super().__init__()
+        self.centres = torch.nn.Parameter(torch.zeros(classes, dim))
+
+    def forward(self, embeddings, labels):
+        logits = -(embeddings[:, None] - self.centres).pow(2).sum(2)
+        return torch.nn.functional.cross_entropy(logits, labels.long())
+
+
+FEW = {"training": {"epochs": 2, "batches": 3}, "evaluation.interval": False, "sampler.batch": 12}
+
+
+def weights(module):
+    return torch.cat([value.detach().double().flatten() for value in module.state_dict().values()])
+
+
+def test_own_objects_train_validate_report_and_end_with_the_best_weights(tmp_path):
+    net, pull, events = Net(inside=256), Pull(), []
+    before = weights(net), weights(pull)
+    outcome = training.train(Blobs(), tmp_path / "run", events.append, encoder=net, loss=pull, settings=FEW)
+    assert not torch.equal(weights(net), before[0]) and not torch.equal(weights(pull), before[1])
+    assert {"trained", "untrained", "baseline"} == set(outcome.results["test"]) and outcome.results[
+        "baseline"
+    ] == "pixels"
+    assert [event["val"] for event in events if event["event"] == "epoch"]
+    assert outcome.report == tmp_path / "run" / "report.html" and "data:image" in outcome.report.read_text()
+    from safetensors.torch import load_file
+
+    again = Net(inside=256)
+    again.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    assert torch.equal(weights(again), weights(net))
+    rows = again.eval()(Blobs().x[outcome.test.indices])
+    assert torch.allclose(rows, outcome.embeddings, atol=1e-6)
+
+
+class Enough(Exception):
+    pass
+
+
+def stopped_run(folder):
+    """A run that ended in its second epoch."""
+
+    def stop(event):
+        if event["event"] == "moved" and event["step"] == 5:
+            raise Enough
+
+    torch.manual_seed(1)
+    with pytest.raises(Enough):
+        training.train(Blobs(), folder, stop, encoder=Net(inside=256), loss=Pull(), settings=FEW)
+
+
+def test_a_run_with_own_objects_goes_on_to_the_same_weights(tmp_path):
+    torch.manual_seed(1)
+    whole = Net(inside=256)
+    straight = training.train(Blobs(), tmp_path / "a", encoder=whole, loss=Pull(), settings=FEW, report=False)
+    stopped_run(tmp_path / "b")
+    torch.manual_seed(2)  # made anew, with other random weights
+    again = Net(inside=256)
+    outcome = training.train(Blobs(), encoder=again, loss=Pull(), resume=tmp_path / "b", report=False)
+    assert torch.equal(weights(again), weights(whole))
+    assert outcome.results["test"] == straight.results["test"]  # also of the untrained one
+
+
+def test_a_run_with_own_objects_goes_on_with_no_others(tmp_path):
+    stopped_run(tmp_path / "run")
+    same = {"dataset": Blobs(), "encoder": Net(inside=256), "loss": Pull()}
+
+    class Other(Net):
+        pass
+
+    for change, sentence in (
+        ({"encoder": None}, r"run: the encoder is an object of the user's own \(Net\); give it again in Python"),
+        ({"dataset": None}, r"run: the dataset is an object of the user's own \(Blobs\); give it again"),
+        ({"loss": None}, r"run: the loss is an object of the user's own \(Pull\); give it again"),
+        ({"encoder": Other(inside=256)}, "run: the encoder was a Net, got a Other"),
+        ({"encoder": Net(width=7, inside=256)}, r"run: the encoder is not the one that the run began with: encoder\."),
+        ({"loss": Pull(classes=13)}, r"run: the loss is not the one that the run began with: loss\.centres differs"),
+        ({"dataset": Blobs(labels="names")}, "is not what it was when the run began"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            training.resume(tmp_path / "run", **(same | change))
+    with pytest.raises(ValueError, match="give no other choices beside it"):
+        training.train(Blobs(), encoder=Net(inside=256), loss="triplet", resume=tmp_path / "run")
+
+
+def test_what_the_command_line_cannot_do_with_own_objects_names_the_way_out(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from nearkin.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    training.train(Blobs(), "run", encoder=Net(inside=256), loss=Pull(), settings=FEW, report=False)
+    for arguments, sentence in (
+        (["embed", "run", "glyphs", "--out", "x.npz"], 'safetensors.torch.load_file("run/model.safetensors")'),
+        (["evaluate", "run"], "which only its own code can build"),
+        (["export", "run", "--onnx"], "which only its own code can build"),
+        (["train", "--resume", "run"], "training.resume(folder, dataset=…)"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2 and sentence in result.output, result.output
+        assert len(result.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "labels, objects",
+    [
+        ("numbers", {"loss": "supcon"}),
+        ("names", {"loss": Pull(dim=128)}),
+        ("numbers", {"encoder": Net(inside=24), "loss": "proxy-anchor"}),
+        ("floats", {"encoder": Net(inside=24)}),
+        ("floats", {"encoder": "mlp", "loss": torch.nn.MSELoss()}),
+    ],
+    ids=["named loss", "own loss", "own encoder", "targets", "own loss of targets"],
+)
+def test_own_and_named_objects_mix(labels, objects, tmp_path):
+    if isinstance(objects.get("loss"), torch.nn.MSELoss):
+
+        class Regress(torch.nn.Module):
+            def forward(self, embeddings, targets):
+                return (embeddings[:, 0] - targets).pow(2).mean()
+
+        objects = objects | {"loss": Regress()}
+    dataset = Blobs("vectors", labels)
+    outcome = training.train(dataset, tmp_path / "run", settings=FEW, report=False, **objects)
+    expected = "ndcg@10" if labels == "floats" else "recall@1"
+    assert expected in outcome.results["test"]["trained"] and outcome.results["baseline"] == "vectors"
+    if labels == "names":
+        assert set(outcome.prepared.items.classes) == {f"class {i}" for i in range(12)}
+
+
+def test_an_own_encoder_takes_a_folder_of_pictures_and_a_file_of_vectors(photos, stored, tmp_path):
+    settings = FEW | {"data.size": 16, "data.stored": 16, "data.cache": False, "sampler.batch": 8}
+    of_pictures = training.train(photos, tmp_path / "a", encoder=Net(inside=768), settings=settings, report=False)
+    assert of_pictures.recipe.encoder == {"name": "own:Net"} and of_pictures.embeddings.shape[1] == 8
+    of_vectors = training.train(
+        str(stored), tmp_path / "b", encoder=Net(inside=8), loss=Pull(), settings=FEW, report=False
+    )
+    assert of_vectors.embeddings.shape[1] == 8
+
+
+def test_bad_own_objects_are_one_sentence_before_anything_is_written(tmp_path):
+    class Loose(Blobs):
+        def __getitem__(self, i):
+            return self.x[i]
+
+    class Growing(Blobs):
+        def __getitem__(self, i):
+            return self.x[i][:, : 4 + i % 3], int(self.y[i])
+
+    class Flat(torch.nn.Module):
+        def forward(self, x):
+            return x.flatten()
+
+    net = {"encoder": Net(inside=256), "loss": Pull()}
+    for source, objects, sentence in (
+        (Loose(), net, r"dataset\[0\] must be \(tensor, label\), got Tensor"),
+        (Growing(), {"loss": "supcon"}, r"items of shape|all items of the dataset must have one shape"),
+        ([1, 2], net, "source must be a path, a name, a Recipe or a dataset"),
+        (Blobs(), net | {"encoder": Flat()}, r"encoder Flat must give floats of shape \(2, dimensions\) for 2 items"),
+        (Blobs(), net | {"encoder": torch.relu}, "encoder must be a name or a torch.nn.Module, got builtin"),
+        (
+            Blobs(),
+            net | {"settings": {"encoder.dim": 3}},
+            'unknown key "encoder.dim" of encoder "own:Net", which has its',
+        ),
+        (Blobs(), net | {"settings": {"data.size": 32}}, "data.size would have no effect: the dataset is an object of"),
+        (Blobs(), {"encoder": "mlp"}, 'encoder "mlp" does not take pictures, which the dataset holds; use small-cnn'),
+        (Blobs(), {"settings": "training.epochs=1"}, "settings must be a dictionary, or a list"),
+        (Blobs(), {"settings": {"training.epochs": object()}}, "must be a number, text, true or false, or a list"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=sentence):
+            training.train(source, tmp_path / "run", **({"report": False} | objects))
+        assert not (tmp_path / "run").exists()
+
+
+def test_the_function_and_the_command_agree(photos, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from nearkin.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    sets = ["training.epochs=1", "training.batches=2", "data.size=16", "data.stored=16", "encoder.width=4"]
+    sets += ["data.cache=false", "sampler.batch=8", "training.workers=0"]
+    command = ["train", str(photos), "--loss", "triplet", "--encoder", "small-cnn", "--quiet"]
+    result = CliRunner().invoke(app, [*command, *(part for one in sets for part in ("--set", one))])
+    assert result.exit_code == 0 and result.output.strip() == str(Path("runs/photos-triplet")), result.output
+    as_keys = {key: json.loads(value) for key, value in (one.split("=") for one in sets)}
+    outcome = training.train(photos, loss="triplet", encoder="small-cnn", settings=as_keys)
+    assert outcome.folder == Path("runs/photos-triplet-2") and outcome.report.is_file()
+    first, second = (
+        json.loads((Path(f) / "results.json").read_text()) for f in ("runs/photos-triplet", outcome.folder)
+    )
+    assert first["test"] == second["test"]
+    assert (Path("runs/photos-triplet") / "recipe.toml").read_text() == (outcome.folder / "recipe.toml").read_text()
+    again = training.train(recipe=outcome.folder / "recipe.toml", out="again", settings={"training.seed": 1})
+    assert again.recipe.training.seed == 1 and again.recipe.loss == outcome.recipe.loss
+    assert training.train(resume="again", report=False).results["test"] == again.results["test"]
+
+
+def test_progress_is_shown_if_asked(stored, tmp_path, capsys):
+    training.train(stored, tmp_path / "a", settings=FEW, report=False)
+    assert not capsys.readouterr().err
+    training.train(stored, tmp_path / "b", settings=FEW, report=False, progress=True)
+    assert "epoch   2/2" in capsys.readouterr().err
+
+
+def test_the_example_runs(tmp_path):
+    example = Path(__file__).parents[1] / "examples" / "own_objects.py"
+    small = ["--classes", "16", "--epochs", "1", "--batches", "2", "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, str(example), *small], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("recall@1") == 4
+
+
+def test_the_training_page_runs(photos, tmp_path, monkeypatch):
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
+    run, own = re.findall(r"```python\n(.*?)```", page, re.S)
+    pictures_in(Path("photos"), classes=6, each=3, side=16)
+    exec(run, names := {})
+    assert names["outcome"].report == Path("runs/try/report.html") and names["outcome"].report.is_file()
+    assert len(names["found"].embeddings)
+    few = {"training.epochs": 1, "training.batches": 2, "evaluation.interval": False}
+    train = training.train
+    monkeypatch.setattr(
+        training, "train", lambda *a, **k: train(*a, **k, report=False, **({} if "resume" in k else {"settings": few}))
+    )
+    exec(own, {"training": training, "dataset": Blobs(), "network": Net(inside=256), "criterion": Pull()})
+    assert Path("runs/mine/results.json").is_file()
