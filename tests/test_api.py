@@ -304,9 +304,10 @@ def test_a_missing_extra_is_said_before_anything_is_decoded(photos, tmp_path, de
 
 def test_comparing_says_a_misspelt_key_before_it_decodes(photos, tmp_path, decoded):
     pytest.importorskip("optuna")
-    recipe = training.read_recipe(None, [f'data.source="{photos.as_posix()}"', "data.cache=false", "encoder.widht=3"])
-    with pytest.raises(ValueError, match="widht"):
-        nearkin.comparing.compare(recipe, ["triplet", "supcon"], tmp_path / "run")
+    for wrong, sentence in (("encoder.widht=3", "widht"), ("encoder.name=timm:no_such_model", "no_such_model|pip")):
+        recipe = training.read_recipe(None, [f'data.source="{photos.as_posix()}"', "data.cache=false", wrong])
+        with pytest.raises((ValueError, ModuleNotFoundError), match=sentence):
+            nearkin.comparing.compare(recipe, ["triplet", "supcon"], tmp_path / "run")
     assert not decoded
 
 

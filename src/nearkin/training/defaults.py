@@ -177,8 +177,8 @@ def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Rec
 
 
 def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
-    usual = "label-neighbours" if recipe.loss.get("targets") is True else "class-balanced"  # the former of an own loss
-    name = recipe.sampler.get("name") or SAMPLERS_OF.get(recipe.loss["name"], usual)
+    plain = "label-neighbours" if recipe.loss.get("targets") is True else "class-balanced"  # the former of an own loss
+    name = recipe.sampler.get("name") or SAMPLERS_OF.get(recipe.loss["name"], plain)
     checks.one_of("sampler", name, SAMPLERS)
     chosen: dict[str, Any] = {"name": name, **recipe.sampler}
     classes = facts.classes or 1
