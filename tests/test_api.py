@@ -495,11 +495,19 @@ def test_own_objects_train_validate_report_and_end_with_the_best_weights(tmp_pat
     assert torch.allclose(rows, outcome.embeddings, atol=1e-6)
 
 
+class Noisy(Blobs):
+    """Never the same item twice: what it draws is part of the run."""
+
+    def __getitem__(self, i):
+        item, label = super().__getitem__(i)
+        return item + 0.1 * torch.randn(item.shape), label
+
+
 class Enough(Exception):
     pass
 
 
-def stopped_run(folder):
+def stopped_run(folder, dataset):
     """A run that ended in its second epoch."""
 
     def stop(event):
@@ -508,23 +516,23 @@ def stopped_run(folder):
 
     torch.manual_seed(1)
     with pytest.raises(Enough):
-        training.train(Blobs(), folder, stop, encoder=Net(inside=256), loss=Pull(), settings=FEW)
+        training.train(dataset, folder, stop, encoder=Net(inside=256), loss=Pull(), settings=FEW)
 
 
 def test_a_run_with_own_objects_goes_on_to_the_same_weights(tmp_path):
     torch.manual_seed(1)
     whole = Net(inside=256)
-    straight = training.train(Blobs(), tmp_path / "a", encoder=whole, loss=Pull(), settings=FEW, report=False)
-    stopped_run(tmp_path / "b")
+    straight = training.train(Noisy(), tmp_path / "a", encoder=whole, loss=Pull(), settings=FEW, report=False)
+    stopped_run(tmp_path / "b", Noisy())
     torch.manual_seed(2)  # made anew, with other random weights
     again = Net(inside=256)
-    outcome = training.train(Blobs(), encoder=again, loss=Pull(), resume=tmp_path / "b", report=False)
+    outcome = training.train(Noisy(), encoder=again, loss=Pull(), resume=tmp_path / "b", report=False)
     assert torch.equal(weights(again), weights(whole))
     assert outcome.results["test"] == straight.results["test"]  # also of the untrained one
 
 
 def test_a_run_with_own_objects_goes_on_with_no_others(tmp_path):
-    stopped_run(tmp_path / "run")
+    stopped_run(tmp_path / "run", Blobs())
     same = {"dataset": Blobs(), "encoder": Net(inside=256), "loss": Pull()}
 
     class Other(Net):

@@ -62,16 +62,15 @@ class Own:
         """The weights of the start, for a run that is stopped and goes on with objects that were made anew."""
         from safetensors.torch import save
 
-        if self.wrapped is None and self.loss is None:
-            return
         state = {key: value.contiguous() for key, value in self._state().items()}
-        files.write_bytes(folder / BEGUN, save(state))
+        if state:
+            files.write_bytes(folder / BEGUN, save(state))
 
     def begin_with(self, folder: Path) -> None:
         """The weights of the start from the folder of a run; other ones than those it began with are refused."""
         from safetensors.torch import load
 
-        if not (folder / BEGUN).is_file() or (self.wrapped is None and self.loss is None):
+        if not (folder / BEGUN).is_file():
             return
         begun, mine = load((folder / BEGUN).read_bytes()), self._state()
         for what in ("encoder", "loss"):
