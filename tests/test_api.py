@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -674,12 +675,12 @@ def test_progress_is_shown_if_asked(stored, tmp_path, capsys):
     assert "epoch   2/2" in capsys.readouterr().err
 
 
-def test_the_example_runs(tmp_path):
+def test_the_example_runs(tmp_path, monkeypatch, capsys):
     example = Path(__file__).parents[1] / "examples" / "own_objects.py"
     small = ["--classes", "16", "--epochs", "1", "--batches", "2", "--out", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, str(example), *small], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("recall@1") == 4
+    monkeypatch.setattr(sys, "argv", [str(example), *small])
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out.count("recall@1") == 4
 
 
 def test_the_training_page_runs(photos, tmp_path, monkeypatch):
