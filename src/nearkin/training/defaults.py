@@ -133,7 +133,8 @@ def _encoder_for(side: int, size: int | None) -> tuple[str, list[str]]:
 
 def settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
     """The encoder for items (shape) of a dataset of the user's own, which prepares them itself."""
-    for key in sorted(recipe.given & ({f"data.{key}" for key in _PICTURES} | {f"augment.{k}" for k in recipe.augment})):
+    ours = {"data.root", *(f"data.{key}" for key in _PICTURES), *(f"augment.{key}" for key in recipe.augment)}
+    for key in sorted(recipe.given & ours):
         no_effect(key, "the dataset is an object of your own, which prepares its items itself")
     check_encoder_name(recipe)
     recipe = recipe.with_("encoder", **{"name": "mlp" if len(shape) == 1 else "small-cnn", **recipe.encoder})

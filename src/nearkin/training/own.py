@@ -18,7 +18,7 @@ from nearkin.data.items import Items
 from nearkin.models.own import PREFIX, OwnEncoder
 from nearkin.training.recipe import Recipe
 
-__all__ = ["NONE", "PREFIX", "DatasetRows", "Own", "is_own", "items_of", "own_of"]
+__all__ = ["NONE", "PREFIX", "DatasetRows", "Own", "is_own", "items_of", "own_of", "way_on"]
 
 BEGUN = "untrained.safetensors"  # weights at the start of a run, against which the trained ones are measured
 _SECTIONS = {"dataset": ("data", "source"), "encoder": ("encoder", "name"), "loss": ("loss", "name")}
@@ -94,6 +94,13 @@ NONE = Own()
 
 def is_own(name: object) -> bool:
     return str(name).startswith(PREFIX)
+
+
+def way_on(recipe: Recipe, folder: Path) -> str:
+    """How a run that was stopped goes on."""
+    if any(is_own(name) for name in (recipe.data.source, recipe.encoder.get("name"), recipe.loss.get("name"))):
+        return f"training.resume({str(folder)!r}, …) and the same objects"
+    return f"nearkin train --resume {folder}"
 
 
 def own_of(source: Any, encoder: Any, loss: Any) -> Own:
