@@ -700,3 +700,23 @@ def test_the_training_page_runs(photos, tmp_path, monkeypatch):
     )
     exec(own, {"training": training, "dataset": Blobs(), "network": Net(inside=256), "criterion": Pull()})
     assert Path("runs/mine/results.json").is_file()
+
+
+# On a GPU
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@on_gpu
+def test_labels_of_a_list_meet_embeddings_on_a_gpu():
+    rows = torch.from_numpy(ROWS).cuda()
+    expected = evaluation.retrieval(rows, torch.from_numpy(LABELS).cuda())
+    assert evaluation.retrieval(rows, LABELS) == evaluation.retrieval(rows, LABELS.tolist()) == expected
+
+
+@on_gpu
+def test_own_objects_train_on_a_gpu(tmp_path):
+    settings = FEW | {"training.device": "cuda"}
+    net = Net(inside=256)
+    outcome = training.train(Blobs(), tmp_path / "run", encoder=net, loss=Pull(), settings=settings, report=False)
+    assert next(net.parameters()).is_cuda and outcome.results["test"]["trained"]["recall@1"]["value"] > 0
