@@ -13,6 +13,11 @@ from nearkin.core.relations import LabelDistance, Relation
 
 __all__ = ["GlobalBatch", "average_gradients", "share_state"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _DRAWN = ("random", "distance_weighted")  # selections that are drawn
 
 

@@ -8,6 +8,11 @@ from nearkin.core.relations import UNKNOWN, LabelDistance, Labels, Relation
 
 __all__ = ["CrossBatchMemory"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _KINDS = {"ids": torch.long, "rows": torch.bool, "targets": torch.float32}
 
 

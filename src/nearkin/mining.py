@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class Triplets(NamedTuple):
     """T triplets an anchor: columns of its positive and its negative, (B, T), and which of them are real."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearkin.cli.ranks import first, shared
-from nearkin.cli.screen import Device, app, one_sentence, plain_bar
+from nearkin.cli.screen import Device, app, bar_columns, one_sentence, plain_bar
 
 if TYPE_CHECKING:
     from nearkin.data.vectors import Vectors
@@ -215,16 +215,14 @@ def _bar(verified: str, shown: bool) -> "Iterator[Progress | None]":
     verified: what verification counts; one-shot counts episodes, the others rows.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
     counted = {"verification": verified, "one_shot": "episodes"}
     console = Console(stderr=True)
     if not shown or not console.is_terminal:
         yield None
         return
-    rate, left = TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), rate, left, TextColumn("left"))
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*bar_columns(), console=console, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
         def progress(protocol: str, done: int, total: int) -> None:
@@ -232,10 +230,10 @@ def _bar(verified: str, shown: bool) -> "Iterator[Progress | None]":
                 for task in tasks.values():
                     bar.remove_task(task)
                 tasks.clear()
-                tasks[protocol] = bar.add_task(protocol.replace("_", "-"), total=None, rate="")
+                tasks[protocol] = bar.add_task(protocol.replace("_", "-"), total=None, said="")
             speed = next(task.speed for task in bar.tasks if task.id == tasks[protocol])
             rate = f"{speed:,.0f} {counted.get(protocol, 'rows')}/s" if speed else ""
-            bar.update(tasks[protocol], completed=done, total=total or None, rate=rate)
+            bar.update(tasks[protocol], completed=done, total=total or None, said=rate)
 
         yield progress
 

@@ -214,18 +214,32 @@ class _Watcher:
 
 @contextmanager
 def progress_bars(console: Any, hidden: bool = False) -> Iterator[Any]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[said]}"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    with Progress(*columns, console=console, transient=True, disable=hidden, refresh_per_second=4) as bars:
+    with Progress(*bar_columns(), console=console, transient=True, disable=hidden, refresh_per_second=4) as bars:
         yield bars
+
+
+def bar_columns() -> tuple[Any, ...]:
+    """What a bar shows: its name, the bar, the time elapsed, the field `said`, and the time left once it is known."""
+    from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    class TimeLeft(ProgressColumn):
+        """As "0:01:23 left"; nothing while that is unknown, so that no other time reads as this one."""
+
+        max_refresh = 0.5
+
+        def render(self, task: Any) -> Text:
+            seconds = None if task.finished else task.time_remaining
+            if task.total is None or seconds is None:
+                return Text("")
+            minutes, rest = divmod(int(seconds), 60)
+            hours, minutes = divmod(minutes, 60)
+            return Text(f"{hours}:{minutes:02d}:{rest:02d} left", style="progress.remaining")
+
+    said = TextColumn("{task.fields[said]}")
+    return TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), said, TimeLeft()
 
 
 def results_table(results: dict[str, Any]) -> None:

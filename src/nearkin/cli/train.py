@@ -1,7 +1,6 @@
 """`nearkin train`: from a source to a trained, measured encoder."""
 
 import json as json_module
-import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,24 +99,19 @@ def train(
     chosen = {key: value for key, value in given.items() if value is not None}
     folder = resume
     with one_sentence(lambda: _left(folder)):
-        from nearkin import report, training
+        from nearkin import training
 
-        with training.joined() as ranks:
-            if resume is not None and (chosen or recipe or set_ or out):
-                raise ValueError("--resume goes on with the recipe of the run; give no other choices beside it")
-            if ranks.first:
-                report.rehearse()
-            with training_screen(quiet or json or not ranks.first) as watch:
-                _name_rank(watch, ranks)
-                if resume is not None:
-                    outcome = training.resume(resume, watch)
-                else:
-                    asked = training.read_recipe(recipe, [*_assignments(chosen), *(set_ or [])])
-                    again = ranks.restarted()
-                    folder = out or Path(ranks.alone("folder", lambda: str(_free_folder(asked, again))))
-                    outcome = training.train(asked, folder, watch)
-                watch({"event": "reporting"})
-                page = ranks.alone("report", lambda: str(report.of_run(outcome)))
+        with training.joined() as ranks, training_screen(quiet or json or not ranks.first) as screen:
+            _name_rank(screen, ranks)
+
+            def watch(event: dict[str, Any]) -> None:
+                nonlocal folder
+                if event["event"] == "folder":
+                    folder = Path(event["folder"])
+                screen(event)
+
+            sets = [*_assignments(chosen), *(set_ or [])]
+            outcome = training.train(None, out, watch, recipe=recipe, settings=sets, resume=resume, report=True)
     if not ranks.first:
         return
     if json:
@@ -128,7 +122,7 @@ def train(
         from nearkin.cli.screen import results_table
 
         results_table(outcome.results)
-        typer.echo(f"report: {page}")
+        typer.echo(f"report: {outcome.report}")
 
 
 def _name_rank(watch: Any, ranks: Any) -> None:
@@ -160,14 +154,3 @@ def _left(folder: Path | None) -> str:
 def _assignments(chosen: dict[str, Any]) -> list[str]:
     """Flags as --set has them; text in quotes, so that a folder called 7 stays a name."""
     return [f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in chosen.items()]
-
-
-def _free_folder(recipe: Any, again: bool) -> Path:
-    """runs/SOURCE or runs/SOURCE-LOSS, with a number behind it where that is taken; `again`: the last that is taken."""
-    parts = [Path(recipe.data.source).stem, *([str(recipe.loss["name"])] if "name" in recipe.loss else [])]
-    stem = re.sub(r"[^\w-]+", "-", "-".join(parts)).strip("-").lower() or "run"
-    number, folder, taken = 1, Path("runs") / stem, None
-    while folder.exists():
-        number, taken = number + 1, folder
-        folder = Path("runs") / f"{stem}-{number}"
-    return taken if again and taken is not None else folder

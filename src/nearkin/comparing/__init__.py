@@ -5,3 +5,7 @@ from nearkin.comparing.compare import Comparison, compare
 from nearkin.comparing.plan import seconds
 
 __all__ = ["Comparison", "comparable", "compare", "seconds"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -16,10 +16,12 @@ from nearkin.comparing.folds import MOST, folds
 from nearkin.core import checks
 from nearkin.data.items import Items
 from nearkin.data.splits import Parts
+from nearkin.training.build import new_encoder
 from nearkin.training.choices import LOSSES
 from nearkin.training.judging import Held
 from nearkin.training.prepare import Prepared, divided, fingerprint, looked_at, rows_of, settled
 from nearkin.training.recipe import Recipe
+from nearkin.training.rehearsal import check_recipe
 
 __all__ = ["Bench", "Job", "Opened", "Shared", "comparable", "open_bench", "refuse"]
 
@@ -162,10 +164,15 @@ class Bench:
 def open_bench(recipe: Recipe, watch: Any = lambda _: None) -> Bench:
     """Reads the source and puts the test items aside."""
     refuse(recipe)
+    check_recipe(recipe)
     watch({"event": "loading", "source": recipe.data.source})
     items, parts = _loaded(recipe)
     own = items.take(np.union1d(parts.train, parts.val))
     looked, notes = looked_at(recipe, own)
+    if own.pictures is not None:
+        every = np.arange(len(own))  # what is wrong with the encoder is said before anything is decoded
+        usual = looked.with_("sampler", **{"name": SAMPLER, **looked.sampler}).with_("loss", name="contrastive")
+        new_encoder(settled(usual, own, Parts(every, every[:0], every[:0])), None)
     rows, digests, bad = rows_of(own, looked, watch)
     readable = np.setdiff1d(np.arange(len(own)), [i for i, _ in bad])
     assert items.labels is not None

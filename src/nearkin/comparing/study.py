@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.comparing.bench import Job
+from nearkin.core.locks import Lock
 
 __all__ = ["Study"]
 
@@ -35,7 +36,7 @@ class Study:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "study.db"
-        self._lock = _locked(folder)
+        self._lock = Lock(folder / "study.lock", f"{folder}: a comparison is running in it already")
         self._db = sqlite3.connect(self.path, isolation_level=None, timeout=10)
         try:
             self._open()
@@ -55,8 +56,7 @@ class Study:
 
     def close(self) -> None:
         self._db.close()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
 
     def fact(self, name: str) -> Any:
         """A plain value, or None."""
@@ -108,20 +108,3 @@ class Study:
 def key(job: Job) -> str:
     """Of everything that the result depends on."""
     return hashlib.sha256(json.dumps(job._asdict(), sort_keys=True).encode()).hexdigest()
-
-
-def _locked(folder: Path) -> Any:
-    """An open file that no second process can lock; None where files cannot be locked."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    file = (folder / "study.lock").open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"{folder}: a comparison is running in it already") from None
-    except OSError:  # a file system without locks
-        pass
-    return file

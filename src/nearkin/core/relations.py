@@ -8,6 +8,22 @@ from torch import Tensor
 from nearkin.core import distances
 from nearkin.core.autograd import traced
 
+__all__ = [
+    "UNKNOWN",
+    "LabelDistance",
+    "Labels",
+    "Relation",
+    "explicit",
+    "label_distances",
+    "multilabel",
+    "of",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 UNKNOWN = -1  # a class id that is neither kin nor stranger to anyone
 
 

@@ -23,3 +23,7 @@ __all__ = [
     "load",
     "sources",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,6 +5,7 @@
 """
 
 import importlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def read(path: Path, name: str, labelled: bool = True) -> Items:
         classes, labels = [str(label) for label in whole], np.searchsorted(whole, found.labels).astype(np.int64)
     items = Items(
         name=name,
-        names=[f"row {i}" for i in range(rows)],
+        names=[f"row {i}" for i in range(rows)] if found.names is None else _told_apart(found.names),
         classes=classes,
         labels=labels,
         targets=None if found.targets is None else found.targets.double().numpy(),
@@ -40,6 +41,12 @@ def read(path: Path, name: str, labelled: bool = True) -> Items:
         note=f"{name}: " + ("its own split" if split else "no split of its own"),
     )
     return _known(items)
+
+
+def _told_apart(names: list[str]) -> list[str]:
+    """What the rows are called; one that is called as another, or not at all, says which row it is."""
+    often = Counter(names)
+    return [name if name and often[name] == 1 else f"{name} (row {i})".strip() for i, name in enumerate(names)]
 
 
 def _known(items: Items) -> Items:

@@ -13,7 +13,7 @@ from nearkin.core import checks
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["FITS", "MAX_PIXELS", "Unreadable", "decode", "square"]
+__all__ = ["FITS", "MAX_PIXELS", "Unreadable", "decode", "glance", "square"]
 
 DECODER = 1  # raise whenever the same file would give other pixels: it is part of the key of every cache
 MAX_PIXELS = 250_000_000  # today's largest phone pictures have 200 million
@@ -22,6 +22,7 @@ FITS = ("crop", "squash", "pad")
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "AVIF", "HEIF", "JPEG2000", "PPM", "ICO")
 DRAFT = 2  # a JPEG is decoded at the smallest 1/1, 1/2, 1/4, 1/8 that still has this many times the pixels needed
 
+_GREY = ("1", "L", "LA", "La")  # modes of Pillow
 _opening = threading.Lock()
 
 
@@ -65,6 +66,14 @@ def decode(data: bytes | NDArray[Any], *, max_pixels: int = MAX_PIXELS, enough: 
         if "truncated" in str(error).lower():
             raise Unreadable("is truncated: the file ends before the picture does") from None
         raise Unreadable(f"is damaged ({_short(error)})") from None
+
+
+def glance(data: bytes | NDArray[Any]) -> tuple[int, bool]:
+    """The shorter side, and whether `decode` would give a grey picture: from the header, without decoding."""
+    if isinstance(data, np.ndarray):
+        return min(data.shape[:2]), data.ndim == 2 or data.shape[2] == 1
+    image = _open(data, MAX_PIXELS)
+    return min(image.size), image.mode in _GREY or image.mode.startswith(("I", "F"))
 
 
 def square(
@@ -124,11 +133,11 @@ def _plain(image: "Image.Image") -> "Image.Image":
     if image.mode.startswith(("I", "F")):
         return Image.fromarray(_eight_bits(np.asarray(image)))
     if image.has_transparency_data:
-        grey = image.mode in ("1", "L", "LA", "La")
+        grey = image.mode in _GREY
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return image.convert("L" if grey else "RGB")
-    if image.mode in ("1", "L", "LA", "La"):
+    if image.mode in _GREY:
         return image.convert("L")
     return image.convert("RGB")
 

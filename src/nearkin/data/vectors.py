@@ -1,19 +1,22 @@
 """Embeddings that somebody has stored: .npz, .npy, .safetensors or .parquet, with labels or targets beside them.
 
     .npz, .safetensors   `embeddings` (N, D) floats; `labels` (N,) whole numbers or, npz, strings, or 0/1 rows (N, L)
-                         where an item has several; `targets` (N,) or (N, K)
+                         where an item has several; `targets` (N,) or (N, K); `names` (N,) strings, what each row is
+                         called, in .safetensors as JSON in the header, where `classes` names the label ids
     .npy                 the embeddings alone; labels and targets are files of their own: .npy, or .csv/.txt, one a line
-    .parquet             columns `embedding` (lists of floats), `label`, `target`
+    .parquet             columns `embedding` (lists of floats), `label`, `target`, `name`
 
 Nothing is ever unpickled, and a file that cannot be used is answered with one sentence that begins with its name.
 """
 
 import csv
 import importlib
+import json
 import os
 import zipfile
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,18 +33,23 @@ KINDS = (".npz", ".npy", ".parquet", ".safetensors")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BESIDE = (".npy", ".csv", ".txt")
 _UNREADABLE = (ValueError, KeyError, EOFError, OSError, SyntaxError, zipfile.BadZipFile, zlib.error)
+_TENSORS = ("embeddings", "labels", "targets")
 _CHUNK = 1 << 14  # rows looked at in one go
 
 Labels = NDArray[Any]  # (N,), int64 or strings; (N, L) bool
 
 
 class Vectors(NamedTuple):
-    """Embeddings (N, D), finite floats; labels (N,) int64 or strings, (N, L) bool; targets (N,) or (N, K) float64."""
+    """Embeddings (N, D), finite floats; labels (N,) int64 or strings, (N, L) bool; targets (N,) or (N, K) float64.
+
+    names (N,): what each row is called, where the file says so.
+    """
 
     name: str
     embeddings: Tensor
     labels: Labels | None = None
     targets: Tensor | None = None
+    names: list[str] | None = None
 
 
 def read(
@@ -66,6 +74,7 @@ def read(
         embeddings,
         None if names is None else _labels(source, names, rows, several),
         None if numbers is None else _targets(target_source, numbers, rows),
+        _names(found["names"], rows) if "names" in found else None,
     )
 
 
@@ -106,7 +115,11 @@ def _npz(path: Path) -> dict[str, Any]:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             keys = list(archive.files)
             _needs(path, "embeddings", keys)
-            return {key: _member(path, archive, key) for key in ("embeddings", "labels", "targets") if key in keys}
+            found = {key: _member(path, archive, key) for key in _TENSORS if key in keys}
+            if "names" in keys:
+                with suppress(ValueError):  # Python objects are no names
+                    found["names"] = archive["names"]
+            return found
     except _Refused:
         raise
     except _UNREADABLE as error:
@@ -143,9 +156,27 @@ def _safetensors(path: Path) -> dict[str, Any]:
         with safe_open(str(path), framework="pt") as file:
             keys = list(file.keys())
             _needs(path, "embeddings", keys)
-            return {key: file.get_tensor(key) for key in ("embeddings", "labels", "targets") if key in keys}
+            found: dict[str, Any] = {key: file.get_tensor(key) for key in _TENSORS if key in keys}
+            header = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a readable .safetensors file ({_why(error)})") from None
+    return found | _said_in(header, found.get("labels"))
+
+
+def _said_in(header: dict[str, str], labels: Any) -> dict[str, Any]:
+    """Names of rows and classes that `nearkin embed` puts into the header; one of somebody else's may say anything."""
+    said: dict[str, list[str]] = {}
+    for key in ("names", "classes"):
+        with suppress(ValueError):
+            value = json.loads(header.get(key, ""))
+            if isinstance(value, list) and all(isinstance(one, str) for one in value):
+                said[key] = value
+    found: dict[str, Any] = {"names": said["names"]} if "names" in said else {}
+    classes = said.get("classes", [])
+    ids = isinstance(labels, Tensor) and labels.dim() == 1 and labels.dtype == torch.int64 and len(labels) > 0
+    if classes and ids and int(labels.min()) >= 0 and int(labels.max()) < len(classes):
+        found["labels"] = np.array([classes[label] for label in labels.tolist()], dtype=str)
+    return found
 
 
 def _parquet(path: Path) -> dict[str, Any]:
@@ -158,11 +189,15 @@ def _parquet(path: Path) -> dict[str, Any]:
     try:
         keys = list(parquet.read_schema(path).names)
         _needs(path, "embedding", keys, "columns")
-        table = parquet.read_table(path, columns=[key for key in ("embedding", "label", "target") if key in keys])
+        wanted = ("embedding", "label", "target", "name")
+        table = parquet.read_table(path, columns=[key for key in wanted if key in keys])
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable .parquet file ({_why(error)})") from None
-    found = {f"{key}s": _column(path, key, table.column(key).combine_chunks()) for key in table.column_names}
-    return found
+    if "name" in keys and (
+        table.column("name").null_count or not pyarrow.types.is_string(table.schema.field("name").type)
+    ):
+        table = table.drop_columns(["name"])  # somebody else's column
+    return {f"{key}s": _column(path, key, table.column(key).combine_chunks()) for key in table.column_names}
 
 
 def _column(path: Path, key: str, column: Any) -> Any:
@@ -277,6 +312,14 @@ def _targets(source: str, value: Any, rows: int) -> Tensor:
     if bad:
         raise ValueError(f"{source}: targets must be finite, got NaN or Inf in {_some(bad, rows)}")
     return numbers.double()
+
+
+def _names(value: Any, rows: int) -> list[str] | None:
+    """What the rows are called. Something else that somebody has stored under this key is nothing to us."""
+    names = np.asarray(value)
+    if names.dtype.kind == "S":
+        names = np.char.decode(names, "utf-8", "replace")
+    return [str(name) for name in names.tolist()] if names.dtype.kind in "Uiu" and names.shape == (rows,) else None
 
 
 def _one_a_row(source: str, what: str, got: int, rows: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.evaluation import pair_bootstrap, pair_scan, pair_sweep
+from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.curves import (
     FARS,
     Counts,
@@ -37,9 +38,10 @@ _CELLS = 4 * 8 * (_GROUPS * (_GROUPS + 3) // 2) * (_GRID + 64)  # bytes to count
 _DEAL = 24  # a stream of words of its own
 
 
+@takes_arrays
 def all_pairs(
-    embeddings: Tensor,
-    labels: Tensor,
+    embeddings: Array,
+    labels: Ids,
     *,
     similarity: str = "cosine",
     fars: Sequence[float] = FARS,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core import checks
+from nearkin.evaluation.arrays import Array, tensor
 from nearkin.evaluation.curves import Floats, Values, checked, deal
 
 __all__ = ["Calibration", "calibrate", "isotonic"]
@@ -28,8 +29,9 @@ class Calibration:
     fitted_on: int
     judged_on: int
 
-    def probability(self, scores: Tensor) -> Tensor:
+    def probability(self, scores: Array) -> Tensor:
         """The probability that a pair of this score is the same; any shape, on the device of the scores."""
+        scores = tensor("scores", scores)
         if not isinstance(scores, Tensor) or not scores.is_floating_point():
             got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
             raise TypeError(f"scores must be a torch tensor of floats, got {got}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN
+from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.kmeans import Progress, kmeans
 from nearkin.evaluation.search import BUDGET
 from nearkin.evaluation.uncertainty import Scores
@@ -19,9 +20,10 @@ _PARTS = 20  # a stream of words of its own
 Ints = NDArray[np.int64]
 
 
+@takes_arrays
 def clustering(
-    embeddings: Tensor,
-    labels: Tensor,
+    embeddings: Array,
+    labels: Ids,
     seed: int = 0,
     *,
     clusters: int | None = None,
@@ -94,7 +96,8 @@ def _intervals(
     return found
 
 
-def agreement(labels: Tensor, assignment: Tensor) -> dict[str, float]:
+@takes_arrays
+def agreement(labels: Ids, assignment: Ids) -> dict[str, float]:
     """How well two partitions of the same items agree, from their contingency table, in float64 and 64-bit integers.
 
     "nmi" = 2 I / (H_1 + H_2), "nmi_geometric" = I / sqrt(H_1 H_2), "ami" = (I - E[I]) / ((H_1 + H_2) / 2 - E[I]) with

@@ -17,6 +17,7 @@ from torch import Tensor
 from nearkin.core import checks, distances
 from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation import ranking, search
+from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 
 Ints = NDArray[np.int64]
 
@@ -27,9 +28,10 @@ _TILE = 512  # rows a side; fixed, since a matrix product rounds differently in 
 _FEWEST = 3  # neighbours that can outvote a label
 
 
+@takes_arrays
 def diagnose(
-    embeddings: Tensor,
-    labels: Tensor,
+    embeddings: Array,
+    labels: Ids,
     *,
     k: int = 10,
     bins: int = 50,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearkin.core import checks, distances
 from nearkin.core.relations import UNKNOWN
+from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.search import BUDGET
 from nearkin.evaluation.uncertainty import Scores, bootstrap
 from nearkin.samplers import draws
@@ -35,9 +36,10 @@ class OneShotRun(NamedTuple):
     answers: Tensor
 
 
+@takes_arrays
 def one_shot(
-    embeddings: Tensor,
-    labels: Tensor,
+    embeddings: Array,
+    labels: Ids,
     ways: int = 20,
     shots: int = 1,
     episodes: int = 600,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances
+from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.search import BUDGET
 from nearkin.evaluation.split import Ranks
 from nearkin.evaluation.uncertainty import Scores, bootstrap
@@ -14,17 +15,18 @@ from nearkin.evaluation.uncertainty import Scores, bootstrap
 DISTANCES = ("euclidean", "cosine")
 
 
+@takes_arrays
 def graded(
-    embeddings: Tensor,
-    targets: Tensor,
+    embeddings: Array,
+    targets: Array,
     ks: Sequence[int] = (1, 5, 10),
     *,
-    gallery: Tensor | None = None,
-    gallery_targets: Tensor | None = None,
+    gallery: Array | None = None,
+    gallery_targets: Array | None = None,
     distance: str = "euclidean",
     budget: int = BUDGET,
     interval: bool = False,
-    classes: Tensor | None = None,
+    classes: Ids | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,

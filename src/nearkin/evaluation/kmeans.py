@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances
+from nearkin.evaluation.arrays import Array, takes_arrays
 from nearkin.evaluation.search import BUDGET
 from nearkin.samplers import draws
 
@@ -29,8 +30,9 @@ class Clusters(NamedTuple):
     iterations: int
 
 
+@takes_arrays
 def kmeans(
-    embeddings: Tensor,
+    embeddings: Array,
     clusters: int,
     *,
     iterations: int = 20,

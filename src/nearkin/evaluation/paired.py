@@ -2,17 +2,16 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from nearkin.core import checks
-from nearkin.core.relations import Labels
 from nearkin.evaluation import ranking, search, uncertainty
+from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 
 
+@takes_arrays
 def compare(
-    embeddings_a: Tensor,
-    embeddings_b: Tensor,
-    labels: Labels,
+    embeddings_a: Array,
+    embeddings_b: Array,
+    labels: Ids,
     *,
     metric: str = "map@r",
     samples: int = 10_000,

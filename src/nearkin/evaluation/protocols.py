@@ -88,7 +88,7 @@ def evaluate(
             found = _run(name, task)
         else:
             found = ranks.alone(name, partial(_run, name, task))
-        results[name] = {"similarity": similarity[name]} | found
+        results[name] = {"similarity": similarity[name]} | _named(found, items.names)
     return {
         "nearkin": version_of("nearkin"),
         "embeddings": _said_of(items),
@@ -100,6 +100,15 @@ def evaluate(
         "results": results,
         "notes": notes,
     }
+
+
+def _named(found: dict[str, Any], names: list[str] | None) -> dict[str, Any]:
+    """Items that a diagnosis points at, with what they are called, where the file says so."""
+    for entries in ("hubs", "label_errors") if names is not None else ():
+        if entries in found:
+            assert names is not None
+            found[entries] = [one | {"name": names[one["item"]]} for one in found[entries]]
+    return found
 
 
 def _run(name: str, task: Task) -> Any:

@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN, Labels, Relation
 from nearkin.evaluation import counting, search, sorting, uncertainty
+from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.counting import BEYOND
 from nearkin.evaluation.kinship import Kinship, known
 from nearkin.evaluation.space import Space
@@ -44,11 +45,12 @@ class Retrieval(dict[str, float]):
     intervals: dict[str, tuple[float, float]]
 
 
+@takes_arrays
 def retrieval(
-    embeddings: Tensor,
-    labels: Labels,
-    gallery: Tensor | None = None,
-    gallery_labels: Tensor | None = None,
+    embeddings: Array,
+    labels: Ids,
+    gallery: Array | None = None,
+    gallery_labels: Ids | None = None,
     *,
     ks: Sequence[int] = (1, 2, 4, 8),
     metrics: Sequence[str] = DEFAULT,
@@ -109,11 +111,12 @@ def retrieval(
     return result
 
 
+@takes_arrays
 def per_query(
-    embeddings: Tensor,
-    labels: Labels,
-    gallery: Tensor | None = None,
-    gallery_labels: Tensor | None = None,
+    embeddings: Array,
+    labels: Ids,
+    gallery: Array | None = None,
+    gallery_labels: Ids | None = None,
     *,
     ks: Sequence[int] = (1, 2, 4, 8),
     metrics: Sequence[str] = DEFAULT,

@@ -69,6 +69,9 @@ def _findings(found: Mapping[str, Any], names: list[str] | None) -> Iterator[Row
         pair = " and ".join(_named(number, names) for number in one["classes"])
         yield Row("diagnose", "confused", f"{pair}: {_shown('', 'share', one['share'])}", "")
     yield Row("diagnose", "suspect labels", f"{len(found['label_errors']):,}", "")
+    for one in [error for error in found["label_errors"][:3] if "name" in error]:
+        told, instead = (_named(one[key], names) for key in ("class", "suggested"))
+        yield Row("diagnose", "suspect label", f"{one['name']}: {told}, perhaps {instead}", "")
 
 
 def _named(number: int, names: list[str] | None) -> str:

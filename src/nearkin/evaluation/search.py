@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks
+from nearkin.evaluation.arrays import Array, takes_arrays
 from nearkin.evaluation.space import CELL, LISTED, SIMILARITIES, Space, slices
 
 __all__ = ["BACKENDS", "BUDGET", "SIMILARITIES", "Neighbours", "Progress", "Searcher", "nearest"]
@@ -38,9 +39,10 @@ class Neighbours(NamedTuple):
     similarity: Tensor
 
 
+@takes_arrays
 def nearest(
-    queries: Tensor,
-    gallery: Tensor | None = None,
+    queries: Array,
+    gallery: Array | None = None,
     *,
     k: int,
     similarity: str = "cosine",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN, Labels, Relation
+from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.samplers import draws
 
 Floats = NDArray[np.float64]
@@ -36,8 +37,9 @@ class Scores(dict[str, float]):
         self.intervals = {}
 
 
+@takes_arrays
 def bootstrap(
-    values: Tensor, groups: Tensor, *, samples: int = 1000, seed: int = 0, confidence: float = 0.95
+    values: Array, groups: Ids, *, samples: int = 1000, seed: int = 0, confidence: float = 0.95
 ) -> tuple[float, float]:
     """Percentile interval of the mean of `values` (Q,), resampling the classes `groups` (Q,).
 
@@ -53,10 +55,11 @@ def bootstrap(
     return _interval(sums, counts, samples, seed, confidence)
 
 
+@takes_arrays
 def compare(
-    a: Tensor,
-    b: Tensor,
-    groups: Tensor,
+    a: Array,
+    b: Array,
+    groups: Ids,
     *,
     samples: int = 10_000,
     seed: int = 0,

@@ -18,6 +18,7 @@ from torch import Tensor
 from nearkin.core import checks, distances
 from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation import pair_bootstrap
+from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.curves import (
     FARS,
     Counts,
@@ -41,13 +42,14 @@ __all__ = ["FARS", "OperatingPoint", "Roc", "operating_point", "pair_scores", "r
 _CHUNK = 1 << 16  # pairs whose embeddings are gathered at once
 
 
+@takes_arrays
 def verification(
     scores: Values | None = None,
     same: Values | None = None,
     *,
-    embeddings: Tensor | None = None,
-    pairs: Tensor | None = None,
-    labels: Tensor | None = None,
+    embeddings: Array | None = None,
+    pairs: Array | None = None,
+    labels: Ids | None = None,
     similarity: str = "cosine",
     fars: Sequence[float] = FARS,
     folds: int | Values = 10,
@@ -88,8 +90,8 @@ def verification(
         scores = pair_scores(embeddings, pairs, similarity)
         if labels is not None:
             checks.class_ids("labels", labels, embeddings)
-            classes = labels.detach().cpu()[pairs.long().cpu()]
-            same = classes[:, 0] == classes[:, 1] if same is None else same
+            sides: Tensor = labels.detach().cpu()[pairs.long().cpu()]
+            classes, same = sides, sides[:, 0] == sides[:, 1] if same is None else same
     values, kin = checked(scores, same)
     curve, tp, fp = counted(values, kin)
     genuine, impostors = int(tp[-1]), int(fp[-1])
@@ -127,7 +129,8 @@ def operating_point(scores: Values, same: Values, far: float = 1e-3, *, confiden
     return points[0]
 
 
-def pair_scores(embeddings: Tensor, pairs: Tensor, similarity: str = "cosine") -> Tensor:
+@takes_arrays
+def pair_scores(embeddings: Array, pairs: Array, similarity: str = "cosine") -> Tensor:
     """Similarities (M,), "cosine" or "dot", in the widest type, of embeddings (N, D) at pairs (M, 2) of row numbers."""
     checks.rows("embeddings", embeddings)
     checks.one_of("similarity", similarity, ("cosine", "dot"))

@@ -25,3 +25,7 @@ __all__ = [
     "run_of",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -147,3 +147,7 @@ _FUNCTIONS = {_name.replace("_", ""): _name for _name in __all__ if _name.endswi
 for _name in __all__:
     if isinstance(globals()[_name], type):
         _describe(globals()[_name], globals()[_FUNCTIONS[_name.lower()]])
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,3 +7,7 @@ from nearkin.models.pooling import POOLINGS, Pooling
 from nearkin.models.stored import load, save
 
 __all__ = ["POOLINGS", "Encoder", "Known", "Pooling", "build", "encoders", "export_onnx", "load", "save"]
+
+
+def __dir__() -> list[str]:
+    return __all__

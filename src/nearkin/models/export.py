@@ -1,6 +1,7 @@
 """An encoder as an ONNX file that runs without Python or torch, checked before it is handed over."""
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor
 from nearkin.core import checks, files
 from nearkin.models.encoder import Encoder
 
-__all__ = ["export_onnx"]
+__all__ = ["export_onnx", "exportable"]
 
 INPUT, OUTPUT = "input", "embedding"
 
@@ -26,9 +27,7 @@ def export_onnx(encoder: Encoder, path: str | Path, batch: Tensor, tolerance: fl
     by more than `tolerance`, on the batch or on its first row alone, nothing is written. Extra `export`.
     """
     checks.positive("tolerance", tolerance)
-    if not Path(path).parent.is_dir():
-        raise ValueError(f"{path}: the folder {Path(path).parent} does not exist")
-    _packages()
+    exportable(path)
     was = encoder.training
     device = encoder.mean.device
     encoder.eval()
@@ -49,6 +48,16 @@ def export_onnx(encoder: Encoder, path: str | Path, batch: Tensor, tolerance: fl
         )
     files.write_bytes(path, content)
     return worst
+
+
+def exportable(path: str | Path) -> None:
+    """Raises where the file could not be written, or a package is missing: said before the work rather than after."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: the folder {path.parent} does not exist")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path}: cannot be written there")
+    _packages()
 
 
 def _packages() -> None:

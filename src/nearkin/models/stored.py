@@ -12,6 +12,7 @@ from nearkin.core import files
 from nearkin.core.versions import version_of
 from nearkin.models.choice import build
 from nearkin.models.encoder import Encoder
+from nearkin.models.own import PREFIX, OwnEncoder
 
 __all__ = ["load", "save"]
 
@@ -29,7 +30,7 @@ def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | Non
 
     state = {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in encoder.state_dict().items()
+        for name, tensor in (encoder.backbone if isinstance(encoder, OwnEncoder) else encoder).state_dict().items()
     }
     weights = to_bytes(state, {"format": "pt"})
     description = {
@@ -57,6 +58,13 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encode
     """The encoder in evaluation mode, and the preparation that was saved with it; nothing is downloaded."""
     folder = Path(folder)
     said = _description(folder / DESCRIPTION)
+    name = str(said["settings"].get("name"))
+    if name.startswith(PREFIX):
+        raise ValueError(
+            f"{folder}: its encoder is an object of the user's own ({name.removeprefix(PREFIX)}), which only its own "
+            f"code can build; in Python, make it and give it the weights: "
+            f'module.load_state_dict(safetensors.torch.load_file("{(folder / WEIGHTS).as_posix()}"))'
+        )
     weights = _read(folder / WEIGHTS)
     digest = hashlib.sha256(weights).hexdigest()
     if digest != said["weights_sha256"]:

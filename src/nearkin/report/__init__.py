@@ -7,3 +7,7 @@ from nearkin.report.pictures import write_picture
 from nearkin.report.runs import findings_of, of_run, rehearse
 
 __all__ = ["Findings", "findings_of", "of_run", "rehearse", "write", "write_comparison", "write_picture"]
+
+
+def __dir__() -> list[str]:
+    return __all__

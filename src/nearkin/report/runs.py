@@ -56,7 +56,7 @@ def findings_of(outcome: Outcome) -> Findings:
         targets=None if items.targets is None or not graded else torch.from_numpy(items.targets),
         classes=items.classes,
         names=items.names,
-        picture=_picture(prepared.rows, held.everything) if prepared.items.vectors is None else None,
+        picture=_picture(prepared.rows, held.everything) if prepared.baseline != "vectors" else None,
         notes=outcome.notes,
     )
 
@@ -94,7 +94,10 @@ def _data(report: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def _picture(rows: NDArray[Any], indices: NDArray[np.int64]) -> Callable[[int], NDArray[np.uint8]]:
+def _picture(rows: Any, indices: NDArray[np.int64]) -> Callable[[int], NDArray[np.uint8]] | None:
+    if hasattr(rows, "pixels"):  # a dataset of the user's own
+        return None if rows.pixels(0) is None else lambda i: rows.pixels(int(indices[i]))
+
     def picture(i: int) -> NDArray[np.uint8]:
         pixels: NDArray[np.uint8] = np.asarray(rows[indices[i]])
         return pixels[:, :, 0] if pixels.shape[2] == 1 else pixels

@@ -15,3 +15,7 @@ from nearkin.samplers.neighbours import LabelNeighbours
 from nearkin.samplers.protocol import EpochSampler
 
 __all__ = ["ClassBalanced", "ClassRatio", "EpochSampler", "HardClasses", "LabelNeighbours", "PairPerClass"]
+
+
+def __dir__() -> list[str]:
+    return __all__

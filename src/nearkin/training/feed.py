@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nearkin.data import augment
 from nearkin.evaluation.team import Team
 from nearkin.samplers import EpochSampler
+from nearkin.training.own import DatasetRows
 from nearkin.training.ranks import here
 
 __all__ = ["Batch", "Feed", "Material", "embed", "parts"]
@@ -22,20 +23,27 @@ _AHEAD = 4  # batches gathered before they are asked for
 
 
 class Material:
-    """Items as tensors: pixels (N, S, S, C) uint8, maybe on disk, or vectors (N, F) float32."""
+    """Items as tensors: pixels (N, S, S, C) uint8, maybe on disk, vectors (N, F) float32, or what a dataset gives."""
 
-    def __init__(self, rows: NDArray[Any], device: torch.device, size: int | None = None, flip: bool = True) -> None:
+    def __init__(
+        self, rows: NDArray[Any] | DatasetRows, device: torch.device, size: int | None = None, flip: bool = True
+    ) -> None:
         self.rows, self.device, self.size = rows, device, size
         self.flip = flip  # whether a mirror image is the same thing
         self.whole: Tensor | None = None
-        if device.type == "cuda" and rows.nbytes <= _RESIDENT * torch.cuda.mem_get_info(device)[0]:
+        if isinstance(rows, DatasetRows) or device.type != "cuda":
+            return
+        if rows.nbytes <= _RESIDENT * torch.cuda.mem_get_info(device)[0]:
             self.whole = resident(rows, device)
 
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
         """Rows on the CPU, or on the device where the whole set is."""
         if self.whole is not None:
             return self.whole[torch.from_numpy(indices).to(self.device)]
-        found = torch.from_numpy(np.take(self.rows, indices, axis=0))
+        if isinstance(self.rows, DatasetRows):
+            found = self.rows.take(indices)
+        else:
+            found = torch.from_numpy(np.take(self.rows, indices, axis=0))
         return found.pin_memory() if self.device.type == "cuda" else found
 
     def plain(self, rows: Tensor) -> Tensor:

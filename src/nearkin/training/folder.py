@@ -3,19 +3,76 @@
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nearkin.core import files
+from nearkin.core.locks import Lock
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.training import recipe as recipes
 from nearkin.training.prepare import Prepared
 from nearkin.training.recipe import Recipe
 
-__all__ = ["beginning", "check", "digest", "recipe_of", "same_launch", "write"]
+__all__ = ["LOCK", "Claim", "beginning", "check", "digest", "recipe_of", "same_launch", "write"]
+
+LOCK = ".lock"
 
 # What may be changed by hand in recipe.toml before a run goes on: where things are, not what is learned.
 _FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy"), "loss": ("shard",)}
+
+
+class Claim:
+    """A folder that this process alone writes a run into, until `close`.
+
+    new: it must be new or empty. It is made here, so that one that cannot be written to is known before anything long
+    begins; what is still empty at the end goes again.
+    """
+
+    def __init__(self, folder: Path, new: bool) -> None:
+        self._made: list[Path] = []
+        self._lock: Lock | None = None
+        try:
+            if new:
+                if _used(folder) and not (folder / LOCK).exists():
+                    raise _not_new(folder)
+                self._make(folder)
+            self._lock = Lock(folder / LOCK, f"{folder}: a training is running in it already")
+            if new and _used(folder):
+                raise _not_new(folder)
+        except OSError as error:
+            self.close()
+            raise ValueError(f"{folder}: cannot be written ({error.strerror or error})") from None
+        except ValueError:
+            self.close()
+            raise
+
+    def _make(self, folder: Path) -> None:
+        parents = [folder, *folder.absolute().parents]
+        missing = [part for part in parents if not part.exists()]
+        if (above := parents[len(missing)]).is_file():
+            raise ValueError(f"{folder}: cannot be written ({above} is no folder)")
+        for part in reversed(missing):
+            part.mkdir(exist_ok=True)
+            self._made.append(part)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+        for part in reversed(self._made):
+            with suppress(OSError):  # a run is in it
+                part.rmdir()
+
+
+def _used(folder: Path) -> bool:
+    """Whether something other than a lock is there."""
+    return folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir()))
+
+
+def _not_new(folder: Path) -> ValueError:
+    what = "is not empty" if folder.is_dir() else "is a file"
+    more = f", or go on with nearkin train --resume {folder}" if (folder / "recipe.toml").is_file() else ""
+    return ValueError(f"{folder}: {what}; choose another --out{more}")
 
 
 def write(folder: Path, prepared: Prepared) -> None:
@@ -29,6 +86,7 @@ def write(folder: Path, prepared: Prepared) -> None:
         begun["launch"] = _launch()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        prepared.own.write(folder)
         files.write_text(folder / "recipe.toml", recipes.written(prepared.recipe))
         files.write_json(folder / "data.json", prepared.report | begun)
     except OSError as error:

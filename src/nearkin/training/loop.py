@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from nearkin.training.own import way_on
 from nearkin.training.trainer import Trainer
 
 __all__ = ["Stopped", "Watch", "deterministic", "fit"]
@@ -21,8 +21,8 @@ Watch = Callable[[dict[str, Any]], None]  # is told everything that happens, as 
 class Stopped(Exception):
     """Asked to stop (Ctrl-C, SIGTERM); everything is saved."""
 
-    def __init__(self, number: int, step: int, folder: Path) -> None:
-        super().__init__(f"stopped and saved at step {step}; go on with nearkin train --resume {folder}")
+    def __init__(self, number: int, step: int, way_on: str) -> None:
+        super().__init__(f"stopped and saved at step {step}; go on with {way_on}")
         self.number = number
 
 
@@ -50,12 +50,12 @@ def fit(trainer: Trainer, watch: Watch) -> None:
                     trainer.save()
                     watch({"event": "saved", "step": state.step})
                 if stop:
-                    raise Stopped(stop, state.step, trainer.out)
+                    raise Stopped(stop, state.step, way_on(trainer.recipe, trainer.out))
             _tell(trainer, watch, trainer.end_epoch(before))
             trainer.save()
             stop = max(ranks.values(asked[0] if asked else 0))
             if stop:
-                raise Stopped(stop, state.step, trainer.out)
+                raise Stopped(stop, state.step, way_on(trainer.recipe, trainer.out))
 
 
 def _due(trainer: Trainer) -> bool:

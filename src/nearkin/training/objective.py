@@ -11,7 +11,8 @@ from torch import nn
 from nearkin.core import checks
 from nearkin.memory import CrossBatchMemory
 from nearkin.samplers import EpochSampler
-from nearkin.training.choices import LOSSES, SAMPLERS, accepts
+from nearkin.training.choices import LOSSES, SAMPLERS, Setting, accepts
+from nearkin.training.own import NONE, Own, is_own
 from nearkin.training.recipe import Recipe
 
 __all__ = ["build_loss", "build_sampler", "loss_settings", "sampler_settings", "takes_targets"]
@@ -21,13 +22,15 @@ _BATCHES = {"class-balanced": 0, "hard-classes": 0, "pair-per-class": 2}  # item
 
 def takes_targets(recipe: Recipe) -> bool:
     """Whether the loss learns from continuous labels."""
-    return recipe.loss.get("name") == "logratio"
+    return recipe.loss.get("name") == "logratio" or recipe.loss.get("targets") is True  # the latter of an own loss
 
 
 def loss_settings(recipe: Recipe) -> dict[str, Any]:
     """The settings of [loss] for its class, typed."""
     given = {name: value for name, value in recipe.loss.items() if name != "name"}
     name = str(recipe.loss.get("name"))
+    if is_own(name):
+        return accepts("loss", given, {"targets": Setting("targets", bool, False)}, f'loss "{name}", which has its own')
     checks.one_of("loss", name, LOSSES)
     if given.get("reduction") == "none":
         raise ValueError('loss.reduction must give one number to train on, got "none"')
@@ -35,14 +38,23 @@ def loss_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def build_loss(
-    recipe: Recipe, classes: int | None, dim: int, seed: int, targets: int | None = None, items: int | None = None
+    recipe: Recipe,
+    classes: int | None,
+    dim: int,
+    seed: int,
+    targets: int | None = None,
+    items: int | None = None,
+    own: Own = NONE,
 ) -> nn.Module:
     """The loss, its learned parameters drawn from `seed`, inside a cross-batch memory if the recipe wants one.
 
     classes, items: how many the training part has. targets: how many numbers a continuous label has, where the loss
     takes these.
     """
-    settings, make = loss_settings(recipe), LOSSES[recipe.loss["name"]].make
+    settings = loss_settings(recipe)
+    if own.loss is not None:
+        return _remembering(own.loss, recipe, dim, targets) if recipe.memory.size else own.loss
+    make = LOSSES[recipe.loss["name"]].make
     wanted = inspect.signature(make).parameters
     needed = "num_classes" in wanted and wanted["num_classes"].default is inspect.Parameter.empty
     if needed or settings.get("num_classes") == "all":

@@ -1,7 +1,8 @@
 """From a source to what can be trained on: items read, pictures stored, parts divided, open choices settled."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin import data, models
-from nearkin.core import checks
 from nearkin.data import augment, pictures, stored
 from nearkin.data.items import Items, Pairs
 from nearkin.data.splits import Parts
-from nearkin.training import defaults
-from nearkin.training.choices import Setting, accepts, settings_of
+from nearkin.training import defaults, rehearsal
+from nearkin.training.build import augmentation_of, encoder_settings, new_encoder
 from nearkin.training.effects import check_augment, check_data
 from nearkin.training.judging import Held
-from nearkin.training.objective import loss_settings, sampler_settings, takes_targets
+from nearkin.training.objective import loss_settings, takes_targets
+from nearkin.training.own import NONE, DatasetRows, Own, is_own, items_of
 from nearkin.training.recipe import Recipe
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "augmentation_of",
     "build_encoder",
     "divided",
-    "encoder_settings",
     "fingerprint",
     "looked_at",
     "prepare",
@@ -34,8 +34,6 @@ __all__ = [
     "settled",
 ]
 
-_ENCODER_FILLED = {"name", "channels", "size", "features", "seed", "config"}
-_PLACES = {"channels": "data.", "size": "data.", "features": ""}  # where a recipe has them; the others: encoder
 _STANDARDIZED = 2048  # training items whose mean and deviation stand for all
 _SAMPLED = 16  # pictures whose size is looked at
 
@@ -47,15 +45,18 @@ class Prepared:
     recipe: Recipe
     items: Items  # those that could not be read are in no part
     parts: Parts
-    rows: NDArray[Any]  # pixels (N, S, S, C) uint8, or vectors (N, F) float32
+    rows: NDArray[Any] | DatasetRows  # pixels (N, S, S, C) uint8, vectors (N, F) float32, or a dataset of the user's
     report: dict[str, Any]  # what `data.inspect` found
     fingerprint: str
     notes: list[str]
+    own: Own = NONE
 
     @property
     def preparation(self) -> dict[str, Any]:
         """What a new item must go through before the encoder; saved beside its weights."""
         options = self.recipe.data
+        if isinstance(self.rows, DatasetRows):
+            return {"kind": "own", "shape": list(self.rows.shape[1:])}
         if self.items.vectors is not None:
             return {"kind": "vectors", "features": int(self.rows.shape[1])}
         kept = {"size": options.size, "stored": options.stored, "fit": options.fit, "channels": options.channels}
@@ -65,7 +66,7 @@ class Prepared:
     @property
     def baseline(self) -> str:
         """What could be had without training."""
-        if self.items.vectors is not None:
+        if self.items.vectors is not None or len(self.rows.shape) == 2:
             return "vectors"
         return "frozen backbone" if pretrained(self.recipe) else "pixels"
 
@@ -105,15 +106,28 @@ class Prepared:
         return Pairs(moved[both], pairs.same[both], pairs.fold[both]) if both.any() else None
 
 
-def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
+def prepare(recipe: Recipe, watch: Any = lambda _: None, own: Own = NONE) -> Prepared:
     """Reads, stores, divides, settles. Everything that can be wrong with the data or the recipe is said here."""
     options = recipe.data
     root = None if options.root is None else Path(options.root)
-    _known_names(recipe)
+    own.check(recipe)
+    rehearsal.check_recipe(recipe)
     watch({"event": "loading", "source": options.source})
-    items = data.load(options.source, root=root, partial=options.partial)
-    recipe, notes = looked_at(recipe, items)
-    rows, digests, bad = rows_of(items, recipe, watch)
+    rows: NDArray[Any] | DatasetRows
+    digests: list[str] = []
+    bad: list[tuple[int, str]] = []
+    notes: list[str] = []
+    if own.dataset is not None:
+        items, rows = items_of(own.dataset, options.source), DatasetRows(own.dataset)
+        recipe = defaults.settle_dataset(recipe, rows.shape[1:])
+        own = own.wrap(rows.take(np.array([0, len(rows) - 1])))
+    else:
+        items = data.load(options.source, root=root, partial=options.partial)
+        recipe, notes = looked_at(recipe, items)
+        own = own.wrap(_example(recipe, items))
+        if items.pictures is not None and _glances(items):  # files that are no pictures have their own sentence
+            _rehearsed(recipe, items, own)
+        rows, digests, bad = rows_of(items, recipe, watch)
     parts = divided(items, recipe, bad)
     check_data(recipe, items, parts)
     recipe = defaults.settle_parts(recipe, items, parts)
@@ -121,7 +135,23 @@ def prepare(recipe: Recipe, watch: Any = lambda _: None) -> Prepared:
     watch({"event": "data", "report": report, "lines": data.lines(report)})
     recipe = settled(recipe, items, parts)
     watch({"event": "settled", "recipe": recipe})
-    return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes)
+    return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own)
+
+
+def _example(recipe: Recipe, items: Items) -> torch.Tensor:
+    """Two items in the shape in which the encoder will see them."""
+    if items.vectors is not None:
+        return torch.from_numpy(items.vectors[[0, -1]])
+    options = recipe.data
+    assert options.channels is not None and options.size is not None
+    return torch.zeros(2, options.channels, options.size, options.size)
+
+
+def _rehearsed(recipe: Recipe, items: Items, own: Own) -> None:
+    """What is wrong whichever pictures can be read is said before they are."""
+    parts = divided(items, recipe, [])
+    check_data(recipe, items, parts)
+    rehearsal.rehearse(settled(defaults.settle_parts(recipe, items, parts), items, parts), items, parts, own)
 
 
 def looked_at(recipe: Recipe, items: Items) -> tuple[Recipe, list[str]]:
@@ -135,6 +165,7 @@ def settled(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
     facts = _facts(recipe, items, parts)
     recipe = defaults.settle(recipe, facts, items.labels is None, defaults.device(recipe))
     recipe = recipe.with_("encoder", **encoder_settings(recipe))
+    loss_settings(recipe)
     _refuse(recipe, items)
     return recipe
 
@@ -156,58 +187,19 @@ def divided(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
     return parts.among(kept) if bad else parts
 
 
-def _known_names(recipe: Recipe) -> None:
-    """A misspelled name is said at once, not after a million pictures are stored."""
-    if "name" in recipe.loss:
-        loss_settings(recipe)
-    if "name" in recipe.sampler:
-        sampler_settings(recipe)
-    if "preset" in recipe.augment:
-        augmentation_of(recipe.with_("data", size=recipe.data.size or 8))
-
-
 def pretrained(recipe: Recipe) -> bool:
     name = str(recipe.encoder["name"])
-    return name not in ("small-cnn", "mlp") and bool(recipe.encoder.get("pretrained", True))
-
-
-def encoder_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings of [encoder] for `models.build`, all of them and typed; freezing is the trainer's."""
-    name = str(recipe.encoder["name"])
-    listed = {one.name: one for one in models.encoders()}
-    family = f"{name.partition(':')[0]}:NAME" if name.startswith(("timm:", "hf:")) else name
-    checks.one_of("encoder", family, listed)
-    kinds = settings_of(models.build)
-    known = {
-        key: Setting(key, kinds[key].kind if key in kinds else Any, default)
-        for key, default in listed[family].parameters.items()
-        if key not in _ENCODER_FILLED
-    }
-    known |= {key: Setting(key, bool, False) for key in ("freeze_backbone", "freeze_norms")}
-    given = {key: value for key, value in recipe.encoder.items() if key != "name"}
-    for key in sorted({"size", "channels"} & set(given)):
-        raise ValueError(f'unknown key "encoder.{key}"; in a recipe it is "data.{key}"')
-    typed = accepts("encoder", given, known, f'encoder "{name}"')
-    return {key: setting.default for key, setting in known.items() if setting.default is not None} | typed
+    return name not in ("small-cnn", "mlp") and not is_own(name) and bool(recipe.encoder.get("pretrained", True))
 
 
 def build_encoder(prepared: Prepared) -> models.Encoder:
-    """The encoder as it is before training: a function of the recipe alone."""
-    recipe, settings = prepared.recipe, encoder_settings(prepared.recipe)
-    backbone, norms = settings.pop("freeze_backbone", False), settings.pop("freeze_norms", False)
-    if prepared.items.vectors is not None:
-        settings["features"] = int(prepared.rows.shape[1])
-    else:
-        settings |= {"channels": recipe.data.channels, "size": recipe.data.size}
-    try:
-        encoder = models.build(recipe.encoder["name"], seed=recipe.training.seed, **settings)
-    except ValueError as error:
-        key = str(error).partition(" must be ")[0]
-        raise ValueError(f"{_PLACES.get(key, 'encoder.') if key in settings else ''}{error}") from None
+    """The encoder as it is before training: a function of the recipe and the training items alone."""
+    if prepared.own.wrapped is not None:
+        return prepared.own.wrapped.untrained()
+    shape = prepared.rows.shape[1:] if prepared.items.pictures is None else None
+    encoder = new_encoder(prepared.recipe, shape)
     if not encoder.pretrained:
         encoder.standardize(_typical(prepared))
-    encoder.freeze_backbone(backbone)
-    encoder.freeze_norms(norms)
     return encoder
 
 
@@ -215,22 +207,10 @@ def _typical(prepared: Prepared) -> torch.Tensor:
     """Training items, evenly taken, as the encoder sees them."""
     part = prepared.parts.train
     chosen = part[np.unique(np.linspace(0, len(part) - 1, _STANDARDIZED).astype(np.int64))]
+    if isinstance(prepared.rows, DatasetRows):
+        return prepared.rows.take(chosen)
     rows = torch.from_numpy(np.ascontiguousarray(prepared.rows[chosen]))
     return rows if prepared.recipe.data.size is None else augment.centre(rows, prepared.recipe.data.size)
-
-
-def augmentation_of(recipe: Recipe) -> augment.Augmentation | None:
-    """What [augment] asks for: a preset, single numbers of it replaced; None for vectors."""
-    if recipe.data.size is None:
-        return None
-    name = str(recipe.augment["preset"])
-    checks.one_of("augment.preset", name, augment.PRESETS)
-    given = {key: value for key, value in recipe.augment.items() if key != "preset"}
-    typed = accepts("augment", given, settings_of(augment.Augmentation), "augment")
-    try:
-        return replace(augment.PRESETS[name], **typed)
-    except ValueError as error:
-        raise ValueError(f"augment.{error}") from None
 
 
 def _refuse(recipe: Recipe, items: Items) -> None:
@@ -246,16 +226,20 @@ def _refuse(recipe: Recipe, items: Items) -> None:
 
 def _look(items: Items) -> tuple[int, bool]:
     """The usual shorter side of the pictures, and whether those looked at are all grey."""
+    seen = _glances(items)
+    if not seen:
+        return defaults.SMALL, False
+    return int(np.median([side for side, _ in seen])), all(grey for _, grey in seen)
+
+
+def _glances(items: Items) -> list[tuple[int, bool]]:
+    """Shorter side and greyness of some pictures, from their headers; none of those that cannot be read."""
     assert items.pictures is not None
-    sides, grey = [], True
+    seen = []
     for i in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(int)):
-        try:
-            picture = pictures.decode(items.pictures.read(int(i)))
-        except (OSError, ValueError):
-            continue  # named when all are decoded
-        sides.append(min(picture.size))
-        grey &= picture.mode == "L"
-    return (int(np.median(sides)) if sides else defaults.SMALL), grey and bool(sides)
+        with suppress(OSError, ValueError):  # named when all are decoded
+            seen.append(pictures.glance(items.pictures.read(int(i))))
+    return seen
 
 
 def rows_of(

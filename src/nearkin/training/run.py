@@ -3,9 +3,10 @@
 recipe.toml  model.safetensors  encoder.json  metrics.jsonl  results.json  data.json  checkpoints/
 """
 
-import os
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nearkin.training.loop import Watch, fit
 from nearkin.training.monitor import Monitor
 from nearkin.training.objective import build_loss, build_sampler, takes_targets
 from nearkin.training.optimizers import Rate, groups, optimizer
+from nearkin.training.own import NONE, Own
 from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, prepare
 from nearkin.training.ranks import Ranks, here, joined
 from nearkin.training.recipe import Recipe
@@ -46,9 +48,10 @@ class Outcome:
     test: judging.Held
     embeddings: Tensor  # of the test items, the gallery's after the queries'
     notes: list[str]
+    report: Path | None = None  # the page, where it was written
 
 
-def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Outcome:
+def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None, own: Own = NONE) -> Outcome:
     """Trains as the recipe says into a new folder. `watch` is told everything that happens.
 
     Under torchrun all processes train together; every one returns the outcome, and the first has written it. One that
@@ -58,26 +61,43 @@ def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None) -> Out
     with joined() as ranks:
         restarted = ranks.restarted()
         if ranks.alone("looking", lambda: _again(folder, restarted)):
-            return _resumed(recipe, folder, watch, ranks)
-        ranks.alone("beginning", lambda: _new_folder(folder))
-        prepared = _prepared(recipe, watch, ranks)
-        trainer = assemble(prepared, folder)  # whatever is wrong with the recipe is said before there is a folder
-        _begin(trainer, prepared, watch)
-        return _finish(trainer, prepared, watch)
+            with _held(folder, ranks):
+                return _resumed(recipe, folder, watch, ranks, own)
+        with _held(folder, ranks, new=True):  # and gone again where anything is wrong with the recipe
+            prepared = _prepared(recipe, watch, ranks, own)
+            trainer = assemble(prepared, folder)
+            _begin(trainer, prepared, watch)
+            return _finish(trainer, prepared, watch)
 
 
-def resume(folder: str | Path, watch: Watch = lambda _: None) -> Outcome:
+def resume(folder: str | Path, watch: Watch = lambda _: None, own: Own = NONE) -> Outcome:
     """Goes on from the newest whole checkpoint of a run, to the same weights as if it had never stopped.
 
     On any number of processes: a checkpoint holds what each of them needs.
     """
     folder = Path(folder)
     with joined() as ranks:
-        return _resumed(run_folder.recipe_of(folder), folder, watch, ranks)
+        recipe = run_folder.recipe_of(folder)
+        own.check(recipe, f"{folder}: ")
+        with _held(folder, ranks):
+            return _resumed(recipe, folder, watch, ranks, own)
 
 
-def _resumed(recipe: Recipe, folder: Path, watch: Watch, ranks: Ranks) -> Outcome:
-    prepared = _prepared(recipe, watch, ranks)
+@contextmanager
+def _held(folder: Path, ranks: Ranks, new: bool = False) -> Iterator[None]:
+    """One training at a time writes into a folder; that of several ranks is held by the first."""
+    claims: list[run_folder.Claim] = []
+    ranks.alone("claiming", lambda: claims.append(run_folder.Claim(folder, new)))
+    try:
+        yield
+    finally:
+        for claim in claims:
+            claim.close()
+
+
+def _resumed(recipe: Recipe, folder: Path, watch: Watch, ranks: Ranks, own: Own) -> Outcome:
+    prepared = _prepared(recipe, watch, ranks, own)
+    prepared.own.begin_with(folder)
     run_folder.check(folder, prepared)
     trainer = assemble(prepared, folder)
     if not ranks.alone("looking", trainer.checkpoints.begun):  # it ended before it had begun
@@ -96,14 +116,16 @@ def _again(folder: Path, restarted: bool) -> bool:
     begun = (folder / "recipe.toml").is_file()
     if restarted and folder.is_dir() and not begun:
         for path in folder.iterdir():
-            if path.name.startswith("."):  # half of a file, from a process that was killed while it wrote
+            if (
+                path.name.startswith(".") and path.name != run_folder.LOCK
+            ):  # half of a file, from a process that was killed while it wrote
                 path.unlink()
     return begun and (restarted or run_folder.same_launch(folder))
 
 
-def _prepared(recipe: Recipe, watch: Watch, ranks: Ranks) -> Prepared:
+def _prepared(recipe: Recipe, watch: Watch, ranks: Ranks, own: Own = NONE) -> Prepared:
     """One rank after the other where there is something to store; all must find the same items."""
-    prepared = ranks.first_here("preparing", lambda: prepare(recipe, watch), once=True)
+    prepared = ranks.first_here("preparing", lambda: prepare(recipe, watch, own), once=True)
     found = ranks.values([prepared.fingerprint, run_folder.digest(prepared.recipe)])
     for rank, other in enumerate(found):
         for what, ours, theirs in zip(("items", "settings"), found[0], other, strict=True):
@@ -129,7 +151,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
     ranks = here()
     on, graded = ranks.device(defaults.device(recipe)), takes_targets(recipe)
     seed_everything(recipe.training.seed)
-    encoder = build_encoder(prepared).to(on)
+    encoder = (prepared.own.wrapped or build_encoder(prepared)).to(on)
     if recipe.training.sync_norms and ranks.size > 1:
         norms.sync(encoder, on)
     dim = encoder.dim
@@ -142,7 +164,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
             raise ValueError(f'loss "{recipe.loss["name"]}" needs continuous targets, {items.name} has none')
         targets = items.targets[train_part]
     width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
-    loss = build_loss(recipe, classes, dim, recipe.training.seed, width, len(train_part)).to(on)
+    loss = build_loss(recipe, classes, dim, recipe.training.seed, width, len(train_part), prepared.own).to(on)
     with warnings.catch_warnings(record=True) as heard:  # a note of the run, not a line of Python's among the bars
         warnings.simplefilter("always")
         sampler = build_sampler(recipe, labels, targets)
@@ -242,14 +264,3 @@ def _rank_notes(trainer: Trainer) -> list[str]:
             f"them from all, as one process would, and encoder.freeze_norms=true needs none"
         )
     return notes
-
-
-def _new_folder(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "is not empty" if folder.is_dir() else "is a file"
-        begun = (folder / "recipe.toml").is_file()
-        more = f", or go on with nearkin train --resume {folder}" if begun else ""
-        raise ValueError(f"{folder}: {what}; choose another --out{more}")
-    above = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):  # said before anything long begins
-        raise ValueError(f"{folder}: cannot be written ({above} is {'no folder' if above.is_file() else 'read-only'})")

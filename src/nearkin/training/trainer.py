@@ -69,7 +69,7 @@ class Trainer:
         graphs = self.recipe.training.graphs and self.ranks.size == 1
         self.graphed = Graphed(self.encoder, self.precision) if graphs else None
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
-        self.parallel = Parallel(self.encoder, strategy, unused=name.startswith(("timm:", "hf:")))
+        self.parallel = Parallel(self.encoder, strategy, unused=name.startswith(("timm:", "hf:", "own:")))
         self.objective = GlobalBatch(self.loss) if self.ranks.size > 1 else self.loss
         self.per_item = any(getattr(part, "item_beta", None) is not None for part in self.loss.modules())
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line

@@ -16,6 +16,7 @@ from nearkin.data import stored
 from nearkin.data.items import Items
 from nearkin.data.vectors import Vectors
 from nearkin.evaluation import Ranks
+from nearkin.models.export import exportable
 from nearkin.training import folder
 from nearkin.training import recipe as recipes
 from nearkin.training.feed import Material, embed
@@ -113,15 +114,22 @@ def _embedded(
 def _vectors(name: str, found: Embedded) -> Vectors:
     labels = None if found.labels is None else np.array([found.classes[i] for i in found.labels], dtype=str)
     targets = None if found.targets is None else torch.from_numpy(found.targets)
-    return Vectors(name, found.embeddings, labels, targets)
+    return Vectors(name, found.embeddings, labels, targets, found.names)
 
 
 def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:
     """The encoder of a run as ONNX, checked on its own test items: the largest difference, and on how many."""
+    _finished(Path(run))
+    exportable(path)
     opened = _opened(Path(run), None, None, None, "skip", "cpu", same=False)
     some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
     batch = opened.material.plain(opened.material.gather(some))
     return models.export_onnx(opened.encoder, path, batch), len(batch)
+
+
+def _finished(run: Path) -> None:
+    if not (run / "encoder.json").is_file():
+        raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
 
 
 def _opened(
@@ -133,8 +141,7 @@ def _opened(
     device: str,
     same: bool = True,
 ) -> _Opened:
-    if not (run / "encoder.json").is_file():
-        raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
+    _finished(run)
     on = checks.device(device)
     encoder, preparation = models.load(run, on)
     recipe = folder.recipe_of(run)

@@ -6,3 +6,7 @@ from nearkin.web.limits import Limits
 from nearkin.web.server import serve
 
 __all__ = ["Access", "Limits", "build", "serve"]
+
+
+def __dir__() -> list[str]:
+    return __all__
