@@ -511,7 +511,7 @@ def test_weights_that_are_no_numbers_are_not_kept(watch, vectors, tmp_path):
 
 def test_collapse_is_noticed():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
-    spot = monitor.spread_and_rank(torch.ones(32, 8) + 1e-4 * torch.randn(32, 8)).tolist()
+    spot = monitor.geometry(torch.ones(32, 8) + 1e-4 * torch.randn(32, 8))
     for step in [*range(0, 100, 20), *range(90, 99)]:
         watcher.look(step, 1.0, 1.0, *spot)  # neither a few looks nor a few steps are enough
     with pytest.raises(training.Diverged, match="collapsed"):
@@ -521,21 +521,59 @@ def test_collapse_is_noticed():
     assert len(notes) == 1 and "collapsed" in notes[0]
 
 
-def test_spread_and_rank():
-    """Against the eigenvalues themselves, and at known places."""
-    spread, rank = monitor.spread_and_rank(torch.eye(6).repeat(20, 1)).tolist()
-    assert spread == pytest.approx(1 - 1 / 6) and rank == pytest.approx(5)
-    line = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(10, 1)
-    assert monitor.spread_and_rank(line).tolist() == pytest.approx([1.0, 1.0])
-    assert monitor.spread_and_rank(torch.ones(5, 3)).tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
+def test_spread_rank_and_line():
+    """Against the singular values themselves, and at known places."""
+    spread, rank, line = monitor.geometry(torch.eye(6).repeat(20, 1))
+    assert spread == pytest.approx(1 - 1 / 6) and rank == pytest.approx(5) and line == pytest.approx(1 / 5)
+    two = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(10, 1)
+    assert monitor.geometry(two) == pytest.approx((1.0, 1.0, 1.0))
+    assert monitor.geometry(torch.ones(5, 3)) == pytest.approx((0.0, 0.0, 1.0), abs=1e-5)
     rows = nn.functional.normalize(torch.randn(60, 7, dtype=torch.float64) * torch.arange(1, 8), dim=1)
-    values = torch.linalg.eigvalsh(torch.cov(rows.T))
-    assert float(monitor.spread_and_rank(rows)[1]) == pytest.approx(float(values.sum() ** 2 / values.square().sum()))
+    shares = torch.linalg.svdvals(rows - rows.mean(0))
+    shares = shares / shares.sum()
+    found = monitor.geometry(rows)
+    assert found[1] == pytest.approx(float(torch.exp(-(shares * shares.log()).sum())))
+    assert found[2] == pytest.approx(float(shares[0] ** 2 / shares.square().sum()))
+
+
+@pytest.mark.parametrize("dim", [8, 40])
+def test_one_effective_rank_on_every_page(dim):
+    """The rank of a batch in the log and that of the test items in the report are one formula: equal on equal rows."""
+    rows, labels = torch.randn(24, dim) * torch.linspace(0.1, 2, dim), torch.arange(24) % 6
+    assert monitor.geometry(rows)[1] == pytest.approx(evaluation.diagnose(rows, labels)["effective_rank"], rel=1e-5)
+
+
+def test_collapse_to_a_line_is_noticed_through_noise():
+    """A hundredth of noise in 128 dimensions: the effective rank is large, and the batch is a line all the same."""
+    ends = torch.randn(200, 1).sign() * torch.eye(128)[:1] + 0.01 * torch.randn(200, 128)
+    found = monitor.geometry(ends)
+    watcher = monitor.Monitor(classes=10, dim=128, on_collapse="stop")
+    with pytest.raises(training.Diverged, match="% of the variance along one direction"):
+        for step in range(0, 200, 20):
+            watcher.look(step, 1.0, 1.0, *found)
+    with pytest.raises(training.Diverged, match="embeddings are not finite"):
+        monitor.geometry(torch.full((4, 3), torch.nan))
+
+
+def test_an_epoch_tells_its_own_loss(vectors, tmp_path):
+    """The mean over its steps, with fewer of them than log_steps, and after a stop in the middle as well."""
+    every = quickly(vectors, tmp_path / "every", "training.log_steps=1").history
+    rare = quickly(vectors, tmp_path / "rare", "training.log_steps=100").history
+    steps = [line["loss"] for line in every if line["event"] == "step"]
+    for lines in (every, rare):
+        told = [line["loss"] for line in lines if line["event"] == "epoch"]
+        assert told == pytest.approx([sum(steps[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-5)
+    with pytest.raises(loop.Stopped):
+        quickly(vectors, tmp_path / "stopped", "training.log_steps=100", watch=stop_at(6))
+    again = training.resume(tmp_path / "stopped").history
+    assert [line["loss"] for line in again if line["event"] == "epoch"] == [
+        line["loss"] for line in rare if line["event"] == "epoch"
+    ]
 
 
 def test_a_dead_loss_and_still_proxies_are_said_once():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
-    notes = [note for step in range(0, 300, 20) for note in watcher.look(step, 0.0, 0.0, 0.9, 6.0)]
+    notes = [note for step in range(0, 300, 20) for note in watcher.look(step, 0.0, 0.0, 0.9, 6.0, 0.3)]
     assert len(notes) == 1 and "loss.margin" in notes[0]
     loss = losses.ProxyAnchorLoss(4, 8)
     before = {name: p.detach().clone() for name, p in loss.named_parameters()}

@@ -60,8 +60,8 @@ def training(findings: Findings) -> str:
         ("Validation", _validation(epochs)),
         ("Learning rate", _single(steps, "lr", "learning rate")),
         ("Gradient norm", _single(steps, "gradient", "gradient norm")),
-        ("Spread of a batch: 0 one spot, 1 all round", _single(epochs, "spread", "spread")),
-        ("Effective rank of a batch", _single(epochs, "effective_rank", "effective rank")),
+        ("Spread of a batch: 0 one spot, 1 all round", _single(findings.history, "spread", "spread")),
+        ("Effective rank of a batch", _single(findings.history, "effective_rank", "effective rank")),
     ]
     made = [f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in figures if svg]
     return f'<div class="charts">{"".join(made)}</div>' if made else ""
