@@ -33,11 +33,19 @@ def test_a_folder_becomes_a_run_with_a_report():
     out = said(run("train", "photos/", *SETS))
     assert "60 items, 10 classes" in out and "epoch   2/2" in out
     assert "pixels" in out and "untrained" in out and "trained" in out and "map@r" in out
+    told = re.findall(
+        r"epoch   ([12])/2  loss (\S+)  map@r \d+\.\d %  recall@1 \d+\.\d %  r_precision \d+\.\d %  ", out
+    )
+    lines = map(json.loads, Path("runs/photos/metrics.jsonl").read_text().splitlines())
+    losses = [f"{line['loss']:.4g}" for line in lines if line["event"] == "epoch"]
+    assert told == [("1", losses[0]), ("2", losses[1])] and losses[0] != losses[1], "each epoch its own, in per cent"
+    sentence = json.loads(Path("runs/photos/results.json").read_text())["verdict"]["sentence"]
+    assert sentence in out
     folder = Path("runs/photos")
     assert f"report: {folder / 'report.html'}" in out
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") or page.lower().startswith("<!doctype")
-    assert "Content-Security-Policy" in page and "class" in page
+    assert "Content-Security-Policy" in page and "class" in page and sentence in page
     again = said(run("train", "photos", *SETS, "--quiet"))
     assert again.strip() == "runs/photos-2", "an earlier run is never overwritten"
 

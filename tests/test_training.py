@@ -17,9 +17,11 @@ from nearkin.core import files
 from nearkin.training import cached, checkpoint, feed, loop, monitor, run
 from nearkin.training.checkpoint import Checkpoints, Damaged
 from nearkin.training.choices import LOSSES
+from nearkin.training.judging import Held
 from nearkin.training.optimizers import Rate, groups, optimizer
 from nearkin.training.prepare import prepare
 from nearkin.training.recipe import Recipe, read
+from nearkin.training.verdict import verdict
 
 SMALL = ["training.epochs=3", "training.batches=4", "sampler.batch=16", "sampler.per_class=4", "encoder.hidden=[16]"]
 SMALL += ["encoder.dim=8", "training.log_steps=2", "training.workers=0"]
@@ -548,9 +550,10 @@ def test_collapse_to_a_line_is_noticed_through_noise():
     ends = torch.randn(200, 1).sign() * torch.eye(128)[:1] + 0.01 * torch.randn(200, 128)
     found = monitor.geometry(ends)
     watcher = monitor.Monitor(classes=10, dim=128, on_collapse="stop")
+    for step in range(0, 100, 20):
+        watcher.look(step, 1.0, 1.0, *found)
     with pytest.raises(training.Diverged, match="% of the variance along one direction"):
-        for step in range(0, 200, 20):
-            watcher.look(step, 1.0, 1.0, *found)
+        watcher.look(100, 1.0, 1.0, *found)
     with pytest.raises(training.Diverged, match="embeddings are not finite"):
         monitor.geometry(torch.full((4, 3), torch.nan))
 
@@ -617,6 +620,51 @@ def test_training_helps_and_everything_is_in_the_folder(vectors, tmp_path):
     assert read(outcome.folder / "recipe.toml").plain() == outcome.recipe.plain(), "the saved recipe is the settled one"
     epochs = [line for line in outcome.history if line["event"] == "epoch"]
     assert max(line["val"]["map@r"] for line in epochs) == results["val"]["map@r"]
+
+
+def test_a_verdict_says_whether_training_helped():
+    """One that helps, one that does harm, and one that no figure of theirs tells apart from what is free."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(12), 5)
+    good, middling, poor = (
+        torch.from_numpy(rng.normal(size=(12, 8))[labels] + noise * rng.normal(size=(60, 8))) for noise in (0.3, 1, 3)
+    )
+    held = Held(np.arange(60), labels.astype(np.int64), None)
+
+    def judged(trained, untrained, baseline, held=held, graded=False):
+        rows = {"trained": trained, "untrained": untrained, "baseline": baseline}
+        return verdict(rows, held, graded, torch.device("cpu"), baseline="pixels", seed=0)
+
+    found = judged(good, poor, middling)
+    assert found["helped"] is True and found["sentence"].startswith("Training helped: MAP@R ")
+    right = evaluation.compare(good, middling, torch.from_numpy(labels), samples=1000)
+    beside = found["against"]["baseline"]
+    assert (beside["difference"], beside["low"], beside["high"]) == (right["difference"], *right["interval"])
+    assert f"{100 * right['b']:.1f} % of the pixels" in found["sentence"], "the better of the two that are free"
+    assert f"{100 * right['interval'][0]:+.1f} to {100 * right['interval'][1]:+.1f}" in found["sentence"]
+    found = judged(poor, middling, good)
+    assert found["helped"] is False and found["sentence"].startswith("Training did not help: MAP@R ")
+    assert judged(middling, poor, good)["helped"] is False, "better than untrained, worse than pixels"
+    found = judged(good, good.clone(), poor)
+    assert found["helped"] is None and "cannot be told whether training helped" in found["sentence"]
+    assert "the untrained encoder" in found["sentence"]
+    two = Held(np.arange(10), held.labels[:10], None)
+    found = judged(good[:10], poor[:10], poor[:10], two)
+    assert found["helped"] is None and "2 test classes are too few to tell" in found["sentence"]
+    targets = Held(np.arange(60), None, good.numpy())
+    assert judged(good, poor, middling, targets, graded=True)["helped"] is True
+
+
+def test_a_run_that_did_not_help_says_so(tmp_path):
+    """In results.json, whole: the vectors were perfect, the encoder has two dimensions and learns nothing."""
+    labels = np.repeat(np.arange(40), 6)
+    rows = np.eye(40)[labels] + 0.05 * np.random.default_rng(0).normal(size=(240, 40))
+    np.savez(tmp_path / "v.npz", embeddings=rows.astype(np.float32), labels=labels)
+    quickly(tmp_path / "v.npz", tmp_path / "run", "training.epochs=1", "optimizer.lr=1e-9", "encoder.dim=2")
+    found = json.loads((tmp_path / "run" / "results.json").read_text())["verdict"]
+    assert found["helped"] is False and found["against"]["baseline"]["verdict"] == "worse"
+    assert 0 <= found["against"]["baseline"]["trained"] <= 1, "JSON holds fractions"
+    assert "did not help" in found["sentence"] and "100.0 % of the vectors" in found["sentence"]
 
 
 def test_the_saved_recipe_repeats_the_run(vectors, tmp_path):

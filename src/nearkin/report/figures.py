@@ -9,7 +9,7 @@ from nearkin.report.charts import Line, Mark
 from nearkin.report.findings import Findings
 from nearkin.report.words import escape, finite, named, number, shown
 
-__all__ = ["data", "headline", "recipe", "results", "training"]
+__all__ = ["data", "headline", "recipe", "results", "training", "verdict"]
 
 _MAIN = ("recall@1", "map@r", "ndcg@10", "ndcg@5", "ndcg@1", "spearman", "accuracy")
 _ORDER = ("trained", "baseline", "untrained")
@@ -39,6 +39,15 @@ def headline(findings: Findings) -> tuple[str, str]:
         + "</p>"
     )
     return sentence, body
+
+
+def verdict(findings: Findings) -> str:
+    """Whether training helped, in one sentence; where it did not, as a warning."""
+    found = findings.results.get("verdict")
+    if not isinstance(found, Mapping) or not found.get("sentence"):
+        return ""
+    style = 'class="alert" role="alert"' if found.get("helped") is False else 'class="verdict"'
+    return f"<div {style}><p>{escape(words.short(found['sentence'], 600))}</p></div>"
 
 
 def results(findings: Findings) -> str:

@@ -69,7 +69,8 @@ class Monitor:
         if self._lasts("collapse", gone, step):
             sentence = (
                 f"the embeddings have collapsed (spread {spread:.1e}, effective rank {rank:.1f}, {100 * line:.0f} % of "
-                f"the variance along one direction) by step {step}: try a smaller optimizer.lr, a longer schedule.warmup, another loss.selection than hard, or a loss "
+                f"the variance along one direction) by step {step}: "
+                f"try a smaller optimizer.lr, a longer schedule.warmup, another loss.selection than hard, or a loss "
                 f"without mining such as supcon"
             )
             if self.on_collapse == "stop":
