@@ -156,7 +156,7 @@ def test_a_verdict_stands_on_top_and_warns_where_training_did_not_help():
         return page.page(made(results=results))
 
     text = shown(True, "Training helped: 5 < 7.")
-    assert '<div class="verdict"><p>Training helped: 5 &lt; 7.</p></div>' in text
+    assert '<div class="helped"><p>Training helped: 5 &lt; 7.</p></div>' in text
     text = shown(False, "Training did not help.")
     assert '<div class="alert" role="alert"><p>Training did not help.</p></div>' in text
     assert text.index("did not help") < text.index("<nav")

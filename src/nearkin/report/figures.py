@@ -46,7 +46,7 @@ def verdict(findings: Findings) -> str:
     found = findings.results.get("verdict")
     if not isinstance(found, Mapping) or not found.get("sentence"):
         return ""
-    style = 'class="alert" role="alert"' if found.get("helped") is False else 'class="verdict"'
+    style = 'class="alert" role="alert"' if found.get("helped") is False else 'class="helped"'
     return f"<div {style}><p>{escape(words.short(found['sentence'], 600))}</p></div>"
 
 
@@ -106,9 +106,7 @@ def data(findings: Findings) -> str:
         columns = list(dict.fromkeys(str(key) for part in parts.values() for key in part))
         head = "".join(f'<th scope="col">{escape(c.replace("_", " "))}</th>' for c in columns)
         rows = "".join(
-            f'<tr><th scope="row">{named(name)}</th>'
-            + "".join(f"<td>{words.any_value(part.get(c))}</td>" for c in columns)
-            + "</tr>"
+            f'<tr><th scope="row">{named(name)}</th>' + "".join(_part_cell(c, part.get(c)) for c in columns) + "</tr>"
             for name, part in parts.items()
         )
         body += (
@@ -126,6 +124,13 @@ def data(findings: Findings) -> str:
         lines = notes if isinstance(notes, (list, tuple)) else [notes]
         body += f'<ul class="notes">{"".join(f"<li>{escape(words.short(n, 500))}</li>" for n in lines[:50])}</ul>'
     return body
+
+
+def _part_cell(column: str, value: object) -> str:
+    """A cell of the parts' table; on a narrow screen it stands under the others and shows its column's name."""
+    kind = "name" if isinstance(value, str) else "figure"
+    text = named(words.short(value, 40)) if isinstance(value, str) and value else words.any_value(value)
+    return f'<td class="{kind}" data-column="{escape(column.replace("_", " "))}">{text}</td>'
 
 
 def recipe(findings: Findings) -> str:
@@ -232,9 +237,9 @@ def _validation(epochs: Sequence[Mapping[str, Any]]) -> str:
         return ""
     xs = [_at(line, "epoch", i) for i, line in enumerate(rows, start=1)]
     drawn = []
-    for i, name in enumerate(metrics[:4]):
+    for i, name in enumerate(metrics[: len(charts.STYLES)]):
         ys = [_value(line["val"].get(name))[0] for line in rows]
-        drawn.append(Line(words.metric(name), xs, ys, "other" if i else "main"))
+        drawn.append(Line(words.metric(name), xs, ys, charts.STYLES[i]))
     best = [(x, y) for x, y, line in zip(xs, drawn[0].ys, rows, strict=True) if line.get("best") and y is not None]
     marks = [Mark(x, y, f"best: epoch {number(x)}, {words.shown(metrics[0], y)}") for x, y in best[-1:]]
     form = words.percent if words.is_share(metrics[0]) else number
