@@ -192,7 +192,7 @@ class _Frame:
         for value in ticks(*self.xs, most=5 if self.width == WIDTH else 10):
             x = self.x(value)
             parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{self.base}" y2="{self.base + 4}"/>')
-            parts.append(f'<text class="tick mid" x="{x:.1f}" y="{self.base + 16}">{number(value)}</text>')
+            parts.append(f'<text class="tick mid" x="{x:.1f}" y="{self.base + 18.5}">{number(value)}</text>')
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.right:.1f}" y1="{self.base}" y2="{self.base}"/>')
         middle = (LEFT + self.right) / 2
         parts.append(f'<text class="tick mid label" x="{middle:.1f}" y="{HEIGHT - 5}">{escape(x_label)}</text>')
