@@ -33,11 +33,12 @@ def verdict(
     against: dict[str, Any] = {}
     for who in names:
         found = uncertainty.compare(values["trained"], values[who], groups.long(), samples=_SAMPLES, seed=seed)
-        low, high = found["interval"]
+        low, high = found["interval"] or (None, None)
         word = {"a": "better", "b": "worse"}.get(found["verdict"], "undecided")
         against[who] = {"trained": found["a"], "other": found["b"], "difference": found["difference"]}
-        against[who] |= {"low": low, "high": high, "p": found["p"], "classes": found["classes"], "verdict": word}
-        against[who] = {key: one if isinstance(one, str) else judging.number(one) for key, one in against[who].items()}
+        against[who] |= {"low": low, "high": high, "p": found["p"]}
+        against[who] = {key: judging.number(one) for key, one in against[who].items()}
+        against[who] |= {"classes": found["classes"], "verdict": word}
     words = [one["verdict"] for one in against.values()]
     helped = False if "worse" in words else True if set(words) == {"better"} else None
     wanted = {True: "better", False: "worse", None: "undecided"}[helped]
@@ -66,7 +67,7 @@ def _sentence(helped: bool | None, metric: str, found: Mapping[str, Any], other:
     values = f"{metric} {100 * found['trained']:.1f} % beside {100 * found['other']:.1f} % of {other}"
     values += f", a difference of {_points(found['difference'])} points{inside}"
     if helped is None:
-        few = f"; {found['classes']:.0f} test {unit} are too few to tell" if found["classes"] < 6 else ""
+        few = f"; {found['classes']} test {unit} are too few to tell" if found["classes"] < 6 else ""
         return f"It cannot be told whether training helped: {values}{few}."
     return f"Training {'helped' if helped else 'did not help'}: {values}."
 
