@@ -16,7 +16,7 @@
     return made;
   };
   /* A label word by word: a long word is cut with …, never broken; a title has the whole. */
-  const words = (text) => text.split(/(\s+)/).map((part) => (part.trim() ? h("span", { class: "word" }, part) : part));
+  const words = (text) => text.split(/(\s+)|(?<=[-_/])/).filter(Boolean).map((part) => (part.trim() ? h("span", { class: "word" }, part) : part));
   const say = (text) => { $("status").textContent = text; };
 
   /* ---- asking the service */
