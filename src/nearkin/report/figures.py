@@ -47,7 +47,8 @@ def verdict(findings: Findings) -> str:
     if not isinstance(found, Mapping) or not found.get("sentence"):
         return ""
     style = 'class="alert" role="alert"' if found.get("helped") is False else 'class="helped"'
-    return f"<div {style}><p>{escape(words.short(found['sentence'], 600))}</p></div>"
+    sentence = escape(words.short(found["sentence"], 600)).replace(" %", "\u202f%")  # which does not break
+    return f"<div {style}><p>{sentence}</p></div>"
 
 
 def results(findings: Findings) -> str:
