@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nearkin.data import augment
 from nearkin.data.augment import Augmentation
+from nearkin.training import defaults, recipe
 
 HEAVY = Augmentation(0.2, 1.5, 1.5, 0.5, 0.6, 0.3, 0.1, 0.4, 0.5, 0.6, 0.3, 0.5, 0.3)
 MASK = 2**64 - 1
@@ -288,3 +289,19 @@ def test_on_the_device():
     on_device = images.cuda()
     for where in (keys, keys.cuda()):
         assert (augment.warp(on_device, where, size=64, augmentation=HEAVY).cpu() - cpu).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("encoder", ["small-cnn", "efficientnet-lite0"])
+def test_of_pictures_stored_by_default_evaluation_sees_a_plain_crop(encoder):
+    """Whatever the size: none of the pixels is interpolated a second time."""
+    for size in [*range(32, 65), 96, 100, 128, 224, 225, 300]:
+        if encoder == "small-cnn" and size > 64:
+            continue
+        asked = recipe.read(None, ['data.source="x"', f"encoder.name={encoder}", f"data.size={size}"])
+        settled, _ = defaults.settle_pictures(asked, 1000, False, torch.device("cpu"))
+        stored = settled.data.stored
+        images = torch.randint(0, 256, (1, stored, stored, 3), dtype=torch.uint8)
+        first = (stored - size) // 2
+        plain = images[:, first : first + size, first : first + size].permute(0, 3, 1, 2) / 255
+        assert stored >= 1.1 * size, "augmentation has something to move in"
+        assert torch.equal(augment.centre(images, size), plain)

@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from PIL import Image
 
 from nearkin import web
 from nearkin.gallery import Gallery
+from nearkin.report import page as report_page
 from nearkin.web.journal import Journal
+from test_report import made
 from test_web import a_run
 
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
@@ -22,6 +25,8 @@ playwright = pytest.importorskip("playwright.sync_api", reason="the page is test
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 KINDS, EACH = 4, 8
+LABELS = [f"kind {k}" for k in range(KINDS)]
+LONG = ["Black footed Albatross", "American Three-toed Woodpecker", "Ovenbird", "Schwarzkehlchenmännchen im Frühling"]
 DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
@@ -45,13 +50,13 @@ def strange() -> bytes:
 class Served:
     """The service over a fresh gallery, in a thread."""
 
-    def __init__(self, folder: Path, full: bool = True, token: str | None = None) -> None:
+    def __init__(self, folder: Path, full: bool = True, token: str | None = None, labels=LABELS) -> None:
         (folder / "run").mkdir(parents=True)
         self.gallery = Gallery.open(folder / "g.gallery", a_run(folder / "run"), device="cpu")
         if full:
             pictures = [drawing(k, n) for k in range(KINDS) for n in range(EACH)]
-            labels = [f"kind {k}" for k in range(KINDS) for _ in range(EACH)]
-            labels[3] = "kind 2"  # an error to be found
+            labels = [labels[k] for k in range(KINDS) for _ in range(EACH)]
+            labels[3] = labels[2 * EACH]  # an error to be found
             names = [f"kind{k}/{n}.png" for k in range(KINDS) for n in range(EACH)]
             self.gallery.enrol(pictures, labels, {"place": "<b>pond</b>"}, names=names)
         app = web.build(self.gallery, access=web.Access(token), journal=Journal(io.StringIO()), drawing=True)
@@ -372,3 +377,93 @@ def test_the_token_is_asked_for(browser, tmp_path, shoot):
             assert "sesame" not in page.url
     finally:
         served.stop()
+
+
+# --- layout: what can be seen, asked of the browser
+
+# Words that stand on two lines, of all that is visible; - _ / and . are places where a name may be broken.
+BROKEN = """() => { const found = [], range = document.createRange();
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walk.nextNode(); node; node = walk.nextNode()) {
+    if (!node.parentElement.checkVisibility() || node.parentElement.closest("script, style, pre, svg")) continue;
+    for (const word of node.data.matchAll(/[^\\s\\-_\\/.]+/g)) {
+      range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
+      const boxes = [...range.getClientRects()].filter((one) => one.width > 0);
+      if (new Set(boxes.map((one) => Math.round(one.top))).size > 1) found.push(word[0]);
+    } }
+  return found; }"""
+FACES = "(faces) => faces.map((one) => { const r = one.getBoundingClientRect(); return [r.left, r.top, r.height]; })"
+# Names in a chart that stand over one another, or over the outline of a bar.
+MET = """(plots) => plots.flatMap((plot) => { const met = [];
+  const boxes = [...plot.querySelectorAll("text")].map((one) => [one.textContent, one.getBoundingClientRect()]);
+  const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+  boxes.forEach(([one, a], i) => boxes.slice(i + 1).forEach(([other, b]) => meet(a, b) && met.push([one, other])));
+  for (const area of plot.querySelectorAll("polygon.area")) for (const [one, a] of boxes)
+    if (/mean/.test(one) && a.bottom > area.getBoundingClientRect().top + 1) met.push([one, "bars"]);
+  return met; })"""
+
+
+def in_line(page, place):
+    """Faces of a row have one top, whatever stands under them."""
+    faces = page.eval_on_selector_all(f"{place} .face", FACES)
+    columns = len({round(left) for left, _, _ in faces})
+    rows = [{round(top) for _, top, _ in faces[i : i + columns]} for i in range(0, len(faces), columns)]
+    assert len(faces) > columns > 1 and all(len(tops) == 1 for tops in rows), rows
+
+
+@pytest.mark.parametrize("size, scheme", [(DESKTOP, "light"), (PHONE, "dark")], ids=["wide", "narrow"])
+def test_long_labels_stay_whole_and_faces_stand_in_line(browser, tmp_path, shoot, size, scheme):
+    served = Served(tmp_path / "long", labels=LONG)
+    try:
+        with Watched(browser, served.address, size, scheme) as page:
+            says(page, "#summary", "32 items")
+            give(page, "#find-drop", drawing(1, 2))
+            says(page, "#verdict .who", LONG[1])
+            faces(page, "#hits img", 24)
+            in_line(page, "#hits")
+            assert page.evaluate(BROKEN) == []
+            page.click("#tab-explore")
+            page.wait_for_selector("#map[data-points='32']")
+            page.focus("#map")
+            page.keyboard.press("Enter")
+            says(page, "#chosen h3 >> nth=0", "32 items chosen")
+            faces(page, "#chosen .one", 32)
+            in_line(page, "#chosen .items:not(#around)")
+            assert page.evaluate(BROKEN) == []
+            box, last = (
+                page.locator(one).bounding_box()
+                for one in ("#chosen .items >> nth=0", "#chosen .items >> nth=0 >> .one >> nth=-1")
+            )
+            assert last["y"] + last["height"] <= box["y"] + box["height"] + 1, "the last row is not cut"
+            assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+            shoot(page, f"long-labels-{size[0]}-{scheme}")
+    finally:
+        served.stop()
+
+
+def a_report():
+    """Three metrics close to one another, names that are long, heaps that are one: where a page gets narrow."""
+    names = [*LONG, "001.Brewer_Blackbird", "Chuck-will's-widow"]
+    part = {"classes": 429, "smallest": f"{LONG[0]} (41)", "largest": "American_Three_toed_Woodpecker (60)"}
+    parts = {"train": {"items": 18_580, **part}, "val": {"items": 960, **part}, "test": {"items": 9_520, **part}}
+    history = [
+        {"event": "epoch", "epoch": e, "step": e, "best": e < 7, "seconds": 1.0}
+        | {"val": {"map@r": 0.05 * e, "recall@1": 0.06 * e, "r_precision": 0.052 * e}}
+        for e in range(1, 9)
+    ]
+    return report_page.page(made(classes=names, history=history, data={"items": 29_060, "parts": parts}))
+
+
+@pytest.mark.parametrize("size, scheme", [(DESKTOP, "dark"), (PHONE, "light")], ids=["wide", "narrow"])
+def test_a_report_breaks_no_word_and_prints_no_name_over_another(browser, tmp_path, monkeypatch, shoot, size, scheme):
+    monkeypatch.setitem(sys.modules, "openTSNE", None)
+    (tmp_path / "report.html").write_text(a_report(), encoding="utf-8")
+    with Watched(browser, (tmp_path / "report.html").as_uri(), size, scheme) as page:
+        assert page.evaluate(BROKEN) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        assert page.eval_on_selector_all(".charts .plot, .wide .plot, .narrow .plot", MET) == []
+        strokes = page.eval_on_selector_all(
+            ".plot[aria-label^=Validation] path.line", "(lines) => lines.map((one) => getComputedStyle(one).stroke)"
+        )
+        assert len(strokes) == 3 == len(set(strokes)), "a colour for each metric"
+        shoot(page, f"report-{size[0]}-{scheme}")

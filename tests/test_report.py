@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nearkin import report
 from nearkin.core import toml
-from nearkin.report import charts, choice, maps, page, words
+from nearkin.report import charts, choice, figures, maps, page, runs, words
 
 VOID = {"meta", "link", "img", "wbr"}
 NASTY = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "Ж & co", "a" * 5000, "\udcff\x00\u202e", ""]
@@ -148,6 +148,29 @@ def test_headline_says_the_main_figure():
     assert f'<meta name="description" content="{sentence}">' in text
     closed = page.page(made(data={"closed": True}))
     assert "R@1 on 6 known classes: 86.1" in closed and "unseen" not in closed
+
+
+def test_a_verdict_stands_on_top_and_warns_where_training_did_not_help():
+    def shown(helped, sentence):
+        results = made().results | {"verdict": {"helped": helped, "sentence": sentence, "against": {}}}
+        return page.page(made(results=results))
+
+    text = shown(True, "Training helped: 5 < 7.")
+    assert '<div class="helped"><p>Training helped: 5 &lt; 7.</p></div>' in text
+    text = shown(False, "Training did not help.")
+    assert '<div class="alert" role="alert"><p>Training did not help.</p></div>' in text
+    assert text.index("did not help") < text.index("<nav")
+
+
+def test_curves_are_drawn_where_something_was_measured():
+    """With fewer batches than log_steps an epoch has no spread of its own, and none is drawn for it."""
+    steps = [{"event": "step", "epoch": 1, "step": 1, "loss": 3.0, "lr": {"head": 0.1}, "gradient": 1.0}]
+    steps[0] |= {"spread": 0.5, "effective_rank": 6.0}
+    epochs = [{"event": "epoch", "epoch": e, "step": 3 * e, "loss": 3 / e} for e in (1, 2, 3)]
+    history = runs._history(steps + epochs)
+    assert [line for line in history if "effective_rank" in line] == [history[0]] and history[0]["lr"] == 0.1
+    drawn = figures.training(made(history=history))
+    assert drawn.count("effective rank") == 1 and "step 1: 6" in drawn and "step 3: 6" not in drawn
 
 
 def test_curves_name_the_best_epoch():

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from commands import photos, run, said
 from nearkin.cli.screen import results_table
+from nearkin.gallery import encoding
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
 QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0"]
 CONTENDERS = ("baseline", "untrained", "trained")
 SETS = [part for text in QUICK for part in ("--set", text)]
+UNSTORED = [text for text in QUICK if not text.startswith("data.stored")]
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +36,20 @@ def test_a_folder_becomes_a_run_with_a_report():
     out = said(run("train", "photos/", *SETS))
     assert "60 items, 10 classes" in out and "epoch   2/2" in out
     assert "pixels" in out and "untrained" in out and "trained" in out and "map@r" in out
+    told = re.findall(
+        r"epoch   ([12])/2  loss (\S+)  map@r \d+\.\d %  recall@1 \d+\.\d %  r_precision \d+\.\d %  ", out
+    )
+    lines = map(json.loads, Path("runs/photos/metrics.jsonl").read_text().splitlines())
+    losses = [f"{line['loss']:.4g}" for line in lines if line["event"] == "epoch"]
+    assert told == [("1", losses[0]), ("2", losses[1])] and losses[0] != losses[1], "each epoch its own, in per cent"
+    sentence = json.loads(Path("runs/photos/results.json").read_text())["verdict"]["sentence"]
+    assert sentence in out
     folder = Path("runs/photos")
     assert f"report: {folder / 'report.html'}" in out
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") or page.lower().startswith("<!doctype")
     assert "Content-Security-Policy" in page and "class" in page
+    assert sentence in page.replace("\u202f%", " %")
     again = said(run("train", "photos", *SETS, "--quiet"))
     assert again.strip() == "runs/photos-2", "an earlier run is never overwritten"
 
@@ -75,7 +87,7 @@ def test_export():
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     photos(Path("photos"))
-    said(run("train", "photos", *SETS, "--quiet", "--out", "run"))
+    said(run("train", "photos", *[part for text in UNSTORED for part in ("--set", text)], "--quiet", "--out", "run"))
     # As a process of its own: the exporter warns about its own dependencies.
     found = subprocess.run(
         [sys.executable, "-m", "nearkin", "export", "run", "--onnx"], capture_output=True, text=True, env=os.environ
@@ -83,6 +95,39 @@ def test_export():
     assert found.returncode == 0, found.stderr
     assert "nowhere does not exist" in said(run("export", "run", "--onnx", "--out", "nowhere/model.onnx"), 2)
     assert "equal to the run's encoder within" in found.stdout and Path("run/model.onnx").stat().st_size > 1000
+    _embed_by_metadata_alone()
+
+
+def _embed_by_metadata_alone():
+    """The ONNX file says how pictures are prepared: with it, Pillow and onnxruntime alone give what `embed` gives."""
+    import onnx
+    import onnxruntime
+
+    wide = np.random.default_rng(1).integers(0, 256, (4, 22, 37, 3), dtype=np.uint8)
+    Path("wide").mkdir()
+    for i, pixels in enumerate(wide):
+        Image.fromarray(pixels).save(f"wide/{i}.png")
+    said(run("embed", "run", "wide", "--out", "wide.npz"))
+    told = {one.key: one.value for one in onnx.load("run/model.onnx").metadata_props}
+    assert told["nearkin.fingerprint"] == encoding.described("run").fingerprint
+    assert told["nearkin.kind"] == "pictures" and told["nearkin.fit"] == "crop" and told["nearkin.layout"] == "NCHW"
+    assert told["nearkin.channel_order"] == "RGB" and told["nearkin.value_range"] == "0 to 1 (pixel / 255)"
+    assert told["nearkin.input_shape"] == "rows,3,16,16" and (told["nearkin.dim"], told["nearkin.size"]) == ("8", "16")
+    assert len(json.loads(told["nearkin.mean"])) == len(json.loads(told["nearkin.std"])) == 3
+    assert "inside the graph" in told["nearkin.mean_and_std"] and told["nearkin.unit_length"] == "true"
+    side, crop, size = (int(told[f"nearkin.{key}"]) for key in ("resize", "crop", "size"))
+    assert (side, crop) == (18, size), "no second resize: 18 px are stored for 16, and 7/8 of them are not more than 16"
+    seen = []
+    for i in range(4):
+        image = Image.open(f"wide/{i}.png").convert("RGB")
+        middle = ((37 - 22) / 2, 0, (37 + 22) / 2, 22)
+        square = np.asarray(image.resize((side, side), Image.Resampling.LANCZOS, middle))
+        start = (side - crop) // 2
+        seen.append(square[start : start + crop, start : start + crop].transpose(2, 0, 1) / np.float32(255))
+    session = onnxruntime.InferenceSession("run/model.onnx", providers=["CPUExecutionProvider"])
+    (got,) = session.run(["embedding"], {"input": np.stack(seen).astype(np.float32)})
+    with np.load("wide.npz") as archive:
+        np.testing.assert_allclose(got, archive["embeddings"], atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ from nearkin.core import files
 from nearkin.training import cached, checkpoint, feed, loop, monitor, run
 from nearkin.training.checkpoint import Checkpoints, Damaged
 from nearkin.training.choices import LOSSES
+from nearkin.training.judging import Held
 from nearkin.training.optimizers import Rate, groups, optimizer
 from nearkin.training.prepare import prepare
 from nearkin.training.recipe import Recipe, read
+from nearkin.training.verdict import verdict
 
 SMALL = ["training.epochs=3", "training.batches=4", "sampler.batch=16", "sampler.per_class=4", "encoder.hidden=[16]"]
 SMALL += ["encoder.dim=8", "training.log_steps=2", "training.workers=0"]
@@ -531,7 +533,7 @@ def test_weights_that_are_no_numbers_are_not_kept(watch, vectors, tmp_path):
 
 def test_collapse_is_noticed():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
-    spot = monitor.spread_and_rank(torch.ones(32, 8) + 1e-4 * torch.randn(32, 8)).tolist()
+    spot = monitor.geometry(torch.ones(32, 8) + 1e-4 * torch.randn(32, 8))
     for step in [*range(0, 100, 20), *range(90, 99)]:
         watcher.look(step, 1.0, 1.0, *spot)  # neither a few looks nor a few steps are enough
     with pytest.raises(training.Diverged, match="collapsed"):
@@ -541,21 +543,60 @@ def test_collapse_is_noticed():
     assert len(notes) == 1 and "collapsed" in notes[0]
 
 
-def test_spread_and_rank():
-    """Against the eigenvalues themselves, and at known places."""
-    spread, rank = monitor.spread_and_rank(torch.eye(6).repeat(20, 1)).tolist()
-    assert spread == pytest.approx(1 - 1 / 6) and rank == pytest.approx(5)
-    line = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(10, 1)
-    assert monitor.spread_and_rank(line).tolist() == pytest.approx([1.0, 1.0])
-    assert monitor.spread_and_rank(torch.ones(5, 3)).tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
+def test_spread_rank_and_line():
+    """Against the singular values themselves, and at known places."""
+    spread, rank, line = monitor.geometry(torch.eye(6).repeat(20, 1))
+    assert spread == pytest.approx(1 - 1 / 6) and rank == pytest.approx(5) and line == pytest.approx(1 / 5)
+    two = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(10, 1)
+    assert monitor.geometry(two) == pytest.approx((1.0, 1.0, 1.0))
+    assert monitor.geometry(torch.ones(5, 3)) == pytest.approx((0.0, 0.0, 1.0), abs=1e-5)
     rows = nn.functional.normalize(torch.randn(60, 7, dtype=torch.float64) * torch.arange(1, 8), dim=1)
-    values = torch.linalg.eigvalsh(torch.cov(rows.T))
-    assert float(monitor.spread_and_rank(rows)[1]) == pytest.approx(float(values.sum() ** 2 / values.square().sum()))
+    shares = torch.linalg.svdvals(rows - rows.mean(0))
+    shares = shares / shares.sum()
+    found = monitor.geometry(rows)
+    assert found[1] == pytest.approx(float(torch.exp(-(shares * shares.log()).sum())))
+    assert found[2] == pytest.approx(float(shares[0] ** 2 / shares.square().sum()))
+
+
+@pytest.mark.parametrize("dim", [8, 40])
+def test_one_effective_rank_on_every_page(dim):
+    """The rank of a batch in the log and that of the test items in the report are one formula: equal on equal rows."""
+    rows, labels = torch.randn(24, dim) * torch.linspace(0.1, 2, dim), torch.arange(24) % 6
+    assert monitor.geometry(rows)[1] == pytest.approx(evaluation.diagnose(rows, labels)["effective_rank"], rel=1e-5)
+
+
+def test_collapse_to_a_line_is_noticed_through_noise():
+    """A hundredth of noise in 128 dimensions: the effective rank is large, and the batch is a line all the same."""
+    ends = torch.randn(200, 1).sign() * torch.eye(128)[:1] + 0.01 * torch.randn(200, 128)
+    found = monitor.geometry(ends)
+    watcher = monitor.Monitor(classes=10, dim=128, on_collapse="stop")
+    for step in range(0, 100, 20):
+        watcher.look(step, 1.0, 1.0, *found)
+    with pytest.raises(training.Diverged, match="% of the variance along one direction"):
+        watcher.look(100, 1.0, 1.0, *found)
+    with pytest.raises(training.Diverged, match="embeddings are not finite"):
+        monitor.geometry(torch.full((4, 3), torch.nan))
+
+
+def test_an_epoch_tells_its_own_loss(vectors, tmp_path):
+    """The mean over its steps, with fewer of them than log_steps, and after a stop in the middle as well."""
+    every = quickly(vectors, tmp_path / "every", "training.log_steps=1").history
+    rare = quickly(vectors, tmp_path / "rare", "training.log_steps=100").history
+    steps = [line["loss"] for line in every if line["event"] == "step"]
+    for lines in (every, rare):
+        told = [line["loss"] for line in lines if line["event"] == "epoch"]
+        assert told == pytest.approx([sum(steps[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-5)
+    with pytest.raises(loop.Stopped):
+        quickly(vectors, tmp_path / "stopped", "training.log_steps=100", watch=stop_at(6))
+    again = training.resume(tmp_path / "stopped").history
+    assert [line["loss"] for line in again if line["event"] == "epoch"] == [
+        line["loss"] for line in rare if line["event"] == "epoch"
+    ]
 
 
 def test_a_dead_loss_and_still_proxies_are_said_once():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
-    notes = [note for step in range(0, 300, 20) for note in watcher.look(step, 0.0, 0.0, 0.9, 6.0)]
+    notes = [note for step in range(0, 300, 20) for note in watcher.look(step, 0.0, 0.0, 0.9, 6.0, 0.3)]
     assert len(notes) == 1 and "loss.margin" in notes[0]
     loss = losses.ProxyAnchorLoss(4, 8)
     before = {name: p.detach().clone() for name, p in loss.named_parameters()}
@@ -599,6 +640,51 @@ def test_training_helps_and_everything_is_in_the_folder(vectors, tmp_path):
     assert read(outcome.folder / "recipe.toml").plain() == outcome.recipe.plain(), "the saved recipe is the settled one"
     epochs = [line for line in outcome.history if line["event"] == "epoch"]
     assert max(line["val"]["map@r"] for line in epochs) == results["val"]["map@r"]
+
+
+def test_a_verdict_says_whether_training_helped():
+    """One that helps, one that does harm, and one that no figure of theirs tells apart from what is free."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(12), 5)
+    good, middling, poor = (
+        torch.from_numpy(rng.normal(size=(12, 8))[labels] + noise * rng.normal(size=(60, 8))) for noise in (0.3, 1, 3)
+    )
+    held = Held(np.arange(60), labels.astype(np.int64), None)
+
+    def judged(trained, untrained, baseline, held=held, graded=False):
+        rows = {"trained": trained, "untrained": untrained, "baseline": baseline}
+        return verdict(rows, held, graded, torch.device("cpu"), baseline="pixels", seed=0)
+
+    found = judged(good, poor, middling)
+    assert found["helped"] is True and found["sentence"].startswith("Training helped: MAP@R ")
+    right = evaluation.compare(good, middling, torch.from_numpy(labels), samples=1000)
+    beside = found["against"]["baseline"]
+    assert (beside["difference"], beside["low"], beside["high"]) == (right["difference"], *right["interval"])
+    assert f"{100 * right['b']:.1f} % of the pixels" in found["sentence"], "the better of the two that are free"
+    assert f"{100 * right['interval'][0]:+.1f} to {100 * right['interval'][1]:+.1f}" in found["sentence"]
+    found = judged(poor, middling, good)
+    assert found["helped"] is False and found["sentence"].startswith("Training did not help: MAP@R ")
+    assert judged(middling, poor, good)["helped"] is False, "better than untrained, worse than pixels"
+    found = judged(good, good.clone(), poor)
+    assert found["helped"] is None and "cannot be told whether training helped" in found["sentence"]
+    assert "the untrained encoder" in found["sentence"]
+    two = Held(np.arange(10), held.labels[:10], None)
+    found = judged(good[:10], poor[:10], poor[:10], two)
+    assert found["helped"] is None and "2 test classes are too few to tell" in found["sentence"]
+    targets = Held(np.arange(60), None, good.numpy())
+    assert judged(good, poor, middling, targets, graded=True)["helped"] is True
+
+
+def test_a_run_that_did_not_help_says_so(tmp_path):
+    """In results.json, whole: the vectors were perfect, the encoder has two dimensions and learns nothing."""
+    labels = np.repeat(np.arange(40), 6)
+    rows = np.eye(40)[labels] + 0.05 * np.random.default_rng(0).normal(size=(240, 40))
+    np.savez(tmp_path / "v.npz", embeddings=rows.astype(np.float32), labels=labels)
+    quickly(tmp_path / "v.npz", tmp_path / "run", "training.epochs=1", "optimizer.lr=1e-9", "encoder.dim=2")
+    found = json.loads((tmp_path / "run" / "results.json").read_text())["verdict"]
+    assert found["helped"] is False and found["against"]["baseline"]["verdict"] == "worse"
+    assert 0 <= found["against"]["baseline"]["trained"] <= 1, "JSON holds fractions"
+    assert "did not help" in found["sentence"] and "100.0 % of the vectors" in found["sentence"]
 
 
 def test_the_saved_recipe_repeats_the_run(vectors, tmp_path):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nearkin.cli.ranks import alone
-from nearkin.cli.screen import Device, app, one_sentence, progress_bars
+from nearkin.cli.screen import Device, app, one_sentence, progress_bars, shown
 
 
 @app.command(no_args_is_help=True)
@@ -183,14 +183,15 @@ class _Watcher:
 
     def on_trained(self, event: dict[str, Any]) -> None:
         job, result = event["job"], event["result"]
-        said = f"{job.loss}  map@r {result['value']:.4f}"
+        said = f"{job.loss}  map@r {shown('map@r', result['value'], ' %')}"
         self.bars.update(self.task, completed=event["done"], total=event["total"], said=said)
 
     def on_chosen(self, event: dict[str, Any]) -> None:
         found = event["found"]
         default = found.trials[0].value
         setting = "  ".join(f"{key.partition('.')[2]} {value}" for key, value in found.best.setting.items())
-        self._say(f"{found.loss}: validation map@r {found.best.value:.4f} (default {default:.4f})  {setting}")
+        best, usual = (shown("map@r", value, " %") for value in (found.best.value, default))
+        self._say(f"{found.loss}: validation map@r {best} (default {usual})  {setting}")
 
     def on_testing(self, event: dict[str, Any]) -> None:
         self.bars.update(self.task, description="testing", total=None, said="")

@@ -178,9 +178,9 @@ class _Watcher:
         self.loss = f"loss {event['loss']:.4g}"
 
     def on_epoch(self, event: dict[str, Any]) -> None:
-        val = "".join(f"  {name} {value:.4f}" for name, value in event.get("val", {}).items())
-        best = "  best" if event.get("best") else ""
-        self._say(f"epoch {event['epoch']:>3}/{self.epochs}  {self.loss}{val}  {event['seconds']:.0f} s{best}")
+        val = "".join(f"  {name} {shown(name, value, ' %')}" for name, value in event.get("val", {}).items())
+        best, mean = "  best" if event.get("best") else "", f"loss {event['loss']:.4g}"
+        self._say(f"epoch {event['epoch']:>3}/{self.epochs}  {mean}{val}  {event['seconds']:.0f} s{best}")
 
     def on_saved(self, event: dict[str, Any]) -> None:
         self._say(f"saved at step {event['step']}")
@@ -266,12 +266,16 @@ def _count(number: int, what: str, ending: str) -> str:
 
 
 def _cell(metric: str, figure: dict[str, float | None]) -> str:
-    """Shares in per cent; distances and correlations as they are."""
-    form = ".3f" if metric == "spearman" else ".3g" if "distance" in metric else ".1f"
-    scale = 100 if form == ".1f" else 1
     value, low, high = (
-        None if part is None else f"{scale * part:{form}}" for part in (figure["value"], figure["low"], figure["high"])
+        None if part is None else shown(metric, part) for part in (figure["value"], figure["low"], figure["high"])
     )
     if value is None:
         return "–"
     return value if low is None or high is None else f"{value} ({low}–{high})"
+
+
+def shown(metric: str, value: float, unit: str = "") -> str:
+    """A metric as people read it: shares in per cent, with the unit; distances and correlations as they are."""
+    if metric == "spearman" or "distance" in metric:
+        return f"{value:.3f}" if metric == "spearman" else f"{value:.3g}"
+    return f"{100 * value:.1f}{unit}"

@@ -122,6 +122,7 @@ def train(
         from nearkin.cli.screen import results_table
 
         results_table(outcome.results)
+        typer.echo(outcome.results["verdict"]["sentence"])
         typer.echo(f"report: {outcome.report}")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nearkin.core import checks
 
-__all__ = ["PRESETS", "Augmentation", "centre", "keys", "preset", "uniforms", "views", "warp"]
+__all__ = ["PRESETS", "Augmentation", "centre", "crop_side", "keys", "preset", "uniforms", "views", "warp"]
 
 WHOLE = 7 / 8  # the part of a picture's side that evaluation looks at, where the size leaves the choice
 CACHED = 3 * 2**20  # bytes of pixels a CPU thread works on at once
@@ -147,7 +147,7 @@ def centre(images: Tensor, size: int) -> Tensor:
     """
     _check(images, size)
     side = images.shape[1]
-    width = _middle(side, size)
+    width = crop_side(side, size)
     start = (side - width) // 2
     return _resampled(images[:, start : start + width, start : start + width], size)
 
@@ -170,7 +170,7 @@ def views(images: Tensor, size: int, n: int, *, flip: bool = True) -> Iterator[T
 
 def _views(images: Tensor, size: int, n: int, flip: bool) -> Iterator[Tensor]:
     side = images.shape[1]
-    middle = _middle(side, size)
+    middle = crop_side(side, size)
     corner, tile = min(middle, max(1, round(WHOLE * side))), max(1, round(0.75 * side))
     boxes = [((side - middle) // 2, (side - middle) // 2, middle)]
     boxes += [(y, x, corner) for y in (0, side - corner) for x in (0, side - corner)]
@@ -182,7 +182,8 @@ def _views(images: Tensor, size: int, n: int, flip: bool) -> Iterator[Tensor]:
         yield view.flip(3) if flip and i % 2 else view
 
 
-def _middle(side: int, size: int) -> int:
+def crop_side(side: int, size: int) -> int:
+    """The side of the middle that `centre` looks at, in pixels of a picture of `side`, before it becomes `size`."""
     return min(side, max(size, round(WHOLE * side))) if side > size else side
 
 

@@ -42,8 +42,8 @@ def diagnose(
 
     "intra_histogram", "inter_histogram": {"edges" (bins + 1), "counts" (bins)} of d over pairs of one class and of two;
     "intra_mean", "inter_mean" of d. "alignment": mean d² of kin; "uniformity": log of the mean of exp(-2 d²) over all
-    pairs, lower is more uniform (Wang, Isola 2020, arXiv:2005.10242, alpha = 2, t = 2). "effective_rank": exp of the
-    entropy of the singular values of the centred unit rows, made to sum to 1 (Roy, Vetterli 2007); 0 where all are one.
+    pairs, lower is more uniform (Wang, Isola 2020, arXiv:2005.10242, alpha = 2, t = 2). "effective_rank": see
+    `effective_rank`, of the centred unit rows.
     "hubness": skewness of how often an item is among the k nearest of others (Radovanović et al. 2010), "hubs": the
     items most often there. "collapse": {"collapsed", "why"}: mean d of strangers below 0.1; or effective rank below 2
     although there are 3 dimensions and 4 classes, since C classes well apart still need C - 1.
@@ -125,18 +125,28 @@ def _tiles(x: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _effective_rank(x: Tensor) -> float:
-    """The eigenvalues of the D x D covariance are the squares of the singular values."""
+    """From the eigenvalues of the D x D covariance, which are the squares of the singular values."""
     blocks = [slice(i, i + _TILE) for i in range(0, len(x), _TILE)]
     mean = sum((_unit(x[block]).sum(0) for block in blocks), x.new_zeros(x.shape[1], dtype=torch.float64)) / len(x)
     covariance = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
     for block in blocks:
         rows = _unit(x[block]) - mean
         covariance += rows.T @ rows / len(x)
-    if float(covariance.trace()) < 1e-20:
+    return effective_rank(torch.linalg.eigvalsh(covariance))
+
+
+def effective_rank(variances: Tensor) -> float:
+    """exp of the entropy of the singular values, made to sum to 1: how many directions are in use.
+
+    variances (D,): the eigenvalues of the covariance, squares of the singular values; those that are rounding count as
+    0. n directions used alike give n, one gives 1, none 0. Roy, Vetterli 2007, The effective rank, EUSIPCO, eq. 3.
+    """
+    values = variances.double().clamp(min=0)
+    if float(values.sum()) < 1e-20:
         return 0.0
-    singular = torch.linalg.eigvalsh(covariance).clamp_(min=0).sqrt()
-    share = singular / singular.sum()
-    return float(torch.special.entr(share).sum().exp())
+    rounding = len(values) * torch.finfo(torch.float64).eps * values.max()
+    singular = torch.where(values > rounding, values, 0).sqrt()
+    return float(torch.special.entr(singular / singular.sum()).sum().exp())
 
 
 def _collapse(found: dict[str, Any], dim: int) -> dict[str, Any]:

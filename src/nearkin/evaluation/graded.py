@@ -49,20 +49,37 @@ def graded(
     Where k is larger than the gallery, the whole of it is taken. Everything in float64, exactly, in tiles of queries
     within `budget` bytes. ranks: who shares the queries, as in `retrieval`.
     """
-    _check(ks, distance, budget)
     if classes is not None:
         checks.class_ids("classes", classes, checks.rows("embeddings", embeddings))
+    options = {"gallery": gallery, "gallery_targets": gallery_targets, "distance": distance, "budget": budget}
+    values = per_query(embeddings, targets, ks, **options, progress=progress, ranks=ranks)  # type: ignore[arg-type]
+    result = Scores({name: float(value.nanmean()) for name, value in values.items()})
+    if interval:
+        groups = torch.arange(len(embeddings)) if classes is None else classes.cpu()
+        result.intervals = {name: bootstrap(value, groups, seed=seed) for name, value in values.items()}
+    result["spearman_skipped"] = float(values["spearman"].isnan().sum())
+    return result
+
+
+def per_query(
+    embeddings: Tensor,
+    targets: Tensor,
+    ks: Sequence[int] = (1, 5, 10),
+    *,
+    gallery: Tensor | None = None,
+    gallery_targets: Tensor | None = None,
+    distance: str = "euclidean",
+    budget: int = BUDGET,
+    progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
+) -> dict[str, Tensor]:
+    """The metrics of `graded` query by query, (Q,) float64 on the CPU; "spearman" is NaN where it says nothing."""
+    _check(ks, distance, budget)
     a, t = _items("embeddings", embeddings, "targets", targets)  # (N, D), (N, K) in float64
     b, u = _gallery(a, t, gallery, gallery_targets)
     table = _per_query((a, t, b, u), gallery is None, ks, distance, budget, progress, ranks)
     names = [f"{name}@{k}" for name in ("ndcg", "label_distance", "best_label_distance") for k in ks]
-    values = dict(zip([*names, "spearman"], table, strict=True))  # (Q,) each
-    result = Scores({name: float(value.nanmean()) for name, value in values.items()})
-    if interval:
-        groups = torch.arange(a.shape[0]) if classes is None else classes.cpu()
-        result.intervals = {name: bootstrap(value, groups, seed=seed) for name, value in values.items()}
-    result["spearman_skipped"] = float(values["spearman"].isnan().sum())
-    return result
+    return dict(zip([*names, "spearman"], table, strict=True))
 
 
 def _per_query(

@@ -1,6 +1,5 @@
 """The encoder of a run as a gallery uses it: who it is, what it takes, and from pictures to vectors of length 1."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from nearkin import models
 from nearkin.core import checks
 from nearkin.data import augment, pictures
 from nearkin.gallery.rows import Floats, unit
+from nearkin.models.stored import fingerprint
 
 __all__ = ["Described", "Encoding", "described"]
 
@@ -39,17 +39,16 @@ def described(run: str | Path) -> Described:
         raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-        parts = {key: said[key] for key in ("weights_sha256", "settings", "preparation")}
+        identity, preparation = fingerprint(said), said["preparation"]
         dim = said["settings"].get("dim") or None
-        kind = said["preparation"].get("kind")
+        kind = preparation.get("kind")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: not the description of an encoder ({error})") from None
     if kind not in ("pictures", "vectors"):
         raise ValueError(
             f"{path}: does not say how items are prepared for the encoder; it must come from nearkin train"
         )
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
-    return Described(folder, hashlib.sha256(text.encode()).hexdigest(), parts["preparation"], dim)
+    return Described(folder, identity, preparation, dim)
 
 
 class Encoding:

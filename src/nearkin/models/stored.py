@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nearkin.models.choice import build
 from nearkin.models.encoder import Encoder
 from nearkin.models.own import PREFIX, OwnEncoder
 
-__all__ = ["load", "save"]
+__all__ = ["fingerprint", "load", "save"]
 
 FORMAT = 1  # raise when a reader of today could not make sense of the folder
 DESCRIPTION, WEIGHTS = "encoder.json", "model.safetensors"
@@ -52,6 +53,15 @@ def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | Non
         said.flush()
         os.fsync(said.fileno())  # so that nothing slow is left to do once the weights have their name
         files.write_bytes(folder / WEIGHTS, weights)
+
+
+def fingerprint(description: Mapping[str, Any]) -> str:
+    """sha256 of the weights, the architecture and the preparation: whatever changes an embedding changes it.
+
+    description: the content of encoder.json; a KeyError names what it lacks.
+    """
+    parts = {key: description[key] for key in ("weights_sha256", "settings", "preparation")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encoder, dict[str, Any]]:

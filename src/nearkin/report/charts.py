@@ -3,22 +3,26 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nearkin.report.words import escape, finite, number, percent, share, shown
 
-__all__ = ["Bars", "Line", "Mark", "bar", "histogram", "intervals", "lines", "smoothed", "ticks"]
+__all__ = ["STYLES", "Bars", "Line", "Mark", "bar", "histogram", "intervals", "lines", "smoothed", "ticks"]
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 38
 MOST_POINTS = 400  # drawn of a line: more cannot be seen at this width
 HOVERED = 60  # places of a line that answer the pointer
 
+STYLES = ("main", "other", "third", "fourth")  # one per line of a chart: colours of the page, the later two dashed
+LETTER = 7.2  # width of a letter of a name, at most on average
+
 Format = Callable[[float], str]
 
 
 @dataclass(frozen=True)
 class Line:
-    """ys over xs; a value that is no number is a gap. style: "main", "other" or "faint"."""
+    """ys over xs; a value that is no number is a gap. style: one of `STYLES`, or "faint"."""
 
     name: str
     xs: Sequence[float]
@@ -94,27 +98,28 @@ def lines(
     low, high = _range(values, from_zero)
     first, last = min(places), max(places)
     named = [line for line in series if line.name and line.style != "faint"]
-    right = RIGHT if len(named) < 2 else 12 + 7.5 * max(len(line.name) for line in named)
+    right = RIGHT if len(named) < 2 else 14 + 7.5 * max(len(line.name) for line in named)
     frame = _Frame((first, last if last > first else first + 1), (low, high), right)
     parts = [frame.axes(form, x_label)]
     behind = sorted(series, key=lambda line: line.style != "faint")
     parts += [_line(frame, line, form, x_label) for line in behind]
     if len(named) > 1:
         parts += _end_labels(frame, named)
-    parts += [_mark(frame, mark) for mark in marks]
+    parts += [_mark(frame, mark, series) for mark in marks]
     return _svg(title, WIDTH, HEIGHT, "".join(parts))
 
 
 def histogram(edges: Sequence[float], groups: Sequence[Bars], *, title: str, x_label: str, width: float = WIDTH) -> str:
-    """Filled steps of shares over common bins, each group named where it is highest; "" where there is none."""
+    """Filled steps of shares over common bins, the groups named above the plot; "" where there is none."""
     groups = [group for group in groups if sum(group.counts)]
     if not groups:
         return ""
     used = [i for group in groups for i, n in enumerate(group.counts) if n]
     first, last = max(0, min(used) - 1), min(len(edges) - 2, max(used) + 1)
     highest = max(max(group.shares) for group in groups)
-    frame = _Frame((edges[first], edges[last + 1]), (0.0, 1.2 * highest), RIGHT, width)
-    parts = [frame.axes(percent, x_label)]
+    names, top = _legend(groups, width)
+    frame = _Frame((edges[first], edges[last + 1]), (0.0, 1.05 * highest), RIGHT, width, top)
+    parts = [frame.axes(percent, x_label), *names]
     for group in groups:
         outline, bars = [f"{frame.x(edges[first]):.1f},{frame.base}"], []
         for i in range(first, last + 1):
@@ -127,7 +132,6 @@ def histogram(edges: Sequence[float], groups: Sequence[Bars], *, title: str, x_l
         outline.append(f"{frame.x(edges[last + 1]):.1f},{frame.base}")
         parts.append(f'<polygon class="area {group.style}" points="{" ".join(outline)}"/>')
         parts.append(f'<g class="hover">{"".join(bars)}</g>')
-    parts += _peak_labels(frame, edges, groups)
     return _svg(title, width, HEIGHT, "".join(parts))
 
 
@@ -167,15 +171,17 @@ def bar(value: object, style: str = "") -> str:
 class _Frame:
     """Where values stand in the picture."""
 
-    def __init__(self, xs: tuple[float, float], ys: tuple[float, float], right: float, width: float = WIDTH) -> None:
+    def __init__(
+        self, xs: tuple[float, float], ys: tuple[float, float], right: float, width: float = WIDTH, top: float = TOP
+    ) -> None:
         self.xs, self.ys, self.width, self.right = xs, ys, width, width - right
-        self.base = HEIGHT - BOTTOM
+        self.base, self.top = HEIGHT - BOTTOM, top
 
     def x(self, value: float) -> float:
         return LEFT + (value - self.xs[0]) / (self.xs[1] - self.xs[0]) * (self.right - LEFT)
 
     def y(self, value: float) -> float:
-        return self.base - (value - self.ys[0]) / (self.ys[1] - self.ys[0]) * (self.base - TOP)
+        return self.base - (value - self.ys[0]) / (self.ys[1] - self.ys[0]) * (self.base - self.top)
 
     def axes(self, form: Format, x_label: str) -> str:
         parts = []
@@ -186,7 +192,7 @@ class _Frame:
         for value in ticks(*self.xs, most=5 if self.width == WIDTH else 10):
             x = self.x(value)
             parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{self.base}" y2="{self.base + 4}"/>')
-            parts.append(f'<text class="tick mid" x="{x:.1f}" y="{self.base + 16}">{number(value)}</text>')
+            parts.append(f'<text class="tick mid" x="{x:.1f}" y="{self.base + 18.5}">{number(value)}</text>')
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.right:.1f}" y1="{self.base}" y2="{self.base}"/>')
         middle = (LEFT + self.right) / 2
         parts.append(f'<text class="tick mid label" x="{middle:.1f}" y="{HEIGHT - 5}">{escape(x_label)}</text>')
@@ -231,45 +237,63 @@ def _line(frame: _Frame, line: Line, form: Format, x_label: str) -> str:
 
 
 def _end_labels(frame: _Frame, named: Sequence[Line]) -> list[str]:
-    """Names at the lines' ends, pushed apart where they would meet."""
+    """Names at the lines' ends, pushed apart where they would meet, none below the axis."""
     ends = []
     for line in named:
         drawn = [y for y in map(finite, line.ys) if y is not None]
         ends += [(frame.y(drawn[-1]), line.style, line.name)] if drawn else []
-    parts, last = [], -math.inf
-    for y, style, name in sorted(ends):
-        last = max(y, last + 13)
-        parts.append(f'<text class="name {style}" x="{frame.right + 7:.1f}" y="{last + 4:.1f}">{escape(name)}</text>')
-    return parts
+    ends.sort()
+    places: list[float] = []
+    for y, _, _ in ends:
+        places.append(max(y, places[-1] + 14) if places else y)
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], (places[i + 1] - 14) if i + 1 < len(places) else frame.base)
+    return [
+        f'<text class="name {style}" x="{frame.right + 10:.1f}" y="{place + 4:.1f}">{escape(name)}</text>'
+        for place, (_, style, name) in zip(places, ends, strict=True)
+    ]
 
 
-def _mark(frame: _Frame, mark: Mark) -> str:
+def _mark(frame: _Frame, mark: Mark, series: Sequence[Line]) -> str:
+    """A ring at the place, and its text on the dotted line through it, where it is farthest from every line."""
     x, y = frame.x(mark.x), frame.y(mark.y)
     left = x > (LEFT + frame.right) / 2
-    below = y < TOP + 18
-    at = f'x="{x + (-9 if left else 9):.1f}" y="{y + (19 if below else -9):.1f}"'
+    width = LETTER * len(mark.text)
+    first, last = (x - 9 - width, x) if left else (x, x + 9 + width)
+    passing = [place for line in series for place in _between(frame, line, first, last)]
+    rows = [frame.top + 4 + 6 * i for i in range(int((frame.base - frame.top - 8) / 6))]
+    row = max(rows, key=lambda row: (min([24.0, *(abs(row - place) for place in passing)]), -abs(row - y)))
+    at = f'x="{x + (-9 if left else 9):.1f}" y="{row + 4:.1f}"'
     return (
-        f'<line class="best" x1="{x:.1f}" x2="{x:.1f}" y1="{y + 6:.1f}" y2="{frame.base}"/>'
+        f'<line class="best" x1="{x:.1f}" x2="{x:.1f}" y1="{min(y, row):.1f}" y2="{frame.base}"/>'
         f'<circle class="best" cx="{x:.1f}" cy="{y:.1f}" r="5.5"/>'
         f'<text class="name best {"end" if left else ""}" {at}>{escape(mark.text)}</text>'
     )
 
 
-def _peak_labels(frame: _Frame, edges: Sequence[float], groups: Sequence[Bars]) -> list[str]:
-    """A name above each peak; names that would meet stand one above the other."""
+def _between(frame: _Frame, line: Line, first: float, last: float) -> list[float]:
+    """Heights at which a line passes between two places of the picture, every few pixels."""
+    drawn = [(frame.x(x), frame.y(y)) for x, y in zip(line.xs, map(finite, line.ys), strict=True) if y is not None]
+    found = [y for x, y in drawn if first <= x <= last]
+    for (x0, y0), (x1, y1) in pairwise(drawn):
+        places = range(math.ceil(max(x0, first)), math.floor(min(x1, last)) + 1, 4)
+        found += [y0 + (y1 - y0) * (x - x0) / max(x1 - x0, 1e-9) for x in places]
+    return found
+
+
+def _legend(groups: Sequence[Bars], width: float) -> tuple[list[str], float]:
+    """The groups' names above the plot, side by side where they fit, and where the plot begins under them."""
     parts: list[str] = []
-    taken: list[tuple[float, float, float]] = []
+    x, y = float(LEFT), 12.0
     for group in groups:
-        peak = max(range(len(group.counts)), key=lambda i: group.counts[i])
         text = group.name if group.mean is None else f"{group.name}, mean {number(group.mean)}"
-        half = 3.3 * len(text)
-        x = min(max(frame.x((edges[peak] + edges[peak + 1]) / 2), LEFT + half), frame.right - half)
-        y = max(frame.y(group.shares[peak]) - 7, 11.0)
-        while any(abs(x - other) < half + width and abs(y - height) < 14 for other, height, width in taken):
-            y -= 15
-        taken.append((x, y, half))
-        parts.append(f'<text class="name mid {group.style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>')
-    return parts
+        needed = 18 + LETTER * len(text)
+        if x > LEFT and x + needed > width - RIGHT:
+            x, y = float(LEFT), y + 17
+        parts.append(f'<rect class="area {group.style}" x="{x:.1f}" y="{y - 9:.1f}" width="11" height="11" rx="2"/>')
+        parts.append(f'<text class="name {group.style}" x="{x + 17:.1f}" y="{y + 1:.1f}">{escape(text)}</text>')
+        x += needed + 18
+    return parts, y + 14
 
 
 def _hover(shape: str, tip: str) -> str:

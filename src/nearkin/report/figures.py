@@ -9,7 +9,7 @@ from nearkin.report.charts import Line, Mark
 from nearkin.report.findings import Findings
 from nearkin.report.words import escape, finite, named, number, shown
 
-__all__ = ["data", "headline", "recipe", "results", "training"]
+__all__ = ["data", "headline", "recipe", "results", "training", "verdict"]
 
 _MAIN = ("recall@1", "map@r", "ndcg@10", "ndcg@5", "ndcg@1", "spearman", "accuracy")
 _ORDER = ("trained", "baseline", "untrained")
@@ -41,6 +41,16 @@ def headline(findings: Findings) -> tuple[str, str]:
     return sentence, body
 
 
+def verdict(findings: Findings) -> str:
+    """Whether training helped, in one sentence; where it did not, as a warning."""
+    found = findings.results.get("verdict")
+    if not isinstance(found, Mapping) or not found.get("sentence"):
+        return ""
+    style = 'class="alert" role="alert"' if found.get("helped") is False else 'class="helped"'
+    sentence = escape(words.short(found["sentence"], 600)).replace(" %", "\u202f%")  # which does not break
+    return f"<div {style}><p>{sentence}</p></div>"
+
+
 def results(findings: Findings) -> str:
     """A table for each part that was measured, each row with its intervals drawn on one strip."""
     parts = {name: _who(value) for name, value in findings.results.items()}
@@ -60,8 +70,8 @@ def training(findings: Findings) -> str:
         ("Validation", _validation(epochs)),
         ("Learning rate", _single(steps, "lr", "learning rate")),
         ("Gradient norm", _single(steps, "gradient", "gradient norm")),
-        ("Spread of a batch: 0 one spot, 1 all round", _single(epochs, "spread", "spread")),
-        ("Effective rank of a batch", _single(epochs, "effective_rank", "effective rank")),
+        ("Spread of a batch: 0 one spot, 1 all round", _single(findings.history, "spread", "spread")),
+        ("Effective rank of a batch", _single(findings.history, "effective_rank", "effective rank")),
     ]
     made = [f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in figures if svg]
     return f'<div class="charts">{"".join(made)}</div>' if made else ""
@@ -97,9 +107,7 @@ def data(findings: Findings) -> str:
         columns = list(dict.fromkeys(str(key) for part in parts.values() for key in part))
         head = "".join(f'<th scope="col">{escape(c.replace("_", " "))}</th>' for c in columns)
         rows = "".join(
-            f'<tr><th scope="row">{named(name)}</th>'
-            + "".join(f"<td>{words.any_value(part.get(c))}</td>" for c in columns)
-            + "</tr>"
+            f'<tr><th scope="row">{named(name)}</th>' + "".join(_part_cell(c, part.get(c)) for c in columns) + "</tr>"
             for name, part in parts.items()
         )
         body += (
@@ -117,6 +125,13 @@ def data(findings: Findings) -> str:
         lines = notes if isinstance(notes, (list, tuple)) else [notes]
         body += f'<ul class="notes">{"".join(f"<li>{escape(words.short(n, 500))}</li>" for n in lines[:50])}</ul>'
     return body
+
+
+def _part_cell(column: str, value: object) -> str:
+    """A cell of the parts' table; on a narrow screen it stands under the others and shows its column's name."""
+    kind = "name" if isinstance(value, str) else "figure"
+    text = named(words.short(value, 40)) if isinstance(value, str) and value else words.any_value(value)
+    return f'<td class="{kind}" data-column="{escape(column.replace("_", " "))}">{text}</td>'
 
 
 def recipe(findings: Findings) -> str:
@@ -223,9 +238,9 @@ def _validation(epochs: Sequence[Mapping[str, Any]]) -> str:
         return ""
     xs = [_at(line, "epoch", i) for i, line in enumerate(rows, start=1)]
     drawn = []
-    for i, name in enumerate(metrics[:4]):
+    for i, name in enumerate(metrics[: len(charts.STYLES)]):
         ys = [_value(line["val"].get(name))[0] for line in rows]
-        drawn.append(Line(words.metric(name), xs, ys, "other" if i else "main"))
+        drawn.append(Line(words.metric(name), xs, ys, charts.STYLES[i]))
     best = [(x, y) for x, y, line in zip(xs, drawn[0].ys, rows, strict=True) if line.get("best") and y is not None]
     marks = [Mark(x, y, f"best: epoch {number(x)}, {words.shown(metrics[0], y)}") for x, y in best[-1:]]
     form = words.percent if words.is_share(metrics[0]) else number

@@ -77,7 +77,7 @@ def _row(shown: Shown, row: Row) -> str:
             right = shown.kind(item) == shown.kind(row.query)
             sign, said, style = ("✓", "right", "right") if right else ("✗", "wrong", "wrong")
             name = shown.name(shown.kind(item))
-            caption = f'<span class="sign" aria-hidden="true">{sign}</span> {named(name)}'
+            caption = f'<span class="sign" aria-hidden="true">{sign}</span> {words.caption(name)}'
             tip = f"{said}: {words.short(name)}, cosine {close:.2f}"
         elif row.label_distance:
             far, style, name = row.label_distance[i], "graded", _target(shown, item)
@@ -91,7 +91,7 @@ def _row(shown: Shown, row: Row) -> str:
         )
     return (
         f'<div class="row"><figure class="query">{first}<figcaption title="{escape(words.short(query))}">'
-        f'{named(query or "query")}</figcaption></figure><div class="near">{"".join(cells)}</div></div>'
+        f'{words.caption(query or "query")}</figcaption></figure><div class="near">{"".join(cells)}</div></div>'
     )
 
 
@@ -167,7 +167,7 @@ def distances(shown: Shown) -> str:
 def worst(shown: Shown) -> str:
     rows = shown.choice.diagnosis["worst_classes"] if shown.choice.diagnosis else []
     lines = "".join(
-        f'<li>{shown.pictures(row["class"], 4)}<span class="what">{named(shown.name(row["class"]))}</span>'
+        f'<li>{shown.pictures(row["class"], 4)}<span class="what">{words.caption(shown.name(row["class"]))}</span>'
         f"{charts.bar(row['r_precision'])}"
         f'<span class="much">{share(row["r_precision"])} <small>R@1 {share(row["recall@1"])} · '
         f"{words.count(row['items'], 'item', 'items')}</small></span></li>"
@@ -181,7 +181,8 @@ def confused(shown: Shown) -> str:
     lines = []
     for row in rows:
         sides = [
-            f'<span class="side">{shown.pictures(kind, 2)}<span class="what">{named(shown.name(kind))}</span></span>'
+            f'<span class="side">{shown.pictures(kind, 2)}'
+            f'<span class="what">{words.caption(shown.name(kind))}</span></span>'
             for kind in row["classes"]
         ]
         pair = '<span class="arrow" aria-label="and">↔</span>'.join(sides)
@@ -201,8 +202,8 @@ def label_errors(shown: Shown) -> str:
         cards.append(
             f"<li>{shown.picture(item, f'suspect item, labelled {own}')}"
             f'<div><p class="small soft">{named(shown.findings.names[item])}</p>'
-            f"<p>labelled <b>{named(own)}</b></p>"
-            f"<p>{words.percent(round(row['agreement'], 2))} of its neighbours: <b>{named(other)}</b></p>"
+            f"<p>labelled <b>{words.caption(own)}</b></p>"
+            f"<p>{words.percent(round(row['agreement'], 2))} of its neighbours: <b>{words.caption(other)}</b></p>"
             f"{shown.pictures(row['suggested'], 3)}</div></li>"
         )
     if not cards:

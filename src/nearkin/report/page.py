@@ -80,7 +80,8 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
 
 def _document(shown: Shown, sections: list[Section]) -> str:
     sentence, lede = figures.headline(shown.findings)
-    return document("nearkin run report", shown.findings.title, sentence, lede + _warnings(shown), sections)
+    opening = lede + figures.verdict(shown.findings) + _warnings(shown)
+    return document("nearkin run report", shown.findings.title, sentence, opening, sections)
 
 
 def _warnings(shown: Shown) -> str:

@@ -62,15 +62,12 @@ def findings_of(outcome: Outcome) -> Findings:
 
 
 def _history(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One rate a step, the head's; and at the end of an epoch what the monitor saw last."""
-    found, seen = [], {}
-    for line in lines:
-        if line["event"] == "step":
-            rates = line["lr"]
-            line = line | {"lr": rates["head"] if "head" in rates else max(rates.values())}
-            seen = {name: line[name] for name in ("spread", "effective_rank")}
-        found.append(line if line["event"] == "step" else line | seen)
-    return found
+    """One learning rate per step, the head's."""
+
+    def rate(rates: dict[str, float]) -> float:
+        return rates["head"] if "head" in rates else max(rates.values())
+
+    return [line | {"lr": rate(line["lr"])} if line["event"] == "step" else line for line in lines]
 
 
 def _data(report: dict[str, Any]) -> dict[str, Any]:

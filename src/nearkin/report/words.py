@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any
 
-__all__ = ["count", "escape", "metric", "named", "number", "percent", "plain", "share", "short", "shown"]
+__all__ = ["caption", "count", "escape", "metric", "named", "number", "percent", "plain", "share", "short", "shown"]
 
 MISSING = "–"
 LONGEST = 160  # characters of a name; the middle of a longer one is left out
@@ -46,6 +46,13 @@ def named(value: object) -> str:
     """A user's name between tags: escaped, bounded, its direction of writing kept to itself, broken where it may be."""
     text = escape(short(value)).replace("_", "_<wbr>").replace("/", "/<wbr>")
     return f"<bdi>{text}</bdi>"
+
+
+def caption(value: object) -> str:
+    """A name where there is little room, as under a picture: each word whole, or cut with … by the page's style."""
+    parts = [part for part in re.split(r"(?<=[\s_/-])", short(value)) if part]
+    words = [f'<span class="word">{escape(part.rstrip())}</span>{" " if part[-1].isspace() else ""}' for part in parts]
+    return f"<bdi>{''.join(words)}</bdi>"
 
 
 def finite(value: object) -> float | None:

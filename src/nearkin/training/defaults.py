@@ -96,7 +96,7 @@ def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.devi
             size = 224 if on.type == "cuda" else 128
     stored = recipe.data.stored
     if stored is None:
-        stored = size if side <= size and size <= SMALL else min(-(-size * 8 // 7), max(side, 32))
+        stored = size if side <= size and size <= SMALL else min(size * 8 // 7, max(side, 32))
     filled = {
         "size": size,
         "stored": stored,

@@ -17,6 +17,7 @@ from nearkin.training import judging
 from nearkin.training.feed import Material, embed
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.trainer import PRECISIONS, Trainer
+from nearkin.training.verdict import verdict
 
 __all__ = ["contenders", "explained", "raw", "results", "unwrapped"]
 
@@ -70,12 +71,15 @@ def results(
     options: dict[str, Any] = {"ks": recipe.evaluation.ks, "interval": recipe.evaluation.interval}
     options["seed"] = recipe.training.seed
     tested = {name: judging.test(x, held, trainer.graded, trainer.device, **options) for name, x in rows.items()}
+    settings: dict[str, Any] = {"baseline": prepared.baseline, "seed": recipe.training.seed}
+    judged = verdict(rows, held, trainer.graded, trainer.device, **settings)
     found = {
         "nearkin": version_of("nearkin"),
         "source": recipe.data.source,
         "protocol": prepared.parts.note,
         "test": tested,
         "baseline": prepared.baseline,
+        "verdict": judged,
         "val": facts["val"] | {"epoch": facts["epoch"], "step": facts["step"]},
         "items": {name: len(part) for name, part in prepared.sizes().items()},
         "classes": prepared.class_counts(),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nearkin import evaluation
 
-__all__ = ["MAIN", "Held", "judge", "main_metric", "test"]
+__all__ = ["MAIN", "Held", "graded_sides", "judge", "main_metric", "number", "sides", "test"]
 
 MAIN = {False: "map@r", True: "ndcg@10"}  # what validation maximises: classes, continuous targets
 KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
@@ -48,7 +48,7 @@ def judge(rows: Tensor, held: Held, graded: bool, device: torch.device) -> dict[
         found: Any = _graded(rows, held, device, ks=(10,))
         names = ("ndcg@10", "label_distance@10", "spearman")
     else:
-        queries, labels, gallery, gallery_labels = _sides(rows, held, device)
+        queries, labels, gallery, gallery_labels = sides(rows, held, device)
         found = evaluation.retrieval(queries, labels, gallery, gallery_labels, ks=(1,), metrics=_METRICS)
         names = ("map@r", "recall@1", "r_precision")
     return {name: float(found[name]) for name in names if np.isfinite(found[name])}
@@ -62,7 +62,7 @@ def test(
     if graded:
         found: Any = _graded(rows, held, device, ks=ks, interval=interval, seed=seed)
     else:
-        queries, labels, gallery, gallery_labels = _sides(rows, held, device)
+        queries, labels, gallery, gallery_labels = sides(rows, held, device)
         options: dict[str, Any] = {"ks": ks, "metrics": _METRICS, "interval": interval, "seed": seed}
         found = evaluation.retrieval(queries, labels, gallery, gallery_labels, **options)
     result = {}
@@ -70,21 +70,28 @@ def test(
         if name in ("queries", "without_kin", "unknown", "spearman_skipped"):
             continue
         low, high = found.intervals.get(name, (None, None)) if interval else (None, None)
-        result[name] = {"value": _number(value), "low": _number(low), "high": _number(high)}
+        result[name] = {"value": number(value), "low": number(low), "high": number(high)}
     return result
 
 
 def _graded(rows: Tensor, held: Held, device: torch.device, **options: Any) -> Any:
+    queries, targets, gallery = graded_sides(rows, held, device)
+    return evaluation.graded(queries, targets, **gallery, **options)
+
+
+def graded_sides(rows: Tensor, held: Held, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Queries, their targets, and as options the gallery's where there is one."""
     assert held.targets is not None
     count, targets = len(held.indices), torch.from_numpy(held.targets).to(device)
-    if held.gallery is not None:
-        assert held.gallery_targets is not None
-        options |= {"gallery": rows[count:].to(device)}
-        options |= {"gallery_targets": torch.from_numpy(held.gallery_targets).to(device)}
-    return evaluation.graded(rows[:count].to(device), targets, **options)
+    if held.gallery is None:
+        return rows[:count].to(device), targets, {}
+    assert held.gallery_targets is not None
+    found = torch.from_numpy(held.gallery_targets).to(device)
+    return rows[:count].to(device), targets, {"gallery": rows[count:].to(device), "gallery_targets": found}
 
 
-def _sides(rows: Tensor, held: Held, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def sides(rows: Tensor, held: Held, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Queries and labels, gallery and its labels where there is one."""
     assert held.labels is not None
     count = len(held.indices)
     queries, labels = rows[:count].to(device), torch.from_numpy(held.labels).to(device)
@@ -94,7 +101,8 @@ def _sides(rows: Tensor, held: Held, device: torch.device) -> tuple[Tensor, Tens
     return queries, labels, rows[count:].to(device), torch.from_numpy(held.gallery_labels).to(device)
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """A figure as JSON has it: None for one that is no number."""
     if value is None:
         return None
     number = float(value)
@@ -109,12 +117,12 @@ def more(rows: Tensor, held: Held, pairs: Any, recipe: Any, device: torch.device
             raise ValueError("evaluation.clustering needs class labels, the source has none")
         labels = torch.from_numpy(held.labels).to(device)
         clusters: Any = evaluation.clustering(rows[: len(held.indices)].to(device), labels, seed=recipe.training.seed)
-        found["clustering"] = {name: _number(clusters[name]) for name in ("nmi", "ami", "f1")}
+        found["clustering"] = {name: number(clusters[name]) for name in ("nmi", "ami", "f1")}
     if pairs is not None and unverifiable(pairs) is None:
         verified = _verified(rows, pairs)
         names = ("accuracy", "accuracy_error", "threshold", "eer", "auc")
-        found["verification"] = {name: _number(verified[name]) for name in names}
-        found["verification"] |= {name: _number(v) for name, v in verified.items() if name.startswith("tar@")}
+        found["verification"] = {name: number(verified[name]) for name in names}
+        found["verification"] |= {name: number(v) for name, v in verified.items() if name.startswith("tar@")}
     return found
 
 

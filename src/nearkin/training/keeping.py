@@ -34,6 +34,7 @@ class State:
     finished: bool = False
     seconds: float = 0.0
     counted: int = 0  # steps in the window that the next log line averages
+    epoch_steps: int = 0  # steps of this epoch whose losses are summed up
     notes: list[str] = field(default_factory=list)
 
 
@@ -51,7 +52,7 @@ def contents(trainer: "Trainer") -> tuple[dict[str, Tensor | Rows], dict[str, An
     )
     state = asdict(trainer.state) | {"optimizer": plain, "chances": chances, "rate": trainer.rate.state_dict()}
     state |= {"scaler": trainer.scaler.state_dict(), "monitor": trainer.monitor.state_dict()}
-    return {"window": trainer.window, **tensors}, state
+    return {"window": trainer.window, "epoch.loss": trainer.epoch_loss, **tensors}, state
 
 
 def put_back(trainer: "Trainer", kept: Kept, state: dict[str, Any]) -> None:
@@ -69,6 +70,8 @@ def put_back(trainer: "Trainer", kept: Kept, state: dict[str, Any]) -> None:
     trainer.scaler.load_state_dict(state.pop("scaler"))
     trainer.monitor.load_state_dict(state.pop("monitor"))
     trainer.window.copy_(kept.rows("window"))
+    for summed in kept.part("epoch").values():  # checkpoints of earlier versions do not have it
+        trainer.epoch_loss.copy_(summed)
     trainer.state = State(**state)
 
 

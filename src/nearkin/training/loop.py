@@ -39,7 +39,9 @@ def fit(trainer: Trainer, watch: Watch) -> None:
                 trainer.rate.set(trainer.optimizer, state.step)
                 value, embeddings = trainer.learn(batch)
                 trainer.window += value
+                trainer.epoch_loss += value
                 state.counted, state.batch, state.step = state.counted + 1, batch.number + 1, state.step + 1
+                state.epoch_steps += 1
                 look = state.step % options.log_steps == 0 or state.step == 1
                 norm = trainer.move(measure=look)
                 watch({"event": "moved", "epoch": state.epoch + 1, "step": state.step, "items": len(batch.items)})

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Diverged", "Monitor", "spread_and_rank"]
+from nearkin.evaluation import diagnosis
+
+__all__ = ["Diverged", "Monitor", "geometry"]
 
 _ROWS = 256  # of a batch, enough to see a collapse
 COLLAPSED = 1e-3  # spread of unit rows: 0 all in one spot, 1 no common direction
-FLAT = 1.2  # effective rank: everything on a line
+FLAT = 0.91  # share of the variance along one direction: everything on a line
 _PATIENCE = 5, 100  # looks in a row, and steps, before it counts: early steps may look like anything
 STILL = 1e-5  # relative change of the loss's own parameters over an epoch
 
@@ -21,18 +23,24 @@ class Diverged(ValueError):
 
 
 @torch.no_grad()
-def spread_and_rank(embeddings: Tensor) -> Tensor:
-    """(2,) on the device: 1 - |mean unit row|², and the effective rank (Σλ)² / Σλ² of the covariance of unit rows.
+def geometry(embeddings: Tensor) -> tuple[float, float, float]:
+    """How the unit rows of a batch stand: spread 1 - |mean|², effective rank, share of the variance along one line.
 
-    Of at most 256 rows, evenly taken. Nothing is decomposed and nothing waits: λ is never needed by itself.
+    Of at most 256 rows, evenly taken. The effective rank is that of `evaluation.diagnose`; as a warning it is of no
+    use, since a little noise in many dimensions hides a line from it: that is what the share is for. Waits for the
+    device; decomposed is the smaller of rows x rows and D x D, on the CPU, in 2 ms at 128.
     """
     step = max(1, len(embeddings) // _ROWS)
-    rows = nn.functional.normalize(embeddings.detach()[::step][:_ROWS].float(), dim=1)
+    rows = nn.functional.normalize(embeddings.detach()[::step][:_ROWS].double(), dim=1)
+    if not bool(rows.isfinite().all()):
+        raise Diverged("the embeddings are not finite: try a smaller optimizer.lr, or training.precision=fp32")
     mean = rows.mean(0)
     centred = rows - mean
-    total, squares = centred.square().sum(), (centred @ centred.T).square().sum()
-    rank = torch.where(squares > 1e-20, total.square() / squares.clamp(min=1e-20), 0.0)
-    return torch.stack([(1 - mean.square().sum()).clamp(min=0), rank])
+    square = centred @ centred.T if len(rows) < rows.shape[1] else centred.T @ centred
+    variances = torch.linalg.eigvalsh(square.cpu() / len(rows)).clamp(min=0)  # ascending
+    total = float(variances.sum())
+    line = float(variances[-1]) / total if total > 1e-20 else 1.0
+    return max(0.0, 1 - float(mean.square().sum())), diagnosis.effective_rank(variances), line
 
 
 class Monitor:
@@ -53,15 +61,16 @@ class Monitor:
                 f"training.precision=fp32; the last checkpoint is from before"
             )
 
-    def look(self, step: int, loss: float, gradient: float, spread: float, rank: float) -> list[str]:
+    def look(self, step: int, loss: float, gradient: float, spread: float, rank: float, line: float) -> list[str]:
         """Warnings that are new at a step; raises `Diverged` where going on makes no sense."""
         self.finite(step, loss)
         notes = []
-        gone = spread < COLLAPSED or (self.flat_possible and rank < FLAT)
+        gone = spread < COLLAPSED or (self.flat_possible and line > FLAT)
         if self._lasts("collapse", gone, step):
             sentence = (
-                f"the embeddings have collapsed (spread {spread:.1e}, effective rank {rank:.1f}) by step {step}: try "
-                f"a smaller optimizer.lr, a longer schedule.warmup, another loss.selection than hard, or a loss "
+                f"the embeddings have collapsed (spread {spread:.1e}, effective rank {rank:.1f}, {100 * line:.0f} % of "
+                f"the variance along one direction) by step {step}: "
+                f"try a smaller optimizer.lr, a longer schedule.warmup, another loss.selection than hard, or a loss "
                 f"without mining such as supcon"
             )
             if self.on_collapse == "stop":

@@ -25,7 +25,7 @@ from nearkin.training.graphs import Graphed
 from nearkin.training.journal import Journal
 from nearkin.training.judging import Held
 from nearkin.training.keeping import State
-from nearkin.training.monitor import Monitor, spread_and_rank
+from nearkin.training.monitor import Monitor, geometry
 from nearkin.training.optimizers import Rate
 from nearkin.training.ranks import here
 from nearkin.training.recipe import Recipe
@@ -73,6 +73,7 @@ class Trainer:
         self.objective = GlobalBatch(self.loss) if self.ranks.size > 1 else self.loss
         self.per_item = any(getattr(part, "item_beta", None) is not None for part in self.loss.modules())
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
+        self.epoch_loss = torch.zeros((), device=self.device)  # and since the epoch began
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.saved_at = self.looked_at = self.clock = time.monotonic()
 
@@ -166,13 +167,14 @@ class Trainer:
         state, embeddings = self.state, world.gather(embeddings)
         none = self.window.new_full((), math.nan)
         scalars = [self.window / max(1, state.counted), none if norm is None else norm.to(self.window)]
-        read = torch.cat([torch.stack(scalars), spread_and_rank(embeddings).to(self.window)]).tolist()
-        loss, gradient, spread, rank = read
+        loss, gradient = torch.stack(scalars).tolist()
+        self.monitor.finite(state.step, loss)
+        spread, rank, line_share = geometry(embeddings)
         now = time.monotonic()
         items = state.counted * len(embeddings) / max(1e-9, now - self.looked_at)
         self.window.zero_()
         state.counted, self.looked_at = 0, now
-        notes = self.monitor.look(state.step, loss, gradient, spread, rank)
+        notes = self.monitor.look(state.step, loss, gradient, spread, rank, line_share)
         line = {"event": "step", "epoch": state.epoch + 1, "step": state.step, "loss": loss}
         rates = {group["part"]: group["lr"] for group in self.optimizer.param_groups}
         line |= {"lr": rates, "gradient": gradient if math.isfinite(gradient) else None}
@@ -203,6 +205,9 @@ class Trainer:
         notes = self.monitor.epoch(state.epoch + 1, before, self.loss)
         state.epoch, state.batch = state.epoch + 1, 0
         line: dict[str, Any] = {"event": "epoch", "epoch": state.epoch, "step": state.step}
+        line["loss"] = float(self.epoch_loss) / max(1, state.epoch_steps)
+        self.epoch_loss.zero_()
+        state.epoch_steps = 0
         if state.epoch % options.every == 0 or state.epoch == self.epochs:
             rows = self.embedded(self.held.everything)
             line["val"] = self.ranks.alone(

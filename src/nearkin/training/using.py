@@ -1,5 +1,6 @@
 """A finished run put to use: its encoder over any source, as embeddings or in another format."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from nearkin import data, models
 from nearkin.core import checks
-from nearkin.data import stored
+from nearkin.data import augment, stored
 from nearkin.data.items import Items
 from nearkin.data.vectors import Vectors
 from nearkin.evaluation import Ranks
 from nearkin.models.export import exportable
+from nearkin.models.stored import fingerprint as encoder_fingerprint
 from nearkin.training import folder
 from nearkin.training import recipe as recipes
 from nearkin.training.feed import Material, embed
@@ -124,7 +126,38 @@ def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[flo
     opened = _opened(Path(run), None, None, None, "skip", "cpu", same=False)
     some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
     batch = opened.material.plain(opened.material.gather(some))
-    return models.export_onnx(opened.encoder, path, batch), len(batch)
+    said = json.loads((Path(run) / "encoder.json").read_text(encoding="utf-8"))
+    more = {"nearkin.fingerprint": encoder_fingerprint(said), **_preparation_facts(said["preparation"])}
+    return models.export_onnx(opened.encoder, path, batch, metadata=more), len(batch)
+
+
+def _preparation_facts(preparation: dict[str, Any]) -> dict[str, str]:
+    """How a file becomes an input, step by step, for whoever has nothing but the ONNX file."""
+    if preparation["kind"] != "pictures":
+        return {"nearkin.kind": "vectors"}
+    side, size, fit = preparation["stored"], preparation["size"], preparation["fit"]
+    crop = augment.crop_side(side, size)
+    fitted = {
+        "crop": f"shorter side to {side} px, the middle {side} x {side} kept",
+        "squash": f"to {side} x {side} px, whatever the aspect",
+        "pad": f"longer side to {side} px, padded to {side} x {side} with the mean colour of the edge",
+    }
+    steps = [
+        "upright by EXIF, transparency over white, " + ("grey" if preparation["channels"] == 1 else "RGB"),
+        f"resize: {fitted[fit]}; Lanczos to make smaller, bicubic to make larger, rounded to 8 bits",
+        f"crop: the middle {crop} x {crop}, from pixel {(side - crop) // 2} on",
+    ]
+    if crop != size:
+        steps.append(f"resize: to {size} x {size}, bilinear, antialiased")
+    return {
+        "nearkin.kind": "pictures",
+        "nearkin.size": str(size),
+        "nearkin.resize": str(side),
+        "nearkin.fit": fit,
+        "nearkin.resize_filter": "lanczos smaller, bicubic larger",
+        "nearkin.crop": str(crop),
+        "nearkin.steps": "; ".join(f"{i}. {step}" for i, step in enumerate([*steps, "divide by 255"], 1)),
+    }
 
 
 def _finished(run: Path) -> None:

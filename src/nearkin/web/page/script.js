@@ -15,6 +15,8 @@
     made.append(...children.filter((child) => child !== null && child !== undefined));
     return made;
   };
+  /* A label word by word: a long word is cut with …, never broken; a title has the whole. */
+  const words = (text) => text.split(/(\s+)|(?<=[-_/])/).filter(Boolean).map((part) => (part.trim() ? h("span", { class: "word" }, part) : part));
   const say = (text) => { $("status").textContent = text; };
 
   /* ---- asking the service */
@@ -86,7 +88,7 @@
     return frame;
   };
   const itemButton = (hit, kin = null) => h("button", { class: "one", type: "button", "data-id": hit.id, title: hit.name, onclick: () => openItem(hit.id) },
-    face(hit.id, hit.label), h("b", { class: kin === hit.label ? "kin" : "" }, hit.label), h("small", {}, hit.similarity === undefined ? "" : hit.similarity.toFixed(3)));
+    face(hit.id, hit.label), h("b", { class: kin === hit.label ? "kin" : "", title: hit.label }, ...words(hit.label)), h("small", {}, hit.similarity === undefined ? "" : hit.similarity.toFixed(3)));
   const bar = (share, wrong = false) => { const inner = h("span"); inner.style.width = `${Math.max(0, Math.min(1, share)) * 100}%`; return h("span", { class: wrong ? "bar wrong" : "bar" }, inner); };
 
   /* ---- tabs */
@@ -184,7 +186,7 @@
     const limit = found.threshold === null || empty ? "" : `Nearest similarity ${found.similarity.toFixed(3)}; the same from ${found.threshold.toFixed(3)} on, where ${percent(found.far)} of strangers pass.`;
     $("verdict").replaceChildren(
       h("div", {}, h("p", { class: `who ${found.label === null ? "unknown" : bare ? "bare" : ""}` }, who), h("p", { class: "sure" }, sure), h("p", { class: "small soft" }, limit), found.note && !empty ? h("p", { class: "small soft" }, found.note) : null),
-      h("ol", { class: "bars", "aria-label": "Likeliest labels" }, ...found.candidates.slice(0, 5).map((one) => h("li", {}, h("span", { class: "what" }, one.label), bar(one.confidence ?? one.similarity), h("span", { class: "much" }, one.confidence === null ? one.similarity.toFixed(3) : percent(one.confidence))))));
+      h("ol", { class: "bars", "aria-label": "Likeliest labels" }, ...found.candidates.slice(0, 5).map((one) => h("li", {}, h("span", { class: "what", title: one.label }, h("span", {}, ...words(one.label))), bar(one.confidence ?? one.similarity), h("span", { class: "much" }, one.confidence === null ? one.similarity.toFixed(3) : percent(one.confidence))))));
     $("hits").replaceChildren(...(found.hits.length ? found.hits.map((hit) => itemButton(hit, found.label)) : [h("p", { class: "soft" }, "Nothing yet.")]));
     say(`${who}. ${sure}`);
   };
@@ -279,7 +281,7 @@
   const changeLabel = async (ids, label) => {
     const { rows } = await post("relabel", { ids, label });
     say(`${many(rows, "item is", "items are")} “${label}” now.`);
-    for (const id of ids) for (const one of document.querySelectorAll(`.one[data-id="${id}"] b`)) one.textContent = label;
+    for (const id of ids) for (const one of document.querySelectorAll(`.one[data-id="${id}"] b`)) { one.replaceChildren(...words(label)); one.title = label; }
     await written();
     if (tab === "explore") await explore();
   };
@@ -306,7 +308,7 @@
     showDiagnosis(await get("diagnosis"));
   });
   const showDiagnosis = (found) => {
-    const side = (label, ids) => h("span", { class: "side" }, h("span", { class: "thumbs" }, ...ids.slice(0, 2).map((id) => h("button", { type: "button", "aria-label": `${label}, id ${id}`, onclick: () => openItem(id) }, face(id, label)))), h("span", { class: "what" }, label));
+    const side = (label, ids) => h("span", { class: "side" }, h("span", { class: "thumbs" }, ...ids.slice(0, 2).map((id) => h("button", { type: "button", "aria-label": `${label}, id ${id}`, onclick: () => openItem(id) }, face(id, label)))), h("span", { class: "what", title: label }, h("span", {}, ...words(label))));
     $("confused").replaceChildren(...found.confusions.map((row) => h("li", {}, h("span", { class: "pair" }, side(row.labels[0], row.examples[0]), h("span", { class: "arrow", "aria-label": "and" }, "↔"), side(row.labels[1], row.examples[1])), bar(row.share, true), h("span", { class: "much" }, `${percent(row.share)} `, h("small", {}, many(row.neighbours, "neighbour", "neighbours"))))));
     $("confused-said").textContent = found.note || (found.confusions.length ? "Labels that stand among one another's nearest; the share of those places." : "No label stands among another's nearest.");
     $("suspects").replaceChildren(...found.suspects.map((row) => {
@@ -333,7 +335,8 @@
     relabel.addEventListener("submit", (e) => { e.preventDefault(); guarded(async () => { await changeLabel(found.chosen.map((one) => one.id), input.value.trim()); await showChosen(ids); })(); });
     box.replaceChildren(h("h3", {}, `${many(ids.length, "item", "items")} chosen${ids.length > 1000 ? ", the first 1,000 of them taken" : ""}`),
       h("p", { class: "small soft" }, most.slice(0, 12).map(([label, n]) => `${label} × ${n}`).join(", ") + (most.length > 12 ? `, and ${most.length - 12} more labels` : "")),
-      h("div", { class: "items" }, ...found.chosen.slice(0, 60).map((one) => itemButton(one))), relabel,
+      h("div", { class: "items" }, ...found.chosen.slice(0, 40).map((one) => itemButton(one))),
+      ...(found.chosen.length > 40 ? [h("p", { class: "small soft" }, `40 of ${number(found.chosen.length)} shown.`)] : []), relabel,
       h("h3", {}, "Their nearest neighbours"), h("div", { class: "items", id: "around" }, ...found.hits.map((one) => itemButton(one))));
     say(`${many(ids.length, "item", "items")} chosen.`);
   });
