@@ -40,21 +40,27 @@ from nearkin.core.relations import LabelDistance, Relation, label_distances
 from nearkin.data.archives import Archive
 from nearkin.data.stored import store
 
-FULL, QUICK = (3, 400, 21), (1, 2, 4)  # seeds, steps, anchors in a batch
-RATES, NEIGHBOURS, POSITIVES, DIM, K = (1e-3, 3e-3), 5, 30, 64, 10
+FULL, QUICK = (3, 400, 150), (1, 2, 24)  # seeds, steps, items in a batch
+RATES, POSITIVES, DIM, K = (1e-3, 3e-3), 30, 64, 10
 
 
 class Arm(NamedTuple):
+    """What is learned, from which batches: groups of an item and its neighbours; the loss of which rows."""
+
     kind: str
-    neighbours: bool
+    group: int = 1  # items of a group, 1: none
+    groups: int | None = None  # None: as many as the batch holds
+    anchors: str = "all"  # "first": the first of each group
 
 
 ARMS = {
-    "log-ratio, neighbours": Arm("log-ratio", True),
-    "log-ratio, random batches": Arm("log-ratio", False),
-    "binarised triplet, neighbours": Arm("binarised", True),
-    "binarised triplet, random batches": Arm("binarised", False),
-    "dense triplet, neighbours": Arm("dense", True),
+    "log-ratio, one anchor": Arm("log-ratio", 6, 1, "first"),
+    "log-ratio, several anchors": Arm("log-ratio", 6, anchors="first"),
+    "log-ratio, groups": Arm("log-ratio", 25),
+    "log-ratio, random batches": Arm("log-ratio"),
+    "binarised triplet, groups": Arm("binarised", 25),
+    "binarised triplet, random batches": Arm("binarised"),
+    "dense triplet, groups": Arm("dense", 25),
 }
 
 
@@ -83,7 +89,8 @@ class Graded(nn.Module):
             items[:, None] != items,
         )  # (B, B); neighbours of two anchors come twice
         if self.arm.kind == "log-ratio":  # a label distance of 0 is left out
-            return losses.logratio_loss(x, LabelDistance(torch.where(other, gaps.clamp(min=self.least), 0.0)))
+            said = LabelDistance(torch.where(other, gaps.clamp(min=self.least), 0.0))
+            return losses.logratio_loss(x, said, anchors=groups(self.arm, len(x)) if self.arm.anchors == "first" else None)
         if self.arm.kind == "binarised":
             return losses.triplet_loss(x, Relation((gaps <= self.reach) & other, gaps > self.reach), margin=0.2)
         away = squared_euclidean(x, normalize=True)
@@ -169,16 +176,18 @@ def run(given: Set, arm: Arm, batches: Tensor, table: Tensor, rate: float, seed:
     return {"rate": rate, "validation": judged(given.validate)["ndcg"], "curve": curve}
 
 
-def drawn(given: Set, near: bool, steps: int, anchors: int, seed: int) -> Tensor:
-    """(steps, anchors × 6) places: anchors with their neighbours side by side, or random items."""
-    rows, size = given.targets[given.learn.labels].cpu(), 1 + NEIGHBOURS
+def groups(arm: Arm, batch: int) -> int:
+    return arm.groups or batch // arm.group
+
+
+def drawn(given: Set, arm: Arm, steps: int, batch: int, seed: int) -> Tensor:
+    """(steps, batch) places of the items of every batch."""
+    rows = given.targets[given.learn.labels].cpu()
     # Of equally near items the sampler takes those that stand first: a little noise lets all have their turn.
     rows = rows + 1e-3 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed))
-    if near:
-        sampler = samplers.LabelNeighbours(rows, size, NEIGHBOURS, seed, batches=steps * anchors)
-    else:
-        sampler = samplers.LabelNeighbours(rows, size * anchors, 0, seed, batches=steps)
-    return ground.batches(sampler, given.learn).view(steps, -1)
+    anchors = groups(arm, batch)
+    sampler = samplers.LabelNeighbours(rows, batch, arm.group - 1, seed, anchors=anchors, batches=steps)
+    return ground.batches(sampler, given.learn)
 
 
 def measured(given: Set, options: ground.Options) -> dict[str, Any]:

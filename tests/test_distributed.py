@@ -522,6 +522,8 @@ SAMPLERS = {
     "PairPerClass": lambda **ranks: samplers.PairPerClass(LABELS, 12, **ranks),
     "HardClasses": lambda **ranks: samplers.HardClasses(LABELS, 12, 4, **ranks),
     "LabelNeighbours": lambda **ranks: samplers.LabelNeighbours(LABELS + 0.5, 24, 3, **ranks),
+    "LabelNeighbours several": lambda **ranks: samplers.LabelNeighbours(LABELS + 0.5, 24, 3, anchors=6, **ranks),
+    "HardNegatives": lambda **ranks: samplers.HardNegatives(LABELS, 24, **ranks),
 }
 
 
