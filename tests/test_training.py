@@ -146,6 +146,7 @@ CONFIGURATIONS = {
     "memory, chunk": ["loss.name=contrastive", "memory.size=64", "training.chunk=6"],
     "mined classes": ["sampler.name=hard-classes", "training.epochs=4"],
     "mined pairs": ["loss.name=npair", "sampler.name=pair-per-class", "sampler.per_class=none"],
+    "mined negatives": ["loss.name=lifted-structure", "sampler.name=hard-negatives", "sampler.per_class=none"],
     "fp16": ["training.precision=fp16"],
 }
 
@@ -153,7 +154,7 @@ CONFIGURATIONS = {
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
     sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
-    if name == "mined pairs":
+    if name in ("mined pairs", "mined negatives"):
         base = [s for s in SMALL if "per_class" not in s]
         start = lambda out, watch: training.train(  # noqa: E731
             read(None, [f'data.source="{vectors}"', *base, *sets]), out, watch
@@ -207,7 +208,7 @@ def stop_at(step):
 @pytest.mark.parametrize("step", [6, 8], ids=["mid-epoch", "last batch of an epoch"])
 def test_a_run_stopped_within_an_epoch_ends_the_same(name, step, vectors, tmp_path):
     """Weights, figures, log lines and warnings: nothing tells that it was stopped."""
-    base = [s for s in SMALL if name != "mined pairs" or "per_class" not in s]
+    base = [s for s in SMALL if name not in ("mined pairs", "mined negatives") or "per_class" not in s]
     sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
     recipe = read(None, [f'data.source="{vectors}"', *base, *sets])
     whole = training.train(recipe, tmp_path / "whole")

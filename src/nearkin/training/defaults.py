@@ -160,6 +160,11 @@ def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
     elif name == "class-ratio":
         chosen.setdefault("batch", min(128, facts.items))
         chosen.setdefault("ratio", min(0.25, classes / max(1, chosen["batch"])))
+    elif name == "hard-negatives":
+        chosen.setdefault("batch", min(128, facts.items))
+        if isinstance(chosen["batch"], int):
+            chosen.setdefault("pairs", max(1, chosen["batch"] // 4))
+            chosen.setdefault("candidates", max(8192, chosen["batch"]))
     else:
         chosen.setdefault("batch", min(150, facts.items))
         chosen.setdefault("neighbours", 5)
