@@ -23,7 +23,7 @@ def gaps(targets, others=None):
 
 
 def loop(x, apart, references=None, anchors=None, **settings):
-    """The float64 loop over the first anchors: rows of references that include the batch have a gap of 0 to themselves."""
+    """The float64 loop over the first anchors; a batch meets itself, less the pairs of an item with itself."""
     n = len(x) if anchors is None else anchors
     if references is None:
         references, apart = x, apart.clone().fill_diagonal_(0)
@@ -67,11 +67,8 @@ def test_one_anchor_is_every_pair_of_the_others():
     """The paper's dense triplet mining, written out: the anchor, and any two of the others in label order."""
     x, targets = batch()
     away, apart = (x[0] - x).square().sum(1), (targets[0] - targets).square().sum(1)
-    terms = []
-    for i in range(1, ITEMS):
-        for j in range(1, ITEMS):
-            if apart[i] < apart[j]:
-                terms.append(((away[i] / away[j]).log() - (apart[i] / apart[j]).log()) ** 2)
+    pairs = [(i, j) for i in range(1, ITEMS) for j in range(1, ITEMS) if apart[i] < apart[j]]
+    terms = [((away[i] / away[j]).log() - (apart[i] / apart[j]).log()) ** 2 for i, j in pairs]
     wanted = torch.stack(terms).mean()
     torch.testing.assert_close(losses.logratio_loss(x, targets, anchors=1, epsilon=1e-12), wanted, rtol=1e-8, atol=0)
 
@@ -82,6 +79,7 @@ def test_targets_of_twenty_numbers_on_every_road(anchors):
     x, targets = batch()
     references, others = batch(1, 5)
     n = ITEMS if anchors is None else min(anchors, ITEMS)
+    far = gaps(targets, others)
     given = gaps(targets) + torch.eye(ITEMS, dtype=torch.float64)  # its diagonal says something, and is not heard
     for bytes_ in (None, few_rows(x[:n], x)):
         loss = losses.LogRatioLoss(anchors=anchors, max_memory=bytes_)
@@ -89,10 +87,16 @@ def test_targets_of_twenty_numbers_on_every_road(anchors):
         assert_same(
             lambda y, loss=loss: loss(y, relations.LabelDistance(given)), lambda y: loop(y, given, anchors=n), x
         )
-        far = gaps(targets, others)
-        wanted = lambda y: loop(y, far, references, anchors=n)  # noqa: E731
-        assert_same(lambda y, loss=loss: loss(y, targets, references, others), wanted, x)
-        assert_same(lambda y, loss=loss: loss(y, relations.LabelDistance(far), references), wanted, x)
+        assert_same(
+            lambda y, loss=loss: loss(y, targets, references, others),
+            lambda y: loop(y, far, references, anchors=n),
+            x,
+        )
+        assert_same(
+            lambda y, loss=loss: loss(y, relations.LabelDistance(far), references),
+            lambda y: loop(y, far, references, anchors=n),
+            x,
+        )
     assert bool((given.diagonal() == 1).all()), "the caller's own matrix stays as it is"
 
 

@@ -200,8 +200,8 @@ def test_several_anchors_have_the_promised_composition(request, seed, data):
         for anchor in batch[:anchors]:
             wanted |= dict.fromkeys(brute_neighbours(targets, anchor, k).tolist())
         assert batch[: len(wanted)] == list(wanted)
-    ranks = [LabelNeighbours(targets, batch_size, k, seed, rank, batch_size, anchors=anchors) for rank in (0, batch_size - 1)]
-    assert [rank.batch(1, 0) for rank in ranks] == [batches[0][:1], batches[0][-1:]]
+    last = LabelNeighbours(targets, batch_size, k, seed, batch_size - 1, batch_size, anchors=anchors)
+    assert last.batch(1, 0) == batches[0][-1:]
 
 
 # --- positive pairs and their hard negatives
@@ -278,8 +278,8 @@ def test_hard_negatives_are_the_same_on_every_rank_and_resumed(tmp_path):
     assert [batch for _ in range(2) for batch in again] == run[4:]
     again.load_state_dict(paired([5] * 12, 16, unknown=0)[1].state_dict())
     assert epoch_of(again) == plain, "a state without embeddings takes them away"
+    next(iter(again))
     with pytest.raises(ValueError, match="refresh must come between epochs"):
-        next(iter(again))
         again.refresh(rows)
 
 

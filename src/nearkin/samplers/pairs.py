@@ -116,7 +116,7 @@ class HardNegatives(EpochSampler):
         pool = pool[~np.isin(pool, ends)]
         same = self._labels[ends][:, None] == self._labels[pool]  # (E, M)
         if self._unit is None:
-            similarity = np.broadcast_to(-np.arange(len(pool), dtype=np.float32), same.shape)  # the first is the nearest
+            similarity = np.broadcast_to(-np.arange(len(pool), dtype=np.float32), same.shape)  # first comes, first goes
         else:
             similarity = self._unit[ends] @ self._unit[pool].T
         similarity = np.where(same, -np.inf, similarity)
