@@ -76,9 +76,8 @@ def _first(anchors: int | None, batch: tiles.Batch) -> tiles.Batch:
     if anchors is None or anchors >= x.shape[0]:
         return batch
     if isinstance(labels, LabelDistance):
-        few: Labels = LabelDistance(labels.distance[:anchors].clone())
-        if references is None:
-            few.distance.fill_diagonal_(0)  # a label distance of 0 is left out
+        distance = labels.distance[:anchors].clone()
+        few: Labels = LabelDistance(distance if references is not None else distance.fill_diagonal_(0))  # 0: left out
     else:
         assert isinstance(labels, Tensor)
         few = labels[:anchors]
