@@ -24,7 +24,7 @@ import showing
 import torch
 from torch import Tensor
 
-FULL, QUICK, SHOWN = (2000, 300, 500), (60, 20, 20), 4  # figures to learn, validate, test; queries in the picture
+FULL, QUICK, SHOWN = (2000, 300, 500), (60, 20, 20), 3  # figures to learn, validate, test; queries in the picture
 ARMS = {
     name: log_ratio.ARMS[f"log-ratio, {name}"] for name in ("one anchor", "half groups", "groups", "random batches")
 }
@@ -135,7 +135,7 @@ def judge(numbers: dict[str, Any]) -> dict[str, bool]:
 
 
 def draw(given: log_ratio.Set, numbers: dict[str, Any]) -> Any:
-    figure, panels = showing.figure("Figures in similar poses: labels of twenty numbers", (1, 2), (12, 5.2))
+    figure, panels = showing.figure("Figures in similar poses: labels of twenty numbers", (1, 2), (12, 5.8))
     lines = {"one anchor": (0, (1, 4)), "half groups": "--", "groups": "-", "random batches": ":"}
     for name in ARMS:
         log = name.startswith("log-ratio")
@@ -151,23 +151,22 @@ def draw(given: log_ratio.Set, numbers: dict[str, Any]) -> Any:
 def shown(axes: Any, given: log_ratio.Set, numbers: dict[str, Any]) -> None:
     """Queries, and beside each the five nearest figures after two losses, with their distances in pose."""
     images, targets = given.test.images.cpu(), given.targets[given.test.labels].cpu()
-    side = images.shape[-1]
-    axes.set_xlim(-0.75 * side, 6.6 * side)
-    axes.set_ylim(2 * SHOWN * 1.3 * side, -0.6 * side)
+    side, rows = images.shape[-1], 2 * SHOWN
+    axes.set_xlim(-1.1 * side, 6.7 * side)
+    axes.set_ylim(rows * 1.35 * side, -0.1 * side)
     axes.set_axis_off()
-    axes.set_title("A query, and its five nearest; below, how far in pose", loc="left", fontsize=11, color=showing.TEXT)
-    for row in range(2 * SHOWN):
+    axes.set_title("A query and its five nearest, with their distance in pose", loc="left", fontsize=11)
+    for row in range(rows):
         query, name = row // 2, (BEST, OTHER)[row % 2]
-        top = row * 1.3 * side
-        chosen = ([query] if row % 2 == 0 else []) + numbers[name]["nearest"][query]
-        for place, item in enumerate(chosen, start=row % 2):
-            left = place * 1.05 * side + (0.3 * side if place else 0)
+        top, first = row * 1.35 * side, row % 2  # the query stands in the first of its two rows
+        chosen = numbers[name]["nearest"][query] if first else [query, *numbers[name]["nearest"][query]]
+        for place, item in enumerate(chosen, start=first):
+            left = place * 1.06 * side + (0.3 * side if place else 0)
             axes.imshow(images[item, 0], cmap="gray", vmin=0, vmax=1, extent=(left, left + side, top + side, top))
-            if item != query:
-                apart = float((targets[item] - targets[query]).norm())
-                axes.text(left + side / 2, top + side, f"{apart:.2f}", ha="center", va="top", fontsize=7)
-        words = "log-ratio" if row % 2 == 0 else "triplet"
-        axes.text(-0.08 * side, top + side / 2, words, ha="right", va="center", fontsize=8, color=showing.SOFT)
+            words = "query" if item == query else f"{float((targets[item] - targets[query]).norm()):.2f}"
+            axes.text(left + side / 2, top + 1.02 * side, words, ha="center", va="top", fontsize=8, color=showing.SOFT)
+        words = "triplet" if first else "log-ratio"
+        axes.text(-0.1 * side, top + side / 2, words, ha="right", va="center", fontsize=9, color=showing.TEXT)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
