@@ -7,9 +7,13 @@ the poses between. CUB-200-2011: the 312 attributes of a bird's class; learns 75
 of EfficientNet-Lite0 through a small MLP, is asked for 100 others. Judged by evaluation.graded: nDCG@10 and the mean
 label distance of the ten nearest. A part that is not run is taken from the numbers of the last run.
 
-A batch with neighbours is 21 anchors, each followed by its 5 nearest by label; a random one has as many random items.
-The paper has one anchor a batch, with a random rest, and hundreds of thousands of batches; in the hundreds that are run
-here nothing is learned that way, so every item of a batch is an anchor.
+Every batch has 60 items, of one of five kinds (samplers.LabelNeighbours):
+
+    one anchor           an item, its 5 nearest by label, 54 random ones; the loss of that one item: as published
+    ten anchors          ten items, each with its 5 nearest; the loss of those ten
+    half groups          five items with their 5 nearest, and 30 random ones; the loss of all 60
+    groups               ten items, each with its 5 nearest; the loss of all 60
+    random batches       60 random items; the loss of all 60
 
     log-ratio            distances in proportion to label distances (length free, no margin)
     binarised triplet    the 30 nearest by label are positives, the others negatives; semi-hard, margin 0.2
@@ -40,21 +44,29 @@ from nearkin.core.relations import LabelDistance, Relation, label_distances
 from nearkin.data.archives import Archive
 from nearkin.data.stored import store
 
-FULL, QUICK = (3, 400, 21), (1, 2, 4)  # seeds, steps, anchors in a batch
-RATES, NEIGHBOURS, POSITIVES, DIM, K = (1e-3, 3e-3), 5, 30, 64, 10
+FULL, QUICK = (3, 240, 60), (1, 2, 24)  # seeds, steps, items in a batch
+RATES, NEIGHBOURS, POSITIVES, DIM, WIDTH, K, LOOKS = (1e-3, 3e-3), 5, 30, 64, 12, 10, 6
 
 
 class Arm(NamedTuple):
+    """What is learned and from which batches."""
+
     kind: str
-    neighbours: bool
+    share: float = 0.0  # of the batch that is groups of an item and its neighbours; tiny: one group
+    first: bool = False  # only the first item of each group is an anchor
+
+    def groups(self, batch: int) -> int:
+        return max(1, int(self.share * batch) // (1 + NEIGHBOURS))
 
 
 ARMS = {
-    "log-ratio, neighbours": Arm("log-ratio", True),
-    "log-ratio, random batches": Arm("log-ratio", False),
-    "binarised triplet, neighbours": Arm("binarised", True),
-    "binarised triplet, random batches": Arm("binarised", False),
-    "dense triplet, neighbours": Arm("dense", True),
+    "log-ratio, one anchor": Arm("log-ratio", 0.01, first=True),
+    "log-ratio, ten anchors": Arm("log-ratio", 1.0, first=True),
+    "log-ratio, half groups": Arm("log-ratio", 0.5),
+    "log-ratio, groups": Arm("log-ratio", 1.0),
+    "log-ratio, random batches": Arm("log-ratio"),
+    "binarised triplet, random batches": Arm("binarised"),
+    "dense triplet, groups": Arm("dense", 1.0),
 }
 
 
@@ -78,12 +90,10 @@ class Graded(nn.Module):
 
     def forward(self, x: Tensor, items: Tensor) -> Tensor:
         kinds = self.kinds[items]
-        gaps, other = (
-            self.table[kinds][:, kinds],
-            items[:, None] != items,
-        )  # (B, B); neighbours of two anchors come twice
+        gaps, other = self.table[kinds][:, kinds], items[:, None] != items  # (B, B)
         if self.arm.kind == "log-ratio":  # a label distance of 0 is left out
-            return losses.logratio_loss(x, LabelDistance(torch.where(other, gaps.clamp(min=self.least), 0.0)))
+            said = LabelDistance(torch.where(other, gaps.clamp(min=self.least), 0.0))
+            return losses.logratio_loss(x, said, anchors=self.arm.groups(len(x)) if self.arm.first else None)
         if self.arm.kind == "binarised":
             return losses.triplet_loss(x, Relation((gaps <= self.reach) & other, gaps > self.reach), margin=0.2)
         away = squared_euclidean(x, normalize=True)
@@ -99,7 +109,9 @@ def coil(options: ground.Options) -> Set:
     angle = torch.arange(72, device=pose.device) * (2 * math.pi / 72)
     targets = torch.stack([angle.cos(), angle.sin()], 1)
     parts = (ground.Part(part.images[m], pose[m]) for m in (pose % 4 == 0, pose % 4 == 2, pose % 2 == 1))
-    return Set(*parts, targets, lambda seed: ground.encoder(options, part.size, DIM, seed))
+    return Set(
+        *parts, targets, lambda seed: ground.encoder(options, part.size, DIM, seed, width=4 if options.quick else WIDTH)
+    )
 
 
 def cub(options: ground.Options) -> Set:
@@ -147,8 +159,8 @@ def attributes(home: Path) -> Any:
     raise SystemExit(f"{home} has no {name}, neither as a file nor in a .tar")
 
 
-def run(given: Set, arm: Arm, batches: Tensor, table: Tensor, rate: float, seed: int) -> dict[str, Any]:
-    """Validation nDCG at the end, and the curves of the test items."""
+def run(given: Set, arm: Arm, batches: Tensor, table: Tensor, rate: float, seed: int, shown: int = 0) -> dict[str, Any]:
+    """Validation nDCG at the end, the curves of the test items, and the items nearest to the first `shown` of them."""
     model = given.encoder(seed)
     away = "euclidean" if arm.kind == "log-ratio" else "cosine"
     nearest = label_distances(given.targets[given.learn.labels.unique()]).sort(1).values
@@ -165,39 +177,39 @@ def run(given: Set, arm: Arm, batches: Tensor, table: Tensor, rate: float, seed:
 
     loss, part = Graded(arm, given.learn.labels, table, reach), given.learn
     part = ground.Part(part.images, torch.arange(len(part.labels), device=part.labels.device))
-    ground.train(model, loss, part, batches, lr=rate, decay=False, watch=watch, every=max(1, len(batches) // 12))
-    return {"rate": rate, "validation": judged(given.validate)["ndcg"], "curve": curve}
+    ground.train(model, loss, part, batches, lr=rate, decay=False, watch=watch, every=max(1, len(batches) // LOOKS))
+    rows = ground.embed(model, given.test)
+    nearest = squared_euclidean(rows[:shown], rows, normalize=away == "cosine").argsort(1)[:, 1:6]
+    return {"rate": rate, "validation": judged(given.validate)["ndcg"], "curve": curve, "nearest": nearest.tolist()}
 
 
-def drawn(given: Set, near: bool, steps: int, anchors: int, seed: int) -> Tensor:
-    """(steps, anchors × 6) places: anchors with their neighbours side by side, or random items."""
-    rows, size = given.targets[given.learn.labels].cpu(), 1 + NEIGHBOURS
+def drawn(given: Set, arm: Arm, steps: int, batch: int, seed: int) -> Tensor:
+    """(steps, batch) places of the items of every batch."""
+    rows = given.targets[given.learn.labels].cpu()
     # Of equally near items the sampler takes those that stand first: a little noise lets all have their turn.
     rows = rows + 1e-3 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed))
-    if near:
-        sampler = samplers.LabelNeighbours(rows, size, NEIGHBOURS, seed, batches=steps * anchors)
-    else:
-        sampler = samplers.LabelNeighbours(rows, size * anchors, 0, seed, batches=steps)
-    return ground.batches(sampler, given.learn).view(steps, -1)
+    near = NEIGHBOURS if arm.share else 0
+    sampler = samplers.LabelNeighbours(rows, batch, near, seed, anchors=arm.groups(batch), batches=steps)
+    return ground.batches(sampler, given.learn)
 
 
-def measured(given: Set, options: ground.Options) -> dict[str, Any]:
-    seeds, steps, anchors = QUICK if options.quick else FULL
+def measured(given: Set, options: ground.Options, arms: dict[str, Arm] = ARMS, shown: int = 0) -> dict[str, Any]:
+    seeds, steps, size = QUICK if options.quick else FULL
     table = label_distances(given.targets)
-    batches = {
-        (near, seed): drawn(given, near, steps, anchors, seed) for near in (True, False) for seed in range(seeds)
-    }
     found: dict[str, Any] = {}
-    for name, arm in ARMS.items():
-        first = [
-            run(given, arm, batches[arm.neighbours, 0], table, rate, 0)
-            for rate in RATES[: 1 if options.quick else None]
-        ]
+    for name, arm in arms.items():
+        batches = [drawn(given, arm, steps, size, seed) for seed in range(seeds)]
+        rates = RATES[: 1 if options.quick else None]
+        first = [run(given, arm, batches[0], table, rate, 0, shown) for rate in rates]
         best = max(first, key=lambda one: one["validation"])
-        runs = [best] + [run(given, arm, batches[arm.neighbours, s], table, best["rate"], s) for s in range(1, seeds)]
+        runs = [best] + [run(given, arm, batches[seed], table, best["rate"], seed) for seed in range(1, seeds)]
         curves = {key: [[point[key] for point in one["curve"]] for one in runs] for key in ("ndcg", "distance")}
         ends = {key: showing.spread(curve[-1] for curve in every) for key, every in curves.items()}
-        found[name] = {"rate": best["rate"], **ends, "curves": curves}
+        validation = showing.spread(one["validation"] for one in runs)
+        found[name] = {"rate": best["rate"], **ends, "validation": validation, "curves": curves}
+        if shown:
+            found[name]["nearest"] = best["nearest"]
+        print(f"{name}: nDCG@{K} {ends['ndcg']['mean']:.3f}", flush=True)
     found["steps"] = [point["step"] for point in best["curve"]]
     found["learned from"], found["asked"] = len(given.learn.labels), len(given.test.labels)
     return found
@@ -213,7 +225,7 @@ def reached(steps: Sequence[float], curve: Sequence[float], goal: float) -> floa
 
 def sooner(found: dict[str, Any]) -> float:
     """Steps with neighbours until what the random batches reach at their end, as a part of those; median of seeds."""
-    near, random = (found[f"log-ratio, {how}"]["curves"]["ndcg"] for how in ("neighbours", "random batches"))
+    near, random = (found[f"log-ratio, {how}"]["curves"]["ndcg"] for how in ("half groups", "random batches"))
     parts = [reached(found["steps"], a, b[-1]) / found["steps"][-1] for a, b in zip(near, random, strict=True)]
     return sorted(parts)[len(parts) // 2]
 
@@ -221,11 +233,17 @@ def sooner(found: dict[str, Any]) -> float:
 def judge(numbers: dict[str, Any]) -> dict[str, bool]:
     parts = {}
     for name, found in numbers.items():
-        for how in ("neighbours", "random batches"):
-            a, b = (found[f"{loss}, {how}"]["curves"]["ndcg"] for loss in ("log-ratio", "binarised triplet"))
-            won = all(x[-1] > y[-1] for x, y in zip(a, b, strict=True))
+
+        def above(one: str, other: str, found: dict[str, Any] = found) -> bool:
+            a, b = (found[arm]["curves"]["ndcg"] for arm in (one, other))
+            return all(x[-1] > y[-1] for x, y in zip(a, b, strict=True))
+
+        for how in ("half groups", "random batches"):
+            won = above(f"log-ratio, {how}", "binarised triplet, random batches")
             parts[f"{name}, {how}: log-ratio ends above the binarised triplet in nDCG@{K}, every seed"] = won
-        part = f"{name}: with neighbours it takes at most 0.8 of the steps to where random batches end"
+        won = above("log-ratio, one anchor", "log-ratio, random batches")
+        parts[f"{name}: one anchor a batch, as published, ends above all items as anchors, every seed"] = won
+        part = f"{name}: with half groups it takes at most 0.8 of the steps to where random batches end"
         parts[part] = sooner(found) <= 0.8
     return parts
 
@@ -235,6 +253,7 @@ def draw(numbers: dict[str, Any]) -> Any:
         "Learning from real-valued labels: the ten nearest of an item", (len(numbers), 2), (11, 4.4 * len(numbers))
     )
     inks = {kind: showing.INK[i] for i, kind in enumerate(("log-ratio", "binarised", "dense"))}
+    lines = {"one anchor": (0, (1, 4)), "ten anchors": "-.", "half groups": "--", "groups": "-", "random batches": ":"}
     heads = {"COIL-20": "COIL-20, poses not learned", "CUB-200": "CUB-200, classes not learned"}
     said = {
         "ndcg": (f"nDCG@{K}", "higher is better"),
@@ -242,12 +261,13 @@ def draw(numbers: dict[str, Any]) -> Any:
     }
     for row, (name, found) in zip(np.atleast_2d(panels), numbers.items(), strict=True):
         for axes, (key, (words, better)) in zip(row, said.items(), strict=True):
-            for arm, (kind, near) in ARMS.items():
-                line = {"linestyle": "-" if near else ":"}
-                showing.band(axes, found["steps"], found[arm]["curves"][key], inks[kind], arm, **line)
+            for name_of_arm, arm in ARMS.items():
+                line = {"linestyle": lines[name_of_arm.split(", ")[1]]}
+                curves = found[name_of_arm]["curves"][key]
+                showing.band(axes, found["steps"], curves, inks[arm.kind], name_of_arm, **line)
             showing.panel(axes, f"{heads[name]}; {better}", "training step", words)
-    lines, names = np.atleast_2d(panels)[0, 0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside lower center", ncols=3, frameon=False, labelcolor=showing.TEXT)
+    handles, names = np.atleast_2d(panels)[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, labelcolor=showing.TEXT)
     return figure
 
 
@@ -262,7 +282,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if asked.parts in (key, "both"):
             numbers[name] = showing.rounded(measured(load(options), options))
             numbers[name]["part of the steps with neighbours"] = showing.rounded(sooner(numbers[name]))
-    numbers = {name: numbers[name] for name in ("COIL-20", "CUB-200") if name in numbers}
+    whole = [name for name in ("COIL-20", "CUB-200") if set(ARMS) <= set(numbers.get(name, ()))]
+    numbers = {name: numbers[name] for name in whole}
     showing.save(options, "log_ratio", draw(numbers), numbers, judge(numbers))
 
 

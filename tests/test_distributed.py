@@ -309,7 +309,9 @@ def ordered(rank, world):
     place = torch.arange(ITEMS)[rank::world]
     counts = [len(torch.arange(ITEMS)[r::world]) for r in range(world)]
     found = []
-    for loss in (losses.NPairLoss(), losses.MarginLoss(), CrossBatchMemory(losses.SupConLoss(), 40, cases.DIM)):
+    first = losses.LogRatioLoss(anchors=3)  # the first rows of the batch, wherever they were dealt out
+    remembered = CrossBatchMemory(losses.SupConLoss(), 40, cases.DIM)
+    for loss in (losses.NPairLoss(), losses.MarginLoss(), first, remembered):
         net, plain = DistributedDataParallel(encoder()), encoder()
         many = GlobalBatch(loss.double())
         torch.manual_seed(rank)
@@ -545,6 +547,8 @@ SAMPLERS = {
     "PairPerClass": lambda **ranks: samplers.PairPerClass(LABELS, 12, **ranks),
     "HardClasses": lambda **ranks: samplers.HardClasses(LABELS, 12, 4, **ranks),
     "LabelNeighbours": lambda **ranks: samplers.LabelNeighbours(LABELS + 0.5, 24, 3, **ranks),
+    "LabelNeighbours several": lambda **ranks: samplers.LabelNeighbours(LABELS + 0.5, 24, 3, anchors=6, **ranks),
+    "HardNegatives": lambda **ranks: samplers.HardNegatives(LABELS, 24, **ranks),
 }
 
 

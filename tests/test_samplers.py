@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from nearkin import samplers
-from nearkin.samplers import ClassBalanced, ClassRatio, HardClasses, LabelNeighbours, PairPerClass
+from nearkin.samplers import ClassBalanced, ClassRatio, HardClasses, HardNegatives, LabelNeighbours, PairPerClass
 
 quick = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**63 - 1)
@@ -164,6 +164,136 @@ def test_targets_too_far_apart_to_square():
     assert LabelNeighbours(targets, 4, 2).nearest(0).tolist() == [3, 1]
 
 
+def present(targets, batch, rows, k=5):
+    """Which part of the k nearest labels of each of these rows of a batch is in the batch."""
+    inside = set(batch)
+    return np.mean([len(inside & set(brute_neighbours(targets, batch[row], k))) / k for row in rows])
+
+
+@pytest.mark.parametrize("dims", [1, 2, 20])
+def test_every_anchor_has_its_nearest_labels_in_the_batch(dims):
+    """One anchor, as in the paper, leaves the other 149 rows without; 25 anchors have all of theirs."""
+    targets = np.random.default_rng(0).standard_normal((2000, dims))
+    one, several = LabelNeighbours(targets, 150, 5), LabelNeighbours(targets, 150, 5, anchors=25)
+    for index in range(3):
+        batch = one.batch(0, index)
+        assert present(targets, batch, [0]) == 1 and present(targets, batch, range(1, 150)) < 0.2
+        batch = several.batch(0, index)
+        assert present(targets, batch, range(25)) == 1
+        assert len(batch) == len(set(batch)) == 150
+
+
+@quick
+@given(request=graded(), seed=seeds, data=st.data())
+def test_several_anchors_have_the_promised_composition(request, seed, data):
+    targets, batch_size, _ = request
+    anchors = data.draw(st.integers(1, batch_size))
+    k = data.draw(st.integers(0, batch_size // anchors - 1))
+    sampler = LabelNeighbours(targets, batch_size, k, seed, anchors=anchors)
+    batches = epoch_of(sampler, 1)
+    assert len(batches) == -(-len(targets) // anchors)
+    times = np.bincount(np.concatenate([batch[:anchors] for batch in batches]), minlength=len(targets))
+    assert times.min() == 1 and times.sum() == anchors * len(batches) and times.max() <= 2
+    for batch in batches:
+        assert len(batch) == len(set(batch)) == batch_size
+        wanted = dict.fromkeys(batch[:anchors])
+        for anchor in batch[:anchors]:
+            wanted |= dict.fromkeys(brute_neighbours(targets, anchor, k).tolist())
+        assert batch[: len(wanted)] == list(wanted)
+    last = LabelNeighbours(targets, batch_size, k, seed, batch_size - 1, batch_size, anchors=anchors)
+    assert last.batch(1, 0) == batches[0][-1:]
+
+
+# --- positive pairs and their hard negatives
+
+
+def paired(counts, size, pairs=None, seed=0, unknown=3, **options):
+    labels = shuffled_labels(counts, unknown)
+    return labels, HardNegatives(labels, size, pairs, seed, **options)
+
+
+@quick
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=2, max_size=10).filter(lambda found: max(found) > 1),
+    seed=seeds,
+    told=st.booleans(),
+    data=st.data(),
+)
+def test_pairs_with_negatives_have_the_promised_composition(counts, seed, told, data):
+    size = data.draw(st.integers(2, sum(counts)))
+    pairs = data.draw(st.integers(1, min(size // 2, sum(-(-n // 2) for n in counts if n > 1))))
+    labels, sampler = paired(counts, size, pairs, seed)
+    if told:
+        sampler.refresh(embeddings_of(len(labels)))
+    batches = epoch_of(sampler)
+    for batch in batches:
+        assert len(batch) == len(set(batch)) == size and -1 not in labels[batch]
+    ends = {item for batch in batches for item in batch[: 2 * pairs]}
+    ids, sizes = np.unique(labels[labels >= 0], return_counts=True)
+    assert ends >= set(np.flatnonzero(np.isin(labels, ids[sizes > 1]))), "every item with kin is in a pair"
+
+
+def test_negatives_are_the_nearest_of_each_item_in_turn():
+    labels, sampler = paired([6] * 20, 24, 4)
+    rows = embeddings_of(len(labels))
+    before = epoch_of(sampler)
+    sampler.refresh(rows)
+    unit = unit_grid(rows)
+    similarity = unit @ unit.T
+    for batch, random in zip(epoch_of(sampler), before, strict=True):
+        assert batch[:8] == random[:8] and batch[8:] != random[8:], "the pairs are random, the negatives are not"
+        taken = set(batch[:8])
+        for place, item in enumerate(batch[8:]):
+            end = batch[place % 8]
+            free = [i for i in np.flatnonzero((labels != labels[end]) & (labels >= 0)) if i not in taken]
+            assert item in free and similarity[end, item] == max(similarity[end, i] for i in free)
+            taken.add(item)
+
+
+def test_positive_pairs_are_drawn_evenly_and_change():
+    labels, sampler = paired([8] * 30, 32)
+    assert sampler.pairs == 8 and len(sampler) == 15
+    fronts = [batch[:16] for batch in epoch_of(sampler)]
+    assert (np.bincount(np.concatenate(fronts), minlength=len(labels))[labels >= 0] == 1).all()
+    company = [{frozenset(b[i : i + 2]) for b in epoch_of(sampler, e) for i in range(0, 16, 2)} for e in (0, 1)]
+    assert all(len({labels[i] for i in pair}) == 1 for pair in company[0])
+    assert len(company[0] & company[1]) < 40  # of 120; a pair comes again by chance in one of seven
+
+
+def test_hard_negatives_are_the_same_on_every_rank_and_resumed(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    labels, whole = paired([5] * 12, 16, unknown=0)
+    rows = embeddings_of(len(labels))
+    ranks = [paired([5] * 12, 16, unknown=0, rank=r, world_size=2)[1] for r in (0, 1)]
+    for sampler in (whole, *ranks):
+        sampler.refresh(rows)
+    run = [batch for _ in range(2) for batch in whole]
+    assert [rank.batch(1, 2) for rank in ranks] == [whole.batch(1, 2)[r::2] for r in (0, 1)]
+    whole.resume(0, 4)
+    save_file(whole.state_dict(), tmp_path / "sampler.safetensors")
+    _, again = paired([5] * 12, 16, unknown=0)
+    plain = epoch_of(again)
+    again.load_state_dict(load_file(tmp_path / "sampler.safetensors"))
+    assert [batch for _ in range(2) for batch in again] == run[4:]
+    again.load_state_dict(paired([5] * 12, 16, unknown=0)[1].state_dict())
+    assert epoch_of(again) == plain, "a state without embeddings takes them away"
+    next(iter(again))
+    with pytest.raises(ValueError, match="refresh must come between epochs"):
+        again.refresh(rows)
+
+
+def test_hard_negatives_of_many_items_are_sought_among_candidates():
+    labels = np.arange(100_000) // 2
+    sampler = HardNegatives(labels, 128)
+    tracemalloc.start()
+    sampler.refresh(embeddings_of(100_000, dim=16))
+    batch = sampler.batch(0, 700)
+    assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    tracemalloc.stop()
+    assert len(set(batch)) == 128 and len(set(labels[batch[:64]])) == 32
+
+
 # --- the same everywhere
 
 
@@ -220,6 +350,9 @@ GOLDEN = {
     "HardClasses+": [9, 33, 10, 58, 52, 16, 39, 27],
     "LabelNeighbours": [25, 2, 12, 15, 6, 39, 18, 17],
     "LabelNeighbours 2-D": [25, 15, 35, 2, 6, 12, 39, 18],
+    "LabelNeighbours several": [18, 5, 8, 28, 15, 6, 12, 39],
+    "HardNegatives": [41, 53, 42, 18, 32, 15, 51, 3],
+    "HardNegatives+": [41, 53, 42, 18, 58, 36, 25, 1],
 }
 
 
@@ -228,14 +361,19 @@ def golden_sampler(name):
         return LabelNeighbours((np.arange(40) * 7 % 23).astype(float), 8, 3, seed=7)
     if name == "LabelNeighbours 2-D":
         return LabelNeighbours(np.stack([np.arange(40) * 7 % 23, np.arange(40) % 5], 1), 8, 3, seed=7)
-    sampler = make(name.removesuffix("+"), np.arange(60) % 12, 4, 2, seed=7)
+    if name == "LabelNeighbours several":
+        return LabelNeighbours((np.arange(40) * 7 % 23).astype(float), 8, 2, seed=7, anchors=2)
+    if name.startswith("HardNegatives"):
+        sampler = HardNegatives(np.arange(60) % 12, 8, 2, seed=7)
+    else:
+        sampler = make(name.removesuffix("+"), np.arange(60) % 12, 4, 2, seed=7)
     if name.endswith("+"):
         rows = 12 if name.startswith("Pair") else 60
         sampler.refresh((np.arange(rows * 3) ** 2 % 17 - 8.0).reshape(rows, 3))
     return sampler
 
 
-@pytest.mark.parametrize("name", [*CLASS_SAMPLERS, "LabelNeighbours", "LabelNeighbours 2-D"])
+@pytest.mark.parametrize("name", GOLDEN)
 def test_batches_never_change(name):
     """Pinned: a stored seed must give the same training run with every later version and on every machine."""
     assert golden_sampler(name).batch(3, 2) == GOLDEN[name]
@@ -726,6 +864,29 @@ BAD = [
     (
         lambda: LabelNeighbours(np.arange(10), 5),
         "neighbours must be at most what batch_size leaves beside the anchor: 4, got 5",
+    ),
+    (lambda: LabelNeighbours(np.arange(10), 5, anchors=0), "anchors must be >= 1, got 0"),
+    (lambda: LabelNeighbours(np.arange(10), 5, 0, anchors=6), "anchors must be at most batch_size: 5, got 6"),
+    (
+        lambda: LabelNeighbours(np.arange(10), 8, 2, anchors=4),
+        "neighbours must be at most what batch_size leaves beside each of 4 anchors: 1, got 2",
+    ),
+    (
+        lambda: HardNegatives([0, 1, 2], 2),
+        "labels must hold at least 2 classes, one of them with 2 items or more, got 3 classes, the largest of 1 items",
+    ),
+    (lambda: HardNegatives(TWO, 5), "batch_size must be at most the number of items of known classes: 4, got 5"),
+    (lambda: HardNegatives(TWO, 4, 3), "pairs must be at most half of batch_size: 2, got 3"),
+    (lambda: HardNegatives([0, 0, 1, 2], 4, 2), "pairs must be at most the positive pairs of a pass: 1, got 2"),
+    (lambda: HardNegatives(TWO, 4, candidates=3), "candidates must be >= 4, got 3"),
+    (lambda: HardNegatives(TWO, 4).refresh(torch.ones(3, 2)), "embeddings must have one row an item: 4, got 3"),
+    (
+        lambda: HardNegatives(TWO, 4).refresh(torch.full((4, 2), float("nan"))),
+        "embeddings must be finite, got NaN or Inf in 4 items",
+    ),
+    (
+        lambda: HardNegatives(TWO, 3, 1, world_size=2),
+        'batch_size must be a multiple of world_size with split="items": 2, got 3',
     ),
     (lambda: LabelNeighbours([1.0, float("inf")], 2, 1), "targets must be finite, got NaN or Inf in 1 items"),
     (lambda: LabelNeighbours(["a", "b"], 2, 1), "targets must be real numbers, got <U1"),

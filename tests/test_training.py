@@ -168,6 +168,7 @@ CONFIGURATIONS = {
     "memory, chunk": ["loss.name=contrastive", "memory.size=64", "training.chunk=6"],
     "mined classes": ["sampler.name=hard-classes", "training.epochs=4"],
     "mined pairs": ["loss.name=npair", "sampler.name=pair-per-class", "sampler.per_class=none"],
+    "mined negatives": ["loss.name=lifted-structure", "sampler.name=hard-negatives", "sampler.per_class=none"],
     "fp16": ["training.precision=fp16"],
 }
 
@@ -175,7 +176,7 @@ CONFIGURATIONS = {
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
     sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
-    if name == "mined pairs":
+    if name in ("mined pairs", "mined negatives"):
         base = [s for s in SMALL if "per_class" not in s]
         start = lambda out, watch: training.train(  # noqa: E731
             read(None, [f'data.source="{vectors}"', *base, *sets]), out, watch
@@ -229,7 +230,7 @@ def stop_at(step):
 @pytest.mark.parametrize("step", [6, 8], ids=["mid-epoch", "last batch of an epoch"])
 def test_a_run_stopped_within_an_epoch_ends_the_same(name, step, vectors, tmp_path):
     """Weights, figures, log lines and warnings: nothing tells that it was stopped."""
-    base = [s for s in SMALL if name != "mined pairs" or "per_class" not in s]
+    base = [s for s in SMALL if name not in ("mined pairs", "mined negatives") or "per_class" not in s]
     sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
     recipe = read(None, [f'data.source="{vectors}"', *base, *sets])
     whole = training.train(recipe, tmp_path / "whole")
@@ -709,9 +710,38 @@ def test_continuous_targets(tmp_path):
     outcome = training.train(recipe, tmp_path / "run")
     assert outcome.recipe.loss["name"] == "logratio" and outcome.recipe.sampler["name"] == "label-neighbours"
     assert "ndcg@10" in outcome.results["test"]["trained"]
+    assert outcome.recipe.sampler["anchors"] == 1 and "anchors" not in outcome.recipe.loss  # 16 items: one group of 6
     with pytest.raises(ValueError, match="needs class labels"):
         training.train(read(None, [f'data.source="{tmp_path / "t.npz"}"', "loss.name=triplet"]), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "sets, anchors, of_the_loss",
+    [
+        ([], 12, None),  # half of the batch is groups of an item and its neighbours, and all 150 are anchors
+        (["loss.anchors=1"], 1, 1),  # the paper's
+        (["sampler.anchors=25", "loss.anchors=25"], 25, 25),
+        (["sampler.batch=8"], 1, None),
+        (["sampler.neighbours=0", "sampler.batch=10"], 5, None),
+    ],
+)
+def test_anchors_of_log_ratio(sets, anchors, of_the_loss, tmp_path):
+    """Every anchor of the loss that the recipe asks for has its nearest labels in the batch."""
+    from nearkin.training.objective import build_loss, build_sampler
+    from nearkin.training.prepare import prepare
+
+    rows = np.random.default_rng(0).normal(size=(400, 6)).astype(np.float32)
+    np.savez(tmp_path / "t.npz", embeddings=rows, targets=rows[:, :2] ** 2)
+    recipe = prepare(read(None, [f'data.source="{tmp_path / "t.npz"}"', *sets])).recipe
+    targets = rows[:200, :2].astype(np.float64)
+    sampler, loss = build_sampler(recipe, None, targets), build_loss(recipe, None, 4, 0, 2)
+    assert sampler.anchors == anchors and loss.settings.get("anchors") == of_the_loss
+    batch = sampler.batch(0, 0)
+    for anchor in batch[:anchors]:
+        apart = ((targets - targets[anchor]) ** 2).sum(1)
+        assert set(np.argsort(apart)[1 : sampler.neighbours + 1]) <= set(batch)
+    assert float(loss(torch.randn(len(batch), 4), torch.from_numpy(targets[batch]))) > 0
 
 
 def test_a_tiny_validation_part_of_targets(tmp_path):

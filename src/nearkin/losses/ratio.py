@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nearkin import kernels
 from nearkin.core import checks, distances, reduce, tiles
-from nearkin.core.relations import Labels
+from nearkin.core.relations import LabelDistance, Labels
 from nearkin.kernels import ranks as fused
 from nearkin.losses.classes import given
 from nearkin.losses.settings import hold, show
@@ -27,6 +27,7 @@ def logratio_loss(
     references: Tensor | None = None,
     reference_labels: Labels | None = None,
     *,
+    anchors: int | None = None,
     epsilon: float = 1e-6,
     ties: str = "drop",
     normalize: bool = False,
@@ -40,12 +41,16 @@ def logratio_loss(
 
     labels: real-valued targets (B,) or (B, K), or a `LabelDistance` of plain distances. With
     x_i = log(D_ai + ε) - log Y_ai the mean over pairs is twice the unbiased variance of x: O(B²) for all anchors.
+    anchors: only the first so many rows are anchors, as `samplers.LabelNeighbours` puts them, and all rows are their
+    references; None: every row. anchors=1 is the paper's dense triplet mining: one anchor and all pairs of the others.
     References at label distance 0 are left out: they say nothing of a ratio. ties="drop" leaves out two references at
     the same label distance, as the paper's strict order does; "keep" takes them, as its code does. impl: "triton",
     which "auto" takes on a GPU, makes value and slope of a row of distances in one kernel.
     Kim et al. 2019, arXiv:1904.09626, eq. 3; ε 1e-6 stands for the official 1e-4/128.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, graded=True)
+    if anchors is not None:
+        checks.whole("anchors", anchors, 1)
     checks.positive("epsilon", epsilon)
     checks.one_of("ties", ties, ("drop", "keep"))
     kernels.check(impl)
@@ -62,9 +67,25 @@ def logratio_loss(
         sums, pairs = _between(ratio, valid, groups)
         return sums / pairs.clamp(min=1), pairs > 0, spoilt
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    batch = _first(anchors, tiles.Batch(embeddings, labels, references, reference_labels))
     value, counts, spoilt = tiles.over(rows, batch, max_memory=max_memory, graded=True)
     return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references, spoilt)
+
+
+def _first(anchors: int | None, batch: tiles.Batch) -> tiles.Batch:
+    """The batch of the first anchors with all its references, themselves left out."""
+    x, labels, references, reference_labels = batch
+    if anchors is None or anchors >= x.shape[0]:
+        return batch
+    if isinstance(labels, LabelDistance):
+        distance = labels.distance[:anchors].clone()
+        few: Labels = LabelDistance(distance if references is not None else distance.fill_diagonal_(0))  # 0: left out
+    else:
+        assert isinstance(labels, Tensor)
+        few = labels[:anchors]
+        reference_labels = labels if references is None else reference_labels
+    # A copy: what is saved for the gradient must not be a view of the references.
+    return tiles.Batch(x[:anchors].clone(), few, x if references is None else references, reference_labels)
 
 
 @torch.no_grad()
@@ -123,6 +144,7 @@ class LogRatioLoss(nn.Module):
     def __init__(
         self,
         *,
+        anchors: int | None = None,
         epsilon: float = 1e-6,
         ties: str = "drop",
         normalize: bool = False,
@@ -134,6 +156,7 @@ class LogRatioLoss(nn.Module):
         hold(
             self,
             logratio_loss,
+            **({} if anchors is None else {"anchors": anchors}),
             epsilon=epsilon,
             ties=ties,
             normalize=normalize,

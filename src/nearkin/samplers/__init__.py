@@ -5,16 +5,26 @@
 
 A batch is a pure function of (arguments, epoch, index), `sampler.batch(epoch, index)`: equal arguments give equal
 batches on every machine, Python and NumPy. `ClassBalanced` is the usual choice; `ClassRatio` for the facility-location
-loss, `PairPerClass` for N-pair, `LabelNeighbours` for log-ratio, `HardClasses` to bring near classes together.
+loss, `PairPerClass` for N-pair, `LabelNeighbours` for log-ratio, `HardNegatives` for lifted structure, `HardClasses` to
+bring near classes together.
 How an epoch, a resume and the ranks work is said in `EpochSampler`.
 """
 
 from nearkin.samplers.classes import ClassBalanced, ClassRatio
 from nearkin.samplers.hard import HardClasses, PairPerClass
 from nearkin.samplers.neighbours import LabelNeighbours
+from nearkin.samplers.pairs import HardNegatives
 from nearkin.samplers.protocol import EpochSampler
 
-__all__ = ["ClassBalanced", "ClassRatio", "EpochSampler", "HardClasses", "LabelNeighbours", "PairPerClass"]
+__all__ = [
+    "ClassBalanced",
+    "ClassRatio",
+    "EpochSampler",
+    "HardClasses",
+    "HardNegatives",
+    "LabelNeighbours",
+    "PairPerClass",
+]
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 # What a stream of words is for: two purposes never share one.
-ITEMS, CLASSES, COLUMNS, ORDER, SIZES, MINING, ANCHORS, REST = range(8)
+ITEMS, CLASSES, COLUMNS, ORDER, SIZES, MINING, ANCHORS, REST, PAIRS, NEGATIVES = range(10)
 
 
 def words(count: int, seed: int, purpose: int, *place: int) -> Words:

@@ -20,6 +20,17 @@ _GRID = 2048
 _ROWS = 16_384  # rows in float64 at a time
 
 
+def on_grid(directions: Tensor) -> NDArray[np.float32]:
+    """Unit vectors of the rows, rounded to whole multiples of 1/2048; a zero row stays zero."""
+    unit = np.empty(directions.shape, np.float32)
+    for start in range(0, len(unit), _ROWS):
+        rows = directions[start : start + _ROWS].to("cpu", torch.float64)
+        rows = rows / rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        rows /= torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1)
+        unit[start : start + _ROWS] = (rows * _GRID).round_().numpy()
+    return unit
+
+
 class MinedClasses(ClassBalanced):
     """A `ClassBalanced` whose batches are picked by the similarity of classes once embeddings were given."""
 
@@ -41,13 +52,7 @@ class MinedClasses(ClassBalanced):
         """directions (C, D): only where a class points counts."""
         requests.between_epochs(self._epoch, self._drawn, len(self))
         requests.finite(name, directions)
-        unit = np.empty(directions.shape, np.float32)
-        for start in range(0, len(unit), _ROWS):
-            rows = directions[start : start + _ROWS].to("cpu", torch.float64)
-            rows = rows / rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-            rows /= torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1)  # a zero row stays zero
-            unit[start : start + _ROWS] = (rows * _GRID).round_().numpy()
-        self._unit, self._pass = unit, -1
+        self._unit, self._pass = on_grid(directions), -1
 
     def _plan(self, turns: Ints, number: int) -> None:
         if self._unit is None:

@@ -12,15 +12,20 @@ from nearkin.samplers.requests import Targets
 
 
 class LabelNeighbours(EpochSampler):
-    """One anchor, its k = `neighbours` nearest by label, and a random rest: dense batches for the log-ratio loss.
+    """A = `anchors` random items, the k = `neighbours` nearest of each by label, and a random rest: for log-ratio.
 
-    Order: the anchor, its neighbours from the nearest on, the rest. Every item is the anchor of one batch an epoch.
+    Order: the anchors, then the neighbours of the first from the nearest on, of the second, and so on, then the rest;
+    an item comes once in a batch. So each of the first A rows has its k nearest labels in the batch, which is what
+    `LogRatioLoss(anchors=A)` learns from. Every item is an anchor once a pass (a few twice where A does not divide the
+    number of items). A = 1 is the paper's batch. The rest is drawn without repetition and evenly: from shuffled orders
+    of all items, used up piece by piece.
+
     Nearest is exact Euclidean distance of the targets, (N,) or (N, K); of equally near items the lowest index; never
-    the anchor itself. Nothing of N × N is held: 1-D targets are sorted once, others take one pass over N a batch.
-    The rest is drawn without repetition and evenly: from shuffled orders of all items, used up piece by piece.
+    the anchor itself. Nothing of N × N is held: 1-D targets are sorted once, others take one pass over N per anchor.
 
-    Ranks take every `world_size`-th item, so the anchor and its neighbours lie on different ranks: gather the batch
-    before the loss. Kim et al. 2019, arXiv:1904.09626; batch 150, k = 5 from the authors' code.
+    Ranks take every `world_size`-th item, so the anchors and their neighbours lie on different ranks: gather the batch
+    before the loss, in its order (`GlobalBatch`, `order=`).
+    Kim et al. 2019, arXiv:1904.09626; batch 150, k = 5 from the authors' code.
     """
 
     def __init__(
@@ -32,17 +37,21 @@ class LabelNeighbours(EpochSampler):
         rank: int = 0,
         world_size: int = 1,
         *,
+        anchors: int = 1,
         batches: int | None = None,
     ) -> None:
         self._columns = requests.targets(targets)  # (K, N)
         self._items = self._columns.shape[1]
         checks.whole("batch_size", batch_size, 1)
         checks.whole("neighbours", neighbours, 0)
+        checks.whole("anchors", anchors, 1)
         requests.at_most("batch_size", batch_size, self._items, "the number of items")
-        requests.at_most("neighbours", neighbours, batch_size - 1, "what batch_size leaves beside the anchor")
+        requests.at_most("anchors", anchors, batch_size, "batch_size")
+        beside = "the anchor" if anchors == 1 else f"each of {anchors} anchors"
+        requests.at_most("neighbours", neighbours, batch_size // anchors - 1, f"what batch_size leaves beside {beside}")
         requests.ranks(rank, world_size, "items", {"items": ("batch_size", batch_size)})
         super().__init__(
-            pass_batches=self._items,
+            pass_batches=-(-self._items // anchors),
             batches=batches,
             seed=seed,
             rank=rank,
@@ -51,7 +60,9 @@ class LabelNeighbours(EpochSampler):
             data=self._columns,
         )
         self._mark(batch_size, neighbours)
-        self.batch_size, self.neighbours = batch_size, neighbours
+        if anchors > 1:  # states of one anchor stay what they were
+            self._mark(anchors)
+        self.batch_size, self.neighbours, self.anchors = batch_size, neighbours, anchors
         if len(self._columns) == 1:
             self._ascending = np.argsort(self._columns[0], kind="stable")
             self._sorted = self._columns[0][self._ascending]
@@ -82,8 +93,10 @@ class LabelNeighbours(EpochSampler):
         return among[closest(np.abs(self._columns[0][among] - here), k)]
 
     def _global(self, number: int, position: int) -> tuple[Ints, Ints]:
-        anchor = int(self._shuffled(ANCHORS, number)[position])
-        head = np.concatenate([[anchor], self.nearest(anchor)])
+        turns = np.arange(position * self.anchors, (position + 1) * self.anchors) % self._items
+        anchors = self._shuffled(ANCHORS, number)[turns]
+        met = np.concatenate([anchors, *(self.nearest(int(anchor)) for anchor in anchors)])
+        head = met[np.sort(np.unique(met, return_index=True)[1])]  # neighbourhoods may overlap: an item comes once
         piece, start = divmod(position, self._items // self.batch_size)
         order = self._shuffled(REST, number, piece)
         window = order[start * self.batch_size : (start + 1) * self.batch_size]  # as long as head and rest together

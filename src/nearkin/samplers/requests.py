@@ -68,6 +68,13 @@ def ranks(rank: int, world_size: int, split: str, shared: Mapping[str, tuple[str
         raise ValueError(f'{name} must be a multiple of world_size with split="{split}": {world_size}, got {count}')
 
 
+def classes_for_pairs(counts: Ints) -> None:
+    """Positive pairs need a class of two items, and negatives a second class."""
+    if len(counts) < 2 or counts.max() < 2:
+        received = f"{len(counts)} classes, the largest of {counts.max()} items"
+        raise ValueError(f"labels must hold at least 2 classes, one of them with 2 items or more, got {received}")
+
+
 def class_rows(name: str, values: Embeddings, rows: int, what: str) -> Tensor:
     """Embeddings, one row a class or an item."""
     if isinstance(values, np.ndarray):
@@ -78,10 +85,10 @@ def class_rows(name: str, values: Embeddings, rows: int, what: str) -> Tensor:
     return array
 
 
-def finite(name: str, values: Tensor) -> None:
+def finite(name: str, values: Tensor, what: str = "classes") -> None:
     bad = ~values.isfinite().all(1)
     if bool(bad.any()):
-        raise ValueError(f"{name} must be finite, got NaN or Inf in {int(bad.sum())} classes")
+        raise ValueError(f"{name} must be finite, got NaN or Inf in {int(bad.sum())} {what}")
 
 
 def between_epochs(epoch: int, drawn: int, batches: int) -> None:

@@ -196,10 +196,27 @@ def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
     elif name == "class-ratio":
         chosen.setdefault("batch", min(128, facts.items))
         chosen.setdefault("ratio", min(0.25, classes / max(1, chosen["batch"])))
+    elif name == "hard-negatives":
+        chosen.setdefault("batch", min(128, facts.items))
+        if isinstance(chosen["batch"], int):
+            chosen.setdefault("pairs", max(1, chosen["batch"] // 4))
+            chosen.setdefault("candidates", max(8192, chosen["batch"]))
     else:
         chosen.setdefault("batch", min(150, facts.items))
         chosen.setdefault("neighbours", 5)
+        chosen.setdefault("anchors", _anchors(chosen["batch"], chosen["neighbours"], recipe.loss.get("anchors")))
     return recipe.with_("sampler", **chosen)
+
+
+def _anchors(batch: Any, neighbours: Any, wanted: Any) -> int:
+    """Items with their neighbours: those that the loss takes for anchors, or as many as fill half of the batch.
+
+    Half: the best of five kinds of batches for log-ratio, docs/claims.md.
+    """
+    if not all(isinstance(number, int) and number >= 0 for number in (batch, neighbours)):
+        return 1  # the sampler says what is wrong with them
+    room = max(1, batch // (neighbours + 1))
+    return min(wanted, room) if isinstance(wanted, int) and wanted > 0 else max(1, room // 2)
 
 
 def _per_class(batch: Any, classes: int, usual: int) -> int:
