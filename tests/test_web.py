@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from calibrations import calibration_by_hand
 from nearkin import models
 from nearkin.data import glyphs
-from nearkin.evaluation import Calibration
 from nearkin.gallery import Gallery, answers, encoding
 from nearkin.web import demo
 from nearkin.web.access import Access, is_loopback
@@ -48,10 +48,10 @@ def a_run(folder: Path) -> Path:
     encoder = models.build("small-cnn", channels=1, size=16, width=4, dim=8, seed=0)
     how = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
     models.save(encoder, folder, how)
-    curve = Calibration((0.0, 0.99, 0.9999), (0.0, 0.01, 0.999999), 0.0, 1000, 1000).to_dict()
-    points = [{"far": 0.1, "threshold": 0.9, "tar": 0.9}, {"far": 0.001, "threshold": 0.999, "tar": 0.5}]
-    said = {"format": 1, "encoder": encoding.described(folder).fingerprint, "calibration": curve, "shots": {}}
-    (folder / answers.FILE).write_text(json.dumps(said | {"operating_points": points}))
+    said = {"encoder": encoding.described(folder).fingerprint} | calibration_by_hand(
+        {0.9: (0.005, 0.9), 0.999: (0.001, 0.5)}, {0.0: -20, 0.99: -4, 0.999: 9, 1.0: 14}
+    )
+    (folder / answers.FILE).write_text(json.dumps(said))
     return folder
 
 
