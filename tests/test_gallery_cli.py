@@ -65,13 +65,17 @@ def test_search_identify_verify():
     out = said(run("identify", one, "--gallery", "birds.gallery"))
     assert out.startswith("class3, similarity 1.0000") and "nearkin gallery calibrate" in out
     assert "similarity" in said(run("verify", one, other, "--run", "run"))
-    assert "pairs of kin" in said(run("gallery", "calibrate", "run"))
+    out = said(run("gallery", "calibrate", "run"), code=2)
+    assert "needs at least 5 classes, 4 of them of 2 items or more, got 2 and 2; --part test may have more" in out
+    out = said(run("gallery", "calibrate", "run", "--part", "all"))  # a run of few classes
+    assert "calibrated on 12 classes" in out and "FAR held (per pair)" in out and "0.01 needs 25 classes or more" in out
+    assert json.loads(said(run("gallery", "stats", "birds.gallery", "--json")))["calibrated"]
     out = said(run("identify", one, "--gallery", "birds.gallery"))
-    assert "confidence" in out and "at FAR" in out
+    assert "confidence" in out and "at FAR" in out and "per query" in out and "12 classes" in out
     found = json.loads(said(run("identify", one, "--gallery", "birds.gallery", "--json")))
     assert found["candidates"][0]["label"] == "class3" and 0 <= found["confidence"] <= 1
     out = said(run("verify", one, one, "--gallery", "birds.gallery", "--far", "0.1"))
-    assert out.startswith("the same: probability") and "at FAR 0.1" in out
+    assert out.startswith("the same: probability") and "at FAR 0.1 per pair" in out
     assert json.loads(said(run("verify", one, other, "--run", "run", "--json")))["far"] > 0
 
 

@@ -307,5 +307,5 @@ def _share(log_ratio: Floats) -> Floats:
 
 def rounded_up(rate: float) -> float:
     """Two digits, rounded up, so that what a sentence offers is accepted."""
-    unit = 10 ** (math.floor(math.log10(rate)) - 1)
+    unit = 10.0 ** (math.floor(math.log10(rate)) - 1)
     return math.ceil(rate / unit - 1e-9) * unit

@@ -36,11 +36,14 @@ def asking(service: Service) -> "APIRouter":
     limits = service.limits
     K = Annotated[int, Query(ge=1, le=1000, description="How many.")]
     Hits = Annotated[int, Query(ge=0, le=1000, description="How many of the nearest rows to give beside it.")]
-    passing = "Share of {} that may pass; one that the calibration cannot hold is refused."
-    FarQuery, FarPair = (
-        Annotated[float | None, Query(gt=0, lt=1, allow_inf_nan=False, description=passing.format(what))]
-        for what in ("queries by strangers (per query)", "pairs of different classes (per pair)")
-    )
+    FarQuery = Annotated[
+        float | None,
+        Query(gt=0, lt=1, allow_inf_nan=False, description="Share of queries by strangers that may pass (per query)."),
+    ]
+    FarPair = Annotated[
+        float | None,
+        Query(gt=0, lt=1, allow_inf_nan=False, description="Share of pairs of strangers that may pass (per pair)."),
+    ]
     Filter = Annotated[str | None, Query(max_length=4000, description='JSON, as {"label": "heron"}; any of a list.')]
 
     @router.post("/search", response_model=shapes.Items, openapi_extra=forms.body_schema(["item"]))
