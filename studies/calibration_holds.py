@@ -15,7 +15,6 @@ them; without it, two made-up worlds: classes of very different widths with heav
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from nearkin.gallery.answers import Hit, Identity, Meaning
 Floats = NDArray[np.float32]
 Labels = NDArray[np.int64]
 World = tuple[str, Floats, Labels]  # rows of length 1, by class
+Rounds = list[tuple[Meaning, Labels]]
 NEAREST = 50  # rows that a gallery weighs
 
 
@@ -104,9 +104,10 @@ def far(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
 def confidence(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
     print(f"{name} | labels | examples | largest error | answers | known or not, right | plain threshold")
     for calibrated in (48, 200):
+        rounds = calibrations(rows, labels, calibrated, 2 if quick else 6)
         for count in (10, 100, 300) if len(labels) < 50_000 else (10, 100, 1000, 10_000):
             for examples in (1, 5):
-                asked = Asked(rows, labels, calibrated, count, examples, 500 if quick else 6000)
+                asked = Asked(rows, labels, rounds, count, examples, 500 if quick else 6000)
                 worst, judged = asked.worst()
                 plain = f"{asked.accuracy():.1%} | {asked.plain_accuracy():.1%}"
                 print(f"{calibrated} | {count} | {examples} | {worst:.3f} | {judged} | {plain}", flush=True)
@@ -115,11 +116,12 @@ def confidence(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
 def strangers(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
     print(f"{name} | classes | labels | examples | FAR per query | strangers that passed")
     for calibrated in (48, 150):
+        rounds = calibrations(rows, labels, calibrated, 2 if quick else 6)
         for count in (20, 200, 300):
             for examples in (1, 4):
                 for wanted in (None, 0.01, 0.1, 0.3):
                     try:
-                        asked = Asked(rows, labels, calibrated, count, examples, 300 if quick else 3000, wanted)
+                        asked = Asked(rows, labels, rounds, count, examples, 300 if quick else 3000, wanted)
                     except ValueError as error:
                         print(f"{calibrated} | {count} | {examples} | {wanted:g} | refused: {error}", flush=True)
                         continue
@@ -129,13 +131,31 @@ def strangers(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
                     print(f"{calibrated} | {count} | {examples} | {line}", flush=True)
 
 
+def calibrations(rows: Floats, labels: Labels, classes: int, rounds: int) -> Rounds:
+    """Calibrations on several draws of so many classes, each with the classes that it has not seen."""
+    found = []
+    for seed in range(rounds):
+        order = np.random.default_rng([classes, seed]).permutation(int(labels.max()) + 1)
+        inside = np.isin(labels, order[:classes])
+        plain = calibrating.measured(torch.from_numpy(rows[inside]), torch.from_numpy(labels[inside]))
+        found.append((Meaning(plain), order[classes:]))
+    return found
+
+
 class Asked:
     """Several galleries of so many labels, and queries of both kinds, in equal numbers, that were answered."""
 
     def __init__(
-        self, rows: Floats, labels: Labels, calibrated: int, count: int, examples: int, most: int, far: Any = None
+        self,
+        rows: Floats,
+        labels: Labels,
+        rounds: Rounds,
+        count: int,
+        examples: int,
+        most: int,
+        far: float | None = None,
     ) -> None:
-        draw = np.random.default_rng([calibrated, count, examples])
+        draw = np.random.default_rng([count, examples])
         self.sure: list[float] = []
         self.right: list[bool] = []
         self.known: list[bool] = []
@@ -143,19 +163,15 @@ class Asked:
         self.near: list[bool] = []
         self.far: float | None = None
         start = np.searchsorted(labels, np.arange(labels.max() + 2))
-        rounds = 12 if count <= 300 else 2
-        for _ in range(rounds):
-            order = draw.permutation(int(labels.max()) + 1)
-            inside = np.isin(labels, order[:calibrated])
-            plain = calibrating.measured(torch.from_numpy(rows[inside]), torch.from_numpy(labels[inside]))
-            meaning = Meaning(plain)
-            enrolled = order[calibrated : calibrated + count]
-            others = order[calibrated + count :][: max(count, 200)]
+        for meaning, unseen in rounds:
+            order = draw.permutation(unseen)
+            enrolled = order[:count]
+            others = order[count:][: max(count, 200)]
             items = [draw.permutation(np.arange(start[c], start[c + 1])) for c in enrolled]
             here = np.concatenate([one[:examples] for one in items])
             asking = draw.permutation(np.concatenate([one[examples:] for one in items]))
             strange = draw.permutation(np.concatenate([np.arange(start[c], start[c + 1]) for c in others]))
-            number = min(len(asking), len(strange), most // (2 * rounds))
+            number = min(len(asking), len(strange), most // (2 * len(rounds)))
             self._ask(meaning, rows, labels, here, asking[:number], strange[:number], examples, far)
 
     def _ask(

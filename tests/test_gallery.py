@@ -265,7 +265,7 @@ def test_one_example_is_enough(place, run, tmp_path):
         same = gallery.verify(one, one)
         assert same.same and same.probability > 0.9 and same.far == 0.001 and same.tar == 0.5
         assert gallery.verify(one, third).similarity < 1 - 1e-6
-        with pytest.raises(ValueError, match="far must be at least 0.001 per pair: 60 calibration classes"):
+        with pytest.raises(ValueError, match=r"far must be at least 0.001 per pair: 60 calibration classes"):
             gallery.verify(one, other, far=1e-6)
 
 

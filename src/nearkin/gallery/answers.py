@@ -19,6 +19,7 @@ FILE = "calibration.json"  # in the folder of a run
 FORMAT = 2
 FAR = 1e-3  # per pair, what `verify` takes where the caller does not say, or the strictest usual one that holds
 KNOWN = 0.5  # how likely somebody enrolled is asked for, before anything is seen of him
+VAGUE = 0.95  # a bound of the share of strangers from which on nothing is said
 EQUAL = 1 - 1e-6  # similarity from which on two embeddings are those of one and the same item
 
 
@@ -177,9 +178,11 @@ class Meaning:
         threshold, held = self._threshold(labels, sizes, counts.get(first.label, 1), far)
         known = same.any() or first.similarity >= threshold
         label, confidence = (first.label, float(shares[order[0]])) if known else (None, float(nobody))
-        note = "" if held is not None else self._unshown(labels)
-        shown = threshold if threshold <= 1 else None
-        return Identity(label, confidence, first.similarity, shown, held, candidates, note, self.classes)
+        if threshold > 1:
+            note = f"by {self.classes} calibration classes, no similarity below 1 is enough among {labels:,} labels"
+            return Identity(label, confidence, first.similarity, None, None, candidates, note, self.classes)
+        note = "" if held is not None else f"{self.classes} calibration classes cannot show how many strangers pass"
+        return Identity(label, confidence, first.similarity, threshold, held, candidates, note, self.classes)
 
     def _threshold(
         self, labels: int, sizes: Mapping[int, int], examples: int, far: float | None
@@ -190,10 +193,10 @@ class Meaning:
         if far is None:
             at = int(np.searchsorted(self.thresholds, likelier, side="right")) - 1
             held = float(rate[at]) if at >= 0 else 1.0
-            return likelier, held if held < 1 else None
+            return likelier, held if held < VAGUE else None
         checks.between("far", far, 0, 1)
         if far < rate[-1]:
-            lowest = f"at least {rounded_up(rate[-1]):g} per query" if rate[-1] < 0.95 else "left out"
+            lowest = f"at least {rounded_up(rate[-1]):g} per query" if rate[-1] < VAGUE else "left out"
             each = class_rates.classes_needed(-math.expm1(math.log1p(-far) / labels), self.confidence)
             raise ValueError(
                 f"far must be {lowest} with {labels:,} labels: {self.classes} calibration classes cannot show less, "
@@ -230,9 +233,6 @@ class Meaning:
 
     def _equal(self, hit: Hit) -> bool:
         return hit.similarity >= EQUAL > self.largest_impostor
-
-    def _unshown(self, labels: int) -> str:
-        return f"{self.classes} calibration classes cannot show how many strangers pass among {labels:,} labels"
 
 
 def verified(meaning: Meaning | None, note: str, similarity: float, far: float | None) -> Verification:
