@@ -125,14 +125,19 @@ def test_identify_says_who_or_unknown(client, gallery):
     Image.new("L", (16, 16), 255).save(flat, "PNG")
     strange = client.post("/api/identify", files=item(flat.getvalue())).json()
     assert strange["label"] is None and strange["confidence"] > 0.3 and strange["hits"] == []
-    assert client.post("/api/identify?far=0.1", files=item(picture(4))).json()["threshold"] == 0.9
-    refused(client.post("/api/identify?far=0.0001", files=item(picture(4))), 422, "0.001 at the strictest")
+    assert [one["label"] for one in strange["candidates"]] and strange["classes"] == 60
+    assert client.post("/api/identify?far=0.1", files=item(picture(4))).json()["far"] == 0.1
+    assert client.post("/api/identify?far=0.02", files=item(picture(4))).json()["threshold"] == 0.999
+    refused(
+        client.post("/api/identify?far=0.0001", files=item(picture(4))), 422, "per query with 4 labels: 60 calibration"
+    )
 
 
 def test_verify(client):
     same = client.post("/api/verify", files={"a": picture(1), "b": picture(1)})
     assert same.json()["same"] is True and same.json()["probability"] > 0.99 and same.json()["far"] == 0.001
-    assert client.post("/api/verify", files={"a": picture(1), "b": picture(200)}).json()["same"] is False
+    other = client.post("/api/verify", files={"a": picture(1), "b": picture(200)}).json()
+    assert other["same"] is False and other["probability"] == 1 - other["same_probability"] and other["classes"] == 60
     refused(client.post("/api/verify", files={"a": picture(1)}), 400, "b is missing")
 
 

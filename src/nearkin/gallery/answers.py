@@ -163,8 +163,7 @@ class Meaning:
             return Identity(None, None, None, None, None, [], "nothing is enrolled", self.classes)
         counts, best = examples or {}, _nearest_of_labels(nearest)
         labels = max(sum(sizes.values()), len(best))
-        logs = np.array([float(self._of(counts.get(hit.label, 1)).ratio.at(hit.similarity)) for hit in best])
-        ratios = np.exp(np.minimum(logs, 600.0))
+        ratios = np.exp(np.minimum(self._log_ratios(best, counts), 600.0))
         rest = self._below(nearest[-1].similarity, sizes, len(best)) if labels > len(best) else 0.0
         total = (1 - KNOWN) + KNOWN / labels * (ratios.sum() + rest)
         shares, nobody = KNOWN / labels * ratios / total, (1 - KNOWN) / total
@@ -183,6 +182,11 @@ class Meaning:
             return Identity(label, confidence, first.similarity, None, None, candidates, note, self.classes)
         note = "" if held is not None else f"{self.classes} calibration classes cannot show how many strangers pass"
         return Identity(label, confidence, first.similarity, threshold, held, candidates, note, self.classes)
+
+    def _log_ratios(self, hits: Sequence[Hit], counts: Mapping[str, int]) -> Floats:
+        near, number = np.array([hit.similarity for hit in hits]), [counts.get(hit.label, 1) for hit in hits]
+        curves = {n: self._of(n).ratio.at(near) for n in set(number)}
+        return np.array([curves[n][i] for i, n in enumerate(number)])
 
     def _threshold(
         self, labels: int, sizes: Mapping[int, int], examples: int, far: float | None
