@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import postgres_server
+from calibrations import calibration_by_hand
 from nearkin import models
-from nearkin.evaluation import Calibration
 from nearkin.gallery import Gallery, answers, encoding, graph
 from nearkin.gallery.sqlite import SqliteStore
 
@@ -62,12 +62,10 @@ def a_run(folder: Path, seed: int, calibrated: bool = True) -> Path:
     how = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
     models.save(encoder, folder, how)
     if calibrated:
-        curve = Calibration((0.0, 0.9, 1.0), (0.0, 0.3, 1.0), 0.0, 1000, 1000).to_dict()
-        points = [{"far": 0.1, "threshold": 0.9, "tar": 0.9}, {"far": 0.001, "threshold": 0.99, "tar": 0.5}]
-        said = {"format": 1, "encoder": encoding.described(folder).fingerprint}
-        (folder / answers.FILE).write_text(
-            json.dumps(said | {"calibration": curve, "shots": {}, "operating_points": points})
+        said = {"encoder": encoding.described(folder).fingerprint} | calibration_by_hand(
+            {0.9: (0.1, 0.9), 0.99: (0.001, 0.5)}, {0.0: -9, 0.9: -1, 0.99: 0, 1.0: 9}
         )
+        (folder / answers.FILE).write_text(json.dumps(said))
     return folder
 
 
@@ -267,7 +265,7 @@ def test_one_example_is_enough(place, run, tmp_path):
         same = gallery.verify(one, one)
         assert same.same and same.probability > 0.9 and same.far == 0.001 and same.tar == 0.5
         assert gallery.verify(one, third).similarity < 1 - 1e-6
-        with pytest.raises(ValueError, match="far must be one the run could measure"):
+        with pytest.raises(ValueError, match=r"far must be at least 0.001 per pair: 60 calibration classes"):
             gallery.verify(one, other, far=1e-6)
 
 

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 import postgres_server
+from calibrations import calibration_by_hand
 from commands import photos, run, said
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
@@ -65,14 +66,43 @@ def test_search_identify_verify():
     out = said(run("identify", one, "--gallery", "birds.gallery"))
     assert out.startswith("class3, similarity 1.0000") and "nearkin gallery calibrate" in out
     assert "similarity" in said(run("verify", one, other, "--run", "run"))
-    assert "pairs of kin" in said(run("gallery", "calibrate", "run"))
+    out = said(run("gallery", "calibrate", "run"), code=2)
+    assert "needs at least 5 classes, 4 of them of 2 items or more, got 2 and 2; --part test may have more" in out
+    out = said(run("gallery", "calibrate", "run", "--part", "all"))  # a run of few classes
+    assert "calibrated on 12 classes" in out and "FAR held (per pair)" in out and "0.01 needs 25 classes or more" in out
+    assert json.loads(said(run("gallery", "stats", "birds.gallery", "--json")))["calibrated"]
     out = said(run("identify", one, "--gallery", "birds.gallery"))
-    assert "confidence" in out and "at FAR" in out
+    assert "class3, confidence" in out, "the very file that is enrolled"
+    out = said(run("identify", one, "--gallery", "birds.gallery", "--filter", "label=class3", "--far", "0.1"))
+    assert "confidence" in out and "at FAR 0.1 per query" in out and "12 classes" in out
     found = json.loads(said(run("identify", one, "--gallery", "birds.gallery", "--json")))
     assert found["candidates"][0]["label"] == "class3" and 0 <= found["confidence"] <= 1
     out = said(run("verify", one, one, "--gallery", "birds.gallery", "--far", "0.1"))
-    assert out.startswith("the same: probability") and "at FAR 0.1" in out
+    assert out.startswith("the same: probability") and "at FAR 0.1 per pair" in out
     assert json.loads(said(run("verify", one, other, "--run", "run", "--json")))["far"] > 0
+
+
+def test_what_is_said_has_its_own_probability_and_unknown_names_who_is_near():
+    kept = Path("run/calibration.json").read_text()
+    strict = calibration_by_hand({0.5: (0.01, 0.9), 0.999999: (0.001, 0.1)}, {-1.0: -9, 0.9: 0, 1.0: 2})
+    Path("run/calibration.json").write_text(json.dumps(strict | {"encoder": json.loads(kept)["encoder"]}))
+    one, other = "photos/class3/0.png", "photos/class9/1.png"
+    try:
+        found = json.loads(said(run("verify", one, other, "--run", "run", "--json")))
+        assert found["same"] is False and found["probability"] == pytest.approx(1 - found["same_probability"])
+        out = said(run("verify", one, other, "--run", "run"))
+        assert out.startswith(f"not the same: probability {found['probability']:.1%}") and "60 classes" in out
+        Path("new").mkdir()
+        photos(Path("new"), classes=1, each=1, seed=77)
+        found = json.loads(said(run("identify", "new/class0/0.png", "--gallery", "birds.gallery", "--json")))
+        assert found["label"] is None and len(found["candidates"]) == 12 and found["classes"] == 60
+        out = said(run("identify", "new/class0/0.png", "--gallery", "birds.gallery"))
+        first = found["candidates"][0]
+        assert out.startswith("unknown, probability ")
+        near = f"{first['label']} {first['confidence']:.1%} (similarity {first['similarity']:.4f}), "
+        assert f"nearest of the enrolled: {near}" in out
+    finally:
+        Path("run/calibration.json").write_text(kept)
 
 
 def test_stats_export_reindex_check():

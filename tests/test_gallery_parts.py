@@ -1,17 +1,12 @@
-"""The parts under a gallery: exact search in memory, HNSW beside the file, rows and filters, calibrated answers."""
-
-import json
+"""The parts under a gallery: exact search in memory, HNSW beside the file, rows and filters."""
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearkin import gallery as room
-from nearkin.evaluation import Calibration
-from nearkin.gallery import answers, calibrating, graph, matrix, rows
-from nearkin.gallery.answers import Hit, Meaning
+from nearkin.gallery import graph, matrix, rows
 from nearkin.gallery.columns import Columns
 from nearkin.gallery.matrix import Matrix
 
@@ -229,108 +224,6 @@ def test_values_are_equal_as_json_has_it():
 def test_what_cannot_be_kept_is_one_sentence(call, sentence):
     with pytest.raises((ValueError, TypeError), match=sentence):
         call()
-
-
-# ---- what a similarity means
-
-
-@pytest.fixture(scope="module")
-def people():
-    """Embeddings of 120 classes of 12: kin near one another, some classes near others."""
-    draw = np.random.default_rng(3)
-    labels = np.repeat(np.arange(120), 12)
-    centres = draw.normal(size=(120, 12))
-    noise = 0.75 * draw.normal(size=(len(labels), 12))
-    return rows.unit(centres[labels] + noise), labels
-
-
-def test_measured_thresholds_keep_their_far_and_probabilities_come_true(people):
-    x, labels = people
-    half = labels < 60
-    plain = calibrating.measured(torch.from_numpy(x[half]), torch.from_numpy(labels[half]))
-    plain = json.loads(json.dumps(plain))
-    meaning = Meaning(Calibration.from_dict(plain["calibration"]), plain["operating_points"])
-    others, kin = x[~half].astype(np.float64), labels[~half]
-    one, two = np.triu_indices(len(others), 1)
-    score, same = (others @ others.T)[one, two], (kin[:, None] == kin)[one, two]
-    for far in (0.1, 0.01, 0.001):
-        point, note = meaning.point(far)
-        assert note == "" and point["far"] == far
-        assert (score[~same] >= point["threshold"]).mean() < 2 * far, "on classes that were not calibrated on"
-    draw = np.random.default_rng(0)
-    pairs = np.concatenate([np.flatnonzero(same), draw.choice(np.flatnonzero(~same), same.sum(), replace=False)])
-    chance = np.array([meaning.probability(s) for s in score[pairs]])
-    for low in np.arange(0, 1, 0.25):
-        inside = (chance >= low) & (chance <= low + 0.25)
-        assert same[pairs][inside].mean() == pytest.approx(chance[inside].mean(), abs=0.12)
-
-
-@pytest.mark.parametrize("shots", [1, 5])
-def test_identities_are_as_sure_as_they_are_right(people, shots):
-    """Half of the other classes are enrolled with so many examples, then all ask: confidence is how many are right."""
-    x, labels = people
-    half = labels < 60
-    plain = calibrating.measured(torch.from_numpy(x[half]), torch.from_numpy(labels[half]))
-    curves = {int(n): Calibration.from_dict(one) for n, one in plain["shots"].items()}
-    assert set(curves) == {2, 4, 8}
-    meaning = Meaning(Calibration.from_dict(plain["calibration"]), plain["operating_points"], curves)
-    enrolled = np.flatnonzero(~half & (labels < 90) & (np.arange(len(labels)) % 12 < shots))
-    sure, right, unknown, plainly = [], [], [], []
-    for i in np.flatnonzero(~half & (np.arange(len(labels)) % 12 >= shots)):
-        near = x[enrolled].astype(np.float64) @ x[i].astype(np.float64)
-        hits = [Hit(int(n), str(labels[enrolled[n]]), float(near[n]), "", {}) for n in np.argsort(-near)[:50]]
-        found = meaning.identify(hits, 30, None, {hit.label: shots for hit in hits})
-        assert 0 <= found.confidence <= 1 and sum(c.confidence for c in found.candidates) <= 1 + 1e-9
-        truth = str(labels[i]) if labels[i] < 90 else None
-        sure.append(found.candidates[0].confidence)
-        right.append(found.candidates[0].label == truth)
-        plainly.append(meaning.identify(hits, 30, None).candidates[0].confidence)  # as if each had one example
-        unknown.append((found.unknown, truth is None))
-    sure, right, unknown = np.array(sure), np.array(right), np.array(unknown)
-
-    def error(sure):
-        """Expected calibration error."""
-        place = np.minimum((sure * 5).astype(int), 4)
-        return np.abs(np.bincount(place, weights=sure - right)).sum() / len(sure)
-
-    assert error(sure) < 0.1 and np.ptp(sure) > 0.8
-    assert shots == 1 or error(sure) < 0.8 * error(np.array(plainly)), "examples that are many are not taken for one"
-    assert (unknown[:, 0] & unknown[:, 1]).sum() > 0.7 * unknown[:, 1].sum(), "strangers are mostly refused"
-
-
-def test_points_are_asked_for_by_far():
-    curve = Calibration((-1.0, 1.0), (0.0, 1.0), 0.0, 100, 100)
-    points = [{"far": far, "threshold": t, "tar": 0.9} for far, t in ((0.1, 0.2), (0.01, 0.4))]
-    meaning = Meaning(curve, points)
-    assert meaning.verify(0.3, 0.1).same and not meaning.verify(0.3, 0.05).same and not meaning.verify(0.3, 0.01).same
-    found = meaning.verify(0.5, None)
-    assert found.same and found.far == 0.01 and "too few pairs to measure a FAR below 0.01" in found.note
-    with pytest.raises(ValueError, match=r"0.01 at the strictest, got 0.001"):
-        meaning.verify(0.5, 0.001)
-    with pytest.raises(ValueError, match="far must be > 0 and < 1"):
-        meaning.verify(0.5, 2.0)
-    nobody = meaning.identify([], 0, None)
-    assert nobody.unknown and nobody.note == "nothing is enrolled"
-    first = meaning.identify([Hit(1, "new", 0.99, "", {})], 1, None)
-    assert first.label == "new" and first.confidence > 0.9, "one example is enough"
-    assert meaning.identify([Hit(1, "new", 0.35, "", {})], 1, None).unknown, "below the threshold"
-
-
-def test_a_calibration_file_that_is_not_right_is_said(tmp_path):
-    meaning, note = answers.read(tmp_path, "me")
-    assert meaning is None and "nearkin gallery calibrate" in note and "a similarity only" in note
-    path = tmp_path / answers.FILE
-    path.write_text("{")
-    with pytest.raises(ValueError, match="damaged"):
-        answers.read(tmp_path, "me")
-    curve = Calibration((-1.0, 1.0), (0.0, 1.0), 0.0, 100, 100).to_dict()
-    points = [{"far": 0.1, "threshold": 0.2, "tar": 0.9}]
-    path.write_text(
-        json.dumps({"format": 1, "encoder": "you", "calibration": curve, "shots": {}, "operating_points": points})
-    )
-    meaning, note = answers.read(tmp_path, "me")
-    assert meaning is None and "another encoder" in note
-    assert answers.read(tmp_path, "you")[0].fars == [0.1]
 
 
 def test_public_names_are_documented():

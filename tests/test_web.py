@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from calibrations import calibration_by_hand
 from nearkin import models
 from nearkin.data import glyphs
-from nearkin.evaluation import Calibration
 from nearkin.gallery import Gallery, answers, encoding
 from nearkin.web import demo
 from nearkin.web.access import Access, is_loopback
@@ -48,10 +48,10 @@ def a_run(folder: Path) -> Path:
     encoder = models.build("small-cnn", channels=1, size=16, width=4, dim=8, seed=0)
     how = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
     models.save(encoder, folder, how)
-    curve = Calibration((0.0, 0.99, 0.9999), (0.0, 0.01, 0.999999), 0.0, 1000, 1000).to_dict()
-    points = [{"far": 0.1, "threshold": 0.9, "tar": 0.9}, {"far": 0.001, "threshold": 0.999, "tar": 0.5}]
-    said = {"format": 1, "encoder": encoding.described(folder).fingerprint, "calibration": curve, "shots": {}}
-    (folder / answers.FILE).write_text(json.dumps(said | {"operating_points": points}))
+    said = {"encoder": encoding.described(folder).fingerprint} | calibration_by_hand(
+        {0.9: (0.005, 0.9), 0.999: (0.001, 0.5)}, {0.0: -20, 0.99: -4, 0.999: 9, 1.0: 14}
+    )
+    (folder / answers.FILE).write_text(json.dumps(said))
     return folder
 
 
@@ -125,14 +125,19 @@ def test_identify_says_who_or_unknown(client, gallery):
     Image.new("L", (16, 16), 255).save(flat, "PNG")
     strange = client.post("/api/identify", files=item(flat.getvalue())).json()
     assert strange["label"] is None and strange["confidence"] > 0.3 and strange["hits"] == []
-    assert client.post("/api/identify?far=0.1", files=item(picture(4))).json()["threshold"] == 0.9
-    refused(client.post("/api/identify?far=0.0001", files=item(picture(4))), 422, "0.001 at the strictest")
+    assert [one["label"] for one in strange["candidates"]] and strange["classes"] == 60
+    assert client.post("/api/identify?far=0.1", files=item(picture(4))).json()["far"] == 0.1
+    assert client.post("/api/identify?far=0.02", files=item(picture(4))).json()["threshold"] == 0.999
+    refused(
+        client.post("/api/identify?far=0.0001", files=item(picture(4))), 422, "per query with 4 labels: 60 calibration"
+    )
 
 
 def test_verify(client):
     same = client.post("/api/verify", files={"a": picture(1), "b": picture(1)})
     assert same.json()["same"] is True and same.json()["probability"] > 0.99 and same.json()["far"] == 0.001
-    assert client.post("/api/verify", files={"a": picture(1), "b": picture(200)}).json()["same"] is False
+    other = client.post("/api/verify", files={"a": picture(1), "b": picture(200)}).json()
+    assert other["same"] is False and other["probability"] == 1 - other["same_probability"] and other["classes"] == 60
     refused(client.post("/api/verify", files={"a": picture(1)}), 400, "b is missing")
 
 

@@ -29,10 +29,18 @@ _Place = Annotated[
 _Where = Annotated[str, typer.Argument(help="A file, or postgresql://…", metavar="G", show_default=False)]
 _Device = Annotated[Device, typer.Option(help="auto takes cuda where there is one.")]
 _Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
-_Far = Annotated[
+_FarPair = Annotated[
     float | None,
     typer.Option(
-        help="Share of strangers that may pass for the same.", show_default="0.001, or what could be measured"
+        help="Share of pairs of different classes that may pass as the same (per pair).",
+        show_default="0.001, or the strictest of 0.1, 0.01, … that the calibration can hold",
+    ),
+]
+_FarQuery = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of queries by strangers that may pass as somebody in this gallery (per query).",
+        show_default="the likelier answer is given, whatever its FAR",
     ),
 ]
 _Filter = Annotated[
@@ -42,6 +50,8 @@ _Filter = Annotated[
 _Item = Annotated[
     str, typer.Argument(help="A picture, or an .npy with one vector.", metavar="ITEM", show_default=False)
 ]
+
+CANDIDATES = 3  # that "unknown" names
 
 verbs = typer.Typer(no_args_is_help=True, help="What is in a gallery, and whether it is whole.")
 app.add_typer(verbs, name="gallery")
@@ -135,7 +145,7 @@ def identify(
     item: _Item,
     gallery: _Place,
     run: _OtherRun = None,
-    far: _Far = None,
+    far: _FarQuery = None,
     filter: _Filter = None,
     device: _Device = Device.auto,
     json: _Json = False,
@@ -151,10 +161,20 @@ def identify(
     if json:
         _print_json(found._asdict() | {"candidates": [one._asdict() for one in found.candidates]})
         return
-    sure = "" if found.confidence is None else f", confidence {found.confidence:.1%}"
+    sure = (
+        "" if found.confidence is None else f", {'confidence' if found.label else 'probability'} {found.confidence:.1%}"
+    )
     near = "" if found.similarity is None else f", similarity {found.similarity:.4f}"
-    limit = "" if found.threshold is None else f" (the same from {found.threshold:.4f} on, at FAR {found.far:g})"
-    typer.echo(f"{'unknown' if found.label is None else found.label}{sure}{near}{limit}")
+    limit = (
+        "" if found.threshold is None else f" (known from {found.threshold:.4f} on{_held(found.far, 'query', found)})"
+    )
+    typer.echo(f"{found.label or 'unknown'}{sure}{near}{limit}")
+    if found.label is None and found.candidates:
+        shown = [
+            f"{one.label} {one.confidence:.1%} (similarity {one.similarity:.4f})"
+            for one in found.candidates[:CANDIDATES]
+        ]
+        typer.echo(f"nearest of the enrolled: {', '.join(shown)}")
     _say(found.note)
 
 
@@ -164,11 +184,11 @@ def verify(
     b: Annotated[str, typer.Argument(help="Another.", metavar="B", show_default=False)],
     run: Annotated[Path | None, typer.Option(help="The folder of a run.", metavar="RUN")] = None,
     gallery: Annotated[str | None, typer.Option(help="Or the gallery whose encoder compares.", metavar="G")] = None,
-    far: _Far = None,
+    far: _FarPair = None,
     device: _Device = Device.auto,
     json: _Json = False,
 ) -> None:
-    """Whether two items are the same, how probably, and at which share of false acceptances.
+    """Whether two items are the same, how probably, and at which false-accept rate (FAR, per pair).
 
     Example:
 
@@ -188,7 +208,7 @@ def verify(
         typer.echo(f"similarity {found.similarity:.4f}")
     else:
         word = "the same" if found.same else "not the same"
-        limit = f"threshold {found.threshold:.4f} at FAR {found.far:g}"
+        limit = f"threshold {found.threshold:.4f}{_held(found.far, 'pair', found)}"
         typer.echo(f"{word}: probability {found.probability:.1%}, similarity {found.similarity:.4f}, {limit}")
     _say(found.note)
 
@@ -265,11 +285,22 @@ def calibrate(
 
         with plain_bar("embedding") as progress:
             found = room.calibrate(run, part=part, device=device.value, progress=progress)
-    fars = ", ".join(f"{point['far']:g}" for point in found["operating_points"])
     typer.echo(
-        f"{run}: calibrated on {found['genuine']:,} pairs of kin and {found['impostors']:,} of strangers "
-        f"({found['classes']} classes of {part}); error {found['calibration']['error']:.3f}, thresholds for FAR {fars}"
+        f"{run}: calibrated on {found['classes']:,} classes of {part}, {found['genuine']:,} pairs of the same class "
+        f"and {found['impostors']:,} of different ones; error of probabilities {found['error']:.3f}"
     )
+    rows = [
+        (
+            f"{one['far']:g}",
+            f"{one['threshold']:.4f}",
+            _share(one["measured_far"], one["far_interval"]),
+            _share(one["tar"], one["tar_interval"]),
+            f"{one['classes']:,}",
+        )
+        for one in found["operating_points"]
+    ]
+    _table(("FAR held (per pair)", "threshold", "measured FAR", "found of the same", "classes"), rows, "no FAR is held")
+    _say(found["note"])
 
 
 @contextmanager
@@ -352,6 +383,15 @@ def _json_object(text: str | None) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise ValueError(f'--metadata must be a JSON object, as {{"place": "pond"}}, got {text}')
     return found
+
+
+def _held(far: float | None, per: str, found: Any) -> str:
+    """What a threshold promises, and on how many classes that rests."""
+    return "" if far is None else f" at FAR {far:.3g} per {per} or less, 95 % sure from {found.classes:,} classes"
+
+
+def _share(value: float, ends: Sequence[float]) -> str:
+    return f"{value:.3g} ({ends[0]:.2g}–{ends[1]:.2g})"
 
 
 def _largest(counts: dict[str, int]) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """The gallery: enrol items under labels, then ask which is nearest, who it is, whether two are the same."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -142,22 +143,29 @@ class Gallery:
         return [_hit(row, near) for row, near in self._store.nearest(self._one(item).vector, k, filter_of(filter))]
 
     def identify(self, item: Any, *, far: float | None = None, filter: Mapping[str, Any] | None = None) -> Identity:
-        """Whose it is, with a calibrated confidence, or unknown: nobody is near enough, or nobody is likelier.
+        """Whose it is, with a calibrated confidence, or unknown: none of the enrolled is likelier.
 
-        far: the share of strangers that may pass for the same, 0.001 by default or the strictest that the run measured.
-        Without a calibration the nearest label is given with its similarity only, and `note` says so.
+        far: the share of queries by strangers that may pass as somebody enrolled here (per query, however many labels
+        there are); one that the calibration cannot hold is refused. Left out, the likeliest answer is given, and `far`
+        of the answer says how many strangers pass at most. An item that is enrolled itself is known. Without a
+        calibration the nearest label is given with its similarity only, and `note` says so.
         """
-        chosen = filter_of(filter)
-        found = self._store.nearest(self._one(item).vector, NEAREST, chosen)
+        chosen, seen = filter_of(filter), self._one(item)
+        found = self._store.nearest(seen.vector, NEAREST, chosen)
         hits = [_hit(row, near) for row, near in found]
         if self._meaning is None:
             return answers.nearest_label(hits, self._note, far)
-        labels = self._store.labels() if chosen is None or chosen.labels is None else len(set(chosen.labels))
-        examples = self._store.examples(list({hit.label for hit in hits}))
-        return self._meaning.identify(hits, labels, far, examples)
+        only = None if chosen is None or chosen.labels is None else set(chosen.labels)
+        examples = self._store.examples(list({hit.label for hit in hits} | (only or set())))
+        sizes = self._store.sizes() if only is None else Counter(examples.get(label, 1) for label in only)
+        equal = next((row.id for row, _ in found if row.content == seen.content), None)
+        return self._meaning.identify(hits, sizes, far, examples, equal)
 
     def verify(self, a: Any, b: Any, *, far: float | None = None) -> Verification:
-        """Whether two items are the same, how probable that is, and at which FAR that was decided."""
+        """Whether two items are the same, how probable that is, and at which FAR (per pair) that was decided.
+
+        far: 0.001 by default, or the strictest of 0.1, 0.01, … that the calibration can hold.
+        """
         both = intake.listed(a)[0], intake.listed(b)[0]
         if any(len(one) != 1 for one in both):
             raise ValueError(f"verify takes two items, got {len(both[0])} and {len(both[1])}")
@@ -205,6 +213,7 @@ class Gallery:
         """What there is, as JSON has it."""
         facts, counts = self._store.facts(), self._store.counts()
         assert facts is not None
+        meaning = self._meaning or _calibrated(facts)
         return {
             "place": self._store.where,
             "store": self._store.kind,
@@ -214,8 +223,9 @@ class Gallery:
             "encoder": facts.fingerprint,
             "run": facts.run,
             "sources": facts.sources,
-            "calibrated": self._meaning is not None,
-            "fars": [] if self._meaning is None else self._meaning.fars,
+            "calibrated": meaning is not None,
+            "calibration_classes": None if meaning is None else meaning.classes,
+            "fars": [] if meaning is None else meaning.fars,
             "index": self._store.index_state or opening.index_of(facts),
             "damaged": sorted(self._store.damaged),
             "lost": self._store.lost,
@@ -277,6 +287,16 @@ class Gallery:
             raise ValueError(
                 f"{self._store.where}: its items came through an encoder; open it with run=RUN to enrol more"
             )
+
+
+def _calibrated(facts: Facts) -> answers.Meaning | None:
+    """The calibration beside the run that a gallery was made with, where it is there and of its encoder."""
+    if facts.run is None or facts.fingerprint is None:
+        return None
+    try:
+        return answers.read(Path(facts.run), facts.fingerprint)[0]
+    except ValueError:
+        return None
 
 
 def _hit(row: Row, similarity: float) -> Hit:

@@ -44,7 +44,7 @@ class PostgresStore:
         self.lost = 0
         self.index_state = ""
         self._proved, self._state = 0, (-1, -1, -1)
-        self._counted = "", 0
+        self._counted: tuple[str, dict[int, int]] = "", {}
 
     # --- opening
 
@@ -150,13 +150,14 @@ class PostgresStore:
             query = f"SELECT label, count(*) FROM {self.table} WHERE id <> ALL(%s) GROUP BY label ORDER BY min(id)"
             return dict(cursor.execute(query, (list(self.damaged),)).fetchall())
 
-    def labels(self) -> int:
+    def sizes(self) -> dict[int, int]:
         with self.link.asking() as cursor:
             facts = self._prove(cursor)
             state = f"{facts.next_id} {facts.changes} {len(self.damaged)}"
             if self._counted[0] != state:
-                query = f"SELECT count(DISTINCT label) FROM {self.table} WHERE id <> ALL(%s)"
-                self._counted = state, cursor.execute(query, (list(self.damaged),)).fetchone()[0]
+                each = f"SELECT count(*) AS size FROM {self.table} WHERE id <> ALL(%s) GROUP BY label"
+                query = f"SELECT size, count(*) FROM ({each}) AS each GROUP BY size"
+                self._counted = state, dict(cursor.execute(query, (list(self.damaged),)).fetchall())
             return self._counted[1]
 
     def examples(self, labels: Sequence[str]) -> dict[str, int]:

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nearkin.gallery import facts as facts_of
 from nearkin.gallery import reading
 from nearkin.gallery.facts import Facts
@@ -169,9 +171,10 @@ class SqliteStore:
         with self.reading, self.explained():
             return self.follower.look(self.connection(False), self.sure_facts).counts()
 
-    def labels(self) -> int:
+    def sizes(self) -> dict[int, int]:
         with self.reading, self.explained():
-            return int((self.follower.look(self.connection(False), self.sure_facts).tally > 0).sum())
+            number = np.bincount(self.follower.look(self.connection(False), self.sure_facts).tally)
+            return {int(rows): int(number[rows]) for rows in np.flatnonzero(number) if rows}
 
     def examples(self, labels: Sequence[str]) -> dict[str, int]:
         with self.reading, self.explained():

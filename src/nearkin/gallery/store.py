@@ -120,8 +120,8 @@ class Store(Protocol):
     def counts(self) -> dict[str, int]:
         """Rows of each label."""
 
-    def labels(self) -> int:
-        """How many there are."""
+    def sizes(self) -> dict[int, int]:
+        """How many labels have so many rows."""
 
     def examples(self, labels: Sequence[str]) -> dict[str, int]:
         """Rows of these labels."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nearkin import gallery as room
 from nearkin.data import glyphs
-from nearkin.gallery import Gallery
+from nearkin.gallery import Gallery, answers, encoding
 
 __all__ = ["prepared"]
 
@@ -22,7 +22,7 @@ def prepared(run: Path | None = None, progress: Progress | None = None) -> tuple
     All characters are enrolled, so that whatever is drawn can be found; metadata say which half was learned from.
     """
     folder = _run() if run is None else run
-    if not (folder / "calibration.json").is_file():
+    if not _calibrated(folder):
         room.calibrate(folder)
     place = folder / FILE
     with Gallery.open(place, folder) as gallery:
@@ -32,6 +32,13 @@ def prepared(run: Path | None = None, progress: Progress | None = None) -> tuple
             _enrol(gallery, whole, wanted, progress)
             gallery.remember("glyphs")  # all of them: an enrolment that was stopped goes on the next time
     return folder, place
+
+
+def _calibrated(folder: Path) -> bool:
+    try:
+        return answers.read(folder, encoding.described(folder).fingerprint)[0] is not None
+    except ValueError:  # damaged, or of an older version
+        return False
 
 
 def _enrol(gallery: Gallery, whole: glyphs.Glyphs, wanted: list[int], progress: Progress | None) -> None:

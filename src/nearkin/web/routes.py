@@ -36,8 +36,13 @@ def asking(service: Service) -> "APIRouter":
     limits = service.limits
     K = Annotated[int, Query(ge=1, le=1000, description="How many.")]
     Hits = Annotated[int, Query(ge=0, le=1000, description="How many of the nearest rows to give beside it.")]
-    Far = Annotated[
-        float | None, Query(gt=0, lt=1, allow_inf_nan=False, description="Strangers that may pass for the same.")
+    FarQuery = Annotated[
+        float | None,
+        Query(gt=0, lt=1, allow_inf_nan=False, description="Share of queries by strangers that may pass (per query)."),
+    ]
+    FarPair = Annotated[
+        float | None,
+        Query(gt=0, lt=1, allow_inf_nan=False, description="Share of pairs of strangers that may pass (per pair)."),
     ]
     Filter = Annotated[str | None, Query(max_length=4000, description='JSON, as {"label": "heron"}; any of a list.')]
 
@@ -48,14 +53,14 @@ def asking(service: Service) -> "APIRouter":
         return await service.search(_one(brought, "item"), k, forms.json_object(filter, "filter"))
 
     @router.post("/identify", response_model=shapes.Identity, openapi_extra=forms.body_schema(["item"]))
-    async def identify(request: Request, far: Far = None, filter: Filter = None, hits: Hits = 0) -> Any:
+    async def identify(request: Request, far: FarQuery = None, filter: Filter = None, hits: Hits = 0) -> Any:
         """Whose it is, with a calibrated confidence, or unknown."""
         brought = await forms.read(request, limits, ["item"])
         return await service.identify(_one(brought, "item"), far, forms.json_object(filter, "filter"), hits)
 
     @router.post("/verify", response_model=shapes.Verification, openapi_extra=forms.body_schema(["a", "b"]))
-    async def verify(request: Request, far: Far = None) -> Any:
-        """Whether two are the same, how probably, and at which share of false acceptances."""
+    async def verify(request: Request, far: FarPair = None) -> Any:
+        """Whether two are the same, how probably, and at which false-accept rate per pair."""
         brought = await forms.read(request, limits, ["a", "b"])
         return await service.verify(_one(brought, "a"), _one(brought, "b"), far)
 

@@ -76,7 +76,18 @@ class Service:
 
     async def stats(self) -> dict[str, Any]:
         found = await self._reader.ask(lambda _: self.gallery.stats())
-        kept = ("store", "rows", "labels", "dim", "encoder", "calibrated", "fars", "index", "lost")
+        kept = (
+            "store",
+            "rows",
+            "labels",
+            "dim",
+            "encoder",
+            "calibrated",
+            "calibration_classes",
+            "fars",
+            "index",
+            "lost",
+        )
         return {key: found[key] for key in kept} | {
             "damaged": len(found["damaged"]),
             "pictures": self.pictures,

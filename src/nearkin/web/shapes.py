@@ -26,6 +26,12 @@ __all__ = [
 Id = Annotated[StrictInt, Field(ge=1, lt=2**63, description="Of a row.")]
 Ids = Annotated[list[Id], Field(min_length=1, max_length=1000)]
 Similarity = Annotated[float, Field(description="The cosine; larger is closer.")]
+_BOUND = "false-accept rate at most, with 95 % confidence on new classes: the share of"
+FarQuery = Annotated[
+    float | None, Field(description=f"Per query: {_BOUND} strangers that pass as anybody in this gallery.")
+]
+FarPair = Annotated[float | None, Field(description=f"Per pair: {_BOUND} pairs of different classes that pass.")]
+Classes = Annotated[int | None, Field(description="Classes that the calibration rests on.")]
 
 
 class Problem(BaseModel):
@@ -66,20 +72,23 @@ class Identity(BaseModel):
     confidence: float | None
     similarity: float | None
     threshold: float | None
-    far: float | None
+    far: FarQuery
+    classes: Classes
     candidates: list[Candidate]
     note: str
     hits: list[Item]
 
 
 class Verification(BaseModel):
-    """same: similarity >= threshold at this far; null without a calibration."""
+    """same: similarity >= threshold; null without a calibration."""
 
     same: bool | None
-    probability: float | None
+    probability: Annotated[float | None, Field(description="Of what `same` says.")]
+    same_probability: Annotated[float | None, Field(description="That they are the same.")]
     similarity: Similarity
     threshold: float | None
-    far: float | None
+    far: FarPair
+    classes: Classes
     tar: float | None
     note: str
 
@@ -148,7 +157,8 @@ class Stats(BaseModel):
     dim: int
     encoder: str | None
     calibrated: bool
-    fars: list[float]
+    calibration_classes: int | None
+    fars: Annotated[list[float], Field(description="Per pair, that `verify` can hold.")]
     index: str
     damaged: int
     lost: int

@@ -182,8 +182,8 @@
     const empty = !found.candidates.length, bare = !empty && found.confidence === null;
     const who = found.label ?? "unknown";
     const sure = empty ? "Nothing is enrolled to compare it with." : bare ? "The nearest label; how sure that is was not measured."
-      : found.label === null ? `none of the enrolled: ${percent(found.confidence)}; likeliest of them ${found.candidates[0].label}: ${percent(found.candidates[0].confidence)}` : `${percent(found.confidence)} sure`;
-    const limit = found.threshold === null || empty ? "" : `Nearest similarity ${found.similarity.toFixed(3)}; the same from ${found.threshold.toFixed(3)} on, where ${percent(found.far)} of strangers pass.`;
+      : found.label === null ? `none of the enrolled: ${percent(found.confidence)}; nearest of them ${found.candidates.slice(0, 3).map((one) => `${one.label}: ${percent(one.confidence)} (similarity ${one.similarity.toFixed(3)})`).join(", ")}` : `${percent(found.confidence)} sure`;
+    const limit = found.threshold === null || empty ? "" : `Nearest similarity ${found.similarity.toFixed(3)}; known from ${found.threshold.toFixed(3)} on${found.far === null ? "" : `, where at most ${percent(found.far)} of queries by strangers pass (95 % sure, from ${found.classes} classes)`}.`;
     $("verdict").replaceChildren(
       h("div", {}, h("p", { class: `who ${found.label === null ? "unknown" : bare ? "bare" : ""}` }, who), h("p", { class: "sure" }, sure), h("p", { class: "small soft" }, limit), found.note && !empty ? h("p", { class: "small soft" }, found.note) : null),
       h("ol", { class: "bars", "aria-label": "Likeliest labels" }, ...found.candidates.slice(0, 5).map((one) => h("li", {}, h("span", { class: "what", title: one.label }, h("span", {}, ...words(one.label))), bar(one.confidence ?? one.similarity), h("span", { class: "much" }, one.confidence === null ? one.similarity.toFixed(3) : percent(one.confidence))))));
@@ -245,8 +245,8 @@
     finally { box.classList.remove("waiting"); }
     if (mine !== compared) return;
     const word = found.same === null ? `similarity ${found.similarity.toFixed(3)}` : found.same ? "the same" : "not the same";
-    const sure = found.probability === null ? "" : `${percent(found.probability)} probable that they are the same`;
-    const limit = found.threshold === null ? "" : `Similarity ${found.similarity.toFixed(3)}; the same from ${found.threshold.toFixed(3)} on, where ${percent(found.far)} of strangers pass and ${percent(found.tar)} of kin are found. The probability is for pairs of which half are the same.`;
+    const sure = found.probability === null ? "" : `${percent(found.probability)} probable that they are ${word}`;
+    const limit = found.threshold === null ? "" : `Similarity ${found.similarity.toFixed(3)}; the same from ${found.threshold.toFixed(3)} on, where at most ${percent(found.far)} of pairs of strangers pass (95 % sure, from ${found.classes} classes) and ${percent(found.tar)} of pairs of the same are found. The probability is for pairs of which half are the same.`;
     box.hidden = false;
     box.replaceChildren(h("div", {}, h("p", { class: `who ${found.same === null ? "bare" : found.same ? "same" : "not"}` }, word), h("p", { class: "sure" }, sure)), h("div", {}, found.probability === null ? null : bar(found.probability, !found.same), h("p", { class: "small soft" }, limit), found.note ? h("p", { class: "small soft" }, found.note) : null));
     say(`${word}. ${sure}`);

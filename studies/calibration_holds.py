@@ -1,0 +1,238 @@
+"""Whether what a calibration promises holds on classes that it has not seen.
+
+    python studies/calibration_holds.py far|confidence|strangers [--embeddings FILE.npz] [--quick]
+
+FILE.npz: embeddings (N, D) and labels (N,) of classes that the encoder has not learned from, as `nearkin embed` writes
+them; without it, two made-up worlds: classes of very different widths with heavy tails, and classes in families.
+
+    far         200 times C classes are drawn to calibrate on, all others are the truth: how often a FAR per pair that
+                is offered holds on them, and how often the 95 % interval of the FAR there covers the truth
+    confidence  galleries of 10 to 10,000 labels, one half of the queries by somebody enrolled: the largest difference
+                of confidence and share of right answers in a tenth of confidence with 100 answers; how often known or
+                unknown is right, and with the plain threshold that `verify` takes
+    strangers   how many queries by strangers pass, and what was stated at most
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nearkin.evaluation import class_rates
+from nearkin.gallery import calibrating
+from nearkin.gallery.answers import Hit, Identity, Meaning
+
+Floats = NDArray[np.float32]
+Labels = NDArray[np.int64]
+World = tuple[str, Floats, Labels]  # rows of length 1, by class
+Rounds = list[tuple[Meaning, Labels]]
+NEAREST = 50  # rows that a gallery weighs
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("what", choices=("far", "confidence", "strangers"))
+    parser.add_argument("--embeddings")
+    parser.add_argument("--quick", action="store_true")
+    chosen = parser.parse_args(arguments)
+    for world in worlds(chosen.embeddings, chosen.what, chosen.quick):
+        {"far": far, "confidence": confidence, "strangers": strangers}[chosen.what](*world, chosen.quick)
+
+
+def worlds(path: str | None, what: str, quick: bool) -> Iterator[World]:
+    if path is not None:
+        with np.load(path, allow_pickle=False) as file:
+            labels = np.unique(file["labels"], return_inverse=True)[1]
+            order = np.argsort(labels, kind="stable")
+            rows = file["embeddings"].astype(np.float64)[order]
+        yield path, (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32), labels[order]
+        return
+    classes, each = (600, 8) if quick or what != "confidence" else (13_000, 8)
+    for name in ("heavy tails", "families"):
+        yield name, *made_up(name, classes, each)
+
+
+def made_up(name: str, classes: int, each: int, dim: int = 32, seed: int = 0) -> tuple[Floats, Labels]:
+    draw = np.random.default_rng(seed)
+    labels = np.repeat(np.arange(classes), each)
+    centres, width, tails = draw.normal(size=(classes, dim)), 0.5 * np.ones(classes), np.ones((len(labels), 1))
+    if name == "families":
+        centres = draw.normal(size=(max(2, classes // 6), dim))[draw.integers(max(2, classes // 6), size=classes)]
+        centres = centres + 0.6 * draw.normal(size=(classes, dim))
+        width = 0.5 * np.exp(0.4 * draw.normal(size=classes))
+    else:
+        width = 0.5 * np.exp(0.7 * draw.normal(size=classes))
+        tails = np.sqrt(3 / draw.chisquare(3, size=(len(labels), 1)))
+    rows = centres[labels] + width[labels, None] * tails * draw.normal(size=(len(labels), dim))
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32), labels
+
+
+def far(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
+    draw = np.random.default_rng(0)
+    number = int(labels.max()) + 1
+    groups = np.split(np.arange(len(labels)), np.flatnonzero(np.diff(labels)) + 1)
+    thresholds = calibrating._thresholds(rows, groups, 0)
+    table = _table(rows, groups, thresholds)  # (T, C, C)
+    lines, total = table.sum(2), table.sum((1, 2))
+    print(f"{name}: {number} classes | classes calibrated on | FAR | offered | held | median of truth / FAR | covered")
+    for classes in (24, 48, 80, 100, 150):
+        found: dict[float, list[tuple[bool, float, bool]]] = {}
+        for _ in range(40 if quick else 200):
+            inside = draw.permutation(number)[:classes]
+            part = table[:, inside[:, None], inside]
+            rates = class_rates.strangers(part.sum(1) + part.sum(2))
+            outside = number - classes
+            truth = (total - 2 * lines[:, inside].sum(1) + part.sum((1, 2))) / (outside * (outside - 1))
+            for wanted in (1e-1, 1e-2, 1e-3):
+                at = int(np.argmax(rates.bound <= wanted))
+                offered = bool(rates.bound[-1] <= wanted)
+                covered = bool(rates.low[at] <= truth[at] <= rates.high[at])
+                found.setdefault(wanted, []).append((offered, float(truth[at]), covered))
+        for wanted, draws in found.items():
+            kept = [(true, covered) for offered, true, covered in draws if offered]
+            if kept:
+                held, ratio = np.mean([true <= wanted for true, _ in kept]), np.median([t for t, _ in kept]) / wanted
+                cover = np.mean([covered for _, covered in kept])
+                share = len(kept) / len(draws)
+                print(f"{classes} | {wanted:g} | {share:.0%} | {held:.1%} | {ratio:.2f} | {cover:.1%}", flush=True)
+            else:
+                print(f"{classes} | {wanted:g} | not offered", flush=True)
+
+
+def confidence(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
+    print(f"{name} | labels | examples | largest error | answers | known or not, right | plain threshold")
+    for calibrated in (48, 200):
+        rounds = calibrations(rows, labels, calibrated, 2 if quick else 6)
+        for count in (10, 100, 300) if len(labels) < 50_000 else (10, 100, 1000, 10_000):
+            for examples in (1, 5):
+                asked = Asked(rows, labels, rounds, count, examples, 500 if quick else 6000)
+                worst, judged = asked.worst()
+                plain = f"{asked.accuracy():.1%} | {asked.plain_accuracy():.1%}"
+                print(f"{calibrated} | {count} | {examples} | {worst:.3f} | {judged} | {plain}", flush=True)
+
+
+def strangers(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
+    print(f"{name} | classes | labels | examples | FAR per query | strangers that passed")
+    for calibrated in (48, 150):
+        rounds = calibrations(rows, labels, calibrated, 2 if quick else 6)
+        for count in (20, 200, 300):
+            for examples in (1, 4):
+                for wanted in (None, 0.01, 0.1, 0.3):
+                    try:
+                        asked = Asked(rows, labels, rounds, count, examples, 300 if quick else 3000, wanted)
+                    except ValueError as error:
+                        print(f"{calibrated} | {count} | {examples} | {wanted:g} | refused: {error}", flush=True)
+                        continue
+                    stated = "none" if asked.far is None else f"{asked.far:.3g}"
+                    asked_for = "likeliest" if wanted is None else "asked"
+                    line = f"{stated} ({asked_for}) | {asked.passed():.2%}, known found {asked.found():.1%}"
+                    print(f"{calibrated} | {count} | {examples} | {line}", flush=True)
+
+
+def calibrations(rows: Floats, labels: Labels, classes: int, rounds: int) -> Rounds:
+    """Calibrations on several draws of so many classes, each with the classes that it has not seen."""
+    found = []
+    for seed in range(rounds):
+        order = np.random.default_rng([classes, seed]).permutation(int(labels.max()) + 1)
+        inside = np.isin(labels, order[:classes])
+        plain = calibrating.measured(torch.from_numpy(rows[inside]), torch.from_numpy(labels[inside]))
+        found.append((Meaning(plain), order[classes:]))
+    return found
+
+
+class Asked:
+    """Several galleries of so many labels, and queries of both kinds, in equal numbers, that were answered."""
+
+    def __init__(
+        self,
+        rows: Floats,
+        labels: Labels,
+        rounds: Rounds,
+        count: int,
+        examples: int,
+        most: int,
+        far: float | None = None,
+    ) -> None:
+        draw = np.random.default_rng([count, examples])
+        self.sure: list[float] = []
+        self.right: list[bool] = []
+        self.known: list[bool] = []
+        self.stranger: list[bool] = []
+        self.near: list[bool] = []
+        self.far: float | None = None
+        start = np.searchsorted(labels, np.arange(labels.max() + 2))
+        for meaning, unseen in rounds:
+            order = draw.permutation(unseen)
+            enrolled = order[:count]
+            others = order[count:][: max(count, 200)]
+            items = [draw.permutation(np.arange(start[c], start[c + 1])) for c in enrolled]
+            here = np.concatenate([one[:examples] for one in items])
+            asking = draw.permutation(np.concatenate([one[examples:] for one in items]))
+            strange = draw.permutation(np.concatenate([np.arange(start[c], start[c + 1]) for c in others]))
+            number = min(len(asking), len(strange), most // (2 * len(rounds)))
+            self._ask(meaning, rows, labels, here, asking[:number], strange[:number], examples, far)
+
+    def _ask(
+        self,
+        meaning: Meaning,
+        rows: Floats,
+        labels: Labels,
+        here: Labels,
+        asking: Labels,
+        strange: Labels,
+        examples: int,
+        far: float | None,
+    ) -> None:
+        names = [str(label) for label in labels[here]]
+        sizes = {examples: len(here) // examples}
+        plain = meaning.verify(0.0, None).threshold
+        for query, stranger in [(i, False) for i in asking] + [(i, True) for i in strange]:
+            scores = rows[here] @ rows[query]
+            most = min(NEAREST, len(scores))
+            order = np.argpartition(-scores, most - 1)[:most]
+            order = order[np.argsort(-scores[order], kind="stable")]
+            hits = [Hit(int(n), names[n], float(scores[n]), "", {}) for n in order]
+            found: Identity = meaning.identify(hits, sizes, far, {hit.label: examples for hit in hits})
+            self.far = found.far
+            self.sure.append(found.confidence or 0.0)
+            self.right.append(found.label == (None if stranger else str(labels[query])))
+            self.known.append(not found.unknown)
+            self.stranger.append(stranger)
+            self.near.append(plain is not None and hits[0].similarity >= plain)
+
+    def worst(self) -> tuple[float, int]:
+        sure, right = np.array(self.sure), np.array(self.right)
+        place = np.minimum((sure * 10).astype(int), 9)
+        gaps = [abs(sure[place == b].mean() - right[place == b].mean()) for b in range(10) if (place == b).sum() >= 100]
+        return max(gaps, default=float("nan")), len(sure)
+
+    def accuracy(self) -> float:
+        return float((np.array(self.known) != np.array(self.stranger)).mean())
+
+    def plain_accuracy(self) -> float:
+        return float((np.array(self.near) != np.array(self.stranger)).mean())
+
+    def passed(self) -> float:
+        return float(np.array(self.known)[np.array(self.stranger)].mean())
+
+    def found(self) -> float:
+        return float(np.array(self.known)[~np.array(self.stranger)].mean())
+
+
+def _table(rows: Floats, groups: list[Labels], thresholds: NDArray[np.float64]) -> Floats:
+    """(T, C, C): the share of pairs of items of two classes at or above each threshold; 0 within a class."""
+    owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    size, places = np.bincount(owner), len(thresholds) + 1
+    table = np.zeros((len(thresholds), len(groups), len(groups)), np.float32)
+    for a, group in enumerate(groups):
+        reached = np.searchsorted(thresholds, rows[group] @ rows.T, side="right") + owner * places
+        counts = np.bincount(reached.ravel(), minlength=len(groups) * places).reshape(-1, places)
+        table[:, a] = (counts[:, :0:-1].cumsum(1)[:, ::-1] / (len(group) * size)[:, None]).T
+        table[:, a, a] = 0
+    return table
+
+
+if __name__ == "__main__":
+    main()
