@@ -42,9 +42,8 @@ def graded(
                              gallery, ties at their mean rank; a query at one distance from everything counts 0
     "spearman_skipped"       how many queries have one label distance to everything; they say nothing and do not count
                              (NaN where that is all of them)
-    `interval` adds 95 % intervals as `.intervals`, of nDCG by `share_interval`, of the rest by `bootstrap`: over
-    `classes` (N,) of the queries where these are given, -1 not counting; else over queries, which is too narrow where
-    these come in groups. progress(done, of): queries.
+    `interval` adds 95 % intervals by `bootstrap` as `.intervals`: over `classes` (N,) of the queries where these are
+    given, -1 not counting; else over queries, which is too narrow where these come in groups. progress(done, of): queries.
     Where k is larger than the gallery, the whole of it is taken. Everything in float64, exactly, in tiles of queries
     within `budget` bytes. ranks: who shares the queries, as in `retrieval`.
     """
@@ -60,8 +59,8 @@ def graded(
     if interval:
         groups = torch.arange(a.shape[0]) if classes is None else classes.cpu()
         for name, value in values.items():
-            share = name.startswith("ndcg")  # in [0, 1]; the others are resampled
-            result.intervals[name] = share_interval(value, groups) if share else bootstrap(value, groups, seed=seed)
+            perfect = name.startswith("ndcg") and result[name] == 1  # resamples would be perfect, too
+            result.intervals[name] = share_interval(value, groups) if perfect else bootstrap(value, groups, seed=seed)
     result["spearman_skipped"] = float(values["spearman"].isnan().sum())
     return result
 
