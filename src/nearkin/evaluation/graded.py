@@ -43,9 +43,9 @@ def graded(
     "spearman_skipped"       how many queries have one label distance to everything; they say nothing and do not count
                              (NaN where that is all of them)
     `interval` adds 95 % intervals by `bootstrap` as `.intervals`: over `classes` (N,) of the queries where these are
-    given, -1 not counting; else over queries, which is too narrow where these come in groups. progress(done, of): queries.
-    Where k is larger than the gallery, the whole of it is taken. Everything in float64, exactly, in tiles of queries
-    within `budget` bytes. ranks: who shares the queries, as in `retrieval`.
+    given, -1 not counting; else over queries, which is too narrow where these come in groups.
+    progress(done, of): queries. Where k is larger than the gallery, the whole of it is taken. Everything in float64,
+    exactly, in tiles of queries within `budget` bytes. ranks: who shares the queries, as in `retrieval`.
     """
     _check(ks, distance, budget)
     if classes is not None:

@@ -45,8 +45,8 @@ def share_interval(values: Tensor, groups: Tensor, *, confidence: float = 0.95) 
 
     A value that is NaN does not count, nor one of class -1. The variance is the jackknife's over classes, with a fifth
     for the other classes in the gallery, at least that of as many independent queries, right or wrong; the interval is
-    `intervals.share`. With fewer than 5 classes too little is known of their spread: (nan, nan). Of 95 % intervals 95 or more in 100 held the truth of new classes and galleries
-    with 10, 30 and 100 classes in the simulations of docs/evaluation.md.
+    `intervals.share`. With fewer than 5 classes too little is known of their spread: (nan, nan). How often it held the
+    truth of new classes and galleries in simulations stands in docs/evaluation.md.
     """
     values = _checked("values", values, groups)
     checks.between("confidence", confidence, 0, 1)
