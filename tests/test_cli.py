@@ -1,9 +1,11 @@
 """The command line: what it prints, what it writes, and one sentence for whatever cannot be done."""
 
 import json
+import math
 import subprocess
 import sys
 from inspect import signature
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +14,13 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from nearkin import evaluation
-from nearkin.cli import app
+from nearkin.cli import app, screen
 from nearkin.core import files
 from nearkin.data import vectors
-from nearkin.evaluation import protocols, report
+from nearkin.evaluation import protocols, report, uncertainty
+from nearkin.report import page
+from nearkin.report.findings import Findings
+from nearkin.training import judging
 
 CLASSES = np.repeat(np.arange(8), 6)
 DRAW = np.random.default_rng(0)
@@ -91,7 +96,8 @@ def test_every_protocol_at_once(tmp_path):
     assert results["one_shot"]["episode_half_width"] == once["interval"]
     every = evaluation.all_pairs(x, ids, interval=True, seed=3)
     shown = results["verification"]
-    assert {name: tuple(ends) for name, ends in shown["intervals"].items()} == every.intervals
+    plain = {name: tuple(None if math.isnan(end) else end for end in ends) for name, ends in every.intervals.items()}
+    assert {name: tuple(ends) for name, ends in shown["intervals"].items()} == plain
     assert [shown[name] for name in ("auc", "balanced_accuracy")] == [every[n] for n in ("auc", "balanced_accuracy")]
     assert len(shown["roc"]["far"]) == len(shown["roc"]["tar"]) > 20
     for protocol, found_ in results.items():
@@ -101,7 +107,7 @@ def test_every_protocol_at_once(tmp_path):
             ]
             assert {row.metric for row in rows} == set(found_["intervals"]) and rows
     assert results["clustering"]["nmi"] == evaluation.clustering(x, ids, 3)["nmi"]
-    expected = evaluation.retrieval(x, ids, ks=(1, 3), interval=True, seed=3)
+    expected = evaluation.retrieval(x, ids, ks=(1, 3), interval=True)
     assert results["retrieval"]["intervals"]["recall@3"] == list(expected.intervals["recall@3"])
     assert results["graded"]["ndcg@3"] == evaluation.graded(x, torch.from_numpy(CENTRES[CLASSES]), (1, 3))["ndcg@3"]
     assert results["verification"]["tar@far=1e-06"] is None and 1e-6 in results["verification"]["not_measurable"]
@@ -357,3 +363,28 @@ def test_as_a_process(tmp_path):
     assert found.returncode == 0, found.stderr
     assert "recall@1" in found.stdout.decode() and found.stderr.split() == [b"wrote", b"out.json"]
     assert json.loads((tmp_path / "out.json").read_text())["results"]["retrieval"]["queries"] == 48
+
+
+def test_two_classes_have_no_interval_and_a_sentence_says_why(tmp_path, monkeypatch):
+    """In evaluate, at the end of a training, and in its report."""
+    monkeypatch.chdir(tmp_path)
+    g = torch.Generator().manual_seed(0)
+    np.savez("two.npz", embeddings=torch.randn(8, 4, generator=g).numpy(), labels=np.arange(8) % 2)
+    found = good("evaluate", "two.npz", "--interval", "--clustering", "--retrieval", "--json", "out.json")
+    kept = json.loads(Path("out.json").read_text())
+    sentence = uncertainty.too_few(2)
+    assert kept["notes"] == [sentence] and sentence in " ".join(found.stderr.split())
+    ends = [end for one in kept["results"].values() for pair in one["intervals"].values() for end in pair]
+    assert ends and set(ends) == {None}
+    held = judging.Held(np.arange(8), np.arange(8) % 2, None)
+    x, device = torch.randn(8, 4, generator=g), torch.device("cpu")
+    tested = judging.test(x, held, False, device, ks=(1,), interval=True, seed=0)
+    assert judging.no_interval(tested, held) == sentence
+    assert judging.no_interval({"map@r": {"value": 0.5, "low": 0.4, "high": 0.6}}, held) is None
+    results = {"baseline": "pixels", "test": dict.fromkeys(("baseline", "untrained", "trained"), tested)}
+    screen.results_table(results | {"no_interval": sentence})
+    parts: dict = {"recipe": {}, "data": {}, "history": [], "labels": None, "targets": None, "classes": [], "names": []}
+    findings = Findings("", results=results | {"no_interval": sentence}, embeddings=x, **parts)
+    assert sentence[1:] in page._results_note(findings) and "Small figures" not in page._results_note(findings)
+    findings.results["no_interval"] = None
+    assert "intervals" not in page._results_note(findings)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
 
@@ -327,7 +328,10 @@ def test_intervals_leave_out_classes():
     ours = clustering(x[few], labels[few], interval=True)
     assignment = kmeans(x[few], 40).assignment
     left = [agreement(y[y != c], assignment[y != c])["f1"] for y in [labels[few]] for c in range(40)]
-    reach = 1.96 * math.sqrt(39 / 40 * sum((v - np.mean(left)) ** 2 for v in left))
+    reach = stats.t.ppf(0.975, 39) * math.sqrt(39 / 40 * sum((v - np.mean(left)) ** 2 for v in left))
     assert ours.intervals["f1"] == pytest.approx((ours["f1"] - reach, ours["f1"] + reach), abs=1e-12)
-    alone = clustering(x[:10], labels[:10], interval=True)
-    assert all(math.isnan(end) for ends in alone.intervals.values() for end in ends)
+    for few in (10, 40):  # one class, four classes
+        alone = clustering(x[:few], labels[:few], interval=True)
+        assert all(math.isnan(end) for ends in alone.intervals.values() for end in ends)
+    perfect = clustering(torch.eye(8).repeat_interleave(4, 0), torch.arange(8).repeat_interleave(4), interval=True)
+    assert perfect["nmi"] == 1 and perfect.intervals["nmi"] == pytest.approx((0.05 ** (1 / 8), 1.0))

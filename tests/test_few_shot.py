@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial import cKDTree
 
-from nearkin.evaluation import bootstrap, few_shot
+from nearkin.evaluation import few_shot
 from nearkin.evaluation.few_shot import omniglot_accuracy, omniglot_runs, one_shot
+from nearkin.evaluation.uncertainty import share_interval
 from nearkin.samplers import draws
 
 RUNS = Path(__file__).parents[2] / "shared" / "data" / "omniglot" / "all_runs.zip"
@@ -148,7 +149,7 @@ def test_interval_over_classes_holds_what_other_classes_give():
     assert one_shot(*drawn(30, 0), ways=5).intervals == {}
 
 
-def test_interval_over_classes_is_the_bootstrap_of_their_outcomes():
+def test_interval_over_classes_is_that_of_their_outcomes():
     x, y = blobs(noise=1.5)
     told = []
     found = one_shot(x, y, 5, 1, 40, interval=True, seed=3, progress=lambda *both: told.append(both), budget=1)
@@ -161,7 +162,7 @@ def test_interval_over_classes_is_the_bootstrap_of_their_outcomes():
             scores = [class_score(x[items[c, 1]].tolist(), [x[items[k, 0]].tolist()], "mean") for k in range(5)]
             values.append(float(np.argmax(scores) == c))
             groups.append(int(y[items[c, 0]]))
-    wanted = bootstrap(torch.tensor(values, dtype=torch.float64), torch.tensor(groups), seed=3)
+    wanted = share_interval(torch.tensor(values, dtype=torch.float64), torch.tensor(groups))
     assert found.intervals["accuracy"] == pytest.approx(wanted, abs=1e-12)
 
 

@@ -307,6 +307,21 @@ def test_embeddings_with_a_pair_list_and_every_form_of_input():
     verification(scores.bfloat16().requires_grad_(), same)
 
 
+@pytest.mark.parametrize("rows, dim", [(400, 12_544), (50, 200_000)])
+def test_few_long_rows_fit_the_default_budget(rows, dim):
+    """Unrolled pixels: tiles hold fewer rows where these are long, and the counts are those of all pairs."""
+    g = torch.Generator().manual_seed(0)
+    labels = torch.arange(rows) % (rows // 5)
+    x = torch.randn(rows // 5, dim, generator=g)[labels] + 2 * torch.randn(rows, dim, generator=g)
+    found = all_pairs(x, labels, fars=(0.1,), interval=True, samples=20)
+    i, j = torch.triu_indices(rows, rows, 1)
+    unit = torch.nn.functional.normalize(x.double(), dim=1)
+    listed = verification((unit @ unit.T)[i, j], labels[i] == labels[j], fars=(0.1,))
+    for name in ("genuine", "impostors", "auc", "eer", "tar@far=0.1"):
+        assert found[name] == pytest.approx(listed[name], abs=1e-3)
+    assert pair_scan.tile_bytes(dim) < 300 << 20
+
+
 # --- intervals and calibration ----------------------------------------------------------------------------------------
 
 

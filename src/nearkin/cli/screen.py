@@ -259,6 +259,8 @@ def results_table(results: dict[str, Any]) -> None:
         if metric != "precision@1":  # the same number as recall@1
             grid.add_row(metric, *(_cell(metric, tested[name][metric]) for name in columns))
     Console().print(grid)
+    if results.get("no_interval"):
+        Console().print(results["no_interval"], soft_wrap=True, highlight=False)
 
 
 def _count(number: int, what: str, ending: str) -> str:

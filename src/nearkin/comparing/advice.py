@@ -4,6 +4,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from nearkin.evaluation import intervals, uncertainty
+
 __all__ = ["flag_words", "recommended"]
 
 MAIN = "map@r"
@@ -99,8 +101,11 @@ def _cautions(said: Mapping[str, Any], best: Mapping[str, Any], tied: list[str])
         if figure["value"] >= best["separated"][MAIN]["value"]:
             name = "the untrained encoder" if row["loss"] == "untrained" else plan["baseline"]
             found.append(f"No loss beats {name} ({_points(figure['value'])} %): train longer before choosing one.")
-    if plan["test"]["classes"] < _FEW_CLASSES:
-        found.append(f"{plan['test']['classes']} test classes are few: intervals from so few are too narrow.")
+    classes = plan["test"]["classes"]
+    if classes < intervals.MIN_CLASSES:
+        found.append(f"{uncertainty.too_few(classes).capitalize()}.")
+    elif classes < _FEW_CLASSES:
+        found.append(f"{classes} test classes are few: intervals are wide, and most differences stay undecided.")
     if plan["seeds"] == 1:
         found.append("One seed a fold: how much the luck of a training matters is known from the folds alone.")
     if plan["trials"] < 8:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.comparing.testing import METRICS
-from nearkin.evaluation import uncertainty
+from nearkin.evaluation import intervals, uncertainty
 
 __all__ = [
     "FORMS",
@@ -33,9 +33,6 @@ Floats = NDArray[np.float64]
 FORMS = ("separated", "concatenated")
 MAIN = METRICS[0]
 _SAMPLES = 10_000
-# Student's t at 97.5 %, for 1, 2, … degrees of freedom.
-_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-_MORE = (2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
 
 def mean_of(tests: Sequence[Mapping[str, Floats]], form: str) -> Floats:
@@ -52,7 +49,7 @@ def plain_mean(values: Floats) -> float:
 def figures_of(values: Floats, groups: torch.Tensor) -> dict[str, dict[str, float | None]]:
     found = {}
     for i, metric in enumerate(METRICS):
-        low, high = uncertainty.bootstrap(torch.from_numpy(values[:, i].copy()), groups)
+        low, high = uncertainty.share_interval(torch.from_numpy(values[:, i].copy()), groups)
         found[metric] = {"value": plain_mean(values[:, i]), "low": _number(low), "high": _number(high)}
     return found
 
@@ -71,13 +68,8 @@ def spread(values: Sequence[float]) -> list[float | None]:
         return [None, None]
     middle = math.fsum(values) / n
     deviation = math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (n - 1))
-    half = _student(n - 1) * deviation / math.sqrt(n)
+    half = intervals.student(n - 1) * deviation / math.sqrt(n)
     return [middle - half, middle + half]
-
-
-def _student(freedom: int) -> float:
-    table = _T + _MORE
-    return table[freedom - 1] if freedom <= len(table) else 1.96 + 2.5 / freedom
 
 
 def ranks(rows: list[dict[str, Any]], values: Sequence[Floats], groups: torch.Tensor, form: str) -> None:

@@ -111,10 +111,10 @@ class _Pass(HandGradient):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
-        *given, peak, share = ctx.saved_tensors
+        asked, weight, ids, met, peak, share = ctx.saved_tensors
         size, kind = ctx.way
         wants = ctx.needs_input_grad[1]
-        by = _gradients(*given, peak, by_rest * share, by_own, size, kind if wants else None)
+        by = _gradients(asked, weight, ids, met, peak, by_rest * share, by_own, size, kind if wants else None)
         return by[0], by[1] if wants else None, None, None, None
 
 

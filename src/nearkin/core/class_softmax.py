@@ -262,9 +262,9 @@ class _Pass(HandGradient):
         lost: float,
         size: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        ctx.way = normalize, centers, lost, size
-        ctx.kind = gradient_kind(weight)
-        peak, rest, own, taint, share, mean = _scan(asked, weight, ids, picks, *ctx.way, ctx.needs_input_grad[0])
+        wants = ctx.needs_input_grad[0]
+        peak, rest, own, taint, share, mean = _scan(asked, weight, ids, picks, normalize, centers, lost, size, wants)
+        ctx.way = normalize, centers, lost, size, gradient_kind(weight)
         ctx.save_for_backward(asked, weight, ids, picks, peak, share, mean)
         ctx.mark_non_differentiable(peak, taint)
         return peak, rest, own, taint
@@ -272,11 +272,13 @@ class _Pass(HandGradient):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
-        *given, peak, share, mean = ctx.saved_tensors
+        asked, weight, ids, picks, peak, share, mean = ctx.saved_tensors
         by_asked = by_rest[:, None] * mean if ctx.needs_input_grad[0] else None
         by_weight = None
         if ctx.needs_input_grad[1]:
-            by_weight = _weight_gradient(*given, peak, by_rest * share, by_own, *ctx.way, ctx.kind)
+            normalize, centers, lost, size, kind = ctx.way
+            meets = (asked, weight, ids, picks, peak, by_rest * share, by_own)
+            by_weight = _weight_gradient(*meets, normalize, centers, lost, size, kind)
         return by_asked, by_weight, *[None] * 6
 
 

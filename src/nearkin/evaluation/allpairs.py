@@ -64,8 +64,9 @@ def all_pairs(
     also "roc", a `Roc` of exact counts at about so many scores, half of them even in TAR, half even in log FAR.
 
     interval: also `.intervals` of "auc", "eer", "balanced_accuracy" and each TAR, resampling classes as `verification`
-    does, from the counts of every two of at most 64 groups of classes at about 1,024 scores. The operating points then
-    carry the wider of this interval and the binomial one, which takes pairs as independent and is too narrow alone.
+    does, from the counts of every two of at most 64 groups of classes at about 1,024 scores; "notes" says which TARs
+    have none, (nan, nan), since there are too few pairs of classes. The operating points then carry the wider of this
+    interval and the binomial one, which takes pairs as independent and is too narrow alone.
 
     `budget` bounds the bytes of working memory beside the embeddings; a smaller one means more passes, never another
     result. progress(done, of) is called with pairs, over all passes. ranks: who shares the pairs, as in `retrieval`.
@@ -141,10 +142,12 @@ def _add_intervals(found: Verified, scan: Scan, keys: Counts, settings: dict[str
 
     names = ["balanced_accuracy", "eer", "auc", *(f"tar@far={far}" for far in fars)]
     here = measure(np.ones((1, len(kin))), np.ones((1, len(strange))))[0]
-    ends = pair_bootstrap.by_classes(measure, cells, **settings)
+    ends = pair_bootstrap.by_classes(measure, cells, steep=range(3, len(names)), **settings)
+    pairs = len(scan.classes) * (len(scan.classes) - 1) // 2
     for name, value, (low, high) in zip(names, here, ends, strict=False):
         off = found[name] - value  # the grid leaves out what lies between its scores
-        found.intervals[name] = float(max(low + off, 0.0)), float(min(high + off, 1.0))
+        found.intervals[name] = float(np.maximum(low + off, 0.0)), float(np.minimum(high + off, 1.0))
+    pair_bootstrap.only_shown(found, fars, pairs)
     found["operating_points"] = pair_bootstrap.widened(ready, ends[len(names) :])
 
 

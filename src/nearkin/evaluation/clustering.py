@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN
+from nearkin.evaluation import intervals
 from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.kmeans import Progress, kmeans
 from nearkin.evaluation.search import BUDGET
@@ -76,11 +77,12 @@ def _intervals(
 
     A bootstrap would draw classes twice, and a class twice in one cluster agrees with itself too well: F1 of 0.205 came
     out as [0.22, 0.30]. The jackknife has no such copies; its variance is (g - 1)/g Σ (value without a part - mean)².
+    Perfect agreement shows no spread and gets a one-sided interval; fewer than 5 classes get none.
     """
     classes, of = np.unique(labels.cpu().numpy(), return_inverse=True)
     parts = min(parts, len(classes))
-    if parts < 2:
-        return dict.fromkeys(whole, (math.nan, math.nan))
+    if len(classes) < intervals.MIN_CLASSES:
+        return dict.fromkeys(whole, intervals.NONE)
     order = draws.shuffled(draws.words(len(classes), seed, _PARTS, 0))
     part = np.empty(len(classes), np.int64)
     part[order] = np.arange(len(classes)) % parts
@@ -91,7 +93,11 @@ def _intervals(
     found = {}
     for name, value in whole.items():
         left = np.array([each[name] for each in without])
-        reach = 1.96 * math.sqrt((parts - 1) / parts * float(((left - left.mean()) ** 2).sum()))
+        variance = (parts - 1) / parts * float(((left - left.mean()) ** 2).sum())
+        if value == 1:
+            found[name] = intervals.share(value, variance, freedom=parts - 1, classes=len(classes))
+            continue
+        reach = intervals.student(parts - 1) * math.sqrt(variance)
         found[name] = (max(value - reach, -1.0 if name == "ami" else 0.0), min(value + reach, 1.0))
     return found
 

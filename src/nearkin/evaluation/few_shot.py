@@ -17,7 +17,7 @@ from nearkin.core import checks, distances
 from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.search import BUDGET
-from nearkin.evaluation.uncertainty import Scores, bootstrap
+from nearkin.evaluation.uncertainty import Scores, share_interval
 from nearkin.samplers import draws
 
 SCORES = ("mean", "max", "nearest")
@@ -65,10 +65,10 @@ def one_shot(
     episodes, by the normal approximation; "chance" = 1/ways; and "classes", how many could be drawn. Episode i is a
     function of the seed, i, the labels and the four counts alone, so that more episodes begin with the same ones.
 
-    interval: also `.intervals["accuracy"]`, the 95 % interval over the choice of classes: 1,000 resamples of those that
-    were asked for, each with all its queries of all episodes (`uncertainty.bootstrap`). More episodes make the
-    "interval" of the mean as small as one likes; this one they bring down to what other classes would change. The
-    classes that a query is told from stay as drawn. progress(done, of) is called with episodes.
+    interval: also `.intervals["accuracy"]`, the 95 % interval over the choice of classes, from those that were asked
+    for, each with all its queries of all episodes (`uncertainty.share_interval`). More episodes make the "interval" of
+    the mean as small as one likes; this one they bring down to what other classes would change. progress(done, of) is
+    called with episodes.
     """
     known = _check(embeddings, labels, ways, shots, episodes, seed, queries, score, budget)
     members, first, sizes = _classes(labels, known, ways, shots + queries)
@@ -90,7 +90,7 @@ def one_shot(
     result["chance"], result["classes"] = 1 / ways, float(sizes.size)
     if interval:
         groups = torch.from_numpy(asked.ravel())
-        result.intervals["accuracy"] = bootstrap(torch.from_numpy(right.ravel()), groups, seed=seed)
+        result.intervals["accuracy"] = share_interval(torch.from_numpy(right.ravel()), groups)
     return result
 
 

@@ -10,7 +10,7 @@ from nearkin.core import checks, distances
 from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.search import BUDGET
 from nearkin.evaluation.split import Ranks
-from nearkin.evaluation.uncertainty import Scores, bootstrap
+from nearkin.evaluation.uncertainty import Scores, bootstrap, share_interval
 
 DISTANCES = ("euclidean", "cosine")
 
@@ -44,10 +44,10 @@ def graded(
                              gallery, ties at their mean rank; a query at one distance from everything counts 0
     "spearman_skipped"       how many queries have one label distance to everything; they say nothing and do not count
                              (NaN where that is all of them)
-    `interval` adds 95 % bootstrap intervals as `.intervals`: over `classes` (N,) of the queries where these are given,
-    -1 not counting; else over queries, which is too narrow where these come in groups. progress(done, of): queries.
-    Where k is larger than the gallery, the whole of it is taken. Everything in float64, exactly, in tiles of queries
-    within `budget` bytes. ranks: who shares the queries, as in `retrieval`.
+    `interval` adds 95 % intervals by `bootstrap` as `.intervals`: over `classes` (N,) of the queries where these are
+    given, -1 not counting; else over queries, which is too narrow where these come in groups.
+    progress(done, of): queries. Where k is larger than the gallery, the whole of it is taken. Everything in float64,
+    exactly, in tiles of queries within `budget` bytes. ranks: who shares the queries, as in `retrieval`.
     """
     if classes is not None:
         checks.class_ids("classes", classes, checks.rows("embeddings", embeddings))
@@ -56,7 +56,9 @@ def graded(
     result = Scores({name: float(value.nanmean()) for name, value in values.items()})
     if interval:
         groups = torch.arange(len(embeddings)) if classes is None else classes.cpu()
-        result.intervals = {name: bootstrap(value, groups, seed=seed) for name, value in values.items()}
+        for name, value in values.items():
+            perfect = name.startswith("ndcg") and result[name] == 1  # resamples would be perfect, too
+            result.intervals[name] = share_interval(value, groups) if perfect else bootstrap(value, groups, seed=seed)
     result["spearman_skipped"] = float(values["spearman"].isnan().sum())
     return result
 

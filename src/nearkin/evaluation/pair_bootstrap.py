@@ -4,8 +4,10 @@ A resample draws as many classes as there are, with replacement. A genuine pair 
 an impostor pair as often as its two classes meet: the product of both numbers (the vertex bootstrap of Snijders,
 Borgatti 1999). Two impostor pairs that share a class then move together, as they do in truth. What two classes have
 between them alone, however, is counted three times, E[(mn)²] - 1 = 3 for numbers of mean and variance 1, and once is
-right. Weighting the pairs of classes on their own shows how much that is, and the interval is drawn in by twice this
-part of its variance (the dyadic variance of Fafchamps, Gubert 2007; never to less than a third).
+right. Weighting the pairs of classes on their own shows how much that is, and the variance is reduced by twice this
+part (the dyadic variance of Fafchamps, Gubert 2007; never to less than a third). Not so for the TAR at a wanted FAR:
+its threshold moves with the few closest pairs of classes, and in simulations (docs/evaluation.md) the whole variance
+is what covers. The interval is that of a share with this variance, `intervals.share`.
 """
 
 import math
@@ -15,13 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.evaluation.curves import Counts, Ends, Floats, OperatingPoint, most_accepted
-from nearkin.evaluation.uncertainty import percentiles, resamples
+from nearkin.evaluation import intervals
+from nearkin.evaluation.curves import Counts, Ends, Floats, OperatingPoint, Verified, most_accepted
+from nearkin.evaluation.uncertainty import resamples
 from nearkin.samplers import draws
 
 SAMPLES = 1000
+CLASS_PAIRS = 4  # that a FAR must let in, of those there are, for its TAR to have an interval
 _OWN = 200  # resamples from which a variance is taken
-_PAIRS, _STRANGERS, _COINS = 21, 22, 23  # streams of words of their own
+_LEFT_OUT = 64  # classes, one at a time, that show how evenly classes add to a variance
+_PAIRS, _STRANGERS, _COINS, _LEFT = 21, 22, 23, 25  # streams of words of their own
 _CELLS = 2**20  # weights at a time: 8 MiB
 
 Measure = Callable[[Floats, Floats], Floats]  # weights of the cells (S, P) and (S, Q) to values (S, K)
@@ -41,34 +46,63 @@ class Cells(NamedTuple):
 
 
 def by_classes(
-    measure: Measure, cells: Cells, *, samples: int, seed: int, confidence: float, progress: Progress | None = None
+    measure: Measure,
+    cells: Cells,
+    *,
+    samples: int,
+    seed: int,
+    confidence: float,
+    steep: Sequence[int] = (),
+    progress: Progress | None = None,
 ) -> list[Ends]:
-    """Intervals (low, high) of what `measure` gives, resampling classes.
+    """Intervals (low, high) of what `measure` gives, shares in [0, 1], resampling classes.
 
-    A resample without genuine or impostor pairs is left out. Of fewer than 3 classes nothing can be said, (nan, nan):
-    each resample that holds two is the set itself.
+    steep: the columns that are TARs at a wanted FAR. A resample without genuine or impostor pairs is left out. Of fewer
+    than 5 classes too little can be said: (nan, nan).
     """
     genuine, impostors = len(cells.genuine), len(cells.impostor)
     here = measure(np.ones((1, genuine)), np.ones((1, impostors)))
-    if cells.classes < 3:
-        return [(math.nan, math.nan)] * here.shape[1]
-    told = _Told(samples + min(samples, _OWN), progress)
+    if cells.classes < intervals.MIN_CLASSES:
+        return [intervals.NONE] * here.shape[1]
+    left_out = min(cells.classes, _LEFT_OUT)
+    told = _Told(samples + min(samples, _OWN) + left_out, progress)
     step = max(1, _CELLS // (genuine + impostors))
     first, second = cells.impostor.T.copy()
     second[first == second] = cells.classes  # within one group of classes: drawn with it, not squared
-    drawn, own = [], []
-    for some in _few(resamples(cells.classes, samples, seed), step):
-        times = np.concatenate([some, np.ones((len(some), 1))], axis=1)
-        strange = np.stack([row.take(first) * row.take(second) for row in times])
-        drawn.append(measure(times.take(cells.genuine, axis=1), strange))
-        told.more(len(some))
+
+    def weighted(several: Iterator[Floats]) -> Floats:
+        parts = []
+        for some in _few(several, step):
+            times = np.concatenate([some, np.ones((len(some), 1))], axis=1)
+            strange = np.stack([row.take(first) * row.take(second) for row in times])
+            parts.append(measure(times.take(cells.genuine, axis=1), strange))
+            told.more(len(some))
+        return np.concatenate(parts)
+
+    drawn, own = weighted(resamples(cells.classes, samples, seed)), []
     for some in _few(_coins(int(cells.both.max()) + 1, min(samples, _OWN), seed), step):
         own.append(measure(np.ones((len(some), genuine)), some.take(cells.both, axis=1)))
         told.more(len(some))
-    found = np.concatenate(drawn)
-    whole, alone = _variance(found), _variance(np.concatenate(own))
-    share = np.divide(whole - 2 * alone, whole, out=np.ones_like(whole), where=whole > 0)
-    return _ends(here[0], found, np.sqrt(np.clip(share, 1 / 3, 1)), confidence)
+    whole, alone = _variance(drawn), _variance(np.concatenate(own))
+    variance = np.maximum(whole - 2 * alone, whole / 3)
+    freedom = _freedoms(weighted(_without(cells.classes, left_out, seed)), cells.classes)
+    variance[list(steep)], freedom[list(steep)] = whole[list(steep)], cells.classes - 1
+    return _ends(here[0], variance, freedom, cells.classes, confidence)
+
+
+def only_shown(found: Verified, fars: Sequence[float], pairs: int) -> None:
+    """Takes back the intervals of TARs at FARs that so many pairs of classes cannot show, and says so in "notes".
+
+    Below 4 pairs of classes let in, the threshold is the score of the closest two or three, which no resample varies as
+    new classes would.
+    """
+    without = [far for far in fars if far * pairs < CLASS_PAIRS * (1 - 1e-9)]
+    for far in without:
+        found.intervals[f"tar@far={far}"] = intervals.NONE
+    named = ", ".join(f"{far:g}" for far in without)
+    found["notes"] = [
+        f"no interval of the TAR at FAR {named}: it takes {CLASS_PAIRS} / FAR pairs of different classes, got {pairs:,}"
+    ] * bool(without)
 
 
 def by_pairs(
@@ -88,7 +122,11 @@ def by_pairs(
     for one, other in zip(_few(kin, 1), _few(strange, 1), strict=True):
         drawn.append(measure(one, other))
         told.more(1)
-    return _ends(here[0], np.concatenate(drawn), np.ones(here.shape[1]), confidence)
+    least = min(genuine, impostors)
+    if least < intervals.MIN_CLASSES:
+        return [intervals.NONE] * here.shape[1]
+    freedom = np.full(here.shape[1], least - 1.0)
+    return _ends(here[0], _variance(np.concatenate(drawn)), freedom, least, confidence)
 
 
 class SortedPairs:
@@ -154,6 +192,7 @@ def widened(points: Sequence[OperatingPoint], ends: Sequence[Ends]) -> list[Oper
     """
     found = []
     for point, far, tar in zip(points, ends[: len(points)], ends[len(points) :], strict=True):
+        far = far if 0 < point.far < 1 else intervals.NONE
         found.append(
             point._replace(far_interval=_wider(point.far_interval, far), tar_interval=_wider(point.tar_interval, tar))
         )
@@ -191,16 +230,27 @@ def _variance(drawn: Floats) -> Floats:
     return np.asarray(usable.var(axis=0)) if len(usable) else np.zeros(drawn.shape[1])
 
 
-def _ends(here: Floats, drawn: Floats, shrink: Floats, confidence: float) -> list[Ends]:
-    """Percentiles, drawn in toward the value itself, within [0, 1]."""
-    usable = drawn[~np.isnan(drawn).any(axis=1)]
-    if not len(usable):
-        return [(math.nan, math.nan)] * len(here)
-    found = []
-    for value, column, factor in zip(here, usable.T, shrink, strict=True):
-        low, high = (float(value + factor * (end - value)) for end in percentiles(column, confidence))
-        found.append((max(low, 0.0), min(high, 1.0)))
-    return found
+def _without(classes: int, number: int, seed: int) -> Iterator[Floats]:
+    """All classes but one, for so many of them."""
+    for place in draws.shuffled(draws.words(classes, seed, _LEFT))[:number]:
+        times = np.ones((1, classes))
+        times[0, place] = 0
+        yield times
+
+
+def _freedoms(left: Floats, classes: int) -> Floats:
+    """Degrees of freedom of each column, from the values without a class each."""
+    usable = left[~np.isnan(left).any(axis=1)]
+    if len(usable) < 2:
+        return np.full(left.shape[1], classes - 1.0)
+    return np.array([intervals.freedom_of(column - column.mean(), classes) for column in usable.T])
+
+
+def _ends(here: Floats, variance: Floats, freedom: Floats, classes: int, confidence: float) -> list[Ends]:
+    return [
+        intervals.share(float(value), float(spread), freedom=float(known), classes=classes, confidence=confidence)
+        for value, spread, known in zip(here, variance, freedom, strict=True)
+    ]
 
 
 class _Told:

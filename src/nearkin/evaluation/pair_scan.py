@@ -20,7 +20,8 @@ from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation.curves import Counts
 from nearkin.evaluation.split import Ranks
 
-TILE = 1024  # rows a side; fixed, since a matrix product rounds differently in another shape
+TILE = 1024  # rows a side at most; no budget changes it, since a matrix product rounds differently in another shape
+_ROWS = 256 << 20  # bytes for the rows and columns of a tile: of long rows it holds fewer
 _DIGITS = 16
 _BINS = 1 << _DIGITS
 TABLE = 2 * 2 * _BINS * 8  # bytes to count one block and to read the counts
@@ -30,7 +31,16 @@ Progress = Callable[[int, int], None]  # pairs done, pairs in all passes
 
 def tile_bytes(dim: int) -> int:
     """Rows and columns in float64 with what scaling them takes, and an entry's score, number, place and masks."""
-    return TILE * (64 * dim + 128 * TILE)
+    side = tile_side(dim)
+    return side * (64 * dim + 128 * side)
+
+
+def tile_side(dim: int) -> int:
+    """How many rows of so many numbers a tile holds on each side."""
+    side = TILE
+    while side > 1 and 64 * dim * side > _ROWS:
+        side = (side + 1) // 2
+    return side
 
 
 class Scan:
@@ -62,17 +72,18 @@ class Scan:
         genuine_only: leaves out the tiles without a genuine pair. Otherwise a team takes turns at the tiles, and what
         is counted over them goes through `summed`.
         """
-        starts, number = range(0, len(self.order), TILE), 0
+        side, number = tile_side(self.embeddings.shape[1]), 0
+        starts = range(0, len(self.order), side)
         for top in starts:
-            rows = torch.arange(top, min(top + TILE, len(self.order)), device=self.order.device)
+            rows = torch.arange(top, min(top + side, len(self.order)), device=self.order.device)
             x = self.ready(self.embeddings[self.order[rows]])
-            for left in starts[top // TILE :]:
+            for left in starts[top // side :]:
                 if genuine_only and bool(self.labels[rows[-1]] < self.labels[left]):
                     break
                 number += 1
                 if self.team is not None and not genuine_only and number % self.team.size != self.team.rank:
                     continue
-                columns = torch.arange(left, min(left + TILE, len(self.order)), device=self.order.device)
+                columns = torch.arange(left, min(left + side, len(self.order)), device=self.order.device)
                 scores = distances.dot(x, x if left == top else self.ready(self.embeddings[self.order[columns]]))
                 if left == top:
                     i, j = torch.triu_indices(len(rows), len(rows), 1, device=scores.device)

@@ -1,5 +1,6 @@
 """One protocol at a time over stored embeddings: the call, and its answer with the intervals beside it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearkin.core.relations import UNKNOWN
 from nearkin.data.pair_lists import PairList
+from nearkin.evaluation import intervals
 from nearkin.evaluation.allpairs import all_pairs
 from nearkin.evaluation.calibration import calibrate
 from nearkin.evaluation.clustering import clustering
@@ -17,6 +20,7 @@ from nearkin.evaluation.few_shot import one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.ranking import retrieval
 from nearkin.evaluation.split import Ranks
+from nearkin.evaluation.uncertainty import too_few
 from nearkin.evaluation.verification import pair_scores, verification
 
 _POINTS = 200  # of a curve that is kept
@@ -70,7 +74,7 @@ def _retrieval(task: Task) -> dict[str, Any]:
     assert task.asked.labels is not None
     more: dict[str, Any] = {} if task.settings.ks is None else {"ks": task.settings.ks}
     if task.settings.interval:
-        more |= {"interval": True, "seed": task.settings.seed}
+        more["interval"] = True
     rows, labels = (None, None) if task.gallery is None else (task.gallery.embeddings, task.gallery.labels)
     own = task.asked.labels
     if own.dim() == 2 and rows is None and own.shape[0] == own.shape[1]:
@@ -124,7 +128,8 @@ def _verification(task: Task) -> dict[str, Any]:
         for one in ready:
             result |= {f"threshold@far={one.wanted_far}": one.threshold, f"seen_far@far={one.wanted_far}": one.far}
             if settings.interval:
-                result["intervals"][f"seen_far@far={one.wanted_far}"] = one.far_interval
+                ends = intervals.NONE if math.isnan(found.intervals["eer"][0]) else one.far_interval
+                result["intervals"][f"seen_far@far={one.wanted_far}"] = ends
     return result
 
 
@@ -161,7 +166,15 @@ def _diagnose(task: Task) -> dict[str, Any]:
 
 
 def _with_intervals(found: Any, task: Task) -> dict[str, Any]:
-    return dict(found) | ({"intervals": dict(found.intervals)} if task.settings.interval else {})
+    """The answer with its intervals, and in "notes" why there are none."""
+    if not task.settings.interval:
+        return dict(found)
+    result = dict(found) | {"intervals": dict(found.intervals)}
+    labels = task.asked.labels
+    if labels is not None and all(math.isnan(low) for low, _ in found.intervals.values()):
+        classes = len(labels) if labels.dim() == 2 else len(torch.unique(labels[labels != UNKNOWN]))
+        result["notes"] = [too_few(classes)]
+    return result
 
 
 RUNS: dict[str, Callable[[Task], dict[str, Any]]] = {

@@ -88,6 +88,7 @@ def evaluate(
             found = _run(name, task)
         else:
             found = ranks.alone(name, partial(_run, name, task))
+        notes += [note for note in found.pop("notes", []) if note not in notes]
         results[name] = {"similarity": similarity[name]} | _named(found, items.names)
     return {
         "nearkin": version_of("nearkin"),

@@ -60,7 +60,6 @@ def retrieval(
     backend: str = "torch",
     progress: search.Progress | None = None,
     interval: bool = False,
-    seed: int = 0,
     ranks: Ranks | None = None,
 ) -> Retrieval:
     """How well the nearest items are kin: {"recall@1", …, "precision@1", "r_precision", "map@r"}, means over queries.
@@ -74,8 +73,9 @@ def retrieval(
     to find is left out of the means ("skip") or counts as 0 ("miss"); the result names these queries either way.
     similarity: "cosine", "dot", "euclidean". budget: bytes beyond the embeddings and what is returned. backend "faiss"
     lets faiss propose neighbours; no value depends on it, on the budget, the threads or the device.
-    interval: also the 95 % interval of each metric, as `.intervals[name]`, from 1,000 resamples of the query classes by
-    `uncertainty.bootstrap`; of the queries where there are no classes: multi-label rows, a `Relation` without ids.
+    interval: also the 95 % interval of each metric over the choice of classes, as `.intervals[name]`, by
+    `uncertainty.share_interval`; over the choice of queries where there are no classes: multi-label rows, a `Relation`
+    without ids. (nan, nan) with fewer than 5 classes; one-sided where the metric is 0 or 1.
     ranks: `evaluation.Ranks` of processes that share the search; all of them call this with the same arguments, and all
     get the result, which is that of one process. Without it a process works alone, whatever world it is in.
     """
@@ -107,7 +107,7 @@ def retrieval(
         groups = uncertainty.classes_of(labels, len(kin))
         for name, value in values.items():
             missed = value if without_kin == "skip" else torch.where(known & ~some, 0.0, value)
-            result.intervals[name] = uncertainty.bootstrap(missed, groups, seed=seed)
+            result.intervals[name] = uncertainty.share_interval(missed, groups)
     return result
 
 

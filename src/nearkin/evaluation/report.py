@@ -32,7 +32,9 @@ def table(report: Mapping[str, Any]) -> list[Row]:
             if isinstance(value, bool | str | list | dict):
                 continue
             pair = ends.get(name)
-            interval = "" if pair is None else f"{_shown(protocol, name, pair[0])} – {_shown(protocol, name, pair[1])}"
+            interval = "" if pair is None else "–"  # asked for, but there is none
+            if pair is not None and pair[0] is not None:
+                interval = f"{_shown(protocol, name, pair[0])} – {_shown(protocol, name, pair[1])}"
             rows.append(Row(protocol.replace("_", "-"), name, _shown(protocol, name, value), interval))
         if protocol == "diagnose":
             rows += _findings(found, report["class_names"])

@@ -81,8 +81,9 @@ def verification(
     interval: also the interval of "eer", "auc", "accuracy" and each TAR, as `.intervals[name]`, from `samples`
     resamples of the classes that the pairs join (`pair_bootstrap` says how and why): `classes` (M, 2), the ids of both
     sides, taken from `labels` where these are given. Without either, pairs are resampled as if they were independent,
-    which pairs that share a person are not. The folds keep their thresholds, so that of accuracy some 87 in 100 hold
-    the truth, of the others 89 to 98. Operating points then carry the wider of this interval and the binomial one.
+    which pairs that share a person are not. A TAR at a FAR that lets in fewer than 4 pairs of classes has none, as
+    "notes" then says. The folds keep their thresholds, which makes that of accuracy a little too narrow. Operating
+    points then carry the wider of this interval and the binomial one.
     """
     if embeddings is not None or pairs is not None:
         if scores is not None or embeddings is None or pairs is None:
@@ -240,8 +241,11 @@ def _add_intervals(
             rows.append([accuracy, *pairs.rates(*both, fars, cuts)])
         return np.array(rows)
 
-    resampled = pair_bootstrap.by_pairs if ids is None else pair_bootstrap.by_classes
-    ends = resampled(measure, pairs.cells(ids), **settings)
-    names_of = ["accuracy", "eer", "auc", *(f"tar@far={far}" for far in fars)]
+    names_of, cells = ["accuracy", "eer", "auc", *(f"tar@far={far}" for far in fars)], pairs.cells(ids)
+    if ids is None:
+        ends = pair_bootstrap.by_pairs(measure, cells, **settings)
+    else:
+        ends = pair_bootstrap.by_classes(measure, cells, steep=range(3, len(names_of)), **settings)
     found.intervals = dict(zip(names_of, ends, strict=False))
+    pair_bootstrap.only_shown(found, fars, int(cells.both.max()) + 1)
     found["operating_points"] = pair_bootstrap.widened(points, ends[len(names_of) :])

@@ -18,8 +18,10 @@ from nearkin.core import tiles
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import batches
 
-SELECTIONS = ("all", "hard", "semihard", "semihard_or_hardest", "semihard_or_skip", "batch_hard", "easy_positive")
-SELECTIONS += ("random", "distance_weighted")
+SELECTIONS = (
+    *("all", "hard", "semihard", "semihard_or_hardest", "semihard_or_skip", "batch_hard", "easy_positive"),
+    *("random", "distance_weighted"),
+)
 ROOM = 2**26  # listed positives: up to as many pairs everyone may be kin; beyond, the largest class is asked for
 CLIP, CUTOFF = 0.5, 1.4  # of `mining.distance_weighted`
 

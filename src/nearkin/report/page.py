@@ -105,11 +105,13 @@ def _warnings(shown: Shown) -> str:
 
 
 def _results_note(findings: Findings) -> str:
-    test = findings.results.get("test")
-    any_interval = "low" in str(test)
-    return "On the test items, asked once, after training." + (
-        " Small figures: 95 % intervals." if any_interval else ""
-    )
+    said = "On the test items, asked once, after training."
+    without = findings.results.get("no_interval")
+    if without:
+        return f"{said} {escape(str(without).capitalize())}."
+    figures = [figure for one in (findings.results.get("test") or {}).values() for figure in one.values()]
+    drawn = any(isinstance(figure, dict) and figure.get("low") is not None for figure in figures)
+    return said + (" Small figures: 95 % intervals." if drawn else "")
 
 
 def _grid_note(shown: Shown) -> str:

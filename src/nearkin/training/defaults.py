@@ -215,7 +215,7 @@ def _anchors(batch: Any, neighbours: Any, wanted: Any) -> int:
     """
     if not all(isinstance(number, int) and number >= 0 for number in (batch, neighbours)):
         return 1  # the sampler says what is wrong with them
-    room = max(1, batch // (neighbours + 1))
+    room: int = max(1, batch // (neighbours + 1))
     return min(wanted, room) if isinstance(wanted, int) and wanted > 0 else max(1, room // 2)
 
 

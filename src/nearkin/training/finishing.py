@@ -90,6 +90,8 @@ def results(
         "peak_bytes": _peak(trainer.device),
         "notes": state.notes,
     }
+    if recipe.evaluation.interval:
+        found["no_interval"] = judging.no_interval(tested["trained"], held)
     if trainer.ranks.size > 1:
         found["ranks"] = trainer.ranks.size
     found |= judging.more(rows["trained"], held, prepared.test_pairs(), recipe, trainer.device)

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin import evaluation
+from nearkin.evaluation import uncertainty
 
-__all__ = ["MAIN", "Held", "graded_sides", "judge", "main_metric", "number", "sides", "test"]
+__all__ = ["MAIN", "Held", "graded_sides", "judge", "main_metric", "no_interval", "number", "sides", "test"]
 
 MAIN = {False: "map@r", True: "ndcg@10"}  # what validation maximises: classes, continuous targets
 KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
@@ -63,7 +64,7 @@ def test(
         found: Any = _graded(rows, held, device, ks=ks, interval=interval, seed=seed)
     else:
         queries, labels, gallery, gallery_labels = sides(rows, held, device)
-        options: dict[str, Any] = {"ks": ks, "metrics": _METRICS, "interval": interval, "seed": seed}
+        options: dict[str, Any] = {"ks": ks, "metrics": _METRICS, "interval": interval}
         found = evaluation.retrieval(queries, labels, gallery, gallery_labels, **options)
     result = {}
     for name, value in found.items():
@@ -72,6 +73,13 @@ def test(
         low, high = found.intervals.get(name, (None, None)) if interval else (None, None)
         result[name] = {"value": number(value), "low": number(low), "high": number(high)}
     return result
+
+
+def no_interval(tested: dict[str, dict[str, float | None]], held: Held) -> str | None:
+    """Why the figures of `test` have no intervals, where none of them has one."""
+    if any(figure["low"] is not None for figure in tested.values()):
+        return None
+    return uncertainty.too_few(len(held.indices) if held.labels is None else len(np.unique(held.labels)))
 
 
 def _graded(rows: Tensor, held: Held, device: torch.device, **options: Any) -> Any:
