@@ -173,6 +173,20 @@ def test_curves_are_drawn_where_something_was_measured():
     assert drawn.count("effective rank") == 1 and "step 1: 6" in drawn and "step 3: 6" not in drawn
 
 
+def test_each_metric_of_a_chart_has_a_style_of_its_own():
+    val = {"map@r": 0.1, "recall@1": 0.3, "r_precision": 0.2, "precision@5": 0.15}
+    drawn = figures.training(made(history=[{"event": "epoch", "epoch": 1, "step": 3, "val": val}]))
+    styles = re.findall(r'<path class="line (\w+)"', drawn)
+    assert len(styles) == 4 == len(set(styles))
+    names = [float(y) for y in re.findall(r'<text class="name \w+" x="[\d.]+" y="([\d.]+)"', drawn)]
+    assert len(names) == 4 and min(b - a for a, b in zip(sorted(names), sorted(names)[1:], strict=False)) >= 13.9
+
+
+def test_captions_keep_words_whole():
+    text = words.caption("001.Brewer_Black <b>bird")
+    assert [Reader(text).text] == [["001.Brewer_", "Black", " ", "<b>bird"]] and text.count('class="word"') == 3
+
+
 def test_curves_name_the_best_epoch():
     said = " ".join(Reader(page.page(made())).text)
     assert "best: epoch 2, 40.0\u202f%" in said  # the last line that was best
