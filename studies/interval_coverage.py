@@ -54,7 +54,7 @@ def drawn(kind: str, classes: int, rng: np.random.Generator) -> tuple[Tensor, Te
         sizes = np.maximum(2, np.round(np.exp(1.6 + 0.7 * rng.normal(size=classes)))).astype(int)
         width = 0.5 * np.exp(0.4 * noise)
     elif kind == "families":
-        centres = _families()[rng.integers(25, size=classes)] + 0.45 * centres
+        centres = _families(25)[rng.integers(25, size=classes)] + 0.45 * centres
         width = 0.3 * np.exp(0.4 * noise)
     elif kind == "hubs":
         centres = centres * np.exp(0.5 * rng.normal(size=(classes, 1)))
@@ -66,21 +66,24 @@ def pair_drawn(kind: str, classes: int, rng: np.random.Generator) -> tuple[Tenso
     second is better at most classes and very bad at few; of the others by symmetry.
     """
     noise, other = rng.normal(size=(2, classes))
-    centres, sizes = rng.normal(size=(classes, _DIM)), np.full(classes, 5)
-    first, second = 0.5 * np.exp(0.4 * noise), 0.5 * np.exp(0.4 * other)
+    centres, second_centres, sizes = *rng.normal(size=(2, classes, _DIM)), np.full(classes, 5)
+    first, second = 0.55 * np.exp(0.4 * noise), 0.55 * np.exp(0.4 * other)
+    if kind in ("spread", "skewed", "rare"):
+        second_centres = centres
     if kind == "spread":
         first = second = 0.5 * np.exp(0.6 * noise)
     elif kind == "unequal":
         sizes = np.maximum(2, np.round(np.exp(1.6 + 0.7 * rng.normal(size=classes)))).astype(int)
     elif kind == "hubs":
-        centres, first = centres * np.exp(0.5 * rng.normal(size=(classes, 1))), second
+        centres, second_centres = (c * np.exp(0.5 * rng.normal(size=(classes, 1))) for c in (centres, second_centres))
+        first = second = np.full(classes, 0.5)
     elif kind == "skewed":
         first, second = np.full(classes, EQUAL[kind, classes]), 0.4 * np.exp(0.7 * noise)
     elif kind == "rare":
         bad = rng.random(classes) < 0.1
         first, second = EQUAL[kind, classes] * np.exp(0.2 * noise), np.where(bad, 1.5, 0.35)
-    (a, labels), (b, _) = (_around(centres, width, sizes, rng) for width in (first, second))
-    return a, b, labels
+    a, labels = _around(centres, first, sizes, rng)
+    return a, _around(second_centres, second, sizes, rng)[0], labels
 
 
 def verified(kind: str, classes: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +91,7 @@ def verified(kind: str, classes: int, seed: int) -> tuple[Tensor, Tensor]:
     rng = np.random.default_rng([seed, 77])
     centres, width = rng.normal(size=(classes, _DIM)), VERIFIED[kind]
     if kind == "families":
-        centres = _families()[rng.integers(25, size=classes)] + 0.6 * centres
+        centres = _families(50)[rng.integers(50, size=classes)] + 0.6 * centres
     elif kind == "flat":
         centres = centres * 2.5 ** (-np.arange(_DIM) / 5)
     spread = {"spread": 0.4, "families": 0.3, "flat": 0.2}[kind]
@@ -218,9 +221,9 @@ def _around(
     return torch.from_numpy(rows.astype(np.float32)), torch.from_numpy(labels)
 
 
-@lru_cache(maxsize=1)
-def _families() -> np.ndarray:
-    return np.random.default_rng(5).normal(size=(25, _DIM))
+@lru_cache(maxsize=2)
+def _families(number: int) -> np.ndarray:
+    return np.random.default_rng(5).normal(size=(number, _DIM))
 
 
 @lru_cache(maxsize=1)

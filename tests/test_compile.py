@@ -58,14 +58,14 @@ def assert_as_eager(case, compile, tolerance=1e-5, dtype=torch.float32, sizes=(1
 
 
 @pytest.fixture
-def avx2(monkeypatch):
+def avx2():
     """Machine code as a CPU without AVX-512 gets it, whatever this one has."""
     from torch._inductor import config
 
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("not an x86 CPU with AVX2")
-    monkeypatch.setattr(config.cpp, "simdlen", 256)
-    monkeypatch.setattr(config, "force_disable_caches", True)
+    with config.patch({"cpp.simdlen": 256, "force_disable_caches": True}):
+        yield
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def evaluate(
     shots: Annotated[int, typer.Option(help="One-shot: examples a class.")] = 1,
     episodes: Annotated[int, typer.Option(help="One-shot: how many are drawn.")] = 600,
     seed: Annotated[int, typer.Option(help="Of k-means, episodes and resamples.")] = 0,
-    interval: Annotated[bool, typer.Option("--interval", help="Add 95 % intervals, by resampling classes.")] = False,
+    interval: Annotated[bool, typer.Option("--interval", help="Add 95 % intervals over new classes.")] = False,
     budget: Annotated[
         str, typer.Option(help="Working memory beside the embeddings, as 512MB or 2GB.", metavar="SIZE")
     ] = "512MB",

@@ -114,6 +114,8 @@ def softplus(x: Tensor) -> Tensor:
 
 def number(mask: Tensor) -> Tensor:
     """How many entries of each row of a (B, R) mask are set, (B,): `sum(1)`, at half its memory on the CPU."""
+    if traced():  # torch 2.6 makes no machine code of the narrower sum
+        return mask.sum(1)
     return mask.sum(1, dtype=torch.int32).long()
 
 
@@ -123,7 +125,7 @@ def some(mask: Tensor, dim: int = 1, keepdim: bool = False) -> Tensor:
     A compiler is given whole numbers to sum: reductions of 8-bit types were wrong on CPUs without AVX-512.
     """
     if traced():
-        return mask.sum(dim, keepdim, dtype=torch.int32) > 0
+        return mask.sum(dim, keepdim) > 0
     if mask.shape[dim] == 0:
         return mask.any(dim, keepdim)
     return mask.view(torch.uint8).amax(dim, keepdim).bool()

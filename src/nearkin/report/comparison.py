@@ -245,7 +245,7 @@ def _table_note(said: Said) -> str:
     models = said["protocol"]["folds"] * said["protocol"]["seeds"]
     return (
         f"Means over {models} models a loss: one for each fold and seed. Joined: the embeddings of the folds side by "
-        "side. Small figures: 95 % intervals, test classes resampled. Worse: shown over classes (p, corrected for "
+        "side. Small figures: 95 % intervals over test classes. Worse: shown over classes (p, corrected for "
         "several comparisons) and over trainings."
     )
 
