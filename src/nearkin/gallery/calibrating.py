@@ -23,7 +23,7 @@ __all__ = ["calibrate", "measured"]
 Groups = list[NDArray[np.int64]]
 CONFIDENCE = 0.95  # of every bound that is written
 CLASSES, ITEMS = 2000, 20_000  # that are looked at, at most; of more a part by chance
-EXAMPLES = (1, 2, 4, 8, 16, 32)  # of a label, each with a measurement of its own
+EXAMPLES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of a label, each with a measurement of its own
 MOST = 0.8  # of the classes must have more items than that, or there is none
 FEWEST = 5  # classes: with fewer, even a rate of one in three cannot be shown
 STEPS = 160  # thresholds along the scores of strangers, and a third as many along those of the same class
@@ -195,8 +195,7 @@ def _log_ratio(far: Floats, scores: Sequence[Floats], thresholds: Floats, classe
     for knot in sorted(knots):
         if not apart or knot - apart[-1] > 0.02 * (thresholds[-1] - thresholds[0]):
             apart.append(float(knot))
-    number = len(pooled)  # so that the little ridge stays little
-    return likelihood.fit(middle, same * number, np.maximum(other, 0) * number, apart)
+    return likelihood.fit(middle, same * classes, np.maximum(other, 0) * classes, apart)  # a class is one observation
 
 
 def _error(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, seed: int, bins: int = 15) -> float:
