@@ -178,8 +178,8 @@ def _anchors(batch: Any, neighbours: Any, wanted: Any) -> int:
     """Items that get their neighbours: those that the loss takes for anchors, or as many as fill half of the batch."""
     if not all(isinstance(number, int) and number > 0 for number in (batch, neighbours)):
         return 1  # no neighbours, or the sampler says what is wrong
-    room = max(1, batch // (neighbours + 1))
-    return min(wanted, room) if isinstance(wanted, int) and wanted > 0 else max(1, room // 2)
+    room = max(1, int(batch) // (int(neighbours) + 1))
+    return min(int(wanted), room) if isinstance(wanted, int) and wanted > 0 else max(1, room // 2)
 
 
 def _per_class(batch: Any, classes: int, usual: int) -> int:
