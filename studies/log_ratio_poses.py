@@ -162,7 +162,9 @@ def shown(axes: Any, given: log_ratio.Set, numbers: dict[str, Any]) -> None:
         chosen = numbers[name]["nearest"][query] if first else [query, *numbers[name]["nearest"][query]]
         for place, item in enumerate(chosen, start=first):
             left = place * 1.06 * side + (0.3 * side if place else 0)
-            axes.imshow(images[item, 0], cmap="gray", vmin=0, vmax=1, extent=(left, left + side, top + side, top))
+            axes.imshow(
+                images[item, 0].numpy(), cmap="gray", vmin=0, vmax=1, extent=(left, left + side, top + side, top)
+            )
             words = "query" if item == query else f"{float((targets[item] - targets[query]).norm()):.2f}"
             axes.text(left + side / 2, top + 1.02 * side, words, ha="center", va="top", fontsize=8, color=showing.SOFT)
         words = "triplet" if first else "log-ratio"

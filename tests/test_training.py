@@ -710,23 +710,23 @@ def test_continuous_targets(tmp_path):
     outcome = training.train(recipe, tmp_path / "run")
     assert outcome.recipe.loss["name"] == "logratio" and outcome.recipe.sampler["name"] == "label-neighbours"
     assert "ndcg@10" in outcome.results["test"]["trained"]
-    assert outcome.recipe.sampler["anchors"] == 1 and "anchors" not in outcome.recipe.loss  # 16 items: one group of 6
+    assert outcome.recipe.sampler["neighbours"] == 0 and "anchors" not in outcome.recipe.loss
     with pytest.raises(ValueError, match="needs class labels"):
         training.train(read(None, [f'data.source="{tmp_path / "t.npz"}"', "loss.name=triplet"]), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(
-    "sets, anchors, of_the_loss",
+    "sets, neighbours, anchors, of_the_loss",
     [
-        ([], 12, None),  # half of the batch is groups of an item and its neighbours, and all 150 are anchors
-        (["loss.anchors=1"], 1, 1),  # the paper's
-        (["sampler.anchors=25", "loss.anchors=25"], 25, 25),
-        (["sampler.batch=8"], 1, None),
-        (["sampler.neighbours=0", "sampler.batch=10"], 5, None),
+        ([], 0, 1, None),  # random batches, and every item is an anchor
+        (["loss.anchors=1"], 5, 1, 1),  # the paper's
+        (["sampler.neighbours=5"], 5, 12, None),  # half of the batch is anchors with their neighbours
+        (["sampler.anchors=25", "loss.anchors=25"], 5, 25, 25),
+        (["loss.anchors=1000", "sampler.batch=60"], 5, 10, 1000),  # no more than have room for their neighbours
     ],
 )
-def test_anchors_of_log_ratio(sets, anchors, of_the_loss, tmp_path):
+def test_anchors_of_log_ratio(sets, neighbours, anchors, of_the_loss, tmp_path):
     """Every anchor of the loss that the recipe asks for has its nearest labels in the batch."""
     from nearkin.training.objective import build_loss, build_sampler
     from nearkin.training.prepare import prepare
@@ -736,11 +736,11 @@ def test_anchors_of_log_ratio(sets, anchors, of_the_loss, tmp_path):
     recipe = prepare(read(None, [f'data.source="{tmp_path / "t.npz"}"', *sets])).recipe
     targets = rows[:200, :2].astype(np.float64)
     sampler, loss = build_sampler(recipe, None, targets), build_loss(recipe, None, 4, 0, 2)
-    assert sampler.anchors == anchors and loss.settings.get("anchors") == of_the_loss
+    assert (sampler.neighbours, sampler.anchors, loss.settings.get("anchors")) == (neighbours, anchors, of_the_loss)
     batch = sampler.batch(0, 0)
     for anchor in batch[:anchors]:
         apart = ((targets - targets[anchor]) ** 2).sum(1)
-        assert set(np.argsort(apart)[1 : sampler.neighbours + 1]) <= set(batch)
+        assert set(np.argsort(apart)[1 : neighbours + 1]) <= set(batch)
     assert float(loss(torch.randn(len(batch), 4), torch.from_numpy(targets[batch]))) > 0
 
 

@@ -70,6 +70,8 @@ class LabelNeighbours(EpochSampler):
 
     def nearest(self, item: int) -> Ints:
         """The k items nearest to this one by label, nearest first."""
+        if self.neighbours == 0:
+            return np.empty(0, np.int64)
         with np.errstate(over="ignore"):
             if len(self._columns) == 1:
                 return self._nearest_sorted(item)

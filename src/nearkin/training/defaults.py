@@ -203,20 +203,19 @@ def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
             chosen.setdefault("candidates", max(8192, chosen["batch"]))
     else:
         chosen.setdefault("batch", min(150, facts.items))
-        chosen.setdefault("neighbours", 5)
-        chosen.setdefault("anchors", _anchors(chosen["batch"], chosen["neighbours"], recipe.loss.get("anchors")))
+        wanted = recipe.loss.get("anchors")
+        # Random batches with every item an anchor, the best of five kinds (docs/claims.md), unless anchors are chosen.
+        chosen.setdefault("neighbours", 0 if wanted in (None, "none") and "anchors" not in chosen else 5)
+        chosen.setdefault("anchors", _anchors(chosen["batch"], chosen["neighbours"], wanted))
     return recipe.with_("sampler", **chosen)
 
 
 def _anchors(batch: Any, neighbours: Any, wanted: Any) -> int:
-    """Items with their neighbours: those that the loss takes for anchors, or as many as fill half of the batch.
-
-    Half: the best of five kinds of batches for log-ratio, docs/claims.md.
-    """
-    if not all(isinstance(number, int) and number >= 0 for number in (batch, neighbours)):
-        return 1  # the sampler says what is wrong with them
-    room: int = max(1, batch // (neighbours + 1))
-    return min(wanted, room) if isinstance(wanted, int) and wanted > 0 else max(1, room // 2)
+    """Items that get their neighbours: those that the loss takes for anchors, or as many as fill half of the batch."""
+    if not all(isinstance(number, int) and number > 0 for number in (batch, neighbours)):
+        return 1  # no neighbours, or the sampler says what is wrong
+    room = max(1, int(batch) // (int(neighbours) + 1))
+    return min(int(wanted), room) if isinstance(wanted, int) and wanted > 0 else max(1, room // 2)
 
 
 def _per_class(batch: Any, classes: int, usual: int) -> int:
