@@ -14,7 +14,7 @@ from nearkin.evaluation.curves import Floats
 
 __all__ = ["LogRatio", "fit"]
 
-_RIDGE = 0.02  # on differences of neighbouring slopes: where there is nothing to see, a slope is that before it
+_RIDGE = 1e-3  # on differences of neighbouring slopes: where there is nothing to see, a slope is that before it
 _LEAST = 1e-2  # slope: the line rises everywhere
 _STEPS = 200
 
