@@ -194,15 +194,45 @@ def test_many_classes_compile_in_bounded_time_and_memory():
     assert_close(found[1], found[0], 1e-6)
 
 
-@pytest.mark.parametrize("case", [c for c in COMPILED if c.pairs and "-" not in c.name], ids=str)
-def test_torch_func_takes_gradients(case):
-    """`torch.func.grad` and `jacrev` see the plain formula."""
-    module = case.build()
-    x, labels = next(batches(case, torch.float64))
+@every
+def test_torch_func_sees_the_plain_formula(case):
+    """`torch.func.grad`, `jacrev` and `vmap` over batches."""
+    module = case.build().eval()
+    found = [(x, labels) for x, labels in batches(case, torch.float64)]
+    x, labels = found[0]
     _, (gradient, *_) = value_and_gradients(module, module, x, labels)
-    found = torch.func.grad(lambda y: module(y, labels))(x).detach()
-    assert_close((found, []), (gradient, []), 1e-10)
-    assert_close((torch.func.jacrev(lambda y: module(y, labels))(x).detach(), []), (gradient, []), 1e-10)
+    for taken in (torch.func.grad, torch.func.jacrev):
+        assert_close((taken(lambda y: module(y, labels))(x).detach(), []), (gradient, []), 1e-10)
+    several = torch.stack([x for x, _ in found])
+    wanted = torch.stack([module(x, labels) for x in several]).detach()
+    torch.testing.assert_close(torch.func.vmap(lambda y: module(y, labels))(several).detach(), wanted)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        losses.CenterLoss(4, DIM),
+        losses.AdaCosLoss(4, DIM),
+        losses.HeatedSoftmaxLoss(4, DIM, norm="batch"),
+        nearkin.memory.CrossBatchMemory(losses.SupConLoss(), 8, DIM),
+        losses.FacilityLocationLoss(),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_what_torch_func_cannot_follow_is_refused(module):
+    """Its tensors would stay behind in buffers."""
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r", which torch.func cannot follow; call"):
+        torch.func.grad(lambda y: module(y, torch.arange(4)))(torch.randn(4, DIM))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("case", LOSSES, ids=str)
+def test_shapes_without_values(case):
+    """On the meta device a loss has a shape and nothing else."""
+    x, labels = next(batches(case))
+    value = case.build().float().to("meta")(x.to("meta"), labels.to("meta"))
+    assert value.is_meta and value.shape == () and value.dtype == torch.float32
 
 
 def test_constants_of_the_cases():

@@ -590,3 +590,14 @@ def test_contrastive_as_the_paper_has_it():
     torch.testing.assert_close(alone, losses.contrastive_loss(x[:2], y[:2]))
     with pytest.raises(TypeError, match="balance must be True or False, got 'no'"):
         losses.ContrastiveLoss(balance="no")
+
+
+def test_a_scale_whose_square_no_float_holds_is_refused():
+    with pytest.raises(
+        ValueError, match=r"scale must be <= 1e\+15 \(distances are multiplied by its square\), got 1e\+30"
+    ):
+        losses.ProxyNCALoss(4, 3, scale=1e30)
+    x = torch.randn(4, 3, requires_grad=True)
+    value = losses.ProxyNCALoss(4, 3, scale=1e15)(x, torch.arange(4))
+    value.backward()
+    assert bool(value.isfinite()) and bool(x.grad.isfinite().all())

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import checks, reduce, relations
+from nearkin.core.autograd import refuse_transforms
 from nearkin.core.relations import UNKNOWN, LabelDistance, Labels, Relation
 
 __all__ = ["CrossBatchMemory"]
@@ -93,6 +94,8 @@ class CrossBatchMemory(nn.Module):
         without gradient. They are another view, so an item's pair with its own stored embedding counts. items (B,):
         handed on to a loss that learns something per item, as `MarginLoss(num_items=)` does.
         """
+        if self.training:
+            refuse_transforms("CrossBatchMemory")
         self._follow(embeddings)
         labels = self._checked(embeddings, labels, stored)
         own = embeddings if stored is None else stored.detach()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -21,6 +22,19 @@ def transformed() -> bool:
     """Whether a transform of torch.func is at work."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return active is not None and bool(active())
+
+
+def refuse_transforms(
+    owner: str, because: str = "changes with every training batch", instead: str = "call eval() on it first"
+) -> None:
+    """For what torch.func cannot follow: it would leave its own tensors behind in buffers."""
+    if transformed():
+        raise RuntimeError(f"{owner} {because}, which torch.func cannot follow; {instead}")
+
+
+def device_type(x: Tensor) -> str:
+    """The tensor's kind of device, as `torch.autocast` takes it, which knows none for tensors without values."""
+    return "cpu" if x.is_meta else x.device.type
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:

@@ -66,6 +66,11 @@ def at_least(name: str, value: float, low: float) -> None:
         raise ValueError(f"{name} must be >= {low}, got {value}")
 
 
+def at_most(name: str, value: float, high: float, because: str) -> None:
+    if value > high:
+        raise ValueError(f"{name} must be <= {high:g} ({because}), got {value}")
+
+
 def between(name: str, value: float, low: float, high: float) -> None:
     number(name, value)
     if not low < value < high:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin.core import class_softmax, distances, reduce
-from nearkin.core.autograd import HandGradient, traced
+from nearkin.core.autograd import HandGradient, device_type, traced
 
 
 class Strangers(NamedTuple):
@@ -58,7 +58,7 @@ def _scan(
     """Peak, rest, own weights and taint of `Strangers`, and 1 / Σ e^{score - peak}, (C,)."""
     peak, total = asked.new_zeros(len(weight)), asked.new_zeros(len(weight), dtype=distances.wide(asked))
     taint = torch.zeros((), device=asked.device)
-    with torch.autocast(asked.device.type, enabled=False):
+    with torch.autocast(device_type(asked), enabled=False):
         for start, part in class_softmax._blocks(weight, size):
             rows = class_softmax._rows(part, True, asked.dtype)
             scores = _scores(asked, rows, met, start)
@@ -85,7 +85,7 @@ def _gradients(
     """The gradients by the anchors and, in type `kind`, by the weights; without a type an empty one."""
     by_asked = torch.zeros_like(asked, dtype=distances.wide(asked))
     by_weight = weight.new_empty(0) if kind is None else torch.empty_like(weight, dtype=kind)
-    with torch.autocast(asked.device.type, enabled=False):
+    with torch.autocast(device_type(asked), enabled=False):
         for start, part in class_softmax._blocks(weight, size):
             rows = class_softmax._rows(part, True, asked.dtype)
             mine = slice(start, start + len(part))

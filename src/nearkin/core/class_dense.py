@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import distances, reduce
-from nearkin.core.autograd import HandGradient, traced
+from nearkin.core.autograd import HandGradient, device_type, traced
 from nearkin.core.class_softmax import spread
 
 __all__ = ["Bend", "Bent", "cross_entropy"]
@@ -76,7 +76,7 @@ class _Dense(HandGradient):
         ctx: Any, asked: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias: Tensor | None, way: _Way
     ) -> Tensor:
         own, best = ids[:, None], None
-        with torch.autocast(asked.device.type, enabled=False):
+        with torch.autocast(device_type(asked), enabled=False):
             share = torch.addmm(asked.new_zeros(()), asked, rows.T, beta=0, alpha=way.scale)
         if bias is not None:
             share += bias
@@ -110,7 +110,7 @@ class _Dense(HandGradient):
         if target is None:
             parts.scatter_(1, ids[:, None], -scale * pull if slope is None else -scale * pull * slope)
         parts = spread(parts, best, centers)
-        with torch.autocast(asked.device.type, enabled=False):
+        with torch.autocast(device_type(asked), enabled=False):
             by_asked = parts @ rows if ctx.needs_input_grad[0] else None
             by_rows = parts.T @ asked if ctx.needs_input_grad[1] else None
         if by_asked is not None and stretch is not None:
@@ -120,7 +120,7 @@ class _Dense(HandGradient):
 
 def _plain(asked: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias: Tensor | None, way: _Way) -> Tensor:
     """`_Dense` in autograd's own steps."""
-    with torch.autocast(asked.device.type, enabled=False):
+    with torch.autocast(device_type(asked), enabled=False):
         logits = way.scale * (asked @ rows.T) + (0.0 if bias is None else bias)
     if way.centers > 1:
         logits = logits.view(len(ids), len(rows) // way.centers, way.centers).max(2).values

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin.core import checks, distances, reduce
-from nearkin.core.autograd import HandGradient, traced
+from nearkin.core.autograd import HandGradient, device_type, traced
 
 AUTOMATIC = 2**25  # bytes of a block where nobody said: larger ones leave the processor's caches
 ON_DEVICE = 2**28  # the same where launching costs more than the caches give
@@ -206,7 +206,7 @@ def _scan(
     total = torch.zeros_like(peak, dtype=wide)
     mean = torch.zeros_like(asked, dtype=wide) if wants_mean else None
     taint = torch.zeros((), device=asked.device)
-    with torch.autocast(asked.device.type, enabled=False):
+    with torch.autocast(device_type(asked), enabled=False):
         for start, part in _blocks(weight, size):
             rows = _rows(part, normalize, kind)
             scores, best = _scores(asked, rows, ids, start, centers, lost)
@@ -239,7 +239,7 @@ def _weight_gradient(
 ) -> Tensor:
     """The gradient by the weights, (C·K, D): the scores are made once more. pull: the gradient by rest, times share."""
     by_weight = torch.empty_like(weight, dtype=kind)
-    with torch.autocast(asked.device.type, enabled=False):
+    with torch.autocast(device_type(asked), enabled=False):
         for start, part in _blocks(weight, size):
             rows = _rows(part, normalize, asked.dtype)
             scores, best = _scores(asked, rows, ids, start, centers, lost)

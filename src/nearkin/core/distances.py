@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.core.autograd import HandGradient, traced
+from nearkin.core.autograd import HandGradient, device_type, traced
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -83,7 +83,7 @@ def _plain_distances(a: Tensor, b: Tensor | None, left: Tensor, units: bool, roo
     """`_Distances` in autograd's own steps."""
     own = a.square().sum(1, keepdim=True)
     across = own if b is None else b.square().sum(1, keepdim=True)
-    with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(device_type(a), enabled=False):
         squared = own - 2 * (a @ (a if b is None else b).T) + across.T  # (B, R)
     rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
     apart = squared > (rounding if units else left * (1.25 * rounding))
@@ -113,7 +113,7 @@ class _Distances(HandGradient):
         kind: torch.dtype,
     ) -> Tensor:
         others, across = a if b is None else b, left if right is None else right
-        with torch.autocast(a.device.type, enabled=False):
+        with torch.autocast(device_type(a), enabled=False):
             squared = torch.addmm(left, a, others.T, alpha=-2).add_(across.T)  # (B, R)
         rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
         if units:
@@ -139,7 +139,7 @@ class _Distances(HandGradient):
         a, b, found = ctx.saved_tensors
         apart = found.sign()  # 1, or 0 where two rows meet
         slope = (slope * apart).div_((1 - apart).add_(found)) if ctx.root else (slope * apart).mul_(2)
-        with torch.autocast(a.device.type, enabled=False):
+        with torch.autocast(device_type(a), enabled=False):
             if b is None:
                 both = slope.T.contiguous().add_(slope).to(a.dtype)
                 return (a * both.sum(1, keepdim=True) - both @ a, *(None,) * 6)
@@ -205,7 +205,7 @@ class _Units(HandGradient):
 def _product(x: Tensor, references: Tensor | None) -> Tensor:
     r = x if references is None else references
     kind = torch.promote_types(x.dtype, r.dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(device_type(x), enabled=False):
         return x.to(kind) @ r.to(kind).T
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import distances
-from nearkin.core.autograd import traced
+from nearkin.core.autograd import device_type, traced
 
 __all__ = [
     "UNKNOWN",
@@ -55,7 +55,7 @@ def explicit(positive: Tensor, negative: Tensor | None = None) -> Relation:
 def multilabel(labels: Tensor, reference_labels: Tensor | None = None) -> Relation:
     """Kin if two (K,) bool rows share a label, (B, R); strangers otherwise."""
     other = labels if reference_labels is None else reference_labels
-    with torch.autocast(labels.device.type, enabled=False):
+    with torch.autocast(device_type(labels), enabled=False):
         shared = labels.float() @ other.float().T > 0  # counts of shared labels: exact in float32
     return Relation(shared, ~shared)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import checks, distances, reduce
+from nearkin.core.autograd import refuse_transforms
 from nearkin.losses import logits, shards
 from nearkin.losses.settings import hold, show
 from nearkin.losses.shards import Shard
@@ -100,6 +101,8 @@ class CenterLoss(nn.Module):
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        if self.training:
+            refuse_transforms("CenterLoss")
         embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         value = center_loss(embeddings, labels, self.weight, self.bias, self.centers, shard=shard, **self.settings)
         if self.training:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from nearkin import kernels
 from nearkin.core import checks, distances, facility, facility_few, reduce
+from nearkin.core.autograd import refuse_transforms
 from nearkin.core.relations import UNKNOWN
 from nearkin.kernels import facility as fused
 from nearkin.losses.classes import given
@@ -164,6 +165,7 @@ class FacilityLocationLoss(nn.Module):
         return self.start * (self.rate * self.steps.to(distances.wide(self.steps))).exp()
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        refuse_transforms("FacilityLocationLoss", "searches step by step", "call it in a loop")
         value, found = _solve(embeddings, labels, self.gamma, **self.settings)
         self.medoids, self.assignment = found.chosen, found.assignment
         if self.training:

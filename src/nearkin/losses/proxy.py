@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nearkin import kernels
 from nearkin.core import checks, class_anchors, class_dense, class_softmax, distances, reduce, relations, world
-from nearkin.core.autograd import HandGradient, recomputed, traced
+from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
 from nearkin.core.relations import Labels
 from nearkin.kernels import class_anchors as fused_anchors
 from nearkin.kernels.class_loss import Form
@@ -55,6 +55,7 @@ def proxy_nca_loss(
     Movshovitz-Attias et al. 2017, arXiv:1703.07464, eq. 6; Teh et al. 2020, arXiv:2004.01113; scale 3: temperature 1/9.
     """
     checks.positive("scale", scale)
+    checks.at_most("scale", scale, 1e15, "distances are multiplied by its square")
     checks.one_of("form", form, ("softmax", "original"))
     checks.one_of("assignment", assignment, ("static", "dynamic"))
     checks.whole("proxies_per_class", proxies_per_class, 1)
@@ -334,7 +335,7 @@ def _leaning_blocks(
 def _within_class(w: Tensor) -> Tensor:
     """Mean distance of unit centres (C, K, D) to the others of their class, halved."""
     classes, centers, _ = w.shape
-    with torch.autocast(w.device.type, enabled=False):
+    with torch.autocast(device_type(w), enabled=False):
         gram = w @ w.mT  # (C, K, K)
     upper = torch.ones(centers, centers, dtype=torch.bool, device=w.device).triu(1)
     square = (w * w).sum(2)  # not the diagonal: a compiler may write over a matrix while a view of it is still wanted

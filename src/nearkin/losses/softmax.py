@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from nearkin.core import checks, class_dense, class_softmax, distances, reduce
+from nearkin.core.autograd import refuse_transforms
 from nearkin.kernels.class_loss import Form
 from nearkin.losses import logits, shards
 from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
@@ -299,6 +300,10 @@ class HeatedSoftmaxLoss(nn.Module):
         ) + reduce.taint(embeddings)
 
     def _standardised(self, embeddings: Tensor) -> Tensor:
+        if self.training:
+            refuse_transforms(
+                'HeatedSoftmaxLoss(norm="batch")', "changes with every training batch", "call eval() on it first"
+            )
         x = distances.upcast(embeddings)
         learns = False
         if self.training and x.shape[0] > 1:  # a single row has no spread to learn from
@@ -351,6 +356,7 @@ class AdaCosLoss(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         if self.dynamic and self.training:
+            refuse_transforms("AdaCosLoss")
             way = {name: self.settings[name] for name in ("impl", "max_memory") if name in self.settings}
             self.scale = adacos_scale(embeddings, labels, self.weight, self.scale, shard=shard, **way)
         return adacos_loss(embeddings, labels, self.weight, scale=self.scale, shard=shard, **self.settings)
