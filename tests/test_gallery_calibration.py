@@ -259,3 +259,12 @@ def test_a_calibration_file_that_is_not_right_is_said(tmp_path):
     meaning, note = answers.read(tmp_path, "me")
     assert meaning is None and "another encoder" in note
     assert answers.read(tmp_path, "you")[0].fars == [0.1]
+
+
+def test_a_far_that_nothing_can_show_is_refused_in_a_sentence():
+    meaning = Meaning(calibration_by_hand({0.5: (0.01, 0.8), 0.8: (1e-3, 0.4)}, {-1.0: -6, 0.5: 0, 1.0: 6}))
+    for far in (1e-9, 1e-300, 5e-324):
+        with pytest.raises(ValueError, match=r"far must be at least .* per pair"):
+            meaning.verify(0.9, far)
+        with pytest.raises(ValueError, match=r"far must be at least .* per query with 3 labels"):
+            meaning.identify([Hit(1, "a", 0.9, "", {})], {1: 3}, far)

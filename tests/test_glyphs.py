@@ -190,7 +190,7 @@ def test_cache_file_is_named_by_what_decides_its_content(monkeypatch):
     names = {glyphs._cache_file(*arguments) for arguments in [(0, 32, 20), (1, 32, 20), (0, 16, 20), (0, 32, 2)]}
     monkeypatch.setattr(glyphs, "RECIPE", glyphs.RECIPE + 1)
     names.add(glyphs._cache_file(0, 32, 20))
-    monkeypatch.setattr(glyphs, "version", lambda package: "0")
+    monkeypatch.setattr(glyphs, "version_of", lambda package: "0")
     names.add(glyphs._cache_file(0, 32, 20))
     assert len(names) == 6
 

@@ -593,9 +593,7 @@ def test_contrastive_as_the_paper_has_it():
 
 
 def test_a_scale_whose_square_no_float_holds_is_refused():
-    with pytest.raises(
-        ValueError, match=r"scale must be <= 1e\+15 \(distances are .* by its square\), got 1e\+30"
-    ):
+    with pytest.raises(ValueError, match=r"scale must be <= 1e\+15 \(distances are .* by its square\), got 1e\+30"):
         losses.ProxyNCALoss(4, 3, scale=1e30)
     x = torch.randn(4, 3, requires_grad=True)
     value = losses.ProxyNCALoss(4, 3, scale=1e15)(x, torch.arange(4))

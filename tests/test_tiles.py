@@ -32,13 +32,13 @@ SIZES = (1, 5, 12)  # rows a block, of 13
 def blocks(monkeypatch):
     """Counts the blocks that were made."""
     made = []
-    plain = tiles.checkpoint
+    plain = tiles.recomputed
 
     def counting(function, start, *rest, **more):
         made.append(start)
         return plain(function, start, *rest, **more)
 
-    monkeypatch.setattr(tiles, "checkpoint", counting)
+    monkeypatch.setattr(tiles, "recomputed", counting)
     return made
 
 

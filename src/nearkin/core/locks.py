@@ -43,22 +43,32 @@ class Lock:
 def _take(file: int) -> bool:
     """Locks the open file, or says that another process has it."""
     try:
-        if os.name == "nt":
-            import msvcrt
-
-            os.lseek(file, _FAR, os.SEEK_SET)
-            try:
-                msvcrt.locking(file, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
-            finally:
-                os.lseek(file, 0, os.SEEK_SET)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        import fcntl
+    except ImportError:  # Windows
+        return _take_on_windows(file)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
     except (BlockingIOError, PermissionError):
         return False
     except OSError:  # a file system without locks
         return True
+    return True
+
+
+def _take_on_windows(file: int) -> bool:
+    try:
+        import msvcrt
+    except ImportError:  # a system without locks
+        return True
+    os.lseek(file, _FAR, os.SEEK_SET)
+    try:
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    finally:
+        os.lseek(file, 0, os.SEEK_SET)
     return True
 
 

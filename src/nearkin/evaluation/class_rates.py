@@ -71,8 +71,8 @@ def smallest_far(classes: int, confidence: float = 0.95) -> float:
 
 
 def classes_needed(far: float, confidence: float = 0.95) -> int:
-    """The fewest classes that can show this rate."""
-    pairs = -math.log1p(-confidence) / far
+    """The fewest classes that can show this rate; what no data set will ever show counts as 1e-18."""
+    pairs = -math.log1p(-confidence) / max(far, 1e-18)
     return math.ceil((1 + math.sqrt(1 + 8 * pairs)) / 2 - 1e-9)
 
 

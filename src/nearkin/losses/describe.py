@@ -80,6 +80,7 @@ OWN: dict[str, dict[str, str]] = {
     },
     "LogRatioLoss": {
         "epsilon": "ε, added to squared distances; 1e-6: stands for the official code's 1e-4/128",
+        "anchors": "how many of the first rows are anchors; None: all, 1: dense triplet mining as in the paper",
         "ties": '"drop": references at the same label distance are not compared, as in the paper; "keep": they are',
     },
     "LosslessTripletLoss": {
