@@ -21,7 +21,8 @@ class Lock:
     def __init__(self, path: Path, taken: str) -> None:
         self.path = path
         while True:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            # Never through a symbolic link: what it leads to would be written over.
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
             if not _take(self._file):
                 os.close(self._file)
                 raise ValueError(f"{taken}{_holder(path)}")
