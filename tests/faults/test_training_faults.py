@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -326,6 +327,38 @@ def test_a_second_training_in_a_folder_is_refused(run):
         claim.close()
     before.pop(Path(".lock"))
     assert everything(run) == before
+
+
+def two_epochs(rank, size, home, out):
+    with pytest.raises((training.Stopped, SystemExit)):
+        train(Path(home), out, "loss.name=arcface", "loss.shard=true", watch=stop_together(rank))
+
+
+def stop_together(rank):
+    """A watcher that asks this rank to stop in the third epoch, as Ctrl-C does; all stop."""
+
+    def watch(event):
+        if event["event"] == "moved" and event["step"] == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return watch
+
+
+def said_by(rank, size, out):
+    return resume(Path(out))
+
+
+def test_ranks_measure_lost_best_weights_anew(home, tmp_path):
+    """The rows of class weights are spread over files; one of the best ones is damaged."""
+    run = tmp_path / "run"
+    worlds.run(2, two_epochs, str(home), str(run))
+    inside = run / "checkpoints"
+    (inside / "part-of-a-thesis.safetensors").write_bytes(b"mine")
+    flip(sorted(inside.glob("part-best-*-1-of-2.safetensors"))[-1])
+    first, second = worlds.run(2, said_by, str(run))
+    assert len(first) == 1 and "the best weights are lost, those of step" in first[0] and first == second
+    assert (inside / "part-of-a-thesis.safetensors").read_bytes() == b"mine"
+    assert resume(run) == []  # also by one process, as the run has ended
 
 
 def unlike(rank, size):

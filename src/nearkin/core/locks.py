@@ -33,7 +33,8 @@ class Lock:
         os.write(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
 
     def close(self) -> None:
-        if os.name != "nt":  # while it is still locked, so that nobody locks a file that is about to go
+        # While it is still locked, so that nobody locks a file that is about to go; another's in its place stays.
+        if os.name != "nt" and _still_there(self._file, self.path):
             self.path.unlink(missing_ok=True)
         os.close(self._file)
         if os.name == "nt":  # where an open file cannot be removed

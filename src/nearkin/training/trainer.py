@@ -284,7 +284,7 @@ class Trainer:
         """Goes back to the newest whole checkpoint; what was wrong with newer ones, and what is not as it was."""
         kept, state, notes = keeping.newest(self.checkpoints)
         now = environment.numerics(self.device, self.ranks.size)
-        changed = environment.difference(state.get("numerics", now), now)
+        changed = None if state["finished"] else environment.difference(state.get("numerics", now), now)
         keeping.put_back(self, kept, state)
         damaged = self.journal.cut(self.state.step, self.state.epoch)
         return [*notes, *([changed] if changed else []), *([damaged] if damaged else [])]
