@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import worlds
 from nearkin import training
-from nearkin.training import checkpoint, environment, folder, ranks
+from nearkin.training import environment, folder, ranks
 from nearkin.training.recipe import read
 
 SMALL = ["training.epochs=3", "training.batches=4", "sampler.batch=16", "sampler.per_class=4", "encoder.hidden=[16]"]
@@ -166,20 +166,22 @@ def test_a_restart_removes_only_half_written_files(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "gone", "empty"])
-def test_damaged_best_weights_are_measured_anew(damage, run, home):
-    """The best of the newest checkpoint's own step are the weights in it: nothing is lost."""
-    best = sorted((run / "checkpoints").glob("best-*"))
-    state = checkpoint.Checkpoints(run / "checkpoints").newest()[1]
-    for path in best:
-        {"flipped": flip, "gone": Path.unlink, "empty": lambda path: path.write_bytes(b"")}[damage](path)
-    said = resume(run)
-    assert [note for note in said if "the best weights are lost, those of step 8 are measured anew" in note] == said
-    assert len(said) == 1 and best[-1].name in said[0]
+def test_damaged_best_weights_are_measured_anew(damage, run):
+    (best,) = (run / "checkpoints").glob("best-*")
+    {"flipped": flip, "gone": Path.unlink, "empty": lambda path: path.write_bytes(b"")}[damage](best)
+    (said,) = resume(run)
+    assert best.name in said and "the best weights are lost, those of step 8 are measured anew" in said
     found = json.loads((run / "results.json").read_text())
-    assert found["notes"] == said and found["val"]["step"] in (8, 12)
-    if state["best_file"] == "best-00000008.safetensors":
-        assert weights(run) == weights(home / "done")
+    assert found["notes"] == [said] and found["val"]["step"] in (8, 12)
     assert resume(run) == []  # a whole best stands again
+
+
+def test_best_weights_of_the_newest_checkpoint_itself_are_not_lost(home, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        train(home, tmp_path / "run", watch=stop_in(1))
+    flip(tmp_path / "run" / "checkpoints" / "best-00000004.safetensors")
+    assert "those of step 4 are measured anew" in resume(tmp_path / "run")[0]
+    assert weights(tmp_path / "run") == weights(home / "done")
 
 
 def test_a_finished_run_without_its_best_weights(home, tmp_path):
