@@ -3,7 +3,7 @@
 import tracemalloc
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearkin.core import toml
@@ -76,6 +76,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None, max_examples=50)
 @given(table=st.dictionaries(st.text(max_size=5), VALUES, max_size=4))
 def test_honest_toml_is_read(table):
     assert toml.read(toml.text(table)) == table
