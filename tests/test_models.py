@@ -619,6 +619,25 @@ def test_hf_pools_patches_or_uses_its_own(tiny_vit, tmp_path, how, size, monkeyp
     assert torch.equal(again(x), encoder(x)) and again.pretrained
 
 
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"intermediate_size": 10**10}, "does not fit its description"),
+        (
+            {"num_hidden_layers": 10**6},
+            r"describes no encoder that can be built: it has more than \d+ tensors, \d+ are",
+        ),
+    ],
+)
+def test_a_huge_configuration_is_refused_before_memory_is_taken(change, sentence, tiny_vit, tmp_path, monkeypatch):
+    encoder = models.build(f"hf:{tiny_vit}", dim=8)
+    models.save(encoder, tmp_path)
+    rewrite(tmp_path, settings=encoder.settings | {"config": encoder.settings["config"] | change})
+    monkeypatch.setattr("nearkin.models.stored.build", lambda **_: pytest.fail("memory is taken"))
+    with pytest.raises(ValueError, match=sentence):
+        models.load(tmp_path)
+
+
 def test_hf_errors(tiny_vit, tmp_path, monkeypatch):
     import transformers
 

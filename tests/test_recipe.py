@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearkin import models, training
+from nearkin.core import toml
 from nearkin.data import augment
-from nearkin.training import recipe as recipes
 from nearkin.training.choices import LOSSES, SAMPLERS, settings_of
 from nearkin.training.recipe import NAMED, Recipe, keys, read, written
 
@@ -92,8 +92,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size
 def test_what_is_written_is_read_back(source, seed, lr, ks):
     recipe = Recipe().with_("data", source=source).with_("training", seed=seed).with_("optimizer", lr=lr)
     recipe = recipe.with_("evaluation", ks=ks).with_("loss", name="triplet", margin=None, squared=False)
-    toml = recipes._toml_reader()
-    again = read(None, [], base=toml.loads(written(recipe)))
+    again = read(None, [], base=toml.read(written(recipe)))
     assert again.plain() == recipe.plain()
 
 

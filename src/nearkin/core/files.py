@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["explained", "replacing", "write_bytes", "write_json", "write_text"]
+__all__ = ["TEMPORARY", "explained", "is_link", "replacing", "write_bytes", "write_json", "write_text"]
+
+TEMPORARY = r"\.(?:%s)\.[0-9a-f]{8}"  # the temporary names of files, whose own names it is given as a pattern
 
 
 @contextmanager
@@ -30,6 +32,11 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
         raise
     _settle(final.parent)
+
+
+def is_link(path: Path) -> bool:
+    """Whether what stands there is only a link to something elsewhere: a symbolic link, or a junction of Windows."""
+    return path.is_symlink() or bool(getattr(path, "is_junction", bool)())  # junctions: Python 3.12 and newer
 
 
 @contextmanager

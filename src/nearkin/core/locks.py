@@ -21,7 +21,8 @@ class Lock:
     def __init__(self, path: Path, taken: str) -> None:
         self.path = path
         while True:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            # Never through a symbolic link: what it leads to would be written over.
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
             if not _take(self._file):
                 os.close(self._file)
                 raise ValueError(f"{taken}{_holder(path)}")
@@ -32,7 +33,8 @@ class Lock:
         os.write(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
 
     def close(self) -> None:
-        if os.name != "nt":  # while it is still locked, so that nobody locks a file that is about to go
+        # While it is still locked, so that nobody locks a file that is about to go; another's in its place stays.
+        if os.name != "nt" and _still_there(self._file, self.path):
             self.path.unlink(missing_ok=True)
         os.close(self._file)
         if os.name == "nt":  # where an open file cannot be removed

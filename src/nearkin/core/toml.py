@@ -1,13 +1,74 @@
-"""Nested plain values as TOML text; Python reads TOML and does not write it."""
+"""TOML: nested plain values as text, which Python does not write; and text read, once it is known to be modest."""
 
+import importlib
 import json
 import math
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
-__all__ = ["text"]
+__all__ = ["Excessive", "read", "read_file", "text"]
+
+LARGEST, DEEPEST = 2**18, 16  # bytes of a file; brackets within brackets, and parts of a dotted key
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+\Z")
+_TOKEN = re.compile(
+    r'''"""[^"\\]*(?:(?:\\.|"{1,2}(?!"))[^"\\]*)*"{3,5}'''  # strings, whose content does not count
+    r"|'''[^']*(?:'{1,2}(?!')[^']*)*'{3,5}"
+    r'''|""(?!")|"[^"\\\n]+(?:\\[^\n][^"\\\n]*)*"|"(?:\\[^\n][^"\\\n]*)+"'''
+    r"|''(?!')|'[^'\n]+'"
+    r"|#[^\n]*"
+    r"""|[][{}.,=\n"']""",
+    re.DOTALL,
+)
+
+
+class Excessive(ValueError):
+    """Text that a reader would spend more memory or recursion on than any honest file needs."""
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The content of a TOML file. OSError, UnicodeDecodeError; ValueError with what is wrong with the text."""
+    with path.open("rb") as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise Excessive(f"larger than {LARGEST // 1024} KiB")
+    return read(content.decode("utf-8"))
+
+
+def read(text: str) -> dict[str, Any]:
+    """The content of TOML text; `Excessive`, or another ValueError where it is no TOML.
+
+    Python's reader recurses with every bracket, and keeps every beginning of a dotted key: both are looked at first.
+    """
+    _refuse_excessive(text)
+    reader: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        found: dict[str, Any] = reader.loads(text)
+    except ValueError as error:  # also a number of thousands of digits, which is no error of TOML
+        raise ValueError(f"not valid TOML ({error})") from None
+    return found
+
+
+def _refuse_excessive(text: str) -> None:
+    depth = dots = 0
+    in_key = True
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token in ("'", '"'):  # of a string that does not end: a reader stops here
+            return
+        if token in ("[", "{"):
+            depth += 1
+        elif token in ("]", "}"):
+            depth -= 1
+        elif token == "." and in_key:
+            dots += 1
+        if token in ("[", "{", ",", "\n", "="):
+            dots, in_key = 0, token != "="
+        if depth > DEEPEST or dots >= DEEPEST:
+            what = "brackets within brackets" if depth > DEEPEST else "parts of a dotted key"
+            raise Excessive(f"more than {DEEPEST} {what} in line {text.count(chr(10), 0, match.start()) + 1}")
 
 
 def text(table: dict[str, Any]) -> str:

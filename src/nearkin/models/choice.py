@@ -1,11 +1,13 @@
 """Encoders by name: what there is, and how one is made."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 
 from nearkin.core import checks
 from nearkin.models import lite, outside, small_cnn
@@ -13,7 +15,7 @@ from nearkin.models.encoder import Encoder, Head
 from nearkin.models.mlp import MLP
 from nearkin.models.pooling import POOLINGS, Pooling
 
-__all__ = ["Known", "build", "encoders"]
+__all__ = ["Known", "build", "encoders", "shapes"]
 
 
 class Known(NamedTuple):
@@ -24,6 +26,7 @@ class Known(NamedTuple):
     parameters: dict[str, Any]
 
 
+LARGEST = 4096  # side of a picture, as recipes have it
 _HEAD: dict[str, Any] = {"dim": 128, "layer_norm": False, "normalize": True}
 _KNOWN = {
     known.name: known
@@ -80,17 +83,79 @@ def build(
     and no other generator notices. `encoders()` lists the options of each; an option that an encoder does not have is
     an error.
     """
+    given = {"pooling": pooling, "channels": channels, "size": size, "features": features} | options
+    return _build("cpu", name, dim, layer_norm, normalize, pretrained, seed, **given)
+
+
+def shapes(settings: Mapping[str, Any], tensors: int) -> dict[str, torch.Size] | None:
+    """The names and shapes of what `build(**settings, pretrained=False)` holds, without any memory for it.
+
+    A ValueError where it makes far more tensors than the number that is expected. None where that cannot be told: some
+    models of others cannot be made without memory.
+    """
+    wanted = {"dim": 128, "layer_norm": False, "normalize": True, "seed": 0, **settings, "pretrained": False}
+    count = _Count(20 * tensors + 1_000)  # other houses make parts that are thrown away, as the half that reads text
+    try:
+        with count:
+            planned = _build("meta", **wanted)
+    except (ValueError, RuntimeError) as error:
+        if count.exceeded:
+            raise ValueError(f"it has more than {count.most} tensors, {tensors} are stored") from None
+        if ":" not in str(settings["name"]):
+            raise ValueError(str(error)) from None
+        return None
+    return {name: tensor.shape for name, tensor in planned.state_dict().items()}
+
+
+class _Count:
+    """Ends the making of modules in this thread when they have registered more than so many tensors."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.seen, self.thread = most, 0, threading.get_ident()
+
+    @property
+    def exceeded(self) -> bool:
+        return self.seen > self.most
+
+    def __enter__(self) -> None:
+        self._hooks = [
+            modules.register_module_parameter_registration_hook(self._count),
+            modules.register_module_buffer_registration_hook(self._count),
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _count(self, *_: object) -> None:
+        if threading.get_ident() != self.thread:
+            return
+        self.seen += 1
+        if self.exceeded:
+            raise ValueError(f"more than {self.most} tensors")
+
+
+def _build(
+    device: str,
+    name: str,
+    dim: int | None,
+    layer_norm: bool | str,
+    normalize: bool,
+    pretrained: bool,
+    seed: int,
+    **given: Any,
+) -> Encoder:
     known = _known(name)
     _check(dim, layer_norm, normalize, pretrained, seed)
-    given = {"pooling": pooling, "channels": channels, "size": size, "features": features}
-    given = {key: value for key, value in given.items() if value is not None} | options
+    own_default = ("pooling", "channels", "size", "features")
+    given = {key: value for key, value in given.items() if value is not None or key not in own_default}
     own = known.parameters | ({"config": None} if known.name.endswith(":NAME") else {})  # config: only in settings
     for key in given:
         if key not in own:
             raise ValueError(f'{known.name} has no setting "{key}"; it has: {", ".join(known.parameters)}, seed')
     chosen = {key: value for key, value in (own | given).items() if key not in (*_HEAD, "pretrained")}
     make = {"small-cnn": _small_cnn, "mlp": _mlp, "efficientnet-lite0": _lite, "timm:NAME": _timm, "hf:NAME": _hf}
-    with _own_generator(seed):
+    with _own_generator(seed, device):
         body = make[known.name](name, pretrained, chosen)
         width = body.width or outside.feature_width(body.backbone, name, body.shape[-1], body.pooling)
         head = Head(width, body.pooling, dim or None, layer_norm, normalize)
@@ -140,12 +205,12 @@ def _known(name: str) -> Known:
 
 
 @contextmanager
-def _own_generator(seed: int) -> Iterator[None]:
+def _own_generator(seed: int, device: str) -> Iterator[None]:
     """PyTorch's layers draw from the global generator: it is seeded here and put back as it was."""
     before = torch.default_generator.get_state()
     try:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reach the accelerators'
-        with torch.device("cpu"):
+        with torch.device(device):
             yield
     finally:
         torch.default_generator.set_state(before)
@@ -155,7 +220,8 @@ def _small_cnn(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
     channels, size, width, grid = (chosen[key] for key in ("channels", "size", "width", "grid"))
     backbone = small_cnn.SmallCNN(channels, size, width)
     pool = Pooling(chosen["pooling"], grid)
-    return _Body(backbone, pool, backbone.width * grid**2, (channels, size, size), [0.0] * channels, [1.0] * channels)
+    mean, std = torch.zeros(channels), torch.ones(channels)
+    return _Body(backbone, pool, backbone.width * grid**2, (channels, size, size), mean, std)
 
 
 def _mlp(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
@@ -164,7 +230,7 @@ def _mlp(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
     backbone = MLP(chosen["features"], chosen["hidden"], chosen["dropout"])
     features = chosen["features"]
     chosen["hidden"] = list(chosen["hidden"])  # as JSON has it
-    return _Body(backbone, Pooling(), backbone.widths[-1], (features,), [0.0] * features, [1.0] * features)
+    return _Body(backbone, Pooling(), backbone.widths[-1], (features,), torch.zeros(features), torch.ones(features))
 
 
 def _lite(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
@@ -215,6 +281,8 @@ def _picture(chosen: dict[str, Any]) -> tuple[int, int]:
         raise ValueError(f"channels must be 1 (grey) or 3 (colour) here, got {channels!r}")
     if size is not None:
         checks.whole("size", size, 32)
+        if size > LARGEST:
+            raise ValueError(f"size must be <= {LARGEST}, got {size}")
     allowed = (*POOLINGS, "own") if "config" in chosen else POOLINGS
     checks.one_of("pooling", chosen["pooling"], allowed)
     return channels, size

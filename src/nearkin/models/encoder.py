@@ -55,8 +55,8 @@ class Encoder(nn.Module):
         head: Head,
         *,
         shape: Sequence[int],
-        mean: Sequence[float],
-        std: Sequence[float],
+        mean: Sequence[float] | Tensor,
+        std: Sequence[float] | Tensor,
         settings: dict[str, Any],
         pretrained: bool = False,
     ) -> None:
@@ -65,8 +65,8 @@ class Encoder(nn.Module):
         self.shape = tuple(shape)  # of one item: (channels, size, size) or (features,)
         self.settings, self.pretrained = settings, pretrained
         ones = (1,) * (len(self.shape) - 1)
-        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).reshape(-1, *ones))
-        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).reshape(-1, *ones))
+        self.register_buffer("mean", torch.as_tensor(mean, dtype=torch.float32).reshape(-1, *ones))
+        self.register_buffer("std", torch.as_tensor(std, dtype=torch.float32).reshape(-1, *ones))
         self.backbone_frozen = self.norms_frozen = False
 
     @property

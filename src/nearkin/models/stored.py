@@ -11,7 +11,7 @@ import torch
 
 from nearkin.core import files
 from nearkin.core.versions import version_of
-from nearkin.models.choice import build
+from nearkin.models.choice import build, shapes
 from nearkin.models.encoder import Encoder
 from nearkin.models.own import PREFIX, OwnEncoder
 
@@ -19,6 +19,7 @@ __all__ = ["fingerprint", "load", "save"]
 
 FORMAT = 1  # raise when a reader of today could not make sense of the folder
 DESCRIPTION, WEIGHTS = "encoder.json", "model.safetensors"
+_LONGEST = 2**24  # bytes of a description
 
 
 def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | None = None) -> None:
@@ -65,7 +66,10 @@ def fingerprint(description: Mapping[str, Any]) -> str:
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encoder, dict[str, Any]]:
-    """The encoder in evaluation mode, and the preparation that was saved with it; nothing is downloaded."""
+    """The encoder in evaluation mode, and the preparation that was saved with it; nothing is downloaded.
+
+    The description is compared with the weights before memory is taken for what it describes.
+    """
     folder = Path(folder)
     said = _description(folder / DESCRIPTION)
     name = str(said["settings"].get("name"))
@@ -82,20 +86,30 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encode
             f"{folder / WEIGHTS} is damaged or of another encoder: "
             f"its sha256 is {digest[:12]}…, {DESCRIPTION} says {str(said['weights_sha256'])[:12]}…"
         )
+    state = _tensors(weights, folder / WEIGHTS)
     try:
+        described = shapes(said["settings"], len(state))
+        if described is not None:
+            _compare(described, state, folder / WEIGHTS)
         encoder = build(**said["settings"], pretrained=False)
-    except ModuleNotFoundError:
-        raise  # its sentence says what to install
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / DESCRIPTION} describes no encoder that can be built: {error}") from None
-    _fill(encoder, weights, folder / WEIGHTS)
+    except (ModuleNotFoundError, _Unfitting):
+        raise  # its sentence says what to install, or what differs
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        said_why = " ".join(str(error).split())
+        raise ValueError(f"{folder / DESCRIPTION} describes no encoder that can be built: {said_why}") from None
+    _fill(encoder, state, folder / WEIGHTS)
     encoder.pretrained = said["pretrained"]
     return encoder.to(device).eval(), said["preparation"]
 
 
-def _read(path: Path) -> bytes:
+class _Unfitting(ValueError):
+    """Weights of another architecture than the description's."""
+
+
+def _read(path: Path, longest: int = -1) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(longest)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} is not there; a saved encoder is a folder with {DESCRIPTION}, {WEIGHTS}"
@@ -105,10 +119,12 @@ def _read(path: Path) -> bytes:
 
 
 def _description(path: Path) -> dict[str, Any]:
-    content = _read(path)
+    content = _read(path, _LONGEST + 1)
+    if len(content) > _LONGEST:
+        raise ValueError(f"{path} is not the description of an encoder: it is larger than {_LONGEST >> 20} MiB")
     try:
         said = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, not JSON: {error}") from None
     kinds = {"format": int, "settings": dict, "pretrained": bool, "preparation": dict, "weights_sha256": str}
     if not isinstance(said, dict) or not all(isinstance(said.get(key), kind) for key, kind in kinds.items()):
@@ -118,21 +134,27 @@ def _description(path: Path) -> dict[str, Any]:
     return said
 
 
-def _fill(encoder: Encoder, weights: bytes, path: Path) -> None:
+def _tensors(weights: bytes, path: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
     try:
-        state = from_bytes(weights)
+        return from_bytes(weights)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is no safetensors file: {error}") from None
-    wanted = encoder.state_dict()
-    if missing := sorted(wanted.keys() ^ state.keys()):
-        raise ValueError(f"{path} does not fit its description: {len(missing)} names differ, such as {missing[0]}")
-    for name, tensor in wanted.items():
-        if tensor.shape != state[name].shape:
+
+
+def _compare(described: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor], path: Path) -> None:
+    if missing := sorted(described.keys() ^ state.keys()):
+        raise _Unfitting(f"{path} does not fit its description: {len(missing)} names differ, such as {missing[0]}")
+    for name, shape in described.items():
+        if shape != state[name].shape:
             got = tuple(state[name].shape)
-            raise ValueError(f"{path} does not fit its description: {name} is {got}, {tuple(tensor.shape)} expected")
+            raise _Unfitting(f"{path} does not fit its description: {name} is {got}, {tuple(shape)} expected")
+
+
+def _fill(encoder: Encoder, state: Mapping[str, torch.Tensor], path: Path) -> None:
+    _compare({name: tensor.shape for name, tensor in encoder.state_dict().items()}, state, path)
     if half := next((t.dtype for t in state.values() if t.dtype in (torch.float16, torch.bfloat16)), None):
         encoder.to(half)
     encoder.load_state_dict(state)

@@ -1,7 +1,7 @@
 """Checkpoints: one file each, whole or not there, that proves its own content when it is read.
 
 A checkpoint is a safetensors file; all that is no tensor is JSON in its header, beside a SHA-256 over everything. A run
-keeps the last two and the best. A newest one that is damaged is passed over for the one before, which is said. Where
+keeps the last two and the best. If the newest one is damaged, the previous one is used, with a note. Where
 tensors are spread over ranks there are several files and a manifest (`shards`), which is then what is renamed last.
 """
 
@@ -32,6 +32,10 @@ _KEPT = 2
 
 class Damaged(ValueError):
     """The file is not a whole checkpoint."""
+
+
+class Foreign(ValueError):
+    """The file is a whole checkpoint, of another run."""
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> str:
@@ -67,11 +71,13 @@ def load(path: Path, proven: str | None = None) -> tuple[dict[str, Tensor], dict
 class Checkpoints:
     """The checkpoints of a run: `step-00000120.safetensors`, and the best weights, which a checkpoint refers to.
 
-    Every rank calls `write` and `write_best`; the first one writes what all share.
+    Every rank calls `write` and `write_best`; the first one writes what all share. origin: digests of the recipe and
+    the data of the run, which every file then carries; one with another origin is refused. Only files that a run names
+    itself are ever removed, and nothing is removed or written through a symbolic link.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, origin: Mapping[str, str] | None = None) -> None:
+        self.folder, self.origin = folder, dict(origin or {})
 
     def write(self, step: int, tensors: Mapping[str, Tensor | Rows], state: Mapping[str, Any]) -> None:
         """Adds one, then drops what neither of the last two needs, and damaged ones of later steps."""
@@ -84,7 +90,7 @@ class Checkpoints:
         needed |= {_best_of(other) for other in kept[:-1]}
         needed |= {file for other in list(needed) for file in self._files(other)}
         for path in self.folder.iterdir():
-            if path.name not in needed:
+            if path.name not in needed and shards.is_own_name(path.name) and not files.is_link(path):
                 with suppress(OSError):  # on Windows somebody may have it open: the next checkpoint tries again
                     path.unlink(missing_ok=True)
 
@@ -94,7 +100,9 @@ class Checkpoints:
 
     def _written(self, stem: str, tensors: Mapping[str, Tensor | Rows], state: Mapping[str, Any]) -> str:
         """The name of the one file that it takes, or of the manifest of several."""
-        ranks = here()
+        ranks, state = here(), {**state, "origin": self.origin}
+        if files.is_link(self.folder):
+            raise ValueError(f"{self.folder}: has become a symbolic link; a run writes only into its own folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Rows)}
         if len(whole) == len(tensors):
@@ -121,26 +129,31 @@ class Checkpoints:
         return kept.everything(), state, notes
 
     def find(self) -> tuple[str, Kept, dict[str, Any], list[str]]:
-        """The newest whole one: name, tensors and state; and what was wrong with newer ones."""
-        notes: list[str] = []
+        """The newest whole one: name, tensors and state; and what was wrong with newer ones.
+
+        Where only the best weights that it refers to are damaged, its state has a `best_epoch` but no `best_file`. The
+        one before would not help: it refers to the same file, or these weights are those of the newest one itself.
+        """
+        damaged: list[str] = []
         for path in reversed(self._steps()):
             try:
                 kept, state = self.open(path.name, prove=True)
-                best = state.get("best_file")
-                if best is not None:
-                    self.open(best, prove=True)
             except Damaged as error:
-                notes.append(str(error))
+                damaged.append(str(error))
                 continue
-            return path.name, kept, state, [f"{note}; the one before it is used" for note in notes]
-        why = f": {'; '.join(dict.fromkeys(notes))}" if notes else ""  # several may refer to the same best weights
+            notes = [f"{error}; the one before it is used" for error in damaged]
+            if lost := self._damage_of_best(state):
+                state["best_file"] = None
+                notes.append(f"{lost}: the best weights are lost, those of step {state['step']} are measured anew")
+            return path.name, kept, state, notes
+        why = f": {'; '.join(damaged)}" if damaged else ""
         raise ValueError(f"{self.folder}: there is no whole checkpoint to go on from{why}")
 
     def open(self, name: str, prove: bool = False) -> tuple[Kept, dict[str, Any]]:
         """The tensors and the state of one. prove: also that those of other ranks are whole."""
         if name.endswith(".safetensors"):
             tensors, state = load(self.folder / name)
-            return Kept(tensors), state
+            return Kept(tensors), self._checked(name, state)
         try:
             found = shards.read_manifest(self.folder / name)
         except ValueError as error:
@@ -148,7 +161,27 @@ class Checkpoints:
         for part in found["parts"] if prove else ():
             load(self.folder / part["file"], part["sha256"])
         tensors, state = load(self.folder / found["whole"])
-        return Kept(tensors, self.folder, found["parts"]), state
+        return Kept(tensors, self.folder, found["parts"]), self._checked(name, state)
+
+    def _checked(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
+        """The state without its origin, which must be that of this run, where both are known."""
+        origin = state.pop("origin", {})
+        for what, ours in self.origin.items():
+            if origin.get(what, ours) != ours:
+                raise Foreign(
+                    f"{self.folder / name} is a checkpoint of another run: its {what} is not that of this run; "
+                    f"put this run's own checkpoints in its place"
+                )
+        return state
+
+    def _damage_of_best(self, state: Mapping[str, Any]) -> str | None:
+        """What is wrong with the best weights that a checkpoint refers to, if anything."""
+        try:
+            if state.get("best_file") is not None:
+                self.open(state["best_file"], prove=True)
+        except Damaged as error:
+            return str(error)
+        return None
 
     def best(self, name: str) -> tuple[Kept, dict[str, Any]]:
         return self.open(name)
@@ -158,8 +191,8 @@ class Checkpoints:
         return bool(self._steps())
 
     def _steps(self) -> list[Path]:
-        found = list(self.folder.glob("step-*.*")) if self.folder.is_dir() else []
-        return sorted((path for path in found if path.suffix in (".safetensors", ".json")), key=_number)
+        found = self.folder.glob("step-*.*") if self.folder.is_dir() else ()
+        return sorted((path for path in found if shards.is_own_name(path.name)), key=_number)
 
     def _files(self, name: str) -> list[str]:
         """The other files that a manifest speaks of."""
@@ -173,8 +206,7 @@ class Checkpoints:
 
 
 def _number(path: Path) -> int:
-    digits = path.stem.partition("-")[2]
-    return int(digits) if digits.isdigit() else -1
+    return int(path.stem.partition("-")[2])
 
 
 def _best_of(path: Path) -> str:
@@ -186,7 +218,7 @@ def _best_of(path: Path) -> str:
             path = path.with_name(shards.read_manifest(path)["whole"])
         with safe_open(path, framework="pt") as file:
             return str(json.loads((file.metadata() or {})["state"]).get("best_file"))
-    except (SafetensorError, OSError, ValueError, KeyError):
+    except (SafetensorError, OSError, ValueError, KeyError, RecursionError):
         return ""
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,18 @@ from nearkin.core import files
 from nearkin.core.locks import Lock
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.training import recipe as recipes
+from nearkin.training import shards
+from nearkin.training.journal import Journal
 from nearkin.training.prepare import Prepared
 from nearkin.training.recipe import Recipe
 
-__all__ = ["LOCK", "Claim", "beginning", "check", "digest", "recipe_of", "same_launch", "write"]
+__all__ = ["CHECKPOINTS", "LOCK", "Claim", "beginning", "check", "check_unbegun", "digest", "is_half_written"]
+__all__ += ["origin", "recipe_of", "same_launch", "write"]
 
-LOCK = ".lock"
+LOCK, CHECKPOINTS = ".lock", "checkpoints"
+_FILES = ["recipe.toml", "data.json", "untrained.safetensors", "metrics.jsonl", "model.safetensors", "encoder.json"]
+_FILES += ["results.json", "report.html"]
+_HALF_WRITTEN = re.compile(files.TEMPORARY % "|".join(map(re.escape, _FILES)))
 
 # What may be changed by hand in recipe.toml before a run goes on: where things are, not what is learned.
 _FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy"), "loss": ("shard",)}
@@ -26,7 +33,8 @@ class Claim:
     """A folder that this process alone writes a run into, until `close`.
 
     new: it must be new or empty. It is made here, so that one that cannot be written to is known before anything long
-    begins; what is still empty at the end goes again.
+    begins; what is still empty at the end goes again. What a run writes must be its own: a symbolic link in place of a
+    file or of a folder is refused, as what it leads to may be another's.
     """
 
     def __init__(self, folder: Path, new: bool) -> None:
@@ -37,6 +45,7 @@ class Claim:
                 if _used(folder) and not (folder / LOCK).exists():
                     raise _not_new(folder)
                 self._make(folder)
+            _refuse_links(folder)
             self._lock = Lock(folder / LOCK, f"{folder}: a training is running in it already")
             if new and _used(folder):
                 raise _not_new(folder)
@@ -67,6 +76,25 @@ class Claim:
 def _used(folder: Path) -> bool:
     """Whether something other than a lock is there."""
     return folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir()))
+
+
+def _refuse_links(folder: Path) -> None:
+    """The folder itself may be a link: then all of the run is elsewhere."""
+    inside = folder / CHECKPOINTS
+    own = [folder / name for name in (LOCK, CHECKPOINTS, "tensorboard", *_FILES)]
+    if inside.is_dir() and not files.is_link(inside):
+        own += [path for path in inside.iterdir() if shards.is_own_name(path.name)]
+    for path in own:
+        if files.is_link(path):
+            raise ValueError(
+                f"{path}: is a link to {os.path.realpath(path)}; a run writes only into files of its own: put a copy "
+                f"in the place of the link (the whole folder of a run may be a link)"
+            )
+
+
+def is_half_written(name: str) -> bool:
+    """Whether a file is named as one of a run's, half written by a process that was killed."""
+    return _HALF_WRITTEN.fullmatch(name) is not None
 
 
 def _not_new(folder: Path) -> ValueError:
@@ -125,6 +153,28 @@ def check(folder: Path, prepared: Prepared) -> None:
         )
 
 
+def check_unbegun(folder: Path) -> None:
+    """Raises where a run has no checkpoint left though it had come further than its first one."""
+    lines = Journal(folder / "metrics.jsonl").read()
+    reached = f"step {lines[-1]['step']}" if lines else None
+    left = [name for name in ("metrics.jsonl", "model.safetensors", "results.json") if _has_content(folder / name)]
+    left += [f"{CHECKPOINTS}/{path.name}" for path in (folder / CHECKPOINTS).glob("best-*") if path.is_file()]
+    if left:
+        raise ValueError(
+            f"{folder}: all checkpoints of this run are gone, though {left[0]} shows that it had reached "
+            f"{reached or 'a later step'}; put them back, or train anew with --recipe {folder / 'recipe.toml'}"
+        )
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def origin(prepared: Prepared) -> dict[str, str]:
+    """What a checkpoint says of its run."""
+    return {"recipe": digest(prepared.recipe), "data": prepared.fingerprint}
+
+
 def beginning(folder: Path) -> dict[str, Any]:
     """data.json; empty where a run ended before it was written."""
     path = folder / "data.json"
@@ -132,7 +182,7 @@ def beginning(folder: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged ({error}); train anew") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: damaged (no JSON object); train anew")

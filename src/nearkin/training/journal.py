@@ -1,7 +1,6 @@
 """metrics.jsonl: a line of JSON for every few steps and every epoch, also as TensorBoard events on request."""
 
 import json
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,24 +39,45 @@ class Journal:
         self._board.flush()
 
     def read(self) -> list[dict[str, Any]]:
-        """The whole lines; the last one may be half written by a machine that went down."""
-        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
-        found = []
-        for line in text.split("\n"):
-            with suppress(ValueError):
-                found.append(json.loads(line))
-        return [line for line in found if isinstance(line, dict)]
+        """The whole lines."""
+        return self._read()[0]
 
-    def cut(self, step: int, epochs: int) -> None:
-        """Only what had happened by this step, and by the end of so many epochs, remains."""
+    def cut(self, step: int, epochs: int) -> str | None:
+        """Only what had happened by this step, and by the end of so many epochs, remains. A sentence on damaged lines.
+
+        A last line that does not end is none of these: a machine that went down may have written half of it.
+        """
         if not self.writes:
-            return
+            return None
+        lines, damaged = self._read()
         kept = [
-            line
-            for line in self.read()
-            if line["step"] <= step and (line["event"] != "epoch" or line["epoch"] <= epochs)
+            line for line in lines if line["step"] <= step and (line["event"] != "epoch" or line["epoch"] <= epochs)
         ]
         files.write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        return f"{self.path.name}: {damaged} damaged line{'s' * (damaged > 1)} left out" if damaged else None
+
+    def _read(self) -> tuple[list[dict[str, Any]], int]:
+        """The whole lines, and how many of those that end are damaged."""
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
+        *ended, last = text.split("\n")
+        found = [_line(part) for part in ended if part.strip()]
+        whole = [line for line in (*found, _line(last)) if line is not None]
+        return whole, found.count(None)
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    """A line as `write` was given it; None where it is damaged."""
+    try:
+        line = json.loads(text)
+        json.dumps(line, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or line.get("event") not in ("step", "epoch"):
+        return None
+    counts = all(type(line.get(key)) is int for key in ("step", "epoch"))
+    rates = line.get("lr") if line["event"] == "step" else {"": 0.0}
+    sound = isinstance(rates, dict) and rates and all(isinstance(rate, int | float) for rate in rates.values())
+    return line if counts and sound else None
 
 
 def _numbers(line: dict[str, Any], before: str = "") -> list[tuple[str, float]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nearkin.core import world
 from nearkin.losses import shards as class_shards
-from nearkin.training import checkpoint, shards
+from nearkin.training import checkpoint, environment, shards
 from nearkin.training.checkpoint import Checkpoints
 from nearkin.training.ranks import here
 from nearkin.training.shards import Kept, Rows
@@ -51,6 +51,7 @@ def contents(trainer: "Trainer") -> tuple[dict[str, Tensor | Rows], dict[str, An
         average={} if trainer.average is None else spread(trainer.average),
     )
     state = asdict(trainer.state) | {"optimizer": plain, "chances": chances, "rate": trainer.rate.state_dict()}
+    state |= {"numerics": environment.numerics(trainer.device, trainer.ranks.size)}
     state |= {"scaler": trainer.scaler.state_dict(), "monitor": trainer.monitor.state_dict()}
     return {"window": trainer.window, "epoch.loss": trainer.epoch_loss, **tensors}, state
 
@@ -72,6 +73,7 @@ def put_back(trainer: "Trainer", kept: Kept, state: dict[str, Any]) -> None:
     trainer.window.copy_(kept.rows("window"))
     for summed in kept.part("epoch").values():  # checkpoints of earlier versions do not have it
         trainer.epoch_loss.copy_(summed)
+    state.pop("numerics", None)
     trainer.state = State(**state)
 
 
@@ -152,13 +154,13 @@ def newest(checkpoints: Checkpoints) -> tuple[Kept, dict[str, Any], list[str]]:
         return kept, state, notes
 
     def choose() -> list[Any]:
-        name, _, _, notes = checkpoints.find()
-        return [name, notes]
+        name, _, state, notes = checkpoints.find()
+        return [name, notes, state.get("best_file")]
 
-    name, notes = here().alone("choosing", choose)
+    name, notes, best_file = here().alone("choosing", choose)
     with here().work("opening"):
         kept, state = checkpoints.open(name)
-    return kept, state, notes
+    return kept, state | {"best_file": best_file}, notes
 
 
 def seed_rank(seed: int) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nearkin.evaluation.notes import own_store
 from nearkin.evaluation.team import Progress, Team
-from nearkin.training import meeting
+from nearkin.training import environment, meeting
 from nearkin.training.watching import LOST, Pulse, Watching, patience
 
 __all__ = ["ALONE", "Ranks", "here", "joined"]
@@ -118,6 +118,8 @@ def joined() -> Iterator[Ranks]:
     _here.append(ranks)
     try:
         watching.start()
+        if sentence := environment.unlike(ranks.values(environment.code())):
+            raise ValueError(sentence)
         yield ranks
         with ranks.work("leaving"):  # together, when rank 0 has written everything
             pass

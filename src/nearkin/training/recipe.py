@@ -194,23 +194,14 @@ def written(recipe: Recipe) -> str:
 
 
 def _toml(file: Path) -> dict[str, Any]:
-    reader = _toml_reader()
     try:
-        found: dict[str, Any] = reader.loads(file.read_text(encoding="utf-8"))
+        return toml.read_file(file)
     except FileNotFoundError:
         raise ValueError(f"{file}: there is no such recipe") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, toml.Excessive) as error:
         raise ValueError(f"{file}: not a readable recipe ({error})") from None
-    except reader.TOMLDecodeError as error:
-        raise ValueError(f"{file}: not valid TOML ({error})") from None
-    return found
-
-
-def _toml_reader() -> Any:
-    import importlib
-    import sys
-
-    return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def _assignment(text: str) -> tuple[str, str, Any]:
@@ -218,10 +209,11 @@ def _assignment(text: str) -> tuple[str, str, Any]:
     section, dot, key = name.strip().partition(".")
     if not equals or not dot or not key or not value.strip():
         raise ValueError(f'--set must be section.key=value, as loss.margin=0.3, got "{text}"')
-    reader = _toml_reader()
     try:
-        read_value = reader.loads(f"value = {value.strip()}")["value"]
-    except reader.TOMLDecodeError:
+        read_value = toml.read(f"value = {value.strip()}")["value"]
+    except toml.Excessive as error:
+        raise ValueError(f"--set {name.strip()[:100]}=…: the value has {error}") from None
+    except ValueError:
         read_value = value.strip()  # plain words need no quotes
     return section, key, read_value
 

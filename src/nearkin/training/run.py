@@ -23,7 +23,7 @@ from nearkin.training.checkpoint import Checkpoints
 from nearkin.training.feed import Feed, Material
 from nearkin.training.finishing import raw
 from nearkin.training.journal import Journal
-from nearkin.training.loop import Watch, fit
+from nearkin.training.loop import Watch, deterministic, fit
 from nearkin.training.monitor import Monitor
 from nearkin.training.objective import build_loss, build_sampler, takes_targets
 from nearkin.training.optimizers import Rate, groups, optimizer
@@ -100,12 +100,16 @@ def _resumed(recipe: Recipe, folder: Path, watch: Watch, ranks: Ranks, own: Own)
     prepared.own.begin_with(folder)
     run_folder.check(folder, prepared)
     trainer = assemble(prepared, folder)
-    if not ranks.alone("looking", trainer.checkpoints.begun):  # it ended before it had begun
+    if not ranks.alone("looking", trainer.checkpoints.begun):
+        ranks.alone("looking", lambda: run_folder.check_unbegun(folder))
+        watch({"event": "note", "text": "this run ended before its first checkpoint, so it begins anew"})
         _begin(trainer, prepared, watch)
         return _finish(trainer, prepared, watch)
     for note in trainer.restore():
         trainer.state.notes.append(note)
         watch({"event": "note", "text": note})
+    with deterministic(recipe.training.deterministic):
+        trainer.replace_lost_best()
     state = trainer.state
     watch({"event": "resumed", "epoch": state.epoch + 1, "step": state.step, "finished": state.finished})
     return _finish(trainer, prepared, watch)
@@ -116,9 +120,7 @@ def _again(folder: Path, restarted: bool) -> bool:
     begun = (folder / "recipe.toml").is_file()
     if restarted and folder.is_dir() and not begun:
         for path in folder.iterdir():
-            if (
-                path.name.startswith(".") and path.name != run_folder.LOCK
-            ):  # half of a file, from a process that was killed while it wrote
+            if run_folder.is_half_written(path.name):
                 path.unlink()
     return begun and (restarted or run_folder.same_launch(folder))
 
@@ -184,6 +186,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
     return Trainer(
         recipe=recipe,
         out=folder,
+        checkpoints=Checkpoints(folder / run_folder.CHECKPOINTS, run_folder.origin(prepared)),
         device=on,
         encoder=encoder,
         average=average,
@@ -215,7 +218,7 @@ def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
     recipe, state, held, ranks = trainer.recipe, trainer.state, prepared.held("test"), trainer.ranks
     assert state.best_file is not None
     with ranks.work("opening"):
-        kept, facts = Checkpoints(trainer.out / "checkpoints").best(state.best_file)
+        kept, facts = trainer.checkpoints.best(state.best_file)
         encoder = trainer.encoder if trainer.plain is None else trainer.plain
         encoder.load_state_dict(kept.part("encoder"))
     with finishing.explained(trainer, "the encoder"):

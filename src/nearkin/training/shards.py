@@ -10,6 +10,7 @@ each takes the rows that it holds now, out of whichever files have them.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +21,12 @@ from torch import Tensor
 from nearkin.core import files
 from nearkin.training.strategies import local
 
-__all__ = ["Kept", "Rows", "held", "manifest", "part_name", "read_manifest"]
+__all__ = ["Kept", "Rows", "held", "is_own_name", "manifest", "part_name", "read_manifest"]
 
 FORMAT = 2
+_STEM = r"(?:step|best)-\d{8,}"
+_NAME = rf"{_STEM}\.(?:safetensors|json)|part-{_STEM}-[0-9a-f]{{8}}-(?:\d+-of-\d+|whole)\.safetensors"
+_OWN = re.compile(rf"{_NAME}|{files.TEMPORARY % _NAME}")
 
 
 class Rows(NamedTuple):
@@ -45,6 +49,11 @@ def held(tensor: Tensor, parameter: Tensor | None = None) -> Tensor | Rows:
     return tensor
 
 
+def is_own_name(name: str) -> bool:
+    """Whether a file in `checkpoints/` is named as a run names what it writes there; others are not its own."""
+    return _OWN.fullmatch(name) is not None
+
+
 def part_name(stem: str, token: str, whose: str) -> str:
     return f"part-{stem}-{token}-{whose}.safetensors"
 
@@ -59,7 +68,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """What `manifest` wrote; ValueError with the reason where it is not whole."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not a whole file ({error})") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path.name} is no manifest that this version reads")

@@ -18,7 +18,7 @@ from nearkin.data import augment
 from nearkin.distributed import GlobalBatch, average_gradients
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
-from nearkin.training import cached, judging, keeping, strategies
+from nearkin.training import cached, environment, judging, keeping, strategies
 from nearkin.training.checkpoint import Checkpoints
 from nearkin.training.feed import Batch, Feed, Material, embed
 from nearkin.training.graphs import Graphed
@@ -42,6 +42,7 @@ class Trainer:
 
     recipe: Recipe
     out: Path
+    checkpoints: Checkpoints
     device: torch.device
     encoder: Encoder
     average: AveragedModel | None
@@ -63,7 +64,6 @@ class Trainer:
     plain: Encoder | None = None  # of an encoder that is spread over ranks: a copy to be filled with whole weights
 
     def __post_init__(self) -> None:
-        self.checkpoints = Checkpoints(self.out / "checkpoints")
         self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
         self.ranks = here()
         graphs = self.recipe.training.graphs and self.ranks.size == 1
@@ -209,11 +209,7 @@ class Trainer:
         self.epoch_loss.zero_()
         state.epoch_steps = 0
         if state.epoch % options.every == 0 or state.epoch == self.epochs:
-            rows = self.embedded(self.held.everything)
-            line["val"] = self.ranks.alone(
-                "validation", lambda: judging.judge(rows, self.held, self.graded, self.device)
-            )
-            value = line["val"].get(judging.main_metric(self.graded), -math.inf)
+            value, line["val"] = self.measured()
             self.rate.measured(value)
             line["best"] = state.best is None or value > state.best
             if line["best"]:
@@ -227,6 +223,18 @@ class Trainer:
         if hasattr(self.sampler, "refresh") and not state.finished:
             self.refresh_sampler()
         return line | {"seconds": self.elapsed(), "notes": notes}
+
+    def measured(self) -> tuple[float, dict[str, float]]:
+        """The held-out classes, by the weights as they are: the main metric, and all figures."""
+        rows = self.embedded(self.held.everything)
+        figures = self.ranks.alone("validation", lambda: judging.judge(rows, self.held, self.graded, self.device))
+        return figures.get(judging.main_metric(self.graded), -math.inf), figures
+
+    def replace_lost_best(self) -> None:
+        """The weights as they are become the best, where a checkpoint was found without those that it refers to."""
+        if self.state.best_file is None and self.state.best_epoch is not None:
+            self.keep_best(*self.measured())
+            self.save()
 
     def keep_best(self, value: float, figures: dict[str, float]) -> None:
         """The weights as they are, under a name that the next checkpoint refers to."""
@@ -273,11 +281,13 @@ class Trainer:
         self.saved_at = time.monotonic()
 
     def restore(self) -> list[str]:
-        """Goes back to the newest whole checkpoint; what was wrong with newer ones."""
+        """Goes back to the newest whole checkpoint; what was wrong with newer ones, and what is not as it was."""
         kept, state, notes = keeping.newest(self.checkpoints)
+        now = environment.numerics(self.device, self.ranks.size)
+        changed = None if state["finished"] else environment.difference(state.get("numerics", now), now)
         keeping.put_back(self, kept, state)
-        self.journal.cut(self.state.step, self.state.epoch)
-        return notes
+        damaged = self.journal.cut(self.state.step, self.state.epoch)
+        return [*notes, *([changed] if changed else []), *([damaged] if damaged else [])]
 
 
 def seed_everything(seed: int) -> None:
