@@ -45,9 +45,9 @@ def similarities(rows: Floats, query: Floats) -> NDArray[np.float64]:
 
 
 class Matrix:
-    """Vectors with ids and labels; ids ascend. Removed rows stay as holes until there are many."""
+    """Vectors with ids and labels; ids ascend. Removed rows stay as holes until there are many. room: rows to come."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, room: int = 0) -> None:
         self.dim, self.count, self.dead = dim, 0, 0
         self.rows: Floats = np.empty((0, dim), np.float32)
         self.ids: Ids = np.empty(0, np.int64)
@@ -59,6 +59,7 @@ class Matrix:
         self._scale = torch.empty(0)
         self._off = 0.0  # the largest |x - x'|
         self._whole = _multiplies_whole_numbers()
+        self._reserve(room)
 
     def append(self, ids: Sequence[int], labels: Sequence[str], rows: Floats) -> None:
         if not len(ids):
@@ -88,8 +89,8 @@ class Matrix:
 
     def drop(self, id: int) -> None:
         if (at := self.place(id)) is not None:
-            self.alive[at] = False
             self.dead += 1
+            self.alive[at] = False
             self._count(self.codes[at : at + 1], -1)
 
     def relabel(self, id: int, label: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from nearkin.gallery.rows import Row
 from nearkin.gallery.store import proved
 
-__all__ = ["after", "each", "fetch", "known"]
+__all__ = ["after", "each", "fetch", "known", "parts"]
 
 LOADED = 4096  # rows read at a time
 ASKED = 500  # ids or hashes a statement
@@ -38,11 +38,35 @@ def fetch(connection: Any, ids: Sequence[int]) -> tuple[dict[int, Row], dict[int
 
 
 def after(connection: Any, last: int) -> tuple[list[Row], dict[int, str], int | None]:
-    """Some rows whose ids follow, and the last id looked at; None at the end."""
+    """Some rows whose ids follow, ascending, and the last id looked at; None at the end."""
     query = f"SELECT {COLUMNS} FROM items WHERE id > ? ORDER BY id LIMIT {LOADED}"
     found = connection.execute(query, (last,)).fetchall()
     whole, bad = proved(found)
-    return whole, bad, found[-1][0] if len(found) == LOADED else None
+    whole = _ascending(whole, last)
+    if len(found) < LOADED:
+        return whole, bad, None
+    reached = max([row.id for row in whole] or bad)  # a damaged row may have a damaged id
+    if reached <= last:
+        raise sqlite3.DatabaseError("rows come in no order")
+    return whole, bad, reached
+
+
+def parts(connection: Any, last: int) -> Iterator[tuple[list[Row], dict[int, str]]]:
+    """All rows whose ids follow, some at a time."""
+    end: int | None = last
+    while end is not None:
+        rows, bad, end = after(connection, end)
+        yield rows, bad
+
+
+def _ascending(rows: list[Row], last: int) -> list[Row]:
+    """Without rows that come again, as those of a page do that a damaged tree names twice."""
+    kept = []
+    for row in rows:
+        if row.id > last:
+            kept.append(row)
+            last = row.id
+    return kept
 
 
 def each(connection: Any, next_id: int) -> Iterator[tuple[Row | None, str, int]]:
