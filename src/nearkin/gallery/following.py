@@ -15,7 +15,7 @@ from nearkin.gallery.columns import Columns
 from nearkin.gallery.facts import Facts
 from nearkin.gallery.matrix import Matrix
 from nearkin.gallery.rows import Filter, Floats, Row, packed, unpacked
-from nearkin.gallery.store import said_damaged, said_lost
+from nearkin.gallery.store import said_damaged, said_lost, told
 
 __all__ = ["Follower"]
 
@@ -93,7 +93,8 @@ class Follower:
         """Aside: what stops it half-way leaves nothing."""
         self._held = None
         size = reader.execute("PRAGMA page_count").fetchone()[0] * reader.execute("PRAGMA page_size").fetchone()[0]
-        held, bad = Held(Matrix(facts.dim, min(facts.rows, size // (4 * facts.dim))), Columns(), facts.changes), {}
+        held = Held(Matrix(facts.dim, min(facts.rows, size // (4 * facts.dim))), Columns(), facts.changes)
+        bad: dict[int, str] = {}
         for rows, worse in reading.parts(reader, 0):
             held.append(rows)
             bad |= worse
@@ -152,7 +153,7 @@ class Follower:
                 self._held, self._graph, wanted, again = None, None, k, False
                 self.look(reader, facts_of)
                 continue
-            self.put_aside(bad, [i for i in ids.tolist() if i in other or i not in rows and i not in bad])
+            self.put_aside(bad, [i for i in ids.tolist() if i in other or (i not in rows and i not in bad)])
             right = [
                 (rows[i], s)
                 for i, s in zip(ids.tolist(), similarity.tolist(), strict=True)
@@ -190,7 +191,10 @@ class Follower:
         state = ""
         if self._graph is None:
             try:
-                self._graph = graphs.load(self.index_path, facts.gallery)
+                graph = graphs.load(self.index_path, facts.gallery)
+                if not graph.fits(matrix):
+                    raise ValueError("of another state of the gallery")
+                self._graph = graph
             except ValueError as error:
                 state = f"; the file was {error} and is made again"
         if self._graph is None or self._graph.stale(matrix):
@@ -198,7 +202,10 @@ class Follower:
             if self._graph is None:
                 self.index_state = f"exact: HNSW stays below a recall@10 of {graphs.WANTED} among these rows"
                 return
-            graphs.save(self.index_path, self._graph, facts.gallery)
+            try:
+                graphs.save(self.index_path, self._graph, facts.gallery)
+            except ValueError as error:  # as in a folder that may only be read
+                told(f"{error}; it is in memory, and made again at the next opening")
         self.index_state = f"HNSW, recall@10 {self._graph.recall:.3f} when it was built{state}"
 
     def forget_index(self) -> None:

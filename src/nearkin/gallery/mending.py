@@ -106,11 +106,14 @@ def finish_repair(path: Path, timeout: float) -> Path | None:
                 os.replace(f"{path}{ending}", f"{aside}{ending}")
         os.replace(repaired, path)
         return aside
-    except sqlite3.OperationalError:
+    except sqlite3.OperationalError as error:
+        if "locked" not in str(error):
+            raise ValueError(f"{path}: its repair cannot be finished ({error})") from None
         raise TimeoutError(f"{path}: another process is repairing it; waited {timeout:g} s, try again later") from None
     finally:
         alone.close()
-        _unlink(lock)
+        with suppress(OSError):
+            lock.unlink()
 
 
 def _repaired(path: Path) -> Path:

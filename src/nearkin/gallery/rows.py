@@ -87,12 +87,15 @@ def unpacked(vectors: Sequence[bytes], dim: int) -> Floats:
 def unit(rows: NDArray[Any], what: str = "vectors") -> Floats:
     """Rows (n, D) brought to length 1 in float64, kept in float32."""
     wide = np.asarray(rows, np.float64)
+    largest = np.abs(wide).max(1, initial=0.0, keepdims=True)
+    wrong = int((~np.isfinite(largest)).sum())
+    if wrong:
+        raise ValueError(f"{what} must be finite, got NaN or Inf in {wrong} of {len(wide)}")
+    if nowhere := int((largest == 0).sum()):
+        raise ValueError(f"{what} must not be all 0, which points nowhere; got {nowhere} such")
+    # By a power of 2, so that no bit of a usual row changes, and the squares of no row are beyond what float64 has.
+    wide = np.ldexp(wide, -np.frexp(largest)[1])
     length = np.sqrt((wide * wide).sum(1, keepdims=True))
-    wrong = ~np.isfinite(length[:, 0])
-    if wrong.any():
-        raise ValueError(f"{what} must be finite, got NaN or Inf in {int(wrong.sum())} of {len(wide)}")
-    if (length == 0).any():
-        raise ValueError(f"{what} must not be all 0, which points nowhere; got {int((length == 0).sum())} such")
     rows_of_1: Floats = (wide / length).astype(np.float32)
     return rows_of_1
 

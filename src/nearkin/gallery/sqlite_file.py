@@ -66,7 +66,7 @@ def connect(path: Path, timeout: float, writing: bool) -> tuple[Any, Identity]:
         try:
             made = _connected(path, str(path), timeout)
         except sqlite3.OperationalError:
-            if writing or before is None or os.access(path.parent, os.W_OK):
+            if writing or before is None or _writable(path.parent):
                 raise
             made = _connected_read_only(path, timeout)
         now = identity(path)
@@ -108,6 +108,10 @@ def _connected_read_only(path: Path, timeout: float) -> Any:
             "open it once where both may be written"
         )
     return _connected(path, f"{path.resolve().as_uri()}?immutable=1", timeout)
+
+
+def _writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def count_up(writer: Any) -> None:
