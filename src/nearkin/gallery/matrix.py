@@ -22,6 +22,7 @@ Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 FEW = 2048  # rows that are scored at once, without proposals
 TOGETHER = 8192  # rows scored at a time
+ROUNDED = 512  # rows rounded at a time: they stay in the processor's cache
 SPARE = 1024
 SPARSE = 6  # one row in so many may be found: they are gathered
 LOWEST = 1e30  # minus this is below every product
@@ -54,7 +55,7 @@ class Matrix:
         self.codes: NDArray[np.int32] = np.empty(0, np.int32)
         self.alive: Mask = np.empty(0, bool)
         self.labels: dict[str, int] = {}
-        self.tally: Ids = np.empty(0, np.int64)  # rows of each code
+        self.tally: Ids = np.empty(0, np.int64)  # rows of each code, and room for more codes
         self._small = torch.empty(0, dim, dtype=torch.int8)
         self._scale = torch.empty(0)
         self._off = 0.0  # the largest |x - x'|
@@ -69,10 +70,10 @@ class Matrix:
         self.rows[new], self.ids[new], self.alive[new] = rows, ids, True
         self.codes[new] = [self.labels.setdefault(label, len(self.labels)) for label in labels]
         self._count(self.codes[new], 1)
-        for start in range(new.start, new.stop, TOGETHER):
-            part = slice(start, min(start + TOGETHER, new.stop))
-            small, scale, off = _rounded(self.rows[part])
-            self._small[part], self._scale[part] = torch.from_numpy(small), torch.from_numpy(scale)
+        small_rows, scales = self._small.numpy(), self._scale.numpy()
+        for start in range(new.start, new.stop, ROUNDED):
+            part = slice(start, min(start + ROUNDED, new.stop))
+            small_rows[part], scales[part], off = _rounded(self.rows[part])
             self._off = max(self._off, float(off.max()))
         self.count = new.stop
 
@@ -100,9 +101,10 @@ class Matrix:
             self._count(self.codes[at : at + 1], 1)
 
     def _count(self, codes: NDArray[np.int32], by: int) -> None:
-        change = by * np.bincount(codes, minlength=len(self.labels))
-        change[: len(self.tally)] += self.tally
-        self.tally = change
+        if len(self.labels) > len(self.tally):
+            self.tally = np.concatenate([self.tally, np.zeros(len(self.labels) + SPARE, np.int64)])
+        some, times = np.unique(codes, return_counts=True)
+        self.tally[some] += by * times
 
     def close_holes(self) -> None:
         kept = np.flatnonzero(self.alive[: self.count])
