@@ -278,6 +278,10 @@ def test_searches_that_fail_leave_no_rows_in_memory(path, vectors, monkeypatch):
 # ---- a file that is replaced or deleted
 
 
+posix = pytest.mark.skipif(os.name == "nt", reason="Windows does not let an open file be replaced")
+
+
+@posix
 @pytest.mark.parametrize("how", ["replaced", "deleted"])
 def test_a_file_that_is_replaced_or_deleted_underneath_is_not_written(tmp_path, path, vectors, how):
     with Gallery.open(tmp_path / "new", dim=12) as gallery:
@@ -305,6 +309,7 @@ def test_a_file_that_is_replaced_or_deleted_underneath_is_not_written(tmp_path, 
         assert gallery.enrol(9 + vectors, "now").added == 200
 
 
+@posix
 def test_a_file_that_is_replaced_while_it_is_written_is_not_acknowledged(tmp_path, path, vectors, monkeypatch):
     shutil.copy(path, tmp_path / "new")
     with Gallery.open(path, timeout=5) as gallery:
@@ -345,6 +350,73 @@ def test_a_log_is_never_mixed_into_another_file(tmp_path, path, vectors, which):
     with Gallery.open(left) as gallery:
         assert gallery.check().whole
         assert len(gallery.labels()) == {"another gallery": 1, "older": 40, "newer": 44, "its own": 43}[which]
+
+
+@posix
+def test_closing_a_gallery_whose_file_was_replaced_leaves_the_new_log_alone(tmp_path, path, vectors):
+    shutil.copy(path, tmp_path / "new")
+    gallery = Gallery.open(path)
+    gallery.enrol(1 + vectors[:9], "old")
+    os.replace(tmp_path / "new", path)
+    for ending in ("-wal", "-shm"):
+        Path(f"{path}{ending}").unlink()
+    with Gallery.open(path) as new:
+        new.enrol(2 + vectors[:20], "new")
+        gallery.close()
+        assert Path(f"{path}-wal").stat().st_size and new.check().whole
+    with Gallery.open(path) as new:
+        assert new.check().whole and new.labels()["new"] == 20 and "old" not in new.labels()
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["without a log", "with a log"])
+@pytest.mark.parametrize("which", ["another gallery", "older"])
+def test_a_copy_into_the_open_file_is_noticed_before_anything_is_written(tmp_path, path, vectors, which, log):
+    """As `cp` does it, which keeps the file's own number."""
+    new = tmp_path / "new"
+    shutil.copy(path, new)
+    if which == "another gallery":
+        new.unlink()
+        with Gallery.open(new, dim=12) as gallery:
+            gallery.enrol(-vectors, "new")
+    with Gallery.open(path) as gallery:
+        gallery.enrol(1 + vectors[:20], "a")
+        gallery._store._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        gallery.search(vectors[0])
+        if log:
+            gallery.enrol(2 + vectors[:20], "b")
+        path.write_bytes(new.read_bytes())
+        for call in (lambda: gallery.enrol(3 + vectors, "c"), lambda: gallery.search(vectors[0]), gallery.stats):
+            with pytest.raises(Unavailable, match="other bytes were copied into the file"):
+                ended(call)
+
+
+def test_a_file_that_is_written_back_and_copied_by_sqlite_stays_the_same(tmp_path, path, vectors):
+    """What SQLite itself does to a file is no reason to refuse it, nor is a log that a kill leaves after it."""
+    backed_up(path, tmp_path / "copy")
+    with Gallery.open(path) as gallery, Gallery.open(path) as other:
+        for n in range(6):
+            gallery.enrol(n + 1 + vectors[:5], "more")
+            other.enrol(n + 10 + vectors[:5], "others")
+            if n % 2:
+                other._store._writer.execute("PRAGMA wal_checkpoint(PASSIVE)" if n == 1 else "PRAGMA wal_checkpoint")
+            assert len(found(gallery, vectors[0])) == len(found(other, vectors[0])) == 210 + 10 * n
+        gallery._store._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        backed_up(tmp_path / "copy", path)
+        gallery.enrol(-vectors[:5], "after")
+        for ending in ("", "-wal"):
+            shutil.copy(f"{path}{ending}", f"{tmp_path / 'left'}{ending}")
+        assert len(found(other, vectors[0])) == 205
+    with Gallery.open(tmp_path / "left") as gallery:
+        assert gallery.check().whole and len(found(gallery, vectors[0])) == 205
+
+
+def test_a_log_whose_file_is_gone_does_not_come_back(tmp_path, path, vectors):
+    with Gallery.open(path) as gallery:
+        gallery.enrol(-vectors, "x")
+        shutil.copy(f"{path}-wal", tmp_path / "left-wal")
+    with Gallery.open(tmp_path / "left", dim=12) as gallery:
+        gallery.enrol(vectors[:5], "y")
+        assert gallery.labels() == {"y": 5} and gallery.check().whole
 
 
 # ---- what filters keep

@@ -70,7 +70,8 @@ def _proved(found: Iterable[Sequence[Any]]) -> tuple[list[Row], dict[int, str], 
                 whole.append(Row(id, content, label.decode(), name.decode(), metadata.decode(), vector))
             else:
                 bad[id] = "not as it was written"
-        except Exception as error:  # noqa: PERF203: a flipped type, as a number where text was, ends a row only
+        except Exception as error:
+            # A flipped type, as a number where text was, or one beyond its range: it costs this row only.
             bad[id] = f"not as it was written ({type(error).__name__})"
     return whole, bad, count
 

@@ -183,6 +183,7 @@ class SqliteStore:
         with self.reading, self.explained():
             reader = self.connection(False)
             with sqlite_file.snapshot(reader):
+                self._same(reader)
                 yield reader, self.follower.look(reader, self.sure_facts)
 
     def scan(self) -> Iterator[Row]:
@@ -233,6 +234,13 @@ class SqliteStore:
             raise self._replaced()
         return kept
 
+    def _same(self, connection: Any) -> None:
+        if self._file is not None and sqlite_file.overwritten(connection, self.path, self._file):
+            raise Unavailable(
+                f"{self.where}: other bytes were copied into the file while the gallery was open, nothing was written; "
+                f"close it everywhere, move {self.path.name}-wal and {self.path.name}-shm away, and open it again"
+            )
+
     def _replaced(self, written: str = "nothing was written") -> Unavailable:
         what = f"the file was replaced or deleted while the gallery was open, {written}"
         return Unavailable(f"{self.where}: {what}; open the gallery again (restart the service)")
@@ -259,6 +267,7 @@ class SqliteStore:
                     f"{self.where}: another process is writing to it; {waited}, try again later"
                 ) from None
             try:
+                self._same(writer)
                 yield writer
                 writer.execute("COMMIT")
             except BaseException:
