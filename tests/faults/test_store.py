@@ -282,12 +282,14 @@ posix = pytest.mark.skipif(os.name == "nt", reason="Windows does not let an open
 
 @posix
 @pytest.mark.parametrize("how", ["replaced", "deleted"])
-def test_a_file_that_is_replaced_or_deleted_underneath_is_not_written(tmp_path, path, vectors, how):
+@pytest.mark.parametrize("wrote", [False, True], ids=["read before", "wrote before"])
+def test_a_file_that_is_replaced_or_deleted_underneath_is_not_written(tmp_path, path, vectors, how, wrote):
     with Gallery.open(tmp_path / "new", dim=12) as gallery:
         gallery.enrol(-vectors[:50], "new")
     with Gallery.open(path, timeout=5) as gallery:
         gallery.search(vectors[0])
-        gallery.enrol(3 + vectors[:9], "in the log")
+        if wrote:
+            gallery.enrol(3 + vectors[:9], "in the log")
         os.replace(tmp_path / "new", path) if how == "replaced" else path.unlink()
         for call in (
             lambda: gallery.enrol(9 + vectors, "nowhere"),
@@ -523,6 +525,9 @@ def test_a_repair_that_is_killed_between_its_renames_is_finished_at_the_next_ope
         patch.setattr(mending.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             gallery.repair()
+        patch.undo()
+        if nth > 1:
+            assert len(found(gallery, vectors[0])) == 199
     with Gallery.open(path, create=False) as gallery:
         if nth == 1:
             gallery.repair()

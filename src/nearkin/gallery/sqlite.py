@@ -219,8 +219,11 @@ class SqliteStore:
         """To the file that was opened first: another that has its name since is neither read nor written."""
         if self._closed:
             raise ValueError(f"{self.where}: the gallery is closed; open it again")
+        if self._file is not None and sqlite_file.identity(self.path) != self._file:
+            raise self._replaced()
         kept = self._writer if writing else self._reader
         if kept is None:
+            mending.finish_repair(self.path, self.timeout)
             kept, file = sqlite_file.connect(self.path, self.timeout, writing)
             if self._file not in (None, file):
                 sqlite_file.close(kept, file)
@@ -230,8 +233,6 @@ class SqliteStore:
                 self._writer = kept
             else:
                 self._reader = kept
-        elif sqlite_file.identity(self.path) != self._file:
-            raise self._replaced()
         return kept
 
     def _same(self, connection: Any) -> None:

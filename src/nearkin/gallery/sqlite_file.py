@@ -74,8 +74,10 @@ def connect(path: Path, timeout: float, writing: bool) -> tuple[Any, Identity]:
     before = identity(path)
     if before is not None:
         _take(path, before)
+    elif not writing:
+        raise ValueError(f"{path}: no such gallery")
     try:
-        made = _connected_somehow(path, timeout, writing or before is None)
+        made = _connected_somehow(path, timeout, writing)
     except BaseException:
         if before is not None:
             _leave(before)
