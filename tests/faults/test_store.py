@@ -167,8 +167,8 @@ def test_nothing_waits_for_a_call_that_does_not_end(path, vectors):
 
 
 def damaged(draw, content):
-    """One of: a bit anywhere, a bit of a page's first bytes or cells, a page of zeros, a page twice, an end cut off."""
-    kind, pages = int(draw.integers(0, 5)), len(content) // 4096
+    """One of: a bit anywhere, of a page's head, of a key of an inner page; a page of zeros, a page twice, a torn end."""
+    kind, pages = int(draw.integers(0, 6)), len(content) // 4096
     page = 4096 * int(draw.integers(0, pages))
     if kind == 0:
         content[int(draw.integers(0, len(content)))] ^= 1 << int(draw.integers(0, 8))
@@ -179,6 +179,10 @@ def damaged(draw, content):
     elif kind == 3:
         other = 4096 * int(draw.integers(0, pages))
         content[page : page + 4096] = content[other : other + 4096]
+    elif kind == 4:
+        page = int(draw.choice([at for at in range(0, len(content), 4096) if content[at] in (2, 5)]))
+        cells = int.from_bytes(content[page + 5 : page + 7], "big")
+        content[page + int(draw.integers(cells, 4096))] ^= 1 << int(draw.integers(0, 8))
     else:
         del content[int(draw.integers(0, len(content))) :]
     return f"kind {kind}, page {page // 4096}"
