@@ -167,7 +167,7 @@ def test_nothing_waits_for_a_call_that_does_not_end(path, vectors):
 
 
 def damaged(draw, content):
-    """One of: a bit anywhere, of a page's head, of a key of an inner page; a page of zeros, a page twice, a torn end."""
+    """One of: a bit anywhere, of a page's head, of an inner page's key; a page of zeros, a page twice, a torn end."""
     kind, pages = int(draw.integers(0, 6)), len(content) // 4096
     page = 4096 * int(draw.integers(0, pages))
     if kind == 0:
@@ -355,6 +355,26 @@ def test_a_log_is_never_mixed_into_another_file(tmp_path, path, vectors, which):
     with Gallery.open(left) as gallery:
         assert gallery.check().whole
         assert len(gallery.labels()) == {"another gallery": 1, "older": 40, "newer": 44, "its own": 43}[which]
+
+
+@posix
+def test_the_service_answers_503_where_the_file_is_gone(path, vectors):
+    pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
+    pytest.importorskip("httpx2", reason="its tests need httpx2")
+    from starlette.testclient import TestClient
+
+    from nearkin.web import build
+
+    with Gallery.open(path) as gallery:
+        app = build(gallery, pictures=False)
+        with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+            asked = {"item": vectors[0].tolist()}
+            assert client.post("/api/search", json=asked).status_code == 200
+            path.unlink()
+            assert client.post("/api/search", json=asked).status_code == 503
+            new = {"items": [(-vectors[0]).tolist()], "label": "x"}
+            assert client.post("/api/enrol", json=new).status_code == 503
+    assert not path.exists()
 
 
 @posix
