@@ -269,7 +269,10 @@ class SqliteStore:
                 ) from None
             try:
                 self._same(writer)
+                before = writer.total_changes
                 yield writer
+                if writer.total_changes != before:
+                    sqlite_file.count_up(writer)
                 writer.execute("COMMIT")
             except BaseException:
                 with suppress(sqlite3.Error):
@@ -297,7 +300,6 @@ class SqliteStore:
 
     @staticmethod
     def write_facts(writer: Any, facts: Facts) -> None:
-        sqlite_file.count_up(writer)
         for copy in (1, 2):
             writer.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", (copy, *facts.written()))
 

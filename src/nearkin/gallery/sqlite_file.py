@@ -163,9 +163,8 @@ def _connected_somehow(path: Path, timeout: float, to_write: bool) -> Any:
 
 
 def _connected(path: Path, address: str, timeout: float) -> Any:
-    made = sqlite3.connect(
-        address, timeout, isolation_level=None, check_same_thread=False, uri=address.startswith("file:")
-    )
+    uri = address.startswith("file:")
+    made = sqlite3.connect(address, timeout=timeout, isolation_level=None, check_same_thread=False, uri=uri)
     made.text_factory = _text
     try:
         for pragma in PRAGMAS:
@@ -194,7 +193,7 @@ def _writable(folder: Path) -> bool:
 
 
 def count_up(writer: Any) -> None:
-    """Within every writing transaction: see above."""
+    """Once within every transaction that writes: see above."""
     count = writer.execute("PRAGMA user_version").fetchone()[0]
     writer.execute(f"PRAGMA user_version = {(count + 1) % 2**31 or 1 if count else 1 + randbelow(2**30)}")
 
@@ -219,7 +218,7 @@ def _counts_of_log(log: Path) -> tuple[list[int], bool]:
     counts: list[int] = []
     pages: set[int] = set()
     complete, first = False, True
-    with suppress(FileNotFoundError), log.open("rb") as file:
+    with suppress(FileNotFoundError), log.open("rb", buffering=0) as file:
         head = file.read(LOG_HEAD.size)
         if len(head) < LOG_HEAD.size:
             return [], False
