@@ -425,6 +425,23 @@ def test_many_threads_at_once(place, vectors):
         assert not wrong and gallery.stats()["rows"] == 200 and gallery.check().whole
 
 
+def test_a_closed_gallery_stays_closed(place, vectors):
+    gallery = Gallery.open(place, dim=12)
+    gallery.enrol(vectors, LABELS)
+    gallery.search(vectors[0])
+    gallery.close()
+    gallery.close()
+    for call in (
+        lambda: gallery.search(vectors[0]),
+        lambda: gallery.enrol(-vectors, "x"),
+        gallery.stats,
+        gallery.check,
+    ):
+        with pytest.raises(ValueError, match="the gallery is closed"):
+            call()
+    assert not Path(f"{place}-wal").exists()
+
+
 # ---- damage
 
 

@@ -21,6 +21,7 @@ EXACT = 100_000  # rows up to which every search is exact
 LINKS, WIDTH = 32, 200  # of HNSW: links a row, candidates while building
 DEPTHS = (64, 128, 256, 512, 1024)
 WANTED, TRIED = 0.995, 200  # recall@10 against exact, on so many queries, that decides the depth
+COMPARED, ALIKE = 64, 0.9  # rows that tell whether a graph is of this gallery's present; cosine of a rounded row
 STALE = 0.2  # share of rows that came or went
 FORMAT = 1
 Progress: TypeAlias = Callable[[int, int], None]
@@ -54,6 +55,16 @@ class Graph(NamedTuple):
             matrix.count - inside > len(self.ids) * STALE
             or len(self.ids) - inside + matrix.dead > len(self.ids) * STALE
         )
+
+    def fits(self, matrix: Matrix) -> bool:
+        """Whether the last rows it should have are in it: not so where an older copy of the gallery was put back, and
+        other rows got the same ids since."""
+        places = np.flatnonzero(matrix.alive[: self.tail(matrix)])[-COMPARED:]
+        at = np.searchsorted(self.ids, matrix.ids[places])
+        if self.index.d != matrix.dim or (self.ids[at] != matrix.ids[places]).any():
+            return False
+        rows = [self.index.reconstruct(int(n)) for n in at]
+        return not rows or bool((unit(np.stack(rows)) * matrix.rows[places]).sum(1).min() > ALIKE)
 
     def search(self, matrix: Matrix, query: Floats, k: int) -> Ids:
         """Places that hold the k nearest: the graph's, and exactly those of later rows."""
@@ -127,8 +138,12 @@ def load(path: Path, gallery: str) -> Graph:
         raise ValueError("damaged")
     if not known:
         raise ValueError("of another gallery")
-    index = _faiss().deserialize_index(np.frombuffer(rest[8 * count :], np.uint8))
-    if index.ntotal != count:
+    faiss = _faiss()
+    try:
+        index = faiss.deserialize_index(np.frombuffer(rest[8 * count :], np.uint8))
+    except Exception:  # as its author wrote it, so another FAISS did
+        raise ValueError(f"unreadable for this FAISS ({faiss.__version__})") from None
+    if index.ntotal != count or not isinstance(index, faiss.IndexHNSWSQ):
         raise ValueError("damaged")
     return Graph(index, np.frombuffer(rest[: 8 * count], np.int64), depth, recall)
 

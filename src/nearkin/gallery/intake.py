@@ -125,9 +125,15 @@ def _vector(item: NDArray[Any], encoding: Encoding | None, dim: int) -> Raw:
         vector = unit(_fits(item[None], dim, "vectors"))
         return Raw(hashlib.sha256(b"vector" + packed(vector)[0]).digest(), "", vector=vector[0])
     wanted = encoding.said.preparation["features"]
-    features = _fits(item[None], wanted, "vectors", "as the run's encoder takes them")[0].astype(np.float32)
-    if not np.isfinite(features).all():
+    numbers = _fits(item[None], wanted, "vectors", "as the run's encoder takes them")[0]
+    if not np.isfinite(numbers).all():
         raise ValueError("vectors must be finite, got NaN or Inf")
+    if np.abs(numbers).max() > np.finfo(np.float32).max:
+        raise ValueError(
+            "vectors must be within float32, as the run's encoder takes them (up to 3.4e38), got "
+            f"{np.abs(numbers).max():g}"
+        )
+    features = numbers.astype(np.float32)
     return Raw(hashlib.sha256(b"features" + packed(features[None])[0]).digest(), "", features=features)
 
 

@@ -22,6 +22,7 @@ Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 FEW = 2048  # rows that are scored at once, without proposals
 TOGETHER = 8192  # rows scored at a time
+ROUNDED = 512  # rows rounded at a time: they stay in the processor's cache
 SPARE = 1024
 SPARSE = 6  # one row in so many may be found: they are gathered
 LOWEST = 1e30  # minus this is below every product
@@ -45,20 +46,21 @@ def similarities(rows: Floats, query: Floats) -> NDArray[np.float64]:
 
 
 class Matrix:
-    """Vectors with ids and labels; ids ascend. Removed rows stay as holes until there are many."""
+    """Vectors with ids and labels; ids ascend. Removed rows stay as holes until there are many. room: rows to come."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, room: int = 0) -> None:
         self.dim, self.count, self.dead = dim, 0, 0
         self.rows: Floats = np.empty((0, dim), np.float32)
         self.ids: Ids = np.empty(0, np.int64)
         self.codes: NDArray[np.int32] = np.empty(0, np.int32)
         self.alive: Mask = np.empty(0, bool)
         self.labels: dict[str, int] = {}
-        self.tally: Ids = np.empty(0, np.int64)  # rows of each code
+        self.tally: Ids = np.empty(0, np.int64)  # rows of each code, and room for more codes
         self._small = torch.empty(0, dim, dtype=torch.int8)
         self._scale = torch.empty(0)
         self._off = 0.0  # the largest |x - x'|
         self._whole = _multiplies_whole_numbers()
+        self._reserve(room)
 
     def append(self, ids: Sequence[int], labels: Sequence[str], rows: Floats) -> None:
         if not len(ids):
@@ -68,10 +70,10 @@ class Matrix:
         self.rows[new], self.ids[new], self.alive[new] = rows, ids, True
         self.codes[new] = [self.labels.setdefault(label, len(self.labels)) for label in labels]
         self._count(self.codes[new], 1)
-        for start in range(new.start, new.stop, TOGETHER):
-            part = slice(start, min(start + TOGETHER, new.stop))
-            small, scale, off = _rounded(self.rows[part])
-            self._small[part], self._scale[part] = torch.from_numpy(small), torch.from_numpy(scale)
+        small_rows, scales = self._small.numpy(), self._scale.numpy()
+        for start in range(new.start, new.stop, ROUNDED):
+            part = slice(start, min(start + ROUNDED, new.stop))
+            small_rows[part], scales[part], off = _rounded(self.rows[part])
             self._off = max(self._off, float(off.max()))
         self.count = new.stop
 
@@ -88,8 +90,8 @@ class Matrix:
 
     def drop(self, id: int) -> None:
         if (at := self.place(id)) is not None:
-            self.alive[at] = False
             self.dead += 1
+            self.alive[at] = False
             self._count(self.codes[at : at + 1], -1)
 
     def relabel(self, id: int, label: str) -> None:
@@ -99,9 +101,10 @@ class Matrix:
             self._count(self.codes[at : at + 1], 1)
 
     def _count(self, codes: NDArray[np.int32], by: int) -> None:
-        change = by * np.bincount(codes, minlength=len(self.labels))
-        change[: len(self.tally)] += self.tally
-        self.tally = change
+        if len(self.labels) > len(self.tally):
+            self.tally = np.concatenate([self.tally, np.zeros(len(self.labels) + SPARE, np.int64)])
+        some, times = np.unique(codes, return_counts=True)
+        self.tally[some] += by * times
 
     def close_holes(self) -> None:
         kept = np.flatnonzero(self.alive[: self.count])

@@ -16,7 +16,7 @@ from nearkin.gallery.store import Report
 if TYPE_CHECKING:
     from nearkin.gallery.sqlite import SqliteStore
 
-__all__ = ["check", "repair"]
+__all__ = ["check", "finish_repair", "repair"]
 
 
 def check(store: "SqliteStore", progress: Callable[[int, int], None] | None = None) -> Report:
@@ -64,13 +64,11 @@ def _index(path: Path, facts: Facts) -> list[str]:
 def repair(store: "SqliteStore") -> tuple[int, Path]:
     """All sound rows into a new file that takes the place of the old, which is kept beside it.
 
-    Meant for a gallery that nobody else has open: others would go on with the old file.
+    Meant for a gallery that nobody else has open: others are told that the file was replaced.
     """
     from nearkin.gallery.sqlite import SqliteStore
 
     facts, path = _facts(store), store.path
-    names = (path.with_name(f"{path.name}.damaged-{n}") for n in range(1, 10_000))
-    aside = next(name for name in names if not name.exists())
     part = path.with_name(f".{path.name}.repair-{os.getpid()}")
     _unlink(part)
     fresh = SqliteStore(part, store.timeout)
@@ -78,15 +76,48 @@ def repair(store: "SqliteStore") -> tuple[int, Path]:
         with store.reading, store.writing:
             saved = _copied(store, fresh, facts)
             fresh.close()
-            store.close()
-            for ending in ("-wal", "-shm", ""):  # what of the log was not yet in the file belongs to the old one
-                with suppress(FileNotFoundError):
-                    os.replace(f"{path}{ending}", f"{aside}{ending}")
-            os.replace(part, path)
+            store.release()
+            os.replace(part, _repaired(path))  # from here on the repair is finished, now or at the next opening
+            aside = finish_repair(path, store.timeout)
     finally:
         fresh.close()
         _unlink(part)
-    return saved, aside
+    return saved, aside or path
+
+
+def finish_repair(path: Path, timeout: float) -> Path | None:
+    """Puts a repaired file in its place, where there is one, also after a kill in the midst of that: where the old is.
+
+    The log goes aside before its file, under the same number: a file without its log is never opened.
+    """
+    repaired = _repaired(path)
+    if not repaired.exists():
+        return None
+    lock = path.with_name(f".{path.name}.repair-lock")
+    alone = sqlite3.connect(lock, timeout=timeout, isolation_level=None)
+    try:
+        alone.execute("BEGIN EXCLUSIVE")  # freed by a kill, on every system
+        if not repaired.exists():
+            return None
+        names = (path.with_name(f"{path.name}.damaged-{n}") for n in range(1, 10_000))
+        aside = next(name for name in names if not name.exists())
+        for ending in ("-wal", "-shm", ""):
+            with suppress(FileNotFoundError):
+                os.replace(f"{path}{ending}", f"{aside}{ending}")
+        os.replace(repaired, path)
+        return aside
+    except sqlite3.OperationalError as error:
+        if "locked" not in str(error):
+            raise ValueError(f"{path}: its repair cannot be finished ({error})") from None
+        raise TimeoutError(f"{path}: another process is repairing it; waited {timeout:g} s, try again later") from None
+    finally:
+        alone.close()
+        with suppress(OSError):
+            lock.unlink()
+
+
+def _repaired(path: Path) -> Path:
+    return path.with_name(f"{path.name}.repaired")
 
 
 def _copied(store: "SqliteStore", fresh: "SqliteStore", facts: Facts) -> int:

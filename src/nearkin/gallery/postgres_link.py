@@ -21,8 +21,10 @@ class Link:
         self._reading, self._writing = threading.RLock(), threading.RLock()
         self._reader: Any = None
         self._writer: Any = None
+        self._closed = False
 
     def close(self) -> None:
+        self._closed = True
         with self._reading, self._writing:
             for connection in (self._reader, self._writer):
                 if connection is not None:
@@ -30,6 +32,8 @@ class Link:
             self._reader = self._writer = None
 
     def _connection(self, writing: bool) -> Any:
+        if self._closed:
+            raise ValueError(f"{self.where}: the gallery is closed; open it again")
         kept = self._writer if writing else self._reader
         if kept is not None and not (kept.closed or kept.broken):
             return kept

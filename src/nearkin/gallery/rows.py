@@ -1,9 +1,9 @@
 """What a gallery keeps of an item, byte for byte the same in every store, and the checksum that proves it."""
 
-import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ __all__ = [
     "Fields",
     "Filter",
     "Row",
+    "bytes_checksum",
     "checksum",
     "fields_of",
     "filter_of",
@@ -25,6 +26,7 @@ __all__ = [
 
 Floats: TypeAlias = NDArray[np.float32]
 SUM = 8  # bytes of a checksum
+HEAD, VECTOR_HEAD = struct.Struct(">qiii"), struct.Struct(">hh")
 
 
 class Fields(NamedTuple):
@@ -58,18 +60,22 @@ class Filter(NamedTuple):
 
 def checksum(id: int, content: bytes, label: str, name: str, metadata: str, vector: bytes) -> bytes:
     """Over every field with its length; PostgreSQL computes the same in `postgres.SUM`."""
-    texts = label.encode(), name.encode(), metadata.encode()
-    head = struct.pack(">qiii", id, *map(len, texts))
-    vector_head = struct.pack(">hh", len(vector) // 4, 0)  # as pgvector sends it
-    return hashlib.sha256(b"".join((head, *texts, content, vector_head, vector))).digest()[:SUM]
+    return bytes_checksum(id, content, label.encode(), name.encode(), metadata.encode(), vector)
+
+
+def bytes_checksum(id: int, content: bytes, label: bytes, name: bytes, metadata: bytes, vector: bytes) -> bytes:
+    """The same, of texts as they are stored."""
+    head = HEAD.pack(id, len(label), len(name), len(metadata))
+    vector_head = VECTOR_HEAD.pack(len(vector) // 4, 0)  # as pgvector sends it
+    return sha256(b"".join((head, label, name, metadata, content, vector_head, vector))).digest()[:SUM]
 
 
 def meta_checksum(said: str) -> bytes:
-    return hashlib.sha256(said.encode()).digest()[:SUM]
+    return sha256(said.encode()).digest()[:SUM]
 
 
 def picture_checksum(id: int, picture: bytes) -> bytes:
-    return hashlib.sha256(struct.pack(">q", id) + picture).digest()[:SUM]
+    return sha256(struct.pack(">q", id) + picture).digest()[:SUM]
 
 
 def packed(rows: Floats) -> list[bytes]:
@@ -87,12 +93,15 @@ def unpacked(vectors: Sequence[bytes], dim: int) -> Floats:
 def unit(rows: NDArray[Any], what: str = "vectors") -> Floats:
     """Rows (n, D) brought to length 1 in float64, kept in float32."""
     wide = np.asarray(rows, np.float64)
+    largest = np.abs(wide).max(1, initial=0.0, keepdims=True)
+    wrong = int((~np.isfinite(largest)).sum())
+    if wrong:
+        raise ValueError(f"{what} must be finite, got NaN or Inf in {wrong} of {len(wide)}")
+    if nowhere := int((largest == 0).sum()):
+        raise ValueError(f"{what} must not be all 0, which points nowhere; got {nowhere} such")
+    # By a power of 2, so that no bit of a usual row changes, and the squares of no row are beyond what float64 has.
+    wide = np.ldexp(wide, -np.frexp(largest)[1])
     length = np.sqrt((wide * wide).sum(1, keepdims=True))
-    wrong = ~np.isfinite(length[:, 0])
-    if wrong.any():
-        raise ValueError(f"{what} must be finite, got NaN or Inf in {int(wrong.sum())} of {len(wide)}")
-    if (length == 0).any():
-        raise ValueError(f"{what} must not be all 0, which points nowhere; got {int((length == 0).sum())} such")
     rows_of_1: Floats = (wide / length).astype(np.float32)
     return rows_of_1
 

@@ -5,7 +5,6 @@ read while one writes; another writer waits for its turn.
 """
 
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from nearkin.gallery import facts as facts_of
-from nearkin.gallery import reading
+from nearkin.gallery import mending, reading, sqlite_file
 from nearkin.gallery.facts import Facts
 from nearkin.gallery.following import Follower
+from nearkin.gallery.matrix import Matrix
 from nearkin.gallery.rows import Fields, Filter, Floats, Row, checksum, picture_checksum
-from nearkin.gallery.store import Added, Report, merged, planned
+from nearkin.gallery.store import Added, Report, Unavailable, merged, planned
 
 __all__ = ["SqliteStore"]
 
-MARK = 0x6E6B6731  # SQLite's application_id: tells a gallery from other databases
 SCHEMA = (
     # Twice, so that one damaged page does not cost what cannot be counted again.
     "CREATE TABLE facts (copy INTEGER PRIMARY KEY, said TEXT NOT NULL, sum BLOB NOT NULL)",
@@ -31,7 +30,6 @@ SCHEMA = (
     "CREATE TABLE thumbnails (id INTEGER PRIMARY KEY, bytes BLOB NOT NULL, sum BLOB NOT NULL)",
     "CREATE TABLE changes (seq INTEGER PRIMARY KEY, id INTEGER NOT NULL)",
 )
-PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "cell_size_check = ON", "cache_size = -65536")
 
 
 class SqliteStore:
@@ -41,9 +39,12 @@ class SqliteStore:
 
     def __init__(self, path: Path, timeout: float) -> None:
         self.path, self.where, self.timeout = path, str(path), timeout
-        self.reading, self.writing = threading.RLock(), threading.RLock()
+        self.reading, self.writing = sqlite_file.Turn(self.where, timeout), sqlite_file.Turn(self.where, timeout)
         self._reader: Any = None
         self._writer: Any = None
+        self._file: sqlite_file.Identity | None = None  # which one was opened, and which gallery was in it
+        self._gallery: str | None = None
+        self._closed = False
         self.follower = self._fresh()
 
     def _fresh(self) -> Follower:
@@ -66,8 +67,10 @@ class SqliteStore:
     def facts(self) -> Facts | None:
         if self.path.is_dir():
             raise ValueError(f"{self.where}: a gallery is a file, this is a folder")
-        if not self.path.exists() or self.path.stat().st_size == 0:
-            return None
+        if self._reader is None and self._writer is None:
+            mending.finish_repair(self.path, self.timeout)
+            if not self.path.exists() or self.path.stat().st_size == 0:
+                return None
         with self.reading, self.explained():
             return self._read_facts(self.connection(False))
 
@@ -79,16 +82,21 @@ class SqliteStore:
                 return  # another process was first
             for statement in SCHEMA:
                 writer.execute(statement)
-            writer.execute(f"PRAGMA application_id = {MARK}")
+            writer.execute(f"PRAGMA application_id = {sqlite_file.MARK}")
             self.write_facts(writer, facts)
 
     def close(self) -> None:
         with self.reading, self.writing:
-            for connection in (self._reader, self._writer):
-                if connection is not None:
-                    connection.close()
-            self._reader = self._writer = None
-            self.follower = self._fresh()
+            self.release()
+            self._closed = True
+
+    def release(self) -> None:
+        """Lets go of the file and of what is in memory; the next call opens it again. Its caller holds both locks."""
+        for connection in (self._reader, self._writer):
+            if connection is not None and self._file is not None:
+                sqlite_file.close(connection, self._file)
+        self._reader = self._writer = self._file = None
+        self.follower = self._fresh()
 
     # --- writing
 
@@ -142,16 +150,8 @@ class SqliteStore:
     # --- reading
 
     def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
-        with self.reading, self.explained():
-            reader = self.connection(False)
-            while True:
-                matrix = self.follower.look(reader, self.sure_facts)
-                ids, similarity = self.follower.nearest(matrix, query, k, filter)
-                rows, bad = reading.fetch(reader, ids.tolist())
-                if len(rows) == len(ids):
-                    return [(rows[i], s) for i, s in zip(ids.tolist(), similarity.tolist(), strict=True)]
-                self.follower.put_aside(bad)  # damaged since; or removed a moment ago, which the next look sees
-                self.follower.look_again()
+        with self._followed() as (reader, _):
+            return self.follower.nearest(reader, self.sure_facts, query, k, filter)
 
     def rows(self, ids: Sequence[int]) -> dict[int, Row]:
         with self.reading, self.explained():
@@ -168,18 +168,26 @@ class SqliteStore:
         return found[0]
 
     def counts(self) -> dict[str, int]:
-        with self.reading, self.explained():
-            return self.follower.look(self.connection(False), self.sure_facts).counts()
+        with self._followed() as (_, matrix):
+            return matrix.counts()
 
     def sizes(self) -> dict[int, int]:
-        with self.reading, self.explained():
-            number = np.bincount(self.follower.look(self.connection(False), self.sure_facts).tally)
+        with self._followed() as (_, matrix):
+            number = np.bincount(matrix.tally)
             return {int(rows): int(number[rows]) for rows in np.flatnonzero(number) if rows}
 
     def examples(self, labels: Sequence[str]) -> dict[str, int]:
-        with self.reading, self.explained():
-            matrix = self.follower.look(self.connection(False), self.sure_facts)
+        with self._followed() as (_, matrix):
             return {label: int(matrix.tally[matrix.labels[label]]) for label in labels if label in matrix.labels}
+
+    @contextmanager
+    def _followed(self) -> Iterator[tuple[Any, Matrix]]:
+        """A reader of one state of the file, and the rows in memory as that state has them."""
+        with self.reading, self.explained():
+            reader = self.connection(False)
+            with sqlite_file.snapshot(reader):
+                self._same(reader)
+                yield reader, self.follower.look(reader, self.sure_facts)
 
     def scan(self) -> Iterator[Row]:
         last: int | None = 0
@@ -192,10 +200,10 @@ class SqliteStore:
     # --- keeping
 
     def warm(self, progress: Callable[[int, int], None] | None = None) -> None:
-        with self.reading, self.explained():
-            reader = self.connection(False)
-            matrix = self.follower.look(reader, self.sure_facts)
-            self.follower.warm(matrix, self.sure_facts(reader), progress)
+        with self.reading:
+            with self._followed() as (reader, matrix):
+                facts = self.sure_facts(reader)
+            self.follower.warm(matrix, facts, progress)
 
     def reindex(self, progress: Callable[[int, int], None] | None = None) -> None:
         with self.reading:
@@ -203,37 +211,43 @@ class SqliteStore:
             self.warm(progress)
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> Report:
-        from nearkin.gallery import mending
-
         return mending.check(self, progress)
 
     def repair(self) -> tuple[int, Any]:
-        from nearkin.gallery import mending
-
         return mending.repair(self)
 
     # --- SQLite
 
     def connection(self, writing: bool) -> Any:
+        """To the file that was opened first: another that has its name since is neither read nor written."""
+        if self._closed:
+            raise ValueError(f"{self.where}: the gallery is closed; open it again")
+        if self._file is not None and sqlite_file.identity(self.path) != self._file:
+            raise self._replaced()
         kept = self._writer if writing else self._reader
-        if kept is not None:
-            return kept
-        made = sqlite3.connect(self.path, timeout=self.timeout, isolation_level=None, check_same_thread=False)
-        made.text_factory = _text
-        try:
-            for pragma in PRAGMAS:
-                made.execute(f"PRAGMA {pragma}")
-            mark = made.execute("PRAGMA application_id").fetchone()[0]
-            if mark != MARK and made.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise ValueError(f"{self.where}: an SQLite file, but not a gallery")
-        except BaseException:
-            made.close()
-            raise
-        if writing:
-            self._writer = made
-        else:
-            self._reader = made
-        return made
+        if kept is None:
+            mending.finish_repair(self.path, self.timeout)
+            kept, file = sqlite_file.connect(self.path, self.timeout, writing)
+            if self._file not in (None, file):
+                sqlite_file.close(kept, file)
+                raise self._replaced()
+            self._file = file
+            if writing:
+                self._writer = kept
+            else:
+                self._reader = kept
+        return kept
+
+    def _same(self, connection: Any) -> None:
+        if self._file is not None and sqlite_file.overwritten(connection, self.path, self._file):
+            raise Unavailable(
+                f"{self.where}: other bytes were copied into the file while the gallery was open, nothing was written; "
+                f"close it everywhere, move {self.path.name}-wal and {self.path.name}-shm away, and open it again"
+            )
+
+    def _replaced(self, written: str = "nothing was written") -> Unavailable:
+        what = f"the file was replaced or deleted while the gallery was open, {written}"
+        return Unavailable(f"{self.where}: {what}; open the gallery again (restart the service)")
 
     @contextmanager
     def transaction(self) -> Iterator[tuple[Any, Facts]]:
@@ -246,6 +260,8 @@ class SqliteStore:
         with self.writing, self.explained():
             writer = self.connection(True)
             try:
+                if writer.in_transaction:  # whoever was here before was stopped while leaving
+                    writer.execute("ROLLBACK")
                 writer.execute("BEGIN IMMEDIATE")
             except sqlite3.OperationalError as error:
                 if "locked" not in str(error):
@@ -255,13 +271,19 @@ class SqliteStore:
                     f"{self.where}: another process is writing to it; {waited}, try again later"
                 ) from None
             try:
+                self._same(writer)
+                before = writer.total_changes
                 yield writer
+                if writer.total_changes != before:
+                    sqlite_file.count_up(writer)
                 writer.execute("COMMIT")
             except BaseException:
                 with suppress(sqlite3.Error):
                     if writer.in_transaction:
                         writer.execute("ROLLBACK")
                 raise
+            if sqlite_file.identity(self.path) != self._file:
+                raise self._replaced("and what was just written went into the file that is gone")
 
     def sure_facts(self, connection: Any) -> Facts:
         facts = self._read_facts(connection)
@@ -272,9 +294,12 @@ class SqliteStore:
     def _read_facts(self, connection: Any) -> Facts | None:
         if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
             return None
-        return facts_of.first_sound(
-            self.where, connection.execute("SELECT said, sum FROM facts ORDER BY copy").fetchall()
-        )
+        copies = connection.execute("SELECT said, sum FROM facts ORDER BY copy").fetchall()
+        facts = facts_of.first_sound(self.where, copies)
+        if self._gallery not in (None, facts.gallery):
+            raise Unavailable(f"{self.where}: holds another gallery than the one that was opened; open it again")
+        self._gallery = facts.gallery
+        return facts
 
     @staticmethod
     def write_facts(writer: Any, facts: Facts) -> None:
@@ -296,8 +321,3 @@ class SqliteStore:
                 raise ValueError(f"{self.where}: not a gallery, or its first bytes are damaged") from None
             way_out = f"nearkin gallery check {self.where} --repair saves the rows that are whole"
             raise ValueError(f"{self.where}: the file is damaged ({error}); {way_out}") from None
-
-
-def _text(content: bytes) -> str:
-    """A flipped byte that is no UTF-8 any more must spoil its row, not the reading of all."""
-    return content.decode("utf-8", "surrogateescape")

@@ -6,7 +6,7 @@ from importlib.resources import files as resources
 from typing import TYPE_CHECKING, Any
 
 from nearkin.core.versions import version_of
-from nearkin.gallery import Conflict, Gallery, Missing
+from nearkin.gallery import Conflict, Gallery, Missing, Unavailable
 from nearkin.web import routes
 from nearkin.web.access import Access
 from nearkin.web.batching import Busy
@@ -30,6 +30,7 @@ STATUS: dict[type[Exception], int] = {
     ValueError: 422,
     TypeError: 422,
     TimeoutError: 503,
+    Unavailable: 503,
     Busy: 503,
 }
 PAGE = {"style.css": "text/css", "script.js": "text/javascript", "map.js": "text/javascript"}
