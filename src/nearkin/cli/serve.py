@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nearkin.cli.screen import Device, app, one_sentence, plain_bar
+from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
 
 
 @app.command(no_args_is_help=True)
@@ -58,6 +58,6 @@ def serve(
             token=token,
             device=device.value,
             drawing=demo,
-            ready=lambda address: typer.echo(f"{address}  (Ctrl-C ends it)"),
+            ready=lambda address: echo(f"{address}  (Ctrl-C ends it)"),
             quiet=quiet,
         )

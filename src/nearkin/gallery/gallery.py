@@ -17,7 +17,7 @@ from nearkin.gallery.encoding import Encoding
 from nearkin.gallery.facts import Facts
 from nearkin.gallery.intake import Seen
 from nearkin.gallery.matrix import similarities
-from nearkin.gallery.rows import Row, filter_of, label_of, unpacked
+from nearkin.gallery.rows import Row, filter_of, label_of, metadata_of, shortened, unpacked
 from nearkin.gallery.store import Missing, Report, Store
 
 __all__ = ["Enrolled", "Gallery"]
@@ -93,6 +93,8 @@ class Gallery:
         for one in set(labels) if all(isinstance(one, str) for one in labels) else labels:
             label_of(one)
         metas = _each("metadata", metadata, len(many), Mapping | None)
+        if isinstance(metadata, Mapping):
+            metadata_of(metadata)  # before anything is encoded
         called = _each("names", names, len(many), str | None)
         self._writable()
         ids, added, known, kept, start = [], 0, 0, 0, 0
@@ -317,7 +319,7 @@ def _each(name: str, value: Any, count: int, kind: Any) -> list[Any]:
     if isinstance(value, kind):
         return [value] * count
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise TypeError(f"{name} must be one for all items or a list of one an item, got {value!r}")
+        raise TypeError(f"{name} must be one for all items or a list of one an item, got {shortened(value)}")
     if len(value) != count:
         raise ValueError(f"{name} must have one entry an item: {count} items, {len(value)} entries")
     return list(value)

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from nearkin.core.versions import version_of
 from nearkin.gallery import Gallery
+from nearkin.gallery.rows import bounded
 from nearkin.web.batching import Line
 from nearkin.web.explore import Explorer
 from nearkin.web.limits import Limits
@@ -60,7 +61,7 @@ class Service:
         return {"rows": await self._write(lambda: self.gallery.relabel(ids, label))}
 
     async def get(self, id: int) -> dict[str, Any]:
-        return await self._reader.ask(lambda _: self.gallery.get(id)._asdict())
+        return await self._reader.ask(lambda _: _plain([self.gallery.get(id)])[0])
 
     async def thumbnail(self, id: int) -> bytes:
         return await self._reader.ask(lambda _: self.gallery.thumbnail(id))
@@ -124,4 +125,14 @@ class Service:
 
 
 def _plain(found: Sequence[Any]) -> list[dict[str, Any]]:
-    return [one._asdict() for one in found]
+    return [_fields(one) for one in found]
+
+
+def _fields(hit: Any) -> dict[str, Any]:
+    """A row whose metadata could not be sent does not spoil the answer; before they were bounded, any were taken."""
+    found: dict[str, Any] = hit._asdict()
+    try:
+        bounded(found.get("metadata"), "metadata")
+    except ValueError as error:
+        found["metadata"] = {"left out": str(error)}
+    return found
