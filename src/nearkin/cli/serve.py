@@ -1,5 +1,7 @@
 """`nearkin serve`: a gallery over HTTP, with a page."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +52,7 @@ def serve(
             raise ValueError("serve needs a run and a gallery: nearkin serve RUN --gallery G, or nearkin serve --demo")
         else:
             chosen, place = run, gallery
-        web.serve(
+        ended = web.serve(
             chosen,
             place,
             host=host,
@@ -61,3 +63,7 @@ def serve(
             ready=lambda address: echo(f"{address}  (Ctrl-C ends it)"),
             quiet=quiet,
         )
+    if not ended:  # a thread that hangs would hold up the end of Python, or be torn down within torch
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

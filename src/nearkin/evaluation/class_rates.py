@@ -72,7 +72,7 @@ def smallest_far(classes: int, confidence: float = 0.95) -> float:
 
 def classes_needed(far: float, confidence: float = 0.95) -> int:
     """The fewest classes that can show this rate."""
-    pairs = -math.log1p(-confidence) / far
+    pairs = -math.log1p(-confidence) / max(far, 1e-290)  # the smallest float64 would be beyond the largest
     return math.ceil((1 + math.sqrt(1 + 8 * pairs)) / 2 - 1e-9)
 
 

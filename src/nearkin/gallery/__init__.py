@@ -7,7 +7,7 @@ from nearkin.gallery.gallery import Enrolled, Gallery
 from nearkin.gallery.intake import Seen
 from nearkin.gallery.opening import run_of
 from nearkin.gallery.pairs import verify
-from nearkin.gallery.store import Conflict, Missing, Report
+from nearkin.gallery.store import Conflict, Missing, Report, Unavailable
 
 __all__ = [
     "Candidate",
@@ -19,6 +19,7 @@ __all__ = [
     "Missing",
     "Report",
     "Seen",
+    "Unavailable",
     "Verification",
     "calibrate",
     "enrol_source",

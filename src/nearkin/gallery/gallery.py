@@ -69,6 +69,11 @@ class Gallery:
         """
         return cls(*opening.opened(place, run, dim, create, timeout, device, max_pixels))
 
+    @property
+    def place(self) -> str:
+        """Where it is kept, without a password."""
+        return self._store.where
+
     # --- writing
 
     def enrol(
@@ -130,11 +135,14 @@ class Gallery:
         unreadable: a list that gets a sentence for each picture that cannot be read, which is None in the answer;
         without it the first of them is a ValueError.
         """
-        many = intake.listed(items)[0]
-        raws = intake.contents(many, self._encoding, self.dim)
-        called = _each("names", names, len(raws), str | None)
-        raws = [raw if name is None else raw._replace(name=name) for raw, name in zip(raws, called, strict=True)]
-        return intake.encoded(raws, self._encoding, unreadable)
+        return intake.encoded(self._raws(items, names), self._encoding, unreadable)
+
+    def decode(self, items: Any, names: Sequence[str] | None = None) -> list[Any]:
+        """Pictures decoded, which takes no turn of the encoder's: what `see` and the other methods take in their place.
+
+        The first that cannot be read is a ValueError.
+        """
+        return intake.decoded(self._raws(items, names), self._encoding)
 
     def search(self, item: Any, k: int = 10, filter: Mapping[str, Any] | None = None) -> list[Hit]:
         """The k nearest rows, nearest first, equals by id.
@@ -265,6 +273,11 @@ class Gallery:
         self.close()
 
     # --- inside
+
+    def _raws(self, items: Any, names: Sequence[str] | None) -> list[Any]:
+        raws = intake.contents(intake.listed(items)[0], self._encoding, self.dim)
+        called = _each("names", names, len(raws), str | None)
+        return [raw if name is None else raw._replace(name=name) for raw, name in zip(raws, called, strict=True)]
 
     def _one(self, item: Any) -> Seen:
         many = intake.listed(item)[0]

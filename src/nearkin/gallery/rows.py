@@ -141,12 +141,13 @@ def metadata_of(metadata: object) -> str:
 
 def bounded(value: object, what: str, parts: int = METADATA) -> None:
     """Raises where dicts and lists stand deeper within one another than `DEEPEST`, or hold more parts than may be."""
-    level, count = [value], 0
+    level: list[Any] = [value]
+    count = 0
     for _ in range(DEEPEST + 1):
         level = [one for one in level if isinstance(one, Mapping | list | tuple)]
         if not level:
             return
-        inner: list[object] = []
+        inner: list[Any] = []
         for one in level:
             count += len(one)
             if count > parts:

@@ -14,6 +14,7 @@ __all__ = [
     "Plan",
     "Report",
     "Store",
+    "Unavailable",
     "merged",
     "planned",
     "proved",
@@ -54,6 +55,10 @@ class Missing(ValueError):
 
     def __init__(self, id: int) -> None:
         super().__init__(f"no row has the id {id}")
+
+
+class Unavailable(OSError):
+    """The place of the gallery is not what it was when it was opened."""
 
 
 class Report(NamedTuple):

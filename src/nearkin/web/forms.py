@@ -14,7 +14,7 @@ from nearkin.web.limits import Limits
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-__all__ = ["Brought", "Malformed", "Unsupported", "body_schema", "json_object", "read"]
+__all__ = ["Brought", "Malformed", "TooLarge", "Unsupported", "body_schema", "json_object", "read"]
 
 TEXT = 64 * 2**10  # bytes of a part that is no picture
 LONGEST = 65_536  # numbers of a vector
@@ -36,6 +36,10 @@ class Malformed(ValueError):
 
 class Unsupported(ValueError):
     """A format that is not taken."""
+
+
+class TooLarge(ValueError):
+    """More than a request may bring."""
 
 
 class Brought(NamedTuple):
