@@ -12,6 +12,7 @@ import typer
 from nearkin.cli.ranks import first, shared
 from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
 from nearkin.core.text import visible
+from nearkin.gallery.postgres_url import shown
 
 if TYPE_CHECKING:
     from nearkin.evaluation import Ranks
@@ -113,7 +114,7 @@ def enrol(
     if not quiet:
         more = f", {found.kept:,} of them under another label, which they keep" if found.kept else ""
         left = f", {len(found.unreadable):,} unreadable" if found.unreadable else ""
-        echo(f"{gallery}: {found.added:,} enrolled, {found.known:,} there already{more}{left}; {rows:,} in all")
+        echo(f"{shown(gallery)}: {found.added:,} enrolled, {found.known:,} there already{more}{left}; {rows:,} in all")
 
 
 @app.command(no_args_is_help=True)
@@ -245,7 +246,7 @@ def reindex(gallery: _Where) -> None:
         with plain_bar("indexing") as progress:
             opened.reindex(progress)
         state = opened.stats()["index"]
-    echo(f"{gallery}: {state}")
+    echo(f"{shown(gallery)}: {state}")
 
 
 @verbs.command(no_args_is_help=True)
@@ -260,7 +261,7 @@ def check(
         with plain_bar("checking") as progress:
             found = opened.check(progress)
         saved = opened.repair() if repair and not found.whole else None
-    echo(f"{gallery}: {found.sound:,} of {found.rows:,} rows are whole")
+    echo(f"{shown(gallery)}: {found.sound:,} of {found.rows:,} rows are whole")
     for id, why in list(found.bad.items())[:20]:
         echo(f"id {id}: {why}", err=True)
     for note in found.notes:
@@ -268,7 +269,7 @@ def check(
     if saved is not None:
         echo(f"{saved[0]:,} rows are kept; what was there before is in {saved[1]}")
     elif not found.whole:
-        echo(f"damaged rows are left out of every search; nearkin gallery check {gallery} --repair", err=True)
+        echo(f"damaged rows are left out of every search; nearkin gallery check {shown(gallery)} --repair", err=True)
         raise typer.Exit(1)
 
 
