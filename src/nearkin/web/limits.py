@@ -45,7 +45,7 @@ class Limits(NamedTuple):
     requests: int = 256  # at a time
     pictures: int = 32  # of one request
     pixels: int = 50_000_000  # of one picture
-    decoded: int = 256 * 2**20  # bytes of all pixels of a request: width × height × bytes a pixel
+    decoded: int = 192 * 2**20  # bytes of all pixels of a request: width × height × bytes a pixel
     batch: int = 32  # pictures that are encoded together
     queue: int = 128  # pictures that may wait for the encoder
     answer: float = 30.0  # seconds until a request is answered; the map and the diagnosis take their time
