@@ -106,3 +106,14 @@ def test_the_service_refuses_deep_json_everywhere(gallery):
             answer = client.post(path, content=body, headers={"content-type": "application/json"})
             assert answer.status_code in (400, 422) and len(answer.text) < 1000, (path, answer.text[:300])
         assert client.get("/api/stats").json()["rows"] == 1
+
+
+def test_the_command_refuses_them_in_one_sentence(tmp_path):
+    from typer.testing import CliRunner
+
+    from nearkin.cli import app
+
+    for option, words in (("[" * 100_000, "must be JSON"), ("[" * 9 + "]" * 9, "must be a JSON object")):
+        command = ["enrol", str(tmp_path), "glyphs", "--gallery", str(tmp_path / "g"), "--metadata", option]
+        found = CliRunner().invoke(app, command)
+        assert found.exit_code == 2 and words in found.output and len(found.output) < 600

@@ -369,7 +369,7 @@ def _filter(texts: list[str] | None) -> dict[str, Any] | None:
             raise ValueError(f'filter must be KEY=VALUE, as label=heron, got "{text}"')
         try:
             read = json_module.loads(value) if key != "label" else value
-        except ValueError:
+        except (ValueError, RecursionError):
             read = value
         found.setdefault(key, []).append(value if isinstance(read, list | dict) else read)
     return found or None
@@ -380,10 +380,10 @@ def _json_object(text: str | None) -> dict[str, Any] | None:
         return None
     try:
         found = json_module.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--metadata must be JSON ({error}), got {text}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--metadata must be JSON ({error}), got {text[:200]}") from None
     if not isinstance(found, dict):
-        raise ValueError(f'--metadata must be a JSON object, as {{"place": "pond"}}, got {text}')
+        raise ValueError(f'--metadata must be a JSON object, as {{"place": "pond"}}, got {text[:200]}')
     return found
 
 

@@ -48,7 +48,7 @@ class Limits(NamedTuple):
     decoded: int = 192 * 2**20  # bytes of all pixels of a request: width × height × bytes a pixel
     batch: int = 32  # pictures that are encoded together
     queue: int = 128  # pictures that may wait for the encoder
-    answer: float = 30.0  # seconds until a request is answered; the map and the diagnosis take their time
+    answer: float = 30.0  # seconds until a request is answered; the map and the diagnosis may take ten times as long
     stuck: float = 60.0  # seconds of work on one request after which health is no longer "ok"
     headers: float = 10.0  # seconds until the head of a request must be there
     connections: int = 2048  # at a time; as many less as the system has files

@@ -36,7 +36,7 @@ class Service:
         self._model = Line("encoder", self._see, batch=limits.batch, queue=limits.queue, seconds=soon)
         self._writer = Line("writer", queue=limits.queue, seconds=soon)
         self._reader = Line("reader", queue=2 * limits.requests, threads=2, seconds=soon)
-        self._explorer = Line("explorer", queue=16)
+        self._explorer = Line("explorer", queue=16, seconds=10 * soon)
         self._lines = (self._decoder, self._large, self._model, self._writer, self._reader, self._explorer)
 
     def close(self, seconds: float | None = None) -> None:
