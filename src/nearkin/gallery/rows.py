@@ -23,11 +23,12 @@ __all__ = [
     "unpacked",
 ]
 
-Floats: TypeAlias = NDArray[np.float32]
-SUM = 8  # bytes of a checksum
 METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
 NAME = 4096  # characters of an item's name
 DEEPEST = 16  # dicts and lists within one another
+
+Floats: TypeAlias = NDArray[np.float32]
+SUM = 8  # bytes of a checksum
 
 
 class Fields(NamedTuple):
