@@ -362,8 +362,11 @@ def test_the_token_is_asked_for(browser, tmp_path, shoot):
     served = Served(tmp_path / "closed", token="open-sesame")
     try:
         with Watched(browser, served.address, scheme="dark") as page:
+            page.wait_for_selector("#ask-token[open]")
+            assert not page.is_visible("#token-wrong")
             page.fill("#token", "wrong")
             page.press("#token", "Enter")
+            says(page, "#token-wrong:visible", "That token was wrong.")
             page.fill("#token", "open-sesame")
             page.press("#token", "Enter")
             says(page, "#summary", "32 items")

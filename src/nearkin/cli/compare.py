@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from nearkin.cli.ranks import alone
-from nearkin.cli.screen import Device, app, one_sentence, progress_bars, shown
+from nearkin.cli.screen import Device, app, echo, one_sentence, progress_bars, shown
+from nearkin.core.text import visible
 
 
 @app.command(no_args_is_help=True)
@@ -120,12 +121,12 @@ def compare(
             page = folder / "comparison.html"
             report.write_comparison(page, found.results)
     if json:
-        typer.echo(json_module.dumps(found.results, indent=2, ensure_ascii=False))
+        echo(json_module.dumps(found.results, indent=2, ensure_ascii=False), lines=True)
     elif quiet:
-        typer.echo(str(folder))
+        echo(str(folder))
     else:
         _print(found.results)
-        typer.echo(f"report: {page}")
+        echo(f"report: {page}")
 
 
 def _stem(source: str) -> str:
@@ -202,7 +203,7 @@ class _Watcher:
     def _say(self, text: str) -> None:
         from rich.text import Text
 
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(visible(text)), soft_wrap=True)
 
 
 def _print(results: dict[str, Any]) -> None:
@@ -210,6 +211,7 @@ def _print(results: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     grid = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     grid.add_column("test, % (95 %)", no_wrap=True)
@@ -223,18 +225,19 @@ def _print(results: dict[str, Any]) -> None:
             verdict = f"{100 * against['difference']:.1f}, {words}"
         cells = [_cell(row["separated"]["map@r"]), _cell(row["separated"]["precision@1"])]
         cells += [_cell(row["concatenated"]["map@r"]), verdict, "–" if speed is None else f"{speed:.1f}"]
-        grid.add_row(row["loss"], *cells)
+        grid.add_row(Text(visible(row["loss"])), *cells)
     for row in results["references"]:
         name = results["protocol"]["baseline"] if row["loss"] == "baseline" else row["loss"]
         single = row.get("separated") or row["concatenated"]
         joined = _cell(row["concatenated"]["map@r"]) if "separated" in row else ""
-        grid.add_row(name, _cell(single["map@r"]), _cell(single["precision@1"]), joined, "", "", style="dim")
+        cells = [_cell(single["map@r"]), _cell(single["precision@1"]), joined, "", ""]
+        grid.add_row(Text(visible(name)), *cells, style="dim")
     console = Console()
     console.print(grid)
     advice = results["recommendation"]
     for sentence in (*advice["sentences"], *advice["cautions"]):
-        console.print(sentence, markup=False, highlight=False)
-    console.print(advice["train"], markup=False, highlight=False, soft_wrap=True)
+        console.print(visible(sentence), markup=False, highlight=False)
+    console.print(visible(advice["train"], lines=True), markup=False, highlight=False, soft_wrap=True)
 
 
 def _cell(figure: dict[str, float | None]) -> str:

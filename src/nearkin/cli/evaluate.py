@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearkin.cli.ranks import first, shared
-from nearkin.cli.screen import Device, app, bar_columns, one_sentence, plain_bar
+from nearkin.cli.screen import Device, app, bar_columns, echo, one_sentence, plain_bar
+from nearkin.core.text import visible
 
 if TYPE_CHECKING:
     from nearkin.data.vectors import Vectors
@@ -170,7 +171,7 @@ def evaluate(
         return
     _print(found, interval)
     if json is not None:
-        typer.echo(f"wrote {json}", err=True)
+        echo(f"wrote {json}", err=True)
 
 
 def _of_run(
@@ -252,7 +253,7 @@ def _print(found: dict[str, Any], interval: bool) -> None:
         if one
     ]
     classes = f", {found['classes']:,} classes" if found["classes"] else ""
-    typer.echo(" against ".join(sets) + classes)
+    echo(" against ".join(sets) + classes)
     grid = Table(box=SIMPLE_HEAD)
     for name in ("protocol", "metric"):
         grid.add_column(name, no_wrap=True)
@@ -265,8 +266,8 @@ def _print(found: dict[str, Any], interval: bool) -> None:
             grid.add_section()
         shown = "" if row.protocol == last else row.protocol
         cells = (shown, row.metric, row.value, *([row.interval] if interval else []))
-        grid.add_row(*map(Text, cells))  # a class may be called [red]
+        grid.add_row(*(Text(visible(cell, lines=True)) for cell in cells))  # a class may be called [red]
         last = row.protocol
     Console().print(grid)
     for note in found["notes"]:
-        typer.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)

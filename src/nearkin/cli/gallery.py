@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearkin.cli.ranks import first, shared
-from nearkin.cli.screen import Device, app, one_sentence, plain_bar
+from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
+from nearkin.core.text import visible
+from nearkin.gallery.postgres_url import shown
 
 if TYPE_CHECKING:
     from nearkin.evaluation import Ranks
@@ -108,11 +110,11 @@ def enrol(
     if not first(ranks):
         return
     for line in found.unreadable[:10]:
-        typer.echo(f"left out: {line}", err=True)
+        echo(f"left out: {line}", err=True)
     if not quiet:
         more = f", {found.kept:,} of them under another label, which they keep" if found.kept else ""
         left = f", {len(found.unreadable):,} unreadable" if found.unreadable else ""
-        typer.echo(f"{gallery}: {found.added:,} enrolled, {found.known:,} there already{more}{left}; {rows:,} in all")
+        echo(f"{shown(gallery)}: {found.added:,} enrolled, {found.known:,} there already{more}{left}; {rows:,} in all")
 
 
 @app.command(no_args_is_help=True)
@@ -168,13 +170,13 @@ def identify(
     limit = (
         "" if found.threshold is None else f" (known from {found.threshold:.4f} on{_held(found.far, 'query', found)})"
     )
-    typer.echo(f"{found.label or 'unknown'}{sure}{near}{limit}")
+    echo(f"{found.label or 'unknown'}{sure}{near}{limit}")
     if found.label is None and found.candidates:
         shown = [
             f"{one.label} {one.confidence:.1%} (similarity {one.similarity:.4f})"
             for one in found.candidates[:CANDIDATES]
         ]
-        typer.echo(f"nearest of the enrolled: {', '.join(shown)}")
+        echo(f"nearest of the enrolled: {', '.join(shown)}")
     _say(found.note)
 
 
@@ -205,11 +207,11 @@ def verify(
         _print_json(found._asdict())
         return
     if found.same is None:
-        typer.echo(f"similarity {found.similarity:.4f}")
+        echo(f"similarity {found.similarity:.4f}")
     else:
         word = "the same" if found.same else "not the same"
         limit = f"threshold {found.threshold:.4f}{_held(found.far, 'pair', found)}"
-        typer.echo(f"{word}: probability {found.probability:.1%}, similarity {found.similarity:.4f}, {limit}")
+        echo(f"{word}: probability {found.probability:.1%}, similarity {found.similarity:.4f}, {limit}")
     _say(found.note)
 
 
@@ -234,7 +236,7 @@ def export(
     """Every row into one file, for `nearkin evaluate` or any index."""
     with one_sentence(), _opened(gallery) as opened:
         count = opened.export(out)
-    typer.echo(f"{out}: {count:,} rows")
+    echo(f"{out}: {count:,} rows")
 
 
 @verbs.command(no_args_is_help=True)
@@ -244,7 +246,7 @@ def reindex(gallery: _Where) -> None:
         with plain_bar("indexing") as progress:
             opened.reindex(progress)
         state = opened.stats()["index"]
-    typer.echo(f"{gallery}: {state}")
+    echo(f"{shown(gallery)}: {state}")
 
 
 @verbs.command(no_args_is_help=True)
@@ -259,15 +261,15 @@ def check(
         with plain_bar("checking") as progress:
             found = opened.check(progress)
         saved = opened.repair() if repair and not found.whole else None
-    typer.echo(f"{gallery}: {found.sound:,} of {found.rows:,} rows are whole")
+    echo(f"{shown(gallery)}: {found.sound:,} of {found.rows:,} rows are whole")
     for id, why in list(found.bad.items())[:20]:
-        typer.echo(f"id {id}: {why}", err=True)
+        echo(f"id {id}: {why}", err=True)
     for note in found.notes:
-        typer.echo(note, err=True)
+        echo(note, err=True)
     if saved is not None:
-        typer.echo(f"{saved[0]:,} rows are kept; what was there before is in {saved[1]}")
+        echo(f"{saved[0]:,} rows are kept; what was there before is in {saved[1]}")
     elif not found.whole:
-        typer.echo(f"damaged rows are left out of every search; nearkin gallery check {gallery} --repair", err=True)
+        echo(f"damaged rows are left out of every search; nearkin gallery check {shown(gallery)} --repair", err=True)
         raise typer.Exit(1)
 
 
@@ -285,7 +287,7 @@ def calibrate(
 
         with plain_bar("embedding") as progress:
             found = room.calibrate(run, part=part, device=device.value, progress=progress)
-    typer.echo(
+    echo(
         f"{run}: calibrated on {found['classes']:,} classes of {part}, {found['genuine']:,} pairs of the same class "
         f"and {found['impostors']:,} of different ones; error of probabilities {found['error']:.3f}"
     )
@@ -317,7 +319,7 @@ def _opened(
                 yield opened
         finally:
             for one in heard:
-                typer.echo(f"note: {one.message}", err=True)
+                echo(f"note: {one.message}", err=True)
 
 
 @contextmanager
@@ -367,7 +369,7 @@ def _filter(texts: list[str] | None) -> dict[str, Any] | None:
             raise ValueError(f'filter must be KEY=VALUE, as label=heron, got "{text}"')
         try:
             read = json_module.loads(value) if key != "label" else value
-        except ValueError:
+        except (ValueError, RecursionError):
             read = value
         found.setdefault(key, []).append(value if isinstance(read, list | dict) else read)
     return found or None
@@ -378,10 +380,10 @@ def _json_object(text: str | None) -> dict[str, Any] | None:
         return None
     try:
         found = json_module.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--metadata must be JSON ({error}), got {text}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--metadata must be JSON ({error}), got {text[:200]}") from None
     if not isinstance(found, dict):
-        raise ValueError(f'--metadata must be a JSON object, as {{"place": "pond"}}, got {text}')
+        raise ValueError(f'--metadata must be a JSON object, as {{"place": "pond"}}, got {text[:200]}')
     return found
 
 
@@ -399,12 +401,12 @@ def _largest(counts: dict[str, int]) -> dict[str, int]:
 
 
 def _print_json(found: Any) -> None:
-    typer.echo(json_module.dumps(found, indent=2, ensure_ascii=False))
+    echo(json_module.dumps(found, indent=2, ensure_ascii=False), lines=True)
 
 
 def _say(note: str) -> None:
     if note:
-        typer.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
 
 
 def _table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]], empty: str) -> None:
@@ -414,11 +416,11 @@ def _table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]], empty: str) 
     from rich.text import Text
 
     if not rows:
-        typer.echo(empty)
+        echo(empty)
         return
     grid = Table(box=SIMPLE_HEAD, show_header=any(names), pad_edge=False)
     for name in names:
         grid.add_column(name, overflow="fold")
     for row in rows:
-        grid.add_row(*map(Text, row))
+        grid.add_row(*(Text(visible(cell)) for cell in row))
     Console().print(grid)

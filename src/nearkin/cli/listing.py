@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nearkin.cli.screen import app
+from nearkin.cli.screen import app, echo
 
 _Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
@@ -45,7 +45,7 @@ def _defaults(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _show(found: list[dict[str, Any]], json: bool) -> None:
     if json:
-        typer.echo(json_module.dumps(found, indent=2, ensure_ascii=False, default=str))
+        echo(json_module.dumps(found, indent=2, ensure_ascii=False, default=str), lines=True)
         return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

@@ -4,6 +4,7 @@ import io
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -11,6 +12,13 @@ from typing import Any
 
 import typer
 from typer.core import TyperGroup
+
+from nearkin.core.text import visible
+
+
+def echo(text: str, err: bool = False, lines: bool = False) -> None:
+    """Prints a line; control characters that a name, a label or a file brought are shown, not sent to the terminal."""
+    typer.echo(visible(text, lines), err=err)
 
 
 class Device(str, Enum):
@@ -32,7 +40,7 @@ class _Verbs(TyperGroup):
 
             near = difflib.get_close_matches(args[0], verbs, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ";"
-            typer.echo(f'unknown verb "{args[0]}"{hint} known: {", ".join(verbs)}', err=True)
+            echo(f'unknown verb "{args[0]}"{hint} known: {", ".join(verbs)}', err=True)
             raise typer.Exit(2)
         return super().resolve_command(ctx, args)
 
@@ -50,6 +58,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × prints ?, and nothing fails
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda *given, **more: visible(before(*given, **more), lines=True)
     app(prog_name="nearkin")
 
 
@@ -64,22 +74,22 @@ def one_sentence(interrupted: Callable[[], str] = lambda: "nothing was written")
         with _terminable():
             yield
     except KeyboardInterrupt as error:
-        typer.echo(f"interrupted; {interrupted()}", err=True)
+        echo(f"interrupted; {interrupted()}", err=True)
         raise typer.Exit(143 if isinstance(error, _Terminated) else 130) from None
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
             raise  # no missing extra: nearkin itself is broken
-        typer.echo(" ".join(str(error).split()), err=True)
+        echo(" ".join(str(error).split()), err=True)
         raise typer.Exit(3 if type(error).__name__ == "Diverged" else 2) from None
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "out of memory" not in str(error):
             raise
-        typer.echo("out of memory; use a smaller --budget, --batch or --chunk, or --device cpu", err=True)
+        echo("out of memory; use a smaller --budget, --batch or --chunk, or --device cpu", err=True)
         raise typer.Exit(2) from None
     except Exception as error:
         if type(error).__name__ != "Stopped":
             raise
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(128 + getattr(error, "number", 2)) from None
 
 
@@ -197,14 +207,14 @@ class _Watcher:
     def _say(self, text: str) -> None:
         from rich.text import Text
 
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(visible(text)), soft_wrap=True)
 
     def _bar(self, what: str, total: int | None, start: int = 0) -> None:
         if self.what == what:
             return
         if self.task is not None:
             self.bars.remove_task(self.task)
-        self.task, self.what = self.bars.add_task(what, total=total, completed=start, said=""), what
+        self.task, self.what = self.bars.add_task(visible(what), total=total, completed=start, said=""), what
 
     def _advance(self, done: int, unit: str) -> None:
         speed = self.bars.tasks[0].speed
@@ -238,8 +248,9 @@ def bar_columns() -> tuple[Any, ...]:
             hours, minutes = divmod(minutes, 60)
             return Text(f"{hours}:{minutes:02d}:{rest:02d} left", style="progress.remaining")
 
-    said = TextColumn("{task.fields[said]}")
-    return TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), said, TimeLeft()
+    said = TextColumn("{task.fields[said]}", markup=False)
+    what = TextColumn("{task.description}", markup=False)  # a folder may be called [red]
+    return what, BarColumn(), TimeElapsedColumn(), said, TimeLeft()
 
 
 def results_table(results: dict[str, Any]) -> None:
@@ -247,6 +258,7 @@ def results_table(results: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     tested = results["test"]
     columns = {"baseline": results["baseline"], "untrained": "untrained", "trained": "trained"}
@@ -254,13 +266,13 @@ def results_table(results: dict[str, Any]) -> None:
     grid = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     grid.add_column("test, % (95 %)" if interval else "test, %", no_wrap=True)
     for name in columns.values():
-        grid.add_column(name, justify="right", overflow="fold")  # a narrow screen wraps: no figure is cut
+        grid.add_column(Text(visible(name)), justify="right", overflow="fold")  # narrow screens wrap: no figure is cut
     for metric in tested["trained"]:
         if metric != "precision@1":  # the same number as recall@1
             grid.add_row(metric, *(_cell(metric, tested[name][metric]) for name in columns))
     Console().print(grid)
     if results.get("no_interval"):
-        Console().print(results["no_interval"], soft_wrap=True, highlight=False)
+        Console().print(visible(results["no_interval"]), soft_wrap=True, highlight=False, markup=False)
 
 
 def _count(number: int, what: str, ending: str) -> str:

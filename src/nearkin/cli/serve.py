@@ -1,11 +1,13 @@
 """`nearkin serve`: a gallery over HTTP, with a page."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nearkin.cli.screen import Device, app, one_sentence, plain_bar
+from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
 
 
 @app.command(no_args_is_help=True)
@@ -50,7 +52,7 @@ def serve(
             raise ValueError("serve needs a run and a gallery: nearkin serve RUN --gallery G, or nearkin serve --demo")
         else:
             chosen, place = run, gallery
-        web.serve(
+        ended = web.serve(
             chosen,
             place,
             host=host,
@@ -58,6 +60,10 @@ def serve(
             token=token,
             device=device.value,
             drawing=demo,
-            ready=lambda address: typer.echo(f"{address}  (Ctrl-C ends it)"),
+            ready=lambda address: echo(f"{address}  (Ctrl-C ends it)"),
             quiet=quiet,
         )
+    if not ended:  # a thread that hangs would hold up the end of Python, or be torn down within torch
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nearkin.cli.screen import Device, app, one_sentence, training_screen
+from nearkin.cli.screen import Device, app, echo, one_sentence, training_screen
 
 
 class Strategy(str, Enum):
@@ -115,15 +115,15 @@ def train(
     if not ranks.first:
         return
     if json:
-        typer.echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False))
+        echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False), lines=True)
     elif quiet:
-        typer.echo(str(outcome.folder))
+        echo(str(outcome.folder))
     else:
         from nearkin.cli.screen import results_table
 
         results_table(outcome.results)
-        typer.echo(outcome.results["verdict"]["sentence"])
-        typer.echo(f"report: {outcome.report}")
+        echo(outcome.results["verdict"]["sentence"])
+        echo(f"report: {outcome.report}")
 
 
 def _name_rank(watch: Any, ranks: Any) -> None:

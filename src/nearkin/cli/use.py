@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from nearkin.cli.ranks import first, shared
-from nearkin.cli.screen import Device, app, one_sentence, plain_bar
+from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
 
 
 @app.command(no_args_is_help=True)
@@ -61,7 +61,7 @@ def embed(
             writing.write(out, found.embeddings, found.labels, found.targets, found.names, found.classes)
     if not quiet and first(ranks):
         rows, dimensions = found.embeddings.shape
-        typer.echo(f"{out}: {rows:,} × {dimensions}")
+        echo(f"{out}: {rows:,} × {dimensions}")
 
 
 @app.command(no_args_is_help=True)
@@ -78,4 +78,4 @@ def export(
             raise ValueError("say which format: nearkin export RUN --onnx")
         path = out or run / "model.onnx"
         difference, items = training.export_onnx(run, path)
-    typer.echo(f"{path}: equal to the run's encoder within {difference:.1e} on {items} of its test items")
+    echo(f"{path}: equal to the run's encoder within {difference:.1e} on {items} of its test items")

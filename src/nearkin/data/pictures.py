@@ -13,7 +13,7 @@ from nearkin.core import checks
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["FITS", "MAX_PIXELS", "Unreadable", "decode", "glance", "square"]
+__all__ = ["FITS", "MAX_PIXELS", "Unreadable", "decode", "glance", "square", "weight"]
 
 DECODER = 1  # raise whenever the same file would give other pixels: it is part of the key of every cache
 MAX_PIXELS = 250_000_000  # today's largest phone pictures have 200 million
@@ -74,6 +74,14 @@ def glance(data: bytes | NDArray[Any]) -> tuple[int, bool]:
         return min(data.shape[:2]), data.ndim == 2 or data.shape[2] == 1
     image = _open(data, MAX_PIXELS)
     return min(image.size), image.mode in _GREY or image.mode.startswith(("I", "F"))
+
+
+def weight(data: bytes, max_pixels: int = MAX_PIXELS) -> int:
+    """Bytes of all pixels once they are decoded: width × height × bytes a pixel, from the header."""
+    image = _open(data, max_pixels)
+    raw = str(getattr(image, "tile", ""))  # Pillow calls 16 bits of a PNG 8, but here
+    wide = 4 if image.mode in ("I", "F") else 2 if ";16" in image.mode + raw else 1
+    return image.width * image.height * len(image.getbands()) * wide
 
 
 def square(

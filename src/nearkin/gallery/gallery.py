@@ -17,7 +17,7 @@ from nearkin.gallery.encoding import Encoding
 from nearkin.gallery.facts import Facts
 from nearkin.gallery.intake import Seen
 from nearkin.gallery.matrix import similarities
-from nearkin.gallery.rows import Row, filter_of, label_of, unpacked
+from nearkin.gallery.rows import Row, filter_of, label_of, metadata_of, shortened, unpacked
 from nearkin.gallery.store import Missing, Report, Store
 
 __all__ = ["Enrolled", "Gallery"]
@@ -69,6 +69,11 @@ class Gallery:
         """
         return cls(*opening.opened(place, run, dim, create, timeout, device, max_pixels))
 
+    @property
+    def place(self) -> str:
+        """Where it is kept, without a password."""
+        return self._store.where
+
     # --- writing
 
     def enrol(
@@ -93,6 +98,8 @@ class Gallery:
         for one in set(labels) if all(isinstance(one, str) for one in labels) else labels:
             label_of(one)
         metas = _each("metadata", metadata, len(many), Mapping | None)
+        if isinstance(metadata, Mapping):
+            metadata_of(metadata)  # before anything is encoded
         called = _each("names", names, len(many), str | None)
         self._writable()
         ids, added, known, kept, start = [], 0, 0, 0, 0
@@ -128,11 +135,14 @@ class Gallery:
         unreadable: a list that gets a sentence for each picture that cannot be read, which is None in the answer;
         without it the first of them is a ValueError.
         """
-        many = intake.listed(items)[0]
-        raws = intake.contents(many, self._encoding, self.dim)
-        called = _each("names", names, len(raws), str | None)
-        raws = [raw if name is None else raw._replace(name=name) for raw, name in zip(raws, called, strict=True)]
-        return intake.encoded(raws, self._encoding, unreadable)
+        return intake.encoded(self._raws(items, names), self._encoding, unreadable)
+
+    def decode(self, items: Any, names: Sequence[str] | None = None) -> list[Any]:
+        """Pictures decoded, which takes no turn of the encoder's: what `see` and the other methods take in their place.
+
+        The first that cannot be read is a ValueError.
+        """
+        return intake.decoded(self._raws(items, names), self._encoding)
 
     def search(self, item: Any, k: int = 10, filter: Mapping[str, Any] | None = None) -> list[Hit]:
         """The k nearest rows, nearest first, equals by id.
@@ -264,6 +274,11 @@ class Gallery:
 
     # --- inside
 
+    def _raws(self, items: Any, names: Sequence[str] | None) -> list[Any]:
+        raws = intake.contents(intake.listed(items)[0], self._encoding, self.dim)
+        called = _each("names", names, len(raws), str | None)
+        return [raw if name is None else raw._replace(name=name) for raw, name in zip(raws, called, strict=True)]
+
     def _one(self, item: Any) -> Seen:
         many = intake.listed(item)[0]
         if len(many) != 1:
@@ -317,7 +332,7 @@ def _each(name: str, value: Any, count: int, kind: Any) -> list[Any]:
     if isinstance(value, kind):
         return [value] * count
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise TypeError(f"{name} must be one for all items or a list of one an item, got {value!r}")
+        raise TypeError(f"{name} must be one for all items or a list of one an item, got {shortened(value)}")
     if len(value) != count:
         raise ValueError(f"{name} must have one entry an item: {count} items, {len(value)} entries")
     return list(value)

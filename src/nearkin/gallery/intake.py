@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from nearkin.gallery.encoding import Encoding
 from nearkin.gallery.rows import Floats, packed, unit
 
-__all__ = ["Raw", "Seen", "contents", "encoded", "listed", "vectors"]
+__all__ = ["Raw", "Seen", "contents", "decoded", "encoded", "listed", "vectors"]
 
 THUMBNAIL = 96  # pixels of its longer side
 
@@ -29,7 +29,7 @@ class Seen(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """An item that was looked at but not encoded: a picture, the features of a vector encoder, or a vector."""
+    """An item that was looked at but not encoded: a picture, what the encoder is fed, or a vector."""
 
     content: bytes
     name: str
@@ -44,7 +44,7 @@ def listed(items: Any) -> tuple[list[Any], bool]:
         items = items.detach().cpu().numpy()
     if isinstance(items, np.ndarray) and items.ndim == 2 and items.dtype.kind == "f":
         return list(items), False
-    if isinstance(items, Seen | str | bytes | os.PathLike | np.ndarray) or _is_image(items):
+    if isinstance(items, Seen | Raw | str | bytes | os.PathLike | np.ndarray) or _is_image(items):
         return [items], True
     if isinstance(items, list | tuple):
         return list(items), False
@@ -55,28 +55,40 @@ def listed(items: Any) -> tuple[list[Any], bool]:
 
 def contents(items: Sequence[Any], encoding: Encoding | None, dim: int) -> "list[Seen | Raw]":
     """The hash of each, before anything is encoded."""
-    return [item if isinstance(item, Seen) else _raw(item, encoding, dim) for item in items]
+    return [item if isinstance(item, Seen | Raw) else _raw(item, encoding, dim) for item in items]
+
+
+def decoded(
+    raws: "Sequence[Seen | Raw]", encoding: Encoding | None, bad: list[str] | None = None
+) -> "list[Seen | Raw | None]":
+    """Pictures as the encoder is fed. One that cannot be read is an error, or a line in `bad` and None."""
+    done: list[Seen | Raw | None] = list(raws)
+    for i, raw in enumerate(raws):
+        if isinstance(raw, Raw) and raw.picture is not None:
+            assert encoding is not None
+            try:
+                square = encoding.square(raw.picture, raw.name or "the picture")
+                done[i] = raw._replace(picture=None, features=square)
+            except ValueError as error:
+                if bad is None:
+                    raise
+                bad.append(str(error))
+                done[i] = None
+    return done
 
 
 def encoded(raws: "Sequence[Seen | Raw]", encoding: Encoding | None, bad: list[str] | None = None) -> list[Seen | None]:
     """All of them, encoded together. A picture that cannot be read is an error, or a line in `bad` and None."""
     done: list[Seen | None] = [None] * len(raws)
     fed: list[tuple[int, Raw, NDArray[Any]]] = []
-    for i, raw in enumerate(raws):
-        if isinstance(raw, Seen):
+    for i, raw in enumerate(decoded(raws, encoding, bad)):
+        if raw is None or isinstance(raw, Seen):
             done[i] = raw
         elif raw.vector is not None:
             done[i] = Seen(raw.vector, raw.content, raw.name, b"")
-        elif raw.features is not None:
-            fed.append((i, raw, raw.features))
         else:
-            assert encoding is not None and raw.picture is not None
-            try:
-                fed.append((i, raw, encoding.square(raw.picture, raw.name or "the picture")))
-            except ValueError as error:
-                if bad is None:
-                    raise
-                bad.append(str(error))
+            assert raw.features is not None
+            fed.append((i, raw, raw.features))
     if fed:
         assert encoding is not None
         vectors = encoding.embed([row for _, _, row in fed])

@@ -1,11 +1,13 @@
 """Opening a gallery: where it is, whether it is there, and that its encoder is the one that is asked to see for it."""
 
+import re
 from pathlib import Path
 
 from nearkin.core import checks
 from nearkin.gallery import graph as graphs
 from nearkin.gallery.encoding import Encoding
 from nearkin.gallery.facts import Facts
+from nearkin.gallery.postgres_url import shown
 from nearkin.gallery.sqlite import SqliteStore
 from nearkin.gallery.store import Store
 
@@ -79,7 +81,9 @@ def _store(place: str | Path, timeout: float) -> Store:
 
         return PostgresStore(text, timeout)
     if "://" in text:
-        raise ValueError(f"a gallery must be a file or postgresql://…, got {text}")
+        raise ValueError(f"a gallery must be a file or postgresql://…, got {shown(text)}")
+    if re.search(r"password\s*=", text):
+        raise ValueError("a gallery in PostgreSQL is written postgresql://USER:PASSWORD@HOST/DATABASE")
     return SqliteStore(Path(place).expanduser(), timeout)
 
 

@@ -1,23 +1,33 @@
 """How a gallery talks to PostgreSQL: one connection to read, one to write, and what goes wrong as one sentence."""
 
-import re
+import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
 
-__all__ = ["Link", "vector", "whole"]
+from nearkin.gallery.postgres_url import Address, address
+from nearkin.gallery.store import Unavailable
+
+__all__ = ["Link", "Unreachable", "vector", "whole"]
+
+
+class Unreachable(Unavailable, ValueError):
+    """The database is down, does not answer, or refuses what it is asked."""
 
 
 class Link:
-    """Connections are made when they are needed, and again when they broke. Safe to use from several threads."""
+    """Connections are made when they are needed, and again when they broke. Safe to use from several threads.
+
+    timeout: seconds for a connection, for a lock that another holds, and until a server that says nothing is asked
+    whether it is still there; one that is busy with a long question is, and is waited for.
+    """
 
     def __init__(self, url: str, timeout: float) -> None:
         self.psycopg = _psycopg()
-        self.url, self.name = _split(url)
-        self.where, self.timeout = _shown(url), timeout
+        self._address: Address = address(url)
+        self.name, self.where, self.timeout = self._address.name, self._address.shown, timeout
         self._reading, self._writing = threading.RLock(), threading.RLock()
         self._reader: Any = None
         self._writer: Any = None
@@ -38,15 +48,14 @@ class Link:
         if kept is not None and not (kept.closed or kept.broken):
             return kept
         try:
-            wait = max(2, int(self.timeout))
-            # Never prepared: a plan that the server keeps would outlive the choice between exact and by the index.
-            options: dict[str, Any] = {"autocommit": True, "client_encoding": "utf8", "prepare_threshold": None}
-            made = self.psycopg.connect(self.url, connect_timeout=wait, **options)
-        except self.psycopg.Error as error:
-            raise ValueError(f"{self.where}: cannot be reached ({_first_line(error)})") from None
-        made.execute("SET synchronous_commit = on")  # a server may have it off: what is acknowledged would be lost
-        made.execute("SET jit = off")
-        made.execute("SET client_min_messages = warning")
+            made = self._connected()
+        except (self.psycopg.Error, UnicodeError) as error:
+            raise Unreachable(f"{self.where}: cannot be reached ({self._reason(error)})") from None
+        with self._watched(made):
+            made.execute("SET synchronous_commit = on")  # a server may have it off: what is acknowledged would be lost
+            made.execute("SET jit = off")
+            made.execute("SET client_min_messages = warning")
+            made.execute(f"SET lock_timeout = {max(1, int(self.timeout * 1000))}")
         if writing:
             self._writer = made
         else:
@@ -62,7 +71,7 @@ class Link:
                 with connection.cursor(binary=True) as cursor:
                     yield cursor
                 return
-            with connection.transaction(), connection.cursor(binary=True) as cursor:
+            with self._watched(connection), connection.transaction(), connection.cursor(binary=True) as cursor:
                 cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
                 yield cursor
 
@@ -71,8 +80,7 @@ class Link:
         """A cursor of the one writer of `key`; all or nothing of what is done with it."""
         with self._writing, self._explained():
             connection = self._connection(True)
-            with connection.transaction(), connection.cursor(binary=True) as cursor:
-                cursor.execute("SELECT set_config('lock_timeout', %s, true)", (f"{int(self.timeout * 1000)}ms",))
+            with self._watched(connection), connection.transaction(), connection.cursor(binary=True) as cursor:
                 cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (key,))
                 yield cursor
 
@@ -91,6 +99,45 @@ class Link:
         with cursor.copy(f"COPY {table} FROM STDIN (FORMAT BINARY)") as copy:
             copy.write(b"".join(parts))
 
+    def _connected(self) -> Any:
+        # Never prepared: a plan that the server keeps would outlive the choice between exact and by the index.
+        options: dict[str, Any] = {"autocommit": True, "client_encoding": "utf8", "prepare_threshold": None}
+        return self.psycopg.connect(self._address.url, connect_timeout=max(2, int(self.timeout)), **options)
+
+    @contextmanager
+    def _watched(self, connection: Any) -> Iterator[None]:
+        """Cuts the connection, so that its call ends, where the server does not even take another one."""
+        done, cutting, wait = threading.Event(), threading.Lock(), max(self.timeout, 1.0)
+
+        def watch() -> None:
+            while not done.is_set():
+                try:
+                    self._connected().close()
+                except self.psycopg.Error as error:
+                    if "FATAL" not in str(error):  # a server that refuses is there
+                        break
+                done.wait(wait)
+            with cutting:
+                if not done.is_set():
+                    _cut(connection)
+
+        watcher = threading.Timer(wait, watch)
+        watcher.daemon = True
+        watcher.start()
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            with cutting:
+                done.set()
+
+    def _reason(self, error: Exception) -> str:
+        """The first line of what went wrong, without a password."""
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        for secret in self._address.secrets:
+            text = text.replace(secret, "…")
+        return text
+
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """What PostgreSQL says, as one sentence."""
@@ -101,9 +148,9 @@ class Link:
             waited = f"waited {self.timeout:g} s"
             raise TimeoutError(f"{self.where}: another process is writing to it; {waited}, try again later") from None
         except (errors.FeatureNotSupported, errors.UndefinedFile) as error:
-            raise ValueError(f"{self.where}: the server has no pgvector ({_first_line(error)})") from None
+            raise ValueError(f"{self.where}: the server has no pgvector ({self._reason(error)})") from None
         except self.psycopg.Error as error:
-            raise ValueError(f"{self.where}: cannot be used ({_first_line(error)})") from None
+            raise Unreachable(f"{self.where}: cannot be used ({self._reason(error)})") from None
 
 
 def whole(number: int) -> bytes:
@@ -116,27 +163,14 @@ def vector(content: bytes) -> bytes:
     return struct.pack(">hh", len(content) // 4, 0) + content
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _split(url: str) -> tuple[str, str]:
-    """The address for PostgreSQL, and the name of the gallery, which is ours."""
-    base, _, query = url.partition("?")
-    options = parse_qsl(query, keep_blank_values=True)
-    name = dict(options).get("gallery", "gallery")
-    if not re.fullmatch(r"[a-z0-9_]{1,40}", name):
-        raise ValueError(f'gallery must be 1 to 40 small letters, digits and _, got "{name}"')
-    rest = urlencode([(key, value) for key, value in options if key != "gallery"])
-    return base + ("?" + rest if rest else ""), name
-
-
-def _shown(url: str) -> str:
-    """Without a password: it goes into sentences and logs."""
-    base, _, query = url.partition("?")
-    base = re.sub(r"//([^/:@]*):[^/@]*@", r"//\1@", base)
-    rest = urlencode([(key, value) for key, value in parse_qsl(query) if key != "password"], safe="/")
-    return base + ("?" + rest if rest else "")
+def _cut(connection: Any) -> None:
+    """Whoever waits for it hears that it is broken; it is not closed, which would be unsafe from another thread."""
+    with suppress(Exception):
+        shared = socket.socket(fileno=connection.fileno())
+        try:
+            shared.shutdown(socket.SHUT_RDWR)
+        finally:
+            shared.detach()
 
 
 def _psycopg() -> Any:

@@ -24,6 +24,10 @@ __all__ = [
     "unpacked",
 ]
 
+METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
+NAME = 4096  # characters of an item's name
+DEEPEST = 16  # dicts and lists within one another
+
 Floats: TypeAlias = NDArray[np.float32]
 SUM = 8  # bytes of a checksum
 HEAD, VECTOR_HEAD = struct.Struct(">qiii"), struct.Struct(">hh")
@@ -113,7 +117,7 @@ def fields_of(content: bytes, label: str, name: str, metadata: object, vector: b
 
 def label_of(label: object) -> str:
     if not isinstance(label, str):
-        raise TypeError(f"label must be text, got {label!r}")
+        raise TypeError(f"label must be text, got {shortened(label)}")
     if not label.strip() or len(label) > 500:
         raise ValueError(f"label must have 1 to 500 characters, got {len(label.strip())}")
     if not _storable(label):
@@ -122,15 +126,16 @@ def label_of(label: object) -> str:
 
 
 def name_of(name: str) -> str:
-    """Only shown, so what cannot be kept is replaced."""
-    return name.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    """Only shown, so what cannot be kept is replaced or left out."""
+    return name[:NAME].replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 def metadata_of(metadata: object) -> str:
     if metadata is None or metadata == {}:
         return "{}"
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) and key for key in metadata):
-        raise TypeError(f"metadata must be a dict whose keys are text, got {metadata!r}")
+        raise TypeError(f"metadata must be a dict whose keys are text, got {shortened(metadata)}")
+    bounded(metadata, "metadata")
     if "label" in metadata:
         raise ValueError('metadata must not have the key "label": a filter understands the item\'s own label by it')
     try:
@@ -139,7 +144,36 @@ def metadata_of(metadata: object) -> str:
         raise ValueError(f"metadata must be plain JSON values: {error}") from None
     if "\\u0000" in text or not _storable(text):
         raise ValueError("metadata must be text without NUL and broken characters")
+    if len(text.encode()) > METADATA:
+        raise ValueError(f"metadata must have at most {METADATA:,} bytes as JSON, got {len(text.encode()):,}")
     return text
+
+
+def bounded(value: object, what: str, parts: int = METADATA) -> None:
+    """Raises where dicts and lists stand deeper within one another than `DEEPEST`, or hold more parts than may be."""
+    level: list[Any] = [value]
+    count = 0
+    for _ in range(DEEPEST + 1):
+        level = [one for one in level if isinstance(one, Mapping | list | tuple)]
+        if not level:
+            return
+        inner: list[Any] = []
+        for one in level:
+            count += len(one)
+            if count > parts:
+                raise ValueError(f"{what} must have at most {parts:,} parts")
+            inner.extend(one.values() if isinstance(one, Mapping) else one)
+        level = inner
+    raise ValueError(f"{what} must be at most {DEEPEST} deep: dicts and lists within one another")
+
+
+def shortened(value: object, most: int = 100) -> str:
+    """For a sentence; what is nested too deep to be written is only named."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deep {type(value).__name__}"
+    return text if len(text) <= most else text[:most] + "…"
 
 
 def filter_of(filter: object) -> Filter | None:
@@ -147,11 +181,11 @@ def filter_of(filter: object) -> Filter | None:
     if filter is None or filter == {}:
         return None
     if not isinstance(filter, Mapping) or not all(isinstance(key, str) for key in filter):
-        raise TypeError(f"filter must be a dict of keys and values, got {filter!r}")
+        raise TypeError(f"filter must be a dict of keys and values, got {shortened(filter)}")
     chosen = {key: value if isinstance(value, list | tuple | set) else [value] for key, value in filter.items()}
     labels = chosen.pop("label", None)
     if labels is not None and not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"filter label must be text, got {filter['label']!r}")
+        raise TypeError(f"filter label must be text, got {shortened(filter['label'])}")
     return Filter(
         None if labels is None else tuple(labels),
         {key: tuple(scalar(value, key) for value in values) for key, values in chosen.items()},
@@ -162,7 +196,7 @@ def scalar(value: object, key: str = "") -> str:
     """A value as JSON, so that equals are equal: 1 is 1.0 and neither true nor "1"."""
     if not isinstance(value, str | int | float | bool | None):
         raise TypeError(
-            f'filter "{key}" must be text, a number, true, false or null, or a list of these, got {value!r}'
+            f'filter "{key}" must be text, a number, true, false or null, or a list of these, got {shortened(value)}'
         )
     if isinstance(value, float):
         if value != value or value in (float("inf"), float("-inf")):

@@ -5,15 +5,16 @@ from contextlib import asynccontextmanager
 from importlib.resources import files as resources
 from typing import TYPE_CHECKING, Any
 
+from nearkin.core.text import visible
 from nearkin.core.versions import version_of
 from nearkin.gallery import Conflict, Gallery, Missing, Unavailable
 from nearkin.web import routes
 from nearkin.web.access import Access
 from nearkin.web.batching import Busy
-from nearkin.web.forms import Malformed, Unsupported
+from nearkin.web.forms import Malformed, TooLarge, Unsupported
 from nearkin.web.journal import Journal
 from nearkin.web.limits import Door, Limits
-from nearkin.web.service import Service
+from nearkin.web.service import REST, Service
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -26,6 +27,7 @@ STATUS: dict[type[Exception], int] = {
     routes.NoPicture: 404,
     Conflict: 409,
     Malformed: 400,
+    TooLarge: 413,
     Unsupported: 415,
     ValueError: 422,
     TypeError: 422,
@@ -35,6 +37,8 @@ STATUS: dict[type[Exception], int] = {
 }
 PAGE = {"style.css": "text/css", "script.js": "text/javascript", "map.js": "text/javascript"}
 HTML = "text/html; charset=utf-8"
+LONGEST = 1000  # characters of a sentence
+UNAVAILABLE = "the gallery cannot be used at the moment; the log says why"
 
 
 def build(
@@ -55,14 +59,14 @@ def build(
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nearkin serve needs fastapi: pip install 'nearkin[serve]'") from None
 
-    chosen, who = limits or Limits(), access or Access()
+    chosen, who, said = limits or Limits(), access or Access(), journal or Journal()
     who.check()
     service = Service(gallery, chosen, pictures, drawing)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
-        service.close()
+        service.close(REST)
 
     app = FastAPI(
         title="nearkin",
@@ -73,32 +77,40 @@ def build(
         redoc_url=None,
         redirect_slashes=False,
     )
-    _errors(app)
+    _errors(app, gallery.place, said)
     app.include_router(routes.asking(service))
     app.include_router(routes.writing(service))
     app.include_router(routes.reading(service))
     app.include_router(routes.exploring(service))
     _page(app)
     _described(app, who)
-    return Door(app, who, chosen, journal or Journal())
+    door = Door(app, who, chosen, said)
+    door.at_rest = lambda: service.ended
+    return door
 
 
-def _errors(app: "FastAPI") -> None:
-    """Every error is {"error": sentence}."""
+def _errors(app: "FastAPI", place: str, journal: Journal) -> None:
+    """Every error is {"error": sentence}; where the gallery is kept is for the log alone."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
 
     def said(status: int, sentence: str, headers: Any = None) -> JSONResponse:
         more = {"Retry-After": "1"} if status == 503 else {}
-        text = " ".join(sentence.split()).encode("utf-8", "replace").decode()
+        text = " ".join(sentence.replace(place, "the gallery").split())[:LONGEST]
+        text = visible(text).encode("utf-8", "replace").decode()
         return JSONResponse({"error": text}, status, {**(headers or {}), **more, "Cache-Control": "no-store"})
 
     def answer(status: int) -> Callable[[Any, Any], JSONResponse]:
         return lambda _, error: said(status, str(error))
 
+    def unavailable(request: Any, error: Any) -> JSONResponse:
+        journal.say("unavailable", "error", id=request.scope.get("visit"), text=str(error))
+        return said(503, UNAVAILABLE)
+
     for kind, status in STATUS.items():
         app.add_exception_handler(kind, answer(status))
+    app.add_exception_handler(Unavailable, unavailable)
     app.add_exception_handler(HTTPException, lambda _, error: said(*_http(error)))
     app.add_exception_handler(RequestValidationError, lambda _, error: said(*_invalid(error)))
 

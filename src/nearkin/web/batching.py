@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ See = Callable[[list[Any]], list[Any]]
 
 
 class Busy(RuntimeError):
-    """The line is full; come again a little later."""
+    """The line is full, or too slow; come again a little later."""
 
 
 class _Job(NamedTuple):
@@ -35,18 +36,27 @@ class Line:
 
     see: turns the items of several jobs into what their `then` gets, all in one call; an entry of its answer may be an
     exception, which is then that of its job. Without it every job is done by itself. batch: items seen together; queue:
-    items that may wait.
+    items that may wait. seconds: until an answer must be there.
     """
 
     def __init__(
-        self, name: str, see: See | None = None, *, batch: int = 1, queue: int = 128, threads: int = 1
+        self,
+        name: str,
+        see: See | None = None,
+        *,
+        batch: int = 1,
+        queue: int = 128,
+        threads: int = 1,
+        seconds: float | None = None,
     ) -> None:
         for key, value in (("batch", batch), ("queue", queue), ("threads", threads)):
             checks.whole(key, value, 1)
+        self.name, self._seconds = name, seconds
         self._see, self._batch, self._queue = see, batch, queue
         self._jobs: deque[_Job] = deque()
         self._waiting, self._closed = 0, False
         self._change = threading.Condition()
+        self._since: dict[int, float] = {}  # thread → when it began what it is doing
         self._threads = [threading.Thread(target=self._work, name=f"{name} {i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -56,31 +66,58 @@ class Line:
         """Items that wait."""
         return self._waiting
 
+    @property
+    def busy_for(self) -> float:
+        """Seconds that the longest of the jobs under way has taken by now."""
+        return max((time.monotonic() - since for since in list(self._since.values())), default=0.0)
+
+    def room_for(self, size: int) -> None:
+        """Raises `Busy` where so many items more would not be taken."""
+        if self._closed or self._waiting + size > self._queue:
+            raise Busy("there are more requests than can be answered; come again a little later")
+
     async def ask(self, then: Callable[[list[Any]], T], items: Sequence[Any] = ()) -> T:
         """The answer of `then`, which is called with the seen items in a thread of the line."""
         loop = asyncio.get_running_loop()
         job = _Job(items, then, loop, loop.create_future())
         with self._change:
-            if self._closed or self._waiting + job.size > self._queue:
-                raise Busy("there are more requests than can be answered; come again a little later")
+            self.room_for(job.size)
             self._jobs.append(job)
             self._waiting += job.size
             self._change.notify()
-        found: T = await job.future
+        try:
+            found: T = await asyncio.wait_for(job.future, self._seconds)
+        except asyncio.TimeoutError:
+            if not job.future.cancelled():
+                raise  # of the job itself: another process is writing
+            why = f"there was no answer within {self._seconds:g} seconds; what was asked for may still be done"
+            raise Busy(why) from None
         return found
 
-    def close(self) -> None:
-        """What waits is still done; nothing more is taken."""
+    def close(self, seconds: float | None = None) -> bool:
+        """What waits is still done, in so many seconds; nothing more is taken. Whether all has ended."""
+        until = None if seconds is None else time.monotonic() + seconds
         with self._change:
             self._closed = True
             self._change.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        with self._change:
+            self._jobs.clear()
+        return self.ended
+
+    @property
+    def ended(self) -> bool:
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
+        me = threading.get_ident()
         while jobs := self._taken():
+            self._since[me] = time.monotonic()
             for job, found in zip(jobs, self._seen(jobs), strict=True):
+                self._since[me] = time.monotonic()
                 _settle(job, found)
+            del self._since[me]
 
     def _taken(self) -> list[_Job]:
         """The next jobs, as many as are seen together; none: the line is closed."""
@@ -102,7 +139,7 @@ class Line:
         many = [item for job in jobs for item in job.items]
         try:
             seen = self._see(many) if many else []
-        except Exception as error:
+        except BaseException as error:  # whatever it is, the thread goes on
             seen = [error] * len(many)
         found: list[Any] = []
         for job in jobs:
@@ -120,7 +157,7 @@ def _settle(job: _Job, found: Any) -> None:
     if error is None:
         try:
             answer = job.then(found)
-        except Exception as raised:
+        except BaseException as raised:
             error = raised
     with suppress(RuntimeError):  # the loop is closed: nobody waits any more
         job.loop.call_soon_threadsafe(_tell, job.future, answer, error)

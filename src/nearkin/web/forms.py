@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from nearkin.core.text import MARKS
+from nearkin.gallery.rows import bounded
 from nearkin.web.limits import Limits
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-__all__ = ["Brought", "Malformed", "Unsupported", "body_schema", "json_object", "read"]
+__all__ = ["Brought", "Malformed", "TooLarge", "Unsupported", "body_schema", "json_object", "read"]
 
 TEXT = 64 * 2**10  # bytes of a part that is no picture
 LONGEST = 65_536  # numbers of a vector
+PARTS = 2**20  # of a JSON text; its bytes are bounded as well
 # By what a file of each format begins with. Fewer than a folder may hold: a stranger's file shall meet few decoders.
 FORMATS = {
     "JPEG": rb"\xff\xd8\xff",
@@ -33,6 +36,10 @@ class Malformed(ValueError):
 
 class Unsupported(ValueError):
     """A format that is not taken."""
+
+
+class TooLarge(ValueError):
+    """More than a request may bring."""
 
 
 class Brought(NamedTuple):
@@ -154,11 +161,16 @@ def _picture(content: bytes) -> bytes:
 def _name(text: str | None) -> str | None:
     """What a file was called, without folders: it is only shown."""
     last = re.split(r"[\\/]", text or "")[-1]
-    return re.sub(r"[\x00-\x1f\x7f]", "", last)[:200] or None
+    return re.sub(f"[{MARKS}]", "", last)[:200] or None
 
 
 def _parsed(content: bytes, name: str) -> Any:
     try:
-        return json.loads(content)
+        found = json.loads(content)
     except (ValueError, RecursionError):
         raise Malformed(f"{name} must be JSON") from None
+    try:
+        bounded(found, name, parts=PARTS)
+    except ValueError as error:
+        raise Malformed(str(error)) from None
+    return found

@@ -9,6 +9,9 @@ from typing import Any, TextIO
 
 __all__ = ["Journal", "config"]
 
+REPEATED = 60.0  # seconds in which a warning is not written again
+MOST = 1000  # warnings that are remembered
+
 
 class Journal:
     """Writes events; never a token, a query or the content of a request."""
@@ -27,21 +30,33 @@ class Journal:
 
 
 class _Lines(logging.Handler):
-    """What uvicorn says, as lines of the journal."""
+    """What uvicorn says, as lines of the journal; the same warning at most once in a while, however often it comes."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
         self._journal = journal
+        self._told: dict[str, tuple[float, int]] = {}  # first line → when it was written, and how often it came since
 
     def emit(self, record: logging.LogRecord) -> None:
-        more = {"trace": logging.Formatter().formatException(record.exc_info)} if record.exc_info else {}
-        self._journal.say("server", record.levelname.lower(), text=record.getMessage(), **more)
+        text, now = record.getMessage(), time.monotonic()
+        first = text.split("\n")[0]
+        since, more = self._told.get(first, (-REPEATED, 0))
+        if record.levelno >= logging.WARNING and now - since < REPEATED:
+            self._told[first] = since, more + 1
+            return
+        if len(self._told) >= MOST:
+            self._told.clear()
+        self._told[first] = now, 0
+        facts: dict[str, Any] = {"repeated": more} if more else {}
+        if record.exc_info:
+            facts["trace"] = logging.Formatter().formatException(record.exc_info)
+        self._journal.say("server", record.levelname.lower(), text=text, **facts)
 
 
 def config(journal: Journal) -> None:
-    """uvicorn's own words and all warnings go through the journal; who asks what is told by `limits.Door`."""
+    """What uvicorn and asyncio say and all warnings go through the journal; who asks what is told by `limits.Door`."""
     logging.captureWarnings(True)  # a gallery warns of damaged rows
-    for name in ("uvicorn", "py.warnings"):
+    for name in ("uvicorn", "asyncio", "py.warnings"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [_Lines(journal)]
         logger.propagate = False

@@ -45,8 +45,17 @@ class Limits(NamedTuple):
     requests: int = 256  # at a time
     pictures: int = 32  # of one request
     pixels: int = 50_000_000  # of one picture
+    decoded: int = 192 * 2**20  # bytes of all pixels of a request: width × height × bytes a pixel
     batch: int = 32  # pictures that are encoded together
     queue: int = 128  # pictures that may wait for the encoder
+    answer: float = 30.0  # seconds until a request is answered; the map and the diagnosis may take ten times as long
+    stuck: float = 60.0  # seconds of work on one request after which health is no longer "ok"
+    headers: float = 10.0  # seconds until the head of a request must be there
+    connections: int = 2048  # at a time; as many less as the system has files
+
+
+ENDING = "the service is ending; ask again when it is back"
+GONE = 499  # in the log: who asked has hung up, and nobody is answered
 
 
 class _Refused(Exception):
@@ -69,12 +78,16 @@ class Door:
     def __init__(self, app: App, access: Access, limits: Limits, journal: Journal) -> None:
         self._app, self._access, self._limits, self._journal = app, access, limits, journal
         self.held = self.inside = 0
+        self.at_rest: Callable[[], bool] = lambda: True  # whether no work is left; told by whoever builds the service
+        self._visits: dict[asyncio.Task[Any] | None, _Visit] = {}
+        self._ending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = _Visit()
+        visit, task = _Visit(), asyncio.current_task()
+        self._visits[task] = visit
         self.inside += 1
         try:
             visit.refusal = self._access.refusal(scope) or self._full() or self._announced(scope)
@@ -83,9 +96,18 @@ class Door:
             else:
                 await self._enter(visit, scope, receive, send)
         finally:
+            del self._visits[task]
             self.inside -= 1
             self.held -= visit.bytes
             self._log(visit, scope)
+
+    def end(self) -> None:
+        """Whoever still waits is told so, and nobody more is let in."""
+        self._ending = True
+        for task, visit in self._visits.items():
+            if task is not None and not visit.status:
+                visit.refusal = 503, ENDING
+                task.cancel()
 
     async def _enter(self, visit: _Visit, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._limit(scope)
@@ -103,7 +125,9 @@ class Door:
             visit.bytes += size
             self.held += size
             visit.whole = message["type"] != "http.request" or not message.get("more_body")
-            if visit.bytes > limit:
+            if message["type"] == "http.disconnect":
+                visit.refusal = GONE, ""
+            elif visit.bytes > limit:
                 visit.refusal = 413, _too_much(limit)
             elif self.held > self._limits.held:
                 visit.refusal = 503, "there are more uploads than can be held; come again a little later"
@@ -129,10 +153,16 @@ class Door:
             await self._app(scope, counted, answered)
         except _Refused:
             pass
+        except asyncio.CancelledError:
+            if not self._ending or visit.refusal is None:
+                raise
+            getattr(asyncio.current_task(), "uncancel", lambda: 0)()  # Python 3.10 does not count
         except Exception:
             trace = traceback.format_exc()
             self._journal.say("failed", "error", id=visit.id, path=scope["path"][:200], trace=trace)
-        if visit.refusal is not None and not visit.status:
+        if visit.refusal is not None and visit.refusal[0] == GONE:
+            visit.status = GONE
+        elif visit.refusal is not None and not visit.status:
             await self._refuse(visit, receive, send)
 
     async def _refuse(self, visit: _Visit, receive: Receive, send: Send) -> None:
@@ -169,12 +199,17 @@ class Door:
                     return
 
     def _full(self) -> tuple[int, str] | None:
+        if self._ending:
+            return 503, ENDING
         if self.inside <= self._limits.requests:
             return None
         return 503, f"more than {self._limits.requests} requests at a time; come again a little later"
 
     def _announced(self, scope: Scope) -> tuple[int, str] | None:
-        """A body that says beforehand that it is too large."""
+        """A body that says beforehand that it is too large, or that two readers would end at two places."""
+        names = [key for key, _ in scope["headers"]]
+        if b"transfer-encoding" in names and b"content-length" in names:
+            return 400, "Content-Length and Transfer-Encoding must not come together"
         said = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
         limit = self._limit(scope)
         return (413, _too_much(limit)) if said.isdigit() and int(said[:20]) > limit else None

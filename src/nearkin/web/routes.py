@@ -17,10 +17,10 @@ REFUSALS = {
     404: "No such row.",
     408: "The body took too long.",
     409: "The item is enrolled under another label.",
-    413: "The body is too large.",
+    413: "The body or its pictures are too large.",
     415: "No such format is taken.",
     422: "A value or a picture is not as it must be.",
-    503: "There are too many requests; Retry-After says when to come again.",
+    503: "There are too many requests, or the gallery cannot be used; Retry-After says when to come again.",
 }
 
 
@@ -135,7 +135,8 @@ def reading(service: Service) -> "APIRouter":
 
     @router.get("/health", response_model=shapes.Health)
     async def health() -> Any:
-        """That the service answers; the gallery is not asked."""
+        """That the service answers and none of its threads is stuck; the gallery is not asked."""
+        service.healthy()
         return {"status": "ok", "waiting": service.waiting}
 
     return router

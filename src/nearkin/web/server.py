@@ -1,6 +1,7 @@
 """Serving: the gallery opened and warmed, a socket bound, uvicorn running until it is told to stop."""
 
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from nearkin.core import checks
 from nearkin.gallery import Gallery
 from nearkin.gallery.encoding import described
+from nearkin.web import connections
 from nearkin.web.access import Access
 from nearkin.web.app import build
 from nearkin.web.journal import Journal, config
@@ -15,7 +17,9 @@ from nearkin.web.limits import Limits
 
 __all__ = ["serve"]
 
-GRACE = 10  # seconds in which requests that are under way may end
+# Within 10 seconds of a signal the service has ended: requests under way may end, then those that have not are told so,
+# then connections are cut, then threads and the gallery are waited for.
+PATIENCE, GRACE, REST = 5.0, 7, 1.5
 WAIT = 5.0  # seconds a writer waits for another process
 
 
@@ -31,11 +35,11 @@ def serve(
     drawing: bool = False,
     ready: Callable[[str], None] | None = None,
     quiet: bool = False,
-) -> None:
-    """Serves a gallery until SIGINT or SIGTERM; requests that are under way are answered first.
+) -> bool:
+    """Serves a gallery until SIGINT or SIGTERM; requests that are under way are answered first, for up to 5 seconds.
 
     port: 0 takes a free one. ready: is told the address when requests are answered. A host that others can reach needs
-    a token. quiet: only warnings and errors are logged.
+    a token. quiet: only warnings and errors are logged. Whether all work has ended: a thread may be stuck for good.
     """
     try:
         import uvicorn
@@ -46,25 +50,42 @@ def serve(
     access.check()
     pictures = described(run).preparation["kind"] == "pictures"
     opening = {"timeout": WAIT, "device": device, "max_pixels": chosen.pixels}
-    with _bound(host, port) as bound, Gallery.open(place, run, **opening) as gallery:  # type: ignore[arg-type]
-        gallery.warm()
-        _first(gallery, pictures)
-        app = build(gallery, access=access, limits=chosen, journal=journal, pictures=pictures, drawing=drawing)
-        settings = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=GRACE,
-            timeout_keep_alive=15,
-        )
+    with _bound(host, port) as bound:
         config(journal)
-        bound.listen(1024)  # who comes from now on waits, and is not sent away
-        if ready is not None:
-            ready(_address(bound, host))
-        with suppress(KeyboardInterrupt):  # uvicorn has ended in order, and hands the signal on
-            uvicorn.Server(settings).run(sockets=[bound])
-    journal.say("stopped")
+        gallery = Gallery.open(place, run, **opening)  # type: ignore[arg-type]
+        try:
+            gallery.warm()
+            _first(gallery, pictures)
+            app = build(gallery, access=access, limits=chosen, journal=journal, pictures=pictures, drawing=drawing)
+            settings = uvicorn.Config(
+                app,
+                http=connections.protocol(chosen, journal),
+                backlog=connections.AT_ONCE,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=GRACE,
+                timeout_keep_alive=15,
+            )
+            connections.listen(bound)  # who comes from now on waits, and is not sent away
+            if ready is not None:
+                ready(_address(bound, host))
+            with suppress(KeyboardInterrupt):  # uvicorn has ended in order, and hands the signal on
+                connections.server(settings, app.end, PATIENCE).run(sockets=[bound])
+            ended = app.at_rest()
+        finally:
+            closed = _closed(gallery)
+    left = {} if ended and closed else {"text": "work that did not end was left"}
+    journal.say("stopped", "warning" if left else "info", **left)
+    return ended and closed
+
+
+def _closed(gallery: Gallery) -> bool:
+    """Closes it in a thread: one that is stuck may hold what closing waits for. Whether that ended."""
+    closing = threading.Thread(target=gallery.close, name="closing", daemon=True)
+    closing.start()
+    closing.join(REST)
+    return not closing.is_alive()
 
 
 def _first(gallery: Gallery, pictures: bool) -> None:

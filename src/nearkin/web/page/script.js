@@ -23,8 +23,9 @@
   let token = new URLSearchParams(location.hash.slice(1)).get("token") ?? sessionStorage.getItem("token") ?? "";
   if (location.hash.includes("token=")) { sessionStorage.setItem("token", token); history.replaceState(null, "", location.pathname); }
   let asking = null;
-  const askToken = () => (asking ??= new Promise((done) => {
+  const askToken = (wrong) => (asking ??= new Promise((done) => {
     const dialog = $("ask-token");
+    $("token-wrong").hidden = !wrong;
     dialog.showModal();
     dialog.addEventListener("close", () => {
       token = $("token").value.trim(); sessionStorage.setItem("token", token); $("token").value = "";
@@ -34,10 +35,14 @@
   const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
   const call = async (path, options = {}, tries = 4) => {
     let answer;
-    const headers = { ...options.headers, ...(token ? { Authorization: `Bearer ${token}` } : {}) };
+    const brought = token;
+    const headers = { ...options.headers, ...(brought ? { Authorization: `Bearer ${brought}` } : {}) };
     try { answer = await fetch(`/api/${path}`, { ...options, headers }); }
     catch { throw Object.assign(new Error("The service does not answer; is it still running?"), { passing: true }); }
-    if (answer.status === 401) { await askToken(); return call(path, options, tries); }
+    if (answer.status === 401) {
+      if (brought === token) await askToken(brought !== "");  // else it was given while this was under way
+      return call(path, options, tries);
+    }
     if (answer.status === 503 && tries > 1) {
       await sleep(1000 * (Number(answer.headers.get("Retry-After")) || 1) * (0.6 + Math.random()));
       return call(path, options, tries - 1);
