@@ -672,6 +672,8 @@ def test_hf_without_a_preparation_warns(tiny_vit, tmp_path):
 
 
 def need_onnx():
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        pytest.skip("ONNX export needs torch 2.11")
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="extra export is not installed")
 
@@ -707,6 +709,10 @@ def test_onnx_that_differs_is_not_written(tmp_path, monkeypatch):
         models.export_onnx(encoder, tmp_path / "a.onnx", items(encoder, 0))
     with pytest.raises(ValueError, match="tolerance must be > 0"):
         models.export_onnx(encoder, tmp_path / "a.onnx", items(encoder), tolerance=0)
+    with monkeypatch.context() as older:
+        older.setattr(torch, "__version__", "2.6.0+cpu")
+        with pytest.raises(ValueError, match=r"ONNX export needs torch 2\.11 or newer, got 2\.6\.0"):
+            models.export_onnx(encoder, tmp_path / "a.onnx", items(encoder))
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs onnxscript: pip install 'nearkin\[export\]'"):
         models.export_onnx(encoder, tmp_path / "a.onnx", items(encoder))

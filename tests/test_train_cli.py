@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from commands import photos, run, said
@@ -86,6 +87,8 @@ def test_a_run_is_evaluated_embedded_and_resumed():
 def test_export():
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        pytest.skip("ONNX export needs torch 2.11")
     photos(Path("photos"))
     said(run("train", "photos", *[part for text in UNSTORED for part in ("--set", text)], "--quiet", "--out", "run"))
     # As a process of its own: the exporter warns about its own dependencies.

@@ -20,6 +20,7 @@ from nearkin.models.encoder import Encoder
 __all__ = ["export_onnx", "exportable"]
 
 INPUT, OUTPUT = "input", "embedding"
+OLDEST = (2, 11)  # torch, whose exporter was tried: that of 2.6 fails on our encoders
 
 
 def export_onnx(
@@ -94,6 +95,8 @@ def facts(encoder: Encoder) -> dict[str, str]:
 
 
 def _packages() -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
+        raise ValueError(f"ONNX export needs torch {OLDEST[0]}.{OLDEST[1]} or newer, got {torch.__version__}")
     try:
         for package in ("onnx", "onnxscript", "onnxruntime"):
             import_module(package)
