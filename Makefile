@@ -25,7 +25,7 @@ faults: $(VENV)/dev.stamp  ## damages, full disks and kills, ten times as many a
 	$(BIN)/python studies/gallery_kills.py --kills 40 --store $(if $(filter Linux,$(shell uname -s)),both,sqlite)
 	$(BIN)/python studies/kill_and_resume.py --kills 6
 	$(BIN)/python studies/kill_ranks.py --kills 4  # reads /proc: Linux
-	$(BIN)/python studies/kill_and_compare.py --kills 3
+	$(BIN)/python studies/kill_and_compare.py --kills 3 --source vectors
 
 floor: $(FLOOR)/test.stamp  ## the test suite with the oldest Python and packages that pyproject.toml allows
 	$(FLOOR)/bin/python -m pytest -n 2
