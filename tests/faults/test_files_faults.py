@@ -276,6 +276,22 @@ def test_a_training_on_a_disk_that_is_full_at_any_moment_goes_on_to_the_same_wei
     assert len(sentences) > 2
 
 
+@pytest.mark.parametrize("name", ["report.html", "results.json"])
+def test_a_report_that_finds_no_room_is_made_by_a_resume(name, home, tmp_path, monkeypatch):
+    real, run = files.os.replace, tmp_path / "run"
+    monkeypatch.setattr(files.os, "replace", lambda part, final: full() if final.name == name else real(part, final))
+    sets = [word for one in SMALL for word in ("--set", one)]
+    result = call("train", home / "vectors.npz", "--out", run, *sets, "--quiet")
+    assert result.exit_code == 2, result.output + repr(result.exception)
+    said = f"{name} could not be written (No space left on device); training is done and saved: make room, then nearkin"
+    assert f"{said} train --resume {run}" in result.output
+    assert not (run / name).exists() and not list(run.rglob(f".{name}.*"))
+    monkeypatch.undo()
+    assert call("train", "--resume", run, "--quiet").exit_code == 0
+    assert (run / name).stat().st_size > 100
+    assert (run / "model.safetensors").read_bytes() == (home / "done" / "model.safetensors").read_bytes()
+
+
 # --- a clock that jumps
 
 
