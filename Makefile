@@ -6,7 +6,7 @@ FLOOR := .venv-floor
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check floor format bench clean
+.PHONY: demo test check faults floor format bench clean
 
 demo: $(VENV)/demo.stamp  ## train on half of the glyphs, be measured on the other half, read the report
 	$(BIN)/nearkin train glyphs
@@ -19,6 +19,13 @@ check: $(VENV)/dev.stamp  ## what must be green before a commit
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
+
+faults: $(VENV)/dev.stamp  ## damages, full disks and kills, ten times as many as the suite tries; about 15 minutes
+	NEARKIN_FAULTS=10 $(BIN)/python -m pytest -n 2 tests/faults
+	$(BIN)/python studies/gallery_kills.py --kills 40 --store $(if $(filter Linux,$(shell uname -s)),both,sqlite)
+	$(BIN)/python studies/kill_and_resume.py --kills 6
+	$(BIN)/python studies/kill_ranks.py --kills 4  # reads /proc: Linux
+	$(BIN)/python studies/kill_and_compare.py --kills 3 --source vectors
 
 floor: $(FLOOR)/test.stamp  ## the test suite with the oldest Python and packages that pyproject.toml allows
 	$(FLOOR)/bin/python -m pytest -n 2

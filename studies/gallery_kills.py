@@ -1,11 +1,12 @@
-"""Kill -9 at random moments while enrolling, on both stores: what was acknowledged is there, whole, once.
+"""Kill -9 at random moments while rows come, move and go, on both stores: what was acknowledged is there, whole, once.
 
     python studies/gallery_kills.py [--kills 100] [--store sqlite|postgres|both] [--seed 0]
 
-A child process enrols batch after batch into one gallery and says so through a pipe after each call has returned. It is
-killed at a random moment, then the gallery is opened, read and proved, and the next child goes on with the batch that
-was not acknowledged. On PostgreSQL every fifth kill hits the server with all its processes instead, which is then
-started again. Any row lost, invented, doubled or damaged ends with exit code 1.
+A child process enrols batch after batch into one gallery, gives the rows of every third batch another label, takes half
+of every other third out again, and says so through a pipe when the calls of a batch have returned. It is killed at a
+random moment, then the gallery is opened, read and proved, and the next child goes on with the batch that was not
+acknowledged. On PostgreSQL every fifth kill hits the server with all its processes instead, which is then started
+again. Any row lost, invented, doubled or damaged ends with exit code 1.
 """
 
 import argparse
@@ -37,6 +38,16 @@ def batch(number: int) -> tuple[np.ndarray[Any, Any], list[str]]:
     return rows, [f"batch {number}"] * len(rows)
 
 
+def label_of(number: int) -> str:
+    """The label that the rows of a batch have in the end: every third is given another."""
+    return f"moved {number}" if number % 3 == 1 else f"batch {number}"
+
+
+def gone(number: int) -> int:
+    """How many rows of a batch, the first ones, are taken out again: half of every third."""
+    return len(batch(number)[0]) // 2 if number % 3 == 2 else 0
+
+
 def enrol_on(place: str, first: int, pipe: int) -> None:
     """In a child: enrols from batch `first` on until it is killed; each acknowledged number goes into the pipe."""
     gallery = Gallery.open(place, dim=DIM)
@@ -44,7 +55,11 @@ def enrol_on(place: str, first: int, pipe: int) -> None:
     number = first
     while True:
         rows, labels = batch(number)
-        gallery.enrol(rows, labels, {"number": number})
+        ids = gallery.enrol(rows, labels, {"number": number}).ids
+        if label_of(number) != labels[0]:
+            gallery.relabel(ids, label_of(number))
+        if gone(number):
+            gallery.remove(ids[: gone(number)])
         os.write(pipe, struct.pack("q", number))
         number += 1
 
@@ -87,12 +102,13 @@ def faults(place: str, acknowledged: int, known: set[int]) -> list[str]:
             wrong.append(f"not whole: {report}")
         counts = gallery.labels()
         for number in range(acknowledged):
-            expected = len(batch(number)[0])
-            if counts.pop(f"batch {number}", 0) != expected:
+            expected = len(batch(number)[0]) - gone(number)
+            if counts.pop(label_of(number), 0) != expected:
                 wrong.append(f"batch {number} was acknowledged with {expected} rows and is not there as such")
-        # The one that was under way may be there, but then all of it.
-        late = counts.pop(f"batch {acknowledged}", 0)
-        if late not in (0, len(batch(acknowledged)[0])):
+        # Of the one that was under way each call has been done, or not at all.
+        late = [counts.pop(label, 0) for label in dict.fromkeys([f"batch {acknowledged}", label_of(acknowledged)])]
+        whole = len(batch(acknowledged)[0])
+        if sum(late) not in (0, whole, whole - gone(acknowledged)) or sum(map(bool, late)) > 1:
             wrong.append(f"batch {acknowledged} is there in part: {late}")
         wrong += [f"nobody enrolled {label}" for label in counts]
         for number in set(range(acknowledged)) - known:
@@ -102,11 +118,13 @@ def faults(place: str, acknowledged: int, known: set[int]) -> list[str]:
 
 
 def _same(gallery: Gallery, number: int) -> bool:
-    """Every row of a batch finds itself, once, under its label and number."""
+    """Every row of a batch finds itself, once, under its label and number; those that were taken out do not."""
     rows = batch(number)[0]
-    for row in rows[:: max(1, len(rows) // 5)]:
+    if any(hit.similarity > 0.999999 for row in rows[: gone(number)][:2] for hit in gallery.search(row, 1)):
+        return False
+    for row in rows[gone(number) :: max(1, len(rows) // 5)]:
         hits = gallery.search(row, 2)
-        itself = hits[0].label == f"batch {number}" and hits[0].metadata == {"number": number}
+        itself = hits[0].label == label_of(number) and hits[0].metadata == {"number": number}
         if not itself or hits[0].similarity < 0.999999 or (len(hits) > 1 and hits[1].similarity > 0.999999):
             return False
     return True

@@ -1,6 +1,6 @@
 """Kill -9 a comparison at random moments, start the same command again, and compare: the table must be the same.
 
-    python studies/kill_and_compare.py [--kills 9] [--source glyphs] [--seed 0]
+    python studies/kill_and_compare.py [--kills 9] [--source glyphs|vectors|FILE] [--seed 0]
 
 A comparison runs undisturbed once. Then the same command is killed three times at random moments, with one process and
 with two by turns, let end, and its comparison.csv compared byte by byte; again and again until there were enough kills.
@@ -17,7 +17,7 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from killing import killed
+from killing import killed, vectors
 
 LOSSES = "triplet,proxy-anchor,arcface"
 SMALL = ["--steps", "20", "--trials", "5", "--folds", "2", "--seeds", "2"]
@@ -47,7 +47,8 @@ def main() -> None:
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
-        subprocess.run(command(arguments.source, base / "whole", 1), check=True, stdout=subprocess.DEVNULL)
+        source = str(vectors(base / "vectors.npz")) if arguments.source == "vectors" else arguments.source
+        subprocess.run(command(source, base / "whole", 1), check=True, stdout=subprocess.DEVNULL)
         wanted, total = (base / "whole" / "comparison.csv").read_bytes(), kept(base / "whole")
         print(f"undisturbed: {total} trainings", flush=True)
         kills, runs, wrong = 0, 0, 0
@@ -55,13 +56,13 @@ def main() -> None:
             folder, moments, place = base / f"run{runs}", [], 0
             for turn in range(3):
                 place = chance.randint(place, total)
-                going = command(arguments.source, folder, 1 + turn % 2)
+                going = command(source, folder, 1 + turn % 2)
                 hit = killed(going, kept, folder, place, chance.uniform(0.0, 0.5))
                 kills += hit
                 moments.append(
                     f"{kept(folder)} trained, {kept(folder, 'tests')} tested" + ("" if hit else ", at its end")
                 )
-            subprocess.run(command(arguments.source, folder, 2), check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(command(source, folder, 2), check=True, stdout=subprocess.DEVNULL)
             same = (folder / "comparison.csv").read_bytes() == wanted
             wrong += not same
             print(f"run {runs}: {'same' if same else 'DIFFERENT'}; killed at {'; '.join(moments)}", flush=True)

@@ -21,8 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-from killing import logged, ranks_of
+from killing import logged, ranks_of, vectors
 
 STEPS, BATCHES = 60, 12
 SETS = [f"training.epochs={STEPS // BATCHES}", f"training.batches={BATCHES}", "training.log_steps=1"]
@@ -36,14 +35,6 @@ SETS += [
 SETS += ["training.patience=99", "training.device=cpu", "evaluation.interval=false", "training.workers=0"]
 SETS += ["loss.name=arcface", "loss.shard=true", "training.ema=0.9"]
 ENDS = 60.0  # seconds in which all have ended
-
-
-def vectors(path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(20), 8)
-    rows = rng.normal(size=(20, 12))[labels] + 0.7 * rng.normal(size=(len(labels), 12))
-    np.savez(path, embeddings=rows.astype(np.float32), labels=labels)
-    return path
 
 
 def start(source: Path, out: Path, ranks: int, strategy: str, log: Path) -> subprocess.Popen:

@@ -1,14 +1,16 @@
 """Files that are whole or not there: written under another name, flushed to the disk, then renamed."""
 
+import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["TEMPORARY", "explained", "is_link", "replacing", "write_bytes", "write_json", "write_text"]
+__all__ = ["TEMPORARY", "digest", "explained", "is_link", "read_json", "replacing"]
+__all__ += ["write_bytes", "write_json", "write_text"]
 
 TEMPORARY = r"\.(?:%s)\.[0-9a-f]{8}"  # the temporary names of files, whose own names it is given as a pattern
 
@@ -60,6 +62,22 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, value: Any) -> None:
     """JSON as it is defined: a NaN or an infinity in `value` is a ValueError, not an unreadable file."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a file; ValueError where there is none, whatever stands there instead."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except RecursionError:
+        raise ValueError("lists within lists, too deep to be read") from None
+    if not isinstance(found, dict):
+        raise ValueError("no JSON object")
+    return found
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """A checksum of what JSON can hold: the same after writing and reading, whatever the order of the keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _settle(folder: Path) -> None:

@@ -221,7 +221,7 @@ class Part:
             "bad": self.bad,
             "over": over,
         }
-        files.write_text(path, json.dumps(table | {"sum": _sum(table)}))
+        files.write_text(path, json.dumps(table | {"sum": files.digest(table)}))
 
 
 def is_grey(row: Pixels) -> bool:
@@ -231,9 +231,11 @@ def is_grey(row: Pixels) -> bool:
 def recall(names: Sequence[str], stamps: Sequence[str | None]) -> list[str | None]:
     """The digests of those pictures whose stamp is as it was when they were last read."""
     try:
-        kept = json.loads(_names_file(names).read_bytes())
+        kept = files.read_json(_names_file(names))
         pairs = list(zip(kept["stamps"], kept["digests"], strict=True))
-        if _sum({"stamps": kept["stamps"], "digests": kept["digests"]}) != kept["sum"] or len(pairs) != len(stamps):
+        if files.digest({"stamps": kept["stamps"], "digests": kept["digests"]}) != kept["sum"] or len(pairs) != len(
+            stamps
+        ):
             return [None] * len(stamps)
         return [
             digest if stamp is not None and stamp == was else None
@@ -246,7 +248,7 @@ def recall(names: Sequence[str], stamps: Sequence[str | None]) -> list[str | Non
 def remember(names: Sequence[str], stamps: Sequence[str | None], digests: Sequence[str]) -> None:
     """An empty digest is a picture that could not be read at all: it is tried again the next time."""
     table = {"stamps": [s if d else None for s, d in zip(stamps, digests, strict=True)], "digests": list(digests)}
-    files.write_text(_names_file(names), json.dumps(table | {"sum": _sum(table)}))
+    files.write_text(_names_file(names), json.dumps(table | {"sum": files.digest(table)}))
 
 
 def caches() -> list[Cache]:
@@ -286,8 +288,8 @@ def _opened(path: Path, settings: dict[str, Any]) -> Rows:
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(path.read_bytes())
-    if table.pop("sum") != _sum(table):
+    table = files.read_json(path)
+    if table.pop("sum") != files.digest(table):
         raise ValueError("its table is not as it was written")
     return table
 
@@ -306,11 +308,7 @@ def _header(shape: tuple[int, ...]) -> bytes:
 
 
 def _tag(settings: dict[str, Any]) -> str:
-    return _sum(settings)[:10]
-
-
-def _sum(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return files.digest(settings)[:10]
 
 
 def _names_file(names: Sequence[str]) -> Path:

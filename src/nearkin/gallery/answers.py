@@ -1,6 +1,5 @@
 """What a similarity means, from what a run has measured: the same or not, at which error; who it is, how surely."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nearkin.core import checks
+from nearkin.core import checks, files
 from nearkin.evaluation import class_rates
 from nearkin.evaluation.curves import FARS, Floats
 from nearkin.evaluation.likelihood import LogRatio
@@ -17,6 +16,7 @@ __all__ = ["FAR", "FILE", "Candidate", "Hit", "Identity", "Meaning", "Verificati
 
 FILE = "calibration.json"  # in the folder of a run
 FORMAT = 2
+SUM = "sha256"  # the key of the checksum of all others
 FAR = 1e-3  # per pair, what `verify` takes where the caller does not say, or the strictest usual one that holds
 KNOWN = 0.5  # how likely somebody enrolled is asked for, before anything is seen of him
 VAGUE = 0.95  # a bound of the share of strangers from which on nothing is said
@@ -264,11 +264,13 @@ def read(run: Path, fingerprint: str) -> tuple[Meaning | None, str]:
     if not path.is_file():
         return None, f"{run} has no {FILE}, so there is a similarity only; {again} makes it"
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = files.read_json(path)
+        if SUM in said and said.pop(SUM) != files.digest(said):  # files of before have none
+            raise ValueError("it does not match its checksum")
         written = said["format"]
         meaning = Meaning(said) if written == FORMAT else None
         maker = said["encoder"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path}: damaged ({error}); {again} makes it again") from None
     if meaning is None:
         raise ValueError(f"{path}: of format {written}, this version reads {FORMAT}; {again} makes it again")

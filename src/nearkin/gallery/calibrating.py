@@ -56,6 +56,7 @@ def calibrate(run: str | Path, *, part: str = "val", device: str = "auto", progr
         "part": part,
         "items": len(found.labels),
     }
+    plain[answers.SUM] = files.digest(plain)
     with files.explained(f"{folder / answers.FILE}", "make room, or let it be written there"):
         files.write_json(folder / answers.FILE, plain)
     return plain

@@ -1,6 +1,5 @@
 """The encoder of a run as a gallery uses it: who it is, what it takes, and from pictures to vectors of length 1."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin import models
-from nearkin.core import checks
+from nearkin.core import checks, files
 from nearkin.data import augment, pictures
 from nearkin.gallery.rows import Floats, unit
 from nearkin.models.stored import fingerprint
@@ -38,7 +37,7 @@ def described(run: str | Path) -> Described:
     if not path.is_file():
         raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = files.read_json(path)
         identity, preparation = fingerprint(said), said["preparation"]
         dim = said["settings"].get("dim") or None
         kind = preparation.get("kind")

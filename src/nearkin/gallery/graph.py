@@ -132,7 +132,7 @@ def load(path: Path, gallery: str) -> Graph:
         count, depth, recall = int(head["count"]), int(head["depth"]), float(head["recall"])
         sound = hashlib.sha256(rest).hexdigest() == head["sha256"] and depth in DEPTHS
         known = head["format"] == FORMAT and head["gallery"] == gallery
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise ValueError("damaged") from None
     if not sound:
         raise ValueError("damaged")

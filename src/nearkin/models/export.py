@@ -58,7 +58,8 @@ def export_onnx(
         raise ValueError(
             f"onnxruntime differs from the encoder by {worst:.2g}, more than {tolerance:g}; nothing written"
         )
-    files.write_bytes(path, content)
+    with files.explained(str(path), "make room, or choose another place"):
+        files.write_bytes(path, content)
     return worst
 
 

@@ -26,7 +26,9 @@ Said = Mapping[str, Any]  # the content of comparison.json
 
 def write_comparison(path: str | Path, said: Said) -> None:
     """Writes the page there, whole or not at all, from the content of comparison.json."""
-    files.write_text(path, page(said))
+    text = page(said)
+    with files.explained(str(path), "make room, then the same command goes on"):
+        files.write_text(path, text)
 
 
 def page(said: Said) -> str:

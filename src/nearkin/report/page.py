@@ -14,15 +14,20 @@ from nearkin.report.words import count, escape, number, short
 __all__ = ["Progress", "write"]
 
 Progress = Callable[[int, int], None]  # sections done, sections in all
+ROOM = "make room, or choose another place"  # what to do where a file cannot be written
 
 
-def write(path: str | Path, findings: Findings, progress: Progress | None = None, *, seed: int = 0) -> None:
+def write(
+    path: str | Path, findings: Findings, progress: Progress | None = None, *, seed: int = 0, way_out: str = ROOM
+) -> None:
     """Writes the report there, whole or not at all; the same findings and seed give the same file.
 
     What cannot be shown is left out or a dash: a run without history, validation, pictures or classes has its page too.
     """
     check(findings)
-    files.write_text(path, page(findings, progress, seed))
+    text = page(findings, progress, seed)
+    with files.explained(str(path), way_out):
+        files.write_text(path, text)
 
 
 def page(findings: Findings, progress: Progress | None = None, seed: int = 0) -> str:

@@ -89,7 +89,8 @@ def write_picture(path: str | Path, findings: Findings, *, seed: int = 0, rows: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a script that the typeface lacks becomes boxes
         figure.savefig(out, format="png", dpi=130, facecolor="white", metadata={"Software": None})
-    files.write_bytes(path, out.getvalue())
+    with files.explained(str(path), "make room, or choose another place"):
+        files.write_bytes(path, out.getvalue())
 
 
 def _figure(findings: Findings, groups: list[tuple[str, list[choice.Row]]]) -> Any:

@@ -20,7 +20,8 @@ _REPEATED = ("precision@1",)  # the same number as recall@1
 def of_run(outcome: Outcome, progress: Callable[[int, int], None] | None = None) -> Path:
     """Writes report.html into the folder of the run."""
     path = outcome.folder / "report.html"
-    write(path, findings_of(outcome), progress, seed=outcome.recipe.training.seed)
+    way_out = f"training is done and saved: make room, then nearkin train --resume {outcome.folder}"
+    write(path, findings_of(outcome), progress, seed=outcome.recipe.training.seed, way_out=way_out)
     return path
 
 

@@ -8,7 +8,6 @@ The manifest is renamed last, so the checkpoint is there as a whole or not at al
 each takes the rows that it holds now, out of whichever files have them.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -61,7 +60,7 @@ def part_name(stem: str, token: str, whose: str) -> str:
 def manifest(path: Path, whole: str, parts: list[dict[str, Any]]) -> None:
     """Writes the manifest of files that are all there. parts: of each rank its file, checksum and rows."""
     content = {"format": FORMAT, "whole": whole, "parts": parts}
-    files.write_json(path, content | {"sha256": _digest(content)})
+    files.write_json(path, content | {"sha256": files.digest(content)})
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} is not a whole file ({error})") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path.name} is no manifest that this version reads")
-    if found.pop("sha256", None) != _digest(found):
+    if found.pop("sha256", None) != files.digest(found):
         raise ValueError(f"{path.name} does not match its checksum")
     return found
 
@@ -134,7 +133,3 @@ class Kept:
             low, high = max(first, begin) - begin, min(last, end) - begin
             piece: Tensor = opened.get_slice(name)[low:high]
         return piece
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
