@@ -4,7 +4,7 @@ The own class is left out of the pass: what it scores, with whatever margin, is 
 autograd. So one pass serves every margin, and its log-sum-exp meets the target only at the end, in `cross_entropy`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -272,14 +272,19 @@ class _Pass(HandGradient):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
-        asked, weight, ids, picks, peak, share, mean = ctx.saved_tensors
-        by_asked = by_rest[:, None] * mean if ctx.needs_input_grad[0] else None
-        by_weight = None
-        if ctx.needs_input_grad[1]:
-            normalize, centers, lost, size, kind = ctx.way
-            meets = (asked, weight, ids, picks, peak, by_rest * share, by_own)
-            by_weight = _weight_gradient(*meets, normalize, centers, lost, size, kind)
-        return by_asked, by_weight, *[None] * 6
+        return *_gradients(ctx, by_rest, by_own, _weight_gradient), *[None] * 6
+
+
+def _gradients(
+    ctx: Any, by_rest: Tensor, by_own: Tensor, weight_gradient: Callable[..., Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """By the anchors, which the forward pass has made but for a factor, and by the weights."""
+    *met, peak, share, mean = ctx.saved_tensors
+    by_asked = by_rest[:, None] * mean if ctx.needs_input_grad[0] else None
+    by_weight = None
+    if ctx.needs_input_grad[1]:
+        by_weight = weight_gradient(*met, peak, by_rest * share, by_own, *ctx.way)
+    return by_asked, by_weight
 
 
 # Under torch.compile the same passes are two opaque operators: unrolled, many classes would be thousands of blocks.
@@ -315,17 +320,12 @@ def _(asked: Tensor, weight: Tensor, *_: Any) -> Tensor:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     peak, _, _, taint, share, mean = output
     ctx.save_for_backward(*inputs[:4], peak, share, mean)
-    ctx.way = inputs[4:8]
+    ctx.way = (*inputs[4:8], inputs[1].dtype)
     ctx.mark_non_differentiable(peak, taint, share, mean)
 
 
 def _compiled_backward(ctx: Any, _: Any, by_rest: Tensor, by_own: Tensor, *__: Any) -> tuple[Tensor | None, ...]:
-    *given, peak, share, mean = ctx.saved_tensors
-    by_asked = by_rest[:, None] * mean if ctx.needs_input_grad[0] else None
-    by_weight = None
-    if ctx.needs_input_grad[1]:
-        by_weight = _compiled_weight_gradient(*given, peak, by_rest * share, by_own, *ctx.way, given[1].dtype)
-    return by_asked, by_weight, *[None] * 7
+    return *_gradients(ctx, by_rest, by_own, _compiled_weight_gradient), *[None] * 7
 
 
 _compiled_scan.register_autograd(_compiled_backward, setup_context=_keep)
