@@ -21,12 +21,13 @@ from canon_rows import base_of
 from nearkin import data, evaluation
 from nearkin.data.items import Items
 from nearkin.data.splits import Parts
-from nearkin.training import defaults, judging, loop, run
-from nearkin.training.effects import check_data
-from nearkin.training.feed import Material, embed
+from nearkin.training import loop, run, validation
+from nearkin.training.config import defaults
+from nearkin.training.config.recipe import Recipe, read
+from nearkin.training.config.refusals import check_data
+from nearkin.training.loader import Material, embed
 from nearkin.training.monitor import Diverged
 from nearkin.training.prepare import Prepared, divided, looked_at, rows_of, settled
-from nearkin.training.recipe import Recipe, read
 from nearkin.training.trainer import PRECISIONS, Trainer
 
 __all__ = ["Desk", "Job", "content_of", "key", "recipe_of"]
@@ -193,7 +194,7 @@ def _search(prepared: Prepared, job: Job) -> dict[str, Any]:
     trainer = _trained(prepared)
     held = prepared.held("val")
     rows = _embedded(trainer, held.everything)
-    return {"val": judging.judge(rows, held, False, trainer.device), "steps": trainer.state.step}
+    return {"val": validation.judge(rows, held, False, trainer.device), "steps": trainer.state.step}
 
 
 def _final(prepared: Prepared, job: Job) -> dict[str, Any]:
@@ -247,7 +248,7 @@ def _tested(
 ) -> dict[str, Any]:
     """Every figure with its 95 % interval over the choice of classes."""
     held = prepared.held("test")
-    found: dict[str, Any] = judging.test(rows, held, False, device, ks=KS, interval=interval, seed=seed)
+    found: dict[str, Any] = validation.test(rows, held, False, device, ks=KS, interval=interval, seed=seed)
     assert held.labels is not None
     labels = torch.from_numpy(held.labels).to(device)
     clusters = evaluation.clustering(rows.to(device), labels, seed, interval=interval)

@@ -7,8 +7,8 @@ its own. `floor`: the matrix products alone, the three of the dense form, or fou
 the smallest C also the errors against float64. Dense forms and peers only where B · C is at most 2^30; beyond 2^32 the
 kernels alone.
 --tune tries the tiles of the kernels at --classes, the length of a run and both ways to the gradient by the weights,
-and prints lines for `kernels/class_tiles.py` and `kernels/class_softmax.py`; --compile asks the compiler, without a
-GPU, for the shared memory and the registers of each tile on Hopper; --profile lists what a step spends its time on.
+and prints lines for `kernels/class_kernels.py` and `kernels/class_softmax_ops.py`; --compile asks the compiler, without
+a GPU, for the shared memory and the registers of each tile on Hopper; --profile lists what a step spends its time on.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch
 import measure
 from nearkin import losses
 from nearkin.core import class_softmax as plain
-from nearkin.kernels import class_softmax as fused
+from nearkin.kernels import class_softmax_ops as fused
 
 SHARED = 232_448  # bytes a program may take on Hopper
 SECONDS = 0.25  # of repeats
@@ -196,7 +196,7 @@ def accuracy(x, y, w):
 
 def tune(classes, number, dim, dtype):
     """The fastest tile of each kernel; then, with the tables as they are, the run, the walk and the last product."""
-    from nearkin.kernels import class_tiles as tiles
+    from nearkin.kernels import class_kernels as tiles
 
     x, y, w = batch(classes, number, dim, "cuda", dtype)
     w = w.detach()
@@ -311,7 +311,7 @@ def build(kernel, tile, item, **more):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from nearkin.kernels import class_tiles as tiles
+    from nearkin.kernels import class_kernels as tiles
 
     kind, copied = ("bf16" if item == 2 else "fp32"), {}
     fixed = {"H": tile.height, "W": tile.width, **more}
@@ -358,7 +358,7 @@ def build(kernel, tile, item, **more):
 
 def compile_only():
     """Shared memory, registers and spills of every tile of the tables on Hopper."""
-    from nearkin.kernels import class_tiles as tiles
+    from nearkin.kernels import class_kernels as tiles
 
     score = {"COLUMNS": False, "CENTERS": 1, "PRECISION": "ieee", "GROUP": tiles.GROUP, "TWO": True}
     end = {"OWN": False, "PROJECT": True}

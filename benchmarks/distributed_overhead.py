@@ -18,7 +18,7 @@ from torch import nn
 
 import measure
 from nearkin import losses
-from nearkin.distributed import GlobalBatch, average_gradients
+from nearkin.dist.global_batch import GlobalBatch, average_gradients
 
 CLASSES, EACH = 1000, 4
 LOSSES = {

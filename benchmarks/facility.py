@@ -56,7 +56,7 @@ def compile_only(sizes):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from nearkin.kernels import facility_tiles as tiles
+    from nearkin.kernels import facility_kernels as tiles
 
     kinds = {"scratch": "*i32", "gamma_at": "*fp64", "unit_at": "*fp64", "size": "i32", "sweeps": "i32"}
     for size in sizes:

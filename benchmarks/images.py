@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import measure
-from nearkin.data import augment, stored
+from nearkin.data import augment, image_cache
 
 BIRDS = Path(__file__).parents[2] / "shared" / "data" / "CUB_200_2011" / "cub200_2011_small.tar"
 HEADER = ["what", "device", "size", "ms", "rate_per_s", "beside", "beside_ms", "ratio"]
@@ -106,7 +106,7 @@ def of_the_cache(add: Callable[..., None], name: str, pictures: Bytes, side: int
     def first() -> None:
         with tempfile.TemporaryDirectory() as folder:
             os.environ["NEARKIN_CACHE"] = folder
-            stored.store(pictures, names, side=side, workers=1)
+            image_cache.store(pictures, names, side=side, workers=1)
 
     count = len(pictures)
     size = f"{count} {name} to {side} px"
@@ -121,9 +121,9 @@ def of_the_cache(add: Callable[..., None], name: str, pictures: Bytes, side: int
     with tempfile.TemporaryDirectory() as folder:
         os.environ["NEARKIN_CACHE"] = folder
         begun = time.process_time()
-        kept = stored.store(pictures, names, side=side, workers=1)
+        kept = image_cache.store(pictures, names, side=side, workers=1)
         took = (time.process_time() - begun) * 1e3
-        again, _, _ = in_turns(lambda: stored.store(pictures, names, side=side), lambda: None, "cpu", 5)
+        again, _, _ = in_turns(lambda: image_cache.store(pictures, names, side=side), lambda: None, "cpu", 5)
         add("start", "cpu", size, count, "first time", again, took, again / took)
         memory, rng = np.array(kept.pixels), np.random.default_rng(0)
         size = f"{B} of {count}, {side} px"

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import measure
 import scaling_model as model
 from nearkin import evaluation, losses, models
-from nearkin.core import world
-from nearkin.distributed import GlobalBatch, average_gradients
+from nearkin.dist import ProcessGroup, collectives
+from nearkin.dist.global_batch import GlobalBatch, average_gradients
 
 HERE = Path(__file__).parent
 WORLDS = (1, 2, 4)
@@ -46,7 +46,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.gathered = self.reduced = 0
-        gather, reduce = world._all_gather, world._reduced
+        gather, reduce = collectives._all_gather, collectives._reduced
 
         def all_gather(flat: Tensor, group: Any) -> Tensor:
             self.gathered += flat.numel() * flat.element_size()
@@ -56,7 +56,7 @@ class Counted:
             self.reduced += tensor.numel() * tensor.element_size()
             return reduce(tensor, group, how)
 
-        world._all_gather, world._reduced = all_gather, reduced
+        collectives._all_gather, collectives._reduced = all_gather, reduced
 
     def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DistributedDataParallel does by itself, counted."""
@@ -137,10 +137,10 @@ def class_step(batch: int, classes: int, shard: bool) -> Callable[[], None]:
     return step
 
 
-def search(items: int, ranks: evaluation.Ranks) -> Callable[[], None]:
+def search(items: int, group: ProcessGroup) -> Callable[[], None]:
     torch.manual_seed(0)
     rows, labels = torch.randn(items, ITEMS["dim"]), torch.arange(items) // ITEMS["each"]
-    return lambda: evaluation.retrieval(rows + labels[:, None] % 7, labels, ranks=ranks)
+    return lambda: evaluation.retrieval(rows + labels[:, None] % 7, labels, group=group)
 
 
 def measured(quick: bool) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def measured(quick: bool) -> dict[str, Any]:
         name = "shared" if shard else "whole"
         put(f"classes {name} strong", class_step(rows // ranks, classes, shard))
         put(f"classes {name} weak", class_step(rows // ranks, classes // 2 * ranks, shard))
-    with evaluation.Ranks() as team:
+    with ProcessGroup() as team:
         put("search strong", search(items, team), short)
         put("search weak", search(round(items * (ranks / 2) ** 0.5), team), short)
     if ranks == 1:  # what the model is made of

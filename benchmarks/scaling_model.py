@@ -7,7 +7,7 @@ docs/scaling.md has them. `scaling.py` asks the same functions for the ranks of 
 import math
 from typing import NamedTuple
 
-MEET = 8 * (40 + 5 * 9)  # bytes a rank says of its batch before a plain loss: core/world.py, five tensors
+MEET = 8 * (40 + 5 * 9)  # bytes a rank says of its batch before a plain loss: dist/collectives.py, five tensors
 MEET_SHARDED = 8 * (40 + 2 * 9)  # and before a sharded one, two tensors
 
 

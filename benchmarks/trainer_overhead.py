@@ -19,8 +19,8 @@ import measure
 from nearkin import losses
 from nearkin.data import augment
 from nearkin.training import loop, run
+from nearkin.training.config.recipe import read
 from nearkin.training.prepare import build_encoder, prepare
-from nearkin.training.recipe import read
 
 
 def by_hand(prepared, on: torch.device, precision: torch.dtype | None, batches: list[list[int]]):

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nearkin.evaluation import class_rates
-from nearkin.gallery import calibrating
-from nearkin.gallery.answers import Hit, Identity, Meaning
+from nearkin.evaluation.verification import class_rates
+from nearkin.gallery import calibration
+from nearkin.gallery.results import Hit, Identity, Meaning
 
 Floats = NDArray[np.float32]
 Labels = NDArray[np.int64]
@@ -73,7 +73,7 @@ def far(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
     draw = np.random.default_rng(0)
     number = int(labels.max()) + 1
     groups = np.split(np.arange(len(labels)), np.flatnonzero(np.diff(labels)) + 1)
-    thresholds = calibrating._thresholds(rows, groups, 0)
+    thresholds = calibration._thresholds(rows, groups, 0)
     table = _table(rows, groups, thresholds)  # (T, C, C)
     lines, total = table.sum(2), table.sum((1, 2))
     print(f"{name}: {number} classes | classes calibrated on | FAR | offered | held | median of truth / FAR | covered")
@@ -137,7 +137,7 @@ def calibrations(rows: Floats, labels: Labels, classes: int, rounds: int) -> Rou
     for seed in range(rounds):
         order = np.random.default_rng([classes, seed]).permutation(int(labels.max()) + 1)
         inside = np.isin(labels, order[:classes])
-        plain = calibrating.measured(torch.from_numpy(rows[inside]), torch.from_numpy(labels[inside]))
+        plain = calibration.measured(torch.from_numpy(rows[inside]), torch.from_numpy(labels[inside]))
         found.append((Meaning(plain), order[classes:]))
     return found
 

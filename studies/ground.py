@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from nearkin import data, evaluation, models, samplers
 from nearkin.core import checks
 from nearkin.data import augment
-from nearkin.data.pictures import square
+from nearkin.data.decode import square
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from nearkin.data import glyphs
-from nearkin.evaluation import all_pairs, uncertainty
+from nearkin.evaluation import all_pairs
+from nearkin.evaluation.statistics import cluster_bootstrap
 
 METRICS = ("recall@1", "r_precision", "map@r")
 POPULATIONS = ("plain", "spread", "unequal", "families", "hubs", "easy", "glyphs")
@@ -107,7 +108,7 @@ def retrieval_coverage(kind: str, classes: int, draws: int) -> dict[str, tuple[f
         found = per_query(x, labels)
         values.append([float(found[name].mean()) for name in METRICS])
         if draw < draws:
-            ends.append([uncertainty.share_interval(found[name], labels) for name in METRICS])
+            ends.append([cluster_bootstrap.share_interval(found[name], labels) for name in METRICS])
             plain.append([percentiles(found[name], labels, draw) for name in METRICS])
     truth = np.mean(values, axis=0)
     return {
@@ -123,7 +124,7 @@ def false_verdicts(kind: str, classes: int, draws: int) -> dict[str, float]:
         a, b, labels = pair_drawn(kind, classes, rng)
         first, second = per_query(a, labels), per_query(b, labels)
         for i, name in enumerate(METRICS):
-            found = uncertainty.compare(first[name], second[name], labels, samples=1000, seed=draw)
+            found = cluster_bootstrap.compare(first[name], second[name], labels, samples=1000, seed=draw)
             decided[i] += found["verdict"] != "undecided"
         difference += found["difference"] / draws
     return dict(zip(METRICS, decided / draws, strict=True)) | {"difference": difference}
@@ -156,7 +157,7 @@ def percentiles(values: Tensor, labels: Tensor, seed: int) -> tuple[float, float
     means.index_add_(0, labels, torch.stack([values, torch.ones_like(values)], 1))
     times = np.random.default_rng(seed).multinomial(len(means), np.full(len(means), 1 / len(means)), 1000)
     totals = times @ means.numpy()
-    return uncertainty.percentiles(totals[:, 0] / totals[:, 1], 0.95)
+    return cluster_bootstrap.percentiles(totals[:, 0] / totals[:, 1], 0.95)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -42,7 +42,7 @@ from nearkin import data, evaluation, losses, models, samplers
 from nearkin.core.distances import squared_euclidean
 from nearkin.core.relations import LabelDistance, Relation, label_distances
 from nearkin.data.archives import Archive
-from nearkin.data.stored import store
+from nearkin.data.image_cache import store
 
 FULL, QUICK = (3, 240, 60), (1, 2, 24)  # seeds, steps, items in a batch
 RATES, NEIGHBOURS, POSITIVES, DIM, WIDTH, K, LOOKS = (1e-3, 3e-3), 5, 30, 64, 12, 10, 6

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nearkin.gallery import answers
+from nearkin.gallery import results
 
 
 def calibration_by_hand(at, log_ratio, classes=60):
@@ -10,7 +10,7 @@ def calibration_by_hand(at, log_ratio, classes=60):
     x, y = zip(*sorted(log_ratio.items()), strict=True)
     bounds, found = zip(*(at[t] for t in sorted(at)), strict=True)
     one = {"far": bounds, "far_bound": bounds, "tar": found, "log_ratio": {"similarity": x, "value": y}}
-    said = {"format": answers.FORMAT, "classes": classes, "confidence": 0.95, "impostors": 10**6}
+    said = {"format": results.FORMAT, "classes": classes, "confidence": 0.95, "impostors": 10**6}
     return said | {"largest_impostor": 0.95, "thresholds": sorted(at), "examples": {"1": one}}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearkin import losses
-from nearkin.kernels import pairs
+from nearkin.kernels import pair_ops
 
 
 class Case(NamedTuple):
@@ -115,11 +115,11 @@ def judged(case: Case, given: tuple[Any, ...], both: bool = True) -> dict[str, A
     exact = outcome(case, given, "torch", wide=True, both=both)
     plain = outcome(case, given, "torch", both=both)
     served: list[str] = []
-    whole = pairs.loss
-    pairs.loss = lambda kind, *rest, **more: served.append(kind) or whole(kind, *rest, **more)  # type: ignore
+    whole = pair_ops.loss
+    pair_ops.loss = lambda kind, *rest, **more: served.append(kind) or whole(kind, *rest, **more)  # type: ignore
     try:
         got = outcome(case, given, "triton", both=both)
     finally:
-        pairs.loss = whole
+        pair_ops.loss = whole
     assert [t.dtype for t in got] == [t.dtype for t in plain]
     return {"kernel": errors(got, exact), "torch": errors(plain, exact), "served": len(served)}

@@ -13,8 +13,8 @@ import torch
 
 import nearkin
 from nearkin import data, evaluation, training
-from nearkin.data import vectors, writing
-from nearkin.evaluation import protocols, report
+from nearkin.data import vector_files, vectors
+from nearkin.evaluation.protocols import results_table, runner
 
 GENERATOR = np.random.default_rng(0)
 LABELS = np.repeat(np.arange(4), 6)
@@ -28,11 +28,11 @@ CLASSES = ["ant", "bee", "cat", "dog"]
 def test_import_nearkin_gives_every_module_and_loads_none():
     code = (
         "import sys, nearkin; assert 'torch' not in sys.modules, 'torch'; print(*dir(nearkin));"
-        "assert nearkin.training.train and nearkin.gallery.Gallery and nearkin.comparing.compare;"
+        "assert nearkin.training.train and nearkin.gallery.Gallery and nearkin.compare.compare;"
         "assert nearkin.relations.of and nearkin.strict and nearkin.losses.TripletLoss and nearkin.data.load"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"training", "data", "models", "evaluation", "gallery", "comparing", "report", "strict"} <= set(out)
+    assert {"training", "data", "models", "evaluation", "gallery", "compare", "report", "strict"} <= set(out)
     with pytest.raises(AttributeError, match="no attribute 'trainig'"):
         nearkin.trainig  # noqa: B018
 
@@ -94,17 +94,17 @@ def test_names_survive_being_written_and_read(tmp_path, ending):
     if ending == ".parquet":
         pytest.importorskip("pyarrow")
     path = tmp_path / f"some{ending}"
-    writing.write(path, torch.from_numpy(ROWS), LABELS, None, NAMES, CLASSES)
+    vector_files.write(path, torch.from_numpy(ROWS), LABELS, None, NAMES, CLASSES)
     assert vectors.read(path).names == NAMES
     items = data.load(path)
     assert items.names == NAMES and items.classes == CLASSES and items.labels.tolist() == LABELS.tolist()
     swapped = LABELS.copy()
     swapped[0] = 2
-    writing.write(path, torch.from_numpy(ROWS), swapped, None, NAMES, CLASSES)
-    found = protocols.evaluate(vectors.read(path), settings=protocols.Settings(protocols=("diagnose",)))
+    vector_files.write(path, torch.from_numpy(ROWS), swapped, None, NAMES, CLASSES)
+    found = runner.evaluate(vectors.read(path), settings=runner.Settings(protocols=("diagnose",)))
     diagnosis = found["results"]["diagnose"]
     assert all(one["name"] == NAMES[one["item"]] for one in diagnosis["hubs"])
-    printed = [row.value for row in report.table(found) if row.metric == "suspect label"]
+    printed = [row.value for row in results_table.table(found) if row.metric == "suspect label"]
     assert printed and printed[0].startswith(f"{NAMES[diagnosis['label_errors'][0]['item']]}: ")
 
 
@@ -112,7 +112,7 @@ def test_enrolled_vectors_keep_their_names(tmp_path):
     from nearkin import gallery
 
     path = tmp_path / "some.npz"
-    writing.write(path, torch.from_numpy(ROWS), LABELS, None, NAMES, CLASSES)
+    vector_files.write(path, torch.from_numpy(ROWS), LABELS, None, NAMES, CLASSES)
     with gallery.Gallery.open(tmp_path / "g.db", dim=4) as opened:
         gallery.enrol_source(opened, str(path))
         assert {Path(hit.name).name for hit, _ in opened.rows()} == {Path(name).name for name in NAMES}
@@ -290,10 +290,10 @@ def test_nothing_is_decoded_before_an_error_that_could_be_known(sets, sentence, 
 
 
 def test_a_missing_extra_is_said_before_anything_is_decoded(photos, tmp_path, decoded, monkeypatch):
-    from nearkin.training import journal
+    from nearkin.training import metrics_log
 
     source = [f'data.source="{photos.as_posix()}"', "data.cache=false"]
-    monkeypatch.setattr(journal, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics_log, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install 'nearkin\\[track\\]'"):
         training.train(training.read_recipe(None, [*source, "training.tensorboard=true"]), tmp_path / "run")
     for module, name, extra in (("timm", "timm:resnet18", "vision"), ("transformers", "hf:some/model", "hf")):
@@ -308,7 +308,7 @@ def test_comparing_says_a_misspelt_key_before_it_decodes(photos, tmp_path, decod
     for wrong, sentence in (("encoder.widht=3", "widht"), ("encoder.name=timm:no_such_model", "no_such_model|pip")):
         recipe = training.read_recipe(None, [f'data.source="{photos.as_posix()}"', "data.cache=false", wrong])
         with pytest.raises((ValueError, ModuleNotFoundError), match=sentence):
-            nearkin.comparing.compare(recipe, ["triplet", "supcon"], tmp_path / "run")
+            nearkin.compare.compare(recipe, ["triplet", "supcon"], tmp_path / "run")
     assert not decoded
 
 
@@ -317,7 +317,7 @@ def test_comparing_says_a_misspelt_key_before_it_decodes(photos, tmp_path, decod
 
 @pytest.mark.parametrize("side, size, lite", [(300, 64, True), (300, None, True), (28, None, False), (300, 16, False)])
 def test_a_size_does_not_silently_swap_the_pretrained_encoder(side, size, lite, monkeypatch):
-    from nearkin.training import defaults
+    from nearkin.training.config import defaults
 
     monkeypatch.setattr(defaults, "find_spec", lambda name: object())
     recipe = training.read_recipe(None, [] if size is None else [f"data.size={size}"])
@@ -348,7 +348,7 @@ CALLS = {
     "graded of a gallery": lambda x, y: evaluation.graded(x[:8], x[:8, 0], gallery=x[8:], gallery_targets=x[8:, 0]),
     "bootstrap": lambda x, y: evaluation.bootstrap(x[:, 0], y, samples=50),
     "verification": lambda x, y: evaluation.verification(embeddings=x, pairs=pairs_like(x), labels=y),
-    "nearest": lambda x, y: evaluation.search.nearest(x, k=2).indices.tolist(),
+    "nearest": lambda x, y: evaluation.nearest(x, k=2).indices.tolist(),
     "kmeans": lambda x, y: evaluation.kmeans.kmeans(x, 4).assignment.tolist(),
 }
 

@@ -18,8 +18,8 @@ from canon_plan import Options
 from canon_rows import BASES, CANDIDATES, PEER, RATES, rows_of
 from canon_work import Desk, Job, content_of, key
 from nearkin import training
+from nearkin.training.config.recipe import read
 from nearkin.training.objective import loss_settings, sampler_settings
-from nearkin.training.recipe import read
 
 SUBJECTS = ("cub200", "fashion-mnist")
 SHORT = {"training.epochs": 2, "training.batches": 2}
@@ -94,7 +94,7 @@ def test_every_setting_is_one_that_its_loss_has(subject):
 
 
 def test_every_loss_is_in_the_table_and_every_row_of_the_peer():
-    from nearkin.training.choices import LOSSES
+    from nearkin.training.config.registry import LOSSES
 
     rows = rows_of("cub200")
     assert {row.tried[0]["loss.name"] for row in rows} == set(LOSSES)

@@ -18,9 +18,10 @@ import nearkin
 from commands import run, said
 from nearkin import kernels, report, training
 from nearkin.core.versions import version_of
-from nearkin.data import shelf
+from nearkin.data import cache_store
 from nearkin.data.items import Pairs
-from nearkin.training import checkpoint, watching
+from nearkin.dist import heartbeat
+from nearkin.training.checkpoint import checkpoints
 from nearkin.training.prepare import Prepared
 
 SOURCE = Path(nearkin.__file__).parent
@@ -201,16 +202,16 @@ def test_a_process_is_not_sent_ctrl_c_to_see_whether_it_lives(monkeypatch):
     monkeypatch.setattr(os.path, "isdir", lambda _: False)
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
-    assert watching._started(4711) == 0 and not sent
+    assert heartbeat._started(4711) == 0 and not sent
 
 
 def test_a_hanging_rank_is_ended_where_there_is_no_sigkill(monkeypatch):
     sent = []
     monkeypatch.delattr(signal, "SIGKILL", raising=False)
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
-    monkeypatch.setattr(watching, "_started", lambda process: 7)
-    one = watching.Watching(watching.Pulse(), 0, 2, None)
-    one.places = {1: (watching._machine(), 4711, 7)}
+    monkeypatch.setattr(heartbeat, "_started", lambda process: 7)
+    one = heartbeat.Watching(heartbeat.Pulse(), 0, 2, None)
+    one.places = {1: (heartbeat._machine(), 4711, 7)}
     one._finish_off(1)
     assert sent == [(4711, signal.SIGTERM)]
 
@@ -218,8 +219,8 @@ def test_a_hanging_rank_is_ended_where_there_is_no_sigkill(monkeypatch):
 def test_a_loaded_checkpoint_does_not_hold_its_file(tmp_path):
     """A file that is mapped can be neither replaced nor removed on Windows."""
     path = tmp_path / "step-00000001.safetensors"
-    checkpoint.save(path, {"x": torch.ones(5000)}, {})
-    tensors, _ = checkpoint.load(path)
+    checkpoints.save(path, {"x": torch.ones(5000)}, {})
+    tensors, _ = checkpoints.load(path)
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.write(bytes(size))
@@ -234,8 +235,8 @@ def test_no_file_of_the_picture_cache_is_removed_while_it_is_mapped(monkeypatch,
     def remove(path):
         removed.append(path.name in Path("/proc/self/maps").read_text(encoding="utf-8"))
 
-    monkeypatch.setattr(shelf, "_remove", remove)
-    part = shelf.Part({}, 64, 3, auto=True)
+    monkeypatch.setattr(cache_store, "_remove", remove)
+    part = cache_store.Part({}, 64, 3, auto=True)
     for i in range(3):
         part.append(f"{i}", np.full((64, 64, 3), i, np.uint8), None)
     part.finish()
@@ -243,7 +244,7 @@ def test_no_file_of_the_picture_cache_is_removed_while_it_is_mapped(monkeypatch,
 
 
 def test_a_checkpoint_that_cannot_be_removed_yet_does_not_end_the_training(monkeypatch, tmp_path):
-    kept = checkpoint.Checkpoints(tmp_path)
+    kept = checkpoints.Checkpoints(tmp_path)
     for step in (1, 2):
         kept.write(step, {"x": torch.ones(2)}, {})
     with monkeypatch.context() as context:
@@ -293,7 +294,7 @@ def test_what_a_report_lacks_is_said_before_training(monkeypatch, vectors, tmp_p
     def absent(*_):
         raise FileNotFoundError("page.css is not there")
 
-    monkeypatch.setattr("nearkin.report.frame.resources", absent)
+    monkeypatch.setattr("nearkin.report.template.resources", absent)
     sets = [word for one in SMALL for word in ("--set", one)]
     assert "page.css" in said(run("train", vectors, *sets, "--out", tmp_path / "run"), 2)
     assert not (tmp_path / "run").exists()

@@ -12,20 +12,8 @@ import torch
 
 import cases
 import nearkin
-from nearkin import (
-    comparing,
-    data,
-    distributed,
-    evaluation,
-    gallery,
-    losses,
-    memory,
-    mining,
-    models,
-    report,
-    samplers,
-    training,
-)
+from nearkin import compare, data, evaluation, gallery, losses, memory, mining, models, report, samplers, training
+from nearkin.dist import global_batch
 from nearkin.losses import describe
 
 ROOT = Path(nearkin.__file__).parent
@@ -34,16 +22,17 @@ DOCS = ROOT.parents[1] / "docs"
 RANKS = [
     {"core"},
     {"kernels"},
+    {"dist"},
     {"mining"},
-    {"memory", "losses", "models", "data", "samplers", "distributed"},
+    {"memory", "losses", "models", "data", "samplers"},
     {"evaluation"},
     {"training"},
-    {"comparing", "gallery", "report"},
+    {"compare", "gallery", "report"},
     {"web"},
     {"cli"},
     {"__main__"},
 ]
-CORE_ONLY = {"torch"}
+CORE_ONLY = {"torch", "numpy"}
 # A whole run asked for in Python ends in a page and may show bars; both are imported when they are asked for.
 LATE = {("training/start.py", "report"), ("training/start.py", "cli")}
 EXTRAS = {"faiss", "triton", "timm", "transformers", "optuna", "sklearn", "fastapi", "uvicorn", "psycopg", "onnx"}
@@ -95,7 +84,7 @@ def test_no_drawers_for_odds_and_ends():
     assert not [p for p in FILES if p.stem in ("utils", "common", "helpers", "misc")]
 
 
-PUBLIC = [comparing, data, distributed, evaluation, gallery, losses, memory, mining, models, report, samplers, training]
+PUBLIC = [compare, data, global_batch, evaluation, gallery, losses, memory, mining, models, report, samplers, training]
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda m: m.__name__)

@@ -5,8 +5,8 @@ import math
 import torch
 
 from nearkin import kernels, losses, mining
-from nearkin.core import tiles
-from nearkin.kernels import triplets
+from nearkin.core import blockwise
+from nearkin.kernels import triplet_ops
 
 CASES = {
     "semihard": (losses.triplet_loss, {}),
@@ -80,12 +80,12 @@ def outcome(case, given, wants=(True, True), **way):
 def served(case, given, wants=(True, True), **way):
     """The same, where the kernels must have served."""
     seen = []
-    plain = triplets._Loss.apply
-    triplets._Loss.apply = lambda *a: seen.append(1) or plain(*a)
+    plain = triplet_ops._Loss.apply
+    triplet_ops._Loss.apply = lambda *a: seen.append(1) or plain(*a)
     try:
         found = outcome(case, given, wants, impl="triton", **way)
     finally:
-        triplets._Loss.apply = plain
+        triplet_ops._Loss.apply = plain
     assert seen, "the kernels did not serve"
     return found
 
@@ -243,15 +243,15 @@ def check_room(device):
     given = batch((20, None, 6), device)
     wanted = served(CASES["semihard"], given)
     largest = int((given[1] + 1).bincount().max())
-    before = triplets.ROOM
+    before = triplet_ops.ROOM
     try:
-        triplets.ROOM = 20 * largest
+        triplet_ops.ROOM = 20 * largest
         assert all(map(torch.equal, served(CASES["semihard"], given), wanted))
-        triplets.ROOM = 20 * largest - 1
+        triplet_ops.ROOM = 20 * largest - 1
         plain = outcome(CASES["semihard"], given, impl="triton")
         assert all(map(torch.equal, plain, outcome(CASES["semihard"], given, impl="torch")))
     finally:
-        triplets.ROOM = before
+        triplet_ops.ROOM = before
 
 
 def check_fallback(device):
@@ -276,17 +276,17 @@ def check_fallback(device):
 def drawn(case, given, seed):
     """The pairs that the kernels draw from this seed, as a selection for plain torch; every term must be above 0."""
     found = []
-    plain = triplets._tiles().forward
+    plain = triplet_ops._tiles().forward
 
     def forward(*a):
         found.append(plain(*a))
         return found[-1]
 
-    triplets._tiles().forward = forward
+    triplet_ops._tiles().forward = forward
     try:
         got = served(case, given, generator=torch.Generator(given[0].device).manual_seed(seed))
     finally:
-        triplets._tiles().forward = plain
+        triplet_ops._tiles().forward = plain
     number, room = len(given[0]), found[0][1].capacity
     lists = found[0][1].lists[: (3 + 2 * room) * number].view(-1, number).long()
     count = lists[0]
@@ -304,7 +304,7 @@ def check_draws(device):
             case = function, settings | ({"margin": None} if function is losses.triplet_loss else {})
             got, pairs = drawn(case, given, 3)
             same = case[0], case[1] | {"selection": lambda distance, kin, pairs=pairs: pairs}
-            kin = tiles.relation(tiles.Batch(*given))
+            kin = blockwise.relation(blockwise.Batch(*given))
             assert bool((kin.positive & kin.negative.any(1, keepdim=True)).sum() == pairs.valid.sum()), name
             a, p, n = pairs.indices()
             assert bool(kin.positive[a, p].all()) and bool(kin.negative[a, n].all()), name
@@ -351,4 +351,4 @@ CHECKS = {name[6:]: function for name, function in list(globals().items()) if na
 
 
 def serves_here(device):
-    return kernels.installed() and kernels.wide(torch.empty(0, device=device))
+    return kernels.installed() and kernels.has_float64_units(torch.empty(0, device=device))

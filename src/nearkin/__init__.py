@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` imports what is asked for
     from nearkin import (
-        comparing,
+        compare,
         data,
-        distributed,
+        dist,
         evaluation,
         gallery,
         losses,
@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
 __version__ = "0.1.0"
 
 __all__ = [
-    "comparing",
+    "compare",
     "data",
-    "distributed",
+    "dist",
     "evaluation",
     "gallery",
     "losses",

@@ -54,12 +54,12 @@ class CrossBatchMemory(nn.Module):
     ) -> None:
         super().__init__()
         checks.takes_references(loss)
-        checks.whole("size", size, 1)
-        checks.whole("dim", dim, 1)
-        checks.whole("warmup", warmup, 0)
+        checks.integer("size", size, 1)
+        checks.integer("dim", dim, 1)
+        checks.integer("warmup", warmup, 0)
         checks.one_of("label_kind", label_kind, _KINDS)
         if label_dim is not None:
-            checks.whole("label_dim", label_dim, 1)
+            checks.integer("label_dim", label_dim, 1)
         if (label_kind == "rows" and label_dim is None) or (label_kind == "ids" and label_dim is not None):
             wanted = "given" if label_kind == "rows" else "left out"
             raise ValueError(f'label_dim must be {wanted} where label_kind="{label_kind}", got {label_dim}')
@@ -161,9 +161,9 @@ class CrossBatchMemory(nn.Module):
         skipped = max(number - size, 0)
         rows, labels = rows[skipped:].to(self.embeddings.dtype), labels[skipped:]
         place = (self.cursor + torch.arange(skipped, number, device=rows.device)) % size
-        sound = ~reduce.some(~rows.isfinite())
+        sound = ~reduce.any_in_row(~rows.isfinite())
         if labels.is_floating_point():
-            sound = sound & (labels.isfinite() if labels.dim() == 1 else ~reduce.some(~labels.isfinite()))
+            sound = sound & (labels.isfinite() if labels.dim() == 1 else ~reduce.any_in_row(~labels.isfinite()))
         empty = ~sound if labels.dim() == 1 else ~sound[:, None]
         self.embeddings = self.embeddings.index_copy(0, place, rows.masked_fill(~sound[:, None], 0.0))
         self.labels = self.labels.index_copy(0, place, labels.masked_fill(empty, self._blank))

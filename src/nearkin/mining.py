@@ -120,12 +120,12 @@ def easy_positive(
     if negative == "semihard":
         allowed = kin.negative & (distance > pick(distance, positive[:, None]))
     _, chosen = reduce.largest(-distance, allowed)
-    some = reduce.some(allowed)
-    valid = reduce.some(kin.positive) & some
+    some = reduce.any_in_row(allowed)
+    valid = reduce.any_in_row(kin.positive) & some
     if negative == "semihard" and fallback != "skip":
         _, other = reduce.largest(distance if fallback == "farthest" else -distance, kin.negative)
         chosen = torch.where(some, chosen, other)
-        valid = reduce.some(kin.positive) & reduce.some(kin.negative)
+        valid = reduce.any_in_row(kin.positive) & reduce.any_in_row(kin.negative)
     return Triplets(positive[:, None], chosen[:, None], valid[:, None])
 
 
@@ -157,7 +157,7 @@ def distance_weighted(
     near-duplicate in the batch cannot starve the other rows. Wu et al. 2017, eq. 5; clip 0.5 and cutoff 1.4 from the
     authors' code.
     """
-    checks.whole("dim", dim, 2)
+    checks.integer("dim", dim, 2)
     checks.between("clip", clip, 0, 2)
     distance = distance.detach()
     most = (2 - dim) * math.log(clip) - (dim - 3) / 2 * math.log(1 - clip**2 / 4)  # log λ
@@ -166,7 +166,7 @@ def distance_weighted(
     if cutoff is not None:
         limit = cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff
         near = near & (distance < limit)
-    lost = ~reduce.some(near, keepdim=True)
+    lost = ~reduce.any_in_row(near, keepdim=True)
     allowed = torch.where(lost, kin.negative, near)
     log_weight = torch.where(lost, 0.0, log_weight)
     return _every_positive(distance, _draw(log_weight, allowed, generator), kin)
@@ -258,7 +258,7 @@ def _columns(distance: Tensor) -> Tensor:
 
 
 def _has_both(kin: Relation) -> Tensor:
-    return (reduce.some(kin.positive) & reduce.some(kin.negative))[:, None]
+    return (reduce.any_in_row(kin.positive) & reduce.any_in_row(kin.negative))[:, None]
 
 
 @torch.no_grad()
@@ -269,7 +269,7 @@ def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     if positive.numel() == 0 or not distances.freely_read(positive):
         return None
-    number = reduce.number(positive)
+    number = reduce.count_in_row(positive)
     most = int(number.max())
     if not 0 < most * 8 <= min(positive.shape[1], 128):
         return None
@@ -285,16 +285,16 @@ def _semihard_of_few(distance: Tensor, kin: Relation, positive: Tensor, valid: T
     for slot in range(positive.shape[1]):
         beyond = kin.negative & (distance > pick(distance, positive[:, slot : slot + 1]))
         _, chosen[:, slot] = reduce.largest(-distance, beyond)
-        found[:, slot] = reduce.some(beyond)
+        found[:, slot] = reduce.any_in_row(beyond)
     if fallback == "skip":
         return Triplets(positive, chosen, valid & found)
     _, other = reduce.largest(distance if fallback == "farthest" else -distance, kin.negative)
     chosen = torch.where(found, chosen, other[:, None])
-    return Triplets(positive, chosen, valid & reduce.some(kin.negative)[:, None])
+    return Triplets(positive, chosen, valid & reduce.any_in_row(kin.negative)[:, None])
 
 
 def _every_positive(distance: Tensor, negative: Tensor, kin: Relation) -> Triplets:
-    return Triplets(_columns(distance), negative, kin.positive & reduce.some(kin.negative)[:, None])
+    return Triplets(_columns(distance), negative, kin.positive & reduce.any_in_row(kin.negative)[:, None])
 
 
 def _log_inverse_density(distance: Tensor, dim: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nearkin import models
-from nearkin.models import choice
+from nearkin.models import factory
 
 resource = pytest.importorskip("resource")
 MLP = {"name": "mlp", "features": 12, "hidden": [16], "dim": 8}
@@ -52,7 +52,7 @@ def test_a_description_of_something_huge(made, settings, sentence, tmp_path, mon
     models.save(models.build(**made), tmp_path)
     models.load(tmp_path)
     describe(tmp_path, settings)
-    monkeypatch.setattr("nearkin.models.stored.build", lambda **_: pytest.fail("memory is taken"))
+    monkeypatch.setattr("nearkin.models.io.build", lambda **_: pytest.fail("memory is taken"))
     before = touched()
     with pytest.raises(ValueError, match=sentence) as caught:
         models.load(tmp_path)
@@ -63,11 +63,11 @@ def test_a_description_of_something_huge(made, settings, sentence, tmp_path, mon
 def test_shapes_are_those_of_what_is_built():
     for settings in (MLP, {"name": "small-cnn"}, {"name": "efficientnet-lite0", "dim": None}):
         wanted = models.build(**settings, pretrained=False).state_dict()
-        assert choice.shapes(settings, len(wanted)) == {name: tensor.shape for name, tensor in wanted.items()}
+        assert factory.shapes(settings, len(wanted)) == {name: tensor.shape for name, tensor in wanted.items()}
 
 
 def test_counting_tensors_is_this_threads_own_business():
-    count = choice._Count(0)
+    count = factory._Count(0)
     failed = []
 
     def other():

@@ -25,9 +25,9 @@ from calibrations import calibration_by_hand
 from commands import run as call
 from nearkin import training
 from nearkin.core import files
-from nearkin.data import shelf, stored
-from nearkin.gallery import Gallery, answers, calibrate
-from nearkin.training.recipe import read
+from nearkin.data import cache_store, image_cache
+from nearkin.gallery import Gallery, calibrate, results
+from nearkin.training.config.recipe import read
 
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
 NONSENSE = [b"", b"null", b"[]", b"7", b'"x"', b"{}", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{", bytes(64)]
@@ -113,18 +113,18 @@ def pictures(tmp_path, monkeypatch):
 
 def store(pictures, progress=None):
     names = [f"picture {i}" for i in range(len(pictures))]
-    return stored.store(pictures, names, side=8, workers=1, progress=progress)
+    return image_cache.store(pictures, names, side=8, workers=1, progress=progress)
 
 
 def test_a_damaged_picture_cache_never_gives_other_pixels(pictures):
     """Any of its files: it is made again, and the next start finds it whole."""
     whole, chance, made_again = np.array(store(pictures).pixels), random.Random(0), 0
-    before = everything(shelf.folder())
+    before = everything(cache_store.folder())
     assert len(before) == 3
     for _ in range(60 * FAULTS):
         name = chance.choice(sorted(before))
         how, content = damaged(chance, before[name])
-        (shelf.folder() / name).write_bytes(content)
+        (cache_store.folder() / name).write_bytes(content)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             found = store(pictures)
@@ -133,7 +133,7 @@ def test_a_damaged_picture_cache_never_gives_other_pixels(pictures):
         made_again += bool(heard)
         assert all("is damaged" in str(one.message) and "made again" in str(one.message) for one in heard)
         del found
-        after = everything(shelf.folder())
+        after = everything(cache_store.folder())
         assert after.keys() == before.keys()  # nothing half-made is left
         assert name.name.startswith("names") or after[name] == before[name], how
     assert made_again > 20 * FAULTS
@@ -142,16 +142,16 @@ def test_a_damaged_picture_cache_never_gives_other_pixels(pictures):
 def test_a_damaged_beginning_of_a_picture_cache_never_gives_other_pixels(pictures):
     """Rows of a cache that was stopped while it was made are taken over only where they are whole."""
     whole, chance = np.array(store(pictures).pixels), random.Random(1)
-    shelf.clear()
+    cache_store.clear()
     for _ in range(20 * FAULTS):
         with pytest.raises(KeyboardInterrupt):
             store(pictures, interrupt)
-        path = chance.choice(sorted(shelf.folder().iterdir()))
+        path = chance.choice(sorted(cache_store.folder().iterdir()))
         how, content = damaged(chance, path.read_bytes())
         path.write_bytes(content)
         np.testing.assert_array_equal(store(pictures).pixels, whole, f"{path} {how}")
-        shelf.clear()
-        for left in shelf.folder().iterdir():
+        cache_store.clear()
+        for left in cache_store.folder().iterdir():
             left.unlink()
 
 
@@ -164,14 +164,14 @@ def interrupt(done, total):
 
 def test_a_damaged_calibration_is_one_sentence_or_says_the_same(home):
     calibrate(home / "done", part="train", device="cpu")
-    path, chance, said = home / "done" / answers.FILE, random.Random(2), 0
+    path, chance, said = home / "done" / results.FILE, random.Random(2), 0
     whole = path.read_bytes()
     maker = json.loads(whole)["encoder"]
-    sound = answers.read(home / "done", maker)[0]
+    sound = results.read(home / "done", maker)[0]
     for _ in range(200 * FAULTS):
         how, content = damaged(chance, whole)
         path.write_bytes(content)
-        (found, note), sentence = tried(answers.read, home / "done", maker)
+        (found, note), sentence = tried(results.read, home / "done", maker)
         if sentence:
             assert str(path) in sentence and "\n" not in sentence and len(sentence) < 600, (how, sentence)
             said += 1
@@ -187,15 +187,15 @@ def test_a_damaged_calibration_is_one_sentence_or_says_the_same(home):
 def test_a_calibration_of_wrong_types_is_one_sentence(value, tmp_path):
     """Also of a file without a checksum, as it was written before."""
     plain = calibration_by_hand({0.5: (0.1, 0.9)}, {-1.0: -1, 1.0: 1}) | {"encoder": "me"}
-    (tmp_path / answers.FILE).write_text(json.dumps(plain))
-    assert answers.read(tmp_path, "me")[0] is not None
+    (tmp_path / results.FILE).write_text(json.dumps(plain))
+    assert results.read(tmp_path, "me")[0] is not None
     inside = ["far_bound", "tar", "log_ratio"]
     for key in ["format", "classes", "thresholds", "examples", *inside]:
         one = plain["examples"]["1"]
         other = plain | ({"examples": {"1": one | {key: value}}} if key in inside else {key: value})
-        (tmp_path / answers.FILE).write_text(json.dumps(other))
-        with pytest.raises(ValueError, match=rf"{answers.FILE}: (damaged|of format).*makes it again"):
-            answers.read(tmp_path, "me")
+        (tmp_path / results.FILE).write_text(json.dumps(other))
+        with pytest.raises(ValueError, match=rf"{results.FILE}: (damaged|of format).*makes it again"):
+            results.read(tmp_path, "me")
 
 
 # --- a full disk
@@ -326,7 +326,7 @@ def test_waits_and_rates_are_measured_by_a_clock_that_does_not_jump():
     """time.time() is for the stamps of the service's log and the age of abandoned files alone."""
     source = Path(nearkin.__file__).parent
     users = {path.relative_to(source) for path in source.rglob("*.py") if "time.time()" in path.read_text("utf-8")}
-    assert users == {Path("web/journal.py"), Path("data/shelf.py")}
+    assert users == {Path("web/request_log.py"), Path("data/cache_store.py")}
 
 
 # --- two writers

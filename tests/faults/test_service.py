@@ -25,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
 pytest.importorskip("httpx2", reason="its tests need httpx2")
 
-from nearkin.data import pictures
+from test_web import a_run, ask, client_of, connect, item, picture, refused
+
+from nearkin.data import decode
 from nearkin.gallery import Gallery, encoding
 from nearkin.web import build
-from nearkin.web.batching import Line
-from nearkin.web.journal import Journal, _Lines
-from nearkin.web.limits import Limits
-from test_web import a_run, ask, client_of, connect, item, picture, refused
+from nearkin.web.middleware import Limits
+from nearkin.web.queue import Line
+from nearkin.web.request_log import Journal, _Lines
 
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
 JSON = {"content-type": "application/json"}
@@ -65,7 +66,7 @@ def png(width: int, height: int, depth: int = 16, kind: int = 6) -> bytes:
 
 
 def test_pixels_times_bytes_of_a_request_are_bounded_before_anything_is_decoded(gallery, monkeypatch):
-    monkeypatch.setattr(pictures, "decode", lambda *_, **__: 1 / 0)  # nobody may ask it
+    monkeypatch.setattr(decode, "decode", lambda *_, **__: 1 / 0)  # nobody may ask it
     with client_of(gallery, limits=Limits(decoded=100_000)) as client:
         files = [("items", ("a.png", png(60, 60)))] * 4  # 4 × 60 × 60 × 8 bytes
         refused(client.post("/api/enrol", files=files, data={"label": "x"}), 413, "at most 100,000 bytes of pixels")
@@ -76,7 +77,7 @@ def test_pixels_times_bytes_of_a_request_are_bounded_before_anything_is_decoded(
 
 
 def test_an_unreadable_picture_does_not_open_the_door_to_large_ones(gallery, monkeypatch):
-    monkeypatch.setattr(pictures, "decode", lambda *_, **__: 1 / 0)  # nobody may ask it
+    monkeypatch.setattr(decode, "decode", lambda *_, **__: 1 / 0)  # nobody may ask it
     with client_of(gallery, limits=Limits(decoded=100_000)) as client:
         files = [("items", ("a.png", png(60, 60)))] * 4 + [("items", ("b.png", b"GIF89a" + b"\xff" * 40))]
         refused(client.post("/api/enrol", files=files, data={"label": "x"}), 422, "b.png is")

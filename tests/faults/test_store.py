@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nearkin.gallery import Gallery, Unavailable, columns, graph, mending, reading
-from nearkin.gallery.columns import Columns
-from nearkin.gallery.matrix import Matrix
-from nearkin.gallery.rows import unit
+from nearkin.gallery import Gallery, Unavailable
+from nearkin.gallery.schema import unit
+from nearkin.gallery.stores import columns, hnsw, repair, sqlite_read
+from nearkin.gallery.stores.columns import Columns
+from nearkin.gallery.stores.matrix import Matrix
 
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
 LABELS = [f"class {i // 5}" for i in range(200)]
@@ -191,8 +192,8 @@ def damaged(draw, content):
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "open"])
 def test_any_damage_is_said_or_harmless_and_nothing_hangs(tmp_path, path, vectors, opened, monkeypatch):
     """Half of them under an open gallery, which has everything or nothing of the file in memory."""
-    monkeypatch.setattr(reading, "LOADED", 16)
-    monkeypatch.setattr("nearkin.gallery.sqlite_file.PRAGMAS", ("journal_mode = WAL", "cache_size = 1"))
+    monkeypatch.setattr(sqlite_read, "LOADED", 16)
+    monkeypatch.setattr("nearkin.gallery.stores.sqlite_file.PRAGMAS", ("journal_mode = WAL", "cache_size = 1"))
     whole = path.read_bytes()
     with Gallery.open(path) as gallery:
         truth = {hit.id: hit for hit, _ in gallery.rows()}
@@ -230,13 +231,13 @@ def test_any_damage_is_said_or_harmless_and_nothing_hangs(tmp_path, path, vector
 # ---- a look that is cut short
 
 
-CUTS = [(Matrix, "append", 3), (Columns, "append", 2), (reading, "after", 4)]
+CUTS = [(Matrix, "append", 3), (Columns, "append", 2), (sqlite_read, "after", 4)]
 
 
 @pytest.mark.parametrize("where, name, nth", CUTS, ids=[f"{name}-{nth}" for _, name, nth in CUTS])
 @pytest.mark.parametrize("later", [False, True], ids=["first look", "later look"])
 def test_a_look_that_is_cut_short_leaves_nothing(path, vectors, monkeypatch, where, name, nth, later):
-    monkeypatch.setattr(reading, "LOADED", 40)
+    monkeypatch.setattr(sqlite_read, "LOADED", 40)
     more = np.random.default_rng(2).normal(size=(100, 12))
     with Gallery.open(path, timeout=5) as gallery:
         if later:
@@ -264,7 +265,7 @@ def test_a_look_that_is_cut_short_leaves_nothing(path, vectors, monkeypatch, whe
 
 
 def test_searches_that_fail_leave_no_rows_in_memory(path, vectors, monkeypatch):
-    monkeypatch.setattr(reading, "LOADED", 40)
+    monkeypatch.setattr(sqlite_read, "LOADED", 40)
     whole = path.read_bytes()
     torn = bytearray(whole)
     torn[-3 * 4096 : -3 * 4096 + 8] = bytes(8)
@@ -497,7 +498,7 @@ def test_a_gallery_in_a_folder_that_may_only_be_read_is_searched(path, vectors):
 @pytest.mark.parametrize("what", ["unreadable", "another state", "no room"])
 def test_an_index_that_is_of_no_use_is_made_again(tmp_path, path, vectors, monkeypatch, what):
     faiss = pytest.importorskip("faiss")
-    monkeypatch.setattr(graph, "EXACT", 90)
+    monkeypatch.setattr(hnsw, "EXACT", 90)
     others = np.random.default_rng(4).normal(size=(100, 12))
     shutil.copy(path, tmp_path / "copy")
     with Gallery.open(path) as gallery:
@@ -546,7 +547,7 @@ def test_a_repair_that_is_killed_between_its_renames_is_finished_at_the_next_ope
         replace(source, target)
 
     with Gallery.open(path) as gallery, monkeypatch.context() as patch:
-        patch.setattr(mending.os, "replace", killed)
+        patch.setattr(repair.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             gallery.repair()
         patch.undo()

@@ -77,7 +77,7 @@ def test_markup_in_names_is_text_on_bars_and_in_lines():
 
 
 def test_lines_of_the_log_are_ascii():
-    from nearkin.web.journal import Journal, _Lines
+    from nearkin.web.request_log import Journal, _Lines
 
     out = io.StringIO()
     Journal(out).say("request", path=EVIL + "\x7f")

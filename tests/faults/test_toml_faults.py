@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearkin.core import toml
-from nearkin.training.recipe import read
+from nearkin.training.config.recipe import read
 
 DEEP = {
     "brackets": "[loss]\nx = " + "[" * 5000 + "]" * 5000,

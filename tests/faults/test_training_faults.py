@@ -15,8 +15,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import worlds
 from nearkin import training
-from nearkin.training import environment, folder, ranks
-from nearkin.training.recipe import read
+from nearkin.dist import environment, torchrun
+from nearkin.training import run_dir
+from nearkin.training.config.recipe import read
 
 SMALL = ["training.epochs=3", "training.batches=4", "sampler.batch=16", "sampler.per_class=4", "encoder.hidden=[16]"]
 SMALL += ["encoder.dim=8", "training.log_steps=2", "training.workers=0", "evaluation.interval=false"]
@@ -320,7 +321,7 @@ def test_other_instructions_are_said(run, monkeypatch):
 
 
 def test_a_second_training_in_a_folder_is_refused(run):
-    claim = folder.Claim(run, new=False)
+    claim = run_dir.Claim(run, new=False)
     before = everything(run)
     try:
         with pytest.raises(ValueError, match=rf"a training is running in it already \(process {os.getpid()} on"):
@@ -367,7 +368,7 @@ def unlike(rank, size):
     known = environment.code()
     if rank == 1:
         environment.code = lambda: known | {"torch": "1.0.0"}
-    with ranks.joined():
+    with torchrun.joined():
         raise AssertionError("they have not noticed")
 
 

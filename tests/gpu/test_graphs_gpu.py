@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nearkin import models
-from nearkin.training.graphs import Graphed
+from nearkin.training.cuda_graphs import Graphed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 

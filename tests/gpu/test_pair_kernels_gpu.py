@@ -31,7 +31,7 @@ def exact_enough(found, name=""):
 
 @pytest.fixture(autouse=True)
 def _a_device_that_serves():
-    if not kernels.wide(torch.empty(0, device="cuda")):
+    if not kernels.has_float64_units(torch.empty(0, device="cuda")):
         pytest.skip("this GPU does not multiply float64 on its matrix units")
 
 

@@ -9,8 +9,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import test_rank_kernels as judge
+
 from nearkin import kernels
-from nearkin.kernels import ranks as fused
+from nearkin.kernels import rank_ops as fused
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and kernels.installed()), reason="no CUDA device or no triton on this machine"

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from nearkin.cli.ranks import alone
 from nearkin.cli.screen import Device, app, echo, one_sentence, progress_bars, shown
+from nearkin.cli.torchrun import alone
 from nearkin.core.text import visible
 
 
@@ -95,16 +95,17 @@ def compare(
     folder = out or Path("runs") / f"compare-{_stem(source)}"
     with one_sentence(lambda: f"what was finished is in {folder}; the same command goes on"):
         alone("compare", "it starts processes of its own: --jobs")
-        from nearkin import comparing, report, training
+        from nearkin import compare as comparison_room
+        from nearkin import report, training
 
-        names = comparing.comparable(losses)
-        time = None if budget is None else comparing.seconds(budget)
+        names = comparison_room.comparable(losses)
+        time = None if budget is None else comparison_room.seconds(budget)
         sets = [
             f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None
         ]
         asked = training.read_recipe(recipe, [*sets, *(set_ or [])])
         with _screen(quiet or json, steps is not None or budget is not None) as watch:
-            found = comparing.compare(
+            found = comparison_room.compare(
                 asked,
                 names,
                 folder,

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nearkin.cli.ranks import first, shared
 from nearkin.cli.screen import Device, app, bar_columns, echo, one_sentence, plain_bar
+from nearkin.cli.torchrun import first, shared
 from nearkin.core.text import visible
 
 if TYPE_CHECKING:
     from nearkin.data.vectors import Vectors
-    from nearkin.evaluation import Ranks
-    from nearkin.evaluation.protocols import Progress
+    from nearkin.dist.group import ProcessGroup
+    from nearkin.evaluation.protocols.runner import Progress
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -132,11 +132,11 @@ def evaluate(
         "graded": graded,
         "diagnose": diagnose,
     }
-    with one_sentence(), shared() as ranks:
+    with one_sentence(), shared() as group:
         from nearkin.data import pair_lists, vectors
-        from nearkin.evaluation import protocols, report
+        from nearkin.evaluation.protocols import results_table, runner
 
-        settings = protocols.Settings(
+        settings = runner.Settings(
             tuple(name for name, on in flags.items() if on),
             None if ks is None else _whole_numbers(ks),
             None if similarity is None else similarity.value,
@@ -149,25 +149,25 @@ def evaluate(
             device.value,
             None if far is None else _shares(far),
         )
-        if json is not None and first(ranks):
-            report.writable(json)
+        if json is not None and first(group):
+            results_table.writable(json)
         if gallery is None and (gallery_labels or gallery_targets):
             raise ValueError("--gallery-labels and --gallery-targets need --gallery FILE")
         if embeddings.is_dir():
             if labels or targets or gallery:
                 raise ValueError(f"{embeddings}: a run brings its own labels; leave --labels, --targets, --gallery out")
-            items, others = _of_run(embeddings, source, root, device.value, ranks)
+            items, others = _of_run(embeddings, source, root, device.value, group)
         else:
             if source is not None or root is not None:
                 raise ValueError(f"{embeddings}: SOURCE and --root are for the folder of a run, got a file")
             items = vectors.read(embeddings, labels, targets, several=True)
             others = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, several=True)
         listed = None if pairs is None else pair_lists.read(pairs, len(items.embeddings))
-        with _bar("pairs" if pairs is None else "resamples", first(ranks)) as progress:
-            found = protocols.evaluate(items, others, settings, progress, listed, ranks)
-        if json is not None and first(ranks):
-            report.write(json, found)
-    if not first(ranks):
+        with _bar("pairs" if pairs is None else "resamples", first(group)) as progress:
+            found = runner.evaluate(items, others, settings, progress, listed, group)
+        if json is not None and first(group):
+            results_table.write(json, found)
+    if not first(group):
         return
     _print(found, interval)
     if json is not None:
@@ -175,13 +175,13 @@ def evaluate(
 
 
 def _of_run(
-    run: Path, source: str | None, root: Path | None, device: str, ranks: "Ranks | None"
+    run: Path, source: str | None, root: Path | None, device: str, group: "ProcessGroup | None"
 ) -> "tuple[Vectors, Vectors | None]":
     """What the encoder of a run makes of a source; the gallery's part where the source has one."""
     from nearkin import training
 
-    with plain_bar("embedding", not first(ranks)) as progress:
-        return training.vectors_of(run, source, root=root, device=device, progress=progress, ranks=ranks)
+    with plain_bar("embedding", not first(group)) as progress:
+        return training.vectors_of(run, source, root=root, device=device, progress=progress, group=group)
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
@@ -245,7 +245,7 @@ def _print(found: dict[str, Any], interval: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from nearkin.evaluation import report
+    from nearkin.evaluation.protocols import results_table
 
     sets = [
         f"{one['file']}: {one['rows']:,} × {one['dimensions']}"
@@ -261,7 +261,7 @@ def _print(found: dict[str, Any], interval: bool) -> None:
     if interval:
         grid.add_column("95 % interval", justify="right", no_wrap=True)
     last = ""
-    for row in report.table(found):
+    for row in results_table.table(found):
         if last and row.protocol != last:
             grid.add_section()
         shown = "" if row.protocol == last else row.protocol

@@ -14,10 +14,10 @@ _Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 @app.command()
 def losses(json: _Json = False) -> None:
     """Every loss, what it does, and its settings with their defaults."""
-    from nearkin.training import choices
+    from nearkin.training.config import registry
 
     found = [
-        {"name": one.name, "line": one.line, "settings": _defaults(one.settings)} for one in choices.LOSSES.values()
+        {"name": one.name, "line": one.line, "settings": _defaults(one.settings)} for one in registry.LOSSES.values()
     ]
     _show(found, json)
 

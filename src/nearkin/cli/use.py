@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from nearkin.cli.ranks import first, shared
 from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
+from nearkin.cli.torchrun import first, shared
 
 
 @app.command(no_args_is_help=True)
@@ -38,13 +38,13 @@ def embed(
 
       torchrun --nproc-per-node 8 -m nearkin embed runs/birds photos/ --out all.npz
     """
-    with one_sentence(), shared() as ranks:
+    with one_sentence(), shared() as group:
         from nearkin import training
-        from nearkin.data import writing
+        from nearkin.data import vector_files
 
-        if first(ranks):
-            writing.writable(out)
-        with plain_bar("embedding", quiet or not first(ranks)) as progress:
+        if first(group):
+            vector_files.writable(out)
+        with plain_bar("embedding", quiet or not first(group)) as progress:
             found = training.embed_source(
                 run,
                 source,
@@ -55,11 +55,11 @@ def embed(
                 unreadable="skip" if skip_unreadable else "strict",
                 device=device.value,
                 progress=progress,
-                ranks=ranks,
+                group=group,
             )
-        if first(ranks):
-            writing.write(out, found.embeddings, found.labels, found.targets, found.names, found.classes)
-    if not quiet and first(ranks):
+        if first(group):
+            vector_files.write(out, found.embeddings, found.labels, found.targets, found.names, found.classes)
+    if not quiet and first(group):
         rows, dimensions = found.embeddings.shape
         echo(f"{out}: {rows:,} × {dimensions}")
 

@@ -77,7 +77,7 @@ def between(name: str, value: float, low: float, high: float) -> None:
         raise ValueError(f"{name} must be > {low} and < {high}, got {value}")
 
 
-def whole(name: str, value: int, low: int) -> None:
+def integer(name: str, value: int, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < low:

@@ -51,7 +51,7 @@ def cross_entropy(
         asked, scale = scale * asked, 1.0
     bias = None
     if lost:
-        empty = ~reduce.some(rows.detach() != 0)
+        empty = ~reduce.any_in_row(rows.detach() != 0)
         if not distances.freely_read(rows) or bool(empty.any()):
             bias = torch.where(empty, lost, 0.0).to(kind)
     target = None if target is None else target.to(kind)
@@ -133,7 +133,7 @@ def _plain(asked: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias
     masked = torch.where(others, logits, -torch.inf)
     top = masked.detach().amax(1) if logits.shape[1] > 1 else torch.zeros_like(score)
     total = (masked - top[:, None]).exp().sum(1)
-    rest = torch.where(total == 0, reduce.nothing(total), torch.where(total == 0, 1.0, total).log()) - (score - top)
+    rest = torch.where(total == 0, reduce.log_zero(total), torch.where(total == 0, 1.0, total).log()) - (score - top)
     return reduce.softplus(rest) if way.soft else rest
 
 

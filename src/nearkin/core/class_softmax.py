@@ -108,7 +108,7 @@ def own_rows(asked: Tensor, weight: Tensor, ids: Tensor, sub_centers: int, norma
 def fits(embeddings: Tensor, weight: Tensor, max_memory: int | None) -> bool:
     """Whether the dense form stays within `max_memory` bytes, or within what is taken without asking."""
     if max_memory is not None:
-        checks.whole("max_memory", max_memory, 1)
+        checks.integer("max_memory", max_memory, 1)
     wide = 2 if kind_of(embeddings, weight) == torch.float64 else 1
     (number, dim), rows = embeddings.shape, weight.shape[0]
     needed = wide * PAIR * number * rows + COORDINATE * dim * (number + rows)
@@ -125,7 +125,7 @@ def block(embeddings: Tensor, weight: Tensor, sub_centers: int, max_memory: int 
     if max_memory is None:
         room = AUTOMATIC if embeddings.device.type == "cpu" else ON_DEVICE
         return max(1, room // a_class) * sub_centers
-    checks.whole("max_memory", max_memory, 1)
+    checks.integer("max_memory", max_memory, 1)
     fixed = COORDINATE * dim * number
     checks.enough("max_memory", max_memory, fixed + a_class, "what the anchors and one class take in bytes")
     return (max_memory - fixed) // a_class * sub_centers
@@ -151,7 +151,7 @@ def _scores(
     """Scores of a block of classes, (B, n), -inf for the own class; which centre each is of, if there is a choice."""
     scores = asked @ rows.T
     if lost:
-        scores += torch.where(reduce.some(rows != 0), 0.0, lost)
+        scores += torch.where(reduce.any_in_row(rows != 0), 0.0, lost)
     best = None
     if sub_centers > 1:
         scores, best = scores.view(len(ids), rows.shape[0] // sub_centers, sub_centers).max(2)
@@ -177,7 +177,7 @@ def _blocks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 def finished(total: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Of sums of e^{score - peak}: their logarithms, and their inverses, 0 where there are none; typed as `like`."""
     found = total > 0
-    rest = torch.where(total == 0, reduce.nothing(like), torch.where(found, total, 1.0).log()).to(like.dtype)
+    rest = torch.where(total == 0, reduce.log_zero(like), torch.where(found, total, 1.0).log()).to(like.dtype)
     share = torch.where(found, torch.where(found, total, 1.0).reciprocal(), 0.0).to(like.dtype)
     return torch.where(total.isnan(), torch.nan, rest), share
 

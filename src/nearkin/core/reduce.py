@@ -14,10 +14,10 @@ REDUCTIONS = ("mean", "active", "sum", "none")
 
 def mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of the masked entries of each row, (B,); 0 for a row without any."""
-    return torch.where(mask, values, 0.0).sum(1) / number(mask).clamp(min=1)
+    return torch.where(mask, values, 0.0).sum(1) / count_in_row(mask).clamp(min=1)
 
 
-def nothing(values: Tensor) -> float:
+def log_zero(values: Tensor) -> float:
     """Stands for the logarithm of 0: lower than any score, yet safe to add to and to differentiate."""
     return torch.finfo(values.dtype).min / 4
 
@@ -25,14 +25,14 @@ def nothing(values: Tensor) -> float:
 def logsumexp(values: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
     """log of the sum of exp over the masked entries along `dim`; `nothing` where there are none."""
     if values.shape[dim] == 0:
-        return values.sum(dim) + nothing(values)
+        return values.sum(dim) + log_zero(values)
     if traced():
         masked = torch.where(mask, values, -torch.inf)
         top = masked.detach().amax(dim, keepdim=True)
         found = top != -torch.inf
         top = torch.where(found, top, 0.0)
         total = torch.where(found, (masked - top).exp().sum(dim, keepdim=True), 1.0)
-        return torch.where(found, total.log() + top, nothing(values)).squeeze(dim)
+        return torch.where(found, total.log() + top, log_zero(values)).squeeze(dim)
     value: Tensor = _LogSumExp.call(values, mask, dim)
     return value
 
@@ -48,7 +48,7 @@ class _LogSumExp(HandGradient):
         top = torch.where(found, top, 0.0)
         share = share.sub_(top).exp_()
         total = torch.where(found, share.sum(dim, keepdim=True), 1.0)
-        value = torch.where(found, total.log() + top, nothing(values)).squeeze(dim)
+        value = torch.where(found, total.log() + top, log_zero(values)).squeeze(dim)
         ctx.dim = dim
         ctx.save_for_backward(values, mask, value, share, total)
         return value
@@ -112,14 +112,14 @@ def softplus(x: Tensor) -> Tensor:
     return -logsigmoid(-x)
 
 
-def number(mask: Tensor) -> Tensor:
+def count_in_row(mask: Tensor) -> Tensor:
     """How many entries of each row of a (B, R) mask are set, (B,): `sum(1)`, at half its memory on the CPU."""
     if traced():  # torch 2.6 makes no machine code of the narrower sum
         return mask.sum(1)
     return mask.sum(1, dtype=torch.int32).long()
 
 
-def some(mask: Tensor, dim: int = 1, keepdim: bool = False) -> Tensor:
+def any_in_row(mask: Tensor, dim: int = 1, keepdim: bool = False) -> Tensor:
     """Which rows of a (B, R) mask hold anything, (B,): what `any(1)` says, which is slow on the CPU.
 
     A compiler is given whole numbers to sum: reductions of 8-bit types were wrong on CPUs without AVX-512.
@@ -136,20 +136,20 @@ def highest(values: Tensor, mask: Tensor) -> Tensor:
     if values.shape[1] == 0:
         return largest(values.detach(), mask)[0]
     top = torch.where(mask, values.detach(), -torch.inf).amax(1)
-    return torch.where(top == -torch.inf, nothing(values), top)
+    return torch.where(top == -torch.inf, log_zero(values), top)
 
 
 def largest(values: Tensor, mask: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
     """The largest masked entry along `dim` and its index, of equals the first; `nothing` and 0 where there are none."""
     if values.shape[dim] == 0:
         flat = values.sum(dim)
-        return flat + nothing(values), torch.zeros_like(flat, dtype=torch.long)
+        return flat + log_zero(values), torch.zeros_like(flat, dtype=torch.long)
     # -inf marks what is masked out; NaN wins, as it does in torch, so that a spoilt row cannot look sound.
     masked = torch.where(mask, values.detach(), -torch.inf)
     index = masked.argmax(dim, keepdim=True)
     found = masked.gather(dim, index).squeeze(dim) != -torch.inf
     best = values.gather(dim, index).squeeze(dim)
-    return torch.where(found, best, nothing(values)), index.squeeze(dim)
+    return torch.where(found, best, log_zero(values)), index.squeeze(dim)
 
 
 def terms(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
@@ -164,7 +164,7 @@ def terms(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
     kept = torch.where(mask, values, 0.0)
     if kept.dim() == 1:
         return total(kept, mask, mask, reduction)
-    counts = number(mask)
+    counts = count_in_row(mask)
     return total(kept.sum(1), counts, counts, reduction)
 
 

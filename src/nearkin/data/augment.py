@@ -162,7 +162,7 @@ def views(images: Tensor, size: int, n: int, *, flip: bool = True) -> Iterator[T
     """
     _check(images, size)
     most = 28 if flip else 14
-    checks.whole("n", n, 1)
+    checks.integer("n", n, 1)
     if n > most:
         raise ValueError(f"n must be <= {most}{'' if flip else ' without mirror images'}, got {n}")
     return _views(images, size, n, flip)
@@ -202,7 +202,7 @@ def _check(images: Tensor, size: int) -> None:
         raise TypeError(f"images must be a torch tensor of uint8, got {got}")
     if images.dim() != 4 or images.shape[1] != images.shape[2] or images.shape[3] not in (1, 3) or not images.shape[1]:
         raise ValueError(f"images must have shape (B, side, side, 1 or 3), got {tuple(images.shape)}")
-    checks.whole("size", size, 1)
+    checks.integer("size", size, 1)
 
 
 def _together(images: Tensor, size: int) -> int:
@@ -305,7 +305,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def _constant(value: int, purpose: int) -> int:
     """A whole number of any size as an addend, far from those of its neighbours and of other purposes."""
-    checks.whole(("epoch", "step", "seed")[purpose - 1], value, 0)
+    checks.integer(("epoch", "step", "seed")[purpose - 1], value, 0)
     return _signed((value * 0x9E3779B97F4A7C15 + purpose * 0xD1342543DE82EF95) % 2**64)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.data.file_tree import Tree, by_bytes, is_image, open_tree, printable
 from nearkin.data.items import Items
-from nearkin.data.trees import Tree, by_bytes, is_image, open_tree, printable
 
 __all__ = ["SPLIT_NAMES", "numbered", "read"]
 

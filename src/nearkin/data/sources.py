@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nearkin.core import checks
-from nearkin.data import archives, embedded, folders, glyphs, tables, vectors
+from nearkin.data import archives, folders, glyphs, tables, vector_items, vectors
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.benchmarks import read as read_benchmark
 from nearkin.data.items import Arrays, Items
@@ -52,7 +52,7 @@ def load(
     partial: take what there is of a benchmark set and say so in `note`; else other counts than published are an error.
     labelled: False also takes images without class folders, and tables and vectors without labels, as `embed` does.
     """
-    checks.whole("seed", seed, 0)
+    checks.integer("seed", seed, 0)
     name, base = os.fspath(source), None if root is None else Path(root).expanduser()
     if name == "glyphs":
         _without_root(name, base)
@@ -85,7 +85,7 @@ def _file(path: Path, name: str, root: Path | None, labelled: bool) -> Items:
         raise ValueError(f"{name}: its permissions do not allow reading it")
     if ending in vectors.KINDS and not (ending == ".parquet" and _has_paths(path)):
         _without_root(name, root)
-        return embedded.read(path, name, labelled)
+        return vector_items.read(path, name, labelled)
     return tables.read(path, name, root, labelled)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import checks
+from nearkin.data.file_tree import by_bytes, printable
 from nearkin.data.items import Items
-from nearkin.data.trees import by_bytes, printable
 
 __all__ = ["Parts", "divide", "given_split"]
 
@@ -53,7 +53,7 @@ def divide(
     by one. skip_single leaves out classes that have a single item, in all or in their part. official=False ignores a
     given split.
     """
-    checks.whole("seed", seed, 0)
+    checks.integer("seed", seed, 0)
     checks.between("val", val, 0, 1)
     checks.between("test", test, 0, 1)
     if len(items) == 0:

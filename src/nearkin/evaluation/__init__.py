@@ -1,20 +1,19 @@
 """How good embeddings are: ranking, clustering, verification, one-shot, graded; exact search underneath."""
 
-from nearkin.evaluation.allpairs import all_pairs
-from nearkin.evaluation.calibration import Calibration, calibrate
 from nearkin.evaluation.clustering import clustering
 from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
-from nearkin.evaluation.paired import compare
-from nearkin.evaluation.ranking import retrieval
-from nearkin.evaluation.split import Ranks
-from nearkin.evaluation.uncertainty import bootstrap
-from nearkin.evaluation.verification import operating_point, verification
+from nearkin.evaluation.retrieval.knn import nearest
+from nearkin.evaluation.retrieval.retrieval_metrics import retrieval
+from nearkin.evaluation.statistics.cluster_bootstrap import bootstrap
+from nearkin.evaluation.statistics.paired import compare
+from nearkin.evaluation.verification.all_pairs import all_pairs
+from nearkin.evaluation.verification.score_calibration import Calibration, calibrate
+from nearkin.evaluation.verification.verification_metrics import operating_point, verification
 
 __all__ = [
     "Calibration",
-    "Ranks",
     "all_pairs",
     "bootstrap",
     "calibrate",
@@ -22,6 +21,7 @@ __all__ = [
     "compare",
     "diagnose",
     "graded",
+    "nearest",
     "omniglot_accuracy",
     "one_shot",
     "operating_point",

@@ -8,14 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.core import checks
+from nearkin.core import checks, random
 from nearkin.core.relations import UNKNOWN
-from nearkin.evaluation import intervals
 from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.kmeans import Progress, kmeans
-from nearkin.evaluation.search import BUDGET
-from nearkin.evaluation.uncertainty import Scores
-from nearkin.samplers import draws
+from nearkin.evaluation.retrieval.knn import BUDGET
+from nearkin.evaluation.statistics import binomial
+from nearkin.evaluation.statistics.cluster_bootstrap import Scores
 
 _PARTS = 20  # a stream of words of its own
 Ints = NDArray[np.int64]
@@ -81,9 +80,9 @@ def _intervals(
     """
     classes, of = np.unique(labels.cpu().numpy(), return_inverse=True)
     parts = min(parts, len(classes))
-    if len(classes) < intervals.MIN_CLASSES:
-        return dict.fromkeys(whole, intervals.NONE)
-    order = draws.shuffled(draws.words(len(classes), seed, _PARTS, 0))
+    if len(classes) < binomial.MIN_CLASSES:
+        return dict.fromkeys(whole, binomial.NONE)
+    order = random.shuffled(random.words(len(classes), seed, _PARTS, 0))
     part = np.empty(len(classes), np.int64)
     part[order] = np.arange(len(classes)) % parts
     without = []
@@ -95,9 +94,9 @@ def _intervals(
         left = np.array([each[name] for each in without])
         variance = (parts - 1) / parts * float(((left - left.mean()) ** 2).sum())
         if value == 1:
-            found[name] = intervals.share(value, variance, freedom=parts - 1, classes=len(classes))
+            found[name] = binomial.share(value, variance, freedom=parts - 1, classes=len(classes))
             continue
-        reach = intervals.student(parts - 1) * math.sqrt(variance)
+        reach = binomial.student(parts - 1) * math.sqrt(variance)
         found[name] = (max(value - reach, -1.0 if name == "ami" else 0.0), min(value + reach, 1.0))
     return found
 

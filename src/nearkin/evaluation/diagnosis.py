@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nearkin.core import checks, distances
 from nearkin.core.relations import UNKNOWN
-from nearkin.evaluation import ranking, search
 from nearkin.evaluation.arrays import Array, Ids, takes_arrays
+from nearkin.evaluation.retrieval import knn, retrieval_metrics
 
 Ints = NDArray[np.int64]
 
@@ -36,7 +36,7 @@ def diagnose(
     k: int = 10,
     bins: int = 50,
     agreement: float = 0.8,
-    budget: int = search.BUDGET,
+    budget: int = knn.BUDGET,
 ) -> dict[str, Any]:
     """Looks at embeddings (N, D) with class ids (N,), -1 left out; plain numbers and lists, ready for JSON.
 
@@ -54,8 +54,8 @@ def diagnose(
     could fill, they fill less than half. What cannot be said (one class: no strangers) is None.
     """
     checks.class_ids("labels", labels, checks.rows("embeddings", embeddings))
-    checks.whole("k", k, 1)
-    checks.whole("bins", bins, 1)
+    checks.integer("k", k, 1)
+    checks.integer("bins", bins, 1)
     checks.number("agreement", agreement)
     if not 0.5 < agreement <= 1:
         raise ValueError(f"agreement must be > 0.5 and <= 1, got {agreement}")
@@ -65,7 +65,7 @@ def diagnose(
         raise ValueError(f"labels must be known of at least 2 items, got {len(items)}")
     x = embeddings.detach()[items]
     ids, place = torch.unique(labels[items].long(), return_inverse=True)  # classes are 0 … C - 1 from here on
-    near = search.nearest(x, k=min(k, len(x) - 1), budget=budget).indices.cpu().numpy()  # (N, k)
+    near = knn.nearest(x, k=min(k, len(x) - 1), budget=budget).indices.cpu().numpy()  # (N, k)
     found = {"items": len(x), "classes": len(ids), "k": near.shape[1], **_pairs(x, place, bins)}
     found["effective_rank"] = _effective_rank(x)
     found["collapse"] = _collapse(found, x.shape[1])
@@ -170,7 +170,7 @@ def _hubs(near: Ints, where: list[int]) -> dict[str, Any]:
 
 
 def _worst(x: Tensor, place: Tensor, names: list[int], budget: int) -> list[dict[str, Any]]:
-    values = ranking.per_query(x, place, ks=(1,), metrics=("r_precision", "recall"), budget=budget)
+    values = retrieval_metrics.per_query(x, place, ks=(1,), metrics=("r_precision", "recall"), budget=budget)
     kinds, kin = place.cpu(), values["kin"]
     sizes = kinds.bincount().tolist()
     some = kin > 0  # an item alone in its class has nothing to find

@@ -13,12 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.core import checks, distances
+from nearkin.core import checks, distances, random
 from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation.arrays import Array, Ids, takes_arrays
-from nearkin.evaluation.search import BUDGET
-from nearkin.evaluation.uncertainty import Scores, share_interval
-from nearkin.samplers import draws
+from nearkin.evaluation.retrieval.knn import BUDGET
+from nearkin.evaluation.statistics.cluster_bootstrap import Scores, share_interval
 
 SCORES = ("mean", "max", "nearest")
 _EPISODES = 17  # a stream of words beside those the samplers draw from
@@ -148,7 +147,7 @@ def _check(
     checks.class_ids("labels", labels, embeddings)
     counts = {"ways": (ways, 2), "shots": (shots, 1), "episodes": (episodes, 2), "seed": (seed, 0)}
     for name, (value, low) in {**counts, "queries": (queries, 1), "budget": (budget, 1)}.items():
-        checks.whole(name, value, low)
+        checks.integer(name, value, low)
     checks.one_of("score", score, SCORES)
     return (labels != UNKNOWN).nonzero().squeeze(1).cpu().numpy()
 
@@ -169,13 +168,13 @@ def _classes(labels: Tensor, known: Ints, ways: int, needed: int) -> tuple[Ints,
 
 def _draw(some: range, seed: int, ways: int, drawn: int, first: Ints, sizes: Ints) -> Ints:
     """Places of the items of these episodes, (E, ways, drawn): different classes, different items of each."""
-    words = np.stack([draws.words(ways * (1 + drawn), seed, _EPISODES, episode) for episode in some])
+    words = np.stack([random.words(ways * (1 + drawn), seed, _EPISODES, episode) for episode in some])
     classes = _different(words[:, :ways], np.full(len(some), sizes.size))  # (E, ways)
     items = _different(words[:, ways:].reshape(len(some), ways, drawn), sizes[classes])
     return first[classes][:, :, None] + items
 
 
-def _different(words: draws.Words, limit: Ints) -> Ints:
+def _different(words: random.Words, limit: Ints) -> Ints:
     """As many different numbers below `limit` as there are words in the last axis, every choice as likely.
 
     The t-th number is drawn among those left, limit - t of them, then counted past the ones already taken.

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances
+from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.arrays import Array, Ids, takes_arrays
-from nearkin.evaluation.search import BUDGET
-from nearkin.evaluation.split import Ranks
-from nearkin.evaluation.uncertainty import Scores, bootstrap, share_interval
+from nearkin.evaluation.retrieval.knn import BUDGET
+from nearkin.evaluation.statistics.cluster_bootstrap import Scores, bootstrap, share_interval
 
 DISTANCES = ("euclidean", "cosine")
 
@@ -29,7 +29,7 @@ def graded(
     classes: Ids | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-    ranks: Ranks | None = None,
+    group: ProcessGroup | None = None,
 ) -> Scores:
     """Rankings by embedding distance, judged by label distance; means over queries.
 
@@ -52,7 +52,7 @@ def graded(
     if classes is not None:
         checks.class_ids("classes", classes, checks.rows("embeddings", embeddings))
     options = {"gallery": gallery, "gallery_targets": gallery_targets, "distance": distance, "budget": budget}
-    values = per_query(embeddings, targets, ks, **options, progress=progress, ranks=ranks)  # type: ignore[arg-type]
+    values = per_query(embeddings, targets, ks, **options, progress=progress, group=group)  # type: ignore[arg-type]
     result = Scores({name: float(value.nanmean()) for name, value in values.items()})
     if interval:
         groups = torch.arange(len(embeddings)) if classes is None else classes.cpu()
@@ -73,13 +73,13 @@ def per_query(
     distance: str = "euclidean",
     budget: int = BUDGET,
     progress: Callable[[int, int], None] | None = None,
-    ranks: Ranks | None = None,
+    group: ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """The metrics of `graded` query by query, (Q,) float64 on the CPU; "spearman" is NaN where it says nothing."""
     _check(ks, distance, budget)
     a, t = _items("embeddings", embeddings, "targets", targets)  # (N, D), (N, K) in float64
     b, u = _gallery(a, t, gallery, gallery_targets)
-    table = _per_query((a, t, b, u), gallery is None, ks, distance, budget, progress, ranks)
+    table = _per_query((a, t, b, u), gallery is None, ks, distance, budget, progress, group)
     names = [f"{name}@{k}" for name in ("ndcg", "label_distance", "best_label_distance") for k in ks]
     return dict(zip([*names, "spearman"], table, strict=True))
 
@@ -91,7 +91,7 @@ def _per_query(
     distance: str,
     budget: int,
     progress: Callable[[int, int], None] | None,
-    team: Ranks | None,
+    group: ProcessGroup | None,
 ) -> Tensor:
     """Every metric of every query, (metrics, Q) on the CPU; the last is Spearman's, NaN where it says nothing.
 
@@ -100,12 +100,12 @@ def _per_query(
     a, t, b, u = sets
     found, step = len(b) - own, max(1, budget // (128 * len(b)))
     mine = slice(0, len(a))
-    if team is not None and team.size > 1:
-        team.agree(embeddings=a, targets=t, gallery=b, gallery_targets=u)
-        step = min(step, -(-len(a) // team.size))
-        mine = team.share(len(a), step)
+    if group is not None and group.size > 1:
+        group.agree(embeddings=a, targets=t, gallery=b, gallery_targets=u)
+        step = min(step, -(-len(a) // group.size))
+        mine = group.share(len(a), step)
     tables = [a.new_empty(3 * len(ks) + 1, 0)]
-    with nullcontext(progress) if team is None else team.work("graded", progress, len(a)) as told:
+    with nullcontext(progress) if group is None else group.work("graded", progress, len(a)) as told:
         for at in range(mine.start, mine.stop, step):
             away = _away(a[at : at + step], b, distance)  # (q, R)
             apart = _euclidean(t[at : at + step], u)  # (q, R)
@@ -121,16 +121,16 @@ def _per_query(
             if told is not None:
                 told(min(at + step, mine.stop) - mine.start, mine.stop - mine.start)
     table = torch.cat(tables, 1).cpu()
-    return table if team is None else team.rows(table.T.contiguous()).T.contiguous()  # means add up in one order
+    return table if group is None else group.rows(table.T.contiguous()).T.contiguous()  # means add up in one order
 
 
 def _check(ks: Sequence[int], distance: str, budget: int) -> None:
     if len(ks) == 0:
         raise ValueError("ks must hold at least one k, got none")
     for k in ks:
-        checks.whole("ks", k, 1)
+        checks.integer("ks", k, 1)
     checks.one_of("distance", distance, DISTANCES)
-    checks.whole("budget", budget, 1)
+    checks.integer("budget", budget, 1)
 
 
 def _items(name: str, rows: Tensor, targets_name: str, targets: Tensor | None) -> tuple[Tensor, Tensor]:

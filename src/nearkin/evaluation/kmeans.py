@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nearkin.core import checks, distances
+from nearkin.core import checks, distances, random
 from nearkin.evaluation.arrays import Array, takes_arrays
-from nearkin.evaluation.search import BUDGET
-from nearkin.samplers import draws
+from nearkin.evaluation.retrieval.knn import BUDGET
 
 Progress = Callable[[int, int], None]  # rows done, rows in all
 _SEEDING = 16  # a stream of words beside those the samplers draw from
@@ -100,7 +99,7 @@ def _check(
         ("seed", seed, 0),
         ("budget", budget, 1),
     ):
-        checks.whole(name, value, low)
+        checks.integer(name, value, low)
     checks.enough("embeddings", embeddings.shape[0], clusters, "as many rows as clusters")
     checks.finite("embeddings", embeddings)
 
@@ -139,7 +138,7 @@ def _seeds(points: Tensor, clusters: int, trials: int, seed: int, start: int, bu
     lengths = torch.linalg.vector_norm(points, dim=1, keepdim=True).square()
     chosen: list[Tensor] = []
     for turn in range(clusters):
-        words = draws.words(trials, seed, _SEEDING, start, turn)
+        words = random.words(trials, seed, _SEEDING, start, turn)
         if turn == 0:
             drawn = (words % np.uint64(number)).astype(np.int64)
         else:

@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nearkin.gallery import intake
+from nearkin.gallery import items
 from nearkin.gallery.encoding import Encoding
-from nearkin.gallery.intake import Seen
-from nearkin.gallery.rows import Fields, fields_of, packed
-from nearkin.gallery.store import Added, Conflict, Store
+from nearkin.gallery.items import Seen
+from nearkin.gallery.schema import Fields, fields_of, packed
+from nearkin.gallery.stores.contract import Added, Conflict, Store
 
 __all__ = ["Asked", "admit", "plain"]
 
@@ -37,11 +37,11 @@ def admit(store: Store, encoding: Encoding | None, dim: int, asked: Asked) -> li
     if all(
         isinstance(item, np.ndarray) and item.shape == first.shape and plain(item, encoding) for item in asked.items
     ):
-        seen: list[Any] = list(intake.vectors(np.stack(asked.items), dim))
+        seen: list[Any] = list(items.vectors(np.stack(asked.items), dim))
     else:
-        raws = intake.contents(asked.items, encoding, dim)
+        raws = items.contents(asked.items, encoding, dim)
         there = store.known([raw.content for raw in raws])
-        ready = iter(intake.encoded([raw for raw in raws if raw.content not in there], encoding))
+        ready = iter(items.encoded([raw for raw in raws if raw.content not in there], encoding))
         seen = [raw if raw.content in there else next(ready) for raw in raws]
     done: list[Added | None] = [None] * len(seen)
     for i, one in enumerate(seen):

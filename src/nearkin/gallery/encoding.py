@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from nearkin import models
 from nearkin.core import checks, files
-from nearkin.data import augment, pictures
-from nearkin.gallery.rows import Floats, unit
-from nearkin.models.stored import fingerprint
+from nearkin.data import augment, decode
+from nearkin.gallery.schema import Floats, unit
+from nearkin.models.io import fingerprint
 
 __all__ = ["Described", "Encoding", "described"]
 
@@ -53,9 +53,9 @@ def described(run: str | Path) -> Described:
 class Encoding:
     """Loads the weights when the first item comes."""
 
-    def __init__(self, run: str | Path, device: str = "auto", max_pixels: int = pictures.MAX_PIXELS) -> None:
+    def __init__(self, run: str | Path, device: str = "auto", max_pixels: int = decode.MAX_PIXELS) -> None:
         self.device = checks.device(device)
-        checks.whole("max_pixels", max_pixels, 1)
+        checks.integer("max_pixels", max_pixels, 1)
         self.said, self.max_pixels = described(run), max_pixels
         self._encoder: models.Encoder | None = None
 
@@ -72,8 +72,8 @@ class Encoding:
         wanted = self.said.preparation
         options = {"side": wanted["stored"], "fit": wanted["fit"], "channels": wanted["channels"]}
         try:
-            return pictures.square(data, max_pixels=self.max_pixels, **options)
-        except pictures.Unreadable as error:
+            return decode.square(data, max_pixels=self.max_pixels, **options)
+        except decode.Unreadable as error:
             raise ValueError(f"{name} {error}") from None
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from nearkin.gallery.rows import meta_checksum
+from nearkin.gallery.schema import meta_checksum
 
 __all__ = ["FORMAT", "Facts", "first_sound", "read"]
 

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nearkin.core import checks
-from nearkin.data import pictures
-from nearkin.gallery import admitting, answers, intake, opening
-from nearkin.gallery.answers import Hit, Identity, Verification
+from nearkin.data import decode as decoding
+from nearkin.gallery import admitting, opening, results
+from nearkin.gallery import items as item_inputs
 from nearkin.gallery.encoding import Encoding
 from nearkin.gallery.facts import Facts
-from nearkin.gallery.intake import Seen
-from nearkin.gallery.matrix import similarities
-from nearkin.gallery.rows import Row, filter_of, label_of, metadata_of, shortened, unpacked
-from nearkin.gallery.store import Missing, Report, Store
+from nearkin.gallery.items import Seen
+from nearkin.gallery.results import Hit, Identity, Verification
+from nearkin.gallery.schema import Row, filter_of, label_of, metadata_of, shortened, unpacked
+from nearkin.gallery.stores.contract import Missing, Report, Store
+from nearkin.gallery.stores.matrix import similarities
 
 __all__ = ["Enrolled", "Gallery"]
 
@@ -44,10 +45,10 @@ class Gallery:
     def __init__(self, store: Store, facts: Facts, encoding: Encoding | None) -> None:
         self._store, self._encoding = store, encoding
         self.dim, self.fingerprint = facts.dim, facts.fingerprint
-        self._meaning: answers.Meaning | None = None
+        self._meaning: results.Meaning | None = None
         self._note = "the gallery was opened without a run, so there is a similarity only; open it with run=RUN"
         if encoding is not None:
-            self._meaning, self._note = answers.read(encoding.said.run, encoding.said.fingerprint)
+            self._meaning, self._note = results.read(encoding.said.run, encoding.said.fingerprint)
 
     @classmethod
     def open(
@@ -59,7 +60,7 @@ class Gallery:
         create: bool = True,
         timeout: float = TIMEOUT,
         device: str = "auto",
-        max_pixels: int = pictures.MAX_PIXELS,
+        max_pixels: int = decoding.MAX_PIXELS,
     ) -> "Gallery":
         """A gallery in a file, or in PostgreSQL (postgresql://…/db, with ?gallery=NAME if there are several).
 
@@ -93,7 +94,7 @@ class Gallery:
         path is its own name. An item that is enrolled already (by the hash of its content) is not added again; under
         another label it is an error, or with keep=True left as it is. Long lists are written in parts of thousands.
         """
-        many = intake.listed(items)[0]
+        many = item_inputs.listed(items)[0]
         labels = _each("label", label, len(many), str)
         for one in set(labels) if all(isinstance(one, str) for one in labels) else labels:
             label_of(one)
@@ -135,21 +136,21 @@ class Gallery:
         unreadable: a list that gets a sentence for each picture that cannot be read, which is None in the answer;
         without it the first of them is a ValueError.
         """
-        return intake.encoded(self._raws(items, names), self._encoding, unreadable)
+        return item_inputs.encoded(self._raws(items, names), self._encoding, unreadable)
 
     def decode(self, items: Any, names: Sequence[str] | None = None) -> list[Any]:
         """Pictures decoded, which takes no turn of the encoder's: what `see` and the other methods take in their place.
 
         The first that cannot be read is a ValueError.
         """
-        return intake.decoded(self._raws(items, names), self._encoding)
+        return item_inputs.decoded(self._raws(items, names), self._encoding)
 
     def search(self, item: Any, k: int = 10, filter: Mapping[str, Any] | None = None) -> list[Hit]:
         """The k nearest rows, nearest first, equals by id.
 
         filter: {"label": …, "colour": …}; every key must hold, and of a list any value.
         """
-        checks.whole("k", k, 1)
+        checks.integer("k", k, 1)
         return [_hit(row, near) for row, near in self._store.nearest(self._one(item).vector, k, filter_of(filter))]
 
     def identify(self, item: Any, *, far: float | None = None, filter: Mapping[str, Any] | None = None) -> Identity:
@@ -164,7 +165,7 @@ class Gallery:
         found = self._store.nearest(seen.vector, NEAREST, chosen)
         hits = [_hit(row, near) for row, near in found]
         if self._meaning is None:
-            return answers.nearest_label(hits, self._note, far)
+            return results.nearest_label(hits, self._note, far)
         only = None if chosen is None or chosen.labels is None else set(chosen.labels)
         examples = self._store.examples(list({hit.label for hit in hits} | (only or set())))
         sizes = self._store.sizes() if only is None else Counter(examples.get(label, 1) for label in only)
@@ -176,13 +177,13 @@ class Gallery:
 
         far: 0.001 by default, or the strictest of 0.1, 0.01, … that the calibration can hold.
         """
-        both = intake.listed(a)[0], intake.listed(b)[0]
+        both = item_inputs.listed(a)[0], item_inputs.listed(b)[0]
         if any(len(one) != 1 for one in both):
             raise ValueError(f"verify takes two items, got {len(both[0])} and {len(both[1])}")
         one, other = self.see([both[0][0], both[1][0]])
         assert one is not None and other is not None
         similarity = float(similarities(one.vector[None], other.vector)[0])
-        return answers.verified(self._meaning, self._note, similarity, far)
+        return results.verified(self._meaning, self._note, similarity, far)
 
     def get(self, id: int) -> Hit:
         """A row by its id; its similarity is 1, that with itself."""
@@ -213,7 +214,7 @@ class Gallery:
 
     def known(self, items: Any) -> list[int | None]:
         """The id of each item that is enrolled already, by the hash of its content; nothing is encoded."""
-        raws = intake.contents(intake.listed(items)[0], self._encoding, self.dim)
+        raws = item_inputs.contents(item_inputs.listed(items)[0], self._encoding, self.dim)
         found = self._store.known([raw.content for raw in raws])
         return [found[raw.content][0] if raw.content in found else None for raw in raws]
 
@@ -243,9 +244,9 @@ class Gallery:
 
     def export(self, path: str | Path) -> int:
         """All rows into an .npz, .safetensors or .parquet that `nearkin evaluate` reads, or a .jsonl; how many."""
-        from nearkin.gallery import exporting
+        from nearkin.gallery import export
 
-        return exporting.write(self, Path(path))
+        return export.write(self, Path(path))
 
     def warm(self, progress: Progress | None = None) -> None:
         """Reads everything a search needs; beyond 100,000 rows makes the search index, where it is not up to date."""
@@ -275,12 +276,12 @@ class Gallery:
     # --- inside
 
     def _raws(self, items: Any, names: Sequence[str] | None) -> list[Any]:
-        raws = intake.contents(intake.listed(items)[0], self._encoding, self.dim)
+        raws = item_inputs.contents(item_inputs.listed(items)[0], self._encoding, self.dim)
         called = _each("names", names, len(raws), str | None)
         return [raw if name is None else raw._replace(name=name) for raw, name in zip(raws, called, strict=True)]
 
     def _one(self, item: Any) -> Seen:
-        many = intake.listed(item)[0]
+        many = item_inputs.listed(item)[0]
         if len(many) != 1:
             raise ValueError(f"item must be one item, got {len(many)}")
         seen = self.see(many)[0]
@@ -304,12 +305,12 @@ class Gallery:
             )
 
 
-def _calibrated(facts: Facts) -> answers.Meaning | None:
+def _calibrated(facts: Facts) -> results.Meaning | None:
     """The calibration beside the run that a gallery was made with, where it is there and of its encoder."""
     if facts.run is None or facts.fingerprint is None:
         return None
     try:
-        return answers.read(Path(facts.run), facts.fingerprint)[0]
+        return results.read(Path(facts.run), facts.fingerprint)[0]
     except ValueError:
         return None
 
@@ -321,7 +322,7 @@ def _hit(row: Row, similarity: float) -> Hit:
 def _ids(ids: Any) -> list[int]:
     many = [ids] if isinstance(ids, int | np.integer) else list(ids)
     for one in many:
-        checks.whole("id", int(one) if isinstance(one, np.integer) else one, 1)
+        checks.integer("id", int(one) if isinstance(one, np.integer) else one, 1)
     if any(one >= 2**63 for one in many):
         raise ValueError(f"id must be < 2^63, got {max(many)}")
     return [int(one) for one in many]

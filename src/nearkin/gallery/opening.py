@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 from nearkin.core import checks
-from nearkin.gallery import graph as graphs
 from nearkin.gallery.encoding import Encoding
 from nearkin.gallery.facts import Facts
-from nearkin.gallery.postgres_url import shown
-from nearkin.gallery.sqlite import SqliteStore
-from nearkin.gallery.store import Store
+from nearkin.gallery.stores import hnsw as graphs
+from nearkin.gallery.stores.contract import Store
+from nearkin.gallery.stores.postgres_url import shown
+from nearkin.gallery.stores.sqlite import SqliteStore
 
 __all__ = ["opened", "run_of"]
 
@@ -26,7 +26,7 @@ def opened(
     """See `Gallery.open`."""
     checks.positive("timeout", timeout)
     if dim is not None:
-        checks.whole("dim", dim, 1)
+        checks.integer("dim", dim, 1)
     store = _store(place, timeout)
     try:
         encoding = None if run is None else Encoding(run, device, max_pixels)
@@ -77,7 +77,7 @@ def _first_facts(store: Store, encoding: Encoding | None, dim: int | None) -> Fa
 def _store(place: str | Path, timeout: float) -> Store:
     text = str(place)
     if text.startswith(("postgresql://", "postgres://")):
-        from nearkin.gallery.postgres import PostgresStore
+        from nearkin.gallery.stores.postgres import PostgresStore
 
         return PostgresStore(text, timeout)
     if "://" in text:

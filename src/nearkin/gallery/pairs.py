@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from nearkin.data import pictures
-from nearkin.gallery import answers, intake
-from nearkin.gallery.answers import Verification
+from nearkin.data import decode
+from nearkin.gallery import items, results
 from nearkin.gallery.encoding import Encoding
-from nearkin.gallery.matrix import similarities
+from nearkin.gallery.results import Verification
+from nearkin.gallery.stores.matrix import similarities
 
 __all__ = ["verify"]
 
@@ -19,11 +19,11 @@ def verify(
     *,
     far: float | None = None,
     device: str = "auto",
-    max_pixels: int = pictures.MAX_PIXELS,
+    max_pixels: int = decode.MAX_PIXELS,
 ) -> Verification:
     """Whether two items are the same, as `Gallery.verify` says it."""
     encoding = Encoding(run, device, max_pixels)
-    meaning, note = answers.read(encoding.said.run, encoding.said.fingerprint)
-    one, other = intake.encoded(intake.contents([a, b], encoding, encoding.dim), encoding)
+    meaning, note = results.read(encoding.said.run, encoding.said.fingerprint)
+    one, other = items.encoded(items.contents([a, b], encoding, encoding.dim), encoding)
     assert one is not None and other is not None
-    return answers.verified(meaning, note, float(similarities(one.vector[None], other.vector)[0]), far)
+    return results.verified(meaning, note, float(similarities(one.vector[None], other.vector)[0]), far)

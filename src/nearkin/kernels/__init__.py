@@ -51,7 +51,7 @@ def check(impl: object) -> None:
         checks.impossible("impl", impl, because, IMPLEMENTATIONS[:2])
 
 
-def wide(tensor: Tensor) -> bool:
+def has_float64_units(tensor: Tensor) -> bool:
     """Whether the tensor's device multiplies float64 on its matrix units, as data-centre GPUs do, or is interpreted."""
     if tensor.is_cuda:
         return torch.cuda.get_device_capability(tensor.device) in _FLOAT64_UNITS

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from nearkin.core import angles, checks, class_dense, class_softmax, distances, reduce
 from nearkin.core.class_dense import Bent
-from nearkin.kernels.class_loss import Form
-from nearkin.losses import logits, shards
-from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
+from nearkin.kernels.class_loss_ops import Form
+from nearkin.losses import class_shards, logits
+from nearkin.losses.class_routes import given, route, sample, sampling, show_sampled, whole
+from nearkin.losses.class_shards import Shard
 from nearkin.losses.settings import hold, show
-from nearkin.losses.shards import Shard
 from nearkin.losses.softmax import class_weight, classify, classify_streamed
 
 __all__ = [
@@ -50,12 +50,12 @@ def cosface_loss(
     value = whole(impl, embeddings, labels, weight, Form(scale, margin), reduction, max_memory, shard)
     if value is not None:
         return value
-    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
+    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard)
     streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
         own = class_softmax.own_cosine(found)
-        found, target = shards.joined(shard, ids, found, scale * (own - margin))
+        found, target = class_shards.joined(shard, ids, found, scale * (own - margin))
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     x, w = distances.unit(embeddings), distances.unit(weight)
     value = class_dense.cross_entropy(x, w, ids, scale=scale, bend=lambda s, _: Bent(s - scale * margin))
@@ -87,19 +87,19 @@ def arcface_loss(
     target the slope s of a plain cosine, as InsightFace's PyTorch code does. Deng et al. 2019, arXiv:1801.07698, eq. 3;
     m 0.5, s 64 from there; sub-centres Deng et al. 2020.
     """
-    checks.whole("sub_centers", sub_centers, 1)
+    checks.integer("sub_centers", sub_centers, 1)
     checks.positive("scale", scale)
     checks.angle("margin", margin)
     form = Form(scale, margin, "angle", straight_through, sub_centers)
     value = whole(impl, embeddings, labels, weight, form, reduction, max_memory, shard)
     if value is not None:
         return value
-    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard, sub_centers)
+    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard, sub_centers)
     streams = route(impl, embeddings, weight, max_memory, sub_centers, shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, sub_centers=sub_centers, max_memory=max_memory)
         target = scale * _widened(distances.unit(found.anchors), distances.unit(found.own), margin, straight_through)
-        found, target = shards.joined(shard, ids, found, target)
+        found, target = class_shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     x, w = distances.unit(embeddings), distances.unit(weight)
     picks = class_softmax.own_rows(x, w, ids, sub_centers, normalize=False)
@@ -164,19 +164,19 @@ def sphereface_loss(
     gradient is exact everywhere. Other arguments as `normalized_softmax_loss`. Liu et al. 2017, arXiv:1704.08063,
     eq. 7; m 4 from there, final λ 5 from its released code.
     """
-    checks.whole("margin", margin, 1)
+    checks.integer("margin", margin, 1)
     if not isinstance(annealing, Tensor):
         checks.at_least("annealing", annealing, 0)
     value = whole(impl, embeddings, labels, weight, Form(annealing, margin, "sphere"), reduction, max_memory, shard)
     if value is not None:
         return value
-    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
+    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard)
     streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, normalize=(False, True), max_memory=max_memory)
         psi, _ = _annealed(class_softmax.own_cosine(found), margin, annealing)
         target = distances.length(found.anchors) * psi
-        found, target = shards.joined(shard, ids, found, target)
+        found, target = class_shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     bend = partial(_multiplied, margin=margin, annealing=annealing)
     value = class_dense.cross_entropy(distances.upcast(embeddings), distances.unit(weight), ids, bend=bend)
@@ -219,9 +219,9 @@ class CosFaceLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        self.shard = shards.split(shard, num_classes)
+        self.shard = class_shards.split(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
-        shards.keep(self, weight=1)
+        class_shards.keep(self, weight=1)
         self.sample_rate = sampling(sample_rate)
         hold(
             self,
@@ -237,7 +237,7 @@ class CosFaceLoss(nn.Module):
     extra_repr = show_sampled
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         labels, weight, shard = sample(self, embeddings, labels, shard)
         return cosface_loss(embeddings, labels, weight, shard=shard, **self.settings)
 
@@ -271,10 +271,10 @@ class ArcFaceLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        checks.whole("sub_centers", sub_centers, 1)
-        self.shard = shards.split(shard, num_classes)
+        checks.integer("sub_centers", sub_centers, 1)
+        self.shard = class_shards.split(shard, num_classes)
         self.weight = class_weight(num_classes * sub_centers, dim, self.shard, sub_centers)
-        shards.keep(self, weight=sub_centers)
+        class_shards.keep(self, weight=sub_centers)
         self.sample_rate = sampling(sample_rate)
         hold(
             self,
@@ -292,7 +292,7 @@ class ArcFaceLoss(nn.Module):
     extra_repr = show_sampled
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         labels, weight, shard = sample(self, embeddings, labels, shard, self.settings["sub_centers"])
         return arcface_loss(embeddings, labels, weight, shard=shard, **self.settings)
 
@@ -330,9 +330,9 @@ class SphereFaceLoss(nn.Module):
         super().__init__()
         for name, value in (("start", start), ("decay", decay), ("floor", floor)):
             checks.at_least(name, value, 0)
-        self.shard = shards.split(shard, num_classes)
+        self.shard = class_shards.split(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
-        shards.keep(self, weight=1)
+        class_shards.keep(self, weight=1)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.schedule = (start, decay, floor)
         hold(
@@ -354,7 +354,7 @@ class SphereFaceLoss(nn.Module):
         return (start / (1 + decay * self.steps.to(distances.wide(self.steps)))).clamp(min=floor)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         annealing = self.annealing
         value = sphereface_loss(embeddings, labels, self.weight, annealing=annealing, shard=shard, **self.settings)
         if self.training:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from nearkin.core import checks, distances, reduce
 from nearkin.core.autograd import refuse_transforms
-from nearkin.losses import logits, shards
+from nearkin.losses import class_shards, logits
+from nearkin.losses.class_shards import Shard
 from nearkin.losses.settings import hold, show
-from nearkin.losses.shards import Shard
 from nearkin.losses.softmax import class_weight
 
 __all__ = ["CenterLoss", "center_loss", "center_update"]
@@ -36,15 +36,15 @@ def center_loss(
     shard as in `normalized_softmax_loss`, of biases and centres too.
     Wen et al. 2016, eq. 5; λ 0.003 from there (the released code: 0.008).
     """
-    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
+    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard)
     checks.at_least("pull", pull, 0)
     x = distances.upcast(embeddings)
     scores = distances.dot(x, weight) + bias  # (B, C)
-    apart = (x - centers.detach()[shards.held(shard, ids)]).square().sum(1)
+    apart = (x - centers.detach()[class_shards.held(shard, ids)]).square().sum(1)
     if shard is not None:
         apart = torch.where(ids < shard.number, apart, 0.0)
-    apart, taint = shards.everywhere(shard, apart, torch.as_tensor(reduce.taint(weight, bias)))
-    value = shards.cross_entropy(shard, scores, ids) + spoilt.to(scores.dtype) + pull / 2 * apart
+    apart, taint = class_shards.everywhere(shard, apart, torch.as_tensor(reduce.taint(weight, bias)))
+    value = class_shards.cross_entropy(shard, scores, ids) + spoilt.to(scores.dtype) + pull / 2 * apart
     return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + taint
 
 
@@ -57,11 +57,11 @@ def center_update(
     Not the gradient: it knows no λ, is divided by 1 + n_j, and has its own rate. Rows with NaN or Inf do not count.
     Wen et al. 2016, eq. 4; α 0.5 from there.
     """
-    ids, known, _ = shards.classified(embeddings, labels, centers, shard)
+    ids, known, _ = class_shards.classified(embeddings, labels, centers, shard)
     known = known & (labels < (shard.total if shard else centers.shape[0])) & (labels >= 0) & (ids < centers.shape[0])
-    ids = shards.held(shard, ids)
+    ids = class_shards.held(shard, ids)
     x = distances.upcast(embeddings).to(centers.dtype)
-    known = known & ~reduce.some(~(x.isfinite() & embeddings.isfinite()))
+    known = known & ~reduce.any_in_row(~(x.isfinite() & embeddings.isfinite()))
     towards = torch.where(known[:, None], x - centers[ids], 0.0)
     step = torch.zeros_like(centers).index_add_(0, ids, towards)
     number = torch.zeros_like(centers[:, 0]).index_add_(0, ids, known.to(centers.dtype))
@@ -90,11 +90,11 @@ class CenterLoss(nn.Module):
     ) -> None:
         super().__init__()
         checks.at_least("alpha", alpha, 0)
-        self.shard = shards.split(shard, num_classes)
+        self.shard = class_shards.split(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
         self.bias = nn.Parameter(torch.zeros(len(self.weight)))
         self.register_buffer("centers", torch.zeros_like(self.weight, requires_grad=False))
-        shards.keep(self, weight=1, bias=1, centers=1)
+        class_shards.keep(self, weight=1, bias=1, centers=1)
         self.alpha = alpha
         hold(self, center_loss, self.weight, self.bias, self.centers, pull=pull, reduction=reduction)
 
@@ -103,11 +103,11 @@ class CenterLoss(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         if self.training:
             refuse_transforms("CenterLoss")
-        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         value = center_loss(embeddings, labels, self.weight, self.bias, self.centers, shard=shard, **self.settings)
         if self.training:
             self.centers = center_update(embeddings, labels, self.centers, alpha=self.alpha, shard=shard)
-            shards.mark(self)
+            class_shards.mark(self)
         return value
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
@@ -116,5 +116,5 @@ class CenterLoss(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CenterLoss":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        shards.mark(self)  # a buffer that is moved or cast is another tensor
+        class_shards.mark(self)  # a buffer that is moved or cast is another tensor
         return self

@@ -10,8 +10,8 @@ from nearkin import kernels
 from nearkin.core import checks, distances, facility, facility_few, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.core.relations import UNKNOWN
-from nearkin.kernels import facility as fused
-from nearkin.losses.classes import given
+from nearkin.kernels import facility_ops as fused
+from nearkin.losses.class_routes import given
 from nearkin.losses.settings import hold, show
 
 __all__ = ["FacilityLocationLoss", "facility_location", "facility_location_loss"]
@@ -100,10 +100,10 @@ def facility_location(
     candidate at once in O(B²). On a GPU one kernel does it all, up to 4,096 items. Else ("torch" there)
     nothing may be read, so without `num_clusters` B steps run; those beyond the number of classes change nothing.
     """
-    checks.whole("sweeps", sweeps, 0)
+    checks.integer("sweeps", sweeps, 0)
     kernels.check(impl)
     if num_clusters is not None:
-        checks.whole("num_clusters", num_clusters, 1)
+        checks.integer("num_clusters", num_clusters, 1)
     size = distance.shape[0]
     if size == 0:
         return Clustering(labels != UNKNOWN, labels.long(), distance.sum(), distance.sum())
@@ -151,7 +151,7 @@ class FacilityLocationLoss(nn.Module):
         hold(self, facility_location_loss, **settings)
         checks.at_least("gamma", gamma, 0)
         checks.positive("decay", decay)
-        checks.whole("decay_steps", decay_steps, 1)
+        checks.integer("decay_steps", decay_steps, 1)
         self.start, self.rate = gamma, math.log(decay) / decay_steps
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.medoids: Tensor | None = None

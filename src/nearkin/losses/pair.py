@@ -1,7 +1,7 @@
 """Pair losses: every pair of an anchor and a reference pays by itself, or weighted by its anchor's other pairs.
 
-`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
-`impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/pairs.py`), "auto" takes it where it serves.
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
+`impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/pair_ops.py`), "auto" takes it where it serves.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import mining
-from nearkin.core import checks, distances, reduce, tiles
+from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import Labels, Relation
-from nearkin.kernels import pairs as fused
-from nearkin.kernels import triplets
-from nearkin.losses.classes import given
+from nearkin.kernels import pair_ops as fused
+from nearkin.kernels import triplet_ops
+from nearkin.losses.class_routes import given
 from nearkin.losses.settings import hold, show, tiling
 
 __all__ = [
@@ -66,14 +66,18 @@ def contrastive_loss(
     checks.at_least("positive_margin", positive_margin, 0)
     if not isinstance(balance, bool):
         raise TypeError(f"balance must be True or False, got {balance!r}")
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     if fused.serves(impl, batch, reduction, max_memory) and selection == "all":
         numbers = (margin, positive_margin, 0.0, 0.0 if balance else 1.0)
         return fused.loss("contrastive", batch, numbers, reduction, flag=squared, normalize=normalize)
 
-    if selection == "distance_weighted" and triplets.serves(impl, batch, selection, reduction, normalize, max_memory):
-        plan = triplets.Plan(selection, "contrastive", margin, squared, normalize, reduction, positive_margin, margin)
-        value = triplets.loss(batch, plan._replace(balance=balance), generator=generator)
+    if selection == "distance_weighted" and triplet_ops.serves(
+        impl, batch, selection, reduction, normalize, max_memory
+    ):
+        plan = triplet_ops.Plan(
+            selection, "contrastive", margin, squared, normalize, reduction, positive_margin, margin
+        )
+        value = triplet_ops.loss(batch, plan._replace(balance=balance), generator=generator)
         if value is not None:
             return value
 
@@ -81,11 +85,11 @@ def contrastive_loss(
         distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
         pairs = _pairs(selection, distance, kin, normalize, x.shape[1], margin, generator)
         near, positive, far, negative = mining.as_pairs(pairs, distance)
-        pull = tiles.hinges(near, positive, reduction, start=positive_margin, squared=squared)
-        push = tiles.hinges(far, negative, reduction, start=margin, falling=True, squared=squared)
+        pull = blockwise.hinges(near, positive, reduction, start=positive_margin, squared=squared)
+        push = blockwise.hinges(far, negative, reduction, start=margin, falling=True, squared=squared)
         return *pull, *push
 
-    pull, kin, pulled, push, strangers, pushed = tiles.over(
+    pull, kin, pulled, push, strangers, pushed = blockwise.run(
         rows, batch, max_memory=max_memory, generator=generator, **tiling(selection)
     )
     if balance:
@@ -127,7 +131,7 @@ def margin_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     of_item = _of_items(item_beta, items, embeddings)  # (B,) or None
     single = isinstance(beta, Tensor) and (beta.dim(), beta.dtype, beta.device) == (0, torch.float32, embeddings.device)
     single = single and of_item is None
@@ -138,11 +142,13 @@ def margin_loss(
             one = beta if single and isinstance(beta, Tensor) else None
             learned = _boundary(beta, of_item, labels, embeddings, references).squeeze(1) if one is None else one
             return fused.loss("margin", batch, (margin, nu), reduction, normalize=normalize, beta=learned)
-    if selection == "distance_weighted" and triplets.serves(impl, batch, selection, reduction, normalize, max_memory):
-        plan = triplets.Plan(selection, "margin", margin, False, normalize, reduction, nu, margin)
+    if selection == "distance_weighted" and triplet_ops.serves(
+        impl, batch, selection, reduction, normalize, max_memory
+    ):
+        plan = triplet_ops.Plan(selection, "margin", margin, False, normalize, reduction, nu, margin)
         one = beta if single and isinstance(beta, Tensor) else None
         edge = _boundary(beta, of_item, labels, embeddings, references) if one is None else one
-        value = triplets.loss(batch, plan, boundary=edge, generator=generator)
+        value = triplet_ops.loss(batch, plan, boundary=edge, generator=generator)
         if value is not None:
             return value
     boundary = _boundary(beta, of_item, labels, embeddings, references)  # (B, 1)
@@ -159,7 +165,7 @@ def margin_loss(
             sums = sums + nu * boundary.squeeze(1) * positive.sum(1)
         return sums, positive.sum(1) + negative.sum(1), (pull > 0).sum(1) + (push > 0).sum(1)
 
-    sums, counts, active = tiles.over(
+    sums, counts, active = blockwise.run(
         rows, batch, boundary, max_memory=max_memory, generator=generator, **tiling(selection)
     )
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references, boundary)
@@ -193,7 +199,7 @@ def multi_similarity_loss(
     checks.positive("beta", beta)
     checks.number("base", base)
     checks.number("epsilon", epsilon)
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     if fused.serves(impl, batch, reduction, max_memory) and selection in ("all", "multi_similarity"):
         mined = selection == "multi_similarity"
         return fused.loss("multi_similarity", batch, (alpha, beta, base, epsilon), reduction, flag=mined)
@@ -210,9 +216,9 @@ def multi_similarity_loss(
             checks.impossible("selection", selection, "the loss weighs pairs, not triplets", known)
         pull = reduce.softplus(reduce.logsumexp(-alpha * (similarity - base), pairs.positive)) / alpha
         push = reduce.softplus(reduce.logsumexp(beta * (similarity - base), pairs.negative)) / beta
-        return pull + push, reduce.some(kin.positive | kin.negative)
+        return pull + push, reduce.any_in_row(kin.positive | kin.negative)
 
-    value, met = tiles.over(rows, batch, max_memory=max_memory, **tiling(selection))
+    value, met = blockwise.run(rows, batch, max_memory=max_memory, **tiling(selection))
     return reduce.terms(value, met, reduction) + reduce.taint(embeddings, references)
 
 
@@ -239,7 +245,7 @@ def circle_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.number("margin", margin)
     checks.positive("scale", scale)
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     if fused.serves(impl, batch, reduction, max_memory):
         return fused.loss("circle", batch, (margin, scale), reduction)
 
@@ -248,11 +254,11 @@ def circle_loss(
         held = similarity.detach()
         pull = -scale * (1 + margin - held).relu() * (similarity - (1 - margin))
         push = scale * (held + margin).relu() * (similarity - margin)
-        both = reduce.some(kin.positive) & reduce.some(kin.negative)
+        both = reduce.any_in_row(kin.positive) & reduce.any_in_row(kin.negative)
         value = reduce.logsumexp(pull, kin.positive) + reduce.logsumexp(push, kin.negative)
         return reduce.softplus(torch.where(both, value, 0.0)), both
 
-    value, both = tiles.over(rows, batch, max_memory=max_memory)
+    value, both = blockwise.run(rows, batch, max_memory=max_memory)
     return reduce.terms(value, both, reduction) + reduce.taint(embeddings, references)
 
 
@@ -332,9 +338,9 @@ class MarginLoss(nn.Module):
     ) -> None:
         super().__init__()
         if num_classes is not None:
-            checks.whole("num_classes", num_classes, 1)
+            checks.integer("num_classes", num_classes, 1)
         if num_items is not None:
-            checks.whole("num_items", num_items, 1)
+            checks.integer("num_items", num_items, 1)
         hold(
             self,
             margin_loss,

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import kernels
-from nearkin.core import checks, class_anchors, class_dense, class_softmax, distances, reduce, relations, world
+from nearkin.core import checks, class_anchors, class_dense, class_softmax, distances, reduce, relations
 from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
 from nearkin.core.relations import Labels
-from nearkin.kernels import class_anchors as fused_anchors
-from nearkin.kernels.class_loss import Form
-from nearkin.losses import logits, shards
-from nearkin.losses.classes import given, roads, route, whole
+from nearkin.dist import collectives
+from nearkin.kernels import class_anchor_ops as fused_anchors
+from nearkin.kernels.class_loss_ops import Form
+from nearkin.losses import class_shards, logits
+from nearkin.losses.class_routes import given, roads, route, whole
+from nearkin.losses.class_shards import Shard
 from nearkin.losses.settings import hold, show
-from nearkin.losses.shards import Shard
 from nearkin.losses.softmax import classify
 
 __all__ = [
@@ -58,7 +59,7 @@ def proxy_nca_loss(
     checks.at_most("scale", scale, 1e15, "distances are multiplied by its square")
     checks.one_of("form", form, ("softmax", "original"))
     checks.one_of("assignment", assignment, ("static", "dynamic"))
-    checks.whole("proxies_per_class", proxies_per_class, 1)
+    checks.integer("proxies_per_class", proxies_per_class, 1)
     kernels.check(impl)
     if assignment == "dynamic":
         value = _dynamic(embeddings, labels, proxies, scale, form, reduction, shard)
@@ -69,24 +70,24 @@ def proxy_nca_loss(
         found_whole = whole(impl, embeddings, labels, proxies, told, reduction, max_memory, shard)
         if found_whole is not None:
             return found_whole
-    ids, known, spoilt = shards.classified(embeddings, labels, proxies, shard, proxies_per_class)
+    ids, known, spoilt = class_shards.classified(embeddings, labels, proxies, shard, proxies_per_class)
     known = known & (num_classes > 1)  # with one class there is nobody to be told from
     streams = route(impl, embeddings, proxies, max_memory, shard=shard)
     if streams is not None and proxies_per_class == 1:
         found = streams(embeddings, proxies, ids, scale=2 * scale**2, lost=scale**2, max_memory=max_memory)
         near = (distances.unit(found.anchors) - distances.unit(found.own)).square().sum(1)
-        found, near = shards.joined(shard, ids, found, near)
+        found, near = class_shards.joined(shard, ids, found, near)
         value = torch.where(known, _told_from(found, near, scale, form), 0.0)
         return classify(value, known, spoilt, reduction) + reduce.taint(embeddings) + found.taint
     if proxies_per_class == 1:
         value = torch.where(known, _dense(embeddings, proxies, ids, scale, form), 0.0)
         return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, proxies)
     distance = _scaled_distance(embeddings, proxies, scale)  # (B, C·K)
-    own = shards.held(shard, ids)[:, None] * proxies_per_class
+    own = class_shards.held(shard, ids)[:, None] * proxies_per_class
     own = own + torch.arange(proxies_per_class, device=ids.device)  # (B, K)
     near = distance.gather(1, own).min(1).values
     strangers = torch.arange(distance.shape[1], device=ids.device) // proxies_per_class != ids[:, None]
-    push, near = shards.pushed(shard, ids, reduce.logsumexp(-distance, strangers), near)
+    push, near = class_shards.pushed(shard, ids, reduce.logsumexp(-distance, strangers), near)
     value = reduce.softplus(near + push) if form == "softmax" else near + push
     value = torch.where(known, value, 0.0)
     return classify(value, known, spoilt, reduction) + reduce.taint(embeddings) + _spoilt(shard, proxies)
@@ -94,7 +95,7 @@ def proxy_nca_loss(
 
 def _spoilt(shard: Shard | None, *tensors: Tensor) -> Tensor:
     """`reduce.taint` of tensors that processes may share."""
-    return shards.everywhere(shard, torch.as_tensor(reduce.taint(*tensors)))[0]
+    return class_shards.everywhere(shard, torch.as_tensor(reduce.taint(*tensors)))[0]
 
 
 def _dense(embeddings: Tensor, proxies: Tensor, ids: Tensor, scale: float, form: str) -> Tensor:
@@ -104,7 +105,7 @@ def _dense(embeddings: Tensor, proxies: Tensor, ids: Tensor, scale: float, form:
     if form == "softmax" and distances.freely_read(p) and bool((inverse > 0).all()):
         return class_dense.cross_entropy(x, p, ids, scale=2 * scale**2)  # what all proxies share cancels
     near = (x - p[ids]).square().sum(1)
-    target = scale**2 * (1 + reduce.some(x.detach() != 0) - near)
+    target = scale**2 * (1 + reduce.any_in_row(x.detach() != 0) - near)
     return class_dense.cross_entropy(x, p, ids, target, scale=2 * scale**2, lost=scale**2, soft=form == "softmax")
 
 
@@ -113,7 +114,7 @@ def _told_from(found: class_softmax.Rivals, near: Tensor, scale: float, form: st
 
     -d = scale² (2 cos - |x|² - |p|²), lengths 1, or 0 for a zero row: what all others share stands with the target.
     """
-    there = reduce.some(distances.unit(found.anchors.detach()) != 0).to(near.dtype)
+    there = reduce.any_in_row(distances.unit(found.anchors.detach()) != 0).to(near.dtype)
     apart = found.peak - scale**2 * (1 + there - near) + found.rest
     return reduce.softplus(apart) if form == "softmax" else apart
 
@@ -135,9 +136,9 @@ def _dynamic(
         stands_for = distance.detach().argmin(1)  # (B,)
         met = distance[:, stands_for]  # (B, B): anchor to the proxy of each item
     else:
-        met = _scaled_distance(shards.alike(shard, embeddings), _stand_ins(embeddings, proxies, shard), scale)
+        met = _scaled_distance(class_shards.alike(shard, embeddings), _stand_ins(embeddings, proxies, shard), scale)
     push = reduce.logsumexp(-met, kin.negative)[:, None]
-    valid = kin.positive & reduce.some(kin.negative, keepdim=True)
+    valid = kin.positive & reduce.any_in_row(kin.negative, keepdim=True)
     value = torch.where(valid, met + push, 0.0)
     return reduce.terms(reduce.softplus(value) if form == "softmax" else value, valid, reduction)
 
@@ -148,10 +149,10 @@ def _stand_ins(embeddings: Tensor, proxies: Tensor, shard: Shard) -> Tensor:
         return proxies[:0]
     with torch.no_grad():
         least, place = _scaled_distance(embeddings, proxies, 1.0).min(1)
-        mine = least == -world.largest(-least, shard.group)
+        mine = least == -collectives.largest(-least, shard.group)
         turn = torch.where(mine, -shard.first, -shard.total)
-        mine = turn == world.largest(turn, shard.group)
-    return shards.everywhere(shard, torch.where(mine[:, None], proxies[place], 0.0))[0]
+        mine = turn == collectives.largest(turn, shard.group)
+    return class_shards.everywhere(shard, torch.where(mine[:, None], proxies[place], 0.0))[0]
 
 
 def _scaled_distance(embeddings: Tensor, proxies: Tensor, scale: float) -> Tensor:
@@ -177,16 +178,16 @@ def proxy_anchor_loss(
     0..C-1, -1 left out. impl, max_memory and shard as in `normalized_softmax_loss`. Kim et al. 2020, arXiv:2003.13911,
     eq. 4; α 32, δ 0.1 from there.
     """
-    ids, known, spoilt = shards.classified(embeddings, labels, proxies, shard)
+    ids, known, spoilt = class_shards.classified(embeddings, labels, proxies, shard)
     checks.number("margin", margin)
     checks.positive("scale", scale)
     road = roads(impl, embeddings, proxies, max_memory, shard=shard, dense_first=True)
     if road != "dense":
         streams = fused_anchors.class_anchors if road == "triton" else class_anchors.class_anchors
         found = streams(embeddings, proxies, ids, known, scale=scale, max_memory=max_memory)
-        pulls, number = _drawn(found, shards.held(shard, ids), known & (ids < len(proxies)), margin, scale)
+        pulls, number = _drawn(found, class_shards.held(shard, ids), known & (ids < len(proxies)), margin, scale)
         pushes = reduce.softplus(found.peak + scale * margin + found.rest).sum()
-        pulls, number, pushes, taint = shards.everywhere(shard, pulls, number, pushes, found.taint)
+        pulls, number, pushes, taint = class_shards.everywhere(shard, pulls, number, pushes, found.taint)
         value = pulls / number.clamp(min=1) + pushes / (shard.total if shard else len(proxies)) + taint
         return value + spoilt.sum().to(value.dtype) + reduce.taint(embeddings)
     similarity = distances.cosine(embeddings, proxies)  # (B, C)
@@ -194,7 +195,7 @@ def proxy_anchor_loss(
     positive, negative = own & known[:, None], ~own & known[:, None]
     pulls = reduce.softplus(reduce.logsumexp(-scale * (similarity - margin), positive, dim=0))  # (C,)
     pushes = reduce.softplus(reduce.logsumexp(scale * (similarity + margin), negative, dim=0))
-    value = pulls.sum() / reduce.some(positive, 0).sum().clamp(min=1) + pushes.sum() / proxies.shape[0]
+    value = pulls.sum() / reduce.any_in_row(positive, 0).sum().clamp(min=1) + pushes.sum() / proxies.shape[0]
     return value + spoilt.sum().to(value.dtype) + reduce.taint(embeddings, proxies)
 
 
@@ -240,27 +241,27 @@ def soft_triple_loss(
     `max_memory` bytes (without it, beyond a modest size) blocks of classes pass by, and again for the gradient. shard
     as in `normalized_softmax_loss`.
     """
-    checks.whole("centers_per_class", centers_per_class, 1)
+    checks.integer("centers_per_class", centers_per_class, 1)
     checks.positive("scale", scale)
     checks.positive("gamma", gamma)
     checks.number("margin", margin)
     checks.at_least("tau", tau, 0)
-    ids, known, spoilt = shards.classified(embeddings, labels, centers, shard, centers_per_class)
+    ids, known, spoilt = class_shards.classified(embeddings, labels, centers, shard, centers_per_class)
     if not class_softmax.fits(embeddings, centers, max_memory):
         size = class_softmax.block(embeddings, centers, centers_per_class, max_memory)
         value, drawn = _leaning_blocks(embeddings, ids, centers, centers_per_class, scale, gamma, margin, size, shard)
     else:
         w = distances.unit(centers)
         similarity = _leaning(distances.unit(embeddings), w, centers_per_class, gamma)  # (B, C)
-        own = shards.held(shard, ids)[:, None]
+        own = class_shards.held(shard, ids)[:, None]
         plain = similarity.gather(1, own)
         target = plain - margin if shard is None else torch.where(ids[:, None] < shard.number, plain - margin, plain)
-        value = shards.cross_entropy(shard, scale * similarity.scatter(1, own, target), ids)
+        value = class_shards.cross_entropy(shard, scale * similarity.scatter(1, own, target), ids)
         drawn = _within_class(w.view(-1, centers_per_class, w.shape[1])) if centers_per_class > 1 else w.new_zeros(())
     value = value + spoilt.to(value.dtype)
     if tau and centers_per_class > 1:
         part = 1.0 if shard is None else shard.number / shard.total
-        value = value + tau * shards.everywhere(shard, drawn * part)[0]
+        value = value + tau * class_shards.everywhere(shard, drawn * part)[0]
     return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + _spoilt(shard, centers)
 
 
@@ -323,12 +324,12 @@ def _leaning_blocks(
         found.append(recomputed(pass_by, x, part, start))
         start += len(part) // each
     push = torch.stack([rivals for rivals, _ in found], 1)  # (B, blocks)
-    push = reduce.logsumexp(push, push.detach() > reduce.nothing(push))
-    rows = (shards.held(shard, ids)[:, None] * each + torch.arange(each, device=ids.device)).flatten()
+    push = reduce.logsumexp(push, push.detach() > reduce.log_zero(push))
+    rows = (class_shards.held(shard, ids)[:, None] * each + torch.arange(each, device=ids.device)).flatten()
     own = distances.unit(centers[rows]).view(len(ids), each, x.shape[1])
     cosine = (own * x[:, None, :]).sum(2)  # (B, K)
     target = scale * (((cosine / gamma).softmax(1) * cosine).sum(1) - margin)
-    push, target = shards.pushed(shard, ids, push, target)
+    push, target = class_shards.pushed(shard, ids, push, target)
     return reduce.softplus(push - target), torch.stack([drawn for _, drawn in found]).sum()
 
 
@@ -348,7 +349,7 @@ def _proxies(rows: int, dim: int, shard: Shard | None, each: int = 1) -> nn.Para
     def fill(empty: Tensor) -> Tensor:
         return nn.init.normal_(empty, std=math.sqrt(2 / rows))  # Kaiming, fan out
 
-    return shards.draw(rows, dim, fill, shard, each)
+    return class_shards.draw(rows, dim, fill, shard, each)
 
 
 class ProxyNCALoss(nn.Module):
@@ -375,10 +376,10 @@ class ProxyNCALoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        checks.whole("proxies_per_class", proxies_per_class, 1)
-        self.shard = shards.split(shard, num_classes)
+        checks.integer("proxies_per_class", proxies_per_class, 1)
+        self.shard = class_shards.split(shard, num_classes)
         self.proxies = _proxies(num_classes * proxies_per_class, dim, self.shard, proxies_per_class)
-        shards.keep(self, proxies=proxies_per_class)
+        class_shards.keep(self, proxies=proxies_per_class)
         hold(
             self,
             proxy_nca_loss,
@@ -395,7 +396,7 @@ class ProxyNCALoss(nn.Module):
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
-        embeddings, labels, shard = shards.gather(
+        embeddings, labels, shard = class_shards.gather(
             self.shard, embeddings, labels, self.proxies.shape[1], self.settings["assignment"] == "dynamic"
         )
         return proxy_nca_loss(embeddings, labels, self.proxies, shard=shard, **self.settings)
@@ -430,9 +431,9 @@ class ProxyAnchorLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        self.shard = shards.split(shard, num_classes)
+        self.shard = class_shards.split(shard, num_classes)
         self.proxies = _proxies(num_classes, dim, self.shard)
-        shards.keep(self, proxies=1)
+        class_shards.keep(self, proxies=1)
         hold(
             self,
             proxy_anchor_loss,
@@ -446,7 +447,7 @@ class ProxyAnchorLoss(nn.Module):
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.proxies.shape[1])
+        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.proxies.shape[1])
         return proxy_anchor_loss(embeddings, labels, self.proxies, shard=shard, **self.settings)
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
@@ -478,10 +479,10 @@ class SoftTripleLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        checks.whole("centers_per_class", centers_per_class, 1)
-        self.shard = shards.split(shard, num_classes)
+        checks.integer("centers_per_class", centers_per_class, 1)
+        self.shard = class_shards.split(shard, num_classes)
         self.centers = _proxies(num_classes * centers_per_class, dim, self.shard, centers_per_class)
-        shards.keep(self, centers=centers_per_class)
+        class_shards.keep(self, centers=centers_per_class)
         hold(
             self,
             soft_triple_loss,
@@ -498,7 +499,7 @@ class SoftTripleLoss(nn.Module):
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.centers.shape[1])
+        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.centers.shape[1])
         return soft_triple_loss(embeddings, labels, self.centers, shard=shard, **self.settings)
 
     def get_logits(self, embeddings: Tensor) -> Tensor:

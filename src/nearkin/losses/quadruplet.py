@@ -1,6 +1,6 @@
 """Quadruplet loss: a triplet, and strangers of two further classes that must be farther apart than the positive pair.
 
-`max_memory` (bytes) is what the loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import mining
-from nearkin.core import checks, distances, reduce, tiles
+from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import Labels, Relation
 from nearkin.losses.settings import hold, show, tiling
 from nearkin.losses.triplet import all_triplets, possible
@@ -51,7 +51,7 @@ def quadruplet_loss(
     checks.at_least("second_margin", second_margin, 0)
     possible(selection, margin, False, normalize)
     own = _classes(labels)
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     measure = distances.squared_euclidean if squared else distances.euclidean
     rival = _rivals(batch, own, squared, normalize, max_memory)
 
@@ -67,10 +67,10 @@ def quadruplet_loss(
             raise TypeError("selection must return Triplets for a quadruplet loss, got Pairs")
         near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
         apart, there = rival.of(ids, chosen.negative)
-        first = tiles.hinges(near - far, chosen.valid, reduction, start=-margin)
-        return *first, *tiles.hinges(near - apart, chosen.valid & there, reduction, start=-second_margin)
+        first = blockwise.hinges(near - far, chosen.valid, reduction, start=-margin)
+        return *first, *blockwise.hinges(near - apart, chosen.valid & there, reduction, start=-second_margin)
 
-    sums, counts, active, more, further, stirred = tiles.over(
+    sums, counts, active, more, further, stirred = blockwise.run(
         rows, batch, own, max_memory=max_memory, generator=generator, **tiling(selection)
     )
     both = reduce.total(sums, counts, active, reduction) + reduce.total(more, further, stirred, reduction)
@@ -111,8 +111,8 @@ def _classes(labels: Labels) -> Tensor:
     return ids.long()
 
 
-def _rivals(batch: tiles.Batch, own: Tensor, squared: bool, normalize: bool, max_memory: int | None) -> _Rivals:
-    turned = tiles.turned(batch)
+def _rivals(batch: blockwise.Batch, own: Tensor, squared: bool, normalize: bool, max_memory: int | None) -> _Rivals:
+    turned = blockwise.turned(batch)
 
     def rows(x: Tensor, anchors: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, anchors, normalize=normalize)  # (R, B)
@@ -121,10 +121,10 @@ def _rivals(batch: tiles.Batch, own: Tensor, squared: bool, normalize: bool, max
             return first, first, first > 0, first > 0  # nobody
         beyond = kin.negative & (own[None, :] != own[first][:, None])
         _, second = reduce.largest(-distance, beyond)
-        return first, second, reduce.some(kin.negative), reduce.some(beyond)
+        return first, second, reduce.any_in_row(kin.negative), reduce.any_in_row(beyond)
 
     with torch.no_grad():
-        first, second, some, more = tiles.over(rows, turned, max_memory=max_memory)
+        first, second, some, more = blockwise.run(rows, turned, max_memory=max_memory)
     nearest = torch.stack([first, second])  # (2, R) places among the anchors
     there = torch.stack([some, more])
     if not own.shape[0]:

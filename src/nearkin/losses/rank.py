@@ -1,6 +1,6 @@
 """Rank losses: average precision itself, made smooth.
 
-`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import kernels
-from nearkin.core import checks, distances, reduce, tiles
+from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.autograd import recomputed
 from nearkin.core.relations import Labels, Relation
-from nearkin.kernels import ranks as fused
-from nearkin.losses.classes import given
+from nearkin.kernels import rank_ops as fused
+from nearkin.losses.class_routes import given
 from nearkin.losses.settings import hold, show
 
 __all__ = ["FastAPLoss", "SmoothAPLoss", "fastap_loss", "smooth_ap_loss"]
@@ -66,15 +66,15 @@ def smooth_ap_loss(
         value = 1 - precision / number.clamp(min=1)
         return torch.where(number > slots, torch.nan, value), number > 0
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
-    value, counts = tiles.over(rows, batch, max_memory=max_memory)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
+    value, counts = blockwise.run(rows, batch, max_memory=max_memory)
     return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
 
 
 def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
     """How many positives of an anchor must be looked at, (B,) having `number` of them, without waiting for a device."""
     if max_positives is not None:
-        checks.whole("max_positives", max_positives, 1)
+        checks.integer("max_positives", max_positives, 1)
         most = min(most, max_positives)
     if not checks.reads_values(number) or number.numel() == 0:
         return most
@@ -116,7 +116,7 @@ def fastap_loss(
     Cakir et al. 2019, eq. 5 and 9; 10 bins from its released code.
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
-    checks.whole("bins", bins, 1)
+    checks.integer("bins", bins, 1)
     kernels.check(impl)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
@@ -134,8 +134,8 @@ def fastap_loss(
         missed = torch.where(hit, positives * strangers, 0.0) / torch.where(hit, among_all, 1.0)
         return missed.sum(1) / number.clamp(min=1), number > 0
 
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
-    value, counts = tiles.over(rows, batch, max_memory=max_memory)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
+    value, counts = blockwise.run(rows, batch, max_memory=max_memory)
     return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
 
 

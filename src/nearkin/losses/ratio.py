@@ -1,6 +1,6 @@
 """Log-ratio loss: distances in proportion to real-valued label distances.
 
-`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import kernels
-from nearkin.core import checks, distances, reduce, tiles
+from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import LabelDistance, Labels
-from nearkin.kernels import ranks as fused
-from nearkin.losses.classes import given
+from nearkin.kernels import rank_ops as fused
+from nearkin.losses.class_routes import given
 from nearkin.losses.settings import hold, show
 
 __all__ = ["LogRatioLoss", "logratio_loss"]
@@ -50,7 +50,7 @@ def logratio_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, graded=True)
     if anchors is not None:
-        checks.whole("anchors", anchors, 1)
+        checks.integer("anchors", anchors, 1)
     checks.positive("epsilon", epsilon)
     checks.one_of("ties", ties, ("drop", "keep"))
     kernels.check(impl)
@@ -67,12 +67,12 @@ def logratio_loss(
         sums, pairs = _between(ratio, valid, groups)
         return sums / pairs.clamp(min=1), pairs > 0, spoilt
 
-    batch = _first(anchors, tiles.Batch(embeddings, labels, references, reference_labels))
-    value, counts, spoilt = tiles.over(rows, batch, max_memory=max_memory, graded=True)
+    batch = _first(anchors, blockwise.Batch(embeddings, labels, references, reference_labels))
+    value, counts, spoilt = blockwise.run(rows, batch, max_memory=max_memory, graded=True)
     return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references, spoilt)
 
 
-def _first(anchors: int | None, batch: tiles.Batch) -> tiles.Batch:
+def _first(anchors: int | None, batch: blockwise.Batch) -> blockwise.Batch:
     """The batch of the first anchors with all its references, themselves left out."""
     x, labels, references, reference_labels = batch
     if anchors is None or anchors >= x.shape[0]:
@@ -85,7 +85,7 @@ def _first(anchors: int | None, batch: tiles.Batch) -> tiles.Batch:
         few = labels[:anchors]
         reference_labels = labels if references is None else reference_labels
     # A copy: what is saved for the gradient must not be a view of the references.
-    return tiles.Batch(x[:anchors].clone(), few, x if references is None else references, reference_labels)
+    return blockwise.Batch(x[:anchors].clone(), few, x if references is None else references, reference_labels)
 
 
 @torch.no_grad()

@@ -114,7 +114,7 @@ class SiameseLoss(nn.Module):
 
     def __init__(self, dim: int, *, reduction: str = "mean") -> None:
         super().__init__()
-        checks.whole("dim", dim, 1)
+        checks.integer("dim", dim, 1)
         self.weight = nn.Parameter(torch.full((dim,), -(dim**-0.5)))
         self.bias = nn.Parameter(torch.ones(()))
         hold(self, partial(siamese_loss, weight=torch.zeros(2), bias=torch.zeros(())), reduction=reduction)

@@ -9,11 +9,11 @@ from torch.nn.functional import batch_norm
 
 from nearkin.core import checks, class_dense, class_softmax, distances, reduce
 from nearkin.core.autograd import refuse_transforms
-from nearkin.kernels.class_loss import Form
-from nearkin.losses import logits, shards
-from nearkin.losses.classes import given, route, sample, sampling, show_sampled, whole
+from nearkin.kernels.class_loss_ops import Form
+from nearkin.losses import class_shards, logits
+from nearkin.losses.class_routes import given, route, sample, sampling, show_sampled, whole
+from nearkin.losses.class_shards import Shard
 from nearkin.losses.settings import hold, show
-from nearkin.losses.shards import Shard
 
 __all__ = [
     "AdaCosLoss",
@@ -52,12 +52,12 @@ def normalized_softmax_loss(
     value = whole(impl, embeddings, labels, weight, Form(scale), reduction, max_memory, shard)
     if value is not None:
         return value
-    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
+    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard)
     streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
         target = scale * class_softmax.own_cosine(found)
-        found, target = shards.joined(shard, ids, found, target)
+        found, target = class_shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     value = class_dense.cross_entropy(distances.unit(embeddings), distances.unit(weight), ids, scale=scale)
     return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
@@ -81,13 +81,13 @@ def heated_softmax_loss(
     shard as in `normalized_softmax_loss`, of the biases too.
     Zhang et al. 2018, arXiv:1809.04157; scale 16, then 4 for the last quarter, from its released code.
     """
-    ids, known, spoilt = shards.classified(embeddings, labels, weight, shard)
+    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard)
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
     x = distances.unit(embeddings) if normalize else embeddings
     scores = scale * distances.dot(x, distances.unit(weight)) + bias  # (B, C)
-    value = shards.cross_entropy(shard, scores, ids) + spoilt.to(scores.dtype)
-    (taint,) = shards.everywhere(shard, torch.as_tensor(reduce.taint(weight, bias)))
+    value = class_shards.cross_entropy(shard, scores, ids) + spoilt.to(scores.dtype)
+    (taint,) = class_shards.everywhere(shard, torch.as_tensor(reduce.taint(weight, bias)))
     return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + taint
 
 
@@ -133,14 +133,14 @@ def adacos_scale(
     B_avg = 1/N Σ_i Σ_{c != y_i} e^{s cos_ic} with the last scale s; θ_med: lower median of the angles to the own class.
     A batch that says nothing leaves the scale as it was.
     """
-    ids, known, _ = shards.classified(embeddings, labels, weight, shard)
+    ids, known, _ = class_shards.classified(embeddings, labels, weight, shard)
     streams = route(impl, embeddings, weight, max_memory, shard=shard)
     if streams is not None:
         found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
         own_cosine = class_softmax.own_cosine(found)
-        found, own_cosine = shards.joined(shard, ids, found, own_cosine)
+        found, own_cosine = class_shards.joined(shard, ids, found, own_cosine)
         flat = reduce.logsumexp(
-            (found.peak + found.rest)[None], (known & (found.rest > reduce.nothing(found.rest)))[None]
+            (found.peak + found.rest)[None], (known & (found.rest > reduce.log_zero(found.rest)))[None]
         )
     else:
         cosine = distances.cosine(embeddings, weight)  # (B, C)
@@ -154,7 +154,7 @@ def adacos_scale(
 
 
 def _fixed_scale(num_classes: int) -> float:
-    checks.whole("num_classes", num_classes, 3)  # two would have scale 0
+    checks.integer("num_classes", num_classes, 3)  # two would have scale 0
     return math.sqrt(2) * math.log(num_classes - 1)
 
 
@@ -175,7 +175,7 @@ def classify_streamed(
 
 def class_weight(rows: int, dim: int, shard: Shard | None = None, each: int = 1) -> nn.Parameter:
     """Class weights in random directions."""
-    return shards.draw(rows, dim, lambda empty: empty.normal_() / math.sqrt(dim), shard, each)
+    return class_shards.draw(rows, dim, lambda empty: empty.normal_() / math.sqrt(dim), shard, each)
 
 
 class NormalizedSoftmaxLoss(nn.Module):
@@ -186,7 +186,7 @@ class NormalizedSoftmaxLoss(nn.Module):
 
     shard=True: each process of torch.distributed holds its part of the classes, and calls the loss with its own items,
     all processes together; loss and gradients are those of one process with all of them (the embeddings' times the
-    number of processes, over which DistributedDataParallel averages). `losses/shards.py` says what is exchanged.
+    number of processes, over which DistributedDataParallel averages). `losses/class_shards.py` says what is exchanged.
     """
 
     lr_scale = 1.0
@@ -205,9 +205,9 @@ class NormalizedSoftmaxLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        self.shard = shards.split(shard, num_classes)
+        self.shard = class_shards.split(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
-        shards.keep(self, weight=1)
+        class_shards.keep(self, weight=1)
         self.sample_rate = sampling(sample_rate)
         hold(
             self,
@@ -222,7 +222,7 @@ class NormalizedSoftmaxLoss(nn.Module):
     extra_repr = show_sampled
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         labels, weight, shard = sample(self, embeddings, labels, shard)
         return normalized_softmax_loss(embeddings, labels, weight, shard=shard, **self.settings)
 
@@ -263,11 +263,11 @@ class HeatedSoftmaxLoss(nn.Module):
         checks.positive("heated_scale", heated_scale)
         checks.one_of("norm", norm, ("l2", "batch"))
         if heat_after is not None:
-            checks.whole("heat_after", heat_after, 0)
-        self.shard = shards.split(shard, num_classes)
+            checks.integer("heat_after", heat_after, 0)
+        self.shard = class_shards.split(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
         self.bias = nn.Parameter(torch.zeros(len(self.weight)))
-        shards.keep(self, weight=1, bias=1)
+        class_shards.keep(self, weight=1, bias=1)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("running_mean", torch.zeros(dim))
         self.register_buffer("running_var", torch.ones(dim))
@@ -286,8 +286,8 @@ class HeatedSoftmaxLoss(nn.Module):
         return torch.where(heated, hot, warm).to(distances.wide(self.steps))
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
-        shards.classified(embeddings, labels, self.weight, shard)  # before anything is learned from a bad batch
+        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        class_shards.classified(embeddings, labels, self.weight, shard)  # before anything is learned from a bad batch
         scale, x = self.scale, embeddings
         if self.norm == "batch":
             scale = scale / math.sqrt(self.weight.shape[1])
@@ -345,16 +345,16 @@ class AdaCosLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.register_buffer("scale", torch.tensor(_fixed_scale(num_classes)))
-        self.shard = shards.split(shard, num_classes)
+        self.shard = class_shards.split(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
-        shards.keep(self, weight=1)
+        class_shards.keep(self, weight=1)
         self.dynamic = dynamic
         hold(self, normalized_softmax_loss, self.weight, reduction=reduction, max_memory=max_memory, **given(impl))
 
     extra_repr = show
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
         if self.dynamic and self.training:
             refuse_transforms("AdaCosLoss")
             way = {name: self.settings[name] for name in ("impl", "max_memory") if name in self.settings}

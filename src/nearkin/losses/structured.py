@@ -1,7 +1,7 @@
 """Structured losses: an anchor meets its whole batch at once.
 
-`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
-`impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/pairs.py`), "auto" takes it where it serves.
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
+`impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/pair_ops.py`), "auto" takes it where it serves.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nearkin.core import checks, distances, reduce, tiles
+from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import UNKNOWN, Labels, Relation
-from nearkin.kernels import pairs as fused
-from nearkin.losses.classes import given
+from nearkin.kernels import pair_ops as fused
+from nearkin.losses.class_routes import given
 from nearkin.losses.settings import hold, show
 
 __all__ = [
@@ -54,7 +54,7 @@ def lifted_structure_loss(
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.one_of("form", form, ("smooth", "max"))
     checks.at_least("margin", margin, 0)
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     if fused.serves(impl, batch, reduction, max_memory) and form == "smooth":
         return fused.loss("lifted", batch, (margin,), reduction, normalize=normalize)
 
@@ -64,23 +64,23 @@ def lifted_structure_loss(
 
     def paid(distance: Tensor, kin: Relation, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         worst = (torch.logaddexp if form == "smooth" else torch.maximum)(row[:, None], column[None, :])
-        sums, counts, active = tiles.hinges(worst + distance, kin.positive, reduction, squared=True)
+        sums, counts, active = blockwise.hinges(worst + distance, kin.positive, reduction, squared=True)
         return sums / 2, counts, active
 
-    if tiles.fits(batch, max_memory):
+    if blockwise.fits(batch, max_memory):
         distance = distances.euclidean(embeddings, references, normalize=normalize)  # (B, R)
-        kin = tiles.relation(batch)
+        kin = blockwise.relation(batch)
         row, column = (_threat(margin - distance, kin.negative, form, dim) for dim in (1, 0))  # (B,), (R,)
         sums, counts, active = paid(distance, kin, row, column)
     else:
-        (row,) = (column,) = tiles.over(threats, batch, max_memory=max_memory)
+        (row,) = (column,) = blockwise.run(threats, batch, max_memory=max_memory)
         if references is not None or isinstance(labels, Relation):  # else everyone is a stranger to his strangers
-            (column,) = tiles.over(threats, tiles.turned(batch), max_memory=max_memory)
+            (column,) = blockwise.run(threats, blockwise.turned(batch), max_memory=max_memory)
 
         def rows(x: Tensor, references: Tensor | None, kin: Relation, row: Tensor) -> tuple[Tensor, ...]:
             return paid(distances.euclidean(x, references, normalize=normalize), kin, row, column)
 
-        sums, counts, active = tiles.over(rows, batch, row, max_memory=max_memory)
+        sums, counts, active = blockwise.run(rows, batch, row, max_memory=max_memory)
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 
@@ -112,19 +112,19 @@ def npair_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.at_least("penalty", penalty, 0)
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     if fused.serves(impl, batch, reduction, max_memory):
         return fused.loss("npair", batch, (1.0, 0.0, 0.0, penalty), reduction, normalize=False)
     taint, alone = reduce.taint(embeddings, references), references is None
     if alone and isinstance(labels, Tensor) and labels.dim() == 1 and checks.reads_values(labels):
         # Anchors × references without the rest of the matrix, where that is made in one piece.
-        anchors, others = _sides(labels.long()) if tiles.fits(batch, max_memory) else (labels[:0], labels[:0])
+        anchors, others = _sides(labels.long()) if blockwise.fits(batch, max_memory) else (labels[:0], labels[:0])
         if anchors.numel():
             value = _between_sides(embeddings, labels, anchors, others, penalty)
             if reduction == "none":
                 return value.new_zeros(len(labels)).index_copy(0, anchors, value) + taint
             return reduce.terms(value, torch.ones_like(anchors, dtype=torch.bool), reduction) + taint
-    firsts = _firsts(batch, max_memory) if alone and not tiles.fits(batch, max_memory) else None  # (B,)
+    firsts = _firsts(batch, max_memory) if alone and not blockwise.fits(batch, max_memory) else None  # (B,)
     other = embeddings if references is None else references
     used = torch.zeros(other.shape[0], dtype=torch.bool, device=other.device)  # references that an anchor meets
 
@@ -134,12 +134,14 @@ def npair_loss(
             everyone = _first(kin, 0) if firsts is None else firsts
             meets = (own[0] if own else everyone)[:, None] & ~everyone[None, :]
             kin = Relation(kin.positive & meets, kin.negative & meets)
-        met, counts = kin.positive | kin.negative, reduce.some(kin.positive)
-        used.logical_or_(reduce.some(met & counts[:, None], 0))  # made again for the gradient, a block adds nothing new
+        met, counts = kin.positive | kin.negative, reduce.any_in_row(kin.positive)
+        used.logical_or_(
+            reduce.any_in_row(met & counts[:, None], 0)
+        )  # made again for the gradient, a block adds nothing new
         # The mean over positives of their own log-probability, without a (B, R) matrix of probabilities.
         return reduce.logsumexp(logits, met) - reduce.mean(logits, kin.positive), counts
 
-    value, counts = tiles.over(rows, batch, *(() if firsts is None else (firsts,)), max_memory=max_memory)
+    value, counts = blockwise.run(rows, batch, *(() if firsts is None else (firsts,)), max_memory=max_memory)
     value = torch.where(counts, value, 0.0)
     if penalty:
         heard = used.clone()  # the pass for the gradient writes to the other
@@ -168,11 +170,11 @@ def _between_sides(embeddings: Tensor, labels: Tensor, anchors: Tensor, others: 
 
 def _first(kin: Relation, start: int) -> Tensor:
     """Which anchors, from `start` of the batch on, have no kin before them, (B,)."""
-    return ~reduce.some(kin.positive.tril(start - 1))
+    return ~reduce.any_in_row(kin.positive.tril(start - 1))
 
 
-def _firsts(batch: tiles.Batch, max_memory: int | None) -> Tensor:
-    return torch.cat([_first(kin, start) for start, kin in tiles.blocks(batch, max_memory)])
+def _firsts(batch: blockwise.Batch, max_memory: int | None) -> Tensor:
+    return torch.cat([_first(kin, start) for start, kin in blockwise.blocks(batch, max_memory)])
 
 
 def _size(x: Tensor) -> Tensor:
@@ -200,16 +202,16 @@ def supcon_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("temperature", temperature)
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     if fused.serves(impl, batch, reduction, max_memory):
         return fused.loss("supcon", batch, (temperature,), reduction)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         logits = distances.cosine(x, references) / temperature  # (B, R), larger is closer
         value = reduce.logsumexp(logits, kin.positive | kin.negative) - reduce.mean(logits, kin.positive)
-        return value, reduce.some(kin.positive)
+        return value, reduce.any_in_row(kin.positive)
 
-    value, counts = tiles.over(rows, batch, max_memory=max_memory)
+    value, counts = blockwise.run(rows, batch, max_memory=max_memory)
     return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
 
 
@@ -233,16 +235,16 @@ def infonce_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("temperature", temperature)
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     if fused.serves(impl, batch, reduction, max_memory):
         return fused.loss("infonce", batch, (temperature,), reduction)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         logits = distances.cosine(x, references) / temperature  # (B, R), larger is closer
         strangers = reduce.logsumexp(logits, kin.negative)[:, None]
-        return tiles.counted(reduce.softplus(strangers - logits), kin.positive, reduction)
+        return blockwise.counted(reduce.softplus(strangers - logits), kin.positive, reduction)
 
-    sums, counts, active = tiles.over(rows, batch, max_memory=max_memory)
+    sums, counts, active = blockwise.run(rows, batch, max_memory=max_memory)
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 

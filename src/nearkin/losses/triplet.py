@@ -1,8 +1,8 @@
 """Triplet losses: an anchor's kin nearer than its strangers, in every selection of `mining`.
 
-`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/tiles.py`.
-`impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/triplets.py`; its draws are others, of the same
-distribution), "auto" takes it where it serves.
+`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
+`impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/triplet_ops.py`; its draws are others, of the
+same distribution), "auto" takes it where it serves.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import mining
-from nearkin.core import checks, distances, reduce, tiles
+from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import Labels, Relation
-from nearkin.kernels import pairs, triplets
-from nearkin.losses.classes import given
+from nearkin.kernels import pair_ops, triplet_ops
+from nearkin.losses.class_routes import given
 from nearkin.losses.settings import hold, show, tiling
 
 __all__ = ["LosslessTripletLoss", "TripletLoss", "lossless_triplet_loss", "triplet_loss"]
@@ -53,11 +53,11 @@ def triplet_loss(
     if margin is not None:
         checks.at_least("margin", margin, 0)
     possible(selection, margin, swap, normalize)
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
-    if triplets.serves(impl, batch, selection, reduction, normalize, max_memory) and not swap:
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
+    if triplet_ops.serves(impl, batch, selection, reduction, normalize, max_memory) and not swap:
         link = "soft" if margin is None else "hinge"
-        plan = triplets.Plan(str(selection), link, margin or 0.0, squared, normalize, reduction)
-        value = triplets.loss(batch, plan, generator=generator)
+        plan = triplet_ops.Plan(str(selection), link, margin or 0.0, squared, normalize, reduction)
+        value = triplet_ops.loss(batch, plan, generator=generator)
         if value is not None:
             return value
     measure = distances.squared_euclidean if squared else distances.euclidean
@@ -76,11 +76,11 @@ def triplet_loss(
             between = distance if references is None else measure(references, normalize=normalize)  # (R, R)
             far = torch.minimum(far, between[chosen.positive, chosen.negative])
         if margin is None:
-            return tiles.counted(reduce.softplus(near - far), chosen.valid, reduction)
-        return tiles.hinges(near - far, chosen.valid, reduction, start=-margin)
+            return blockwise.counted(reduce.softplus(near - far), chosen.valid, reduction)
+        return blockwise.hinges(near - far, chosen.valid, reduction, start=-margin)
 
     needs = tiling(selection) | ({"whole": "swap=True takes the distances of references"} if swap else {})
-    sums, counts, active = tiles.over(rows, batch, max_memory=max_memory, generator=generator, **needs)
+    sums, counts, active = blockwise.run(rows, batch, max_memory=max_memory, generator=generator, **needs)
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 
@@ -165,10 +165,10 @@ def lossless_triplet_loss(
     """
     references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
     checks.positive("epsilon", epsilon)
-    batch = tiles.Batch(embeddings, labels, references, reference_labels)
-    if pairs.serves(impl, batch, reduction, max_memory) and reduction != "active":
+    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
+    if pair_ops.serves(impl, batch, reduction, max_memory) and reduction != "active":
         numbers = (1 / embeddings.shape[1], epsilon)
-        return pairs.loss("lossless", batch, numbers, reduction, flag=sigmoid, normalize=False)
+        return pair_ops.loss("lossless", batch, numbers, reduction, flag=sigmoid, normalize=False)
 
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         others = None if references is None else _into_cube(references, sigmoid)
@@ -187,7 +187,7 @@ def lossless_triplet_loss(
         pushed = torch.where(kin.negative, push, 0.0).sum(1) * positives
         return pulled + pushed, positives * negatives, positives * negatives
 
-    sums, counts, active = tiles.over(rows, batch, max_memory=max_memory)
+    sums, counts, active = blockwise.run(rows, batch, max_memory=max_memory)
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 
 

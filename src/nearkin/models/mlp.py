@@ -18,11 +18,11 @@ class MLP(nn.Module):
 
     def __init__(self, features: int, hidden: Sequence[int] = (512,), dropout: float = 0.0) -> None:
         super().__init__()
-        checks.whole("features", features, 1)
+        checks.integer("features", features, 1)
         if isinstance(hidden, str) or not isinstance(hidden, Sequence):
             raise TypeError(f"hidden must be a list of widths, got {hidden!r}")
         for width in hidden:
-            checks.whole("hidden", width, 1)
+            checks.integer("hidden", width, 1)
         checks.number("dropout", dropout)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be >= 0 and < 1, got {dropout}")

@@ -24,7 +24,7 @@ class Pooling(nn.Module):
     def __init__(self, kind: str = "avg", grid: int = 1) -> None:
         super().__init__()
         checks.one_of("pooling", kind, POOLINGS)
-        checks.whole("grid", grid, 1)
+        checks.integer("grid", grid, 1)
         self.kind, self.grid = kind, grid
         if kind == "gem":
             self.p = nn.Parameter(torch.tensor(POWER))

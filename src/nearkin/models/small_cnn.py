@@ -20,9 +20,9 @@ class SmallCNN(nn.Module):
 
     def __init__(self, channels: int = 3, size: int = LARGEST, width: int = WIDTH) -> None:
         super().__init__()
-        checks.whole("channels", channels, 1)
-        checks.whole("size", size, SMALLEST)
-        checks.whole("width", width, 1)
+        checks.integer("channels", channels, 1)
+        checks.integer("size", size, SMALLEST)
+        checks.integer("width", width, 1)
         if size > LARGEST:
             raise ValueError(f"size must be <= {LARGEST} for small-cnn, got {size}; larger: efficientnet-lite0")
         self.width = 8 * width

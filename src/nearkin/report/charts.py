@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nearkin.report.words import escape, finite, number, percent, share, shown
+from nearkin.report.format import escape, finite, number, percent, share, shown
 
 __all__ = ["STYLES", "Bars", "Line", "Mark", "bar", "histogram", "intervals", "lines", "smoothed", "ticks"]
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core import distances
-from nearkin.report.words import escape, number, short
+from nearkin.report.format import escape, number, short
 
 __all__ = ["Place", "classes_map", "plane", "targets_map"]
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nearkin.core import files
-from nearkin.report import choice, figures, looks
+from nearkin.report import item_sections, number_sections, sampling
 from nearkin.report.findings import Findings, check
-from nearkin.report.frame import Section, document
-from nearkin.report.looks import Shown
-from nearkin.report.pictures import Thumbnails
-from nearkin.report.words import count, escape, number, short
+from nearkin.report.format import count, escape, number, short
+from nearkin.report.item_sections import Shown
+from nearkin.report.template import Section, document
+from nearkin.report.thumbnails import Thumbnails
 
 __all__ = ["Progress", "write"]
 
@@ -35,17 +35,17 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
     steps = 7
     done = iter(range(1, steps + 1))
 
-    def told(value: str | tuple[str, str] | choice.Choice) -> None:
+    def told(value: str | tuple[str, str] | sampling.Choice) -> None:
         if progress is not None:
             progress(next(done), steps)
 
-    shown = Shown(findings, choice.choose(findings, seed), Thumbnails(findings), seed)
+    shown = Shown(findings, sampling.choose(findings, seed), Thumbnails(findings), seed)
     told(shown.choice)
-    told(numbers := figures.results(findings))
-    told(curves := figures.training(findings))
-    told(grid := looks.grid(shown))
-    told(plane := looks.plane(shown))
-    told(errors := looks.label_errors(shown))
+    told(numbers := number_sections.results(findings))
+    told(curves := number_sections.training(findings))
+    told(grid := item_sections.grid(shown))
+    told(plane := item_sections.plane(shown))
+    told(errors := item_sections.label_errors(shown))
     sections: list[Section] = [
         ("results", "Results", _results_note(findings), numbers),
         ("retrieval", "Retrieval", _grid_note(shown), grid),
@@ -55,19 +55,19 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
             "distances",
             "Distances",
             _sampled(shown, "All pairs of test items; far apart curves are good."),
-            looks.distances(shown),
+            item_sections.distances(shown),
         ),
         (
             "worst",
             "Worst classes",
             _sampled(shown, "By R-precision: of the nearest, as many as it has kin, the share that is kin."),
-            looks.worst(shown),
+            item_sections.worst(shown),
         ),
         (
             "confused",
             "Most confused",
             _sampled(shown, "Pairs of classes that stand among each other's neighbours."),
-            looks.confused(shown),
+            item_sections.confused(shown),
         ),
         (
             "labels",
@@ -75,8 +75,8 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
             _sampled(shown, "Items whose neighbours agree on another class: look before you trust either."),
             errors,
         ),
-        ("data", "Data", "", figures.data(findings)),
-        ("recipe", "Recipe", "", figures.recipe(findings)),
+        ("data", "Data", "", number_sections.data(findings)),
+        ("recipe", "Recipe", "", number_sections.recipe(findings)),
     ]
     text = _document(shown, [section for section in sections if section[3]])
     told(text)
@@ -84,8 +84,8 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
 
 
 def _document(shown: Shown, sections: list[Section]) -> str:
-    sentence, lede = figures.headline(shown.findings)
-    opening = lede + figures.verdict(shown.findings) + _warnings(shown)
+    sentence, lede = number_sections.headline(shown.findings)
+    opening = lede + number_sections.verdict(shown.findings) + _warnings(shown)
     return document("nearkin run report", shown.findings.title, sentence, opening, sections)
 
 
@@ -150,7 +150,7 @@ def _map_note(shown: Shown, by: str) -> str:
 
 
 def _training_note(findings: Findings) -> str:
-    lasted = figures.lasted(findings)
+    lasted = number_sections.lasted(findings)
     return f"{lasted}." if lasted else ""
 
 

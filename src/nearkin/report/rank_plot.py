@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nearkin.report.charts import ticks
-from nearkin.report.words import escape, percent, share
+from nearkin.report.format import escape, percent, share
 
 __all__ = ["ranks", "tried"]
 

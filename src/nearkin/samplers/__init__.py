@@ -10,11 +10,11 @@ bring near classes together.
 How an epoch, a resume and the ranks work is said in `EpochSampler`.
 """
 
-from nearkin.samplers.classes import ClassBalanced, ClassRatio
-from nearkin.samplers.hard import HardClasses, PairPerClass
+from nearkin.samplers.base import EpochSampler
+from nearkin.samplers.class_balanced import ClassBalanced, ClassRatio
+from nearkin.samplers.hard_classes import HardClasses, PairPerClass
 from nearkin.samplers.neighbours import LabelNeighbours
-from nearkin.samplers.pairs import HardNegatives
-from nearkin.samplers.protocol import EpochSampler
+from nearkin.samplers.positive_pairs import HardNegatives
 
 __all__ = [
     "ClassBalanced",

@@ -5,10 +5,10 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 
 from nearkin.core import checks
-from nearkin.samplers import requests
-from nearkin.samplers.draws import ANCHORS, REST, Ints, closest, shuffled, words
-from nearkin.samplers.protocol import EpochSampler
-from nearkin.samplers.requests import Targets
+from nearkin.core.random import ANCHORS, REST, Ints, closest, shuffled, words
+from nearkin.samplers import arguments
+from nearkin.samplers.arguments import Targets
+from nearkin.samplers.base import EpochSampler
 
 
 class LabelNeighbours(EpochSampler):
@@ -40,16 +40,18 @@ class LabelNeighbours(EpochSampler):
         anchors: int = 1,
         batches: int | None = None,
     ) -> None:
-        self._columns = requests.targets(targets)  # (K, N)
+        self._columns = arguments.targets(targets)  # (K, N)
         self._items = self._columns.shape[1]
-        checks.whole("batch_size", batch_size, 1)
-        checks.whole("neighbours", neighbours, 0)
-        checks.whole("anchors", anchors, 1)
-        requests.at_most("batch_size", batch_size, self._items, "the number of items")
-        requests.at_most("anchors", anchors, batch_size, "batch_size")
+        checks.integer("batch_size", batch_size, 1)
+        checks.integer("neighbours", neighbours, 0)
+        checks.integer("anchors", anchors, 1)
+        arguments.at_most("batch_size", batch_size, self._items, "the number of items")
+        arguments.at_most("anchors", anchors, batch_size, "batch_size")
         beside = "the anchor" if anchors == 1 else f"each of {anchors} anchors"
-        requests.at_most("neighbours", neighbours, batch_size // anchors - 1, f"what batch_size leaves beside {beside}")
-        requests.ranks(rank, world_size, "items", {"items": ("batch_size", batch_size)})
+        arguments.at_most(
+            "neighbours", neighbours, batch_size // anchors - 1, f"what batch_size leaves beside {beside}"
+        )
+        arguments.ranks(rank, world_size, "items", {"items": ("batch_size", batch_size)})
         super().__init__(
             pass_batches=-(-self._items // anchors),
             batches=batches,

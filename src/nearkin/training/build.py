@@ -6,9 +6,9 @@ from typing import Any
 from nearkin import models
 from nearkin.core import checks
 from nearkin.data import augment
-from nearkin.training.choices import Setting, accepts, settings_of
-from nearkin.training.own import NONE, Own, is_own
-from nearkin.training.recipe import Recipe
+from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.registry import Setting, accepts, settings_of
+from nearkin.training.own_objects import NONE, Own, is_own
 
 __all__ = ["augmentation_of", "encoder_given", "encoder_keys", "encoder_settings", "new_encoder"]
 

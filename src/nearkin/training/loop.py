@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nearkin.training.own import way_on
+from nearkin.training.own_objects import way_on
 from nearkin.training.trainer import Trainer
 
 __all__ = ["Stopped", "Watch", "deterministic", "fit"]

@@ -11,9 +11,9 @@ from torch import nn
 from nearkin.core import checks
 from nearkin.memory import CrossBatchMemory
 from nearkin.samplers import EpochSampler
-from nearkin.training.choices import LOSSES, SAMPLERS, Setting, accepts
-from nearkin.training.own import NONE, Own, is_own
-from nearkin.training.recipe import Recipe
+from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, accepts
+from nearkin.training.own_objects import NONE, Own, is_own
 
 __all__ = ["build_loss", "build_sampler", "loss_settings", "sampler_settings", "takes_targets"]
 

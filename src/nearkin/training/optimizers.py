@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nearkin.training.effects import check_learning
-from nearkin.training.recipe import Recipe
+from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.refusals import check_learning
 
 __all__ = ["Rate", "groups", "optimizer"]
 

@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin import data, models
-from nearkin.data import augment, pictures, stored
+from nearkin.data import augment, decode, image_cache
 from nearkin.data.items import Items, Pairs
 from nearkin.data.splits import Parts
-from nearkin.training import defaults, rehearsal
 from nearkin.training.build import augmentation_of, encoder_settings, new_encoder
-from nearkin.training.effects import check_augment, check_data
-from nearkin.training.judging import Held
+from nearkin.training.config import defaults, precheck
+from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.refusals import check_augment, check_data
 from nearkin.training.objective import loss_settings, takes_targets
-from nearkin.training.own import NONE, DatasetRows, Own, is_own, items_of
-from nearkin.training.recipe import Recipe
+from nearkin.training.own_objects import NONE, DatasetRows, Own, is_own, items_of
+from nearkin.training.validation import Held
 
 __all__ = [
     "Prepared",
@@ -111,7 +111,7 @@ def prepare(recipe: Recipe, watch: Any = lambda _: None, own: Own = NONE) -> Pre
     options = recipe.data
     root = None if options.root is None else Path(options.root)
     own.check(recipe)
-    rehearsal.check_recipe(recipe)
+    precheck.check_recipe(recipe)
     watch({"event": "loading", "source": options.source})
     rows: NDArray[Any] | DatasetRows
     digests: list[str] = []
@@ -151,7 +151,7 @@ def _rehearsed(recipe: Recipe, items: Items, own: Own) -> None:
     """What is wrong whichever pictures can be read is said before they are."""
     parts = divided(items, recipe, [])
     check_data(recipe, items, parts)
-    rehearsal.rehearse(settled(defaults.settle_parts(recipe, items, parts), items, parts), items, parts, own)
+    precheck.rehearse(settled(defaults.settle_parts(recipe, items, parts), items, parts), items, parts, own)
 
 
 def looked_at(recipe: Recipe, items: Items) -> tuple[Recipe, list[str]]:
@@ -238,7 +238,7 @@ def _glances(items: Items) -> list[tuple[int, bool]]:
     seen = []
     for i in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(int)):
         with suppress(OSError, ValueError):  # named when all are decoded
-            seen.append(pictures.glance(items.pictures.read(int(i))))
+            seen.append(decode.glance(items.pictures.read(int(i))))
     return seen
 
 
@@ -251,7 +251,7 @@ def rows_of(
     options = recipe.data
     assert items.pictures is not None and options.stored is not None
     more: dict[str, Any] = {} if options.max_pixels is None else {"max_pixels": options.max_pixels}
-    found = stored.store(
+    found = image_cache.store(
         items.pictures,
         items.names,
         side=options.stored,

@@ -17,20 +17,23 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nearkin import models
-from nearkin.training import cached, defaults, finishing, judging, keeping, norms, strategies
-from nearkin.training import folder as run_folder
-from nearkin.training.checkpoint import Checkpoints
-from nearkin.training.feed import Feed, Material
-from nearkin.training.finishing import raw
-from nearkin.training.journal import Journal
+from nearkin.dist import parallel, sync_batchnorm
+from nearkin.dist.torchrun import TrainingGroup, here, joined
+from nearkin.training import final_test, grad_cache, validation
+from nearkin.training import run_dir as run_folder
+from nearkin.training.checkpoint import state
+from nearkin.training.checkpoint.checkpoints import Checkpoints
+from nearkin.training.config import defaults
+from nearkin.training.config.recipe import Recipe
+from nearkin.training.final_test import raw
+from nearkin.training.loader import Feed, Material
 from nearkin.training.loop import Watch, deterministic, fit
+from nearkin.training.metrics_log import Journal
 from nearkin.training.monitor import Monitor
 from nearkin.training.objective import build_loss, build_sampler, takes_targets
 from nearkin.training.optimizers import Rate, groups, optimizer
-from nearkin.training.own import NONE, Own
+from nearkin.training.own_objects import NONE, Own
 from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, prepare
-from nearkin.training.ranks import Ranks, here, joined
-from nearkin.training.recipe import Recipe
 from nearkin.training.trainer import Trainer, seed_everything
 
 __all__ = ["Outcome", "assemble", "raw", "resume", "train"]
@@ -45,7 +48,7 @@ class Outcome:
     results: dict[str, Any]
     history: list[dict[str, Any]]
     prepared: Prepared
-    test: judging.Held
+    test: validation.Held
     embeddings: Tensor  # of the test items, the gallery's after the queries'
     notes: list[str]
     report: Path | None = None  # the page, where it was written
@@ -84,10 +87,10 @@ def resume(folder: str | Path, watch: Watch = lambda _: None, own: Own = NONE) -
 
 
 @contextmanager
-def _held(folder: Path, ranks: Ranks, new: bool = False) -> Iterator[None]:
+def _held(folder: Path, group: TrainingGroup, new: bool = False) -> Iterator[None]:
     """One training at a time writes into a folder; that of several ranks is held by the first."""
     claims: list[run_folder.Claim] = []
-    ranks.alone("claiming", lambda: claims.append(run_folder.Claim(folder, new)))
+    group.alone("claiming", lambda: claims.append(run_folder.Claim(folder, new)))
     try:
         yield
     finally:
@@ -95,13 +98,13 @@ def _held(folder: Path, ranks: Ranks, new: bool = False) -> Iterator[None]:
             claim.close()
 
 
-def _resumed(recipe: Recipe, folder: Path, watch: Watch, ranks: Ranks, own: Own) -> Outcome:
-    prepared = _prepared(recipe, watch, ranks, own)
+def _resumed(recipe: Recipe, folder: Path, watch: Watch, group: TrainingGroup, own: Own) -> Outcome:
+    prepared = _prepared(recipe, watch, group, own)
     prepared.own.begin_with(folder)
     run_folder.check(folder, prepared)
     trainer = assemble(prepared, folder)
-    if not ranks.alone("looking", trainer.checkpoints.begun):
-        ranks.alone("looking", lambda: run_folder.check_unbegun(folder))
+    if not group.alone("looking", trainer.checkpoints.begun):
+        group.alone("looking", lambda: run_folder.check_unbegun(folder))
         watch({"event": "note", "text": "this run ended before its first checkpoint, so it begins anew"})
         _begin(trainer, prepared, watch)
         return _finish(trainer, prepared, watch)
@@ -125,10 +128,10 @@ def _again(folder: Path, restarted: bool) -> bool:
     return begun and (restarted or run_folder.same_launch(folder))
 
 
-def _prepared(recipe: Recipe, watch: Watch, ranks: Ranks, own: Own = NONE) -> Prepared:
+def _prepared(recipe: Recipe, watch: Watch, group: TrainingGroup, own: Own = NONE) -> Prepared:
     """One rank after the other where there is something to store; all must find the same items."""
-    prepared = ranks.first_here("preparing", lambda: prepare(recipe, watch, own), once=True)
-    found = ranks.values([prepared.fingerprint, run_folder.digest(prepared.recipe)])
+    prepared = group.first_here("preparing", lambda: prepare(recipe, watch, own), once=True)
+    found = group.values([prepared.fingerprint, run_folder.digest(prepared.recipe)])
     for rank, other in enumerate(found):
         for what, ours, theirs in zip(("items", "settings"), found[0], other, strict=True):
             if ours != theirs:
@@ -155,7 +158,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
     seed_everything(recipe.training.seed)
     encoder = (prepared.own.wrapped or build_encoder(prepared)).to(on)
     if recipe.training.sync_norms and ranks.size > 1:
-        norms.sync(encoder, on)
+        sync_batchnorm.sync(encoder, on)
     dim = encoder.dim
     labels = classes = targets = None
     if items.labels is not None and not graded:
@@ -177,11 +180,11 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
         ema: Any = get_ema_multi_avg_fn
         average = AveragedModel(encoder, multi_avg_fn=ema(recipe.training.ema))
     if recipe.training.strategy == "fsdp" and ranks.size > 1:
-        plain = strategies.shard(encoder, on)
+        plain = parallel.shard(encoder, on)
         if average is not None:
-            strategies.shard(average.module, on)  # type: ignore[arg-type]
+            parallel.shard(average.module, on)
     steps = optimizer(recipe, groups(recipe, encoder.backbone, encoder.head, loss))
-    keeping.seed_rank(recipe.training.seed)
+    state.seed_rank(recipe.training.seed)
     material = Material(prepared.rows, on, recipe.data.size)
     return Trainer(
         recipe=recipe,
@@ -193,7 +196,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
         loss=loss,
         optimizer=steps,
         rate=Rate(recipe, len(sampler), recipe.training.epochs),
-        scaler=(torch.amp.GradScaler if ranks.size == 1 else strategies.Scaler)(
+        scaler=(torch.amp.GradScaler if ranks.size == 1 else parallel.Scaler)(
             on.type, enabled=recipe.training.precision == "fp16"
         ),
         sampler=sampler,
@@ -206,7 +209,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
         monitor=Monitor(classes, dim, recipe.training.on_collapse),
         journal=Journal(folder / "metrics.jsonl", recipe.training.tensorboard, ranks.first),
         epochs=recipe.training.epochs,
-        state=keeping.State(notes=[str(one.message) for one in heard]),
+        state=state.State(notes=[str(one.message) for one in heard]),
         plain=plain,
     )
 
@@ -221,16 +224,16 @@ def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
         kept, facts = trainer.checkpoints.best(state.best_file)
         encoder = trainer.encoder if trainer.plain is None else trainer.plain
         encoder.load_state_dict(kept.part("encoder"))
-    with finishing.explained(trainer, "the encoder"):
+    with final_test.explained(trainer, "the encoder"):
         ranks.alone(
             "writing",
-            lambda: models.save(finishing.unwrapped(encoder, prepared), trainer.out, prepared.preparation),
+            lambda: models.save(final_test.unwrapped(encoder, prepared), trainer.out, prepared.preparation),
         )
     rows: dict[str, Tensor] = {}
-    for name, made in finishing.contenders(trainer, encoder, prepared, held).items():
+    for name, made in final_test.contenders(trainer, encoder, prepared, held).items():
         watch({"event": "testing", "what": name})
         rows[name] = made()
-    results = ranks.alone("testing", lambda: finishing.results(trainer, prepared, held, rows, facts))
+    results = ranks.alone("testing", lambda: final_test.results(trainer, prepared, held, rows, facts))
     watch({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     return Outcome(
         trainer.out, recipe, results, trainer.journal.read(), prepared, held, rows["trained"], list(state.notes)
@@ -239,7 +242,7 @@ def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
 
 def _chunk_note(trainer: Trainer) -> list[str]:
     chunk, batch = trainer.recipe.training.chunk, trainer.recipe.sampler["batch"]
-    if chunk is None or chunk >= batch or not cached.meets(trainer.encoder):
+    if chunk is None or chunk >= batch or not grad_cache.meets(trainer.encoder):
         return []
     return [
         f"batch norm takes its statistics from chunks of {chunk}, not from the batch of {batch}; "
@@ -248,7 +251,7 @@ def _chunk_note(trainer: Trainer) -> list[str]:
 
 
 def _pairs_note(prepared: Prepared) -> list[str]:
-    why = judging.unverifiable(prepared.test_pairs())
+    why = validation.unverifiable(prepared.test_pairs())
     return [] if why is None else [f"the source's pairs are not verified: {why}"]
 
 
@@ -260,7 +263,7 @@ def _rank_notes(trainer: Trainer) -> list[str]:
     notes = [f"trained on {ranks} ranks, with the loss of all their items"]
     if options.graphs:
         notes.append("several ranks do not use CUDA graphs")
-    if cached.meets(trainer.encoder) and not options.sync_norms:
+    if grad_cache.meets(trainer.encoder) and not options.sync_norms:
         share = trainer.recipe.sampler["batch"] // ranks
         notes.append(
             f"batch norm takes its statistics from the {share} items of each rank; training.sync_norms=true takes "

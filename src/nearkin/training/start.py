@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from nearkin.training import recipe as recipes
+from nearkin.dist.torchrun import TrainingGroup, joined
 from nearkin.training import run
+from nearkin.training.config import recipe as recipes
+from nearkin.training.config.recipe import Recipe
 from nearkin.training.loop import Watch
-from nearkin.training.own import PREFIX, Own, own_of
-from nearkin.training.ranks import Ranks, joined
-from nearkin.training.recipe import Recipe
+from nearkin.training.own_objects import PREFIX, Own, own_of
 from nearkin.training.run import Outcome
 
 __all__ = ["resume", "train"]
@@ -150,11 +150,11 @@ def _rehearse_report() -> None:
     report.rehearse()
 
 
-def _reported(outcome: Outcome, watch: Watch, ranks: Ranks) -> Outcome:
+def _reported(outcome: Outcome, watch: Watch, group: TrainingGroup) -> Outcome:
     from nearkin import report  # above this room: the one who asks for a whole run wants its page too
 
     watch({"event": "reporting"})
-    return replace(outcome, report=Path(ranks.alone("report", lambda: str(report.of_run(outcome)))))
+    return replace(outcome, report=Path(group.alone("report", lambda: str(report.of_run(outcome)))))
 
 
 @contextmanager

@@ -13,23 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from nearkin.core import files, world
+from nearkin.core import files
 from nearkin.data import augment
-from nearkin.distributed import GlobalBatch, average_gradients
+from nearkin.dist import collectives, environment, parallel
+from nearkin.dist.global_batch import GlobalBatch, average_gradients
+from nearkin.dist.parallel import Parallel
+from nearkin.dist.torchrun import here
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
-from nearkin.training import cached, environment, judging, keeping, strategies
-from nearkin.training.checkpoint import Checkpoints
-from nearkin.training.feed import Batch, Feed, Material, embed
-from nearkin.training.graphs import Graphed
-from nearkin.training.journal import Journal
-from nearkin.training.judging import Held
-from nearkin.training.keeping import State
+from nearkin.training import grad_cache, validation
+from nearkin.training.checkpoint import state as checkpoint_state
+from nearkin.training.checkpoint.checkpoints import Checkpoints
+from nearkin.training.checkpoint.state import State
+from nearkin.training.config.recipe import Recipe
+from nearkin.training.cuda_graphs import Graphed
+from nearkin.training.loader import Batch, Feed, Material, embed
+from nearkin.training.metrics_log import Journal
 from nearkin.training.monitor import Monitor, geometry
 from nearkin.training.optimizers import Rate
-from nearkin.training.ranks import here
-from nearkin.training.recipe import Recipe
-from nearkin.training.strategies import Parallel
+from nearkin.training.validation import Held
 
 __all__ = ["PRECISIONS", "Trainer", "seed_everything"]
 
@@ -86,7 +88,7 @@ class Trainer:
         found = self.encoder if self.average is None else self.average.module
         assert isinstance(found, Encoder)
         if self.plain is not None:
-            self.plain.load_state_dict(keeping.gathered(found))
+            self.plain.load_state_dict(checkpoint_state.gathered(found))
             return self.plain
         return found
 
@@ -131,7 +133,7 @@ class Trainer:
         if chunk is not None and chunk < most:
             passes = None if self.ranks.size == 1 else -(-most // chunk)  # all ranks make as many
             more: dict[str, Any] = {"passes": passes, "apart": self.parallel.apart}
-            return cached.backward(encode, len(rows), chunk, objective, self.encoder, self.scaler.scale, **more)
+            return grad_cache.backward(encode, len(rows), chunk, objective, self.encoder, self.scaler.scale, **more)
         embeddings = encode(slice(None))
         value = objective(embeddings)
         self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
@@ -143,13 +145,13 @@ class Trainer:
         several = self.ranks.size > 1
         if several:
             average_gradients(self.loss)
-            strategies.average_norms(self.encoder)
+            parallel.average_norms(self.encoder)
         if clip or measure:
             self.scaler.unscale_(self.optimizer)
             if several:
-                norm = strategies.global_norm(self.parameters)
+                norm = parallel.global_norm(self.parameters)
                 if clip:
-                    strategies.clip(self.parameters, clip, norm)
+                    parallel.clip(self.parameters, clip, norm)
             else:
                 with_gradient = [p for p in self.parameters if p.grad is not None]
                 norm = nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
@@ -164,7 +166,7 @@ class Trainer:
 
     def look(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
         """The log line of the steps since the last one; the only place in the loop that waits for the device."""
-        state, embeddings = self.state, world.gather(embeddings)
+        state, embeddings = self.state, collectives.gather(embeddings)
         none = self.window.new_full((), math.nan)
         scalars = [self.window / max(1, state.counted), none if norm is None else norm.to(self.window)]
         loss, gradient = torch.stack(scalars).tolist()
@@ -183,7 +185,7 @@ class Trainer:
 
     def check(self) -> None:
         """Raises `Diverged` before anything is measured or kept that nothing can go on from."""
-        sound = [strategies.local(p.detach()).isfinite().all() for p in self.parameters]
+        sound = [parallel.local(p.detach()).isfinite().all() for p in self.parameters]
         self.monitor.finite(self.state.step, float(self.window), bool(torch.stack(sound).all()))
 
     def begin_epoch(self) -> dict[str, Tensor]:
@@ -227,8 +229,8 @@ class Trainer:
     def measured(self) -> tuple[float, dict[str, float]]:
         """The held-out classes, by the weights as they are: the main metric, and all figures."""
         rows = self.embedded(self.held.everything)
-        figures = self.ranks.alone("validation", lambda: judging.judge(rows, self.held, self.graded, self.device))
-        return figures.get(judging.main_metric(self.graded), -math.inf), figures
+        figures = self.ranks.alone("validation", lambda: validation.judge(rows, self.held, self.graded, self.device))
+        return figures.get(validation.main_metric(self.graded), -math.inf), figures
 
     def replace_lost_best(self) -> None:
         """The weights as they are become the best, where a checkpoint was found without those that it refers to."""
@@ -239,7 +241,9 @@ class Trainer:
     def keep_best(self, value: float, figures: dict[str, float]) -> None:
         """The weights as they are, under a name that the next checkpoint refers to."""
         state = self.state
-        tensors = keeping.named(encoder=self.best_encoder.state_dict(), loss=keeping.spread(self.loss))
+        tensors = checkpoint_state.named(
+            encoder=self.best_encoder.state_dict(), loss=checkpoint_state.spread(self.loss)
+        )
         facts = {"epoch": state.epoch, "step": state.step, "val": figures}
         with self.explained("best weights"):
             state.best_file = self.checkpoints.write_best(state.step, tensors, facts)
@@ -275,17 +279,17 @@ class Trainer:
         """A checkpoint of everything, from which the run goes on to the same end, on any number of ranks."""
         self.check()
         self.elapsed()
-        tensors, state = keeping.contents(self)
+        tensors, state = checkpoint_state.contents(self)
         with self.explained("checkpoint"), self.ranks.work("saving"):  # exchanges do not wait for a disk
             self.checkpoints.write(self.state.step, tensors, state)
         self.saved_at = time.monotonic()
 
     def restore(self) -> list[str]:
         """Goes back to the newest whole checkpoint; what was wrong with newer ones, and what is not as it was."""
-        kept, state, notes = keeping.newest(self.checkpoints)
+        kept, state, notes = checkpoint_state.newest(self.checkpoints)
         now = environment.numerics(self.device, self.ranks.size)
         changed = None if state["finished"] else environment.difference(state.get("numerics", now), now)
-        keeping.put_back(self, kept, state)
+        checkpoint_state.put_back(self, kept, state)
         damaged = self.journal.cut(self.state.step, self.state.epoch)
         return [*notes, *([changed] if changed else []), *([damaged] if damaged else [])]
 

@@ -2,7 +2,7 @@
 
 from nearkin.web.access import Access
 from nearkin.web.app import build
-from nearkin.web.limits import Limits
+from nearkin.web.middleware import Limits
 from nearkin.web.server import serve
 
 __all__ = ["Access", "Limits", "build", "serve"]

@@ -10,10 +10,10 @@ from nearkin.core.versions import version_of
 from nearkin.gallery import Conflict, Gallery, Missing, Unavailable
 from nearkin.web import routes
 from nearkin.web.access import Access
-from nearkin.web.batching import Busy
-from nearkin.web.forms import Malformed, TooLarge, Unsupported
-from nearkin.web.journal import Journal
-from nearkin.web.limits import Door, Limits
+from nearkin.web.middleware import Door, Limits
+from nearkin.web.parsing import Malformed, TooLarge, Unsupported
+from nearkin.web.queue import Busy
+from nearkin.web.request_log import Journal
 from nearkin.web.service import REST, Service
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from nearkin.web.journal import Journal
-from nearkin.web.limits import Limits
+from nearkin.web.middleware import Limits
+from nearkin.web.request_log import Journal
 
 __all__ = ["AT_ONCE", "listen", "protocol", "server"]
 

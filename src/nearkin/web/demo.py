@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nearkin import gallery as room
 from nearkin.data import glyphs
-from nearkin.gallery import Gallery, answers, encoding
+from nearkin.gallery import Gallery, encoding, results
 
 __all__ = ["prepared"]
 
@@ -36,7 +36,7 @@ def prepared(run: Path | None = None, progress: Progress | None = None) -> tuple
 
 def _calibrated(folder: Path) -> bool:
     try:
-        return answers.read(folder, encoding.described(folder).fingerprint)[0] is not None
+        return results.read(folder, encoding.described(folder).fingerprint)[0] is not None
     except ValueError:  # damaged, or of an older version
         return False
 

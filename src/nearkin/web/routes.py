@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from nearkin.web import forms, shapes
+from nearkin.web import parsing, schemas
 from nearkin.web.service import Service
 
 if TYPE_CHECKING:
@@ -46,22 +46,22 @@ def asking(service: Service) -> "APIRouter":
     ]
     Filter = Annotated[str | None, Query(max_length=4000, description='JSON, as {"label": "heron"}; any of a list.')]
 
-    @router.post("/search", response_model=shapes.Items, openapi_extra=forms.body_schema(["item"]))
+    @router.post("/search", response_model=schemas.Items, openapi_extra=parsing.body_schema(["item"]))
     async def search(request: Request, k: K = 10, filter: Filter = None) -> Any:
         """The k nearest rows, nearest first."""
-        brought = await forms.read(request, limits, ["item"])
-        return await service.search(_one(brought, "item"), k, forms.json_object(filter, "filter"))
+        brought = await parsing.read(request, limits, ["item"])
+        return await service.search(_one(brought, "item"), k, parsing.json_object(filter, "filter"))
 
-    @router.post("/identify", response_model=shapes.Identity, openapi_extra=forms.body_schema(["item"]))
+    @router.post("/identify", response_model=schemas.Identity, openapi_extra=parsing.body_schema(["item"]))
     async def identify(request: Request, far: FarQuery = None, filter: Filter = None, hits: Hits = 0) -> Any:
         """Whose it is, with a calibrated confidence, or unknown."""
-        brought = await forms.read(request, limits, ["item"])
-        return await service.identify(_one(brought, "item"), far, forms.json_object(filter, "filter"), hits)
+        brought = await parsing.read(request, limits, ["item"])
+        return await service.identify(_one(brought, "item"), far, parsing.json_object(filter, "filter"), hits)
 
-    @router.post("/verify", response_model=shapes.Verification, openapi_extra=forms.body_schema(["a", "b"]))
+    @router.post("/verify", response_model=schemas.Verification, openapi_extra=parsing.body_schema(["a", "b"]))
     async def verify(request: Request, far: FarPair = None) -> Any:
         """Whether two are the same, how probably, and at which false-accept rate per pair."""
-        brought = await forms.read(request, limits, ["a", "b"])
+        brought = await parsing.read(request, limits, ["a", "b"])
         return await service.verify(_one(brought, "a"), _one(brought, "b"), far)
 
     return router
@@ -72,24 +72,24 @@ def writing(service: Service) -> "APIRouter":
     from fastapi import Request
 
     router = _router("write")
-    extra = forms.body_schema(["items"], many=True, texts=["label", "metadata"])
+    extra = parsing.body_schema(["items"], many=True, texts=["label", "metadata"])
 
-    @router.post("/enrol", response_model=shapes.Enrolled, openapi_extra=extra)
+    @router.post("/enrol", response_model=schemas.Enrolled, openapi_extra=extra)
     async def enrol(request: Request) -> Any:
         """Adds pictures or vectors under a label, which is recognised from its first one on."""
-        brought = await forms.read(request, service.limits, ["items"], ["label", "metadata"])
+        brought = await parsing.read(request, service.limits, ["items"], ["label", "metadata"])
         if "label" not in brought.texts:
-            raise forms.Malformed("label is missing")
-        metadata = forms.json_object(brought.texts.get("metadata"), "metadata")
+            raise parsing.Malformed("label is missing")
+        metadata = parsing.json_object(brought.texts.get("metadata"), "metadata")
         return await service.enrol(brought.items["items"], brought.texts["label"], metadata)
 
-    @router.post("/remove", response_model=shapes.Count)
-    async def remove(rows: shapes.Rows) -> Any:
+    @router.post("/remove", response_model=schemas.Count)
+    async def remove(rows: schemas.Rows) -> Any:
         """Takes rows out; those that are not there do not count."""
         return await service.remove(rows.ids)
 
-    @router.post("/relabel", response_model=shapes.Count)
-    async def relabel(rows: shapes.Relabel) -> Any:
+    @router.post("/relabel", response_model=schemas.Count)
+    async def relabel(rows: schemas.Relabel) -> Any:
         """Gives rows another label; those that are not there do not count."""
         return await service.relabel(rows.ids, rows.label)
 
@@ -106,7 +106,7 @@ def reading(service: Service) -> "APIRouter":
         200: {"content": {"image/png": {}, "image/jpeg": {}}, "description": "A small picture."}
     }
 
-    @router.get("/items/{id}", response_model=shapes.Item)
+    @router.get("/items/{id}", response_model=schemas.Item)
     async def item(id: Id) -> Any:
         """A row; its similarity is 1, that with itself."""
         return await service.get(id)
@@ -121,19 +121,19 @@ def reading(service: Service) -> "APIRouter":
         kind = "image/png" if content.startswith(b"\x89PNG") else "image/jpeg"
         return Response(content, media_type=kind, headers={"Cache-Control": "private, max-age=3600"})
 
-    @router.get("/labels", response_model=shapes.Labels)
+    @router.get("/labels", response_model=schemas.Labels)
     async def labels(
         starts: Annotated[str, Query(max_length=500)] = "", most: Annotated[int, Query(ge=1, le=10_000)] = 100
     ) -> Any:
         """Labels that start with a text, those of most rows first."""
         return await service.labels(starts, most)
 
-    @router.get("/stats", response_model=shapes.Stats)
+    @router.get("/stats", response_model=schemas.Stats)
     async def stats() -> Any:
         """What there is."""
         return await service.stats()
 
-    @router.get("/health", response_model=shapes.Health)
+    @router.get("/health", response_model=schemas.Health)
     async def health() -> Any:
         """That the service answers and none of its threads is stuck; the gallery is not asked."""
         service.healthy()
@@ -149,18 +149,18 @@ def exploring(service: Service) -> "APIRouter":
     router = _router("explore")
     Method = Annotated[Literal["pca", "tsne"], Query(description="pca is quick; tsne keeps neighbours together.")]
 
-    @router.get("/map", response_model=shapes.Map)
+    @router.get("/map", response_model=schemas.Map)
     async def map(method: Method = "pca") -> Any:
         """The rows in two dimensions; of large galleries a part."""
         return await service.map(method)
 
-    @router.get("/diagnosis", response_model=shapes.Diagnosis)
+    @router.get("/diagnosis", response_model=schemas.Diagnosis)
     async def diagnosis() -> Any:
         """Labels that are confused with one another, and rows that are likely labelled wrong."""
         return await service.diagnosis()
 
-    @router.post("/neighbours", response_model=shapes.Neighbours)
-    async def neighbours(ask: shapes.Ask) -> Any:
+    @router.post("/neighbours", response_model=schemas.Neighbours)
+    async def neighbours(ask: schemas.Ask) -> Any:
         """The rows nearest to the middle of some rows."""
         return await service.neighbours(ask.ids, ask.k)
 
@@ -174,11 +174,11 @@ def _router(tag: str) -> "APIRouter":
 
 
 def _refusals() -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": shapes.Problem, "description": text} for status, text in REFUSALS.items()}
+    return {status: {"model": schemas.Problem, "description": text} for status, text in REFUSALS.items()}
 
 
-def _one(brought: forms.Brought, field: str) -> Any:
+def _one(brought: parsing.Brought, field: str) -> Any:
     items = brought.items[field]
     if len(items) != 1:
-        raise forms.Malformed(f"{field} must be one picture or vector, got {len(items)}")
+        raise parsing.Malformed(f"{field} must be one picture or vector, got {len(items)}")
     return items[0]

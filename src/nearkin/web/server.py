@@ -12,8 +12,8 @@ from nearkin.gallery.encoding import described
 from nearkin.web import connections
 from nearkin.web.access import Access
 from nearkin.web.app import build
-from nearkin.web.journal import Journal, config
-from nearkin.web.limits import Limits
+from nearkin.web.middleware import Limits
+from nearkin.web.request_log import Journal, config
 
 __all__ = ["serve"]
 
@@ -97,7 +97,7 @@ def _first(gallery: Gallery, pictures: bool) -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    checks.whole("port", port, 0)
+    checks.integer("port", port, 0)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, proto)

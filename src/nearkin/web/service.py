@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from nearkin.core.versions import version_of
-from nearkin.data import pictures as decoding
+from nearkin.data import decode as decoding
 from nearkin.gallery import Gallery
-from nearkin.gallery.rows import bounded
-from nearkin.web.batching import Busy, Line
+from nearkin.gallery.schema import bounded
 from nearkin.web.explore import Explorer
-from nearkin.web.forms import TooLarge
-from nearkin.web.limits import Limits
+from nearkin.web.middleware import Limits
+from nearkin.web.parsing import TooLarge
+from nearkin.web.queue import Busy, Line
 
 __all__ = ["Service"]
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from nearkin.data.archives import Archive
 from nearkin.data.benchmarks.layout import Facts, absent, by_mark, counted
+from nearkin.data.file_tree import Tree, by_bytes, is_image
 from nearkin.data.folders import numbered
 from nearkin.data.items import Arrays, Items, Several
-from nearkin.data.trees import Tree, by_bytes, is_image
 
 __all__ = ["FASHION_MNIST", "OMNIGLOT", "fashion_mnist", "omniglot"]
 

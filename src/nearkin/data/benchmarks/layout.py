@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nearkin.data.archives import COMPRESSED, KINDS, Archive
-from nearkin.data.trees import Tree
+from nearkin.data.file_tree import Tree
 
 __all__ = ["Facts", "Found", "absent", "by_mark", "by_pattern", "counted", "present", "trees"]
 

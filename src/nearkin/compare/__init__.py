@@ -1,0 +1,11 @@
+"""Which loss is best on one's own data: the same for all, searched for each, tested once."""
+
+from nearkin.compare.comparison import Comparison, compare
+from nearkin.compare.plan import seconds
+from nearkin.compare.protocol import comparable
+
+__all__ = ["Comparison", "comparable", "compare", "seconds"]
+
+
+def __dir__() -> list[str]:
+    return __all__

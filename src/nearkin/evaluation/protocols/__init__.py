@@ -1,0 +1,1 @@
+"""Several protocols over one set of stored embeddings, as `nearkin evaluate` runs them."""

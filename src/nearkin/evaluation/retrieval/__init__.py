@@ -1,0 +1,1 @@
+"""Retrieval: exact nearest neighbours, and the metrics that read their order."""

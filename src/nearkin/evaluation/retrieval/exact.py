@@ -1,0 +1,245 @@
+"""The similarity that decides, and float32 rows whose products propose, with the distance between the two bounded.
+
+Memory: a float32 copy of the rows is counted in the budget; one that would take more than half of it is not made, and
+its pieces are made when they are needed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nearkin.core import checks
+from nearkin.evaluation.retrieval import duplicate_rows
+
+SIMILARITIES = ("cosine", "dot", "euclidean")
+
+CELL = 16  # bytes that a (query, gallery) cell of a tile needs,
+LISTED = 96  # and one that is a candidate
+_ROUNDING = 2.0**-24  # of one float32 operation
+_BLOCK, _WIDTH = 512, 2**16  # queries and columns of a tile: more gains nothing
+
+
+class Space:
+    """Queries and a gallery made ready. Queries and gallery items are named by their index everywhere."""
+
+    def __init__(self, queries: Tensor, gallery: Tensor | None, similarity: str, budget: int) -> None:
+        checks.one_of("similarity", similarity, SIMILARITIES)
+        checks.integer("budget", budget, 1)
+        has_float64(queries.device)
+        self.queries, self.own = queries.detach(), gallery is None
+        self.gallery = self.queries if gallery is None else gallery.detach()
+        self.similarity, self.budget, self._whole_budget = similarity, budget, budget
+        self._extra = 2 if similarity == "euclidean" else 0  # columns
+        self.taking: Tensor | None = None  # gallery items that take part, ascending; all where None
+        self._left = _squared_lengths("embeddings" if self.own else "queries", self.queries)  # (Q,) float64
+        self._right = self._left if self.own else _squared_lengths("gallery", self.gallery)
+        longest = max(_top(self._left), _top(self._right))
+        self._scale = 2.0 ** -_exponent(longest) if similarity != "cosine" else 1.0  # a power of two: exact
+        self._copy()
+        # |computed - exact| <= (n + 2) u sum|a b| for inner products of n rounded numbers; Cauchy-Schwarz; some spare.
+        reach = float(self._reach(self._right).max()) if len(self.gallery) else 0.0
+        spread = self._reach(self._left) * (1.0001 * reach * _ROUNDING * (self.queries.shape[1] + 33))
+        self.error = spread.float() + 1e-30  # (Q,)
+
+    def _copy(self) -> None:
+        """Copies of as many rows as half the budget holds: of both sides, of the queries, or of none."""
+        width = 4 * (self.queries.shape[1] + self._extra)
+        first, second = width * len(self.queries), 0 if self.own else width * len(self.gallery)
+        self.lefts: Tensor | None = None  # (Q, D) float32 rows that propose
+        self.rights: Tensor | None = None  # (G, D), where the gallery is another set
+        if first <= self.budget // 2:
+            self.lefts = self._proposing(self.queries, self._left, query=True)
+            if not self.own and first + second <= self.budget // 2:
+                self.rights = self._proposing(self.gallery, self._right, query=False)
+        spent = first * (self.lefts is not None) + second * (self.rights is not None)
+        self.budget = max(self._whole_budget - spent, 1)
+
+    @property
+    def size(self) -> int:
+        """How many gallery items take part; a tile has as many columns."""
+        return len(self.gallery) if self.taking is None else len(self.taking)
+
+    def leave_crowds(self, k: int) -> None:
+        """Leaves out the gallery items that cannot be among the k nearest of any query: k equal rows precede them."""
+        place = duplicate_rows.places(self.gallery)
+        kept = (place < k + int(self.own)).nonzero().flatten()  # one of the equal rows may be the query
+        if len(kept) < len(place):
+            self.taking = kept
+
+    def items(self, cols: Tensor) -> Tensor:
+        """Gallery items of columns; -1, nobody, stays -1."""
+        return cols if self.taking is None else torch.where(cols < 0, cols, self.taking[cols])
+
+    def column(self, items: Tensor) -> Tensor:
+        """Columns of gallery items, -1 for those that take no part."""
+        if self.taking is None:
+            return items
+        at = torch.searchsorted(self.taking, items).clamp_(max=len(self.taking) - 1)
+        return torch.where(self.taking[at] == items, at, -1)
+
+    def blocks(self, extra: int = 0) -> list[slice]:
+        """Slices of the queries whose tiles, with `extra` bytes a row, stay within the budget."""
+        least = len(self.gallery) * (CELL + LISTED) + extra
+        if least > self.budget:  # the room that the copies take is needed for tiles
+            self.lefts, self.rights, self.budget = None, None, self._whole_budget
+        if least > self.budget:
+            raise ValueError(f"budget must hold one query against the gallery: {least} bytes, got {self.budget}")
+        step = max(1, min(_BLOCK, self.budget // 2 // max(min(len(self.gallery), _WIDTH) * CELL + extra, 1)))
+        return slices(len(self.queries), step)
+
+    def tile(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        """Proposing similarities of rows from `left` and `right`, (q, g) float32, written to `out`."""
+        with _plain_float32(out.device):
+            return torch.mm(left, right.T, out=out)
+
+    def left(self, rows: Tensor | slice) -> Tensor:
+        """Float32 rows of some queries, from the copy or made anew."""
+        if self.lefts is not None:
+            return self.lefts[rows]
+        return self._proposing(self.queries[rows], self._left[rows], query=True)
+
+    def right(self, piece: Tensor | slice) -> Tensor:
+        """The same for some columns."""
+        if self.taking is not None:
+            piece = self.taking[piece]
+        copy = self.lefts if self.own else self.rights
+        if copy is None:
+            return self._proposing(self.gallery[piece], self._right[piece], query=False)
+        return _swapped(copy[piece]) if self.own and self.similarity == "euclidean" else copy[piece]
+
+    def proposed(self, rows: Tensor, items: Tensor) -> Tensor:
+        """Proposing similarities of queries (n,) with some gallery items of each, (n, m); anything where items are -1.
+
+        Item by item where they are few, else out of tiles: a product with everything costs a twentieth a pair.
+        """
+        out = torch.full(items.shape, torch.inf, device=rows.device)
+        step = max(1, min(self.budget // 8, 2**24) // max(8 * items.shape[1] * (self.queries.shape[1] + 2), 1))
+        if not items.numel():
+            return out
+        if items.shape[1] * 16 > self.size or step < 16:
+            self._proposed_by_tiles(rows, items, out)
+            return out
+        for part in slices(len(rows), step):
+            cols = self.column(items[part]).clamp(min=0)
+            right = self.right(cols.flatten()).view(*cols.shape, self.queries.shape[1] + self._extra)
+            with _plain_float32(out.device):
+                out[part] = torch.einsum("nd,nmd->nm", self.left(rows[part]), right)
+        return out
+
+    def _proposed_by_tiles(self, rows: Tensor, items: Tensor, out: Tensor) -> None:
+        step = max(1, min(1024, self.budget // (8 * CELL * min(4096, max(self.size, 1)))))
+        cols = self.column(items)
+        for piece in slices(self.size, 4096):
+            right = self.right(piece)
+            for part in slices(len(rows), step):
+                tile = self.tile(self.left(rows[part]), right, right.new_empty(part.stop - part.start, len(right)))
+                row, slot = ((cols[part] >= piece.start) & (cols[part] < piece.stop)).nonzero(as_tuple=True)
+                out[part][row, slot] = tile[row, cols[part][row, slot] - piece.start]
+
+    def exact(self, rows: Tensor, items: Tensor) -> Tensor:
+        """The similarity that decides, of pairs (P,) of queries and gallery items, float64.
+
+        cosine: c|c|, c = <a, b> / (|a| |b|), which has the order of c and needs no root, so that multiples of one row
+        tie; 0 for a zero row. dot: <a, b>. euclidean: -|a - b|².
+        """
+        dim = self.queries.shape[1]
+        chunk = max(1, min(self.budget // (64 * dim), (2**18 if rows.device.type == "cpu" else 2**26) // dim))
+        parts = [self._exact(r, c) for r, c in zip(torch.split(rows, chunk), torch.split(items, chunk), strict=True)]
+        return torch.cat(parts) if parts else rows.new_zeros(0, dtype=torch.float64)
+
+    def _exact(self, rows: Tensor, items: Tensor) -> Tensor:
+        a, b = self.queries[rows].double(), self.gallery[items].double()
+        if self.similarity == "euclidean":
+            return -_sum((a - b).square())
+        dot = _sum(a * b)
+        if self.similarity == "dot":
+            return dot
+        lengths = self._left[rows] * self._right[items]
+        return torch.where(lengths > 0, dot * dot.abs() / lengths, 0.0)
+
+    def _reach(self, squared: Tensor) -> Tensor:
+        """Lengths of the rows that propose, float64."""
+        if self.similarity == "cosine":
+            return (squared > 0).double()
+        scaled = squared * self._scale**2
+        return scaled.sqrt() if self.similarity == "dot" else (scaled + (scaled / 2).square() + 1.0).sqrt()
+
+    def _proposing(self, x: Tensor, squared: Tensor, query: bool) -> Tensor:
+        """Rows whose inner products have the order of the similarity, the same either way round.
+
+        Euclidean: <a, b> - |a|²/2 - |b|²/2 through two more columns.
+        """
+        out = x.new_empty(x.shape[0], x.shape[1] + self._extra, dtype=torch.float32)
+        for i in range(0, len(x), 8192):
+            part, lengths = x[i : i + 8192].double(), squared[i : i + 8192, None]
+            if self.similarity == "cosine":
+                part = part * torch.where(lengths > 0, lengths.rsqrt(), 0.0)
+            out[i : i + 8192, : x.shape[1]] = part * self._scale
+        if self._extra:
+            out[:, -2 if query else -1] = squared * (-0.5 * self._scale**2)
+            out[:, -1 if query else -2] = 1.0
+        return out
+
+
+def slices(number: int, step: int) -> list[slice]:
+    return [slice(i, min(i + step, number)) for i in range(0, number, step)]
+
+
+def has_float64(device: torch.device) -> None:
+    """Refuses a device that cannot decide."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError, AssertionError):
+        raise ValueError(
+            f"embeddings must be on a device with float64, in which ties are decided, got {device.type}; use .cpu()"
+        ) from None
+
+
+def _swapped(rows: Tensor) -> Tensor:
+    """Rows of queries as rows of a gallery: the two columns of the Euclidean distance change places."""
+    out = rows.clone()
+    out[:, -2:] = rows[:, -2:].flip(1)
+    return out
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Sums of rows by halving: additions of whole columns, so that no device or thread count can reorder them."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        rest = x[..., 2 * half :]
+        x = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat([x, rest], dim=-1) if rest.shape[-1] else x
+    return x.squeeze(-1)
+
+
+def _squared_lengths(name: str, x: Tensor) -> Tensor:
+    """(N,) in float64; rows that are not finite are refused, whatever the device."""
+    parts = [_sum(part.double().square()) for part in torch.split(x, 8192)]
+    squared = torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
+    wrong = int((~(squared < 1e150)).sum())
+    if wrong:
+        raise ValueError(f"{name} must be finite (and shorter than 1e75), got {wrong} rows that are not")
+    return torch.where(squared > 1e-150, squared, 0.0)  # beyond it a product of two would vanish
+
+
+def _top(squared: Tensor) -> float:
+    return float(squared.max()) if len(squared) else 0.0
+
+
+def _exponent(squared: float) -> int:
+    """e with sqrt(squared) <= 2^e."""
+    return int(torch.frexp(torch.tensor(squared, dtype=torch.float64)).exponent + 1) // 2 if squared > 0 else 0
+
+
+@contextmanager
+def _plain_float32(device: torch.device) -> Iterator[None]:
+    """Products in float32 proper, whatever shortcuts (TF32, bfloat16) the program allows elsewhere."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

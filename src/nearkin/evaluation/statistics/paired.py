@@ -1,0 +1,53 @@
+"""Two embeddings of the same items: which one retrieves better."""
+
+from typing import Any
+
+from nearkin.core import checks
+from nearkin.evaluation.arrays import Array, Ids, takes_arrays
+from nearkin.evaluation.retrieval import knn, retrieval_metrics
+from nearkin.evaluation.statistics import cluster_bootstrap
+
+
+@takes_arrays
+def compare(
+    embeddings_a: Array,
+    embeddings_b: Array,
+    labels: Ids,
+    *,
+    metric: str = "map@r",
+    samples: int = 10_000,
+    seed: int = 0,
+    confidence: float = 0.95,
+    similarity: str = "cosine",
+    budget: int = knn.BUDGET,
+) -> dict[str, Any]:
+    """Whether embeddings_a (N, D) or embeddings_b (N, D') of the same items is better by a metric of `retrieval`.
+
+    metric: "map@r", "r_precision", "precision@1", "map", "mrr", or "recall@k" and "ndcg@k" with a number for k. Returns
+    what `uncertainty.compare` says of the values query by query: "a", "b", "difference", its "interval", "p",
+    "classes", "queries" and "verdict": "a", "b" or "undecided". Classes are resampled; with multi-label rows or a
+    `Relation` without ids, items.
+    """
+    for name, embeddings in (("embeddings_a", embeddings_a), ("embeddings_b", embeddings_b)):
+        checks.rows(name, embeddings)
+    if len(embeddings_a) != len(embeddings_b):
+        raise ValueError(
+            f"embeddings_b must have the items of embeddings_a: {len(embeddings_a)} rows, got {len(embeddings_b)}"
+        )
+    name, ks = _asked(metric)
+    a, b = (
+        retrieval_metrics.per_query(x, labels, ks=ks, metrics=(name,), similarity=similarity, budget=budget)[metric]
+        for x in (embeddings_a, embeddings_b)
+    )
+    groups = cluster_bootstrap.classes_of(labels, len(a))
+    return cluster_bootstrap.compare(a, b, groups, samples=samples, seed=seed, confidence=confidence)
+
+
+def _asked(metric: str) -> tuple[str, tuple[int, ...]]:
+    """The name of the metric and, of those that have one, its k."""
+    name, at, k = metric.partition("@")
+    if name in ("recall", "ndcg") and at and k.isdecimal() and int(k) > 0 and k == str(int(k)):
+        return name, (int(k),)
+    known = [f"{one}@{k}" for one in ("recall", "ndcg") for k in (1, 10)]
+    checks.one_of("metric", metric, [one for one in retrieval_metrics.METRICS if one not in ("recall", "ndcg")] + known)
+    return metric, ()

@@ -1,0 +1,1 @@
+"""Verification: rates and thresholds over pairs, their intervals, and what a score means."""

@@ -1,0 +1,190 @@
+"""All pairs of a labelled set, tile by tile: their scores as whole numbers, and exact order statistics of them.
+
+A score is read as a whole number in the order of the scores, 16 binary digits at a time: one pass over the similarity
+matrix counts genuine and impostor pairs by their first digits, which shows in which block of 65,536 each wanted order
+statistic lies; the next pass counts the next digits within these blocks only. After 2 passes (float32; 4 in float64)
+a block is one single score, and the counts above it are exact, however many pairs and ties there are.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearkin.core import distances
+from nearkin.core.relations import UNKNOWN
+from nearkin.dist.group import ProcessGroup
+from nearkin.evaluation.verification.roc import Counts
+
+TILE = 1024  # rows a side at most; no budget changes it, since a matrix product rounds differently in another shape
+_ROWS = 256 << 20  # bytes for the rows and columns of a tile: of long rows it holds fewer
+_DIGITS = 16
+_BINS = 1 << _DIGITS
+TABLE = 2 * 2 * _BINS * 8  # bytes to count one block and to read the counts
+
+Progress = Callable[[int, int], None]  # pairs done, pairs in all passes
+
+
+def tile_bytes(dim: int) -> int:
+    """Rows and columns in float64 with what scaling them takes, and an entry's score, number, place and masks."""
+    side = tile_side(dim)
+    return side * (64 * dim + 128 * side)
+
+
+def tile_side(dim: int) -> int:
+    """How many rows of so many numbers a tile holds on each side."""
+    side = TILE
+    while side > 1 and 64 * dim * side > _ROWS:
+        side = (side + 1) // 2
+    return side
+
+
+class Scan:
+    """The labelled rows in the order of their classes, so that genuine pairs lie near the diagonal."""
+
+    def __init__(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        similarity: str,
+        progress: Progress | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        known = (labels != UNKNOWN).nonzero().squeeze(1)
+        order = known[labels[known].argsort(stable=True)]
+        self.embeddings, self.order, self.labels = embeddings.detach(), order, labels[order]
+        self.classes, self.number = torch.unique(self.labels, return_inverse=True)  # the class of each row, from 0
+        self.ready = distances.unit if similarity == "cosine" else distances.upcast
+        self.kind = torch.float64 if embeddings.dtype == torch.float64 else torch.float32
+        sizes = torch.bincount(self.number).tolist()
+        self.genuine = sum(size * (size - 1) // 2 for size in sizes)
+        self.impostors = len(order) * (len(order) - 1) // 2 - self.genuine
+        self.progress, self.done, self.passes = progress, 0, 0
+        self.team = group if group is not None and group.size > 1 else None
+
+    def tiles(self, genuine_only: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Numbers in the order of the scores of all pairs i < j, and both rows: flat, of one length.
+
+        genuine_only: leaves out the tiles without a genuine pair. Otherwise a team takes turns at the tiles, and what
+        is counted over them goes through `summed`.
+        """
+        side, number = tile_side(self.embeddings.shape[1]), 0
+        starts = range(0, len(self.order), side)
+        for top in starts:
+            rows = torch.arange(top, min(top + side, len(self.order)), device=self.order.device)
+            x = self.ready(self.embeddings[self.order[rows]])
+            for left in starts[top // side :]:
+                if genuine_only and bool(self.labels[rows[-1]] < self.labels[left]):
+                    break
+                number += 1
+                if self.team is not None and not genuine_only and number % self.team.size != self.team.rank:
+                    continue
+                columns = torch.arange(left, min(left + side, len(self.order)), device=self.order.device)
+                scores = distances.dot(x, x if left == top else self.ready(self.embeddings[self.order[columns]]))
+                if left == top:
+                    i, j = torch.triu_indices(len(rows), len(rows), 1, device=scores.device)
+                    yield _ordered(scores[i, j]).long(), rows[i], rows[j]
+                else:
+                    one = rows[:, None].expand(scores.shape).reshape(-1)
+                    yield _ordered(scores).long().flatten(), one, columns.repeat(len(rows))
+                if not genuine_only:
+                    self._told(len(rows) * (len(rows) - 1) // 2 if left == top else scores.numel())
+
+    def summed(self, table: Tensor) -> Counts:
+        """What was counted over `tiles()`, by all ranks."""
+        return np.asarray((table if self.team is None else self.team.total(table)).cpu().numpy())
+
+    def strange(self, one: Tensor, other: Tensor) -> Tensor:
+        """Which of these pairs are impostors."""
+        return torch.ne(self.number[one], self.number[other])
+
+    def score(self, key: int) -> float:
+        """The score of a number."""
+        return float(self._real(key))
+
+    def next_above(self, key: int) -> float:
+        """The next score above the one of this number, in the type of the scores."""
+        value = self._real(key)
+        return float(np.nextafter(value, np.inf, dtype=value.dtype))
+
+    def key(self, score: float) -> int:
+        """The number of a score."""
+        return int(_ordered(torch.tensor([score], dtype=self.kind)))
+
+    def _real(self, key: int) -> np.floating[Any]:
+        whole, real = (np.int64, np.float64) if self.kind == torch.float64 else (np.int32, np.float32)
+        bits = key if key >= 0 else key ^ int(np.iinfo(whole).max)
+        value: np.floating[Any] = np.array([bits], dtype=whole).view(real)[0]
+        return value
+
+    def _told(self, pairs: int) -> None:
+        self.done += pairs
+        if self.progress is not None:
+            share = 1 if self.team is None else self.team.size
+            self.progress(self.done, max(self.passes * (self.genuine + self.impostors) // share, self.done))
+
+
+@dataclass
+class Search:
+    """The highest score at which `reached(tp, fp)` is true of the genuine and impostors counted from the top."""
+
+    reached: Callable[[Counts, Counts], NDArray[np.bool_]]
+    block: int = 0  # the leading digits of the score, in the end all of them
+    above: tuple[int, int] = (0, 0)  # genuine and impostors above the block
+    within: tuple[int, int] = (0, 0)  # the same, with those of the block
+
+    def enter(self, table: Counts, first: bool) -> None:
+        """Narrows the block, by the genuine and impostors of its parts: table (2, 65536)."""
+        counts = np.cumsum(table[:, ::-1], axis=1) + np.array(self.above)[:, None]  # from the highest down
+        place = int(np.argmax(self.reached(counts[0], counts[1])))
+        if place:
+            self.above = int(counts[0, place - 1]), int(counts[1, place - 1])
+        self.within = int(counts[0, place]), int(counts[1, place])
+        digit = _BINS - 1 - place
+        self.block = digit - _BINS // 2 if first else (self.block << _DIGITS) + digit
+
+
+def passes_of(scan: Scan, searches: int, at_once: int) -> int:
+    """How often all pairs are looked at to run so many searches."""
+    width = 64 if scan.kind == torch.float64 else 32
+    return -(-searches // at_once) * (width // _DIGITS)
+
+
+def run(scan: Scan, searches: list[Search], at_once: int) -> None:
+    """Takes all searches down to a single score, `at_once` of them in one pass over the matrix for each 16 digits."""
+    width = 64 if scan.kind == torch.float64 else 32
+    for start in range(0, len(searches), at_once):
+        for shift in range(width - _DIGITS, -1, -_DIGITS):
+            _narrow(scan, searches[start : start + at_once], shift, shift == width - _DIGITS)
+
+
+def _narrow(scan: Scan, searches: list[Search], shift: int, first: bool) -> None:
+    device = scan.order.device
+    blocks = torch.tensor(sorted({search.block for search in searches}), device=device)
+    table = torch.zeros(len(blocks), 2, _BINS, dtype=torch.long, device=device)
+    for key, one, other in scan.tiles():
+        impostor = scan.strange(one, other)
+        if first:
+            place = (key >> shift) + _BINS // 2
+        else:
+            parent = key >> (shift + _DIGITS)
+            slot = torch.searchsorted(blocks, parent).clamp_(max=len(blocks) - 1)
+            inside = blocks[slot] == parent
+            key, impostor = key[inside], impostor[inside]
+            place = slot[inside] * (2 * _BINS) + ((key >> shift) & (_BINS - 1))
+        place += impostor * _BINS
+        table.view(-1).index_add_(0, place, torch.ones_like(place))
+    counts, order = scan.summed(table), blocks.tolist()
+    for search in searches:
+        search.enter(counts[order.index(search.block)], first)
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """Whole numbers in the order of the scores; -0 and 0 are one."""
+    kind = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    bits = (scores + 0.0).view(kind)
+    return torch.where(bits < 0, bits ^ torch.iinfo(kind).max, bits)

@@ -1,0 +1,220 @@
+"""What the similarities of a run's encoder mean, measured on its validation part and kept in its folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nearkin import training
+from nearkin.core import files
+from nearkin.core.versions import version_of
+from nearkin.evaluation.verification import class_rates, likelihood
+from nearkin.evaluation.verification.class_rates import Rates
+from nearkin.evaluation.verification.likelihood import LogRatio
+from nearkin.evaluation.verification.roc import FARS, Floats
+from nearkin.gallery import encoding, results
+from nearkin.gallery.schema import unit
+
+__all__ = ["calibrate", "measured"]
+
+Groups = list[NDArray[np.int64]]
+CONFIDENCE = 0.95  # of every bound that is written
+CLASSES, ITEMS = 2000, 20_000  # that are looked at, at most; of more a part by chance
+EXAMPLES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of a label, each with a measurement of its own
+MOST = 0.8  # of the classes must have more items than that, or there is none
+FEWEST = 5  # classes: with fewer, even a rate of one in three cannot be shown
+STEPS = 160  # thresholds along the scores of strangers, and a third as many along those of the same class
+PAIRS = 2_000_000  # scores from which the places of thresholds are chosen
+
+
+class _Measure(NamedTuple):
+    """What a number of examples gives: rates of strangers, the share (C, T) found of each class, the log ratio."""
+
+    rates: Rates
+    found: Floats
+    ratio: LogRatio
+
+
+def calibrate(run: str | Path, *, part: str = "val", device: str = "auto", progress: Any = None) -> dict[str, Any]:
+    """Writes calibration.json into the folder of a run: probabilities of similarities, and thresholds that hold a FAR.
+
+    part: whose classes, "val" by default: the encoder has not learned from them, and the test stays untouched. "test"
+    is for sources whose validation classes are few. Returns what was written.
+    """
+    folder = Path(run)
+    fingerprint = encoding.described(folder).fingerprint
+    found = training.embed_source(folder, part=part, device=device, progress=progress)
+    if found.labels is None:
+        raise ValueError(f"{run}: its source has no class labels, so there is no same and other to calibrate on")
+    plain = measured(found.embeddings, torch.from_numpy(found.labels)) | {
+        "format": results.FORMAT,
+        "nearkin": version_of("nearkin"),
+        "encoder": fingerprint,
+        "part": part,
+        "items": len(found.labels),
+    }
+    plain[results.SUM] = files.digest(plain)
+    with files.explained(f"{folder / results.FILE}", "make room, or let it be written there"):
+        files.write_json(folder / results.FILE, plain)
+    return plain
+
+
+def measured(embeddings: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> dict[str, Any]:
+    """What calibration.json holds, from the embeddings of classes that the encoder has not learned from."""
+    rows, groups = _chosen(embeddings.numpy(), labels.numpy(), seed)
+    thresholds = _thresholds(rows, groups, seed)
+    found: dict[int, _Measure] = {}
+    for examples in EXAMPLES:
+        enough = [group for group in groups if len(group) > examples]
+        if len(enough) < max(3, MOST * len(groups)):
+            break
+        found[examples] = _measure(rows, enough, thresholds, examples, seed)
+    rates = found[1].rates
+    sizes = np.array([len(group) for group in groups])
+    return {
+        "similarity": "cosine",
+        "confidence": CONFIDENCE,
+        "classes": len(groups),
+        "genuine": int((sizes * (sizes - 1) // 2).sum()),
+        "impostors": int((sizes.sum() ** 2 - (sizes**2).sum()) // 2),
+        "error": _error(rows, [group for group in groups if len(group) > 1], thresholds, seed),
+        "largest_impostor": float(thresholds[rates.far > 0].max(initial=-1.0)),
+        "thresholds": thresholds.tolist(),
+        "examples": {
+            str(examples): {
+                "far": one.rates.far.tolist(),
+                "far_bound": one.rates.bound.tolist(),
+                "tar": one.found.mean(0).tolist(),
+                "log_ratio": one.ratio._asdict(),
+            }
+            for examples, one in found.items()
+        },
+        "operating_points": _points(found[1], thresholds, len(groups)),
+        "note": _limit(float(rates.bound[-1]), len(groups)),
+    }
+
+
+def _limit(least: float, classes: int) -> str:
+    """What the classes of a calibration cannot hold, and how many could: one sentence."""
+    below = next((far for far in FARS if far < least), FARS[-1] / 10)
+    needed = class_rates.classes_needed(below, CONFIDENCE)
+    return (
+        f"{classes:,} classes can show a FAR of {results.rounded_up(least):g} per pair at the strictest; "
+        f"{below:g} needs {needed:,} classes or more"
+    )
+
+
+def _points(measure: _Measure, thresholds: Floats, classes: int) -> list[dict[str, Any]]:
+    """The usual FARs that so many classes can hold."""
+    points = []
+    for far in FARS:
+        if measure.rates.bound[-1] > far:
+            break
+        at = int(np.argmax(measure.rates.bound <= far))
+        points.append(
+            {
+                "far": far,
+                "threshold": float(thresholds[at]),
+                "measured_far": float(measure.rates.far[at]),
+                "far_interval": [float(measure.rates.low[at]), float(measure.rates.high[at])],
+                "tar": float(measure.found[:, at].mean()),
+                "tar_interval": list(class_rates.mean_interval(measure.found[:, at], CONFIDENCE)),
+                "classes": classes,
+            }
+        )
+    return points
+
+
+def _chosen(rows: Floats, labels: NDArray[np.int64], seed: int) -> tuple[NDArray[np.float32], Groups]:
+    """Rows of length 1 and those of each class, in an order by chance; of many a part, as many of each class."""
+    draw = np.random.default_rng(seed)
+    _, place = np.unique(labels, return_inverse=True)
+    order = draw.permutation(len(place))
+    order = order[np.argsort(place[order], kind="stable")]
+    groups = np.split(order, np.cumsum(np.bincount(place))[:-1])
+    genuine = sum(len(group) > 1 for group in groups)
+    if len(groups) < FEWEST or genuine < 4:
+        raise ValueError(
+            f"calibration needs at least {FEWEST} classes, 4 of them of 2 items or more, "
+            f"got {len(groups)} and {genuine}; --part test may have more"
+        )
+    if len(groups) > CLASSES:
+        groups = [groups[i] for i in draw.permutation(len(groups))[:CLASSES]]
+    most = max(2, ITEMS // len(groups))
+    return unit(rows), [group[:most] for group in groups]
+
+
+def _thresholds(rows: NDArray[np.float32], groups: Groups, seed: int) -> Floats:
+    """Similarities, rising: quantiles of both kinds of pairs, dense among the rare; the last is above all strangers."""
+    draw = np.random.default_rng([seed, 1])
+    owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    asking = rows[np.concatenate(groups)]
+    scores, nearest = [], -1.0
+    share = min(1.0, PAIRS / len(asking) ** 2)
+    for a, group in enumerate(groups):
+        near = (rows[group] @ asking.T)[:, owner != a].ravel()
+        nearest = max(nearest, float(near.max()))
+        scores.append(near if share == 1 else near[draw.random(len(near)) < share])
+    impostors = np.concatenate(scores)
+    genuine = np.concatenate([_genuine(rows, group) for group in groups if len(group) > 1])
+    rare = np.geomspace(0.6, 1 / len(impostors), STEPS)
+    wanted = [np.quantile(impostors, 1 - rare), np.quantile(genuine, np.linspace(0.005, 0.995, STEPS // 3))]
+    above = [nearest + 1e-6, 1.0]
+    found = np.unique(np.concatenate([*wanted, above]).astype(np.float64))
+    return found[found <= 1.0]
+
+
+def _genuine(rows: NDArray[np.float32], group: NDArray[np.int64]) -> Floats:
+    one, two = np.triu_indices(len(group), 1)
+    return np.asarray((rows[group] @ rows[group].T)[one, two], np.float64)
+
+
+def _measure(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examples: int, seed: int) -> _Measure:
+    rates = class_rates.strangers(class_rates.accepts(rows, groups, thresholds, examples), CONFIDENCE)
+    scores = class_rates.genuine_groups(rows, groups, examples, seed)
+    return _Measure(
+        rates, class_rates.true_accepts(scores, thresholds), _log_ratio(rates.far, scores, thresholds, len(groups))
+    )
+
+
+def _log_ratio(far: Floats, scores: Sequence[Floats], thresholds: Floats, classes: int) -> LogRatio:
+    """Each class weighs the same, and every query meets one class of its own and all others.
+
+    Knots: quantiles of both kinds, of strangers no rarer than the pairs of classes can show; beyond, the slope stays.
+    """
+    edges = np.concatenate([[-1.0], thresholds, [1.0]])
+    middle = (edges[1:] + edges[:-1]) / 2
+    other = -np.diff(np.concatenate([[1.0], far, [0.0]])) * (classes - 1)
+    same = np.mean([np.histogram(one, np.append(edges[:-1], 1.1))[0] / len(one) for one in scores], axis=0)
+    pooled = np.concatenate(scores)
+    rare = [q for q in (0.1, 0.03, 0.01, 1e-3, 1e-4) if q >= class_rates.smallest_far(classes)]
+    knots = [*np.quantile(pooled, (0.02, 0.1, 0.25, 0.5, 0.75, 0.9)), *(thresholds[np.argmax(far <= q)] for q in rare)]
+    apart: list[float] = []
+    for knot in sorted(knots):
+        if not apart or knot - apart[-1] > 0.02 * (thresholds[-1] - thresholds[0]):
+            apart.append(float(knot))
+    return likelihood.fit(middle, same * classes, np.maximum(other, 0) * classes, apart)  # a class is one observation
+
+
+def _error(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, seed: int, bins: int = 15) -> float:
+    """Expected error of P(same) on the other half of the classes than it was fitted on, both kinds weighing the same.
+
+    Guo et al. 2017, eq. 3.
+    """
+    half = len(groups) // 2
+    fitted, judged = groups[:half], groups[half:]
+    far = class_rates.accepts(rows, fitted, thresholds).sum(1) / (2 * half * (half - 1))
+    ratio = _log_ratio(far, class_rates.genuine_groups(rows, fitted, 1, seed), thresholds, half)
+    edges = np.concatenate([[-1.0], thresholds, [1.0]])
+    chance = 1 / (1 + np.exp(-ratio.at((edges[1:] + edges[:-1]) / 2)))
+    count = len(judged)
+    strange = class_rates.accepts(rows, judged, thresholds).sum(1) / (2 * count * (count - 1))
+    other = -np.diff(np.concatenate([[1.0], strange, [0.0]]))
+    tar = class_rates.true_accepts(class_rates.genuine_groups(rows, judged, 1, seed), thresholds).mean(0)
+    same = -np.diff(np.concatenate([[1.0], tar, [0.0]]))
+    place = np.minimum((chance * bins).astype(np.int64), bins - 1)
+    gap = np.bincount(place, weights=(chance * (same + other) - same) / 2, minlength=bins)
+    return float(np.abs(gap).sum())

@@ -1,0 +1,62 @@
+"""The Triton twin of `core.class_anchors`: the kernels of the class softmax, their tiles reduced the other way."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nearkin.core import class_anchors as plain
+from nearkin.core import class_softmax as rules
+from nearkin.core.autograd import HandGradient
+from nearkin.core.class_anchors import Strangers
+from nearkin.kernels import class_softmax_ops as fused
+
+
+def class_anchors(
+    embeddings: Tensor, weight: Tensor, ids: Tensor, known: Tensor, *, scale: float, max_memory: int | None = None
+) -> Strangers:
+    """`core.class_anchors.class_anchors` by kernels; by core itself where they cannot serve, as in `class_softmax`.
+
+    Memory: the gradients, about 0.1 · B bytes a class for partial sums, and `max_memory` bytes.
+    """
+    if not fused.serves(embeddings, weight, 1, max_memory):
+        return plain.class_anchors(embeddings, weight, ids, known, scale=scale, max_memory=max_memory)
+    anchors = embeddings.float()
+    asked = rules.queries(anchors, weight, scale, True)
+    rows, factor = fused._operands(embeddings, weight, asked)
+    met = torch.where(known, ids, -1)
+    picks = ids.clamp(max=weight.shape[0] - 1)
+    peak, rest, own, taint = _Pass.call(asked, weight, picks, met, rows, factor, max_memory)
+    return Strangers(peak, rest, anchors, own, taint)
+
+
+class _Pass(HandGradient):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        asked: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        met: Tensor,
+        rows: Tensor,
+        factor: Tensor,
+        max_memory: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tiles, whole = fused._tiles(), weight.contiguous()
+        inverse, taint = tiles.inverse_lengths(whole, True)
+        given = tiles.Operands(rows, factor, whole, inverse, met, columns=True, precision=fused.precision())
+        level, rest, share = fused.merged(*tiles.scan(given, 1))
+        ctx.save_for_backward(*given[:5], ids, level, share)
+        ctx.way, ctx.max_memory, ctx.kind = given[5:], max_memory, rules.gradient_kind(weight)
+        ctx.mark_non_differentiable(level, taint)
+        return level, rest, whole[ids].float(), taint
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, ids, level, share = ctx.saved_tensors
+        given = fused._tiles().Operands(*saved, *ctx.way)
+        wants, kind = ctx.needs_input_grad[0], ctx.kind if ctx.needs_input_grad[1] else None
+        by = fused.gradients(given, level, by_rest * share, (ids, by_own), True, wants, kind, ctx.max_memory)
+        return fused.asked_of(by[0], given), by[1], *[None] * 5

@@ -1,0 +1,147 @@
+"""Triplet selections and the losses over them, forward and backward, without a matrix of anchors × references.
+
+One kernel lists each anchor's positives, finds their negatives and makes the terms, one reduces these to the loss, one
+makes the gradient. What they do not serve (`serves`), the losses compute in plain torch, with the same result; only
+draws differ: they come from the same generator and have the same distribution, but are others.
+"""
+
+import functools
+import math
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearkin import kernels
+from nearkin.core import blockwise
+from nearkin.core.autograd import HandGradient
+from nearkin.kernels import eligible
+
+SELECTIONS = (
+    *("all", "hard", "semihard", "semihard_or_hardest", "semihard_or_skip", "batch_hard", "easy_positive"),
+    *("random", "distance_weighted"),
+)
+ROOM = 2**26  # listed positives: up to as many pairs everyone may be kin; beyond, the largest class is asked for
+CLIP, CUTOFF = 0.5, 1.4  # of `mining.distance_weighted`
+
+
+class Plan(NamedTuple):
+    """What is computed: selection and loss ("hinge", "soft", "margin", "contrastive") with their numbers."""
+
+    selection: str
+    loss: str
+    margin: float
+    squared: bool
+    normalize: bool
+    reduction: str
+    extra: float = 0.0  # ν of the margin loss, the positives' margin of the contrastive one
+    cutoff: float = CUTOFF  # of drawn negatives, beside the boundary of each anchor, where there is one
+    density: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of distances: power, bend, largest log weight
+    balance: bool = True  # positives and negatives of the contrastive loss are reduced apart
+
+
+def serves(
+    impl: str, batch: blockwise.Batch, selection: object, reduction: str, normalize: bool, max_memory: int | None = None
+) -> bool:
+    """Whether the kernels compute a loss of this batch over this selection."""
+    kernels.check(impl)
+    if selection not in SELECTIONS or (selection == "distance_weighted" and not (normalize and batch[0].shape[1] > 1)):
+        return False
+    return eligible.served(impl, batch, reduction, max_memory, ROOM)
+
+
+def loss(
+    batch: blockwise.Batch, plan: Plan, *, boundary: Tensor | None = None, generator: torch.Generator | None = None
+) -> Tensor | None:
+    """The loss of a batch that `serves` has found to be one for the kernels; None where its lists would be too long.
+
+    boundary: β of the margin loss, of each anchor (B, 1), or one for all ().
+    """
+    x = batch.embeddings
+    with eligible.device_of(x):
+        capacity = _capacity(batch, plan.selection)
+        if capacity is None:
+            return None
+        seed = None
+        if plan.selection in ("random", "distance_weighted"):
+            seed = torch.empty(1, dtype=torch.int64, device=x.device).random_(generator=generator)
+            plan = plan._replace(density=_density(x.shape[1]))
+        given = (batch.labels, batch.reference_labels, seed, capacity, plan)
+        value: Tensor = _Loss.call(x, batch.references, boundary, *given)
+    return value
+
+
+def _capacity(batch: blockwise.Batch, selection: str) -> int | None:
+    """How many positives of an anchor have room in the lists; None where so many cannot be listed.
+
+    For a batch of ordinary size all references, so that nobody waits for the device.
+    """
+    if selection in ("batch_hard", "easy_positive"):
+        return 1
+    labels = batch.labels if batch.reference_labels is None else batch.reference_labels
+    assert isinstance(labels, Tensor)
+    number, others = batch.embeddings.shape[0], labels.shape[0]
+    if number * others <= ROOM:
+        return others
+    if labels.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    known = labels.sort().values
+    ends = torch.searchsorted(known, known, right=True) - torch.searchsorted(known, known)
+    largest = int(ends.max())
+    return largest if number * largest <= ROOM else None
+
+
+def _density(dim: int) -> tuple[float, float, float]:
+    """Of log weights of drawn negatives, as `mining.distance_weighted` has them: powers of d² and of 1 - d²/4, clip."""
+    power, bend = (2 - dim) / 2, (dim - 3) / 2
+    return power, bend, 2 * power * math.log(CLIP) - bend * math.log(1 - CLIP**2 / 4)
+
+
+@functools.cache
+def _tiles() -> ModuleType:
+    from nearkin.kernels import triplet_kernels
+
+    return triplet_kernels
+
+
+class _Loss(HandGradient):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        references: Tensor | None,
+        boundary: Tensor | None,
+        labels: Tensor,
+        reference_labels: Tensor | None,
+        seed: Tensor | None,
+        capacity: int,
+        plan: Plan,
+    ) -> Tensor:
+        x, ids = x.contiguous(), labels.contiguous()
+        references = None if references is None else references.contiguous()
+        others = None if reference_labels is None else reference_labels.contiguous()
+        value, ctx.kept = _tiles().forward(x, ids, references, others, boundary, seed, capacity, plan)
+        wants = ctx.needs_input_grad
+        # Rows are kept as the kernels have prepared them: a queue may move on before the gradient comes by.
+        ctx.save_for_backward(x if wants[0] or wants[2] else None, references if wants[1] else None)
+        ctx.plan, ctx.together = plan, references is None
+        ctx.single = boundary is not None and boundary.dim() == 0
+        return value  # type: ignore[no-any-return]
+
+    @staticmethod
+    @eligible.once
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, references = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        found: list[Tensor | None] = [None, None, None]
+        with eligible.device_of(upstream):
+            if wants[0] or wants[2]:
+                role = "self" if ctx.together else "anchors"
+                by_x, by_edge = _tiles().backward(ctx.kept, x, upstream, ctx.plan, role, wants[2])
+                found[0] = by_x if wants[0] else None
+                if wants[2]:
+                    found[2] = by_edge.sum() if ctx.single else by_edge[:, None]
+            if wants[1]:
+                found[1], _ = _tiles().backward(ctx.kept, references, upstream, ctx.plan, "references")
+        return *found, None, None, None, None, None

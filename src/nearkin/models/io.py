@@ -1,0 +1,160 @@
+"""An encoder in a folder: encoder.json says what it is, model.safetensors holds its weights."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nearkin.core import files
+from nearkin.core.versions import version_of
+from nearkin.models.encoder import Encoder
+from nearkin.models.factory import build, shapes
+from nearkin.models.own_encoder import PREFIX, OwnEncoder
+
+__all__ = ["fingerprint", "load", "save"]
+
+FORMAT = 1  # raise when a reader of today could not make sense of the folder
+DESCRIPTION, WEIGHTS = "encoder.json", "model.safetensors"
+_LONGEST = 2**24  # bytes of a description
+
+
+def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | None = None) -> None:
+    """Writes both files into the folder, which is made if need be; what stood there before stays until both are whole.
+
+    preparation: whatever a user of the encoder must know to feed it (JSON), handed back by `load`. Between the two
+    renames at the end lies an instant in which the files do not belong together; the checksum in encoder.json tells.
+    """
+    from safetensors.torch import save as to_bytes
+
+    state = {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in (encoder.backbone if isinstance(encoder, OwnEncoder) else encoder).state_dict().items()
+    }
+    weights = to_bytes(state, {"format": "pt"})
+    description = {
+        "format": FORMAT,
+        "nearkin": version_of("nearkin"),
+        "settings": encoder.settings,
+        "pretrained": encoder.pretrained,
+        "preparation": preparation or {},
+        "weights_sha256": hashlib.sha256(weights).hexdigest(),
+    }
+    try:
+        text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"preparation must be plain JSON values: {error}") from None
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.replacing(folder / DESCRIPTION) as said:
+        said.write(text.encode())
+        said.flush()
+        os.fsync(said.fileno())  # so that nothing slow is left to do once the weights have their name
+        files.write_bytes(folder / WEIGHTS, weights)
+
+
+def fingerprint(description: Mapping[str, Any]) -> str:
+    """sha256 of the weights, the architecture and the preparation: whatever changes an embedding changes it.
+
+    description: the content of encoder.json; a KeyError names what it lacks.
+    """
+    parts = {key: description[key] for key in ("weights_sha256", "settings", "preparation")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encoder, dict[str, Any]]:
+    """The encoder in evaluation mode, and the preparation that was saved with it; nothing is downloaded.
+
+    The description is compared with the weights before memory is taken for what it describes.
+    """
+    folder = Path(folder)
+    said = _description(folder / DESCRIPTION)
+    name = str(said["settings"].get("name"))
+    if name.startswith(PREFIX):
+        raise ValueError(
+            f"{folder}: its encoder is an object of the user's own ({name.removeprefix(PREFIX)}), which only its own "
+            f"code can build; in Python, make it and give it the weights: "
+            f'module.load_state_dict(safetensors.torch.load_file("{(folder / WEIGHTS).as_posix()}"))'
+        )
+    weights = _read(folder / WEIGHTS)
+    digest = hashlib.sha256(weights).hexdigest()
+    if digest != said["weights_sha256"]:
+        raise ValueError(
+            f"{folder / WEIGHTS} is damaged or of another encoder: "
+            f"its sha256 is {digest[:12]}…, {DESCRIPTION} says {str(said['weights_sha256'])[:12]}…"
+        )
+    state = _tensors(weights, folder / WEIGHTS)
+    try:
+        described = shapes(said["settings"], len(state))
+        if described is not None:
+            _compare(described, state, folder / WEIGHTS)
+        encoder = build(**said["settings"], pretrained=False)
+    except (ModuleNotFoundError, _Unfitting):
+        raise  # its sentence says what to install, or what differs
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        said_why = " ".join(str(error).split())
+        raise ValueError(f"{folder / DESCRIPTION} describes no encoder that can be built: {said_why}") from None
+    _fill(encoder, state, folder / WEIGHTS)
+    encoder.pretrained = said["pretrained"]
+    return encoder.to(device).eval(), said["preparation"]
+
+
+class _Unfitting(ValueError):
+    """Weights of another architecture than the description's."""
+
+
+def _read(path: Path, longest: int = -1) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(longest)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path} is not there; a saved encoder is a folder with {DESCRIPTION}, {WEIGHTS}"
+        ) from None
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _description(path: Path) -> dict[str, Any]:
+    content = _read(path, _LONGEST + 1)
+    if len(content) > _LONGEST:
+        raise ValueError(f"{path} is not the description of an encoder: it is larger than {_LONGEST >> 20} MiB")
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged, not JSON: {error}") from None
+    kinds = {"format": int, "settings": dict, "pretrained": bool, "preparation": dict, "weights_sha256": str}
+    if not isinstance(said, dict) or not all(isinstance(said.get(key), kind) for key, kind in kinds.items()):
+        raise ValueError(f"{path} is not the description of an encoder, which has: {', '.join(kinds)}")
+    if said["format"] != FORMAT:
+        raise ValueError(f"{path} has format {said['format']}, this version of nearkin reads format {FORMAT}")
+    return said
+
+
+def _tensors(weights: bytes, path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load as from_bytes
+
+    try:
+        return from_bytes(weights)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from None
+
+
+def _compare(described: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor], path: Path) -> None:
+    if missing := sorted(described.keys() ^ state.keys()):
+        raise _Unfitting(f"{path} does not fit its description: {len(missing)} names differ, such as {missing[0]}")
+    for name, shape in described.items():
+        if shape != state[name].shape:
+            got = tuple(state[name].shape)
+            raise _Unfitting(f"{path} does not fit its description: {name} is {got}, {tuple(shape)} expected")
+
+
+def _fill(encoder: Encoder, state: Mapping[str, torch.Tensor], path: Path) -> None:
+    _compare({name: tensor.shape for name, tensor in encoder.state_dict().items()}, state, path)
+    if half := next((t.dtype for t in state.values() if t.dtype in (torch.float16, torch.bfloat16)), None):
+        encoder.to(half)
+    encoder.load_state_dict(state)

@@ -1,0 +1,140 @@
+"""Text and numbers as a page shows them. Whatever a user named is escaped here and nowhere else."""
+
+import html
+import math
+import re
+from typing import Any
+
+__all__ = ["caption", "count", "escape", "metric", "named", "number", "percent", "plain", "share", "short", "shown"]
+
+MISSING = "–"
+LONGEST = 160  # characters of a name; the middle of a longer one is left out
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_COUNTS = {
+    "queries",
+    "without_positives",
+    "unknown",
+    "genuine",
+    "impostors",
+    "classes",
+    "clusters",
+    "iterations",
+    "items",
+}
+_COUNTS |= {"spearman_skipped", "k"}
+_PLAIN = {"spearman", "inertia", "threshold"}  # neither a count nor a share
+_METRICS = {
+    "map@r": "MAP@R",
+    "r_precision": "R-precision",
+    "spearman": "Spearman",
+    "nmi": "NMI",
+    "ami": "AMI",
+    "f1": "F1",
+    "eer": "EER",
+}
+
+
+def plain(value: object) -> str:
+    """The text of a value, without what no page can hold: control characters, halves of code points."""
+    return _UNPRINTABLE.sub("\ufffd", str(value))
+
+
+def short(value: object, longest: int = LONGEST) -> str:
+    text = plain(value)
+    if len(text) <= longest:
+        return text
+    head = (longest - 1) * 2 // 3
+    return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
+
+
+def escape(value: object) -> str:
+    """For text between tags and for quoted attributes alike."""
+    return html.escape(plain(value), quote=True)
+
+
+def named(value: object) -> str:
+    """A user's name between tags: escaped, bounded, its direction of writing kept to itself, broken where it may be."""
+    text = escape(short(value)).replace("_", "_<wbr>").replace("/", "/<wbr>")
+    return f"<bdi>{text}</bdi>"
+
+
+def caption(value: object) -> str:
+    """A name where there is little room, as under a picture: each word whole, or cut with … by the page's style."""
+    parts = [part for part in re.split(r"(?<=[\s_/-])", short(value)) if part]
+    words = [f'<span class="word">{escape(part.rstrip())}</span>{" " if part[-1].isspace() else ""}' for part in parts]
+    return f"<bdi>{''.join(words)}</bdi>"
+
+
+def finite(value: object) -> float | None:
+    """The number, or None for anything that is not one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def number(value: object, digits: int = 3) -> str:
+    """Three significant digits, thousands apart, a real minus sign; no number is a dash."""
+    n = finite(value)
+    if n is None:
+        return MISSING
+    if n == int(n) and abs(n) < 1e15:
+        return f"{int(n):,}".replace("-", "−")
+    if abs(n) >= 10**digits:
+        return f"{n:,.0f}".replace("-", "−")
+    if abs(n) < 1e-4:
+        mantissa, power = f"{n:.{digits - 1}e}".split("e")
+        trimmed = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        return f"{trimmed}e{int(power)}".replace("-", "−")
+    return f"{n:.{digits}g}".replace("-", "−")
+
+
+def count(value: object, one: str, many: str) -> str:
+    """1 class, 478 classes."""
+    return f"{number(value)} {one if value == 1 else many}"
+
+
+def share(value: object, unit: bool = True) -> str:
+    """A share of one as per cent, one decimal; the space before the sign does not break."""
+    n = finite(value)
+    if n is None:
+        return MISSING
+    return f"{100 * n:.1f}".replace("-", "−") + ("\u202f%" if unit else "")
+
+
+def percent(value: float) -> str:
+    """A share on an axis: no more decimals than it has."""
+    return f"{100 * value:.4g}\u202f%".replace("-", "−")
+
+
+def is_share(name: str) -> bool:
+    return name not in _COUNTS and name not in _PLAIN and "distance" not in name
+
+
+def metric(name: str) -> str:
+    """recall@1 → R@1, as tables of the field write it."""
+    if name in _METRICS:
+        return _METRICS[name]
+    if name.startswith("recall@"):
+        return name.replace("recall@", "R@")
+    return name.replace("ndcg@", "nDCG@").replace("_", " ")
+
+
+def shown(name: str, value: object, unit: bool = True) -> str:
+    """A metric's value the way its name asks for."""
+    return share(value, unit) if is_share(name) else number(value)
+
+
+def any_value(value: Any) -> str:
+    """Anything from a data inspection, escaped: numbers as numbers, lists in a line."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return number(value)
+    if isinstance(value, (list, tuple)):
+        more = f" and {len(value) - 20} more" if len(value) > 20 else ""
+        return ", ".join(any_value(v) for v in value[:20]) + more if value else MISSING
+    if isinstance(value, dict):
+        return ", ".join(f"{escape(k)} {any_value(v)}" for k, v in list(value.items())[:20]) or MISSING
+    return named(value) if str(value) else MISSING

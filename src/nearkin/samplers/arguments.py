@@ -1,0 +1,116 @@
+"""What may be asked of a sampler; every error sentence that is a sampler's own."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearkin.core import checks
+from nearkin.core.random import Ints
+
+Split = Literal["classes", "items"]
+Labels = Sequence[int] | NDArray[Any] | Tensor
+Targets = Sequence[float] | Sequence[Sequence[float]] | NDArray[Any] | Tensor
+Embeddings = NDArray[Any] | Tensor
+
+
+def labels(values: Labels) -> Ints:
+    """Class ids as int64, -1 for unknown."""
+    array = _array(values)
+    if array.ndim != 1:
+        raise ValueError(f"labels must be one-dimensional, got shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"labels must be integers, got {array.dtype}")
+    array = array.astype(np.int64)
+    if not (array >= 0).any():
+        raise ValueError(f"labels must hold at least one item of a known class, got {array.size} items and no class")
+    if array.min() < -1:
+        raise ValueError(f"labels must be >= 0, or -1 for unknown, got {array.min()}")
+    return array
+
+
+def targets(values: Targets) -> NDArray[np.float64]:
+    """Real-valued targets as float64 columns, (K, N)."""
+    array = _array(values)
+    if array.ndim not in (1, 2) or 0 in array.shape[1:]:
+        raise ValueError(f"targets must have shape (items,) or (items, K), got {array.shape}")
+    if array.dtype.kind not in "iuf":
+        raise TypeError(f"targets must be real numbers, got {array.dtype}")
+    columns = np.ascontiguousarray(array.reshape(len(array), -1).T, dtype=np.float64)
+    if not np.isfinite(columns).all():
+        raise ValueError(f"targets must be finite, got NaN or Inf in {(~np.isfinite(columns)).any(0).sum()} items")
+    return columns
+
+
+def at_most(name: str, value: int, most: int, what: str) -> None:
+    if value > most:
+        raise ValueError(f"{name} must be at most {what}: {most}, got {value}")
+
+
+def ratio(value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"ratio must be in (0, 1], got {value}")
+
+
+def ranks(rank: int, world_size: int, split: str, shared: Mapping[str, tuple[str, int]]) -> None:
+    """`shared`: for each possible split, the name and the number of what every rank must get as much of."""
+    checks.integer("world_size", world_size, 1)
+    checks.integer("rank", rank, 0)
+    if rank >= world_size:
+        raise ValueError(f"rank must be below world_size: {world_size}, got {rank}")
+    checks.one_of("split", split, shared)
+    name, count = shared[split]
+    if count % world_size:
+        raise ValueError(f'{name} must be a multiple of world_size with split="{split}": {world_size}, got {count}')
+
+
+def classes_for_pairs(counts: Ints) -> None:
+    """Positive pairs need a class of two items, and negatives a second class."""
+    if len(counts) < 2 or counts.max() < 2:
+        received = f"{len(counts)} classes, the largest of {counts.max()} items"
+        raise ValueError(f"labels must hold at least 2 classes, one of them with 2 items or more, got {received}")
+
+
+def class_rows(name: str, values: Embeddings, rows: int, what: str) -> Tensor:
+    """Embeddings, one row a class or an item."""
+    if isinstance(values, np.ndarray):
+        values = torch.from_numpy(np.require(values, requirements=["C", "W"]))
+    array = checks.rows(name, values).detach()
+    if len(array) != rows:
+        raise ValueError(f"{name} must have one row {what}: {rows}, got {len(array)}")
+    return array
+
+
+def finite(name: str, values: Tensor, what: str = "classes") -> None:
+    bad = ~values.isfinite().all(1)
+    if bool(bad.any()):
+        raise ValueError(f"{name} must be finite, got NaN or Inf in {int(bad.sum())} {what}")
+
+
+def between_epochs(epoch: int, drawn: int, batches: int) -> None:
+    if 0 < drawn < batches:
+        raise ValueError(
+            f"refresh must come between epochs, got it after batch {drawn} of {batches} of epoch {epoch}; "
+            f"call set_epoch({epoch + 1}) first to leave this epoch, or give batches= for shorter epochs"
+        )
+
+
+def not_my_state(name: str) -> NoReturn:
+    raise ValueError(f"state must come from a {name} with the same labels, seed and settings, got another's")
+
+
+def say_padding(counts: Ints, per_class: int, rank: int) -> None:
+    small = int((counts < per_class).sum())
+    if small and rank == 0:
+        warnings.warn(
+            f"{small} of {len(counts)} classes have fewer than {per_class} items; their items are repeated in a batch",
+            stacklevel=3,
+        )
+
+
+def _array(values: Labels | Targets) -> NDArray[Any]:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

@@ -1,0 +1,141 @@
+"""Batches of positive pairs with the hard negatives of both items, mined from embeddings given between epochs."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearkin.core import checks
+from nearkin.core.random import NEGATIVES, PAIRS, Ints, shuffled, words
+from nearkin.samplers import arguments
+from nearkin.samplers.arguments import Embeddings, Labels
+from nearkin.samplers.base import EpochSampler
+from nearkin.samplers.hard_classes import on_grid
+from nearkin.samplers.schedule import Groups
+
+
+class HardNegatives(EpochSampler):
+    """Random positive pairs and hard negatives of both their items: the batch of the lifted structure loss.
+
+    `pairs` random positive pairs, then items of other classes until the batch is full: the items of the pairs take
+    turns, each adding the nearest negative, by cosine, that is not in the batch yet. `refresh(embeddings)` between
+    epochs, from the current encoder, says what is near; before the first refresh negatives are random. They are sought
+    among `candidates` random items of each batch, so a batch costs (2 pairs × candidates) products however many items
+    there are. Refresh all ranks with the same rows.
+
+    Every item of a class of two or more is in one pair a pass, or in two where the class is odd or the last batch is
+    filled up; how often it is a negative, its neighbours decide. Items of one-item classes are negatives only. An item
+    comes once in a batch. pairs=None: a quarter of `batch_size`, so one negative for each item of a pair.
+
+    labels: integers, one an item; -1 is unknown and never drawn. Order: pair after pair, then the negatives. Ranks take
+    every `world_size`-th item: gather the batch before the loss. The state holds the embeddings as (N, D) int16.
+    Song et al. 2016, arXiv:1511.06452: random positive pairs, then the difficult neighbours of both items.
+    """
+
+    _unit: NDArray[np.float32] | None = None
+
+    def __init__(
+        self,
+        labels: Labels,
+        batch_size: int = 128,
+        pairs: int | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        candidates: int = 8192,
+        batches: int | None = None,
+    ) -> None:
+        known = arguments.labels(labels)
+        checks.integer("batch_size", batch_size, 2)
+        pairs = max(1, batch_size // 4) if pairs is None else pairs
+        checks.integer("pairs", pairs, 1)
+        checks.integer("candidates", candidates, batch_size)
+        self._groups, self._labels = Groups(known), known
+        items, turns = len(self._groups.items), -(-self._groups.counts // 2)
+        self._turns: Ints = np.where(self._groups.counts > 1, turns, 0)
+        arguments.classes_for_pairs(self._groups.counts)
+        arguments.at_most("batch_size", batch_size, items, "the number of items of known classes")
+        arguments.at_most("pairs", pairs, batch_size // 2, "half of batch_size")
+        arguments.at_most("pairs", pairs, int(self._turns.sum()), "the positive pairs of a pass")
+        arguments.ranks(rank, world_size, "items", {"items": ("batch_size", batch_size)})
+        super().__init__(
+            pass_batches=-(-int(self._turns.sum()) // pairs),
+            batches=batches,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            split="items",
+            data=known,
+        )
+        self._mark(batch_size, pairs, candidates)
+        self.batch_size, self.pairs, self.candidates = batch_size, pairs, candidates
+        self._pass = -1  # the pass whose pairs are drawn
+        self._pool: tuple[tuple[int, int], Ints] | None = None
+
+    def refresh(self, embeddings: Embeddings) -> None:
+        """embeddings (N, D), one row an item as in `labels`; rows of unknown items are not read."""
+        rows = arguments.class_rows("embeddings", embeddings, len(self._labels), "an item")
+        arguments.between_epochs(self._epoch, self._drawn, len(self))
+        rows = torch.where(torch.from_numpy(self._labels >= 0).to(rows.device)[:, None], rows, 0)
+        arguments.finite("embeddings", rows, "items")
+        self._unit = on_grid(rows)
+
+    def state_dict(self, batches_done: int | None = None) -> dict[str, Tensor]:
+        state = super().state_dict(batches_done)
+        if self._unit is not None:
+            state["item_embeddings"] = torch.from_numpy(self._unit).to(torch.int16)  # (N, D), unit vectors × 2048
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        stored = state.get("item_embeddings")
+        self._unit = None if stored is None else stored.to("cpu", torch.float32).numpy()
+
+    def _global(self, number: int, position: int) -> tuple[Ints, Ints]:
+        if self._pass != number:
+            self._paired, self._pass = self._pairs_of(number), number
+        places = np.arange(position * self.pairs, (position + 1) * self.pairs) % len(self._paired)
+        drawn = self._paired[places].ravel()
+        ends = drawn[np.sort(np.unique(drawn, return_index=True)[1])]  # an odd class's last pair takes an item again
+        return np.concatenate([ends, self._negatives(ends, number, position)]), np.ones(self.batch_size, np.int64)
+
+    def _pairs_of(self, number: int) -> Ints:
+        """All positive pairs (T, 2) of a pass in a random order: each class in a random order, two by two."""
+        turn = np.arange(self._turns.sum()) - np.repeat(np.cumsum(self._turns) - self._turns, self._turns)
+        classes = np.repeat(np.arange(len(self._turns)), self._turns)
+        two = np.full_like(turn, 2)
+        pairs = self._groups.take(self._groups.shuffled(self.seed, number), classes, 2 * turn, two).reshape(-1, 2)
+        return pairs[shuffled(words(len(pairs), self.seed, PAIRS, number))]
+
+    def _negatives(self, ends: Ints, number: int, position: int) -> Ints:
+        """What fills the batch: of each end in turn the nearest candidate of another class that is not taken yet."""
+        pool = self._candidates(number, position)
+        pool = pool[~np.isin(pool, ends)]
+        same = self._labels[ends][:, None] == self._labels[pool]  # (E, M)
+        if self._unit is None:
+            similarity = np.broadcast_to(-np.arange(len(pool), dtype=np.float32), same.shape)  # first comes, first goes
+        else:
+            similarity = self._unit[ends] @ self._unit[pool].T
+        similarity = np.where(same, -np.inf, similarity)
+        chosen: list[int] = []
+        for place in range(self.batch_size - len(ends)):
+            row = similarity[place % len(ends)]
+            best = int(row.argmax())
+            if row[best] == -np.inf:  # this end has no negative left; any that is left, then anyone
+                best = int(similarity.max(0).argmax())
+            if best in chosen:
+                best = next(other for other in range(len(pool)) if other not in chosen)
+            similarity[:, best] = -np.inf
+            chosen.append(best)
+        return pool[chosen]
+
+    def _candidates(self, number: int, position: int) -> Ints:
+        """Random items of known classes, drawn evenly: shuffled orders of all, used up piece by piece."""
+        items, size = self._groups.items, min(self.candidates, len(self._groups.items))
+        piece, start = divmod(position, len(items) // size)
+        if self._pool is None or self._pool[0] != (number, piece):
+            self._pool = (number, piece), items[shuffled(words(len(items), self.seed, NEGATIVES, number, piece))]
+        return self._pool[1][start * size : (start + 1) * size]

@@ -1,0 +1,1 @@
+"""Checkpoints: what a trainer saves, as one file or sharded over ranks."""

@@ -1,0 +1,234 @@
+"""A finished run put to use: its encoder over any source, as embeddings or in another format."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearkin import data, models
+from nearkin.core import checks
+from nearkin.data import augment, image_cache
+from nearkin.data.items import Items
+from nearkin.data.vectors import Vectors
+from nearkin.dist.group import ProcessGroup
+from nearkin.models.io import fingerprint as encoder_fingerprint
+from nearkin.models.onnx_export import exportable
+from nearkin.training import run_dir
+from nearkin.training.config import recipe as recipes
+from nearkin.training.loader import Material, embed
+from nearkin.training.prepare import divided, fingerprint
+
+__all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "vectors_of"]
+
+PARTS = ("all", "train", "val", "test", "gallery")
+Progress = Callable[[int, int], None]
+
+
+class Embedded(NamedTuple):
+    """Embeddings (n, D) float32 with what the source says of each item."""
+
+    embeddings: Tensor
+    labels: NDArray[np.int64] | None
+    targets: NDArray[np.float64] | None
+    classes: list[str]
+    names: list[str]
+
+
+class _Opened(NamedTuple):
+    encoder: models.Encoder
+    material: Material
+    items: Items
+    indices: NDArray[np.int64]  # of the part that was asked for
+    gallery: NDArray[np.int64] | None  # searched by the test part, where the source has it apart
+
+
+def embed_source(
+    run: str | Path,
+    source: str | None = None,
+    *,
+    root: str | Path | None = None,
+    part: str | None = None,
+    views: int = 1,
+    batch: int = 256,
+    unreadable: str = "strict",
+    device: str = "auto",
+    progress: Progress | None = None,
+    group: ProcessGroup | None = None,
+) -> Embedded:
+    """The items of a source through the encoder of a run.
+
+    source None: the run's own. part: "all", or the items of a part as the run's recipe divides the source; by default
+    the test part of the run's own source, all of another. views: the mean over so many crops and flips. ranks: the
+    processes that share the work, whole batches each; all of them get the embeddings of all.
+    """
+    checks.integer("views", views, 1)
+    checks.integer("batch", batch, 1)
+    opened = _in_turn(group, partial(_opened, Path(run), source, root, part, unreadable, device))
+    if views > 1 and opened.material.size is None:
+        raise ValueError(f"views must be 1 for vectors, got {views}")
+    return _embedded(opened, opened.indices, group, batch=batch, views=views, progress=progress)
+
+
+def vectors_of(
+    run: str | Path,
+    source: str | None = None,
+    *,
+    root: str | Path | None = None,
+    device: str,
+    progress: Any = None,
+    group: ProcessGroup | None = None,
+) -> tuple[Vectors, Vectors | None]:
+    """As `evaluation.protocols` takes them: the items that ask, and the gallery of a source that has one apart."""
+    opened = _in_turn(group, partial(_opened, Path(run), source, root, None, "strict", device))
+    found = _embedded(opened, opened.indices, group, progress=progress)
+    asking = _vectors(f"{run} on {source or 'its test part'}", found)
+    if opened.gallery is None:
+        return asking, None
+    return asking, _vectors(f"{run} on its gallery", _embedded(opened, opened.gallery, group, progress=progress))
+
+
+def _in_turn(group: ProcessGroup | None, opened: Callable[[], _Opened]) -> _Opened:
+    """Pictures are decoded once a machine, by all its cores; its other ranks find them done."""
+    return opened() if group is None else group.first_here("opening", opened)
+
+
+def _embedded(
+    opened: _Opened,
+    indices: NDArray[np.int64],
+    group: ProcessGroup | None = None,
+    *,
+    batch: int = 256,
+    views: int = 1,
+    progress: Progress | None = None,
+) -> Embedded:
+    chosen = opened.items.take(indices)
+    more: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "ranks": group}
+    rows = embed(opened.encoder, opened.material, indices, **more)
+    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
+
+
+def _vectors(name: str, found: Embedded) -> Vectors:
+    labels = None if found.labels is None else np.array([found.classes[i] for i in found.labels], dtype=str)
+    targets = None if found.targets is None else torch.from_numpy(found.targets)
+    return Vectors(name, found.embeddings, labels, targets, found.names)
+
+
+def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:
+    """The encoder of a run as ONNX, checked on its own test items: the largest difference, and on how many."""
+    _finished(Path(run))
+    exportable(path)
+    opened = _opened(Path(run), None, None, None, "skip", "cpu", same=False)
+    some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
+    batch = opened.material.plain(opened.material.gather(some))
+    said = json.loads((Path(run) / "encoder.json").read_text(encoding="utf-8"))
+    more = {"nearkin.fingerprint": encoder_fingerprint(said), **_preparation_facts(said["preparation"])}
+    return models.export_onnx(opened.encoder, path, batch, metadata=more), len(batch)
+
+
+def _preparation_facts(preparation: dict[str, Any]) -> dict[str, str]:
+    """How a file becomes an input, step by step, for whoever has nothing but the ONNX file."""
+    if preparation["kind"] != "pictures":
+        return {"nearkin.kind": "vectors"}
+    side, size, fit = preparation["stored"], preparation["size"], preparation["fit"]
+    crop = augment.crop_side(side, size)
+    fitted = {
+        "crop": f"shorter side to {side} px, the middle {side} x {side} kept",
+        "squash": f"to {side} x {side} px, whatever the aspect",
+        "pad": f"longer side to {side} px, padded to {side} x {side} with the mean colour of the edge",
+    }
+    steps = [
+        "upright by EXIF, transparency over white, " + ("grey" if preparation["channels"] == 1 else "RGB"),
+        f"resize: {fitted[fit]}; Lanczos to make smaller, bicubic to make larger, rounded to 8 bits",
+        f"crop: the middle {crop} x {crop}, from pixel {(side - crop) // 2} on",
+    ]
+    if crop != size:
+        steps.append(f"resize: to {size} x {size}, bilinear, antialiased")
+    return {
+        "nearkin.kind": "pictures",
+        "nearkin.size": str(size),
+        "nearkin.resize": str(side),
+        "nearkin.fit": fit,
+        "nearkin.resize_filter": "lanczos smaller, bicubic larger",
+        "nearkin.crop": str(crop),
+        "nearkin.steps": "; ".join(f"{i}. {step}" for i, step in enumerate([*steps, "divide by 255"], 1)),
+    }
+
+
+def _finished(run: Path) -> None:
+    if not (run / "encoder.json").is_file():
+        raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
+
+
+def _opened(
+    run: Path,
+    source: str | None,
+    root: str | Path | None,
+    part: str | None,
+    unreadable: str,
+    device: str,
+    same: bool = True,
+) -> _Opened:
+    _finished(run)
+    on = checks.device(device)
+    encoder, preparation = models.load(run, on)
+    recipe = run_dir.recipe_of(run)
+    part = part or ("test" if source is None else "all")
+    checks.one_of("part", part, PARTS)
+    source = source or recipe.data.source
+    own = Path(source) == Path(recipe.data.source)
+    root = recipe.data.root if own and root is None else root
+    if own and recipe.data.unreadable is not None and unreadable == "strict":
+        unreadable = recipe.data.unreadable  # what training has skipped is no news
+    items = data.load(source, root=root, partial=recipe.data.partial, labelled=part != "all")
+    rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
+    indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
+    gallery = None
+    if part != "all":
+        parts = divided(items, recipe, bad)
+        kept = run_dir.beginning(run).get("fingerprint") if own and same else None
+        if kept is not None and kept != fingerprint(items, parts, digests):
+            raise ValueError(
+                f"{source}: it is not what it was when {run} began, so its {part} part may hold what was trained on; "
+                f"measure on a source of its own"
+            )
+        indices = getattr(parts, part)
+        if indices is None:
+            raise ValueError(f"{source}: it has no gallery of its own; its test items search one another")
+        gallery = parts.gallery if part == "test" else None
+    material = Material(rows, on, preparation.get("size"), preparation.get("flip", True))
+    return _Opened(encoder, material, items, indices, gallery)
+
+
+def _rows(
+    items: Items, preparation: dict[str, Any], recipe: recipes.Recipe, unreadable: str, source: str
+) -> tuple[NDArray[Any], list[str], list[tuple[int, str]]]:
+    """Rows as the encoder was trained on them, their digests, and the items that could not be read."""
+    wanted = preparation["kind"]
+    if (items.vectors is not None) != (wanted == "vectors"):
+        raise ValueError(f"{source}: the run's encoder takes {wanted}, the source holds the other kind")
+    if items.vectors is not None:
+        if items.vectors.shape[1] != preparation["features"]:
+            raise ValueError(
+                f"{source}: vectors must have {preparation['features']} dimensions as the run's encoder takes them, "
+                f"got {items.vectors.shape[1]}"
+            )
+        return items.vectors, [], []
+    assert items.pictures is not None
+    more: dict[str, Any] = {} if recipe.data.max_pixels is None else {"max_pixels": recipe.data.max_pixels}
+    found = image_cache.store(
+        items.pictures,
+        items.names,
+        side=preparation["stored"],
+        fit=preparation["fit"],
+        channels=preparation["channels"],
+        unreadable=unreadable,
+        cache=recipe.data.cache is not False,
+        **more,
+    )
+    return found.pixels, found.digests, found.bad

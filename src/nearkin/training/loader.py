@@ -1,0 +1,175 @@
+"""What the encoder is fed: rows of pictures or vectors by their index, gathered ahead of the loop, on its device."""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from nearkin.data import augment
+from nearkin.dist.team import Team
+from nearkin.dist.torchrun import here
+from nearkin.samplers import EpochSampler
+from nearkin.training.own_objects import DatasetRows
+
+__all__ = ["Batch", "Feed", "Material", "embed", "parts"]
+
+_RESIDENT = 0.25  # share of a GPU's free memory that a whole set may take, so that no batch crosses the bus
+_AHEAD = 4  # batches gathered before they are asked for
+
+
+class Material:
+    """Items as tensors: pixels (N, S, S, C) uint8, maybe on disk, vectors (N, F) float32, or what a dataset gives."""
+
+    def __init__(
+        self, rows: NDArray[Any] | DatasetRows, device: torch.device, size: int | None = None, flip: bool = True
+    ) -> None:
+        self.rows, self.device, self.size = rows, device, size
+        self.flip = flip  # whether a mirror image is the same thing
+        self.whole: Tensor | None = None
+        if isinstance(rows, DatasetRows) or device.type != "cuda":
+            return
+        if rows.nbytes <= _RESIDENT * torch.cuda.mem_get_info(device)[0]:
+            self.whole = resident(rows, device)
+
+    def gather(self, indices: NDArray[np.int64]) -> Tensor:
+        """Rows on the CPU, or on the device where the whole set is."""
+        if self.whole is not None:
+            return self.whole[torch.from_numpy(indices).to(self.device)]
+        if isinstance(self.rows, DatasetRows):
+            found = self.rows.take(indices)
+        else:
+            found = torch.from_numpy(np.take(self.rows, indices, axis=0))
+        return found.pin_memory() if self.device.type == "cuda" else found
+
+    def plain(self, rows: Tensor) -> Tensor:
+        """What the encoder sees of gathered rows when it is measured."""
+        rows = rows.to(self.device, non_blocking=True)
+        return rows if self.size is None else augment.centre(rows, self.size)
+
+
+def resident(rows: NDArray[Any], device: torch.device, together: int = 4096) -> Tensor:
+    """All rows on the device, in copies of some: torch takes no array that is mapped read-only."""
+    kind = torch.from_numpy(np.empty(0, rows.dtype)).dtype
+    whole = torch.empty(rows.shape, dtype=kind, device=device)
+    for start in range(0, len(rows), together):
+        whole[start : start + together] = torch.from_numpy(np.array(rows[start : start + together]))
+    return whole
+
+
+class Batch(NamedTuple):
+    """One batch: which of the training items, and the rows of this rank's part of it, as they are kept."""
+
+    number: int
+    items: NDArray[np.int64]  # of all ranks, as one process would have them
+    rows: Tensor
+    counts: tuple[int, ...]  # rows of every rank, which follow one another
+    part: slice  # this rank's
+
+
+def parts(size: int, ranks: int) -> tuple[int, ...]:
+    """How many of `size` rows each rank gets: as evenly as can be, for any number of ranks."""
+    return tuple(size * (rank + 1) // ranks - size * rank // ranks for rank in range(ranks))
+
+
+class Feed:
+    """The batches of an epoch in order, `workers` threads gathering the next ones meanwhile.
+
+    A batch is a pure function of (seed, epoch, number), so threads change nothing but the time. Of several ranks each
+    takes its own piece, one after the other: put together they are the batch of one process, in its order.
+    """
+
+    def __init__(self, material: Material, indices: NDArray[np.int64], sampler: EpochSampler, workers: int) -> None:
+        self.material, self.indices, self.sampler, self.workers = material, indices, sampler, workers
+
+    def epoch(self, number: int, start: int) -> Iterator[Batch]:
+        """From batch `start` of an epoch to its last."""
+        self.sampler.resume(number, start)
+        if not self.workers or self.material.whole is not None:
+            for batch in range(start, len(self.sampler)):
+                yield self._gathered(batch, np.array(self.sampler.batch(number, batch)))
+            return
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="nearkin-feed") as pool:
+            ahead: deque[Future[Batch]] = deque()
+            try:
+                for batch in range(start, len(self.sampler)):
+                    ahead.append(pool.submit(self._gathered, batch, np.array(self.sampler.batch(number, batch))))
+                    if len(ahead) > max(_AHEAD, self.workers):
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                for waiting in ahead:
+                    waiting.cancel()
+
+    def _gathered(self, number: int, items: NDArray[np.int64]) -> Batch:
+        ranks = here()
+        counts, part = parts(len(items), ranks.size), ranks.share(len(items))
+        return Batch(number, items, self.material.gather(self.indices[items[part]]), counts, part)
+
+
+@torch.no_grad()
+def embed(
+    encoder: nn.Module,
+    material: Material,
+    indices: NDArray[np.int64],
+    *,
+    batch: int = 256,
+    precision: torch.dtype | None = None,
+    views: int = 1,
+    features: bool = False,
+    progress: Any = None,
+    ranks: Team | None = None,
+) -> Tensor:
+    """Embeddings (n, D) float32 on the CPU of the items at `indices`, the encoder in evaluation mode meanwhile.
+
+    views: the mean over several crops and flips, renewed to length 1 where the encoder normalises. features: the pooled
+    backbone instead, before any projection. Of several ranks, those that train together unless given, each embeds its
+    share, whole batches, so that an item meets the same others in the encoder whatever their number; all get all.
+    """
+    ranks = here() if ranks is None else ranks
+    if ranks.size == 1:
+        return _embed_here(encoder, material, indices, batch, precision, views, features, progress)
+    mine, own = indices[ranks.share(len(indices), batch)], torch.empty(0, 0)
+    with ranks.work("embedding", progress, len(indices)) as told:
+        if len(mine):
+            own = _embed_here(encoder, material, mine, batch, precision, views, features, told)
+    width = max(ranks.values(own.shape[1]))  # which a rank without items does not know
+    return ranks.rows(own if len(mine) else own.new_empty(0, width))
+
+
+def _embed_here(
+    encoder: nn.Module,
+    material: Material,
+    indices: NDArray[np.int64],
+    batch: int,
+    precision: torch.dtype | None,
+    views: int,
+    features: bool,
+    progress: Any = None,
+) -> Tensor:
+    """`embed` by this process alone, whatever other ranks there are; the caller switches gradients off."""
+    was_training = encoder.training
+    encoder.eval()
+    kept = []
+    try:
+        for start in range(0, len(indices), batch):
+            rows = material.gather(indices[start : start + batch])
+            seen = [material.plain(rows)]
+            if views > 1 and material.size is not None:
+                seen = list(augment.views(rows.to(material.device), material.size, views, flip=material.flip))
+            with torch.autocast(material.device.type, precision, enabled=precision is not None):
+                found = [encoder.features(view) if features else encoder(view) for view in seen]  # type: ignore[operator]
+            mean = torch.stack([part.float() for part in found]).mean(0)
+            if views > 1 and not features and getattr(encoder, "settings", {}).get("normalize"):
+                mean = nn.functional.normalize(mean, dim=1)
+            kept.append(mean.cpu())
+            if progress is not None:
+                progress(min(start + batch, len(indices)), len(indices))
+    finally:
+        encoder.train(was_training)
+    return torch.cat(kept)

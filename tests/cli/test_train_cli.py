@@ -1,0 +1,298 @@
+"""The verbs around training, as a user types them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from commands import photos, run, said
+from nearkin.cli.screen import results_table
+from nearkin.gallery import encoding
+
+QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
+QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0"]
+CONTENDERS = ("baseline", "untrained", "trained")
+SETS = [part for text in QUICK for part in ("--set", text)]
+UNSTORED = [text for text in QUICK if not text.startswith("data.stored")]
+
+
+@pytest.fixture(autouse=True)
+def _own_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_a_folder_becomes_a_run_with_a_report():
+    photos(Path("photos"))
+    out = said(run("train", "photos/", *SETS))
+    assert "60 items, 10 classes" in out and "epoch   2/2" in out
+    assert "pixels" in out and "untrained" in out and "trained" in out and "map@r" in out
+    told = re.findall(
+        r"epoch   ([12])/2  loss (\S+)  map@r \d+\.\d %  recall@1 \d+\.\d %  r_precision \d+\.\d %  ", out
+    )
+    lines = map(json.loads, Path("runs/photos/metrics.jsonl").read_text().splitlines())
+    losses = [f"{line['loss']:.4g}" for line in lines if line["event"] == "epoch"]
+    assert told == [("1", losses[0]), ("2", losses[1])] and losses[0] != losses[1], "each epoch its own, in per cent"
+    sentence = json.loads(Path("runs/photos/results.json").read_text())["verdict"]["sentence"]
+    assert sentence in out
+    folder = Path("runs/photos")
+    assert f"report: {folder / 'report.html'}" in out
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") or page.lower().startswith("<!doctype")
+    assert "Content-Security-Policy" in page and "class" in page
+    assert sentence in page.replace("\u202f%", " %")
+    again = said(run("train", "photos", *SETS, "--quiet"))
+    assert again.strip() == "runs/photos-2", "an earlier run is never overwritten"
+
+
+def test_json_is_nothing_but_json():
+    photos(Path("photos"))
+    found = json.loads(said(run("train", "photos", *SETS, "--json", "--out", "run")))
+    assert found["test"]["trained"]["recall@1"]["value"] >= 0
+    assert found == json.loads(Path("run/results.json").read_text())
+
+
+def test_a_run_is_evaluated_embedded_and_resumed():
+    photos(Path("photos"))
+    said(run("train", "photos", *SETS, "--quiet", "--out", "run"))
+    results = json.loads(Path("run/results.json").read_text())
+    out = said(run("evaluate", "run", "--json", "found.json"))
+    assert "map@r" in out
+    found = json.loads(Path("found.json").read_text())["results"]["retrieval"]
+    assert found["map@r"] == pytest.approx(results["test"]["trained"]["map@r"]["value"], abs=1e-9)
+    for name in ("all.npz", "all.safetensors", "all.parquet"):
+        assert "60 × 8" in said(run("embed", "run", "photos", "--out", name))
+        assert "60 × 8" in said(run("evaluate", name))
+    assert "× 8" in said(run("embed", "run", "photos", "--part", "test", "--views", "4", "--out", "test.npz"))
+    with np.load("test.npz") as archive:
+        assert len(archive["embeddings"]) == results["items"]["test"] and archive["labels"].dtype.kind == "U"
+        np.testing.assert_allclose(np.linalg.norm(archive["embeddings"], axis=1), 1, atol=1e-5)
+    other = photos(Path("other"), classes=3)
+    assert "18 × 8" in said(run("evaluate", "run", other))
+    before = Path("run/model.safetensors").read_bytes()
+    said(run("train", "--resume", "run"))
+    assert Path("run/model.safetensors").read_bytes() == before
+
+
+def test_export():
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        pytest.skip("ONNX export needs torch 2.11")
+    photos(Path("photos"))
+    said(run("train", "photos", *[part for text in UNSTORED for part in ("--set", text)], "--quiet", "--out", "run"))
+    # As a process of its own: the exporter warns about its own dependencies.
+    found = subprocess.run(
+        [sys.executable, "-m", "nearkin", "export", "run", "--onnx"], capture_output=True, text=True, env=os.environ
+    )
+    assert found.returncode == 0, found.stderr
+    assert "nowhere does not exist" in said(run("export", "run", "--onnx", "--out", "nowhere/model.onnx"), 2)
+    assert "equal to the run's encoder within" in found.stdout and Path("run/model.onnx").stat().st_size > 1000
+    _embed_by_metadata_alone()
+
+
+def _embed_by_metadata_alone():
+    """The ONNX file says how pictures are prepared: with it, Pillow and onnxruntime alone give what `embed` gives."""
+    import onnx
+    import onnxruntime
+
+    wide = np.random.default_rng(1).integers(0, 256, (4, 22, 37, 3), dtype=np.uint8)
+    Path("wide").mkdir()
+    for i, pixels in enumerate(wide):
+        Image.fromarray(pixels).save(f"wide/{i}.png")
+    said(run("embed", "run", "wide", "--out", "wide.npz"))
+    told = {one.key: one.value for one in onnx.load("run/model.onnx").metadata_props}
+    assert told["nearkin.fingerprint"] == encoding.described("run").fingerprint
+    assert told["nearkin.kind"] == "pictures" and told["nearkin.fit"] == "crop" and told["nearkin.layout"] == "NCHW"
+    assert told["nearkin.channel_order"] == "RGB" and told["nearkin.value_range"] == "0 to 1 (pixel / 255)"
+    assert told["nearkin.input_shape"] == "rows,3,16,16" and (told["nearkin.dim"], told["nearkin.size"]) == ("8", "16")
+    assert len(json.loads(told["nearkin.mean"])) == len(json.loads(told["nearkin.std"])) == 3
+    assert "inside the graph" in told["nearkin.mean_and_std"] and told["nearkin.unit_length"] == "true"
+    side, crop, size = (int(told[f"nearkin.{key}"]) for key in ("resize", "crop", "size"))
+    assert (side, crop) == (18, size), "no second resize: 18 px are stored for 16, and 7/8 of them are not more than 16"
+    seen = []
+    for i in range(4):
+        image = Image.open(f"wide/{i}.png").convert("RGB")
+        middle = ((37 - 22) / 2, 0, (37 + 22) / 2, 22)
+        square = np.asarray(image.resize((side, side), Image.Resampling.LANCZOS, middle))
+        start = (side - crop) // 2
+        seen.append(square[start : start + crop, start : start + crop].transpose(2, 0, 1) / np.float32(255))
+    session = onnxruntime.InferenceSession("run/model.onnx", providers=["CPUExecutionProvider"])
+    (got,) = session.run(["embedding"], {"input": np.stack(seen).astype(np.float32)})
+    with np.load("wide.npz") as archive:
+        np.testing.assert_allclose(got, archive["embeddings"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["train", "nowhere/"], "nowhere"),
+        (["train", "gylphs"], 'did you mean "glyphs"?'),
+        (["train", "empty"], "empty"),
+        (["train", "one"], "at least"),
+        (["train", "single"], "single image"),
+        (["train", "broken"], "cannot be used"),
+        (["train", "photos", "--loss", "arcfase"], 'did you mean "arcface"?'),
+        (["train", "photos", "--encoder", "smal-cnn"], 'did you mean "small-cnn"?'),
+        (["train", "photos", "--loss", "supcon", "--set", "loss.tempratur=1"], 'did you mean "temperature"?'),
+        (["train", "photos", "--set", "training.epochs=many"], "must be a whole number"),
+        (["train", "photos", "--recipe", "none.toml"], "there is no such recipe"),
+        (["train", "photos", "--out", "photos"], "is not empty"),
+        (["train", "photos", "--out", "photos/class0/0.png/run"], "0.png is no folder"),
+        (["train", "photos", "--set", "encoder.size=32"], 'in a recipe it is "data.size"'),
+        (["train", "photos", "--set", "encoder.width=0"], "encoder.width must be >= 1"),
+        (["train", "photos", "--set", "augment.flip=2"], "augment.flip must be <= 1"),
+        (["train", "--resume", "photos"], "not a run"),
+        (["train", "photos", "--resume", "photos"], "give no other choices beside it"),
+        (["embed", "photos", "photos", "--out", "x.npz"], "not a finished run"),
+        (["embed", "photos", "photos", "--out", "x.txt"], ".npz, .safetensors, .parquet"),
+        (["export", "photos"], "--onnx"),
+        (["export", "photos", "--onnx"], "not a finished run"),
+        (["evaluate", "photos"], "photos"),
+        (["tran"], 'did you mean "train"?'),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    photos(Path("photos"))
+    Path("empty").mkdir()
+    photos(Path("one"), classes=1)
+    photos(Path("single"), classes=8, each=1)
+    photos(Path("broken"), classes=4, each=3)
+    for path in Path("broken").rglob("*.png"):
+        path.write_bytes(b"not a picture")
+    before = sorted(p for p in Path(".").rglob("*") if "cache" not in p.parts)
+    out = said(run(*arguments), 2)
+    lines = [line for line in out.strip().splitlines() if line.strip()]
+    assert sentence in lines[-1], out
+    assert "Traceback" not in out
+    assert sorted(p for p in Path(".").rglob("*") if "cache" not in p.parts) == before, "nothing is left behind"
+
+
+def test_a_missing_extra_is_one_sentence(monkeypatch):
+    photos(Path("photos"))
+    monkeypatch.setitem(sys.modules, "timm", None)
+    out = said(run("train", "photos", "--encoder", "timm:resnet18"), 2)
+    assert "timm:resnet18 needs timm: pip install 'nearkin[vision]'" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_outside_of_the_loop(number, code, monkeypatch):
+    """Before there is a run nothing was written; after the training it can be measured again."""
+    photos(Path("photos"))
+    send = lambda *_, **__: os.kill(os.getpid(), number)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr("nearkin.training.run.prepare", send)
+        assert "interrupted; nothing was written" in said(run("train", "photos", *SETS, "--out", "run"), code)
+    assert not Path("run").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("nearkin.training.validation.test", send)
+        out = said(run("train", "photos", *SETS, "--out", "run"), code)
+    assert "the run is saved as far as it came; go on with nearkin train --resume run" in out
+    out = said(run("train", "--resume", "run"))
+    assert "training was done after step 6; its best weights are tested again" in out
+
+
+def test_a_narrow_screen_cuts_no_figure(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "72")
+    figure = {"value": 1.0, "low": 1.0, "high": 1.0}
+    names = ("label_distance@1", "label_distance@10", "recall@1")
+    results_table({"baseline": "pixels", "test": dict.fromkeys(CONTENDERS, dict.fromkeys(names, figure))})
+    out = capsys.readouterr().out
+    assert "…" not in out and "label_distance@10" in out and out.count("(100.0–100.0)") == 3
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_without_permission():
+    folder = photos(Path("photos"))
+    folder.chmod(0)
+    try:
+        assert "photos" in said(run("train", "photos"), 2)
+    finally:
+        folder.chmod(0o755)
+
+
+def test_unreadable_files_are_named_or_skipped():
+    folder = photos(Path("photos"))
+    (folder / "class3" / "0.png").write_bytes(b"oops")
+    out = said(run("train", "photos", *SETS), 2)
+    assert "class3/0.png" in out and "--skip-unreadable" in out
+    out = said(run("train", "photos", *SETS, "--skip-unreadable", "--out", "run"))
+    assert "class3/0.png" in out and (Path("run") / "report.html").exists()
+
+
+def test_lists():
+    assert "arcface" in said(run("losses")) and "margin=0.5" in said(run("losses"))
+    assert "small-cnn" in said(run("encoders")) and "cub200" in said(run("sources"))
+    for verb in ("losses", "encoders", "sources"):
+        assert len(json.loads(said(run(verb, "--json")))) >= 5
+
+
+def test_help_shows_examples():
+    out = said(run("train", "--help"))
+    assert "nearkin train photos/" in out and "--resume" in out
+    named = re.findall(r"recipes/[\w-]+\.toml", out)
+    assert named and all((Path(__file__).parents[2] / name).is_file() for name in named)
+
+
+# --- kill -9: a few here, many in studies/kill_and_resume.py
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "nearkin", *map(str, arguments)]
+
+
+@pytest.mark.parametrize("workers, at", [(0, 3), (2, 7)])
+def test_kill_and_resume(workers, at):
+    """Killed as soon as a given step is in the log; resumed; the weights are those of the run that was not."""
+    photos(Path("photos"))
+    sets = [
+        *SETS,
+        "--set",
+        "training.epochs=4",
+        "--set",
+        "training.log_steps=1",
+        "--set",
+        "training.save_minutes=0.0001",
+    ]
+    sets += ["--set", f"training.workers={workers}", "--set", "training.patience=9"]
+    said(run("train", "photos", *sets, "--quiet", "--out", "whole"))
+    process = subprocess.Popen(
+        command("train", "photos", *sets, "--quiet", "--out", "run"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    log = Path("run/metrics.jsonl")
+    end = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end:
+        if log.exists() and len(log.read_text().splitlines()) >= at:
+            break
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    assert not Path("run/results.json").exists(), "it was still at work"
+    said(run("train", "--resume", "run", "--quiet"))
+    assert Path("run/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+    assert not list(Path("run/checkpoints").glob(".*")), "half-written files are gone"
+
+
+def test_a_table_of_pictures_with_targets():
+    """Continuous labels: the log-ratio loss, its sampler, and graded figures, without being asked for."""
+    folder = photos(Path("photos"), classes=8)
+    lines = [f"{path},{int(path.parent.name[5:]) + int(path.stem) / 10}" for path in sorted(folder.rglob("*.png"))]
+    Path("poses.csv").write_text("path,target\n" + "\n".join(lines) + "\n")
+    sets = [part for text in QUICK if "per_class" not in text for part in ("--set", text)]
+    out = said(run("train", "poses.csv", *sets, "--out", "run"))
+    assert "logratio, label-neighbours" in out and "ndcg@10" in out
+    assert "ndcg@10" in said(run("evaluate", "run"))
+    assert Path("run/report.html").stat().st_size > 10_000

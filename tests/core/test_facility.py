@@ -1,0 +1,203 @@
+"""Facility location's search: the blind one, the reading one and the kernel against greedy and exchange by hand."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import reference
+from nearkin import kernels, losses
+from nearkin.core import checks, distances, facility, facility_few
+from nearkin.kernels import facility_ops as fused
+
+TIE = 1e-9
+
+
+def batch(seed, size=None, dtype=torch.float64):
+    """Distances and labels; every other seed on a small grid, so full of ties, every third with unknown labels."""
+    g = torch.Generator().manual_seed(seed)
+    size = int(torch.randint(1, 14, (), generator=g)) if size is None else size
+    classes = int(torch.randint(1, 6, (), generator=g))
+    labels = torch.randint(-1 if seed % 3 == 0 else 0, classes, (size,), generator=g)
+    if seed % 2:
+        x = torch.randn(size, 3, generator=g, dtype=torch.float64)
+    else:
+        x = torch.randint(0, 3, (size, 2), generator=g).double()
+    return distances.euclidean(x.to(dtype)), labels
+
+
+def by_hand(distance, labels, gamma, sweeps):
+    """Algorithms 1 and 2 with every score from scratch; of scores within rounding the first."""
+    rows, items = distance.tolist(), reference.known_items(labels)
+
+    def best(others, floor=None):
+        found, top = (
+            floor,
+            -math.inf if floor is None else reference.facility_score(rows, labels, [*others, floor], gamma),
+        )
+        for c in items:
+            score = -math.inf if c in others else reference.facility_score(rows, labels, [*others, c], gamma)
+            if score > top + TIE:
+                found, top = c, score
+        return found
+
+    picks = []
+    for _ in range(len({int(labels[i]) for i in items})):
+        picks.append(best(picks))
+    for _ in range(sweeps):
+        for slot, pick in enumerate(picks):
+            picks[slot] = best(picks[:slot] + picks[slot + 1 :], pick)
+    return sorted(picks)
+
+
+def chosen(found):
+    return found.chosen.nonzero().squeeze(1).tolist()
+
+
+def same(a, b):
+    return all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 4.0])
+def test_the_choice_is_that_of_greedy_and_exchange(gamma):
+    for seed in range(40):
+        d, labels = batch(seed)
+        for sweeps in (0, 2):
+            found = losses.facility_location(d, labels, gamma=gamma, sweeps=sweeps)
+            assert chosen(found) == by_hand(d, labels, gamma, sweeps), (seed, sweeps)
+
+
+def blind(monkeypatch, *given, **more):
+    """What a device that must not be read runs."""
+    with monkeypatch.context() as m:
+        m.setattr(checks, "reads_values", lambda tensor: False)
+        return losses.facility_location(*given, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_reading_values_changes_nothing(dtype, monkeypatch):
+    for seed in range(30):
+        d, labels = batch(seed, 30 if seed > 24 else None, dtype)
+        for more in ({}, {"gamma": 3.0, "sweeps": 1}, {"num_clusters": 2}):
+            assert same(losses.facility_location(d, labels, **more), blind(monkeypatch, d, labels, **more)), seed
+
+
+def test_the_end_of_a_quiet_search_is_the_end(monkeypatch):
+    """Nothing changed since each medoid was last tried: more rounds change nothing."""
+    tried = []
+    few = facility_few._few
+    monkeypatch.setattr(facility_few, "_few", lambda *given: tried.append(1) or few(*given))
+    d, labels = batch(25, 40)
+    long = losses.facility_location(d, labels, sweeps=100)
+    number = int(long.chosen.sum())
+    assert len(tried) <= 6 * number
+    assert same(long, losses.facility_location(d, labels, sweeps=5))
+
+
+def test_sums_equal_on_paper_are_equal():
+    table = facility._entropy_table(3000, torch.device("cpu")).tolist()
+    assert table[4] == 4 * table[2] and 6 * table[2] * 3 + 6 * table[3] * 2 == 6 * table[6]
+    assert max(abs(v / facility.FINE - n * math.log(n)) for n, v in enumerate(table) if n) < 1e-8
+
+
+def test_items_are_nearest_to_columns():
+    """distance[item, medoid], should the two ways differ."""
+    d = torch.tensor([[0.0, 1.0, 5.0], [9.0, 0.0, 9.0], [1.0, 2.0, 0.0]])
+    found = losses.facility_location(d, torch.tensor([0, 0, 0]), gamma=0.0)
+    assert chosen(found) == [1] and found.score == -3
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-30, 1e30, 1e300])
+def test_any_unit_of_distance(scale):
+    d, labels = batch(7)
+    usual, found = (losses.facility_location(x, labels, gamma=0.0) for x in (d, d * scale))
+    if scale in (1e-30, 1e30, 1e300):
+        assert torch.equal(found.chosen, usual.chosen)
+    assert int(found.chosen.sum()) == int(usual.chosen.sum()) and math.isfinite(found.score)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_poison_ends_and_is_never_a_plausible_number(poison, monkeypatch):
+    x, labels = torch.randn(8, 3), torch.arange(8) % 3
+    spoilt = x.clone()
+    spoilt[3, 1] = poison
+    for read in (True, False):
+        if not read:
+            monkeypatch.setattr(checks, "reads_values", lambda tensor: False)
+        assert bool(losses.facility_location_loss(spoilt, labels).isnan())
+        assert not bool(losses.facility_location_loss(x, labels, gamma=torch.tensor(math.nan)).isfinite())
+
+
+def test_settings_and_sentences(monkeypatch):
+    x, labels = torch.randn(8, 3), torch.arange(8) % 3
+    assert "impl" not in losses.FacilityLocationLoss().settings
+    module = losses.FacilityLocationLoss(impl="torch")
+    assert "impl='torch'" in repr(module)
+    assert torch.equal(module(x, labels), losses.facility_location_loss(x, labels))
+    with pytest.raises(ValueError, match='unknown impl "tritn"; did you mean "triton"'):
+        losses.facility_location_loss(x, labels, impl="tritn")
+    monkeypatch.setattr(kernels, "installed", lambda: False)
+    monkeypatch.setattr(kernels, "RECENT", True)
+    with pytest.raises(ValueError, match=r'impl="triton" is not possible here: triton is not installed'):
+        losses.FacilityLocationLoss(impl="triton")
+
+
+# The kernel, through Triton's interpreter, in a process of its own: the interpreter is chosen when triton is imported.
+
+
+def judge_kernel():
+    """What the tests below read, as JSON: for each case whether the kernel served and found the same."""
+    served = []
+    search = fused.search
+    fused.search = lambda *given: served.append(1) or search(*given)
+    cases = {f"batch {seed}": (*batch(seed), {"gamma": float(seed % 3)}) for seed in range(8)}
+    cases["float32, 17 items"] = (*batch(11, 17, torch.float32), {"sweeps": 2})
+    cases["no sweeps"] = (*batch(3), {"sweeps": 0})
+    cases["one item"] = (*batch(1, 1), {})
+    cases["two medoids at most"] = (*batch(5, 12), {"num_clusters": 2})
+    d, labels = batch(4, 9)
+    cases["int32"] = (d, labels.int(), {})
+    cases["one class"] = (d, torch.zeros_like(labels), {})
+    cases["all apart"] = (d[:6, :6], torch.arange(6), {})
+    cases["nobody known"] = (d, torch.full_like(labels, -1), {})
+    cases["no symmetry"] = (d * torch.linspace(1, 2, 9), labels, {})
+    cases["nan weight"] = (d, labels, {"gamma": torch.tensor(math.nan)})
+    found = {}
+    for name, (d, labels, more) in cases.items():
+        served.clear()
+        got = losses.facility_location(d, labels, impl="triton", **more)
+        plain = losses.facility_location(d, labels, impl="torch", **more)
+        found[name] = [
+            len(served),
+            same(got[:2], plain[:2]) and torch.allclose(*map(torch.stack, (got[2:], plain[2:])), equal_nan=True),
+        ]
+    x, labels = torch.randn(10, 3), torch.arange(10) % 3
+    results = []
+    for impl in ("torch", "triton"):
+        x_ = x.clone().requires_grad_()
+        (1.7 * losses.FacilityLocationLoss(impl=impl)(x_, labels)).backward()
+        results.append(x_.grad)
+    served.clear()
+    losses.FacilityLocationLoss()(x, labels)
+    found["gradient; a CPU alone chooses plain torch"] = [1 - len(served), torch.equal(*results)]
+    print(json.dumps(found))
+
+
+def test_kernel_finds_the_same():
+    if not kernels.installed():
+        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
+    code = "import test_facility; test_facility.judge_kernel()"
+    way = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=way, cwd=here)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) > 15
+    for name, case in found.items():
+        assert case == [1, True], name

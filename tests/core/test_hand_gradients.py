@@ -1,0 +1,152 @@
+"""Short ways on the CPU, and gradients written by hand, against the long way round."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from nearkin import losses, mining, relations
+from nearkin.core import checks, distances, reduce
+
+
+def batch(items=64, dim=5, unknown=False):
+    g = torch.Generator().manual_seed(items)
+    labels = torch.randint(items // 3, (items,), generator=g)
+    if unknown:
+        labels[::7] = -1
+    x = torch.randn(items, dim, generator=g, dtype=torch.float64)
+    x[-1] = x[2]  # duplicates, so ties
+    return x, labels
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """As on a device, where nothing may be read."""
+    monkeypatch.setattr(checks, "reads_values", lambda tensor: False)
+
+
+def rows(chosen):
+    return set(zip(*(part.tolist() for part in chosen.indices()), strict=True))
+
+
+@pytest.mark.parametrize("name", ["hard", "semihard", "random", "distance_weighted"])
+@pytest.mark.parametrize("unknown", [False, True])
+def test_few_positives_give_the_same_triplets(name, unknown, monkeypatch):
+    x, labels = batch(unknown=unknown)
+    kin = relations.of(labels)
+    distance = distances.euclidean(x, normalize=True)
+    found = []
+    for read in (True, False):
+        if not read:
+            monkeypatch.setattr(checks, "reads_values", lambda tensor: False)
+        generator = torch.Generator().manual_seed(1)
+        found.append(mining.select(name, distance, kin, dim=5, generator=generator))
+    few, all_columns = found
+    assert few.valid.shape[1] < 9 < all_columns.valid.shape[1]
+    assert rows(few) == rows(all_columns) and rows(few)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "active", "sum", "none"])
+@pytest.mark.parametrize("unknown", [False, True])
+def test_npair_of_the_sides_alone(reduction, unknown, monkeypatch):
+    x, labels = batch(unknown=unknown)
+    found = []
+    for read in (True, False):
+        if not read:
+            monkeypatch.setattr(checks, "reads_values", lambda tensor: False)
+        own = x.clone().requires_grad_()
+        value = losses.npair_loss(own, labels, reduction=reduction)
+        (slope,) = torch.autograd.grad(value.sum(), own)
+        found.append((value, slope))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_npair_without_positives_is_nothing():
+    x, _ = batch(6)
+    value = losses.npair_loss(x.requires_grad_(), torch.arange(6))
+    value.backward()
+    assert value.item() == 0 and not x.grad.any()
+
+
+def test_relations_do_not_depend_on_being_read(unread):
+    _, labels = batch(unknown=True)
+    long_way = relations.of(labels)
+    assert not long_way.positive[labels == -1].any() and not long_way.negative[:, labels == -1].any()
+    known = labels.abs()
+    assert torch.equal(relations.of(known).negative, known[:, None] != known[None, :])
+
+
+def test_upcast_holds_what_no_square_survives():
+    x = torch.tensor([[1e30, 1.0], [2.0, -1e30]], requires_grad=True)
+    held = distances.upcast(x)
+    held.sum().backward()
+    assert held.abs().max() < 1e13 and x.grad.tolist() == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize("falling", [False, True])
+@pytest.mark.parametrize("start", [0.0, 0.3])
+def test_hinges(squared, falling, start):
+    g = torch.Generator().manual_seed(0)
+    values = torch.randn(5, 7, generator=g, dtype=torch.float64).requires_grad_()
+    mask = torch.rand(5, 7, generator=g) < 0.6
+    mask[3] = False
+
+    def plain(v):
+        kept = torch.where(mask, (start - v if falling else v - start).relu(), 0.0)
+        return (kept.square() if squared else kept).sum(1)
+
+    def ours(v):
+        return reduce.hinges(v, mask, start=start, falling=falling, squared=squared)[0]
+
+    weight = torch.arange(1.0, 6.0, dtype=torch.float64)
+    torch.testing.assert_close(ours(values), plain(values))
+    slopes = [torch.autograd.grad((f(values) * weight).sum(), values)[0] for f in (ours, plain)]
+    torch.testing.assert_close(*slopes)
+    assert gradcheck(ours, values) and gradgradcheck(ours, values)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_of_gradients(dim):
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(6, 3, generator=g, dtype=torch.float64).requires_grad_()
+    r = torch.randn(4, 3, generator=g, dtype=torch.float64).requires_grad_()
+    mask = torch.rand(6, 6, generator=g) < 0.6
+    mask.fill_diagonal_(True)
+    assert gradgradcheck(lambda a: reduce.logsumexp(distances.cosine(a), mask, dim), x)
+    for normalize in (False, True):
+        for measure in (distances.euclidean, distances.squared_euclidean):
+            assert gradcheck(lambda a, f=measure, n=normalize: f(a, normalize=n), x)
+            assert gradgradcheck(lambda a, f=measure, n=normalize: f(a, normalize=n), x)
+            assert gradgradcheck(lambda a, b, f=measure, n=normalize: f(a, b, normalize=n), (x, r))
+
+
+def test_second_gradients_at_duplicates_are_finite():
+    x, _ = batch(12)
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(distances.euclidean(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(slope.square().sum(), x)
+    assert bool(second.isfinite().all())
+
+
+def test_distances_of_any_scale():
+    """Of a square only the root may fit the type, and rows of very different lengths stand side by side."""
+    x, _ = batch(8)
+    x = x.float()
+    for scale in (1e-30, 1e-12, 1.0, 1e10):
+        wanted = torch.cdist(x.double() * scale, x.double() * scale, compute_mode="donot_use_mm_for_euclid_dist")
+        torch.testing.assert_close(distances.euclidean(x * scale).double(), wanted, rtol=1e-6, atol=0)
+    mixed = torch.cat([x, x * 1e-20, torch.zeros(1, 5)])
+    wanted = torch.cdist(mixed.double(), mixed.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    torch.testing.assert_close(distances.euclidean(mixed).double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_counts_of_masks():
+    mask = torch.rand(5, 9) < 0.3
+    mask[2] = False
+    assert torch.equal(reduce.count_in_row(mask), mask.sum(1)) and torch.equal(reduce.any_in_row(mask), mask.any(1))
+    assert (
+        torch.equal(reduce.any_in_row(mask.T), mask.any(0)) and reduce.any_in_row(mask[:, :0]).tolist() == [False] * 5
+    )
+    values = torch.randn(5, 9)
+    assert torch.equal(reduce.highest(values, mask), reduce.largest(values, mask)[0])

@@ -1,0 +1,457 @@
+"""Training by several processes: the same curve, checkpoints for any number of ranks, and no rank left behind.
+
+Ranks that must agree run in worlds of `worlds.py`; ranks that are killed, stopped or fail run under torchrun, as a user
+starts them.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import worlds
+from nearkin import training
+from nearkin.dist import collectives
+from nearkin.dist import sync_batchnorm, parallel
+from nearkin.training import run_dir
+from nearkin.training.checkpoint.checkpoints import Checkpoints
+from nearkin.training.loader import parts
+from nearkin.training.prepare import prepare
+from nearkin.training.config.recipe import read
+from nearkin.training.run import assemble
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
+from killing import ranks_of
+
+SMALL = ["training.epochs=2", "training.batches=25", "training.log_steps=1", "encoder.hidden=[16, 16]"]
+SMALL += ["encoder.dim=8", "sampler.batch=21", "sampler.per_class=3", "training.workers=0", "evaluation.interval=false"]
+SMALL += ["training.device=cpu"]
+SHARDED = ["loss.name=arcface", "loss.shard=true"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with an .npz of 20 classes of 8 noisy vectors."""
+    home = tmp_path_factory.mktemp("torchrun")
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(20), 8)
+    rows = rng.normal(size=(20, 12))[labels] + 0.7 * rng.normal(size=(len(labels), 12))
+    np.savez(home / "vectors.npz", embeddings=rows.astype(np.float32), labels=labels)
+    return home
+
+
+def recipe_of(home, *sets):
+    return read(None, [f'data.source="{home}/vectors.npz"', *SMALL, *sets])
+
+
+def trained(rank, size, home, name, *sets):
+    """Trains into home/name; a rank returns how many times it was told that a step was made."""
+    moved = []
+    training.train(recipe_of(Path(home), *sets), Path(home) / name, lambda e: moved.append(e["event"] == "moved"))
+    return sum(moved)
+
+
+def stopped(rank, size, home, name, step, *sets):
+    """The last rank alone is asked to stop after a step: all save and stop."""
+
+    def watch(event):
+        if event["event"] == "moved" and event["step"] == step and rank == size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        training.train(recipe_of(Path(home), *sets), Path(home) / name, watch)
+    except training.Stopped as error:
+        return str(error)
+    except SystemExit as error:
+        return error.code
+    raise AssertionError("it did not stop")
+
+
+def resumed(rank, size, out):
+    training.resume(out)
+
+
+def copied(rank, size, out, copy):
+    """What a resumed run begins with, saved again by as many ranks as there are here."""
+    with training.joined():
+        trainer = assemble(prepare(run_dir.recipe_of(Path(out))), Path(out))
+        trainer.restore()
+        trainer.checkpoints = Checkpoints(Path(copy))
+        trainer.save()
+        return [p.to_local().shape[0] if hasattr(p, "to_local") else len(p) for p in trainer.parameters if p.dim() > 1]
+
+
+def curve(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return np.array([line["loss"] for line in lines if line["event"] == "step"])
+
+
+def weights(out):
+    from safetensors.torch import load_file
+
+    return torch.cat([value.flatten().float() for _, value in sorted(load_file(out / "model.safetensors").items())])
+
+
+def whole(checkpoints):
+    """All tensors of the newest checkpoint that do not depend on how many ranks there were."""
+    tensors, state, _ = Checkpoints(checkpoints).newest()
+    assert state["step"] > 0
+    return {name: value for name, value in tensors.items() if not name.startswith("chance.")}
+
+
+def same(first, second):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone(place):
+    trained(0, 1, place, "alone")
+    return place / "alone"
+
+
+# --- the same result
+
+
+def test_fifty_steps_of_two_ranks_are_those_of_one(place, alone):
+    """21 items are 10 and 11; the curve, the weights and every figure are those of one process."""
+    assert worlds.run(2, trained, str(place), "two") == [50, 50]
+    assert len(curve(alone)) == 50
+    np.testing.assert_allclose(curve(place / "two"), curve(alone), rtol=0, atol=1e-6)
+    torch.testing.assert_close(weights(place / "two"), weights(alone), rtol=0, atol=1e-6)
+    found, wanted = (json.loads((out / "results.json").read_text()) for out in (place / "two", alone))
+    assert found["test"] == wanted["test"] and found["val"] == wanted["val"] and found["ranks"] == 2
+    assert sorted(p.name for p in (place / "two").iterdir()) == sorted(p.name for p in alone.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name, sets",
+    [
+        ("fsdp", ["training.strategy=fsdp"]),
+        ("fsdp, chunks, average, clipped", ["training.strategy=fsdp", "training.chunk=4", "training.ema=0.9"]),
+        ("chunks, average, clipped", ["training.chunk=4", "training.ema=0.9"]),
+        ("sharded classes", SHARDED),
+        ("memory", ["loss.name=contrastive", "memory.size=64"]),
+        ("hard classes", ["sampler.name=hard-classes", "loss.name=proxy-anchor", "training.epochs=3"]),
+        ("a rank without items", ["sampler.batch=2", "sampler.per_class=2", "loss.name=arcface", "optimizer.lr=1e-4"]),
+    ],
+)
+def test_every_way_of_several_ranks_is_that_of_one(name, sets, place):
+    ranks = 3 if "without" in name else 2
+    sets = [*sets, "training.batches=10", *(["optimizer.clip=0.1"] if "clipped" in name else [])]
+    plain = [text for text in sets if "strategy" not in text and "shard" not in text]
+    trained(0, 1, place, f"{name} of one", *plain)
+    worlds.run(ranks, trained, str(place), f"{name} of all", *sets)
+    np.testing.assert_allclose(curve(place / f"{name} of all"), curve(place / f"{name} of one"), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(weights(place / f"{name} of all"), weights(place / f"{name} of one"), rtol=0, atol=1e-5)
+
+
+def norms_agree(rank, size):
+    """A synced batch norm of unequal parts, also an empty one, beside torch's of the whole batch, in float64."""
+    for shape, counts in (((9, 3, 2, 2), parts(9, size)), ((size, 3), (0, *[1] * (size - 2), 2))):
+        torch.manual_seed(1)
+        x, by = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+        plain = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3).double()
+        nn.init.normal_(plain.weight)
+        synced = sync_batchnorm.sync(nn.Sequential(type(plain)(3).double()), torch.device("cpu"))
+        synced[0].load_state_dict(plain.state_dict())
+        whole = x.clone().requires_grad_()
+        (plain(whole) * by).sum().backward()
+        first = sum(counts[:rank])
+        own = slice(first, first + counts[rank])
+        part = x[own].clone().requires_grad_()
+        y = synced(part)
+        (y * by[own]).sum().backward()
+        check = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # noqa: E731
+        check(y, plain(x)[own])
+        check(part.grad, whole.grad[own])
+        for name in ("weight", "bias"):
+            check(collectives.total(getattr(synced[0], name).grad), getattr(plain, name).grad)
+        plain.load_state_dict(synced[0].state_dict())  # the same names, and the statistics of the whole batch
+        check(synced[0].running_var, 0.9 + 0.1 * x.movedim(1, 0).flatten(1).var(1))
+        synced.eval()
+        check(synced(x[:2]), plain.eval()(x[:2]))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_synced_norms_are_those_of_the_whole_batch(size):
+    worlds.run(size, norms_agree)
+
+
+PICTURES = ["data.size=16", "data.stored=16", "encoder.name=small-cnn", "encoder.width=4"]
+PICTURES += ["encoder.dim=8", "sampler.batch=12", "sampler.per_class=2", "training.epochs=1", "training.batches=6"]
+PICTURES += ["training.log_steps=1", "training.workers=0", "evaluation.interval=false", "training.device=cpu"]
+
+
+def seen(rank, size, home, name, *sets):
+    training.train(read(None, [f'data.source="{home}/photos"', *PICTURES, *sets]), Path(home) / name)
+
+
+def test_pictures_and_synced_norms_of_two_ranks(place):
+    """Augmented alike and normalised together, pictures give the curve of one process; apart they do not."""
+    rng = np.random.default_rng(0)
+    for number in range(60):
+        (place / "photos" / f"class{number % 10}").mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 200, (20, 20, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(place / "photos" / f"class{number % 10}" / f"{number}.png")
+    seen(0, 1, place, "pictures of one", "data.cache=false")
+    worlds.run(2, seen, str(place), "pictures of two", "data.cache=false", "training.sync_norms=true")
+    wanted = curve(place / "pictures of one")
+    np.testing.assert_allclose(curve(place / "pictures of two"), wanted, rtol=2e-5)
+    worlds.run(2, seen, str(place), "apart", "data.cache=false")
+    assert np.abs(curve(place / "apart") - wanted).max() > 1e-3
+    few = ["data.cache=false", "training.sync_norms=true", "sampler.batch=2", "training.batches=3"]
+    seen(0, 1, place, "few of one", *few)
+    worlds.run(3, seen, str(place), "few of three", *few)
+    np.testing.assert_allclose(curve(place / "few of three"), curve(place / "few of one"), rtol=2e-5)
+    notes = json.loads((place / "apart" / "results.json").read_text())["notes"]
+    assert any("takes its statistics from the 6 items of each rank" in note for note in notes)
+
+
+def skips(rank, size):
+    """fp16: a gradient that is not finite on one rank keeps all of them from moving; the next step is made by all."""
+    weight = nn.Parameter(torch.ones(3))
+    scaler = parallel.Scaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    moves = []
+    for gradient in (float("inf") if rank == 0 else 1.0, 1.0):
+        scaler.scale((weight * gradient).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moves.append(weight.detach()[0].item())
+    return moves, scaler.get_scale()
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_by_all():
+    assert worlds.run(2, skips) == [([1.0, 0.0], 2.0)] * 2
+
+
+def elsewhere(rank, size, home):
+    os.chdir(Path(home) / str(rank))
+    training.train(read(None, ["data.source=vectors.npz", *SMALL]), "run")
+
+
+def test_ranks_that_see_other_items_are_named(place):
+    for rank in range(2):
+        (place / str(rank)).mkdir()
+        with np.load(place / "vectors.npz") as whole_set:
+            np.savez(
+                place / str(rank) / "vectors.npz", embeddings=whole_set["embeddings"] + rank, labels=whole_set["labels"]
+            )
+    with pytest.raises(worlds.RankFailed, match="all ranks must find the same items, rank 1 finds others than rank 0"):
+        worlds.run(2, elsewhere, str(place))
+    assert not (place / "0" / "run").exists()
+
+
+def at_odds(rank, size):
+    with training.joined() as ranks:
+        ranks.alone("asking" if rank else "answering", str)
+
+
+def test_ranks_that_make_different_calls_do_not_wait_for_ever():
+    with pytest.raises(worlds.RankFailed, match="ranks must make the same calls in the same order; rank"):
+        worlds.run(2, at_odds)
+
+
+# --- checkpoints for any number of ranks
+
+
+WAYS = {
+    "ddp": [],
+    "fsdp": ["training.strategy=fsdp", "training.ema=0.9"],
+    "sharded": SHARDED,
+    "both": [*SHARDED, "training.strategy=fsdp", "optimizer.name=sgd"],
+}
+
+
+@pytest.fixture(scope="module")
+def saved(place):
+    """Runs on 4 ranks, stopped at a signal to one of them."""
+
+    def find(way):
+        out = place / f"stopped {way}"
+        if not out.exists():
+            sentence, *codes = worlds.run(4, stopped, str(place), out.name, 7, *WAYS[way])
+            assert codes == [143] * 3 and "stopped and saved at step 8; go on with nearkin train --resume" in sentence
+        return out
+
+    return find
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_reshard(way, saved, place):
+    """What 1, 2 and 3 ranks begin with is what 4 have saved, to the last bit; and the other way round."""
+    out = saved(way)
+    files = {path.name for path in (out / "checkpoints").iterdir()}
+    assert ("step-00000008.json" if way != "ddp" else "step-00000008.safetensors") in files
+    assert not any(name.startswith(".") for name in files)
+    wanted, rows = whole(out / "checkpoints"), {}
+    for size in (1, 2, 3):
+        copy = place / f"{way} on {size}"
+        spread = worlds.run(size, copied, str(out), str(copy)) if size > 1 else [copied(0, 1, out, copy)]
+        same(whole(copy), wanted)
+        rows[size] = np.array(spread)  # (ranks, weights): how many rows of each a rank holds
+    assert (rows[3][:, :-1].sum(0) if way in ("fsdp", "both") else rows[3][0, :-1]).tolist() == rows[1][0, :-1].tolist()
+    classes = rows[3][:, -1].tolist()
+    assert classes == ([4, 4, 4] if way in ("sharded", "both") else [rows[1][0, -1]] * 3 if way == "ddp" else classes)
+    again = place / f"{way} again"
+    again.mkdir()
+    for name in ("recipe.toml", "data.json"):
+        (again / name).write_bytes((out / name).read_bytes())
+    os.rename(place / f"{way} on 1", again / "checkpoints")
+    worlds.run(2, copied, str(again), str(place / f"{way} of 1 on 2"))
+    same(whole(place / f"{way} of 1 on 2"), wanted)
+
+
+def test_a_run_goes_on_with_fewer_ranks(saved, alone, place):
+    """Begun by 4 ranks, to the end by 3: the curve and the weights of one process."""
+    out = saved("ddp")
+    worlds.run(3, resumed, str(out))
+    np.testing.assert_allclose(curve(out), curve(alone), rtol=0, atol=1e-6)
+    torch.testing.assert_close(weights(out), weights(alone), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("damage", ["a part", "the manifest", "no manifest"])
+def test_a_checkpoint_of_several_files_is_whole_or_not_there(damage, saved, place):
+    import shutil
+
+    out = saved("both")
+    copy = place / damage
+    shutil.copytree(out / "checkpoints", copy)
+    hurt = copy / "step-00000008.json" if "manifest" in damage else sorted(copy.glob("part-step-00000008*2-of-4*"))[0]
+    content = bytearray(hurt.read_bytes())
+    content[-3] ^= 1
+    hurt.unlink() if damage == "no manifest" else hurt.write_bytes(content)
+    _, state, notes = Checkpoints(copy).newest()
+    assert state["step"] == 0
+    assert damage == "no manifest" or (hurt.name in notes[0] and "one before" in notes[0])
+
+
+# --- faults, as a user meets them
+
+
+LONG = ["training.epochs=3", "training.batches=20", "training.save_minutes=0.001", "training.patience=99"]
+FAULTY = """
+import os, sys, time
+from nearkin.training.trainer import Trainer
+moved = Trainer.move
+def move(self, measure):
+    if self.state.step == 5 and os.environ["RANK"] == "1":
+        if how == "raise":
+            raise ValueError("there is a fire")
+        time.sleep(600)
+    return moved(self, measure)
+Trainer.move = move
+how = sys.argv.pop()
+from nearkin.cli import main
+main()
+"""
+
+
+class Launched:
+    """`torchrun ... nearkin train` on two ranks, in a process group of its own."""
+
+    def __init__(self, home, out, *options, script=("-m", "nearkin"), more=(), sets=LONG, silent="8"):
+        self.out, self.errors = home / out, home / f"{out}.txt"
+        sets = [part for text in [*SMALL, *sets] for part in ("--set", text)]
+        arguments = [*options, "--nproc-per-node", "2", *script, "train", str(home / "vectors.npz")]
+        arguments += ["--out", str(self.out), *sets, *more]
+        env = {**os.environ, "NEARKIN_RANK_TIMEOUT": silent, "OMP_NUM_THREADS": "1"}
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *arguments],
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=env,
+                start_new_session=True,
+            )
+
+    def ranks(self):
+        """The processes of the ranks."""
+        return ranks_of(self.process.pid)
+
+    def at(self, steps, seconds=120):
+        """Waits until so many steps are in the log."""
+        end, log = time.monotonic() + seconds, self.out / "metrics.jsonl"
+        while not log.exists() or log.read_text().count('"step"') < 2 * steps:
+            assert self.process.poll() is None and time.monotonic() < end, self.errors.read_text()
+            time.sleep(0.02)
+        return self
+
+    def ended(self, seconds=60):
+        """The exit code and what was said, without torchrun's own words."""
+        try:
+            self.process.wait(seconds)
+        finally:
+            for process in [*self.ranks().values(), self.process.pid]:
+                try:
+                    os.kill(process, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                self.process.wait()
+        lines = self.errors.read_text().splitlines()
+        return self.process.returncode, [line for line in lines if line.startswith(("rank ", "stopped"))]
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds ranks in /proc")
+
+
+@needs_proc
+def test_a_killed_rank_is_named_and_training_goes_on_after_a_restart(place):
+    worlds.run(2, trained, str(place), "never stopped", *LONG)
+    run = Launched(place, "killed", "--max-restarts", "1").at(25)
+    first = run.ranks()
+    os.kill(first[1], signal.SIGKILL)
+    code, said = run.ended(150)
+    assert code == 0, run.errors.read_text()
+    named = f"rank 0: rank 1 (process {first[1]} on "
+    assert sum(line.startswith(named) and "was killed or died" in line for line in said) == 1, said
+    assert any("going on in epoch" in line for line in said)
+    assert torch.equal(weights(place / "killed"), weights(place / "never stopped"))
+    np.testing.assert_array_equal(curve(place / "killed"), curve(place / "never stopped"))
+
+
+@needs_proc
+def test_a_stopped_rank_ends_all_and_is_named(place):
+    run = Launched(place, "hanging", sets=[*LONG, "training.epochs=50"], silent="4").at(25)
+    ranks = run.ranks()
+    os.kill(ranks[0], signal.SIGSTOP)
+    began = time.monotonic()
+    code, said = run.ended()
+    assert code != 0 and time.monotonic() - began < 60
+    assert said[-1].startswith(f"rank 1: rank 0 (process {ranks[0]} on ") and "no sign of life for" in said[-1]
+    assert not any(Path(f"/proc/{process}").exists() for process in ranks.values())
+    assert Checkpoints(run.out / "checkpoints").newest()[1]["step"] > 0
+
+
+@needs_proc
+def test_an_error_of_one_rank_is_one_sentence(place):
+    (place / "faulty.py").write_text(FAULTY)
+    run = Launched(place, "failing", script=(str(place / "faulty.py"),), more=("raise",))
+    code, said = run.ended(120)
+    assert code != 0
+    assert [line for line in said if "fire" in line] == ["rank 1: there is a fire"], run.errors.read_text()
+    assert Checkpoints(run.out / "checkpoints").newest()[1]["step"] <= 5
+
+
+@needs_proc
+def test_ctrl_c_saves_and_ends_all(place):
+    run = Launched(place, "interrupted", sets=[*LONG, "training.epochs=50"]).at(5)
+    ranks = run.ranks()
+    os.kill(run.process.pid, signal.SIGINT)
+    code, said = run.ended()
+    assert code != 0 and not any(Path(f"/proc/{process}").exists() for process in ranks.values())
+    assert sum("stopped and saved at step" in line for line in said) == 1, said
+    saved = Checkpoints(run.out / "checkpoints").newest()[1]["step"]
+    assert f"stopped and saved at step {saved};" in said[-1]

@@ -1,0 +1,284 @@
+"""Exact search: a naive twin, ties, tiles, threads, backends, memory."""
+
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nearkin.evaluation.retrieval import duplicate_rows, knn
+from nearkin.evaluation.retrieval.exact import Space, has_float64
+
+SIMILARITIES = knn.SIMILARITIES
+
+
+def similarity_of(a, b, kind):
+    """In rational numbers: nothing is rounded, so equal means equal."""
+    a, b = [Fraction(v) for v in a], [Fraction(v) for v in b]
+    if kind == "euclidean":
+        return -sum((p - q) ** 2 for p, q in zip(a, b, strict=True))
+    dot = sum(p * q for p, q in zip(a, b, strict=True))
+    if kind == "dot":
+        return dot
+    lengths = sum(p * p for p in a) * sum(q * q for q in b)
+    return dot * abs(dot) / lengths if lengths else Fraction(0)  # signed square of the cosine
+
+
+def order_of(queries, gallery, kind):
+    """Every gallery index, nearest first, for each query; without a gallery the query itself is left out."""
+    own = gallery is None
+    gallery = queries if own else gallery
+    queries, gallery = queries.tolist(), gallery.tolist()
+    return [
+        sorted(
+            (j for j in range(len(gallery)) if not (own and i == j)),
+            key=lambda j, q=q: (-similarity_of(q, gallery[j], kind), j),
+        )
+        for i, q in enumerate(queries)
+    ]
+
+
+@st.composite
+def grids(draw):
+    """Few values, so that nearly everything ties; duplicates and zero rows abound."""
+    seed, rows, dim = draw(st.integers(0, 2**31)), draw(st.integers(1, 14)), draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(seed)
+    top = draw(st.integers(1, 3))
+    return torch.randint(-top, top + 1, (rows, dim), generator=generator).float()
+
+
+@settings(max_examples=300, deadline=None)
+@given(grids(), st.booleans(), st.integers(1, 20), st.sampled_from(SIMILARITIES), st.integers(1, 5))
+def test_equals_rational_arithmetic(x, own, k, kind, rows):
+    gallery = None if own else x.flip(0)
+    budget = rows * len(x) * 112
+    found = knn.nearest(x, gallery, k=k, similarity=kind, budget=budget).indices
+    for row, wanted in zip(found.tolist(), order_of(x, gallery, kind), strict=True):
+        assert row == (wanted + [-1] * k)[:k]
+
+
+@pytest.mark.parametrize("kind", SIMILARITIES)
+@pytest.mark.parametrize("own", [True, False])
+def test_tiles_and_threads_change_nothing(kind, own):
+    base = torch.randn(60, 37)
+    x = torch.cat([base, base, base + 1e-7 * torch.randn(60, 37), 3 * base])  # ties and near ties below float32's eyes
+    gallery = None if own else x[torch.randperm(len(x))]
+    wanted = knn.nearest(x, gallery, k=50, similarity=kind)
+    for rows in (1, 7, 100):
+        found = knn.nearest(x, gallery, k=50, similarity=kind, budget=rows * len(x) * 112)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    torch.set_num_threads(2)
+    try:
+        found = knn.nearest(x, gallery, k=50, similarity=kind)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("kind", SIMILARITIES)
+def test_the_device_changes_nothing(kind):
+    x = torch.randn(300, 37)
+    x = torch.cat([x, x + 1e-7 * torch.randn(300, 37)])
+    here, there = knn.nearest(x, k=50, similarity=kind), knn.nearest(x.cuda(), k=50, similarity=kind)
+    assert torch.equal(here.indices, there.indices.cpu())
+    torch.testing.assert_close(here.similarity, there.similarity.cpu(), rtol=1e-15, atol=0)  # the root of a cosine
+
+
+@pytest.mark.parametrize("kind", SIMILARITIES)
+@pytest.mark.parametrize("own", [True, False])
+def test_faiss_proposes_the_same(kind, own):
+    pytest.importorskip("faiss", reason="faiss is an extra and is not installed")
+    base = torch.randn(80, 24)
+    x = torch.cat([base, base, base + 1e-7 * torch.randn(80, 24), torch.zeros(40, 24)])
+    gallery = None if own else x.flip(0)
+    for k in (1, 30, 500):
+        wanted = knn.nearest(x, gallery, k=k, similarity=kind)
+        found = knn.nearest(x, gallery, k=k, similarity=kind, backend="faiss")
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", SIMILARITIES)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_values_are_the_float64_ones(dtype, kind, scale):
+    x = (torch.randn(50, 19) * scale).to(dtype)
+    wide = x.double()
+    if kind == "cosine":
+        unit = torch.nn.functional.normalize(wide)
+        matrix = unit @ unit.T
+    else:
+        matrix = wide @ wide.T if kind == "dot" else -torch.cdist(wide, wide).square()
+    found = knn.nearest(x, k=49, similarity=kind)
+    wanted = matrix.gather(1, found.indices)
+    torch.testing.assert_close(found.similarity, wanted, rtol=1e-9, atol=1e-9 * scale**2)
+    assert bool((found.similarity.diff(dim=1) <= 0).all())
+
+
+def test_the_bound_holds_and_is_used():
+    """Long rows of nearly one direction: float32 alone orders them wrongly."""
+    x = 1 + 1e-4 * torch.randn(200, 512)
+    wanted = knn.nearest(x.double(), k=20).indices
+    assert torch.equal(knn.nearest(x, k=20).indices, wanted)
+    unit = torch.nn.functional.normalize(x)
+    naive = (unit @ unit.T).fill_diagonal_(-2).topk(20).indices
+    assert not torch.equal(naive, wanted)
+    space = Space(x, None, "cosine", knn.BUDGET)
+    wide = torch.nn.functional.normalize(x.double())
+    gap = (knn.whole_rows(space, torch.arange(200)) - wide @ wide.T).fill_diagonal_(0).abs()
+    assert bool((gap <= space.error[:, None]).all())
+
+
+def exact_proposals(space, similarity):
+    """What the products of `space` stand for, in float64."""
+    a, b = space.queries.double() * space._scale, space.gallery.double() * space._scale
+    if similarity == "cosine":
+        return torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(b).T
+    return (
+        a @ b.T if similarity == "dot" else -(torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist") ** 2) / 2
+    )
+
+
+@pytest.mark.parametrize("similarity", knn.SIMILARITIES)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6, 1e24])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_bound_holds_with_and_without_copies(similarity, scale, own):
+    x = scale * torch.cat([torch.randn(150, 64), torch.zeros(1, 64), 5 * torch.randn(49, 64)])
+    gallery = None if own else scale * torch.randn(300, 64)
+    small = 4 * 200 * 66
+    copied, queries, bare = (Space(x, gallery, similarity, b) for b in (knn.BUDGET, 2 * small, small))
+    assert copied.lefts is not None and (own or copied.rights is not None)
+    assert queries.lefts is not None and queries.rights is None and bare.lefts is None
+    exact, rows = exact_proposals(copied, similarity), torch.arange(200)
+    items = torch.stack([torch.randperm(len(copied.gallery))[:5] for _ in rows])
+    for space in (copied, queries, bare):
+        tile = space.tile(space.left(rows), space.right(slice(None)), torch.empty(exact.shape))
+        assert bool(((tile - exact).abs() <= space.error[:, None]).all())
+        few = space.proposed(rows, items)
+        assert bool(((few - exact.gather(1, items)).abs() <= space.error[:, None]).all())
+        many = space.proposed(rows, torch.arange(len(exact[0])).expand_as(exact))
+        assert bool(((many - exact).abs() <= space.error[:, None]).all())
+        if own:  # one product serves both sides
+            assert bool(((tile.T - exact).abs() <= space.error[:, None]).all())
+    wanted = knn.nearest(x, gallery, k=7, similarity=similarity)
+    for budget in (small, 2 * small, 2**22):
+        found = knn.nearest(x, gallery, k=7, similarity=similarity, budget=budget)
+        assert torch.equal(found.indices, wanted.indices)
+
+
+def test_lengths_at_the_ends_of_the_range():
+    x = torch.randn(40, 8) * torch.logspace(-12, 12, 40)[:, None]
+    least = 40 * 112
+    for kind in SIMILARITIES:
+        wanted = knn.nearest(x, k=5, similarity=kind)
+        assert torch.equal(knn.nearest(x, k=5, similarity=kind, budget=least).indices, wanted.indices)
+        assert wanted.indices.tolist() == [row[:5] for row in order_of(x, None, kind)]
+
+
+@given(grids(), st.integers(0, 2**31), st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+@settings(max_examples=200, deadline=None)
+def test_places_count_equal_rows(x, seed, dtype):
+    x = x[torch.randint(0, len(x), (30,), generator=torch.Generator().manual_seed(seed))].to(dtype)
+    rows = [tuple(row) for row in x.tolist()]
+    assert duplicate_rows.places(x).tolist() == [rows[:i].count(row) for i, row in enumerate(rows)]
+
+
+def test_a_collision_of_hashes_is_no_equality(monkeypatch):
+    monkeypatch.setattr(duplicate_rows, "_hashes", lambda x: torch.zeros(len(x), dtype=torch.long))
+    assert duplicate_rows.places(torch.tensor([[1.0], [2.0], [2.0], [1.0]])).tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("kind", SIMILARITIES)
+def test_crowds_change_nothing_and_cost_nothing(kind, monkeypatch):
+    x = torch.cat([torch.randn(1, 8).repeat(300, 1), torch.randn(50, 8), torch.randn(1, 8).repeat(200, 1)])
+    x = x[torch.randperm(len(x))]
+    gallery = x.flip(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "leave_crowds", lambda self, k: None)
+        wanted = [knn.nearest(x, g, k=4, similarity=kind) for g in (None, gallery)]
+    worked = []
+    exact = Space.exact
+    monkeypatch.setattr(Space, "exact", lambda self, rows, items: worked.append(len(rows)) or exact(self, rows, items))
+    for g, want in zip((None, gallery), wanted, strict=True):
+        found = knn.nearest(x, g, k=4, similarity=kind)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert sum(worked) < 2 * 550 * 70  # of 2 * 550 * 300 and more
+
+
+def test_a_device_without_float64_is_refused(monkeypatch):
+    def empty(*_, **__):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+    has_float64(torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(ValueError, match=r"embeddings must be on a device with float64, .* got mps; use \.cpu"):
+        has_float64(torch.device("mps"))
+
+
+def test_a_group_maximum_is_a_floor():
+    for size, k in ((1000, 3), (1000, 100), (999, 250), (17, 16), (5, 9)):
+        tile = torch.randn(20, size)
+        floor = knn.kth_floor(tile, k)
+        assert bool(((tile >= floor).sum(1) >= min(k, size)).all())
+        assert k >= size or bool(((tile >= floor).sum(1) < 4 * k + 20).all())
+
+
+def test_huge_and_tiny_numbers():
+    x = torch.tensor([[1e30, 1e30], [1e30, 0], [1e-30, 1e-30], [0, 0]])
+    assert knn.nearest(x, k=3).indices[0].tolist() == [2, 1, 3]
+    assert knn.nearest(x, k=3, similarity="dot").indices[1].tolist() == [0, 2, 3]
+    assert knn.nearest(x, k=3, similarity="euclidean").indices[3].tolist() == [2, 1, 0]
+
+
+def test_progress_reaches_the_end():
+    seen = []
+    knn.nearest(torch.randn(10, 3), k=2, budget=128 * 10, progress=lambda done, of: seen.append((done, of)))
+    assert seen == [(3, 10), (6, 10), (9, 10), (10, 10)]  # the copy is counted in the budget
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"similarity": "cosin"}, 'unknown similarity "cosin"; did you mean "cosine"'),
+        ({"backend": "annoy"}, 'unknown backend "annoy"'),
+        ({"k": 0}, "k must be >= 1, got 0"),
+        ({"budget": 100}, "budget must hold one query against the gallery: 560 bytes, got 100"),
+        ({"gallery": torch.ones(2, 4)}, "gallery must have 3 dimensions as queries have, got 4"),
+        ({"queries": torch.tensor([[1.0, torch.nan, 0]])}, "embeddings must be finite .* got 1 rows"),
+        ({"gallery": torch.full((2, 3), torch.inf)}, "gallery must be finite .* got 2 rows"),
+    ],
+)
+def test_error_sentences(change, sentence):
+    arguments = {"queries": torch.randn(5, 3), "k": 2, **change}
+    with pytest.raises(ValueError, match=sentence):
+        knn.nearest(**arguments)
+
+
+MEMORY = """
+import resource, sys, torch
+from nearkin.evaluation import retrieval
+torch.set_num_threads(1)
+x = torch.randn(6000, 64)
+if sys.argv[1] == "ties":
+    x[:] = x[0].clone()
+labels = torch.arange(6000) // 4
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+retrieval(x[:500], labels[:500])
+before = peak()
+if sys.argv[1] == "ties":
+    retrieval(x[:300], labels[:300], gallery=x, gallery_labels=labels, ks=(1, 100), budget=48 * 2**20)
+else:
+    retrieval(x, labels, ks=(1, 1000), budget=48 * 2**20)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("case", ["random", "ties"])
+def test_memory_stays_within_the_budget(case):
+    """Against a full matrix of 144 MB; two copies of the embeddings and the allocator's slack are allowed."""
+    out = subprocess.run([sys.executable, "-c", MEMORY, case], capture_output=True, text=True, check=True).stdout
+    assert int(out) < 48 * 2**20 + 2 * 6000 * 64 * 4 + 16 * 2**20

@@ -1,0 +1,187 @@
+"""The kernels of pair losses through Triton's interpreter, against plain torch and float64; who is served and how.
+
+The interpreter is chosen when triton is imported, so that its tests run in a process of their own and are read here.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel_cases
+from kernel_cases import PAIR_CASES
+from nearkin import kernels, losses
+from nearkin.core import blockwise, relations
+from nearkin.kernels import eligible, pair_ops
+
+ALONE, MET = (37, None, 17), (20, 35, 40)  # several tiles with ragged ends; D = 40 comes in two chunks
+FIRST = [name for name in PAIR_CASES if "," not in name]  # a case of each kind
+ODD = [(1, None, 3), (1, 1, 1), (2, None, 4), (50, 7, 5)]
+
+
+def judge_kernels():
+    """What the tests below read, as JSON."""
+    torch.set_num_threads(1)
+    found = {
+        f"{name} {ALONE}": kernel_cases.judged(case, kernel_cases.batch(ALONE)) for name, case in PAIR_CASES.items()
+    }
+    for name in FIRST:
+        found[f"{name} {MET}"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.batch(MET, seed=3))
+    for shape in ODD:
+        for name in ("contrastive", "lifted", "N-pair", "SupCon"):
+            found[f"{name} {shape}"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.batch(shape))
+    for kind in (torch.bfloat16, torch.float16):
+        x, labels, references, others = kernel_cases.batch((9, 12, 6), kind)
+        for name in ("margin", "N-pair", "InfoNCE", "lossless"):
+            case = PAIR_CASES[name]
+            found[f"{name} {kind}"] = kernel_cases.judged(case, (x, labels.int(), references, others.int()), both=False)
+    picky = kernel_cases.Case(losses.multi_similarity_loss, {"alpha": 1.0, "beta": 2.0, "epsilon": -0.2})
+    found["multi-similarity, few selected"] = kernel_cases.judged(picky, kernel_cases.batch(ALONE))
+    for name in ("contrastive", "margin", "lifted"):
+        found[f"{name} near"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.near(12, 16, 1e-4))
+    x, labels, _, _ = kernel_cases.batch((9, None, 4))
+    for name in FIRST:
+        function, settings, _ = PAIR_CASES[name]
+        spoilt = x.clone()
+        spoilt[labels == -1] = math.inf  # whom no pair meets
+        found[f"{name} poison"] = math.isnan(float(function(spoilt, labels, impl="triton", **settings)))
+        silent = x.clone().requires_grad_()
+        value = function(silent, torch.full_like(labels, -1), impl="triton", **settings)
+        value.backward()
+        found[f"{name} silence"] = float(value.detach()) == 0 and not bool(silent.grad.any())
+    found["queue moves on"] = moved_on()
+    found["no second gradient"] = no_second_gradient()
+    print(json.dumps(found))
+
+
+def no_second_gradient():
+    x, labels, _, _ = kernel_cases.batch((9, None, 4))
+    x.requires_grad_()
+    value = torch.ones((), requires_grad=True) * losses.supcon_loss(x, labels, impl="triton")
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    try:
+        slope.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "it was given"
+
+
+def moved_on():
+    """References and labels are overwritten after the loss, as a momentum queue does: the gradient does not hear it."""
+    x, labels, references, others = kernel_cases.batch((9, 12, 6))
+    gradients = []
+    for moves in (False, True):
+        leaf, ids, queue, queued = x.clone().requires_grad_(), labels.clone(), references.clone(), others.clone()
+        value = losses.contrastive_loss(leaf, ids, queue, queued, impl="triton")
+        if moves:
+            for tensor in (ids, queue, queued):
+                tensor.fill_(5)
+        value.backward()
+        gradients.append(leaf.grad)
+    return torch.equal(*gradients)
+
+
+@pytest.fixture(scope="module")
+def found():
+    if not kernels.installed():
+        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
+    code = "import test_pair_kernels; test_pair_kernels.judge_kernels()"
+    way = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=way, cwd=here)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_as_exact_as_plain_torch(found):
+    judged = {name: case for name, case in found.items() if isinstance(case, dict)}
+    assert len(judged) == len(PAIR_CASES) + len(FIRST) + 4 * len(ODD) + 8 + 3 + 1
+    for name, case in judged.items():
+        assert case["served"] == 1, name
+        for ours, theirs in zip(case["kernel"], case["torch"], strict=True):
+            assert ours <= theirs + 1e-6, (name, case)
+
+
+def test_poison_is_nan_and_silence_is_zero(found):
+    heard = [name for name in found if name.endswith(("poison", "silence"))]
+    assert len(heard) == 2 * len(FIRST)
+    assert all(found[name] for name in heard)
+
+
+def test_a_gradient_of_the_gradient_is_refused(found):
+    assert "differentiate twice" in found["no second gradient"]
+
+
+def test_a_queue_may_move_on_before_the_gradient_comes_by(found):
+    assert found["queue moves on"]
+
+
+def test_who_is_served(monkeypatch):
+    monkeypatch.setattr(eligible, "possible", lambda device, interpreted: True)
+    x, ids = torch.randn(6, 4), torch.arange(6) // 2
+
+    def served(impl="triton", reduction="mean", x=x, labels=ids, references=None, others=None, max_memory=None):
+        return pair_ops.serves(impl, blockwise.Batch(x, labels, references, others), reduction, max_memory)
+
+    assert served() and served(references=x.half(), others=ids.int()) and served(reduction="active")
+    assert served(labels=ids.to(torch.uint8)) and served(x=x.t().contiguous().t())
+    assert not served("torch") and not served("auto")  # "auto" wants a GPU
+    assert not served(reduction="none") and not served(reduction="men")
+    assert not served(x=x.double()) and not served(references=x.double(), others=ids)
+    assert not served(x=x[:0], labels=ids[:0]) and not served(references=x[:0], others=ids[:0])
+    assert not served(labels=relations.of(ids)) and not served(labels=torch.ones(6, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="max_memory must be at least"):
+        served(max_memory=10)
+    seen = []
+    torch.func.grad(lambda t: seen.append(served(x=t)) or t.sum())(x)
+    assert seen == [False]
+    monkeypatch.setattr(eligible, "possible", lambda device, interpreted: False)
+    assert not served()
+
+
+@pytest.mark.parametrize("name", PAIR_CASES)
+def test_what_is_not_served_is_plain_torch(name):
+    if kernels.interpreted():
+        pytest.skip("the interpreter serves")
+    case, given = PAIR_CASES[name], kernel_cases.batch((12, None, 5))
+    if not kernels.installed():
+        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
+    for asked in ("auto", "triton"):
+        got = kernel_cases.outcome(case, given, asked)
+        assert all(map(torch.equal, got, kernel_cases.outcome(case, given, "torch")))
+
+
+MODULES = [
+    losses.ContrastiveLoss,
+    losses.MarginLoss,
+    losses.MultiSimilarityLoss,
+    losses.CircleLoss,
+    losses.LiftedStructureLoss,
+    losses.NPairLoss,
+    losses.SupConLoss,
+    losses.InfoNCELoss,
+    losses.LosslessTripletLoss,
+]
+
+
+@pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)
+def test_modules_hold_the_choice(make, monkeypatch):
+    assert "impl" not in make().settings
+    assert make(impl="torch").settings["impl"] == "torch" and "impl='torch'" in repr(make(impl="torch"))
+    x, labels = torch.randn(8, 5), torch.arange(8) // 2
+    torch.manual_seed(1)
+    plain = make()(x, labels)
+    torch.manual_seed(1)
+    assert torch.equal(make(impl="torch")(x, labels), plain)
+    with pytest.raises(ValueError, match='unknown impl "tritn"; did you mean "triton"\\? known: auto, torch, triton'):
+        make(impl="tritn")
+    monkeypatch.setattr(kernels, "installed", lambda: False)
+    monkeypatch.setattr(kernels, "RECENT", True)
+    with pytest.raises(ValueError, match=r'impl="triton" is not possible here: triton is not installed'):
+        make(impl="triton")

@@ -1,0 +1,138 @@
+"""The kernels of Smooth-AP, FastAP and log-ratio, through Triton's interpreter, against the plain losses."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nearkin import kernels, losses
+from nearkin.kernels import rank_ops as fused
+
+
+def graded(x, labels, *references, **settings):
+    """Log-ratio of the class ids as if they were numbers: few of them, so that most label distances are tied."""
+    given = [t if t.is_floating_point() else t.float() for t in references]
+    return losses.logratio_loss(x, labels.float(), *given, **settings)
+
+
+def spread_out(x, labels, *references, **settings):
+    """The same of labels (B, 2) of which hardly two distances are equal."""
+    given = [t if t.is_floating_point() else spread(t) for t in references]
+    return losses.logratio_loss(x, spread(labels), *given, **settings)
+
+
+def spread(labels):
+    place = torch.arange(len(labels), device=labels.device) + 0.37 * labels
+    return torch.where((labels == -1).all(), 0.0, torch.stack([place, place.square().sin()], 1))
+
+
+FORMS = {
+    "smooth": (losses.smooth_ap_loss, {"temperature": 0.1}),
+    "smooth, sharp": (losses.smooth_ap_loss, {}),
+    "fast": (losses.fastap_loss, {}),
+    "fast, 3 bins": (losses.fastap_loss, {"bins": 3}),
+    "ratio": (graded, {}),
+    "ratio, ties": (graded, {"ties": "keep", "normalize": True}),
+    "ratio, no ties": (spread_out, {"epsilon": 1e-3}),
+}
+SHAPES = {"1 item": (1, 0, 3), "19": (19, 0, 5), "3 of 40": (3, 40, 3), "4 of 1": (4, 1, 3)}
+
+
+def batch(shape, dtype=torch.float32, seed=0):
+    """Embeddings and labels, some unknown, and references with theirs where there are any; one pair of duplicates."""
+    number, others, dim = shape
+    g = torch.Generator().manual_seed(seed)
+    given = []
+    for size in (number, others) if others else (number,):
+        x, labels = torch.randn(size, dim, generator=g), torch.randint(4, (size,), generator=g)
+        if size > 8:
+            x[5], labels[3] = x[4], -1
+        given += [x.to(dtype), labels]
+    return given
+
+
+def outcome(function, given, **settings):
+    """Values an anchor and the gradients, with an upstream that is nowhere 1."""
+    given = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in given]
+    value = function(*given, reduction="none", **settings)
+    value.backward(torch.linspace(0.3, 2.1, len(value), dtype=value.dtype, device=value.device))
+    return [value.detach(), *(t.grad for t in given if t.is_floating_point())]
+
+
+def errors(got, exact):
+    pairs = zip(got, exact, strict=True)
+    return [float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs]
+
+
+def judge_kernel():
+    """What the test below reads, as JSON: errors of kernel and plain form against float64, and who served."""
+    served = []
+    for name in ("_Precisions", "_Histograms", "_Spreads"):
+        apply = getattr(fused, name).apply
+        getattr(fused, name).apply = lambda *given, apply=apply: served.append(1) or apply(*given)
+    found = {}
+    for form, (function, settings) in FORMS.items():
+        for size, shape in SHAPES.items():
+            if settings and size in ("1 item", "4 of 1"):
+                continue
+            for dtype in (torch.float32, torch.bfloat16) if size == "3 of 40" else (torch.float32,):
+                given = batch(shape, dtype)
+                wide = [t.double() if t.is_floating_point() else t for t in given]
+                exact = outcome(function, wide, **settings)
+                plain = errors(outcome(function, given, impl="torch", **settings), exact)
+                served.clear()
+                got = errors(outcome(function, given, impl="triton", **settings), exact)
+                found[f"{form}, {size}, {dtype}"] = [got, plain, len(served)]
+    x, labels = batch((9, 0, 3))
+    more = {}
+    for form, (function, settings) in FORMS.items():
+        spoilt = x.clone()
+        spoilt[2, 1] = math.nan
+        more[f"{form}: NaN"] = math.isnan(function(spoilt, labels, impl="triton", **settings))
+        more[f"{form}: nobody"] = float(function(x, torch.full_like(labels, -1), impl="triton", **settings)) == 0
+        blocks = function(x, labels, impl="triton", max_memory=2**13, **settings)
+        more[f"{form}: blocks"] = torch.allclose(blocks, function(x, labels, impl="torch", **settings))
+        served.clear()
+        function(x, labels, **settings)
+        function(x.double(), labels, impl="triton", **settings)
+        more[f"{form}: a CPU, or float64"] = not served
+    print(json.dumps([found, more]))
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    if not kernels.installed():
+        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
+    code = "import test_rank_kernels; test_rank_kernels.judge_kernel()"
+    way = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=way, cwd=here)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_kernel_is_as_exact_as_the_plain_loss(kernel):
+    assert len(kernel[0]) == 3 * 5 + 4 * 3
+    for name, (got, plain, served) in kernel[0].items():
+        assert served == 1, name
+        for ours, theirs in zip(got, plain, strict=True):
+            assert ours <= theirs + 1e-6, (name, got, plain)
+
+
+def test_kernel_minds_the_edges(kernel):
+    assert len(kernel[1]) == 4 * len(FORMS)
+    assert not [name for name, good in kernel[1].items() if not good]
+
+
+def test_modules_keep_the_choice():
+    for make in (losses.SmoothAPLoss, losses.FastAPLoss, losses.LogRatioLoss):
+        assert "impl" not in make().settings
+        assert "impl='torch'" in repr(make(impl="torch"))
+        with pytest.raises(ValueError, match='unknown impl "tritn"; did you mean "triton"'):
+            make(impl="tritn")

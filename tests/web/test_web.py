@@ -1,0 +1,772 @@
+"""The service: every address with good and bad requests, its door, its lines, and a real server under load."""
+
+import asyncio
+import http.client
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from calibrations import calibration_by_hand
+from nearkin import models
+from nearkin.data import glyphs
+from nearkin.gallery import Gallery, encoding, results
+from nearkin.web import demo
+from nearkin.web.access import Access, is_loopback
+from nearkin.web.explore import Explorer, flat_by_pca, hues
+from nearkin.web.middleware import Limits
+from nearkin.web.queue import Busy, Line
+from nearkin.web.request_log import Journal
+
+pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
+pytest.importorskip("httpx2", reason="its tests need httpx2")
+from starlette.testclient import TestClient
+
+from nearkin.web import build
+
+ROOT = "http://127.0.0.1"
+
+
+def a_run(folder: Path) -> Path:
+    """The folder of an encoder as training leaves it: untrained, calibrated by hand so that only twins are the same."""
+    encoder = models.build("small-cnn", channels=1, size=16, width=4, dim=8, seed=0)
+    how = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
+    models.save(encoder, folder, how)
+    said = {"encoder": encoding.described(folder).fingerprint} | calibration_by_hand(
+        {0.9: (0.005, 0.9), 0.999: (0.001, 0.5)}, {0.0: -20, 0.99: -4, 0.999: 9, 1.0: 14}
+    )
+    (folder / results.FILE).write_text(json.dumps(said))
+    return folder
+
+
+def picture(n: int, kind: str = "PNG", size: tuple[int, int] = (24, 20)) -> bytes:
+    """Blobs on noise, another for each n."""
+    draw = np.random.default_rng(n)
+    pixels = draw.integers(0, 80, (size[1], size[0]), dtype=np.uint8)
+    x, y = draw.integers(0, size[0] - 8), draw.integers(0, size[1] - 8)
+    pixels[y : y + 7, x : x + 7] = draw.integers(120, 255)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, kind)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return a_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def gallery(run, tmp_path):
+    with Gallery.open(tmp_path / "g.gallery", run, device="cpu", max_pixels=Limits().pixels) as opened:
+        opened.enrol([picture(n) for n in range(12)], [f"kind {n // 3}" for n in range(12)], {"place": "pond"})
+        yield opened
+
+
+def client_of(gallery, token=None, limits=None, stream=None, **options):
+    app = build(gallery, access=Access(token), limits=limits, journal=Journal(stream or io.StringIO()), **options)
+    return TestClient(app, base_url=ROOT, raise_server_exceptions=False)
+
+
+@pytest.fixture
+def client(gallery):
+    with client_of(gallery) as opened:
+        yield opened
+
+
+def item(content, name="new.png"):
+    return {"item": (name, content, "image/png")}
+
+
+def refused(answer, status, words=""):
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()) == {"error"} and words in answer.json()["error"], answer.text
+    assert "\n" not in answer.json()["error"]
+    return answer
+
+
+# ---- what is answered
+
+
+def test_search_gives_what_the_gallery_gives(client, gallery):
+    found = client.post("/api/search?k=5", files=item(picture(7)))
+    assert found.status_code == 200
+    assert found.json()["hits"] == [json.loads(json.dumps(hit._asdict())) for hit in gallery.search(picture(7), 5)]
+    assert found.json()["hits"][0]["id"] == 8 and found.json()["hits"][0]["metadata"] == {"place": "pond"}
+    only = client.post("/api/search", params={"filter": '{"label": ["kind 0", "kind 1"]}'}, files=item(picture(7)))
+    assert {hit["label"] for hit in only.json()["hits"]} == {"kind 0", "kind 1"}
+
+
+def test_identify_says_who_or_unknown(client, gallery):
+    found = client.post("/api/identify?hits=3", files=item(picture(4))).json()
+    assert found["label"] == "kind 1" and found["confidence"] > 0.9 and len(found["hits"]) == 3
+    assert {k: v for k, v in found.items() if k != "hits"} == json.loads(
+        json.dumps(
+            gallery.identify(picture(4))._asdict()
+            | {"candidates": [c._asdict() for c in gallery.identify(picture(4)).candidates]}
+        )
+    )
+    flat = io.BytesIO()
+    Image.new("L", (16, 16), 255).save(flat, "PNG")
+    strange = client.post("/api/identify", files=item(flat.getvalue())).json()
+    assert strange["label"] is None and strange["confidence"] > 0.3 and strange["hits"] == []
+    assert [one["label"] for one in strange["candidates"]] and strange["classes"] == 60
+    assert client.post("/api/identify?far=0.1", files=item(picture(4))).json()["far"] == 0.1
+    assert client.post("/api/identify?far=0.02", files=item(picture(4))).json()["threshold"] == 0.999
+    refused(
+        client.post("/api/identify?far=0.0001", files=item(picture(4))), 422, "per query with 4 labels: 60 calibration"
+    )
+
+
+def test_verify(client):
+    same = client.post("/api/verify", files={"a": picture(1), "b": picture(1)})
+    assert same.json()["same"] is True and same.json()["probability"] > 0.99 and same.json()["far"] == 0.001
+    other = client.post("/api/verify", files={"a": picture(1), "b": picture(200)}).json()
+    assert other["same"] is False and other["probability"] == 1 - other["same_probability"] and other["classes"] == 60
+    refused(client.post("/api/verify", files={"a": picture(1)}), 400, "b is missing")
+
+
+def test_a_new_label_is_recognised_at_once_and_can_be_changed_and_removed(client):
+    files = [("items", ("../../etc/passwd", picture(50), "image/png")), ("items", ("b.jpg", picture(51, "JPEG")))]
+    made = client.post("/api/enrol", files=files, data={"label": "new one", "metadata": '{"by": "me"}'})
+    assert made.json() == {"ids": [13, 14], "added": 2, "known": 0}
+    again = client.post("/api/enrol", files=files[:1], data={"label": "new one"})
+    assert again.json() == {"ids": [13], "added": 0, "known": 1}
+    refused(client.post("/api/enrol", files=files[:1], data={"label": "other"}), 409, "relabel or remove")
+    assert client.post("/api/identify", files=item(picture(50))).json()["label"] == "new one"
+    row = client.get("/api/items/13").json()
+    assert row["name"] == "passwd" and row["metadata"] == {"by": "me"} and row["similarity"] == 1
+    shown = client.get("/api/items/13/thumbnail")
+    assert shown.headers["content-type"] == "image/png" and Image.open(io.BytesIO(shown.content)).size == (16, 16)
+    assert client.post("/api/relabel", json={"ids": [13, 99], "label": "kind 0"}).json() == {"rows": 1}
+    assert client.post("/api/identify", files=item(picture(50))).json()["label"] == "kind 0"
+    assert client.post("/api/remove", json={"ids": [13, 14]}).json() == {"rows": 2}
+    refused(client.get("/api/items/13"), 404, "no row has the id 13")
+    refused(client.get("/api/items/13/thumbnail"), 404, "no row has the id 13")
+
+
+def test_vectors_in_json(client, gallery):
+    vector = gallery.vectors([5])[0].tolist()
+    assert client.post("/api/search?k=1", json={"item": vector}).json()["hits"][0]["id"] == 5
+    assert client.post("/api/verify", json={"a": vector, "b": vector}).json()["same"] is True
+    made = client.post("/api/enrol", json={"items": [vector, vector[::-1]], "label": "v", "metadata": {"n": 1}})
+    assert made.json()["added"] == 2
+    refused(client.get("/api/items/13/thumbnail"), 404, "has no picture")
+    refused(client.post("/api/search", json={"item": vector[:3]}), 422, "8 dimensions")
+    refused(client.post("/api/search", json={"item": [0.0] * 8}), 422, "all 0")
+
+
+def test_stats_labels_health(client):
+    assert client.get("/api/stats").headers["cache-control"] == "no-store"
+    stats = client.get("/api/stats").json()
+    assert stats["rows"] == 12 and stats["labels"] == 4 and stats["calibrated"] and "place" not in stats
+    assert client.get("/api/labels?starts=KIND&most=2").json()["labels"][0] == {"label": "kind 0", "rows": 3}
+    assert len(client.get("/api/labels?most=2").json()["labels"]) == 2
+    assert client.get("/api/health").json() == {"status": "ok", "waiting": 0}
+
+
+def test_map_diagnosis_neighbours(client, gallery):
+    found = client.get("/api/map").json()
+    assert found["ids"] == list(range(1, 13)) and found["labels"] == [f"kind {n}" for n in range(4)]
+    assert all(0 <= v <= 1 for v in found["x"] + found["y"]) and len(found["hues"]) == 4
+    assert client.get("/api/map?method=tsne").status_code in (200, 422)  # 422 where openTSNE is not installed
+    refused(client.get("/api/map?method=umap"), 422, "method")
+    around = client.post("/api/neighbours", json={"ids": [1, 2, 3], "k": 4}).json()
+    assert [one["id"] for one in around["chosen"]] == [1, 2, 3] and len(around["hits"]) == 4
+    middle = gallery.vectors([1, 2, 3]).astype(np.float64).mean(0)
+    wanted = [hit.id for hit in gallery.search(middle, 12) if hit.id > 3][:4]
+    assert [one["id"] for one in around["hits"]] == wanted
+    refused(client.post("/api/neighbours", json={"ids": [77]}), 404)
+    diagnosis = client.get("/api/diagnosis").json()
+    assert diagnosis["looked_at"] == 12 and diagnosis["confusions"]
+
+
+def test_a_wrong_label_is_suspected_and_gone_after_relabelling(run, tmp_path):
+    with Gallery.open(tmp_path / "v.gallery", run) as gallery:
+        draw = np.random.default_rng(0)
+        vectors = draw.normal(size=(3, 8))[np.repeat(np.arange(3), 8)] + 0.05 * draw.normal(size=(24, 8))
+        labels = [f"c{i // 8}" for i in range(24)]
+        labels[3], labels[20] = "c2", "c0"
+        gallery.enrol(vectors, labels)
+        with client_of(gallery) as client:
+            suspects = client.get("/api/diagnosis").json()["suspects"]
+            assert [(one["id"], one["label"], one["suggested"]) for one in suspects] == [
+                (4, "c2", "c0"),
+                (21, "c0", "c2"),
+            ]
+            for one in suspects:  # as many rows of each label as before
+                client.post("/api/relabel", json={"ids": [one["id"]], "label": one["suggested"]})
+            assert client.get("/api/diagnosis").json()["suspects"] == []
+            assert client.get("/api/map").json()["label"][3] == 0
+
+
+def test_an_empty_gallery_answers(run, tmp_path):
+    with Gallery.open(tmp_path / "e.gallery", run) as gallery, client_of(gallery) as client:
+        assert client.post("/api/search", files=item(picture(1))).json() == {"hits": []}
+        found = client.post("/api/identify", files=item(picture(1))).json()
+        assert found["label"] is None and found["note"] == "nothing is enrolled"
+        assert client.get("/api/map").json()["ids"] == []
+        assert "two labels" in client.get("/api/diagnosis").json()["note"]
+
+
+def test_the_page_is_served_whole_and_asks_nobody_else(client):
+    page = client.get("/")
+    assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    addresses = re.findall(r'(?:src|href)="(/[^"]+)"', page.text)
+    assert sorted(addresses) == ["/page/look.css", "/page/map.js", "/page/script.js", "/page/style.css"]
+    for address in addresses:
+        found = client.get(address)
+        assert found.status_code == 200 and found.content
+        assert not re.search(r"https?://|@import|\bstyle=", found.text), address
+    assert not re.search(r"https?://|<script>|\bstyle=", page.text)
+    for path in ("/page/..%2f..%2fapp.py", "/page/../app.py", "/page//etc/passwd", "/page/index.html", "/etc/passwd"):
+        refused(client.get(path), 404)
+
+
+# ---- what is refused
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A whole, tiny PNG file that says it is that large."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+BAD_PICTURES = [
+    (png_header(50_000, 50_000), 422, "50000 x 50000 pixels"),
+    (picture(1)[:150], 422, "truncated"),
+    (picture(1, "JPEG")[:300], 422, ""),
+    (b"", 400, "empty"),
+    (b"%!PS-Adobe-3.0 EPSF-3.0", 415, "no format"),
+    (b"GIF89a" + b"\xff" * 40, 422, ""),
+    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415, "PNG"),
+]
+
+
+@pytest.mark.parametrize("content, status, words", BAD_PICTURES, ids=range(len(BAD_PICTURES)))
+def test_bad_pictures_are_one_sentence_and_spare_the_others(client, content, status, words):
+    for path in ("/api/search", "/api/identify"):
+        refused(client.post(path, files=item(content)), status, words)
+    two = [("items", ("a.png", picture(60))), ("items", ("b.png", content))]
+    refused(client.post("/api/enrol", files=two, data={"label": "x"}), status, words)
+    assert client.get("/api/stats").json()["rows"] == 12  # all or none
+
+
+BAD_REQUESTS = [
+    ("/api/search", {}, 415, "multipart/form-data or application/json"),
+    ("/api/search", {"content": b"x", "headers": {"content-type": "text/plain"}}, 415, "text/plain"),
+    ("/api/search", {"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "boundary"),
+    ("/api/search", {"content": b"x", "headers": {"content-type": b"multipart/form-data; boundary=\xe9"}}, 400, ""),
+    ("/api/search", {"content": b"junk", "headers": {"content-type": "multipart/form-data; boundary=q"}}, 400, ""),
+    ("/api/search", {"files": {"other": picture(1)}}, 400, "unknown part 'other'; known: item"),
+    ("/api/search", {"files": [("item", picture(1)), ("item", picture(2))]}, 400, "got 2"),
+    ("/api/search", {"data": {"item": "text"}, "files": {"x": b"1"}}, 415, ""),
+    ("/api/search", {"files": [("item", picture(1))] * 40}, 400, "Too many files"),
+    ("/api/search", {"content": b"{", "headers": {"content-type": "application/json"}}, 400, "must be JSON"),
+    ("/api/search", {"content": b"[" * 99_999, "headers": {"content-type": "application/json"}}, 400, "must be JSON"),
+    ("/api/search", {"json": [1, 2]}, 400, "JSON object"),
+    ("/api/search", {"json": {"item": "abc"}}, 400, "numbers"),
+    ("/api/search", {"json": {"item": [1, True]}}, 400, "numbers only"),
+    ("/api/search", {"json": {"item": [10**400] * 8}}, 400, "float64"),
+    ("/api/search", {"content": b'{"item": [1e999]}', "headers": {"content-type": "application/json"}}, 422, ""),
+    ("/api/search?k=0", {"files": item(picture(1))}, 422, "k: "),
+    ("/api/search?k=99999999999999999999", {"files": item(picture(1))}, 422, "k: "),
+    ("/api/search?filter=[1]", {"files": item(picture(1))}, 400, "filter must be a JSON object"),
+    ('/api/search?filter={"label":3}', {"files": item(picture(1))}, 422, "filter label"),
+    ("/api/identify?far=nan", {"files": item(picture(1))}, 422, "far: "),
+    ("/api/identify?far=2", {"files": item(picture(1))}, 422, "far: "),
+    ("/api/enrol", {"files": {"items": picture(70)}}, 400, "label is missing"),
+    ("/api/enrol", {"files": {"items": picture(70)}, "data": {"label": "  "}}, 422, "label must have 1 to 500"),
+    ("/api/enrol", {"files": {"items": picture(70)}, "data": {"label": "a\0b"}}, 422, "without NUL"),
+    ("/api/enrol", {"files": {"items": picture(70)}, "data": {"label": "x" * 70_000}}, 400, ""),
+    ("/api/enrol", {"files": {"items": picture(70)}, "data": {"label": "a", "metadata": "3"}}, 400, "metadata"),
+    ("/api/enrol", {"json": {"items": [[1.0] * 8], "label": 7}}, 422, "label must be"),
+    ("/api/relabel", {"json": {"ids": [1], "label": ""}}, 422, "label: "),
+    (
+        "/api/relabel",
+        {"content": b'{"ids": [1], "label": "\\ud800"}', "headers": {"content-type": "application/json"}},
+        422,
+        "",
+    ),
+    ("/api/relabel", {"json": {"ids": [], "label": "a"}}, 422, "ids: "),
+    ("/api/relabel", {"json": {"ids": ["1"], "label": "a"}}, 422, "ids.0: "),
+    ("/api/remove", {"json": {"ids": [2**63]}}, 422, "ids.0: "),
+    ("/api/remove", {"json": {"ids": [1], "all": True}}, 422, "all: "),
+    ("/api/remove", {"content": b"\xff\xfe", "headers": {"content-type": "application/json"}}, 400, ""),
+]
+
+
+@pytest.mark.parametrize("path, options, status, words", BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
+def test_bad_requests_are_one_sentence(client, path, options, status, words):
+    refused(client.post(path, **options), status, words)
+    assert client.get("/api/stats").json()["rows"] == 12
+
+
+def test_bad_addresses(client):
+    refused(client.get("/api/nothing"), 404, "/openapi.json")
+    assert "POST" in refused(client.get("/api/search"), 405).headers["allow"]
+    for id in ("0", "-1", "x", str(2**63), "1.5"):
+        refused(client.get(f"/api/items/{id}"), 422, "id: ")
+    refused(client.get("/api/items/99"), 404, "no row has the id 99")
+
+
+OPERATIONS = [
+    ("POST", f"/api/{name}") for name in ("search", "identify", "verify", "enrol", "remove", "relabel", "neighbours")
+]
+OPERATIONS += [
+    ("GET", f"/api/{name}")
+    for name in ("items/1", "items/1/thumbnail", "labels", "stats", "health", "map", "diagnosis")
+]
+OPERATIONS += [("GET", "/openapi.json")]
+
+
+def test_every_operation_is_known_to_the_token_test(client):
+    paths = client.get("/openapi.json").json()["paths"]
+    known = {(method, re.sub(r"/1\b", "/{id}", path)) for method, path in OPERATIONS[:-1]}
+    assert {(method.upper(), path) for path, one in paths.items() for method in one} == known
+
+
+def test_the_token_is_needed_everywhere(gallery):
+    with client_of(gallery, token="s3cret-token") as client:
+        for method, path in OPERATIONS:
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": "Basic s3cret-token"},
+                {"Authorization": "Bearer"},
+            ):
+                answer = refused(client.request(method, path, headers=headers), 401, "token")
+                assert answer.headers["www-authenticate"] == "Bearer" and "s3cret" not in answer.text
+            good = client.request(method, path, headers={"Authorization": "Bearer s3cret-token"})
+            assert good.status_code not in (401, 403)
+        refused(client.get("/api/stats?token=s3cret-token"), 401)
+        assert client.get("/").status_code == 200  # the page holds no data, and asks for the token
+        assert client.get("/", headers={"host": "gallery.example"}).status_code == 200
+        scheme = client.get("/openapi.json", headers={"Authorization": "Bearer s3cret-token"}).json()
+        assert scheme["security"] == [{"token": []}]
+
+
+def test_other_pages_and_names_are_refused(client):
+    refused(client.get("/api/stats", headers={"origin": "https://evil.example"}), 403, "other web pages")
+    refused(client.post("/api/remove", json={"ids": [1]}, headers={"origin": "null"}), 403)
+    refused(client.get("/api/stats", headers={"sec-fetch-site": "cross-site"}), 403)
+    refused(client.get("/api/stats", headers={"host": "evil.example"}), 403, "evil.example")
+    assert client.get("/api/stats", headers={"origin": ROOT, "sec-fetch-site": "same-origin"}).status_code == 200
+    assert client.get("/api/stats", headers={"host": "localhost:8765"}).status_code == 200
+    assert client.get("/api/stats", headers={"host": "[::1]:8765"}).status_code == 200
+
+
+def test_hosts():
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost") and is_loopback("127.9.9.9")
+    assert not is_loopback("0.0.0.0") and not is_loopback("example.org") and not is_loopback("::")
+    with pytest.raises(ValueError, match="a token is needed: --token T, or --host 127"):
+        Access(None, "0.0.0.0").check()
+    Access("t", "0.0.0.0").check()
+    with pytest.raises(ValueError, match="without spaces"):
+        Access("a b").check()
+
+
+def test_bodies_are_counted_as_they_arrive(gallery):
+    limits = Limits(body=100_000, json=1000)
+    with client_of(gallery, limits=limits) as client:
+        refused(client.post("/api/search", files=item(picture(1) + bytes(200_000))), 413, "100,000 bytes")
+        sent = []
+
+        def endless():
+            while True:
+                sent.append(10_000)
+                yield bytes(10_000)
+                assert sum(sent) < 10**6
+
+        headers = {"content-type": "multipart/form-data; boundary=q"}
+        refused(client.post("/api/search", content=endless_form(endless), headers=headers), 413)
+        refused(client.post("/api/relabel", json={"ids": [1], "label": "x" * 2000}), 413, "1,000 bytes")
+        assert client.post("/api/search", files=item(picture(1))).status_code == 200
+
+
+def test_uploads_together_are_bounded(gallery):
+    with client_of(gallery, limits=Limits(held=1000)) as client:
+        busy = refused(client.post("/api/search", files=item(picture(1, "BMP", (64, 64)))), 503, "come again")
+        assert busy.headers["retry-after"] == "1"
+        assert client.post("/api/search", files=item(picture(1))).status_code == 200  # what was held is let go
+    with client_of(gallery, limits=Limits(requests=1)) as client:
+        assert client.get("/api/health").status_code == 200
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(gallery):
+    sent = []
+
+    async def main():
+        async def receive():
+            await asyncio.sleep(60)
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"multipart/form-data; boundary=q")]
+        scope = {"type": "http", "method": "POST", "path": "/api/search", "headers": headers, "query_string": b""}
+        door = build(gallery, limits=Limits(seconds=0.05), journal=Journal(io.StringIO()))
+        await door(scope | {"http_version": "1.1", "scheme": "http", "client": ("x", 1)}, receive, send)
+        assert door.inside == 0 and door.held == 0
+
+    asyncio.run(main())
+    assert sent[0]["status"] == 408 and b"0.05 seconds" in sent[1]["body"]
+
+
+def endless_form(endless):
+    """TestClient collects what a generator yields, so there it ends after 300,000 bytes; the real server gets more."""
+    yield b'--q\r\nContent-Disposition: form-data; name="item"; filename="a"\r\n\r\n'
+    for n, part in enumerate(endless()):
+        if n > 30:
+            return
+        yield part
+
+
+def test_logs_are_lines_of_json_without_secrets(gallery):
+    stream = io.StringIO()
+    with client_of(gallery, token="s3cret-token", stream=stream) as client:
+        client.post("/api/search?k=3", files=item(picture(1)), headers={"Authorization": "Bearer s3cret-token"})
+        client.get("/api/items/%0A{evil}")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["status"] for line in lines] == [200, 401] and lines[0]["bytes"] > 100
+    assert {"time", "level", "event", "id", "method", "path", "status", "ms", "client"} <= set(lines[0])
+    assert "s3cret" not in stream.getvalue() and "k=3" not in stream.getvalue()
+
+
+def test_a_fault_of_ours_is_500_with_an_id_that_is_in_the_log(gallery, monkeypatch):
+    stream = io.StringIO()
+    with client_of(gallery, stream=stream) as client:
+        monkeypatch.setattr(gallery, "stats", lambda: 1 / 0)
+        answer = client.get("/api/stats")
+        assert answer.status_code == 500 and "ZeroDivision" not in answer.text
+        assert answer.json()["error"].split()[-1] in stream.getvalue() and "ZeroDivisionError" in stream.getvalue()
+        monkeypatch.setattr(gallery, "stats", lambda: (_ for _ in ()).throw(TimeoutError("another writes")))
+        assert refused(client.get("/api/stats"), 503, "another writes").headers["retry-after"] == "1"
+
+
+# ---- lines
+
+
+def test_a_line_batches_in_order_and_gives_each_its_own():
+    seen, gate = [], threading.Event()
+
+    def see(items):
+        gate.wait()
+        seen.append(len(items))
+        return [ValueError(f"{one} is bad") if one < 0 else one * 10 for one in items]
+
+    async def main():
+        line = Line("test", see, batch=8, queue=100)
+        asked = [asyncio.create_task(line.ask(sum, [n, n])) for n in (1, 2, -3, 4, 5, 6)]
+        await asyncio.sleep(0.05)
+        gate.set()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        line.close()
+        return found
+
+    found = asyncio.run(main())
+    assert [one for one in found if not isinstance(one, ValueError)] == [20, 40, 80, 100, 120]
+    assert str(found[2]) == "-3 is bad"
+    assert sum(seen) == 12 and max(seen) == 8  # several jobs in one call, never more than a batch
+
+
+def test_a_full_line_sends_away_at_once_and_recovers():
+    gate = threading.Event()
+
+    async def main():
+        line = Line("test", queue=3)
+        first = asyncio.create_task(line.ask(lambda _: gate.wait(10)))
+        await asyncio.sleep(0.05)  # it is taken, and waits no more
+        others = [asyncio.create_task(line.ask(lambda _: 7)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Busy):
+            await asyncio.wait_for(line.ask(lambda _: 8), 2)
+        others[0].cancel()
+        gate.set()
+        assert await first and await asyncio.gather(*others[1:]) == [7, 7]
+        assert await line.ask(lambda _: 9) == 9
+        line.close()
+        with pytest.raises(Busy):
+            await line.ask(lambda _: 8)
+
+    asyncio.run(main())
+
+
+def test_a_full_service_says_when_to_come_again(gallery, monkeypatch):
+    gate, before = threading.Event(), gallery.see
+    monkeypatch.setattr(gallery, "see", lambda *given: (gate.wait(), before(*given))[1])
+    with client_of(gallery, limits=Limits(queue=2, batch=1)) as client:
+        found = []
+        threads = [
+            threading.Thread(target=lambda: found.append(client.post("/api/search", files=item(picture(1)))))
+            for _ in range(12)
+        ]
+        for thread in threads:
+            thread.start()
+        while len(found) < 9:
+            time.sleep(0.01)
+        gate.set()
+        for thread in threads:
+            thread.join()
+        statuses = [one.status_code for one in found]
+        assert statuses.count(200) == 3 and statuses.count(503) == 9
+        assert all(one.headers["retry-after"] == "1" for one in found if one.status_code == 503)
+        assert client.post("/api/search", files=item(picture(1))).status_code == 200
+
+
+# ---- exploring
+
+
+def test_pca_is_the_plane_of_most_variance():
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(50, 6)) * [5, 3, 1, 0.1, 0.1, 0.1]
+    flat = flat_by_pca(x)
+    assert flat.min() == 0 and flat.max() == 1
+    assert abs(np.corrcoef(flat[:, 0], x[:, 0])[0, 1]) > 0.98 and abs(np.corrcoef(flat[:, 1], x[:, 1])[0, 1]) > 0.98
+    assert (flat_by_pca(np.ones((4, 3))) == 0.5).all() and flat_by_pca(np.ones((2, 1))).shape == (2, 2)
+
+
+def test_labels_side_by_side_have_other_hues():
+    flat = np.stack([np.linspace(0, 1, 40), np.zeros(40)], axis=1)
+    made = hues(flat, np.arange(40), 40)
+    assert set(made) == set(range(10)) and all(a != b for a, b in itertools.pairwise(made))
+
+
+def test_large_galleries_are_looked_at_evenly(run, tmp_path):
+    with Gallery.open(tmp_path / "v.gallery", run) as gallery:
+        gallery.enrol(np.random.default_rng(0).normal(size=(95, 8)), [f"c{i % 7}" for i in range(95)])
+        found = Explorer(gallery, most=20).map("pca")
+        assert found["rows"] == 95 and found["ids"] == list(range(1, 96, 5))
+
+
+# ---- the demo
+
+
+def test_the_demo_enrols_characters_once(run, tmp_path, monkeypatch):
+    names = ["A", "Ж", "÷", "5"]
+    images = np.stack([glyphs.draw(name, n) for name in names for n in range(20)])
+    few = glyphs.Glyphs(images, np.repeat(np.arange(4), 20), names)
+    monkeypatch.setattr(demo.glyphs, "load", lambda **_: few)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="make demo"):
+        demo.prepared()
+    shutil.copytree(run, tmp_path / "runs" / "glyphs-2")
+    folder, place = demo.prepared()
+    assert folder == Path("runs/glyphs-2")
+    with Gallery.open(place, folder) as gallery:
+        assert gallery.labels() == dict.fromkeys(names, demo.EACH)
+        assert "cyrillic capital letter zhe" in gallery.get(5).name and gallery.get(5).metadata["half"]
+        gallery.remove(1)
+    demo.prepared()
+    with Gallery.open(place, folder) as gallery:
+        assert gallery.stats()["rows"] == 15  # what was removed stays removed
+
+
+# ---- a real server
+
+
+@pytest.fixture(scope="module")
+def served(run, tmp_path_factory):
+    """`nearkin serve` in a process of its own: its address, its process, its log."""
+    folder = tmp_path_factory.mktemp("served")
+    with Gallery.open(folder / "g.gallery", run) as gallery:
+        gallery.enrol([picture(n) for n in range(30)], [f"kind {n // 3}" for n in range(30)])
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nearkin", "serve", run, "--gallery", folder / "g.gallery", "--port", "0"],
+            stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        try:
+            address = process.stdout.readline().split()[0]
+            yield address, process, folder / "log"
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@contextmanager
+def connect(address):
+    host, port = address.removeprefix("http://").strip("/").split(":")
+    with closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
+        yield connection
+
+
+def form_of(content: bytes, field: str = "item") -> tuple[bytes, dict[str, str]]:
+    head = f'--q\r\nContent-Disposition: form-data; name="{field}"; filename="a.png"\r\n\r\n'.encode()
+    return head + content + b"\r\n--q--\r\n", {"Content-Type": "multipart/form-data; boundary=q"}
+
+
+def sent(connection, body, headers, path="/api/identify?hits=5"):
+    connection.request("POST", path, body, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def ask(address, content=None):
+    with connect(address) as connection:
+        return sent(connection, *form_of(content or picture(4)))
+
+
+def resident(process) -> int:
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]) * 1024
+
+
+def crowd(address, clients, seconds):
+    """Clients that ask without pause: statuses, milliseconds, and what broke."""
+    statuses, times, broken, until = [], [], [], time.monotonic() + seconds
+
+    def one(n):
+        with connect(address) as connection:
+            while time.monotonic() < until:
+                start = time.perf_counter()
+                try:
+                    statuses.append(sent(connection, *form_of(picture(n)))[0])
+                except (OSError, http.client.HTTPException) as error:
+                    broken.append(error)
+                    connection.close()
+                times.append(time.perf_counter() - start)
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return statuses, np.array(times), broken
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_bombs_do_not_cost_memory(served):
+    address, process, _ = served
+    ask(address)
+    before = resident(process)
+    for _ in range(5):
+        status, body = ask(address, png_header(50_000, 50_000))
+        assert status == 422 and b"pixels" in body
+        parts = b"".join(b'--q\r\nContent-Disposition: form-data; name="f%d"\r\n\r\nx\r\n' % n for n in range(10_000))
+        with connect(address) as connection:
+            status, body = sent(connection, parts + b"--q--\r\n", form_of(b"")[1])
+        assert status == 400 and b"Too many fields" in body
+    assert resident(process) - before < 64 * 2**20
+
+
+def test_an_endless_body_is_refused_while_it_comes(served):
+    address, process, _ = served
+    host, port = address.removeprefix("http://").strip("/").split(":")
+    before = resident(process)
+    with socket.create_connection((host, int(port)), timeout=20) as line:
+        line.sendall(
+            f"POST /api/search HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: multipart/form-data; boundary=q\r\n"
+            "Transfer-Encoding: chunked\r\n\r\n".encode()
+        )
+        head = b'--q\r\nContent-Disposition: form-data; name="item"; filename="a"\r\n\r\n'
+        gone = 0
+        try:
+            while gone < 200 * 2**20:
+                part = head if not gone else bytes(2**16)
+                line.sendall(b"%x\r\n%s\r\n" % (len(part), part))
+                gone += len(part)
+        except OSError:
+            pass  # the server has closed
+        try:
+            answer = line.recv(4096)
+        except ConnectionResetError:
+            answer = b""  # it was sent long before we stopped
+    assert answer == b"" or b" 413 " in answer.splitlines()[0]
+    assert gone < 200 * 2**20 and resident(process) - before < 64 * 2**20
+    assert ask(address)[0] == 200
+
+
+def test_a_refused_upload_hears_why(served):
+    """The answer reaches a sender that is still sending: the connection is not reset under it."""
+    with connect(served[0]) as connection:
+        status, body = sent(connection, bytes(20 * 2**20), form_of(b"")[1])
+    assert status == 413 and b"16,777,216 bytes" in body
+
+
+def test_many_clients_at_once_without_an_error(served):
+    statuses, times, broken = crowd(served[0], 32, 2.0)
+    assert not broken and set(statuses) == {200} and len(statuses) > 60, (broken[:3], set(statuses))
+    print(
+        f"{len(statuses) / 2.0:.0f}/s, p50 {np.median(times) * 1e3:.0f} ms, p99 {np.quantile(times, 0.99) * 1e3:.0f} ms"
+    )
+
+
+def test_overload_is_503_only_and_passes(served):
+    statuses, _, broken = crowd(served[0], 280, 1.0)
+    assert not broken and set(statuses) <= {200, 503} and 200 in statuses, (broken[:3], set(statuses))
+    assert [ask(served[0])[0] for _ in range(5)] == [200] * 5
+
+
+def test_a_second_process_sees_and_is_seen(served, run):
+    address, _, log = served
+    with Gallery.open(log.parent / "g.gallery", run) as gallery:
+        gallery.enrol([picture(500)], "from elsewhere")
+    assert json.loads(ask(address, picture(500))[1])["label"] == "from elsewhere"
+
+
+def test_sigterm_ends_it_in_order(run, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nearkin", "serve", run, "--gallery", tmp_path / "g.gallery", "--port", "0"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    address = process.stdout.readline().split()[0]
+    assert ask(address)[0] == 200
+    process.send_signal(signal.SIGTERM)
+    _, logged = process.communicate(timeout=20)
+    assert process.returncode == 0
+    lines = [json.loads(line) for line in logged.splitlines()]
+    assert lines[-1]["event"] == "stopped" and any(line["event"] == "request" for line in lines)
+
+
+def test_the_command_refuses_in_one_sentence(run, tmp_path):
+    from typer.testing import CliRunner
+
+    from nearkin.cli import app
+
+    def said(*given):
+        found = CliRunner().invoke(app, ["serve", *map(str, given)])
+        assert found.exit_code == 2, found.output
+        return found.output
+
+    assert "a token is needed" in said(run, "--gallery", tmp_path / "g", "--host", "0.0.0.0")
+    assert "serve needs a run and a gallery" in said(run)
+    assert "not a finished run" in said(tmp_path, "--gallery", tmp_path / "g")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "take another with --port" in said(run, "--gallery", tmp_path / "g", "--port", taken.getsockname()[1])
+    assert "leave --gallery out" in said("--demo", "--gallery", "x")
+
+
+def test_schemathesis_finds_no_fault(served, tmp_path):
+    """Thousands of odd requests made from the OpenAPI description: no 5xx but 503, every answer as described."""
+    tool = Path(sys.executable).with_name("schemathesis")
+    if not tool.exists():
+        pytest.skip("no schemathesis here: pip install schemathesis")
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    options = ["--phases", "coverage,fuzzing", "--max-examples", "3", "--max-time", "7", "--no-color", "--seed", "1"]
+    options += ["--generation-database", "none"]
+    found = subprocess.run(
+        [tool, "run", served[0] + "openapi.json", "--checks", checks, *options],
+        capture_output=True, text=True, cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
+    assert "14 selected" in found.stdout
