@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from canon_rows import base_of
 from nearkin import data, evaluation
+from nearkin.core.errors import Diverged
 from nearkin.data.items import Items
 from nearkin.data.splits import Parts
 from nearkin.training import loop, run, validation
@@ -26,7 +27,6 @@ from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe, read
 from nearkin.training.config.refusals import check_data
 from nearkin.training.loader import Material, embed
-from nearkin.training.monitor import Diverged
 from nearkin.training.prepare import Prepared, divided, looked_at, rows_of, settled
 from nearkin.training.trainer import PRECISIONS, Trainer
 

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 from nearkin import compare, models, report
 from nearkin.cli import app
 from nearkin.compare import loss_search, plan, settings_search, significance, test_stage, trial
-from nearkin.compare.executor import OutOfTime
 from nearkin.compare.folds import folds
 from nearkin.compare.plan import Plan
 from nearkin.compare.protocol import Job, comparable, open_bench
 from nearkin.compare.schedule_trials import Schedule
 from nearkin.compare.study import Study
+from nearkin.core.errors import OutOfTime
 from nearkin.data.items import Items
 from nearkin.evaluation import retrieval
 from nearkin.losses.search_ranges import RANGES, Choices

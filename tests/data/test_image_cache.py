@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from nearkin.core.errors import UnreadablePicture
 from nearkin.data import cache_store, decode, image_cache
 
 BIRDS = Path(__file__).parents[3] / "shared" / "data" / "CUB_200_2011" / "cub200_2011_small.tar"
@@ -124,7 +125,7 @@ def test_float_pictures(top):
     own = np.linspace(-3, 7, 64, dtype=np.float32).reshape(8, 8)
     assert np.array_equal(np.asarray(decode.decode(own))[[0, -1], [0, -1]], [0, 255])
     real[3, 3] = np.nan
-    with pytest.raises(decode.Unreadable, match="NaN"):
+    with pytest.raises(UnreadablePicture, match="NaN"):
         decode.decode(encoded(Image.fromarray(real), "TIFF"))
 
 
@@ -190,16 +191,16 @@ def test_a_truncated_file_is_unreadable_and_never_half_a_picture(kind):
     for length in range(0, len(data), max(1, len(data) // 60)):
         try:
             got = np.asarray(decode.decode(data[:length]))
-        except decode.Unreadable:
+        except UnreadablePicture:
             continue
         assert np.array_equal(got, whole), f"{length} of {len(data)} bytes gave another picture"
-    with pytest.raises(decode.Unreadable):
+    with pytest.raises(UnreadablePicture):
         decode.decode(data[: len(data) // 2])
 
 
 def test_progressive_jpeg_cut_short():
     data = encoded(gradient((200, 150)), "JPEG", progressive=True, quality=95)
-    with pytest.raises(decode.Unreadable, match="truncated"):
+    with pytest.raises(UnreadablePicture, match="truncated"):
         decode.decode(data[: len(data) * 3 // 4])
 
 
@@ -215,7 +216,7 @@ def test_progressive_jpeg_cut_short():
     ],
 )
 def test_what_is_no_picture_is_said(data, says):
-    with pytest.raises(decode.Unreadable, match=says):
+    with pytest.raises(UnreadablePicture, match=says):
         decode.decode(data)
 
 
@@ -225,16 +226,16 @@ def test_random_bytes_are_a_picture_or_unreadable(data, magic):
     said = ""
     try:
         assert decode.decode(magic + data, max_pixels=10**6).mode in ("L", "RGB")
-    except decode.Unreadable as error:
+    except UnreadablePicture as error:
         said = str(error)
     assert "\n" not in said
 
 
 def test_the_cap_is_checked_before_decoding():
     header = b"P6 90000 90000 255\n"  # 24 GB if it were decoded; Pillow itself would refuse with its own error
-    with pytest.raises(decode.Unreadable, match="has 90000 x 90000 pixels, more than max_pixels = 250000000"):
+    with pytest.raises(UnreadablePicture, match="has 90000 x 90000 pixels, more than max_pixels = 250000000"):
         decode.decode(header)
-    with pytest.raises(decode.Unreadable, match="has 40 x 30"):
+    with pytest.raises(UnreadablePicture, match="has 40 x 30"):
         decode.decode(encoded(gradient()), max_pixels=1199)
     assert decode.decode(encoded(gradient()), max_pixels=1200).size == (40, 30)
     before = Image.MAX_IMAGE_PIXELS

@@ -21,7 +21,7 @@ from nearkin.core import relations
 from nearkin.evaluation.protocols import runner
 from nearkin.evaluation.retrieval import by_counting
 from nearkin.evaluation.verification import pair_scan
-from nearkin.dist.notes import Failed
+from nearkin.core.errors import RankFailed
 from nearkin.evaluation.retrieval.retrieval_metrics import METRICS
 from nearkin.gallery.encoding import Encoding
 
@@ -191,7 +191,7 @@ def test_both_teams_speak_alike(tmp_path):
 def _sentence(call):
     try:
         call()
-    except Failed as error:
+    except RankFailed as error:
         return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

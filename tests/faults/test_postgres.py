@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import postgres_server
 from nearkin.cli import app
-from nearkin.gallery import Gallery, Unavailable
+from nearkin.gallery import Gallery, StoreUnavailable
 from nearkin.gallery.stores.postgres_url import address
 
 needs_server = pytest.mark.skipif(
@@ -121,7 +121,7 @@ def test_a_server_that_hangs_or_is_down_is_503_without_a_word_about_it(server):
             stopped = signalled(server, gallery, signal.SIGSTOP)
             try:
                 answers = [client.post("/api/search", **asked)]
-                with pytest.raises(Unavailable, match="cannot be"):
+                with pytest.raises(StoreUnavailable, match="cannot be"):
                     gallery.search(np.ones(3))
             finally:
                 for process in (server.process.pid, *stopped):

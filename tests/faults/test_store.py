@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nearkin.gallery import Gallery, Unavailable
+from nearkin.gallery import Gallery, StoreUnavailable
 from nearkin.gallery.schema import unit
 from nearkin.gallery.stores import columns, hnsw, repair, sqlite_read
 from nearkin.gallery.stores.columns import Columns
@@ -148,7 +148,7 @@ def test_another_gallery_that_is_put_there_underneath_is_refused(tmp_path, path,
         gallery.search(vectors[0])
         backed_up(tmp_path / "other", path)
         for call in (lambda: gallery.search(vectors[0]), lambda: gallery.enrol(2 + vectors, "x"), gallery.stats):
-            with pytest.raises(Unavailable, match="holds another gallery"):
+            with pytest.raises(StoreUnavailable, match="holds another gallery"):
                 ended(call)
     with Gallery.open(path) as gallery:
         assert set(gallery.labels()) == {"other"} and gallery.check().whole
@@ -303,7 +303,7 @@ def test_a_file_that_is_replaced_or_deleted_underneath_is_not_written(tmp_path, 
             gallery.stats,
             lambda: gallery.get(1),
         ):
-            with pytest.raises(Unavailable, match="the file was replaced or deleted while the gallery was open"):
+            with pytest.raises(StoreUnavailable, match="the file was replaced or deleted while the gallery was open"):
                 ended(call)
     if how == "deleted":
         assert not path.exists()
@@ -327,7 +327,7 @@ def test_a_file_that_is_replaced_while_it_is_written_is_not_acknowledged(tmp_pat
             os.replace(tmp_path / "new", path)
 
         monkeypatch.setattr(gallery._store, "write_facts", replaced)
-        with pytest.raises(Unavailable, match="went into the file that is gone"):
+        with pytest.raises(StoreUnavailable, match="went into the file that is gone"):
             gallery.enrol(-vectors[0], "x")
 
 
@@ -412,7 +412,7 @@ def test_a_copy_into_the_open_file_is_noticed_before_anything_is_written(tmp_pat
             gallery.enrol(2 + vectors[:20], "b")
         path.write_bytes(new.read_bytes())
         for call in (lambda: gallery.enrol(3 + vectors, "c"), lambda: gallery.search(vectors[0]), gallery.stats):
-            with pytest.raises(Unavailable, match="other bytes were copied into the file"):
+            with pytest.raises(StoreUnavailable, match="other bytes were copied into the file"):
                 ended(call)
 
 

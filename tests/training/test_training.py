@@ -14,9 +14,10 @@ from torch import nn
 
 from nearkin import evaluation, losses, relations, training
 from nearkin.core import files
+from nearkin.core.errors import CorruptCheckpoint, Stopped
 from nearkin.training import grad_cache, loader, loop, monitor, run
 from nearkin.training.checkpoint import checkpoints
-from nearkin.training.checkpoint.checkpoints import Checkpoints, Damaged
+from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.config.recipe import Recipe, read
 from nearkin.training.config.registry import LOSSES
 from nearkin.training.improvement import verdict
@@ -414,7 +415,7 @@ def test_a_checkpoint_proves_tensors_and_state(tmp_path):
     content = path.read_bytes()
     path.write_bytes(content.replace(b'\\"step\\": 3', b'\\"step\\": 4'))
     assert path.read_bytes() != content
-    with pytest.raises(Damaged, match="checksum"):
+    with pytest.raises(CorruptCheckpoint, match="checksum"):
         checkpoints.load(path)
 
 
@@ -590,7 +591,7 @@ def test_an_epoch_tells_its_own_loss(vectors, tmp_path):
     for lines in (every, rare):
         told = [line["loss"] for line in lines if line["event"] == "epoch"]
         assert told == pytest.approx([sum(steps[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-5)
-    with pytest.raises(loop.Stopped):
+    with pytest.raises(Stopped):
         quickly(vectors, tmp_path / "stopped", "training.log_steps=100", watch=stop_at(6))
     again = training.resume(tmp_path / "stopped").history
     assert [line["loss"] for line in again if line["event"] == "epoch"] == [

@@ -25,13 +25,14 @@ from PIL import Image
 
 from calibrations import calibration_by_hand
 from nearkin import models
+from nearkin.core.errors import QueueFull
 from nearkin.data import glyphs
 from nearkin.gallery import Gallery, encoding, results
 from nearkin.web import demo
 from nearkin.web.access import Access, is_loopback
 from nearkin.web.explore import Explorer, flat_by_pca, hues
 from nearkin.web.middleware import Limits
-from nearkin.web.queue import Busy, Line
+from nearkin.web.queue import Line
 from nearkin.web.request_log import Journal
 
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
@@ -498,14 +499,14 @@ def test_a_full_line_sends_away_at_once_and_recovers():
         await asyncio.sleep(0.05)  # it is taken, and waits no more
         others = [asyncio.create_task(line.ask(lambda _: 7)) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(Busy):
+        with pytest.raises(QueueFull):
             await asyncio.wait_for(line.ask(lambda _: 8), 2)
         others[0].cancel()
         gate.set()
         assert await first and await asyncio.gather(*others[1:]) == [7, 7]
         assert await line.ask(lambda _: 9) == 9
         line.close()
-        with pytest.raises(Busy):
+        with pytest.raises(QueueFull):
             await line.ask(lambda _: 8)
 
     asyncio.run(main())

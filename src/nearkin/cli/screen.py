@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from nearkin.core.errors import Diverged, Stopped, Terminated
 from nearkin.core.text import visible
 
 
@@ -63,10 +64,6 @@ def main() -> None:
     app(prog_name="nearkin")
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM: ends as Ctrl-C does, so that half-written files and bars are gone."""
-
-
 @contextmanager
 def one_sentence(interrupted: Callable[[], str] = lambda: "nothing was written") -> Iterator[None]:
     """Bad input ends with one sentence and exit code 2, a diverged training with 3, a signal with 128 + its number."""
@@ -75,28 +72,26 @@ def one_sentence(interrupted: Callable[[], str] = lambda: "nothing was written")
             yield
     except KeyboardInterrupt as error:
         echo(f"interrupted; {interrupted()}", err=True)
-        raise typer.Exit(143 if isinstance(error, _Terminated) else 130) from None
+        raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
             raise  # no missing extra: nearkin itself is broken
         echo(" ".join(str(error).split()), err=True)
-        raise typer.Exit(3 if type(error).__name__ == "Diverged" else 2) from None
+        raise typer.Exit(3 if isinstance(error, Diverged) else 2) from None
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "out of memory" not in str(error):
             raise
         echo("out of memory; use a smaller --budget, --batch or --chunk, or --device cpu", err=True)
         raise typer.Exit(2) from None
-    except Exception as error:
-        if type(error).__name__ != "Stopped":
-            raise
+    except Stopped as error:
         echo(str(error), err=True)
-        raise typer.Exit(128 + getattr(error, "number", 2)) from None
+        raise typer.Exit(128 + error.number) from None
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
     def end(*_: Any) -> None:
-        raise _Terminated
+        raise Terminated
 
     if threading.current_thread() is not threading.main_thread():
         yield

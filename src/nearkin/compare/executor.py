@@ -17,16 +17,13 @@ import torch
 
 from nearkin.compare import test_stage, trial
 from nearkin.compare.protocol import Bench, Job, Opened, open_bench
+from nearkin.core.errors import OutOfTime
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
 
-__all__ = ["Hands", "Here", "Many", "OutOfTime", "hands"]
+__all__ = ["Hands", "Here", "Many", "hands"]
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "OSError": ValueError}
-
-
-class OutOfTime(Exception):
-    """The budget is used up."""
 
 
 class Hands(Protocol):

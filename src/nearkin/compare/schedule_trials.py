@@ -4,10 +4,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nearkin.compare.executor import Hands, OutOfTime
+from nearkin.compare.executor import Hands
 from nearkin.compare.loss_search import Found, Jobs
 from nearkin.compare.protocol import Job
 from nearkin.compare.study import Study
+from nearkin.core.errors import OutOfTime
 
 __all__ = ["Schedule", "each"]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nearkin import models
 from nearkin.compare.protocol import Bench, Job
+from nearkin.core.errors import Diverged
 from nearkin.training import validation
 from nearkin.training.loop import deterministic
-from nearkin.training.monitor import Diverged
 from nearkin.training.run import assemble
 from nearkin.training.trainer import Trainer
 

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Excessive", "read", "read_file", "text"]
+from nearkin.core.errors import ExcessiveText
+
+__all__ = ["read", "read_file", "text"]
 
 LARGEST, DEEPEST = 2**18, 16  # bytes of a file; brackets within brackets, and parts of a dotted key
 
@@ -24,16 +26,12 @@ _TOKEN = re.compile(
 )
 
 
-class Excessive(ValueError):
-    """Text that a reader would spend more memory or recursion on than any honest file needs."""
-
-
 def read_file(path: Path) -> dict[str, Any]:
     """The content of a TOML file. OSError, UnicodeDecodeError; ValueError with what is wrong with the text."""
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
-        raise Excessive(f"larger than {LARGEST // 1024} KiB")
+        raise ExcessiveText(f"larger than {LARGEST // 1024} KiB")
     return read(content.decode("utf-8"))
 
 
@@ -68,7 +66,7 @@ def _refuse_excessive(text: str) -> None:
             dots, in_key = 0, token != "="
         if depth > DEEPEST or dots >= DEEPEST:
             what = "brackets within brackets" if depth > DEEPEST else "parts of a dotted key"
-            raise Excessive(f"more than {DEEPEST} {what} in line {text.count(chr(10), 0, match.start()) + 1}")
+            raise ExcessiveText(f"more than {DEEPEST} {what} in line {text.count(chr(10), 0, match.start()) + 1}")
 
 
 def text(table: dict[str, Any]) -> str:

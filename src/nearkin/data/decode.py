@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import checks
+from nearkin.core.errors import UnreadablePicture
 
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["FITS", "MAX_PIXELS", "Unreadable", "decode", "glance", "square", "weight"]
+__all__ = ["FITS", "MAX_PIXELS", "decode", "glance", "square", "weight"]
 
 DECODER = 1  # raise whenever the same file would give other pixels: it is part of the key of every cache
 MAX_PIXELS = 250_000_000  # today's largest phone pictures have 200 million
@@ -26,12 +27,8 @@ _GREY = ("1", "L", "LA", "La")  # modes of Pillow
 _opening = threading.Lock()
 
 
-class Unreadable(ValueError):
-    """A picture that cannot be had; the message completes a sentence that begins with its name."""
-
-
 def decode(data: bytes | NDArray[Any], *, max_pixels: int = MAX_PIXELS, enough: int | None = None) -> "Image.Image":
-    """The picture upright in mode "L" (grey) or "RGB", 8 bits a channel; whatever is wrong with it is `Unreadable`.
+    """The picture upright in mode "L" (grey) or "RGB", 8 bits a channel; anything else is `UnreadablePicture`.
 
     data: the bytes of a file, or pixels (H, W), (H, W, 1), (H, W, 3) or (H, W, 4).
     - A file that ends early is unreadable, never a picture with a grey rest. Damage in the middle of a JPEG that the
@@ -47,7 +44,7 @@ def decode(data: bytes | NDArray[Any], *, max_pixels: int = MAX_PIXELS, enough: 
     if isinstance(data, np.ndarray):
         return _from_array(data, max_pixels)
     if not data:
-        raise Unreadable("is empty (0 bytes)")
+        raise UnreadablePicture("is empty (0 bytes)")
     image = _open(data, max_pixels)
     try:
         if enough is not None:
@@ -57,15 +54,15 @@ def decode(data: bytes | NDArray[Any], *, max_pixels: int = MAX_PIXELS, enough: 
         with suppress(Exception):  # metadata that cannot be read costs the rotation, not the picture
             upright = ImageOps.exif_transpose(image)
         return _plain(upright)
-    except Unreadable:
+    except UnreadablePicture:
         raise
     except MemoryError:
         width, height = image.size
-        raise Unreadable(f"does not fit in memory ({width} x {height} pixels)") from None
+        raise UnreadablePicture(f"does not fit in memory ({width} x {height} pixels)") from None
     except Exception as error:  # decoders raise whatever they like
         if "truncated" in str(error).lower():
-            raise Unreadable("is truncated: the file ends before the picture does") from None
-        raise Unreadable(f"is damaged ({_short(error)})") from None
+            raise UnreadablePicture("is truncated: the file ends before the picture does") from None
+        raise UnreadablePicture(f"is damaged ({_short(error)})") from None
 
 
 def glance(data: bytes | NDArray[Any]) -> tuple[int, bool]:
@@ -116,9 +113,9 @@ def _open(data: bytes, max_pixels: int) -> "Image.Image":
             Image.init()
             image = Image.open(io.BytesIO(data), formats=[f for f in FORMATS if f in Image.OPEN])
         except UnidentifiedImageError:
-            raise Unreadable(f"is not a picture of a known format (its first bytes are {data[:8]!r})") from None
+            raise UnreadablePicture(f"is not a picture of a known format (its first bytes are {data[:8]!r})") from None
         except Exception as error:
-            raise Unreadable(f"is damaged ({_short(error)})") from None
+            raise UnreadablePicture(f"is damaged ({_short(error)})") from None
         finally:
             Image.MAX_IMAGE_PIXELS = before
     _check_pixels(*image.size, max_pixels)
@@ -127,7 +124,7 @@ def _open(data: bytes, max_pixels: int) -> "Image.Image":
 
 def _check_pixels(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
-        raise Unreadable(f"has {width} x {height} pixels, more than max_pixels = {max_pixels}")
+        raise UnreadablePicture(f"has {width} x {height} pixels, more than max_pixels = {max_pixels}")
 
 
 def _short(error: Exception) -> str:
@@ -156,7 +153,7 @@ def _from_array(pixels: NDArray[Any], max_pixels: int) -> "Image.Image":
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[..., 0]
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)) or pixels.size == 0:
-        raise Unreadable(f"must have shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {pixels.shape}")
+        raise UnreadablePicture(f"must have shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {pixels.shape}")
     _check_pixels(pixels.shape[1], pixels.shape[0], max_pixels)
     return _plain(Image.fromarray(np.ascontiguousarray(_eight_bits(pixels))))
 
@@ -171,7 +168,7 @@ def _eight_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
         return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
     real = values.astype(np.float64)
     if not np.isfinite(real).all():
-        raise Unreadable("has pixels that are NaN or infinite")
+        raise UnreadablePicture("has pixels that are NaN or infinite")
     low, high = float(real.min()), float(real.max())
     whole = not np.issubdtype(values.dtype, np.floating)
     tops = (65535.0,) if whole else (1.0, 255.0, 65535.0)  # Pillow widens 16-bit files to 32-bit whole numbers

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nearkin.core import checks
+from nearkin.core.errors import UnreadablePicture
 from nearkin.core.versions import version_of
 from nearkin.data import cache_store
 from nearkin.data import decode as decoding
@@ -247,7 +248,7 @@ def _one(
         return digest, row, None
     try:
         return digest, decoding.square(data, side=side, fit=fit, channels=channels, max_pixels=max_pixels), None
-    except decoding.Unreadable as error:
+    except UnreadablePicture as error:
         return digest, empty, str(error)
 
 

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nearkin.core.errors import RefusedVectors
 from nearkin.core.relations import UNKNOWN
 
 __all__ = ["KINDS", "Vectors", "class_ids", "read"]
@@ -120,7 +121,7 @@ def _npz(path: Path) -> dict[str, Any]:
                 with suppress(ValueError):  # Python objects are no names
                     found["names"] = archive["names"]
             return found
-    except _Refused:
+    except RefusedVectors:
         raise
     except _UNREADABLE as error:
         raise ValueError(f"{path}: not a readable .npz file ({_why(error)})") from None
@@ -131,7 +132,7 @@ def _member(path: Path, archive: Any, key: str) -> Any:
         return archive[key]
     except ValueError as error:
         if "pickle" in str(error):
-            raise _Refused(_objects(path, key)) from None
+            raise RefusedVectors(_objects(path, key)) from None
         raise
 
 
@@ -346,13 +347,9 @@ def _some(places: list[int], rows: int) -> str:
     return f"{len(places)} of {rows} rows ({'row' if len(places) == 1 else 'rows'} {shown}, counted from 0)"
 
 
-class _Refused(ValueError):
-    """Already a sentence."""
-
-
 def _needs(path: Path, key: str, keys: list[str], what: str = "keys") -> None:
     if key not in keys:
-        raise _Refused(f'{path}: no "{key}" among its {what}: {", ".join(sorted(keys)) or "there are none"}')
+        raise RefusedVectors(f'{path}: no "{key}" among its {what}: {", ".join(sorted(keys)) or "there are none"}')
 
 
 def _objects(path: Path, what: str) -> str:

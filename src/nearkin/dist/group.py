@@ -18,10 +18,11 @@ from torch import Tensor
 from nearkin.core import checks
 from nearkin.dist import collectives
 from nearkin.dist.collectives import Group
-from nearkin.dist.notes import Failed, Notes, Seen
+from nearkin.core.errors import RankFailed
+from nearkin.dist.notes import Notes, Seen
 from nearkin.dist.team import Progress, Team
 
-__all__ = ["Failed", "ProcessGroup"]
+__all__ = ["ProcessGroup"]
 
 T = TypeVar("T")
 
@@ -55,12 +56,12 @@ class ProcessGroup(Team):
             try:
                 yield told
             except Exception as error:
-                if self.size == 1 or isinstance(error, Failed):
+                if self.size == 1 or isinstance(error, RankFailed):
                     raise
                 sentence = f"rank {self.rank}: {_said(error)}"
                 self.notes.post(sentence)
                 if isinstance(error, ValueError | TypeError | OSError):
-                    raise Failed(sentence) from error
+                    raise RankFailed(sentence) from error
                 raise
 
     def __enter__(self) -> "ProcessGroup":
@@ -73,7 +74,7 @@ class ProcessGroup(Team):
             if error is None:
                 with self.work("leaving"):
                     pass
-            elif isinstance(error, Exception) and not isinstance(error, Failed) and not self.notes.posted:
+            elif isinstance(error, Exception) and not isinstance(error, RankFailed) and not self.notes.posted:
                 self.notes.post(f"rank {self.rank}: {_said(error)}")
         finally:
             self.notes.close()
@@ -87,7 +88,7 @@ class ProcessGroup(Team):
             while time.monotonic() < end:  # whoever is gone has a name
                 self._look((rank for rank in range(self.size) if rank != self.rank), seen)
                 time.sleep(1.0)
-            raise Failed(f"rank {self.rank}: the exchange failed ({_said(error)})") from None
+            raise RankFailed(f"rank {self.rank}: the exchange failed ({_said(error)})") from None
 
     def _look(self, awaited: Iterable[int], seen: Seen) -> None:
         self.notes.check()

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from nearkin.core.errors import RankFailed
 
 Seen = dict[int, tuple[int, float]]  # of each rank: its signs of life, and since when there are no more
 _BEAT = 1.0  # seconds between two signs of life
 
 
-class Failed(ValueError):
-    """A rank failed, and every rank knows: each raises this with the same sentence."""
 
 
 def own_store(kind: str) -> Any:
@@ -63,7 +62,7 @@ class Notes:
         except RuntimeError as error:
             raise self._lost(error) from None
         if failure is not None:
-            raise Failed(failure)
+            raise RankFailed(failure)
 
     def alive(self, ranks: Iterable[int], seen: Seen) -> None:
         """Raises where one of these ranks has shown no sign of life for too long since it was `seen`."""
@@ -77,7 +76,7 @@ class Notes:
                     f"rank {rank} of {self.size} gave no sign of life for {now - since:.0f} s: killed, or stopped"
                 )
                 self.post(sentence)
-                raise Failed(sentence)
+                raise RankFailed(sentence)
 
     def close(self) -> None:
         self._over.set()
@@ -90,8 +89,8 @@ class Notes:
                 return
             self._over.wait(_BEAT)
 
-    def _lost(self, error: RuntimeError) -> Failed:
+    def _lost(self, error: RuntimeError) -> RankFailed:
         """The store lives in the launcher, or in rank 0."""
-        return Failed(
+        return RankFailed(
             f"rank {self.rank} of {self.size} has lost the launcher, or rank 0 ({' '.join(str(error).split())})"
         )

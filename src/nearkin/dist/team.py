@@ -15,7 +15,8 @@ from torch import Tensor
 
 from nearkin.dist import collectives
 from nearkin.dist.collectives import Group
-from nearkin.dist.notes import Failed, Seen
+from nearkin.core.errors import RankFailed
+from nearkin.dist.notes import Seen
 
 __all__ = ["Progress", "Team"]
 
@@ -118,7 +119,7 @@ class Team:
         for rank, other in enumerate(heard):
             for name in heard[0]:
                 if other.get(name) != heard[0][name]:
-                    raise Failed(f"{name} must be the same on all ranks; rank {rank} has others than rank 0")
+                    raise RankFailed(f"{name} must be the same on all ranks; rank {rank} has others than rank 0")
 
     def _exchanged(self, exchange: Callable[[Tensor, Group], T], tensor: Tensor) -> T:
         """Begins when all ranks are there, so that it lasts as long as the bytes take."""
@@ -163,7 +164,7 @@ class _Step:
         while self.add(here, 0) < self.size:
             self.team._look((), seen)
             if self.add(f"{self.key}/any", 0) == self.size and self.add(here, 0) < self.size:
-                raise Failed(f'ranks must make the same calls in the same order; rank {self.rank} is at "{self.what}"')
+                raise RankFailed(f'ranks must make the same calls in the same order; rank {self.rank} is at "{self.what}"')
             if time.monotonic() - looked > 1:
                 looked = time.monotonic()
                 self.team._look((rank for rank in range(self.size) if not self.add(f"{here}/{rank}", 0)), seen)

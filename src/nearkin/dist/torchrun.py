@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nearkin.core.errors import Diverged, Stopped, Terminated
 from nearkin.dist.notes import own_store
 from nearkin.dist.team import Progress, Team
 from nearkin.dist import rendezvous
@@ -155,7 +156,7 @@ def _end(error: BaseException, group: TrainingGroup, watching: Watching) -> None
     code = _code(error)
     if code == 0:
         return
-    if type(error).__name__ == "Stopped":  # all ranks have agreed to stop and have saved
+    if isinstance(error, Stopped):  # all ranks have agreed to stop and have saved
         watching.leave()
         if group.first:
             return
@@ -169,7 +170,7 @@ def _end(error: BaseException, group: TrainingGroup, watching: Watching) -> None
         if not watching.claim(sentence, code):
             watching.follow(watching.verdict())
     kind = OSError if isinstance(error, OSError) else type(error)
-    if kind in (ValueError, TypeError, OSError) or kind.__name__ == "Diverged":
+    if kind in (ValueError, TypeError, OSError) or kind is Diverged:
         raise kind(f"rank {group.rank}: {sentence}") from error
 
 
@@ -192,9 +193,10 @@ def _code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else LOST
     if isinstance(error, KeyboardInterrupt):
-        return 143 if type(error).__name__ == "_Terminated" else 130
-    name = type(error).__name__
-    return {"Diverged": 3, "Stopped": 128 + getattr(error, "number", 2)}.get(name, 2 if _input(error) else 1)
+        return 143 if isinstance(error, Terminated) else 130
+    if isinstance(error, Stopped):
+        return 128 + error.number
+    return 3 if isinstance(error, Diverged) else 2 if _input(error) else 1
 
 
 def _input(error: BaseException) -> bool:

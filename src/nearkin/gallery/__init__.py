@@ -1,5 +1,6 @@
 """Embeddings put to use: enrol items, then search, identify, verify; kept in SQLite or PostgreSQL."""
 
+from nearkin.core.errors import LabelConflict, MissingRow, StoreUnavailable
 from nearkin.gallery.calibration import calibrate
 from nearkin.gallery.enroll import enrol_source
 from nearkin.gallery.gallery import Enrolled, Gallery
@@ -7,19 +8,19 @@ from nearkin.gallery.items import Seen
 from nearkin.gallery.opening import run_of
 from nearkin.gallery.pairs import verify
 from nearkin.gallery.results import Candidate, Hit, Identity, Verification
-from nearkin.gallery.stores.contract import Conflict, Missing, Report, Unavailable
+from nearkin.gallery.stores.contract import Report
 
 __all__ = [
     "Candidate",
-    "Conflict",
     "Enrolled",
     "Gallery",
     "Hit",
     "Identity",
-    "Missing",
+    "LabelConflict",
+    "MissingRow",
     "Report",
     "Seen",
-    "Unavailable",
+    "StoreUnavailable",
     "Verification",
     "calibrate",
     "enrol_source",

@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nearkin.core.errors import LabelConflict
 from nearkin.gallery import items
 from nearkin.gallery.encoding import Encoding
 from nearkin.gallery.items import Seen
 from nearkin.gallery.schema import Fields, fields_of, packed
-from nearkin.gallery.stores.contract import Added, Conflict, Store
+from nearkin.gallery.stores.contract import Added, Store
 
 __all__ = ["Asked", "admit", "plain"]
 
@@ -48,7 +49,7 @@ def admit(store: Store, encoding: Encoding | None, dim: int, asked: Asked) -> li
         if one.content in there:
             id, has = there[one.content]
             if has != asked.labels[i] and not asked.keep:
-                raise Conflict(asked.names[i] or one.name, id, has, asked.labels[i])
+                raise LabelConflict(asked.names[i] or one.name, id, has, asked.labels[i])
             done[i] = Added(id, False, has)
     new = [i for i, one in enumerate(done) if one is None]
     for i, one in zip(new, store.add(_fields(seen, asked, new), asked.keep) if new else [], strict=True):

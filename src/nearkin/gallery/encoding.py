@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin import models
 from nearkin.core import checks, files
+from nearkin.core.errors import UnreadablePicture
 from nearkin.data import augment, decode
 from nearkin.gallery.schema import Floats, unit
 from nearkin.models.io import fingerprint
@@ -73,7 +74,7 @@ class Encoding:
         options = {"side": wanted["stored"], "fit": wanted["fit"], "channels": wanted["channels"]}
         try:
             return decode.square(data, max_pixels=self.max_pixels, **options)
-        except decode.Unreadable as error:
+        except UnreadablePicture as error:
             raise ValueError(f"{name} {error}") from None
 
     @torch.inference_mode()

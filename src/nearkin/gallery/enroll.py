@@ -5,8 +5,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nearkin import data
+from nearkin.core.errors import RankFailed
 from nearkin.data.items import Items, Pictures
-from nearkin.dist.group import Failed, ProcessGroup
+from nearkin.dist.group import ProcessGroup
 from nearkin.gallery import enroll_ranks
 from nearkin.gallery.encoding import Encoding
 from nearkin.gallery.gallery import PICTURES, Gallery
@@ -95,7 +96,7 @@ def _shared(
     def write(rank: int, part: enroll_ranks.Part) -> None:
         assert isinstance(gallery, Gallery)
         if part.bad and not skip_unreadable:
-            raise Failed(f"rank {rank}: {_refused(part.bad[0])}")
+            raise RankFailed(f"rank {rank}: {_refused(part.bad[0])}")
         bad.extend(part.bad)
         kept = [enroll_ranks.label_there(gallery, id) not in (None, labels[i]) for i, id in part.there]
         done = [0, len(kept), sum(kept)]

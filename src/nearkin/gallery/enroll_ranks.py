@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nearkin.core.errors import MissingRow
 from nearkin.data.items import Items
 from nearkin.dist.group import ProcessGroup
 from nearkin.gallery import items as item_inputs
 from nearkin.gallery.encoding import Encoding
 from nearkin.gallery.gallery import PICTURES, Gallery
 from nearkin.gallery.items import Raw, Seen
-from nearkin.gallery.stores.contract import Missing
 
 __all__ = ["Part", "enrol_parts", "label_there"]
 
@@ -140,5 +140,5 @@ def label_there(gallery: Gallery, id: int) -> str | None:
     """The label a row has; None where it was removed meanwhile."""
     try:
         return gallery.get(id).label
-    except Missing:
+    except MissingRow:
         return None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nearkin.core import checks
+from nearkin.core.errors import MissingRow
 from nearkin.data import decode as decoding
 from nearkin.gallery import admitting, opening, results
 from nearkin.gallery import items as item_inputs
@@ -18,7 +19,7 @@ from nearkin.gallery.facts import Facts
 from nearkin.gallery.items import Seen
 from nearkin.gallery.results import Hit, Identity, Verification
 from nearkin.gallery.schema import Row, filter_of, label_of, metadata_of, shortened, unpacked
-from nearkin.gallery.stores.contract import Missing, Report, Store
+from nearkin.gallery.stores.contract import Report, Store
 from nearkin.gallery.stores.matrix import similarities
 
 __all__ = ["Enrolled", "Gallery"]
@@ -189,7 +190,7 @@ class Gallery:
         """A row by its id; its similarity is 1, that with itself."""
         found = self._store.rows(_ids(id))
         if id not in found:
-            raise Missing(id)
+            raise MissingRow(id)
         return _hit(found[id], 1.0)
 
     def thumbnail(self, id: int) -> bytes:
@@ -200,7 +201,7 @@ class Gallery:
         """(n, D) of these rows."""
         found = self._store.rows(_ids(ids))
         if missing := [i for i in ids if i not in found]:
-            raise Missing(missing[0])
+            raise MissingRow(missing[0])
         return unpacked([found[i].vector for i in ids], self.dim)
 
     def rows(self) -> Iterator[tuple[Hit, np.ndarray[Any, np.dtype[np.float32]]]]:

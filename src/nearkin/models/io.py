@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nearkin.core import files
+from nearkin.core.errors import UnfittingWeights
 from nearkin.core.versions import version_of
 from nearkin.models.encoder import Encoder
 from nearkin.models.factory import build, shapes
@@ -92,7 +93,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encode
         if described is not None:
             _compare(described, state, folder / WEIGHTS)
         encoder = build(**said["settings"], pretrained=False)
-    except (ModuleNotFoundError, _Unfitting):
+    except (ModuleNotFoundError, UnfittingWeights):
         raise  # its sentence says what to install, or what differs
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         said_why = " ".join(str(error).split())
@@ -100,10 +101,6 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encode
     _fill(encoder, state, folder / WEIGHTS)
     encoder.pretrained = said["pretrained"]
     return encoder.to(device).eval(), said["preparation"]
-
-
-class _Unfitting(ValueError):
-    """Weights of another architecture than the description's."""
 
 
 def _read(path: Path, longest: int = -1) -> bytes:
@@ -146,11 +143,13 @@ def _tensors(weights: bytes, path: Path) -> dict[str, torch.Tensor]:
 
 def _compare(described: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor], path: Path) -> None:
     if missing := sorted(described.keys() ^ state.keys()):
-        raise _Unfitting(f"{path} does not fit its description: {len(missing)} names differ, such as {missing[0]}")
+        raise UnfittingWeights(
+            f"{path} does not fit its description: {len(missing)} names differ, such as {missing[0]}"
+        )
     for name, shape in described.items():
         if shape != state[name].shape:
             got = tuple(state[name].shape)
-            raise _Unfitting(f"{path} does not fit its description: {name} is {got}, {tuple(shape)} expected")
+            raise UnfittingWeights(f"{path} does not fit its description: {name} is {got}, {tuple(shape)} expected")
 
 
 def _fill(encoder: Encoder, state: Mapping[str, torch.Tensor], path: Path) -> None:

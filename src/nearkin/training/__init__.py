@@ -1,11 +1,10 @@
 """From a recipe to a trained, measured encoder, in one loop that can stop and go on anywhere."""
 
+from nearkin.core.errors import Diverged, Stopped
 from nearkin.dist.torchrun import TrainingGroup, joined
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.recipe import read as read_recipe
 from nearkin.training.inference import Embedded, embed_source, export_onnx, vectors_of
-from nearkin.training.loop import Stopped
-from nearkin.training.monitor import Diverged
 from nearkin.training.run import Outcome
 from nearkin.training.start import resume, train
 

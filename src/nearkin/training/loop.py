@@ -10,20 +10,13 @@ from typing import Any
 
 import torch
 
+from nearkin.core.errors import Stopped
 from nearkin.training.own_objects import way_on
 from nearkin.training.trainer import Trainer
 
-__all__ = ["Stopped", "Watch", "deterministic", "fit"]
+__all__ = ["Watch", "deterministic", "fit"]
 
 Watch = Callable[[dict[str, Any]], None]  # is told everything that happens, as dictionaries with an "event"
-
-
-class Stopped(Exception):
-    """Asked to stop (Ctrl-C, SIGTERM); everything is saved."""
-
-    def __init__(self, number: int, step: int, way_on: str) -> None:
-        super().__init__(f"stopped and saved at step {step}; go on with {way_on}")
-        self.number = number
 
 
 def fit(trainer: Trainer, watch: Watch) -> None:

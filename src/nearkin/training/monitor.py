@@ -7,19 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nearkin.core.errors import Diverged
 from nearkin.evaluation import diagnosis
 
-__all__ = ["Diverged", "Monitor", "geometry"]
+__all__ = ["Monitor", "geometry"]
 
 _ROWS = 256  # of a batch, enough to see a collapse
 COLLAPSED = 1e-3  # spread of unit rows: 0 all in one spot, 1 no common direction
 FLAT = 0.91  # share of the variance along one direction: everything on a line
 _PATIENCE = 5, 100  # looks in a row, and steps, before it counts: early steps may look like anything
 STILL = 1e-5  # relative change of the loss's own parameters over an epoch
-
-
-class Diverged(ValueError):
-    """Training cannot go on; the message says why and what to try."""
 
 
 @torch.no_grad()

@@ -5,14 +5,13 @@ from contextlib import asynccontextmanager
 from importlib.resources import files as resources
 from typing import TYPE_CHECKING, Any
 
+from nearkin.core.errors import MalformedRequest, NoPicture, QueueFull, RequestTooLarge, UnsupportedMedia
 from nearkin.core.text import visible
 from nearkin.core.versions import version_of
-from nearkin.gallery import Conflict, Gallery, Missing, Unavailable
+from nearkin.gallery import Gallery, LabelConflict, MissingRow, StoreUnavailable
 from nearkin.web import routes
 from nearkin.web.access import Access
 from nearkin.web.middleware import Door, Limits
-from nearkin.web.parsing import Malformed, TooLarge, Unsupported
-from nearkin.web.queue import Busy
 from nearkin.web.request_log import Journal
 from nearkin.web.service import REST, Service
 
@@ -23,17 +22,17 @@ __all__ = ["build"]
 
 # Most particular first; what is none of these is a fault of ours, a 500, and goes into the log.
 STATUS: dict[type[Exception], int] = {
-    Missing: 404,
-    routes.NoPicture: 404,
-    Conflict: 409,
-    Malformed: 400,
-    TooLarge: 413,
-    Unsupported: 415,
+    MissingRow: 404,
+    NoPicture: 404,
+    LabelConflict: 409,
+    MalformedRequest: 400,
+    RequestTooLarge: 413,
+    UnsupportedMedia: 415,
     ValueError: 422,
     TypeError: 422,
     TimeoutError: 503,
-    Unavailable: 503,
-    Busy: 503,
+    StoreUnavailable: 503,
+    QueueFull: 503,
 }
 PAGE = {"style.css": "text/css", "script.js": "text/javascript", "map.js": "text/javascript"}
 HTML = "text/html; charset=utf-8"
@@ -110,7 +109,7 @@ def _errors(app: "FastAPI", place: str, journal: Journal) -> None:
 
     for kind, status in STATUS.items():
         app.add_exception_handler(kind, answer(status))
-    app.add_exception_handler(Unavailable, unavailable)
+    app.add_exception_handler(StoreUnavailable, unavailable)
     app.add_exception_handler(HTTPException, lambda _, error: said(*_http(error)))
     app.add_exception_handler(RequestValidationError, lambda _, error: said(*_invalid(error)))
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from nearkin.core.errors import RefusedBody
 from nearkin.web.access import Access
 from nearkin.web.request_log import Journal
 
@@ -56,10 +57,6 @@ class Limits(NamedTuple):
 
 ENDING = "the service is ending; ask again when it is back"
 GONE = 499  # in the log: who asked has hung up, and nobody is answered
-
-
-class _Refused(Exception):
-    """Ends the reading of a body; what is answered is kept with the visit."""
 
 
 class _Visit:
@@ -120,7 +117,7 @@ class Door:
                 message = await asyncio.wait_for(receive(), max(0.001, deadline - time.perf_counter()))
             except asyncio.TimeoutError:
                 visit.refusal = 408, f"the body was not there after {self._limits.seconds:g} seconds"
-                raise _Refused from None
+                raise RefusedBody from None
             size = len(message.get("body", b""))
             visit.bytes += size
             self.held += size
@@ -132,7 +129,7 @@ class Door:
             elif self.held > self._limits.held:
                 visit.refusal = 503, "there are more uploads than can be held; come again a little later"
             if visit.refusal is not None:
-                raise _Refused
+                raise RefusedBody
             return message
 
         async def answered(message: Message) -> None:
@@ -151,7 +148,7 @@ class Door:
         scope["visit"] = visit.id
         try:
             await self._app(scope, counted, answered)
-        except _Refused:
+        except RefusedBody:
             pass
         except asyncio.CancelledError:
             if not self._ending or visit.refusal is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from nearkin.core.errors import MalformedRequest, UnsupportedMedia
 from nearkin.core.text import MARKS
 from nearkin.gallery.schema import bounded
 from nearkin.web.middleware import Limits
@@ -14,7 +15,7 @@ from nearkin.web.middleware import Limits
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-__all__ = ["Brought", "Malformed", "TooLarge", "Unsupported", "body_schema", "json_object", "read"]
+__all__ = ["Brought", "body_schema", "json_object", "read"]
 
 TEXT = 64 * 2**10  # bytes of a part that is no picture
 LONGEST = 65_536  # numbers of a vector
@@ -28,18 +29,6 @@ FORMATS = {
     "BMP": rb"BM.{4}\0{4}",
     "AVIF": rb"....ftypavi[fs]",
 }
-
-
-class Malformed(ValueError):
-    """The request is not of the form it must have."""
-
-
-class Unsupported(ValueError):
-    """A format that is not taken."""
-
-
-class TooLarge(ValueError):
-    """More than a request may bring."""
 
 
 class Brought(NamedTuple):
@@ -57,12 +46,14 @@ async def read(request: "Request", limits: Limits, fields: Sequence[str], texts:
     elif kind == "application/json":
         found = _numbers(_parsed(await request.body(), "the body"), fields, texts, limits)
     else:
-        raise Unsupported(f"the body must be multipart/form-data or application/json, got {kind[:60] or 'neither'}")
+        raise UnsupportedMedia(
+            f"the body must be multipart/form-data or application/json, got {kind[:60] or 'neither'}"
+        )
     if unknown := sorted({*found.items, *found.texts} - {*fields, *texts}):
-        raise Malformed(f"unknown part {unknown[0][:60]!r}; known: {', '.join((*fields, *texts))}")
+        raise MalformedRequest(f"unknown part {unknown[0][:60]!r}; known: {', '.join((*fields, *texts))}")
     for field in fields:
         if not found.items.get(field):
-            raise Malformed(f"{field} is missing: a picture as a file in the form, or a vector in JSON")
+            raise MalformedRequest(f"{field} is missing: a picture as a file in the form, or a vector in JSON")
     return found
 
 
@@ -72,7 +63,7 @@ def json_object(text: Any, name: str) -> dict[str, Any] | None:
         return None
     value = _parsed(text.encode("utf-8", "replace"), name) if isinstance(text, str) else text
     if not isinstance(value, dict):
-        raise Malformed(f'{name} must be a JSON object, as {{"place": "pond"}}')
+        raise MalformedRequest(f'{name} must be a JSON object, as {{"place": "pond"}}')
     return value
 
 
@@ -103,7 +94,9 @@ async def _form(request: "Request", limits: Limits) -> Brought:
         form = await parser.parse()
         return await _parts(form.multi_items())
     except (MultiPartException, KeyError, UnicodeError, LookupError) as error:
-        raise Malformed(f"the form cannot be read: {getattr(error, 'message', None) or 'it has no boundary'}") from None
+        raise MalformedRequest(
+            f"the form cannot be read: {getattr(error, 'message', None) or 'it has no boundary'}"
+        ) from None
     finally:
         for file in getattr(parser, "_files_to_close_on_error", ()):  # its own way misses a body that broke off
             file.close()
@@ -118,7 +111,7 @@ async def _parts(found: Sequence[tuple[str, Any]]) -> Brought:
             content = await value.read()
             items.setdefault(field, []).append((_picture(content), _name(value.filename)))
         elif field in texts:
-            raise Malformed(f"{field[:60]} must be given once")
+            raise MalformedRequest(f"{field[:60]} must be given once")
         else:
             texts[field] = value
     return Brought(items, texts)
@@ -126,7 +119,7 @@ async def _parts(found: Sequence[tuple[str, Any]]) -> Brought:
 
 def _numbers(found: Any, fields: Sequence[str], texts: Sequence[str], limits: Limits) -> Brought:
     if not isinstance(found, dict):
-        raise Malformed("the body must be a JSON object")
+        raise MalformedRequest("the body must be a JSON object")
     items: dict[str, list[tuple[Any, str | None]]] = {}
     for field in fields:
         value = found.get(field)
@@ -134,27 +127,27 @@ def _numbers(found: Any, fields: Sequence[str], texts: Sequence[str], limits: Li
             continue
         many = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
         if len(many) > limits.pictures:
-            raise Malformed(f"{field} must be at most {limits.pictures} vectors, got {len(many)}")
+            raise MalformedRequest(f"{field} must be at most {limits.pictures} vectors, got {len(many)}")
         items[field] = [(_vector(field, one), None) for one in many]
     return Brought(items, {key: value for key, value in found.items() if key not in fields})
 
 
 def _vector(field: str, value: Any) -> Any:
     if not isinstance(value, list) or not 1 <= len(value) <= LONGEST:
-        raise Malformed(f"{field} must be a list of 1 to {LONGEST:,} numbers")
+        raise MalformedRequest(f"{field} must be a list of 1 to {LONGEST:,} numbers")
     if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in value):
-        raise Malformed(f"{field} must be a list of numbers only")
+        raise MalformedRequest(f"{field} must be a list of numbers only")
     try:
         return np.asarray(value, np.float64)
     except OverflowError:
-        raise Malformed(f"{field} must be numbers that a float64 holds") from None
+        raise MalformedRequest(f"{field} must be numbers that a float64 holds") from None
 
 
 def _picture(content: bytes) -> bytes:
     if not content:
-        raise Malformed("the picture is empty (0 bytes)")
+        raise MalformedRequest("the picture is empty (0 bytes)")
     if not any(re.match(start, content[:16], re.DOTALL) for start in FORMATS.values()):
-        raise Unsupported(f"the picture is of no format that is taken here ({', '.join(FORMATS)})")
+        raise UnsupportedMedia(f"the picture is of no format that is taken here ({', '.join(FORMATS)})")
     return content
 
 
@@ -168,9 +161,9 @@ def _parsed(content: bytes, name: str) -> Any:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
-        raise Malformed(f"{name} must be JSON") from None
+        raise MalformedRequest(f"{name} must be JSON") from None
     try:
         bounded(found, name, parts=PARTS)
     except ValueError as error:
-        raise Malformed(str(error)) from None
+        raise MalformedRequest(str(error)) from None
     return found

@@ -9,15 +9,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from nearkin.core import checks
+from nearkin.core.errors import QueueFull
 
-__all__ = ["Busy", "Line"]
+__all__ = ["Line"]
 
 T = TypeVar("T")
 See = Callable[[list[Any]], list[Any]]
-
-
-class Busy(RuntimeError):
-    """The line is full, or too slow; come again a little later."""
 
 
 class _Job(NamedTuple):
@@ -72,9 +69,9 @@ class Line:
         return max((time.monotonic() - since for since in list(self._since.values())), default=0.0)
 
     def room_for(self, size: int) -> None:
-        """Raises `Busy` where so many items more would not be taken."""
+        """Raises `QueueFull` where so many items more would not be taken."""
         if self._closed or self._waiting + size > self._queue:
-            raise Busy("there are more requests than can be answered; come again a little later")
+            raise QueueFull("there are more requests than can be answered; come again a little later")
 
     async def ask(self, then: Callable[[list[Any]], T], items: Sequence[Any] = ()) -> T:
         """The answer of `then`, which is called with the seen items in a thread of the line."""
@@ -91,7 +88,7 @@ class Line:
             if not job.future.cancelled():
                 raise  # of the job itself: another process is writing
             why = f"there was no answer within {self._seconds:g} seconds; what was asked for may still be done"
-            raise Busy(why) from None
+            raise QueueFull(why) from None
         return found
 
     def close(self, seconds: float | None = None) -> bool:

@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from nearkin.core.errors import MalformedRequest, NoPicture
 from nearkin.web import parsing, schemas
 from nearkin.web.service import Service
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-__all__ = ["NoPicture", "asking", "exploring", "reading", "writing"]
+__all__ = ["asking", "exploring", "reading", "writing"]
 
 REFUSALS = {
     400: "The request is malformed.",
@@ -22,10 +23,6 @@ REFUSALS = {
     422: "A value or a picture is not as it must be.",
     503: "There are too many requests, or the gallery cannot be used; Retry-After says when to come again.",
 }
-
-
-class NoPicture(ValueError):
-    """A row that was enrolled as a vector."""
 
 
 def asking(service: Service) -> "APIRouter":
@@ -79,7 +76,7 @@ def writing(service: Service) -> "APIRouter":
         """Adds pictures or vectors under a label, which is recognised from its first one on."""
         brought = await parsing.read(request, service.limits, ["items"], ["label", "metadata"])
         if "label" not in brought.texts:
-            raise parsing.Malformed("label is missing")
+            raise MalformedRequest("label is missing")
         metadata = parsing.json_object(brought.texts.get("metadata"), "metadata")
         return await service.enrol(brought.items["items"], brought.texts["label"], metadata)
 
@@ -180,5 +177,5 @@ def _refusals() -> dict[int | str, dict[str, Any]]:
 def _one(brought: parsing.Brought, field: str) -> Any:
     items = brought.items[field]
     if len(items) != 1:
-        raise parsing.Malformed(f"{field} must be one picture or vector, got {len(items)}")
+        raise MalformedRequest(f"{field} must be one picture or vector, got {len(items)}")
     return items[0]

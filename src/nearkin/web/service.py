@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from nearkin.core.errors import QueueFull, RequestTooLarge, UnreadablePicture
 from nearkin.core.versions import version_of
 from nearkin.data import decode as decoding
 from nearkin.gallery import Gallery
 from nearkin.gallery.schema import bounded
 from nearkin.web.explore import Explorer
 from nearkin.web.middleware import Limits
-from nearkin.web.parsing import TooLarge
-from nearkin.web.queue import Busy, Line
+from nearkin.web.queue import Line
 
 __all__ = ["Service"]
 
@@ -53,7 +53,7 @@ class Service:
         """Raises where a thread has not come back from one request for long; exploring may take its time."""
         for line in self._lines[:-1]:
             if line.busy_for > self.limits.stuck:
-                raise Busy(f"the {line.name} has been at one request for {line.busy_for:.0f} seconds")
+                raise QueueFull(f"the {line.name} has been at one request for {line.busy_for:.0f} seconds")
 
     @property
     def waiting(self) -> int:
@@ -151,7 +151,7 @@ class Service:
         """None of them where they have more bytes of pixels than `most`, which their headers say."""
         size = sum(self._weight(item, name) for item, name in items)
         if size > self.limits.decoded:
-            raise TooLarge(
+            raise RequestTooLarge(
                 f"the pictures of a request must have at most {self.limits.decoded:,} bytes of pixels "
                 f"(width × height × bytes a pixel), got {size:,}"
             )
@@ -163,7 +163,7 @@ class Service:
     def _weight(self, item: Any, name: str | None) -> int:
         try:
             return decoding.weight(item, self.limits.pixels) if isinstance(item, bytes) else 0
-        except decoding.Unreadable as error:
+        except UnreadablePicture as error:
             raise ValueError(f"{name or 'the picture'} {error}") from None
 
     def _see(self, items: list[Item]) -> list[Any]:

@@ -4,17 +4,15 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from nearkin.core.errors import LabelConflict
 from nearkin.gallery.facts import Facts
 from nearkin.gallery.schema import Fields, Filter, Floats, Row, checksum, picture_checksum
 
 __all__ = [
     "Added",
-    "Conflict",
-    "Missing",
     "Plan",
     "Report",
     "Store",
-    "Unavailable",
     "merged",
     "planned",
     "proved",
@@ -38,27 +36,6 @@ class Plan(NamedTuple):
     items: list[tuple[int, bytes, str, str, str, bytes, bytes]]
     thumbnails: list[tuple[int, bytes, bytes]]
     next_id: int
-
-
-class Conflict(ValueError):
-    """The same item is enrolled under another label."""
-
-    def __init__(self, name: str, id: int, label: str, wanted: str) -> None:
-        what = name or "this item"
-        super().__init__(
-            f'{what} is enrolled as "{label}" already (id {id}), not as "{wanted}"; relabel or remove that row first'
-        )
-
-
-class Missing(ValueError):
-    """No row has this id."""
-
-    def __init__(self, id: int) -> None:
-        super().__init__(f"no row has the id {id}")
-
-
-class Unavailable(OSError):
-    """The place of the gallery is not what it was when it was opened."""
 
 
 class Report(NamedTuple):
@@ -106,7 +83,7 @@ class Store(Protocol):
         """Id and label of those that are enrolled."""
 
     def add(self, rows: Sequence[Fields], keep: bool, sources: Sequence[str] = ()) -> list[Added]:
-        """All or none. keep: a row that is there under another label stays so; else that is a `Conflict`."""
+        """All or none. keep: a row that is there under another label stays so; else that is a `LabelConflict`."""
 
     def remove(self, ids: Sequence[int]) -> int: ...
     def relabel(self, ids: Sequence[int], label: str) -> int: ...
@@ -150,7 +127,7 @@ def planned(rows: Sequence[Fields], there: dict[bytes, tuple[int, str]], next_id
         found = there.get(row.content)
         if found is not None:
             if found[1] != row.label and not keep:
-                raise Conflict(row.name, found[0], found[1], row.label)
+                raise LabelConflict(row.name, found[0], found[1], row.label)
             plan.added.append(Added(found[0], False, found[1]))
             continue
         there[row.content] = next_id, row.label

@@ -7,14 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from nearkin.gallery.stores.contract import Unavailable
+from nearkin.core.errors import StoreUnreachable
 from nearkin.gallery.stores.postgres_url import Address, address
 
-__all__ = ["Link", "Unreachable", "vector", "whole"]
-
-
-class Unreachable(Unavailable, ValueError):
-    """The database is down, does not answer, or refuses what it is asked."""
+__all__ = ["Link", "vector", "whole"]
 
 
 class Link:
@@ -50,7 +46,7 @@ class Link:
         try:
             made = self._connected()
         except (self.psycopg.Error, UnicodeError) as error:
-            raise Unreachable(f"{self.where}: cannot be reached ({self._reason(error)})") from None
+            raise StoreUnreachable(f"{self.where}: cannot be reached ({self._reason(error)})") from None
         with self._watched(made):
             made.execute("SET synchronous_commit = on")  # a server may have it off: what is acknowledged would be lost
             made.execute("SET jit = off")
@@ -150,7 +146,7 @@ class Link:
         except (errors.FeatureNotSupported, errors.UndefinedFile) as error:
             raise ValueError(f"{self.where}: the server has no pgvector ({self._reason(error)})") from None
         except self.psycopg.Error as error:
-            raise Unreachable(f"{self.where}: cannot be used ({self._reason(error)})") from None
+            raise StoreUnreachable(f"{self.where}: cannot be used ({self._reason(error)})") from None
 
 
 def whole(number: int) -> bytes:

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from nearkin.core.errors import StoreUnavailable
 from nearkin.gallery import facts as facts_of
 from nearkin.gallery.facts import Facts
 from nearkin.gallery.schema import Fields, Filter, Floats, Row, checksum, picture_checksum
 from nearkin.gallery.stores import repair, sqlite_file, sqlite_read
-from nearkin.gallery.stores.contract import Added, Report, Unavailable, merged, planned
+from nearkin.gallery.stores.contract import Added, Report, merged, planned
 from nearkin.gallery.stores.matrix import Matrix
 from nearkin.gallery.stores.memory_index import Follower
 
@@ -240,14 +241,14 @@ class SqliteStore:
 
     def _same(self, connection: Any) -> None:
         if self._file is not None and sqlite_file.overwritten(connection, self.path, self._file):
-            raise Unavailable(
+            raise StoreUnavailable(
                 f"{self.where}: other bytes were copied into the file while the gallery was open, nothing was written; "
                 f"close it everywhere, move {self.path.name}-wal and {self.path.name}-shm away, and open it again"
             )
 
-    def _replaced(self, written: str = "nothing was written") -> Unavailable:
+    def _replaced(self, written: str = "nothing was written") -> StoreUnavailable:
         what = f"the file was replaced or deleted while the gallery was open, {written}"
-        return Unavailable(f"{self.where}: {what}; open the gallery again (restart the service)")
+        return StoreUnavailable(f"{self.where}: {what}; open the gallery again (restart the service)")
 
     @contextmanager
     def transaction(self) -> Iterator[tuple[Any, Facts]]:
@@ -297,7 +298,7 @@ class SqliteStore:
         copies = connection.execute("SELECT said, sum FROM facts ORDER BY copy").fetchall()
         facts = facts_of.first_sound(self.where, copies)
         if self._gallery not in (None, facts.gallery):
-            raise Unavailable(f"{self.where}: holds another gallery than the one that was opened; open it again")
+            raise StoreUnavailable(f"{self.where}: holds another gallery than the one that was opened; open it again")
         self._gallery = facts.gallery
         return facts
 

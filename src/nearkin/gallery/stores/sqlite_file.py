@@ -19,7 +19,7 @@ from secrets import randbelow
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from nearkin.gallery.stores.contract import Unavailable
+from nearkin.core.errors import StoreUnavailable
 
 __all__ = ["Turn", "close", "connect", "count_up", "identity", "overwritten", "snapshot"]
 
@@ -89,7 +89,7 @@ def connect(path: Path, timeout: float, writing: bool) -> tuple[Any, Identity]:
         made.close()
         if before is not None:
             _leave(before)
-        raise Unavailable(f"{path}: the file was replaced while it was being opened; try again")
+        raise StoreUnavailable(f"{path}: the file was replaced while it was being opened; try again")
     return made, now
 
 

@@ -20,22 +20,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nearkin.core import files
+from nearkin.core.errors import CorruptCheckpoint, ForeignCheckpoint
 from nearkin.dist.torchrun import here
 from nearkin.training.checkpoint import sharded
 from nearkin.training.checkpoint.sharded import Kept, Rows
 
-__all__ = ["Checkpoints", "Damaged", "generators", "load", "optimizer_parts", "restore_generators", "restore_optimizer"]
+__all__ = ["Checkpoints", "generators", "load", "optimizer_parts", "restore_generators", "restore_optimizer"]
 
 FORMAT = 1
 _KEPT = 2
-
-
-class Damaged(ValueError):
-    """The file is not a whole checkpoint."""
-
-
-class Foreign(ValueError):
-    """The file is a whole checkpoint, of another run."""
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> str:
@@ -50,7 +43,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) ->
 
 
 def load(path: Path, proven: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `save` wrote, or `Damaged` with the reason. proven: the checksum that it must have, where that is known."""
+    """What `save` wrote, or `CorruptCheckpoint` with the reason. proven: the checksum it must have, if known."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -59,11 +52,11 @@ def load(path: Path, proven: str | None = None) -> tuple[dict[str, Tensor], dict
             # Copies: a tensor that maps the file (an optimizer keeps what it loads) would not let Windows replace it.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise Damaged(f"{path.name} is not a whole file ({' '.join(str(error).split())})") from None
+        raise CorruptCheckpoint(f"{path.name} is not a whole file ({' '.join(str(error).split())})") from None
     if header.get("format") != str(FORMAT):
-        raise Damaged(f"{path.name} has format {header.get('format')}, this version reads {FORMAT}")
+        raise CorruptCheckpoint(f"{path.name} has format {header.get('format')}, this version reads {FORMAT}")
     if header.get("sha256") != _digest(tensors, header.get("state", "")) or proven not in (None, header["sha256"]):
-        raise Damaged(f"{path.name} does not match its checksum")
+        raise CorruptCheckpoint(f"{path.name} does not match its checksum")
     state: dict[str, Any] = json.loads(header["state"])
     return tensors, state
 
@@ -138,7 +131,7 @@ class Checkpoints:
         for path in reversed(self._steps()):
             try:
                 kept, state = self.open(path.name, prove=True)
-            except Damaged as error:
+            except CorruptCheckpoint as error:
                 damaged.append(str(error))
                 continue
             notes = [f"{error}; the one before it is used" for error in damaged]
@@ -157,7 +150,7 @@ class Checkpoints:
         try:
             found = sharded.read_manifest(self.folder / name)
         except ValueError as error:
-            raise Damaged(str(error)) from None
+            raise CorruptCheckpoint(str(error)) from None
         for part in found["parts"] if prove else ():
             load(self.folder / part["file"], part["sha256"])
         tensors, state = load(self.folder / found["whole"])
@@ -168,7 +161,7 @@ class Checkpoints:
         origin = state.pop("origin", {})
         for what, ours in self.origin.items():
             if origin.get(what, ours) != ours:
-                raise Foreign(
+                raise ForeignCheckpoint(
                     f"{self.folder / name} is a checkpoint of another run: its {what} is not that of this run; "
                     f"put this run's own checkpoints in its place"
                 )
@@ -179,7 +172,7 @@ class Checkpoints:
         try:
             if state.get("best_file") is not None:
                 self.open(state["best_file"], prove=True)
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             return str(error)
         return None
 

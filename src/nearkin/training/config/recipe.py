@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nearkin.core import toml
+from nearkin.core.errors import ExcessiveText
 
 __all__ = ["NAMED", "Recipe", "keys", "read", "written"]
 
@@ -198,7 +199,7 @@ def _toml(file: Path) -> dict[str, Any]:
         return toml.read_file(file)
     except FileNotFoundError:
         raise ValueError(f"{file}: there is no such recipe") from None
-    except (OSError, UnicodeDecodeError, toml.Excessive) as error:
+    except (OSError, UnicodeDecodeError, ExcessiveText) as error:
         raise ValueError(f"{file}: not a readable recipe ({error})") from None
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
@@ -211,7 +212,7 @@ def _assignment(text: str) -> tuple[str, str, Any]:
         raise ValueError(f'--set must be section.key=value, as loss.margin=0.3, got "{text}"')
     try:
         read_value = toml.read(f"value = {value.strip()}")["value"]
-    except toml.Excessive as error:
+    except ExcessiveText as error:
         raise ValueError(f"--set {name.strip()[:100]}=…: the value has {error}") from None
     except ValueError:
         read_value = value.strip()  # plain words need no quotes
