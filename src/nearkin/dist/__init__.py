@@ -1,0 +1,10 @@
+"""Several processes as one: collectives, the global batch, the process group, heartbeats, DDP and FSDP."""
+
+from nearkin.dist.global_batch import GlobalBatch, average_gradients, share_state
+from nearkin.dist.group import ProcessGroup
+
+__all__ = ["GlobalBatch", "ProcessGroup", "average_gradients", "share_state"]
+
+
+def __dir__() -> list[str]:
+    return __all__
