@@ -65,13 +65,13 @@ def by_trainer(prepared, folder: Path):
     def epoch() -> float:
         trainer.state.finished, marks = False, []
 
-        def watch(event: dict) -> None:
-            if event["event"] == "moved" and event["step"] % steps in (1, 0):
+        def callback(event: dict) -> None:
+            if event["event"] == "step_end" and event["step"] % steps in (1, 0):
                 marks.append(now(on))
             if event["event"] == "epoch":
                 trainer.state.finished = True
 
-        loop.fit(trainer, watch)
+        loop.fit(trainer, callback)
         return (marks[1] - marks[0]) / (steps - 1)
 
     return trainer, epoch

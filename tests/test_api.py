@@ -193,13 +193,13 @@ def test_two_trainings_of_one_process_cannot_share_a_folder(tmp_path, stored):
     recipe = training.read_recipe(None, [f'data.source="{stored.as_posix()}"', *TINY])
     refused = []
 
-    def watch(event):
+    def callback(event):
         if event["event"] == "settled" and not refused:
             with pytest.raises(ValueError, match="a training is running in it already"):
                 training.train(recipe, tmp_path / "run")
             refused.append(True)
 
-    training.train(recipe, tmp_path / "run", watch)
+    training.train(recipe, tmp_path / "run", callback)
     assert refused
 
 
@@ -512,7 +512,7 @@ def stopped_run(folder, dataset):
     """A run that ended in its second epoch."""
 
     def stop(event):
-        if event["event"] == "moved" and event["step"] == 5:
+        if event["event"] == "step_end" and event["step"] == 5:
             raise Enough
 
     torch.manual_seed(1)

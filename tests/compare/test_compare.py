@@ -80,7 +80,7 @@ def bench(source):
 def whole(source, tmp_path_factory):
     """A comparison that nothing disturbed, and everything it told."""
     out, told = tmp_path_factory.mktemp("whole") / "out", []
-    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, watch=told.append, **SMALL)
+    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, callback=told.append, **SMALL)
     return found, told
 
 
@@ -503,7 +503,7 @@ def test_losses_that_a_budget_leaves_unfinished_are_named(source, whole, tmp_pat
         new.execute("DELETE FROM trainings WHERE loss = 'proxy-anchor' AND stage = 'final'")
         new.commit()
     told = []
-    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, budget=1e-6, watch=told.append)
+    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, budget=1e-6, callback=told.append)
     assert found.results["unfinished"] == ["proxy-anchor"]
     assert [row["loss"] for row in found.results["table"]] == ["triplet"]
     assert any("proxy-anchor not finished" in event.get("text", "") for event in told)

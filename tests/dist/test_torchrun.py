@@ -56,19 +56,19 @@ def recipe_of(home, *sets):
 def trained(rank, size, home, name, *sets):
     """Trains into home/name; a rank returns how many times it was told that a step was made."""
     moved = []
-    training.train(recipe_of(Path(home), *sets), Path(home) / name, lambda e: moved.append(e["event"] == "moved"))
+    training.train(recipe_of(Path(home), *sets), Path(home) / name, lambda e: moved.append(e["event"] == "step_end"))
     return sum(moved)
 
 
 def stopped(rank, size, home, name, step, *sets):
     """The last rank alone is asked to stop after a step: all save and stop."""
 
-    def watch(event):
-        if event["event"] == "moved" and event["step"] == step and rank == size - 1:
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == step and rank == size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     try:
-        training.train(recipe_of(Path(home), *sets), Path(home) / name, watch)
+        training.train(recipe_of(Path(home), *sets), Path(home) / name, callback)
     except training.Stopped as error:
         return str(error)
     except SystemExit as error:

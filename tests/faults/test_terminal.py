@@ -68,10 +68,10 @@ def test_markup_in_names_is_text_on_bars_and_in_lines():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=200, color_system=None)
     with screen.progress_bars(console) as bars:
-        watch = screen._Watcher(console, bars)
-        watch({"event": "loading", "source": "[red]photos[/red]\x1b[2J\x07"})
+        callback = screen.ProgressCallback(console, bars)
+        callback({"event": "loading", "source": "[red]photos[/red]\x1b[2J\x07"})
         bars.refresh()
-        watch({"event": "note", "text": "class [bold]heron[/bold]\x1b[2J\x07 is small"})
+        callback({"event": "note", "text": "class [bold]heron[/bold]\x1b[2J\x07 is small"})
     found = out.getvalue()
     assert "[red]photos[/red]\\u001b[2J\\u0007" in found and "class [bold]heron[/bold]\\u001b[2J\\u0007 is" in found
 

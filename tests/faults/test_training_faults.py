@@ -24,18 +24,18 @@ SMALL += ["encoder.dim=8", "training.log_steps=2", "training.workers=0", "evalua
 ROUNDS = 12 * int(os.environ.get("NEARKIN_FAULTS", "1"))
 
 
-def train(home, out, *sets, watch=lambda event: None):
-    return training.train(read(None, [f'data.source="{home}/vectors.npz"', *SMALL, *sets]), home / out, watch)
+def train(home, out, *sets, callback=lambda event: None):
+    return training.train(read(None, [f'data.source="{home}/vectors.npz"', *SMALL, *sets]), home / out, callback)
 
 
 def stop_in(epoch):
-    """A watcher that ends the run after the checkpoint of this epoch."""
+    """A callback that ends the run after the checkpoint of this epoch."""
 
-    def watch(event):
-        if event["event"] == "moved" and event["epoch"] == epoch + 1:
+    def callback(event):
+        if event["event"] == "step_end" and event["epoch"] == epoch + 1:
             raise KeyboardInterrupt
 
-    return watch
+    return callback
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def home(tmp_path_factory):
     np.savez(place / "vectors.npz", embeddings=rows.astype(np.float32), labels=labels)
     train(place, "done")
     with pytest.raises(KeyboardInterrupt):
-        train(place, "cut", watch=stop_in(2))
+        train(place, "cut", callback=stop_in(2))
     return place
 
 
@@ -137,14 +137,14 @@ def test_a_folder_that_becomes_a_link_while_a_run_goes_on(home, tmp_path):
     outside.mkdir()
     (outside / "step-00000000.safetensors").write_bytes(b"another's")
 
-    def watch(event):
-        if event["event"] == "moved" and event["step"] == 2:
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == 2:
             (tmp_path / "run" / "checkpoints").rename(tmp_path / "away")
             (tmp_path / "run" / "checkpoints").symlink_to(outside)
 
     recipe = read(None, [f'data.source="{home}/vectors.npz"', *SMALL])
     with pytest.raises(ValueError, match="has become a symbolic link"):
-        training.train(recipe, tmp_path / "run", watch)
+        training.train(recipe, tmp_path / "run", callback)
     assert [path.read_bytes() for path in outside.iterdir()] == [b"another's"]
 
 
@@ -179,7 +179,7 @@ def test_damaged_best_weights_are_measured_anew(damage, run):
 
 def test_best_weights_of_the_newest_checkpoint_itself_are_not_lost(home, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        train(home, tmp_path / "run", watch=stop_in(1))
+        train(home, tmp_path / "run", callback=stop_in(1))
     flip(tmp_path / "run" / "checkpoints" / "best-00000004.safetensors")
     assert "those of step 4 are measured anew" in resume(tmp_path / "run")[0]
     assert weights(tmp_path / "run") == weights(home / "done")
@@ -334,17 +334,17 @@ def test_a_second_training_in_a_folder_is_refused(run):
 
 def two_epochs(rank, size, home, out):
     with pytest.raises((training.Stopped, SystemExit)):
-        train(Path(home), out, "loss.name=arcface", "loss.shard=true", watch=stop_together(rank))
+        train(Path(home), out, "loss.name=arcface", "loss.shard=true", callback=stop_together(rank))
 
 
 def stop_together(rank):
-    """A watcher that asks this rank to stop in the third epoch, as Ctrl-C does; all stop."""
+    """A callback that asks this rank to stop in the third epoch, as Ctrl-C does; all stop."""
 
-    def watch(event):
-        if event["event"] == "moved" and event["step"] == 9:
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == 9:
             os.kill(os.getpid(), signal.SIGINT)
 
-    return watch
+    return callback
 
 
 def said_by(rank, size, out):

@@ -40,8 +40,8 @@ def vectors(tmp_path):
     return path
 
 
-def quickly(source, out, *sets, watch=lambda event: None):
-    return training.train(read(None, [f'data.source="{source}"', *SMALL, *sets]), out, watch)
+def quickly(source, out, *sets, callback=lambda event: None):
+    return training.train(read(None, [f'data.source="{source}"', *SMALL, *sets]), out, callback)
 
 
 def weights(folder):
@@ -53,15 +53,15 @@ class Cut(BaseException):
 
 
 def cut_at(count):
-    """A watcher that cuts the run at the count-th event, whatever it is."""
+    """A callback that cuts the run at the count-th event, whatever it is."""
     seen = [0]
 
-    def watch(event):
+    def callback(event):
         seen[0] += 1
         if seen[0] == count:
             raise Cut
 
-    return watch
+    return callback
 
 
 # --- cached gradients
@@ -182,11 +182,11 @@ def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
     sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
     if name in ("mined pairs", "mined negatives"):
         base = [s for s in SMALL if "per_class" not in s]
-        start = lambda out, watch: training.train(  # noqa: E731
-            read(None, [f'data.source="{vectors}"', *base, *sets]), out, watch
+        start = lambda out, callback: training.train(  # noqa: E731
+            read(None, [f'data.source="{vectors}"', *base, *sets]), out, callback
         )
     else:
-        start = lambda out, watch: quickly(vectors, out, *sets, watch=watch)  # noqa: E731
+        start = lambda out, callback: quickly(vectors, out, *sets, callback=callback)  # noqa: E731
     events = []
     whole = start(tmp_path / "whole", events.append)
     for number in range(3):
@@ -207,12 +207,12 @@ def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
 def test_a_signal_saves_and_stops(number, vectors, tmp_path):
     quickly(vectors, tmp_path / "whole")
 
-    def watch(event):
-        if event["event"] == "moved" and event["step"] == 6:
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == 6:
             os.kill(os.getpid(), number)
 
     with pytest.raises(training.Stopped) as stopped:
-        quickly(vectors, tmp_path / "stopped", watch=watch)
+        quickly(vectors, tmp_path / "stopped", callback=callback)
     assert stopped.value.number == number and "--resume" in str(stopped.value)
     assert Checkpoints(tmp_path / "stopped" / "checkpoints").newest()[1]["step"] == 6, "in the middle of an epoch"
     assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
@@ -221,13 +221,13 @@ def test_a_signal_saves_and_stops(number, vectors, tmp_path):
 
 
 def stop_at(step):
-    """A watcher that asks the run to stop at a step, as a job scheduler does."""
+    """A callback that asks the run to stop at a step, as a job scheduler does."""
 
-    def watch(event):
-        if event["event"] == "moved" and event["step"] == step:
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return watch
+    return callback
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -262,7 +262,7 @@ def test_a_torn_line_of_the_journal_is_dropped(vectors, tmp_path):
     """A line may end anywhere, also where it looks whole."""
     whole = quickly(vectors, tmp_path / "whole")
     with pytest.raises(Cut):
-        quickly(vectors, tmp_path / "run", watch=cut_at(16))
+        quickly(vectors, tmp_path / "run", callback=cut_at(16))
     with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
         file.write(b'{"event": "step", "epoch": 3, "step": 2, "lr": {"head": 0.1}')
     again = training.resume(tmp_path / "run")
@@ -333,7 +333,7 @@ def test_a_batch_that_was_asked_for_comes_out_even(vectors, tmp_path):
 
 def test_what_a_sampler_warns_of_is_a_note(vectors, tmp_path):
     told = []
-    found = quickly(vectors, tmp_path / "run", "sampler.per_class=16", "sampler.batch=32", watch=told.append)
+    found = quickly(vectors, tmp_path / "run", "sampler.per_class=16", "sampler.batch=32", callback=told.append)
     notes = [note for note in found.notes if "their items are repeated in a batch" in note]
     assert len(notes) == 1 and {"event": "note", "text": notes[0]} in told
     assert training.resume(tmp_path / "run").notes == found.notes
@@ -341,7 +341,7 @@ def test_what_a_sampler_warns_of_is_a_note(vectors, tmp_path):
 
 def test_a_changed_source_is_not_resumed(vectors, tmp_path):
     with pytest.raises(Cut):
-        quickly(vectors, tmp_path / "run", watch=cut_at(8))
+        quickly(vectors, tmp_path / "run", callback=cut_at(8))
     with np.load(vectors) as found:
         rows, labels = found["embeddings"], found["labels"]
     np.savez(vectors, embeddings=rows + 1, labels=labels)
@@ -369,7 +369,7 @@ def test_checkpoints_keep_two_and_the_best(vectors, tmp_path):
 def test_a_damaged_newest_checkpoint_falls_back(damage, vectors, tmp_path):
     quickly(vectors, tmp_path / "whole")
     with pytest.raises(Cut):
-        quickly(vectors, tmp_path / "run", watch=cut_at(18))
+        quickly(vectors, tmp_path / "run", callback=cut_at(18))
     newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     content = bytearray(newest.read_bytes())
     if damage == "flipped":
@@ -384,7 +384,7 @@ def test_a_damaged_newest_checkpoint_falls_back(damage, vectors, tmp_path):
 def test_a_damaged_checkpoint_does_not_count_as_one_of_two(vectors, tmp_path):
     """After falling back, two whole ones stand again before the damaged one's step is reached."""
     with pytest.raises(training.Stopped):
-        quickly(vectors, tmp_path / "run", watch=stop_at(11))
+        quickly(vectors, tmp_path / "run", callback=stop_at(11))
     folder = tmp_path / "run" / "checkpoints"
     newest = sorted(folder.glob("step-*"))[-1]
     newest.write_bytes(b"")
@@ -398,7 +398,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_of_two(vectors, tmp_path):
 
 def test_when_all_checkpoints_are_damaged_it_is_said(vectors, tmp_path):
     with pytest.raises(Cut):
-        quickly(vectors, tmp_path / "run", watch=cut_at(15))
+        quickly(vectors, tmp_path / "run", callback=cut_at(15))
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.write_bytes(b"")
     with pytest.raises(ValueError, match="no whole checkpoint"):
@@ -518,21 +518,21 @@ def test_nan_stops_the_run_and_says_what_to_try(vectors, tmp_path):
     assert all(bool(t.isfinite().all()) for name, t in training_state.items() if name.startswith("encoder"))
 
 
-@pytest.mark.parametrize("watch", [lambda event: None, stop_at(3)], ids=["to the end of an epoch", "stopped"])
-def test_nan_between_two_log_lines_is_noticed(watch, vectors, tmp_path):
+@pytest.mark.parametrize("callback", [lambda event: None, stop_at(3)], ids=["to the end of an epoch", "stopped"])
+def test_nan_between_two_log_lines_is_noticed(callback, vectors, tmp_path):
     """Before anything is measured or kept, and never as if the run had been saved."""
     sets = ["optimizer.lr=1e30", "optimizer.name=sgd", "encoder.normalize=false", "training.log_steps=100"]
     with pytest.raises(training.Diverged, match=r"loss is (nan|inf).*smaller optimizer\.lr"):
-        quickly(vectors, tmp_path / "run", *sets, watch=watch)
+        quickly(vectors, tmp_path / "run", *sets, callback=callback)
 
 
-@pytest.mark.parametrize("watch", [lambda event: None, stop_at(1)], ids=["to the end of an epoch", "stopped"])
-def test_weights_that_are_no_numbers_are_not_kept(watch, vectors, tmp_path):
+@pytest.mark.parametrize("callback", [lambda event: None, stop_at(1)], ids=["to the end of an epoch", "stopped"])
+def test_weights_that_are_no_numbers_are_not_kept(callback, vectors, tmp_path):
     """The loss was still finite, the step after it was not: a checkpoint of that would be the end of the run."""
     sets = ["optimizer.lr=3e38", "optimizer.name=sgd", "training.batches=1", "training.log_steps=100"]
     sets += ["loss.name=contrastive", "encoder.normalize=false", "optimizer.momentum=0.0", "optimizer.weight_decay=100"]
     with pytest.raises(training.Diverged, match=r"weights are not finite at step 1: try a smaller optimizer\.lr"):
-        quickly(vectors, tmp_path / "run", *sets, watch=watch)
+        quickly(vectors, tmp_path / "run", *sets, callback=callback)
     assert Checkpoints(tmp_path / "run" / "checkpoints").newest()[1]["step"] == 0
 
 
@@ -592,7 +592,7 @@ def test_an_epoch_tells_its_own_loss(vectors, tmp_path):
         told = [line["loss"] for line in lines if line["event"] == "epoch"]
         assert told == pytest.approx([sum(steps[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-5)
     with pytest.raises(Stopped):
-        quickly(vectors, tmp_path / "stopped", "training.log_steps=100", watch=stop_at(6))
+        quickly(vectors, tmp_path / "stopped", "training.log_steps=100", callback=stop_at(6))
     again = training.resume(tmp_path / "stopped").history
     assert [line["loss"] for line in again if line["event"] == "epoch"] == [
         line["loss"] for line in rare if line["event"] == "epoch"
@@ -782,7 +782,7 @@ def test_the_loop_waits_for_the_device_only_when_it_looks(vectors, tmp_path):
     """Every other step must not read a value back; a stand-in for the synchronisation check on a GPU."""
     assert loop.fit.__doc__ and run.train.__doc__
     seen = []
-    quickly(vectors, tmp_path / "run", "training.log_steps=5", watch=lambda e: seen.append(e["event"]))
+    quickly(vectors, tmp_path / "run", "training.log_steps=5", callback=lambda e: seen.append(e["event"]))
     assert seen.count("step") == 3  # steps 1, 5, 10
 
 
@@ -799,6 +799,6 @@ def test_time_based_checkpoints(vectors, tmp_path, monkeypatch):
         vectors,
         tmp_path / "run",
         "training.save_minutes=1",
-        watch=lambda e: saved.append(e["step"]) if e["event"] == "saved" else None,
+        callback=lambda e: saved.append(e["step"]) if e["event"] == "saved" else None,
     )
     assert len(saved) >= 10

@@ -104,7 +104,7 @@ def compare(
             f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None
         ]
         asked = training.read_recipe(recipe, [*sets, *(set_ or [])])
-        with _screen(quiet or json, steps is not None or budget is not None) as watch:
+        with _screen(quiet or json, steps is not None or budget is not None) as callback:
             found = comparison_room.compare(
                 asked,
                 names,
@@ -117,7 +117,7 @@ def compare(
                 seed=seed,
                 jobs=jobs,
                 flags={name: value for name, value in flags.items() if value is not None},
-                watch=watch,
+                callback=callback,
             )
             page = folder / "comparison.html"
             report.write_comparison(page, found.results)
@@ -144,10 +144,10 @@ def _screen(silent: bool, limited: bool) -> Iterator[Callable[[dict[str, Any]], 
         yield lambda event: None
         return
     with progress_bars(console, hidden=not console.is_terminal) as shown:
-        yield _Watcher(console, shown, limited)
+        yield ComparisonCallback(console, shown, limited)
 
 
-class _Watcher:
+class ComparisonCallback:
     """One method an event."""
 
     def __init__(self, console: Any, shown: Any, limited: bool) -> None:

@@ -132,10 +132,10 @@ def training_screen(silent: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
         yield lambda event: None
         return
     with progress_bars(console, hidden=not console.is_terminal) as bars:
-        yield _Watcher(console, bars)
+        yield ProgressCallback(console, bars)
 
 
-class _Watcher:
+class ProgressCallback:
     """One method an event."""
 
     def __init__(self, console: Any, bars: Any) -> None:

@@ -104,14 +104,14 @@ def train(
         with training.joined() as ranks, training_screen(quiet or json or not ranks.first) as screen:
             _name_rank(screen, ranks)
 
-            def watch(event: dict[str, Any]) -> None:
+            def callback(event: dict[str, Any]) -> None:
                 nonlocal folder
                 if event["event"] == "folder":
                     folder = Path(event["folder"])
                 screen(event)
 
             sets = [*_assignments(chosen), *(set_ or [])]
-            outcome = training.train(None, out, watch, recipe=recipe, settings=sets, resume=resume, report=True)
+            outcome = training.train(None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True)
     if not ranks.first:
         return
     if json:
@@ -126,11 +126,11 @@ def train(
         echo(f"report: {outcome.report}")
 
 
-def _name_rank(watch: Any, ranks: Any) -> None:
+def _name_rank(callback: Any, ranks: Any) -> None:
     """Lines on the screen say which rank they are from, where there are several."""
-    console = getattr(watch, "console", None)
+    console = getattr(callback, "console", None)
     if ranks.size > 1 and console is not None:
-        watch.console = _Named(console, f"rank {ranks.rank}: ")
+        callback.console = _Named(console, f"rank {ranks.rank}: ")
 
 
 class _Named:

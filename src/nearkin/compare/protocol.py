@@ -161,11 +161,11 @@ class Bench:
         return Opened(prepared, prepared.held("test"), mark)
 
 
-def open_bench(recipe: Recipe, watch: Any = lambda _: None) -> Bench:
+def open_bench(recipe: Recipe, callback: Any = lambda _: None) -> Bench:
     """Reads the source and puts the test items aside."""
     refuse(recipe)
     check_recipe(recipe)
-    watch({"event": "loading", "source": recipe.data.source})
+    callback({"event": "loading", "source": recipe.data.source})
     items, parts = _loaded(recipe)
     own = items.take(np.union1d(parts.train, parts.val))
     looked, notes = looked_at(recipe, own)
@@ -173,7 +173,7 @@ def open_bench(recipe: Recipe, watch: Any = lambda _: None) -> Bench:
         every = np.arange(len(own))  # what is wrong with the encoder is said before anything is decoded
         usual = looked.with_("sampler", **{"name": SAMPLER, **looked.sampler}).with_("loss", name="contrastive")
         new_encoder(settled(usual, own, Parts(every, every[:0], every[:0])), None)
-    rows, digests, bad = rows_of(own, looked, watch)
+    rows, digests, bad = rows_of(own, looked, callback)
     readable = np.setdiff1d(np.arange(len(own)), [i for i, _ in bad])
     assert items.labels is not None
     tested = {"items": len(parts.test), "classes": len(np.unique(items.labels[parts.test]))}

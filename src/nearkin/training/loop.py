@@ -14,12 +14,12 @@ from nearkin.core.errors import Stopped
 from nearkin.training.own_objects import way_on
 from nearkin.training.trainer import Trainer
 
-__all__ = ["Watch", "deterministic", "fit"]
+__all__ = ["Callback", "deterministic", "fit"]
 
-Watch = Callable[[dict[str, Any]], None]  # is told everything that happens, as dictionaries with an "event"
+Callback = Callable[[dict[str, Any]], None]  # is told everything that happens, as dictionaries with an "event"
 
 
-def fit(trainer: Trainer, watch: Watch) -> None:
+def fit(trainer: Trainer, callback: Callback) -> None:
     """Trains from wherever the trainer's state is to the end. Ctrl-C or SIGTERM: saves, then raises `Stopped`."""
     state, options, ranks = trainer.state, trainer.recipe.training, trainer.ranks
     trainer.clock = trainer.looked_at = time.monotonic()
@@ -37,16 +37,16 @@ def fit(trainer: Trainer, watch: Watch) -> None:
                 state.epoch_steps += 1
                 look = state.step % options.log_steps == 0 or state.step == 1
                 norm = trainer.move(measure=look)
-                watch({"event": "moved", "epoch": state.epoch + 1, "step": state.step, "items": len(batch.items)})
+                callback({"event": "step_end", "epoch": state.epoch + 1, "step": state.step, "items": len(batch.items)})
                 if look:
-                    _tell(trainer, watch, trainer.look(norm, embeddings))
+                    _tell(trainer, callback, trainer.look(norm, embeddings))
                 stop, save = ranks.answer() if ranks.size > 1 else (asked[0] if asked else 0, _due(trainer))
                 if stop or save:
                     trainer.save()
-                    watch({"event": "saved", "step": state.step})
+                    callback({"event": "saved", "step": state.step})
                 if stop:
                     raise Stopped(stop, state.step, way_on(trainer.recipe, trainer.out))
-            _tell(trainer, watch, trainer.end_epoch(before))
+            _tell(trainer, callback, trainer.end_epoch(before))
             trainer.save()
             stop = max(ranks.values(asked[0] if asked else 0))
             if stop:
@@ -57,14 +57,14 @@ def _due(trainer: Trainer) -> bool:
     return time.monotonic() - trainer.saved_at > 60 * trainer.recipe.training.save_minutes
 
 
-def _tell(trainer: Trainer, watch: Watch, line: dict[str, Any]) -> None:
+def _tell(trainer: Trainer, callback: Callback, line: dict[str, Any]) -> None:
     """Into the journal, to whoever watches, and warnings into the state, so that the report has them."""
     notes = line.pop("notes")
     trainer.state.notes += notes
     trainer.journal.write(line)
-    watch(line)
+    callback(line)
     for note in notes:
-        watch({"event": "note", "text": note})
+        callback({"event": "note", "text": note})
 
 
 @contextmanager

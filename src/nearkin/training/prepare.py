@@ -106,13 +106,13 @@ class Prepared:
         return Pairs(moved[both], pairs.same[both], pairs.fold[both]) if both.any() else None
 
 
-def prepare(recipe: Recipe, watch: Any = lambda _: None, own: Own = NONE) -> Prepared:
+def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> Prepared:
     """Reads, stores, divides, settles. Everything that can be wrong with the data or the recipe is said here."""
     options = recipe.data
     root = None if options.root is None else Path(options.root)
     own.check(recipe)
     precheck.check_recipe(recipe)
-    watch({"event": "loading", "source": options.source})
+    callback({"event": "loading", "source": options.source})
     rows: NDArray[Any] | DatasetRows
     digests: list[str] = []
     bad: list[tuple[int, str]] = []
@@ -127,14 +127,14 @@ def prepare(recipe: Recipe, watch: Any = lambda _: None, own: Own = NONE) -> Pre
         own = own.wrap(_example(recipe, items))
         if items.pictures is not None and _glances(items):  # files that are no pictures have their own sentence
             _rehearsed(recipe, items, own)
-        rows, digests, bad = rows_of(items, recipe, watch)
+        rows, digests, bad = rows_of(items, recipe, callback)
     parts = divided(items, recipe, bad)
     check_data(recipe, items, parts)
     recipe = defaults.settle_parts(recipe, items, parts)
     report = data.inspect(items, parts, digests=digests or None, bad=bad)
-    watch({"event": "data", "report": report, "lines": data.lines(report)})
+    callback({"event": "data", "report": report, "lines": data.lines(report)})
     recipe = settled(recipe, items, parts)
-    watch({"event": "settled", "recipe": recipe})
+    callback({"event": "settled", "recipe": recipe})
     return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own)
 
 
@@ -243,7 +243,7 @@ def _glances(items: Items) -> list[tuple[int, bool]]:
 
 
 def rows_of(
-    items: Items, recipe: Recipe, watch: Any = lambda _: None
+    items: Items, recipe: Recipe, callback: Any = lambda _: None
 ) -> tuple[NDArray[Any], list[str], list[tuple[int, str]]]:
     """The items as rows, the digests of their files, and which could not be read and why."""
     if items.vectors is not None:
@@ -259,7 +259,7 @@ def rows_of(
         channels=options.channels,
         unreadable=options.unreadable or "strict",
         cache=options.cache is not False,
-        progress=lambda done, total: watch({"event": "storing", "done": done, "total": total}),
+        progress=lambda done, total: callback({"event": "storing", "done": done, "total": total}),
         **more,
     )
     return found.pixels, found.digests, found.bad

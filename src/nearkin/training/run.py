@@ -27,7 +27,7 @@ from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.final_test import raw
 from nearkin.training.loader import Feed, Material
-from nearkin.training.loop import Watch, deterministic, fit
+from nearkin.training.loop import Callback, deterministic, fit
 from nearkin.training.metrics_log import Journal
 from nearkin.training.monitor import Monitor
 from nearkin.training.objective import build_loss, build_sampler, takes_targets
@@ -54,8 +54,8 @@ class Outcome:
     report: Path | None = None  # the page, where it was written
 
 
-def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None, own: Own = NONE) -> Outcome:
-    """Trains as the recipe says into a new folder. `watch` is told everything that happens.
+def train(recipe: Recipe, out: str | Path, callback: Callback = lambda _: None, own: Own = NONE) -> Outcome:
+    """Trains as the recipe says into a new folder. `callback` is told everything that happens.
 
     Under torchrun all processes train together; every one returns the outcome, and the first has written it. One that
     torchrun has started again goes on with the folder, if it is of this recipe.
@@ -65,15 +65,15 @@ def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None, own: O
         restarted = ranks.restarted()
         if ranks.alone("looking", lambda: _again(folder, restarted)):
             with _held(folder, ranks):
-                return _resumed(recipe, folder, watch, ranks, own)
+                return _resumed(recipe, folder, callback, ranks, own)
         with _held(folder, ranks, new=True):  # and gone again where anything is wrong with the recipe
-            prepared = _prepared(recipe, watch, ranks, own)
+            prepared = _prepared(recipe, callback, ranks, own)
             trainer = assemble(prepared, folder)
-            _begin(trainer, prepared, watch)
-            return _finish(trainer, prepared, watch)
+            _begin(trainer, prepared, callback)
+            return _finish(trainer, prepared, callback)
 
 
-def resume(folder: str | Path, watch: Watch = lambda _: None, own: Own = NONE) -> Outcome:
+def resume(folder: str | Path, callback: Callback = lambda _: None, own: Own = NONE) -> Outcome:
     """Goes on from the newest whole checkpoint of a run, to the same weights as if it had never stopped.
 
     On any number of processes: a checkpoint holds what each of them needs.
@@ -83,7 +83,7 @@ def resume(folder: str | Path, watch: Watch = lambda _: None, own: Own = NONE) -
         recipe = run_folder.recipe_of(folder)
         own.check(recipe, f"{folder}: ")
         with _held(folder, ranks):
-            return _resumed(recipe, folder, watch, ranks, own)
+            return _resumed(recipe, folder, callback, ranks, own)
 
 
 @contextmanager
@@ -98,24 +98,24 @@ def _held(folder: Path, group: TrainingGroup, new: bool = False) -> Iterator[Non
             claim.close()
 
 
-def _resumed(recipe: Recipe, folder: Path, watch: Watch, group: TrainingGroup, own: Own) -> Outcome:
-    prepared = _prepared(recipe, watch, group, own)
+def _resumed(recipe: Recipe, folder: Path, callback: Callback, group: TrainingGroup, own: Own) -> Outcome:
+    prepared = _prepared(recipe, callback, group, own)
     prepared.own.begin_with(folder)
     run_folder.check(folder, prepared)
     trainer = assemble(prepared, folder)
     if not group.alone("looking", trainer.checkpoints.begun):
         group.alone("looking", lambda: run_folder.check_unbegun(folder))
-        watch({"event": "note", "text": "this run ended before its first checkpoint, so it begins anew"})
-        _begin(trainer, prepared, watch)
-        return _finish(trainer, prepared, watch)
+        callback({"event": "note", "text": "this run ended before its first checkpoint, so it begins anew"})
+        _begin(trainer, prepared, callback)
+        return _finish(trainer, prepared, callback)
     for note in trainer.restore():
         trainer.state.notes.append(note)
-        watch({"event": "note", "text": note})
+        callback({"event": "note", "text": note})
     with deterministic(recipe.training.deterministic):
         trainer.replace_lost_best()
     state = trainer.state
-    watch({"event": "resumed", "epoch": state.epoch + 1, "step": state.step, "finished": state.finished})
-    return _finish(trainer, prepared, watch)
+    callback({"event": "resumed", "epoch": state.epoch + 1, "step": state.step, "finished": state.finished})
+    return _finish(trainer, prepared, callback)
 
 
 def _again(folder: Path, restarted: bool) -> bool:
@@ -128,9 +128,9 @@ def _again(folder: Path, restarted: bool) -> bool:
     return begun and (restarted or run_folder.same_launch(folder))
 
 
-def _prepared(recipe: Recipe, watch: Watch, group: TrainingGroup, own: Own = NONE) -> Prepared:
+def _prepared(recipe: Recipe, callback: Callback, group: TrainingGroup, own: Own = NONE) -> Prepared:
     """One rank after the other where there is something to store; all must find the same items."""
-    prepared = group.first_here("preparing", lambda: prepare(recipe, watch, own), once=True)
+    prepared = group.first_here("preparing", lambda: prepare(recipe, callback, own), once=True)
     found = group.values([prepared.fingerprint, run_folder.digest(prepared.recipe)])
     for rank, other in enumerate(found):
         for what, ours, theirs in zip(("items", "settings"), found[0], other, strict=True):
@@ -141,12 +141,12 @@ def _prepared(recipe: Recipe, watch: Watch, group: TrainingGroup, own: Own = NON
     return prepared
 
 
-def _begin(trainer: Trainer, prepared: Prepared, watch: Watch) -> None:
+def _begin(trainer: Trainer, prepared: Prepared, callback: Callback) -> None:
     """The folder, with all that a run needs to be resumed from its first step."""
     trainer.ranks.alone("beginning", lambda: run_folder.write(trainer.out, prepared))
     trainer.state.notes += [*prepared.notes, *_pairs_note(prepared), *_chunk_note(trainer), *_rank_notes(trainer)]
     for note in trainer.state.notes:
-        watch({"event": "note", "text": note})
+        callback({"event": "note", "text": note})
     trainer.save()
 
 
@@ -214,10 +214,10 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
     )
 
 
-def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
+def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome:
     """Trains what is left, then: the best weights, the test, the files."""
     started = time.monotonic()
-    fit(trainer, watch)
+    fit(trainer, callback)
     recipe, state, held, ranks = trainer.recipe, trainer.state, prepared.held("test"), trainer.ranks
     assert state.best_file is not None
     with ranks.work("opening"):
@@ -231,10 +231,10 @@ def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
         )
     rows: dict[str, Tensor] = {}
     for name, made in final_test.contenders(trainer, encoder, prepared, held).items():
-        watch({"event": "testing", "what": name})
+        callback({"event": "testing", "what": name})
         rows[name] = made()
     results = ranks.alone("testing", lambda: final_test.results(trainer, prepared, held, rows, facts))
-    watch({"event": "tested", "results": results, "seconds": time.monotonic() - started})
+    callback({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     return Outcome(
         trainer.out, recipe, results, trainer.journal.read(), prepared, held, rows["trained"], list(state.notes)
     )

@@ -14,7 +14,7 @@ from nearkin.dist.torchrun import TrainingGroup, joined
 from nearkin.training import run
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
-from nearkin.training.loop import Watch
+from nearkin.training.loop import Callback
 from nearkin.training.own_objects import PREFIX, Own, own_of
 from nearkin.training.run import Outcome
 
@@ -26,7 +26,7 @@ Settings = Mapping[str, Any] | Iterable[str]
 def train(
     source: Any = None,
     out: str | Path | None = None,
-    watch: Watch | None = None,
+    callback: Callback | None = None,
     *,
     loss: str | nn.Module | None = None,
     encoder: str | nn.Module | None = None,
@@ -44,14 +44,14 @@ def train(
     recipe: a TOML file, or a `Recipe`. settings: any keys of a recipe, before the recipe's own: {"training.epochs": 5},
     {"training": {"epochs": 5}}, or as the command line has them, ["training.epochs=5"].
     resume: goes on with this run instead; of a run with objects of your own, give these again, and nothing else.
-    progress: bars and lines on stderr. watch: is told everything that happens, as dictionaries with an "event".
+    progress: bars and lines on stderr. callback: is told everything that happens, as dictionaries with an "event".
     report: writes report.html; by default, unless `source` is a `Recipe`.
 
     Under torchrun all processes train together; every one returns the outcome, and the first has written it.
     """
     own = own_of(source, encoder, loss)
     reports = report if report is not None else not isinstance(source, Recipe)
-    with joined() as ranks, _shown(progress and ranks.first, watch) as told:
+    with joined() as ranks, _shown(progress and ranks.first, callback) as told:
         if reports and ranks.first:
             _rehearse_report()
         if resume is not None:
@@ -74,7 +74,7 @@ def train(
 
 def resume(
     folder: str | Path,
-    watch: Watch | None = None,
+    callback: Callback | None = None,
     *,
     dataset: Any = None,
     encoder: nn.Module | None = None,
@@ -88,7 +88,7 @@ def resume(
     own that the run began with, where it did.
     """
     more: dict[str, Any] = {"progress": progress, "report": report}
-    return train(dataset, watch=watch, encoder=encoder, loss=loss, resume=folder, **more)
+    return train(dataset, callback=callback, encoder=encoder, loss=loss, resume=folder, **more)
 
 
 def _asked(
@@ -150,18 +150,18 @@ def _rehearse_report() -> None:
     report.rehearse()
 
 
-def _reported(outcome: Outcome, watch: Watch, group: TrainingGroup) -> Outcome:
+def _reported(outcome: Outcome, callback: Callback, group: TrainingGroup) -> Outcome:
     from nearkin import report  # above this room: the one who asks for a whole run wants its page too
 
-    watch({"event": "reporting"})
+    callback({"event": "reporting"})
     return replace(outcome, report=Path(group.alone("report", lambda: str(report.of_run(outcome)))))
 
 
 @contextmanager
-def _shown(on: bool, watch: Watch | None) -> Iterator[Watch]:
-    """What happens goes to `watch`, and to the screen of the command line where that is wanted."""
+def _shown(on: bool, callback: Callback | None) -> Iterator[Callback]:
+    """What happens goes to `callback`, and to the screen of the command line where that is wanted."""
     if not on:
-        yield watch or (lambda _: None)
+        yield callback or (lambda _: None)
         return
     from nearkin.cli.screen import training_screen  # above this room, as the report is
 
@@ -169,7 +169,7 @@ def _shown(on: bool, watch: Watch | None) -> Iterator[Watch]:
 
         def both(event: dict[str, Any]) -> None:
             screen(event)
-            if watch is not None:
-                watch(event)
+            if callback is not None:
+                callback(event)
 
         yield both
