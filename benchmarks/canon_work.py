@@ -26,7 +26,7 @@ from nearkin.training import loop, run, validation
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe, read
 from nearkin.training.config.refusals import check_data
-from nearkin.training.loader import Material, embed
+from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, divided, looked_at, rows_of, settled
 from nearkin.training.trainer import PRECISIONS, Trainer
 
@@ -164,7 +164,7 @@ def _trained(prepared: Prepared) -> Trainer:
     state = trainer.state
     while state.epoch < trainer.epochs:
         trainer.begin_epoch()
-        for batch in trainer.feed.epoch(state.epoch, 0):
+        for batch in trainer.loader.epoch(state.epoch, 0):
             _step(trainer, batch)
         trainer.check()
         if hasattr(trainer.sampler, "refresh") and state.epoch + 1 < trainer.epochs:
@@ -176,15 +176,15 @@ def _trained(prepared: Prepared) -> Trainer:
 def _step(trainer: Trainer, batch: Any) -> None:
     state = trainer.state
     trainer.rate.set(trainer.optimizer, state.step)
-    value, _ = trainer.learn(batch)
+    value, _ = trainer.forward_backward(batch)
     trainer.window += value
     state.counted, state.batch, state.step = state.counted + 1, batch.number + 1, state.step + 1
-    trainer.move(measure=False)
+    trainer.optimizer_step(measure=False)
 
 
 def _embedded(trainer: Trainer, indices: NDArray[np.int64]) -> torch.Tensor:
     precision = PRECISIONS[trainer.recipe.training.precision or "fp32"]
-    rows = embed(trainer.best_encoder, trainer.material, indices, precision=precision)
+    rows = embed(trainer.best_encoder, trainer.store, indices, precision=precision)
     if not bool(rows.isfinite().all()):
         raise Diverged(f"the embeddings are not finite at step {trainer.state.step}")
     return rows
@@ -203,9 +203,7 @@ def _final(prepared: Prepared, job: Job) -> dict[str, Any]:
     took = time.monotonic() - began
     rows = _embedded(trainer, prepared.held("test").everything)
     found = _tested(prepared, rows, trainer.device, job.seed)
-    exact = _exact(
-        prepared, lambda material, of: embed(trainer.best_encoder, material, of, precision=trainer.precision)
-    )
+    exact = _exact(prepared, lambda store, of: embed(trainer.best_encoder, store, of, precision=trainer.precision))
     return exact | {
         "test": found,
         "steps": trainer.state.step,
@@ -218,16 +216,16 @@ def _frozen(prepared: Prepared, job: Job) -> dict[str, Any]:
     """What could be had for nothing: the features of the encoder as it was bought, or the pixels."""
     trainer = run.assemble(prepared, Path(os.devnull))
 
-    def embedded(material: Material, indices: NDArray[np.int64]) -> torch.Tensor:
+    def embedded(store: ItemStore, indices: NDArray[np.int64]) -> torch.Tensor:
         if prepared.baseline != "frozen backbone":
-            return run.raw(material, indices)
-        return embed(trainer.encoder, material, indices, precision=trainer.precision, features=True)
+            return run.raw(store, indices)
+        return embed(trainer.encoder, store, indices, precision=trainer.precision, features=True)
 
-    rows = embedded(trainer.material, prepared.held("test").everything)
+    rows = embedded(trainer.store, prepared.held("test").everything)
     return _exact(prepared, embedded) | {"test": _tested(prepared, rows, trainer.device, job.seed)}
 
 
-def _exact(prepared: Prepared, embedded: Callable[[Material, NDArray[np.int64]], torch.Tensor]) -> dict[str, Any]:
+def _exact(prepared: Prepared, embedded: Callable[[ItemStore, NDArray[np.int64]], torch.Tensor]) -> dict[str, Any]:
     """The same on the middle of the photos pixel by pixel, as the peer was tested, where ours looks a little wider.
 
     98 of 112 pixels reduced to 96 are softer than 96 of them: the frozen encoder notices.
@@ -238,7 +236,7 @@ def _exact(prepared: Prepared, embedded: Callable[[Material, NDArray[np.int64]],
         return {}
     middle = np.ascontiguousarray(prepared.rows[held.indices, start : start + size, start : start + size])
     device = defaults.device(prepared.recipe)
-    rows = embedded(Material(middle, device, size), np.arange(len(middle)))
+    rows = embedded(ItemStore(middle, device, size), np.arange(len(middle)))
     found = _tested(prepared, rows, device, prepared.recipe.training.seed, interval=False)
     return {"exact": {name: one["value"] for name, one in found.items()}}
 
@@ -262,7 +260,7 @@ def _speed(prepared: Prepared, job: Job) -> dict[str, Any]:
     """Images a second of whole steps, after some to warm up; alone on the machine it is a measurement."""
     trainer = run.assemble(prepared, Path(os.devnull))
     trainer.begin_epoch()
-    batches = iter(batch for epoch in range(trainer.epochs) for batch in trainer.feed.epoch(epoch, 0))
+    batches = iter(batch for epoch in range(trainer.epochs) for batch in trainer.loader.epoch(epoch, 0))
     total = trainer.recipe.training.batches or 1
     warm, timed = (WARM, TIMED) if total * trainer.epochs >= WARM + TIMED else (1, total * trainer.epochs - 1)
     for _ in range(warm):

@@ -345,14 +345,14 @@ LONG = ["training.epochs=3", "training.batches=20", "training.save_minutes=0.001
 FAULTY = """
 import os, sys, time
 from nearkin.training.trainer import Trainer
-moved = Trainer.move
-def move(self, measure):
+original_step = Trainer.optimizer_step
+def faulty_step(self, measure):
     if self.state.step == 5 and os.environ["RANK"] == "1":
         if how == "raise":
             raise ValueError("there is a fire")
         time.sleep(600)
-    return moved(self, measure)
-Trainer.move = move
+    return original_step(self, measure)
+Trainer.optimizer_step = faulty_step
 how = sys.argv.pop()
 from nearkin.cli import main
 main()

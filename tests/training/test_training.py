@@ -620,7 +620,7 @@ def test_a_set_goes_to_the_device_without_a_warning(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (9, 4, 4, 3)).astype(np.uint8)
     pixels.tofile(tmp_path / "pixels")
     mapped = np.memmap(tmp_path / "pixels", np.uint8, "r", shape=pixels.shape)
-    assert np.array_equal(loader.resident(mapped, torch.device("cpu"), together=4).numpy(), pixels)
+    assert np.array_equal(loader.copy_to_device(mapped, torch.device("cpu"), together=4).numpy(), pixels)
 
 
 def test_training_helps_and_everything_is_in_the_folder(vectors, tmp_path):

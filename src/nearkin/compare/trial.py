@@ -125,17 +125,17 @@ def _steps(trainer: Trainer, steps: int, looks: list[int], clock: _Clock) -> Any
     """Trains, and gives the number of each step done; the clock stands still at those of `looks`."""
     trainer.begin_epoch()
     clock.start()
-    for batch in trainer.feed.epoch(0, 0):
+    for batch in trainer.loader.epoch(0, 0):
         step = batch.number + 1
         trainer.rate.set(trainer.optimizer, batch.number)
-        value, embeddings = trainer.learn(batch)
+        value, embeddings = trainer.forward_backward(batch)
         trainer.window += value
         trainer.state.counted, trainer.state.batch, trainer.state.step = trainer.state.counted + 1, step, step
         look = step in looks
-        norm = trainer.move(measure=look)
+        norm = trainer.optimizer_step(measure=look)
         if look:
             clock.stop()
-            trainer.look(norm, embeddings)
+            trainer.log_line(norm, embeddings)
             trainer.check()
         yield step
         if step == steps:

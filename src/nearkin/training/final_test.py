@@ -16,7 +16,7 @@ from nearkin.core.versions import version_of
 from nearkin.dist import collectives
 from nearkin.training import validation
 from nearkin.training.improvement import verdict
-from nearkin.training.loader import Material, embed
+from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.trainer import PRECISIONS, Trainer
 
@@ -35,29 +35,29 @@ def contenders(
     trainer: Trainer, encoder: models.Encoder, prepared: Prepared, held: validation.Held
 ) -> dict[str, Callable[[], Tensor]]:
     """What is tested: the trained encoder, the same one untrained, and what could be had without training."""
-    recipe, material, indices = trainer.recipe, trainer.material, held.everything
+    recipe, store, indices = trainer.recipe, trainer.store, held.everything
     precision = PRECISIONS[recipe.training.precision or "fp32"]
 
     def trained() -> Tensor:
-        return embed(encoder, material, indices, precision=precision)
+        return embed(encoder, store, indices, precision=precision)
 
     def untrained() -> Tensor:
-        return embed(build_encoder(prepared).to(trainer.device), material, indices, precision=precision)
+        return embed(build_encoder(prepared).to(trainer.device), store, indices, precision=precision)
 
     def baseline() -> Tensor:
         if prepared.baseline == "frozen backbone":
             fresh = build_encoder(prepared).to(trainer.device)
-            return embed(fresh, material, indices, precision=precision, features=True)
-        return raw(material, indices)
+            return embed(fresh, store, indices, precision=precision, features=True)
+        return raw(store, indices)
 
     return {"trained": trained, "untrained": untrained, "baseline": baseline}
 
 
-def raw(material: Material, indices: NDArray[np.int64]) -> Tensor:
+def raw(store: ItemStore, indices: NDArray[np.int64]) -> Tensor:
     """The items themselves as vectors: pixels, of large pictures reduced ones."""
     parts = []
     for start in range(0, len(indices), 256):
-        seen = material.plain(material.gather(indices[start : start + 256])).float()
+        seen = store.eval_view(store.gather(indices[start : start + 256])).float()
         if seen.dim() == 4 and seen.shape[-1] > 2 * _PIXELS:
             seen = torch.nn.functional.interpolate(seen, size=(_PIXELS, _PIXELS), mode="area")
         parts.append(seen.flatten(1).cpu())

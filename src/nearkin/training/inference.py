@@ -21,7 +21,7 @@ from nearkin.models.io import fingerprint as encoder_fingerprint
 from nearkin.models.onnx_export import exportable
 from nearkin.training import run_dir
 from nearkin.training.config import recipe as recipes
-from nearkin.training.loader import Material, embed
+from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import divided, fingerprint
 
 __all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "vectors_of"]
@@ -42,7 +42,7 @@ class Embedded(NamedTuple):
 
 class _Opened(NamedTuple):
     encoder: models.Encoder
-    material: Material
+    store: ItemStore
     items: Items
     indices: NDArray[np.int64]  # of the part that was asked for
     gallery: NDArray[np.int64] | None  # searched by the test part, where the source has it apart
@@ -70,7 +70,7 @@ def embed_source(
     checks.integer("views", views, 1)
     checks.integer("batch", batch, 1)
     opened = _in_turn(group, partial(_opened, Path(run), source, root, part, unreadable, device))
-    if views > 1 and opened.material.size is None:
+    if views > 1 and opened.store.size is None:
         raise ValueError(f"views must be 1 for vectors, got {views}")
     return _embedded(opened, opened.indices, group, batch=batch, views=views, progress=progress)
 
@@ -109,7 +109,7 @@ def _embedded(
 ) -> Embedded:
     chosen = opened.items.take(indices)
     more: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "ranks": group}
-    rows = embed(opened.encoder, opened.material, indices, **more)
+    rows = embed(opened.encoder, opened.store, indices, **more)
     return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
 
 
@@ -125,7 +125,7 @@ def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[flo
     exportable(path)
     opened = _opened(Path(run), None, None, None, "skip", "cpu", same=False)
     some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
-    batch = opened.material.plain(opened.material.gather(some))
+    batch = opened.store.eval_view(opened.store.gather(some))
     said = json.loads((Path(run) / "encoder.json").read_text(encoding="utf-8"))
     more = {"nearkin.fingerprint": encoder_fingerprint(said), **_preparation_facts(said["preparation"])}
     return models.export_onnx(opened.encoder, path, batch, metadata=more), len(batch)
@@ -201,8 +201,8 @@ def _opened(
         if indices is None:
             raise ValueError(f"{source}: it has no gallery of its own; its test items search one another")
         gallery = parts.gallery if part == "test" else None
-    material = Material(rows, on, preparation.get("size"), preparation.get("flip", True))
-    return _Opened(encoder, material, items, indices, gallery)
+    store = ItemStore(rows, on, preparation.get("size"), preparation.get("flip", True))
+    return _Opened(encoder, store, items, indices, gallery)
 
 
 def _rows(

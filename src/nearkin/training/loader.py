@@ -16,13 +16,13 @@ from nearkin.dist.torchrun import here
 from nearkin.samplers import EpochSampler
 from nearkin.training.own_objects import DatasetRows
 
-__all__ = ["Batch", "Feed", "Material", "embed", "parts"]
+__all__ = ["Batch", "BatchLoader", "ItemStore", "embed", "parts"]
 
 _RESIDENT = 0.25  # share of a GPU's free memory that a whole set may take, so that no batch crosses the bus
 _AHEAD = 4  # batches gathered before they are asked for
 
 
-class Material:
+class ItemStore:
     """Items as tensors: pixels (N, S, S, C) uint8, maybe on disk, vectors (N, F) float32, or what a dataset gives."""
 
     def __init__(
@@ -30,29 +30,29 @@ class Material:
     ) -> None:
         self.rows, self.device, self.size = rows, device, size
         self.flip = flip  # whether a mirror image is the same thing
-        self.whole: Tensor | None = None
+        self.resident: Tensor | None = None
         if isinstance(rows, DatasetRows) or device.type != "cuda":
             return
         if rows.nbytes <= _RESIDENT * torch.cuda.mem_get_info(device)[0]:
-            self.whole = resident(rows, device)
+            self.resident = copy_to_device(rows, device)
 
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
         """Rows on the CPU, or on the device where the whole set is."""
-        if self.whole is not None:
-            return self.whole[torch.from_numpy(indices).to(self.device)]
+        if self.resident is not None:
+            return self.resident[torch.from_numpy(indices).to(self.device)]
         if isinstance(self.rows, DatasetRows):
             found = self.rows.take(indices)
         else:
             found = torch.from_numpy(np.take(self.rows, indices, axis=0))
         return found.pin_memory() if self.device.type == "cuda" else found
 
-    def plain(self, rows: Tensor) -> Tensor:
+    def eval_view(self, rows: Tensor) -> Tensor:
         """What the encoder sees of gathered rows when it is measured."""
         rows = rows.to(self.device, non_blocking=True)
         return rows if self.size is None else augment.centre(rows, self.size)
 
 
-def resident(rows: NDArray[Any], device: torch.device, together: int = 4096) -> Tensor:
+def copy_to_device(rows: NDArray[Any], device: torch.device, together: int = 4096) -> Tensor:
     """All rows on the device, in copies of some: torch takes no array that is mapped read-only."""
     kind = torch.from_numpy(np.empty(0, rows.dtype)).dtype
     whole = torch.empty(rows.shape, dtype=kind, device=device)
@@ -76,24 +76,24 @@ def parts(size: int, ranks: int) -> tuple[int, ...]:
     return tuple(size * (rank + 1) // ranks - size * rank // ranks for rank in range(ranks))
 
 
-class Feed:
+class BatchLoader:
     """The batches of an epoch in order, `workers` threads gathering the next ones meanwhile.
 
     A batch is a pure function of (seed, epoch, number), so threads change nothing but the time. Of several ranks each
     takes its own piece, one after the other: put together they are the batch of one process, in its order.
     """
 
-    def __init__(self, material: Material, indices: NDArray[np.int64], sampler: EpochSampler, workers: int) -> None:
-        self.material, self.indices, self.sampler, self.workers = material, indices, sampler, workers
+    def __init__(self, store: ItemStore, indices: NDArray[np.int64], sampler: EpochSampler, workers: int) -> None:
+        self.store, self.indices, self.sampler, self.workers = store, indices, sampler, workers
 
     def epoch(self, number: int, start: int) -> Iterator[Batch]:
         """From batch `start` of an epoch to its last."""
         self.sampler.resume(number, start)
-        if not self.workers or self.material.whole is not None:
+        if not self.workers or self.store.resident is not None:
             for batch in range(start, len(self.sampler)):
                 yield self._gathered(batch, np.array(self.sampler.batch(number, batch)))
             return
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="nearkin-feed") as pool:
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="nearkin-loader") as pool:
             ahead: deque[Future[Batch]] = deque()
             try:
                 for batch in range(start, len(self.sampler)):
@@ -109,13 +109,13 @@ class Feed:
     def _gathered(self, number: int, items: NDArray[np.int64]) -> Batch:
         ranks = here()
         counts, part = parts(len(items), ranks.size), ranks.share(len(items))
-        return Batch(number, items, self.material.gather(self.indices[items[part]]), counts, part)
+        return Batch(number, items, self.store.gather(self.indices[items[part]]), counts, part)
 
 
 @torch.no_grad()
 def embed(
     encoder: nn.Module,
-    material: Material,
+    store: ItemStore,
     indices: NDArray[np.int64],
     *,
     batch: int = 256,
@@ -133,18 +133,18 @@ def embed(
     """
     ranks = here() if ranks is None else ranks
     if ranks.size == 1:
-        return _embed_here(encoder, material, indices, batch, precision, views, features, progress)
+        return _embed_here(encoder, store, indices, batch, precision, views, features, progress)
     mine, own = indices[ranks.share(len(indices), batch)], torch.empty(0, 0)
     with ranks.work("embedding", progress, len(indices)) as told:
         if len(mine):
-            own = _embed_here(encoder, material, mine, batch, precision, views, features, told)
+            own = _embed_here(encoder, store, mine, batch, precision, views, features, told)
     width = max(ranks.values(own.shape[1]))  # which a rank without items does not know
     return ranks.rows(own if len(mine) else own.new_empty(0, width))
 
 
 def _embed_here(
     encoder: nn.Module,
-    material: Material,
+    store: ItemStore,
     indices: NDArray[np.int64],
     batch: int,
     precision: torch.dtype | None,
@@ -158,11 +158,11 @@ def _embed_here(
     kept = []
     try:
         for start in range(0, len(indices), batch):
-            rows = material.gather(indices[start : start + batch])
-            seen = [material.plain(rows)]
-            if views > 1 and material.size is not None:
-                seen = list(augment.views(rows.to(material.device), material.size, views, flip=material.flip))
-            with torch.autocast(material.device.type, precision, enabled=precision is not None):
+            rows = store.gather(indices[start : start + batch])
+            seen = [store.eval_view(rows)]
+            if views > 1 and store.size is not None:
+                seen = list(augment.views(rows.to(store.device), store.size, views, flip=store.flip))
+            with torch.autocast(store.device.type, precision, enabled=precision is not None):
                 found = [encoder.features(view) if features else encoder(view) for view in seen]  # type: ignore[operator]
             mean = torch.stack([part.float() for part in found]).mean(0)
             if views > 1 and not features and getattr(encoder, "settings", {}).get("normalize"):

@@ -26,20 +26,20 @@ def fit(trainer: Trainer, callback: Callback) -> None:
     with _asked_to_stop() as asked, deterministic(options.deterministic):
         while not state.finished:
             before = trainer.begin_epoch()
-            for batch in trainer.feed.epoch(state.epoch, state.batch):
+            for batch in trainer.loader.epoch(state.epoch, state.batch):
                 if ranks.size > 1:  # they stop and save together, so they ask each other first
                     ranks.ask(asked[0] if asked else 0, _due(trainer))
                 trainer.rate.set(trainer.optimizer, state.step)
-                value, embeddings = trainer.learn(batch)
+                value, embeddings = trainer.forward_backward(batch)
                 trainer.window += value
                 trainer.epoch_loss += value
                 state.counted, state.batch, state.step = state.counted + 1, batch.number + 1, state.step + 1
                 state.epoch_steps += 1
                 look = state.step % options.log_steps == 0 or state.step == 1
-                norm = trainer.move(measure=look)
+                norm = trainer.optimizer_step(measure=look)
                 callback({"event": "step_end", "epoch": state.epoch + 1, "step": state.step, "items": len(batch.items)})
                 if look:
-                    _tell(trainer, callback, trainer.look(norm, embeddings))
+                    _tell(trainer, callback, trainer.log_line(norm, embeddings))
                 stop, save = ranks.answer() if ranks.size > 1 else (asked[0] if asked else 0, _due(trainer))
                 if stop or save:
                     trainer.save()

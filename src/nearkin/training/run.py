@@ -26,7 +26,7 @@ from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.final_test import raw
-from nearkin.training.loader import Feed, Material
+from nearkin.training.loader import BatchLoader, ItemStore
 from nearkin.training.loop import Callback, deterministic, fit
 from nearkin.training.metrics_log import Journal
 from nearkin.training.monitor import Monitor
@@ -185,7 +185,7 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
             parallel.shard(average.module, on)
     steps = optimizer(recipe, groups(recipe, encoder.backbone, encoder.head, loss))
     state.seed_rank(recipe.training.seed)
-    material = Material(prepared.rows, on, recipe.data.size)
+    store = ItemStore(prepared.rows, on, recipe.data.size)
     return Trainer(
         recipe=recipe,
         out=folder,
@@ -200,8 +200,8 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
             on.type, enabled=recipe.training.precision == "fp16"
         ),
         sampler=sampler,
-        feed=Feed(material, train_part, sampler, recipe.training.workers),
-        material=material,
+        loader=BatchLoader(store, train_part, sampler, recipe.training.workers),
+        store=store,
         known=known if graded else known.long(),
         augmentation=augmentation_of(recipe),
         held=prepared.held("val"),

@@ -27,7 +27,7 @@ from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.checkpoint.state import State
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.cuda_graphs import Graphed
-from nearkin.training.loader import Batch, Feed, Material, embed
+from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
 from nearkin.training.metrics_log import Journal
 from nearkin.training.monitor import Monitor, geometry
 from nearkin.training.optimizers import Rate
@@ -53,8 +53,8 @@ class Trainer:
     rate: Rate
     scaler: torch.amp.GradScaler
     sampler: EpochSampler
-    feed: Feed
-    material: Material
+    loader: BatchLoader
+    store: ItemStore
     known: Tensor  # (n,) or (n, K) labels or targets of the training items, on the device
     augmentation: augment.Augmentation | None
     held: Held  # the validation part
@@ -92,7 +92,7 @@ class Trainer:
             return self.plain
         return found
 
-    def learn(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The gradient of one batch, added to the parameters: loss and embeddings, detached.
 
         Of several ranks each encodes its part; the loss is that of the whole batch on all of them.
@@ -109,13 +109,11 @@ class Trainer:
         def encode(places: slice) -> Tensor:
             seen = rows[places]
             if self.augmentation is not None:
-                assert self.material.size is not None and keys is not None
+                assert self.store.size is not None and keys is not None
                 seed = self.recipe.training.seed
-                seen = augment.warp(
-                    seen, keys[places], size=self.material.size, augmentation=self.augmentation, seed=seed
-                )
-            elif self.material.size is not None:
-                seen = augment.centre(seen, self.material.size)
+                seen = augment.warp(seen, keys[places], size=self.store.size, augmentation=self.augmentation, seed=seed)
+            elif self.store.size is not None:
+                seen = augment.centre(seen, self.store.size)
             if self.graphed is not None:
                 embeddings = self.graphed(seen)
             else:
@@ -139,7 +137,7 @@ class Trainer:
         self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
         return value.detach(), embeddings.detach()
 
-    def move(self, measure: bool) -> Tensor | None:
+    def optimizer_step(self, measure: bool) -> Tensor | None:
         """One step of the optimiser along the gradient, which is then gone; its norm if it was clipped or asked for."""
         norm, clip = None, self.recipe.optimizer.clip
         several = self.ranks.size > 1
@@ -164,7 +162,7 @@ class Trainer:
             self.average.update_parameters(self.encoder)
         return norm
 
-    def look(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
+    def log_line(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
         """The log line of the steps since the last one; the only place in the loop that waits for the device."""
         state, embeddings = self.state, collectives.gather(embeddings)
         none = self.window.new_full((), math.nan)
@@ -256,11 +254,11 @@ class Trainer:
 
     def embedded(self, indices: Any) -> Tensor:
         batch = max(64, min(512, self.recipe.training.chunk or 256))
-        return embed(self.best_encoder, self.material, indices, batch=batch, precision=self.precision)
+        return embed(self.best_encoder, self.store, indices, batch=batch, precision=self.precision)
 
     def refresh_sampler(self) -> None:
         """Samplers that mine classes get the embeddings of the training items, or the mean of each class."""
-        rows = self.embedded(self.feed.indices)
+        rows = self.embedded(self.loader.indices)
         self.sampler.set_epoch(self.state.epoch)  # an epoch that went on after a stop is over as well
         if isinstance(self.sampler, PairPerClass):
             ids = torch.from_numpy(self.sampler.class_ids)

@@ -19,7 +19,7 @@ _METRICS = ("recall", "precision@1", "r_precision", "map@r")
 
 
 class Held(NamedTuple):
-    """The held-out items to be judged: where they stand in the material, and what is known of them.
+    """The held-out items to be judged: where they stand in the store, and what is known of them.
 
     gallery: items that are searched and do not ask, as In-Shop has them; None: the items search one another.
     """
