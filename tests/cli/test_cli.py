@@ -22,6 +22,7 @@ from nearkin.evaluation.statistics import cluster_bootstrap
 from nearkin.report import page
 from nearkin.report.findings import Findings
 from nearkin.training import validation
+from nearkin.training.validation import HeldOut, full_metrics
 
 CLASSES = np.repeat(np.arange(8), 6)
 DRAW = np.random.default_rng(0)
@@ -379,9 +380,9 @@ def test_two_classes_have_no_interval_and_a_sentence_says_why(tmp_path, monkeypa
     assert kept["notes"][1:] == [sentence] and sentence in " ".join(found.stderr.split())
     ends = [end for one in kept["results"].values() for pair in one["intervals"].values() for end in pair]
     assert ends and set(ends) == {None}
-    held = validation.Held(np.arange(8), np.arange(8) % 2, None)
+    held = HeldOut(np.arange(8), np.arange(8) % 2, None)
     x, device = torch.randn(8, 4, generator=g), torch.device("cpu")
-    tested = validation.test(x, held, False, device, ks=(1,), interval=True, seed=0)
+    tested = full_metrics(x, held, False, device, ks=(1,), interval=True, seed=0)
     assert validation.no_interval(tested, held) == sentence
     assert validation.no_interval({"map@r": {"value": 0.5, "low": 0.4, "high": 0.6}}, held) is None
     results = {"baseline": "pixels", "test": dict.fromkeys(("baseline", "untrained", "trained"), tested)}

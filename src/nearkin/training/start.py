@@ -15,7 +15,7 @@ from nearkin.training import run
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.loop import Callback
-from nearkin.training.own_objects import PREFIX, Own, own_of
+from nearkin.training.own_objects import PREFIX, Own, own_objects
 from nearkin.training.run import Outcome
 
 __all__ = ["resume", "train"]
@@ -49,7 +49,7 @@ def train(
 
     Under torchrun all processes train together; every one returns the outcome, and the first has written it.
     """
-    own = own_of(source, encoder, loss)
+    own = own_objects(source, encoder, loss)
     reports = report if report is not None else not isinstance(source, Recipe)
     with joined() as ranks, _shown(progress and ranks.first, callback) as told:
         if reports and ranks.first:
