@@ -199,7 +199,7 @@ def test_a_signal_outside_of_the_loop(number, code, monkeypatch):
         out = said(run("train", "photos", *SETS, "--out", "run"), code)
     assert "the run is saved; resume it with nearkin train --resume run" in out
     out = said(run("train", "--resume", "run"))
-    assert "training was done after step 6; its best weights are tested again" in out
+    assert "training was finished at step 6; testing its best weights again" in out
 
 
 def test_a_narrow_screen_cuts_no_figure(monkeypatch, capsys):

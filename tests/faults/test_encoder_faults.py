@@ -67,7 +67,7 @@ def test_shapes_are_those_of_what_is_built():
 
 
 def test_counting_tensors_is_this_threads_own_business():
-    count = factory._Count(0)
+    count = factory._TensorLimit(0)
     failed = []
 
     def other():
@@ -89,7 +89,7 @@ def test_descriptions_without_end(tmp_path):
     models.save(models.build(**MLP), tmp_path)
     path = tmp_path / "encoder.json"
     path.write_text('{"settings": ' * 100_000)
-    with pytest.raises(ValueError, match="is damaged, not JSON"):
+    with pytest.raises(ValueError, match="is corrupt, not JSON"):
         models.load(tmp_path)
     with path.open("wb") as file:
         file.truncate(2**32)  # a hole, which takes no room

@@ -147,7 +147,7 @@ def test_small_cnn_sees_shape_and_not_brightness_or_contrast():
     one, other = encoder.features(x), encoder.features(0.6 * x + 0.3)
     assert (one - other).norm() < 0.05 * one.norm()
     assert encoder.features(torch.full((1, 1, 32, 32), 0.7)).isfinite().all()
-    assert torch.allclose(small_cnn._even(torch.full((1, 1, 4, 4), 0.7)), torch.zeros(1, 1, 4, 4), atol=1e-5)
+    assert torch.allclose(small_cnn._normalized(torch.full((1, 1, 4, 4), 0.7)), torch.zeros(1, 1, 4, 4), atol=1e-5)
 
 
 def test_standardize_takes_mean_and_deviation_from_the_items():
@@ -364,11 +364,11 @@ def no_safetensors(folder):
     [
         (lambda f: (f / "encoder.json").unlink(), FileNotFoundError, "encoder.json is not there"),
         (lambda f: (f / "model.safetensors").unlink(), FileNotFoundError, "model.safetensors is not there"),
-        (lambda f: (f / "encoder.json").write_text("{"), ValueError, "damaged, not JSON"),
-        (lambda f: (f / "encoder.json").write_bytes(b"\xff\xfe\x00"), ValueError, "damaged, not JSON"),
+        (lambda f: (f / "encoder.json").write_text("{"), ValueError, "corrupt, not JSON"),
+        (lambda f: (f / "encoder.json").write_bytes(b"\xff\xfe\x00"), ValueError, "corrupt, not JSON"),
         (lambda f: (f / "encoder.json").write_text('{"model": 1}'), ValueError, "not the description of an encoder"),
         (lambda f: rewrite(f, format=99), ValueError, "has format 99, this version of nearkin reads format 1"),
-        (damage, ValueError, "damaged or of another encoder"),
+        (damage, ValueError, "corrupt or of another encoder"),
         (other_width, ValueError, r"head.projection.weight is \(6, \d+\), \(9, \d+\) expected"),
         (other_names, ValueError, "names differ, such as"),
         (no_safetensors, ValueError, "no safetensors file"),
@@ -559,7 +559,7 @@ def test_timm_saved_loads_without_asking_anybody(fake_timm, tmp_path):
 def test_timm_errors(fake_timm, monkeypatch):
     with pytest.raises(ValueError, match=r'unknown timm model "tokes"; did you mean tokens\?'):
         models.build("timm:tokes")
-    with pytest.raises(ValueError, match=r"timm:map could not be made \(its weights come from the network") as caught:
+    with pytest.raises(ValueError, match=r"timm:map could not be made \(its weights are downloaded") as caught:
         models.build("timm:map")
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="timm:unpublished has no pretrained weights"):
@@ -654,7 +654,7 @@ def test_hf_errors(tiny_vit, tmp_path, monkeypatch):
         raise OSError("We couldn't connect to 'https://huggingface.co'.\nCheck your connection.")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", no_network)
-    with pytest.raises(ValueError, match="is neither a folder here nor to be had from the hub") as caught:
+    with pytest.raises(ValueError, match="is neither a local folder nor available from the hub") as caught:
         models.build("hf:somebody/something")
     assert "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -665,7 +665,7 @@ def test_hf_errors(tiny_vit, tmp_path, monkeypatch):
 def test_hf_without_a_preparation_warns(tiny_vit, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((tiny_vit / name).read_bytes())
-    with pytest.warns(RuntimeWarning, match="which mean and std"):
+    with pytest.warns(RuntimeWarning, match="does not name the mean and std"):
         models.build(f"hf:{tmp_path}")
     models.build(f"hf:{tmp_path}", mean=[0.5] * 3, std=[0.5] * 3)
 

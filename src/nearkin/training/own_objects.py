@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nearkin.core import files
 from nearkin.data.items import Items
-from nearkin.models.own_encoder import PREFIX, OwnEncoder
+from nearkin.models.encoder import PREFIX, OwnEncoder
 from nearkin.training.config.recipe import Recipe
 
 __all__ = ["NONE", "PREFIX", "DatasetRows", "Own", "how_to_resume", "is_own", "items_of", "own_objects"]
