@@ -73,10 +73,10 @@ def test_a_bar_never_calls_elapsed_time_left():
             bars.console.print(bars.make_tasks_table([bars._tasks[task]]))
             return shown.getvalue()
 
-        unknown = bars.add_task("testing", total=None, said="")
+        unknown = bars.add_task("testing", total=None, status="")
         now[0] = 5.0
         assert "left" not in line(unknown)
-        known = bars.add_task("training", total=100, said="")
+        known = bars.add_task("training", total=100, status="")
         assert "left" not in line(known)  # nothing is known of the speed
         for done in (10, 20, 30):
             now[0] += 10.0

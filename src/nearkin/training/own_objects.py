@@ -120,7 +120,11 @@ def own_objects(source: Any, encoder: Any, loss: Any) -> Own:
             f"source must be a path, a name, a Recipe or a dataset with a length and dataset[i] = (tensor, label), got "
             f"{type(source).__name__}"
         )
-    return Own(dataset, *(value if isinstance(value, nn.Module) else None for value in (encoder, loss)))
+    return Own(
+        dataset,
+        encoder if isinstance(encoder, nn.Module) else None,
+        loss if isinstance(loss, nn.Module) else None,
+    )
 
 
 class DatasetRows:
