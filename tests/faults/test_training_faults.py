@@ -14,8 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import worlds
-from nearkin import training
-from nearkin.dist import environment, torchrun
+from nearkin import dist, training
+from nearkin.dist import environment
 from nearkin.training import run_dir
 from nearkin.training.config.recipe import read
 
@@ -368,7 +368,7 @@ def unlike(rank, size):
     known = environment.code()
     if rank == 1:
         environment.code = lambda: known | {"torch": "1.0.0"}
-    with torchrun.joined():
+    with dist.join():
         raise AssertionError("they have not noticed")
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nearkin.cli.ranks import first, joined
 from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
-from nearkin.cli.torchrun import first, shared
 from nearkin.core.text import visible
 from nearkin.gallery.stores.postgres_url import shown
 
@@ -87,7 +87,7 @@ def enrol(
 
       torchrun --nproc-per-node 8 -m nearkin enrol runs/birds photos/ --gallery birds.gallery
     """
-    with one_sentence(lambda: "what was enrolled stays; the same command goes on from there"), shared() as group:
+    with one_sentence(lambda: "what was enrolled stays; the same command goes on from there"), joined() as group:
         from nearkin import gallery as room
 
         kept = _json_object(metadata)

@@ -99,10 +99,10 @@ def train(
     chosen = {key: value for key, value in given.items() if value is not None}
     folder = resume
     with one_sentence(lambda: _left(folder)):
-        from nearkin import training
+        from nearkin import dist, training
 
-        with training.joined() as ranks, training_screen(quiet or json or not ranks.first) as screen:
-            _name_rank(screen, ranks)
+        with dist.join() as group, training_screen(quiet or json or not group.first) as screen:
+            _name_rank(screen, group)
 
             def callback(event: dict[str, Any]) -> None:
                 nonlocal folder
@@ -111,8 +111,10 @@ def train(
                 screen(event)
 
             sets = [*_assignments(chosen), *(set_ or [])]
-            outcome = training.train(None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True)
-    if not ranks.first:
+            outcome = training.train(
+                None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True, group=group
+            )
+    if not group.first:
         return
     if json:
         echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False), lines=True)
@@ -126,11 +128,11 @@ def train(
         echo(f"report: {outcome.report}")
 
 
-def _name_rank(callback: Any, ranks: Any) -> None:
+def _name_rank(callback: Any, group: Any) -> None:
     """Lines on the screen say which rank they are from, where there are several."""
     console = getattr(callback, "console", None)
-    if ranks.size > 1 and console is not None:
-        callback.console = _Named(console, f"rank {ranks.rank}: ")
+    if group.size > 1 and console is not None:
+        callback.console = _Named(console, f"rank {group.rank}: ")
 
 
 class _Named:

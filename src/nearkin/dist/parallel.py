@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nearkin.dist import collectives
+from nearkin.dist.group import ProcessGroup
 
 __all__ = ["Parallel", "Scaler", "average_norms", "clip", "global_norm", "local", "shard"]
 
@@ -29,14 +30,14 @@ class Parallel:
     only looks after those that learned when it was made.
     """
 
-    def __init__(self, encoder: nn.Module, strategy: str, unused: bool) -> None:
-        self.encoder, self.strategy, self.unused = encoder, strategy, unused
+    def __init__(self, encoder: nn.Module, strategy: str, group: ProcessGroup, unused: bool) -> None:
+        self.encoder, self.strategy, self.group, self.unused = encoder, strategy, group, unused
         self.wrapped: Any = encoder
         self._learning: object = None
 
     def refresh(self) -> None:
         learning = tuple(p.requires_grad for p in self.encoder.parameters())
-        if collectives.size() == 1 or self.strategy != "ddp" or learning == self._learning:
+        if self.group.size == 1 or self.strategy != "ddp" or learning == self._learning:
             return
         self._learning, self.wrapped = learning, self.encoder
         if any(learning):
@@ -54,7 +55,7 @@ class Parallel:
     @contextmanager
     def apart(self, last: bool) -> Iterator[None]:
         """Gradients of all but the last of several backward passes stay on the rank, to be averaged once."""
-        if self.strategy == "fsdp" and collectives.size() > 1:
+        if self.strategy == "fsdp" and self.group.size > 1:
             self.wrapped.set_requires_gradient_sync(last)
             yield
             return

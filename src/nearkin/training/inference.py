@@ -95,7 +95,7 @@ def vectors_of(
 
 def _in_turn(group: ProcessGroup | None, opened: Callable[[], _Opened]) -> _Opened:
     """Pictures are decoded once a machine, by all its cores; its other ranks find them done."""
-    return opened() if group is None else group.first_here("opening", opened)
+    return opened() if group is None else group.first_on_machine("opening", opened)
 
 
 def _embedded(
@@ -108,7 +108,7 @@ def _embedded(
     progress: Progress | None = None,
 ) -> Embedded:
     chosen = opened.items.take(indices)
-    more: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "ranks": group}
+    more: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "group": group}
     rows = embed(opened.encoder, opened.store, indices, **more)
     return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
 

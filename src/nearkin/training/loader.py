@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nearkin.data import augment
-from nearkin.dist.team import Team
-from nearkin.dist.torchrun import here
+from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.samplers import EpochSampler
 from nearkin.training.own_objects import DatasetRows
 
@@ -72,7 +71,7 @@ class Batch(NamedTuple):
 
 
 def parts(size: int, ranks: int) -> tuple[int, ...]:
-    """How many of `size` rows each rank gets: as evenly as can be, for any number of ranks."""
+    """How many of `size` rows each rank gets: as evenly as can be, for any number of group."""
     return tuple(size * (rank + 1) // ranks - size * rank // ranks for rank in range(ranks))
 
 
@@ -83,8 +82,15 @@ class BatchLoader:
     takes its own piece, one after the other: put together they are the batch of one process, in its order.
     """
 
-    def __init__(self, store: ItemStore, indices: NDArray[np.int64], sampler: EpochSampler, workers: int) -> None:
-        self.store, self.indices, self.sampler, self.workers = store, indices, sampler, workers
+    def __init__(
+        self,
+        store: ItemStore,
+        indices: NDArray[np.int64],
+        sampler: EpochSampler,
+        workers: int,
+        group: ProcessGroup = ALONE,
+    ) -> None:
+        self.store, self.indices, self.sampler, self.workers, self.group = store, indices, sampler, workers, group
 
     def epoch(self, number: int, start: int) -> Iterator[Batch]:
         """From batch `start` of an epoch to its last."""
@@ -107,8 +113,7 @@ class BatchLoader:
                     waiting.cancel()
 
     def _gathered(self, number: int, items: NDArray[np.int64]) -> Batch:
-        ranks = here()
-        counts, part = parts(len(items), ranks.size), ranks.share(len(items))
+        counts, part = parts(len(items), self.group.size), self.group.share(len(items))
         return Batch(number, items, self.store.gather(self.indices[items[part]]), counts, part)
 
 
@@ -123,23 +128,22 @@ def embed(
     views: int = 1,
     features: bool = False,
     progress: Any = None,
-    ranks: Team | None = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Embeddings (n, D) float32 on the CPU of the items at `indices`, the encoder in evaluation mode meanwhile.
 
     views: the mean over several crops and flips, renewed to length 1 where the encoder normalises. features: the pooled
-    backbone instead, before any projection. Of several ranks, those that train together unless given, each embeds its
+    backbone instead, before any projection. Of a group each rank embeds its
     share, whole batches, so that an item meets the same others in the encoder whatever their number; all get all.
     """
-    ranks = here() if ranks is None else ranks
-    if ranks.size == 1:
+    if group is None or group.size == 1:
         return _embed_here(encoder, store, indices, batch, precision, views, features, progress)
-    mine, own = indices[ranks.share(len(indices), batch)], torch.empty(0, 0)
-    with ranks.work("embedding", progress, len(indices)) as told:
+    mine, own = indices[group.share(len(indices), batch)], torch.empty(0, 0)
+    with group.work("embedding", progress, len(indices)) as told:
         if len(mine):
             own = _embed_here(encoder, store, mine, batch, precision, views, features, told)
-    width = max(ranks.values(own.shape[1]))  # which a rank without items does not know
-    return ranks.rows(own if len(mine) else own.new_empty(0, width))
+    width = max(group.values(own.shape[1]))  # which a rank without items does not know
+    return group.rows(own if len(mine) else own.new_empty(0, width))
 
 
 def _embed_here(

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from nearkin.core import files
 from nearkin.core.errors import CorruptCheckpoint, ForeignCheckpoint
-from nearkin.dist.torchrun import here
+from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.training.checkpoint import sharded
 from nearkin.training.checkpoint.sharded import Kept, Rows
 
@@ -69,13 +69,13 @@ class Checkpoints:
     itself are ever removed, and nothing is removed or written through a symbolic link.
     """
 
-    def __init__(self, folder: Path, origin: Mapping[str, str] | None = None) -> None:
-        self.folder, self.origin = folder, dict(origin or {})
+    def __init__(self, folder: Path, origin: Mapping[str, str] | None = None, group: ProcessGroup = ALONE) -> None:
+        self.folder, self.origin, self.group = folder, dict(origin or {}), group
 
     def write(self, step: int, tensors: Mapping[str, Tensor | Rows], state: Mapping[str, Any]) -> None:
         """Adds one, then drops what neither of the last two needs, and damaged ones of later steps."""
         name = self._written(f"step-{step:08d}", tensors, state)
-        if not here().first:
+        if not self.group.first:
             return
         before = [other for other in self._steps() if _number(other) < step]
         kept = [*before[1 - _KEPT :], self.folder / name]
@@ -93,26 +93,26 @@ class Checkpoints:
 
     def _written(self, stem: str, tensors: Mapping[str, Tensor | Rows], state: Mapping[str, Any]) -> str:
         """The name of the one file that it takes, or of the manifest of several."""
-        ranks, state = here(), {**state, "origin": self.origin}
+        group, state = self.group, {**state, "origin": self.origin}
         if files.is_link(self.folder):
             raise ValueError(f"{self.folder}: has become a symbolic link; a run writes only into its own folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Rows)}
         if len(whole) == len(tensors):
-            if ranks.first:
+            if group.first:
                 save(self.folder / f"{stem}.safetensors", whole, state)
             return f"{stem}.safetensors"
         own = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Rows)}
         # A name of its own for every save: the files of a manifest that stands are never written over.
-        token = ranks.alone("naming", lambda: uuid.uuid4().hex[:8])
-        file = sharded.part_name(stem, token, f"{ranks.rank}-of-{ranks.size}")
+        token = group.on_rank0("naming", lambda: uuid.uuid4().hex[:8])
+        file = sharded.part_name(stem, token, f"{group.rank}-of-{group.size}")
         checksum = save(self.folder / file, {name: rows.tensor for name, rows in own.items()}, {})
         places = {name: [rows.first, rows.first + len(rows.tensor), rows.total] for name, rows in own.items()}
         alike = sharded.part_name(stem, token, "whole")
-        if ranks.first:
+        if group.first:
             save(self.folder / alike, whole, state)
-        parts = ranks.values({"file": file, "sha256": checksum, "rows": places})
-        if ranks.first:
+        parts = group.values({"file": file, "sha256": checksum, "rows": places})
+        if group.first:
             sharded.manifest(self.folder / f"{stem}.json", alike, parts)
         return f"{stem}.json"
 
