@@ -125,12 +125,12 @@ def test_chunks_replay_dropout():
 def test_chunks_update_batch_statistics_once():
     x, labels = torch.randn(12, 6), torch.arange(4).repeat_interleave(3)
     encoder, loss = Dropping(nn.BatchNorm1d(10)).train(), losses.SupConLoss()
-    assert grad_cache.meets(encoder)
+    assert grad_cache.uses_batch_statistics(encoder)
     norm = encoder.net[1]
     grad_cache.backward(lambda some: encoder(x[some]), 12, 4, lambda e: loss(e, labels), encoder)
     assert int(norm.num_batches_tracked) == 3 and norm.track_running_stats
     encoder.eval()
-    assert not grad_cache.meets(encoder)
+    assert not grad_cache.uses_batch_statistics(encoder)
 
 
 def test_a_chunked_run_is_the_whole_run(vectors, tmp_path):

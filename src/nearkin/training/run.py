@@ -251,7 +251,7 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
 
 def _chunk_note(trainer: Trainer) -> list[str]:
     chunk, batch = trainer.recipe.training.chunk, trainer.recipe.sampler["batch"]
-    if chunk is None or chunk >= batch or not grad_cache.meets(trainer.encoder):
+    if chunk is None or chunk >= batch or not grad_cache.uses_batch_statistics(trainer.encoder):
         return []
     return [
         f"batch norm takes its statistics from chunks of {chunk}, not from the batch of {batch}; "
@@ -272,7 +272,7 @@ def _rank_notes(trainer: Trainer) -> list[str]:
     notes = [f"trained on {size} ranks, with the loss of all their items"]
     if options.graphs:
         notes.append("several ranks do not use CUDA graphs")
-    if grad_cache.meets(trainer.encoder) and not options.sync_norms:
+    if grad_cache.uses_batch_statistics(trainer.encoder) and not options.sync_norms:
         share = trainer.recipe.sampler["batch"] // size
         notes.append(
             f"batch norm takes its statistics from the {share} items of each rank; training.sync_norms=true takes "

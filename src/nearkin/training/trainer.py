@@ -26,7 +26,7 @@ from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.checkpoint.state import State
 from nearkin.training.config.recipe import Recipe
-from nearkin.training.cuda_graphs import Graphed
+from nearkin.training.cuda_graphs import GraphedEncoder
 from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
 from nearkin.training.metrics_log import Journal
 from nearkin.training.monitor import Monitor, geometry
@@ -69,7 +69,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
         graphs = self.recipe.training.graphs and self.group.size == 1
-        self.graphed = Graphed(self.encoder, self.precision) if graphs else None
+        self.graphed = GraphedEncoder(self.encoder, self.precision) if graphs else None
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
         self.parallel = Parallel(self.encoder, strategy, self.group, unused=name.startswith(("timm:", "hf:", "own:")))
         self.objective = GlobalBatch(self.loss) if self.group.size > 1 else self.loss
@@ -130,7 +130,7 @@ class Trainer:
         chunk, most = self.recipe.training.chunk, max(batch.counts)
         if chunk is not None and chunk < most:
             passes = None if self.group.size == 1 else -(-most // chunk)  # all ranks make as many
-            more: dict[str, Any] = {"passes": passes, "apart": self.parallel.apart}
+            more: dict[str, Any] = {"passes": passes, "sync_gradients": self.parallel.sync_gradients}
             return grad_cache.backward(encode, len(rows), chunk, objective, self.encoder, self.scaler.scale, **more)
         embeddings = encode(slice(None))
         value = objective(embeddings)
