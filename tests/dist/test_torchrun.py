@@ -334,7 +334,7 @@ def test_a_checkpoint_of_several_files_is_whole_or_not_there(damage, saved, plac
     hurt.unlink() if damage == "no manifest" else hurt.write_bytes(content)
     _, state, notes = Checkpoints(copy).newest()
     assert state["step"] == 0
-    assert damage == "no manifest" or (hurt.name in notes[0] and "one before" in notes[0])
+    assert damage == "no manifest" or (hurt.name in notes[0] and "the previous one is used" in notes[0])
 
 
 # --- faults, as a user meets them

@@ -40,9 +40,9 @@ def backward(
     """Adds the gradient of objective(encode(all)) to the parameters; returns the loss and the embeddings, detached.
 
     encode: embeddings of a slice of the batch of `size` items, in the caller's precision. scale: multiplies the loss
-    before its gradient is taken (as a gradient scaler does). passes: into how many chunks the batch is cut, some of them
-    perhaps empty, where all ranks must make as many exchanges. sync_gradients(last): entered around each backward pass,
-    so that ranks exchange their gradients once, in the last.
+    before its gradient is taken (as a gradient scaler does). passes: into how many chunks the batch is cut, some of
+    them perhaps empty, where all ranks must make as many exchanges. sync_gradients(last): entered around each backward
+    pass, so that ranks exchange their gradients once, in the last.
     """
     chunks = [slice(i, min(i + chunk, size)) for i in range(0, size, chunk)]
     if passes is not None:

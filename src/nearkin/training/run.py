@@ -112,7 +112,7 @@ def _resumed(recipe: Recipe, folder: Path, callback: Callback, group: ProcessGro
     prepared.own.begin_with(folder)
     run_folder.check(folder, prepared)
     trainer = assemble(prepared, folder, group)
-    if not group.on_rank0("looking", trainer.checkpoints.begun):
+    if not group.on_rank0("looking", trainer.checkpoints.any_written):
         group.on_rank0("looking", lambda: run_folder.check_unbegun(folder))
         callback({"event": "note", "text": "this run ended before its first checkpoint, so it begins anew"})
         _begin(trainer, prepared, callback)
@@ -230,9 +230,9 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     recipe, state, held, group = trainer.recipe, trainer.state, prepared.held("test"), trainer.group
     assert state.best_file is not None
     with group.work("opening"):
-        kept, facts = trainer.checkpoints.best(state.best_file)
+        tensors, facts = trainer.checkpoints.open(state.best_file)
         encoder = trainer.encoder if trainer.plain is None else trainer.plain
-        encoder.load_state_dict(kept.part("encoder"))
+        encoder.load_state_dict(tensors.section("encoder"))
     with final_test.explained(trainer, "the encoder"):
         group.on_rank0(
             "writing",

@@ -11,7 +11,7 @@ from typing import Any
 from nearkin.core import files
 from nearkin.core.locks import Lock
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.training.checkpoint import sharded
+from nearkin.training.checkpoint.checkpoints import is_checkpoint_file
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.metrics_log import Journal
@@ -83,7 +83,7 @@ def _refuse_links(folder: Path) -> None:
     inside = folder / CHECKPOINTS
     own = [folder / name for name in (LOCK, CHECKPOINTS, "tensorboard", *_FILES)]
     if inside.is_dir() and not files.is_link(inside):
-        own += [path for path in inside.iterdir() if sharded.is_own_name(path.name)]
+        own += [path for path in inside.iterdir() if is_checkpoint_file(path.name)]
     for path in own:
         if files.is_link(path):
             raise ValueError(

@@ -88,7 +88,7 @@ class Trainer:
         found = self.encoder if self.average is None else self.average.module
         assert isinstance(found, Encoder)
         if self.plain is not None:
-            self.plain.load_state_dict(checkpoint_state.gathered(found))
+            self.plain.load_state_dict(checkpoint_state.full_state(found))
             return self.plain
         return found
 
@@ -239,8 +239,8 @@ class Trainer:
     def keep_best(self, value: float, figures: dict[str, float]) -> None:
         """The weights as they are, under a name that the next checkpoint refers to."""
         state = self.state
-        tensors = checkpoint_state.named(
-            encoder=self.best_encoder.state_dict(), loss=checkpoint_state.spread(self.loss, self.group)
+        tensors = checkpoint_state.prefixed(
+            encoder=self.best_encoder.state_dict(), loss=checkpoint_state.local_state(self.loss, self.group)
         )
         facts = {"epoch": state.epoch, "step": state.step, "val": figures}
         with self.explained("best weights"):
@@ -250,7 +250,7 @@ class Trainer:
 
     def explained(self, what: str) -> AbstractContextManager[None]:
         name = f"{self.checkpoints.folder}: the {what} of step {self.state.step}"
-        return files.explained(name, f"the one before is whole: make room, then nearkin train --resume {self.out}")
+        return files.explained(name, f"the previous one is intact: make room, then nearkin train --resume {self.out}")
 
     def embedded(self, indices: Any) -> Tensor:
         batch = max(64, min(512, self.recipe.training.chunk or 256))
@@ -277,17 +277,17 @@ class Trainer:
         """A checkpoint of everything, from which the run goes on to the same end, on any number of ranks."""
         self.check()
         self.elapsed()
-        tensors, state = checkpoint_state.contents(self)
+        tensors, state = checkpoint_state.collect(self)
         with self.explained("checkpoint"), self.group.work("saving"):  # exchanges do not wait for a disk
             self.checkpoints.write(self.state.step, tensors, state)
         self.saved_at = time.monotonic()
 
     def restore(self) -> list[str]:
         """Goes back to the newest whole checkpoint; what was wrong with newer ones, and what is not as it was."""
-        kept, state, notes = checkpoint_state.newest(self.checkpoints)
+        tensors, state, notes = checkpoint_state.open_newest(self.checkpoints)
         now = environment.numerics(self.device, self.group.size)
         changed = None if state["finished"] else environment.difference(state.get("numerics", now), now)
-        checkpoint_state.put_back(self, kept, state)
+        checkpoint_state.restore(self, tensors, state)
         damaged = self.journal.cut(self.state.step, self.state.epoch)
         return [*notes, *([changed] if changed else []), *([damaged] if damaged else [])]
 
