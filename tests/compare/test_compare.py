@@ -450,7 +450,7 @@ def test_killed_three_times_the_table_is_the_same(source, whole, tmp_path):
         assert not (out / "comparison.csv").exists()
     said = CliRunner().invoke(app, command(source, out, "--jobs", "2"))
     assert said.exit_code == 0, said.output
-    assert f"going on: {seen} of at most" in said.output
+    assert f"resuming: {seen} of at most" in said.output
     assert (out / "comparison.csv").read_bytes() == (whole[0].folder / "comparison.csv").read_bytes()
     page = (out / "comparison.html").read_text()
     assert all(loss in page for loss in LOSSES_HERE) and "http" not in page.replace("http-equiv", "")

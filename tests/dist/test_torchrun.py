@@ -416,7 +416,7 @@ def test_a_killed_rank_is_named_and_training_goes_on_after_a_restart(place):
     assert code == 0, run.errors.read_text()
     named = f"rank 0: rank 1 (process {first[1]} on "
     assert sum(line.startswith(named) and "was killed or died" in line for line in said) == 1, said
-    assert any("going on in epoch" in line for line in said)
+    assert any("resuming in epoch" in line for line in said)
     assert torch.equal(weights(place / "killed"), weights(place / "never stopped"))
     np.testing.assert_array_equal(curve(place / "killed"), curve(place / "never stopped"))
 

@@ -209,7 +209,7 @@ def test_a_damaged_line_of_the_metrics_is_left_out(line, run, home):
     file = run / "metrics.jsonl"
     lines = file.read_text().split("\n")
     file.write_text("\n".join([lines[0], line, *lines[1:]]))
-    assert resume(run) == ["metrics.jsonl: 1 damaged line left out"]
+    assert resume(run) == ["metrics.jsonl: 1 corrupt line left out"]
     assert steps(run) == steps(home / "done") and weights(run) == weights(home / "done")
 
 

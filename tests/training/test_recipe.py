@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nearkin import models, training
 from nearkin.core import toml
 from nearkin.data import augment
-from nearkin.training.config.recipe import NAMED, Recipe, keys, read, written
+from nearkin.training.config.recipe import NAMED, Recipe, keys, read, to_toml
 from nearkin.training.config.registry import LOSSES, SAMPLERS, settings_of
 
 # --- reading and writing
@@ -77,7 +77,7 @@ def test_the_command_line_goes_before_the_file(tmp_path):
     found = read(file, ["loss.margin=0.3", "data.source=photos"])
     assert found.loss == {"name": "triplet", "margin": 0.3}
     assert found.training.epochs == 3 and found.data.source == "photos"
-    assert found.given == {"loss.name", "loss.margin", "training.epochs", "data.source"}
+    assert found.explicit_keys == {"loss.name", "loss.margin", "training.epochs", "data.source"}
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
@@ -92,7 +92,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size
 def test_what_is_written_is_read_back(source, seed, lr, ks):
     recipe = Recipe().with_("data", source=source).with_("training", seed=seed).with_("optimizer", lr=lr)
     recipe = recipe.with_("evaluation", ks=ks).with_("loss", name="triplet", margin=None, squared=False)
-    again = read(None, [], base=toml.read(written(recipe)))
+    again = read(None, [], base=toml.read(to_toml(recipe)))
     assert again.plain() == recipe.plain()
 
 
@@ -326,7 +326,7 @@ def test_a_settled_recipe_settles_to_itself(sets, sources, tmp_path, monkeypatch
     monkeypatch.chdir(sources)
     monkeypatch.setenv("NEARKIN_CACHE", str(sources / "cache"))
     settled = prepare(read(None, sets)).recipe
-    (tmp_path / "recipe.toml").write_text(written(settled), encoding="utf-8")
+    (tmp_path / "recipe.toml").write_text(to_toml(settled), encoding="utf-8")
     assert prepare(read(tmp_path / "recipe.toml")).recipe.plain() == settled.plain()
 
 
@@ -384,7 +384,7 @@ def test_pixels_are_not_copied_because_one_picture_is_unreadable(sources, tmp_pa
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_take_their_settings_and_no_others(name):
-    from nearkin.training.objective import loss_settings
+    from nearkin.training.build import loss_settings
 
     for key, setting in LOSSES[name].settings.items():
         value = setting.default if setting.default is not None else "none"
@@ -401,7 +401,7 @@ def test_losses_take_their_settings_and_no_others(name):
         (["loss.name=triplet", "loss.margin=-1"], "loss.margin must be"),
         (["loss.name=supcon", "loss.reduction=none"], "loss.reduction must give one number"),
         (["sampler.name=balanced"], 'unknown sampler "balanced"; did you mean "class-balanced"?'),
-        (["sampler.batch=7"], "sampler.batch must be a multiple of the 2 items a class, got 7"),
+        (["sampler.batch=7"], "sampler.batch must be a multiple of the 2 items per class, got 7"),
         (["sampler.batch=800"], "sampler.batch must hold at most all"),
         (["sampler.neighbours=3"], "neighbours"),
         (["encoder.name=mpl"], 'unknown encoder "mpl"; did you mean "mlp"?'),
@@ -469,7 +469,7 @@ def test_recipes_read_and_say_what_they_cost(file):
     lines = file.read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith("# nearkin train ") and lines[1].startswith("# ") and "expect" in lines[1] + lines[2]
     recipe = read(file)
-    assert recipe.given
+    assert recipe.explicit_keys
 
 
 def test_graphs_need_a_gpu(sources, tmp_path, monkeypatch):

@@ -20,10 +20,10 @@ from nearkin.training.checkpoint import checkpoints
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.config.recipe import Recipe, read
 from nearkin.training.config.registry import LOSSES
-from nearkin.training.improvement import verdict
-from nearkin.training.optimizers import Rate, groups, optimizer
+from nearkin.training.final_test import verdict
+from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
 from nearkin.training.prepare import prepare
-from nearkin.training.validation import Held
+from nearkin.training.validation import HeldOut
 
 SMALL = ["training.epochs=3", "training.batches=4", "sampler.batch=16", "sampler.per_class=4", "encoder.hidden=[16]"]
 SMALL += ["encoder.dim=8", "training.log_steps=2", "training.workers=0"]
@@ -300,7 +300,7 @@ def test_a_changed_recipe_is_not_resumed(vectors, tmp_path):
 def test_a_damaged_data_json_is_named(content, vectors, tmp_path):
     quickly(vectors, tmp_path / "run")
     (tmp_path / "run" / "data.json").write_text(content)
-    with pytest.raises(ValueError, match=r"data.json: damaged \(.*\); train anew"):
+    with pytest.raises(ValueError, match=r"data.json: corrupt \(.*\); train anew"):
         training.resume(tmp_path / "run")
 
 
@@ -464,7 +464,7 @@ def test_an_existing_folder_is_not_touched(vectors, tmp_path):
 def test_rates_over_time():
     def factors(batches, epochs, **schedule):
         recipe = Recipe().with_("schedule", **schedule)
-        rate = Rate(recipe, batches, epochs)
+        rate = LRSchedule(recipe, batches, epochs)
         return [rate.factor(step) for step in range(batches * epochs)]
 
     cosine = factors(10, 10, decay="cosine", warmup=0.1, floor=0.2)
@@ -477,12 +477,12 @@ def test_rates_over_time():
 
 def test_a_warm_up_is_at_least_one_step():
     """A run of a few steps must not round it away."""
-    rate = Rate(Recipe().with_("schedule", decay="constant", warmup=0.05), 3, 2)
+    rate = LRSchedule(Recipe().with_("schedule", decay="constant", warmup=0.05), 3, 2)
     assert [rate.factor(step) for step in range(3)] == [0.5, 1, 1]
 
 
 def test_plateau_cuts_after_its_patience():
-    rate = Rate(Recipe().with_("schedule", decay="plateau", warmup=0.0, factor=0.5, patience=2), 10, 10)
+    rate = LRSchedule(Recipe().with_("schedule", decay="plateau", warmup=0.0, factor=0.5, patience=2), 10, 10)
     seen = []
     for value in (0.1, 0.2, 0.2, 0.1, 0.3, 0.3, 0.3, 0.3, 0.3):
         rate.measured(value)
@@ -494,7 +494,7 @@ def test_parts_have_their_own_rates_and_only_matrices_decay():
     backbone = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     head, loss = nn.Linear(3, 2), losses.ProxyAnchorLoss(4, 2)
     recipe = Recipe().with_("optimizer", lr=0.1, backbone_scale=0.5, head_scale=2.0, weight_decay=0.3)
-    found = groups(recipe, backbone, head, loss)
+    found = parameter_groups(recipe, backbone, head, loss)
     table = {(g["part"], g["weight_decay"]): (g["base"], [tuple(p.shape) for p in g["params"]]) for g in found}
     assert table == {
         ("backbone", 0.3): (0.05, [(3, 3)]),
@@ -503,8 +503,8 @@ def test_parts_have_their_own_rates_and_only_matrices_decay():
         ("head", 0.0): (0.2, [(2,)]),
         ("loss", 0.3): (10.0, [(4, 2)]),
     }
-    steps = optimizer(recipe, found)
-    Rate(recipe, 10, 10).set(steps, 0)
+    steps = build_optimizer(recipe, found)
+    LRSchedule(recipe, 10, 10).set(steps, 0)
     assert [g["lr"] / g["base"] for g in steps.param_groups] == pytest.approx([1 / 6] * 5)
 
 
@@ -540,11 +540,11 @@ def test_collapse_is_noticed():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
     spot = monitor.geometry(torch.ones(32, 8) + 1e-4 * torch.randn(32, 8))
     for step in [*range(0, 100, 20), *range(90, 99)]:
-        watcher.look(step, 1.0, 1.0, *spot)  # neither a few looks nor a few steps are enough
+        watcher.check(step, 1.0, 1.0, *spot)  # neither a few looks nor a few steps are enough
     with pytest.raises(training.Diverged, match="collapsed"):
-        watcher.look(100, 1.0, 1.0, *spot)
+        watcher.check(100, 1.0, 1.0, *spot)
     warned = monitor.Monitor(classes=10, dim=8, on_collapse="warn")
-    notes = [note for step in range(0, 300, 20) for note in warned.look(step, 1.0, 1.0, *spot)]
+    notes = [note for step in range(0, 300, 20) for note in warned.check(step, 1.0, 1.0, *spot)]
     assert len(notes) == 1 and "collapsed" in notes[0]
 
 
@@ -576,9 +576,9 @@ def test_collapse_to_a_line_is_noticed_through_noise():
     found = monitor.geometry(ends)
     watcher = monitor.Monitor(classes=10, dim=128, on_collapse="stop")
     for step in range(0, 100, 20):
-        watcher.look(step, 1.0, 1.0, *found)
+        watcher.check(step, 1.0, 1.0, *found)
     with pytest.raises(training.Diverged, match="% of the variance along one direction"):
-        watcher.look(100, 1.0, 1.0, *found)
+        watcher.check(100, 1.0, 1.0, *found)
     with pytest.raises(training.Diverged, match="embeddings are not finite"):
         monitor.geometry(torch.full((4, 3), torch.nan))
 
@@ -601,7 +601,7 @@ def test_an_epoch_tells_its_own_loss(vectors, tmp_path):
 
 def test_a_dead_loss_and_still_proxies_are_said_once():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
-    notes = [note for step in range(0, 300, 20) for note in watcher.look(step, 0.0, 0.0, 0.9, 6.0, 0.3)]
+    notes = [note for step in range(0, 300, 20) for note in watcher.check(step, 0.0, 0.0, 0.9, 6.0, 0.3)]
     assert len(notes) == 1 and "loss.margin" in notes[0]
     loss = losses.ProxyAnchorLoss(4, 8)
     before = {name: p.detach().clone() for name, p in loss.named_parameters()}
@@ -654,7 +654,7 @@ def test_a_verdict_says_whether_training_helped():
     good, middling, poor = (
         torch.from_numpy(rng.normal(size=(12, 8))[labels] + noise * rng.normal(size=(60, 8))) for noise in (0.3, 1, 3)
     )
-    held = Held(np.arange(60), labels.astype(np.int64), None)
+    held = HeldOut(np.arange(60), labels.astype(np.int64), None)
 
     def judged(trained, untrained, baseline, held=held, graded=False):
         rows = {"trained": trained, "untrained": untrained, "baseline": baseline}
@@ -673,10 +673,10 @@ def test_a_verdict_says_whether_training_helped():
     found = judged(good, good.clone(), poor)
     assert found["helped"] is None and "cannot be told whether training helped" in found["sentence"]
     assert "the untrained encoder" in found["sentence"]
-    two = Held(np.arange(10), held.labels[:10], None)
+    two = HeldOut(np.arange(10), held.labels[:10], None)
     found = judged(good[:10], poor[:10], poor[:10], two)
     assert found["helped"] is None and "2 test classes are too few to tell" in found["sentence"]
-    targets = Held(np.arange(60), None, good.numpy())
+    targets = HeldOut(np.arange(60), None, good.numpy())
     assert judged(good, poor, middling, targets, graded=True)["helped"] is True
 
 
@@ -732,7 +732,7 @@ def test_continuous_targets(tmp_path):
 )
 def test_anchors_of_log_ratio(sets, neighbours, anchors, of_the_loss, tmp_path):
     """Every anchor of the loss that the recipe asks for has its nearest labels in the batch."""
-    from nearkin.training.objective import build_loss, build_sampler
+    from nearkin.training.build import build_loss, build_sampler
     from nearkin.training.prepare import prepare
 
     rows = np.random.default_rng(0).normal(size=(400, 6)).astype(np.float32)

@@ -11,7 +11,7 @@ from nearkin.cli.screen import Device, app, echo, one_sentence, training_screen
 
 
 class Strategy(str, Enum):
-    """What may follow --strategy."""
+    """Values of --strategy."""
 
     ddp = "ddp"
     fsdp = "fsdp"
@@ -27,8 +27,8 @@ def train(
             show_default="glyphs",
         ),
     ] = None,
-    root: Annotated[Path | None, typer.Option(help="Where a benchmark set lies.", metavar="DIR")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="A recipe in TOML; flags go before it.", metavar="FILE")] = None,
+    root: Annotated[Path | None, typer.Option(help="Folder of a benchmark data set.", metavar="DIR")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A recipe in TOML; flags override it.", metavar="FILE")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any key of a recipe, as loss.margin=0.3; may be repeated.", metavar="KEY=VALUE"),
@@ -36,35 +36,33 @@ def train(
     loss: Annotated[str | None, typer.Option(help="See `nearkin losses`.", show_default="by the data")] = None,
     encoder: Annotated[str | None, typer.Option(help="See `nearkin encoders`.", show_default="by the data")] = None,
     epochs: Annotated[int | None, typer.Option(show_default="by the data")] = None,
-    batch: Annotated[int | None, typer.Option(help="Items a batch.", show_default="by the data")] = None,
+    batch: Annotated[int | None, typer.Option(help="Items per batch.", show_default="by the data")] = None,
     chunk: Annotated[
-        int | None, typer.Option(help="Encode so many items at a time; the gradient is that of the whole batch.")
+        int | None, typer.Option(help="Items encoded at a time; the gradient is that of the full batch.")
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="by the encoder")] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Of weights, batches and augmentation; the parts have data.seed.", show_default="0"),
+        typer.Option(help="Seed of weights, batches and augmentation; the split has data.seed.", show_default="0"),
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="auto takes cuda where there is one.")] = None,
+    device: Annotated[Device | None, typer.Option(help="auto takes cuda if available.")] = None,
     strategy: Annotated[
         Strategy | None,
-        typer.Option(help="Of several ranks: each holds all weights (ddp) or a part (fsdp).", show_default="ddp"),
+        typer.Option(help="With several ranks: all weights on each (ddp) or sharded (fsdp).", show_default="ddp"),
     ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded pictures in memory only.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Take what there is of a benchmark set.")] = False,
-    skip_single: Annotated[bool, typer.Option("--skip-single", help="Leave out classes of a single item.")] = False,
-    skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Leave out files that cannot be read.")
-    ] = False,
-    closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class, not whole classes.")] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded images in memory only.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Accept an incomplete benchmark data set.")] = False,
+    skip_single: Annotated[bool, typer.Option("--skip-single", help="Skip classes with a single item.")] = False,
+    skip_unreadable: Annotated[bool, typer.Option("--skip-unreadable", help="Skip unreadable files.")] = False,
+    closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class instead of classes.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="A new folder for the run.", metavar="DIR", show_default="runs/SOURCE")
+        Path | None, typer.Option(help="New folder for the run.", metavar="DIR", show_default="runs/SOURCE")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run instead.", metavar="RUN")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing but the folder of the run.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")] = False,
+    resume: Annotated[Path | None, typer.Option(help="Resume this run instead.", metavar="RUN")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder of the run.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
 ) -> None:
-    """Train an encoder, measure it on classes it has never seen, and write a report.
+    """Train an encoder, test it on unseen classes, and write a report.
 
     Examples:
 
@@ -78,7 +76,7 @@ def train(
 
       torchrun --nproc-per-node 4 -m nearkin train photos/ --out runs/birds
     """
-    given = {
+    flags = {
         "data.source": source,
         "data.root": None if root is None else str(root),
         "data.skip_single": skip_single or None,
@@ -96,9 +94,9 @@ def train(
         "training.device": None if device is None else device.value,
         "training.strategy": None if strategy is None else strategy.value,
     }
-    chosen = {key: value for key, value in given.items() if value is not None}
+    options = {key: value for key, value in flags.items() if value is not None}
     folder = resume
-    with one_sentence(lambda: _left(folder)):
+    with one_sentence(lambda: _after_interrupt(folder)):
         from nearkin import dist, training
 
         with dist.join() as group, training_screen(quiet or json or not group.first) as screen:
@@ -110,7 +108,7 @@ def train(
                     folder = Path(event["folder"])
                 screen(event)
 
-            sets = [*_assignments(chosen), *(set_ or [])]
+            sets = [*_assignments(options), *(set_ or [])]
             outcome = training.train(
                 None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True, group=group
             )
@@ -129,31 +127,31 @@ def train(
 
 
 def _name_rank(callback: Any, group: Any) -> None:
-    """Lines on the screen say which rank they are from, where there are several."""
+    """Prefixes lines on the screen with the rank, if there are several."""
     console = getattr(callback, "console", None)
     if group.size > 1 and console is not None:
-        callback.console = _Named(console, f"rank {group.rank}: ")
+        callback.console = _PrefixedConsole(console, f"rank {group.rank}: ")
 
 
-class _Named:
-    """A console whose lines begin with a name."""
+class _PrefixedConsole:
+    """A console whose lines start with a prefix."""
 
-    def __init__(self, console: Any, name: str) -> None:
-        self.console, self.name = console, name
+    def __init__(self, console: Any, prefix: str) -> None:
+        self.console, self.prefix = console, prefix
 
     def print(self, text: Any, **options: Any) -> None:
         from rich.text import Text
 
-        self.console.print(Text.assemble(self.name, text), **options)
+        self.console.print(Text.assemble(self.prefix, text), **options)
 
 
-def _left(folder: Path | None) -> str:
-    """What an interrupted command leaves behind."""
+def _after_interrupt(folder: Path | None) -> str:
+    """What an interrupted command has written."""
     if folder is None or not (folder / "recipe.toml").is_file():
         return "nothing was written"
-    return f"the run is saved as far as it came; go on with nearkin train --resume {folder}"
+    return f"the run is saved; resume it with nearkin train --resume {folder}"
 
 
-def _assignments(chosen: dict[str, Any]) -> list[str]:
-    """Flags as --set has them; text in quotes, so that a folder called 7 stays a name."""
-    return [f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in chosen.items()]
+def _assignments(options: dict[str, Any]) -> list[str]:
+    """Options in the form of --set; text in quotes, so that a folder called 7 stays a name."""
+    return [f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in options.items()]

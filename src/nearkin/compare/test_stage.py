@@ -15,7 +15,7 @@ from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import build_encoder
 from nearkin.training.run import raw
 from nearkin.training.trainer import PRECISIONS
-from nearkin.training.validation import Held
+from nearkin.training.validation import HeldOut
 
 __all__ = ["BASELINE", "METRICS", "UNTRAINED", "model_folder", "test"]
 
@@ -56,7 +56,7 @@ def test(bench: Bench, opened: Opened, job: Job, home: Path) -> dict[str, NDArra
     return {"separated": separated, "concatenated": _per_query(joined, opened.held, on)}
 
 
-def _per_query(rows: Tensor, held: Held, on: torch.device) -> NDArray[np.float64]:
+def _per_query(rows: Tensor, held: HeldOut, on: torch.device) -> NDArray[np.float64]:
     """(Q, M); NaN where a query has nothing to find."""
     assert held.labels is not None
     count, labels = len(held.indices), torch.from_numpy(held.labels).to(on)

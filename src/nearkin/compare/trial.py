@@ -13,10 +13,10 @@ from torch import Tensor
 from nearkin import models
 from nearkin.compare.protocol import Bench, Job
 from nearkin.core.errors import Diverged
-from nearkin.training import validation
 from nearkin.training.loop import deterministic
 from nearkin.training.run import assemble
 from nearkin.training.trainer import Trainer
+from nearkin.training.validation import quick_metrics
 
 __all__ = ["ENDS", "PATIENCE", "marks", "measure", "train"]
 
@@ -150,7 +150,7 @@ def _validated(trainer: Trainer) -> float:
     rows = trainer.embedded(trainer.held.everything)
     if not bool(rows.isfinite().all()):
         raise Diverged(f"the embeddings are not finite at step {trainer.state.step}")
-    value = validation.judge(rows, trainer.held, trainer.graded, trainer.device).get("map@r", 0.0)
+    value = quick_metrics(rows, trainer.held, trainer.graded, trainer.device).get("map@r", 0.0)
     return value if math.isfinite(value) else 0.0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nearkin.core.errors import Stopped
-from nearkin.training.own_objects import way_on
+from nearkin.training.own_objects import how_to_resume
 from nearkin.training.trainer import Trainer
 
 __all__ = ["Callback", "deterministic", "fit"]
@@ -45,12 +45,12 @@ def fit(trainer: Trainer, callback: Callback) -> None:
                     trainer.save()
                     callback({"event": "saved", "step": state.step})
                 if stop:
-                    raise Stopped(stop, state.step, way_on(trainer.recipe, trainer.out))
+                    raise Stopped(stop, state.step, how_to_resume(trainer.recipe, trainer.out))
             _tell(trainer, callback, trainer.end_epoch(before))
             trainer.save()
             stop = max(group.values(asked[0] if asked else 0))
             if stop:
-                raise Stopped(stop, state.step, way_on(trainer.recipe, trainer.out))
+                raise Stopped(stop, state.step, how_to_resume(trainer.recipe, trainer.out))
 
 
 def _due(trainer: Trainer) -> bool:

@@ -22,6 +22,7 @@ from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.rendezvous import join
 from nearkin.training import final_test, grad_cache, validation
 from nearkin.training import run_dir as run_folder
+from nearkin.training.build import augmentation_of, build_loss, build_sampler, takes_targets
 from nearkin.training.checkpoint import state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.config import defaults
@@ -29,13 +30,14 @@ from nearkin.training.config.recipe import Recipe
 from nearkin.training.final_test import raw
 from nearkin.training.loader import BatchLoader, ItemStore
 from nearkin.training.loop import Callback, deterministic, fit
-from nearkin.training.metrics_log import Journal
+from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor
-from nearkin.training.objective import build_loss, build_sampler, takes_targets
-from nearkin.training.optimizers import Rate, groups, optimizer
+from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
 from nearkin.training.own_objects import NONE, Own
-from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, prepare
+from nearkin.training.prepare import Prepared, build_encoder, prepare
+from nearkin.training.run_dir import check_not_started, check_unchanged, origin_of
 from nearkin.training.trainer import Trainer, seed_everything
+from nearkin.training.validation import HeldOut
 
 __all__ = ["Outcome", "assemble", "raw", "resume", "train"]
 
@@ -49,7 +51,7 @@ class Outcome:
     results: dict[str, Any]
     history: list[dict[str, Any]]
     prepared: Prepared
-    test: validation.Held
+    test: HeldOut
     embeddings: Tensor  # of the test items, the gallery's after the queries'
     notes: list[str]
     report: Path | None = None  # the page, where it was written
@@ -109,11 +111,11 @@ def _held(folder: Path, group: ProcessGroup, new: bool = False) -> Iterator[None
 
 def _resumed(recipe: Recipe, folder: Path, callback: Callback, group: ProcessGroup, own: Own) -> Outcome:
     prepared = _prepared(recipe, callback, group, own)
-    prepared.own.begin_with(folder)
-    run_folder.check(folder, prepared)
+    prepared.own.read_initial(folder)
+    check_unchanged(folder, prepared)
     trainer = assemble(prepared, folder, group)
     if not group.on_rank0("looking", trainer.checkpoints.any_written):
-        group.on_rank0("looking", lambda: run_folder.check_unbegun(folder))
+        group.on_rank0("looking", lambda: check_not_started(folder))
         callback({"event": "note", "text": "this run ended before its first checkpoint, so it begins anew"})
         _begin(trainer, prepared, callback)
         return _finish(trainer, prepared, callback)
@@ -191,19 +193,19 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         plain = parallel.shard(encoder, on)
         if average is not None:
             parallel.shard(average.module, on)
-    steps = optimizer(recipe, groups(recipe, encoder.backbone, encoder.head, loss))
+    steps = build_optimizer(recipe, parameter_groups(recipe, encoder.backbone, encoder.head, loss))
     state.seed_rank(recipe.training.seed, group)
     store = ItemStore(prepared.rows, on, recipe.data.size)
     return Trainer(
         recipe=recipe,
         out=folder,
-        checkpoints=Checkpoints(folder / run_folder.CHECKPOINTS, run_folder.origin(prepared), group),
+        checkpoints=Checkpoints(folder / run_folder.CHECKPOINTS, origin_of(prepared), group),
         device=on,
         encoder=encoder,
         average=average,
         loss=loss,
         optimizer=steps,
-        rate=Rate(recipe, len(sampler), recipe.training.epochs),
+        rate=LRSchedule(recipe, len(sampler), recipe.training.epochs),
         scaler=(torch.amp.GradScaler if group.size == 1 else parallel.Scaler)(
             on.type, enabled=recipe.training.precision == "fp16"
         ),
@@ -212,10 +214,10 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         store=store,
         known=known if graded else known.long(),
         augmentation=augmentation_of(recipe),
-        held=prepared.held("val"),
+        held=prepared.held_out("val"),
         graded=graded,
         monitor=Monitor(classes, dim, recipe.training.on_collapse),
-        journal=Journal(folder / "metrics.jsonl", recipe.training.tensorboard, group.first),
+        journal=MetricsLog(folder / "metrics.jsonl", recipe.training.tensorboard, group.first),
         epochs=recipe.training.epochs,
         state=state.State(notes=[str(one.message) for one in heard]),
         group=group,
@@ -227,7 +229,7 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     """Trains what is left, then: the best weights, the test, the files."""
     started = time.monotonic()
     fit(trainer, callback)
-    recipe, state, held, group = trainer.recipe, trainer.state, prepared.held("test"), trainer.group
+    recipe, state, held, group = trainer.recipe, trainer.state, prepared.held_out("test"), trainer.group
     assert state.best_file is not None
     with group.work("opening"):
         tensors, facts = trainer.checkpoints.open(state.best_file)

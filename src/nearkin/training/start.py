@@ -16,7 +16,7 @@ from nearkin.training import run
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.loop import Callback
-from nearkin.training.own_objects import PREFIX, Own, own_of
+from nearkin.training.own_objects import PREFIX, Own, own_objects
 from nearkin.training.run import Outcome
 
 __all__ = ["resume", "train"]
@@ -52,7 +52,7 @@ def train(
     Under torchrun all processes train together; every one returns the outcome, and the first has written it. group:
     that of `dist.join`, where the caller has joined them already.
     """
-    own = own_of(source, encoder, loss)
+    own = own_objects(source, encoder, loss)
     reports = report if report is not None else not isinstance(source, Recipe)
     with join() if group is None else nullcontext(group) as group, _shown(progress and group.first, callback) as told:
         if reports and group.first:

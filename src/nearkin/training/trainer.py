@@ -28,10 +28,10 @@ from nearkin.training.checkpoint.state import State
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.cuda_graphs import GraphedEncoder
 from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
-from nearkin.training.metrics_log import Journal
+from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
-from nearkin.training.optimizers import Rate
-from nearkin.training.validation import Held
+from nearkin.training.optimizers import LRSchedule
+from nearkin.training.validation import HeldOut, quick_metrics
 
 __all__ = ["PRECISIONS", "Trainer", "seed_everything"]
 
@@ -50,17 +50,17 @@ class Trainer:
     average: AveragedModel | None
     loss: nn.Module
     optimizer: torch.optim.Optimizer
-    rate: Rate
+    rate: LRSchedule
     scaler: torch.amp.GradScaler
     sampler: EpochSampler
     loader: BatchLoader
     store: ItemStore
     known: Tensor  # (n,) or (n, K) labels or targets of the training items, on the device
     augmentation: augment.Augmentation | None
-    held: Held  # the validation part
+    held: HeldOut  # the validation part
     graded: bool
     monitor: Monitor
-    journal: Journal
+    journal: MetricsLog
     epochs: int
     state: State = field(default_factory=State)
     group: ProcessGroup = ALONE
@@ -174,7 +174,7 @@ class Trainer:
         items = state.counted * len(embeddings) / max(1e-9, now - self.looked_at)
         self.window.zero_()
         state.counted, self.looked_at = 0, now
-        notes = self.monitor.look(state.step, loss, gradient, spread, rank, line_share)
+        notes = self.monitor.check(state.step, loss, gradient, spread, rank, line_share)
         line = {"event": "step", "epoch": state.epoch + 1, "step": state.step, "loss": loss}
         rates = {group["part"]: group["lr"] for group in self.optimizer.param_groups}
         line |= {"lr": rates, "gradient": gradient if math.isfinite(gradient) else None}
@@ -227,7 +227,7 @@ class Trainer:
     def measured(self) -> tuple[float, dict[str, float]]:
         """The held-out classes, by the weights as they are: the main metric, and all figures."""
         rows = self.embedded(self.held.everything)
-        figures = self.group.on_rank0("validation", lambda: validation.judge(rows, self.held, self.graded, self.device))
+        figures = self.group.on_rank0("validation", lambda: quick_metrics(rows, self.held, self.graded, self.device))
         return figures.get(validation.main_metric(self.graded), -math.inf), figures
 
     def replace_lost_best(self) -> None:

@@ -8,7 +8,7 @@
 
 A key that is absent (None here) is settled by the data, in `defaults.settle`, and the settled recipe is saved with the
 run. Four sections take the settings of what they name: [encoder], [loss], [sampler], [augment]. A key that would have
-no effect beside the others is refused, so nothing that is written in a recipe is ignored.
+no effect beside the others is refused: nothing in a recipe is ignored.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nearkin.core import toml
 from nearkin.core.errors import ExcessiveText
 
-__all__ = ["NAMED", "Recipe", "keys", "read", "written"]
+__all__ = ["NAMED", "Recipe", "keys", "no_effect", "read", "to_toml"]
 
 NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend on what they name
 
@@ -82,14 +82,14 @@ class Schedule(_Section):
     every: int | None = Field(default=None, ge=1)  # step: epochs between two cuts
     factor: float | None = Field(default=None, gt=0, lt=1)  # step, plateau: what a cut leaves
     patience: int | None = Field(default=None, ge=1)  # plateau: validations without a better one before a cut
-    frozen_epochs: int = Field(default=0, ge=0)  # epochs in which the backbone rests
+    frozen_epochs: int = Field(default=0, ge=0)  # epochs in which the backbone is frozen
 
 
 class Training(_Section):
     """The loop itself."""
 
     epochs: int | None = Field(default=None, ge=1)
-    batches: int | None = Field(default=None, ge=1)  # an epoch
+    batches: int | None = Field(default=None, ge=1)  # per epoch
     chunk: int | None = Field(default=None, ge=1)  # items encoded at a time, with the gradient of the whole batch
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     ema: float = Field(default=0.0, ge=0, lt=1)  # decay of the average of the weights; 0: none
@@ -98,7 +98,9 @@ class Training(_Section):
     workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
     deterministic: bool = True
     graphs: bool | None = None  # the encoder's passes as CUDA graphs
-    strategy: Literal["ddp", "fsdp"] | None = None  # of several ranks: each all weights, or a part of them; None: ddp
+    strategy: Literal["ddp", "fsdp"] | None = (
+        None  # of several ranks: all weights on each, or a part of them; None: ddp
+    )
     sync_norms: bool | None = None  # batch norm over the batches of all ranks
     patience: int | None = Field(default=None, ge=1)  # validations without a better one before training stops
     every: int = Field(default=1, ge=1)  # epochs between two validations
@@ -117,7 +119,7 @@ class Evaluation(_Section):
 
 
 class Recipe(BaseModel):
-    """All sections; `given` are the keys that were written or set by hand, as "section.key"."""
+    """All sections; `explicit_keys` are those that were written or set by hand, as "section.key"."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -133,13 +135,13 @@ class Recipe(BaseModel):
     evaluation: Evaluation = Evaluation()
 
     @property
-    def given(self) -> set[str]:
-        found = set()
+    def explicit_keys(self) -> set[str]:
+        keys = set()
         for section in type(self).model_fields:
             part = getattr(self, section)
             names = part if section in NAMED else part.model_fields_set
-            found |= {f"{section}.{name}" for name in names}
-        return found
+            keys |= {f"{section}.{name}" for name in names}
+        return keys
 
     def with_(self, section: str, **values: Any) -> "Recipe":
         """A copy with some keys of one section replaced."""
@@ -148,15 +150,20 @@ class Recipe(BaseModel):
         return self.model_copy(update={section: new})
 
     def plain(self) -> dict[str, dict[str, Any]]:
-        """As TOML has it: absent keys left out, a setting that is deliberately nothing is "none"."""
-        found: dict[str, dict[str, Any]] = {}
+        """As TOML has it: absent keys left out; a setting that is deliberately nothing is "none"."""
+        sections: dict[str, dict[str, Any]] = {}
         for section in type(self).model_fields:
             part = getattr(self, section)
             if section in NAMED:
-                found[section] = {name: "none" if value is None else _listed(value) for name, value in part.items()}
+                sections[section] = {name: "none" if value is None else _listed(value) for name, value in part.items()}
             else:
-                found[section] = {name: value for name, value in part.model_dump().items() if value is not None}
-        return found
+                sections[section] = {name: value for name, value in part.model_dump().items() if value is not None}
+        return sections
+
+
+def no_effect(key: str, because: str) -> None:
+    """Refuses a key that would be ignored."""
+    raise ValueError(f"{key} would have no effect: {because}; leave it out")
 
 
 def keys() -> dict[str, list[str]]:
@@ -168,7 +175,7 @@ def keys() -> dict[str, list[str]]:
 
 
 def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping[str, Any] | None = None) -> Recipe:
-    """A recipe from a TOML file, then `section.key=value` one after the other; what is wrong is one sentence."""
+    """A recipe from a TOML file, then `section.key=value` one after the other; an error is one sentence."""
     content: dict[str, Any] = {section: dict(part) for section, part in (base or {}).items()}
     where = "recipe"
     if file is not None:
@@ -189,8 +196,8 @@ def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping
         raise ValueError(f"{where}: {_sentence(error)}") from None
 
 
-def written(recipe: Recipe) -> str:
-    """TOML that `read` gives back as the same recipe."""
+def to_toml(recipe: Recipe) -> str:
+    """TOML that `read` reads as the same recipe."""
     return toml.text(recipe.plain())
 
 
@@ -242,7 +249,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return (f'; did you mean "{near[0]}"?' if near else ";") + f" known: {', '.join(known)}"
 
 
-_WANTED = {
+_EXPECTED = {
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -257,7 +264,7 @@ _WANTED = {
 
 
 def _sentence(error: ValidationError) -> str:
-    """The first fault: which key, what is allowed, what came."""
+    """The first error: which key, what is allowed, what was received."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     limits = first.get("ctx", {})
@@ -268,8 +275,8 @@ def _sentence(error: ValidationError) -> str:
         return f"{key} must be one of {allowed}, got {first['input']!r}{hint}"
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bound = next((f"{signs[name]} {limits[name]}" for name in signs if name in limits), None)
-    wanted = _WANTED.get(first["type"], "").format_map(limits) or bound or first["msg"].lower()
-    return f"{key} must be {wanted}, got {first['input']!r}"
+    expected = _EXPECTED.get(first["type"], "").format_map(limits) or bound or first["msg"].lower()
+    return f"{key} must be {expected}, got {first['input']!r}"
 
 
 def _listed(value: Any) -> Any:

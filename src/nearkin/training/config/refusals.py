@@ -1,82 +1,78 @@
-"""A no to what would be ignored, and to an encoder that nothing can teach: said before anything long begins."""
+"""What is wrong with a recipe, refused before an image is decoded.
 
-from torch import nn
+`check_recipe` needs no data. `check_build` knows the items and their split, as they are if every image can be read: it
+builds encoder, loss and sampler once and drops them.
+"""
 
-from nearkin.data.augment import Augmentation
-from nearkin.data.benchmarks import BENCHMARKS
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nearkin import models
 from nearkin.data.items import Items
-from nearkin.data.splits import Parts, given_split
+from nearkin.data.splits import Parts
+from nearkin.training import build
+from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, accepts
+from nearkin.training.metrics_log import MetricsLog
+from nearkin.training.optimizers import parameter_groups
+from nearkin.training.own_objects import NONE, Own
 
-__all__ = ["check_augment", "check_data", "check_encoder", "check_learning", "no_effect"]
+__all__ = ["check_build", "check_recipe"]
 
-
-def no_effect(key: str, because: str) -> None:
-    raise ValueError(f"{key} would have no effect: {because}; leave it out")
-
-
-def check_data(recipe: Recipe, items: Items, parts: Parts) -> None:
-    """Keys that choose the items and their parts."""
-    options = recipe.data
-    if options.partial and options.source not in BENCHMARKS:
-        no_effect("data.partial", f"{items.name} is no benchmark set")
-    if not options.official and given_split(items, options.closed) is None:
-        no_effect("data.official", f"{items.name} has no split of its own")
-    for key in ("closed", "skip_single"):
-        if getattr(options, key) and items.labels is None:
-            no_effect(f"data.{key}", f"{items.name} has no classes")
-    for part in ("val", "test"):
-        if part in parts.own and getattr(options, part) is not None:
-            no_effect(f"data.{part}", f"{items.name} has its own {part} part, which data.official=false would ignore")
-    if options.seed and {"val", "test"} <= set(parts.own):
-        no_effect("data.seed", f"{items.name} has its own parts, which data.official=false would ignore")
+_MANY = 100_000  # classes; weights for more are not built twice
 
 
-def check_augment(recipe: Recipe, augmentation: Augmentation | None) -> None:
-    """Numbers of an augmentation that meet nothing they could change."""
-    if augmentation is not None and augmentation.erase == 0 and "erase_area" in recipe.augment:
-        no_effect("augment.erase_area", "augment.erase is 0")
-    for key in ("saturation", "grey"):
-        if recipe.data.channels == 1 and key in recipe.augment:
-            no_effect(f"augment.{key}", "the pictures are grey")
+def check_recipe(recipe: Recipe) -> None:
+    """Names, keys, types and required packages; where a name is left open, any key that one of them has."""
+    defaults.device(recipe)
+    MetricsLog(Path(), recipe.training.tensorboard)
+    if "name" in recipe.loss:
+        build.loss_settings(recipe)
+    else:
+        _check_keys("loss", recipe.loss, [choice.settings for choice in LOSSES.values()])
+    if "name" in recipe.sampler:
+        build.sampler_settings(recipe)
+    else:
+        options = {key: value for key, value in recipe.sampler.items() if key != "batch"}
+        _check_keys("sampler", options, [choice.settings for choice in SAMPLERS.values()])
+    defaults.check_encoder_name(recipe)
+    # Not those of the encoder that is named: whether it fits the source, known a moment later, is the better sentence.
+    families = [build.encoder_keys(encoder.name) for encoder in models.encoders()]
+    _check_keys("encoder", build.encoder_options(recipe), families)
+    preset = {"preset": "light", **recipe.augment}
+    build.augmentation_of(recipe.with_("data", size=recipe.data.size or 8).with_("augment", **preset))
 
 
-def check_encoder(recipe: Recipe) -> None:
-    """Settings of the encoder for vectors that need layers, or layers that learn; and of several ranks."""
-    options = recipe.encoder
-    if recipe.training.sync_norms and (options["name"] == "mlp" or options.get("freeze_norms")):
-        frozen = options["name"] != "mlp"
-        no_effect("training.sync_norms", "encoder.freeze_norms is true" if frozen else "mlp has no batch norm")
-    if recipe.training.strategy == "fsdp" and recipe.schedule.frozen_epochs:
-        raise ValueError("schedule.frozen_epochs must be 0 with training.strategy=fsdp, which holds what learns fixed")
-    if options["name"] != "mlp":
-        return
-    if options.get("freeze_norms"):
-        no_effect("encoder.freeze_norms", "mlp has no batch norm")
-    if options.get("dropout") and options.get("freeze_backbone"):
-        no_effect("encoder.dropout", "encoder.freeze_backbone is true")
-    if options.get("dropout") and options.get("hidden") in ([], ()):
-        no_effect("encoder.dropout", "encoder.hidden is empty")
+def check_build(recipe: Recipe, items: Items, parts: Parts, own: Own = NONE) -> None:
+    """recipe: settled on these parts. Raises what `run.assemble` would raise after the images are decoded."""
+    encoder = build.new_encoder(recipe, None if items.vectors is None else items.vectors.shape[1:], own)
+    labels = classes = targets = None
+    if build.takes_targets(recipe):
+        assert items.targets is not None  # `defaults.settle` has refused it otherwise
+        targets = items.targets[parts.train]
+    elif items.labels is not None:
+        present, labels = np.unique(items.labels[parts.train], return_inverse=True)
+        labels, classes = labels.astype(np.int64), len(present)
+    width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
+    unsharded = {key: value for key, value in recipe.loss.items() if key != "shard"}  # ranks prepare one by one
+    alone = recipe.model_copy(update={"loss": unsharded})
+    few = classes and min(classes, _MANY)
+    loss = build.build_loss(alone, few, encoder.dim, recipe.training.seed, width, len(parts.train), own)
+    parameter_groups(recipe, encoder.backbone, encoder.head, loss)
+    with warnings.catch_warnings():  # noted when the sampler is built for the run
+        warnings.simplefilter("ignore")
+        build.build_sampler(recipe, labels, targets)
 
 
-def check_learning(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module) -> None:
-    """Every part that is spoken of has weights, and some of the encoder's can move."""
-    options, frozen = recipe.optimizer, bool(recipe.encoder.get("freeze_backbone"))
-    has = {name: any(True for _ in p.parameters()) for name, p in (("backbone", backbone), ("head", head))}
-    learned = any(True for _ in loss.parameters())
-    spoken = {
-        "optimizer.backbone_scale": ("backbone", options.backbone_scale not in (None, 1.0)),
-        "optimizer.head_scale": ("head", options.head_scale != 1.0),
-        "encoder.freeze_backbone": ("backbone", frozen),
-        "schedule.frozen_epochs": ("backbone", recipe.schedule.frozen_epochs > 0),
-    }
-    for key, (part, asked) in spoken.items():
-        if asked and not has[part]:
-            no_effect(key, f"the {part} has no weights")
-    if options.loss_scale is not None and not learned:
-        no_effect("optimizer.loss_scale", f"loss {recipe.loss.get('name')} has no weights")
-    if not has["head"] and (frozen or not has["backbone"]):
-        why = "the backbone is frozen" if frozen else "the backbone has no weights"
-        raise ValueError(f"nothing of the encoder can learn: {why} and encoder.dim is 0; give encoder.dim")
-    if not has["head"] and not learned and recipe.schedule.frozen_epochs:
-        raise ValueError("nothing but the backbone can learn, so schedule.frozen_epochs must be 0; or give encoder.dim")
+def _check_keys(section: str, options: dict[str, Any], choices: list[dict[str, Setting]]) -> None:
+    """A key that no choice has is unknown; one that has several types is checked when the name is known."""
+    known: dict[str, Setting] = {}
+    for settings in choices:
+        for key, setting in settings.items():
+            same = key not in known or known[key].kind == setting.kind
+            known[key] = Setting(key, setting.kind if same else Any, setting.default)
+    accepts(section, options, known, f"any {section}")

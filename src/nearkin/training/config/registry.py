@@ -1,4 +1,4 @@
-"""What a recipe can choose by name: losses and samplers, with the settings each of them takes."""
+"""Losses and samplers by the name a recipe has for them, with the settings each takes."""
 
 import difflib
 import inspect
@@ -10,13 +10,13 @@ from nearkin import losses, samplers
 
 __all__ = ["LOSSES", "SAMPLERS", "Choice", "Setting", "accepts", "settings_of"]
 
-# Filled in by the trainer, which knows the data, the encoder and the ranks.
+# Set by the trainer, which knows the data, the encoder and the ranks.
 _FILLED = {"self", "labels", "targets", "num_classes", "dim", "generator", "seed", "rank", "world_size", "batches"}
 _FILLED |= {"split", "classes", "batch_size"}
 
 
 class Setting(NamedTuple):
-    """One thing that can be set: its name, its type as written, its default (`inspect.Parameter.empty`: none)."""
+    """A setting: its name, its annotated type, its default (`inspect.Parameter.empty`: none)."""
 
     name: str
     kind: Any
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Something that can be asked for by name."""
+    """A loss or sampler."""
 
     name: str
     make: Callable[..., Any]
@@ -34,14 +34,13 @@ class Choice(NamedTuple):
     @property
     def line(self) -> str:
         """The first sentence of its description."""
-        said = inspect.getdoc(self.described) or ""
-        return re.split(r"(?<=[.:]) |\n\n", said.replace("\n", " "), maxsplit=1)[0].rstrip(":").replace("`", "")
+        text = inspect.getdoc(self.described) or ""
+        return re.split(r"(?<=[.:]) |\n\n", text.replace("\n", " "), maxsplit=1)[0].rstrip(":").replace("`", "")
 
 
 def settings_of(make: Callable[..., Any], without: Iterable[str] = _FILLED) -> dict[str, Setting]:
     """The arguments of a function or class that a recipe may set."""
-    made = make.__init__ if inspect.isclass(make) else make
-    hints = get_type_hints(made)
+    hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
     return {
         name: Setting(name, hints.get(name, Any), parameter.default)
         for name, parameter in inspect.signature(make).parameters.items()
@@ -49,12 +48,12 @@ def settings_of(make: Callable[..., Any], without: Iterable[str] = _FILLED) -> d
     }
 
 
-def accepts(section: str, given: Mapping[str, Any], known: Mapping[str, Setting], of: str) -> dict[str, Any]:
-    """The given settings in the types that are wanted; an unknown one is answered with the nearest."""
+def accepts(section: str, options: Mapping[str, Any], known: Mapping[str, Setting], of: str) -> dict[str, Any]:
+    """The options in the annotated types; an unknown one is answered with the nearest."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     typed: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ";"
@@ -63,17 +62,16 @@ def accepts(section: str, given: Mapping[str, Any], known: Mapping[str, Setting]
         if value == "none" and _optional(kind):
             typed[name] = None
             continue
-        wanted = tuple(value) if isinstance(value, list) else value
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
-            typed[name] = adapter.validate_python(wanted, strict=True)
+            typed[name] = adapter.validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
         except ValidationError:
-            raise ValueError(f"{section}.{name} must be {written(kind)}, got {value!r}") from None
+            raise ValueError(f"{section}.{name} must be {type_in_words(kind)}, got {value!r}") from None
     return typed
 
 
-def written(kind: Any) -> str:
-    """A type as a sentence has it."""
+def type_in_words(kind: Any) -> str:
+    """A type as an error sentence has it."""
     text = re.sub(
         r"(collections\.abc\.|typing\.|<class '|'>)", "", kind.__name__ if inspect.isclass(kind) else str(kind)
     )
@@ -96,31 +94,31 @@ def _optional(kind: Any) -> bool:
 
 def _losses() -> dict[str, Choice]:
     functions = {name.replace("_", ""): name for name in losses.__all__ if name.endswith("_loss")}
-    found = {}
-    for written_name in losses.__all__:
-        thing = getattr(losses, written_name)
-        if inspect.isclass(thing):
-            function = functions[written_name.lower()]
+    choices = {}
+    for class_name in losses.__all__:
+        make = getattr(losses, class_name)
+        if inspect.isclass(make):
+            function = functions[class_name.lower()]
             name = function.removesuffix("_loss").replace("_", "-")
-            known = settings_of(thing)
-            if "num_classes" in inspect.signature(thing).parameters:
-                optional = inspect.signature(thing).parameters["num_classes"].default is None
+            known = settings_of(make)
+            if "num_classes" in inspect.signature(make).parameters:
+                optional = inspect.signature(make).parameters["num_classes"].default is None
                 if optional:  # learned per class on request: "all" stands for the number of training classes
                     known["num_classes"] = Setting("num_classes", int | str | None, None)
             if "num_items" in known:  # likewise, of the training items
                 known["num_items"] = Setting("num_items", int | str | None, None)
-            found[name] = Choice(name, thing, known, getattr(losses, function))
-    return dict(sorted(found.items()))
+            choices[name] = Choice(name, make, known, getattr(losses, function))
+    return dict(sorted(choices.items()))
 
 
 def _samplers() -> dict[str, Choice]:
-    found = {}
-    for written_name in samplers.__all__:
-        if written_name != "EpochSampler":
-            name = re.sub(r"(?<!^)(?=[A-Z])", "-", written_name).lower()
-            thing = getattr(samplers, written_name)
-            found[name] = Choice(name, thing, settings_of(thing), thing)
-    return dict(sorted(found.items()))
+    choices = {}
+    for class_name in samplers.__all__:
+        if class_name != "EpochSampler":
+            name = re.sub(r"(?<!^)(?=[A-Z])", "-", class_name).lower()
+            make = getattr(samplers, class_name)
+            choices[name] = Choice(name, make, settings_of(make), make)
+    return dict(sorted(choices.items()))
 
 
 LOSSES = _losses()
