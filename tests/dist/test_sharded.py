@@ -293,7 +293,10 @@ def saved(rank, world, state):
     center = losses.CenterLoss(CLASSES, DIM, shard=True).double()
     center(torch.randn(3, DIM).double(), torch.tensor([0, 4, 10]))
     kept = {name: (tensor.rows, tensor.total) for name, tensor in center.state_dict(keep_vars=True).items()}
-    assert kept == {name: ((a, b), total) for name, (a, b, total) in class_shards.layout(center).items()} and len(kept) == 3
+    assert (
+        kept == {name: ((a, b), total) for name, (a, b, total) in class_shards.layout(center).items()}
+        and len(kept) == 3
+    )
     return refusal(holder.load_state_dict, {"loss.weight": torch.zeros(5, DIM)})
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -152,17 +153,17 @@ def test_alone_it_is_as_if_there_were_no_ranks():
     with dist.ProcessGroup() as ranks:
         assert ranks.size == 1
         assert evaluation.retrieval(x, labels, group=ranks) == evaluation.retrieval(x, labels)
-        assert ranks.alone("work", lambda: {"a": 1}) == {"a": 1}
+        assert ranks.on_rank0("work", lambda: {"a": 1}) == {"a": 1}
 
 
 def speak(rank, world, home):
     """What both kinds of team answer, and in which turns they work, as if on machines of two ranks each."""
     found = []
-    with training.joined() as trained, dist.ProcessGroup() as ranks:
-        for team in (trained, ranks):
-            team.local = rank % 2
+    with dist.ProcessGroup(on_failure="exit") as trained, dist.ProcessGroup() as ranks:
+        for team, kind in ((trained, "exit"), (ranks, "raise")):
+            team.local_rank = rank % 2
             for once in (False, True):
-                log = Path(home) / f"{type(team).__module__} {once}"
+                log = Path(home) / f"{kind} {once}"
 
                 def note(log=log):
                     time.sleep(0.1 * (3 - rank))  # without turns the last would be first
@@ -170,9 +171,9 @@ def speak(rank, world, home):
                         file.write(str(rank))
                     return rank
 
-                assert team.first_here("noting", note, once) == rank
+                assert team.first_on_machine("noting", note, once) == rank
                 found.append(log.read_text())
-            found.append([*team.values({"rank": rank}), team.alone("asking", lambda: [rank, "ü"])])
+            found.append([*team.values({"rank": rank}), team.on_rank0("asking", lambda: [rank, "ü"])])
     return found
 
 
@@ -237,7 +238,7 @@ def fail(rank, world):
     def silence():
         with dist.ProcessGroup(patience=1.5) as ranks:
             if rank == 1:
-                ranks.notes.close()
+                ranks.heartbeat.stop()
                 time.sleep(4)
             ranks.values(rank)
 
@@ -257,7 +258,7 @@ def test_a_failure_is_one_sentence_on_every_rank():
     assert "60 rows, 59 labels" in one["wrong_input_on_one"] and "rank 1" in one["wrong_input_on_one"]
     assert "59 labels" in other["wrong_input_on_one"]
     assert "same calls" in one["first_leaves_early"] and "same calls" in other["first_leaves_early"]
-    assert "rank 1 of 2 gave no sign of life" in one["silence"]
+    assert re.match(r"rank 1 \(process \d+ on .*\) gave no sign of life for", one["silence"])
 
 
 # --- embedding and enrolment

@@ -19,9 +19,8 @@ from PIL import Image
 from torch import nn
 
 import worlds
-from nearkin import training
-from nearkin.dist import collectives
-from nearkin.dist import sync_batchnorm, parallel
+from nearkin import dist, training
+from nearkin.dist import collectives, parallel, sync_batchnorm
 from nearkin.training import run_dir
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.loader import parts
@@ -82,10 +81,10 @@ def resumed(rank, size, out):
 
 def copied(rank, size, out, copy):
     """What a resumed run begins with, saved again by as many ranks as there are here."""
-    with training.joined():
-        trainer = assemble(prepare(run_dir.recipe_of(Path(out))), Path(out))
+    with dist.join() as group:
+        trainer = assemble(prepare(run_dir.recipe_of(Path(out))), Path(out), group)
         trainer.restore()
-        trainer.checkpoints = Checkpoints(Path(copy))
+        trainer.checkpoints = Checkpoints(Path(copy), group=group)
         trainer.save()
         return [p.to_local().shape[0] if hasattr(p, "to_local") else len(p) for p in trainer.parameters if p.dim() > 1]
 
@@ -255,8 +254,8 @@ def test_ranks_that_see_other_items_are_named(place):
 
 
 def at_odds(rank, size):
-    with training.joined() as ranks:
-        ranks.alone("asking" if rank else "answering", str)
+    with dist.join() as group:
+        group.on_rank0("asking" if rank else "answering", str)
 
 
 def test_ranks_that_make_different_calls_do_not_wait_for_ever():
@@ -335,7 +334,7 @@ def test_a_checkpoint_of_several_files_is_whole_or_not_there(damage, saved, plac
     hurt.unlink() if damage == "no manifest" else hurt.write_bytes(content)
     _, state, notes = Checkpoints(copy).newest()
     assert state["step"] == 0
-    assert damage == "no manifest" or (hurt.name in notes[0] and "one before" in notes[0])
+    assert damage == "no manifest" or (hurt.name in notes[0] and "the previous one is used" in notes[0])
 
 
 # --- faults, as a user meets them

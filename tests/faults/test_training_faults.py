@@ -14,8 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import worlds
-from nearkin import training
-from nearkin.dist import environment, torchrun
+from nearkin import dist, training
+from nearkin.dist import environment
 from nearkin.training import run_dir
 from nearkin.training.config.recipe import read
 
@@ -171,7 +171,7 @@ def test_damaged_best_weights_are_measured_anew(damage, run):
     (best,) = (run / "checkpoints").glob("best-*")
     {"flipped": flip, "gone": Path.unlink, "empty": lambda path: path.write_bytes(b"")}[damage](best)
     (said,) = resume(run)
-    assert best.name in said and "the best weights are lost, those of step 8 are measured anew" in said
+    assert best.name in said and "the best weights are lost, those of step 8 are measured again" in said
     found = json.loads((run / "results.json").read_text())
     assert found["notes"] == [said] and found["val"]["step"] in (8, 12)
     assert resume(run) == []  # a whole best stands again
@@ -181,7 +181,7 @@ def test_best_weights_of_the_newest_checkpoint_itself_are_not_lost(home, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         train(home, tmp_path / "run", callback=stop_in(1))
     flip(tmp_path / "run" / "checkpoints" / "best-00000004.safetensors")
-    assert "those of step 4 are measured anew" in resume(tmp_path / "run")[0]
+    assert "those of step 4 are measured again" in resume(tmp_path / "run")[0]
     assert weights(tmp_path / "run") == weights(home / "done")
 
 
@@ -189,7 +189,7 @@ def test_a_finished_run_without_its_best_weights(home, tmp_path):
     run = Path(shutil.copytree(home / "done", tmp_path / "run"))
     for path in (run / "checkpoints").glob("best-*"):
         flip(path)
-    assert "those of step 12 are measured anew" in resume(run)[0]
+    assert "those of step 12 are measured again" in resume(run)[0]
     assert resume(run) == [] and json.loads((run / "results.json").read_text())["val"]["step"] == 12
 
 
@@ -368,7 +368,7 @@ def unlike(rank, size):
     known = environment.code()
     if rank == 1:
         environment.code = lambda: known | {"torch": "1.0.0"}
-    with torchrun.joined():
+    with dist.join():
         raise AssertionError("they have not noticed")
 
 

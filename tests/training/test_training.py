@@ -125,12 +125,12 @@ def test_chunks_replay_dropout():
 def test_chunks_update_batch_statistics_once():
     x, labels = torch.randn(12, 6), torch.arange(4).repeat_interleave(3)
     encoder, loss = Dropping(nn.BatchNorm1d(10)).train(), losses.SupConLoss()
-    assert grad_cache.meets(encoder)
+    assert grad_cache.uses_batch_statistics(encoder)
     norm = encoder.net[1]
     grad_cache.backward(lambda some: encoder(x[some]), 12, 4, lambda e: loss(e, labels), encoder)
     assert int(norm.num_batches_tracked) == 3 and norm.track_running_stats
     encoder.eval()
-    assert not grad_cache.meets(encoder)
+    assert not grad_cache.uses_batch_statistics(encoder)
 
 
 def test_a_chunked_run_is_the_whole_run(vectors, tmp_path):
@@ -377,7 +377,7 @@ def test_a_damaged_newest_checkpoint_falls_back(damage, vectors, tmp_path):
     newest.write_bytes({"short": content[:-100], "empty": b"", "text": b"hello" * 50}.get(damage, content))
     notes = []
     training.resume(tmp_path / "run", lambda e: notes.append(e["text"]) if e["event"] == "note" else None)
-    assert any(newest.name in note and "one before" in note for note in notes)
+    assert any(newest.name in note and "the previous one is used" in note for note in notes)
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
@@ -401,7 +401,7 @@ def test_when_all_checkpoints_are_damaged_it_is_said(vectors, tmp_path):
         quickly(vectors, tmp_path / "run", callback=cut_at(15))
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="no intact checkpoint"):
         training.resume(tmp_path / "run")
 
 
@@ -620,7 +620,7 @@ def test_a_set_goes_to_the_device_without_a_warning(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (9, 4, 4, 3)).astype(np.uint8)
     pixels.tofile(tmp_path / "pixels")
     mapped = np.memmap(tmp_path / "pixels", np.uint8, "r", shape=pixels.shape)
-    assert np.array_equal(loader.copy_to_device(mapped, torch.device("cpu"), together=4).numpy(), pixels)
+    assert np.array_equal(loader.copy_to_device(mapped, torch.device("cpu"), step=4).numpy(), pixels)
 
 
 def test_training_helps_and_everything_is_in_the_folder(vectors, tmp_path):

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from nearkin.cli.ranks import refuse_torchrun
 from nearkin.cli.screen import Device, app, echo, metric_cell, one_sentence, progress_bars, shown
-from nearkin.cli.torchrun import alone
 from nearkin.core.text import visible
 
 
@@ -96,7 +96,7 @@ def compare(
     }
     folder = out or Path("runs") / f"compare-{_stem(source)}"
     with one_sentence(lambda: f"finished trainings are in {folder}; the same command resumes"):
-        alone("compare", "it starts processes of its own: --jobs")
+        refuse_torchrun("compare", "it starts processes of its own: --jobs")
         from nearkin import compare as comparison_room
         from nearkin import report, training
 

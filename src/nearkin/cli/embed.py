@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from nearkin.cli.ranks import first, joined
 from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
-from nearkin.cli.torchrun import first, shared
 
 
 @app.command(no_args_is_help=True)
@@ -36,7 +36,7 @@ def embed(
 
       torchrun --nproc-per-node 8 -m nearkin embed runs/birds photos/ --out all.npz
     """
-    with one_sentence(), shared() as group:
+    with one_sentence(), joined() as group:
         from nearkin import training
         from nearkin.data import vector_files
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearkin.cli.gallery_admin import DeviceOption, GalleryOption, RunArgument, opened_gallery
+from nearkin.cli.ranks import first, joined
 from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
-from nearkin.cli.torchrun import first, shared
 from nearkin.gallery.stores.postgres_url import shown
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def enrol(
 
       torchrun --nproc-per-node 8 -m nearkin enrol runs/birds photos/ --gallery birds.gallery
     """
-    with one_sentence(lambda: "enrolled items stay; the same command resumes"), shared() as group:
+    with one_sentence(lambda: "enrolled items stay; the same command resumes"), joined() as group:
         from nearkin import gallery as room
 
         metadata_object = _json_object(metadata)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nearkin.cli.ranks import first, joined
 from nearkin.cli.screen import Device, app, bar_columns, echo, one_sentence, plain_bar
-from nearkin.cli.torchrun import first, shared
 from nearkin.core.text import visible
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def evaluate(
         "graded": graded,
         "diagnose": diagnose,
     }
-    with one_sentence(), shared() as group:
+    with one_sentence(), joined() as group:
         from nearkin.data import pair_lists, vectors
         from nearkin.evaluation.protocols import results_table, runner
 

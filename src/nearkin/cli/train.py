@@ -97,9 +97,9 @@ def train(
     options = {key: value for key, value in flags.items() if value is not None}
     folder = resume
     with one_sentence(lambda: _after_interrupt(folder)):
-        from nearkin import training
+        from nearkin import dist, training
 
-        with training.joined() as group, training_screen(quiet or json or not group.first) as screen:
+        with dist.join() as group, training_screen(quiet or json or not group.first) as screen:
             _name_rank(screen, group)
 
             def callback(event: dict[str, Any]) -> None:
@@ -109,7 +109,9 @@ def train(
                 screen(event)
 
             sets = [*_assignments(options), *(set_ or [])]
-            outcome = training.train(None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True)
+            outcome = training.train(
+                None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True, group=group
+            )
     if not group.first:
         return
     if json:

@@ -1,7 +1,6 @@
 """From a recipe to a trained, measured encoder, in one loop that can stop and go on anywhere."""
 
 from nearkin.core.errors import Diverged, Stopped
-from nearkin.dist.torchrun import TrainingGroup, joined
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.recipe import read as read_recipe
 from nearkin.training.inference import Embedded, embed_source, export_onnx, vectors_of
@@ -14,10 +13,8 @@ __all__ = [
     "Outcome",
     "Recipe",
     "Stopped",
-    "TrainingGroup",
     "embed_source",
     "export_onnx",
-    "joined",
     "read_recipe",
     "resume",
     "train",

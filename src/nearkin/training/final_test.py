@@ -44,15 +44,17 @@ def contenders(
     precision = PRECISIONS[recipe.training.precision or "fp32"]
 
     def trained() -> Tensor:
-        return embed(encoder, store, indices, precision=precision)
+        return embed(encoder, store, indices, precision=precision, group=trainer.group)
 
     def untrained() -> Tensor:
-        return embed(build_encoder(prepared).to(trainer.device), store, indices, precision=precision)
+        return embed(
+            build_encoder(prepared).to(trainer.device), store, indices, precision=precision, group=trainer.group
+        )
 
     def baseline() -> Tensor:
         if prepared.baseline == "frozen backbone":
             fresh = build_encoder(prepared).to(trainer.device)
-            return embed(fresh, store, indices, precision=precision, features=True)
+            return embed(fresh, store, indices, precision=precision, features=True, group=trainer.group)
         return raw(store, indices)
 
     return {"trained": trained, "untrained": untrained, "baseline": baseline}
@@ -97,8 +99,8 @@ def results(
     }
     if recipe.evaluation.interval:
         content["no_interval"] = validation.no_interval(tested["trained"], held_out)
-    if trainer.ranks.size > 1:
-        content["ranks"] = trainer.ranks.size
+    if trainer.group.size > 1:
+        content["ranks"] = trainer.group.size
     content |= validation.extra_metrics(rows["trained"], held_out, prepared.test_pairs(), recipe, on)
     with explained(trainer, "results.json"):
         files.write_json(trainer.out / "results.json", content)

@@ -96,7 +96,7 @@ def vectors_of(
 
 def _in_turn(group: ProcessGroup | None, opened: Callable[[], _Opened]) -> _Opened:
     """Images are decoded once per machine, by all its cores; its other ranks find them in the cache."""
-    return opened() if group is None else group.first_here("opening", opened)
+    return opened() if group is None else group.first_on_machine("opening", opened)
 
 
 def _embedded(
@@ -109,7 +109,7 @@ def _embedded(
     progress: Progress | None = None,
 ) -> Embedded:
     chosen = opened.items.take(indices)
-    options: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "ranks": group}
+    options: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "group": group}
     rows = embed(opened.encoder, opened.store, indices, **options)
     return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
 

@@ -21,14 +21,14 @@ Callback = Callable[[dict[str, Any]], None]  # is told everything that happens, 
 
 def fit(trainer: Trainer, callback: Callback) -> None:
     """Trains from wherever the trainer's state is to the end. Ctrl-C or SIGTERM: saves, then raises `Stopped`."""
-    state, options, ranks = trainer.state, trainer.recipe.training, trainer.ranks
+    state, options, group = trainer.state, trainer.recipe.training, trainer.group
     trainer.clock = trainer.looked_at = time.monotonic()
     with _asked_to_stop() as asked, deterministic(options.deterministic):
         while not state.finished:
             before = trainer.begin_epoch()
             for batch in trainer.loader.epoch(state.epoch, state.batch):
-                if ranks.size > 1:  # they stop and save together, so they ask each other first
-                    ranks.ask(asked[0] if asked else 0, _due(trainer))
+                if group.size > 1:  # they stop and save together, so they ask each other first
+                    group.propose(asked[0] if asked else 0, _due(trainer))
                 trainer.rate.set(trainer.optimizer, state.step)
                 value, embeddings = trainer.forward_backward(batch)
                 trainer.window += value
@@ -40,7 +40,7 @@ def fit(trainer: Trainer, callback: Callback) -> None:
                 callback({"event": "step_end", "epoch": state.epoch + 1, "step": state.step, "items": len(batch.items)})
                 if look:
                     _tell(trainer, callback, trainer.log_line(norm, embeddings))
-                stop, save = ranks.answer() if ranks.size > 1 else (asked[0] if asked else 0, _due(trainer))
+                stop, save = group.decision() if group.size > 1 else (asked[0] if asked else 0, _due(trainer))
                 if stop or save:
                     trainer.save()
                     callback({"event": "saved", "step": state.step})
@@ -48,7 +48,7 @@ def fit(trainer: Trainer, callback: Callback) -> None:
                     raise Stopped(stop, state.step, how_to_resume(trainer.recipe, trainer.out))
             _tell(trainer, callback, trainer.end_epoch(before))
             trainer.save()
-            stop = max(ranks.values(asked[0] if asked else 0))
+            stop = max(group.values(asked[0] if asked else 0))
             if stop:
                 raise Stopped(stop, state.step, how_to_resume(trainer.recipe, trainer.out))
 

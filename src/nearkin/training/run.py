@@ -6,7 +6,7 @@ recipe.toml  model.safetensors  encoder.json  metrics.jsonl  results.json  data.
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nearkin import models
 from nearkin.dist import parallel, sync_batchnorm
-from nearkin.dist.torchrun import TrainingGroup, here, joined
+from nearkin.dist.group import ALONE, ProcessGroup
+from nearkin.dist.rendezvous import join
 from nearkin.training import final_test, grad_cache, validation
 from nearkin.training import run_dir as run_folder
 from nearkin.training.build import augmentation_of, build_loss, build_sampler, takes_targets
@@ -56,43 +57,51 @@ class Outcome:
     report: Path | None = None  # the page, where it was written
 
 
-def train(recipe: Recipe, out: str | Path, callback: Callback = lambda _: None, own: Own = NONE) -> Outcome:
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    callback: Callback = lambda _: None,
+    own: Own = NONE,
+    group: ProcessGroup | None = None,
+) -> Outcome:
     """Trains as the recipe says into a new folder. `callback` is told everything that happens.
 
     Under torchrun all processes train together; every one returns the outcome, and the first has written it. One that
     torchrun has started again goes on with the folder, if it is of this recipe.
     """
     folder = Path(out)
-    with joined() as ranks:
-        restarted = ranks.restarted()
-        if ranks.alone("looking", lambda: _again(folder, restarted)):
-            with _held(folder, ranks):
-                return _resumed(recipe, folder, callback, ranks, own)
-        with _held(folder, ranks, new=True):  # and gone again where anything is wrong with the recipe
-            prepared = _prepared(recipe, callback, ranks, own)
-            trainer = assemble(prepared, folder)
+    with join() if group is None else nullcontext(group) as group:
+        restarted = group.restarted()
+        if group.on_rank0("looking", lambda: _again(folder, restarted)):
+            with _held(folder, group):
+                return _resumed(recipe, folder, callback, group, own)
+        with _held(folder, group, new=True):  # and gone again where anything is wrong with the recipe
+            prepared = _prepared(recipe, callback, group, own)
+            trainer = assemble(prepared, folder, group)
             _begin(trainer, prepared, callback)
             return _finish(trainer, prepared, callback)
 
 
-def resume(folder: str | Path, callback: Callback = lambda _: None, own: Own = NONE) -> Outcome:
+def resume(
+    folder: str | Path, callback: Callback = lambda _: None, own: Own = NONE, group: ProcessGroup | None = None
+) -> Outcome:
     """Goes on from the newest whole checkpoint of a run, to the same weights as if it had never stopped.
 
     On any number of processes: a checkpoint holds what each of them needs.
     """
     folder = Path(folder)
-    with joined() as ranks:
+    with join() if group is None else nullcontext(group) as group:
         recipe = run_folder.recipe_of(folder)
         own.check(recipe, f"{folder}: ")
-        with _held(folder, ranks):
-            return _resumed(recipe, folder, callback, ranks, own)
+        with _held(folder, group):
+            return _resumed(recipe, folder, callback, group, own)
 
 
 @contextmanager
-def _held(folder: Path, group: TrainingGroup, new: bool = False) -> Iterator[None]:
+def _held(folder: Path, group: ProcessGroup, new: bool = False) -> Iterator[None]:
     """One training at a time writes into a folder; that of several ranks is held by the first."""
     claims: list[run_folder.Claim] = []
-    group.alone("claiming", lambda: claims.append(run_folder.Claim(folder, new)))
+    group.on_rank0("claiming", lambda: claims.append(run_folder.Claim(folder, new)))
     try:
         yield
     finally:
@@ -100,13 +109,13 @@ def _held(folder: Path, group: TrainingGroup, new: bool = False) -> Iterator[Non
             claim.close()
 
 
-def _resumed(recipe: Recipe, folder: Path, callback: Callback, group: TrainingGroup, own: Own) -> Outcome:
+def _resumed(recipe: Recipe, folder: Path, callback: Callback, group: ProcessGroup, own: Own) -> Outcome:
     prepared = _prepared(recipe, callback, group, own)
     prepared.own.read_initial(folder)
     check_unchanged(folder, prepared)
-    trainer = assemble(prepared, folder)
-    if not group.alone("looking", trainer.checkpoints.begun):
-        group.alone("looking", lambda: check_not_started(folder))
+    trainer = assemble(prepared, folder, group)
+    if not group.on_rank0("looking", trainer.checkpoints.any_written):
+        group.on_rank0("looking", lambda: check_not_started(folder))
         callback({"event": "note", "text": "this run ended before its first checkpoint, so it begins anew"})
         _begin(trainer, prepared, callback)
         return _finish(trainer, prepared, callback)
@@ -130,9 +139,9 @@ def _again(folder: Path, restarted: bool) -> bool:
     return begun and (restarted or run_folder.same_launch(folder))
 
 
-def _prepared(recipe: Recipe, callback: Callback, group: TrainingGroup, own: Own = NONE) -> Prepared:
+def _prepared(recipe: Recipe, callback: Callback, group: ProcessGroup, own: Own = NONE) -> Prepared:
     """One rank after the other where there is something to store; all must find the same items."""
-    prepared = group.first_here("preparing", lambda: prepare(recipe, callback, own), once=True)
+    prepared = group.first_on_machine("preparing", lambda: prepare(recipe, callback, own), rank0_first=True)
     found = group.values([prepared.fingerprint, run_folder.digest(prepared.recipe)])
     for rank, other in enumerate(found):
         for what, ours, theirs in zip(("items", "settings"), found[0], other, strict=True):
@@ -145,21 +154,20 @@ def _prepared(recipe: Recipe, callback: Callback, group: TrainingGroup, own: Own
 
 def _begin(trainer: Trainer, prepared: Prepared, callback: Callback) -> None:
     """The folder, with all that a run needs to be resumed from its first step."""
-    trainer.ranks.alone("beginning", lambda: run_folder.write(trainer.out, prepared))
+    trainer.group.on_rank0("beginning", lambda: run_folder.write(trainer.out, prepared))
     trainer.state.notes += [*prepared.notes, *_pairs_note(prepared), *_chunk_note(trainer), *_rank_notes(trainer)]
     for note in trainer.state.notes:
         callback({"event": "note", "text": note})
     trainer.save()
 
 
-def assemble(prepared: Prepared, folder: Path) -> Trainer:
+def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> Trainer:
     """The trainer at its first step."""
     recipe, items, train_part = prepared.recipe, prepared.items, prepared.parts.train
-    ranks = here()
-    on, graded = ranks.device(defaults.device(recipe)), takes_targets(recipe)
+    on, graded = group.device(defaults.device(recipe)), takes_targets(recipe)
     seed_everything(recipe.training.seed)
     encoder = (prepared.own.wrapped or build_encoder(prepared)).to(on)
-    if recipe.training.sync_norms and ranks.size > 1:
+    if recipe.training.sync_norms and group.size > 1:
         sync_batchnorm.sync(encoder, on)
     dim = encoder.dim
     labels = classes = targets = None
@@ -181,37 +189,38 @@ def assemble(prepared: Prepared, folder: Path) -> Trainer:
     if recipe.training.ema:
         ema: Any = get_ema_multi_avg_fn
         average = AveragedModel(encoder, multi_avg_fn=ema(recipe.training.ema))
-    if recipe.training.strategy == "fsdp" and ranks.size > 1:
+    if recipe.training.strategy == "fsdp" and group.size > 1:
         plain = parallel.shard(encoder, on)
         if average is not None:
             parallel.shard(average.module, on)
     steps = build_optimizer(recipe, parameter_groups(recipe, encoder.backbone, encoder.head, loss))
-    state.seed_rank(recipe.training.seed)
+    state.seed_rank(recipe.training.seed, group)
     store = ItemStore(prepared.rows, on, recipe.data.size)
     return Trainer(
         recipe=recipe,
         out=folder,
-        checkpoints=Checkpoints(folder / run_folder.CHECKPOINTS, origin_of(prepared)),
+        checkpoints=Checkpoints(folder / run_folder.CHECKPOINTS, origin_of(prepared), group),
         device=on,
         encoder=encoder,
         average=average,
         loss=loss,
         optimizer=steps,
         rate=LRSchedule(recipe, len(sampler), recipe.training.epochs),
-        scaler=(torch.amp.GradScaler if ranks.size == 1 else parallel.Scaler)(
+        scaler=(torch.amp.GradScaler if group.size == 1 else parallel.Scaler)(
             on.type, enabled=recipe.training.precision == "fp16"
         ),
         sampler=sampler,
-        loader=BatchLoader(store, train_part, sampler, recipe.training.workers),
+        loader=BatchLoader(store, train_part, sampler, recipe.training.workers, group),
         store=store,
         known=known if graded else known.long(),
         augmentation=augmentation_of(recipe),
         held=prepared.held_out("val"),
         graded=graded,
         monitor=Monitor(classes, dim, recipe.training.on_collapse),
-        journal=MetricsLog(folder / "metrics.jsonl", recipe.training.tensorboard, ranks.first),
+        journal=MetricsLog(folder / "metrics.jsonl", recipe.training.tensorboard, group.first),
         epochs=recipe.training.epochs,
         state=state.State(notes=[str(one.message) for one in heard]),
+        group=group,
         plain=plain,
     )
 
@@ -220,14 +229,14 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     """Trains what is left, then: the best weights, the test, the files."""
     started = time.monotonic()
     fit(trainer, callback)
-    recipe, state, held, ranks = trainer.recipe, trainer.state, prepared.held_out("test"), trainer.ranks
+    recipe, state, held, group = trainer.recipe, trainer.state, prepared.held_out("test"), trainer.group
     assert state.best_file is not None
-    with ranks.work("opening"):
-        kept, facts = trainer.checkpoints.best(state.best_file)
+    with group.work("opening"):
+        tensors, facts = trainer.checkpoints.open(state.best_file)
         encoder = trainer.encoder if trainer.plain is None else trainer.plain
-        encoder.load_state_dict(kept.part("encoder"))
+        encoder.load_state_dict(tensors.section("encoder"))
     with final_test.explained(trainer, "the encoder"):
-        ranks.alone(
+        group.on_rank0(
             "writing",
             lambda: models.save(final_test.unwrapped(encoder, prepared), trainer.out, prepared.preparation),
         )
@@ -235,7 +244,7 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     for name, made in final_test.contenders(trainer, encoder, prepared, held).items():
         callback({"event": "testing", "what": name})
         rows[name] = made()
-    results = ranks.alone("testing", lambda: final_test.results(trainer, prepared, held, rows, facts))
+    results = group.on_rank0("testing", lambda: final_test.results(trainer, prepared, held, rows, facts))
     callback({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     return Outcome(
         trainer.out, recipe, results, trainer.journal.read(), prepared, held, rows["trained"], list(state.notes)
@@ -244,7 +253,7 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
 
 def _chunk_note(trainer: Trainer) -> list[str]:
     chunk, batch = trainer.recipe.training.chunk, trainer.recipe.sampler["batch"]
-    if chunk is None or chunk >= batch or not grad_cache.meets(trainer.encoder):
+    if chunk is None or chunk >= batch or not grad_cache.uses_batch_statistics(trainer.encoder):
         return []
     return [
         f"batch norm takes its statistics from chunks of {chunk}, not from the batch of {batch}; "
@@ -259,14 +268,14 @@ def _pairs_note(prepared: Prepared) -> list[str]:
 
 def _rank_notes(trainer: Trainer) -> list[str]:
     """What several ranks do otherwise than one process would."""
-    ranks, options = trainer.ranks.size, trainer.recipe.training
-    if ranks == 1:
+    size, options = trainer.group.size, trainer.recipe.training
+    if size == 1:
         return []
-    notes = [f"trained on {ranks} ranks, with the loss of all their items"]
+    notes = [f"trained on {size} ranks, with the loss of all their items"]
     if options.graphs:
         notes.append("several ranks do not use CUDA graphs")
-    if grad_cache.meets(trainer.encoder) and not options.sync_norms:
-        share = trainer.recipe.sampler["batch"] // ranks
+    if grad_cache.uses_batch_statistics(trainer.encoder) and not options.sync_norms:
+        share = trainer.recipe.sampler["batch"] // size
         notes.append(
             f"batch norm takes its statistics from the {share} items of each rank; training.sync_norms=true takes "
             f"them from all, as one process would, and encoder.freeze_norms=true needs none"

@@ -11,7 +11,7 @@ from typing import Any
 from nearkin.core import files
 from nearkin.core.locks import Lock
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.training.checkpoint import sharded
+from nearkin.training.checkpoint.checkpoints import is_checkpoint_file
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe, to_toml
 from nearkin.training.metrics_log import MetricsLog
@@ -83,7 +83,7 @@ def _refuse_links(folder: Path) -> None:
     checkpoints = folder / CHECKPOINTS
     paths = [folder / name for name in (LOCK, CHECKPOINTS, "tensorboard", *_FILES)]
     if checkpoints.is_dir() and not files.is_link(checkpoints):
-        paths += [path for path in checkpoints.iterdir() if sharded.is_own_name(path.name)]
+        paths += [path for path in checkpoints.iterdir() if is_checkpoint_file(path.name)]
     for path in paths:
         if files.is_link(path):
             raise ValueError(

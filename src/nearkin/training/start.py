@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from nearkin.dist.torchrun import TrainingGroup, joined
+from nearkin.dist.group import ProcessGroup
+from nearkin.dist.rendezvous import join
 from nearkin.training import run
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
@@ -35,6 +36,7 @@ def train(
     resume: str | Path | None = None,
     progress: bool = False,
     report: bool | None = None,
+    group: ProcessGroup | None = None,
 ) -> Outcome:
     """Trains an encoder, measures it on classes it has never seen, and writes everything into a folder.
 
@@ -47,12 +49,13 @@ def train(
     progress: bars and lines on stderr. callback: is told everything that happens, as dictionaries with an "event".
     report: writes report.html; by default, unless `source` is a `Recipe`.
 
-    Under torchrun all processes train together; every one returns the outcome, and the first has written it.
+    Under torchrun all processes train together; every one returns the outcome, and the first has written it. group:
+    that of `dist.join`, where the caller has joined them already.
     """
     own = own_objects(source, encoder, loss)
     reports = report if report is not None else not isinstance(source, Recipe)
-    with joined() as ranks, _shown(progress and ranks.first, callback) as told:
-        if reports and ranks.first:
+    with join() if group is None else nullcontext(group) as group, _shown(progress and group.first, callback) as told:
+        if reports and group.first:
             _rehearse_report()
         if resume is not None:
             named = [source if own.dataset is None else None, encoder if own.encoder is None else None]
@@ -60,15 +63,15 @@ def train(
             if any(one is not None for one in named):
                 raise ValueError("resume goes on with the recipe of the run; give no other choices beside it")
             told({"event": "folder", "folder": str(resume)})
-            outcome = run.resume(resume, told, own)
+            outcome = run.resume(resume, told, own, group)
         else:
             asked = _asked(source, own, loss, encoder, recipe, settings)
-            again = ranks.restarted()
-            folder = out or ranks.alone("folder", lambda: str(_free_folder(asked, again)))
+            again = group.restarted()
+            folder = out or group.on_rank0("folder", lambda: str(_free_folder(asked, again)))
             told({"event": "folder", "folder": str(folder)})
-            outcome = run.train(asked, folder, told, own)
+            outcome = run.train(asked, folder, told, own, group)
         if reports:
-            outcome = _reported(outcome, told, ranks)
+            outcome = _reported(outcome, told, group)
     return outcome
 
 
@@ -81,13 +84,14 @@ def resume(
     loss: nn.Module | None = None,
     progress: bool = False,
     report: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Outcome:
     """Goes on from the newest whole checkpoint of a run, to the same weights as if it had never stopped.
 
     On any number of processes: a checkpoint holds what each of them needs. dataset, encoder, loss: the objects of your
     own that the run began with, where it did.
     """
-    more: dict[str, Any] = {"progress": progress, "report": report}
+    more: dict[str, Any] = {"progress": progress, "report": report, "group": group}
     return train(dataset, callback=callback, encoder=encoder, loss=loss, resume=folder, **more)
 
 
@@ -150,11 +154,11 @@ def _rehearse_report() -> None:
     report.rehearse()
 
 
-def _reported(outcome: Outcome, callback: Callback, group: TrainingGroup) -> Outcome:
+def _reported(outcome: Outcome, callback: Callback, group: ProcessGroup) -> Outcome:
     from nearkin import report  # above this room: the one who asks for a whole run wants its page too
 
     callback({"event": "reporting"})
-    return replace(outcome, report=Path(group.alone("report", lambda: str(report.of_run(outcome)))))
+    return replace(outcome, report=Path(group.on_rank0("report", lambda: str(report.of_run(outcome)))))
 
 
 @contextmanager

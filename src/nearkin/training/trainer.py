@@ -17,8 +17,8 @@ from nearkin.core import files
 from nearkin.data import augment
 from nearkin.dist import collectives, environment, parallel
 from nearkin.dist.global_batch import GlobalBatch, average_gradients
+from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.parallel import Parallel
-from nearkin.dist.torchrun import here
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
 from nearkin.training import grad_cache, validation
@@ -26,7 +26,7 @@ from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.checkpoint.state import State
 from nearkin.training.config.recipe import Recipe
-from nearkin.training.cuda_graphs import Graphed
+from nearkin.training.cuda_graphs import GraphedEncoder
 from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
@@ -63,16 +63,16 @@ class Trainer:
     journal: MetricsLog
     epochs: int
     state: State = field(default_factory=State)
+    group: ProcessGroup = ALONE
     plain: Encoder | None = None  # of an encoder that is spread over ranks: a copy to be filled with whole weights
 
     def __post_init__(self) -> None:
         self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
-        self.ranks = here()
-        graphs = self.recipe.training.graphs and self.ranks.size == 1
-        self.graphed = Graphed(self.encoder, self.precision) if graphs else None
+        graphs = self.recipe.training.graphs and self.group.size == 1
+        self.graphed = GraphedEncoder(self.encoder, self.precision) if graphs else None
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
-        self.parallel = Parallel(self.encoder, strategy, unused=name.startswith(("timm:", "hf:", "own:")))
-        self.objective = GlobalBatch(self.loss) if self.ranks.size > 1 else self.loss
+        self.parallel = Parallel(self.encoder, strategy, self.group, unused=name.startswith(("timm:", "hf:", "own:")))
+        self.objective = GlobalBatch(self.loss) if self.group.size > 1 else self.loss
         self.per_item = any(getattr(part, "item_beta", None) is not None for part in self.loss.modules())
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
         self.epoch_loss = torch.zeros((), device=self.device)  # and since the epoch began
@@ -88,7 +88,7 @@ class Trainer:
         found = self.encoder if self.average is None else self.average.module
         assert isinstance(found, Encoder)
         if self.plain is not None:
-            self.plain.load_state_dict(checkpoint_state.gathered(found))
+            self.plain.load_state_dict(checkpoint_state.full_state(found))
             return self.plain
         return found
 
@@ -97,7 +97,7 @@ class Trainer:
 
         Of several ranks each encodes its part; the loss is that of the whole batch on all of them.
         """
-        self.ranks.pulse.moves += 1
+        self.group.advance()
         rows = batch.rows.to(self.device, non_blocking=True)
         items = torch.from_numpy(batch.items[batch.part]).to(self.device)
         known = self.known[items]
@@ -119,18 +119,18 @@ class Trainer:
             else:
                 with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
                     embeddings = self.parallel(seen)
-            self.ranks.pulse.moves += 1
+            self.group.advance()
             return embeddings.float() if self.precision is not None else embeddings
 
         def objective(embeddings: Tensor) -> Tensor:
-            if self.ranks.size == 1:
+            if self.group.size == 1:
                 return self.loss(embeddings, known, **own)  # type: ignore[no-any-return]
             return self.objective(embeddings, known, counts=batch.counts, **own)  # type: ignore[no-any-return]
 
         chunk, most = self.recipe.training.chunk, max(batch.counts)
         if chunk is not None and chunk < most:
-            passes = None if self.ranks.size == 1 else -(-most // chunk)  # all ranks make as many
-            more: dict[str, Any] = {"passes": passes, "apart": self.parallel.apart}
+            passes = None if self.group.size == 1 else -(-most // chunk)  # all ranks make as many
+            more: dict[str, Any] = {"passes": passes, "sync_gradients": self.parallel.sync_gradients}
             return grad_cache.backward(encode, len(rows), chunk, objective, self.encoder, self.scaler.scale, **more)
         embeddings = encode(slice(None))
         value = objective(embeddings)
@@ -140,7 +140,7 @@ class Trainer:
     def optimizer_step(self, measure: bool) -> Tensor | None:
         """One step of the optimiser along the gradient, which is then gone; its norm if it was clipped or asked for."""
         norm, clip = None, self.recipe.optimizer.clip
-        several = self.ranks.size > 1
+        several = self.group.size > 1
         if several:
             average_gradients(self.loss)
             parallel.average_norms(self.encoder)
@@ -164,7 +164,7 @@ class Trainer:
 
     def log_line(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
         """The log line of the steps since the last one; the only place in the loop that waits for the device."""
-        state, embeddings = self.state, collectives.gather(embeddings)
+        state, embeddings = self.state, embeddings if self.group.size == 1 else collectives.gather(embeddings)
         none = self.window.new_full((), math.nan)
         scalars = [self.window / max(1, state.counted), none if norm is None else norm.to(self.window)]
         loss, gradient = torch.stack(scalars).tolist()
@@ -227,7 +227,7 @@ class Trainer:
     def measured(self) -> tuple[float, dict[str, float]]:
         """The held-out classes, by the weights as they are: the main metric, and all figures."""
         rows = self.embedded(self.held.everything)
-        figures = self.ranks.alone("validation", lambda: quick_metrics(rows, self.held, self.graded, self.device))
+        figures = self.group.on_rank0("validation", lambda: quick_metrics(rows, self.held, self.graded, self.device))
         return figures.get(validation.main_metric(self.graded), -math.inf), figures
 
     def replace_lost_best(self) -> None:
@@ -239,8 +239,8 @@ class Trainer:
     def keep_best(self, value: float, figures: dict[str, float]) -> None:
         """The weights as they are, under a name that the next checkpoint refers to."""
         state = self.state
-        tensors = checkpoint_state.named(
-            encoder=self.best_encoder.state_dict(), loss=checkpoint_state.spread(self.loss)
+        tensors = checkpoint_state.prefixed(
+            encoder=self.best_encoder.state_dict(), loss=checkpoint_state.local_state(self.loss, self.group)
         )
         facts = {"epoch": state.epoch, "step": state.step, "val": figures}
         with self.explained("best weights"):
@@ -250,11 +250,11 @@ class Trainer:
 
     def explained(self, what: str) -> AbstractContextManager[None]:
         name = f"{self.checkpoints.folder}: the {what} of step {self.state.step}"
-        return files.explained(name, f"the one before is whole: make room, then nearkin train --resume {self.out}")
+        return files.explained(name, f"the previous one is intact: make room, then nearkin train --resume {self.out}")
 
     def embedded(self, indices: Any) -> Tensor:
         batch = max(64, min(512, self.recipe.training.chunk or 256))
-        return embed(self.best_encoder, self.store, indices, batch=batch, precision=self.precision)
+        return embed(self.best_encoder, self.store, indices, batch=batch, precision=self.precision, group=self.group)
 
     def refresh_sampler(self) -> None:
         """Samplers that mine classes get the embeddings of the training items, or the mean of each class."""
@@ -277,17 +277,17 @@ class Trainer:
         """A checkpoint of everything, from which the run goes on to the same end, on any number of ranks."""
         self.check()
         self.elapsed()
-        tensors, state = checkpoint_state.contents(self)
-        with self.explained("checkpoint"), self.ranks.work("saving"):  # exchanges do not wait for a disk
+        tensors, state = checkpoint_state.collect(self)
+        with self.explained("checkpoint"), self.group.work("saving"):  # exchanges do not wait for a disk
             self.checkpoints.write(self.state.step, tensors, state)
         self.saved_at = time.monotonic()
 
     def restore(self) -> list[str]:
         """Goes back to the newest whole checkpoint; what was wrong with newer ones, and what is not as it was."""
-        kept, state, notes = checkpoint_state.newest(self.checkpoints)
-        now = environment.numerics(self.device, self.ranks.size)
+        tensors, state, notes = checkpoint_state.open_newest(self.checkpoints)
+        now = environment.numerics(self.device, self.group.size)
         changed = None if state["finished"] else environment.difference(state.get("numerics", now), now)
-        checkpoint_state.put_back(self, kept, state)
+        checkpoint_state.restore(self, tensors, state)
         damaged = self.journal.cut(self.state.step, self.state.epoch)
         return [*notes, *([changed] if changed else []), *([damaged] if damaged else [])]
 
