@@ -21,8 +21,8 @@ from nearkin.evaluation.protocols import results_table, runner
 from nearkin.evaluation.statistics import cluster_bootstrap
 from nearkin.report import page
 from nearkin.report.findings import Findings
-from nearkin.training import validation
-from nearkin.training.validation import HeldOut, full_metrics
+from nearkin.training.final_test import full_metrics, no_interval
+from nearkin.training.validation import HeldOut
 
 CLASSES = np.repeat(np.arange(8), 6)
 DRAW = np.random.default_rng(0)
@@ -383,8 +383,8 @@ def test_two_classes_have_no_interval_and_a_sentence_says_why(tmp_path, monkeypa
     held = HeldOut(np.arange(8), np.arange(8) % 2, None)
     x, device = torch.randn(8, 4, generator=g), torch.device("cpu")
     tested = full_metrics(x, held, False, device, ks=(1,), interval=True, seed=0)
-    assert validation.no_interval(tested, held) == sentence
-    assert validation.no_interval({"map@r": {"value": 0.5, "low": 0.4, "high": 0.6}}, held) is None
+    assert no_interval(tested, held) == sentence
+    assert no_interval({"map@r": {"value": 0.5, "low": 0.4, "high": 0.6}}, held) is None
     results = {"baseline": "pixels", "test": dict.fromkeys(("baseline", "untrained", "trained"), tested)}
     screen.results_table(results | {"no_interval": sentence})
     parts: dict = {"recipe": {}, "data": {}, "history": [], "labels": None, "targets": None, "classes": [], "names": []}

@@ -195,7 +195,7 @@ def test_a_signal_outside_of_the_loop(number, code, monkeypatch):
         assert "interrupted; nothing was written" in said(run("train", "photos", *SETS, "--out", "run"), code)
     assert not Path("run").exists()
     with monkeypatch.context() as patch:
-        patch.setattr("nearkin.training.validation.full_metrics", send)
+        patch.setattr("nearkin.training.final_test.full_metrics", send)
         out = said(run("train", "photos", *SETS, "--out", "run"), code)
     assert "the run is saved; resume it with nearkin train --resume run" in out
     out = said(run("train", "--resume", "run"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nearkin import models, training
 from nearkin.core import toml
 from nearkin.data import augment
-from nearkin.training.config.recipe import NAMED, Recipe, keys, read, to_toml
+from nearkin.training.config.recipe import KEYS, NAMED, Recipe, read
 from nearkin.training.config.registry import LOSSES, SAMPLERS, settings_of
 
 # --- reading and writing
@@ -92,7 +92,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size
 def test_what_is_written_is_read_back(source, seed, lr, ks):
     recipe = Recipe().with_("data", source=source).with_("training", seed=seed).with_("optimizer", lr=lr)
     recipe = recipe.with_("evaluation", ks=ks).with_("loss", name="triplet", margin=None, squared=False)
-    again = read(None, [], base=toml.read(to_toml(recipe)))
+    again = read(None, [], base=toml.read(recipe.to_toml()))
     assert again.plain() == recipe.plain()
 
 
@@ -193,7 +193,7 @@ CHANGES = {
 
 
 def test_every_fixed_key_has_a_change():
-    assert set(CHANGES) == {f"{section}.{key}" for section, names in keys().items() for key in names}
+    assert set(CHANGES) == {f"{section}.{key}" for section, names in KEYS.items() for key in names}
 
 
 def outcome_of(sets, sources, out, monkeypatch):
@@ -326,7 +326,7 @@ def test_a_settled_recipe_settles_to_itself(sets, sources, tmp_path, monkeypatch
     monkeypatch.chdir(sources)
     monkeypatch.setenv("NEARKIN_CACHE", str(sources / "cache"))
     settled = prepare(read(None, sets)).recipe
-    (tmp_path / "recipe.toml").write_text(to_toml(settled), encoding="utf-8")
+    (tmp_path / "recipe.toml").write_text(settled.to_toml(), encoding="utf-8")
     assert prepare(read(tmp_path / "recipe.toml")).recipe.plain() == settled.plain()
 
 
@@ -384,7 +384,7 @@ def test_pixels_are_not_copied_because_one_picture_is_unreadable(sources, tmp_pa
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_take_their_settings_and_no_others(name):
-    from nearkin.training.build import loss_settings
+    from nearkin.training.config.registry import loss_settings
 
     for key, setting in LOSSES[name].settings.items():
         value = setting.default if setting.default is not None else "none"
@@ -456,7 +456,7 @@ def test_tensorboard(sources, tmp_path, monkeypatch):
 
 
 def test_named_sections_are_those_without_fixed_keys():
-    assert set(NAMED) == {section for section, names in keys().items() if not names}
+    assert set(NAMED) == {section for section, names in KEYS.items() if not names}
     assert SAMPLERS and models.encoders()
 
 

@@ -21,8 +21,9 @@ from nearkin.models.io import fingerprint as encoder_fingerprint
 from nearkin.models.onnx_export import check_exportable
 from nearkin.training import run_dir
 from nearkin.training.config import recipe as recipes
+from nearkin.training.config.defaults import split
 from nearkin.training.loader import ItemStore, embed
-from nearkin.training.prepare import fingerprint, split
+from nearkin.training.prepare import fingerprint
 from nearkin.training.run_dir import start_of
 
 __all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "vectors_of"]

@@ -20,12 +20,12 @@ from nearkin import models
 from nearkin.dist import parallel, sync_batchnorm
 from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.rendezvous import join
-from nearkin.training import final_test, grad_cache, validation
+from nearkin.training import final_test, grad_cache
 from nearkin.training import run_dir as run_folder
-from nearkin.training.build import augmentation_of, build_loss, build_sampler, takes_targets
+from nearkin.training.build import build_loss, build_sampler
 from nearkin.training.checkpoint import state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
-from nearkin.training.config import defaults
+from nearkin.training.config import registry
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.final_test import raw
 from nearkin.training.loader import BatchLoader, ItemStore
@@ -35,7 +35,7 @@ from nearkin.training.monitor import Monitor
 from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
 from nearkin.training.own_objects import NONE, Own
 from nearkin.training.prepare import Prepared, build_encoder, prepare
-from nearkin.training.run_dir import check_not_started, check_unchanged, origin_of
+from nearkin.training.run_dir import check_not_started, check_unchanged
 from nearkin.training.trainer import Trainer, seed_everything
 from nearkin.training.validation import HeldOut
 
@@ -142,7 +142,7 @@ def _again(folder: Path, restarted: bool) -> bool:
 def _prepared(recipe: Recipe, callback: Callback, group: ProcessGroup, own: Own = NONE) -> Prepared:
     """One rank after the other where there is something to store; all must find the same items."""
     prepared = group.first_on_machine("preparing", lambda: prepare(recipe, callback, own), rank0_first=True)
-    found = group.values([prepared.fingerprint, run_folder.digest(prepared.recipe)])
+    found = group.values([prepared.fingerprint, prepared.recipe.digest()])
     for rank, other in enumerate(found):
         for what, ours, theirs in zip(("items", "settings"), found[0], other, strict=True):
             if ours != theirs:
@@ -164,7 +164,7 @@ def _begin(trainer: Trainer, prepared: Prepared, callback: Callback) -> None:
 def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> Trainer:
     """The trainer at its first step."""
     recipe, items, train_part = prepared.recipe, prepared.items, prepared.parts.train
-    on, graded = group.device(defaults.device(recipe)), takes_targets(recipe)
+    on, graded = group.device(recipe.device), recipe.takes_targets
     seed_everything(recipe.training.seed)
     encoder = (prepared.own.wrapped or build_encoder(prepared)).to(on)
     if recipe.training.sync_norms and group.size > 1:
@@ -199,7 +199,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
     return Trainer(
         recipe=recipe,
         out=folder,
-        checkpoints=Checkpoints(folder / run_folder.CHECKPOINTS, origin_of(prepared), group),
+        checkpoints=Checkpoints(folder / run_folder.CHECKPOINTS, prepared.origin, group),
         device=on,
         encoder=encoder,
         average=average,
@@ -213,7 +213,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         loader=BatchLoader(store, train_part, sampler, recipe.training.workers, group),
         store=store,
         known=known if graded else known.long(),
-        augmentation=augmentation_of(recipe),
+        augmentation=registry.augmentation_of(recipe),
         held=prepared.held_out("val"),
         graded=graded,
         monitor=Monitor(classes, dim, recipe.training.on_collapse),
@@ -262,7 +262,7 @@ def _chunk_note(trainer: Trainer) -> list[str]:
 
 
 def _pairs_note(prepared: Prepared) -> list[str]:
-    why = validation.unverifiable(prepared.test_pairs())
+    why = final_test.unverifiable(prepared.test_pairs())
     return [] if why is None else [f"the source's pairs are not verified: {why}"]
 
 

@@ -228,7 +228,7 @@ class Trainer:
         """The held-out classes, by the weights as they are: the main metric, and all figures."""
         rows = self.embedded(self.held.everything)
         figures = self.group.on_rank0("validation", lambda: quick_metrics(rows, self.held, self.graded, self.device))
-        return figures.get(validation.main_metric(self.graded), -math.inf), figures
+        return figures.get(validation.MAIN[self.graded], -math.inf), figures
 
     def replace_lost_best(self) -> None:
         """The weights as they are become the best, where a checkpoint was found without those that it refers to."""
