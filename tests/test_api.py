@@ -101,10 +101,10 @@ def test_names_survive_being_written_and_read(tmp_path, ending):
     swapped = LABELS.copy()
     swapped[0] = 2
     vector_files.write(path, torch.from_numpy(ROWS), swapped, None, NAMES, CLASSES)
-    found = runner.evaluate(vectors.read(path), settings=runner.Settings(protocols=("diagnose",)))
-    diagnosis = found["results"]["diagnose"]
+    results = runner.evaluate(vectors.read(path), settings=runner.Settings(protocols=("diagnose",)))
+    diagnosis = results["results"]["diagnose"]
     assert all(one["name"] == NAMES[one["item"]] for one in diagnosis["hubs"])
-    printed = [row.value for row in results_table.table(found) if row.metric == "suspect label"]
+    printed = [row.value for row in results_table.table(results) if row.metric == "suspect label"]
     assert printed and printed[0].startswith(f"{NAMES[diagnosis['label_errors'][0]['item']]}: ")
 
 
@@ -169,11 +169,11 @@ def test_a_folder_is_trained_in_once_at_a_time(tmp_path, stored, holder):
     training.train(recipe, run)
     assert not (run / ".lock").exists()
     process = holder(run / ".lock")
-    said = rf"run: a training is running in it already \(process {process.pid} on .+\)"
+    sentence = rf"run: a training is running in it already \(process {process.pid} on .+\)"
     before = sorted((path.name, path.stat().st_mtime_ns) for path in run.iterdir())
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         training.resume(run)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         training.train(recipe, run)
     assert before == sorted((path.name, path.stat().st_mtime_ns) for path in run.iterdir())
     fresh = tmp_path / "fresh"
@@ -522,13 +522,13 @@ def stopped_run(folder, dataset):
 
 def test_a_run_with_own_objects_goes_on_to_the_same_weights(tmp_path):
     torch.manual_seed(1)
-    whole = Net(inside=256)
-    straight = training.train(Noisy(), tmp_path / "a", encoder=whole, loss=Pull(), settings=FEW, report=False)
+    uninterrupted = Net(inside=256)
+    straight = training.train(Noisy(), tmp_path / "a", encoder=uninterrupted, loss=Pull(), settings=FEW, report=False)
     stopped_run(tmp_path / "b", Noisy())
     torch.manual_seed(2)  # made anew, with other random weights
     again = Net(inside=256)
     outcome = training.train(Noisy(), encoder=again, loss=Pull(), resume=tmp_path / "b", report=False)
-    assert torch.equal(weights(again), weights(whole))
+    assert torch.equal(weights(again), weights(uninterrupted))
     assert outcome.results["test"] == straight.results["test"]  # also of the untrained one
 
 

@@ -79,9 +79,9 @@ def test_a_failed_build_leaves_the_generator_alone():
 @every_encoder
 def test_settings_build_the_same_architecture(make):
     encoder = make(layer_norm="plain")
-    said = json.loads(json.dumps(encoder.settings))
-    again = models.build(**said, pretrained=False)
-    assert again.settings == said
+    description = json.loads(json.dumps(encoder.settings))
+    again = models.build(**description, pretrained=False)
+    assert again.settings == description
     assert {k: v.shape for k, v in encoder.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}
 
 
@@ -318,9 +318,9 @@ def test_saved_and_loaded_bit_for_bit(make, tmp_path):
     x = items(encoder)
     assert torch.equal(encoder(x), again(x))
     assert sorted(os.listdir(tmp_path / "deep" / "run")) == ["encoder.json", "model.safetensors"]
-    said = json.loads((tmp_path / "deep" / "run" / "encoder.json").read_text())
+    description = json.loads((tmp_path / "deep" / "run" / "encoder.json").read_text())
     content = (tmp_path / "deep" / "run" / "model.safetensors").read_bytes()
-    assert said["weights_sha256"] == hashlib.sha256(content).hexdigest()
+    assert description["weights_sha256"] == hashlib.sha256(content).hexdigest()
 
 
 def test_half_weights_come_back_as_half(tmp_path):
@@ -344,8 +344,8 @@ def damage(folder):
 
 
 def other_width(folder):
-    said = json.loads((folder / "encoder.json").read_text())
-    rewrite(folder, settings=said["settings"] | {"dim": 9})
+    description = json.loads((folder / "encoder.json").read_text())
+    rewrite(folder, settings=description["settings"] | {"dim": 9})
 
 
 def other_names(folder):
@@ -604,8 +604,8 @@ def test_hf_pools_patches_or_uses_its_own(tiny_vit, tmp_path, how, size, monkeyp
     assert encoder.pretrained and encoder.shape == (3, size or 32, size or 32)
     x = items(encoder)
     model = transformers.ViTModel.from_pretrained(tiny_vit).eval()
-    found = model(pixel_values=(x - 0.5) / 0.25, interpolate_pos_encoding=True)
-    want = found.pooler_output if how == "own" else models.Pooling(how)(found.last_hidden_state[:, 1:])
+    output = model(pixel_values=(x - 0.5) / 0.25, interpolate_pos_encoding=True)
+    want = output.pooler_output if how == "own" else models.Pooling(how)(output.last_hidden_state[:, 1:])
     assert torch.allclose(encoder.features(x), want, atol=1e-5)
     encoder(x)[:, 0].sum().backward()
     assert all(p.grad is not None for p in encoder.backbone.parameters())

@@ -74,10 +74,10 @@ def test_a_missing_file_is_named(tmp_path):
 def test_the_command_line_goes_before_the_file(tmp_path):
     file = tmp_path / "recipe.toml"
     file.write_text('[loss]\nname = "triplet"\nmargin = 0.1\n[training]\nepochs = 3\n', encoding="utf-8")
-    found = read(file, ["loss.margin=0.3", "data.source=photos"])
-    assert found.loss == {"name": "triplet", "margin": 0.3}
-    assert found.training.epochs == 3 and found.data.source == "photos"
-    assert found.explicit_keys == {"loss.name", "loss.margin", "training.epochs", "data.source"}
+    recipe = read(file, ["loss.margin=0.3", "data.source=photos"])
+    assert recipe.loss == {"name": "triplet", "margin": 0.3}
+    assert recipe.training.epochs == 3 and recipe.data.source == "photos"
+    assert recipe.explicit_keys == {"loss.name", "loss.margin", "training.epochs", "data.source"}
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
@@ -201,9 +201,11 @@ def outcome_of(sets, sources, out, monkeypatch):
     monkeypatch.chdir(sources)
     monkeypatch.setenv("NEARKIN_CACHE", str(sources / "cache"))
     events = []
-    found = training.train(read(None, sets), out, lambda event: events.append(event["event"]))
-    results = json.dumps({k: v for k, v in found.results.items() if k not in ("seconds", "peak_bytes")}, sort_keys=True)
-    lines = [{k: v for k, v in line.items() if "second" not in k} for line in found.history]
+    outcome = training.train(read(None, sets), out, lambda event: events.append(event["event"]))
+    results = json.dumps(
+        {k: v for k, v in outcome.results.items() if k not in ("seconds", "peak_bytes")}, sort_keys=True
+    )
+    lines = [{k: v for k, v in line.items() if "second" not in k} for line in outcome.history]
     return (out / "model.safetensors").read_bytes(), results, json.dumps(lines), events
 
 
@@ -352,9 +354,9 @@ def test_a_run_is_used_as_it_was_trained(sources, tmp_path, monkeypatch):
     shutil.copytree(sources / "photos", tmp_path / "photos")
     (tmp_path / "photos" / "class0" / "broken.png").write_bytes(b"x")
     sets = [*PHOTOS, "data.unreadable=skip", "data.max_pixels=480", "data.cache=false"]
-    found = outcome_of(sets, tmp_path, tmp_path / "run", monkeypatch)
+    outcome = outcome_of(sets, tmp_path, tmp_path / "run", monkeypatch)
     assert not (tmp_path / "cache" / "pictures").exists()
-    tested = json.loads(found[1])["items"]["test"]
+    tested = json.loads(outcome[1])["items"]["test"]
     assert len(training.embed_source(tmp_path / "run").embeddings) == tested
     assert len(training.embed_source(tmp_path / "run", "photos", part="test").embeddings) == tested
     assert not (tmp_path / "cache" / "pictures").exists()
@@ -370,14 +372,14 @@ def test_pixels_are_not_copied_because_one_picture_is_unreadable(sources, tmp_pa
     shutil.copytree(sources / "photos", tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
-    whole = prepare(read(None, PHOTOS))
+    undamaged = prepare(read(None, PHOTOS))
     (tmp_path / "photos" / "class0" / "a.png").write_bytes(b"x")
     prepared = prepare(read(None, [*PHOTOS, "data.unreadable=skip"]))
     assert isinstance(prepared.rows, np.memmap)
     for part in ("train", "val", "test"):
-        names = [[one.items.names[i] for i in getattr(one.parts, part)] for one in (prepared, whole)]
+        names = [[one.items.names[i] for i in getattr(one.parts, part)] for one in (prepared, undamaged)]
         assert names[0] == names[1]
-        rows = [one.rows[getattr(one.parts, part)] for one in (prepared, whole)]
+        rows = [one.rows[getattr(one.parts, part)] for one in (prepared, undamaged)]
         assert np.array_equal(*rows)
     assert prepared.report["unreadable"][0]["name"] == "class0/a.png"
 
