@@ -692,7 +692,7 @@ def test_the_training_page_runs(photos, tmp_path, monkeypatch):
     pictures_in(Path("photos"), classes=6, each=3, side=16)
     exec(run, names := {})
     assert names["outcome"].report == Path("runs/try/report.html") and names["outcome"].report.is_file()
-    assert len(names["found"].embeddings)
+    assert len(names["embedded"].embeddings)
     few = {"training.epochs": 1, "training.batches": 2, "evaluation.interval": False}
     train = training.train
     monkeypatch.setattr(
