@@ -3,8 +3,8 @@
     python examples/own_objects.py
 
 About half a minute on two cores. Trains a small network on some characters of `glyphs` and prints recall@1 on unseen
-characters. The folder of the run contains the weights, the metrics and report.html. A stopped run is resumed with the same
-objects:
+characters. The folder of the run contains the weights, the metrics and report.html. A stopped run is resumed with the
+same objects:
 
     training.train(dataset, encoder=network, loss=loss, resume="runs/own-objects")
 """

@@ -2,8 +2,8 @@
 
     python examples/plain_loop.py
 
-About two minutes on two cores. Prints recall@1 on the unseen characters for raw pixels and for the network before and after
-training, and saves a picture of queries with their neighbours. Ctrl-C ends the training early.
+About two minutes on two cores. Prints recall@1 on the unseen characters for raw pixels and for the network before and
+after training, and saves a picture of queries with their neighbours. Ctrl-C ends the training early.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def recall_at_1(vectors: Tensor, labels: Tensor) -> float:
 
 
 def save_neighbours(path: Path, unseen: glyphs.Glyphs, neighbours: Tensor, queries: Tensor) -> None:
-    """One row per query: itself, then its neighbours; right ones green with a tick, wrong ones red, dashed, with a cross."""
+    """One row per query: itself, then its neighbours; right ones green with a tick, wrong ones red with a cross."""
     figure = Figure(figsize=(1.0 * (1 + neighbours.shape[1]), 1.15 * len(queries)), layout="constrained")
     axes = figure.subplots(len(queries), 1 + neighbours.shape[1], squeeze=False)
     for row, query in zip(axes, queries.tolist(), strict=True):
