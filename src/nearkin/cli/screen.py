@@ -42,12 +42,13 @@ class _Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(cls=_Verbs, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def nearkin() -> None:
-    """Deep metric learning: train encoders, evaluate embeddings, search and identify."""
+app = typer.Typer(
+    cls=_Verbs,
+    help="Deep metric learning: train encoders, evaluate embeddings, search and identify.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 
 
 def main() -> None:
