@@ -167,11 +167,11 @@ def test_a_damaged_calibration_is_one_sentence_or_says_the_same(home):
     path, chance, said = home / "done" / results.FILE, random.Random(2), 0
     whole = path.read_bytes()
     maker = json.loads(whole)["encoder"]
-    sound = results.read(home / "done", maker)[0]
+    sound = results.load_calibration(home / "done", maker)[0]
     for _ in range(200 * FAULTS):
         how, content = damaged(chance, whole)
         path.write_bytes(content)
-        (found, note), sentence = tried(results.read, home / "done", maker)
+        (found, note), sentence = tried(results.load_calibration, home / "done", maker)
         if sentence:
             assert str(path) in sentence and "\n" not in sentence and len(sentence) < 600, (how, sentence)
             said += 1
@@ -188,14 +188,14 @@ def test_a_calibration_of_wrong_types_is_one_sentence(value, tmp_path):
     """Also of a file without a checksum, as it was written before."""
     plain = calibration_by_hand({0.5: (0.1, 0.9)}, {-1.0: -1, 1.0: 1}) | {"encoder": "me"}
     (tmp_path / results.FILE).write_text(json.dumps(plain))
-    assert results.read(tmp_path, "me")[0] is not None
+    assert results.load_calibration(tmp_path, "me")[0] is not None
     inside = ["far_bound", "tar", "log_ratio"]
     for key in ["format", "classes", "thresholds", "examples", *inside]:
         one = plain["examples"]["1"]
         other = plain | ({"examples": {"1": one | {key: value}}} if key in inside else {key: value})
         (tmp_path / results.FILE).write_text(json.dumps(other))
         with pytest.raises(ValueError, match=rf"{results.FILE}: (damaged|of format).*makes it again"):
-            results.read(tmp_path, "me")
+            results.load_calibration(tmp_path, "me")
 
 
 # --- a full disk

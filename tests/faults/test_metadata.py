@@ -73,7 +73,7 @@ def test_a_row_of_before_does_not_spoil_the_answers_of_the_service(gallery, monk
     pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
     from test_web import client_of
 
-    monkeypatch.setattr(schema, "DEEPEST", 10**6)
+    monkeypatch.setattr(schema, "MAX_DEPTH", 10**6)
     gallery.enrol(np.stack([ROW, -ROW]), "a", [nested(900), {"place": "pond"}])
     monkeypatch.undo()
     with client_of(gallery) as client:

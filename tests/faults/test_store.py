@@ -17,9 +17,9 @@ import pytest
 
 from nearkin.gallery import Gallery, StoreUnavailable
 from nearkin.gallery.schema import unit
-from nearkin.gallery.stores import columns, hnsw, repair, sqlite_read
-from nearkin.gallery.stores.columns import Columns
+from nearkin.gallery.stores import hnsw, memory_index, repair, sqlite_file
 from nearkin.gallery.stores.matrix import Matrix
+from nearkin.gallery.stores.memory_index import Columns
 
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
 LABELS = [f"class {i // 5}" for i in range(200)]
@@ -157,13 +157,13 @@ def test_another_gallery_that_is_put_there_underneath_is_refused(tmp_path, path,
 def test_nothing_waits_for_a_call_that_does_not_end(path, vectors):
     with Gallery.open(path, timeout=0.2) as gallery:
         gallery.search(vectors[0])
-        gallery._store.reading.__enter__()
+        gallery._store.read_lock.__enter__()
         try:
             for call in (lambda: gallery.search(vectors[0]), gallery.stats, gallery.labels):
                 with pytest.raises(TimeoutError, match=r"busy with another call of this process; waited 0.2 s"):
                     ended(call)
         finally:
-            gallery._store.reading.__exit__(None, None, None)
+            gallery._store.read_lock.__exit__(None, None, None)
         assert found(gallery, vectors[0], 1) == [1]
 
 
@@ -192,7 +192,7 @@ def damaged(draw, content):
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "open"])
 def test_any_damage_is_said_or_harmless_and_nothing_hangs(tmp_path, path, vectors, opened, monkeypatch):
     """Half of them under an open gallery, which has everything or nothing of the file in memory."""
-    monkeypatch.setattr(sqlite_read, "LOADED", 16)
+    monkeypatch.setattr(sqlite_file, "BATCH", 16)
     monkeypatch.setattr("nearkin.gallery.stores.sqlite_file.PRAGMAS", ("journal_mode = WAL", "cache_size = 1"))
     whole = path.read_bytes()
     with Gallery.open(path) as gallery:
@@ -231,13 +231,13 @@ def test_any_damage_is_said_or_harmless_and_nothing_hangs(tmp_path, path, vector
 # ---- a look that is cut short
 
 
-CUTS = [(Matrix, "append", 3), (Columns, "append", 2), (sqlite_read, "after", 4)]
+CUTS = [(Matrix, "append", 3), (Columns, "append", 2), (sqlite_file, "read_after", 4)]
 
 
 @pytest.mark.parametrize("where, name, nth", CUTS, ids=[f"{name}-{nth}" for _, name, nth in CUTS])
 @pytest.mark.parametrize("later", [False, True], ids=["first look", "later look"])
 def test_a_look_that_is_cut_short_leaves_nothing(path, vectors, monkeypatch, where, name, nth, later):
-    monkeypatch.setattr(sqlite_read, "LOADED", 40)
+    monkeypatch.setattr(sqlite_file, "BATCH", 40)
     more = np.random.default_rng(2).normal(size=(100, 12))
     with Gallery.open(path, timeout=5) as gallery:
         if later:
@@ -265,7 +265,7 @@ def test_a_look_that_is_cut_short_leaves_nothing(path, vectors, monkeypatch, whe
 
 
 def test_searches_that_fail_leave_no_rows_in_memory(path, vectors, monkeypatch):
-    monkeypatch.setattr(sqlite_read, "LOADED", 40)
+    monkeypatch.setattr(sqlite_file, "BATCH", 40)
     whole = path.read_bytes()
     torn = bytearray(whole)
     torn[-3 * 4096 : -3 * 4096 + 8] = bytes(8)
@@ -449,7 +449,7 @@ def test_a_log_whose_file_is_gone_does_not_come_back(tmp_path, path, vectors):
 
 
 def test_keys_that_no_row_has_cost_nothing_and_others_are_bounded(tmp_path, vectors, monkeypatch):
-    monkeypatch.setattr(columns, "KEYS", 4)
+    monkeypatch.setattr(memory_index, "MAX_COLUMNS", 4)
     many = np.random.default_rng(3).normal(size=(2000, 12))
     metadata = [{f"key {n}": i % (n + 2) for n in range(12)} for i in range(2000)]
     with Gallery.open(tmp_path / "many", dim=12) as gallery:
@@ -465,7 +465,7 @@ def test_keys_that_no_row_has_cost_nothing_and_others_are_bounded(tmp_path, vect
         for n in [*range(12), 3, 0]:
             right = [i + 1 for i in range(2000) if metadata[i][f"key {n}"] == 1]
             assert sorted(found(gallery, many[0], 2000, **{f"key {n}": 1})) == right
-        assert len(gallery._store.follower._held.columns._columns) == 4
+        assert len(gallery._store.index._loaded.columns._columns) == 4
         gallery.enrol(-many[0], "x", {"unknown 7": 1})
         assert found(gallery, many[0], 5, **{"unknown 7": 1}) == [2001]
 

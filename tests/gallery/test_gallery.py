@@ -18,7 +18,8 @@ from PIL import Image
 import postgres_server
 from calibrations import calibration_by_hand
 from nearkin import models
-from nearkin.gallery import Gallery, encoding, results
+from nearkin.gallery import Gallery, results
+from nearkin.gallery.items import encoder_info
 from nearkin.gallery.stores import hnsw
 from nearkin.gallery.stores.sqlite import SqliteStore
 
@@ -63,7 +64,7 @@ def a_run(folder: Path, seed: int, calibrated: bool = True) -> Path:
     how = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
     models.save(encoder, folder, how)
     if calibrated:
-        said = {"encoder": encoding.described(folder).fingerprint} | calibration_by_hand(
+        said = {"encoder": encoder_info(folder).fingerprint} | calibration_by_hand(
             {0.9: (0.1, 0.9), 0.99: (0.001, 0.5)}, {0.0: -9, 0.9: -1, 0.99: 0, 1.0: 9}
         )
         (folder / results.FILE).write_text(json.dumps(said))
@@ -328,7 +329,7 @@ def test_an_empty_gallery_of_vectors_takes_an_encoder_a_full_one_does_not(place,
     Gallery.open(place, dim=8).close()
     Gallery.open(place, run).close()
     with Gallery.open(place) as gallery:
-        assert gallery.fingerprint == encoding.described(run).fingerprint
+        assert gallery.fingerprint == encoder_info(run).fingerprint
 
 
 # ---- bad input
@@ -340,7 +341,7 @@ def test_an_empty_gallery_of_vectors_takes_an_encoder_a_full_one_does_not(place,
         (lambda g, v: g.enrol(v[:, :5], "a"), "vectors must have 12 dimensions as the gallery has, got 5"),
         (lambda g, v: g.enrol(v[0] * np.nan, "a"), "vectors must be finite"),
         (lambda g, v: g.enrol(v * 0, "a"), "vectors must not be all 0"),
-        (lambda g, v: g.enrol(v, ["a"]), "label must have one entry an item: 200 items, 1 entries"),
+        (lambda g, v: g.enrol(v, ["a"]), "label must have one entry per item: 200 items, 1 entries"),
         (lambda g, v: g.enrol(v, None), "label must be one for all items"),
         (lambda g, v: g.enrol(v, "a", 3), "metadata must be one for all items"),
         (lambda g, v: g.enrol(v[0], "a", {"x": {1, 2}}), "plain JSON values"),
@@ -522,7 +523,7 @@ def test_one_copy_of_the_facts_may_break(place, vectors, copy):
     broken(place, *(f"UPDATE facts SET said = replace(said, '200', '100') WHERE copy = {copy}",) * 2)
     with Gallery.open(place) as gallery:
         assert len(gallery.search(vectors[0], 300)) == 200
-        assert gallery.check().notes == ["one copy of what the gallery says of itself is damaged"]
+        assert gallery.check().notes == ["one copy of the gallery's description is damaged"]
         gallery.enrol(-vectors[0], "b")  # writes both
         assert gallery.check().whole
     broken(place, *("UPDATE facts SET said = replace(said, '201', '100')",) * 2)
@@ -635,7 +636,7 @@ def test_what_a_crash_leaves_opens(tmp_path, vectors):
     store = SqliteStore(tmp_path / "g", 1.0)
     with Gallery.open(tmp_path / "g", dim=12) as gallery:
         gallery.enrol(vectors[:50], "a")
-        held = store._begun()
+        held = store._transaction()
         held.__enter__().execute("DELETE FROM items")
         copy = tmp_path / "copy"
         for ending in ("", "-wal"):

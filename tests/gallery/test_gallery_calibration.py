@@ -10,11 +10,11 @@ import torch
 from calibrations import calibration_by_hand, embeddings
 from nearkin.evaluation.verification import class_rates, likelihood
 from nearkin.gallery import Gallery, calibration, results
-from nearkin.gallery.results import Hit, Meaning
+from nearkin.gallery.results import Calibrator, Hit
 
 
 def measured(rows, labels, seed=0):
-    plain = calibration.measured(torch.from_numpy(rows), torch.from_numpy(labels), seed)
+    plain = calibration.measure(torch.from_numpy(rows), torch.from_numpy(labels), seed)
     return json.loads(json.dumps(plain, allow_nan=False))
 
 
@@ -73,22 +73,22 @@ def test_one_bad_class_widens_the_bound():
 
 def test_what_cannot_be_held_is_refused_in_one_sentence():
     rows, labels = embeddings(48, 4, seed=3)
-    meaning = Meaning(measured(rows, labels))
-    assert meaning.fars == [0.1, 0.01]
+    calibrator = Calibrator(measured(rows, labels))
+    assert calibrator.fars == [0.1, 0.01]
     with pytest.raises(ValueError, match=r"at least 0.0027 per pair: 48 calibration classes .* 78 may; got 0.001"):
-        meaning.verify(0.5, 0.001)
-    assert meaning.verify(0.5, 0.0027).far == 0.0027 and meaning.verify(0.5, 0.05).far == 0.05
-    default = meaning.verify(0.5, None)
+        calibrator.verify(0.5, 0.001)
+    assert calibrator.verify(0.5, 0.0027).far == 0.0027 and calibrator.verify(0.5, 0.05).far == 0.05
+    default = calibrator.verify(0.5, None)
     assert default.far == 0.01 and default.classes == 48 and "cannot hold a FAR of 0.001 per pair" in default.note
     hits = [Hit(1, "a", 0.5, "", {})]
     with pytest.raises(ValueError, match=r"at least 0.\d+ per query with 20 labels: 48 calibration classes"):
-        meaning.identify(hits, {1: 20}, 0.001)
+        calibrator.identify(hits, {1: 20}, 0.001)
     with pytest.raises(ValueError, match=r"left out with 100,000 labels"):
-        meaning.identify(hits, {1: 100_000}, 0.5)
+        calibrator.identify(hits, {1: 100_000}, 0.5)
     with pytest.raises(ValueError, match="far must be > 0 and < 1"):
-        meaning.identify(hits, {1: 20}, 2.0)
+        calibrator.identify(hits, {1: 20}, 2.0)
     with pytest.raises(ValueError, match="far must be > 0 and < 1"):
-        meaning.verify(0.5, 2.0)
+        calibrator.verify(0.5, 2.0)
     with pytest.raises(ValueError, match="needs at least 5 classes, 4 of them of 2 items or more, got 3 and 3"):
         measured(*embeddings(3, 4))
 
@@ -111,14 +111,14 @@ def test_probabilities_come_true_on_other_classes():
     rows, labels = embeddings(240, 6, seed=4)
     half = labels < 120
     plain = measured(rows[half], labels[half])
-    meaning = Meaning(plain)
+    calibrator = Calibrator(plain)
     assert plain["error"] < 0.05
     others, mine = rows[~half].astype(np.float64), labels[~half]
     one, two = np.triu_indices(len(others), 1)
     score, same = (others @ others.T)[one, two], (mine[:, None] == mine)[one, two]
     draw = np.random.default_rng(0)
     pairs = np.concatenate([np.flatnonzero(same), draw.choice(np.flatnonzero(~same), same.sum(), replace=False)])
-    found = [meaning.verify(float(s), None) for s in score[pairs]]
+    found = [calibrator.verify(float(s), None) for s in score[pairs]]
     chance = np.array([one.same_probability for one in found])
     for low in np.arange(0, 1, 0.25):
         inside = (chance >= low) & (chance <= low + 0.25)
@@ -129,9 +129,9 @@ def test_probabilities_come_true_on_other_classes():
 
 
 class Asked:
-    """Labels of some examples each, and queries of both kinds, through `Meaning.identify` as a gallery asks it."""
+    """Labels of some examples each, and queries of both kinds, through `Calibrator.identify` as a gallery asks it."""
 
-    def __init__(self, meaning, rows, labels, enrolled, examples, far=None, most=400, seed=0):
+    def __init__(self, calibrator, rows, labels, enrolled, examples, far=None, most=400, seed=0):
         place = np.arange(len(labels)) - np.searchsorted(labels, labels)
         inside = np.isin(labels, enrolled)
         here = np.flatnonzero(inside & (place < examples))
@@ -145,7 +145,7 @@ class Asked:
             order = np.argsort(-scores)[:50]
             hits = [Hit(int(n), names[n], float(scores[n]), "", {}) for n in order]
             counts = {hit.label: examples for hit in hits}
-            found = meaning.identify(hits, {examples: len(enrolled)}, far, counts)
+            found = calibrator.identify(hits, {examples: len(enrolled)}, far, counts)
             self.answers.append(found)
             self.right.append(found.label == (str(labels[i]) if inside[i] else None))
         self.right = np.array(self.right)
@@ -158,14 +158,14 @@ class Asked:
 def many():
     rows, labels = embeddings(1700, 7, dim=32, seed=5)
     inside = labels < 200
-    return Meaning(measured(rows[inside], labels[inside])), rows[~inside], labels[~inside]
+    return Calibrator(measured(rows[inside], labels[inside])), rows[~inside], labels[~inside]
 
 
 @pytest.mark.parametrize(("labels", "examples"), [(40, 1), (100, 5), (1000, 1), (1000, 5)])
 def test_confidence_is_how_many_are_right(many, labels, examples):
     """Among 40 to 1,000 labels; and no threshold tells the known from strangers better."""
-    meaning, rows, of = many
-    found = Asked(meaning, rows, of, np.arange(200, 200 + labels), examples)
+    calibrator, rows, of = many
+    found = Asked(calibrator, rows, of, np.arange(200, 200 + labels), examples)
     place = np.minimum((found.sure * 5).astype(int), 4)
     for one in range(5):
         inside = place == one
@@ -174,7 +174,7 @@ def test_confidence_is_how_many_are_right(many, labels, examples):
             assert found.sure[inside].mean() == pytest.approx(found.right[inside].mean(), abs=0.05 + error)
     assert np.ptp(found.sure) > 0.3
     accuracy = (found.known != found.stranger).mean()
-    plain = meaning.thresholds[np.argmax(meaning.measured[1].bound <= 1e-3)]
+    plain = calibrator.thresholds[np.argmax(calibrator.curves[1].bound <= 1e-3)]
     assert accuracy >= ((found.nearest >= plain) != found.stranger).mean() - 0.01
     sums = [sum(c.confidence for c in one.candidates) for one in found.answers]
     assert max(sums) <= 1 + 1e-9 and min(sums) >= 0
@@ -183,46 +183,46 @@ def test_confidence_is_how_many_are_right(many, labels, examples):
 @pytest.mark.parametrize(("labels", "examples"), [(20, 1), (200, 1), (200, 4)])
 def test_far_of_identify_is_per_query(many, labels, examples):
     """Strangers that pass are no more than what is asked for, however many labels there are."""
-    meaning, rows, of = many
+    calibrator, rows, of = many
     far = 0.2 if labels == 200 else 0.05
-    found = Asked(meaning, rows, of, np.arange(200, 200 + labels), examples, far, most=1000)
+    found = Asked(calibrator, rows, of, np.arange(200, 200 + labels), examples, far, most=1000)
     assert {one.far for one in found.answers} == {far}
     assert found.known[found.stranger].mean() <= far
-    free = Asked(meaning, rows, of, np.arange(200, 200 + labels), examples, most=1000)
+    free = Asked(calibrator, rows, of, np.arange(200, 200 + labels), examples, most=1000)
     held = {one.far for one in free.answers}
     assert len(held) == 1 and (None in held or free.known[free.stranger].mean() <= held.pop())
 
 
 def test_more_labels_and_examples_let_more_strangers_pass(many):
-    meaning = many[0]
-    few, some, more = meaning.strangers({1: 10}), meaning.strangers({1: 100}), meaning.strangers({4: 100})
+    calibrator = many[0]
+    few, some, more = calibrator.query_far({1: 10}), calibrator.query_far({1: 100}), calibrator.query_far({4: 100})
     assert (few <= some).all() and (some <= more).all() and few[-1] < some[-1] < 1
-    np.testing.assert_allclose(meaning.strangers({1: 1}), meaning.measured[1].bound)
-    most = max(meaning.measured)
-    assert (meaning.strangers({3 * most: 1}) >= np.minimum(2.9 * meaning.measured[most].bound, 1 - 1e-9)).all()
+    np.testing.assert_allclose(calibrator.query_far({1: 1}), calibrator.curves[1].bound)
+    most = max(calibrator.curves)
+    assert (calibrator.query_far({3 * most: 1}) >= np.minimum(2.9 * calibrator.curves[most].bound, 1 - 1e-9)).all()
 
 
 # ---- answers
 
 
 def test_an_item_that_is_enrolled_is_known_among_any_number_of_labels(many):
-    meaning = many[0]
+    calibrator = many[0]
     for labels in (1, 20, 1216, 10**6):
         hits = [Hit(7, "me", 1.0, "", {}), *(Hit(10 + i, f"other {i}", 0.9 - i / 100, "", {}) for i in range(49))]
-        found = meaning.identify(hits[: labels + 1], {1: labels}, None)
+        found = calibrator.identify(hits[: labels + 1], {1: labels}, None)
         assert found.label == "me" and found.confidence > 0.99 and found.candidates[0].id == 7
-    twins = meaning.identify([Hit(1, "a", 1.0, "", {}), Hit(2, "b", 1.0, "", {})], {1: 1000}, None)
+    twins = calibrator.identify([Hit(1, "a", 1.0, "", {}), Hit(2, "b", 1.0, "", {})], {1: 1000}, None)
     assert twins.confidence == pytest.approx(0.5, abs=0.01), "the same item under two labels"
     hand = calibration_by_hand({0.5: (0.1, 0.9)}, {-1.0: -1, 1.0: 1})
-    blind = Meaning(hand | {"largest_impostor": 1.0})
+    blind = Calibrator(hand | {"largest_impostor": 1.0})
     assert blind.identify([Hit(1, "a", 1.0, "", {})], {1: 1000}, None).unknown, "different classes were equal too"
-    assert blind.identify([Hit(1, "a", 1.0, "", {})], {1: 1000}, None, equal=1).label == "a", "the very same content"
+    assert blind.identify([Hit(1, "a", 1.0, "", {})], {1: 1000}, None, same_id=1).label == "a", "the very same content"
 
 
 def test_a_gallery_of_many_labels_knows_what_is_enrolled(tmp_path, many):
-    meaning, rows, of = many
+    calibrator, rows, of = many
     with Gallery.open(tmp_path / "g", dim=rows.shape[1]) as gallery:
-        gallery._meaning = meaning
+        gallery._calibrator = calibrator
         first = np.flatnonzero(np.diff(of, prepend=-1))
         gallery.enrol(rows[first], [str(label) for label in of[first]])
         found = [gallery.identify(rows[i]) for i in first[:40]]
@@ -233,38 +233,38 @@ def test_a_gallery_of_many_labels_knows_what_is_enrolled(tmp_path, many):
 
 
 def test_verify_says_the_probability_of_what_it_says():
-    meaning = Meaning(calibration_by_hand({0.5: (0.01, 0.8), 0.8: (1e-3, 0.4)}, {-1.0: -6, 0.5: 0, 1.0: 6}))
-    low, middle, high = meaning.verify(0.0, None), meaning.verify(0.7, None), meaning.verify(0.9, None)
+    calibrator = Calibrator(calibration_by_hand({0.5: (0.01, 0.8), 0.8: (1e-3, 0.4)}, {-1.0: -6, 0.5: 0, 1.0: 6}))
+    low, middle, high = calibrator.verify(0.0, None), calibrator.verify(0.7, None), calibrator.verify(0.9, None)
     assert high.same and high.probability == high.same_probability > 0.5 and high.far == 1e-3 and high.tar == 0.4
     assert not low.same and low.probability == 1 - low.same_probability > 0.5 and low.note == ""
     assert not middle.same and middle.probability < 0.5 and "likelier the same than not" in middle.note
-    assert meaning.verify(0.7, 0.01).same
-    bare = Meaning(calibration_by_hand({0.5: (0.3, 0.8)}, {-1.0: -6, 1.0: 6})).verify(0.9, None)
+    assert calibrator.verify(0.7, 0.01).same
+    bare = Calibrator(calibration_by_hand({0.5: (0.3, 0.8)}, {-1.0: -6, 1.0: 6})).verify(0.9, None)
     assert bare.same is None and bare.probability is None and "too few to hold any FAR" in bare.note
 
 
 def test_a_calibration_file_that_is_not_right_is_said(tmp_path):
-    meaning, note = results.read(tmp_path, "me")
-    assert meaning is None and "nearkin gallery calibrate" in note and "a similarity only" in note
+    calibrator, note = results.load_calibration(tmp_path, "me")
+    assert calibrator is None and "nearkin gallery calibrate" in note and "only a similarity" in note
     path = tmp_path / results.FILE
     hand = calibration_by_hand({0.5: (0.1, 0.9)}, {-1.0: -1, 1.0: 1}) | {"encoder": "you"}
     for text in ("{", "[]", json.dumps(hand | {"thresholds": [0.5, 0.4]}), json.dumps(hand | {"examples": {}})):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"damaged .*; nearkin gallery calibrate .* makes it again"):
-            results.read(tmp_path, "me")
+            results.load_calibration(tmp_path, "me")
     path.write_text(json.dumps({"format": 1, "encoder": "me", "calibration": {}, "shots": {}, "operating_points": []}))
     with pytest.raises(ValueError, match=r"of format 1, this version reads 2; nearkin gallery calibrate"):
-        results.read(tmp_path, "me")
+        results.load_calibration(tmp_path, "me")
     path.write_text(json.dumps(hand))
-    meaning, note = results.read(tmp_path, "me")
-    assert meaning is None and "another encoder" in note
-    assert results.read(tmp_path, "you")[0].fars == [0.1]
+    calibrator, note = results.load_calibration(tmp_path, "me")
+    assert calibrator is None and "another encoder" in note
+    assert results.load_calibration(tmp_path, "you")[0].fars == [0.1]
 
 
 def test_a_far_that_nothing_can_show_is_refused_in_a_sentence():
-    meaning = Meaning(calibration_by_hand({0.5: (0.01, 0.8), 0.8: (1e-3, 0.4)}, {-1.0: -6, 0.5: 0, 1.0: 6}))
+    calibrator = Calibrator(calibration_by_hand({0.5: (0.01, 0.8), 0.8: (1e-3, 0.4)}, {-1.0: -6, 0.5: 0, 1.0: 6}))
     for far in (1e-9, 1e-300, 5e-324):
         with pytest.raises(ValueError, match=r"far must be at least .* per pair"):
-            meaning.verify(0.9, far)
+            calibrator.verify(0.9, far)
         with pytest.raises(ValueError, match=r"far must be at least .* per query with 3 labels"):
-            meaning.identify([Hit(1, "a", 0.9, "", {})], {1: 3}, far)
+            calibrator.identify([Hit(1, "a", 0.9, "", {})], {1: 3}, far)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from nearkin import gallery as room
 from nearkin.gallery import schema
 from nearkin.gallery.stores import hnsw, matrix
-from nearkin.gallery.stores.columns import Columns
 from nearkin.gallery.stores.matrix import Matrix
+from nearkin.gallery.stores.memory_index import Columns
 
 
 def filled(vectors, ids=None, labels=None):
@@ -49,13 +49,13 @@ def test_search_finds_what_a_loop_finds(count, dim, k, crowd, seed, whole):
     if count > 4:
         vectors[count // 2 :][:3] = vectors[:3]  # equals stand in the order of their ids
     found = filled(vectors)
-    found._whole = found._whole and whole
+    found._int8 = found._int8 and whole
     allowed, rare = draw.random(count) < 0.6, draw.random(count) < 0.12
     query = schema.unit(around[None] + 0.1)[0]
     few, matrix.FEW = matrix.FEW, 2  # so that proposals are made
     try:
         for mask in (None, allowed, rare):
-            ids, similarity = found.best(query, k, found.search(query, k, mask))
+            ids, similarity = found.top_k(query, k, found.propose(query, k, mask))
             assert ids.tolist() == slow(vectors, query, k, range(1, count + 1), mask)
             assert (np.diff(similarity) <= 0).all()
     finally:
@@ -66,8 +66,8 @@ def test_rounded_products_stay_within_their_bound():
     draw = np.random.default_rng(0)
     vectors = schema.unit(draw.normal(size=(5000, 48)) * draw.choice([1, 30], size=(5000, 48)))
     query = schema.unit(draw.normal(size=(1, 48)))[0]
-    small, scale, off = matrix._rounded(vectors)
-    asked, asked_scale, asked_off = matrix._rounded(query[None])
+    small, scale, off = matrix._round(vectors)
+    asked, asked_scale, asked_off = matrix._round(query[None])
     near = small.astype(np.int64) @ asked[0].astype(np.int64) * scale.astype(np.float64) * float(asked_scale[0])
     exact = vectors.astype(np.float64) @ query
     assert (np.abs(near - exact) <= off + asked_off[0] * (1 + off)).all()
@@ -80,20 +80,24 @@ def test_rows_come_go_and_change_their_label():
     found = filled(vectors[:3000])
     found.append(range(3001, 4001), ["b"] * 1000, vectors[3000:])
     for i in (5, 77, 3500):
-        found.drop(i)
+        found.remove(i)
     found.relabel(9, "c")
     alive = np.ones(4000, bool)
     alive[[4, 76, 3499]] = False
     for _ in range(2):
         query = vectors[76]
-        assert found.best(query, 7, found.search(query, 7))[0].tolist() == slow(
+        assert found.top_k(query, 7, found.propose(query, 7))[0].tolist() == slow(
             vectors, query, 7, range(1, 4001), alive
         )
         assert found.counts() == {"a": 2997, "b": 999, "c": 1}
-        assert found.place(77) is None and found.place(4001) is None and found.places(np.array([9, 77, 4000])).size == 2
-        assert found.best(query, 7, found.search(query, 7, found.having(["c", "none"])))[0].tolist() == [9]
-        found.close_holes()
-    assert found.count == 3997 and found.dead == 0
+        assert (
+            found.position(77) is None
+            and found.position(4001) is None
+            and found.positions(np.array([9, 77, 4000])).size == 2
+        )
+        assert found.top_k(query, 7, found.propose(query, 7, found.has_label(["c", "none"])))[0].tolist() == [9]
+        found.compact()
+    assert found.count == 3997 and found.removed == 0
 
 
 # ---- HNSW
@@ -111,17 +115,17 @@ def grouped(monkeypatch):
 def test_the_index_finds_what_exact_search_finds(grouped, tmp_path):
     found = filled(grouped[:3500])
     index = hnsw.build(found)
-    assert index.recall >= hnsw.WANTED and not index.stale(found)
+    assert index.recall >= hnsw.TARGET_RECALL and not index.stale(found)
     hnsw.save(tmp_path / "g.hnsw", index, "me")
     index = hnsw.load(tmp_path / "g.hnsw", "me")
     found.append(range(3501, 4001), ["b"] * 500, grouped[3500:])  # later rows are found too
     for i in range(1, 3500, 7):
-        found.drop(i)
+        found.remove(i)
     alive = found.alive[:4000]
     hits = 0
     for query in schema.unit(grouped[::40] + 0.1):
         exact = slow(grouped, query, 10, range(1, 4001), alive)
-        ids, _ = found.best(query, 10, index.search(found, query, 10))
+        ids, _ = found.top_k(query, 10, index.propose(found, query, 10))
         assert alive[ids - 1].all()
         hits += len(set(exact) & set(ids.tolist()))
     assert hits >= 0.99 * 1000
@@ -155,7 +159,7 @@ def test_an_index_that_is_not_right_is_not_read(grouped, tmp_path):
 def test_rows_without_structure_stay_exact(monkeypatch):
     pytest.importorskip("faiss")
     monkeypatch.setattr(hnsw, "DEPTHS", (1,))
-    monkeypatch.setattr(hnsw, "WANTED", 1.1)
+    monkeypatch.setattr(hnsw, "TARGET_RECALL", 1.1)
     assert hnsw.build(filled(schema.unit(np.random.default_rng(0).normal(size=(800, 32))))) is None
 
 
@@ -177,47 +181,47 @@ def test_vectors_survive_packing(values):
     if not any(values):
         values[0] = 1.0
     unit = schema.unit(np.array([values], np.float64))
-    assert (schema.unpacked(schema.packed(unit), 3) == unit).all()
+    assert (schema.unpack(schema.pack(unit), 3) == unit).all()
     assert np.linalg.norm(unit) == pytest.approx(1, abs=1e-6)
 
 
 def test_values_are_equal_as_json_has_it():
     kept = Columns()
     texts = [
-        schema.metadata_of(m)
+        schema.metadata_json(m)
         for m in ({"a": 1}, {"a": 1.0}, {"a": True}, {"a": "1"}, {"a": None}, {"b": 2}, {}, {"a": [1]})
     ]
     kept.append(texts)
 
     def places(value):
-        return np.flatnonzero(kept.having("a", schema.filter_of({"a": value}).keys["a"])).tolist()
+        return np.flatnonzero(kept.has_value("a", schema.parse_filter({"a": value}).keys["a"])).tolist()
 
     assert places(1) == places(1.0) == [0, 1]
     assert places(True) == [2] and places("1") == [3] and places(None) == [4] and places(2) == []
     assert places([True, "1"]) == [2, 3]
-    kept.append([schema.metadata_of({"a": 1})])
+    kept.append([schema.metadata_json({"a": 1})])
     assert places(1) == [0, 1, 8]
-    kept.keep([1, 3, 8])
+    kept.take([1, 3, 8])
     assert places(1) == [0, 2]
 
 
 @pytest.mark.parametrize(
     "call, sentence",
     [
-        (lambda: schema.label_of(3), "label must be text, got 3"),
-        (lambda: schema.label_of("  "), "label must have 1 to 500 characters, got 0"),
-        (lambda: schema.label_of("a\0b"), "without NUL"),
-        (lambda: schema.label_of("\ud800"), "broken characters"),
-        (lambda: schema.metadata_of([1]), "metadata must be a dict"),
-        (lambda: schema.metadata_of({1: 2}), "keys are text"),
-        (lambda: schema.metadata_of({"label": "x"}), 'must not have the key "label"'),
-        (lambda: schema.metadata_of({"x": float("nan")}), "plain JSON values"),
-        (lambda: schema.metadata_of({"x": object()}), "plain JSON values"),
-        (lambda: schema.metadata_of({"x": "\0"}), "without NUL"),
-        (lambda: schema.filter_of(["label"]), "filter must be a dict"),
-        (lambda: schema.filter_of({"label": 3}), "filter label must be text"),
-        (lambda: schema.filter_of({"x": {"y": 1}}), 'filter "x" must be text, a number'),
-        (lambda: schema.filter_of({"x": float("inf")}), 'filter "x" must be finite'),
+        (lambda: schema.check_label(3), "label must be text, got 3"),
+        (lambda: schema.check_label("  "), "label must have 1 to 500 characters, got 0"),
+        (lambda: schema.check_label("a\0b"), "without NUL"),
+        (lambda: schema.check_label("\ud800"), "broken characters"),
+        (lambda: schema.metadata_json([1]), "metadata must be a dict"),
+        (lambda: schema.metadata_json({1: 2}), "keys are text"),
+        (lambda: schema.metadata_json({"label": "x"}), 'must not have the key "label"'),
+        (lambda: schema.metadata_json({"x": float("nan")}), "plain JSON values"),
+        (lambda: schema.metadata_json({"x": object()}), "plain JSON values"),
+        (lambda: schema.metadata_json({"x": "\0"}), "without NUL"),
+        (lambda: schema.parse_filter(["label"]), "filter must be a dict"),
+        (lambda: schema.parse_filter({"label": 3}), "filter label must be text"),
+        (lambda: schema.parse_filter({"x": {"y": 1}}), 'filter "x" must be text, a number'),
+        (lambda: schema.parse_filter({"x": float("inf")}), 'filter "x" must be finite'),
         (lambda: schema.unit(np.zeros((2, 3))), "must not be all 0"),
         (lambda: schema.unit(np.array([[np.nan, 1.0]])), "must be finite"),
     ],
