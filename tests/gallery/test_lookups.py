@@ -1,4 +1,4 @@
-"""How often an item is looked up and a gallery is searched: encoding is costly, but so is asking twice."""
+"""How often an item is looked up and a gallery is searched."""
 
 from collections import Counter
 
@@ -120,10 +120,12 @@ def test_identify_with_hits_searches_once(tmp_path, monkeypatch):
         gallery.enrol(rows, [f"l{i % 9}" for i in range(80)])
         with client_of(gallery) as client:
             for k in (3, 70):
-                wanted = gallery.search(rows[5] + 0.1, k)
+                expected = gallery.search(rows[5] + 0.1, k)
                 alone = gallery.identify(rows[5] + 0.1)
                 searches.clear()
                 answer = client.post(f"/api/identify?hits={k}", json={"item": (rows[5] + 0.1).tolist()}).json()
                 assert len(searches) == 1
-                assert [hit["id"] for hit in answer["hits"]] == [hit.id for hit in wanted]
-                assert [one["id"] for one in answer["candidates"]] == [one.id for one in alone.candidates]
+                assert [hit["id"] for hit in answer["hits"]] == [hit.id for hit in expected]
+                assert [candidate["id"] for candidate in answer["candidates"]] == [
+                    candidate.id for candidate in alone.candidates
+                ]

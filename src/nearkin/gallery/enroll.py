@@ -220,10 +220,10 @@ def _look_up(
 
 
 def _encode(items: _Items, marks: list[int], encoding: Encoding, unreadable: list[str]) -> dict[int, Seen]:
-    """New items together, as in one process; repeated ones apart from them, in case the earlier one is unreadable."""
+    """New items together, as in one process; then repeated ones, in case the earlier one is unreadable."""
     encoded: dict[int, Seen] = {}
     for mark in (NEW, REPEATED):
-        chosen = [i for i, own in zip(items, marks, strict=True) if own == mark]
+        chosen = [i for i, item_mark in zip(items, marks, strict=True) if item_mark == mark]
         seen = encode_items([items[i] for i in chosen], encoding, unreadable)
         encoded |= {i: item for i, item in zip(chosen, seen, strict=True) if item is not None}
     return dict(sorted(encoded.items()))

@@ -12,19 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from nearkin.gallery.schema import (
-    Facts,
-    Filter,
-    Floats,
-    KnownRows,
-    NewRow,
-    Row,
-    checksum,
-    read_facts,
-    thumbnail_checksum,
-    unit,
-    unpack,
-)
+from nearkin.gallery import schema
+from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
 from nearkin.gallery.stores import Added, Report, hnsw, merge_sources, plan_insert, warn_damaged, warn_lost
 from nearkin.gallery.stores.matrix import similarities
 from nearkin.gallery.stores.postgres_connection import Connections, bigint_bytes, vector_bytes
@@ -128,7 +117,7 @@ class PostgresStore:
             rows, _ = self._fetch(cursor, ids)
             update = f"UPDATE {self.table} SET label = %s, sum = %s WHERE id = %s"
             for row in rows.values():
-                cursor.execute(update, (label, checksum(*row._replace(label=label)), row.id))
+                cursor.execute(update, (label, schema.checksum(*row._replace(label=label)), row.id))
             if rows:
                 self._write_facts(cursor, facts.replace(changes=facts.changes + len(rows)))
         return len(rows)
@@ -156,7 +145,7 @@ class PostgresStore:
     def thumbnail(self, id: int) -> bytes:
         with self.connections.reading() as cursor:
             row = cursor.execute(f"SELECT bytes, sum FROM {self.schema}.thumbnails WHERE id = %s", (id,)).fetchone()
-        if row is None or thumbnail_checksum(id, row[0]) != row[1]:
+        if row is None or schema.thumbnail_checksum(id, row[0]) != row[1]:
             return b""
         return bytes(row[0])
 
@@ -226,7 +215,7 @@ class PostgresStore:
                 self._exclude(newly_damaged)
                 continue
             near = list(rows.values())
-            score = similarities(unpack([row.vector for row in near], len(query)), query)
+            score = similarities(schema.unpack([row.vector for row in near], len(query)), query)
             order = np.lexsort((np.array([row.id for row in near], np.int64), -score))[:k]
             if len(near) < count or score[order[-1]] - score.min() > slack:
                 return [(near[i], float(score[i])) for i in order]
@@ -337,9 +326,9 @@ class PostgresStore:
             )
             if not rows:
                 return 1.0
-            vectors = unpack([row.vector for row in rows], len(rows[0].vector) // 4)
+            vectors = schema.unpack([row.vector for row in rows], len(rows[0].vector) // 4)
             noise = np.random.default_rng(0).normal(size=vectors.shape) / vectors.shape[1] ** 0.5
-            queries, ids = unit(vectors + 0.3 * noise), []
+            queries, ids = schema.unit(vectors + 0.3 * noise), []
             for by_index in (None, depth):
                 _use_index(cursor, by_index)
                 hits = [self._nearest(cursor, query, 10, "", []) for query in queries]
@@ -360,7 +349,7 @@ class PostgresStore:
         if cursor.execute("SELECT to_regclass(%s)", (f"{self.schema}.facts",)).fetchone()[0] is None:
             return None
         copies = cursor.execute(f"SELECT said, sum FROM {self.schema}.facts ORDER BY copy").fetchall()
-        return read_facts(self.where, copies)
+        return schema.read_facts(self.where, copies)
 
     def _write_facts(self, cursor: Any, facts: Facts) -> None:
         insert = f"INSERT INTO {self.schema}.facts VALUES (%s, %s, %s)"
@@ -384,7 +373,7 @@ def _read_rows(cursor: Any) -> tuple[list[Row], dict[int, str]]:
     for id, content, label, name, metadata, vector, total in cursor.fetchall():
         row = Row(id, content, label, name, metadata, vector[4:])
         try:
-            difference = "" if checksum(*row) == total else "not as it was written"
+            difference = "" if schema.checksum(*row) == total else "not as it was written"
         except Exception as error:  # a number beyond its range
             difference = f"not as it was written ({type(error).__name__})"
         if difference:

@@ -13,17 +13,8 @@ from typing import Any
 import numpy as np
 
 from nearkin.core.errors import StoreUnavailable
-from nearkin.gallery.schema import (
-    Facts,
-    Filter,
-    Floats,
-    KnownRows,
-    NewRow,
-    Row,
-    checksum,
-    read_facts,
-    thumbnail_checksum,
-)
+from nearkin.gallery import schema
+from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
 from nearkin.gallery.stores import Added, Report, merge_sources, plan_insert, repair, sqlite_file
 from nearkin.gallery.stores.matrix import Matrix
 from nearkin.gallery.stores.memory_index import MemoryIndex
@@ -139,7 +130,7 @@ class SqliteStore:
         with self.transaction() as (writer, facts):
             rows, _ = sqlite_file.fetch(writer, list(dict.fromkeys(ids)))
             for row in rows.values():
-                total = checksum(*row._replace(label=label))
+                total = schema.checksum(*row._replace(label=label))
                 writer.execute("UPDATE items SET label = ?, sum = ? WHERE id = ?", (label, total, row.id))
             self._record_changes(writer, facts, list(rows))
         return len(rows)
@@ -172,7 +163,7 @@ class SqliteStore:
         with self.read_lock, self.sqlite_errors():
             query = "SELECT bytes, sum FROM thumbnails WHERE id = ?"
             row = self.connection(False).execute(query, (id,)).fetchone()
-        if row is None or not isinstance(row[0], bytes) or thumbnail_checksum(id, row[0]) != row[1]:
+        if row is None or not isinstance(row[0], bytes) or schema.thumbnail_checksum(id, row[0]) != row[1]:
             return b""
         return row[0]
 
@@ -305,7 +296,7 @@ class SqliteStore:
         if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
             return None
         copies = connection.execute("SELECT said, sum FROM facts ORDER BY copy").fetchall()
-        facts = read_facts(self.where, copies)
+        facts = schema.read_facts(self.where, copies)
         if self._gallery not in (None, facts.gallery):
             raise StoreUnavailable(f"{self.where}: holds another gallery than the one that was opened; open it again")
         self._gallery = facts.gallery
