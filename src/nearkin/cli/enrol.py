@@ -12,12 +12,12 @@ from nearkin.cli import options
 from nearkin.cli.gallery_admin import opened_gallery
 from nearkin.cli.ranks import first, joined
 from nearkin.cli.screen import app, echo, one_sentence, plain_bar
-from nearkin.gallery.stores.postgres_url import shown
+from nearkin.gallery.stores.postgres_connection import shown
 
 if TYPE_CHECKING:
     from nearkin.dist.group import ProcessGroup
     from nearkin.gallery import Gallery
-    from nearkin.gallery.encoding import Encoding
+    from nearkin.gallery.items import Encoding
 
 
 @app.command("enroll", no_args_is_help=True, hidden=True)
@@ -87,7 +87,7 @@ def _enrolling(
         with opened_gallery(place, run, device, create=True) as opened:
             yield opened
     else:
-        from nearkin.gallery.encoding import Encoding
+        from nearkin.gallery.items import Encoding
 
         yield Encoding(run, device.value)
 

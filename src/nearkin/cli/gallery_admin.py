@@ -10,7 +10,7 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_note, print_table
-from nearkin.gallery.stores.postgres_url import shown
+from nearkin.gallery.stores.postgres_connection import shown
 
 if TYPE_CHECKING:
     from nearkin.gallery import Gallery
