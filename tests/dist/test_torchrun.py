@@ -26,7 +26,7 @@ from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.loader import parts
 from nearkin.training.prepare import prepare
 from nearkin.training.config.recipe import read
-from nearkin.training.run import assemble
+from nearkin.training.trainer import assemble
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
 from killing import ranks_of

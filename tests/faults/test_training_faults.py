@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import worlds
 from nearkin import dist, training
-from nearkin.dist import environment
+from nearkin.dist import rendezvous
 from nearkin.training import run_dir
 from nearkin.training.config.recipe import read
 
@@ -155,11 +155,11 @@ def test_a_whole_run_may_stand_behind_a_link(run, home, tmp_path):
 
 
 def test_a_restart_removes_only_half_written_files(tmp_path):
-    from nearkin.training.run import _again
+    from nearkin.training.run import _is_restart
 
     for name in (".env", ".recipe.toml.0a1b2c3d", ".recipe.toml.swp", ".gitignore"):
         (tmp_path / name).write_text("x")
-    assert not _again(tmp_path, restarted=True)
+    assert not _is_restart(tmp_path, restarted=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".env", ".gitignore", ".recipe.toml.swp"]
 
 
@@ -233,7 +233,7 @@ def test_a_run_without_its_first_checkpoint_begins_anew_and_says_so(home, tmp_pa
     (tmp_path / "run").mkdir()
     for name in ("recipe.toml", "data.json"):
         shutil.copy(home / "done" / name, tmp_path / "run")
-    assert resume(tmp_path / "run") == ["this run ended before its first checkpoint, so it begins anew"]
+    assert resume(tmp_path / "run") == ["this run ended before its first checkpoint, so it starts again"]
     assert weights(tmp_path / "run") == weights(home / "done")
 
 
@@ -365,9 +365,9 @@ def test_ranks_measure_lost_best_weights_anew(home, tmp_path):
 
 
 def unlike(rank, size):
-    known = environment.code()
+    known = rendezvous.code_versions()
     if rank == 1:
-        environment.code = lambda: known | {"torch": "1.0.0"}
+        rendezvous.code_versions = lambda: known | {"torch": "1.0.0"}
     with dist.join():
         raise AssertionError("they have not noticed")
 
@@ -379,7 +379,9 @@ def test_ranks_with_other_versions_are_noticed():
 
 
 def test_other_source_is_other_code():
-    ours = environment.code()
-    assert environment.unlike([ours, dict(ours)]) is None
-    assert "nearkin's source is 0123 on rank 2" in environment.unlike([ours, ours, ours | {"nearkin's source": "0123"}])
-    assert "rank 1 runs another one than rank 0" in environment.unlike([ours, 0])
+    ours = rendezvous.code_versions()
+    assert rendezvous.difference([ours, dict(ours)]) is None
+    assert "nearkin's source is 0123 on rank 2" in rendezvous.difference(
+        [ours, ours, ours | {"nearkin's source": "0123"}]
+    )
+    assert "rank 1 runs another one than rank 0" in rendezvous.difference([ours, 0])

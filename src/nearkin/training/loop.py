@@ -22,14 +22,14 @@ Callback = Callable[[dict[str, Any]], None]  # is told everything that happens, 
 def fit(trainer: Trainer, callback: Callback) -> None:
     """Trains from wherever the trainer's state is to the end. Ctrl-C or SIGTERM: saves, then raises `Stopped`."""
     state, options, group = trainer.state, trainer.recipe.training, trainer.group
-    trainer.clock = trainer.looked_at = time.monotonic()
+    trainer.clock = trainer.logged_at = time.monotonic()
     with _asked_to_stop() as asked, deterministic(options.deterministic):
         while not state.finished:
             before = trainer.begin_epoch()
             for batch in trainer.loader.epoch(state.epoch, state.batch):
                 if group.size > 1:  # they stop and save together, so they ask each other first
                     group.propose(asked[0] if asked else 0, _due(trainer))
-                trainer.rate.set(trainer.optimizer, state.step)
+                trainer.lr_schedule.set(trainer.optimizer, state.step)
                 value, embeddings = trainer.forward_backward(batch)
                 trainer.window += value
                 trainer.epoch_loss += value
@@ -61,7 +61,7 @@ def _tell(trainer: Trainer, callback: Callback, line: dict[str, Any]) -> None:
     """Into the journal, to whoever watches, and warnings into the state, so that the report has them."""
     notes = line.pop("notes")
     trainer.state.notes += notes
-    trainer.journal.write(line)
+    trainer.metrics_log.write(line)
     callback(line)
     for note in notes:
         callback({"event": "note", "text": note})
