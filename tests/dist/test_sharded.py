@@ -232,7 +232,7 @@ def test_a_fault_on_one_rank_is_said_by_all():
         assert dim == "rank 2 of 3: embeddings must have 5 dimensions as the class weights have, got 4"
         assert short == "rank 2 of 3: labels must have one entry a row of embeddings: 13 rows, 12 labels"
         assert listed == "rank 2 of 3: labels must be a torch tensor of class ids, got list"
-        assert "embeddings must be of one kind and shape on all ranks" in kind
+        assert "embeddings must have one dtype and shape on all ranks" in kind
     assert sentences[-1] == "rank 0 of 3: labels must be a tensor where shard=True, got list"
     assert few == "num_classes must be at least the number of processes that share them (shard=True): 3, got 2"
     x = batch()[0][:, :DIM].repeat(3, 1)

@@ -139,13 +139,15 @@ def test_ranks_find_what_one_process_finds(world, tmp_path):
 def test_shares_are_whole_batches_in_order():
     for number, unit, size in [(1000, 256, 3), (5, 1, 8), (0, 4, 2), (513, 256, 2), (7, 3, 3)]:
         ranks = dist.ProcessGroup()
-        ranks.size, covered = size, []
+        ranks.size, covered, sizes = size, [], []
         for rank in range(size):
             ranks.rank = rank
             part = ranks.share(number, unit)
             covered += range(number)[part]
+            sizes.append(part.stop - part.start)
             assert part.start % unit == 0 or part.start == number
         assert covered == list(range(number))
+        assert unit > 1 or [*ranks.share_sizes(number)] == sizes
 
 
 def test_alone_it_is_as_if_there_were_no_ranks():
