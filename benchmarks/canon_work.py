@@ -23,14 +23,13 @@ from nearkin.core.errors import Diverged
 from nearkin.data.items import Items
 from nearkin.data.splits import Parts
 from nearkin.training import loop
-from nearkin.training.config import defaults
-from nearkin.training.config.defaults import settle, settle_source, settle_split
+from nearkin.training.config.defaults import settle, settle_source, settle_split, split
 from nearkin.training.config.recipe import Recipe, read
-from nearkin.training.final_test import raw
+from nearkin.training.final_test import full_metrics, raw
 from nearkin.training.loader import ItemStore, embed
-from nearkin.training.prepare import Prepared, item_rows, split
+from nearkin.training.prepare import Prepared, item_rows
 from nearkin.training.trainer import PRECISIONS, Trainer, assemble
-from nearkin.training.validation import full_metrics, quick_metrics
+from nearkin.training.validation import quick_metrics
 
 __all__ = ["Desk", "Job", "content_of", "key", "recipe_of"]
 
@@ -237,7 +236,7 @@ def _exact(prepared: Prepared, embedded: Callable[[ItemStore, NDArray[np.int64]]
     if size is None or start <= 0:
         return {}
     middle = np.ascontiguousarray(prepared.rows[held.indices, start : start + size, start : start + size])
-    device = defaults.device(prepared.recipe)
+    device = prepared.recipe.device
     rows = embedded(ItemStore(middle, device, size), np.arange(len(middle)))
     found = _tested(prepared, rows, device, prepared.recipe.training.seed, interval=False)
     return {"exact": {name: one["value"] for name, one in found.items()}}

@@ -18,8 +18,8 @@ from canon_plan import Options
 from canon_rows import BASES, CANDIDATES, PEER, RATES, rows_of
 from canon_work import Desk, Job, content_of, key
 from nearkin import training
-from nearkin.training.build import loss_settings, sampler_settings
 from nearkin.training.config.recipe import read
+from nearkin.training.config.registry import loss_settings, sampler_settings
 
 SUBJECTS = ("cub200", "fashion-mnist")
 SHORT = {"training.epochs": 2, "training.batches": 2}

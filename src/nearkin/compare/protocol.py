@@ -17,11 +17,10 @@ from nearkin.core import checks
 from nearkin.data.items import Items
 from nearkin.data.splits import Parts
 from nearkin.training.build import new_encoder
-from nearkin.training.config.defaults import settle, settle_source
+from nearkin.training.config.defaults import settle, settle_source, split
 from nearkin.training.config.recipe import Recipe
-from nearkin.training.config.refusals import check_recipe
 from nearkin.training.config.registry import LOSSES
-from nearkin.training.prepare import Prepared, fingerprint, item_rows, split
+from nearkin.training.prepare import Prepared, check_recipe, fingerprint, item_rows
 from nearkin.training.validation import HeldOut
 
 __all__ = ["Bench", "Job", "Opened", "Shared", "comparable", "open_bench", "refuse"]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from nearkin import models
 from nearkin.compare.protocol import Bench, Job, Opened
 from nearkin.evaluation.retrieval import retrieval_metrics
-from nearkin.training.config import defaults
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import build_encoder
 from nearkin.training.run import raw
@@ -34,7 +33,7 @@ def test(bench: Bench, opened: Opened, job: Job, home: Path) -> dict[str, NDArra
     Separated: each fold's model by itself. Concatenated: their unit embeddings side by side, as one of F times the
     dimensions (Musgrave et al. 2020, section 4.1).
     """
-    on, recipe = defaults.device(bench.recipe), bench.recipe
+    on, recipe = bench.recipe.device, bench.recipe
     store = ItemStore(opened.prepared.rows, on, recipe.data.size)
     places = opened.held.everything
     rows: list[Tensor] = []

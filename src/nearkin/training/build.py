@@ -1,7 +1,6 @@
-"""From the settings of a recipe to objects: encoder, augmentation, loss with its memory, sampler."""
+"""From a settled recipe to objects: encoder, loss with its memory, sampler."""
 
 import inspect
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,52 +10,16 @@ from torch import nn
 
 from nearkin import models
 from nearkin.core import checks
-from nearkin.data import augment
 from nearkin.memory import CrossBatchMemory
 from nearkin.samplers import EpochSampler
 from nearkin.training.config.recipe import Recipe
-from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, accepts, settings_of
-from nearkin.training.own_objects import NONE, Own, is_own
+from nearkin.training.config.registry import LOSSES, SAMPLERS, encoder_settings, loss_settings, sampler_settings
+from nearkin.training.own_objects import NONE, Own
 
-__all__ = ["augmentation_of", "build_loss", "build_sampler", "encoder_keys", "encoder_options", "encoder_settings"]
-__all__ += ["loss_settings", "new_encoder", "sampler_settings", "takes_targets"]
+__all__ = ["build_loss", "build_sampler", "new_encoder"]
 
-_ENCODER_FILLED = {"name", "channels", "size", "features", "seed", "config"}  # by the data and other sections
 _SECTIONS = {"channels": "data.", "size": "data.", "features": ""}  # where a recipe has them; others: [encoder]
 _PER_CLASS = {"class-balanced": 0, "hard-classes": 0, "pair-per-class": 2}  # items per class; 0: sampler.per_class
-
-
-# --- [encoder]
-
-
-def encoder_keys(family: str) -> dict[str, Setting]:
-    """The settings of an encoder that a recipe may have; `family` as `models.encoders` lists it."""
-    known = {encoder.name: encoder for encoder in models.encoders()}
-    checks.one_of("encoder", family, known)
-    kinds = settings_of(models.build)
-    settings = {
-        key: Setting(key, kinds[key].kind if key in kinds else Any, default)
-        for key, default in known[family].parameters.items()
-        if key not in _ENCODER_FILLED
-    }
-    return settings | {key: Setting(key, bool, False) for key in ("freeze_backbone", "freeze_norms")}
-
-
-def encoder_options(recipe: Recipe) -> dict[str, Any]:
-    """The keys of [encoder] beside the name."""
-    for key in sorted({"size", "channels"} & set(recipe.encoder)):
-        raise ValueError(f'unknown key "encoder.{key}"; in a recipe it is "data.{key}"')
-    return {key: value for key, value in recipe.encoder.items() if key != "name"}
-
-
-def encoder_settings(recipe: Recipe) -> dict[str, Any]:
-    """All settings of [encoder], typed, with defaults: those of `models.build`, and what to freeze."""
-    name = str(recipe.encoder["name"])
-    if is_own(name):
-        return accepts("encoder", encoder_options(recipe), {}, f'encoder "{name}", which has its own')
-    known = encoder_keys(f"{name.partition(':')[0]}:NAME" if name.startswith(("timm:", "hf:")) else name)
-    typed = accepts("encoder", encoder_options(recipe), known, f'encoder "{name}"')
-    return {key: setting.default for key, setting in known.items() if setting.default is not None} | typed
 
 
 def new_encoder(recipe: Recipe, shape: tuple[int, ...] | None, own: Own = NONE) -> models.Encoder:
@@ -83,44 +46,6 @@ def new_encoder(recipe: Recipe, shape: tuple[int, ...] | None, own: Own = NONE) 
     encoder.freeze_backbone(backbone)
     encoder.freeze_norms(norms)
     return encoder
-
-
-# --- [augment]
-
-
-def augmentation_of(recipe: Recipe) -> augment.Augmentation | None:
-    """The preset of [augment] with its other keys replaced; None for vectors."""
-    if recipe.data.size is None:
-        return None
-    name = str(recipe.augment["preset"])
-    checks.one_of("augment.preset", name, augment.PRESETS)
-    options = {key: value for key, value in recipe.augment.items() if key != "preset"}
-    typed = accepts("augment", options, settings_of(augment.Augmentation), "augment")
-    try:
-        return replace(augment.PRESETS[name], **typed)
-    except ValueError as error:
-        raise ValueError(f"augment.{error}") from None
-
-
-# --- [loss] and [memory]
-
-
-def takes_targets(recipe: Recipe) -> bool:
-    """Whether the loss learns from continuous labels."""
-    return recipe.loss.get("name") == "logratio" or recipe.loss.get("targets") is True  # the latter: own losses
-
-
-def loss_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings of [loss] for its class, typed."""
-    options = {name: value for name, value in recipe.loss.items() if name != "name"}
-    name = str(recipe.loss.get("name"))
-    if is_own(name):
-        known = {"targets": Setting("targets", bool, False)}
-        return accepts("loss", options, known, f'loss "{name}", which has its own')
-    checks.one_of("loss", name, LOSSES)
-    if options.get("reduction") == "none":
-        raise ValueError('loss.reduction must give one number to train on, got "none"')
-    return accepts("loss", options, LOSSES[name].settings, f'loss "{name}"')
 
 
 def build_loss(
@@ -175,17 +100,6 @@ def _with_memory(loss: nn.Module, recipe: Recipe, dim: int, targets: int | None)
     if targets is not None:
         options |= {"label_kind": "targets", "label_dim": targets if targets > 1 else None}
     return CrossBatchMemory(loss, recipe.memory.size, dim, **options)
-
-
-# --- [sampler]
-
-
-def sampler_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings of [sampler] beside its name and the batch size, typed."""
-    name = str(recipe.sampler.get("name"))
-    checks.one_of("sampler", name, SAMPLERS)
-    options = {key: value for key, value in recipe.sampler.items() if key not in ("name", "batch")}
-    return accepts("sampler", options, SAMPLERS[name].settings, f'sampler "{name}"')
 
 
 def build_sampler(

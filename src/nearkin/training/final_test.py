@@ -1,7 +1,7 @@
 """The test at the end of a run: three contenders measured on items that were never trained on, and a verdict."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,21 +10,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin import models
+from nearkin import evaluation, models
 from nearkin.core import files
 from nearkin.core.versions import version_of
 from nearkin.evaluation.graded import per_query as graded_per_query
 from nearkin.evaluation.retrieval import retrieval_metrics
 from nearkin.evaluation.statistics import cluster_bootstrap
-from nearkin.training import validation
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.trainer import PRECISIONS, Trainer
-from nearkin.training.validation import HeldOut
+from nearkin.training.validation import (
+    MAIN,
+    METRICS,
+    HeldOut,
+    graded_metrics,
+    graded_query_and_gallery,
+    query_and_gallery,
+)
 
-__all__ = ["contenders", "explained", "raw", "results", "unwrapped", "verdict"]
+__all__ = ["contenders", "explained", "extra_metrics", "full_metrics", "no_interval", "raw", "results", "unverifiable"]
+__all__ += ["unwrapped", "verdict"]
 
 _PIXELS = 32  # side to which images are reduced before their pixels are compared
+KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
 _SAMPLES = 1000  # resamples of the test classes
 _WRITTEN = {"map@r": "MAP@R", "ndcg@10": "nDCG@10"}
 
@@ -77,7 +85,7 @@ def results(
     recipe, state, on = trainer.recipe, trainer.state, trainer.device
     options: dict[str, Any] = {"ks": recipe.evaluation.ks, "interval": recipe.evaluation.interval}
     options["seed"] = recipe.training.seed
-    tested = {name: validation.full_metrics(x, held_out, trainer.graded, on, **options) for name, x in rows.items()}
+    tested = {name: full_metrics(x, held_out, trainer.graded, on, **options) for name, x in rows.items()}
     settings: dict[str, Any] = {"baseline": prepared.baseline, "seed": recipe.training.seed}
     content = {
         "nearkin": version_of("nearkin"),
@@ -97,13 +105,94 @@ def results(
         "notes": state.notes,
     }
     if recipe.evaluation.interval:
-        content["no_interval"] = validation.no_interval(tested["trained"], held_out)
+        content["no_interval"] = no_interval(tested["trained"], held_out)
     if trainer.group.size > 1:
         content["ranks"] = trainer.group.size
-    content |= validation.extra_metrics(rows["trained"], held_out, prepared.test_pairs(), recipe, on)
+    content |= extra_metrics(rows["trained"], held_out, prepared.test_pairs(), recipe, on)
     with explained(trainer, "results.json"):
         files.write_json(trainer.out / "results.json", content)
     return content
+
+
+def full_metrics(
+    rows: Tensor,
+    held_out: HeldOut,
+    graded: bool,
+    device: torch.device,
+    *,
+    ks: Sequence[int] | None,
+    interval: bool,
+    seed: int,
+) -> dict[str, dict[str, float | None]]:
+    """Every metric with its 95 % interval: {"recall@1": {"value", "low", "high"}, …}."""
+    ks = tuple(ks or KS[graded])
+    if graded:
+        metrics: Any = graded_metrics(rows, held_out, device, ks=ks, interval=interval, seed=seed)
+    else:
+        queries, labels, gallery, gallery_labels = query_and_gallery(rows, held_out, device)
+        options: dict[str, Any] = {"ks": ks, "metrics": METRICS, "interval": interval}
+        metrics = evaluation.retrieval(queries, labels, gallery, gallery_labels, **options)
+    result = {}
+    for name, value in metrics.items():
+        if name in ("queries", "without_positives", "unknown", "spearman_skipped"):
+            continue
+        low, high = metrics.intervals.get(name, (None, None)) if interval else (None, None)
+        result[name] = {"value": _number(value), "low": _number(low), "high": _number(high)}
+    return result
+
+
+def no_interval(tested: dict[str, dict[str, float | None]], held_out: HeldOut) -> str | None:
+    """Why the metrics of `full_metrics` have no intervals, where none of them has one."""
+    if any(figure["low"] is not None for figure in tested.values()):
+        return None
+    items, labels = held_out.indices, held_out.labels
+    return cluster_bootstrap.too_few(len(items) if labels is None else len(np.unique(labels)))
+
+
+def _number(value: Any) -> float | None:
+    """A value as JSON has it: None for NaN and infinity."""
+    if value is None:
+        return None
+    return float(value) if np.isfinite(float(value)) else None
+
+
+def extra_metrics(rows: Tensor, held_out: HeldOut, pairs: Any, recipe: Any, device: torch.device) -> dict[str, Any]:
+    """Clustering on request, and verification of the source's own pairs."""
+    metrics: dict[str, Any] = {}
+    if recipe.evaluation.clustering:
+        if held_out.labels is None:
+            raise ValueError("evaluation.clustering needs class labels, the source has none")
+        labels = torch.from_numpy(held_out.labels).to(device)
+        clusters: Any = evaluation.clustering(
+            rows[: len(held_out.indices)].to(device), labels, seed=recipe.training.seed
+        )
+        metrics["clustering"] = {name: _number(clusters[name]) for name in ("nmi", "ami", "f1")}
+    if pairs is not None and unverifiable(pairs) is None:
+        verified = _verified(rows, pairs)
+        names = ("accuracy", "accuracy_error", "threshold", "eer", "auc")
+        metrics["verification"] = {name: _number(verified[name]) for name in names}
+        metrics["verification"] |= {name: _number(v) for name, v in verified.items() if name.startswith("tar@")}
+    return metrics
+
+
+def unverifiable(pairs: Any) -> str | None:
+    """Why the source's own pairs of test items cannot be verified; None if they can.
+
+    Random vectors are verified, so that it is known before training.
+    """
+    if pairs is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    try:
+        _verified(torch.randn(int(pairs.items.max()) + 1, 2, generator=generator), pairs)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _verified(rows: Tensor, pairs: Any) -> Any:
+    same, folds = torch.from_numpy(pairs.same), torch.from_numpy(pairs.fold)
+    return evaluation.verification(embeddings=rows, pairs=torch.from_numpy(pairs.items), same=same, folds=folds)
 
 
 def verdict(
@@ -115,7 +204,7 @@ def verdict(
     be shown; better and worse as in `cluster_bootstrap.compare`, which resamples test classes. "against": its figures
     for each of the two, differences as trained minus the other. "sentence": the same in words. baseline: its name.
     """
-    metric = validation.main_metric(graded)
+    metric = MAIN[graded]
     values = {name: _per_query(x, held_out, graded, device, metric) for name, x in rows.items()}
     by_class = held_out.labels is not None and not graded
     groups = torch.from_numpy(held_out.labels) if by_class else torch.arange(len(held_out.indices))
@@ -126,7 +215,7 @@ def verdict(
         low, high = test["interval"] or (None, None)
         figures = {"trained": test["a"], "other": test["b"], "difference": test["difference"]}
         figures |= {"low": low, "high": high, "p": test["p"]}
-        against[other] = {key: validation.number(value) for key, value in figures.items()}
+        against[other] = {key: _number(value) for key, value in figures.items()}
         word = {"a": "better", "b": "worse"}.get(test["verdict"], "undecided")
         against[other] |= {"classes": test["classes"], "verdict": word}
     words = [figures["verdict"] for figures in against.values()]
@@ -143,9 +232,9 @@ def verdict(
 
 def _per_query(rows: Tensor, held_out: HeldOut, graded: bool, device: torch.device, metric: str) -> Tensor:
     if graded:
-        queries, targets, gallery = validation.graded_query_and_gallery(rows, held_out, device)
+        queries, targets, gallery = graded_query_and_gallery(rows, held_out, device)
         return graded_per_query(queries, targets, (10,), **gallery)[metric]
-    sides = validation.query_and_gallery(rows, held_out, device)
+    sides = query_and_gallery(rows, held_out, device)
     return retrieval_metrics.per_query(*sides, metrics=(metric,))[metric]
 
 

@@ -18,11 +18,12 @@ from nearkin.data.items import Items
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
 from nearkin.models.io import fingerprint as encoder_fingerprint
-from nearkin.models.onnx_export import exportable
+from nearkin.models.onnx_export import check_exportable
 from nearkin.training import run_dir
 from nearkin.training.config import recipe as recipes
+from nearkin.training.config.defaults import split
 from nearkin.training.loader import ItemStore, embed
-from nearkin.training.prepare import fingerprint, split
+from nearkin.training.prepare import fingerprint
 from nearkin.training.run_dir import start_of
 
 __all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "vectors_of"]
@@ -125,7 +126,7 @@ def _vectors(name: str, embedded: Embedded) -> Vectors:
 def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:
     """Writes the encoder of a run as ONNX, checked on its test items: the largest difference, and on how many."""
     _finished(Path(run))
-    exportable(path)
+    check_exportable(path)
     opened = _opened(Path(run), None, None, None, "skip", "cpu", same=False)
     some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
     batch = opened.store.eval_view(opened.store.gather(some))

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from nearkin.core import files
 from nearkin.data.items import Items
-from nearkin.models.own_encoder import PREFIX, OwnEncoder
+from nearkin.models.encoder import PREFIX, OwnEncoder
 from nearkin.training.config.recipe import Recipe
 
-__all__ = ["NONE", "PREFIX", "DatasetRows", "Own", "how_to_resume", "is_own", "items_of", "own_objects"]
+__all__ = ["NONE", "PREFIX", "DatasetRows", "Own", "how_to_resume", "items_of", "own_objects"]
 
 INITIAL = "untrained.safetensors"  # weights at the start of a run, against which the trained ones are measured
 _SECTIONS = {"dataset": ("data", "source"), "encoder": ("encoder", "name"), "loss": ("loss", "name")}
@@ -44,14 +44,14 @@ class Own:
             part = getattr(recipe, section)
             named = part.get(key, "") if isinstance(part, dict) else getattr(part, key)
             name = str(named).removeprefix(PREFIX)
-            if is_own(named) and getattr(self, role) is None:
+            if recipe.is_own(section) and getattr(self, role) is None:
                 raise ValueError(
                     f"{where}the {role} is an object of the user's own ({name}); give it again in Python: "
                     f"training.resume(folder, {role}=…), or training.train for a new run"
                 )
-            if is_own(named) and self.name(role) != named:
+            if recipe.is_own(section) and self.name(role) != named:
                 raise ValueError(f"{where}the {role} was a {name}, got a {type(getattr(self, role)).__name__}")
-            if getattr(self, role) is not None and not is_own(named):
+            if getattr(self, role) is not None and not recipe.is_own(section):
                 raise ValueError(f"{where}the {role} is {named!r}, by name; leave the object out")
 
     def wrap(self, example: Tensor) -> "Own":
@@ -95,13 +95,9 @@ class Own:
 NONE = Own()
 
 
-def is_own(name: object) -> bool:
-    return str(name).startswith(PREFIX)
-
-
 def how_to_resume(recipe: Recipe, folder: Path) -> str:
     """How a stopped run is resumed."""
-    if any(is_own(name) for name in (recipe.data.source, recipe.encoder.get("name"), recipe.loss.get("name"))):
+    if any(recipe.is_own(section) for section, _ in _SECTIONS.values()):
         return f"training.resume({str(folder)!r}, …) and the same objects"
     return f"nearkin train --resume {folder}"
 
@@ -120,7 +116,11 @@ def own_objects(source: Any, encoder: Any, loss: Any) -> Own:
             f"source must be a path, a name, a Recipe or a dataset with a length and dataset[i] = (tensor, label), got "
             f"{type(source).__name__}"
         )
-    return Own(dataset, *(value if isinstance(value, nn.Module) else None for value in (encoder, loss)))
+    return Own(
+        dataset,
+        encoder if isinstance(encoder, nn.Module) else None,
+        loss if isinstance(loss, nn.Module) else None,
+    )
 
 
 class DatasetRows:

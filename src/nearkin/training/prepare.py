@@ -1,6 +1,7 @@
 """From a source to what can be trained on: items loaded, images decoded, split made, recipe settled."""
 
 import hashlib
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from nearkin import data, models
 from nearkin.data import augment, image_cache
 from nearkin.data.items import Items, Pairs
 from nearkin.data.splits import Parts
-from nearkin.training.build import augmentation_of, new_encoder
+from nearkin.training.build import build_loss, build_sampler, new_encoder
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
-from nearkin.training.config.refusals import check_build, check_recipe
+from nearkin.training.config.registry import augmentation_of, check_keys
+from nearkin.training.metrics_log import MetricsLog
+from nearkin.training.optimizers import parameter_groups
 from nearkin.training.own_objects import NONE, DatasetRows, Own, items_of
 from nearkin.training.validation import HeldOut
 
-__all__ = ["Prepared", "build_encoder", "fingerprint", "item_rows", "prepare", "split"]
+__all__ = ["Prepared", "build_encoder", "check_recipe", "fingerprint", "item_rows", "prepare"]
 
+_MANY = 100_000  # classes; weights for more are not built twice
 _STANDARDIZED = 2048  # training items from which mean and deviation of the input are taken
 
 
@@ -37,6 +41,11 @@ class Prepared:
     fingerprint: str
     notes: list[str]
     own: Own = NONE
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What a checkpoint records of its run."""
+        return {"recipe": self.recipe.digest(), "data": self.fingerprint}
 
     @property
     def preparation(self) -> dict[str, Any]:
@@ -55,7 +64,7 @@ class Prepared:
         """What is to be had without training."""
         if self.items.vectors is not None or len(self.rows.shape) == 2:
             return "vectors"
-        return "frozen backbone" if defaults.pretrained(self.recipe) else "pixels"
+        return "frozen backbone" if self.recipe.pretrained else "pixels"
 
     def held_out(self, part: str) -> HeldOut:
         """The items of the validation or the test part."""
@@ -112,15 +121,46 @@ def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> 
         recipe, notes = defaults.settle_source(recipe, items)
         own = own.wrap(_example(recipe, items))
         if items.pictures is not None and defaults.glimpses(items):  # files that are no images are named when decoded
-            parts = split(items, recipe, [])
-            check_build(defaults.settle(recipe, items, parts), items, parts, own)
+            parts = defaults.split(items, recipe, [])
+            _check_build(defaults.settle(recipe, items, parts), items, parts, own)
         rows, digests, bad = item_rows(items, recipe, callback)
-    parts = split(items, recipe, bad)
+    parts = defaults.split(items, recipe, bad)
     recipe = defaults.settle(recipe, items, parts)
     report = data.inspect(items, parts, digests=digests or None, bad=bad)
     callback({"event": "data", "report": report, "lines": data.lines(report)})
     callback({"event": "settled", "recipe": recipe})
     return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuses what is wrong whatever the data are: the device, names, keys, types, missing packages."""
+    _ = recipe.device
+    MetricsLog(Path(), recipe.training.tensorboard)
+    check_keys(recipe)
+
+
+def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own) -> None:
+    """Builds encoder, loss and sampler of a settled recipe once: what cannot be built is refused before decoding.
+
+    parts: as they are if every image can be read.
+    """
+    encoder = new_encoder(recipe, None if items.vectors is None else items.vectors.shape[1:], own)
+    labels = classes = targets = None
+    if recipe.takes_targets:
+        assert items.targets is not None  # `defaults.settle` has refused it otherwise
+        targets = items.targets[parts.train]
+    elif items.labels is not None:
+        present, labels = np.unique(items.labels[parts.train], return_inverse=True)
+        labels, classes = labels.astype(np.int64), len(present)
+    width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
+    unsharded = {key: value for key, value in recipe.loss.items() if key != "shard"}  # ranks prepare one by one
+    alone = recipe.model_copy(update={"loss": unsharded})
+    few = classes and min(classes, _MANY)
+    loss = build_loss(alone, few, encoder.dim, recipe.training.seed, width, len(parts.train), own)
+    parameter_groups(recipe, encoder.backbone, encoder.head, loss)
+    with warnings.catch_warnings():  # noted when the sampler is built for the run
+        warnings.simplefilter("ignore")
+        build_sampler(recipe, labels, targets)
 
 
 def _example(recipe: Recipe, items: Items) -> torch.Tensor:
@@ -130,23 +170,6 @@ def _example(recipe: Recipe, items: Items) -> torch.Tensor:
     options = recipe.data
     assert options.channels is not None and options.size is not None
     return torch.zeros(2, options.channels, options.size, options.size)
-
-
-def split(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
-    """The parts of the readable items. The others keep their place: to close the gaps would copy every pixel."""
-    options = recipe.data
-    indices = np.setdiff1d(np.arange(len(items)), [i for i, _ in bad])
-    readable = items.take(indices) if bad else items
-    parts = data.divide(
-        readable,
-        seed=options.seed,
-        closed=options.closed,
-        val=options.val or defaults.validation_share(items),
-        test=options.test or defaults.TEST,
-        skip_single=options.skip_single,
-        official=options.official,
-    )
-    return parts.among(indices) if bad else parts
 
 
 def item_rows(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nearkin import models
 from nearkin.dist.group import ProcessGroup
 from nearkin.dist.rendezvous import join
-from nearkin.training import final_test, grad_cache, run_dir, validation
+from nearkin.training import final_test, grad_cache, run_dir
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.final_test import raw
@@ -178,7 +178,7 @@ def _is_restart(folder: Path, restarted: bool) -> bool:
 def _prepare(recipe: Recipe, callback: Callback, own: Own, group: ProcessGroup) -> Prepared:
     """One rank after the other where there is something to cache; all must find the same items."""
     prepared = group.first_on_machine("preparing", lambda: prepare(recipe, callback, own), rank0_first=True)
-    first, *others = group.values([prepared.fingerprint, run_dir.digest(prepared.recipe)])
+    first, *others = group.values([prepared.fingerprint, prepared.recipe.digest()])
     for rank, other in enumerate(others, 1):
         for what, ours, theirs in zip(("items", "settings"), first, other, strict=True):
             if ours != theirs:
@@ -234,7 +234,7 @@ def _chunk_note(trainer: Trainer) -> list[str]:
 
 
 def _pairs_note(prepared: Prepared) -> list[str]:
-    why = validation.unverifiable(prepared.test_pairs())
+    why = final_test.unverifiable(prepared.test_pairs())
     return [] if why is None else [f"the source's pairs are not verified: {why}"]
 
 

@@ -1,6 +1,5 @@
 """The folder of a run: claimed by one process, with the recipe and the items it was started with."""
 
-import hashlib
 import json
 import os
 import re
@@ -13,20 +12,17 @@ from nearkin.core.locks import Lock
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.training.checkpoint.checkpoints import is_checkpoint_file
 from nearkin.training.config import recipe as recipes
-from nearkin.training.config.recipe import Recipe, to_toml
+from nearkin.training.config.recipe import Recipe
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.prepare import Prepared
 
-__all__ = ["CHECKPOINTS", "LOCK", "Claim", "check_not_started", "check_unchanged", "digest", "is_half_written"]
-__all__ += ["origin_of", "recipe_of", "same_launch", "start_of", "write"]
+__all__ = ["CHECKPOINTS", "LOCK", "Claim", "check_not_started", "check_unchanged", "is_half_written", "recipe_of"]
+__all__ += ["same_launch", "start_of", "write"]
 
 LOCK, CHECKPOINTS = ".lock", "checkpoints"
 _FILES = ["recipe.toml", "data.json", "untrained.safetensors", "metrics.jsonl", "model.safetensors", "encoder.json"]
 _FILES += ["results.json", "report.html"]
 _HALF_WRITTEN = re.compile(files.TEMPORARY % "|".join(map(re.escape, _FILES)))
-
-# Keys of recipe.toml that may be edited before a run resumes: where things are, not what is learned.
-_FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy"), "loss": ("shard",)}
 
 
 class Claim:
@@ -107,7 +103,7 @@ def write(folder: Path, prepared: Prepared) -> None:
     """recipe.toml and data.json."""
     start: dict[str, Any] = {
         "fingerprint": prepared.fingerprint,
-        "recipe": digest(prepared.recipe),
+        "recipe": prepared.recipe.digest(),
         "began_in": str(Path.cwd()),
     }
     if _launch() is not None:
@@ -115,7 +111,7 @@ def write(folder: Path, prepared: Prepared) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         prepared.own.write_initial(folder)
-        files.write_text(folder / "recipe.toml", to_toml(prepared.recipe))
+        files.write_text(folder / "recipe.toml", prepared.recipe.to_toml())
         files.write_json(folder / "data.json", prepared.report | start)
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
@@ -145,7 +141,7 @@ def check_unchanged(folder: Path, prepared: Prepared) -> None:
     start = start_of(folder)
     if start.get("fingerprint", prepared.fingerprint) != prepared.fingerprint:
         raise ValueError(f"{folder}: {prepared.items.name} is not what it was when the run began; train anew")
-    current = digest(prepared.recipe)
+    current = prepared.recipe.digest()
     if start.get("recipe", current) != current:
         file = folder / "recipe.toml"
         raise ValueError(
@@ -170,11 +166,6 @@ def _has_content(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
-def origin_of(prepared: Prepared) -> dict[str, str]:
-    """What a checkpoint records of its run."""
-    return {"recipe": digest(prepared.recipe), "data": prepared.fingerprint}
-
-
 def start_of(folder: Path) -> dict[str, Any]:
     """data.json; empty where a run ended before writing it."""
     path = folder / "data.json"
@@ -193,12 +184,3 @@ def _launch() -> str | None:
     """The id that torchrun gives to everything it starts, if any."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return None if name in (None, "", "none") else name
-
-
-def digest(recipe: Recipe) -> str:
-    """Of all that decides what is learned."""
-    relevant = {
-        section: {key: value for key, value in part.items() if key not in _FREE.get(section, ())}
-        for section, part in recipe.plain().items()
-    }
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()

@@ -22,12 +22,12 @@ from nearkin.dist.parallel import Parallel
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
 from nearkin.training import grad_cache, run_dir, validation
-from nearkin.training.build import augmentation_of, build_loss, build_sampler, takes_targets
+from nearkin.training.build import build_loss, build_sampler
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.checkpoint.state import State
-from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.registry import augmentation_of
 from nearkin.training.cuda_graphs import GraphedEncoder
 from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
 from nearkin.training.metrics_log import MetricsLog
@@ -230,7 +230,7 @@ class Trainer:
         """The present weights on the held-out classes: the main metric, and all figures."""
         rows, held_out = self.embed(self.held_out.everything), self.held_out
         figures = self.group.on_rank0("validation", lambda: quick_metrics(rows, held_out, self.graded, self.device))
-        return figures.get(validation.main_metric(self.graded), -math.inf), figures
+        return figures.get(validation.MAIN[self.graded], -math.inf), figures
 
     def replace_lost_best(self) -> None:
         """Makes the present weights the best, if the checkpoint refers to best weights that are corrupt."""
@@ -300,7 +300,7 @@ class Trainer:
 def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> Trainer:
     """The trainer of a prepared run, at its first step."""
     recipe, train_part, options = prepared.recipe, prepared.parts.train, prepared.recipe.training
-    device, graded = group.device(defaults.device(recipe)), takes_targets(recipe)
+    device, graded = group.device(recipe.device), recipe.takes_targets
     checkpoint_state.seed_everything(options.seed)
     encoder = (prepared.own.wrapped or build_encoder(prepared)).to(device)
     if options.sync_norms and group.size > 1:
@@ -327,7 +327,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
     return Trainer(
         recipe=recipe,
         out=folder,
-        checkpoints=Checkpoints(folder / run_dir.CHECKPOINTS, run_dir.origin_of(prepared), group),
+        checkpoints=Checkpoints(folder / run_dir.CHECKPOINTS, prepared.origin, group),
         device=device,
         encoder=encoder,
         average=average,

@@ -13,19 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nearkin import models
 from nearkin.core import checks
 from nearkin.data import decode
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.items import Items
-from nearkin.data.splits import Parts, given_split
-from nearkin.training.build import augmentation_of, encoder_settings, loss_settings, takes_targets
+from nearkin.data.splits import Parts, divide, given_split
 from nearkin.training.config.recipe import Recipe, no_effect
-from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting
-from nearkin.training.own_objects import PREFIX, is_own
+from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, augmentation_of, encoder_settings, loss_settings
 
-__all__ = ["SAMPLERS_OF", "TEST", "check_encoder_name", "device", "glimpses", "pretrained", "settle", "settle_images"]
-__all__ += ["settle_source", "settle_split", "validation_share"]
+__all__ = ["SAMPLERS_OF", "glimpses", "settle", "settle_images", "settle_source", "settle_split", "split"]
 
 TEST = 0.25  # share of the classes, or items, of a source without a test part
 
@@ -66,7 +62,6 @@ def settle_source(recipe: Recipe, items: Items, shape: tuple[int, ...] | None = 
 
     shape: of an item of a dataset of the user's own, which prepares its items itself.
     """
-    check_encoder_name(recipe)
     if shape is not None:
         return _settle_dataset(recipe, shape), []
     if items.pictures is None:
@@ -74,7 +69,7 @@ def settle_source(recipe: Recipe, items: Items, shape: tuple[int, ...] | None = 
     sides_and_grey = glimpses(items)
     side = int(np.median([side for side, _ in sides_and_grey])) if sides_and_grey else SMALL
     grey = bool(sides_and_grey) and all(grey for _, grey in sides_and_grey)
-    return settle_images(recipe, side, grey, device(recipe))
+    return settle_images(recipe, side, grey, recipe.device)
 
 
 def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) -> Recipe:
@@ -102,15 +97,6 @@ def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) ->
 # --- what is known of the data and the machine
 
 
-def device(recipe: Recipe) -> torch.device:
-    return checks.device(recipe.training.device, "training.device", "cpu")
-
-
-def pretrained(recipe: Recipe) -> bool:
-    name = str(recipe.encoder["name"])
-    return name not in ("small-cnn", "mlp") and not is_own(name) and bool(recipe.encoder.get("pretrained", True))
-
-
 def glimpses(items: Items) -> list[tuple[int, bool]]:
     """Shorter side and greyness of some images, from their headers; unreadable ones are left out."""
     assert items.pictures is not None
@@ -121,29 +107,15 @@ def glimpses(items: Items) -> list[tuple[int, bool]]:
     return sides_and_grey
 
 
-def validation_share(items: Items) -> float:
-    """Of the classes that are not tested: a fifth, or a tenth where that is many already."""
-    if items.labels is None:
-        return 0.2
-    labels = items.labels if items.split is None else items.labels[np.array(items.split) == "train"]
-    return 0.1 if len(np.unique(labels)) >= _MANY else 0.2
-
-
 def _facts(recipe: Recipe, items: Items, parts: Parts) -> Facts:
     classes = smallest = None
     if items.labels is not None:
         counts = np.unique(items.labels[parts.train], return_counts=True)[1]
         classes, smallest = len(counts), int(counts.min())
-    return Facts(len(parts.train), classes, smallest, pretrained(recipe), device(recipe))
+    return Facts(len(parts.train), classes, smallest, recipe.pretrained, recipe.device)
 
 
 # --- the source: [encoder] name, [data] image keys, [augment]
-
-
-def check_encoder_name(recipe: Recipe) -> None:
-    name = str(recipe.encoder.get("name", "mlp"))
-    if not name.startswith(("timm:", "hf:", PREFIX)):
-        checks.one_of("encoder", name, [known.name for known in models.encoders()])
 
 
 def _settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
@@ -152,7 +124,7 @@ def _settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
         no_effect(key, "the dataset is an object of your own, which prepares its items itself")
     recipe = recipe.with_("encoder", **{"name": "mlp" if len(shape) == 1 else "small-cnn", **recipe.encoder})
     name = str(recipe.encoder["name"])
-    if not is_own(name) and (name == "mlp") != (len(shape) == 1):
+    if not recipe.is_own("encoder") and (name == "mlp") != (len(shape) == 1):
         kind, instead = ("vectors", "mlp") if len(shape) == 1 else ("pictures", "small-cnn")
         raise ValueError(f'encoder "{name}" does not take {kind}, which the dataset holds; use {instead}')
     workers = recipe.training.workers if "training.workers" in recipe.explicit_keys else 0
@@ -164,7 +136,7 @@ def _settle_vectors(recipe: Recipe) -> Recipe:
     for key in sorted(recipe.explicit_keys & unused):
         no_effect(key, "the source holds vectors, not pictures")
     recipe = recipe.with_("encoder", **{"name": "mlp", **recipe.encoder})
-    if recipe.encoder["name"] != "mlp" and not is_own(recipe.encoder["name"]):
+    if recipe.encoder["name"] != "mlp" and not recipe.is_own("encoder"):
         raise ValueError(f'encoder "{recipe.encoder["name"]}" takes pictures, the source holds vectors; use mlp')
     return recipe
 
@@ -180,7 +152,7 @@ def settle_images(recipe: Recipe, side: int, grey: bool, on: torch.device) -> tu
         raise ValueError('encoder "mlp" takes vectors, the source holds pictures; use small-cnn')
     size = recipe.data.size
     if size is None:
-        if name == "small-cnn" or (is_own(name) and side <= SMALL):
+        if name == "small-cnn" or (recipe.is_own("encoder") and side <= SMALL):
             size = min(SMALL, max(16, -(-side // 8) * 8))
         else:
             size = 224 if on.type == "cuda" else 128
@@ -222,6 +194,23 @@ def _encoder_for(side: int, size: int | None) -> tuple[str, list[str]]:
 # --- the split: [data] partial, official, closed, skip_single, val, test, seed
 
 
+def split(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
+    """The parts of the readable items. The others keep their place: to close the gaps would copy every pixel."""
+    options = recipe.data
+    indices = np.setdiff1d(np.arange(len(items)), [i for i, _ in bad])
+    readable = items.take(indices) if bad else items
+    parts = divide(
+        readable,
+        seed=options.seed,
+        closed=options.closed,
+        val=options.val or _validation_share(items),
+        test=options.test or TEST,
+        skip_single=options.skip_single,
+        official=options.official,
+    )
+    return parts.among(indices) if bad else parts
+
+
 def settle_split(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
     """The shares of validation and test; none for a part that the source itself has set apart."""
     options, name = recipe.data, items.name
@@ -237,8 +226,16 @@ def settle_split(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
             no_effect(f"data.{part}", f"{name} has its own {part} part, which data.official=false would ignore")
     if options.seed and {"val", "test"} <= set(parts.own):
         no_effect("data.seed", f"{name} has its own parts, which data.official=false would ignore")
-    shares = {"val": options.val or validation_share(items), "test": options.test or TEST}
+    shares = {"val": options.val or _validation_share(items), "test": options.test or TEST}
     return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.own})
+
+
+def _validation_share(items: Items) -> float:
+    """Of the classes that are not tested: a fifth, or a tenth where that is many already."""
+    if items.labels is None:
+        return 0.2
+    labels = items.labels if items.split is None else items.labels[np.array(items.split) == "train"]
+    return 0.1 if len(np.unique(labels)) >= _MANY else 0.2
 
 
 # --- [loss], [encoder], [augment], [sampler]
@@ -250,19 +247,19 @@ def _settle_loss(recipe: Recipe, items: Items, facts: Facts) -> Recipe:
         kind = "targets" if items.labels is None else "scratch" if recipe.encoder["name"] == "small-cnn" else tuned
         recipe = recipe.with_("loss", **{**_LOSSES[kind], **recipe.loss})
     name = recipe.loss["name"]
-    if is_own(name):
+    if recipe.is_own("loss"):
         recipe = recipe.with_("loss", **{"targets": items.labels is None, **recipe.loss})
     loss_settings(recipe)
-    if takes_targets(recipe) and items.targets is None:
+    if recipe.takes_targets and items.targets is None:
         raise ValueError(f'loss "{name}" needs continuous targets, {items.name} has none')
-    if not takes_targets(recipe) and items.labels is None:
+    if not recipe.takes_targets and items.labels is None:
         raise ValueError(f'loss "{name}" needs class labels, {items.name} has none; use logratio')
     return recipe.with_("loss", **{**(_defaults(LOSSES[name].settings) if name in LOSSES else {}), **recipe.loss})
 
 
 def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
     name = recipe.encoder["name"]
-    if not is_own(name):
+    if not recipe.is_own("encoder"):
         head = {"normalize": recipe.loss["name"] not in FREE_LENGTH, "dim": 256 if name == "small-cnn" else 128}
         recipe = recipe.with_("encoder", **{**head, "freeze_norms": facts.pretrained, **recipe.encoder})
     options = recipe.encoder
@@ -340,7 +337,7 @@ def _settle_optimizer(recipe: Recipe, facts: Facts) -> Recipe:
     options, encoder = recipe.optimizer, recipe.encoder["name"]
     settled: dict[str, Any] = {}
     rates = {"adamw": 5e-4 if facts.pretrained else 5e-3, "sgd": 0.01 if facts.pretrained else 0.1, "rmsprop": 1e-4}
-    if encoder == "mlp" or is_own(encoder):
+    if encoder == "mlp" or recipe.is_own("encoder"):
         rates["adamw"] = 1e-3
     settled["lr"] = options.lr or rates[options.name]
     if options.weight_decay is None:

@@ -12,18 +12,25 @@ no effect beside the others is refused: nothing in a recipe is ignored.
 """
 
 import difflib
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nearkin.core import toml
+from nearkin.core import checks, toml
 from nearkin.core.errors import ExcessiveText
+from nearkin.models.encoder import PREFIX
 
-__all__ = ["NAMED", "Recipe", "keys", "no_effect", "read", "to_toml"]
+__all__ = ["KEYS", "NAMED", "Recipe", "no_effect", "read"]
 
 NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend on what they name
+
+# Keys that may be edited before a run resumes: where things are, not what is learned.
+_FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy"), "loss": ("shard",)}
 
 
 class _Section(BaseModel):
@@ -143,6 +150,34 @@ class Recipe(BaseModel):
             keys |= {f"{section}.{name}" for name in names}
         return keys
 
+    @property
+    def device(self) -> torch.device:
+        return checks.device(self.training.device, "training.device", "cpu")
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether the encoder starts from weights of another task."""
+        own = self.is_own("encoder") or self.encoder["name"] in ("small-cnn", "mlp")
+        return not own and bool(self.encoder.get("pretrained", True))
+
+    @property
+    def takes_targets(self) -> bool:
+        """Whether the loss learns from continuous labels."""
+        return self.loss.get("name") == "logratio" or self.loss.get("targets") is True  # the latter: own losses
+
+    def is_own(self, section: str) -> bool:
+        """Whether the source, the encoder or the loss is an object of the user's own."""
+        name = self.data.source if section == "data" else getattr(self, section).get("name")
+        return str(name).startswith(PREFIX)
+
+    def digest(self) -> str:
+        """Of all that decides what is learned."""
+        relevant = {
+            section: {key: value for key, value in part.items() if key not in _FREE.get(section, ())}
+            for section, part in self.plain().items()
+        }
+        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
+
     def with_(self, section: str, **values: Any) -> "Recipe":
         """A copy with some keys of one section replaced."""
         part = getattr(self, section)
@@ -160,18 +195,21 @@ class Recipe(BaseModel):
                 sections[section] = {name: value for name, value in part.model_dump().items() if value is not None}
         return sections
 
+    def to_toml(self) -> str:
+        """TOML that `read` reads as the same recipe."""
+        return toml.text(self.plain())
+
 
 def no_effect(key: str, because: str) -> None:
     """Refuses a key that would be ignored."""
     raise ValueError(f"{key} would have no effect: {because}; leave it out")
 
 
-def keys() -> dict[str, list[str]]:
-    """The fixed keys of each section; [] for the sections whose keys depend on what they name."""
-    return {
-        section: [] if section in NAMED else list(field.annotation.model_fields)  # type: ignore[union-attr]
-        for section, field in Recipe.model_fields.items()
-    }
+# The fixed keys of each section; [] for the sections whose keys depend on what they name.
+KEYS: dict[str, list[str]] = {
+    section: [] if section in NAMED else list(field.annotation.model_fields)  # type: ignore[union-attr]
+    for section, field in Recipe.model_fields.items()
+}
 
 
 def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping[str, Any] | None = None) -> Recipe:
@@ -182,7 +220,7 @@ def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping
         where = str(file)
         for section, part in _toml(Path(file)).items():
             if not isinstance(part, dict):
-                raise ValueError(f"{where}: {section} = … stands outside of a section; known: {', '.join(keys())}")
+                raise ValueError(f"{where}: {section} = … stands outside of a section; known: {', '.join(KEYS)}")
             _known_section(section, where)
             content.setdefault(section, {}).update(part)
     for text in sets:
@@ -194,11 +232,6 @@ def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping
         return Recipe.model_validate(content)
     except ValidationError as error:
         raise ValueError(f"{where}: {_sentence(error)}") from None
-
-
-def to_toml(recipe: Recipe) -> str:
-    """TOML that `read` reads as the same recipe."""
-    return toml.text(recipe.plain())
 
 
 def _toml(file: Path) -> dict[str, Any]:
@@ -227,21 +260,20 @@ def _assignment(text: str) -> tuple[str, str, Any]:
 
 
 def _known_section(section: str, where: str) -> None:
-    if section not in keys():
-        raise ValueError(f'{where}: unknown section "{section}"{_nearest(section, keys())}')
+    if section not in KEYS:
+        raise ValueError(f'{where}: unknown section "{section}"{_nearest(section, KEYS)}')
 
 
 def _known_keys(content: Mapping[str, Mapping[str, Any]], where: str) -> None:
-    known = keys()
     for section, part in content.items():
         for key in part if section not in NAMED else ():
-            if key not in known[section]:
-                everywhere = {f"{other}.{name}" for other, names in known.items() for name in names}
-                near = difflib.get_close_matches(key, known[section], 1)
+            if key not in KEYS[section]:
+                everywhere = {f"{other}.{name}" for other, names in KEYS.items() for name in names}
+                near = difflib.get_close_matches(key, KEYS[section], 1)
                 elsewhere = sorted(name for name in everywhere if name.endswith(f".{key}"))
                 if not near and elsewhere:
                     raise ValueError(f'{where}: unknown key "{section}.{key}"; did you mean "{elsewhere[0]}"?')
-                raise ValueError(f'{where}: unknown key "{section}.{key}"{_nearest(key, known[section])}')
+                raise ValueError(f'{where}: unknown key "{section}.{key}"{_nearest(key, KEYS[section])}')
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
