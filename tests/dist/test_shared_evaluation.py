@@ -6,6 +6,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -186,6 +187,33 @@ def test_both_teams_speak_alike(tmp_path):
         assert [sorted(a_machine[:2]), sorted(a_machine[2:])] == [["0", "2"], ["1", "3"]]
         assert once in ("0213", "0231")
         assert values == [{"rank": 0}, {"rank": 1}, {"rank": 2}, {"rank": 3}, [0, "ü"]]
+
+
+def heartbeats(rank, world):
+    """The threads of a group that evaluates, and the patience of groups."""
+    x, labels = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 4
+    os.environ["NEARKIN_RANK_TIMEOUT"] = "7"
+    try:
+        with dist.join() as group:
+            evaluation.retrieval(x, labels, group=group)
+            threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("nearkin")]
+            patience = [group.heartbeat.patience]
+        with dist.ProcessGroup(patience=30) as group:
+            patience.append(group.heartbeat.patience)
+        os.environ["NEARKIN_RANK_TIMEOUT"] = "soon"
+        with pytest.raises(ValueError, match="NEARKIN_RANK_TIMEOUT must be a number of seconds from 2 to 3600, got 'soon'"):
+            dist.ProcessGroup()
+    finally:
+        del os.environ["NEARKIN_RANK_TIMEOUT"]
+    return threads, patience
+
+
+def test_a_group_has_one_heartbeat_and_one_patience():
+    assert worlds.run(2, heartbeats) == [(["nearkin-heartbeat"], [7, 30])] * 2
+    with pytest.raises(ValueError, match="patience must be > 0"):
+        dist.ProcessGroup(patience=0)
+    with pytest.raises(ValueError, match="on_failure"):
+        dist.ProcessGroup(on_failure="ignore")
 
 
 # --- failures: one sentence, the same on every rank, and nobody waits for ever
