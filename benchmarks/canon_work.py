@@ -22,13 +22,13 @@ from nearkin import data, evaluation
 from nearkin.core.errors import Diverged
 from nearkin.data.items import Items
 from nearkin.data.splits import Parts
-from nearkin.training import loop, run
+from nearkin.training import loop
 from nearkin.training.config.defaults import settle, settle_source, settle_split, split
 from nearkin.training.config.recipe import Recipe, read
-from nearkin.training.final_test import full_metrics
+from nearkin.training.final_test import full_metrics, raw
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, item_rows
-from nearkin.training.trainer import PRECISIONS, Trainer
+from nearkin.training.trainer import PRECISIONS, Trainer, assemble
 from nearkin.training.validation import quick_metrics
 
 __all__ = ["Desk", "Job", "content_of", "key", "recipe_of"]
@@ -161,7 +161,7 @@ def _attributes(root: Path) -> NDArray[np.float64]:
 
 def _trained(prepared: Prepared) -> Trainer:
     """Trained to the last step; nothing is kept on the way."""
-    trainer = run.assemble(prepared, Path(os.devnull))
+    trainer = assemble(prepared, Path(os.devnull))
     state = trainer.state
     while state.epoch < trainer.epochs:
         trainer.begin_epoch()
@@ -176,7 +176,7 @@ def _trained(prepared: Prepared) -> Trainer:
 
 def _step(trainer: Trainer, batch: Any) -> None:
     state = trainer.state
-    trainer.rate.set(trainer.optimizer, state.step)
+    trainer.lr_schedule.set(trainer.optimizer, state.step)
     value, _ = trainer.forward_backward(batch)
     trainer.window += value
     state.counted, state.batch, state.step = state.counted + 1, batch.number + 1, state.step + 1
@@ -215,11 +215,11 @@ def _final(prepared: Prepared, job: Job) -> dict[str, Any]:
 
 def _frozen(prepared: Prepared, job: Job) -> dict[str, Any]:
     """What could be had for nothing: the features of the encoder as it was bought, or the pixels."""
-    trainer = run.assemble(prepared, Path(os.devnull))
+    trainer = assemble(prepared, Path(os.devnull))
 
     def embedded(store: ItemStore, indices: NDArray[np.int64]) -> torch.Tensor:
         if prepared.baseline != "frozen backbone":
-            return run.raw(store, indices)
+            return raw(store, indices)
         return embed(trainer.encoder, store, indices, precision=trainer.precision, features=True)
 
     rows = embedded(trainer.store, prepared.held_out("test").everything)
@@ -259,7 +259,7 @@ def _tested(
 
 def _speed(prepared: Prepared, job: Job) -> dict[str, Any]:
     """Images a second of whole steps, after some to warm up; alone on the machine it is a measurement."""
-    trainer = run.assemble(prepared, Path(os.devnull))
+    trainer = assemble(prepared, Path(os.devnull))
     trainer.begin_epoch()
     batches = iter(batch for epoch in range(trainer.epochs) for batch in trainer.loader.epoch(epoch, 0))
     total = trainer.recipe.training.batches or 1

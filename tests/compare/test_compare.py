@@ -32,7 +32,7 @@ from nearkin.losses.search_ranges import RANGES, Choices
 from nearkin.training import read_recipe
 from nearkin.training.config.registry import LOSSES
 from nearkin.training.loader import ItemStore, embed
-from nearkin.training.run import assemble
+from nearkin.training.trainer import assemble
 
 LOSSES_HERE = ["triplet", "proxy-anchor"]
 SMALL = {"steps": 12, "trials": 3, "folds": 2, "seeds": 2}

@@ -94,7 +94,7 @@ def test_chunks_give_the_gradient_of_the_whole_batch(make, chunk):
     encoder, loss = Dropping(nn.LayerNorm(10)).double().eval(), make().double()
     loss(encoder(x), labels).backward()
     parameters = [*encoder.parameters(), *loss.parameters()]
-    whole = [p.grad.clone() for p in parameters]
+    reference = [p.grad.clone() for p in parameters]
     for p in parameters:
         p.grad = None
     value, embeddings = grad_cache.backward(
@@ -102,7 +102,7 @@ def test_chunks_give_the_gradient_of_the_whole_batch(make, chunk):
     )
     assert torch.equal(embeddings, encoder(x).detach()) or torch.allclose(embeddings, encoder(x), rtol=0, atol=1e-14)
     assert torch.isfinite(value)
-    for p, g in zip(parameters, whole, strict=True):
+    for p, g in zip(parameters, reference, strict=True):
         torch.testing.assert_close(p.grad, g, rtol=0, atol=1e-10)
 
 
@@ -113,12 +113,12 @@ def test_chunks_replay_dropout():
     torch.manual_seed(5)
     loss(torch.cat([encoder(x[:5]), encoder(x[5:10]), encoder(x[10:])]), labels).backward()
     after = torch.rand(())
-    whole = [p.grad.clone() for p in encoder.parameters()]
+    reference = [p.grad.clone() for p in encoder.parameters()]
     encoder.zero_grad()
     torch.manual_seed(5)
     grad_cache.backward(lambda some: encoder(x[some]), 12, 5, lambda e: loss(e, labels), encoder)
     assert torch.equal(torch.rand(()), after), "the generator stands where one pass would have left it"
-    for p, g in zip(encoder.parameters(), whole, strict=True):
+    for p, g in zip(encoder.parameters(), reference, strict=True):
         torch.testing.assert_close(p.grad, g, rtol=0, atol=1e-10)
 
 
@@ -135,9 +135,9 @@ def test_chunks_update_batch_statistics_once():
 
 def test_a_chunked_run_is_the_whole_run(vectors, tmp_path):
     """The encoder for vectors has no batch norm: chunks may change rounding only."""
-    whole = quickly(vectors, tmp_path / "a").embeddings
+    reference = quickly(vectors, tmp_path / "a").embeddings
     chunked = quickly(vectors, tmp_path / "b", "training.chunk=5").embeddings
-    torch.testing.assert_close(whole, chunked, rtol=0, atol=2e-4)
+    torch.testing.assert_close(reference, chunked, rtol=0, atol=2e-4)
 
 
 def test_a_boundary_per_item_is_told_which_items(vectors, tmp_path, monkeypatch):
@@ -188,7 +188,7 @@ def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
     else:
         start = lambda out, callback: quickly(vectors, out, *sets, callback=callback)  # noqa: E731
     events = []
-    whole = start(tmp_path / "whole", events.append)
+    reference = start(tmp_path / "reference", events.append)
     for number in range(3):
         folder = tmp_path / f"cut{number}"
         at = 5 + (number * (len(events) - 6)) // 2
@@ -197,15 +197,15 @@ def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
         with pytest.raises(Cut):
             training.resume(folder, cut_at(6))
         again = training.resume(folder)
-        assert weights(folder) == weights(tmp_path / "whole"), f"cut at event {at}"
-        assert torch.equal(again.embeddings, whole.embeddings)
+        assert weights(folder) == weights(tmp_path / "reference"), f"cut at event {at}"
+        assert torch.equal(again.embeddings, reference.embeddings)
         lines = [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in again.history]
-        assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in whole.history]
+        assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in reference.history]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_stops(number, vectors, tmp_path):
-    quickly(vectors, tmp_path / "whole")
+    quickly(vectors, tmp_path / "reference")
 
     def callback(event):
         if event["event"] == "step_end" and event["step"] == 6:
@@ -217,7 +217,7 @@ def test_a_signal_saves_and_stops(number, vectors, tmp_path):
     assert Checkpoints(tmp_path / "stopped" / "checkpoints").newest()[1]["step"] == 6, "in the middle of an epoch"
     assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
     training.resume(tmp_path / "stopped")
-    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "reference")
 
 
 def stop_at(step):
@@ -237,36 +237,36 @@ def test_a_run_stopped_within_an_epoch_ends_the_same(name, step, vectors, tmp_pa
     base = [s for s in SMALL if name not in ("mined pairs", "mined negatives") or "per_class" not in s]
     sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
     recipe = read(None, [f'data.source="{vectors}"', *base, *sets])
-    whole = training.train(recipe, tmp_path / "whole")
+    reference = training.train(recipe, tmp_path / "reference")
     with pytest.raises(training.Stopped):
         training.train(recipe, tmp_path / "run", stop_at(step))
     again = training.resume(tmp_path / "run")
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
-    assert again.results["test"] == whole.results["test"] and again.notes == whole.notes
+    assert weights(tmp_path / "run") == weights(tmp_path / "reference")
+    assert again.results["test"] == reference.results["test"] and again.notes == reference.notes
     lines = [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in again.history]
-    assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in whole.history]
+    assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in reference.history]
 
 
 @pytest.mark.parametrize("there", [["recipe.toml"], ["recipe.toml", "data.json"]])
 def test_a_run_that_died_before_its_first_checkpoint_begins_anew(there, vectors, tmp_path):
-    quickly(vectors, tmp_path / "whole")
+    quickly(vectors, tmp_path / "reference")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / ".step-00000000.safetensors.0a1b2c3d").write_bytes(b"half")
     for name in there:
-        (tmp_path / "run" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+        (tmp_path / "run" / name).write_bytes((tmp_path / "reference" / name).read_bytes())
     training.resume(tmp_path / "run")
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "reference")
 
 
 def test_a_torn_line_of_the_journal_is_dropped(vectors, tmp_path):
     """A line may end anywhere, also where it looks whole."""
-    whole = quickly(vectors, tmp_path / "whole")
+    reference = quickly(vectors, tmp_path / "reference")
     with pytest.raises(Cut):
         quickly(vectors, tmp_path / "run", callback=cut_at(16))
     with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
         file.write(b'{"event": "step", "epoch": 3, "step": 2, "lr": {"head": 0.1}')
     again = training.resume(tmp_path / "run")
-    assert [line["step"] for line in again.history] == [line["step"] for line in whole.history]
+    assert [line["step"] for line in again.history] == [line["step"] for line in reference.history]
 
 
 def test_a_thread_may_train(vectors, tmp_path):
@@ -332,18 +332,18 @@ def test_a_batch_that_was_asked_for_comes_out_even(vectors, tmp_path):
 
 
 def test_what_a_sampler_warns_of_is_a_note(vectors, tmp_path):
-    told = []
-    found = quickly(vectors, tmp_path / "run", "sampler.per_class=16", "sampler.batch=32", callback=told.append)
-    notes = [note for note in found.notes if "their items are repeated in a batch" in note]
-    assert len(notes) == 1 and {"event": "note", "text": notes[0]} in told
-    assert training.resume(tmp_path / "run").notes == found.notes
+    events = []
+    result = quickly(vectors, tmp_path / "run", "sampler.per_class=16", "sampler.batch=32", callback=events.append)
+    notes = [note for note in result.notes if "their items are repeated in a batch" in note]
+    assert len(notes) == 1 and {"event": "note", "text": notes[0]} in events
+    assert training.resume(tmp_path / "run").notes == result.notes
 
 
 def test_a_changed_source_is_not_resumed(vectors, tmp_path):
     with pytest.raises(Cut):
         quickly(vectors, tmp_path / "run", callback=cut_at(8))
-    with np.load(vectors) as found:
-        rows, labels = found["embeddings"], found["labels"]
+    with np.load(vectors) as result:
+        rows, labels = result["embeddings"], result["labels"]
     np.savez(vectors, embeddings=rows + 1, labels=labels)
     with pytest.raises(ValueError, match="not what it was when the run began"):
         training.resume(tmp_path / "run")
@@ -367,7 +367,7 @@ def test_checkpoints_keep_two_and_the_best(vectors, tmp_path):
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty", "text"])
 def test_a_damaged_newest_checkpoint_falls_back(damage, vectors, tmp_path):
-    quickly(vectors, tmp_path / "whole")
+    quickly(vectors, tmp_path / "reference")
     with pytest.raises(Cut):
         quickly(vectors, tmp_path / "run", callback=cut_at(18))
     newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
@@ -378,7 +378,7 @@ def test_a_damaged_newest_checkpoint_falls_back(damage, vectors, tmp_path):
     notes = []
     training.resume(tmp_path / "run", lambda e: notes.append(e["text"]) if e["event"] == "note" else None)
     assert any(newest.name in note and "the previous one is used" in note for note in notes)
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "reference")
 
 
 def test_a_damaged_checkpoint_does_not_count_as_one_of_two(vectors, tmp_path):
@@ -409,9 +409,9 @@ def test_a_checkpoint_proves_tensors_and_state(tmp_path):
     path = tmp_path / "c.safetensors"
     tensors = {"a": torch.randn(3, 2), "b": torch.tensor(7), "c": torch.zeros(0, 4), "d": torch.ones(2).bfloat16()}
     checkpoints.save(path, tensors, {"step": 3, "x": [1.5, None]})
-    found, state = checkpoints.load(path)
+    result, state = checkpoints.load(path)
     assert state == {"step": 3, "x": [1.5, None]}
-    assert all(torch.equal(found[k], v) and found[k].dtype == v.dtype for k, v in tensors.items())
+    assert all(torch.equal(result[k], v) and result[k].dtype == v.dtype for k, v in tensors.items())
     content = path.read_bytes()
     path.write_bytes(content.replace(b'\\"step\\": 3', b'\\"step\\": 4'))
     assert path.read_bytes() != content
@@ -420,7 +420,7 @@ def test_a_checkpoint_proves_tensors_and_state(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "file, said",
+    "file, sentence",
     [
         ("step-00000008", "checkpoint of step 8"),
         ("best-00000004", "best weights of step 4"),
@@ -428,8 +428,8 @@ def test_a_checkpoint_proves_tensors_and_state(tmp_path):
         ("results.json", "results.json"),
     ],
 )
-def test_a_full_disk_loses_nothing(file, said, vectors, tmp_path, monkeypatch):
-    whole = quickly(vectors, tmp_path / "whole")
+def test_a_full_disk_loses_nothing(file, sentence, vectors, tmp_path, monkeypatch):
+    reference = quickly(vectors, tmp_path / "reference")
     real = files.write_bytes
 
     def full(path, content):
@@ -438,11 +438,11 @@ def test_a_full_disk_loses_nothing(file, said, vectors, tmp_path, monkeypatch):
         real(path, content)
 
     monkeypatch.setattr(files, "write_bytes", full)
-    with pytest.raises(ValueError, match=rf"{said} could not be written \(No space left on device\).*--resume"):
+    with pytest.raises(ValueError, match=rf"{sentence} could not be written \(No space left on device\).*--resume"):
         quickly(vectors, tmp_path / "run")
     monkeypatch.undo()
     training.resume(tmp_path / "run")
-    assert weights(tmp_path / "run") == weights(whole.folder)
+    assert weights(tmp_path / "run") == weights(reference.folder)
 
 
 def test_no_temporary_file_is_left_behind(vectors, tmp_path):
@@ -494,8 +494,8 @@ def test_parts_have_their_own_rates_and_only_matrices_decay():
     backbone = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     head, loss = nn.Linear(3, 2), losses.ProxyAnchorLoss(4, 2)
     recipe = Recipe().with_("optimizer", lr=0.1, backbone_scale=0.5, head_scale=2.0, weight_decay=0.3)
-    found = parameter_groups(recipe, backbone, head, loss)
-    table = {(g["part"], g["weight_decay"]): (g["base"], [tuple(p.shape) for p in g["params"]]) for g in found}
+    result = parameter_groups(recipe, backbone, head, loss)
+    table = {(g["part"], g["weight_decay"]): (g["base"], [tuple(p.shape) for p in g["params"]]) for g in result}
     assert table == {
         ("backbone", 0.3): (0.05, [(3, 3)]),
         ("backbone", 0.0): (0.05, [(3,), (3,), (3,)]),
@@ -503,7 +503,7 @@ def test_parts_have_their_own_rates_and_only_matrices_decay():
         ("head", 0.0): (0.2, [(2,)]),
         ("loss", 0.3): (10.0, [(4, 2)]),
     }
-    steps = build_optimizer(recipe, found)
+    steps = build_optimizer(recipe, result)
     LRSchedule(recipe, 10, 10).set(steps, 0)
     assert [g["lr"] / g["base"] for g in steps.param_groups] == pytest.approx([1 / 6] * 5)
 
@@ -558,9 +558,9 @@ def test_spread_rank_and_line():
     rows = nn.functional.normalize(torch.randn(60, 7, dtype=torch.float64) * torch.arange(1, 8), dim=1)
     shares = torch.linalg.svdvals(rows - rows.mean(0))
     shares = shares / shares.sum()
-    found = monitor.geometry(rows)
-    assert found[1] == pytest.approx(float(torch.exp(-(shares * shares.log()).sum())))
-    assert found[2] == pytest.approx(float(shares[0] ** 2 / shares.square().sum()))
+    result = monitor.geometry(rows)
+    assert result[1] == pytest.approx(float(torch.exp(-(shares * shares.log()).sum())))
+    assert result[2] == pytest.approx(float(shares[0] ** 2 / shares.square().sum()))
 
 
 @pytest.mark.parametrize("dim", [8, 40])
@@ -573,12 +573,12 @@ def test_one_effective_rank_on_every_page(dim):
 def test_collapse_to_a_line_is_noticed_through_noise():
     """A hundredth of noise in 128 dimensions: the effective rank is large, and the batch is a line all the same."""
     ends = torch.randn(200, 1).sign() * torch.eye(128)[:1] + 0.01 * torch.randn(200, 128)
-    found = monitor.geometry(ends)
+    result = monitor.geometry(ends)
     watcher = monitor.Monitor(classes=10, dim=128, on_collapse="stop")
     for step in range(0, 100, 20):
-        watcher.check(step, 1.0, 1.0, *found)
+        watcher.check(step, 1.0, 1.0, *result)
     with pytest.raises(training.Diverged, match="% of the variance along one direction"):
-        watcher.check(100, 1.0, 1.0, *found)
+        watcher.check(100, 1.0, 1.0, *result)
     with pytest.raises(training.Diverged, match="embeddings are not finite"):
         monitor.geometry(torch.full((4, 3), torch.nan))
 
@@ -589,8 +589,8 @@ def test_an_epoch_tells_its_own_loss(vectors, tmp_path):
     rare = quickly(vectors, tmp_path / "rare", "training.log_steps=100").history
     steps = [line["loss"] for line in every if line["event"] == "step"]
     for lines in (every, rare):
-        told = [line["loss"] for line in lines if line["event"] == "epoch"]
-        assert told == pytest.approx([sum(steps[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-5)
+        events = [line["loss"] for line in lines if line["event"] == "epoch"]
+        assert events == pytest.approx([sum(steps[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-5)
     with pytest.raises(Stopped):
         quickly(vectors, tmp_path / "stopped", "training.log_steps=100", callback=stop_at(6))
     again = training.resume(tmp_path / "stopped").history
@@ -654,28 +654,28 @@ def test_a_verdict_says_whether_training_helped():
     good, middling, poor = (
         torch.from_numpy(rng.normal(size=(12, 8))[labels] + noise * rng.normal(size=(60, 8))) for noise in (0.3, 1, 3)
     )
-    held = HeldOut(np.arange(60), labels.astype(np.int64), None)
+    held_out = HeldOut(np.arange(60), labels.astype(np.int64), None)
 
-    def judged(trained, untrained, baseline, held=held, graded=False):
+    def judged(trained, untrained, baseline, held_out=held_out, graded=False):
         rows = {"trained": trained, "untrained": untrained, "baseline": baseline}
-        return verdict(rows, held, graded, torch.device("cpu"), baseline="pixels", seed=0)
+        return verdict(rows, held_out, graded, torch.device("cpu"), baseline="pixels", seed=0)
 
-    found = judged(good, poor, middling)
-    assert found["helped"] is True and found["sentence"].startswith("Training helped: MAP@R ")
+    result = judged(good, poor, middling)
+    assert result["helped"] is True and result["sentence"].startswith("Training helped: MAP@R ")
     right = evaluation.compare(good, middling, torch.from_numpy(labels), samples=1000)
-    beside = found["against"]["baseline"]
+    beside = result["against"]["baseline"]
     assert (beside["difference"], beside["low"], beside["high"]) == (right["difference"], *right["interval"])
-    assert f"{100 * right['b']:.1f} % of the pixels" in found["sentence"], "the better of the two that are free"
-    assert f"{100 * right['interval'][0]:+.1f} to {100 * right['interval'][1]:+.1f}" in found["sentence"]
-    found = judged(poor, middling, good)
-    assert found["helped"] is False and found["sentence"].startswith("Training did not help: MAP@R ")
+    assert f"{100 * right['b']:.1f} % of the pixels" in result["sentence"], "the better of the two that are free"
+    assert f"{100 * right['interval'][0]:+.1f} to {100 * right['interval'][1]:+.1f}" in result["sentence"]
+    result = judged(poor, middling, good)
+    assert result["helped"] is False and result["sentence"].startswith("Training did not help: MAP@R ")
     assert judged(middling, poor, good)["helped"] is False, "better than untrained, worse than pixels"
-    found = judged(good, good.clone(), poor)
-    assert found["helped"] is None and "cannot be told whether training helped" in found["sentence"]
-    assert "the untrained encoder" in found["sentence"]
-    two = HeldOut(np.arange(10), held.labels[:10], None)
-    found = judged(good[:10], poor[:10], poor[:10], two)
-    assert found["helped"] is None and "2 test classes are too few to tell" in found["sentence"]
+    result = judged(good, good.clone(), poor)
+    assert result["helped"] is None and "cannot be told whether training helped" in result["sentence"]
+    assert "the untrained encoder" in result["sentence"]
+    two = HeldOut(np.arange(10), held_out.labels[:10], None)
+    result = judged(good[:10], poor[:10], poor[:10], two)
+    assert result["helped"] is None and "2 test classes are too few to tell" in result["sentence"]
     targets = HeldOut(np.arange(60), None, good.numpy())
     assert judged(good, poor, middling, targets, graded=True)["helped"] is True
 
@@ -686,10 +686,10 @@ def test_a_run_that_did_not_help_says_so(tmp_path):
     rows = np.eye(40)[labels] + 0.05 * np.random.default_rng(0).normal(size=(240, 40))
     np.savez(tmp_path / "v.npz", embeddings=rows.astype(np.float32), labels=labels)
     quickly(tmp_path / "v.npz", tmp_path / "run", "training.epochs=1", "optimizer.lr=1e-9", "encoder.dim=2")
-    found = json.loads((tmp_path / "run" / "results.json").read_text())["verdict"]
-    assert found["helped"] is False and found["against"]["baseline"]["verdict"] == "worse"
-    assert 0 <= found["against"]["baseline"]["trained"] <= 1, "JSON holds fractions"
-    assert "did not help" in found["sentence"] and "100.0 % of the vectors" in found["sentence"]
+    result = json.loads((tmp_path / "run" / "results.json").read_text())["verdict"]
+    assert result["helped"] is False and result["against"]["baseline"]["verdict"] == "worse"
+    assert 0 <= result["against"]["baseline"]["trained"] <= 1, "JSON holds fractions"
+    assert "did not help" in result["sentence"] and "100.0 % of the vectors" in result["sentence"]
 
 
 def test_the_saved_recipe_repeats_the_run(vectors, tmp_path):
@@ -764,8 +764,8 @@ def test_targets_with_a_gallery_of_their_own(tmp_path):
     np.savez(tmp_path / "t.npz", embeddings=rows, targets=rows[:, :2], split=split)
     sets = [s for s in SMALL if "sampler" not in s]
     outcome = training.train(read(None, [f'data.source="{tmp_path / "t.npz"}"', *sets]), tmp_path / "run")
-    asked, found, targets = outcome.embeddings[:10], outcome.embeddings[10:], torch.from_numpy(rows[36:, :2])
-    right = evaluation.graded(asked, targets[:10], gallery=found, gallery_targets=targets[10:])
+    asked, result, targets = outcome.embeddings[:10], outcome.embeddings[10:], torch.from_numpy(rows[36:, :2])
+    right = evaluation.graded(asked, targets[:10], gallery=result, gallery_targets=targets[10:])
     assert outcome.results["test"]["trained"]["ndcg@10"]["value"] == pytest.approx(right["ndcg@10"])
 
 

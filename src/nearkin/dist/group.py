@@ -95,6 +95,10 @@ class ProcessGroup:
         first, last = (units * place // self.size * unit for place in (self.rank, self.rank + 1))
         return slice(min(first, number), min(last, number))
 
+    def share_sizes(self, number: int) -> tuple[int, ...]:
+        """How many of `number` items each rank does: as evenly as possible."""
+        return tuple(number * (rank + 1) // self.size - number * rank // self.size for rank in range(self.size))
+
     def first_on_machine(self, what: str, work: Callable[[], T], rank0_first: bool = False) -> T:
         """The same work on every rank, on one rank per machine before the others: these find its files.
 

@@ -52,6 +52,10 @@ class Parallel:
         result: Tensor = self.wrapped(batch)
         return result
 
+    def all_finite(self, parameters: list[Tensor]) -> bool:
+        """Whether this rank's parts of the parameters are finite. Waits for the device."""
+        return bool(torch.stack([local(p.detach()).isfinite().all() for p in parameters]).all())
+
     @contextmanager
     def sync_gradients(self, last: bool) -> Iterator[None]:
         """Averages gradients over ranks in the last of several backward passes only."""

@@ -5,23 +5,27 @@ is not the same on all machines. So the ranks first agree on a new token that no
 under it.
 """
 
+import hashlib
 import json
 import os
+import platform
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from nearkin.dist import environment
+from nearkin.core.versions import version_of
 from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.heartbeat import seconds_of_patience
 
-__all__ = ["join"]
+__all__ = ["code_versions", "difference", "join"]
 
 _JOIN = 28.0  # seconds that ranks have to find one another: torchrun takes 30 more to end one that hangs
 _EXCHANGE = 50.0  # seconds for an exchange of tensors on the CPU
@@ -53,8 +57,8 @@ def join() -> Iterator[ProcessGroup]:
             f'"{dist.get_backend()}"'
         )
     with ProcessGroup(on_failure="exit") as group:
-        if difference := environment.unlike(group.values(environment.code())):
-            raise ValueError(difference)
+        if sentence := difference(group.values(code_versions())):
+            raise ValueError(sentence)
         yield group
     if not initialised:
         dist.destroy_process_group()
@@ -125,3 +129,33 @@ def _give_up(rank: int, missing: str, seconds: float) -> NoReturn:
         f"rank {rank}: {missing} did not come within {seconds:.0f} s; a longer NEARKIN_RANK_TIMEOUT, of which this is 1.4 "
         f"times, gives it more time"
     )
+
+
+@cache
+def code_versions() -> dict[str, str]:
+    """The versions that this rank runs, and a digest of nearkin's own source."""
+    versions = {name: version_of(name).partition("+")[0] for name in ("nearkin", "torch", "numpy", "safetensors")}  # without "+cpu", "+cu128"
+    versions["Python"] = ".".join(platform.python_version_tuple()[:2])
+    home, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(home.rglob("*.py"), key=lambda path: path.relative_to(home).as_posix()):
+        digest.update(f"{path.relative_to(home).as_posix()}\n".encode())
+        digest.update(path.read_bytes().replace(b"\r\n", b"\n"))
+    return versions | {"nearkin's source": digest.hexdigest()[:12]}
+
+
+def difference(all_ranks: list[Any]) -> str | None:
+    """One sentence if ranks do not run the same code. all_ranks: `code_versions()` of each."""
+    first = all_ranks[0]
+    for rank, other in enumerate(all_ranks):
+        if other == first:
+            continue
+        if not isinstance(other, dict) or not isinstance(
+            first, dict
+        ):  # of a version that exchanges something else here
+            return f"all ranks must run the same version of nearkin; rank {rank} runs another one than rank 0"
+        what = next(name for name in (*first, *other) if first.get(name) != other.get(name))
+        return (
+            f"all ranks must run the same code and versions; {what} is {other.get(what)} on rank {rank} and "
+            f"{first.get(what)} on rank 0"
+        )
+    return None

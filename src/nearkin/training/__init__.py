@@ -4,8 +4,7 @@ from nearkin.core.errors import Diverged, Stopped
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.recipe import read as read_recipe
 from nearkin.training.inference import Embedded, embed_source, export_onnx, vectors_of
-from nearkin.training.run import Outcome
-from nearkin.training.start import resume, train
+from nearkin.training.run import Outcome, resume, train
 
 __all__ = [
     "Diverged",

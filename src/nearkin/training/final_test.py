@@ -13,7 +13,6 @@ from torch import Tensor
 from nearkin import evaluation, models
 from nearkin.core import files
 from nearkin.core.versions import version_of
-from nearkin.dist import collectives
 from nearkin.evaluation.graded import per_query as graded_per_query
 from nearkin.evaluation.retrieval import retrieval_metrics
 from nearkin.evaluation.statistics import cluster_bootstrap
@@ -258,8 +257,6 @@ def _points(difference: float) -> str:
 
 def unwrapped(encoder: models.Encoder, prepared: Prepared) -> models.Encoder:
     """The encoder as `models.build` makes it, without the wrappers of several ranks."""
-    if collectives.size() == 1:
-        return encoder
     plain = build_encoder(prepared)
     plain.load_state_dict(encoder.state_dict())
     return plain

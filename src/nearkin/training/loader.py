@@ -15,7 +15,7 @@ from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.samplers import EpochSampler
 from nearkin.training.own_objects import DatasetRows
 
-__all__ = ["Batch", "BatchLoader", "ItemStore", "embed", "parts"]
+__all__ = ["Batch", "BatchLoader", "ItemStore", "embed"]
 
 _RESIDENT = 0.25  # share of a GPU's free memory that all rows may take, so that no batch crosses the bus
 _AHEAD = 4  # batches gathered before they are needed
@@ -70,11 +70,6 @@ class Batch(NamedTuple):
     part: slice  # this rank's
 
 
-def parts(size: int, ranks: int) -> tuple[int, ...]:
-    """How many of `size` rows each rank gets: as evenly as possible, for any number of ranks."""
-    return tuple(size * (rank + 1) // ranks - size * rank // ranks for rank in range(ranks))
-
-
 class BatchLoader:
     """The batches of an epoch in order, while `workers` threads gather the next ones.
 
@@ -113,7 +108,7 @@ class BatchLoader:
                     waiting.cancel()
 
     def _load(self, number: int, items: NDArray[np.int64]) -> Batch:
-        counts, part = parts(len(items), self.group.size), self.group.share(len(items))
+        counts, part = self.group.share_sizes(len(items)), self.group.share(len(items))
         return Batch(number, items, self.store.gather(self.indices[items[part]]), counts, part)
 
 

@@ -1,5 +1,7 @@
 """The state of a training: what a checkpoint stores of it and restores, whichever part of it each rank holds."""
 
+import os
+import platform
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nearkin.dist import collectives, environment
+from nearkin.dist import collectives
 from nearkin.dist.group import ProcessGroup
 from nearkin.dist.parallel import local
 from nearkin.losses import class_shards
@@ -19,7 +21,10 @@ from nearkin.training.checkpoint.checkpoints import Checkpoints, CheckpointTenso
 if TYPE_CHECKING:
     from nearkin.training.trainer import Trainer
 
-__all__ = ["State", "collect", "full_state", "local_state", "open_newest", "prefixed", "restore", "seed_rank"]
+__all__ = ["State", "collect", "full_state", "local_state", "numerics", "numerics_note", "open_newest", "prefixed"]
+__all__ += ["restore", "seed_everything", "seed_rank"]
+
+_NUMERICS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")  # which instructions libraries choose
 
 
 @dataclass
@@ -53,8 +58,12 @@ def collect(trainer: "Trainer") -> tuple[dict[str, Tensor | LocalRows], dict[str
         chance=random_tensors,
         average={} if trainer.average is None else local_state(trainer.average, group),
     )
-    values = asdict(trainer.state) | {"optimizer": groups, "chances": random_values, "rate": trainer.rate.state_dict()}
-    values |= {"numerics": environment.numerics(trainer.device, group.size)}
+    values = asdict(trainer.state) | {
+        "optimizer": groups,
+        "chances": random_values,
+        "rate": trainer.lr_schedule.state_dict(),
+    }
+    values |= {"numerics": numerics(trainer.device, group.size)}
     values |= {"scaler": trainer.scaler.state_dict(), "monitor": trainer.monitor.state_dict()}
     return {"window": trainer.window, "epoch.loss": trainer.epoch_loss, **tensors}, values
 
@@ -69,7 +78,7 @@ def restore(trainer: "Trainer", tensors: CheckpointTensors, values: dict[str, An
     trainer.sampler.load_state_dict(tensors.section("sampler"))
     seed = trainer.recipe.training.seed + values["step"]
     _set_random_state(tensors.section("chance"), values.pop("chances"), trainer.device, seed, trainer.group)
-    trainer.rate.load_state_dict(values.pop("rate"))
+    trainer.lr_schedule.load_state_dict(values.pop("rate"))
     trainer.scaler.load_state_dict(values.pop("scaler"))
     trainer.monitor.load_state_dict(values.pop("monitor"))
     trainer.window.copy_(tensors.rows("window"))
@@ -195,7 +204,37 @@ def _sharded_as(parameter: Tensor, rows: Tensor) -> Tensor:
     )
 
 
-# --- random states
+# --- numerics and random states
+
+
+def numerics(device: torch.device, ranks: int) -> dict[str, Any]:
+    """What may change the last bits of a result: the order of summation depends on these."""
+    return {
+        "ranks": ranks,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "CPU threads": torch.get_num_threads(),
+        "CPU instructions": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__,
+    } | {name: os.environ[name] for name in _NUMERICS if name in os.environ}
+
+
+def numerics_note(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A note if a run continues with other numerics than its checkpoint was written with."""
+    names = [name for name in (*before, *(set(now) - set(before))) if before.get(name) != now.get(name)]
+    if not names:
+        return []
+    both = (", ".join(f"{name} {facts.get(name, 'not set')}" for name in names) for facts in (before, now))
+    return [
+        "the checkpoint was written with {}, this process has {}: the run goes on, but to the last bit it may not end "
+        "as if it had never stopped".format(*both)
+    ]
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds every generator that is not a function of (seed, epoch, index)."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - code of others may draw from it
 
 
 def seed_rank(seed: int, group: ProcessGroup) -> None:
