@@ -164,7 +164,7 @@ def _embed_by_metadata_alone():
         (["train", "photos", "--set", "encoder.width=0"], "encoder.width must be >= 1"),
         (["train", "photos", "--set", "augment.flip=2"], "augment.flip must be <= 1"),
         (["train", "--resume", "photos"], "not a run"),
-        (["train", "photos", "--resume", "photos"], "give no other choices beside it"),
+        (["train", "photos", "--resume", "photos"], "leave all other choices out"),
         (["embed", "photos", "photos", "--out", "x.npz"], "not a finished run"),
         (["embed", "photos", "photos", "--out", "x.txt"], ".npz, .safetensors, .parquet"),
         (["export", "photos"], "--onnx"),
