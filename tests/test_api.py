@@ -550,7 +550,7 @@ def test_a_run_with_own_objects_goes_on_with_no_others(tmp_path):
     ):
         with pytest.raises(ValueError, match=sentence):
             training.resume(tmp_path / "run", **(same | change))
-    with pytest.raises(ValueError, match="give no other choices beside it"):
+    with pytest.raises(ValueError, match="leave all other choices out"):
         training.train(Blobs(), encoder=Net(inside=256), loss="triplet", resume=tmp_path / "run")
 
 
