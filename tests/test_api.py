@@ -544,9 +544,12 @@ def test_a_run_with_own_objects_goes_on_with_no_others(tmp_path):
         ({"dataset": None}, r"run: the dataset is an object of the user's own \(Blobs\); give it again"),
         ({"loss": None}, r"run: the loss is an object of the user's own \(Pull\); give it again"),
         ({"encoder": Other(inside=256)}, "run: the encoder was a Net, got a Other"),
-        ({"encoder": Net(width=7, inside=256)}, r"run: the encoder is not the one that the run began with: encoder\."),
-        ({"loss": Pull(classes=13)}, r"run: the loss is not the one that the run began with: loss\.centres differs"),
-        ({"dataset": Blobs(labels="names")}, "is not what it was when the run began"),
+        (
+            {"encoder": Net(width=7, inside=256)},
+            r"run: the encoder is not the one that the run started with: encoder\.",
+        ),
+        ({"loss": Pull(classes=13)}, r"run: the loss is not the one that the run started with: loss\.centres differs"),
+        ({"dataset": Blobs(labels="names")}, "has changed since the run started"),
     ):
         with pytest.raises(ValueError, match=sentence):
             training.resume(tmp_path / "run", **(same | change))

@@ -223,7 +223,9 @@ def test_all_checkpoints_gone_is_said(left, home, tmp_path):
         if left != "all" and path.is_file() and path.name not in (left, "recipe.toml", "data.json"):
             path.unlink()
     before = everything(run)
-    sentence = r"all checkpoints of this run are gone, though \S+ shows that it had reached .*train anew with --recipe"
+    sentence = (
+        r"all checkpoints of this run are missing, although \S+ shows that it had reached .*new run with --recipe"
+    )
     with pytest.raises(ValueError, match=sentence):
         training.resume(run)
     assert everything(run) == before

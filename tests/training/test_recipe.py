@@ -53,7 +53,7 @@ def test_what_is_wrong_is_one_sentence(sets, sentence):
     "text, sentence",
     [
         ("[loss\n", "not valid TOML"),
-        ("margin = 1\n", "margin = … stands outside of a section"),
+        ("margin = 1\n", "margin = … is outside of a section"),
         ("[lost]\nname = 'triplet'\n", 'unknown section "lost"; did you mean "loss"?'),
         ("[optimizer]\nlearning_rate = 0.1\n", 'unknown key "optimizer.learning_rate"'),
     ],

@@ -290,7 +290,7 @@ def test_a_changed_recipe_is_not_resumed(vectors, tmp_path):
     file = tmp_path / "run" / "recipe.toml"
     text = file.read_text()
     file.write_text(text.replace("epochs = 3", "epochs = 4"))
-    with pytest.raises(ValueError, match=r"recipe.toml is not what it was when the run began: undo the change, or"):
+    with pytest.raises(ValueError, match=r"recipe.toml has changed since the run started: undo the change, or"):
         training.resume(tmp_path / "run")
     file.write_text(text.replace("workers = 0", "workers = 1"))
     training.resume(tmp_path / "run")
@@ -300,7 +300,7 @@ def test_a_changed_recipe_is_not_resumed(vectors, tmp_path):
 def test_a_damaged_data_json_is_named(content, vectors, tmp_path):
     quickly(vectors, tmp_path / "run")
     (tmp_path / "run" / "data.json").write_text(content)
-    with pytest.raises(ValueError, match=r"data.json: corrupt \(.*\); train anew"):
+    with pytest.raises(ValueError, match=r"data.json: corrupt \(.*\); start a new run"):
         training.resume(tmp_path / "run")
 
 
@@ -319,7 +319,7 @@ def test_a_part_of_a_changed_source_is_not_measured(vectors, tmp_path):
     with np.load(vectors) as archive:
         rows, labels = archive["embeddings"], archive["labels"]
     np.savez(vectors, embeddings=np.concatenate([rows, rows[:8]]), labels=np.concatenate([labels, np.full(8, 24)]))
-    with pytest.raises(ValueError, match=r"not what it was when .* began, so its test part may hold"):
+    with pytest.raises(ValueError, match=r"has changed since .* started, so its test part may contain"):
         training.embed_source(tmp_path / "run")
     assert len(training.embed_source(tmp_path / "run", str(vectors), part="all").names) == 200
 
@@ -345,7 +345,7 @@ def test_a_changed_source_is_not_resumed(vectors, tmp_path):
     with np.load(vectors) as result:
         rows, labels = result["embeddings"], result["labels"]
     np.savez(vectors, embeddings=rows + 1, labels=labels)
-    with pytest.raises(ValueError, match="not what it was when the run began"):
+    with pytest.raises(ValueError, match="has changed since the run started"):
         training.resume(tmp_path / "run")
 
 

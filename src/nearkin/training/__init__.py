@@ -1,4 +1,4 @@
-"""From a recipe to a trained, measured encoder, in one loop that can stop and go on anywhere."""
+"""From a recipe to a trained, measured encoder, in one loop that can be stopped and resumed at any step."""
 
 from nearkin.core.errors import Diverged, Stopped
 from nearkin.training.config.recipe import Recipe

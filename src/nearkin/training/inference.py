@@ -199,7 +199,7 @@ def _opened(
         trained_on = start_of(run).get("fingerprint") if own_source and same else None
         if trained_on is not None and trained_on != fingerprint(items, parts, digests):
             raise ValueError(
-                f"{source}: it is not what it was when {run} began, so its {part} part may hold what was trained on; "
+                f"{source}: it has changed since {run} started, so its {part} part may contain training items; "
                 f"measure on a source of its own"
             )
         indices = getattr(parts, part)

@@ -58,20 +58,22 @@ class Monitor:
                 f"training.precision=fp32; the last checkpoint is from before"
             )
 
-    def check(self, step: int, loss: float, gradient: float, spread: float, rank: float, line: float) -> list[str]:
+    def check(
+        self, step: int, loss: float, gradient: float, spread: float, effective_rank: float, line_share: float
+    ) -> list[str]:
         """New warnings at a step; raises `Diverged` if continuing makes no sense."""
         self.finite(step, loss)
         notes = []
-        collapsed = spread < COLLAPSED or (self.flat_possible and line > FLAT)
+        collapsed = spread < COLLAPSED or (self.flat_possible and line_share > FLAT)
         if self._lasts("collapse", collapsed, step):
             sentence = (
-                f"the embeddings have collapsed (spread {spread:.1e}, effective rank {rank:.1f}, {100 * line:.0f} % of "
-                f"the variance along one direction) by step {step}: "
+                f"the embeddings have collapsed (spread {spread:.1e}, effective rank {effective_rank:.1f}, "
+                f"{100 * line_share:.0f} % of the variance along one direction) by step {step}: "
                 f"try a smaller optimizer.lr, a longer schedule.warmup, another loss.selection than hard, or a loss "
                 f"without mining such as supcon"
             )
             if self.on_collapse == "stop":
-                raise Diverged(sentence + "; training.on_collapse=warn goes on")
+                raise Diverged(sentence + "; training.on_collapse=warn continues")
             notes += self._once("collapse", sentence)
         if self._lasts("dead", loss == 0 and gradient == 0, step):
             notes += self._once(

@@ -80,7 +80,7 @@ class Own:
             )
             if before != now:
                 name = sorted(before.items() ^ now.items())[0][0]
-                raise ValueError(f"{folder}: the {role} is not the one that the run began with: {name} differs")
+                raise ValueError(f"{folder}: the {role} is not the one that the run started with: {name} differs")
         if self.wrapped is not None:
             weights = {k.removeprefix("encoder."): v for k, v in initial.items() if k.startswith("encoder.")}
             self.wrapped.initial = weights

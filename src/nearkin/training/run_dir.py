@@ -95,7 +95,7 @@ def is_half_written(name: str) -> bool:
 
 def _not_new(folder: Path) -> ValueError:
     state = "is not empty" if folder.is_dir() else "is a file"
-    resume = f", or go on with nearkin train --resume {folder}" if (folder / "recipe.toml").is_file() else ""
+    resume = f", or resume it with nearkin train --resume {folder}" if (folder / "recipe.toml").is_file() else ""
     return ValueError(f"{folder}: {state}; choose another --out{resume}")
 
 
@@ -140,12 +140,12 @@ def check_unchanged(folder: Path, prepared: Prepared) -> None:
     """Raises where a run would resume with other items, or another recipe, than it started with."""
     start = start_of(folder)
     if start.get("fingerprint", prepared.fingerprint) != prepared.fingerprint:
-        raise ValueError(f"{folder}: {prepared.items.name} is not what it was when the run began; train anew")
+        raise ValueError(f"{folder}: {prepared.items.name} has changed since the run started; start a new run")
     current = prepared.recipe.digest()
     if start.get("recipe", current) != current:
         file = folder / "recipe.toml"
         raise ValueError(
-            f"{file} is not what it was when the run began: undo the change, or train anew with --recipe {file}"
+            f"{file} has changed since the run started: undo the change, or start a new run with --recipe {file}"
         )
 
 
@@ -157,8 +157,8 @@ def check_not_started(folder: Path) -> None:
     left += [f"{CHECKPOINTS}/{path.name}" for path in (folder / CHECKPOINTS).glob("best-*") if path.is_file()]
     if left:
         raise ValueError(
-            f"{folder}: all checkpoints of this run are gone, though {left[0]} shows that it had reached "
-            f"{reached or 'a later step'}; put them back, or train anew with --recipe {folder / 'recipe.toml'}"
+            f"{folder}: all checkpoints of this run are missing, although {left[0]} shows that it had reached "
+            f"{reached or 'a later step'}; restore them, or start a new run with --recipe {folder / 'recipe.toml'}"
         )
 
 
@@ -174,9 +174,9 @@ def start_of(folder: Path) -> dict[str, Any]:
     try:
         start = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: corrupt ({error}); train anew") from None
+        raise ValueError(f"{path}: corrupt ({error}); start a new run") from None
     if not isinstance(start, dict):
-        raise ValueError(f"{path}: corrupt (no JSON object); train anew")
+        raise ValueError(f"{path}: corrupt (no JSON object); start a new run")
     return start
 
 

@@ -220,7 +220,7 @@ def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping
         where = str(file)
         for section, part in _toml(Path(file)).items():
             if not isinstance(part, dict):
-                raise ValueError(f"{where}: {section} = … stands outside of a section; known: {', '.join(KEYS)}")
+                raise ValueError(f"{where}: {section} = … is outside of a section; known: {', '.join(KEYS)}")
             _known_section(section, where)
             content.setdefault(section, {}).update(part)
     for text in sets:
