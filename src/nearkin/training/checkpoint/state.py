@@ -224,8 +224,8 @@ def numerics_note(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         return []
     both = (", ".join(f"{name} {facts.get(name, 'not set')}" for name in names) for facts in (before, now))
     return [
-        "the checkpoint was written with {}, this process has {}: the run goes on, but to the last bit it may not end "
-        "as if it had never stopped".format(*both)
+        "the checkpoint was written with {}, this process has {}: the run resumes, but its last bits may differ from "
+        "those of a run that was never stopped".format(*both)
     ]
 
 
