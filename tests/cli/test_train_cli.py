@@ -16,7 +16,7 @@ from PIL import Image
 
 from commands import output_of, photos, run
 from nearkin.cli.screen import results_table
-from nearkin.gallery import encoding
+from nearkin.gallery.items import encoder_info
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
 QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0"]
@@ -59,9 +59,9 @@ def test_a_folder_becomes_a_run_with_a_report():
 
 def test_json_is_nothing_but_json():
     photos(Path("photos"))
-    printed_results = json.loads(output_of(run("train", "photos", *SETS, "--json", "--out", "run")))
-    assert printed_results["test"]["trained"]["recall@1"]["value"] >= 0
-    assert printed_results == json.loads(Path("run/results.json").read_text())
+    printed = json.loads(output_of(run("train", "photos", *SETS, "--json", "--out", "run")))
+    assert printed["test"]["trained"]["recall@1"]["value"] >= 0
+    assert printed == json.loads(Path("run/results.json").read_text())
 
 
 def test_a_run_is_evaluated_embedded_and_resumed():
@@ -70,8 +70,8 @@ def test_a_run_is_evaluated_embedded_and_resumed():
     results = json.loads(Path("run/results.json").read_text())
     out = output_of(run("evaluate", "run", "--json", "found.json"))
     assert "map@r" in out
-    printed_results = json.loads(Path("found.json").read_text())["results"]["retrieval"]
-    assert printed_results["map@r"] == pytest.approx(results["test"]["trained"]["map@r"]["value"], abs=1e-9)
+    printed = json.loads(Path("found.json").read_text())["results"]["retrieval"]
+    assert printed["map@r"] == pytest.approx(results["test"]["trained"]["map@r"]["value"], abs=1e-9)
     for name in ("all.npz", "all.safetensors", "all.parquet"):
         assert "60 × 8" in output_of(run("embed", "run", "photos", "--out", name))
         assert "60 × 8" in output_of(run("evaluate", name))
@@ -96,14 +96,12 @@ def test_export():
         run("train", "photos", *[part for text in UNSTORED for part in ("--set", text)], "--quiet", "--out", "run")
     )
     # As a process of its own: the exporter warns about its own dependencies.
-    printed_results = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "nearkin", "export", "run", "--onnx"], capture_output=True, text=True, env=os.environ
     )
-    assert printed_results.returncode == 0, printed_results.stderr
+    assert process.returncode == 0, process.stderr
     assert "nowhere does not exist" in output_of(run("export", "run", "--onnx", "--out", "nowhere/model.onnx"), 2)
-    assert (
-        "equal to the run's encoder within" in printed_results.stdout and Path("run/model.onnx").stat().st_size > 1000
-    )
+    assert "equal to the run's encoder within" in process.stdout and Path("run/model.onnx").stat().st_size > 1000
     _embed_by_metadata_alone()
 
 
@@ -118,7 +116,7 @@ def _embed_by_metadata_alone():
         Image.fromarray(pixels).save(f"wide/{i}.png")
     output_of(run("embed", "run", "wide", "--out", "wide.npz"))
     metadata = {one.key: one.value for one in onnx.load("run/model.onnx").metadata_props}
-    assert metadata["nearkin.fingerprint"] == encoding.described("run").fingerprint
+    assert metadata["nearkin.fingerprint"] == encoder_info("run").fingerprint
     assert (
         metadata["nearkin.kind"] == "pictures"
         and metadata["nearkin.fit"] == "crop"

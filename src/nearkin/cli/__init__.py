@@ -3,16 +3,5 @@
 from nearkin.cli import train, compare, evaluate, embed, enrol, queries, gallery_admin, serve, listing  # isort: skip  # the order in which --help lists the verbs
 from nearkin.cli.screen import app, main
 
-__all__ = [
-    "app",
-    "compare",
-    "embed",
-    "enrol",
-    "evaluate",
-    "gallery_admin",
-    "listing",
-    "main",
-    "queries",
-    "serve",
-    "train",
-]
+__all__ = ["app", "compare", "embed", "enrol", "evaluate", "gallery_admin", "listing", "main", "queries", "serve"]
+__all__ += ["train"]

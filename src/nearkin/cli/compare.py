@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from nearkin.cli import options
 from nearkin.cli.ranks import refuse_torchrun
-from nearkin.cli.screen import Device, app, echo, metric_cell, one_sentence, progress_bars, shown
+from nearkin.cli.screen import app, echo, metric_cell, one_sentence, progress_bars, shown
 from nearkin.core.text import visible
 
 
@@ -35,7 +36,7 @@ def compare(
         int | None, typer.Option(help="Final trainings of the best setting, per fold.", show_default="3")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the search, the trainings and their batches.")] = 0,
-    root: Annotated[Path | None, typer.Option(help="Folder of a benchmark data set.", metavar="DIR")] = None,
+    root: options.RootOption = None,
     recipe: Annotated[Path | None, typer.Option(help="A recipe in TOML, without a loss.", metavar="FILE")] = None,
     set_: Annotated[
         list[str] | None,
@@ -43,19 +44,19 @@ def compare(
             "--set", help="Any key of a recipe except those of the loss; may be repeated.", metavar="KEY=VALUE"
         ),
     ] = None,
-    encoder: Annotated[str | None, typer.Option(help="See `nearkin encoders`.", show_default="by the data")] = None,
-    batch: Annotated[int | None, typer.Option(help="Items per batch.", show_default="by the data")] = None,
+    encoder: options.EncoderOption = None,
+    batch: options.BatchOption = None,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate of all losses.", show_default="searched per loss")
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="auto takes cuda if available.")] = None,
+    device: options.OpenDeviceOption = None,
     jobs: Annotated[
         int | None,
         typer.Option(help="Trainings at a time; changes only the duration.", show_default="one per core or GPU"),
     ] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Accept an incomplete benchmark data set.")] = False,
-    skip_single: Annotated[bool, typer.Option("--skip-single", help="Skip classes with a single item.")] = False,
-    skip_unreadable: Annotated[bool, typer.Option("--skip-unreadable", help="Skip unreadable files.")] = False,
+    partial: options.PartialFlag = False,
+    skip_single: options.SkipSingleFlag = False,
+    skip_unreadable: options.SkipUnreadableFlag = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -65,7 +66,7 @@ def compare(
         ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
+    json: options.JsonResultsFlag = False,
 ) -> None:
     """Compare losses fairly: same encoder, batches and steps; settings searched per loss; test classes used once.
 
@@ -83,7 +84,7 @@ def compare(
         "skip-single": skip_single or None,
         "skip-unreadable": skip_unreadable or None,
     }
-    options = {
+    settings = {
         "data.source": source,
         "data.root": None if root is None else str(root),
         "data.skip_single": skip_single or None,
@@ -104,7 +105,7 @@ def compare(
         time = None if budget is None else comparison_room.seconds(budget)
         sets = [
             f"{key}={json_module.dumps(value, ensure_ascii=False)}"
-            for key, value in options.items()
+            for key, value in settings.items()
             if value is not None
         ]
         base = training.read_recipe(recipe, [*sets, *(set_ or [])])

@@ -5,26 +5,27 @@ from typing import Annotated
 
 import typer
 
+from nearkin.cli import options
 from nearkin.cli.ranks import first, joined
-from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar
 
 
 @app.command(no_args_is_help=True)
 def embed(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)],
+    run: options.RunArgument,
     source: Annotated[
         str, typer.Argument(help="What to embed, as in `nearkin train`; labels are written too, if any.")
     ],
     out: Annotated[Path, typer.Option(help="An .npz, .parquet or .safetensors file.", metavar="FILE")],
-    root: Annotated[Path | None, typer.Option(help="Folder of a benchmark data set.", metavar="DIR")] = None,
+    root: options.RootOption = None,
     part: Annotated[
         str, typer.Option(help="all, or train, val or test as the run splits the source.", metavar="PART")
     ] = "all",
     views: Annotated[int, typer.Option(help="Crops and flips to average over.")] = 1,
     batch: Annotated[int, typer.Option(help="Items per batch.")] = 256,
-    skip_unreadable: Annotated[bool, typer.Option("--skip-unreadable", help="Skip unreadable files.")] = False,
-    device: Annotated[Device, typer.Option(help="auto takes cuda if available.")] = Device.auto,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing.")] = False,
+    skip_unreadable: options.SkipUnreadableFlag = False,
+    device: options.DeviceOption = options.Device.auto,
+    quiet: options.SilentFlag = False,
 ) -> None:
     """Embed a source with the encoder of a run, for `nearkin evaluate` or any index.
 
@@ -66,7 +67,7 @@ def embed(
 
 @app.command(no_args_is_help=True)
 def export(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)],
+    run: options.RunArgument,
     onnx: Annotated[bool, typer.Option("--onnx", help="ONNX, checked with onnxruntime on real inputs.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Output file.", metavar="FILE", show_default="RUN/model.onnx")

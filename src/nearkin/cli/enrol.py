@@ -8,31 +8,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nearkin.cli.gallery_admin import DeviceOption, GalleryOption, RunArgument, opened_gallery
+from nearkin.cli import options
+from nearkin.cli.gallery_admin import opened_gallery
 from nearkin.cli.ranks import first, joined
-from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
-from nearkin.gallery.stores.postgres_url import shown
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar
+from nearkin.gallery.stores.postgres_connection import shown
 
 if TYPE_CHECKING:
     from nearkin.dist.group import ProcessGroup
     from nearkin.gallery import Gallery
-    from nearkin.gallery.encoding import Encoding
+    from nearkin.gallery.items import Encoding
 
 
 @app.command("enroll", no_args_is_help=True, hidden=True)
 @app.command(no_args_is_help=True)
 def enrol(
-    run: RunArgument,
+    run: options.RunArgument,
     source: Annotated[str, typer.Argument(help="What to enrol, as in `nearkin train`; its classes are the labels.")],
-    gallery: GalleryOption,
-    root: Annotated[Path | None, typer.Option(help="Folder of a benchmark data set.", metavar="DIR")] = None,
+    gallery: options.GalleryOption,
+    root: options.RootOption = None,
     label: Annotated[str | None, typer.Option(help="Enrol everything under this label.")] = None,
     metadata: Annotated[
         str | None, typer.Option(help='Metadata of every item, as {"place": "pond"}.', metavar="JSON")
     ] = None,
-    skip_unreadable: Annotated[bool, typer.Option("--skip-unreadable", help="Skip unreadable files.")] = False,
-    device: DeviceOption = Device.auto,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing.")] = False,
+    skip_unreadable: options.SkipUnreadableFlag = False,
+    device: options.DeviceOption = options.Device.auto,
+    quiet: options.SilentFlag = False,
 ) -> None:
     """Enrol a source in a gallery, which is created if needed. Items that are enrolled already are skipped.
 
@@ -78,13 +79,15 @@ def enrol(
 
 
 @contextmanager
-def _enrolling(place: str, run: Path, device: Device, group: "ProcessGroup | None") -> "Iterator[Gallery | Encoding]":
+def _enrolling(
+    place: str, run: Path, device: options.Device, group: "ProcessGroup | None"
+) -> "Iterator[Gallery | Encoding]":
     """The gallery in the process that writes it; the encoder alone in those that help."""
     if first(group):
         with opened_gallery(place, run, device, create=True) as opened:
             yield opened
     else:
-        from nearkin.gallery.encoding import Encoding
+        from nearkin.gallery.items import Encoding
 
         yield Encoding(run, device.value)
 

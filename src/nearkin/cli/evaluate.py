@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nearkin.cli import options
 from nearkin.cli.ranks import first, joined
-from nearkin.cli.screen import Device, app, bar_columns, echo, one_sentence, plain_bar
+from nearkin.cli.screen import app, bar_columns, echo, one_sentence, plain_bar
 from nearkin.core.text import visible
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def evaluate(
             help="What the encoder of RUN is evaluated on, as in `nearkin train`.", show_default="the run's test part"
         ),
     ] = None,
-    root: Annotated[Path | None, typer.Option(help="Folder of a benchmark data set.", metavar="DIR")] = None,
+    root: options.RootOption = None,
     labels: Annotated[
         Path | None, typer.Option(help="Class of each row: .npy, or .csv/.txt with one per line.", metavar="FILE")
     ] = None,
@@ -104,7 +105,7 @@ def evaluate(
     budget: Annotated[
         str, typer.Option(help="Working memory besides the embeddings, as 512MB or 2GB.", metavar="SIZE")
     ] = "512MB",
-    device: Annotated[Device, typer.Option(help="auto takes cuda if available.")] = Device.auto,
+    device: options.DeviceOption = options.Device.auto,
     json: Annotated[Path | None, typer.Option(help="Write all results as JSON, atomically.", metavar="OUT")] = None,
 ) -> None:
     """Evaluate stored embeddings, or the encoder of a run: prints a table, and writes JSON on request.

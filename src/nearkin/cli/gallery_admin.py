@@ -8,21 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar, print_json, print_note, print_table
-from nearkin.gallery.stores.postgres_url import shown
+from nearkin.cli import options
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_note, print_table
+from nearkin.gallery.stores.postgres_connection import shown
 
 if TYPE_CHECKING:
     from nearkin.gallery import Gallery
 
-__all__ = ["DeviceOption", "GalleryOption", "JsonOption", "RunArgument", "opened_gallery"]
+__all__ = ["opened_gallery"]
 
-RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)]
-GalleryOption = Annotated[
-    str,
-    typer.Option("--gallery", help="A file, or postgresql://…/db[?gallery=NAME].", metavar="G", show_default=False),
-]
-DeviceOption = Annotated[Device, typer.Option(help="auto takes cuda if available.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _GalleryArgument = Annotated[str, typer.Argument(help="A file, or postgresql://…", metavar="G", show_default=False)]
 
 verbs = typer.Typer(no_args_is_help=True, help="Inspect, check, export and index a gallery.")
@@ -30,7 +24,7 @@ app.add_typer(verbs, name="gallery")
 
 
 @verbs.command(no_args_is_help=True)
-def stats(gallery: _GalleryArgument, json: JsonOption = False) -> None:
+def stats(gallery: _GalleryArgument, json: options.JsonFlag = False) -> None:
     """Rows, labels, encoder and index of a gallery."""
     with one_sentence(), opened_gallery(gallery) as opened:
         figures = opened.stats() | {"largest": _largest(opened.labels())}
@@ -87,11 +81,11 @@ def check(
 
 @verbs.command(no_args_is_help=True)
 def calibrate(
-    run: RunArgument,
+    run: options.RunArgument,
     part: Annotated[
         str, typer.Option(help="Part whose pairs are used: val, or test if val has few classes.", metavar="PART")
     ] = "val",
-    device: DeviceOption = Device.auto,
+    device: options.DeviceOption = options.Device.auto,
 ) -> None:
     """Calibrate the similarities of a run, so that `identify` and `verify` give probabilities."""
     with one_sentence():
@@ -120,7 +114,7 @@ def calibrate(
 
 @contextmanager
 def opened_gallery(
-    place: str, run: Path | None = None, device: Device = Device.auto, create: bool = False
+    place: str, run: Path | None = None, device: options.Device = options.Device.auto, create: bool = False
 ) -> "Iterator[Gallery]":
     """The gallery, closed at the end; its warnings become notes."""
     from nearkin.gallery import Gallery

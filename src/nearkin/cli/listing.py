@@ -2,17 +2,14 @@
 
 import inspect
 import json as json_module
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from nearkin.cli import options
 from nearkin.cli.screen import app, echo
-
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
-def losses(json: _Json = False) -> None:
+def losses(json: options.JsonFlag = False) -> None:
     """List the losses with their settings and defaults."""
     from nearkin.training.config import registry
 
@@ -26,7 +23,7 @@ def losses(json: _Json = False) -> None:
 
 
 @app.command()
-def encoders(json: _Json = False) -> None:
+def encoders(json: options.JsonFlag = False) -> None:
     """List the encoders with their settings and defaults."""
     from nearkin import models
 
@@ -34,7 +31,7 @@ def encoders(json: _Json = False) -> None:
 
 
 @app.command()
-def sources(json: _Json = False) -> None:
+def sources(json: options.JsonFlag = False) -> None:
     """List the named data sets and what they need; a folder or a file needs no name."""
     from nearkin import data
 

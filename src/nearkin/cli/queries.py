@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nearkin.cli.gallery_admin import DeviceOption, GalleryOption, JsonOption, opened_gallery
-from nearkin.cli.screen import Device, app, echo, one_sentence, print_json, print_note, print_table
+from nearkin.cli import options
+from nearkin.cli.gallery_admin import opened_gallery
+from nearkin.cli.screen import app, echo, one_sentence, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from nearkin.gallery import Gallery
@@ -44,12 +45,12 @@ CANDIDATES = 3  # labels shown with "unknown"
 @app.command(no_args_is_help=True)
 def search(
     item: _Item,
-    gallery: GalleryOption,
+    gallery: options.GalleryOption,
     run: _OtherRun = None,
     k: Annotated[int, typer.Option(help="Number of neighbours.")] = 10,
     filter: _Filter = None,
-    device: DeviceOption = Device.auto,
-    json: JsonOption = False,
+    device: options.DeviceOption = options.Device.auto,
+    json: options.JsonFlag = False,
 ) -> None:
     """Search a gallery for the nearest items.
 
@@ -69,12 +70,12 @@ def search(
 @app.command(no_args_is_help=True)
 def identify(
     item: _Item,
-    gallery: GalleryOption,
+    gallery: options.GalleryOption,
     run: _OtherRun = None,
     far: _FarQuery = None,
     filter: _Filter = None,
-    device: DeviceOption = Device.auto,
-    json: JsonOption = False,
+    device: options.DeviceOption = options.Device.auto,
+    json: options.JsonFlag = False,
 ) -> None:
     """Identify an item: its label with a confidence, or unknown.
 
@@ -111,8 +112,8 @@ def verify(
     run: Annotated[Path | None, typer.Option(help="The folder of a run.", metavar="RUN")] = None,
     gallery: Annotated[str | None, typer.Option(help="Or a gallery, whose encoder is used.", metavar="G")] = None,
     far: _FarPair = None,
-    device: DeviceOption = Device.auto,
-    json: JsonOption = False,
+    device: options.DeviceOption = options.Device.auto,
+    json: options.JsonFlag = False,
 ) -> None:
     """Verify whether two items are of the same class, at a false-accept rate (FAR) per pair.
 
@@ -140,7 +141,7 @@ def verify(
 
 
 @contextmanager
-def _gallery_with_encoder(place: str, run: Path | None, device: Device) -> "Iterator[Gallery]":
+def _gallery_with_encoder(place: str, run: Path | None, device: options.Device) -> "Iterator[Gallery]":
     """The gallery with the encoder of its run."""
     from nearkin import gallery as room
 

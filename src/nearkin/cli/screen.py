@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import typer
@@ -17,21 +16,13 @@ from typer.core import TyperGroup
 from nearkin.core.errors import Diverged, Stopped, Terminated
 from nearkin.core.text import visible
 
-__all__ = ["Device", "app", "bar_columns", "echo", "main", "metric_cell", "one_sentence", "plain_bar", "print_json"]
+__all__ = ["app", "bar_columns", "echo", "main", "metric_cell", "one_sentence", "plain_bar", "print_json"]
 __all__ += ["print_note", "print_table", "progress_bars", "results_table", "shown", "training_screen"]
 
 
 def echo(text: str, err: bool = False, lines: bool = False) -> None:
     """Prints a line; control characters in names, labels and files are shown, not sent to the terminal."""
     typer.echo(visible(text, lines), err=err)
-
-
-class Device(str, Enum):
-    """Values of --device."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class _Verbs(TyperGroup):
@@ -51,12 +42,13 @@ class _Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(cls=_Verbs, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def nearkin() -> None:
-    """Deep metric learning: train encoders, evaluate embeddings, search and identify."""
+app = typer.Typer(
+    cls=_Verbs,
+    help="Deep metric learning: train encoders, evaluate embeddings, search and identify.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
+from nearkin.cli import options
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar
 
 
 @app.command(no_args_is_help=True)
@@ -26,7 +27,7 @@ def serve(
         ),
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="The glyphs of `make demo`, with a canvas to draw on.")] = False,
-    device: Annotated[Device, typer.Option(help="auto takes cuda if available.")] = Device.auto,
+    device: options.DeviceOption = options.Device.auto,
     quiet: Annotated[bool, typer.Option("--quiet", help="Log warnings and errors only.")] = False,
 ) -> None:
     """Serve a gallery over HTTP: a JSON API, and a page to search, compare, enrol and explore.

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from nearkin.cli.screen import Device, app, echo, one_sentence, training_screen
+from nearkin.cli import options
+from nearkin.cli.screen import app, echo, one_sentence, training_screen
 
 
 class Strategy(str, Enum):
@@ -27,16 +28,16 @@ def train(
             show_default="glyphs",
         ),
     ] = None,
-    root: Annotated[Path | None, typer.Option(help="Folder of a benchmark data set.", metavar="DIR")] = None,
+    root: options.RootOption = None,
     recipe: Annotated[Path | None, typer.Option(help="A recipe in TOML; flags override it.", metavar="FILE")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any key of a recipe, as loss.margin=0.3; may be repeated.", metavar="KEY=VALUE"),
     ] = None,
     loss: Annotated[str | None, typer.Option(help="See `nearkin losses`.", show_default="by the data")] = None,
-    encoder: Annotated[str | None, typer.Option(help="See `nearkin encoders`.", show_default="by the data")] = None,
+    encoder: options.EncoderOption = None,
     epochs: Annotated[int | None, typer.Option(show_default="by the data")] = None,
-    batch: Annotated[int | None, typer.Option(help="Items per batch.", show_default="by the data")] = None,
+    batch: options.BatchOption = None,
     chunk: Annotated[
         int | None, typer.Option(help="Items encoded at a time; the gradient is that of the full batch.")
     ] = None,
@@ -45,22 +46,22 @@ def train(
         int | None,
         typer.Option(help="Seed of weights, batches and augmentation; the split has data.seed.", show_default="0"),
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="auto takes cuda if available.")] = None,
+    device: options.OpenDeviceOption = None,
     strategy: Annotated[
         Strategy | None,
         typer.Option(help="With several ranks: all weights on each (ddp) or sharded (fsdp).", show_default="ddp"),
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded images in memory only.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Accept an incomplete benchmark data set.")] = False,
-    skip_single: Annotated[bool, typer.Option("--skip-single", help="Skip classes with a single item.")] = False,
-    skip_unreadable: Annotated[bool, typer.Option("--skip-unreadable", help="Skip unreadable files.")] = False,
+    partial: options.PartialFlag = False,
+    skip_single: options.SkipSingleFlag = False,
+    skip_unreadable: options.SkipUnreadableFlag = False,
     closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class instead of classes.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="New folder for the run.", metavar="DIR", show_default="runs/SOURCE")
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Resume this run instead.", metavar="RUN")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder of the run.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
+    json: options.JsonResultsFlag = False,
 ) -> None:
     """Train an encoder, test it on unseen classes, and write a report.
 
@@ -94,7 +95,7 @@ def train(
         "training.device": None if device is None else device.value,
         "training.strategy": None if strategy is None else strategy.value,
     }
-    options = {key: value for key, value in flags.items() if value is not None}
+    settings = {key: value for key, value in flags.items() if value is not None}
     folder = resume
     with one_sentence(lambda: _after_interrupt(folder)):
         from nearkin import dist, training
@@ -108,7 +109,7 @@ def train(
                     folder = Path(event["folder"])
                 screen(event)
 
-            sets = [*_assignments(options), *(set_ or [])]
+            sets = [*_assignments(settings), *(set_ or [])]
             outcome = training.train(
                 None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True, group=group
             )
@@ -139,10 +140,10 @@ class _PrefixedConsole:
     def __init__(self, console: Any, prefix: str) -> None:
         self.console, self.prefix = console, prefix
 
-    def print(self, text: Any, **options: Any) -> None:
+    def print(self, text: Any, **style: Any) -> None:
         from rich.text import Text
 
-        self.console.print(Text.assemble(self.prefix, text), **options)
+        self.console.print(Text.assemble(self.prefix, text), **style)
 
 
 def _after_interrupt(folder: Path | None) -> str:
@@ -152,6 +153,6 @@ def _after_interrupt(folder: Path | None) -> str:
     return f"the run is saved; resume it with nearkin train --resume {folder}"
 
 
-def _assignments(options: dict[str, Any]) -> list[str]:
-    """Options in the form of --set; text in quotes, so that a folder called 7 stays a name."""
-    return [f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in options.items()]
+def _assignments(settings: dict[str, Any]) -> list[str]:
+    """Settings in the form of --set; text in quotes, so that a folder called 7 stays a name."""
+    return [f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]

@@ -154,7 +154,13 @@ def _build(
         if key not in defaults:
             raise ValueError(f'{known.name} has no setting "{key}"; it has: {", ".join(known.parameters)}, seed')
     chosen = {key: value for key, value in (defaults | options).items() if key not in (*_HEAD, "pretrained")}
-    make = {"small-cnn": _small_cnn, "mlp": _mlp, "efficientnet-lite0": _lite, "timm:NAME": _timm, "hf:NAME": _hf}
+    make = {
+        "small-cnn": _small_cnn,
+        "mlp": _mlp,
+        "efficientnet-lite0": _lite,
+        "timm:NAME": _external,
+        "hf:NAME": _external,
+    }
     with _own_generator(seed, device):
         body = make[known.name](name, pretrained, chosen)
         width = body.width or external.feature_width(body.backbone, name, body.shape[-1], body.pooling)
@@ -248,34 +254,16 @@ def _lite(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
     )
 
 
-def _timm(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
+def _external(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
     channels, size = _channels_and_size(chosen)
-    external_backbone = external.from_timm(
-        name.partition(":")[2],
-        pretrained=pretrained,
-        size=size,
-        own_pooling=chosen["pooling"] == "own",
-        config=chosen["config"],
-    )
-    return _external_body(external_backbone, channels, chosen)
-
-
-def _hf(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
-    channels, size = _channels_and_size(chosen)
-    external_backbone = external.from_hf(
-        name.partition(":")[2],
-        pretrained=pretrained,
-        size=size,
-        own_pooling=chosen["pooling"] == "own",
-        config=chosen["config"],
-        mean=chosen["mean"],
-        std=chosen["std"],
-    )
-    chosen |= {"mean": list(external_backbone.mean), "std": list(external_backbone.std)}
-    return _external_body(external_backbone, channels, chosen)
-
-
-def _external_body(source: external.ExternalBackbone, channels: int, chosen: dict[str, Any]) -> _Body:
+    family, _, model = name.partition(":")
+    arguments: dict[str, Any] = {"pretrained": pretrained, "size": size, "config": chosen["config"]}
+    arguments["own_pooling"] = chosen["pooling"] == "own"
+    if family == "hf":
+        source = external.from_hf(model, mean=chosen["mean"], std=chosen["std"], **arguments)
+        chosen |= {"mean": list(source.mean), "std": list(source.std)}
+    else:
+        source = external.from_timm(model, **arguments)
     chosen |= {"size": source.size, "config": source.config}
     pool = Pooling("avg" if chosen["pooling"] == "own" else chosen["pooling"])  # vectors pass through it
     return _Body(source.backbone, pool, 0, (channels, source.size, source.size), source.mean, source.std)

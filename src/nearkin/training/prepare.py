@@ -133,10 +133,10 @@ def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> 
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuses what is wrong whatever the data are: the device, names, keys, types, missing packages."""
+    """Refuses what is wrong whatever the data are: names, keys, types, the device, missing packages."""
+    check_keys(recipe)
     _ = recipe.device
     MetricsLog(Path(), recipe.training.tensorboard)
-    check_keys(recipe)
 
 
 def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own) -> None:
