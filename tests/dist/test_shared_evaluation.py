@@ -291,6 +291,37 @@ def test_a_failure_is_one_sentence_on_every_rank():
     assert re.match(r"rank 1 \(process \d+ on .*\) gave no sign of life for", one["silence"])
 
 
+KILLED = """
+import os, signal, sys
+import torch.distributed as torch_dist
+from nearkin import dist
+from nearkin.core.errors import RankFailed
+rank = int(sys.argv[2])
+store = torch_dist.FileStore(sys.argv[1], 2)
+torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+try:
+    with dist.ProcessGroup() as group:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.values(rank)
+except RankFailed as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="a process is looked up in /proc")
+def test_a_killed_rank_is_raised_to_the_caller_at_once(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "store")]
+    with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as first:
+        second = subprocess.Popen([*command, "1"])
+        assert second.wait(60) == -9
+        began = time.monotonic()
+        printed, _ = first.communicate(timeout=60)
+    assert re.match(rf"rank 1 \(process {second.pid} on .*\) was killed or died$", printed), printed
+    assert time.monotonic() - began < 15, "before its silence tells"
+
+
 # --- embedding and enrolment
 
 

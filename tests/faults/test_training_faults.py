@@ -1,4 +1,4 @@
-"""Faults around a training: what is not its own stays, damage is said, one run is not taken for another."""
+"""Faults around a training: files of others stay, corrupt ones are reported, runs are not confused."""
 
 import json
 import os
@@ -308,7 +308,7 @@ def test_other_threads_are_said(run, home):
         torch.set_num_threads(before)
     assert notes == [
         f"the checkpoint was written with CPU threads {before}, this process has CPU threads {before + 1}: the run "
-        f"goes on, but to the last bit it may not end as if it had never stopped"
+        f"resumes, but its last bits may differ from those of a run that was never stopped"
     ]
     assert notes[0] in json.loads((run / "results.json").read_text())["notes"]
 
@@ -319,7 +319,7 @@ def test_other_instructions_are_said(run, monkeypatch):
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     (notes,) = resume(run)
     assert f"{known}, MKL_CBWR not set, this process has CPU instructions" in notes
-    assert "DEFAULT, MKL_CBWR COMPATIBLE: the run goes on" in notes
+    assert "DEFAULT, MKL_CBWR COMPATIBLE: the run resumes" in notes
 
 
 def test_a_second_training_in_a_folder_is_refused(run):

@@ -216,7 +216,7 @@ class ProcessGroup:
         """The device of this rank where each has its own."""
         if self.size == 1 or wanted.type != "cuda":
             return wanted
-        if "LOCAL_RANK" not in os.environ:  # not of torchrun: whoever started the ranks has chosen their devices
+        if "LOCAL_RANK" not in os.environ:  # not by torchrun: the launcher has chosen the devices
             return torch.device("cuda", torch.cuda.current_device())
         if self.local_rank >= torch.cuda.device_count():
             raise ValueError(
@@ -308,7 +308,7 @@ class ProcessGroup:
             raise kind(f"rank {self.rank}: {sentence}") from error
 
 
-ALONE = ProcessGroup(alone=True)  # the group of one, which waits for nobody
+ALONE = ProcessGroup(alone=True)  # a group of one process, which never waits
 
 
 class _Call:

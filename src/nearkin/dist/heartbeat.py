@@ -53,7 +53,7 @@ class _Address(NamedTuple):
 
 
 class Heartbeat:
-    """The thread of one process, and what it knows. store: used by nobody else, over a connection of its own.
+    """The thread of one process, and what it knows. store: its own, over a connection of its own.
 
     exits: whether this thread ends the process when a rank fails, or keeps `failure` for the main thread.
     """
@@ -103,7 +103,7 @@ class Heartbeat:
         """Tells all ranks why they end; whether this rank is the first to do so."""
         with self._lock:
             message = json.dumps([sentence, code, self.rank])
-            with suppress(Exception):  # without a store nobody else can be told: then this rank speaks for itself
+            with suppress(Exception):  # without a store no other rank can report: then this one does
                 return bool(self._store.compare_set("failure", "", message).decode() == message)
         return True
 
@@ -245,7 +245,7 @@ def _started(process: int) -> int:
     except OSError:
         if os.path.isdir("/proc/self"):
             return 0
-        if sys.platform == "win32":  # where os.kill(process, 0) is Ctrl-C: only silence tells, and nobody is ended
+        if sys.platform == "win32":  # where os.kill(process, 0) is Ctrl-C: only silence tells, and no process is ended
             return 0
         with suppress(OSError):  # a system without /proc
             os.kill(process, 0)

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from nearkin.dist import collectives
 from nearkin.dist.group import ProcessGroup
 
-__all__ = ["Parallel", "Scaler", "average_norms", "clip", "global_norm", "local", "shard"]
+__all__ = ["Parallel", "Scaler", "average_norms", "clip", "global_norm", "shard"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -54,7 +54,7 @@ class Parallel:
 
     def all_finite(self, parameters: list[Tensor]) -> bool:
         """Whether this rank's parts of the parameters are finite. Waits for the device."""
-        return bool(torch.stack([local(p.detach()).isfinite().all() for p in parameters]).all())
+        return bool(torch.stack([_local(p.detach()).isfinite().all() for p in parameters]).all())
 
     @contextmanager
     def sync_gradients(self, last: bool) -> Iterator[None]:
@@ -96,7 +96,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-def local(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: a view of its own rows, or all."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -109,8 +109,8 @@ def _is_sharded(parameter: Tensor) -> bool:
 @torch.no_grad()
 def global_norm(parameters: list[Tensor]) -> Tensor:
     """The norm of the gradient of all parameters together, sharded ones included."""
-    replicated = [local(p.grad) for p in parameters if p.grad is not None and not _is_sharded(p)]
-    sharded = [local(p.grad) for p in parameters if p.grad is not None and _is_sharded(p)]
+    replicated = [_local(p.grad) for p in parameters if p.grad is not None and not _is_sharded(p)]
+    sharded = [_local(p.grad) for p in parameters if p.grad is not None and _is_sharded(p)]
     norm = nn.utils.get_total_norm(replicated)
     if not any(_is_sharded(p) for p in parameters):
         return norm
@@ -124,7 +124,7 @@ def clip(parameters: list[Tensor], most: float, norm: Tensor) -> None:
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = local(parameter.grad)
+            gradient = _local(parameter.grad)
             gradient.mul_(factor.to(gradient))
 
 

@@ -1,6 +1,7 @@
 """The trainer: everything that a training consists of, its parts of a step and of an epoch, and its assembly."""
 
 import math
+import random
 import time
 import warnings
 from contextlib import AbstractContextManager
@@ -301,7 +302,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
     """The trainer of a prepared run, at its first step."""
     recipe, train_part, options = prepared.recipe, prepared.parts.train, prepared.recipe.training
     device, graded = group.device(recipe.device), recipe.takes_targets
-    checkpoint_state.seed_everything(options.seed)
+    _seed_everything(options.seed)
     encoder = (prepared.own.wrapped or build_encoder(prepared)).to(device)
     if options.sync_norms and group.size > 1:
         sync_batchnorm.sync(encoder, device)
@@ -321,7 +322,8 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         if average is not None:
             parallel.shard(average.module, device)
     optimizer = build_optimizer(recipe, parameter_groups(recipe, encoder.backbone, encoder.head, loss))
-    checkpoint_state.seed_rank(options.seed, group)
+    if group.rank:
+        checkpoint_state.seed_rank(options.seed, group.rank)
     scaler = torch.amp.GradScaler if group.size == 1 else parallel.Scaler
     store = ItemStore(prepared.rows, device, recipe.data.size)
     return Trainer(
@@ -362,3 +364,10 @@ def _labels_or_targets(prepared: Prepared, graded: bool) -> tuple[Any, int | Non
         return None, None, None
     present, labels = np.unique(items.labels[train_part], return_inverse=True)
     return labels.astype(np.int64), len(present), None
+
+
+def _seed_everything(seed: int) -> None:
+    """Seeds every generator that is not a function of (seed, epoch, index)."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - code of others may draw from it

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from nearkin.dist import collectives
 from nearkin.dist.group import ProcessGroup
-from nearkin.dist.parallel import local
 from nearkin.losses import class_shards
 from nearkin.training.checkpoint.checkpoints import Checkpoints, CheckpointTensors, LocalRows
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from nearkin.training.trainer import Trainer
 
 __all__ = ["State", "collect", "full_state", "local_state", "numerics", "numerics_note", "open_newest", "prefixed"]
-__all__ += ["restore", "seed_everything", "seed_rank"]
+__all__ += ["restore", "seed_rank"]
 
 _NUMERICS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")  # which instructions libraries choose
 
@@ -150,7 +149,7 @@ def _local_rows(tensor: Tensor, parameter: Tensor | None = None) -> Tensor | Loc
     if hasattr(tensor, "to_local"):
         mesh, total = tensor.device_mesh, tensor.shape[0]  # type: ignore[attr-defined]
         each = -(-total // mesh.size())  # as torch divides rows: all alike but the last
-        return LocalRows(local(tensor), min(mesh.get_local_rank() * each, total), total)
+        return LocalRows(tensor.to_local(), min(mesh.get_local_rank() * each, total), total)
     owner = tensor if parameter is None else parameter
     if getattr(owner, "sharded", False) and tensor.dim() and tensor.shape == owner.shape:
         return LocalRows(tensor, owner.rows[0], owner.total)  # type: ignore[attr-defined]
@@ -225,22 +224,14 @@ def numerics_note(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         return []
     both = (", ".join(f"{name} {facts.get(name, 'not set')}" for name in names) for facts in (before, now))
     return [
-        "the checkpoint was written with {}, this process has {}: the run goes on, but to the last bit it may not end "
-        "as if it had never stopped".format(*both)
+        "the checkpoint was written with {}, this process has {}: the run resumes, but its last bits may differ from "
+        "those of a run that was never stopped".format(*both)
     ]
 
 
-def seed_everything(seed: int) -> None:
-    """Seeds every generator that is not a function of (seed, epoch, index)."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - code of others may draw from it
-
-
-def seed_rank(seed: int, group: ProcessGroup) -> None:
-    """Seeds what ranks must draw differently, as dropout: each rank its own; rank 0 draws as one process would."""
-    if group.rank:
-        torch.manual_seed((seed + group.rank * 0x9E3779B97F4A7C15) % 2**63)
+def seed_rank(seed: int, rank: int) -> None:
+    """Seeds what a rank but 0 must draw by itself, as dropout; rank 0 draws as one process would."""
+    torch.manual_seed((seed + rank * 0x9E3779B97F4A7C15) % 2**63)
 
 
 def _random_state(device: torch.device, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -285,7 +276,7 @@ def _set_random_state(
         own = {name: state for name, state in tensors.items() if not name.endswith(".ranks")} | own
     if "cpu" in own:
         torch.set_rng_state(own["cpu"])
-    else:
-        seed_rank(seed, group)
+    elif group.rank:
+        seed_rank(seed, group.rank)
     if device.type == "cuda" and "cuda0" in own:
         torch.cuda.set_rng_state(own["cuda0"], device)
