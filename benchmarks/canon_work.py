@@ -22,13 +22,14 @@ from nearkin import data, evaluation
 from nearkin.core.errors import Diverged
 from nearkin.data.items import Items
 from nearkin.data.splits import Parts
-from nearkin.training import loop, run, validation
-from nearkin.training.config import defaults
+from nearkin.training import loop
+from nearkin.training.config.defaults import settle, settle_source, settle_split, split
 from nearkin.training.config.recipe import Recipe, read
-from nearkin.training.config.refusals import check_data
-from nearkin.training.loader import Material, embed
-from nearkin.training.prepare import Prepared, divided, looked_at, rows_of, settled
-from nearkin.training.trainer import PRECISIONS, Trainer
+from nearkin.training.final_test import full_metrics, raw
+from nearkin.training.loader import ItemStore, embed
+from nearkin.training.prepare import Prepared, item_rows
+from nearkin.training.trainer import PRECISIONS, Trainer, assemble
+from nearkin.training.validation import quick_metrics
 
 __all__ = ["Desk", "Job", "content_of", "key", "recipe_of"]
 
@@ -99,16 +100,16 @@ class Desk:
         """The pictures decoded into the cache, from which other processes map them; no GPU is touched."""
         recipe = recipe_of(job, self.root, self.partial)
         items = self._loaded(recipe)
-        self._pixels(looked_at(recipe, items)[0], items)
+        self._pixels(settle_source(recipe, items)[0], items)
 
     def prepared(self, job: Job) -> Prepared:
         """As `nearkin train` prepares the recipe; a search has the classes to choose on, and nothing of the test."""
         recipe = recipe_of(job, self.root, self.partial)
         items = self._targeted(recipe)
-        recipe, notes = looked_at(recipe, items)
+        recipe, notes = settle_source(recipe, items)
         rows = self._pixels(recipe, items)
         parts = self._parts(job, recipe, items)
-        recipe = settled(recipe, items, parts)
+        recipe = settle(recipe, items, parts, split=False)
         return Prepared(recipe, items, parts, rows, {}, "", notes)
 
     def _loaded(self, recipe: Recipe) -> Items:
@@ -128,7 +129,7 @@ class Desk:
     def _pixels(self, recipe: Recipe, items: Items) -> NDArray[Any]:
         place = (recipe.data.source, recipe.data.stored)
         if place not in self._rows:
-            self._rows[place] = rows_of(items, recipe)[0]
+            self._rows[place] = item_rows(items, recipe)[0]
         return self._rows[place]
 
     def _parts(self, job: Job, recipe: Recipe, items: Items) -> Parts:
@@ -144,8 +145,8 @@ class Desk:
             seen = SEEN[job.subject]
             tested = np.flatnonzero(~trained & (labels >= seen))
             return Parts(np.flatnonzero(trained & (labels < seen)), nothing, tested)
-        parts = divided(items, recipe, [])
-        check_data(recipe, items, parts)
+        parts = split(items, recipe, [])
+        settle_split(recipe, items, parts)
         return parts
 
 
@@ -160,11 +161,11 @@ def _attributes(root: Path) -> NDArray[np.float64]:
 
 def _trained(prepared: Prepared) -> Trainer:
     """Trained to the last step; nothing is kept on the way."""
-    trainer = run.assemble(prepared, Path(os.devnull))
+    trainer = assemble(prepared, Path(os.devnull))
     state = trainer.state
     while state.epoch < trainer.epochs:
         trainer.begin_epoch()
-        for batch in trainer.feed.epoch(state.epoch, 0):
+        for batch in trainer.loader.epoch(state.epoch, 0):
             _step(trainer, batch)
         trainer.check()
         if hasattr(trainer.sampler, "refresh") and state.epoch + 1 < trainer.epochs:
@@ -175,16 +176,16 @@ def _trained(prepared: Prepared) -> Trainer:
 
 def _step(trainer: Trainer, batch: Any) -> None:
     state = trainer.state
-    trainer.rate.set(trainer.optimizer, state.step)
-    value, _ = trainer.learn(batch)
+    trainer.lr_schedule.set(trainer.optimizer, state.step)
+    value, _ = trainer.forward_backward(batch)
     trainer.window += value
     state.counted, state.batch, state.step = state.counted + 1, batch.number + 1, state.step + 1
-    trainer.move(measure=False)
+    trainer.optimizer_step(measure=False)
 
 
 def _embedded(trainer: Trainer, indices: NDArray[np.int64]) -> torch.Tensor:
     precision = PRECISIONS[trainer.recipe.training.precision or "fp32"]
-    rows = embed(trainer.best_encoder, trainer.material, indices, precision=precision)
+    rows = embed(trainer.best_encoder, trainer.store, indices, precision=precision)
     if not bool(rows.isfinite().all()):
         raise Diverged(f"the embeddings are not finite at step {trainer.state.step}")
     return rows
@@ -192,20 +193,18 @@ def _embedded(trainer: Trainer, indices: NDArray[np.int64]) -> torch.Tensor:
 
 def _search(prepared: Prepared, job: Job) -> dict[str, Any]:
     trainer = _trained(prepared)
-    held = prepared.held("val")
+    held = prepared.held_out("val")
     rows = _embedded(trainer, held.everything)
-    return {"val": validation.judge(rows, held, False, trainer.device), "steps": trainer.state.step}
+    return {"val": quick_metrics(rows, held, False, trainer.device), "steps": trainer.state.step}
 
 
 def _final(prepared: Prepared, job: Job) -> dict[str, Any]:
     began = time.monotonic()
     trainer = _trained(prepared)
     took = time.monotonic() - began
-    rows = _embedded(trainer, prepared.held("test").everything)
+    rows = _embedded(trainer, prepared.held_out("test").everything)
     found = _tested(prepared, rows, trainer.device, job.seed)
-    exact = _exact(
-        prepared, lambda material, of: embed(trainer.best_encoder, material, of, precision=trainer.precision)
-    )
+    exact = _exact(prepared, lambda store, of: embed(trainer.best_encoder, store, of, precision=trainer.precision))
     return exact | {
         "test": found,
         "steps": trainer.state.step,
@@ -216,29 +215,29 @@ def _final(prepared: Prepared, job: Job) -> dict[str, Any]:
 
 def _frozen(prepared: Prepared, job: Job) -> dict[str, Any]:
     """What could be had for nothing: the features of the encoder as it was bought, or the pixels."""
-    trainer = run.assemble(prepared, Path(os.devnull))
+    trainer = assemble(prepared, Path(os.devnull))
 
-    def embedded(material: Material, indices: NDArray[np.int64]) -> torch.Tensor:
+    def embedded(store: ItemStore, indices: NDArray[np.int64]) -> torch.Tensor:
         if prepared.baseline != "frozen backbone":
-            return run.raw(material, indices)
-        return embed(trainer.encoder, material, indices, precision=trainer.precision, features=True)
+            return raw(store, indices)
+        return embed(trainer.encoder, store, indices, precision=trainer.precision, features=True)
 
-    rows = embedded(trainer.material, prepared.held("test").everything)
+    rows = embedded(trainer.store, prepared.held_out("test").everything)
     return _exact(prepared, embedded) | {"test": _tested(prepared, rows, trainer.device, job.seed)}
 
 
-def _exact(prepared: Prepared, embedded: Callable[[Material, NDArray[np.int64]], torch.Tensor]) -> dict[str, Any]:
+def _exact(prepared: Prepared, embedded: Callable[[ItemStore, NDArray[np.int64]], torch.Tensor]) -> dict[str, Any]:
     """The same on the middle of the photos pixel by pixel, as the peer was tested, where ours looks a little wider.
 
     98 of 112 pixels reduced to 96 are softer than 96 of them: the frozen encoder notices.
     """
-    size, held = prepared.recipe.data.size, prepared.held("test")
+    size, held = prepared.recipe.data.size, prepared.held_out("test")
     start = (prepared.rows.shape[1] - size) // 2 if size is not None else 0
     if size is None or start <= 0:
         return {}
     middle = np.ascontiguousarray(prepared.rows[held.indices, start : start + size, start : start + size])
-    device = defaults.device(prepared.recipe)
-    rows = embedded(Material(middle, device, size), np.arange(len(middle)))
+    device = prepared.recipe.device
+    rows = embedded(ItemStore(middle, device, size), np.arange(len(middle)))
     found = _tested(prepared, rows, device, prepared.recipe.training.seed, interval=False)
     return {"exact": {name: one["value"] for name, one in found.items()}}
 
@@ -247,8 +246,8 @@ def _tested(
     prepared: Prepared, rows: torch.Tensor, device: torch.device, seed: int, interval: bool = True
 ) -> dict[str, Any]:
     """Every figure with its 95 % interval over the choice of classes."""
-    held = prepared.held("test")
-    found: dict[str, Any] = validation.test(rows, held, False, device, ks=KS, interval=interval, seed=seed)
+    held = prepared.held_out("test")
+    found: dict[str, Any] = full_metrics(rows, held, False, device, ks=KS, interval=interval, seed=seed)
     assert held.labels is not None
     labels = torch.from_numpy(held.labels).to(device)
     clusters = evaluation.clustering(rows.to(device), labels, seed, interval=interval)
@@ -260,9 +259,9 @@ def _tested(
 
 def _speed(prepared: Prepared, job: Job) -> dict[str, Any]:
     """Images a second of whole steps, after some to warm up; alone on the machine it is a measurement."""
-    trainer = run.assemble(prepared, Path(os.devnull))
+    trainer = assemble(prepared, Path(os.devnull))
     trainer.begin_epoch()
-    batches = iter(batch for epoch in range(trainer.epochs) for batch in trainer.feed.epoch(epoch, 0))
+    batches = iter(batch for epoch in range(trainer.epochs) for batch in trainer.loader.epoch(epoch, 0))
     total = trainer.recipe.training.batches or 1
     warm, timed = (WARM, TIMED) if total * trainer.epochs >= WARM + TIMED else (1, total * trainer.epochs - 1)
     for _ in range(warm):

@@ -269,7 +269,7 @@ def printed(rows: list[list[object]], found: dict[int, dict[str, Any]]) -> str:
         both = f"{sent:,}" + ("" if formula == "" else " =" if sent == formula else f" ({formula:,} expected)")
         line = [str(what), str(scaling), str(size), f"{ranks}{mark}", f"{ms:,}", f"{speedup}", both, f"{predicted:,}"]
         lines.append(line)
-    header = ["what", "scaling", "size", "ranks", "ms", "speed-up", "bytes sent a rank", "model, ms"]
+    header = ["what", "scaling", "size", "ranks", "ms", "speed-up", "bytes sent per rank", "model, ms"]
     measured_links = [
         f"{ranks} ranks: {one['links']['bandwidth'] / 1e9:.2f} GB/s, {1e6 * one['links']['latency']:.0f} µs"
         for ranks, one in found.items()

@@ -138,7 +138,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def main() -> None:
     ranks = (1, 8, 64, 1024)
     columns = ["encoder", "loss", "gather", "gradients", "step"]
-    print("SupCon over the global batch, 128 images a GPU, D = 128 (weak scaling); ms")
+    print("SupCon over the global batch, 128 images per GPU, D = 128 (weak scaling); ms")
     rows = []
     for number in ranks:
         one = pair_step(number, 128)
@@ -153,9 +153,9 @@ def main() -> None:
         rows.append(
             [f"{number:,}", f"{8192 // number:,}", *(f"{one[c]:.2f}" for c in columns), f"{one['images/s']:,.0f}"]
         )
-    print(table(["GPUs", "images a GPU", *columns, "images/s"], rows))
+    print(table(["GPUs", "images per GPU", *columns, "images/s"], rows))
     print(f"\nloss = encoder from a global batch of {break_even(128)[0]:,}, {break_even(128)[1]:,} GPUs of 128 images")
-    print("\nArcFace, D = 512, classes shared, 128 images a GPU; ms")
+    print("\nArcFace, D = 512, classes sharded, 128 images per GPU; ms")
     rows = []
     plans = [(1e6, 8, 1.0), (1e6, 64, 1.0), (1e6, 1024, 1.0), (1e8, 8, 1.0), (1e8, 64, 1.0), (1e8, 256, 1.0)]
     plans += [(1e8, number, 0.1) for number in (8, 64, 256, 1024)]
@@ -165,7 +165,7 @@ def main() -> None:
         name = f"{classes / 1e6:,.0f} M" + (f", sample_rate {rate}" if rate != 1 else "")
         rows.append([name, f"{number:,}", *(f"{one[c]:.2f}" for c in columns), f"{one['images/s']:,.0f}"])
     print(table(["classes", "GPUs", *columns, "images/s"], rows))
-    print("\n100 million classes, D = 512, float32: GB a GPU")
+    print("\n100 million classes, D = 512, float32: GB per GPU")
     whole = 1e8 * 512 * 4 / 1e9
     rows = [
         [name, f"{whole * parts:,.0f}", *(f"{whole * parts / number:,.1f}" for number in (8, 64, 256))]

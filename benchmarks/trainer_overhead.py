@@ -18,9 +18,10 @@ import torch
 import measure
 from nearkin import losses
 from nearkin.data import augment
-from nearkin.training import loop, run
+from nearkin.training import loop
 from nearkin.training.config.recipe import read
 from nearkin.training.prepare import build_encoder, prepare
+from nearkin.training.trainer import assemble
 
 
 def by_hand(prepared, on: torch.device, precision: torch.dtype | None, batches: list[list[int]]):
@@ -57,7 +58,7 @@ def by_hand(prepared, on: torch.device, precision: torch.dtype | None, batches: 
 
 
 def by_trainer(prepared, folder: Path):
-    trainer = run.assemble(prepared, folder)
+    trainer = assemble(prepared, folder)
     folder.mkdir(exist_ok=True)
     steps = len(trainer.sampler)
     on = trainer.device
@@ -65,13 +66,13 @@ def by_trainer(prepared, folder: Path):
     def epoch() -> float:
         trainer.state.finished, marks = False, []
 
-        def watch(event: dict) -> None:
-            if event["event"] == "moved" and event["step"] % steps in (1, 0):
+        def callback(event: dict) -> None:
+            if event["event"] == "step_end" and event["step"] % steps in (1, 0):
                 marks.append(now(on))
             if event["event"] == "epoch":
                 trainer.state.finished = True
 
-        loop.fit(trainer, watch)
+        loop.fit(trainer, callback)
         return (marks[1] - marks[0]) / (steps - 1)
 
     return trainer, epoch

@@ -1,10 +1,10 @@
-"""Your own dataset, encoder and loss in nearkin's trainer: plain PyTorch objects, as you have them already.
+"""Your own dataset, encoder and loss in nearkin's trainer: plain PyTorch objects.
 
     python examples/own_objects.py
 
-About half a minute on two cores. Trains a small network on some characters of `glyphs` and prints how often the nearest
-neighbour of a character that it has never seen is of the same kind. The folder of the run holds the weights, the
-figures and report.html. A run that was stopped goes on when it gets the same objects again:
+About half a minute on two cores. Trains a small network on some characters of `glyphs` and prints recall@1 on unseen
+characters. The folder of the run contains the weights, the metrics and report.html. A stopped run is resumed with the
+same objects:
 
     training.train(dataset, encoder=network, loss=loss, resume="runs/own-objects")
 """
@@ -22,15 +22,14 @@ from nearkin.data import glyphs
 
 
 class Characters(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """dataset[i] is (picture, label). Any label serves: a number, a name, or floats for continuous targets."""
+    """dataset[i] is (image, label). A label is a number, a name, or floats for continuous targets."""
 
     def __init__(self, classes: int) -> None:
         drawn = glyphs.load()
-        kept = torch.from_numpy(drawn.labels) < classes
-        self.pictures = F.avg_pool2d(torch.from_numpy(drawn.images)[kept].float().unsqueeze(1) / 255, 2)
-        self.targets = torch.from_numpy(drawn.labels)[
-            kept
-        ]  # read at once; without it every item is asked for its label
+        labels = torch.from_numpy(drawn.labels)
+        chosen = labels < classes
+        self.pictures = F.avg_pool2d(torch.from_numpy(drawn.images)[chosen].float().unsqueeze(1) / 255, 2)
+        self.targets = labels[chosen]  # read at once; without it every item is read for its label
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -40,7 +39,7 @@ class Characters(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 class Network(nn.Module):
-    """(B, 1, H, W) → (B, 32): the output is the embedding as it is."""
+    """(B, 1, H, W) → (B, 32): the output is the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,15 +53,15 @@ class Network(nn.Module):
 
 
 class SoftNeighbours(nn.Module):
-    """-log of the share that an item's own class has among its neighbours; the sharpness is learned too."""
+    """-log of the softmax share of an item's own class among its neighbours, with a learned scale."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sharpness = nn.Parameter(torch.tensor(10.0))
+        self.scale = nn.Parameter(torch.tensor(10.0))
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-        logits = (embeddings @ embeddings.T * self.sharpness).masked_fill(itself, -1e9)
+        logits = (embeddings @ embeddings.T * self.scale).masked_fill(itself, -1e9)
         other = labels[:, None] != labels
         return (logits.logsumexp(1) - logits.masked_fill(other, -1e9).logsumexp(1)).mean()
 
@@ -70,23 +69,23 @@ class SoftNeighbours(nn.Module):
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path("runs/own-objects"), help="a new folder for the run")
-    options.add_argument("--classes", type=int, default=200, help="characters to take")
+    options.add_argument("--classes", type=int, default=200, help="number of characters")
     options.add_argument("--epochs", type=int, default=8)
-    options.add_argument("--batches", type=int, default=25, help="of an epoch")
-    given = options.parse_args()
+    options.add_argument("--batches", type=int, default=25, help="per epoch")
+    arguments = options.parse_args()
 
-    dataset, network = Characters(given.classes), Network()
-    settings = {"training.epochs": given.epochs, "training.batches": given.batches, "sampler.batch": 64}
+    dataset, network = Characters(arguments.classes), Network()
+    settings = {"training.epochs": arguments.epochs, "training.batches": arguments.batches, "sampler.batch": 64}
     outcome = training.train(
-        dataset, given.out, encoder=network, loss=SoftNeighbours(), settings=settings, progress=True
+        dataset, arguments.out, encoder=network, loss=SoftNeighbours(), settings=settings, progress=True
     )
-    for who in ("baseline", "untrained", "trained"):
-        print(f"{outcome.results['test'][who]['recall@1']['value']:.3f} recall@1, {who}")
+    for name in ("baseline", "untrained", "trained"):
+        print(f"{outcome.results['test'][name]['recall@1']['value']:.3f} recall@1, {name}")
     print(outcome.report)
 
-    # `network` holds the best weights now. A network made anew takes them from the folder:
+    # `network` has the best weights now. A new instance loads them from the folder:
     again = Network()
-    again.load_state_dict(load_file(given.out / "model.safetensors"))
+    again.load_state_dict(load_file(arguments.out / "model.safetensors"))
     tested = outcome.test.indices
     with torch.no_grad():
         embeddings = again.eval()(dataset.pictures[tested])

@@ -1,10 +1,9 @@
-"""A plain PyTorch loop: learn from one half of the characters, recognise the other half, never seen before.
+"""A plain PyTorch loop: train on one half of the characters, recognise the unseen other half.
 
     python examples/plain_loop.py
 
-About two minutes on two cores. Prints recall@1 (how often an item's nearest neighbour is of its class) on the unseen
-characters for raw pixels, for the network before and after training, and saves a picture of queries with their
-neighbours. Ctrl-C ends the training early; what has been learned by then is measured.
+About two minutes on two cores. Prints recall@1 on the unseen characters for raw pixels and for the network before and
+after training, and saves a picture of queries with their neighbours. Ctrl-C ends the training early.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from nearkin.data import glyphs
 
 
 def encoder(width: int = 32, dim: int = 128) -> nn.Sequential:
-    """(B, 1, 32, 32) → (B, dim): four convolutions, the picture halved at each."""
+    """(B, 1, 32, 32) → (B, dim): four convolutions, each halving the image."""
 
     def layer(channels: int, out: int) -> nn.Sequential:
         convolution = nn.Conv2d(channels, out, kernel_size=3, padding=1, bias=False)
@@ -41,14 +40,14 @@ def encoder(width: int = 32, dim: int = 128) -> nn.Sequential:
 
 
 def jitter(images: Tensor, generator: torch.Generator, strength: float = 0.15) -> Tensor:
-    """Each picture under a random affine map close to the identity."""
+    """Each image under a random affine map close to the identity."""
     maps = torch.eye(2, 3) + strength * (2 * torch.rand(len(images), 2, 3, generator=generator) - 1)
     grid = F.affine_grid(maps, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, align_corners=False)
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, classes: int = 48, per_class: int = 3) -> None:
-    """Every step: `per_class` items of each of `classes` classes, their embeddings, the loss, one step downhill."""
+    """Every step: `per_class` items of each of `classes` classes, their embeddings, the loss, one optimizer step."""
     generator = torch.Generator().manual_seed(0)
     sampler = samplers.ClassBalanced(labels, classes=classes, per_class=per_class, seed=0, batches=steps)
     loss_function = losses.SupConLoss(temperature=0.1)
@@ -77,14 +76,14 @@ def embed(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def nearest(vectors: Tensor, k: int) -> Tensor:
-    """The k nearest others of each vector by cosine, exactly, (N, k): all pairs, a slice of rows at a time."""
+    """The k nearest neighbours of each vector by cosine similarity, exactly, (N, k), in slices of rows."""
     vectors = F.normalize(vectors.flatten(1), dim=1)
-    found = []
+    neighbours = []
     for rows in torch.arange(len(vectors)).split(1024):
         similarity = vectors[rows] @ vectors.T  # (rows, N)
         similarity[torch.arange(len(rows)), rows] = -torch.inf  # not itself
-        found.append(similarity.topk(k).indices)
-    return torch.cat(found)
+        neighbours.append(similarity.topk(k).indices)
+    return torch.cat(neighbours)
 
 
 def recall_at_1(vectors: Tensor, labels: Tensor) -> float:
@@ -92,7 +91,7 @@ def recall_at_1(vectors: Tensor, labels: Tensor) -> float:
 
 
 def save_neighbours(path: Path, unseen: glyphs.Glyphs, neighbours: Tensor, queries: Tensor) -> None:
-    """A row a query: itself, then its neighbours; right ones in green with a tick, wrong ones dashed, red, a cross."""
+    """One row per query: itself, then its neighbours; right ones green with a tick, wrong ones red with a cross."""
     figure = Figure(figsize=(1.0 * (1 + neighbours.shape[1]), 1.15 * len(queries)), layout="constrained")
     axes = figure.subplots(len(queries), 1 + neighbours.shape[1], squeeze=False)
     for row, query in zip(axes, queries.tolist(), strict=True):
@@ -120,7 +119,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     seen, unseen = glyphs.load().split()
-    print(f"{len(seen.characters)} characters to learn from, {len(unseen.characters)} others to be recognised")
+    print(f"{len(seen.characters)} characters to learn from, {len(unseen.characters)} others to recognise")
     images, unseen_images = (torch.from_numpy(part.images)[:, None] / 255 for part in (seen, unseen))  # (N, 1, 32, 32)
     labels, unseen_labels = (torch.from_numpy(part.labels) for part in (seen, unseen))
 
@@ -130,7 +129,7 @@ def main() -> None:
     try:
         train(model, images, labels, arguments.steps)
     except KeyboardInterrupt:
-        print("stopped early; this is what has been learned so far:")
+        print("stopped early; the result so far:")
     embeddings = embed(model, unseen_images)
     print(f"recall@1 on unseen characters, trained    {recall_at_1(embeddings, unseen_labels):.3f}")
 

@@ -3,8 +3,8 @@
     python studies/kill_and_compare.py [--kills 9] [--source glyphs|vectors|FILE] [--seed 0]
 
 A comparison runs undisturbed once. Then the same command is killed three times at random moments, with one process and
-with two by turns, let end, and its comparison.csv compared byte by byte; again and again until there were enough kills.
-What it had come to at each kill is printed; any difference ends with exit code 1.
+with two by turns, left to end, and its comparison.csv compared byte by byte, until there were enough kills. How far it
+had come at each kill is printed; any difference ends with exit code 1.
 """
 
 import argparse
@@ -25,12 +25,14 @@ QUICK = ["encoder.width=4", "encoder.dim=16", "sampler.batch=32", "data.size=16"
 
 
 def command(source: str, folder: Path, jobs: int) -> list[str]:
-    more = [] if source.endswith((".npz", ".safetensors", ".parquet")) else [x for one in QUICK for x in ("--set", one)]
-    words = [sys.executable, "-m", "nearkin", "compare", source, "--losses", LOSSES, *SMALL, *more]
+    settings = (
+        [] if source.endswith((".npz", ".safetensors", ".parquet")) else [x for text in QUICK for x in ("--set", text)]
+    )
+    words = [sys.executable, "-m", "nearkin", "compare", source, "--losses", LOSSES, *SMALL, *settings]
     return [*words, "--out", str(folder), "--jobs", str(jobs), "--quiet"]
 
 
-def kept(folder: Path, table: str = "trainings") -> int:
+def finished(folder: Path, table: str = "trainings") -> int:
     try:
         with closing(sqlite3.connect(f"file:{folder / 'study.db'}?mode=ro", uri=True)) as db:
             return int(db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0])
@@ -44,26 +46,26 @@ def main() -> None:
     parser.add_argument("--source", default="glyphs")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    chance = random.Random(arguments.seed)
+    rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
         source = str(vectors(base / "vectors.npz")) if arguments.source == "vectors" else arguments.source
-        subprocess.run(command(source, base / "whole", 1), check=True, stdout=subprocess.DEVNULL)
-        wanted, total = (base / "whole" / "comparison.csv").read_bytes(), kept(base / "whole")
+        subprocess.run(command(source, base / "undisturbed", 1), check=True, stdout=subprocess.DEVNULL)
+        expected, total = (base / "undisturbed" / "comparison.csv").read_bytes(), finished(base / "undisturbed")
         print(f"undisturbed: {total} trainings", flush=True)
         kills, runs, wrong = 0, 0, 0
         while kills < arguments.kills:
-            folder, moments, place = base / f"run{runs}", [], 0
+            folder, moments, point = base / f"run{runs}", [], 0
             for turn in range(3):
-                place = chance.randint(place, total)
-                going = command(source, folder, 1 + turn % 2)
-                hit = killed(going, kept, folder, place, chance.uniform(0.0, 0.5))
+                point = rng.randint(point, total)
+                run_command = command(source, folder, 1 + turn % 2)
+                hit = killed(run_command, finished, folder, point, rng.uniform(0.0, 0.5))
                 kills += hit
                 moments.append(
-                    f"{kept(folder)} trained, {kept(folder, 'tests')} tested" + ("" if hit else ", at its end")
+                    f"{finished(folder)} trained, {finished(folder, 'tests')} tested" + ("" if hit else ", at its end")
                 )
             subprocess.run(command(source, folder, 2), check=True, stdout=subprocess.DEVNULL)
-            same = (folder / "comparison.csv").read_bytes() == wanted
+            same = (folder / "comparison.csv").read_bytes() == expected
             wrong += not same
             print(f"run {runs}: {'same' if same else 'DIFFERENT'}; killed at {'; '.join(moments)}", flush=True)
             shutil.rmtree(folder)

@@ -2,9 +2,9 @@
 
     python studies/kill_and_resume.py [--kills 20] [--source glyphs] [--seed 0]
 
-Each trial starts `nearkin train` as a process of its own and kills it a random moment after a random step shows in its
+Each trial starts `nearkin train` as a process of its own and kills it a random moment after a random step is in its
 log, so that epochs, saves, validations and the test are all hit; with 0 and 2 workers by turns. It is resumed, killed
-again, resumed, and let end. The moments at which it was hit are printed; any difference in model.safetensors ends with
+again, resumed, and left to end. The moments of the kills are printed; any difference in model.safetensors ends with
 exit code 1.
 """
 
@@ -33,7 +33,7 @@ def digest(folder: Path) -> str:
 
 
 def where(folder: Path) -> str:
-    """What the killed run had come to, by what it left."""
+    """How far the killed run had come, by its files."""
     checkpoints = folder / "checkpoints"
     names = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
     steps = [int(name[5:13]) for name in names if name.startswith("step")]
@@ -48,31 +48,33 @@ def main() -> None:
     parser.add_argument("--source", default="glyphs")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    chance = random.Random(arguments.seed)
+    rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
         sets = [part for text in QUICK for part in ("--set", text)]
-        whole = base / "whole"
-        subprocess.run(command(arguments.source, "--out", str(whole), *sets), check=True, stdout=subprocess.DEVNULL)
-        wanted, kills, trial, wrong = digest(whole), 0, 0, 0
-        print(f"uninterrupted: {wanted[:12]}", flush=True)
+        undisturbed = base / "undisturbed"
+        subprocess.run(
+            command(arguments.source, "--out", str(undisturbed), *sets), check=True, stdout=subprocess.DEVNULL
+        )
+        expected, kills, trial, wrong = digest(undisturbed), 0, 0, 0
+        print(f"uninterrupted: {expected[:12]}", flush=True)
         while kills < arguments.kills:
             folder = base / f"trial{trial}"
             workers = ["--set", f"training.workers={2 * (trial % 2)}"]
-            going = command(arguments.source, "--out", str(folder), *sets, *workers)
+            run_command = command(arguments.source, "--out", str(folder), *sets, *workers)
             moments = []
             step = 0
             while len(moments) < 3:
-                step = chance.randint(step, STEPS)
-                hit = killed(going, logged, folder, step, chance.uniform(0.0, 0.3))
+                step = rng.randint(step, STEPS)
+                hit = killed(run_command, logged, folder, step, rng.uniform(0.0, 0.3))
                 kills += hit
                 moments.append(where(folder) + ("" if hit else ", at its end"))
                 if (folder / "checkpoints").is_dir() and any((folder / "checkpoints").glob("step-*")):
-                    going = command("--resume", str(folder))
-                else:  # killed before the first checkpoint: there is nothing to go on from, so it starts again
+                    run_command = command("--resume", str(folder))
+                else:  # killed before the first checkpoint: there is nothing to resume, so it starts again
                     shutil.rmtree(folder, ignore_errors=True)
-            subprocess.run(going, check=True, stdout=subprocess.DEVNULL)
-            same = digest(folder) == wanted
+            subprocess.run(run_command, check=True, stdout=subprocess.DEVNULL)
+            same = digest(folder) == expected
             wrong += not same
             print(f"trial {trial}: {'same' if same else 'DIFFERENT'}; killed at {'; '.join(moments)}", flush=True)
             shutil.rmtree(folder)

@@ -3,10 +3,10 @@
     python studies/kill_ranks.py [--kills 50] [--ranks 2] [--seed 0] [--strategy ddp]
 
 Each trial starts `torchrun --max-restarts 3 ... -m nearkin train` and kills one of its ranks (SIGKILL; every fourth
-time it is stopped instead, SIGSTOP, so that it hangs) up to three times, a random moment after a random step shows in
-the log: epochs, saves, validations, the test and the joining after a restart are all hit. Counted are hangs (a world
-whose ranks have not all ended within 60 s, of which torchrun itself takes 30 where a process does not end when asked),
-wrong exits and results that differ by a bit; any ends with exit code 1.
+time it is stopped instead, SIGSTOP, so that it hangs) up to three times, a random moment after a random step is in
+the log: epochs, saves, validations, the test and the joining after a restart are all hit. Counted are hangs (ranks
+that have not all ended within 60 s, of which torchrun itself takes 30 if a process does not end when asked), wrong
+exits and results that differ by a bit; any of them ends with exit code 1.
 """
 
 import argparse
@@ -51,23 +51,23 @@ def digest(folder: Path) -> str:
 
 
 def gone(process: int) -> bool:
-    """Whether a process has ended, buried or not."""
+    """Whether a process has ended, perhaps as a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
 
 
-def hit(run: subprocess.Popen, folder: Path, chance: random.Random, first: int, hang: bool) -> tuple[str, bool] | None:
-    """Which rank was hit and where, and whether all others ended in time; None where the run was over first."""
-    step, after = chance.randint(first, STEPS), chance.choice([0.0, 0.02, 0.1, 0.5, 2.0])
+def hit(run: subprocess.Popen, folder: Path, rng: random.Random, first: int, hang: bool) -> tuple[str, bool] | None:
+    """Which rank was hit and when, and whether all others ended in time; None if the run was over first."""
+    step, after = rng.randint(first, STEPS), rng.choice([0.0, 0.02, 0.1, 0.5, 2.0])
     while run.poll() is None and logged(folder) < step:
         time.sleep(0.005)
     time.sleep(after)
     before = ranks_of(run.pid)
     if run.poll() is not None or not before:
         return None
-    rank = chance.choice(sorted(before))
+    rank = rng.choice(sorted(before))
     try:
         os.kill(before[rank], signal.SIGSTOP if hang else signal.SIGKILL)
     except ProcessLookupError:
@@ -86,25 +86,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
     arguments = parser.parse_args()
-    chance = random.Random(arguments.seed)
+    rng = random.Random(arguments.seed)
     kills = trial = hangs = exits = different = unnamed = 0
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
         source = vectors(base / "vectors.npz")
-        whole = start(source, base / "whole", arguments.ranks, arguments.strategy, base / "log")
-        if whole.wait() != 0:
+        untouched = start(source, base / "untouched", arguments.ranks, arguments.strategy, base / "log")
+        if untouched.wait() != 0:
             sys.exit((base / "log").read_text())
-        wanted = digest(base / "whole")
-        print(f"untouched: {wanted[:12]}", flush=True)
+        expected = digest(base / "untouched")
+        print(f"untouched: {expected[:12]}", flush=True)
         while kills < arguments.kills:
             folder, log, moments, first, late = base / f"trial{trial}", base / f"log{trial}", [], 0, 0
             run = start(source, folder, arguments.ranks, arguments.strategy, log)
             while len(moments) < min(3, arguments.kills - kills):
-                found = hit(run, folder, chance, first, hang=(kills + len(moments)) % 4 == 3)
-                if found is None:
+                outcome = hit(run, folder, rng, first, hang=(kills + len(moments)) % 4 == 3)
+                if outcome is None:
                     break
-                moments.append(found[0])
-                late += not found[1]
+                moments.append(outcome[0])
+                late += not outcome[1]
                 first = logged(folder)
             try:
                 code = run.wait(300)
@@ -112,19 +112,19 @@ def main() -> None:
                 code, late = None, late + 1
                 for process in [*ranks_of(run.pid).values(), run.pid]:
                     os.kill(process, signal.SIGKILL)
-            said = log.read_text()
-            named = said.count("was killed or died") + said.count("no sign of life")
-            named += said.count("has not moved") + said.count("did not come within")
-            same = code == 0 and digest(folder) == wanted
+            errors = log.read_text()
+            named = errors.count("was killed or died") + errors.count("no sign of life")
+            named += errors.count("has not moved") + errors.count("did not come within")
+            same = code == 0 and digest(folder) == expected
             kills, trial, hangs, exits = kills + len(moments), trial + 1, hangs + late, exits + (code != 0)
             different, unnamed = different + (code == 0 and not same), unnamed + max(0, len(moments) - named)
             verdict = "same" if same else f"DIFFERENT (exit {code})"
             print(f"trial {trial}: {verdict}; {'; '.join(moments) or 'untouched'}", flush=True)
             if not same or late:
-                print(said, flush=True)
+                print(errors, flush=True)
             shutil.rmtree(folder, ignore_errors=True)
     print(f"{kills} kills in {trial} runs: {hangs} hangs, {exits} wrong exits, {different} different results", end="")
-    print(f"; {unnamed} kills that no other rank named, as before it has joined, and only torchrun did")
+    print(f"; {unnamed} kills that only torchrun reported, as those before a rank has joined")
     sys.exit(1 if hangs or exits or different else 0)
 
 

@@ -1,4 +1,4 @@
-"""What tests of the command line share: a call, what it says, and a folder of small photos."""
+"""What tests of the command line share: a call, its output, and a folder of small photos."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def said(result, code=0):
+def output_of(result, code=0):
     assert result.exit_code == code, result.output + str(result.exception)
     return result.output
 

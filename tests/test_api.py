@@ -73,10 +73,10 @@ def test_a_bar_never_calls_elapsed_time_left():
             bars.console.print(bars.make_tasks_table([bars._tasks[task]]))
             return shown.getvalue()
 
-        unknown = bars.add_task("testing", total=None, said="")
+        unknown = bars.add_task("testing", total=None, status="")
         now[0] = 5.0
         assert "left" not in line(unknown)
-        known = bars.add_task("training", total=100, said="")
+        known = bars.add_task("training", total=100, status="")
         assert "left" not in line(known)  # nothing is known of the speed
         for done in (10, 20, 30):
             now[0] += 10.0
@@ -101,10 +101,10 @@ def test_names_survive_being_written_and_read(tmp_path, ending):
     swapped = LABELS.copy()
     swapped[0] = 2
     vector_files.write(path, torch.from_numpy(ROWS), swapped, None, NAMES, CLASSES)
-    found = runner.evaluate(vectors.read(path), settings=runner.Settings(protocols=("diagnose",)))
-    diagnosis = found["results"]["diagnose"]
+    results = runner.evaluate(vectors.read(path), settings=runner.Settings(protocols=("diagnose",)))
+    diagnosis = results["results"]["diagnose"]
     assert all(one["name"] == NAMES[one["item"]] for one in diagnosis["hubs"])
-    printed = [row.value for row in results_table.table(found) if row.metric == "suspect label"]
+    printed = [row.value for row in results_table.table(results) if row.metric == "suspect label"]
     assert printed and printed[0].startswith(f"{NAMES[diagnosis['label_errors'][0]['item']]}: ")
 
 
@@ -169,11 +169,11 @@ def test_a_folder_is_trained_in_once_at_a_time(tmp_path, stored, holder):
     training.train(recipe, run)
     assert not (run / ".lock").exists()
     process = holder(run / ".lock")
-    said = rf"run: a training is running in it already \(process {process.pid} on .+\)"
+    sentence = rf"run: a training is running in it already \(process {process.pid} on .+\)"
     before = sorted((path.name, path.stat().st_mtime_ns) for path in run.iterdir())
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         training.resume(run)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         training.train(recipe, run)
     assert before == sorted((path.name, path.stat().st_mtime_ns) for path in run.iterdir())
     fresh = tmp_path / "fresh"
@@ -193,13 +193,13 @@ def test_two_trainings_of_one_process_cannot_share_a_folder(tmp_path, stored):
     recipe = training.read_recipe(None, [f'data.source="{stored.as_posix()}"', *TINY])
     refused = []
 
-    def watch(event):
+    def callback(event):
         if event["event"] == "settled" and not refused:
             with pytest.raises(ValueError, match="a training is running in it already"):
                 training.train(recipe, tmp_path / "run")
             refused.append(True)
 
-    training.train(recipe, tmp_path / "run", watch)
+    training.train(recipe, tmp_path / "run", callback)
     assert refused
 
 
@@ -321,7 +321,7 @@ def test_a_size_does_not_silently_swap_the_pretrained_encoder(side, size, lite, 
 
     monkeypatch.setattr(defaults, "find_spec", lambda name: object())
     recipe = training.read_recipe(None, [] if size is None else [f"data.size={size}"])
-    settled, notes = defaults.settle_pictures(recipe, side, False, torch.device("cpu"))
+    settled, notes = defaults.settle_images(recipe, side, False, torch.device("cpu"))
     assert settled.encoder["name"] == ("efficientnet-lite0" if lite else "small-cnn")
     assert settled.data.size == (size or settled.data.size)
     assert bool(notes) == (side > 64 and not lite)  # another encoder than the pictures would have is said
@@ -512,7 +512,7 @@ def stopped_run(folder, dataset):
     """A run that ended in its second epoch."""
 
     def stop(event):
-        if event["event"] == "moved" and event["step"] == 5:
+        if event["event"] == "step_end" and event["step"] == 5:
             raise Enough
 
     torch.manual_seed(1)
@@ -522,13 +522,13 @@ def stopped_run(folder, dataset):
 
 def test_a_run_with_own_objects_goes_on_to_the_same_weights(tmp_path):
     torch.manual_seed(1)
-    whole = Net(inside=256)
-    straight = training.train(Noisy(), tmp_path / "a", encoder=whole, loss=Pull(), settings=FEW, report=False)
+    uninterrupted = Net(inside=256)
+    straight = training.train(Noisy(), tmp_path / "a", encoder=uninterrupted, loss=Pull(), settings=FEW, report=False)
     stopped_run(tmp_path / "b", Noisy())
     torch.manual_seed(2)  # made anew, with other random weights
     again = Net(inside=256)
     outcome = training.train(Noisy(), encoder=again, loss=Pull(), resume=tmp_path / "b", report=False)
-    assert torch.equal(weights(again), weights(whole))
+    assert torch.equal(weights(again), weights(uninterrupted))
     assert outcome.results["test"] == straight.results["test"]  # also of the untrained one
 
 
@@ -544,13 +544,16 @@ def test_a_run_with_own_objects_goes_on_with_no_others(tmp_path):
         ({"dataset": None}, r"run: the dataset is an object of the user's own \(Blobs\); give it again"),
         ({"loss": None}, r"run: the loss is an object of the user's own \(Pull\); give it again"),
         ({"encoder": Other(inside=256)}, "run: the encoder was a Net, got a Other"),
-        ({"encoder": Net(width=7, inside=256)}, r"run: the encoder is not the one that the run began with: encoder\."),
-        ({"loss": Pull(classes=13)}, r"run: the loss is not the one that the run began with: loss\.centres differs"),
-        ({"dataset": Blobs(labels="names")}, "is not what it was when the run began"),
+        (
+            {"encoder": Net(width=7, inside=256)},
+            r"run: the encoder is not the one that the run started with: encoder\.",
+        ),
+        ({"loss": Pull(classes=13)}, r"run: the loss is not the one that the run started with: loss\.centres differs"),
+        ({"dataset": Blobs(labels="names")}, "has changed since the run started"),
     ):
         with pytest.raises(ValueError, match=sentence):
             training.resume(tmp_path / "run", **(same | change))
-    with pytest.raises(ValueError, match="give no other choices beside it"):
+    with pytest.raises(ValueError, match="leave all other choices out"):
         training.train(Blobs(), encoder=Net(inside=256), loss="triplet", resume=tmp_path / "run")
 
 
@@ -692,7 +695,7 @@ def test_the_training_page_runs(photos, tmp_path, monkeypatch):
     pictures_in(Path("photos"), classes=6, each=3, side=16)
     exec(run, names := {})
     assert names["outcome"].report == Path("runs/try/report.html") and names["outcome"].report.is_file()
-    assert len(names["found"].embeddings)
+    assert len(names["embedded"].embeddings)
     few = {"training.epochs": 1, "training.batches": 2, "evaluation.interval": False}
     train = training.train
     monkeypatch.setattr(

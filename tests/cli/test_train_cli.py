@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from commands import photos, run, said
+from commands import output_of, photos, run
 from nearkin.cli.screen import results_table
 from nearkin.gallery.items import encoder_info
 
@@ -34,15 +34,17 @@ def _own_place(tmp_path, monkeypatch):
 
 def test_a_folder_becomes_a_run_with_a_report():
     photos(Path("photos"))
-    out = said(run("train", "photos/", *SETS))
+    out = output_of(run("train", "photos/", *SETS))
     assert "60 items, 10 classes" in out and "epoch   2/2" in out
     assert "pixels" in out and "untrained" in out and "trained" in out and "map@r" in out
-    told = re.findall(
+    metadata = re.findall(
         r"epoch   ([12])/2  loss (\S+)  map@r \d+\.\d %  recall@1 \d+\.\d %  r_precision \d+\.\d %  ", out
     )
     lines = map(json.loads, Path("runs/photos/metrics.jsonl").read_text().splitlines())
     losses = [f"{line['loss']:.4g}" for line in lines if line["event"] == "epoch"]
-    assert told == [("1", losses[0]), ("2", losses[1])] and losses[0] != losses[1], "each epoch its own, in per cent"
+    assert metadata == [("1", losses[0]), ("2", losses[1])] and losses[0] != losses[1], (
+        "each epoch its own, in per cent"
+    )
     sentence = json.loads(Path("runs/photos/results.json").read_text())["verdict"]["sentence"]
     assert sentence in out
     folder = Path("runs/photos")
@@ -51,36 +53,36 @@ def test_a_folder_becomes_a_run_with_a_report():
     assert page.startswith("<!doctype html>") or page.lower().startswith("<!doctype")
     assert "Content-Security-Policy" in page and "class" in page
     assert sentence in page.replace("\u202f%", " %")
-    again = said(run("train", "photos", *SETS, "--quiet"))
+    again = output_of(run("train", "photos", *SETS, "--quiet"))
     assert again.strip() == "runs/photos-2", "an earlier run is never overwritten"
 
 
 def test_json_is_nothing_but_json():
     photos(Path("photos"))
-    found = json.loads(said(run("train", "photos", *SETS, "--json", "--out", "run")))
-    assert found["test"]["trained"]["recall@1"]["value"] >= 0
-    assert found == json.loads(Path("run/results.json").read_text())
+    printed = json.loads(output_of(run("train", "photos", *SETS, "--json", "--out", "run")))
+    assert printed["test"]["trained"]["recall@1"]["value"] >= 0
+    assert printed == json.loads(Path("run/results.json").read_text())
 
 
 def test_a_run_is_evaluated_embedded_and_resumed():
     photos(Path("photos"))
-    said(run("train", "photos", *SETS, "--quiet", "--out", "run"))
+    output_of(run("train", "photos", *SETS, "--quiet", "--out", "run"))
     results = json.loads(Path("run/results.json").read_text())
-    out = said(run("evaluate", "run", "--json", "found.json"))
+    out = output_of(run("evaluate", "run", "--json", "found.json"))
     assert "map@r" in out
-    found = json.loads(Path("found.json").read_text())["results"]["retrieval"]
-    assert found["map@r"] == pytest.approx(results["test"]["trained"]["map@r"]["value"], abs=1e-9)
+    printed = json.loads(Path("found.json").read_text())["results"]["retrieval"]
+    assert printed["map@r"] == pytest.approx(results["test"]["trained"]["map@r"]["value"], abs=1e-9)
     for name in ("all.npz", "all.safetensors", "all.parquet"):
-        assert "60 × 8" in said(run("embed", "run", "photos", "--out", name))
-        assert "60 × 8" in said(run("evaluate", name))
-    assert "× 8" in said(run("embed", "run", "photos", "--part", "test", "--views", "4", "--out", "test.npz"))
+        assert "60 × 8" in output_of(run("embed", "run", "photos", "--out", name))
+        assert "60 × 8" in output_of(run("evaluate", name))
+    assert "× 8" in output_of(run("embed", "run", "photos", "--part", "test", "--views", "4", "--out", "test.npz"))
     with np.load("test.npz") as archive:
         assert len(archive["embeddings"]) == results["items"]["test"] and archive["labels"].dtype.kind == "U"
         np.testing.assert_allclose(np.linalg.norm(archive["embeddings"], axis=1), 1, atol=1e-5)
     other = photos(Path("other"), classes=3)
-    assert "18 × 8" in said(run("evaluate", "run", other))
+    assert "18 × 8" in output_of(run("evaluate", "run", other))
     before = Path("run/model.safetensors").read_bytes()
-    said(run("train", "--resume", "run"))
+    output_of(run("train", "--resume", "run"))
     assert Path("run/model.safetensors").read_bytes() == before
 
 
@@ -90,14 +92,16 @@ def test_export():
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
         pytest.skip("ONNX export needs torch 2.11")
     photos(Path("photos"))
-    said(run("train", "photos", *[part for text in UNSTORED for part in ("--set", text)], "--quiet", "--out", "run"))
+    output_of(
+        run("train", "photos", *[part for text in UNSTORED for part in ("--set", text)], "--quiet", "--out", "run")
+    )
     # As a process of its own: the exporter warns about its own dependencies.
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "nearkin", "export", "run", "--onnx"], capture_output=True, text=True, env=os.environ
     )
-    assert found.returncode == 0, found.stderr
-    assert "nowhere does not exist" in said(run("export", "run", "--onnx", "--out", "nowhere/model.onnx"), 2)
-    assert "equal to the run's encoder within" in found.stdout and Path("run/model.onnx").stat().st_size > 1000
+    assert process.returncode == 0, process.stderr
+    assert "nowhere does not exist" in output_of(run("export", "run", "--onnx", "--out", "nowhere/model.onnx"), 2)
+    assert "equal to the run's encoder within" in process.stdout and Path("run/model.onnx").stat().st_size > 1000
     _embed_by_metadata_alone()
 
 
@@ -110,15 +114,22 @@ def _embed_by_metadata_alone():
     Path("wide").mkdir()
     for i, pixels in enumerate(wide):
         Image.fromarray(pixels).save(f"wide/{i}.png")
-    said(run("embed", "run", "wide", "--out", "wide.npz"))
-    told = {one.key: one.value for one in onnx.load("run/model.onnx").metadata_props}
-    assert told["nearkin.fingerprint"] == encoder_info("run").fingerprint
-    assert told["nearkin.kind"] == "pictures" and told["nearkin.fit"] == "crop" and told["nearkin.layout"] == "NCHW"
-    assert told["nearkin.channel_order"] == "RGB" and told["nearkin.value_range"] == "0 to 1 (pixel / 255)"
-    assert told["nearkin.input_shape"] == "rows,3,16,16" and (told["nearkin.dim"], told["nearkin.size"]) == ("8", "16")
-    assert len(json.loads(told["nearkin.mean"])) == len(json.loads(told["nearkin.std"])) == 3
-    assert "inside the graph" in told["nearkin.mean_and_std"] and told["nearkin.unit_length"] == "true"
-    side, crop, size = (int(told[f"nearkin.{key}"]) for key in ("resize", "crop", "size"))
+    output_of(run("embed", "run", "wide", "--out", "wide.npz"))
+    metadata = {one.key: one.value for one in onnx.load("run/model.onnx").metadata_props}
+    assert metadata["nearkin.fingerprint"] == encoder_info("run").fingerprint
+    assert (
+        metadata["nearkin.kind"] == "pictures"
+        and metadata["nearkin.fit"] == "crop"
+        and metadata["nearkin.layout"] == "NCHW"
+    )
+    assert metadata["nearkin.channel_order"] == "RGB" and metadata["nearkin.value_range"] == "0 to 1 (pixel / 255)"
+    assert metadata["nearkin.input_shape"] == "rows,3,16,16" and (
+        metadata["nearkin.dim"],
+        metadata["nearkin.size"],
+    ) == ("8", "16")
+    assert len(json.loads(metadata["nearkin.mean"])) == len(json.loads(metadata["nearkin.std"])) == 3
+    assert "inside the graph" in metadata["nearkin.mean_and_std"] and metadata["nearkin.unit_length"] == "true"
+    side, crop, size = (int(metadata[f"nearkin.{key}"]) for key in ("resize", "crop", "size"))
     assert (side, crop) == (18, size), "no second resize: 18 px are stored for 16, and 7/8 of them are not more than 16"
     seen = []
     for i in range(4):
@@ -153,7 +164,7 @@ def _embed_by_metadata_alone():
         (["train", "photos", "--set", "encoder.width=0"], "encoder.width must be >= 1"),
         (["train", "photos", "--set", "augment.flip=2"], "augment.flip must be <= 1"),
         (["train", "--resume", "photos"], "not a run"),
-        (["train", "photos", "--resume", "photos"], "give no other choices beside it"),
+        (["train", "photos", "--resume", "photos"], "leave all other choices out"),
         (["embed", "photos", "photos", "--out", "x.npz"], "not a finished run"),
         (["embed", "photos", "photos", "--out", "x.txt"], ".npz, .safetensors, .parquet"),
         (["export", "photos"], "--onnx"),
@@ -171,7 +182,7 @@ def test_bad_input_is_one_sentence(arguments, sentence):
     for path in Path("broken").rglob("*.png"):
         path.write_bytes(b"not a picture")
     before = sorted(p for p in Path(".").rglob("*") if "cache" not in p.parts)
-    out = said(run(*arguments), 2)
+    out = output_of(run(*arguments), 2)
     lines = [line for line in out.strip().splitlines() if line.strip()]
     assert sentence in lines[-1], out
     assert "Traceback" not in out
@@ -181,7 +192,7 @@ def test_bad_input_is_one_sentence(arguments, sentence):
 def test_a_missing_extra_is_one_sentence(monkeypatch):
     photos(Path("photos"))
     monkeypatch.setitem(sys.modules, "timm", None)
-    out = said(run("train", "photos", "--encoder", "timm:resnet18"), 2)
+    out = output_of(run("train", "photos", "--encoder", "timm:resnet18"), 2)
     assert "timm:resnet18 needs timm: pip install 'nearkin[vision]'" in out.splitlines()[-1]
 
 
@@ -192,14 +203,14 @@ def test_a_signal_outside_of_the_loop(number, code, monkeypatch):
     send = lambda *_, **__: os.kill(os.getpid(), number)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr("nearkin.training.run.prepare", send)
-        assert "interrupted; nothing was written" in said(run("train", "photos", *SETS, "--out", "run"), code)
+        assert "interrupted; nothing was written" in output_of(run("train", "photos", *SETS, "--out", "run"), code)
     assert not Path("run").exists()
     with monkeypatch.context() as patch:
-        patch.setattr("nearkin.training.validation.test", send)
-        out = said(run("train", "photos", *SETS, "--out", "run"), code)
-    assert "the run is saved as far as it came; go on with nearkin train --resume run" in out
-    out = said(run("train", "--resume", "run"))
-    assert "training was done after step 6; its best weights are tested again" in out
+        patch.setattr("nearkin.training.final_test.full_metrics", send)
+        out = output_of(run("train", "photos", *SETS, "--out", "run"), code)
+    assert "the run is saved; resume it with nearkin train --resume run" in out
+    out = output_of(run("train", "--resume", "run"))
+    assert "training was finished at step 6; testing its best weights again" in out
 
 
 def test_a_narrow_screen_cuts_no_figure(monkeypatch, capsys):
@@ -216,7 +227,7 @@ def test_a_folder_without_permission():
     folder = photos(Path("photos"))
     folder.chmod(0)
     try:
-        assert "photos" in said(run("train", "photos"), 2)
+        assert "photos" in output_of(run("train", "photos"), 2)
     finally:
         folder.chmod(0o755)
 
@@ -224,21 +235,21 @@ def test_a_folder_without_permission():
 def test_unreadable_files_are_named_or_skipped():
     folder = photos(Path("photos"))
     (folder / "class3" / "0.png").write_bytes(b"oops")
-    out = said(run("train", "photos", *SETS), 2)
+    out = output_of(run("train", "photos", *SETS), 2)
     assert "class3/0.png" in out and "--skip-unreadable" in out
-    out = said(run("train", "photos", *SETS, "--skip-unreadable", "--out", "run"))
+    out = output_of(run("train", "photos", *SETS, "--skip-unreadable", "--out", "run"))
     assert "class3/0.png" in out and (Path("run") / "report.html").exists()
 
 
 def test_lists():
-    assert "arcface" in said(run("losses")) and "margin=0.5" in said(run("losses"))
-    assert "small-cnn" in said(run("encoders")) and "cub200" in said(run("sources"))
+    assert "arcface" in output_of(run("losses")) and "margin=0.5" in output_of(run("losses"))
+    assert "small-cnn" in output_of(run("encoders")) and "cub200" in output_of(run("sources"))
     for verb in ("losses", "encoders", "sources"):
-        assert len(json.loads(said(run(verb, "--json")))) >= 5
+        assert len(json.loads(output_of(run(verb, "--json")))) >= 5
 
 
 def test_help_shows_examples():
-    out = said(run("train", "--help"))
+    out = output_of(run("train", "--help"))
     assert "nearkin train photos/" in out and "--resume" in out
     named = re.findall(r"recipes/[\w-]+\.toml", out)
     assert named and all((Path(__file__).parents[2] / name).is_file() for name in named)
@@ -265,7 +276,7 @@ def test_kill_and_resume(workers, at):
         "training.save_minutes=0.0001",
     ]
     sets += ["--set", f"training.workers={workers}", "--set", "training.patience=9"]
-    said(run("train", "photos", *sets, "--quiet", "--out", "whole"))
+    output_of(run("train", "photos", *sets, "--quiet", "--out", "whole"))
     process = subprocess.Popen(
         command("train", "photos", *sets, "--quiet", "--out", "run"),
         stdout=subprocess.DEVNULL,
@@ -281,7 +292,7 @@ def test_kill_and_resume(workers, at):
     process.kill()
     process.wait()
     assert not Path("run/results.json").exists(), "it was still at work"
-    said(run("train", "--resume", "run", "--quiet"))
+    output_of(run("train", "--resume", "run", "--quiet"))
     assert Path("run/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
     assert not list(Path("run/checkpoints").glob(".*")), "half-written files are gone"
 
@@ -292,7 +303,7 @@ def test_a_table_of_pictures_with_targets():
     lines = [f"{path},{int(path.parent.name[5:]) + int(path.stem) / 10}" for path in sorted(folder.rglob("*.png"))]
     Path("poses.csv").write_text("path,target\n" + "\n".join(lines) + "\n")
     sets = [part for text in QUICK if "per_class" not in text for part in ("--set", text)]
-    out = said(run("train", "poses.csv", *sets, "--out", "run"))
+    out = output_of(run("train", "poses.csv", *sets, "--out", "run"))
     assert "logratio, label-neighbours" in out and "ndcg@10" in out
-    assert "ndcg@10" in said(run("evaluate", "run"))
+    assert "ndcg@10" in output_of(run("evaluate", "run"))
     assert Path("run/report.html").stat().st_size > 10_000

@@ -31,8 +31,8 @@ from nearkin.evaluation import retrieval
 from nearkin.losses.search_ranges import RANGES, Choices
 from nearkin.training import read_recipe
 from nearkin.training.config.registry import LOSSES
-from nearkin.training.loader import Material, embed
-from nearkin.training.run import assemble
+from nearkin.training.loader import ItemStore, embed
+from nearkin.training.trainer import assemble
 
 LOSSES_HERE = ["triplet", "proxy-anchor"]
 SMALL = {"steps": 12, "trials": 3, "folds": 2, "seeds": 2}
@@ -80,7 +80,7 @@ def bench(source):
 def whole(source, tmp_path_factory):
     """A comparison that nothing disturbed, and everything it told."""
     out, told = tmp_path_factory.mktemp("whole") / "out", []
-    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, watch=told.append, **SMALL)
+    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, callback=told.append, **SMALL)
     return found, told
 
 
@@ -210,12 +210,12 @@ def test_every_loss_meets_the_same_batches_and_first_weights(bench):
     seen, weights = [], []
     for loss in comparable("all"):
         trainer = assemble(bench.prepared(job(loss)), Path("nowhere"))
-        seen.append([batch.items.tolist() for batch in trainer.feed.epoch(0, 0)])
+        seen.append([batch.items.tolist() for batch in trainer.loader.epoch(0, 0)])
         weights.append(torch.cat([p.flatten() for p in trainer.encoder.parameters()]))
     assert len(seen[0]) == 12 and all(batches == seen[0] for batches in seen)
     assert all(torch.equal(one, weights[0]) for one in weights)
     other = assemble(bench.prepared(job(seed=1)), Path("nowhere"))
-    assert [batch.items.tolist() for batch in other.feed.epoch(0, 0)] != seen[0]
+    assert [batch.items.tolist() for batch in other.loader.epoch(0, 0)] != seen[0]
 
 
 def test_no_training_sees_a_validation_or_test_class(bench):
@@ -380,13 +380,13 @@ def test_a_comparison_says_everything(whole):
 def test_separated_and_concatenated_are_what_they_say(source, whole, bench):
     said = whole[0].results
     best, opened = said["recommendation"]["loss"], bench.opened()
-    material = Material(opened.prepared.rows, torch.device("cpu"))
+    store = ItemStore(opened.prepared.rows, torch.device("cpu"))
     labels, single, joined = torch.from_numpy(opened.held.labels), [], []
     for seed in (1, 2):
         parts = []
         for fold in range(2):
             where = test_stage.model_folder(whole[0].folder / "models", job(best, seed=seed, fold=fold))
-            parts.append(embed(models.load(where)[0], material, opened.held.everything))
+            parts.append(embed(models.load(where)[0], store, opened.held.everything))
             single.append(retrieval(parts[-1], labels)["map@r"])
         both = torch.cat([torch.nn.functional.normalize(x, dim=1) for x in parts], dim=1)
         joined.append(retrieval(both, labels)["map@r"])
@@ -450,7 +450,7 @@ def test_killed_three_times_the_table_is_the_same(source, whole, tmp_path):
         assert not (out / "comparison.csv").exists()
     said = CliRunner().invoke(app, command(source, out, "--jobs", "2"))
     assert said.exit_code == 0, said.output
-    assert f"going on: {seen} of at most" in said.output
+    assert f"resuming: {seen} of at most" in said.output
     assert (out / "comparison.csv").read_bytes() == (whole[0].folder / "comparison.csv").read_bytes()
     page = (out / "comparison.html").read_text()
     assert all(loss in page for loss in LOSSES_HERE) and "http" not in page.replace("http-equiv", "")
@@ -503,7 +503,7 @@ def test_losses_that_a_budget_leaves_unfinished_are_named(source, whole, tmp_pat
         new.execute("DELETE FROM trainings WHERE loss = 'proxy-anchor' AND stage = 'final'")
         new.commit()
     told = []
-    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, budget=1e-6, watch=told.append)
+    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, budget=1e-6, callback=told.append)
     assert found.results["unfinished"] == ["proxy-anchor"]
     assert [row["loss"] for row in found.results["table"]] == ["triplet"]
     assert any("proxy-anchor not finished" in event.get("text", "") for event in told)

@@ -298,7 +298,7 @@ def test_of_pictures_stored_by_default_evaluation_sees_a_plain_crop(encoder):
         if encoder == "small-cnn" and size > 64:
             continue
         asked = recipe.read(None, ['data.source="x"', f"encoder.name={encoder}", f"data.size={size}"])
-        settled, _ = defaults.settle_pictures(asked, 1000, False, torch.device("cpu"))
+        settled, _ = defaults.settle_images(asked, 1000, False, torch.device("cpu"))
         stored = settled.data.stored
         images = torch.randint(0, 256, (1, stored, stored, 3), dtype=torch.uint8)
         first = (stored - size) // 2

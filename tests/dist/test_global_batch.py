@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cases
 import worlds
 from nearkin import losses, mining, samplers
-from nearkin.dist import collectives as ranks
+from nearkin.dist import collectives
 from nearkin.dist.global_batch import GlobalBatch, average_gradients, share_state
 from nearkin.memory import CrossBatchMemory
 
@@ -48,10 +48,10 @@ def seeded(make):
 
 def all_losses():
     """Every public loss and setting of cases.py, and every selection with each loss that takes it."""
-    found = {case.name: (case.build, case.graded) for case in cases.LOSSES}
+    results = {case.name: (case.build, case.graded) for case in cases.LOSSES}
 
     def add(name, make):
-        found[name] = (lambda: seeded(make), False)
+        results[name] = (lambda: seeded(make), False)
 
     for name in ("all", *mining.TRIPLET_SELECTIONS):
         add(f"triplet/{name}", lambda name=name: losses.TripletLoss(selection=name))
@@ -67,7 +67,7 @@ def all_losses():
     size = (cases.CLASSES * 10, cases.DIM)  # more classes than rows: some are left to be drawn
     for make in (losses.ArcFaceLoss, losses.CosFaceLoss, losses.NormalizedSoftmaxLoss):
         add(f"{make.__name__}/sampled", lambda make=make: make(*size, sample_rate=0.7))
-    return found
+    return results
 
 
 def items(graded=False):
@@ -88,10 +88,10 @@ def part(rows, counts, rank):
     return rows[sum(counts[:rank]) : sum(counts[: rank + 1])]
 
 
-def error(found, wanted):
+def error(results, expected):
     """The largest difference over all tensors, relative to the largest entry."""
-    assert [a is None for a in found] == [b is None for b in wanted]
-    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, wanted, strict=True) if a is not None]
+    assert [a is None for a in results] == [b is None for b in expected]
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(results, expected, strict=True) if a is not None]
     largest = max([float(b.abs().max()) for _, b in pairs if b.numel()], default=0.0)
     apart = max([float((a - b).abs().max()) for a, b in pairs if b.numel()], default=0.0)
     return apart / largest if largest > 0 else apart
@@ -116,12 +116,12 @@ def step_both(rank, counts, seed, many, single, x, labels):
     net, loss = many
     value = one_step(net, loss, (part(x, counts, rank), part(labels, counts, rank)), seed + 100 * rank)
     average_gradients(loss)
-    found = [value, *gradients(net), *gradients(loss), *loss.buffers()]
-    assert ranks.same(torch.cat([t.double().flatten() for t in found if t is not None]))
+    results = [value, *gradients(net), *gradients(loss), *loss.buffers()]
+    assert collectives.same(torch.cat([t.double().flatten() for t in results if t is not None]))
     errors = []
     if rank == 0:
-        wanted = one_step(*single, (x, labels), seed)
-        errors = [error([value], [wanted]), error(gradients(net), gradients(single[0]))]
+        expected = one_step(*single, (x, labels), seed)
+        errors = [error([value], [expected]), error(gradients(net), gradients(single[0]))]
         errors.append(error(gradients(loss), gradients(single[1])))
         errors += [error([a], [b]) for a, b in zip(loss.buffers(), single[1].buffers(), strict=True)]
     for module in (*many, *single):
@@ -134,7 +134,7 @@ def step_both(rank, counts, seed, many, single, x, labels):
 
 
 def train_all(rank, world, names):
-    found = {}
+    results = {}
     for name in names:
         build, graded = all_losses()[name]
         loss = GlobalBatch(build())
@@ -146,36 +146,36 @@ def train_all(rank, world, names):
                 for p in loss.parameters():
                     p.add_(1.0)
         many, single = (DistributedDataParallel(encoder()), loss), (encoder(), build())
-        found[name] = []
+        results[name] = []
         for seed, counts in enumerate(CUTS[world]):
-            found[name] += step_both(rank, counts, seed, many, single, *items(graded))
-    return found
+            results[name] += step_both(rank, counts, seed, many, single, *items(graded))
+    return results
 
 
 @sized
 def test_gradients_of_every_loss_and_selection_are_those_of_one_process(world):
     names = list(all_losses())
-    found = worlds.run(world, train_all, names, timeout=120)[0]
-    wrong = {name: errors for name, errors in found.items() if not max(errors) <= TOLERANCE}
-    assert set(found) == set(names) and min(len(errors) for errors in found.values()) >= 6 and not wrong
+    results = worlds.run(world, train_all, names, timeout=120)[0]
+    wrong = {name: errors for name, errors in results.items() if not max(errors) <= TOLERANCE}
+    assert set(results) == set(names) and min(len(errors) for errors in results.values()) >= 6 and not wrong
 
 
 def boundaries_per_item(rank, world):
     """Errors of the value, and of the gradients by embeddings and boundaries, of a β per item."""
     x, labels = items()
     x, order = x[:, : cases.DIM], torch.randperm(ITEMS, generator=torch.Generator().manual_seed(1))
-    found = []
+    results = []
     for counts in CUTS[world]:
-        own, whole = part(x, counts, rank).clone().requires_grad_(), x.clone().requires_grad_()
+        own, full = part(x, counts, rank).clone().requires_grad_(), x.clone().requires_grad_()
         loss = seeded(lambda: losses.MarginLoss(num_items=ITEMS, nu=0.1, selection="semihard"))
         alone = seeded(lambda: losses.MarginLoss(num_items=ITEMS, nu=0.1, selection="semihard"))
         value = GlobalBatch(loss, averaged=False)(own, part(labels, counts, rank), items=part(order, counts, rank))
         value.backward()
-        wanted = alone(whole, labels, items=order)
-        wanted.backward()
-        found += [error([value], [wanted]), error([own.grad], [part(whole.grad, counts, rank)])]
-        found.append(error(gradients(loss), gradients(alone)))
-    return found
+        expected = alone(full, labels, items=order)
+        expected.backward()
+        results += [error([value], [expected]), error([own.grad], [part(full.grad, counts, rank)])]
+        results.append(error(gradients(loss), gradients(alone)))
+    return results
 
 
 @sized
@@ -185,7 +185,7 @@ def test_boundaries_per_item_are_those_of_one_process(world):
 
 def any_parts(rank, world, seeds):
     """Random losses, items and cuts, with unknown items and batches of nobody; the errors of values and gradients."""
-    found = {}
+    results = {}
     for seed in seeds:
         chance = np.random.default_rng(seed)
         name = chance.choice(list(all_losses()))
@@ -194,29 +194,29 @@ def any_parts(rank, world, seeds):
         counts = np.diff([0, *np.sort(chance.integers(0, number + 1, world - 1)), number]).tolist()
         x = torch.from_numpy(chance.normal(size=(number, cases.DIM)))
         labels = torch.from_numpy(chance.normal(size=number) if graded else chance.integers(-1, 3, number))
-        own, whole = part(x, counts, rank).clone().requires_grad_(), x.clone().requires_grad_()
+        own, full = part(x, counts, rank).clone().requires_grad_(), x.clone().requires_grad_()
         torch.manual_seed(seed + rank)
         value = GlobalBatch(build())(own, part(labels, counts, rank))
         value.backward()
         torch.manual_seed(seed)
-        wanted = build()(whole, labels)
-        wanted.backward()
-        wanted_rows = part(whole.grad, counts, rank)
-        found[f"{seed} {name} {counts}"] = max(error([value], [wanted]), error([own.grad / world], [wanted_rows]))
-    return found
+        expected = build()(full, labels)
+        expected.backward()
+        wanted_rows = part(full.grad, counts, rank)
+        results[f"{seed} {name} {counts}"] = max(error([value], [expected]), error([own.grad / world], [wanted_rows]))
+    return results
 
 
 @several
 def test_any_loss_of_any_parts_is_that_of_one_process(world):
-    for found in worlds.run(world, any_parts, list(range(60 * world, 60 * world + 60))):
-        assert not {name: wrong for name, wrong in found.items() if not wrong <= TOLERANCE}
+    for results in worlds.run(world, any_parts, list(range(60 * world, 60 * world + 60))):
+        assert not {name: wrong for name, wrong in results.items() if not wrong <= TOLERANCE}
 
 
 def views(rank, world):
     """Two views of the items, both with gradient, by ids and by multi-label rows; then a batch given twice."""
     x, labels = items()
     rows = torch.rand(ITEMS, 7, generator=torch.Generator().manual_seed(1)) < 0.3
-    found = []
+    results = []
     for counts in CUTS[world]:
         for kind in (labels, rows):
             for case in (losses.SupConLoss(), losses.TripletLoss(selection="random"), losses.SiameseLoss(cases.DIM)):
@@ -226,7 +226,7 @@ def views(rank, world):
                 loss(net(own), kin, net(own + 0.1), kin).backward()
                 torch.manual_seed(0)
                 case(plain(x), kind, plain(x + 0.1), kind).backward()
-                found.append(error(gradients(net), gradients(plain)))
+                results.append(error(gradients(net), gradients(plain)))
                 net.zero_grad()
                 plain.zero_grad()
                 y = net(own)
@@ -234,14 +234,14 @@ def views(rank, world):
                 loss(y, kin, y, kin).backward()  # its own references: it meets itself without self-pairs
                 torch.manual_seed(0)
                 case(plain(x), kind).backward()
-                found.append(error(gradients(net), gradients(plain)))
-    return found
+                results.append(error(gradients(net), gradients(plain)))
+    return results
 
 
 @several
 def test_two_views_and_multi_label_rows(world):
-    for found in worlds.run(world, views):
-        assert max(found) <= TOLERANCE
+    for results in worlds.run(world, views):
+        assert max(results) <= TOLERANCE
 
 
 def accumulated(rank, world):
@@ -251,17 +251,17 @@ def accumulated(rank, world):
     x, labels = items()
     for turn in range(3):
         taken = torch.arange(ITEMS) % 3 == turn
-        mine = taken.nonzero().flatten().tensor_split(world)[rank]
+        local = taken.nonzero().flatten().tensor_split(world)[rank]
         with net.no_sync() if turn < 2 else nullcontext():
-            (loss(net(x[mine]), labels[mine]) / 3).backward()
+            (loss(net(x[local]), labels[local]) / 3).backward()
         (plainly(plain(x[taken]), labels[taken]) / 3).backward()
     average_gradients(loss)
     return error(gradients(net), gradients(plain)), error(gradients(loss), gradients(plainly))
 
 
 def test_gradients_may_be_accumulated():
-    for found in worlds.run(2, accumulated):
-        assert max(found) <= 1e-12
+    for results in worlds.run(2, accumulated):
+        assert max(results) <= 1e-12
 
 
 def remember(rank, world, label_kind):
@@ -274,7 +274,7 @@ def remember(rank, world, label_kind):
         return CrossBatchMemory(loss, 30, cases.DIM, warmup=1, label_kind=label_kind)
 
     many, single = GlobalBatch(make()), make()
-    found = []
+    results = []
     for step in range(6):
         x = torch.randn(ITEMS, cases.DIM, generator=generator)
         labels = torch.randint(0, 4, (ITEMS,), generator=generator)
@@ -284,20 +284,20 @@ def remember(rank, world, label_kind):
         torch.manual_seed(step + rank)
         value = many(*(None if t is None else part(t, counts, rank) for t in (x, labels, stored)))
         torch.manual_seed(step)
-        wanted = single(x, labels, stored)
+        expected = single(x, labels, stored)
         state = many.loss.state_dict()
-        assert all(ranks.same(buffer) for buffer in state.values()) and ranks.same(value)
+        assert all(collectives.same(buffer) for buffer in state.values()) and collectives.same(value)
         assert all(torch.equal(buffer, single.state_dict()[name]) for name, buffer in state.items())
-        digests = [ranks.digest(buffer) for buffer in state.values()]
-        found.append((float(value), float(wanted), torch.stack(digests).numpy()))
-    return found
+        digests = [collectives.digest(buffer) for buffer in state.values()]
+        results.append((float(value), float(expected), torch.stack(digests).numpy()))
+    return results
 
 
 @pytest.mark.parametrize("label_kind", ["ids", "targets"])
 @several
 def test_memories_are_those_of_one_process_at_every_step(world, label_kind):
     first, *others = worlds.run(world, remember, label_kind)
-    assert all(value == wanted for value, wanted, _ in first)
+    assert all(value == expected for value, expected, _ in first)
     digests = np.stack([digest for *_, digest in first])
     assert all((np.stack([digest for *_, digest in other]) == digests).all() for other in others)
     assert len(np.unique(digests[:, 0], axis=0)) == len(first)  # the memory did change
@@ -308,7 +308,7 @@ def ordered(rank, world):
     x, labels = items()
     place = torch.arange(ITEMS)[rank::world]
     counts = [len(torch.arange(ITEMS)[r::world]) for r in range(world)]
-    found = []
+    results = []
     first = losses.LogRatioLoss(anchors=3)  # the first rows of the batch, wherever they were dealt out
     remembered = CrossBatchMemory(losses.SupConLoss(), 40, cases.DIM)
     for loss in (losses.NPairLoss(), losses.MarginLoss(), first, remembered):
@@ -320,38 +320,38 @@ def ordered(rank, world):
         if isinstance(loss, CrossBatchMemory):
             loss.reset()
         torch.manual_seed(0)
-        wanted = loss(plain(x), labels)
-        wanted.backward()
-        found += [error([value], [wanted]), error(gradients(net), gradients(plain))]
-    return found
+        expected = loss(plain(x), labels)
+        expected.backward()
+        results += [error([value], [expected]), error(gradients(net), gradients(plain))]
+    return results
 
 
 @sized
 def test_a_batch_dealt_out_in_turns_is_put_back_in_order(world):
-    for found in worlds.run(world, ordered):
-        assert max(found) <= TOLERANCE
+    for results in worlds.run(world, ordered):
+        assert max(results) <= TOLERANCE
 
 
-DIFFER = "must be of one kind and shape on all ranks but for the rows:"
+DIFFER = "must have one dtype and shape on all ranks but for the rows:"
 BAD = {
     "dimensions": f"embeddings {DIFFER} torch.float32 (3, 4) on rank 0, torch.float32 (3, 5) on rank 1",
     "kind": f"embeddings {DIFFER} torch.float32 (3, 4) on rank 0, torch.bfloat16 (3, 4) on rank 1",
-    "labels": "rank 1 of 2: labels must have one entry a row of embeddings: 3 rows, 2 labels",
+    "labels": "rank 1 of 2: labels must have one entry per row of embeddings: 3 rows, 2 labels",
     "label kind": f"labels {DIFFER} torch.int64 (3) on rank 0, torch.float32 (3) on rank 1",
     "references": f"references {DIFFER} None on rank 0, torch.float32 (3, 4) on rank 1",
     "no tensor": "rank 1 of 2: embeddings must be a torch tensor, got list",
     "no labels": "rank 1 of 2: labels must be a torch tensor, got NoneType",
-    "exotic": "rank 1 of 2: a tensor to exchange must have 1 to 7 dimensions and a common kind, "
+    "exotic": "rank 1 of 2: a tensor to exchange must have 1 to 7 dimensions and a common dtype, "
     "got torch.complex64 (3,)",
     "alone": "rank 1 of 2: reference_labels need references, got None",
-    "relation": "rank 1 of 2: labels must be ids, rows or targets here, got a Relation, which says nothing of other "
+    "relation": "rank 1 of 2: labels must be ids, rows or targets here, got a Relation, which does not describe other "
     "ranks' items; a memory goes inside: GlobalBatch(CrossBatchMemory(loss, ...))",
     "relation rows": "rank 1 of 2: reference_labels must be given with references and multi-label rows, got None",
-    "order": "rank 1 of 2: order must have one entry a row of embeddings: 3 rows, 2 labels",
+    "order": "rank 1 of 2: order must have one entry per row of embeddings: 3 rows, 2 labels",
     "range": "labels must be in 0..3 (or -1 for unknown), got 8",
-    "classes": "ArcFaceLoss must have parameters and buffers of the same names, shapes and kinds on all ranks; here, "
+    "classes": "ArcFaceLoss must have parameters and buffers of the same names, shapes and dtypes on all ranks; "
     "on rank {rank}: weight torch.float32 ({classes}, 4)",
-    "counts": "counts must say the rows of each of 2 ranks, rank 1 with 3 rows, got (3, 4)",
+    "counts": "counts must be the rows of each of 2 ranks, rank 1 with 3 rows, got (3, 4)",
 }
 
 
@@ -378,7 +378,7 @@ def refused(rank, world):
         "classes": lambda: GlobalBatch(losses.ArcFaceLoss(4 + rank, 4))(x, labels),
         "counts": lambda: loss(x, labels, counts=(3, 4)),  # known counts are not exchanged: only this rank hears of it
     }
-    found = {}
+    results = {}
     for name, call in calls.items():
         try:
             if rank == 1 or name == "classes":
@@ -386,9 +386,9 @@ def refused(rank, world):
             elif name != "counts":
                 loss(x, labels)
         except (TypeError, ValueError) as wrong:
-            found[name] = str(wrong)
+            results[name] = str(wrong)
         assert bool(torch.isfinite(loss(x, labels)))
-    return found
+    return results
 
 
 def test_bad_use_gets_one_sentence_on_every_rank():
@@ -404,61 +404,61 @@ def variants(rank, world):
     counts = CUTS[world][0]
     own, kin = part(x, counts, rank), part(labels, counts, rank)
     supcon = losses.SupConLoss()
-    found = {}
+    results = {}
     for kind in (torch.bfloat16, torch.float16, torch.float32):
         y, z = own.to(kind).requires_grad_(), x.to(kind).requires_grad_()
-        value, wanted = GlobalBatch(supcon)(y, kin), supcon(z, labels)
+        value, expected = GlobalBatch(supcon)(y, kin), supcon(z, labels)
         value.backward()
-        wanted.backward()
-        exact = torch.equal(value, wanted) and torch.equal(y.grad, part(z.grad, counts, rank) * world)
-        found[str(kind)] = exact and y.grad.dtype == kind
+        expected.backward()
+        exact = torch.equal(value, expected) and torch.equal(y.grad, part(z.grad, counts, rank) * world)
+        results[str(kind)] = exact and y.grad.dtype == kind
     y, z = own.clone().requires_grad_(), x.clone().requires_grad_()
     GlobalBatch(supcon, averaged=False)(y, kin, counts=counts).backward()
     supcon(z, labels).backward()
-    found["summed"] = torch.equal(y.grad, part(z.grad, counts, rank))
+    results["summed"] = torch.equal(y.grad, part(z.grad, counts, rank))
     terms = GlobalBatch(losses.SupConLoss(reduction="none"))(own, kin)
-    found["terms"] = torch.equal(terms, losses.SupConLoss(reduction="none")(x, labels))
+    results["terms"] = torch.equal(terms, losses.SupConLoss(reduction="none")(x, labels))
     last = dist.new_group([world - 2, world - 1])
     if rank >= world - 2:
         start = sum(counts[: world - 2])
-        found["group"] = torch.equal(GlobalBatch(supcon, last)(own, kin), supcon(x[start:], labels[start:]))
+        results["group"] = torch.equal(GlobalBatch(supcon, last)(own, kin), supcon(x[start:], labels[start:]))
         margin = losses.MarginLoss(beta=float(rank))
         share_state(margin, last)
-        found["shared in a group"] = float(margin.beta) == world - 2
-        return found
+        results["shared in a group"] = float(margin.beta) == world - 2
+        return results
     try:
         GlobalBatch(supcon, last)(own, kin)
     except ValueError as wrong:
-        found["outside"] = str(wrong) == f"group must have this process in it, got a group without rank {rank}"
-    return found
+        results["outside"] = str(wrong) == f"group must have this process in it, got a group without rank {rank}"
+    return results
 
 
 @several
 def test_kinds_groups_and_sums(world):
-    for rank, found in enumerate(worlds.run(world, variants)):
-        assert all(found.values()) and ("group" in found or "outside" in found), (rank, found)
+    for rank, results in enumerate(worlds.run(world, variants)):
+        assert all(results.values()) and ("group" in results or "outside" in results), (rank, results)
 
 
 def partial(rank, world):
     """Each rank holds a part of the loss: rank r weighs row i by (r + 1) · i."""
-    found = []
+    results = []
     for counts in CUTS[world]:
         for kind in (torch.float64, torch.bfloat16):
             own = torch.ones(counts[rank], 2, dtype=kind, requires_grad=True)
-            whole = ranks.gather_partial(own)
-            (whole * torch.arange(ITEMS, dtype=kind)[:, None]).sum().mul(rank + 1).backward()
-            wanted = part(torch.arange(ITEMS, dtype=kind), counts, rank) * sum(range(1, world + 1)) * world
-            found.append(bool((own.grad == wanted[:, None]).all()) and own.grad.dtype == kind)
-    found.append(ranks.total(torch.tensor([rank])).tolist() == [sum(range(world))])
-    found.append(ranks.largest(torch.tensor([rank, -rank])).tolist() == [world - 1, 0])
-    found.append(ranks.counts(torch.zeros(rank, 2)) == tuple(range(world)))
-    found.append(ranks.same(torch.tensor(1)) and not ranks.same(torch.tensor(rank)))
-    return found
+            full = collectives.gather_partial(own)
+            (full * torch.arange(ITEMS, dtype=kind)[:, None]).sum().mul(rank + 1).backward()
+            expected = part(torch.arange(ITEMS, dtype=kind), counts, rank) * sum(range(1, world + 1)) * world
+            results.append(bool((own.grad == expected[:, None]).all()) and own.grad.dtype == kind)
+    results.append(collectives.total(torch.tensor([rank])).tolist() == [sum(range(world))])
+    results.append(collectives.largest(torch.tensor([rank, -rank])).tolist() == [world - 1, 0])
+    results.append(collectives.counts(torch.zeros(rank, 2)) == tuple(range(world)))
+    results.append(collectives.same(torch.tensor(1)) and not collectives.same(torch.tensor(rank)))
+    return results
 
 
 @several
 def test_parts_of_a_loss_are_summed(world):
-    assert all(all(found) for found in worlds.run(world, partial))
+    assert all(all(results) for results in worlds.run(world, partial))
 
 
 def averages(rank, world):
@@ -499,32 +499,32 @@ def draws(rank, world):
 
 
 def test_drawing_leaves_the_generators_of_other_ranks_alone():
-    for after, wanted in worlds.run(2, draws):
-        assert (after == wanted).all()
+    for after, expected in worlds.run(2, draws):
+        assert (after == expected).all()
 
 
 class Given(nn.Module):
     """A loss that remembers what it was given."""
 
-    def forward(self, *given):
-        self.given = given
-        return given[0].sum()
+    def forward(self, *arguments):
+        self.arguments = arguments
+        return arguments[0].sum()
 
 
 def test_a_world_of_one_hands_its_arguments_on():
     x, labels = items()
     loss = GlobalBatch(Given())
-    for given in ((x, labels), (x, labels, x), (x, labels, x, labels)):
-        loss(*given)
-        assert len(loss.loss.given) == len(given) and all(a is b for a, b in zip(loss.loss.given, given, strict=True))
+    for arguments in ((x, labels), (x, labels, x), (x, labels, x, labels)):
+        loss(*arguments)
+        assert len(loss.loss.arguments) == len(arguments) and all(a is b for a, b in zip(loss.loss.arguments, arguments, strict=True))
     backwards = -torch.arange(ITEMS)
     loss(x, labels, order=backwards)
-    assert torch.equal(loss.loss.given[0], x.flip(0)) and torch.equal(loss.loss.given[1], labels.flip(0))
+    assert torch.equal(loss.loss.arguments[0], x.flip(0)) and torch.equal(loss.loss.arguments[1], labels.flip(0))
     pair = losses.SupConLoss()
     torch.testing.assert_close(GlobalBatch(pair)(x, labels, x, labels, order=backwards), pair(x, labels))
-    for given in (ranks.gather(x), ranks.gather_partial(x), ranks.total(x), ranks.largest(x), ranks.share(x)):
-        assert given is x
-    assert ranks.size() == 1 and ranks.rank() == 0 and ranks.same(x) and ranks.counts(x) == (ITEMS,)
+    for arguments in (collectives.gather(x), collectives.gather_partial(x), collectives.total(x), collectives.largest(x), collectives.broadcast(x)):
+        assert arguments is x
+    assert collectives.size() == 1 and collectives.rank() == 0 and collectives.same(x) and collectives.counts(x) == (ITEMS,)
     assert GlobalBatch(losses.MarginLoss()).lr_scale == losses.MarginLoss.lr_scale
     with pytest.raises(TypeError, match="loss must be a torch module, got function"):
         GlobalBatch(losses.supcon_loss)
@@ -535,9 +535,9 @@ def test_digests_tell_tensors_apart():
     near = [x, x.flip(0), x.double(), x.view(3, 4), x.view(4, 3), x[:11], torch.cat([x, x[:1] * 0]), x.long(), -x]
     near += [x.roll(1), x.view(torch.int32), torch.zeros(3), torch.zeros(4), torch.zeros(0), torch.zeros(0, 2)]
     near += [torch.zeros(3, dtype=torch.bool), torch.tensor(1.0), torch.tensor([1.0])]
-    assert len({tuple(ranks.digest(t).tolist()) for t in near}) == len(near)
+    assert len({tuple(collectives.digest(t).tolist()) for t in near}) == len(near)
     for view in (x.view(3, 4).T, x[1:], x[1:8:2]):
-        assert torch.equal(ranks.digest(view), ranks.digest(view.clone(memory_format=torch.contiguous_format)))
+        assert torch.equal(collectives.digest(view), collectives.digest(view.clone(memory_format=torch.contiguous_format)))
 
 
 LABELS = np.repeat(np.arange(24), 6)
@@ -555,11 +555,11 @@ SAMPLERS = {
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("world", (2, 3, 4))
 def test_the_parts_of_a_batch_together_are_the_batch_of_one_process(name, world):
-    whole, parts = SAMPLERS[name](), [SAMPLERS[name](rank=rank, world_size=world) for rank in range(world)]
+    full, parts = SAMPLERS[name](), [SAMPLERS[name](rank=rank, world_size=world) for rank in range(world)]
     for epoch in range(2):
-        for index in range(len(whole)):
+        for index in range(len(full)):
             got = [sampler.batch(epoch, index) for sampler in parts]
-            assert all(got) and sorted(np.concatenate(got).tolist()) == sorted(whole.batch(epoch, index))
+            assert all(got) and sorted(np.concatenate(got).tolist()) == sorted(full.batch(epoch, index))
 
 
 def read_page(rank, world, code):
@@ -578,10 +578,10 @@ def read_page(rank, world, code):
     torch.manual_seed(0)
     net = nn.Linear(16, 8)
     torch.manual_seed(rank)  # the proxies are drawn inside
-    names = {"dataset": Pictures(), "encoder": net, "make_optimizer": lambda found: torch.optim.SGD(found, 0.01)}
+    names = {"dataset": Pictures(), "encoder": net, "make_optimizer": lambda results: torch.optim.SGD(results, 0.01)}
     exec(code, names)
     learned = [*names["encoder"].parameters(), *names["loss"].parameters()]
-    assert all(ranks.same(p) for p in learned)
+    assert all(collectives.same(p) for p in learned)
     return [p.detach().numpy() for p in learned]
 
 
@@ -608,12 +608,12 @@ def fails(rank, world, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "sentence"),
     [("raises", "rank 1 gives up"), ("dies", "rank 1 of 2: died"), ("sleeps", "rank 1 of 2: did not answer in time")],
 )
-def test_a_world_that_fails_is_ended_and_a_new_one_works(how, said):
+def test_a_world_that_fails_is_ended_and_a_new_one_works(how, sentence):
     begun = time.monotonic()
-    with pytest.raises(worlds.RankFailed, match=said):
+    with pytest.raises(worlds.RankFailed, match=sentence):
         worlds.run(2, fails, how, timeout=60.0 if how != "sleeps" else 1.0)
     assert time.monotonic() - begun < 30
     assert worlds.run(1, fails, how) == [None]

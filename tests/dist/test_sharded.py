@@ -56,7 +56,7 @@ def number_of(name):
     return 41 if "sampled" in name else CLASSES
 
 
-def made(name, shard):
+def build_loss(name, shard):
     kind, settings = CASES[name]
     torch.manual_seed(7)
     return getattr(losses, kind)(number_of(name), DIM, **settings, shard=shard).double()
@@ -83,59 +83,59 @@ def train(loss, name, parts, rank, ddp, steps=2):
         net = DistributedDataParallel(net)
     optimizer = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.05, momentum=0.9)
     first = sum(parts[:rank])
-    found = {"start": {name: value.numpy().copy() for name, value in loss.state_dict().items()}}
+    results = {"start": {name: value.numpy().copy() for name, value in loss.state_dict().items()}}
     for step in range(steps):
         x, labels = batch(step, number_of(name))
-        mine = slice(first, first + parts[rank])
+        local = slice(first, first + parts[rank])
         torch.manual_seed(100 + step + 50 * rank)  # sampled classes are those of the first process
         optimizer.zero_grad()
-        value = loss(net(x[mine]), labels[mine])
+        value = loss(net(x[local]), labels[local])
         (value * torch.linspace(1.7, 3, value.numel()).view_as(value)).sum().backward()
-        found[f"value {step}"] = value.detach().numpy()
-        found[f"encoder {step}"] = [p.grad.numpy().copy() for p in inner.parameters()]
-        found[f"loss {step}"] = {name: p.grad.numpy().copy() for name, p in loss.named_parameters()}
+        results[f"value {step}"] = value.detach().numpy()
+        results[f"encoder {step}"] = [p.grad.numpy().copy() for p in inner.parameters()]
+        results[f"loss {step}"] = {name: p.grad.numpy().copy() for name, p in loss.named_parameters()}
         optimizer.step()
-        found[f"state {step}"] = {name: value.numpy().copy() for name, value in loss.state_dict().items()}
+        results[f"state {step}"] = {name: value.numpy().copy() for name, value in loss.state_dict().items()}
     loss.eval()
     with torch.no_grad():
-        found["evaluated"] = loss(inner(x[mine]), labels[mine]).numpy()
-    return found
+        results["evaluated"] = loss(inner(x[local]), labels[local]).numpy()
+    return results
 
 
 @functools.cache
 def plainly(name):
-    return train(made(name, False), name, [ROWS], 0, False)
+    return train(build_loss(name, False), name, [ROWS], 0, False)
 
 
 def trained(rank, world, names):
-    found = {}
+    results = {}
     for name in names:
-        loss = made(name, True)
+        loss = build_loss(name, True)
         assert loss.shard and loss.shard.total == number_of(name)
-        found[name] = train(loss, name, PARTS[world], rank, True), class_shards.layout(loss)
-    return found
+        results[name] = train(loss, name, PARTS[world], rank, True), class_shards.layout(loss)
+    return results
 
 
-def close(got, wanted, what):
-    got, wanted = np.asarray(got), np.asarray(wanted)
-    assert got.shape == wanted.shape, what
-    if wanted.size:
-        assert np.isfinite(wanted).all()
-        assert np.abs(got - wanted).max() <= 1e-12 * max(1.0, np.abs(wanted).max()), what
+def close(got, expected, what):
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.shape == expected.shape, what
+    if expected.size:
+        assert np.isfinite(expected).all()
+        assert np.abs(got - expected).max() <= 1e-12 * max(1.0, np.abs(expected).max()), what
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_shards_train_as_one_process(world):
     ranks = worlds.run(world, trained, list(CASES), timeout=120)
     for name in CASES:
-        wanted = plainly(name)
-        found = [rank[name][0] for rank in ranks]
+        expected = plainly(name)
+        results = [rank[name][0] for rank in ranks]
         layouts = [rank[name][1] for rank in ranks]
-        assert all(np.array_equal(part["start"][key], wanted["start"][key][first:last])
-                   for part, layout in zip(found, layouts, strict=True)
+        assert all(np.array_equal(part["start"][key], expected["start"][key][first:last])
+                   for part, layout in zip(results, layouts, strict=True)
                    for key, (first, last, _) in layout.items()), name  # fmt: skip
-        for key, value in wanted.items():
-            for rank, part in enumerate(found):
+        for key, value in expected.items():
+            for rank, part in enumerate(results):
                 if key.startswith(("value", "evaluated")):
                     close(part[key], value, (name, key, rank))
                 elif key.startswith("encoder"):
@@ -143,12 +143,12 @@ def test_shards_train_as_one_process(world):
                         close(a, b, (name, key, rank, place))
             if not key.startswith(("loss", "state")):
                 continue
-            for entry, whole in value.items():
-                parts = [part[key][entry] for part in found]
+            for entry, full in value.items():
+                parts = [part[key][entry] for part in results]
                 got = np.concatenate(parts) if entry in layouts[0] else parts[0]
-                close(got, whole, (name, key, entry))
+                close(got, full, (name, key, entry))
                 sizes = [len(part) for part in parts if entry in layouts[0]]
-                assert not sizes or max(sizes) - min(sizes) <= whole.shape[0] // number_of(name)
+                assert not sizes or max(sizes) - min(sizes) <= full.shape[0] // number_of(name)
 
 
 def test_every_class_and_proxy_loss_is_here():
@@ -163,7 +163,7 @@ def parameters(kind):
 
 @pytest.mark.parametrize("name", CASES)
 def test_alone_a_shard_is_the_plain_loss(name):
-    plain, alone = made(name, False), made(name, True)
+    plain, alone = build_loss(name, False), build_loss(name, True)
     assert alone.shard and not plain.shard
     for step in range(2):
         x, labels = batch(step)
@@ -187,7 +187,7 @@ def refusal(call, *args, **more):
 
 def faults(rank, world):
     """What is wrong on one rank is said by all, and the world goes on."""
-    said = []
+    sentences = []
     x, labels = batch()
     e = x[:, :DIM]
     for kind in ("ArcFaceLoss", "ProxyAnchorLoss", "HeatedSoftmaxLoss", "CenterLoss", "SoftTripleLoss", "AdaCosLoss"):
@@ -199,7 +199,7 @@ def faults(rank, world):
             (e, labels.tolist()),
             (e.float(), labels),
         ]
-        said += [refusal(loss, *(bad if rank == world - 1 else (e, labels))) for bad in wrong]
+        sentences += [refusal(loss, *(bad if rank == world - 1 else (e, labels))) for bad in wrong]
         loss.eval()
         value = loss(e, labels).detach()
         assert math.isfinite(float(value)) and torch.equal(GlobalBatch(loss)(e, labels).detach(), value)
@@ -210,7 +210,7 @@ def faults(rank, world):
     few = refusal(losses.CosFaceLoss, world - 1, DIM, shard=True)
     torch.manual_seed(5)
     dynamic = losses.ProxyNCALoss(CLASSES, DIM, assignment="dynamic", shard=True).double()
-    said.append(refusal(dynamic, e, [1] * len(e)))
+    sentences.append(refusal(dynamic, e, [1] * len(e)))
     tags = torch.arange(2 * ROWS).view(-1, 2) % 3 == 0
     with torch.no_grad():
         several = float(dynamic(e, tags))
@@ -218,22 +218,22 @@ def faults(rank, world):
     with torch.no_grad():
         weight.weight[0] = math.inf if rank == 0 else 1.0
         spoilt = float(weight(e, labels))
-    return said, few, several, spoilt
+    return sentences, few, several, spoilt
 
 
 def test_a_fault_on_one_rank_is_said_by_all():
-    found = worlds.run(3, faults)
-    assert all(math.isnan(rank[3]) for rank in found)
-    assert found[0][:3] == found[1][:3] == found[2][:3]
-    said, few, several, _ = found[0]
-    for start in range(0, len(said) - 1, 5):
-        label, dim, short, listed, kind = said[start : start + 5]
+    results = worlds.run(3, faults)
+    assert all(math.isnan(rank[3]) for rank in results)
+    assert results[0][:3] == results[1][:3] == results[2][:3]
+    sentences, few, several, _ = results[0]
+    for start in range(0, len(sentences) - 1, 5):
+        label, dim, short, listed, kind = sentences[start : start + 5]
         assert label == "rank 2 of 3: labels must be in 0..10 (or -1 for unknown), got 11"
         assert dim == "rank 2 of 3: embeddings must have 5 dimensions as the class weights have, got 4"
         assert short == "rank 2 of 3: labels must have one entry a row of embeddings: 13 rows, 12 labels"
         assert listed == "rank 2 of 3: labels must be a torch tensor of class ids, got list"
-        assert "embeddings must be of one kind and shape on all ranks" in kind
-    assert said[-1] == "rank 0 of 3: labels must be a tensor where shard=True, got list"
+        assert "embeddings must have one dtype and shape on all ranks" in kind
+    assert sentences[-1] == "rank 0 of 3: labels must be a tensor where shard=True, got list"
     assert few == "num_classes must be at least the number of processes that share them (shard=True): 3, got 2"
     x = batch()[0][:, :DIM].repeat(3, 1)
     tags = (torch.arange(2 * ROWS).view(-1, 2) % 3 == 0).repeat(3, 1)
@@ -263,14 +263,14 @@ def test_a_shard_is_drawn_as_its_part_of_the_whole(shape, size, monkeypatch):
         torch.manual_seed(1)
         torch.set_default_dtype(kind)
         try:
-            whole = class_shards.draw(rows, dim, lambda empty: empty.normal_() * 3, None)
+            full = class_shards.draw(rows, dim, lambda empty: empty.normal_() * 3, None)
             after = torch.get_rng_state()
             for world in (2, 3):
                 for rank in range(world):
                     part = class_shards.Shard(rank * rows // world, (rank + 1) * rows // world, rows, world)
                     torch.manual_seed(1)
                     own = class_shards.draw(rows, dim, lambda empty: empty.normal_() * 3, part)
-                    assert torch.equal(own, whole[part.first : part.last])
+                    assert torch.equal(own, full[part.first : part.last])
                     assert torch.equal(after, torch.get_rng_state())
         finally:
             torch.set_default_dtype(torch.float32)
@@ -280,11 +280,11 @@ def saved(rank, world, state):
     loss = losses.ArcFaceLoss(CLASSES, DIM, sub_centers=2, shard=True)
     holder = nn.ModuleDict({"loss": loss})
     first, last = rank * CLASSES // world * 2, (rank + 1) * CLASSES // world * 2
-    whole = {"loss.weight": torch.from_numpy(state)}
+    full = {"loss.weight": torch.from_numpy(state)}
     for way in ({}, {"assign": True}):
-        holder.load_state_dict(whole, **way)
+        holder.load_state_dict(full, **way)
         weight = loss.weight
-        assert torch.equal(weight, whole["loss.weight"][first:last])
+        assert torch.equal(weight, full["loss.weight"][first:last])
         assert weight.sharded and weight.rows == (first, last) and weight.total == 2 * CLASSES
     own = {name: value.clone() for name, value in holder.state_dict().items()}
     assert own["loss.weight"].shape == (last - first, DIM)
@@ -292,14 +292,17 @@ def saved(rank, world, state):
     assert class_shards.layout(copy.deepcopy(holder)) == {"loss.weight": (first, last, 2 * CLASSES)}
     center = losses.CenterLoss(CLASSES, DIM, shard=True).double()
     center(torch.randn(3, DIM).double(), torch.tensor([0, 4, 10]))
-    kept = {name: (tensor.rows, tensor.total) for name, tensor in center.state_dict(keep_vars=True).items()}
-    assert kept == {name: ((a, b), total) for name, (a, b, total) in class_shards.layout(center).items()} and len(kept) == 3
+    layout = {name: (tensor.rows, tensor.total) for name, tensor in center.state_dict(keep_vars=True).items()}
+    assert (
+        layout == {name: ((a, b), total) for name, (a, b, total) in class_shards.layout(center).items()}
+        and len(layout) == 3
+    )
     return refusal(holder.load_state_dict, {"loss.weight": torch.zeros(5, DIM)})
 
 
 def test_a_state_of_all_classes_is_loaded_by_each():
-    said = worlds.run(2, saved, np.random.default_rng(0).normal(size=(2 * CLASSES, DIM)).astype(np.float32))
-    assert said[1] == "loss.weight must have 22 rows, or the 12 of this process, 10 to 21, got (5, 5)"
+    sentences = worlds.run(2, saved, np.random.default_rng(0).normal(size=(2 * CLASSES, DIM)).astype(np.float32))
+    assert sentences[1] == "loss.weight must have 22 rows, or the 12 of this process, 10 to 21, got (5, 5)"
 
 
 # Memory: nothing that a rank makes is as large as all classes.
@@ -309,23 +312,23 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
     numbers = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for value in found if isinstance(found, (tuple, list)) else [found]:
+        results = function(*args, **(kwargs or {}))
+        for value in results if isinstance(results, (tuple, list)) else [results]:
             if isinstance(value, torch.Tensor):
                 self.numbers = max(self.numbers, value.untyped_storage().nbytes() // value.element_size())
-        return found
+        return results
 
 
 def summed(rank, world):
     """The gradient by the own rows of a rank, averaged later and summed later."""
     x, labels = (t.tensor_split(world)[rank] for t in batch())
     x = x[:, :DIM]
-    found = []
+    results = []
     for averaged in (True, False):
-        given = x.clone().requires_grad_()
-        GlobalBatch(made("cosface", True), averaged=averaged)(given, labels).backward()
-        found.append(given.grad.numpy())
-    return found
+        leaf = x.clone().requires_grad_()
+        GlobalBatch(build_loss("cosface", True), averaged=averaged)(leaf, labels).backward()
+        results.append(leaf.grad.numpy())
+    return results
 
 
 def test_gradients_that_are_summed_have_no_factor():
@@ -347,8 +350,8 @@ def largest(rank, world, num_classes):
 def test_memory_falls_with_the_world():
     num_classes = 2**14
     for world in (2, 4):
-        for numbers, held in worlds.run(world, largest, num_classes):
-            assert held == num_classes // world * 8
+        for numbers, largest_rows in worlds.run(world, largest, num_classes):
+            assert largest_rows == num_classes // world * 8
             assert numbers <= max(4 * world, 8) * num_classes // world  # scores, or class weights, of its own classes
 
 
@@ -358,7 +361,7 @@ def test_memory_falls_with_the_world():
 def drawn(rank, world, rate, rows):
     """The classes that each of some steps meets, by their gradients."""
     loss = losses.CosFaceLoss(40, DIM, sample_rate=rate, shard=True).double()
-    found = []
+    results = []
     for step in range(10):
         torch.manual_seed(step + 1000 * rank)
         g = torch.Generator().manual_seed(step)
@@ -366,26 +369,26 @@ def drawn(rank, world, rate, rows):
             torch.randn(rows, DIM, generator=g).double().requires_grad_(),
             torch.randint(40, (rows,), generator=g),
         )
-        mine = slice(rank * rows // world, (rank + 1) * rows // world)
+        local = slice(rank * rows // world, (rank + 1) * rows // world)
         loss.zero_grad()
-        loss(e[mine], labels[mine]).backward()
-        found.append(loss.weight.grad.any(1).nonzero().squeeze(1).add(loss.weight.rows[0]).tolist())
-    return found
+        loss(e[local], labels[local]).backward()
+        results.append(loss.weight.grad.any(1).nonzero().squeeze(1).add(loss.weight.rows[0]).tolist())
+    return results
 
 
 @pytest.mark.parametrize("rate, rows", [(0.01, 2), (0.3, 3), (0.9, 4)])
 def test_shards_draw_the_classes_that_one_process_draws(rate, rows):
-    wanted = drawn(0, 1, rate, rows)
+    expected = drawn(0, 1, rate, rows)
     for world in (2, 4):
         ranks = worlds.run(world, drawn, rate, rows)
-        assert [[*chain(*step)] for step in zip(*ranks, strict=True)] == wanted
+        assert [[*chain(*step)] for step in zip(*ranks, strict=True)] == expected
     if rate == 0.01:  # fewer classes than processes: some have none, and go along
-        assert all(len(step) == 2 for step in wanted)
+        assert all(len(step) == 2 for step in expected)
 
 
 def test_turns_are_all_different_and_fair():
-    whole = class_shards.Shard(0, 5000, 5000)
-    turns = torch.stack([class_routes._turns(torch.tensor(seed * 7919), whole) for seed in range(200)])
+    full = class_shards.Shard(0, 5000, 5000)
+    turns = torch.stack([class_routes._turns(torch.tensor(seed * 7919), full) for seed in range(200)])
     assert all(len(turn.unique()) == 5000 for turn in turns) and int(turns.min()) >= 0 and int(turns.max()) < 2**48
     part = class_routes._turns(torch.tensor(7919), class_shards.Shard(100, 200, 5000))
     assert torch.equal(part, turns[1, 100:200])
@@ -409,24 +412,24 @@ def interpreted(rank, world):
     for kernel in (fused._Pass, fused_anchors._Pass):
         forward = kernel.forward
         kernel.forward = staticmethod(lambda *a, forward=forward: passes.append(1) or forward(*a))
-    found = {}
+    results = {}
     for name in KERNELS:
         for impl in ("torch", "triton"):
             kind, settings = CASES[name]
             torch.manual_seed(7)
             loss = getattr(losses, kind)(number_of(name), DIM, **settings | {"impl": impl}, shard=True)
-            found[name, impl] = once(loss, name, PARTS[world], rank, torch.float32)
+            results[name, impl] = once(loss, name, PARTS[world], rank, torch.float32)
     assert kernels.interpreted() and len(passes) == len(KERNELS) + 1  # AdaCos passes twice
-    return found
+    return results
 
 
 def once(loss, name, parts, rank, kind):
     x, labels = batch(0, number_of(name))
     first = sum(parts[:rank])
-    mine = slice(first, first + parts[rank])
-    e = x[mine, :DIM].to(kind).requires_grad_()
+    local = slice(first, first + parts[rank])
+    e = x[local, :DIM].to(kind).requires_grad_()
     torch.manual_seed(rank)
-    value = loss(e, labels[mine])
+    value = loss(e, labels[local])
     (1.7 * value).backward()
     (weight,) = loss.parameters()
     return [np.asarray(t.detach().double()) for t in (value, e.grad, weight.grad)]
@@ -440,12 +443,12 @@ def test_kernels_serve_a_shard():
     finally:
         world.end()
     for name in KERNELS:
-        wanted = once(made(name, False), name, [ROWS], 0, torch.float64)
+        expected = once(build_loss(name, False), name, [ROWS], 0, torch.float64)
         errors = {}
         for impl in ("torch", "triton"):
             parts = [rank[name, impl] for rank in ranks]
             assert parts[0][0] == parts[1][0]
             got = [parts[0][0], np.concatenate([p[1] for p in parts]) / 2, np.concatenate([p[2] for p in parts])]
-            errors[impl] = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, wanted, strict=True)]
+            errors[impl] = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, expected, strict=True)]
         assert all(e < 2e-6 for e in errors["torch"]), (name, errors)
         assert all(b <= 2 * a + 1e-6 for a, b in zip(errors["torch"], errors["triton"], strict=True)), (name, errors)

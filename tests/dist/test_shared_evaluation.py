@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -46,19 +48,19 @@ def _sets():
     relation = relations.Relation(kin < 0.1, kin > 0.3)
     same = x.clone()
     same[50:300] = same[50]  # a crowd: most of the gallery takes no part
-    whole = {"metrics": METRICS}
+    all_metrics = {"metrics": METRICS}
     return {
-        "tiles that serve two ways": ((x, few), whole),
+        "tiles that serve two ways": ((x, few), all_metrics),
         "unknown classes": ((x, holes), {"interval": True}),
-        "many kin": ((x, many), whole),
+        "many kin": ((x, many), all_metrics),
         "a gallery": ((x, few, other, few[:140]), {"similarity": "euclidean", "interval": True}),
         "little memory": ((x, few), {"budget": 60_000, "similarity": "dot"}),
         "several labels": ((x, rows), {}),
-        "a relation": ((x[:40], relation, other), whole),
+        "a relation": ((x[:40], relation, other), all_metrics),
         "a crowd": ((same, few), {}),
         "half precision": ((x.half(), few), {}),
         "faiss": ((x, few), {"backend": "faiss"}),
-        "fewer queries than ranks": ((x[:2], few[:2] * 0, other, few[:140]), whole),
+        "fewer queries than ranks": ((x[:2], few[:2] * 0, other, few[:140]), all_metrics),
         "one query": ((x[:1], few[:1], other, few[:140]), {}),
         "misses": ((x[:100], few[:100], None, None), {"without_positives": "miss", "interval": True}),
     }
@@ -73,11 +75,11 @@ def compare_retrieval(rank, world):
     by_counting._SIDE["cpu"] = 48  # several tiles
     wrong = []
     with dist.ProcessGroup() as ranks:
-        for name, (arguments, more) in _sets().items():
-            alone, shared = (evaluation.retrieval(*arguments, **more, group=who) for who in (None, ranks))
-            kept = [{**r, "ends": r.intervals, "which": r.without_positives} for r in (alone, shared)]
-            if not _same(*kept):
-                wrong.append(f"{name}: {kept}")
+        for name, (arguments, options) in _sets().items():
+            alone, shared = (evaluation.retrieval(*arguments, **options, group=who) for who in (None, ranks))
+            both = [{**r, "ends": r.intervals, "which": r.without_positives} for r in (alone, shared)]
+            if not _same(*both):
+                wrong.append(f"{name}: {both}")
     return wrong
 
 
@@ -138,13 +140,15 @@ def test_ranks_find_what_one_process_finds(world, tmp_path):
 def test_shares_are_whole_batches_in_order():
     for number, unit, size in [(1000, 256, 3), (5, 1, 8), (0, 4, 2), (513, 256, 2), (7, 3, 3)]:
         ranks = dist.ProcessGroup()
-        ranks.size, covered = size, []
+        ranks.size, covered, sizes = size, [], []
         for rank in range(size):
             ranks.rank = rank
             part = ranks.share(number, unit)
             covered += range(number)[part]
+            sizes.append(part.stop - part.start)
             assert part.start % unit == 0 or part.start == number
         assert covered == list(range(number))
+        assert unit > 1 or [*ranks.share_sizes(number)] == sizes
 
 
 def test_alone_it_is_as_if_there_were_no_ranks():
@@ -152,17 +156,17 @@ def test_alone_it_is_as_if_there_were_no_ranks():
     with dist.ProcessGroup() as ranks:
         assert ranks.size == 1
         assert evaluation.retrieval(x, labels, group=ranks) == evaluation.retrieval(x, labels)
-        assert ranks.alone("work", lambda: {"a": 1}) == {"a": 1}
+        assert ranks.on_rank0("work", lambda: {"a": 1}) == {"a": 1}
 
 
 def speak(rank, world, home):
     """What both kinds of team answer, and in which turns they work, as if on machines of two ranks each."""
-    found = []
-    with training.joined() as trained, dist.ProcessGroup() as ranks:
-        for team in (trained, ranks):
-            team.local = rank % 2
+    results = []
+    with dist.ProcessGroup(on_failure="exit") as trained, dist.ProcessGroup() as ranks:
+        for team, kind in ((trained, "exit"), (ranks, "raise")):
+            team.local_rank = rank % 2
             for once in (False, True):
-                log = Path(home) / f"{type(team).__module__} {once}"
+                log = Path(home) / f"{kind} {once}"
 
                 def note(log=log):
                     time.sleep(0.1 * (3 - rank))  # without turns the last would be first
@@ -170,19 +174,46 @@ def speak(rank, world, home):
                         file.write(str(rank))
                     return rank
 
-                assert team.first_here("noting", note, once) == rank
-                found.append(log.read_text())
-            found.append([*team.values({"rank": rank}), team.alone("asking", lambda: [rank, "ü"])])
-    return found
+                assert team.first_on_machine("noting", note, once) == rank
+                results.append(log.read_text())
+            results.append([*team.values({"rank": rank}), team.on_rank0("asking", lambda: [rank, "ü"])])
+    return results
 
 
 def test_both_teams_speak_alike(tmp_path):
     answers = worlds.run(4, speak, str(tmp_path))
     assert answers == [answers[0]] * 4
-    for a_machine, once, said in (answers[0][:3], answers[0][3:]):
+    for a_machine, once, values in (answers[0][:3], answers[0][3:]):
         assert [sorted(a_machine[:2]), sorted(a_machine[2:])] == [["0", "2"], ["1", "3"]]
         assert once in ("0213", "0231")
-        assert said == [{"rank": 0}, {"rank": 1}, {"rank": 2}, {"rank": 3}, [0, "ü"]]
+        assert values == [{"rank": 0}, {"rank": 1}, {"rank": 2}, {"rank": 3}, [0, "ü"]]
+
+
+def heartbeats(rank, world):
+    """The threads of a group that evaluates, and the patience of groups."""
+    x, labels = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 4
+    os.environ["NEARKIN_RANK_TIMEOUT"] = "7"
+    try:
+        with dist.join() as group:
+            evaluation.retrieval(x, labels, group=group)
+            threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("nearkin")]
+            patience = [group.heartbeat.patience]
+        with dist.ProcessGroup(patience=30) as group:
+            patience.append(group.heartbeat.patience)
+        os.environ["NEARKIN_RANK_TIMEOUT"] = "soon"
+        with pytest.raises(ValueError, match="NEARKIN_RANK_TIMEOUT must be a number of seconds from 2 to 3600, got 'soon'"):
+            dist.ProcessGroup()
+    finally:
+        del os.environ["NEARKIN_RANK_TIMEOUT"]
+    return threads, patience
+
+
+def test_a_group_has_one_heartbeat_and_one_patience():
+    assert worlds.run(2, heartbeats) == [(["nearkin-heartbeat"], [7, 30])] * 2
+    with pytest.raises(ValueError, match="patience must be > 0"):
+        dist.ProcessGroup(patience=0)
+    with pytest.raises(ValueError, match="on_failure"):
+        dist.ProcessGroup(on_failure="ignore")
 
 
 # --- failures: one sentence, the same on every rank, and nobody waits for ever
@@ -207,12 +238,12 @@ def fail(rank, world):
                 raise ValueError("photos/heron.jpg cannot be read")
 
     def while_others_work():
-        with dist.ProcessGroup() as ranks, ranks.work("reading", None, 100) as told:
+        with dist.ProcessGroup() as ranks, ranks.work("reading", None, 100) as report:
             if rank == 1:
                 raise OSError("the disk is gone")
             for done in range(600):
                 time.sleep(0.05)
-                told(done, 600)
+                report(done, 600)
 
     def other_items():
         with dist.ProcessGroup() as ranks:
@@ -237,7 +268,7 @@ def fail(rank, world):
     def silence():
         with dist.ProcessGroup(patience=1.5) as ranks:
             if rank == 1:
-                ranks.notes.close()
+                ranks.heartbeat.stop()
                 time.sleep(4)
             ranks.values(rank)
 
@@ -257,7 +288,38 @@ def test_a_failure_is_one_sentence_on_every_rank():
     assert "60 rows, 59 labels" in one["wrong_input_on_one"] and "rank 1" in one["wrong_input_on_one"]
     assert "59 labels" in other["wrong_input_on_one"]
     assert "same calls" in one["first_leaves_early"] and "same calls" in other["first_leaves_early"]
-    assert "rank 1 of 2 gave no sign of life" in one["silence"]
+    assert re.match(r"rank 1 \(process \d+ on .*\) gave no sign of life for", one["silence"])
+
+
+KILLED = """
+import os, signal, sys
+import torch.distributed as torch_dist
+from nearkin import dist
+from nearkin.core.errors import RankFailed
+rank = int(sys.argv[2])
+store = torch_dist.FileStore(sys.argv[1], 2)
+torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+try:
+    with dist.ProcessGroup() as group:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.values(rank)
+except RankFailed as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="a process is looked up in /proc")
+def test_a_killed_rank_is_raised_to_the_caller_at_once(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "store")]
+    with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as first:
+        second = subprocess.Popen([*command, "1"])
+        assert second.wait(60) == -9
+        began = time.monotonic()
+        printed, _ = first.communicate(timeout=60)
+    assert re.match(rf"rank 1 \(process {second.pid} on .*\) was killed or died$", printed), printed
+    assert time.monotonic() - began < 15, "before its silence tells"
 
 
 # --- embedding and enrolment
@@ -289,9 +351,9 @@ def embed_both(rank, world, home, batch, views):
     os.environ["NEARKIN_CACHE"] = str(Path(home) / "cache")
     shown = []
     with dist.ProcessGroup() as ranks:
-        more = {"batch": batch, "views": views, "device": "cpu"}
-        alone = training.embed_source("run", "photos", **more)
-        shared = training.embed_source("run", "photos", **more, progress=lambda *n: shown.append(n), group=ranks)
+        options = {"batch": batch, "views": views, "device": "cpu"}
+        alone = training.embed_source("run", "photos", **options)
+        shared = training.embed_source("run", "photos", **options, progress=lambda *n: shown.append(n), group=ranks)
     assert rank or shown[-1] == (62, 62)
     return torch.equal(alone.embeddings, shared.embeddings) and alone.names == shared.names
 
@@ -306,11 +368,11 @@ def enrol_shared(rank, world, home, source, place, part):
     gallery.enroll.PICTURE_BATCH = part
     with dist.ProcessGroup() as ranks:
         if rank:
-            found = gallery.enrol_source(Encoding("run", "cpu"), source, group=ranks, skip_unreadable=True)
+            counts = gallery.enrol_source(Encoding("run", "cpu"), source, group=ranks, skip_unreadable=True)
         else:
             with gallery.Gallery.open(place, "run", device="cpu") as opened:
-                found = gallery.enrol_source(opened, source, group=ranks, skip_unreadable=True)
-    return list(found)
+                counts = gallery.enrol_source(opened, source, group=ranks, skip_unreadable=True)
+    return list(counts)
 
 
 def _rows(path):
@@ -346,9 +408,9 @@ def test_a_shared_gallery_is_row_for_row_that_of_one_process(home, monkeypatch):
 def torchrun(home, *arguments, world=2):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     command += ["-m", "nearkin", *map(str, arguments)]
-    more = {"NEARKIN_CACHE": str(home / "cache"), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    options = {"NEARKIN_CACHE": str(home / "cache"), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=home, env=os.environ | more, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=home, env=os.environ | options, capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -368,9 +430,9 @@ def test_a_verb_that_fails_on_a_rank_ends_all_with_one_sentence(home):
     broken = home / "photos/class1/broken.png"
     broken.write_bytes(b"no picture")
     try:
-        found = torchrun(home, "enrol", "run", "photos", "--gallery", "fails.gallery", "--device", "cpu")
+        process = torchrun(home, "enrol", "run", "photos", "--gallery", "fails.gallery", "--device", "cpu")
     finally:
         broken.unlink()
-    assert found.returncode != 0
-    said = [line for line in found.stderr.splitlines() if "broken.png" in line]
-    assert len(said) == 1 and "rank" in said[0] and "--skip-unreadable" in said[0], found.stderr
+    assert process.returncode != 0
+    lines = [line for line in process.stderr.splitlines() if "broken.png" in line]
+    assert len(lines) == 1 and "rank" in lines[0] and "--skip-unreadable" in lines[0], process.stderr

@@ -19,15 +19,13 @@ from PIL import Image
 from torch import nn
 
 import worlds
-from nearkin import training
-from nearkin.dist import collectives
-from nearkin.dist import sync_batchnorm, parallel
+from nearkin import dist, training
+from nearkin.dist import collectives, parallel, sync_batchnorm
 from nearkin.training import run_dir
 from nearkin.training.checkpoint.checkpoints import Checkpoints
-from nearkin.training.loader import parts
 from nearkin.training.prepare import prepare
 from nearkin.training.config.recipe import read
-from nearkin.training.run import assemble
+from nearkin.training.trainer import assemble
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
 from killing import ranks_of
@@ -55,20 +53,20 @@ def recipe_of(home, *sets):
 
 def trained(rank, size, home, name, *sets):
     """Trains into home/name; a rank returns how many times it was told that a step was made."""
-    moved = []
-    training.train(recipe_of(Path(home), *sets), Path(home) / name, lambda e: moved.append(e["event"] == "moved"))
-    return sum(moved)
+    step_ends = []
+    training.train(recipe_of(Path(home), *sets), Path(home) / name, lambda e: step_ends.append(e["event"] == "step_end"))
+    return sum(step_ends)
 
 
 def stopped(rank, size, home, name, step, *sets):
     """The last rank alone is asked to stop after a step: all save and stop."""
 
-    def watch(event):
-        if event["event"] == "moved" and event["step"] == step and rank == size - 1:
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == step and rank == size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     try:
-        training.train(recipe_of(Path(home), *sets), Path(home) / name, watch)
+        training.train(recipe_of(Path(home), *sets), Path(home) / name, callback)
     except training.Stopped as error:
         return str(error)
     except SystemExit as error:
@@ -82,10 +80,10 @@ def resumed(rank, size, out):
 
 def copied(rank, size, out, copy):
     """What a resumed run begins with, saved again by as many ranks as there are here."""
-    with training.joined():
-        trainer = assemble(prepare(run_dir.recipe_of(Path(out))), Path(out))
+    with dist.join() as group:
+        trainer = assemble(prepare(run_dir.recipe_of(Path(out))), Path(out), group)
         trainer.restore()
-        trainer.checkpoints = Checkpoints(Path(copy))
+        trainer.checkpoints = Checkpoints(Path(copy), group=group)
         trainer.save()
         return [p.to_local().shape[0] if hasattr(p, "to_local") else len(p) for p in trainer.parameters if p.dim() > 1]
 
@@ -101,7 +99,7 @@ def weights(out):
     return torch.cat([value.flatten().float() for _, value in sorted(load_file(out / "model.safetensors").items())])
 
 
-def whole(checkpoints):
+def all_tensors(checkpoints):
     """All tensors of the newest checkpoint that do not depend on how many ranks there were."""
     tensors, state, _ = Checkpoints(checkpoints).newest()
     assert state["step"] > 0
@@ -129,8 +127,8 @@ def test_fifty_steps_of_two_ranks_are_those_of_one(place, alone):
     assert len(curve(alone)) == 50
     np.testing.assert_allclose(curve(place / "two"), curve(alone), rtol=0, atol=1e-6)
     torch.testing.assert_close(weights(place / "two"), weights(alone), rtol=0, atol=1e-6)
-    found, wanted = (json.loads((out / "results.json").read_text()) for out in (place / "two", alone))
-    assert found["test"] == wanted["test"] and found["val"] == wanted["val"] and found["ranks"] == 2
+    results, expected = (json.loads((out / "results.json").read_text()) for out in (place / "two", alone))
+    assert results["test"] == expected["test"] and results["val"] == expected["val"] and results["ranks"] == 2
     assert sorted(p.name for p in (place / "two").iterdir()) == sorted(p.name for p in alone.iterdir())
 
 
@@ -158,23 +156,23 @@ def test_every_way_of_several_ranks_is_that_of_one(name, sets, place):
 
 def norms_agree(rank, size):
     """A synced batch norm of unequal parts, also an empty one, beside torch's of the whole batch, in float64."""
-    for shape, counts in (((9, 3, 2, 2), parts(9, size)), ((size, 3), (0, *[1] * (size - 2), 2))):
+    for shape, counts in (((9, 3, 2, 2), [9 * (r + 1) // size - 9 * r // size for r in range(size)]), ((size, 3), (0, *[1] * (size - 2), 2))):
         torch.manual_seed(1)
         x, by = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
         plain = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3).double()
         nn.init.normal_(plain.weight)
         synced = sync_batchnorm.sync(nn.Sequential(type(plain)(3).double()), torch.device("cpu"))
         synced[0].load_state_dict(plain.state_dict())
-        whole = x.clone().requires_grad_()
-        (plain(whole) * by).sum().backward()
+        full = x.clone().requires_grad_()
+        (plain(full) * by).sum().backward()
         first = sum(counts[:rank])
-        own = slice(first, first + counts[rank])
-        part = x[own].clone().requires_grad_()
+        local = slice(first, first + counts[rank])
+        part = x[local].clone().requires_grad_()
         y = synced(part)
-        (y * by[own]).sum().backward()
+        (y * by[local]).sum().backward()
         check = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # noqa: E731
-        check(y, plain(x)[own])
-        check(part.grad, whole.grad[own])
+        check(y, plain(x)[local])
+        check(part.grad, full.grad[local])
         for name in ("weight", "bias"):
             check(collectives.total(getattr(synced[0], name).grad), getattr(plain, name).grad)
         plain.load_state_dict(synced[0].state_dict())  # the same names, and the statistics of the whole batch
@@ -206,10 +204,10 @@ def test_pictures_and_synced_norms_of_two_ranks(place):
         Image.fromarray(pixels).save(place / "photos" / f"class{number % 10}" / f"{number}.png")
     seen(0, 1, place, "pictures of one", "data.cache=false")
     worlds.run(2, seen, str(place), "pictures of two", "data.cache=false", "training.sync_norms=true")
-    wanted = curve(place / "pictures of one")
-    np.testing.assert_allclose(curve(place / "pictures of two"), wanted, rtol=2e-5)
+    expected = curve(place / "pictures of one")
+    np.testing.assert_allclose(curve(place / "pictures of two"), expected, rtol=2e-5)
     worlds.run(2, seen, str(place), "apart", "data.cache=false")
-    assert np.abs(curve(place / "apart") - wanted).max() > 1e-3
+    assert np.abs(curve(place / "apart") - expected).max() > 1e-3
     few = ["data.cache=false", "training.sync_norms=true", "sampler.batch=2", "training.batches=3"]
     seen(0, 1, place, "few of one", *few)
     worlds.run(3, seen, str(place), "few of three", *few)
@@ -223,14 +221,14 @@ def skips(rank, size):
     weight = nn.Parameter(torch.ones(3))
     scaler = parallel.Scaler("cpu", init_scale=4.0)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    moves = []
+    weights_after = []
     for gradient in (float("inf") if rank == 0 else 1.0, 1.0):
         scaler.scale((weight * gradient).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        moves.append(weight.detach()[0].item())
-    return moves, scaler.get_scale()
+        weights_after.append(weight.detach()[0].item())
+    return weights_after, scaler.get_scale()
 
 
 def test_a_step_that_overflows_on_one_rank_is_skipped_by_all():
@@ -255,8 +253,8 @@ def test_ranks_that_see_other_items_are_named(place):
 
 
 def at_odds(rank, size):
-    with training.joined() as ranks:
-        ranks.alone("asking" if rank else "answering", str)
+    with dist.join() as group:
+        group.on_rank0("asking" if rank else "answering", str)
 
 
 def test_ranks_that_make_different_calls_do_not_wait_for_ever():
@@ -267,7 +265,7 @@ def test_ranks_that_make_different_calls_do_not_wait_for_ever():
 # --- checkpoints for any number of ranks
 
 
-WAYS = {
+STRATEGIES = {
     "ddp": [],
     "fsdp": ["training.strategy=fsdp", "training.ema=0.9"],
     "sharded": SHARDED,
@@ -279,39 +277,39 @@ WAYS = {
 def saved(place):
     """Runs on 4 ranks, stopped at a signal to one of them."""
 
-    def find(way):
-        out = place / f"stopped {way}"
+    def find(strategy):
+        out = place / f"stopped {strategy}"
         if not out.exists():
-            sentence, *codes = worlds.run(4, stopped, str(place), out.name, 7, *WAYS[way])
+            sentence, *codes = worlds.run(4, stopped, str(place), out.name, 7, *STRATEGIES[strategy])
             assert codes == [143] * 3 and "stopped and saved at step 8; go on with nearkin train --resume" in sentence
         return out
 
     return find
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_checkpoints_reshard(way, saved, place):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoints_reshard(strategy, saved, place):
     """What 1, 2 and 3 ranks begin with is what 4 have saved, to the last bit; and the other way round."""
-    out = saved(way)
+    out = saved(strategy)
     files = {path.name for path in (out / "checkpoints").iterdir()}
-    assert ("step-00000008.json" if way != "ddp" else "step-00000008.safetensors") in files
+    assert ("step-00000008.json" if strategy != "ddp" else "step-00000008.safetensors") in files
     assert not any(name.startswith(".") for name in files)
-    wanted, rows = whole(out / "checkpoints"), {}
+    expected, rows = all_tensors(out / "checkpoints"), {}
     for size in (1, 2, 3):
-        copy = place / f"{way} on {size}"
+        copy = place / f"{strategy} on {size}"
         spread = worlds.run(size, copied, str(out), str(copy)) if size > 1 else [copied(0, 1, out, copy)]
-        same(whole(copy), wanted)
+        same(all_tensors(copy), expected)
         rows[size] = np.array(spread)  # (ranks, weights): how many rows of each a rank holds
-    assert (rows[3][:, :-1].sum(0) if way in ("fsdp", "both") else rows[3][0, :-1]).tolist() == rows[1][0, :-1].tolist()
+    assert (rows[3][:, :-1].sum(0) if strategy in ("fsdp", "both") else rows[3][0, :-1]).tolist() == rows[1][0, :-1].tolist()
     classes = rows[3][:, -1].tolist()
-    assert classes == ([4, 4, 4] if way in ("sharded", "both") else [rows[1][0, -1]] * 3 if way == "ddp" else classes)
-    again = place / f"{way} again"
+    assert classes == ([4, 4, 4] if strategy in ("sharded", "both") else [rows[1][0, -1]] * 3 if strategy == "ddp" else classes)
+    again = place / f"{strategy} again"
     again.mkdir()
     for name in ("recipe.toml", "data.json"):
         (again / name).write_bytes((out / name).read_bytes())
-    os.rename(place / f"{way} on 1", again / "checkpoints")
-    worlds.run(2, copied, str(again), str(place / f"{way} of 1 on 2"))
-    same(whole(place / f"{way} of 1 on 2"), wanted)
+    os.rename(place / f"{strategy} on 1", again / "checkpoints")
+    worlds.run(2, copied, str(again), str(place / f"{strategy} of 1 on 2"))
+    same(all_tensors(place / f"{strategy} of 1 on 2"), expected)
 
 
 def test_a_run_goes_on_with_fewer_ranks(saved, alone, place):
@@ -335,7 +333,7 @@ def test_a_checkpoint_of_several_files_is_whole_or_not_there(damage, saved, plac
     hurt.unlink() if damage == "no manifest" else hurt.write_bytes(content)
     _, state, notes = Checkpoints(copy).newest()
     assert state["step"] == 0
-    assert damage == "no manifest" or (hurt.name in notes[0] and "one before" in notes[0])
+    assert damage == "no manifest" or (hurt.name in notes[0] and "the previous one is used" in notes[0])
 
 
 # --- faults, as a user meets them
@@ -345,14 +343,14 @@ LONG = ["training.epochs=3", "training.batches=20", "training.save_minutes=0.001
 FAULTY = """
 import os, sys, time
 from nearkin.training.trainer import Trainer
-moved = Trainer.move
-def move(self, measure):
+original_step = Trainer.optimizer_step
+def faulty_step(self, measure):
     if self.state.step == 5 and os.environ["RANK"] == "1":
         if how == "raise":
             raise ValueError("there is a fire")
         time.sleep(600)
-    return moved(self, measure)
-Trainer.move = move
+    return original_step(self, measure)
+Trainer.optimizer_step = faulty_step
 how = sys.argv.pop()
 from nearkin.cli import main
 main()
@@ -413,11 +411,11 @@ def test_a_killed_rank_is_named_and_training_goes_on_after_a_restart(place):
     run = Launched(place, "killed", "--max-restarts", "1").at(25)
     first = run.ranks()
     os.kill(first[1], signal.SIGKILL)
-    code, said = run.ended(150)
+    code, lines = run.ended(150)
     assert code == 0, run.errors.read_text()
     named = f"rank 0: rank 1 (process {first[1]} on "
-    assert sum(line.startswith(named) and "was killed or died" in line for line in said) == 1, said
-    assert any("going on in epoch" in line for line in said)
+    assert sum(line.startswith(named) and "was killed or died" in line for line in lines) == 1, lines
+    assert any("resuming in epoch" in line for line in lines)
     assert torch.equal(weights(place / "killed"), weights(place / "never stopped"))
     np.testing.assert_array_equal(curve(place / "killed"), curve(place / "never stopped"))
 
@@ -428,9 +426,9 @@ def test_a_stopped_rank_ends_all_and_is_named(place):
     ranks = run.ranks()
     os.kill(ranks[0], signal.SIGSTOP)
     began = time.monotonic()
-    code, said = run.ended()
+    code, lines = run.ended()
     assert code != 0 and time.monotonic() - began < 60
-    assert said[-1].startswith(f"rank 1: rank 0 (process {ranks[0]} on ") and "no sign of life for" in said[-1]
+    assert lines[-1].startswith(f"rank 1: rank 0 (process {ranks[0]} on ") and "no sign of life for" in lines[-1]
     assert not any(Path(f"/proc/{process}").exists() for process in ranks.values())
     assert Checkpoints(run.out / "checkpoints").newest()[1]["step"] > 0
 
@@ -439,9 +437,9 @@ def test_a_stopped_rank_ends_all_and_is_named(place):
 def test_an_error_of_one_rank_is_one_sentence(place):
     (place / "faulty.py").write_text(FAULTY)
     run = Launched(place, "failing", script=(str(place / "faulty.py"),), more=("raise",))
-    code, said = run.ended(120)
+    code, lines = run.ended(120)
     assert code != 0
-    assert [line for line in said if "fire" in line] == ["rank 1: there is a fire"], run.errors.read_text()
+    assert [line for line in lines if "fire" in line] == ["rank 1: there is a fire"], run.errors.read_text()
     assert Checkpoints(run.out / "checkpoints").newest()[1]["step"] <= 5
 
 
@@ -450,8 +448,8 @@ def test_ctrl_c_saves_and_ends_all(place):
     run = Launched(place, "interrupted", sets=[*LONG, "training.epochs=50"]).at(5)
     ranks = run.ranks()
     os.kill(run.process.pid, signal.SIGINT)
-    code, said = run.ended()
+    code, lines = run.ended()
     assert code != 0 and not any(Path(f"/proc/{process}").exists() for process in ranks.values())
-    assert sum("stopped and saved at step" in line for line in said) == 1, said
+    assert sum("stopped and saved at step" in line for line in lines) == 1, lines
     saved = Checkpoints(run.out / "checkpoints").newest()[1]["step"]
-    assert f"stopped and saved at step {saved};" in said[-1]
+    assert f"stopped and saved at step {saved};" in lines[-1]

@@ -18,8 +18,8 @@ HUGE = 10**9
 
 def describe(folder, settings):
     path = folder / "encoder.json"
-    said = json.loads(path.read_text())
-    path.write_text(json.dumps(said | {"settings": said["settings"] | settings}))
+    description = json.loads(path.read_text())
+    path.write_text(json.dumps(description | {"settings": description["settings"] | settings}))
 
 
 def touched():
@@ -62,12 +62,12 @@ def test_a_description_of_something_huge(made, settings, sentence, tmp_path, mon
 
 def test_shapes_are_those_of_what_is_built():
     for settings in (MLP, {"name": "small-cnn"}, {"name": "efficientnet-lite0", "dim": None}):
-        wanted = models.build(**settings, pretrained=False).state_dict()
-        assert factory.shapes(settings, len(wanted)) == {name: tensor.shape for name, tensor in wanted.items()}
+        state = models.build(**settings, pretrained=False).state_dict()
+        assert factory.shapes(settings, len(state)) == {name: tensor.shape for name, tensor in state.items()}
 
 
 def test_counting_tensors_is_this_threads_own_business():
-    count = factory._Count(0)
+    count = factory._TensorLimit(0)
     failed = []
 
     def other():
@@ -89,7 +89,7 @@ def test_descriptions_without_end(tmp_path):
     models.save(models.build(**MLP), tmp_path)
     path = tmp_path / "encoder.json"
     path.write_text('{"settings": ' * 100_000)
-    with pytest.raises(ValueError, match="is damaged, not JSON"):
+    with pytest.raises(ValueError, match="is corrupt, not JSON"):
         models.load(tmp_path)
     with path.open("wb") as file:
         file.truncate(2**32)  # a hole, which takes no room

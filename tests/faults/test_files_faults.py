@@ -82,8 +82,8 @@ def home(tmp_path_factory):
     return place
 
 
-def train(home, out, watch=lambda event: None):
-    return training.train(read(None, [f'data.source="{home}/vectors.npz"', *SMALL]), home / out, watch)
+def train(home, out, callback=lambda event: None):
+    return training.train(read(None, [f'data.source="{home}/vectors.npz"', *SMALL]), home / out, callback)
 
 
 # --- the picture cache

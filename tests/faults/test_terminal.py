@@ -34,8 +34,8 @@ def place(tmp_path):
     return tmp_path / "g"
 
 
-def said(*given) -> str:
-    return CliRunner().invoke(app, [str(one) for one in given], env={"COLUMNS": "400"}).output
+def output_of(*arguments) -> str:
+    return CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "400"}).output
 
 
 def test_commands_show_control_characters_and_send_none(place):
@@ -49,31 +49,31 @@ def test_commands_show_control_characters_and_send_none(place):
         ("search", EVIL, "--gallery", place),
         ("search", item, "--gallery", place, "--filter", EVIL),
     ):
-        found = said(*command)
-        assert not raw(found), (command, found)
-        assert "heron\\u001b[2J\\u001b]0;owned\\u0007" in found, (command, found)
-    rows = json.loads(said("search", item, "--gallery", place, "--json"))
+        printed = output_of(*command)
+        assert not raw(printed), (command, printed)
+        assert "heron\\u001b[2J\\u001b]0;owned\\u0007" in printed, (command, printed)
+    rows = json.loads(output_of("search", item, "--gallery", place, "--json"))
     assert rows[0]["label"] == EVIL and rows[0]["metadata"] == {"note": EVIL}, "as JSON it is what it was"
-    assert SAFE in said("search", item, "--gallery", place)
+    assert SAFE in output_of("search", item, "--gallery", place)
 
 
 def test_an_error_shows_them_too(place, capsys):
     with pytest.raises(screen.typer.Exit), screen.one_sentence():
         raise ValueError(f"{EVIL} is enrolled already")
-    found = capsys.readouterr().err
-    assert not raw(found) and "[bold red]x[/]" in found
+    printed = capsys.readouterr().err
+    assert not raw(printed) and "[bold red]x[/]" in printed
 
 
 def test_markup_in_names_is_text_on_bars_and_in_lines():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=200, color_system=None)
     with screen.progress_bars(console) as bars:
-        watch = screen._Watcher(console, bars)
-        watch({"event": "loading", "source": "[red]photos[/red]\x1b[2J\x07"})
+        callback = screen.ProgressCallback(console, bars)
+        callback({"event": "loading", "source": "[red]photos[/red]\x1b[2J\x07"})
         bars.refresh()
-        watch({"event": "note", "text": "class [bold]heron[/bold]\x1b[2J\x07 is small"})
-    found = out.getvalue()
-    assert "[red]photos[/red]\\u001b[2J\\u0007" in found and "class [bold]heron[/bold]\\u001b[2J\\u0007 is" in found
+        callback({"event": "note", "text": "class [bold]heron[/bold]\x1b[2J\x07 is small"})
+    printed = out.getvalue()
+    assert "[red]photos[/red]\\u001b[2J\\u0007" in printed and "class [bold]heron[/bold]\\u001b[2J\\u0007 is" in printed
 
 
 def test_lines_of_the_log_are_ascii():

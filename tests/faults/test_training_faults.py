@@ -1,4 +1,4 @@
-"""Faults around a training: what is not its own stays, damage is said, one run is not taken for another."""
+"""Faults around a training: files of others stay, corrupt ones are reported, runs are not confused."""
 
 import json
 import os
@@ -14,8 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import worlds
-from nearkin import training
-from nearkin.dist import environment, torchrun
+from nearkin import dist, training
+from nearkin.dist import rendezvous
 from nearkin.training import run_dir
 from nearkin.training.config.recipe import read
 
@@ -24,18 +24,18 @@ SMALL += ["encoder.dim=8", "training.log_steps=2", "training.workers=0", "evalua
 ROUNDS = 12 * int(os.environ.get("NEARKIN_FAULTS", "1"))
 
 
-def train(home, out, *sets, watch=lambda event: None):
-    return training.train(read(None, [f'data.source="{home}/vectors.npz"', *SMALL, *sets]), home / out, watch)
+def train(home, out, *sets, callback=lambda event: None):
+    return training.train(read(None, [f'data.source="{home}/vectors.npz"', *SMALL, *sets]), home / out, callback)
 
 
 def stop_in(epoch):
-    """A watcher that ends the run after the checkpoint of this epoch."""
+    """A callback that ends the run after the checkpoint of this epoch."""
 
-    def watch(event):
-        if event["event"] == "moved" and event["epoch"] == epoch + 1:
+    def callback(event):
+        if event["event"] == "step_end" and event["epoch"] == epoch + 1:
             raise KeyboardInterrupt
 
-    return watch
+    return callback
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def home(tmp_path_factory):
     np.savez(place / "vectors.npz", embeddings=rows.astype(np.float32), labels=labels)
     train(place, "done")
     with pytest.raises(KeyboardInterrupt):
-        train(place, "cut", watch=stop_in(2))
+        train(place, "cut", callback=stop_in(2))
     return place
 
 
@@ -60,9 +60,9 @@ def run(home, tmp_path):
 
 def resume(run):
     """What a resumed run says, and that it ends."""
-    said = []
-    training.resume(run, lambda event: said.append(event["text"]) if event["event"] == "note" else None)
-    return said
+    notes = []
+    training.resume(run, lambda event: notes.append(event["text"]) if event["event"] == "note" else None)
+    return notes
 
 
 def weights(run):
@@ -137,14 +137,14 @@ def test_a_folder_that_becomes_a_link_while_a_run_goes_on(home, tmp_path):
     outside.mkdir()
     (outside / "step-00000000.safetensors").write_bytes(b"another's")
 
-    def watch(event):
-        if event["event"] == "moved" and event["step"] == 2:
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == 2:
             (tmp_path / "run" / "checkpoints").rename(tmp_path / "away")
             (tmp_path / "run" / "checkpoints").symlink_to(outside)
 
     recipe = read(None, [f'data.source="{home}/vectors.npz"', *SMALL])
     with pytest.raises(ValueError, match="has become a symbolic link"):
-        training.train(recipe, tmp_path / "run", watch)
+        training.train(recipe, tmp_path / "run", callback)
     assert [path.read_bytes() for path in outside.iterdir()] == [b"another's"]
 
 
@@ -155,11 +155,11 @@ def test_a_whole_run_may_stand_behind_a_link(run, home, tmp_path):
 
 
 def test_a_restart_removes_only_half_written_files(tmp_path):
-    from nearkin.training.run import _again
+    from nearkin.training.run import _is_restart
 
     for name in (".env", ".recipe.toml.0a1b2c3d", ".recipe.toml.swp", ".gitignore"):
         (tmp_path / name).write_text("x")
-    assert not _again(tmp_path, restarted=True)
+    assert not _is_restart(tmp_path, restarted=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".env", ".gitignore", ".recipe.toml.swp"]
 
 
@@ -170,18 +170,18 @@ def test_a_restart_removes_only_half_written_files(tmp_path):
 def test_damaged_best_weights_are_measured_anew(damage, run):
     (best,) = (run / "checkpoints").glob("best-*")
     {"flipped": flip, "gone": Path.unlink, "empty": lambda path: path.write_bytes(b"")}[damage](best)
-    (said,) = resume(run)
-    assert best.name in said and "the best weights are lost, those of step 8 are measured anew" in said
-    found = json.loads((run / "results.json").read_text())
-    assert found["notes"] == [said] and found["val"]["step"] in (8, 12)
+    (note,) = resume(run)
+    assert best.name in note and "the best weights are lost, those of step 8 are measured again" in note
+    results = json.loads((run / "results.json").read_text())
+    assert results["notes"] == [note] and results["val"]["step"] in (8, 12)
     assert resume(run) == []  # a whole best stands again
 
 
 def test_best_weights_of_the_newest_checkpoint_itself_are_not_lost(home, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        train(home, tmp_path / "run", watch=stop_in(1))
+        train(home, tmp_path / "run", callback=stop_in(1))
     flip(tmp_path / "run" / "checkpoints" / "best-00000004.safetensors")
-    assert "those of step 4 are measured anew" in resume(tmp_path / "run")[0]
+    assert "those of step 4 are measured again" in resume(tmp_path / "run")[0]
     assert weights(tmp_path / "run") == weights(home / "done")
 
 
@@ -189,7 +189,7 @@ def test_a_finished_run_without_its_best_weights(home, tmp_path):
     run = Path(shutil.copytree(home / "done", tmp_path / "run"))
     for path in (run / "checkpoints").glob("best-*"):
         flip(path)
-    assert "those of step 12 are measured anew" in resume(run)[0]
+    assert "those of step 12 are measured again" in resume(run)[0]
     assert resume(run) == [] and json.loads((run / "results.json").read_text())["val"]["step"] == 12
 
 
@@ -209,7 +209,7 @@ def test_a_damaged_line_of_the_metrics_is_left_out(line, run, home):
     file = run / "metrics.jsonl"
     lines = file.read_text().split("\n")
     file.write_text("\n".join([lines[0], line, *lines[1:]]))
-    assert resume(run) == ["metrics.jsonl: 1 damaged line left out"]
+    assert resume(run) == ["metrics.jsonl: 1 corrupt line left out"]
     assert steps(run) == steps(home / "done") and weights(run) == weights(home / "done")
 
 
@@ -223,7 +223,9 @@ def test_all_checkpoints_gone_is_said(left, home, tmp_path):
         if left != "all" and path.is_file() and path.name not in (left, "recipe.toml", "data.json"):
             path.unlink()
     before = everything(run)
-    sentence = r"all checkpoints of this run are gone, though \S+ shows that it had reached .*train anew with --recipe"
+    sentence = (
+        r"all checkpoints of this run are missing, although \S+ shows that it had reached .*new run with --recipe"
+    )
     with pytest.raises(ValueError, match=sentence):
         training.resume(run)
     assert everything(run) == before
@@ -233,7 +235,7 @@ def test_a_run_without_its_first_checkpoint_begins_anew_and_says_so(home, tmp_pa
     (tmp_path / "run").mkdir()
     for name in ("recipe.toml", "data.json"):
         shutil.copy(home / "done" / name, tmp_path / "run")
-    assert resume(tmp_path / "run") == ["this run ended before its first checkpoint, so it begins anew"]
+    assert resume(tmp_path / "run") == ["this run ended before its first checkpoint, so it starts again"]
     assert weights(tmp_path / "run") == weights(home / "done")
 
 
@@ -253,14 +255,14 @@ def test_random_damage_is_survived_or_one_sentence(home, tmp_path):
         )
         path.write_bytes(content)
         try:
-            said = resume(run)
+            notes = resume(run)
         except ValueError as error:
             named = [run.name, path.name, "recipe", "unknown"]
             if "\n" in str(error) or not any(name in str(error) for name in named):
                 raise AssertionError(f"{path}, {how} at {at}: {error}") from error
             continue
         if path.name == "step-00000008.safetensors" and content != before:
-            assert said, (path, how, at)
+            assert notes, (path, how, at)
 
 
 # --- one run is not taken for another, one machine not for another
@@ -289,8 +291,8 @@ def test_best_weights_of_another_run_are_refused(run, home, tmp_path):
 
 def test_a_checkpoint_of_other_data_is_refused(run, home, tmp_path):
     """The same recipe on another file of the same name."""
-    with np.load(home / "vectors.npz") as found:
-        np.savez(tmp_path / "vectors.npz", embeddings=found["embeddings"] + 1, labels=found["labels"])
+    with np.load(home / "vectors.npz") as results:
+        np.savez(tmp_path / "vectors.npz", embeddings=results["embeddings"] + 1, labels=results["labels"])
     train(tmp_path, "other")
     shutil.copy(tmp_path / "other" / "checkpoints" / "step-00000012.safetensors", run / "checkpoints")
     with pytest.raises(ValueError, match="is a checkpoint of another run: its data is not that of this run"):
@@ -301,23 +303,23 @@ def test_other_threads_are_said(run, home):
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        said = resume(run)
+        notes = resume(run)
     finally:
         torch.set_num_threads(before)
-    assert said == [
+    assert notes == [
         f"the checkpoint was written with CPU threads {before}, this process has CPU threads {before + 1}: the run "
-        f"goes on, but to the last bit it may not end as if it had never stopped"
+        f"resumes, but its last bits may differ from those of a run that was never stopped"
     ]
-    assert said[0] in json.loads((run / "results.json").read_text())["notes"]
+    assert notes[0] in json.loads((run / "results.json").read_text())["notes"]
 
 
 def test_other_instructions_are_said(run, monkeypatch):
     known = torch.backends.cpu.get_cpu_capability()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    (said,) = resume(run)
-    assert f"{known}, MKL_CBWR not set, this process has CPU instructions" in said
-    assert "DEFAULT, MKL_CBWR COMPATIBLE: the run goes on" in said
+    (notes,) = resume(run)
+    assert f"{known}, MKL_CBWR not set, this process has CPU instructions" in notes
+    assert "DEFAULT, MKL_CBWR COMPATIBLE: the run resumes" in notes
 
 
 def test_a_second_training_in_a_folder_is_refused(run):
@@ -334,17 +336,17 @@ def test_a_second_training_in_a_folder_is_refused(run):
 
 def two_epochs(rank, size, home, out):
     with pytest.raises((training.Stopped, SystemExit)):
-        train(Path(home), out, "loss.name=arcface", "loss.shard=true", watch=stop_together(rank))
+        train(Path(home), out, "loss.name=arcface", "loss.shard=true", callback=stop_together(rank))
 
 
 def stop_together(rank):
-    """A watcher that asks this rank to stop in the third epoch, as Ctrl-C does; all stop."""
+    """A callback that asks this rank to stop in the third epoch, as Ctrl-C does; all stop."""
 
-    def watch(event):
-        if event["event"] == "moved" and event["step"] == 9:
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == 9:
             os.kill(os.getpid(), signal.SIGINT)
 
-    return watch
+    return callback
 
 
 def said_by(rank, size, out):
@@ -365,21 +367,23 @@ def test_ranks_measure_lost_best_weights_anew(home, tmp_path):
 
 
 def unlike(rank, size):
-    known = environment.code()
+    known = rendezvous.code_versions()
     if rank == 1:
-        environment.code = lambda: known | {"torch": "1.0.0"}
-    with torchrun.joined():
+        rendezvous.code_versions = lambda: known | {"torch": "1.0.0"}
+    with dist.join():
         raise AssertionError("they have not noticed")
 
 
 def test_ranks_with_other_versions_are_noticed():
-    said = "all ranks must run the same code and versions; torch is 1.0.0 on rank 1 and .* on rank 0"
-    with pytest.raises(worlds.RankFailed, match=said):
+    notes = "all ranks must run the same code and versions; torch is 1.0.0 on rank 1 and .* on rank 0"
+    with pytest.raises(worlds.RankFailed, match=notes):
         worlds.run(2, unlike)
 
 
 def test_other_source_is_other_code():
-    ours = environment.code()
-    assert environment.unlike([ours, dict(ours)]) is None
-    assert "nearkin's source is 0123 on rank 2" in environment.unlike([ours, ours, ours | {"nearkin's source": "0123"}])
-    assert "rank 1 runs another one than rank 0" in environment.unlike([ours, 0])
+    ours = rendezvous.code_versions()
+    assert rendezvous.difference([ours, dict(ours)]) is None
+    assert "nearkin's source is 0123 on rank 2" in rendezvous.difference(
+        [ours, ours, ours | {"nearkin's source": "0123"}]
+    )
+    assert "rank 1 runs another one than rank 0" in rendezvous.difference([ours, 0])

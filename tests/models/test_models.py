@@ -79,9 +79,9 @@ def test_a_failed_build_leaves_the_generator_alone():
 @every_encoder
 def test_settings_build_the_same_architecture(make):
     encoder = make(layer_norm="plain")
-    said = json.loads(json.dumps(encoder.settings))
-    again = models.build(**said, pretrained=False)
-    assert again.settings == said
+    description = json.loads(json.dumps(encoder.settings))
+    again = models.build(**description, pretrained=False)
+    assert again.settings == description
     assert {k: v.shape for k, v in encoder.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}
 
 
@@ -147,7 +147,7 @@ def test_small_cnn_sees_shape_and_not_brightness_or_contrast():
     one, other = encoder.features(x), encoder.features(0.6 * x + 0.3)
     assert (one - other).norm() < 0.05 * one.norm()
     assert encoder.features(torch.full((1, 1, 32, 32), 0.7)).isfinite().all()
-    assert torch.allclose(small_cnn._even(torch.full((1, 1, 4, 4), 0.7)), torch.zeros(1, 1, 4, 4), atol=1e-5)
+    assert torch.allclose(small_cnn._normalized(torch.full((1, 1, 4, 4), 0.7)), torch.zeros(1, 1, 4, 4), atol=1e-5)
 
 
 def test_standardize_takes_mean_and_deviation_from_the_items():
@@ -318,9 +318,9 @@ def test_saved_and_loaded_bit_for_bit(make, tmp_path):
     x = items(encoder)
     assert torch.equal(encoder(x), again(x))
     assert sorted(os.listdir(tmp_path / "deep" / "run")) == ["encoder.json", "model.safetensors"]
-    said = json.loads((tmp_path / "deep" / "run" / "encoder.json").read_text())
+    description = json.loads((tmp_path / "deep" / "run" / "encoder.json").read_text())
     content = (tmp_path / "deep" / "run" / "model.safetensors").read_bytes()
-    assert said["weights_sha256"] == hashlib.sha256(content).hexdigest()
+    assert description["weights_sha256"] == hashlib.sha256(content).hexdigest()
 
 
 def test_half_weights_come_back_as_half(tmp_path):
@@ -344,8 +344,8 @@ def damage(folder):
 
 
 def other_width(folder):
-    said = json.loads((folder / "encoder.json").read_text())
-    rewrite(folder, settings=said["settings"] | {"dim": 9})
+    description = json.loads((folder / "encoder.json").read_text())
+    rewrite(folder, settings=description["settings"] | {"dim": 9})
 
 
 def other_names(folder):
@@ -364,11 +364,11 @@ def no_safetensors(folder):
     [
         (lambda f: (f / "encoder.json").unlink(), FileNotFoundError, "encoder.json is not there"),
         (lambda f: (f / "model.safetensors").unlink(), FileNotFoundError, "model.safetensors is not there"),
-        (lambda f: (f / "encoder.json").write_text("{"), ValueError, "damaged, not JSON"),
-        (lambda f: (f / "encoder.json").write_bytes(b"\xff\xfe\x00"), ValueError, "damaged, not JSON"),
+        (lambda f: (f / "encoder.json").write_text("{"), ValueError, "corrupt, not JSON"),
+        (lambda f: (f / "encoder.json").write_bytes(b"\xff\xfe\x00"), ValueError, "corrupt, not JSON"),
         (lambda f: (f / "encoder.json").write_text('{"model": 1}'), ValueError, "not the description of an encoder"),
         (lambda f: rewrite(f, format=99), ValueError, "has format 99, this version of nearkin reads format 1"),
-        (damage, ValueError, "damaged or of another encoder"),
+        (damage, ValueError, "corrupt or of another encoder"),
         (other_width, ValueError, r"head.projection.weight is \(6, \d+\), \(9, \d+\) expected"),
         (other_names, ValueError, "names differ, such as"),
         (no_safetensors, ValueError, "no safetensors file"),
@@ -559,7 +559,7 @@ def test_timm_saved_loads_without_asking_anybody(fake_timm, tmp_path):
 def test_timm_errors(fake_timm, monkeypatch):
     with pytest.raises(ValueError, match=r'unknown timm model "tokes"; did you mean tokens\?'):
         models.build("timm:tokes")
-    with pytest.raises(ValueError, match=r"timm:map could not be made \(its weights come from the network") as caught:
+    with pytest.raises(ValueError, match=r"timm:map could not be made \(its weights are downloaded") as caught:
         models.build("timm:map")
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="timm:unpublished has no pretrained weights"):
@@ -604,8 +604,8 @@ def test_hf_pools_patches_or_uses_its_own(tiny_vit, tmp_path, how, size, monkeyp
     assert encoder.pretrained and encoder.shape == (3, size or 32, size or 32)
     x = items(encoder)
     model = transformers.ViTModel.from_pretrained(tiny_vit).eval()
-    found = model(pixel_values=(x - 0.5) / 0.25, interpolate_pos_encoding=True)
-    want = found.pooler_output if how == "own" else models.Pooling(how)(found.last_hidden_state[:, 1:])
+    output = model(pixel_values=(x - 0.5) / 0.25, interpolate_pos_encoding=True)
+    want = output.pooler_output if how == "own" else models.Pooling(how)(output.last_hidden_state[:, 1:])
     assert torch.allclose(encoder.features(x), want, atol=1e-5)
     encoder(x)[:, 0].sum().backward()
     assert all(p.grad is not None for p in encoder.backbone.parameters())
@@ -654,7 +654,7 @@ def test_hf_errors(tiny_vit, tmp_path, monkeypatch):
         raise OSError("We couldn't connect to 'https://huggingface.co'.\nCheck your connection.")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", no_network)
-    with pytest.raises(ValueError, match="is neither a folder here nor to be had from the hub") as caught:
+    with pytest.raises(ValueError, match="is neither a local folder nor available from the hub") as caught:
         models.build("hf:somebody/something")
     assert "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -665,7 +665,7 @@ def test_hf_errors(tiny_vit, tmp_path, monkeypatch):
 def test_hf_without_a_preparation_warns(tiny_vit, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((tiny_vit / name).read_bytes())
-    with pytest.warns(RuntimeWarning, match="which mean and std"):
+    with pytest.warns(RuntimeWarning, match="does not name the mean and std"):
         models.build(f"hf:{tmp_path}")
     models.build(f"hf:{tmp_path}", mean=[0.5] * 3, std=[0.5] * 3)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nearkin import models, training
 from nearkin.core import toml
 from nearkin.data import augment
-from nearkin.training.config.recipe import NAMED, Recipe, keys, read, written
+from nearkin.training.config.recipe import KEYS, NAMED, Recipe, read
 from nearkin.training.config.registry import LOSSES, SAMPLERS, settings_of
 
 # --- reading and writing
@@ -53,7 +53,7 @@ def test_what_is_wrong_is_one_sentence(sets, sentence):
     "text, sentence",
     [
         ("[loss\n", "not valid TOML"),
-        ("margin = 1\n", "margin = … stands outside of a section"),
+        ("margin = 1\n", "margin = … is outside of a section"),
         ("[lost]\nname = 'triplet'\n", 'unknown section "lost"; did you mean "loss"?'),
         ("[optimizer]\nlearning_rate = 0.1\n", 'unknown key "optimizer.learning_rate"'),
     ],
@@ -74,10 +74,10 @@ def test_a_missing_file_is_named(tmp_path):
 def test_the_command_line_goes_before_the_file(tmp_path):
     file = tmp_path / "recipe.toml"
     file.write_text('[loss]\nname = "triplet"\nmargin = 0.1\n[training]\nepochs = 3\n', encoding="utf-8")
-    found = read(file, ["loss.margin=0.3", "data.source=photos"])
-    assert found.loss == {"name": "triplet", "margin": 0.3}
-    assert found.training.epochs == 3 and found.data.source == "photos"
-    assert found.given == {"loss.name", "loss.margin", "training.epochs", "data.source"}
+    recipe = read(file, ["loss.margin=0.3", "data.source=photos"])
+    assert recipe.loss == {"name": "triplet", "margin": 0.3}
+    assert recipe.training.epochs == 3 and recipe.data.source == "photos"
+    assert recipe.explicit_keys == {"loss.name", "loss.margin", "training.epochs", "data.source"}
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
@@ -92,7 +92,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size
 def test_what_is_written_is_read_back(source, seed, lr, ks):
     recipe = Recipe().with_("data", source=source).with_("training", seed=seed).with_("optimizer", lr=lr)
     recipe = recipe.with_("evaluation", ks=ks).with_("loss", name="triplet", margin=None, squared=False)
-    again = read(None, [], base=toml.read(written(recipe)))
+    again = read(None, [], base=toml.read(recipe.to_toml()))
     assert again.plain() == recipe.plain()
 
 
@@ -193,7 +193,7 @@ CHANGES = {
 
 
 def test_every_fixed_key_has_a_change():
-    assert set(CHANGES) == {f"{section}.{key}" for section, names in keys().items() for key in names}
+    assert set(CHANGES) == {f"{section}.{key}" for section, names in KEYS.items() for key in names}
 
 
 def outcome_of(sets, sources, out, monkeypatch):
@@ -201,9 +201,11 @@ def outcome_of(sets, sources, out, monkeypatch):
     monkeypatch.chdir(sources)
     monkeypatch.setenv("NEARKIN_CACHE", str(sources / "cache"))
     events = []
-    found = training.train(read(None, sets), out, lambda event: events.append(event["event"]))
-    results = json.dumps({k: v for k, v in found.results.items() if k not in ("seconds", "peak_bytes")}, sort_keys=True)
-    lines = [{k: v for k, v in line.items() if "second" not in k} for line in found.history]
+    outcome = training.train(read(None, sets), out, lambda event: events.append(event["event"]))
+    results = json.dumps(
+        {k: v for k, v in outcome.results.items() if k not in ("seconds", "peak_bytes")}, sort_keys=True
+    )
+    lines = [{k: v for k, v in line.items() if "second" not in k} for line in outcome.history]
     return (out / "model.safetensors").read_bytes(), results, json.dumps(lines), events
 
 
@@ -326,7 +328,7 @@ def test_a_settled_recipe_settles_to_itself(sets, sources, tmp_path, monkeypatch
     monkeypatch.chdir(sources)
     monkeypatch.setenv("NEARKIN_CACHE", str(sources / "cache"))
     settled = prepare(read(None, sets)).recipe
-    (tmp_path / "recipe.toml").write_text(written(settled), encoding="utf-8")
+    (tmp_path / "recipe.toml").write_text(settled.to_toml(), encoding="utf-8")
     assert prepare(read(tmp_path / "recipe.toml")).recipe.plain() == settled.plain()
 
 
@@ -352,9 +354,9 @@ def test_a_run_is_used_as_it_was_trained(sources, tmp_path, monkeypatch):
     shutil.copytree(sources / "photos", tmp_path / "photos")
     (tmp_path / "photos" / "class0" / "broken.png").write_bytes(b"x")
     sets = [*PHOTOS, "data.unreadable=skip", "data.max_pixels=480", "data.cache=false"]
-    found = outcome_of(sets, tmp_path, tmp_path / "run", monkeypatch)
+    outcome = outcome_of(sets, tmp_path, tmp_path / "run", monkeypatch)
     assert not (tmp_path / "cache" / "pictures").exists()
-    tested = json.loads(found[1])["items"]["test"]
+    tested = json.loads(outcome[1])["items"]["test"]
     assert len(training.embed_source(tmp_path / "run").embeddings) == tested
     assert len(training.embed_source(tmp_path / "run", "photos", part="test").embeddings) == tested
     assert not (tmp_path / "cache" / "pictures").exists()
@@ -370,21 +372,21 @@ def test_pixels_are_not_copied_because_one_picture_is_unreadable(sources, tmp_pa
     shutil.copytree(sources / "photos", tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
-    whole = prepare(read(None, PHOTOS))
+    undamaged = prepare(read(None, PHOTOS))
     (tmp_path / "photos" / "class0" / "a.png").write_bytes(b"x")
     prepared = prepare(read(None, [*PHOTOS, "data.unreadable=skip"]))
     assert isinstance(prepared.rows, np.memmap)
     for part in ("train", "val", "test"):
-        names = [[one.items.names[i] for i in getattr(one.parts, part)] for one in (prepared, whole)]
+        names = [[one.items.names[i] for i in getattr(one.parts, part)] for one in (prepared, undamaged)]
         assert names[0] == names[1]
-        rows = [one.rows[getattr(one.parts, part)] for one in (prepared, whole)]
+        rows = [one.rows[getattr(one.parts, part)] for one in (prepared, undamaged)]
         assert np.array_equal(*rows)
     assert prepared.report["unreadable"][0]["name"] == "class0/a.png"
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_take_their_settings_and_no_others(name):
-    from nearkin.training.objective import loss_settings
+    from nearkin.training.config.registry import loss_settings
 
     for key, setting in LOSSES[name].settings.items():
         value = setting.default if setting.default is not None else "none"
@@ -401,7 +403,7 @@ def test_losses_take_their_settings_and_no_others(name):
         (["loss.name=triplet", "loss.margin=-1"], "loss.margin must be"),
         (["loss.name=supcon", "loss.reduction=none"], "loss.reduction must give one number"),
         (["sampler.name=balanced"], 'unknown sampler "balanced"; did you mean "class-balanced"?'),
-        (["sampler.batch=7"], "sampler.batch must be a multiple of the 2 items a class, got 7"),
+        (["sampler.batch=7"], "sampler.batch must be a multiple of the 2 items per class, got 7"),
         (["sampler.batch=800"], "sampler.batch must hold at most all"),
         (["sampler.neighbours=3"], "neighbours"),
         (["encoder.name=mpl"], 'unknown encoder "mpl"; did you mean "mlp"?'),
@@ -456,7 +458,7 @@ def test_tensorboard(sources, tmp_path, monkeypatch):
 
 
 def test_named_sections_are_those_without_fixed_keys():
-    assert set(NAMED) == {section for section, names in keys().items() if not names}
+    assert set(NAMED) == {section for section, names in KEYS.items() if not names}
     assert SAMPLERS and models.encoders()
 
 
@@ -469,7 +471,7 @@ def test_recipes_read_and_say_what_they_cost(file):
     lines = file.read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith("# nearkin train ") and lines[1].startswith("# ") and "expect" in lines[1] + lines[2]
     recipe = read(file)
-    assert recipe.given
+    assert recipe.explicit_keys
 
 
 def test_graphs_need_a_gpu(sources, tmp_path, monkeypatch):

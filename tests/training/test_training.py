@@ -20,10 +20,10 @@ from nearkin.training.checkpoint import checkpoints
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.config.recipe import Recipe, read
 from nearkin.training.config.registry import LOSSES
-from nearkin.training.improvement import verdict
-from nearkin.training.optimizers import Rate, groups, optimizer
+from nearkin.training.final_test import verdict
+from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
 from nearkin.training.prepare import prepare
-from nearkin.training.validation import Held
+from nearkin.training.validation import HeldOut
 
 SMALL = ["training.epochs=3", "training.batches=4", "sampler.batch=16", "sampler.per_class=4", "encoder.hidden=[16]"]
 SMALL += ["encoder.dim=8", "training.log_steps=2", "training.workers=0"]
@@ -40,8 +40,8 @@ def vectors(tmp_path):
     return path
 
 
-def quickly(source, out, *sets, watch=lambda event: None):
-    return training.train(read(None, [f'data.source="{source}"', *SMALL, *sets]), out, watch)
+def quickly(source, out, *sets, callback=lambda event: None):
+    return training.train(read(None, [f'data.source="{source}"', *SMALL, *sets]), out, callback)
 
 
 def weights(folder):
@@ -53,15 +53,15 @@ class Cut(BaseException):
 
 
 def cut_at(count):
-    """A watcher that cuts the run at the count-th event, whatever it is."""
+    """A callback that cuts the run at the count-th event, whatever it is."""
     seen = [0]
 
-    def watch(event):
+    def callback(event):
         seen[0] += 1
         if seen[0] == count:
             raise Cut
 
-    return watch
+    return callback
 
 
 # --- cached gradients
@@ -94,7 +94,7 @@ def test_chunks_give_the_gradient_of_the_whole_batch(make, chunk):
     encoder, loss = Dropping(nn.LayerNorm(10)).double().eval(), make().double()
     loss(encoder(x), labels).backward()
     parameters = [*encoder.parameters(), *loss.parameters()]
-    whole = [p.grad.clone() for p in parameters]
+    reference = [p.grad.clone() for p in parameters]
     for p in parameters:
         p.grad = None
     value, embeddings = grad_cache.backward(
@@ -102,7 +102,7 @@ def test_chunks_give_the_gradient_of_the_whole_batch(make, chunk):
     )
     assert torch.equal(embeddings, encoder(x).detach()) or torch.allclose(embeddings, encoder(x), rtol=0, atol=1e-14)
     assert torch.isfinite(value)
-    for p, g in zip(parameters, whole, strict=True):
+    for p, g in zip(parameters, reference, strict=True):
         torch.testing.assert_close(p.grad, g, rtol=0, atol=1e-10)
 
 
@@ -113,31 +113,31 @@ def test_chunks_replay_dropout():
     torch.manual_seed(5)
     loss(torch.cat([encoder(x[:5]), encoder(x[5:10]), encoder(x[10:])]), labels).backward()
     after = torch.rand(())
-    whole = [p.grad.clone() for p in encoder.parameters()]
+    reference = [p.grad.clone() for p in encoder.parameters()]
     encoder.zero_grad()
     torch.manual_seed(5)
     grad_cache.backward(lambda some: encoder(x[some]), 12, 5, lambda e: loss(e, labels), encoder)
     assert torch.equal(torch.rand(()), after), "the generator stands where one pass would have left it"
-    for p, g in zip(encoder.parameters(), whole, strict=True):
+    for p, g in zip(encoder.parameters(), reference, strict=True):
         torch.testing.assert_close(p.grad, g, rtol=0, atol=1e-10)
 
 
 def test_chunks_update_batch_statistics_once():
     x, labels = torch.randn(12, 6), torch.arange(4).repeat_interleave(3)
     encoder, loss = Dropping(nn.BatchNorm1d(10)).train(), losses.SupConLoss()
-    assert grad_cache.meets(encoder)
+    assert grad_cache.uses_batch_statistics(encoder)
     norm = encoder.net[1]
     grad_cache.backward(lambda some: encoder(x[some]), 12, 4, lambda e: loss(e, labels), encoder)
     assert int(norm.num_batches_tracked) == 3 and norm.track_running_stats
     encoder.eval()
-    assert not grad_cache.meets(encoder)
+    assert not grad_cache.uses_batch_statistics(encoder)
 
 
 def test_a_chunked_run_is_the_whole_run(vectors, tmp_path):
     """The encoder for vectors has no batch norm: chunks may change rounding only."""
-    whole = quickly(vectors, tmp_path / "a").embeddings
+    reference = quickly(vectors, tmp_path / "a").embeddings
     chunked = quickly(vectors, tmp_path / "b", "training.chunk=5").embeddings
-    torch.testing.assert_close(whole, chunked, rtol=0, atol=2e-4)
+    torch.testing.assert_close(reference, chunked, rtol=0, atol=2e-4)
 
 
 def test_a_boundary_per_item_is_told_which_items(vectors, tmp_path, monkeypatch):
@@ -182,13 +182,13 @@ def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
     sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
     if name in ("mined pairs", "mined negatives"):
         base = [s for s in SMALL if "per_class" not in s]
-        start = lambda out, watch: training.train(  # noqa: E731
-            read(None, [f'data.source="{vectors}"', *base, *sets]), out, watch
+        start = lambda out, callback: training.train(  # noqa: E731
+            read(None, [f'data.source="{vectors}"', *base, *sets]), out, callback
         )
     else:
-        start = lambda out, watch: quickly(vectors, out, *sets, watch=watch)  # noqa: E731
+        start = lambda out, callback: quickly(vectors, out, *sets, callback=callback)  # noqa: E731
     events = []
-    whole = start(tmp_path / "whole", events.append)
+    reference = start(tmp_path / "reference", events.append)
     for number in range(3):
         folder = tmp_path / f"cut{number}"
         at = 5 + (number * (len(events) - 6)) // 2
@@ -197,37 +197,37 @@ def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
         with pytest.raises(Cut):
             training.resume(folder, cut_at(6))
         again = training.resume(folder)
-        assert weights(folder) == weights(tmp_path / "whole"), f"cut at event {at}"
-        assert torch.equal(again.embeddings, whole.embeddings)
+        assert weights(folder) == weights(tmp_path / "reference"), f"cut at event {at}"
+        assert torch.equal(again.embeddings, reference.embeddings)
         lines = [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in again.history]
-        assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in whole.history]
+        assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in reference.history]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_stops(number, vectors, tmp_path):
-    quickly(vectors, tmp_path / "whole")
+    quickly(vectors, tmp_path / "reference")
 
-    def watch(event):
-        if event["event"] == "moved" and event["step"] == 6:
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == 6:
             os.kill(os.getpid(), number)
 
     with pytest.raises(training.Stopped) as stopped:
-        quickly(vectors, tmp_path / "stopped", watch=watch)
+        quickly(vectors, tmp_path / "stopped", callback=callback)
     assert stopped.value.number == number and "--resume" in str(stopped.value)
     assert Checkpoints(tmp_path / "stopped" / "checkpoints").newest()[1]["step"] == 6, "in the middle of an epoch"
     assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
     training.resume(tmp_path / "stopped")
-    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "reference")
 
 
 def stop_at(step):
-    """A watcher that asks the run to stop at a step, as a job scheduler does."""
+    """A callback that asks the run to stop at a step, as a job scheduler does."""
 
-    def watch(event):
-        if event["event"] == "moved" and event["step"] == step:
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return watch
+    return callback
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -237,36 +237,36 @@ def test_a_run_stopped_within_an_epoch_ends_the_same(name, step, vectors, tmp_pa
     base = [s for s in SMALL if name not in ("mined pairs", "mined negatives") or "per_class" not in s]
     sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
     recipe = read(None, [f'data.source="{vectors}"', *base, *sets])
-    whole = training.train(recipe, tmp_path / "whole")
+    reference = training.train(recipe, tmp_path / "reference")
     with pytest.raises(training.Stopped):
         training.train(recipe, tmp_path / "run", stop_at(step))
     again = training.resume(tmp_path / "run")
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
-    assert again.results["test"] == whole.results["test"] and again.notes == whole.notes
+    assert weights(tmp_path / "run") == weights(tmp_path / "reference")
+    assert again.results["test"] == reference.results["test"] and again.notes == reference.notes
     lines = [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in again.history]
-    assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in whole.history]
+    assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in reference.history]
 
 
 @pytest.mark.parametrize("there", [["recipe.toml"], ["recipe.toml", "data.json"]])
 def test_a_run_that_died_before_its_first_checkpoint_begins_anew(there, vectors, tmp_path):
-    quickly(vectors, tmp_path / "whole")
+    quickly(vectors, tmp_path / "reference")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / ".step-00000000.safetensors.0a1b2c3d").write_bytes(b"half")
     for name in there:
-        (tmp_path / "run" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+        (tmp_path / "run" / name).write_bytes((tmp_path / "reference" / name).read_bytes())
     training.resume(tmp_path / "run")
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "reference")
 
 
 def test_a_torn_line_of_the_journal_is_dropped(vectors, tmp_path):
     """A line may end anywhere, also where it looks whole."""
-    whole = quickly(vectors, tmp_path / "whole")
+    reference = quickly(vectors, tmp_path / "reference")
     with pytest.raises(Cut):
-        quickly(vectors, tmp_path / "run", watch=cut_at(16))
+        quickly(vectors, tmp_path / "run", callback=cut_at(16))
     with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
         file.write(b'{"event": "step", "epoch": 3, "step": 2, "lr": {"head": 0.1}')
     again = training.resume(tmp_path / "run")
-    assert [line["step"] for line in again.history] == [line["step"] for line in whole.history]
+    assert [line["step"] for line in again.history] == [line["step"] for line in reference.history]
 
 
 def test_a_thread_may_train(vectors, tmp_path):
@@ -290,7 +290,7 @@ def test_a_changed_recipe_is_not_resumed(vectors, tmp_path):
     file = tmp_path / "run" / "recipe.toml"
     text = file.read_text()
     file.write_text(text.replace("epochs = 3", "epochs = 4"))
-    with pytest.raises(ValueError, match=r"recipe.toml is not what it was when the run began: undo the change, or"):
+    with pytest.raises(ValueError, match=r"recipe.toml has changed since the run started: undo the change, or"):
         training.resume(tmp_path / "run")
     file.write_text(text.replace("workers = 0", "workers = 1"))
     training.resume(tmp_path / "run")
@@ -300,7 +300,7 @@ def test_a_changed_recipe_is_not_resumed(vectors, tmp_path):
 def test_a_damaged_data_json_is_named(content, vectors, tmp_path):
     quickly(vectors, tmp_path / "run")
     (tmp_path / "run" / "data.json").write_text(content)
-    with pytest.raises(ValueError, match=r"data.json: damaged \(.*\); train anew"):
+    with pytest.raises(ValueError, match=r"data.json: corrupt \(.*\); start a new run"):
         training.resume(tmp_path / "run")
 
 
@@ -319,7 +319,7 @@ def test_a_part_of_a_changed_source_is_not_measured(vectors, tmp_path):
     with np.load(vectors) as archive:
         rows, labels = archive["embeddings"], archive["labels"]
     np.savez(vectors, embeddings=np.concatenate([rows, rows[:8]]), labels=np.concatenate([labels, np.full(8, 24)]))
-    with pytest.raises(ValueError, match=r"not what it was when .* began, so its test part may hold"):
+    with pytest.raises(ValueError, match=r"has changed since .* started, so its test part may contain"):
         training.embed_source(tmp_path / "run")
     assert len(training.embed_source(tmp_path / "run", str(vectors), part="all").names) == 200
 
@@ -332,20 +332,20 @@ def test_a_batch_that_was_asked_for_comes_out_even(vectors, tmp_path):
 
 
 def test_what_a_sampler_warns_of_is_a_note(vectors, tmp_path):
-    told = []
-    found = quickly(vectors, tmp_path / "run", "sampler.per_class=16", "sampler.batch=32", watch=told.append)
-    notes = [note for note in found.notes if "their items are repeated in a batch" in note]
-    assert len(notes) == 1 and {"event": "note", "text": notes[0]} in told
-    assert training.resume(tmp_path / "run").notes == found.notes
+    events = []
+    result = quickly(vectors, tmp_path / "run", "sampler.per_class=16", "sampler.batch=32", callback=events.append)
+    notes = [note for note in result.notes if "their items are repeated in a batch" in note]
+    assert len(notes) == 1 and {"event": "note", "text": notes[0]} in events
+    assert training.resume(tmp_path / "run").notes == result.notes
 
 
 def test_a_changed_source_is_not_resumed(vectors, tmp_path):
     with pytest.raises(Cut):
-        quickly(vectors, tmp_path / "run", watch=cut_at(8))
-    with np.load(vectors) as found:
-        rows, labels = found["embeddings"], found["labels"]
+        quickly(vectors, tmp_path / "run", callback=cut_at(8))
+    with np.load(vectors) as result:
+        rows, labels = result["embeddings"], result["labels"]
     np.savez(vectors, embeddings=rows + 1, labels=labels)
-    with pytest.raises(ValueError, match="not what it was when the run began"):
+    with pytest.raises(ValueError, match="has changed since the run started"):
         training.resume(tmp_path / "run")
 
 
@@ -367,9 +367,9 @@ def test_checkpoints_keep_two_and_the_best(vectors, tmp_path):
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty", "text"])
 def test_a_damaged_newest_checkpoint_falls_back(damage, vectors, tmp_path):
-    quickly(vectors, tmp_path / "whole")
+    quickly(vectors, tmp_path / "reference")
     with pytest.raises(Cut):
-        quickly(vectors, tmp_path / "run", watch=cut_at(18))
+        quickly(vectors, tmp_path / "run", callback=cut_at(18))
     newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     content = bytearray(newest.read_bytes())
     if damage == "flipped":
@@ -377,14 +377,14 @@ def test_a_damaged_newest_checkpoint_falls_back(damage, vectors, tmp_path):
     newest.write_bytes({"short": content[:-100], "empty": b"", "text": b"hello" * 50}.get(damage, content))
     notes = []
     training.resume(tmp_path / "run", lambda e: notes.append(e["text"]) if e["event"] == "note" else None)
-    assert any(newest.name in note and "one before" in note for note in notes)
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert any(newest.name in note and "the previous one is used" in note for note in notes)
+    assert weights(tmp_path / "run") == weights(tmp_path / "reference")
 
 
 def test_a_damaged_checkpoint_does_not_count_as_one_of_two(vectors, tmp_path):
     """After falling back, two whole ones stand again before the damaged one's step is reached."""
     with pytest.raises(training.Stopped):
-        quickly(vectors, tmp_path / "run", watch=stop_at(11))
+        quickly(vectors, tmp_path / "run", callback=stop_at(11))
     folder = tmp_path / "run" / "checkpoints"
     newest = sorted(folder.glob("step-*"))[-1]
     newest.write_bytes(b"")
@@ -398,10 +398,10 @@ def test_a_damaged_checkpoint_does_not_count_as_one_of_two(vectors, tmp_path):
 
 def test_when_all_checkpoints_are_damaged_it_is_said(vectors, tmp_path):
     with pytest.raises(Cut):
-        quickly(vectors, tmp_path / "run", watch=cut_at(15))
+        quickly(vectors, tmp_path / "run", callback=cut_at(15))
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="no intact checkpoint"):
         training.resume(tmp_path / "run")
 
 
@@ -409,9 +409,9 @@ def test_a_checkpoint_proves_tensors_and_state(tmp_path):
     path = tmp_path / "c.safetensors"
     tensors = {"a": torch.randn(3, 2), "b": torch.tensor(7), "c": torch.zeros(0, 4), "d": torch.ones(2).bfloat16()}
     checkpoints.save(path, tensors, {"step": 3, "x": [1.5, None]})
-    found, state = checkpoints.load(path)
+    result, state = checkpoints.load(path)
     assert state == {"step": 3, "x": [1.5, None]}
-    assert all(torch.equal(found[k], v) and found[k].dtype == v.dtype for k, v in tensors.items())
+    assert all(torch.equal(result[k], v) and result[k].dtype == v.dtype for k, v in tensors.items())
     content = path.read_bytes()
     path.write_bytes(content.replace(b'\\"step\\": 3', b'\\"step\\": 4'))
     assert path.read_bytes() != content
@@ -420,7 +420,7 @@ def test_a_checkpoint_proves_tensors_and_state(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "file, said",
+    "file, sentence",
     [
         ("step-00000008", "checkpoint of step 8"),
         ("best-00000004", "best weights of step 4"),
@@ -428,8 +428,8 @@ def test_a_checkpoint_proves_tensors_and_state(tmp_path):
         ("results.json", "results.json"),
     ],
 )
-def test_a_full_disk_loses_nothing(file, said, vectors, tmp_path, monkeypatch):
-    whole = quickly(vectors, tmp_path / "whole")
+def test_a_full_disk_loses_nothing(file, sentence, vectors, tmp_path, monkeypatch):
+    reference = quickly(vectors, tmp_path / "reference")
     real = files.write_bytes
 
     def full(path, content):
@@ -438,11 +438,11 @@ def test_a_full_disk_loses_nothing(file, said, vectors, tmp_path, monkeypatch):
         real(path, content)
 
     monkeypatch.setattr(files, "write_bytes", full)
-    with pytest.raises(ValueError, match=rf"{said} could not be written \(No space left on device\).*--resume"):
+    with pytest.raises(ValueError, match=rf"{sentence} could not be written \(No space left on device\).*--resume"):
         quickly(vectors, tmp_path / "run")
     monkeypatch.undo()
     training.resume(tmp_path / "run")
-    assert weights(tmp_path / "run") == weights(whole.folder)
+    assert weights(tmp_path / "run") == weights(reference.folder)
 
 
 def test_no_temporary_file_is_left_behind(vectors, tmp_path):
@@ -464,7 +464,7 @@ def test_an_existing_folder_is_not_touched(vectors, tmp_path):
 def test_rates_over_time():
     def factors(batches, epochs, **schedule):
         recipe = Recipe().with_("schedule", **schedule)
-        rate = Rate(recipe, batches, epochs)
+        rate = LRSchedule(recipe, batches, epochs)
         return [rate.factor(step) for step in range(batches * epochs)]
 
     cosine = factors(10, 10, decay="cosine", warmup=0.1, floor=0.2)
@@ -477,12 +477,12 @@ def test_rates_over_time():
 
 def test_a_warm_up_is_at_least_one_step():
     """A run of a few steps must not round it away."""
-    rate = Rate(Recipe().with_("schedule", decay="constant", warmup=0.05), 3, 2)
+    rate = LRSchedule(Recipe().with_("schedule", decay="constant", warmup=0.05), 3, 2)
     assert [rate.factor(step) for step in range(3)] == [0.5, 1, 1]
 
 
 def test_plateau_cuts_after_its_patience():
-    rate = Rate(Recipe().with_("schedule", decay="plateau", warmup=0.0, factor=0.5, patience=2), 10, 10)
+    rate = LRSchedule(Recipe().with_("schedule", decay="plateau", warmup=0.0, factor=0.5, patience=2), 10, 10)
     seen = []
     for value in (0.1, 0.2, 0.2, 0.1, 0.3, 0.3, 0.3, 0.3, 0.3):
         rate.measured(value)
@@ -494,8 +494,8 @@ def test_parts_have_their_own_rates_and_only_matrices_decay():
     backbone = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     head, loss = nn.Linear(3, 2), losses.ProxyAnchorLoss(4, 2)
     recipe = Recipe().with_("optimizer", lr=0.1, backbone_scale=0.5, head_scale=2.0, weight_decay=0.3)
-    found = groups(recipe, backbone, head, loss)
-    table = {(g["part"], g["weight_decay"]): (g["base"], [tuple(p.shape) for p in g["params"]]) for g in found}
+    result = parameter_groups(recipe, backbone, head, loss)
+    table = {(g["part"], g["weight_decay"]): (g["base"], [tuple(p.shape) for p in g["params"]]) for g in result}
     assert table == {
         ("backbone", 0.3): (0.05, [(3, 3)]),
         ("backbone", 0.0): (0.05, [(3,), (3,), (3,)]),
@@ -503,8 +503,8 @@ def test_parts_have_their_own_rates_and_only_matrices_decay():
         ("head", 0.0): (0.2, [(2,)]),
         ("loss", 0.3): (10.0, [(4, 2)]),
     }
-    steps = optimizer(recipe, found)
-    Rate(recipe, 10, 10).set(steps, 0)
+    steps = build_optimizer(recipe, result)
+    LRSchedule(recipe, 10, 10).set(steps, 0)
     assert [g["lr"] / g["base"] for g in steps.param_groups] == pytest.approx([1 / 6] * 5)
 
 
@@ -518,21 +518,21 @@ def test_nan_stops_the_run_and_says_what_to_try(vectors, tmp_path):
     assert all(bool(t.isfinite().all()) for name, t in training_state.items() if name.startswith("encoder"))
 
 
-@pytest.mark.parametrize("watch", [lambda event: None, stop_at(3)], ids=["to the end of an epoch", "stopped"])
-def test_nan_between_two_log_lines_is_noticed(watch, vectors, tmp_path):
+@pytest.mark.parametrize("callback", [lambda event: None, stop_at(3)], ids=["to the end of an epoch", "stopped"])
+def test_nan_between_two_log_lines_is_noticed(callback, vectors, tmp_path):
     """Before anything is measured or kept, and never as if the run had been saved."""
     sets = ["optimizer.lr=1e30", "optimizer.name=sgd", "encoder.normalize=false", "training.log_steps=100"]
     with pytest.raises(training.Diverged, match=r"loss is (nan|inf).*smaller optimizer\.lr"):
-        quickly(vectors, tmp_path / "run", *sets, watch=watch)
+        quickly(vectors, tmp_path / "run", *sets, callback=callback)
 
 
-@pytest.mark.parametrize("watch", [lambda event: None, stop_at(1)], ids=["to the end of an epoch", "stopped"])
-def test_weights_that_are_no_numbers_are_not_kept(watch, vectors, tmp_path):
+@pytest.mark.parametrize("callback", [lambda event: None, stop_at(1)], ids=["to the end of an epoch", "stopped"])
+def test_weights_that_are_no_numbers_are_not_kept(callback, vectors, tmp_path):
     """The loss was still finite, the step after it was not: a checkpoint of that would be the end of the run."""
     sets = ["optimizer.lr=3e38", "optimizer.name=sgd", "training.batches=1", "training.log_steps=100"]
     sets += ["loss.name=contrastive", "encoder.normalize=false", "optimizer.momentum=0.0", "optimizer.weight_decay=100"]
     with pytest.raises(training.Diverged, match=r"weights are not finite at step 1: try a smaller optimizer\.lr"):
-        quickly(vectors, tmp_path / "run", *sets, watch=watch)
+        quickly(vectors, tmp_path / "run", *sets, callback=callback)
     assert Checkpoints(tmp_path / "run" / "checkpoints").newest()[1]["step"] == 0
 
 
@@ -540,11 +540,11 @@ def test_collapse_is_noticed():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
     spot = monitor.geometry(torch.ones(32, 8) + 1e-4 * torch.randn(32, 8))
     for step in [*range(0, 100, 20), *range(90, 99)]:
-        watcher.look(step, 1.0, 1.0, *spot)  # neither a few looks nor a few steps are enough
+        watcher.check(step, 1.0, 1.0, *spot)  # neither a few looks nor a few steps are enough
     with pytest.raises(training.Diverged, match="collapsed"):
-        watcher.look(100, 1.0, 1.0, *spot)
+        watcher.check(100, 1.0, 1.0, *spot)
     warned = monitor.Monitor(classes=10, dim=8, on_collapse="warn")
-    notes = [note for step in range(0, 300, 20) for note in warned.look(step, 1.0, 1.0, *spot)]
+    notes = [note for step in range(0, 300, 20) for note in warned.check(step, 1.0, 1.0, *spot)]
     assert len(notes) == 1 and "collapsed" in notes[0]
 
 
@@ -558,9 +558,9 @@ def test_spread_rank_and_line():
     rows = nn.functional.normalize(torch.randn(60, 7, dtype=torch.float64) * torch.arange(1, 8), dim=1)
     shares = torch.linalg.svdvals(rows - rows.mean(0))
     shares = shares / shares.sum()
-    found = monitor.geometry(rows)
-    assert found[1] == pytest.approx(float(torch.exp(-(shares * shares.log()).sum())))
-    assert found[2] == pytest.approx(float(shares[0] ** 2 / shares.square().sum()))
+    result = monitor.geometry(rows)
+    assert result[1] == pytest.approx(float(torch.exp(-(shares * shares.log()).sum())))
+    assert result[2] == pytest.approx(float(shares[0] ** 2 / shares.square().sum()))
 
 
 @pytest.mark.parametrize("dim", [8, 40])
@@ -573,12 +573,12 @@ def test_one_effective_rank_on_every_page(dim):
 def test_collapse_to_a_line_is_noticed_through_noise():
     """A hundredth of noise in 128 dimensions: the effective rank is large, and the batch is a line all the same."""
     ends = torch.randn(200, 1).sign() * torch.eye(128)[:1] + 0.01 * torch.randn(200, 128)
-    found = monitor.geometry(ends)
+    result = monitor.geometry(ends)
     watcher = monitor.Monitor(classes=10, dim=128, on_collapse="stop")
     for step in range(0, 100, 20):
-        watcher.look(step, 1.0, 1.0, *found)
+        watcher.check(step, 1.0, 1.0, *result)
     with pytest.raises(training.Diverged, match="% of the variance along one direction"):
-        watcher.look(100, 1.0, 1.0, *found)
+        watcher.check(100, 1.0, 1.0, *result)
     with pytest.raises(training.Diverged, match="embeddings are not finite"):
         monitor.geometry(torch.full((4, 3), torch.nan))
 
@@ -589,10 +589,10 @@ def test_an_epoch_tells_its_own_loss(vectors, tmp_path):
     rare = quickly(vectors, tmp_path / "rare", "training.log_steps=100").history
     steps = [line["loss"] for line in every if line["event"] == "step"]
     for lines in (every, rare):
-        told = [line["loss"] for line in lines if line["event"] == "epoch"]
-        assert told == pytest.approx([sum(steps[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-5)
+        events = [line["loss"] for line in lines if line["event"] == "epoch"]
+        assert events == pytest.approx([sum(steps[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-5)
     with pytest.raises(Stopped):
-        quickly(vectors, tmp_path / "stopped", "training.log_steps=100", watch=stop_at(6))
+        quickly(vectors, tmp_path / "stopped", "training.log_steps=100", callback=stop_at(6))
     again = training.resume(tmp_path / "stopped").history
     assert [line["loss"] for line in again if line["event"] == "epoch"] == [
         line["loss"] for line in rare if line["event"] == "epoch"
@@ -601,7 +601,7 @@ def test_an_epoch_tells_its_own_loss(vectors, tmp_path):
 
 def test_a_dead_loss_and_still_proxies_are_said_once():
     watcher = monitor.Monitor(classes=10, dim=8, on_collapse="stop")
-    notes = [note for step in range(0, 300, 20) for note in watcher.look(step, 0.0, 0.0, 0.9, 6.0, 0.3)]
+    notes = [note for step in range(0, 300, 20) for note in watcher.check(step, 0.0, 0.0, 0.9, 6.0, 0.3)]
     assert len(notes) == 1 and "loss.margin" in notes[0]
     loss = losses.ProxyAnchorLoss(4, 8)
     before = {name: p.detach().clone() for name, p in loss.named_parameters()}
@@ -620,7 +620,7 @@ def test_a_set_goes_to_the_device_without_a_warning(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (9, 4, 4, 3)).astype(np.uint8)
     pixels.tofile(tmp_path / "pixels")
     mapped = np.memmap(tmp_path / "pixels", np.uint8, "r", shape=pixels.shape)
-    assert np.array_equal(loader.resident(mapped, torch.device("cpu"), together=4).numpy(), pixels)
+    assert np.array_equal(loader.copy_to_device(mapped, torch.device("cpu"), step=4).numpy(), pixels)
 
 
 def test_training_helps_and_everything_is_in_the_folder(vectors, tmp_path):
@@ -654,29 +654,29 @@ def test_a_verdict_says_whether_training_helped():
     good, middling, poor = (
         torch.from_numpy(rng.normal(size=(12, 8))[labels] + noise * rng.normal(size=(60, 8))) for noise in (0.3, 1, 3)
     )
-    held = Held(np.arange(60), labels.astype(np.int64), None)
+    held_out = HeldOut(np.arange(60), labels.astype(np.int64), None)
 
-    def judged(trained, untrained, baseline, held=held, graded=False):
+    def judged(trained, untrained, baseline, held_out=held_out, graded=False):
         rows = {"trained": trained, "untrained": untrained, "baseline": baseline}
-        return verdict(rows, held, graded, torch.device("cpu"), baseline="pixels", seed=0)
+        return verdict(rows, held_out, graded, torch.device("cpu"), baseline="pixels", seed=0)
 
-    found = judged(good, poor, middling)
-    assert found["helped"] is True and found["sentence"].startswith("Training helped: MAP@R ")
+    result = judged(good, poor, middling)
+    assert result["helped"] is True and result["sentence"].startswith("Training helped: MAP@R ")
     right = evaluation.compare(good, middling, torch.from_numpy(labels), samples=1000)
-    beside = found["against"]["baseline"]
+    beside = result["against"]["baseline"]
     assert (beside["difference"], beside["low"], beside["high"]) == (right["difference"], *right["interval"])
-    assert f"{100 * right['b']:.1f} % of the pixels" in found["sentence"], "the better of the two that are free"
-    assert f"{100 * right['interval'][0]:+.1f} to {100 * right['interval'][1]:+.1f}" in found["sentence"]
-    found = judged(poor, middling, good)
-    assert found["helped"] is False and found["sentence"].startswith("Training did not help: MAP@R ")
+    assert f"{100 * right['b']:.1f} % of the pixels" in result["sentence"], "the better of the two that are free"
+    assert f"{100 * right['interval'][0]:+.1f} to {100 * right['interval'][1]:+.1f}" in result["sentence"]
+    result = judged(poor, middling, good)
+    assert result["helped"] is False and result["sentence"].startswith("Training did not help: MAP@R ")
     assert judged(middling, poor, good)["helped"] is False, "better than untrained, worse than pixels"
-    found = judged(good, good.clone(), poor)
-    assert found["helped"] is None and "cannot be told whether training helped" in found["sentence"]
-    assert "the untrained encoder" in found["sentence"]
-    two = Held(np.arange(10), held.labels[:10], None)
-    found = judged(good[:10], poor[:10], poor[:10], two)
-    assert found["helped"] is None and "2 test classes are too few to tell" in found["sentence"]
-    targets = Held(np.arange(60), None, good.numpy())
+    result = judged(good, good.clone(), poor)
+    assert result["helped"] is None and "cannot be told whether training helped" in result["sentence"]
+    assert "the untrained encoder" in result["sentence"]
+    two = HeldOut(np.arange(10), held_out.labels[:10], None)
+    result = judged(good[:10], poor[:10], poor[:10], two)
+    assert result["helped"] is None and "2 test classes are too few to tell" in result["sentence"]
+    targets = HeldOut(np.arange(60), None, good.numpy())
     assert judged(good, poor, middling, targets, graded=True)["helped"] is True
 
 
@@ -686,10 +686,10 @@ def test_a_run_that_did_not_help_says_so(tmp_path):
     rows = np.eye(40)[labels] + 0.05 * np.random.default_rng(0).normal(size=(240, 40))
     np.savez(tmp_path / "v.npz", embeddings=rows.astype(np.float32), labels=labels)
     quickly(tmp_path / "v.npz", tmp_path / "run", "training.epochs=1", "optimizer.lr=1e-9", "encoder.dim=2")
-    found = json.loads((tmp_path / "run" / "results.json").read_text())["verdict"]
-    assert found["helped"] is False and found["against"]["baseline"]["verdict"] == "worse"
-    assert 0 <= found["against"]["baseline"]["trained"] <= 1, "JSON holds fractions"
-    assert "did not help" in found["sentence"] and "100.0 % of the vectors" in found["sentence"]
+    result = json.loads((tmp_path / "run" / "results.json").read_text())["verdict"]
+    assert result["helped"] is False and result["against"]["baseline"]["verdict"] == "worse"
+    assert 0 <= result["against"]["baseline"]["trained"] <= 1, "JSON holds fractions"
+    assert "did not help" in result["sentence"] and "100.0 % of the vectors" in result["sentence"]
 
 
 def test_the_saved_recipe_repeats_the_run(vectors, tmp_path):
@@ -732,7 +732,7 @@ def test_continuous_targets(tmp_path):
 )
 def test_anchors_of_log_ratio(sets, neighbours, anchors, of_the_loss, tmp_path):
     """Every anchor of the loss that the recipe asks for has its nearest labels in the batch."""
-    from nearkin.training.objective import build_loss, build_sampler
+    from nearkin.training.build import build_loss, build_sampler
     from nearkin.training.prepare import prepare
 
     rows = np.random.default_rng(0).normal(size=(400, 6)).astype(np.float32)
@@ -764,8 +764,8 @@ def test_targets_with_a_gallery_of_their_own(tmp_path):
     np.savez(tmp_path / "t.npz", embeddings=rows, targets=rows[:, :2], split=split)
     sets = [s for s in SMALL if "sampler" not in s]
     outcome = training.train(read(None, [f'data.source="{tmp_path / "t.npz"}"', *sets]), tmp_path / "run")
-    asked, found, targets = outcome.embeddings[:10], outcome.embeddings[10:], torch.from_numpy(rows[36:, :2])
-    right = evaluation.graded(asked, targets[:10], gallery=found, gallery_targets=targets[10:])
+    asked, result, targets = outcome.embeddings[:10], outcome.embeddings[10:], torch.from_numpy(rows[36:, :2])
+    right = evaluation.graded(asked, targets[:10], gallery=result, gallery_targets=targets[10:])
     assert outcome.results["test"]["trained"]["ndcg@10"]["value"] == pytest.approx(right["ndcg@10"])
 
 
@@ -782,7 +782,7 @@ def test_the_loop_waits_for_the_device_only_when_it_looks(vectors, tmp_path):
     """Every other step must not read a value back; a stand-in for the synchronisation check on a GPU."""
     assert loop.fit.__doc__ and run.train.__doc__
     seen = []
-    quickly(vectors, tmp_path / "run", "training.log_steps=5", watch=lambda e: seen.append(e["event"]))
+    quickly(vectors, tmp_path / "run", "training.log_steps=5", callback=lambda e: seen.append(e["event"]))
     assert seen.count("step") == 3  # steps 1, 5, 10
 
 
@@ -799,6 +799,6 @@ def test_time_based_checkpoints(vectors, tmp_path, monkeypatch):
         vectors,
         tmp_path / "run",
         "training.save_minutes=1",
-        watch=lambda e: saved.append(e["step"]) if e["event"] == "saved" else None,
+        callback=lambda e: saved.append(e["step"]) if e["event"] == "saved" else None,
     )
     assert len(saved) >= 10

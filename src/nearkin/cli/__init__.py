@@ -1,6 +1,7 @@
-"""The verbs of the command line. What they do is done elsewhere; here it is asked for, and its answer printed."""
+"""The verbs of the command line: they parse arguments, call the rooms below, and print."""
 
-from nearkin.cli import train, compare, evaluate, use, gallery_verbs, serve, listing  # isort: skip  # the order in which --help lists the verbs
+from nearkin.cli import train, compare, evaluate, embed, enrol, queries, gallery_admin, serve, listing  # isort: skip  # the order in which --help lists the verbs
 from nearkin.cli.screen import app, main
 
-__all__ = ["app", "compare", "evaluate", "gallery_verbs", "listing", "main", "serve", "train", "use"]
+__all__ = ["app", "compare", "embed", "enrol", "evaluate", "gallery_admin", "listing", "main", "queries", "serve"]
+__all__ += ["train"]

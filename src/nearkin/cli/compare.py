@@ -1,4 +1,4 @@
-"""`nearkin compare`: which loss is best on one's own data."""
+"""`nearkin compare`: which loss is best on your own data."""
 
 import json as json_module
 import re
@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from nearkin.cli.screen import Device, app, echo, one_sentence, progress_bars, shown
-from nearkin.cli.torchrun import alone
+from nearkin.cli import options
+from nearkin.cli.ranks import refuse_torchrun
+from nearkin.cli.screen import app, echo, metric_cell, one_sentence, progress_bars, shown
 from nearkin.core.text import visible
 
 
@@ -18,56 +19,58 @@ from nearkin.core.text import visible
 def compare(
     source: Annotated[str, typer.Argument(help="As in `nearkin train`; it needs classes.", show_default=False)],
     losses: Annotated[
-        str, typer.Option(help="Names from `nearkin losses` with commas between, or all.", show_default=False)
+        str, typer.Option(help="Names from `nearkin losses`, separated by commas, or all.", show_default=False)
     ],
     budget: Annotated[
         str | None,
         typer.Option(
-            help="How long the whole may take, as 20m or 1h30m: the rate is measured, and steps, trials, folds and "
-            "seeds that are not given are chosen to fit.",
+            help="Time for the comparison, as 20m or 1h30m: the speed is measured, and steps, trials, folds and seeds "
+            "that are not set are chosen to fit.",
             metavar="TIME",
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Of every training.", show_default="by the data")] = None,
-    trials: Annotated[int | None, typer.Option(help="Settings searched a loss.", show_default="8")] = None,
-    folds: Annotated[int | None, typer.Option(help="Ways to share out the training classes.", show_default="4")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps per training.", show_default="by the data")] = None,
+    trials: Annotated[int | None, typer.Option(help="Settings tried per loss.", show_default="8")] = None,
+    folds: Annotated[int | None, typer.Option(help="Folds of the training classes.", show_default="4")] = None,
     seeds: Annotated[
-        int | None, typer.Option(help="Final trainings of the best setting, a fold.", show_default="3")
+        int | None, typer.Option(help="Final trainings of the best setting, per fold.", show_default="3")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the search, the trainings and their batches.")] = 0,
-    root: Annotated[Path | None, typer.Option(help="Where a benchmark set lies.", metavar="DIR")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the search, the trainings and their batches.")] = 0,
+    root: options.RootOption = None,
     recipe: Annotated[Path | None, typer.Option(help="A recipe in TOML, without a loss.", metavar="FILE")] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any key of a recipe but the loss's; may be repeated.", metavar="KEY=VALUE"),
+        typer.Option(
+            "--set", help="Any key of a recipe except those of the loss; may be repeated.", metavar="KEY=VALUE"
+        ),
     ] = None,
-    encoder: Annotated[str | None, typer.Option(help="See `nearkin encoders`.", show_default="by the data")] = None,
-    batch: Annotated[int | None, typer.Option(help="Items a batch.", show_default="by the data")] = None,
+    encoder: options.EncoderOption = None,
+    batch: options.BatchOption = None,
     lr: Annotated[
-        float | None, typer.Option(help="Learning rate for all losses.", show_default="searched for each")
+        float | None, typer.Option(help="Learning rate of all losses.", show_default="searched per loss")
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="auto takes cuda where there is one.")] = None,
+    device: options.OpenDeviceOption = None,
     jobs: Annotated[
         int | None,
-        typer.Option(help="Trainings at a time; changes nothing but the time.", show_default="one a core or GPU"),
+        typer.Option(help="Trainings at a time; changes only the duration.", show_default="one per core or GPU"),
     ] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Take what there is of a benchmark set.")] = False,
-    skip_single: Annotated[bool, typer.Option("--skip-single", help="Leave out classes of a single item.")] = False,
-    skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Leave out files that cannot be read.")
-    ] = False,
+    partial: options.PartialFlag = False,
+    skip_single: options.SkipSingleFlag = False,
+    skip_unreadable: options.SkipUnreadableFlag = False,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="A folder; a comparison begun there goes on.", metavar="DIR", show_default="runs/compare-SOURCE"
+            help="Output folder; a comparison started there is resumed.",
+            metavar="DIR",
+            show_default="runs/compare-SOURCE",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing but the folder.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder.")] = False,
+    json: options.JsonResultsFlag = False,
 ) -> None:
-    """Compare losses fairly: the same encoder, batches and steps; settings searched for each; test classes opened once.
+    """Compare losses fairly: same encoder, batches and steps; settings searched per loss; test classes used once.
 
-    Killed or interrupted, the same command goes on where it was.
+    If it is killed or interrupted, the same command resumes.
 
     Examples:
 
@@ -81,7 +84,7 @@ def compare(
         "skip-single": skip_single or None,
         "skip-unreadable": skip_unreadable or None,
     }
-    given = {
+    settings = {
         "data.source": source,
         "data.root": None if root is None else str(root),
         "data.skip_single": skip_single or None,
@@ -93,20 +96,22 @@ def compare(
         "training.device": None if device is None else device.value,
     }
     folder = out or Path("runs") / f"compare-{_stem(source)}"
-    with one_sentence(lambda: f"what was finished is in {folder}; the same command goes on"):
-        alone("compare", "it starts processes of its own: --jobs")
+    with one_sentence(lambda: f"finished trainings are in {folder}; the same command resumes"):
+        refuse_torchrun("compare", "it starts processes of its own: --jobs")
         from nearkin import compare as comparison_room
         from nearkin import report, training
 
         names = comparison_room.comparable(losses)
         time = None if budget is None else comparison_room.seconds(budget)
         sets = [
-            f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None
+            f"{key}={json_module.dumps(value, ensure_ascii=False)}"
+            for key, value in settings.items()
+            if value is not None
         ]
-        asked = training.read_recipe(recipe, [*sets, *(set_ or [])])
-        with _screen(quiet or json, steps is not None or budget is not None) as watch:
-            found = comparison_room.compare(
-                asked,
+        base = training.read_recipe(recipe, [*sets, *(set_ or [])])
+        with _screen(quiet or json, steps is not None or budget is not None) as callback:
+            comparison = comparison_room.compare(
+                base,
                 names,
                 folder,
                 budget=time,
@@ -117,16 +122,16 @@ def compare(
                 seed=seed,
                 jobs=jobs,
                 flags={name: value for name, value in flags.items() if value is not None},
-                watch=watch,
+                callback=callback,
             )
             page = folder / "comparison.html"
-            report.write_comparison(page, found.results)
+            report.write_comparison(page, comparison.results)
     if json:
-        echo(json_module.dumps(found.results, indent=2, ensure_ascii=False), lines=True)
+        echo(json_module.dumps(comparison.results, indent=2, ensure_ascii=False), lines=True)
     elif quiet:
         echo(str(folder))
     else:
-        _print(found.results)
+        _print(comparison.results)
         echo(f"report: {page}")
 
 
@@ -136,23 +141,23 @@ def _stem(source: str) -> str:
 
 @contextmanager
 def _screen(silent: bool, limited: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """One bar over all trainings with the time left; a line when a loss is through. limited: the user said how long."""
+    """A callback that shows a bar over all trainings and a line per finished loss. limited: by steps or a budget."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if silent:
         yield lambda event: None
         return
-    with progress_bars(console, hidden=not console.is_terminal) as shown:
-        yield _Watcher(console, shown, limited)
+    with progress_bars(console, hidden=not console.is_terminal) as bars:
+        yield ComparisonCallback(console, bars, limited)
 
 
-class _Watcher:
-    """One method an event."""
+class ComparisonCallback:
+    """One method per event."""
 
-    def __init__(self, console: Any, shown: Any, limited: bool) -> None:
-        self.console, self.bars, self.limited = console, shown, limited
-        self.task: Any = shown.add_task("reading", total=None, said="")
+    def __init__(self, console: Any, bars: Any, limited: bool) -> None:
+        self.console, self.bars, self.limited = console, bars, limited
+        self.task: Any = bars.add_task("reading", total=None, status="")
 
     def __call__(self, event: dict[str, Any]) -> None:
         handle = getattr(self, f"on_{event['event']}", None)
@@ -160,48 +165,48 @@ class _Watcher:
             handle(event)
 
     def on_measuring(self, event: dict[str, Any]) -> None:
-        self.bars.update(self.task, description=f"measuring the rate of {len(event['losses'])} losses")
+        self.bars.update(self.task, description=f"measuring the speed of {len(event['losses'])} losses")
 
     def on_fitted(self, event: dict[str, Any]) -> None:
-        self._say(f"the plan takes {event['takes'] / 60:.1f} of {event['budget'] / 60:.1f} minutes at the most")
+        self._print(f"the plan takes {event['takes'] / 60:.1f} of {event['budget'] / 60:.1f} minutes at the most")
 
     def on_planned(self, event: dict[str, Any]) -> None:
         plan, seeds = event["plan"], "1 seed" if event["plan"].seeds == 1 else f"{event['plan'].seeds} seeds"
         text = (
-            f"{len(event['losses'])} losses: {plan.trials} settings each on {plan.folds} folds, then {seeds} a fold; "
+            f"{len(event['losses'])} losses: {plan.trials} settings each on {plan.folds} folds, then {seeds} per fold; "
         )
-        text += f"{plan.steps} steps a training, {event['jobs']} at a time"
-        self._say(text)
-        self._say(f"the same table again: {event['command']}")
+        text += f"{plan.steps} steps per training, {event['jobs']} at a time"
+        self._print(text)
+        self._print(f"to reproduce: {event['command']}")
         for note in event["notes"]:
-            self._say(f"note: {note}")
+            self._print(f"note: {note}")
         if not self.limited:
-            self._say("note: --steps, or --budget 20m for a plan that fits into a time, would make it shorter")
+            self._print("note: --steps, or --budget 20m for a plan that fits into a time, makes it shorter")
 
     def on_begun(self, event: dict[str, Any]) -> None:
         if event["done"]:
-            self._say(f"going on: {event['done']} of at most {event['total']} trainings are kept")
-        self.bars.reset(self.task, total=event["total"], completed=event["done"], description="training", said="")
+            self._print(f"resuming: {event['done']} of at most {event['total']} trainings are done")
+        self.bars.reset(self.task, total=event["total"], completed=event["done"], description="training", status="")
 
     def on_trained(self, event: dict[str, Any]) -> None:
         job, result = event["job"], event["result"]
-        said = f"{job.loss}  map@r {shown('map@r', result['value'], ' %')}"
-        self.bars.update(self.task, completed=event["done"], total=event["total"], said=said)
+        status = f"{job.loss}  map@r {shown('map@r', result['value'], ' %')}"
+        self.bars.update(self.task, completed=event["done"], total=event["total"], status=status)
 
     def on_chosen(self, event: dict[str, Any]) -> None:
-        found = event["found"]
-        default = found.trials[0].value
-        setting = "  ".join(f"{key.partition('.')[2]} {value}" for key, value in found.best.setting.items())
-        best, usual = (shown("map@r", value, " %") for value in (found.best.value, default))
-        self._say(f"{found.loss}: validation map@r {best} (default {usual})  {setting}")
+        search = event["found"]
+        default = search.trials[0].value
+        setting = "  ".join(f"{key.partition('.')[2]} {value}" for key, value in search.best.setting.items())
+        best, usual = (shown("map@r", value, " %") for value in (search.best.value, default))
+        self._print(f"{search.loss}: validation map@r {best} (default {usual})  {setting}")
 
     def on_testing(self, event: dict[str, Any]) -> None:
-        self.bars.update(self.task, description="testing", total=None, said="")
+        self.bars.update(self.task, description="testing", total=None, status="")
 
     def on_note(self, event: dict[str, Any]) -> None:
-        self._say(f"note: {event['text']}")
+        self._print(f"note: {event['text']}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         from rich.text import Text
 
         self.console.print(Text(visible(text)), soft_wrap=True)
@@ -224,27 +229,18 @@ def _print(results: dict[str, Any]) -> None:
         if against["p"] is not None:
             words = "worse" if against["verdict"] == "worse" else "not shown worse"
             verdict = f"{100 * against['difference']:.1f}, {words}"
-        cells = [_cell(row["separated"]["map@r"]), _cell(row["separated"]["precision@1"])]
-        cells += [_cell(row["concatenated"]["map@r"]), verdict, "–" if speed is None else f"{speed:.1f}"]
+        cells = [metric_cell(name, row["separated"][name]) for name in ("map@r", "precision@1")]
+        cells += [metric_cell("map@r", row["concatenated"]["map@r"]), verdict, "–" if speed is None else f"{speed:.1f}"]
         grid.add_row(Text(visible(row["loss"])), *cells)
     for row in results["references"]:
         name = results["protocol"]["baseline"] if row["loss"] == "baseline" else row["loss"]
         single = row.get("separated") or row["concatenated"]
-        joined = _cell(row["concatenated"]["map@r"]) if "separated" in row else ""
-        cells = [_cell(single["map@r"]), _cell(single["precision@1"]), joined, "", ""]
+        joined = metric_cell("map@r", row["concatenated"]["map@r"]) if "separated" in row else ""
+        cells = [*(metric_cell(metric, single[metric]) for metric in ("map@r", "precision@1")), joined, "", ""]
         grid.add_row(Text(visible(name)), *cells, style="dim")
     console = Console()
     console.print(grid)
-    advice = results["recommendation"]
-    for sentence in (*advice["sentences"], *advice["cautions"]):
+    recommendation = results["recommendation"]
+    for sentence in (*recommendation["sentences"], *recommendation["cautions"]):
         console.print(visible(sentence), markup=False, highlight=False)
-    console.print(visible(advice["train"], lines=True), markup=False, highlight=False, soft_wrap=True)
-
-
-def _cell(figure: dict[str, float | None]) -> str:
-    value, low, high = (
-        None if part is None else f"{100 * part:.1f}" for part in (figure[k] for k in ("value", "low", "high"))
-    )
-    if value is None:
-        return "–"
-    return value if low is None or high is None else f"{value} ({low}–{high})"
+    console.print(visible(recommendation["train"], lines=True), markup=False, highlight=False, soft_wrap=True)

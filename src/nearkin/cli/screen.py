@@ -1,13 +1,13 @@
-"""What the verbs share: the app, errors as one sentence, bars and tables."""
+"""What the verbs share: the app, errors as one sentence, progress bars and tables."""
 
 import io
+import json
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import typer
@@ -16,18 +16,13 @@ from typer.core import TyperGroup
 from nearkin.core.errors import Diverged, Stopped, Terminated
 from nearkin.core.text import visible
 
+__all__ = ["app", "bar_columns", "echo", "main", "metric_cell", "one_sentence", "plain_bar", "print_json"]
+__all__ += ["print_note", "print_table", "progress_bars", "results_table", "shown", "training_screen"]
+
 
 def echo(text: str, err: bool = False, lines: bool = False) -> None:
-    """Prints a line; control characters that a name, a label or a file brought are shown, not sent to the terminal."""
+    """Prints a line; control characters in names, labels and files are shown, not sent to the terminal."""
     typer.echo(visible(text, lines), err=err)
-
-
-class Device(str, Enum):
-    """What may follow --device."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class _Verbs(TyperGroup):
@@ -35,9 +30,10 @@ class _Verbs(TyperGroup):
         return list(self.commands)  # in the order of their definition, which typer before 0.13 does not keep
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        verbs = self.list_commands(ctx)
-        if args and args[0] not in verbs:
+        if args and args[0] not in self.commands:
             import difflib
+
+            verbs = [name for name, command in self.commands.items() if not command.hidden]
 
             near = difflib.get_close_matches(args[0], verbs, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ";"
@@ -46,12 +42,13 @@ class _Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(cls=_Verbs, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def nearkin() -> None:
-    """Learn embeddings in which kin stand near, and measure them honestly."""
+app = typer.Typer(
+    cls=_Verbs,
+    help="Deep metric learning: train encoders, evaluate embeddings, search and identify.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 
 
 def main() -> None:
@@ -60,7 +57,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × prints ?, and nothing fails
     before = warnings.formatwarning
-    warnings.formatwarning = lambda *given, **more: visible(before(*given, **more), lines=True)
+    warnings.formatwarning = lambda *args, **options: visible(before(*args, **options), lines=True)
     app(prog_name="nearkin")
 
 
@@ -75,7 +72,7 @@ def one_sentence(interrupted: Callable[[], str] = lambda: "nothing was written")
         raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
-            raise  # no missing extra: nearkin itself is broken
+            raise  # no missing extra, but a bug of nearkin
         echo(" ".join(str(error).split()), err=True)
         raise typer.Exit(3 if isinstance(error, Diverged) else 2) from None
     except (MemoryError, RuntimeError) as error:
@@ -105,7 +102,7 @@ def _terminable() -> Iterator[None]:
 
 @contextmanager
 def plain_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """progress(done, total) as a bar with rate and time left on stderr; None where there is no terminal."""
+    """progress(done, total) as a bar with rate and time left on stderr; None without a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -113,18 +110,18 @@ def plain_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
         yield None
         return
     with progress_bars(console) as bars:
-        task = bars.add_task(what, total=None, said="")
+        task = bars.add_task(what, total=None, status="")
 
         def progress(done: int, total: int) -> None:
             speed = bars.tasks[0].speed
-            bars.update(task, completed=done, total=total or None, said=f"{speed:,.0f}/s" if speed else "")
+            bars.update(task, completed=done, total=total or None, status=f"{speed:,.0f}/s" if speed else "")
 
         yield progress
 
 
 @contextmanager
 def training_screen(silent: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Shows what a training tells: bars while it works, a line an epoch, notes and warnings as they come."""
+    """A callback that shows a training: progress bars, one line per epoch, notes and warnings."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -132,16 +129,16 @@ def training_screen(silent: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
         yield lambda event: None
         return
     with progress_bars(console, hidden=not console.is_terminal) as bars:
-        yield _Watcher(console, bars)
+        yield ProgressCallback(console, bars)
 
 
-class _Watcher:
-    """One method an event."""
+class ProgressCallback:
+    """One method per event."""
 
     def __init__(self, console: Any, bars: Any) -> None:
         self.console, self.bars = console, bars
         self.task: Any = None
-        self.what = ""
+        self.description = ""
         self.epochs = self.batches = 0
         self.loss = ""
 
@@ -154,26 +151,26 @@ class _Watcher:
         self._bar(f"reading {event['source']}", None)
 
     def on_storing(self, event: dict[str, Any]) -> None:
-        self._bar("storing pictures", event["total"])
-        self._advance(event["done"], "pictures/s")
+        self._bar("decoding images", event["total"])
+        self._advance(event["done"], "images/s")
 
     def on_data(self, event: dict[str, Any]) -> None:
         for line in event["lines"]:
-            self._say(line)
+            self._print(line)
 
     def on_settled(self, event: dict[str, Any]) -> None:
         recipe = event["recipe"]
         self.epochs, self.batches = recipe.training.epochs, recipe.training.batches
-        self._say(
+        self._print(
             f"{recipe.encoder['name']}, {recipe.loss['name']}, {recipe.sampler['name']} × {recipe.sampler['batch']}, "
             f"{_count(self.epochs, 'epoch', 's')} of {_count(self.batches, 'batch', 'es')}, {recipe.training.precision}"
         )
 
     def on_resumed(self, event: dict[str, Any]) -> None:
         if event["finished"]:
-            self._say(f"training was done after step {event['step']}; its best weights are tested again")
+            self._print(f"training was finished at step {event['step']}; testing its best weights again")
         else:
-            self._say(f"going on in epoch {event['epoch']} after step {event['step']}")
+            self._print(f"resuming in epoch {event['epoch']} after step {event['step']}")
 
     def on_moved(self, event: dict[str, Any]) -> None:
         self._bar("training", self.epochs * self.batches, start=event["step"] - 1)
@@ -185,10 +182,10 @@ class _Watcher:
     def on_epoch(self, event: dict[str, Any]) -> None:
         val = "".join(f"  {name} {shown(name, value, ' %')}" for name, value in event.get("val", {}).items())
         best, mean = "  best" if event.get("best") else "", f"loss {event['loss']:.4g}"
-        self._say(f"epoch {event['epoch']:>3}/{self.epochs}  {mean}{val}  {event['seconds']:.0f} s{best}")
+        self._print(f"epoch {event['epoch']:>3}/{self.epochs}  {mean}{val}  {event['seconds']:.0f} s{best}")
 
     def on_saved(self, event: dict[str, Any]) -> None:
-        self._say(f"saved at step {event['step']}")
+        self._print(f"saved at step {event['step']}")
 
     def on_testing(self, event: dict[str, Any]) -> None:
         self._bar(f"testing: {event['what']}", None)
@@ -197,24 +194,25 @@ class _Watcher:
         self._bar("writing the report", None)
 
     def on_note(self, event: dict[str, Any]) -> None:
-        self._say(f"note: {event['text']}")
+        self._print(f"note: {event['text']}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         from rich.text import Text
 
         self.console.print(Text(visible(text)), soft_wrap=True)
 
-    def _bar(self, what: str, total: int | None, start: int = 0) -> None:
-        if self.what == what:
+    def _bar(self, description: str, total: int | None, start: int = 0) -> None:
+        if self.description == description:
             return
         if self.task is not None:
             self.bars.remove_task(self.task)
-        self.task, self.what = self.bars.add_task(visible(what), total=total, completed=start, said=""), what
+        self.task = self.bars.add_task(visible(description), total=total, completed=start, status="")
+        self.description = description
 
     def _advance(self, done: int, unit: str) -> None:
         speed = self.bars.tasks[0].speed
-        said = f"{speed:,.1f} {unit}" if speed else ""
-        self.bars.update(self.task, completed=done, said=f"{said}  {self.loss}")
+        rate = f"{speed:,.1f} {unit}" if speed else ""
+        self.bars.update(self.task, completed=done, status=f"{rate}  {self.loss}")
 
 
 @contextmanager
@@ -226,12 +224,12 @@ def progress_bars(console: Any, hidden: bool = False) -> Iterator[Any]:
 
 
 def bar_columns() -> tuple[Any, ...]:
-    """What a bar shows: its name, the bar, the time elapsed, the field `said`, and the time left once it is known."""
+    """Columns of a progress bar: name, bar, elapsed time, the field `status`, and the time left once it is known."""
     from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn
     from rich.text import Text
 
     class TimeLeft(ProgressColumn):
-        """As "0:01:23 left"; nothing while that is unknown, so that no other time reads as this one."""
+        """As "0:01:23 left"; empty while unknown, so that the elapsed time is not mistaken for it."""
 
         max_refresh = 0.5
 
@@ -243,13 +241,13 @@ def bar_columns() -> tuple[Any, ...]:
             hours, minutes = divmod(minutes, 60)
             return Text(f"{hours}:{minutes:02d}:{rest:02d} left", style="progress.remaining")
 
-    said = TextColumn("{task.fields[said]}", markup=False)
-    what = TextColumn("{task.description}", markup=False)  # a folder may be called [red]
-    return what, BarColumn(), TimeElapsedColumn(), said, TimeLeft()
+    status = TextColumn("{task.fields[status]}", markup=False)
+    description = TextColumn("{task.description}", markup=False)  # a folder may be called [red]
+    return description, BarColumn(), TimeElapsedColumn(), status, TimeLeft()
 
 
 def results_table(results: dict[str, Any]) -> None:
-    """Baseline, untrained and trained beside one another, with 95 % intervals."""
+    """Baseline, untrained and trained encoder side by side, with 95 % intervals."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -261,20 +259,48 @@ def results_table(results: dict[str, Any]) -> None:
     grid = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     grid.add_column("test, % (95 %)" if interval else "test, %", no_wrap=True)
     for name in columns.values():
-        grid.add_column(Text(visible(name)), justify="right", overflow="fold")  # narrow screens wrap: no figure is cut
+        grid.add_column(Text(visible(name)), justify="right", overflow="fold")  # narrow screens wrap: no value is cut
     for metric in tested["trained"]:
         if metric != "precision@1":  # the same number as recall@1
-            grid.add_row(metric, *(_cell(metric, tested[name][metric]) for name in columns))
+            grid.add_row(metric, *(metric_cell(metric, tested[name][metric]) for name in columns))
     Console().print(grid)
     if results.get("no_interval"):
         Console().print(visible(results["no_interval"]), soft_wrap=True, highlight=False, markup=False)
 
 
-def _count(number: int, what: str, ending: str) -> str:
-    return f"{number} {what}{'' if number == 1 else ending}"
+def print_json(content: Any) -> None:
+    echo(json.dumps(content, indent=2, ensure_ascii=False), lines=True)
 
 
-def _cell(metric: str, figure: dict[str, float | None]) -> str:
+def print_note(note: str) -> None:
+    if note:
+        echo(f"note: {note}", err=True)
+
+
+def print_table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]], empty: str) -> None:
+    """empty: what is printed where there are no rows."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        echo(empty)
+        return
+    grid = Table(box=SIMPLE_HEAD, show_header=any(names), pad_edge=False)
+    for name in names:
+        grid.add_column(name, overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(visible(cell)) for cell in row))
+    Console().print(grid)
+
+
+def _count(number: int, noun: str, ending: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else ending}"
+
+
+def metric_cell(metric: str, figure: dict[str, float | None]) -> str:
+    """A metric with its interval, where it has one."""
     value, low, high = (
         None if part is None else shown(metric, part) for part in (figure["value"], figure["low"], figure["high"])
     )
@@ -284,7 +310,7 @@ def _cell(metric: str, figure: dict[str, float | None]) -> str:
 
 
 def shown(metric: str, value: float, unit: str = "") -> str:
-    """A metric as people read it: shares in per cent, with the unit; distances and correlations as they are."""
+    """A metric in words: shares in per cent, with the unit; distances and correlations as they are."""
     if metric == "spearman" or "distance" in metric:
         return f"{value:.3f}" if metric == "spearman" else f"{value:.3g}"
     return f"{100 * value:.1f}{unit}"

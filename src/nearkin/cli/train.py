@@ -7,11 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from nearkin.cli.screen import Device, app, echo, one_sentence, training_screen
+from nearkin.cli import options
+from nearkin.cli.screen import app, echo, one_sentence, training_screen
 
 
 class Strategy(str, Enum):
-    """What may follow --strategy."""
+    """Values of --strategy."""
 
     ddp = "ddp"
     fsdp = "fsdp"
@@ -27,44 +28,42 @@ def train(
             show_default="glyphs",
         ),
     ] = None,
-    root: Annotated[Path | None, typer.Option(help="Where a benchmark set lies.", metavar="DIR")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="A recipe in TOML; flags go before it.", metavar="FILE")] = None,
+    root: options.RootOption = None,
+    recipe: Annotated[Path | None, typer.Option(help="A recipe in TOML; flags override it.", metavar="FILE")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any key of a recipe, as loss.margin=0.3; may be repeated.", metavar="KEY=VALUE"),
     ] = None,
     loss: Annotated[str | None, typer.Option(help="See `nearkin losses`.", show_default="by the data")] = None,
-    encoder: Annotated[str | None, typer.Option(help="See `nearkin encoders`.", show_default="by the data")] = None,
+    encoder: options.EncoderOption = None,
     epochs: Annotated[int | None, typer.Option(show_default="by the data")] = None,
-    batch: Annotated[int | None, typer.Option(help="Items a batch.", show_default="by the data")] = None,
+    batch: options.BatchOption = None,
     chunk: Annotated[
-        int | None, typer.Option(help="Encode so many items at a time; the gradient is that of the whole batch.")
+        int | None, typer.Option(help="Items encoded at a time; the gradient is that of the full batch.")
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="by the encoder")] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Of weights, batches and augmentation; the parts have data.seed.", show_default="0"),
+        typer.Option(help="Seed of weights, batches and augmentation; the split has data.seed.", show_default="0"),
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="auto takes cuda where there is one.")] = None,
+    device: options.OpenDeviceOption = None,
     strategy: Annotated[
         Strategy | None,
-        typer.Option(help="Of several ranks: each holds all weights (ddp) or a part (fsdp).", show_default="ddp"),
+        typer.Option(help="With several ranks: all weights on each (ddp) or sharded (fsdp).", show_default="ddp"),
     ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded pictures in memory only.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Take what there is of a benchmark set.")] = False,
-    skip_single: Annotated[bool, typer.Option("--skip-single", help="Leave out classes of a single item.")] = False,
-    skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Leave out files that cannot be read.")
-    ] = False,
-    closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class, not whole classes.")] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded images in memory only.")] = False,
+    partial: options.PartialFlag = False,
+    skip_single: options.SkipSingleFlag = False,
+    skip_unreadable: options.SkipUnreadableFlag = False,
+    closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class instead of classes.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="A new folder for the run.", metavar="DIR", show_default="runs/SOURCE")
+        Path | None, typer.Option(help="New folder for the run.", metavar="DIR", show_default="runs/SOURCE")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run instead.", metavar="RUN")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing but the folder of the run.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")] = False,
+    resume: Annotated[Path | None, typer.Option(help="Resume this run instead.", metavar="RUN")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder of the run.")] = False,
+    json: options.JsonResultsFlag = False,
 ) -> None:
-    """Train an encoder, measure it on classes it has never seen, and write a report.
+    """Train an encoder, test it on unseen classes, and write a report.
 
     Examples:
 
@@ -78,7 +77,7 @@ def train(
 
       torchrun --nproc-per-node 4 -m nearkin train photos/ --out runs/birds
     """
-    given = {
+    flags = {
         "data.source": source,
         "data.root": None if root is None else str(root),
         "data.skip_single": skip_single or None,
@@ -96,23 +95,25 @@ def train(
         "training.device": None if device is None else device.value,
         "training.strategy": None if strategy is None else strategy.value,
     }
-    chosen = {key: value for key, value in given.items() if value is not None}
+    settings = {key: value for key, value in flags.items() if value is not None}
     folder = resume
-    with one_sentence(lambda: _left(folder)):
-        from nearkin import training
+    with one_sentence(lambda: _after_interrupt(folder)):
+        from nearkin import dist, training
 
-        with training.joined() as ranks, training_screen(quiet or json or not ranks.first) as screen:
-            _name_rank(screen, ranks)
+        with dist.join() as group, training_screen(quiet or json or not group.first) as screen:
+            _name_rank(screen, group)
 
-            def watch(event: dict[str, Any]) -> None:
+            def callback(event: dict[str, Any]) -> None:
                 nonlocal folder
                 if event["event"] == "folder":
                     folder = Path(event["folder"])
                 screen(event)
 
-            sets = [*_assignments(chosen), *(set_ or [])]
-            outcome = training.train(None, out, watch, recipe=recipe, settings=sets, resume=resume, report=True)
-    if not ranks.first:
+            sets = [*_assignments(settings), *(set_ or [])]
+            outcome = training.train(
+                None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True, group=group
+            )
+    if not group.first:
         return
     if json:
         echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False), lines=True)
@@ -126,32 +127,32 @@ def train(
         echo(f"report: {outcome.report}")
 
 
-def _name_rank(watch: Any, ranks: Any) -> None:
-    """Lines on the screen say which rank they are from, where there are several."""
-    console = getattr(watch, "console", None)
-    if ranks.size > 1 and console is not None:
-        watch.console = _Named(console, f"rank {ranks.rank}: ")
+def _name_rank(callback: Any, group: Any) -> None:
+    """Prefixes lines on the screen with the rank, if there are several."""
+    console = getattr(callback, "console", None)
+    if group.size > 1 and console is not None:
+        callback.console = _PrefixedConsole(console, f"rank {group.rank}: ")
 
 
-class _Named:
-    """A console whose lines begin with a name."""
+class _PrefixedConsole:
+    """A console whose lines start with a prefix."""
 
-    def __init__(self, console: Any, name: str) -> None:
-        self.console, self.name = console, name
+    def __init__(self, console: Any, prefix: str) -> None:
+        self.console, self.prefix = console, prefix
 
-    def print(self, text: Any, **options: Any) -> None:
+    def print(self, text: Any, **style: Any) -> None:
         from rich.text import Text
 
-        self.console.print(Text.assemble(self.name, text), **options)
+        self.console.print(Text.assemble(self.prefix, text), **style)
 
 
-def _left(folder: Path | None) -> str:
-    """What an interrupted command leaves behind."""
+def _after_interrupt(folder: Path | None) -> str:
+    """What an interrupted command has written."""
     if folder is None or not (folder / "recipe.toml").is_file():
         return "nothing was written"
-    return f"the run is saved as far as it came; go on with nearkin train --resume {folder}"
+    return f"the run is saved; resume it with nearkin train --resume {folder}"
 
 
-def _assignments(chosen: dict[str, Any]) -> list[str]:
-    """Flags as --set has them; text in quotes, so that a folder called 7 stays a name."""
-    return [f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in chosen.items()]
+def _assignments(settings: dict[str, Any]) -> list[str]:
+    """Settings in the form of --set; text in quotes, so that a folder called 7 stays a name."""
+    return [f"{key}={json_module.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,10 @@ from nearkin.compare.test_stage import BASELINE, UNTRAINED
 from nearkin.core import checks
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
+from nearkin.training.loop import Callback
 
 __all__ = ["Comparison", "compare"]
 
-Watch = Callable[[dict[str, Any]], None]
 _STOP = 0.92  # of the budget: what is not trained by then is left out, so that test and report have their time
 _MEASURED = 10_000  # steps of the schedule in whose first ones the rate is measured
 
@@ -49,7 +49,7 @@ def compare(
     seed: int = 0,
     jobs: int | None = None,
     flags: dict[str, Any] | None = None,
-    watch: Watch = lambda _: None,
+    callback: Callback = lambda _: None,
 ) -> Comparison:
     """Compares losses on the source of a recipe, into a folder; a comparison that was begun there goes on.
 
@@ -63,7 +63,7 @@ def compare(
     given = {"steps": steps, "trials": trials, "folds": folds, "seeds": seeds, "seed": seed}
     _check(given, jobs)
     folder = _folder(out)
-    bench = open_bench(recipe, watch)
+    bench = open_bench(recipe, callback)
     usual = _usual(bench, given)  # too few classes are said before there is a folder
     with _opened(folder) as study:
         begun = Begun(asked_of(recipe, losses), bench.fingerprint)
@@ -73,17 +73,19 @@ def compare(
             if plan is None:
                 plan = usual
                 if budget is not None:
-                    plan = _fitted(bench, study, workers, count, losses, usual, given, budget, began, watch)
+                    plan = _fitted(bench, study, workers, count, losses, usual, given, budget, began, callback)
                 keep(study, begun, plan)
             said = plans.command(recipe.data.source, losses, plan, flags or {})
             notes = [*bench.notes, *_batches_note(losses)]
-            watch({"event": "planned", "plan": plan, "command": said, "losses": losses, "jobs": count, "notes": notes})
-            schedule = Schedule(_roads(bench, losses, plan), study, plans.trainings(plan) * len(losses), watch)
+            callback(
+                {"event": "planned", "plan": plan, "command": said, "losses": losses, "jobs": count, "notes": notes}
+            )
+            schedule = Schedule(_roads(bench, losses, plan), study, plans.trainings(plan) * len(losses), callback)
             if not schedule.run(workers, None if budget is None else began + _STOP * budget):
                 workers.close()
                 workers = Here(bench, folder / "models")
-                _out_of_time(schedule, folder, watch)
-            opened, figures = _tested(study, bench, workers, plan, schedule.found, watch)
+                _out_of_time(schedule, folder, callback)
+            opened, figures = _tested(study, bench, workers, plan, schedule.found, callback)
         finally:
             workers.close()
         settings_search.write_studies(
@@ -94,7 +96,7 @@ def compare(
         table.write(folder, results)
         if not results["unfinished"]:
             _drop_models(folder / "models", results["recommendation"]["loss"])
-        watch({"event": "compared", "results": results, "seconds": time.monotonic() - began})
+        callback({"event": "compared", "results": results, "seconds": time.monotonic() - began})
         return Comparison(folder, results)
 
 
@@ -146,10 +148,10 @@ def _fitted(
     given: dict[str, int | None],
     budget: float,
     began: float,
-    watch: Watch,
+    callback: Callback,
 ) -> Plan:
     """What a budget allows by the rates measured now."""
-    watch({"event": "measuring", "losses": losses})
+    callback({"event": "measuring", "losses": losses})
     wanted = [Job("measure", loss, {}, 0, 0, usual.folds, _MEASURED) for loss in losses]
     # Each model is tested by itself and joined with others; ranking grows with the square of the items.
     larger = bench.tested["items"] / len(bench.shared(usual.folds).parts[0].val)
@@ -158,7 +160,7 @@ def _fitted(
     }
     study.note("rates", rates)
     plan = plans.fitted(budget, usual, given, rates, jobs, time.monotonic() - began)
-    watch({"event": "fitted", "takes": plans.predicted(plan, rates, jobs), "budget": budget})
+    callback({"event": "fitted", "takes": plans.predicted(plan, rates, jobs), "budget": budget})
     return plan
 
 
@@ -182,21 +184,21 @@ def _batches_note(losses: list[str]) -> list[str]:
     return [f"{' and '.join(own)} would have batches of another kind by default; here every loss has the same ones"]
 
 
-def _out_of_time(schedule: Schedule, folder: Path, watch: Watch) -> None:
+def _out_of_time(schedule: Schedule, folder: Path, callback: Callback) -> None:
     """Goes on with the losses that are through, if there are any."""
     missing = [loss for loss in schedule.roads if loss not in schedule.found]
     way_out = "the same command with a larger --budget, or without one, goes on"
     kept = f"{schedule.done} of at most {schedule.total} trainings are kept in {folder}"
     if not schedule.found:
         raise ValueError(f"the budget was used up before any loss was through; {kept}: {way_out}")
-    watch({"event": "note", "text": f"the budget was used up: {', '.join(missing)} not finished; {way_out}"})
+    callback({"event": "note", "text": f"the budget was used up: {', '.join(missing)} not finished; {way_out}"})
 
 
 def _tested(
-    study: Study, bench: Bench, workers: Hands, plan: Plan, found: dict[str, loss_search.Found], watch: Watch
+    study: Study, bench: Bench, workers: Hands, plan: Plan, found: dict[str, loss_search.Found], callback: Callback
 ) -> tuple[Opened, dict[str, list[dict[str, Any]]]]:
     """The test items, opened now, and of every loss and reference its figures, seed by seed."""
-    watch({"event": "testing"})
+    callback({"event": "testing"})
     opened = bench.opened()
     if (before := study.fact("test items")) not in (None, opened.fingerprint):
         raise ValueError(f"{study.path.parent}: the test items are not what they were; choose another --out")
@@ -212,7 +214,7 @@ def _tested(
     wanted += [Job("test", BASELINE, {}, seeds[0], 0, plan.folds, plan.steps, None, opened.fingerprint)]
     for job, figures in each(workers, [job for job in wanted if study.tested(job) is None]):
         study.keep_test(job, figures)
-        watch({"event": "tested", "job": job})
+        callback({"event": "tested", "job": job})
     kept: dict[str, list[dict[str, Any]]] = {}
     for job in wanted:
         kept.setdefault(job.loss, []).append(study.tested(job) or {})

@@ -18,7 +18,6 @@ import torch
 from nearkin.compare import test_stage, trial
 from nearkin.compare.protocol import Bench, Job, Opened, open_bench
 from nearkin.core.errors import OutOfTime
-from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
 
 __all__ = ["Hands", "Here", "Many", "hands"]
@@ -48,7 +47,7 @@ class Place(NamedTuple):
 
 def hands(bench: Bench, models: Path, jobs: int | None) -> tuple[Hands, int]:
     """This process for one job at a time, others for more; without a wish one a core, or one a GPU."""
-    on = defaults.device(bench.asked)
+    on = bench.asked.device
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; workers inherit it
     count = jobs or (torch.cuda.device_count() if on.type == "cuda" else _cores())
     if count == 1:

@@ -17,11 +17,11 @@ from nearkin.core import checks
 from nearkin.data.items import Items
 from nearkin.data.splits import Parts
 from nearkin.training.build import new_encoder
-from nearkin.training.config.precheck import check_recipe
+from nearkin.training.config.defaults import settle, settle_source, split
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import LOSSES
-from nearkin.training.prepare import Prepared, divided, fingerprint, looked_at, rows_of, settled
-from nearkin.training.validation import Held
+from nearkin.training.prepare import Prepared, check_recipe, fingerprint, item_rows
+from nearkin.training.validation import HeldOut
 
 __all__ = ["Bench", "Job", "Opened", "Shared", "comparable", "open_bench", "refuse"]
 
@@ -69,7 +69,7 @@ class Opened(NamedTuple):
     """The test items, as a training's own preparation would have them."""
 
     prepared: Prepared
-    held: Held
+    held: HeldOut
     fingerprint: str
 
 
@@ -131,7 +131,7 @@ class Bench:
             recipe = recipe.with_(section, **{name: value})
         seed = job.seed * MOST + job.fold
         recipe = recipe.with_("training", seed=seed, epochs=1, batches=job.steps, workers=0)
-        return settled(recipe, self.items, shared.parts[job.fold])
+        return settle(recipe, self.items, shared.parts[job.fold], split=False)
 
     def prepared(self, job: Job) -> Prepared:
         """What a training of this fold is assembled from; its test part is empty."""
@@ -140,7 +140,7 @@ class Bench:
 
     def _settled(self, parts: Parts) -> Recipe:
         recipe = self.recipe.with_("sampler", **{"name": SAMPLER, **self.recipe.sampler})
-        return settled(recipe.with_("loss", name="contrastive"), self.items, parts)
+        return settle(recipe.with_("loss", name="contrastive"), self.items, parts, split=False)
 
     def opened(self) -> Opened:
         """The test items. Nothing is chosen after this."""
@@ -148,7 +148,7 @@ class Bench:
         gallery = parts.gallery
         places = np.union1d(parts.test, np.empty(0, np.int64) if gallery is None else gallery)
         tested = items.take(places)
-        rows, digests, bad = rows_of(tested, self.recipe)
+        rows, digests, bad = item_rows(tested, self.recipe)
         readable = np.setdiff1d(np.arange(len(places)), [i for i, _ in bad])
 
         def within(of: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -158,22 +158,22 @@ class Bench:
         inside = Parts(nothing, nothing, within(parts.test), None if gallery is None else within(gallery), parts.note)
         mark = fingerprint(tested, inside, digests)
         prepared = Prepared(self.recipe, tested, inside, rows, {}, mark, [])
-        return Opened(prepared, prepared.held("test"), mark)
+        return Opened(prepared, prepared.held_out("test"), mark)
 
 
-def open_bench(recipe: Recipe, watch: Any = lambda _: None) -> Bench:
+def open_bench(recipe: Recipe, callback: Any = lambda _: None) -> Bench:
     """Reads the source and puts the test items aside."""
     refuse(recipe)
     check_recipe(recipe)
-    watch({"event": "loading", "source": recipe.data.source})
+    callback({"event": "loading", "source": recipe.data.source})
     items, parts = _loaded(recipe)
     own = items.take(np.union1d(parts.train, parts.val))
-    looked, notes = looked_at(recipe, own)
+    looked, notes = settle_source(recipe, own)
     if own.pictures is not None:
         every = np.arange(len(own))  # what is wrong with the encoder is said before anything is decoded
         usual = looked.with_("sampler", **{"name": SAMPLER, **looked.sampler}).with_("loss", name="contrastive")
-        new_encoder(settled(usual, own, Parts(every, every[:0], every[:0])), None)
-    rows, digests, bad = rows_of(own, looked, watch)
+        new_encoder(settle(usual, own, Parts(every, every[:0], every[:0]), split=False), None)
+    rows, digests, bad = item_rows(own, looked, callback)
     readable = np.setdiff1d(np.arange(len(own)), [i for i, _ in bad])
     assert items.labels is not None
     tested = {"items": len(parts.test), "classes": len(np.unique(items.labels[parts.test]))}
@@ -185,7 +185,7 @@ def open_bench(recipe: Recipe, watch: Any = lambda _: None) -> Bench:
 
 def refuse(recipe: Recipe) -> None:
     """Keys that a comparison decides itself, and batches that would differ from loss to loss."""
-    given = recipe.given
+    given = recipe.explicit_keys
     if recipe.loss:
         key = next(iter(recipe.loss))
         raise ValueError(f"loss.{key}: a comparison searches the settings of each loss; say --losses, and leave it out")
@@ -224,7 +224,7 @@ def _loaded(recipe: Recipe) -> tuple[Items, Parts]:
     items = data.load(options.source, root=root, partial=options.partial)
     if items.labels is None:
         raise ValueError(f"{items.name}: a comparison needs classes, the source has continuous targets only")
-    return items, divided(items, recipe, [])
+    return items, split(items, recipe, [])
 
 
 def _in_numbers(items: Items, of: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """Who is trained when: the roads of all losses side by side, as many jobs under way as there are hands."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from nearkin.compare.executor import Hands
@@ -9,10 +9,9 @@ from nearkin.compare.loss_search import Found, Jobs
 from nearkin.compare.protocol import Job
 from nearkin.compare.study import Study
 from nearkin.core.errors import OutOfTime
+from nearkin.training.loop import Callback
 
 __all__ = ["Schedule", "each"]
-
-Watch = Callable[[dict[str, Any]], None]
 
 
 def each(hands: Hands, jobs: list[Job], deadline: float | None = None) -> Iterator[tuple[Job, Any]]:
@@ -30,8 +29,8 @@ def each(hands: Hands, jobs: list[Job], deadline: float | None = None) -> Iterat
 class Schedule:
     """Walks every road to its end. What a training gave goes into the study first, then to its road."""
 
-    def __init__(self, roads: dict[str, Jobs], study: Study, total: int, watch: Watch) -> None:
-        self.roads, self.study, self.total, self.watch = roads, study, total, watch
+    def __init__(self, roads: dict[str, Jobs], study: Study, total: int, callback: Callback) -> None:
+        self.roads, self.study, self.total, self.callback = roads, study, total, callback
         self.found: dict[str, Found] = {}
         self.done = 0
         self._batch: dict[str, list[Job]] = {}  # of each road the jobs that it waits for
@@ -42,7 +41,7 @@ class Schedule:
         """Whether everything is done; False where time ran out."""
         for loss in self.roads:
             self._step(loss, None)
-        self.watch({"event": "begun", "done": self.done, "total": self.total})
+        self.callback({"event": "begun", "done": self.done, "total": self.total})
         under_way: dict[tuple[str, int], Job] = {}
         try:
             while self._queue or under_way:
@@ -63,7 +62,7 @@ class Schedule:
         self.study.keep(job, result)
         self._results[loss][i] = result
         self.done += 1
-        self.watch({"event": "trained", "job": job, "result": result, "done": self.done, "total": self.total})
+        self.callback({"event": "trained", "job": job, "result": result, "done": self.done, "total": self.total})
         if len(self._results[loss]) == len(self._batch[loss]):
             self._step(loss, [self._results[loss][k] for k in range(len(self._batch[loss]))])
 
@@ -74,7 +73,7 @@ class Schedule:
                 jobs = next(self.roads[loss]) if answer is None else self.roads[loss].send(answer)
             except StopIteration as end:
                 self.found[loss] = end.value
-                self.watch({"event": "chosen", "found": end.value})
+                self.callback({"event": "chosen", "found": end.value})
                 return
             known = {i: result for i, job in enumerate(jobs) if (result := self.study.result(job)) is not None}
             self.done += len(known)

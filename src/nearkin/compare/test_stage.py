@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from nearkin import models
 from nearkin.compare.protocol import Bench, Job, Opened
 from nearkin.evaluation.retrieval import retrieval_metrics
-from nearkin.training.config import defaults
-from nearkin.training.loader import Material, embed
+from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import build_encoder
 from nearkin.training.run import raw
 from nearkin.training.trainer import PRECISIONS
-from nearkin.training.validation import Held
+from nearkin.training.validation import HeldOut
 
 __all__ = ["BASELINE", "METRICS", "UNTRAINED", "model_folder", "test"]
 
@@ -34,8 +33,8 @@ def test(bench: Bench, opened: Opened, job: Job, home: Path) -> dict[str, NDArra
     Separated: each fold's model by itself. Concatenated: their unit embeddings side by side, as one of F times the
     dimensions (Musgrave et al. 2020, section 4.1).
     """
-    on, recipe = defaults.device(bench.recipe), bench.recipe
-    material = Material(opened.prepared.rows, on, recipe.data.size)
+    on, recipe = bench.recipe.device, bench.recipe
+    store = ItemStore(opened.prepared.rows, on, recipe.data.size)
     places = opened.held.everything
     rows: list[Tensor] = []
     for fold in range(job.folds):
@@ -43,12 +42,12 @@ def test(bench: Bench, opened: Opened, job: Job, home: Path) -> dict[str, NDArra
         prepared = bench.prepared(one._replace(loss="contrastive") if job.loss in (UNTRAINED, BASELINE) else one)
         precision = PRECISIONS[prepared.recipe.training.precision or "fp32"]
         if job.loss == BASELINE and prepared.baseline != "frozen backbone":
-            return {"concatenated": _per_query(raw(material, places), opened.held, on)}
+            return {"concatenated": _per_query(raw(store, places), opened.held, on)}
         if job.loss in (UNTRAINED, BASELINE):
             encoder = build_encoder(prepared).to(on)
         else:
             encoder = models.load(model_folder(home, one), on)[0]
-        rows.append(embed(encoder, material, places, precision=precision, features=job.loss == BASELINE))
+        rows.append(embed(encoder, store, places, precision=precision, features=job.loss == BASELINE))
         if job.loss == BASELINE:
             return {"concatenated": _per_query(rows[0], opened.held, on)}
     joined = torch.cat([nn.functional.normalize(part, dim=1) for part in rows], dim=1)
@@ -56,7 +55,7 @@ def test(bench: Bench, opened: Opened, job: Job, home: Path) -> dict[str, NDArra
     return {"separated": separated, "concatenated": _per_query(joined, opened.held, on)}
 
 
-def _per_query(rows: Tensor, held: Held, on: torch.device) -> NDArray[np.float64]:
+def _per_query(rows: Tensor, held: HeldOut, on: torch.device) -> NDArray[np.float64]:
     """(Q, M); NaN where a query has nothing to find."""
     assert held.labels is not None
     count, labels = len(held.indices), torch.from_numpy(held.labels).to(on)

@@ -13,10 +13,9 @@ from torch import Tensor
 from nearkin import models
 from nearkin.compare.protocol import Bench, Job
 from nearkin.core.errors import Diverged
-from nearkin.training import validation
 from nearkin.training.loop import deterministic
-from nearkin.training.run import assemble
-from nearkin.training.trainer import Trainer
+from nearkin.training.trainer import Trainer, assemble
+from nearkin.training.validation import quick_metrics
 
 __all__ = ["ENDS", "PATIENCE", "marks", "measure", "train"]
 
@@ -125,17 +124,17 @@ def _steps(trainer: Trainer, steps: int, looks: list[int], clock: _Clock) -> Any
     """Trains, and gives the number of each step done; the clock stands still at those of `looks`."""
     trainer.begin_epoch()
     clock.start()
-    for batch in trainer.feed.epoch(0, 0):
+    for batch in trainer.loader.epoch(0, 0):
         step = batch.number + 1
-        trainer.rate.set(trainer.optimizer, batch.number)
-        value, embeddings = trainer.learn(batch)
+        trainer.lr_schedule.set(trainer.optimizer, batch.number)
+        value, embeddings = trainer.forward_backward(batch)
         trainer.window += value
         trainer.state.counted, trainer.state.batch, trainer.state.step = trainer.state.counted + 1, step, step
         look = step in looks
-        norm = trainer.move(measure=look)
+        norm = trainer.optimizer_step(measure=look)
         if look:
             clock.stop()
-            trainer.look(norm, embeddings)
+            trainer.log_line(norm, embeddings)
             trainer.check()
         yield step
         if step == steps:
@@ -147,10 +146,10 @@ def _copied(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _validated(trainer: Trainer) -> float:
-    rows = trainer.embedded(trainer.held.everything)
+    rows = trainer.embed(trainer.held_out.everything)
     if not bool(rows.isfinite().all()):
         raise Diverged(f"the embeddings are not finite at step {trainer.state.step}")
-    value = validation.judge(rows, trainer.held, trainer.graded, trainer.device).get("map@r", 0.0)
+    value = quick_metrics(rows, trainer.held_out, trainer.graded, trainer.device).get("map@r", 0.0)
     return value if math.isfinite(value) else 0.0
 
 

@@ -1,7 +1,7 @@
-"""The processes that share a step: who they are, and their rows brought together in the order of their ranks.
+"""Collectives: rows of all ranks gathered in the order of their ranks, sums, maxima, broadcasts and digests.
 
-Every function takes `group`, a torch.distributed process group (None: all processes). In a world of one, which is also
-what a program without torch.distributed lives in, each returns its input: nothing is copied, sent or waited for.
+Every function takes `group`, a torch.distributed process group (None: all processes). In a world of one, or without
+torch.distributed, each returns its input: nothing is copied, sent or waited for.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,16 +13,21 @@ from torch import Tensor
 
 from nearkin.core.autograd import HandGradient
 
+__all__ = [
+    *("Group", "broadcast", "counts", "digest", "gather", "gather_partial", "largest", "rank", "row_counts", "same"),
+    *("size", "total"),
+]
+
 Group = Any  # a torch.distributed.ProcessGroup, whose class some builds of torch lack
 
 _KINDS = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-_DIMS = 6  # dimensions beside the rows that a message can speak of
-_WIDTH = 3 + _DIMS  # numbers a tensor: rows, kind, dimensions, and the dimensions themselves
-_WORDS = 40  # int64 words of text, 320 bytes
-_BLOCK = 2**20  # words that are mixed at once
+_DIMS = 6  # dimensions beside the rows that a message can describe
+_WIDTH = 3 + _DIMS  # integers per tensor: rows, kind, dimensions, and the dimensions themselves
+_TEXT_WORDS = 40  # int64 words of text, 320 bytes
+_BLOCK = 2**20  # words per pass
 _SEEDS = (-7046029254386353131, 0x2545F4914F6C)
 
 
@@ -37,21 +42,21 @@ def size(group: Group = None) -> int:
 
 
 def rank(group: Group = None) -> int:
-    """The place of this process among them, from 0; 0 without torch.distributed."""
+    """The number of this process among them, from 0; 0 without torch.distributed."""
     return dist.get_rank(group) if size(group) > 1 else 0
 
 
 def counts(tensor: Tensor, group: Group = None) -> tuple[int, ...]:
     """How many rows each rank holds. One small exchange, and on a GPU one wait for it."""
-    return meet(group, tensor=tensor)["tensor"]
+    return row_counts(group, tensor=tensor)["tensor"]
 
 
-def meet(group: Group = None, fault: str | None = None, **tensors: Tensor | None) -> dict[str, tuple[int, ...]]:
-    """How many rows of each tensor every rank holds, after all ranks have said what they hold.
+def row_counts(group: Group = None, fault: str | None = None, **tensors: Tensor | None) -> dict[str, tuple[int, ...]]:
+    """How many rows of each tensor every rank holds, after all ranks have described theirs.
 
     One exchange of a fixed size, so it ends whatever the ranks hold. If the ranks differ in which tensors there are, in
-    a kind or in a dimension beside the rows, each of them raises the same sentence. `fault`: what is wrong with this
-    rank's own input; then every rank raises it and names the rank, where otherwise the others would wait for ever.
+    a dtype or in a dimension beside the rows, each of them raises the same sentence. `fault`: what is wrong with this
+    rank's own input; then every rank raises it and names the rank. Without it the others would wait for ever.
     """
     named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     world = size(group)
@@ -60,18 +65,18 @@ def meet(group: Group = None, fault: str | None = None, **tensors: Tensor | None
             raise ValueError(fault)
         return {name: (tensor.shape[0],) for name, tensor in named.items()}
     try:
-        said = [number for tensor in tensors.values() for number in _said(tensor)]
+        described = [number for tensor in tensors.values() for number in _described(tensor)]
     except TypeError as error:
-        fault, said = fault or str(error), [0] * _WIDTH * len(tensors)
-    mine = torch.tensor([*_text(fault or ""), *said], device=_home(group))
-    # The host must know the shapes before it can make room for the rows: the one place where it waits for a device.
-    table = _all_gather(mine, group).to("cpu")
-    for number, words in enumerate(table[:, :_WORDS]):
+        fault, described = fault or str(error), [0] * _WIDTH * len(tensors)
+    message = torch.tensor([*_words_of(fault or ""), *described], device=_message_device(group))
+    # The host must know the shapes before it can allocate the rows: the one place where it waits for a device.
+    table = _all_gather(message, group).to("cpu")
+    for number, words in enumerate(table[:, :_TEXT_WORDS]):
         if bool(words.any()):
-            raise ValueError(f"rank {number} of {world}: {_read(words)}")
-    table = table[:, _WORDS:].view(world, len(tensors), _WIDTH)
+            raise ValueError(f"rank {number} of {world}: {_text_of(words)}")
+    table = table[:, _TEXT_WORDS:].view(world, len(tensors), _WIDTH)
     for column, name in enumerate(tensors):
-        _agree(name, table[:, column])
+        _check_equal(name, table[:, column])
     rows = {name: table[:, column, 0] for column, name in enumerate(tensors) if name in named}
     return {name: tuple(int(number) for number in column) for name, column in rows.items()}
 
@@ -81,10 +86,10 @@ def gather(
 ) -> Tensor:
     """The rows of all ranks, in the order of the ranks; ranks may hold different numbers of them, also none.
 
-    For a loss that every rank computes whole: each rank's gradient of its own rows is then complete, and backward takes
-    these, with no exchange. They are multiplied by the world size because DistributedDataParallel and FSDP average over
+    For a loss that every rank computes in full: each rank's gradient of its own rows is then complete, and backward
+    returns it with no exchange. It is multiplied by the world size because DistributedDataParallel and FSDP average over
     ranks what one process would sum; `averaged=False` where gradients are summed. counts: how many rows each rank
-    holds, where this is known; without it the ranks tell each other first.
+    holds, where this is known; without it the ranks exchange the counts first.
     """
     return _gather(tensor, group, counts, averaged, partial=False)
 
@@ -92,7 +97,7 @@ def gather(
 def gather_partial(
     tensor: Tensor, group: Group = None, counts: Sequence[int] | None = None, *, averaged: bool = True
 ) -> Tensor:
-    """The same rows for a loss of which every rank computes a part, as of its own shard of the classes.
+    """The same rows for a loss of which every rank computes a part, such as its own shard of the classes.
 
     Backward first sums the gradient of all rows over the ranks, in float32 or wider; so every rank must run it, and in
     the same order among other exchanges.
@@ -113,52 +118,54 @@ def largest(tensor: Tensor, group: Group = None) -> Tensor:
 
 
 @torch.no_grad()
-def share(tensor: Tensor, group: Group = None, source: int = 0) -> Tensor:
+def broadcast(tensor: Tensor, group: Group = None, source: int = 0) -> Tensor:
     """Writes the values that rank `source` of the group has into the tensor, and returns it."""
     if size(group) > 1 and tensor.numel() > 0:
-        held = _sendable(tensor.detach().contiguous(), group)
-        dist.broadcast(_bytes(held), source if group is None else dist.get_global_rank(group, source), group)
-        if held.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(held)
+        sent = _sendable(tensor.detach().contiguous(), group)
+        dist.broadcast(_bytes(sent), source if group is None else dist.get_global_rank(group, source), group)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(sent)
     return tensor
 
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """128 bits that stand for a tensor's bytes, shape and kind: (2,) int64 on its device.
+    """A 128-bit digest of a tensor's bytes, shape and dtype: (2,) int64 on its device.
 
-    For telling tensors apart, not for secrets: each 8 bytes are mixed with their place, and the results added up.
+    Not cryptographic: each 8 bytes are mixed with their position, and the results are summed.
     """
-    held = _bytes(tensor.detach().contiguous())
-    if held.storage_offset() % 8:  # a slice that begins amid a word
-        held = held.clone()
-    whole = len(held) // 8 * 8
-    said = torch.tensor([*_said(tensor if tensor.dim() else tensor[None]), tensor.dim()], device=held.device)
-    last = torch.nn.functional.pad(held[whole:], (0, 8 - len(held) + whole)).view(torch.int64)
-    found, place = held.new_zeros(2, dtype=torch.int64), 1
-    for words in (said, last, *torch.split(held[:whole].view(torch.int64), _BLOCK)):
-        at = torch.arange(place, place + len(words), device=held.device)
-        found = found + torch.stack([_mix(_mix(words + seed) ^ at * seed).sum() for seed in _SEEDS])
-        place += len(words)
-    return found
+    data = _bytes(tensor.detach().contiguous())
+    if data.storage_offset() % 8:  # a slice that does not begin at a word
+        data = data.clone()
+    aligned = len(data) // 8 * 8
+    description = torch.tensor(
+        [*_described(tensor if tensor.dim() else tensor[None]), tensor.dim()], device=data.device
+    )
+    last = torch.nn.functional.pad(data[aligned:], (0, 8 - len(data) + aligned)).view(torch.int64)
+    sums, position = data.new_zeros(2, dtype=torch.int64), 1
+    for words in (description, last, *torch.split(data[:aligned].view(torch.int64), _BLOCK)):
+        positions = torch.arange(position, position + len(words), device=data.device)
+        sums = sums + torch.stack([_mix(_mix(words + seed) ^ positions * seed).sum() for seed in _SEEDS])
+        position += len(words)
+    return sums
 
 
 def same(tensor: Tensor, group: Group = None) -> bool:
     """Whether all ranks hold the same bytes in the same shape. Waits for the device."""
     if size(group) == 1:
         return True
-    found = _all_gather(digest(tensor), group)
-    return bool((found == found[0]).all())
+    digests = _all_gather(digest(tensor), group)
+    return bool((digests == digests[0]).all())
 
 
 def _mix(words: Tensor) -> Tensor:
-    """Integers spread over all 64 bits (multiplications wrap around)."""
+    """Mixes the bits of 64-bit integers (multiplications wrap around)."""
     words = (words ^ (words >> 29)) * -4658895280553007687
     return (words ^ (words >> 32)) * -7723592293110705685
 
 
 class _Gather(HandGradient):
-    """Rows of all ranks; what comes back for the own ones, or the sum over ranks of what comes back for them."""
+    """Rows of all ranks. Backward: the gradient of this rank's own rows, or its sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, counts: Sequence[int], factor: int, partial: bool) -> Tensor:
@@ -170,9 +177,9 @@ class _Gather(HandGradient):
         if ctx.partial:
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             gradient = _reduced(wide, ctx.group, dist.ReduceOp.SUM)
-        here = rank(ctx.group)
-        own = gradient.narrow(0, sum(ctx.counts[:here]), ctx.counts[here]) * ctx.factor
-        return own.to(ctx.kind), None, None, None, None
+        own_rank = rank(ctx.group)
+        own_rows = gradient.narrow(0, sum(ctx.counts[:own_rank]), ctx.counts[own_rank]) * ctx.factor
+        return own_rows.to(ctx.kind), None, None, None, None
 
 
 def _gather(tensor: Tensor, group: Group, counted: Sequence[int] | None, averaged: bool, partial: bool) -> Tensor:
@@ -183,7 +190,7 @@ def _gather(tensor: Tensor, group: Group, counted: Sequence[int] | None, average
         counted = counts(tensor, group)
     elif len(counted) != world or counted[rank(group)] != tensor.shape[0]:
         raise ValueError(
-            f"counts must say the rows of each of {world} ranks, rank {rank(group)} with {tensor.shape[0]} rows, "
+            f"counts must be the rows of each of {world} ranks, rank {rank(group)} with {tensor.shape[0]} rows, "
             f"got {tuple(counted)}"
         )
     rows: Tensor = _Gather.call(tensor, group, counted, world if averaged else 1, partial)
@@ -191,87 +198,91 @@ def _gather(tensor: Tensor, group: Group, counted: Sequence[int] | None, average
 
 
 def _rows(tensor: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
-    """All ranks' rows, exchanged as bytes because not every backend knows every kind, padded to the largest count."""
+    """All ranks' rows, exchanged as bytes because not every backend knows every dtype, padded to the largest count."""
     most = max(counts)
-    held = tensor.detach().contiguous()
-    if most > len(held):
-        held = torch.cat([held, held.new_zeros(most - len(held), *held.shape[1:])])
-    if held.numel() == 0:
-        return held.new_zeros(sum(counts), *held.shape[1:])
-    found = _all_gather(_bytes(held), group).view(held.dtype).view(len(counts), *held.shape)  # (world, most, ...)
+    padded = tensor.detach().contiguous()
+    if most > len(padded):
+        padded = torch.cat([padded, padded.new_zeros(most - len(padded), *padded.shape[1:])])
+    if padded.numel() == 0:
+        return padded.new_zeros(sum(counts), *padded.shape[1:])
+    gathered = (
+        _all_gather(_bytes(padded), group).view(padded.dtype).view(len(counts), *padded.shape)
+    )  # (world, most, ...)
     if min(counts) == most:
-        return found.flatten(0, 1)
-    return torch.cat([part[:number] for part, number in zip(found, counts, strict=True)])
+        return gathered.flatten(0, 1)
+    return torch.cat([part[:number] for part, number in zip(gathered, counts, strict=True)])
 
 
 def _all_gather(flat: Tensor, group: Group) -> Tensor:
     """(n,) of every rank as (world, n)."""
-    held = _sendable(flat, group)
-    found = held.new_empty(size(group), len(held))
-    # torch 2.13 has a new name for it.
+    sent = _sendable(flat, group)
+    gathered = sent.new_empty(size(group), len(sent))
+    # torch 2.13 has renamed it.
     exchange: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    exchange(found.view(-1), held, group=group)
-    return found.to(flat.device)
+    exchange(gathered.view(-1), sent, group=group)
+    return gathered.to(flat.device)
 
 
 def _reduced(tensor: Tensor, group: Group, how: Any) -> Tensor:
-    held = _sendable(tensor.detach().clone(memory_format=torch.contiguous_format), group)
-    dist.all_reduce(held, how, group)
-    return held.to(tensor.device)
+    reduced = _sendable(tensor.detach().clone(memory_format=torch.contiguous_format), group)
+    dist.all_reduce(reduced, how, group)
+    return reduced.to(tensor.device)
 
 
 def _sendable(tensor: Tensor, group: Group) -> Tensor:
-    """Where the backend can reach it: NCCL sends nothing that lies on the host."""
-    return tensor if tensor.is_cuda else tensor.to(_home(group))
+    """On a device that the backend can send from: NCCL sends nothing that is on the host."""
+    return tensor if tensor.is_cuda else tensor.to(_message_device(group))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _home(group: Group) -> torch.device:
-    """Where messages are written: on the host, unless the backend knows GPUs only."""
+def _message_device(group: Group) -> torch.device:
+    """Where messages are made: on the host, unless the backend knows GPUs only."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
-def _said(tensor: Tensor | None) -> list[int]:
-    """What a rank says of a tensor: rows, kind and dimensions, or only -1 where there is none."""
+def _described(tensor: Tensor | None) -> list[int]:
+    """What a message says of a tensor: rows, dtype and dimensions, or only -1 where there is none."""
     if tensor is None:
         return [-1] + [0] * (_WIDTH - 1)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"what is exchanged must be a torch tensor, got {type(tensor).__name__}")
     if tensor.dtype not in _KINDS or not 1 <= tensor.dim() <= _DIMS + 1:
         raise TypeError(
-            f"a tensor to exchange must have 1 to {_DIMS + 1} dimensions and a common kind, "
+            f"a tensor to exchange must have 1 to {_DIMS + 1} dimensions and a common dtype, "
             f"got {tensor.dtype} {tuple(tensor.shape)}"
         )
     rest = [*tensor.shape[1:], *[0] * (_DIMS + 1 - tensor.dim())]
     return [tensor.shape[0], _KINDS.index(tensor.dtype), tensor.dim() - 1, *rest]
 
 
-def _agree(name: str, said: Tensor) -> None:
-    """All ranks said (world, _WIDTH) the same of this tensor, but for its rows."""
-    for number in range(1, len(said)):
-        if bool((said[number, 1:] != said[0, 1:]).any()) or bool((said[number, 0] < 0) != (said[0, 0] < 0)):
+def _check_equal(name: str, descriptions: Tensor) -> None:
+    """Refuses descriptions (world, _WIDTH) of a tensor that differ in more than its rows."""
+    for number in range(1, len(descriptions)):
+        if bool((descriptions[number, 1:] != descriptions[0, 1:]).any()) or bool(
+            (descriptions[number, 0] < 0) != (descriptions[0, 0] < 0)
+        ):
             raise ValueError(
-                f"{name} must be of one kind and shape on all ranks but for the rows: "
-                f"{_shape(said[0])} on rank 0, {_shape(said[number])} on rank {number}"
+                f"{name} must have one dtype and shape on all ranks but for the rows: "
+                f"{_shape(descriptions[0])} on rank 0, {_shape(descriptions[number])} on rank {number}"
             )
 
 
-def _shape(said: Tensor) -> str:
-    if int(said[0]) < 0:
+def _shape(description: Tensor) -> str:
+    if int(description[0]) < 0:
         return "None"
-    dims = ", ".join(str(int(dim)) for dim in (said[0], *said[3 : 3 + int(said[2])]))
-    return f"{_KINDS[int(said[1])]} ({dims})"
+    dims = ", ".join(str(int(dim)) for dim in (description[0], *description[3 : 3 + int(description[2])]))
+    return f"{_KINDS[int(description[1])]} ({dims})"
 
 
-def _text(sentence: str) -> list[int]:
-    """A sentence as a fixed number of words; what is longer is cut."""
-    letters = sentence.encode()[: _WORDS * 8].ljust(_WORDS * 8, b"\0")
+def _words_of(sentence: str) -> list[int]:
+    """A sentence as a fixed number of integers; a longer one is cut."""
+    letters = sentence.encode()[: _TEXT_WORDS * 8].ljust(_TEXT_WORDS * 8, b"\0")
     return [int.from_bytes(letters[at : at + 8], "little", signed=True) for at in range(0, len(letters), 8)]
 
 
-def _read(words: Tensor) -> str:
+def _text_of(words: Tensor) -> str:
     letters = b"".join(int(word).to_bytes(8, "little", signed=True) for word in words)
     return letters.rstrip(b"\0").decode(errors="ignore")

@@ -1,68 +1,257 @@
-"""Ranks that share an evaluation, an embedding or an enrolment, and how one failure ends all.
+"""The process group: ranks that train, evaluate, embed or enrol together, share work, and fail together.
 
-They wait for one another by looking at the notes that the others left, so that a rank that fails, is killed or stands
-still ends the others with one sentence that names it.
+Every rank makes the same calls in the same order. Between them ranks work at their own pace: they wait for one another
+by counting in a store, not in an exchange, so that a long share never runs into a time limit.
 """
 
+import json
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nearkin.core import checks
+from nearkin.core.errors import Diverged, RankFailed, Stopped, Terminated
 from nearkin.dist import collectives
 from nearkin.dist.collectives import Group
-from nearkin.core.errors import RankFailed
-from nearkin.dist.notes import Notes, Seen
-from nearkin.dist.team import Progress, Team
+from nearkin.dist.heartbeat import RANK_LOST, Heartbeat, seconds_of_patience
 
-__all__ = ["ProcessGroup"]
+__all__ = ["ALONE", "ProcessGroup", "Progress"]
 
 T = TypeVar("T")
+Progress = Callable[[int, int], None]
+_POLL = 0.05  # seconds between two looks at the counts while waiting
+_REPORT = 0.2  # seconds between two counts of this rank's progress
+_PARTS = 10**6  # parts of a share in which progress is counted
+_JOIN = 50.0  # seconds that ranks have to make their groups
+_EXCHANGE = 300.0  # seconds for an exchange between ranks that are all there
+_ECHOES = ("gloo", "Gloo", "NCCL", "Dist", "peer", "socket")  # words of an error that another rank's end has caused
 
 
-class ProcessGroup(Team):
+class ProcessGroup:
     """All processes of an initialised torch.distributed, for the functions that take `group`.
 
         with dist.ProcessGroup() as group:
-            found = evaluation.retrieval(embeddings, labels, group=group)
+            scores = evaluation.retrieval(embeddings, labels, group=group)
 
-    All of them must make it, and the same calls with it. Whoever gives no sign of life for `patience` seconds while
-    others wait is named, and ends all. They leave together. A world of one, or none, works alone.
+    Every process makes one, and the same calls with it. They leave together. A world of one, or none, works alone.
+
+    patience: seconds without a sign of life after which a rank is lost; `NEARKIN_RANK_TIMEOUT`, or 20, unless given.
+    on_failure: what a failed or lost rank does to the others. "raise": `RankFailed` with the same sentence on every
+    rank, at its next call of the group. "exit": the process ends, with exit code 4 for a lost rank, else with the code
+    of the failed one, as training needs it: its main thread may hang in the exchanges of a step. `dist.join` makes one
+    that exits.
     """
 
-    def __init__(self, patience: float = 45.0) -> None:
-        checks.positive("patience", patience)
-        rank, size = collectives.rank(), collectives.size()
-        super().__init__(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
-        if size == 1:
-            return
-        self.notes = self.counts = Notes(rank, size, patience)
-        with self.work("joining"):
-            pass
-        if dist.get_backend() != "gloo":  # what is exchanged lies in main memory
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=300))
+    def __init__(self, patience: float | None = None, *, on_failure: str = "raise", alone: bool = False) -> None:
+        if patience is not None:
+            checks.positive("patience", patience)
+        checks.one_of("on_failure", on_failure, ("raise", "exit"))
+        self.rank, self.size = (0, 1) if alone else (collectives.rank(), collectives.size())
+        self.local_rank = 0 if alone else int(os.environ.get("LOCAL_RANK", self.rank))
+        self._exits = on_failure == "exit"
+        self._calls = 0
+        self._exchange_group: Group = None  # exchanges what is in main memory
+        self._proposal: tuple[Tensor, Any] | None = None
+        if self.size > 1:
+            self._join(seconds_of_patience() if patience is None else patience)
+
+    def _join(self, patience: float) -> None:
+        self._store = _own_store("group")
+        self.heartbeat = Heartbeat(self.rank, self.size, _own_store("heartbeat"), patience, self._exits)
+        limit = max(_JOIN, 2.5 * patience)
+        with self._failing_together():
+            try:
+                self.heartbeat.start(None if self._exits else limit)
+            except RuntimeError:
+                if self._exits:
+                    raise
+                absent = ", ".join(map(str, self.heartbeat.absent()))
+                raise RankFailed(f"rank {absent} of {self.size} did not join within {limit:.0f} s") from None
+            with self.work("joining"):
+                pass
+            if dist.get_backend() != "gloo":
+                self._exchange_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_EXCHANGE))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes what all share."""
+        return self.rank == 0
+
+    # --- who does what
+
+    def share(self, number: int, unit: int = 1) -> slice:
+        """The part of `number` items that this rank does: whole units, one after another in the order of the ranks."""
+        units = -(-number // unit)
+        first, last = (units * place // self.size * unit for place in (self.rank, self.rank + 1))
+        return slice(min(first, number), min(last, number))
+
+    def share_sizes(self, number: int) -> tuple[int, ...]:
+        """How many of `number` items each rank does: as evenly as possible."""
+        return tuple(number * (rank + 1) // self.size - number * rank // self.size for rank in range(self.size))
+
+    def first_on_machine(self, what: str, work: Callable[[], T], rank0_first: bool = False) -> T:
+        """The same work on every rank, on one rank per machine before the others: these find its files.
+
+        rank0_first: on rank 0 before those, for a disk that the machines share.
+        """
+        if self.size == 1:
+            return work()
+        result: T | None = None
+        own_turn = (rank0_first and not self.first) + (self.local_rank > 0)
+        for turn in range(2 + rank0_first):
+            with self.work(what):
+                if turn == own_turn:
+                    result = work()
+        return result  # type: ignore[return-value]
+
+    def on_rank0(self, what: str, work: Callable[[], T]) -> T:
+        """What the work of rank 0 returns, as JSON has it, on every rank; the others wait however long it takes."""
+        result: Any = None
+        with self.work(what):
+            if self.first:
+                result = work()
+        value: T = self.values(result)[0]
+        return value
 
     @contextmanager
     def work(self, what: str, progress: Progress | None = None, total: int = 0) -> Iterator[Progress]:
-        """As every team's; what goes wrong in it is the sentence of all ranks."""
-        with super().work(what, progress, total) as told:
-            try:
-                yield told
-            except Exception as error:
-                if self.size == 1 or isinstance(error, RankFailed):
-                    raise
-                sentence = f"rank {self.rank}: {_said(error)}"
-                self.notes.post(sentence)
-                if isinstance(error, ValueError | TypeError | OSError):
-                    raise RankFailed(sentence) from error
+        """A part in which each rank works by itself; when it ends, all ranks have done theirs.
+
+        Yields `report(done, of)`, to be called often with what is done of this rank's own share. Rank 0 then calls
+        `progress(done, total)` for all ranks together.
+        """
+        if self.size == 1:
+            yield progress or (lambda done, of: None)
+            return
+        call = _Call(self, what, progress, total)
+        self.heartbeat.busy += 1  # how long it takes says nothing about this rank's health
+        try:
+            yield call.report
+            call.wait()
+        except Exception as error:
+            if self._exits or isinstance(error, RankFailed):
                 raise
+            sentence = f"rank {self.rank}: {_text(error)}"
+            self.heartbeat.report(sentence, 2)
+            if isinstance(error, ValueError | TypeError | OSError):
+                raise RankFailed(sentence) from error
+            raise
+        finally:
+            self.heartbeat.busy -= 1
+
+    def advance(self) -> None:
+        """A part of a training step is done; a rank that stays behind for long is lost."""
+        if self.size > 1:
+            self.heartbeat.progress += 1
+
+    def check(self) -> None:
+        """Raises `RankFailed` where a rank has failed or is lost; if this group exits, its heartbeat does that."""
+        if self._exits:
+            return
+        try:
+            failure = self.heartbeat.failure or self.heartbeat.reported()
+        except RuntimeError as error:
+            raise self._store_lost(error) from None
+        if failure is not None:
+            raise RankFailed(failure.sentence)
+
+    # --- what all have
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The rows of all ranks in the order of the ranks, on the device of this rank's."""
+        return tensor if self.size == 1 else self._exchange(collectives.gather, tensor.detach().cpu()).to(tensor.device)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum of integers over ranks."""
+        return tensor if self.size == 1 else self._exchange(collectives.total, tensor.cpu()).to(tensor.device)
+
+    def values(self, value: Any) -> list[Any]:
+        """The value of every rank, as JSON has it, in the order of the ranks."""
+        if self.size == 1:
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(bytes(part.numpy())) for part in self._exchange(_gather_apart, text)]
+
+    def agree(self, **tensors: Tensor | None) -> None:
+        """Refuses ranks that have different tensors, before they make a wrong number of them."""
+        if self.size == 1:
+            return
+        digests = {name: None if t is None else collectives.digest(t).tolist() for name, t in tensors.items()}
+        first, *others = self.values(digests)
+        for rank, other in enumerate(others, 1):
+            for name in first:
+                if other.get(name) != first[name]:
+                    raise RankFailed(f"{name} must be the same on all ranks; rank {rank} has others than rank 0")
+
+    def propose(self, stop: int, save: bool) -> None:
+        """Begins to ask all ranks whether to stop (a signal's number) or to save (rank 0 decides); see `decision`."""
+        flags = torch.tensor([stop, int(save and self.first)])
+        handle = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True) if self.size > 1 else None
+        self._proposal = flags, handle
+
+    def decision(self) -> tuple[int, bool]:
+        """The signal by which a rank was asked to stop, or 0; and whether to save: the same on every rank."""
+        assert self._proposal is not None
+        flags, handle = self._proposal
+        if handle is not None:
+            handle.wait()
+        stop, save = flags.tolist()
+        return stop, bool(save)
+
+    def restarted(self) -> bool:
+        """Whether torchrun has started any of the ranks again: it counts on the machine of the one that failed."""
+        return any(self.values(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
+
+    def device(self, wanted: torch.device) -> torch.device:
+        """The device of this rank where each has its own."""
+        if self.size == 1 or wanted.type != "cuda":
+            return wanted
+        if "LOCAL_RANK" not in os.environ:  # not by torchrun: the launcher has chosen the devices
+            return torch.device("cuda", torch.cuda.current_device())
+        if self.local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"training.device=cuda needs a GPU for each rank of a machine: it has {torch.cuda.device_count()}, and "
+                f"this is rank {self.local_rank} on it; start fewer with --nproc-per-node, or use training.device=cpu"
+            )
+        return torch.device("cuda", self.local_rank)
+
+    def _exchange(self, exchange: Callable[[Tensor, Group], T], tensor: Tensor) -> T:
+        """Begins when all ranks are there, so that it lasts as long as the bytes take."""
+        with self.work("exchanging"):
+            pass
+        try:
+            return exchange(tensor, self._exchange_group)
+        except RuntimeError as error:
+            if self._exits:
+                raise
+            self.heartbeat.await_failure(exchange_failed=True)  # so that the lost rank is named
+            self.check()
+            raise RankFailed(f"rank {self.rank}: the exchange failed ({_text(error)})") from None
+
+    def count(self, name: str, number: int) -> int:
+        """Adds to a count that all ranks see, and returns it."""
+        try:
+            return int(self._store.add(name, number))
+        except RuntimeError as error:
+            if self._exits:
+                raise
+            raise self._store_lost(error) from None
+
+    def _store_lost(self, error: RuntimeError) -> RankFailed:
+        """The store lives in the launcher, or in rank 0."""
+        return RankFailed(f"rank {self.rank} of {self.size} has lost the launcher, or rank 0 ({_text(error)})")
+
+    # --- leaving
 
     def __enter__(self) -> "ProcessGroup":
         return self
@@ -71,31 +260,146 @@ class ProcessGroup(Team):
         if self.size == 1:
             return
         try:
-            if error is None:
-                with self.work("leaving"):
+            if error is not None:
+                self._fail(error)
+                return
+            with self._failing_together():
+                with self.work("leaving"):  # together, when rank 0 has written everything
                     pass
-            elif isinstance(error, Exception) and not isinstance(error, RankFailed) and not self.notes.posted:
-                self.notes.post(f"rank {self.rank}: {_said(error)}")
+                self.heartbeat.leave()
         finally:
-            self.notes.close()
+            self.heartbeat.stop()
 
-    def _exchanged(self, exchange: Callable[[Tensor, Group], T], tensor: Tensor) -> T:
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
         try:
-            return super()._exchanged(exchange, tensor)
-        except RuntimeError as error:
-            seen: Seen = {}
-            end = time.monotonic() + self.notes.patience + 5
-            while time.monotonic() < end:  # whoever is gone has a name
-                self._look((rank for rank in range(self.size) if rank != self.rank), seen)
-                time.sleep(1.0)
-            raise RankFailed(f"rank {self.rank}: the exchange failed ({_said(error)})") from None
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
 
-    def _look(self, awaited: Iterable[int], seen: Seen) -> None:
-        self.notes.check()
-        self.notes.alive(awaited, seen)
+    def _fail(self, error: BaseException) -> None:
+        """Tells the other ranks of an error of this one, which is raised then; if the group exits, by one rank only."""
+        if self._exits:
+            self._end_all(error)
+        elif isinstance(error, Exception) and not isinstance(error, RankFailed):
+            self.heartbeat.report(f"rank {self.rank}: {_text(error)}", 2)
+
+    def _end_all(self, error: BaseException) -> None:
+        """The error of one rank ends all: the first that has one raises it, the others exit without a word."""
+        code = _exit_code(error)
+        if code == 0:
+            return
+        if isinstance(error, Stopped):  # all ranks have agreed to stop and have saved
+            self.heartbeat.leave()
+            if self.first:
+                return
+            raise SystemExit(code) from None
+        sentence = " ".join(str(error).split()) or type(error).__name__
+        with _ignoring_signals():
+            if isinstance(error, RuntimeError | KeyboardInterrupt):  # perhaps only an echo of another rank's end
+                text = f"{type(error).__name__} {error}"
+                echo = isinstance(error, RuntimeError) and any(word in text for word in _ECHOES)
+                self.heartbeat.await_failure(exchange_failed=echo)
+            if not self.heartbeat.report(sentence, code):
+                self.heartbeat.exit_after(self.heartbeat.reported())
+        kind = OSError if isinstance(error, OSError) else type(error)
+        if kind in (ValueError, TypeError, OSError) or kind is Diverged:
+            raise kind(f"rank {self.rank}: {sentence}") from error
 
 
-def _said(error: BaseException) -> str:
-    """One line; the kind of the error where it is not bad input."""
+ALONE = ProcessGroup(alone=True)  # a group of one process, which never waits
+
+
+class _Call:
+    """One `work`: how far all ranks are, and whether all have come to its end."""
+
+    def __init__(self, group: ProcessGroup, what: str, progress: Progress | None, total: int) -> None:
+        group._calls += 1
+        self.group, self.what, self.progress, self.total = group, what, progress, total
+        self.key, self.counted, self.reported_at = str(group._calls), 0, 0.0
+
+    def report(self, done: int, of: int) -> None:
+        """How far this rank is; raises where another has failed meanwhile."""
+        now = time.monotonic()
+        if now - self.reported_at > _REPORT:
+            self.reported_at = now
+            self.group.check()
+            self._count(_PARTS * done // max(of, 1))
+
+    def wait(self) -> None:
+        """Until every rank has come here."""
+        group, count, this, any_call = self.group, self.group.count, f"{self.key}/{self.what}", f"{self.key}/any"
+        self._count(_PARTS)
+        for name in (this, any_call):
+            count(name, 1)
+        pause, shown_at = 0.001, time.monotonic()
+        while count(this, 0) < group.size:
+            group.check()
+            if count(any_call, 0) == group.size and count(this, 0) < group.size:
+                raise RankFailed(
+                    f'ranks must make the same calls in the same order; rank {group.rank} is at "{self.what}"'
+                )
+            if time.monotonic() - shown_at > 1:
+                shown_at = time.monotonic()
+                self._count(_PARTS)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL)
+        group.check()  # the others may have given up on this rank
+        self._count(_PARTS)
+
+    def _count(self, parts: int) -> None:
+        """Adds what this rank has done since the last time; rank 0 shows the sum."""
+        if not self.total:
+            return
+        added, self.counted = parts - self.counted, parts
+        done = self.group.count(f"{self.key}/done", added)
+        if self.progress is not None and self.group.first:
+            self.progress(min(self.total, self.total * done // (_PARTS * self.group.size)), self.total)
+
+
+def _own_store(kind: str) -> Any:
+    """The store in which the ranks met, under names not used before, over a connection of its own where torch has one.
+
+    Every rank must ask for one of a kind as often as the others.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    number = store.add(f"nearkin/{kind}/{dist.get_rank()}", 1)
+    own = store.clone() if hasattr(store, "clone") else store
+    return getattr(dist, "PrefixStore")(f"nearkin/{kind}/of/{number}", own)  # noqa: B009 - which torch does not export
+
+
+def _gather_apart(text: Tensor, group: Group) -> tuple[Tensor, ...]:
+    counts = collectives.counts(text, group)
+    return torch.split(collectives.gather(text, group, counts), list(counts))
+
+
+@contextmanager
+def _ignoring_signals() -> Iterator[None]:
+    """torchrun asks all ranks to end when one has, which they do soon enough."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit_code(error: BaseException) -> int:
+    """The exit code with which a rank ends: as the command line has them."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else RANK_LOST
+    if isinstance(error, KeyboardInterrupt):
+        return 143 if isinstance(error, Terminated) else 130
+    if isinstance(error, Stopped):
+        return 128 + error.number
+    return 3 if isinstance(error, Diverged) else 2 if isinstance(error, ValueError | TypeError | OSError) else 1
+
+
+def _text(error: BaseException) -> str:
+    """One line; with the class of the error where it is not bad input."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError | TypeError | OSError) and text else f"{type(error).__name__} {text}"

@@ -1,9 +1,9 @@
-"""How ranks watch over one another: a thread in each gives signs of life and looks for those of the others.
+"""The heartbeat: a thread in every process that shows the others it is alive, and notices when one of them is not.
 
-A rank that was killed is seen by its process (on the same machine, at once) or by its silence; one that was stopped by
-its silence; one that hangs by its steps, which stay behind, or because it alone misses nobody. Then every rank ends
-with exit code 4, and one of them says which rank it was. `NEARKIN_RANK_TIMEOUT`: seconds of silence that are allowed,
-20 without it.
+A rank that was killed is noticed by its missing process (on the same machine, at once) or by its silence; one that was
+stopped, by its silence; one that hangs, by its progress, which stays behind. What happens then is the group's choice.
+If it raises, the failure is kept for the main thread to raise. If it exits, this thread ends the process with exit code
+4, because the main thread may hang in an exchange; one rank prints which rank was lost.
 """
 
 import json
@@ -14,202 +14,238 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
-__all__ = ["LOST", "Pulse", "Watching", "patience"]
+__all__ = ["RANK_LOST", "Failure", "Heartbeat", "seconds_of_patience"]
 
-LOST = 4  # exit code: another rank is gone
-_BEAT = 0.5  # seconds between two signs of life
-_STILL = 40.0  # seconds that a step of one rank may take longer than that of another
-_WATCHED = 8  # ranks that each rank looks after
-
-
-class Pulse:
-    """What the thread tells of its rank."""
-
-    moves = 0  # grows with every part of a step
-    busy = 0  # > 0: at something that may take any time
-    broken = 0.0  # since when an exchange has failed
+RANK_LOST = 4  # exit code: another rank is lost
+_INTERVAL = 0.5  # seconds between two beats
+_MAX_LAG = 40.0  # seconds that a training step of one rank may take longer than that of another
+_WATCHED = 8  # ranks that each rank watches
 
 
-class Fault(NamedTuple):
-    """Why all ranks end, as the first that knew of it has said."""
+def seconds_of_patience() -> float:
+    """Seconds for which a rank may be silent, unless a group says so: `NEARKIN_RANK_TIMEOUT`, or 20."""
+    text = os.environ.get("NEARKIN_RANK_TIMEOUT", "20")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 2 <= seconds <= 3600:
+        raise ValueError(f"NEARKIN_RANK_TIMEOUT must be a number of seconds from 2 to 3600, got {text!r}")
+    return seconds
+
+
+class Failure(NamedTuple):
+    """Why all ranks end, in the words of the first that knew, and the exit code."""
 
     sentence: str
     code: int
 
 
-class Watching:
-    """The thread, and what it knows. `leave` when this rank's work is done; `claim` when it has failed."""
+class _Address(NamedTuple):
+    """Where a rank runs; process numbers may be reused, so its start belongs to it."""
 
-    def __init__(self, pulse: Pulse, rank: int, size: int, store: Any) -> None:
-        self.pulse, self.rank, self.size, self.store = pulse, rank, size, store
-        self.patience = patience()
-        # The next few are enough: whoever is gone is missed by those before it, who tell everybody.
-        self.others = [(rank + place) % size for place in range(1, min(size, _WATCHED + 1))]
-        self.seen: dict[int, tuple[str, float]] = {}  # of each rank: its last sign of life, and when it was new
-        self.moved: dict[int, tuple[int, float]] = {}  # its step, and since when
-        self.places: dict[int, tuple[str, int, int]] = {}  # machine, process, and when that started
-        self.beats, self.left, self.looked = 0, False, time.monotonic()
-        self._ended = threading.Event()
-        self._lock = threading.Lock()  # the store's connection takes one question at a time
-        self._thread = threading.Thread(target=self._run, name="nearkin-watch", daemon=True)
+    machine: str = ""
+    process: int = 0
+    started: int = 0
 
-    def start(self) -> None:
-        """All ranks are there, since they have met already; each says where it lives."""
-        place = [_machine(), os.getpid(), _started(os.getpid())]
-        self.store.set(f"place/{self.rank}", json.dumps(place))
+
+class Heartbeat:
+    """The thread of one process, and what it knows. store: its own, over a connection of its own.
+
+    exits: whether this thread ends the process when a rank fails, or keeps `failure` for the main thread.
+    """
+
+    def __init__(self, rank: int, size: int, store: Any, patience: float, exits: bool) -> None:
+        self.rank, self.size, self.patience, self.exits = rank, size, patience, exits
+        self.progress = 0  # grows with every part of a training step
+        self.busy = 0  # > 0: in a part that may take any time
+        self.failure: Failure | None = None  # of another rank
+        # The next few are enough: those before a lost rank notice, and tell all.
+        self._watched = [(rank + place) % size for place in range(1, min(size, _WATCHED + 1))]
+        self._beats: dict[int, tuple[str, float]] = {}  # of each rank: its last beat, and when it was new
+        self._advances: dict[int, tuple[int, float]] = {}  # its progress, and since when
+        self._addresses: dict[int, _Address] = {}
+        self._exchange_failed_at = 0.0  # when an exchange of this rank failed
+        self._count, self._left, self._looked_at = 0, False, time.monotonic()
+        self._store = store
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()  # the store's connection takes one request at a time
+        self._thread = threading.Thread(target=self._run, name="nearkin-heartbeat", daemon=True)
+
+    def start(self, seconds: float | None = None) -> None:
+        """Waits until all watched ranks have started theirs, at most so many seconds or as long as the store waits."""
+        self._store.set(f"address/{self.rank}", json.dumps(_Address(_machine(), os.getpid(), _started(os.getpid()))))
         self._beat()
-        self.store.wait([f"{key}/{rank}" for rank in self.others for key in ("place", "beat")])
-        for rank in self.others:
-            host, process, started = json.loads(self.store.get(f"place/{rank}"))
-            self.places[rank] = host, process, started
+        keys = [f"{key}/{rank}" for rank in self._watched for key in ("address", "beat")]
+        self._store.wait(keys) if seconds is None else self._store.wait(keys, timedelta(seconds=seconds))
+        for rank in self._watched:
+            self._addresses[rank] = _Address(*json.loads(self._store.get(f"address/{rank}")))
         self._thread.start()
 
+    def absent(self) -> list[int]:
+        """The watched ranks that have not started."""
+        return [rank for rank in self._watched if not self._store.check([f"beat/{rank}"])]
+
     def leave(self) -> None:
-        """This rank is done; nobody will miss it."""
+        """This rank has finished; the others do not wait for its beats any more."""
         with self._lock:
-            self.left = True
+            self._left = True
             self._beat()
 
     def stop(self) -> None:
-        self._ended.set()
+        """No more beats. Without `leave` before it, the others take this rank for lost."""
+        self._stopped.set()
 
-    def claim(self, sentence: str, code: int) -> bool:
-        """Whether this rank is the first to say why all end."""
+    def report(self, sentence: str, code: int) -> bool:
+        """Tells all ranks why they end; whether this rank is the first to do so."""
         with self._lock:
-            mine = json.dumps([sentence, code, self.rank])
-            with suppress(Exception):  # a store that is gone cannot tell others: then this rank speaks for itself
-                return bool(self.store.compare_set("fault", "", mine).decode() == mine)
+            message = json.dumps([sentence, code, self.rank])
+            with suppress(Exception):  # without a store no other rank can report: then this one does
+                return bool(self._store.compare_set("failure", "", message).decode() == message)
         return True
 
-    def verdict(self) -> Fault | None:
-        """What another rank has said, if any."""
+    def reported(self) -> Failure | None:
+        """What another rank has reported, if any."""
         with self._lock:
-            return self._fault()
+            return self._reported()
 
-    def conclude(self, broken: bool) -> None:
-        """Ends this process if another rank is at fault. broken: one must be, so there is time to find out which."""
-        self.pulse.broken = time.monotonic() if broken else 0.0
-        end = time.monotonic() + (self.patience + 10 * _BEAT if broken else 2 * _BEAT)
+    def await_failure(self, exchange_failed: bool) -> None:
+        """Looks for the failure of another rank, of which an error here may be an echo; exits, or sets `failure`.
+
+        exchange_failed: another rank must have failed, so there is time to find out which.
+        """
+        self._exchange_failed_at = time.monotonic() if exchange_failed else 0.0
+        end = time.monotonic() + (self.patience + 10 * _INTERVAL if exchange_failed else 2 * _INTERVAL)
         while True:
             self._look()
-            if time.monotonic() >= end:
+            if time.monotonic() >= end or self.failure is not None:
                 return
-            time.sleep(_BEAT / 5)
+            time.sleep(_INTERVAL / 5)
 
-    def follow(self, fault: Fault | None) -> None:
-        """Ends a moment after the rank that has claimed the fault: as soon as one has ended, torchrun ends all."""
-        time.sleep(2 * _BEAT)
-        self.quit(fault)
-
-    def quit(self, fault: Fault | None) -> None:
-        """Ends this process at once: its main thread may wait for ever in an exchange."""
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(fault.code if fault is not None else LOST)
+    def exit_after(self, failure: Failure | None) -> None:
+        """Exits a moment after the rank that has reported: as soon as one has ended, torchrun ends all."""
+        time.sleep(2 * _INTERVAL)
+        _exit(failure)
 
     def _run(self) -> None:
-        while not self._ended.wait(_BEAT):
+        while not self._stopped.wait(_INTERVAL):
             self._look()
 
     def _look(self) -> None:
+        """One beat, and a look at the others."""
         with self._lock:
             try:
                 self._beat()
-                fault = self._fault()
-                found = None if fault is not None or self.left else self._missing()
+                failure = self._reported()
+                lost = None if failure is not None or self._left or self.failure else self._lost_rank()
             except Exception:
-                if self._ended.is_set() or self.left:
+                if self._stopped.is_set() or self._left:
                     return
-                fault, found = None, self._without_store()
-        if fault is not None and not self.left:
-            self.follow(fault)
-        if found is not None:
-            rank, what = found
-            name = f"rank {rank}{self._place(rank)} " if rank >= 0 else ""
-            sentence = f"{name}{what}; all ranks end, and what was saved stays"
-            if self.claim(sentence, LOST):
-                sys.stderr.write(f"rank {self.rank}: {sentence}\n")
-            self._finish_off(rank)
-            self.quit(Fault(sentence, LOST))
+                failure, lost = None, self._lost_store()
+        if failure is not None and not self._left:
+            self.failure = failure
+            if self.exits:
+                self.exit_after(failure)
+        if lost is not None:
+            self._lose(*lost)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        address = self._addresses.get(rank, _Address())
+        where = f" (process {address.process} on {address.machine.split()[0]})" if address.machine else ""
+        sentence = f"rank {rank}{where} {reason}" if rank >= 0 else reason
+        sentence += "; all ranks end, and what was saved stays" if self.exits else ""
+        first = self.report(sentence, RANK_LOST)
+        if not self.exits:
+            self.failure = (None if first else self.reported()) or Failure(sentence, RANK_LOST)
+            return
+        if first:
+            sys.stderr.write(f"rank {self.rank}: {sentence}\n")
+        _kill(address)
+        _exit(Failure(sentence, RANK_LOST))
 
     def _beat(self) -> None:
-        self.beats += 1
-        state = "left" if self.left else "broken" if self.pulse.broken else "busy" if self.pulse.busy else "on"
-        self.store.set(f"beat/{self.rank}", f"{self.beats} {self.pulse.moves} {state}")
+        self._count += 1
+        state = "left" if self._left else "broken" if self._exchange_failed_at else "busy" if self.busy else "on"
+        self._store.set(f"beat/{self.rank}", f"{self._count} {self.progress} {state}")
 
-    def _fault(self) -> Fault | None:
-        if not self.store.check(["fault"]):
+    def _reported(self) -> Failure | None:
+        if not self._store.check(["failure"]):
             return None
-        sentence, code, rank = json.loads(self.store.get("fault"))
-        return None if rank == self.rank else Fault(sentence, code)
+        sentence, code, rank = json.loads(self._store.get("failure"))
+        return None if rank == self.rank else Failure(sentence, code)
 
-    def _missing(self) -> tuple[int, str] | None:
-        """The rank that is gone, if one is, and how that shows."""
-        gone = [rank for rank in self.others if not self._lives(rank)]  # asked first: a word of farewell comes before
+    def _lost_rank(self) -> tuple[int, str] | None:
+        """The rank that is lost, if one is, and how that shows."""
+        dead = [rank for rank, at in self._addresses.items() if not _lives(at)]  # first: a farewell comes before
         now = time.monotonic()
-        if now - self.looked > 4 * _BEAT:  # this one was stopped itself, or starved: it has missed signs of life
-            self.seen, self.moved = {}, {}
-        self.looked = now
-        for rank in self.others:
-            word = self.store.get(f"beat/{rank}").decode()
-            _, moves, state = word.split()
-            if self.seen.get(rank, ("", 0.0))[0] != word:
-                self.seen[rank] = word, now
-            if self.moved.get(rank, (-1, 0.0))[0] != int(moves) or state == "busy" or self.pulse.busy:
-                self.moved[rank] = int(moves), now
+        if now - self._looked_at > 4 * _INTERVAL:  # this process was stopped or starved, and has missed beats
+            self._beats, self._advances = {}, {}
+        self._looked_at = now
+        for rank in self._addresses:
+            beat = self._store.get(f"beat/{rank}").decode()
+            _, progress, state = beat.split()
+            if self._beats.get(rank, ("", 0.0))[0] != beat:
+                self._beats[rank] = beat, now
+            if self._advances.get(rank, (-1, 0.0))[0] != int(progress) or state == "busy" or self.busy:
+                self._advances[rank] = int(progress), now
             if state == "left":
                 continue
-            if rank in gone:
-                if self.store.check(["fault"]):  # it has told why
+            if rank in dead:
+                if self._store.check(["failure"]):  # it has reported why
                     return None
                 return rank, "was killed or died"
-            silent, still = now - self.seen[rank][1], now - self.moved[rank][1]
+            silent, still = now - self._beats[rank][1], now - self._advances[rank][1]
             if silent > self.patience:
-                return rank, f"has given no sign of life for {silent:.0f} s"
-            behind = int(moves) < self.pulse.moves and still > max(_STILL, 2 * self.patience)
-            unmoved = state == "on" and self.pulse.broken and now - self.pulse.broken > 8 * _BEAT
-            if behind or unmoved:
+                return rank, f"gave no sign of life for {silent:.0f} s"
+            behind = int(progress) < self.progress and still > max(_MAX_LAG, 2 * self.patience)
+            since = self._exchange_failed_at  # a rank that is on, but not in this exchange, has made it fail
+            absent = self.exits and state == "on" and since and now - since > 8 * _INTERVAL
+            if behind or absent:
                 return rank, f"has not moved for {still:.0f} s while others wait for it"
         return None
 
-    def _without_store(self) -> tuple[int, str]:
-        """Who is gone when the store is: a rank that has held it, or torchrun."""
+    def _lost_store(self) -> tuple[int, str]:
+        """Which rank is lost with the store: the one that served it, or torchrun."""
         for _ in range(10):  # a process takes a moment to die
-            for rank in self.others:
-                if not self._lives(rank):
+            for rank, address in self._addresses.items():
+                if not _lives(address):
                     return rank, "was killed or died"
-            time.sleep(_BEAT / 5)
+            time.sleep(_INTERVAL / 5)
         return -1, "the store in which the ranks meet is gone: torchrun has ended"
 
-    def _lives(self, rank: int) -> bool:
-        """Whether its process is there; of one on another machine only its silence tells."""
-        machine, process, started = self.places[rank]
-        return machine != _machine() or _started(process) == started
 
-    def _finish_off(self, rank: int) -> None:
-        """A rank of this machine that hangs would hang on: it is the same process that joined, so it is ours to end."""
-        machine, process, started = self.places.get(rank, ("", 0, 0))
-        if machine == _machine() and started and _started(process) == started:
-            with suppress(OSError):
-                os.kill(process, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has no SIGKILL
+def _exit(failure: Failure | None) -> None:
+    """Ends this process at once: its main thread may hang in an exchange."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(failure.code if failure is not None else RANK_LOST)
 
-    def _place(self, rank: int) -> str:
-        machine, process, _ = self.places.get(rank, ("", 0, 0))
-        return f" (process {process} on {machine.split()[0]})" if machine else ""
+
+def _lives(address: _Address) -> bool:
+    """Whether its process exists; of one on another machine only its silence tells."""
+    return address.machine != _machine() or _started(address.process) == address.started
+
+
+def _kill(address: _Address) -> None:
+    """Ends a rank of this machine that would hang on; it is the same process that joined."""
+    if address.machine == _machine() and address.started and _started(address.process) == address.started:
+        with suppress(OSError):
+            os.kill(address.process, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has no SIGKILL
 
 
 def _started(process: int) -> int:
-    """When a process started, in ticks of the machine; 0 for one that is gone or only waits to be buried."""
+    """When a process started, in ticks of the machine; 0 for one that is gone or a zombie."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         if os.path.isdir("/proc/self"):
             return 0
-        if sys.platform == "win32":  # where os.kill(process, 0) is Ctrl-C: only silence tells, and nobody is ended
+        if sys.platform == "win32":  # where os.kill(process, 0) is Ctrl-C: only silence tells, and no process is ended
             return 0
         with suppress(OSError):  # a system without /proc
             os.kill(process, 0)
@@ -223,15 +259,3 @@ def _machine() -> str:
     with suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
-
-
-def patience() -> float:
-    """Seconds for which a rank may be silent."""
-    given = os.environ.get("NEARKIN_RANK_TIMEOUT", "20")
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = -1.0
-    if not 2 <= seconds <= 3600:
-        raise ValueError(f"NEARKIN_RANK_TIMEOUT must be a number of seconds from 2 to 3600, got {given!r}")
-    return seconds

@@ -1,6 +1,6 @@
-"""How an encoder is trained by several ranks: replicated and averaged (DDP), or each rank with a part of it (FSDP).
+"""How several ranks train one encoder: replicated, with gradients averaged (DDP), or sharded (FSDP).
 
-Gradients are averaged over ranks by both. The loss multiplies a rank's own rows by the number of ranks
+Both average gradients over ranks. The loss multiplies the gradient of a rank's own rows by the number of ranks
 (`dist.GlobalBatch`), so the average is the gradient of one process with the whole batch.
 """
 
@@ -16,45 +16,50 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nearkin.dist import collectives
+from nearkin.dist.group import ProcessGroup
 
-__all__ = ["Parallel", "Scaler", "average_norms", "clip", "global_norm", "local", "shard"]
+__all__ = ["Parallel", "Scaler", "average_norms", "clip", "global_norm", "shard"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 class Parallel:
-    """The encoder as a step calls it: alone itself, else under DistributedDataParallel, or sharded already.
+    """The encoder as a step calls it: itself in a group of one, else under DistributedDataParallel, or sharded.
 
-    Which weights learn may change between epochs (`schedule.frozen_epochs`): `refresh` then wraps it anew, for DDP
-    only looks after those that learned when it was made.
+    Which weights are trainable may change between epochs (`schedule.frozen_epochs`): `refresh` then wraps the encoder
+    again, because DDP only synchronises those that were trainable when it was made.
     """
 
-    def __init__(self, encoder: nn.Module, strategy: str, unused: bool) -> None:
-        self.encoder, self.strategy, self.unused = encoder, strategy, unused
+    def __init__(self, encoder: nn.Module, strategy: str, group: ProcessGroup, unused: bool) -> None:
+        self.encoder, self.strategy, self.group, self.unused = encoder, strategy, group, unused
         self.wrapped: Any = encoder
-        self._learning: object = None
+        self._trainable: object = None
 
     def refresh(self) -> None:
-        learning = tuple(p.requires_grad for p in self.encoder.parameters())
-        if collectives.size() == 1 or self.strategy != "ddp" or learning == self._learning:
+        trainable = tuple(p.requires_grad for p in self.encoder.parameters())
+        if self.group.size == 1 or self.strategy != "ddp" or trainable == self._trainable:
             return
-        self._learning, self.wrapped = learning, self.encoder
-        if any(learning):
-            known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-            buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-            more: dict[str, Any] = {buffers: False}  # `average_norms` keeps them equal
+        self._trainable, self.wrapped = trainable, self.encoder
+        if any(trainable):
+            supported = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+            buffers = "forward_sync_buffers" if "forward_sync_buffers" in supported else "broadcast_buffers"
+            options: dict[str, Any] = {buffers: False}  # `average_norms` keeps them equal
             self.wrapped = nn.parallel.DistributedDataParallel(
-                self.encoder, gradient_as_bucket_view=True, find_unused_parameters=self.unused, **more
+                self.encoder, gradient_as_bucket_view=True, find_unused_parameters=self.unused, **options
             )
 
-    def __call__(self, seen: Tensor) -> Tensor:
-        result: Tensor = self.wrapped(seen)
+    def __call__(self, batch: Tensor) -> Tensor:
+        result: Tensor = self.wrapped(batch)
         return result
 
+    def all_finite(self, parameters: list[Tensor]) -> bool:
+        """Whether this rank's parts of the parameters are finite. Waits for the device."""
+        return bool(torch.stack([_local(p.detach()).isfinite().all() for p in parameters]).all())
+
     @contextmanager
-    def apart(self, last: bool) -> Iterator[None]:
-        """Gradients of all but the last of several backward passes stay on the rank, to be averaged once."""
-        if self.strategy == "fsdp" and collectives.size() > 1:
+    def sync_gradients(self, last: bool) -> Iterator[None]:
+        """Averages gradients over ranks in the last of several backward passes only."""
+        if self.strategy == "fsdp" and self.group.size > 1:
             self.wrapped.set_requires_gradient_sync(last)
             yield
             return
@@ -64,9 +69,9 @@ class Parallel:
 
 
 def shard(encoder: Module, device: torch.device) -> Module:
-    """Spreads the weights over the ranks, each block of layers by itself, so that one is whole at a time.
+    """Shards the weights over the ranks, each block of layers by itself, so that one is complete at a time.
 
-    Returns a plain copy, which is filled with whole weights to be measured and kept.
+    Returns an unsharded copy, to be filled with complete weights for evaluation and saving.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -74,16 +79,16 @@ def shard(encoder: Module, device: torch.device) -> Module:
         from torch.distributed.fsdp import fully_shard
     except ImportError:
         raise ValueError(f"training.strategy=fsdp needs torch 2.6 or newer, got {torch.__version__}") from None
-    whole = copy.deepcopy(encoder).requires_grad_(False)
+    plain = copy.deepcopy(encoder).requires_grad_(False)
     mesh = init_device_mesh(device.type, (collectives.size(),))
     for block in list(_blocks(encoder)):
         fully_shard(block, mesh=mesh)
     fully_shard(encoder, mesh=mesh)
-    return whole
+    return plain
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of every outermost row of layers: what a forward pass goes through one after the other."""
+    """The layers of every outermost sequence: what a forward pass goes through one after the other."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1:
             yield from (block for block in child if any(True for _ in block.parameters()))
@@ -91,25 +96,25 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: a view of its own rows, or all."""
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: a view of its own rows, or all."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _spread(parameter: Tensor) -> bool:
+def _is_sharded(parameter: Tensor) -> bool:
     """Whether each rank holds its own rows of it."""
     return hasattr(parameter, "to_local") or bool(getattr(parameter, "sharded", False))
 
 
 @torch.no_grad()
 def global_norm(parameters: list[Tensor]) -> Tensor:
-    """The norm of the gradient of all parameters together, those that are spread over ranks included."""
-    whole = [local(p.grad) for p in parameters if p.grad is not None and not _spread(p)]
-    spread = [local(p.grad) for p in parameters if p.grad is not None and _spread(p)]
-    norm = nn.utils.get_total_norm(whole)
-    if not any(_spread(p) for p in parameters):
+    """The norm of the gradient of all parameters together, sharded ones included."""
+    replicated = [_local(p.grad) for p in parameters if p.grad is not None and not _is_sharded(p)]
+    sharded = [_local(p.grad) for p in parameters if p.grad is not None and _is_sharded(p)]
+    norm = nn.utils.get_total_norm(replicated)
+    if not any(_is_sharded(p) for p in parameters):
         return norm
-    squares = nn.utils.get_total_norm(spread).square() if spread else torch.zeros_like(norm)
+    squares = nn.utils.get_total_norm(sharded).square() if sharded else torch.zeros_like(norm)
     return (norm.to(squares).square() + collectives.total(squares)).sqrt()
 
 
@@ -119,19 +124,19 @@ def clip(parameters: list[Tensor], most: float, norm: Tensor) -> None:
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = local(parameter.grad)
+            gradient = _local(parameter.grad)
             gradient.mul_(factor.to(gradient))
 
 
 @torch.no_grad()
 def average_norms(encoder: nn.Module) -> None:
-    """Running statistics of batch norm become their mean over ranks: each has seen its own part of the batch."""
+    """Averages the running statistics of batch norm over ranks: each has seen its own part of the batch."""
     norms = [part for part in encoder.modules() if isinstance(part, _BatchNorm) and part.training]
-    held = [b for part in norms for b in (part.running_mean, part.running_var) if b is not None]
-    if not held or collectives.size() == 1:
+    buffers = [b for part in norms for b in (part.running_mean, part.running_var) if b is not None]
+    if not buffers or collectives.size() == 1:
         return
-    flat = collectives.total(torch.cat([b.flatten() for b in held])) / collectives.size()
-    for buffer, mean in zip(held, torch.split(flat, [b.numel() for b in held]), strict=True):
+    flat = collectives.total(torch.cat([b.flatten() for b in buffers])) / collectives.size()
+    for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))
 
 
@@ -142,6 +147,6 @@ class Scaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         super().unscale_(optimizer)
-        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        for flag in found.values():
+        flags = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for flag in flags.values():
             dist.all_reduce(flag, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Batch norm over the batches of all ranks, as one process with the whole batch would normalise it."""
+"""Batch norm with the statistics of all ranks' rows, as one process with the whole batch would have them."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ __all__ = ["SyncedNorm", "sync"]
 
 
 def sync(module: nn.Module, device: torch.device) -> nn.Module:
-    """Every batch norm replaced by one over all ranks: torch's own on a GPU, which refuses CPU tensors, else ours."""
+    """Replaces every batch norm by one over all ranks: torch's own on a GPU, which refuses CPU tensors, else ours."""
     if device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         return converted
@@ -28,16 +28,16 @@ def sync(module: nn.Module, device: torch.device) -> nn.Module:
 class SyncedNorm(_BatchNorm):
     """A `BatchNorm` of any dimension whose statistics in training are those of all ranks' rows together.
 
-    Ranks may hold different numbers of rows, also none. Two exchanges a step: of the sums, and of their gradients.
+    Ranks may hold different numbers of rows, also none. Two exchanges per step: of the sums, and of their gradients.
     """
 
     @classmethod
     def of(cls, norm: _BatchNorm) -> "SyncedNorm":
-        made = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        made.weight, made.bias = norm.weight, norm.bias
-        made.running_mean, made.running_var = norm.running_mean, norm.running_var
-        made.num_batches_tracked = norm.num_batches_tracked
-        return made.train(norm.training)
+        synced = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        synced.weight, synced.bias = norm.weight, norm.bias
+        synced.running_mean, synced.running_var = norm.running_mean, norm.running_var
+        synced.num_batches_tracked = norm.num_batches_tracked
+        return synced.train(norm.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -63,13 +63,13 @@ class SyncedNorm(_BatchNorm):
         self.num_batches_tracked.add_(1)
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1).clamp(min=1))
-        for kept, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-            if kept is not None:
-                kept.lerp_(new.to(kept), share)
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            if running is not None:
+                running.lerp_(new.to(running), share)
 
 
 class _Normalize(HandGradient):
-    """(x - mean) / sqrt(variance + eps) of (C, n), both over the columns of all ranks; also what it has used."""
+    """(x - mean) / sqrt(variance + eps) of (C, n), both over the columns of all ranks; also returns mean, variance and count."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -78,7 +78,7 @@ class _Normalize(HandGradient):
         total = sums[-1].clamp(min=1)
         mean = sums[:-1] / total
         centred = x - mean[:, None]
-        variance = collectives.total(centred.square().sum(1)) / total  # of what is centred: no digits are lost
+        variance = collectives.total(centred.square().sum(1)) / total  # of centred values: no digits are lost
         scale = (variance + eps).rsqrt()
         normal = centred * scale[:, None]
         ctx.save_for_backward(normal, scale, total)

@@ -144,7 +144,7 @@ def sample(
     fair = known & (labels.long() == ids)  # an id out of range, where values are not read, must stay out of it
     own = shard or Shard(0, classes, classes)
     seed = torch.randint(WORD, (), device=weight.device)
-    turn = _turns(collectives.share(seed, shard.group) if shard else seed, own)
+    turn = _turns(collectives.broadcast(seed, shard.group) if shard else seed, own)
     here = fair & (ids >= own.first) & (ids < own.last)
     turn = turn.scatter_reduce(0, torch.where(here, ids - own.first, 0), torch.where(here, WORD, 0), "amax")
     if shard is None:

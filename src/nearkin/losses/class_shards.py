@@ -157,7 +157,7 @@ def gather(
     except (TypeError, ValueError) as error:
         fault = str(error)
     tensors = {"embeddings": embeddings, "labels": labels} if fault is None else {"embeddings": None, "labels": None}
-    counts = collectives.meet(shard.group, fault, **tensors)
+    counts = collectives.row_counts(shard.group, fault, **tensors)
     labels = collectives.gather(labels, shard.group, counts["labels"])
     embeddings = collectives.gather_partial(embeddings, shard.group, counts["embeddings"], averaged=shard.averaged)
     return embeddings, labels, shard

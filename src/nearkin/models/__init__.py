@@ -1,4 +1,4 @@
-"""Encoders: a backbone by name, pooling, projection, length 1; saved as safetensors and JSON, exported as ONNX."""
+"""Encoders: a backbone by name, pooling, projection, unit length; saved as safetensors and JSON, exported as ONNX."""
 
 from nearkin.models.encoder import Encoder
 from nearkin.models.factory import Known, build, encoders

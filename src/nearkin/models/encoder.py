@@ -1,5 +1,6 @@
-"""The encoder: input prepared, backbone, pooling, projection, length 1."""
+"""The encoder: normalized input, backbone, pooling, projection, unit length; and a module of the user's own as one."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +11,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from nearkin.core import checks, distances
 from nearkin.models.pooling import Pooling
 
-__all__ = ["Encoder", "Head"]
+__all__ = ["PREFIX", "Encoder", "Head", "OwnEncoder"]
+
+PREFIX = "own:"  # before the class name, where a recipe names an encoder, a loss or a source of the user's own
 
 
 class Head(nn.Module):
-    """Pooling, LayerNorm, projection, length 1: what stands behind a backbone of `width` features.
+    """Pooling, LayerNorm, projection, unit length: the layers after a backbone of `width` features.
 
-    layer_norm: on the pooled features, before the projection, as public normalised-softmax code has it; True with
-    learned scale and shift, "plain" without. dim None or 0: no projection. Gives float32 (float64 from float64).
+    layer_norm: on the pooled features, before the projection, as in public normalised-softmax code; True with
+    learned scale and shift, "plain" without. dim None or 0: no projection. Returns float32 (float64 from float64).
     """
 
     def __init__(self, width: int, pooling: Pooling, dim: int | None, layer_norm: bool | str, normalize: bool) -> None:
@@ -29,7 +32,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.pooling(x)
         if isinstance(self.norm, nn.LayerNorm) and self.norm.weight is not None:
-            x = x.to(self.norm.weight.dtype)  # pooling gave float32, and the model may be in half precision
+            x = x.to(self.norm.weight.dtype)  # pooling returns float32, and the model may be in half precision
         x = self.norm(x)
         if isinstance(self.projection, nn.Linear):
             x = self.projection(x.to(self.projection.weight.dtype))
@@ -39,11 +42,11 @@ class Head(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Pictures (B, channels, size, size) with values in [0, 1], or vectors (B, features) → embeddings (B, dim).
+    """Images (B, channels, size, size) with values in [0, 1], or vectors (B, features) → embeddings (B, dim).
 
-    `models.build` makes one. Mean and deviation of the input live inside. `backbone` and `head` together hold every
+    `models.build` makes one. Mean and deviation of the input are buffers. `backbone` and `head` together hold every
     parameter once, so that each can have its own learning rate. `settings` are the arguments with which `build` makes
-    the same architecture; `pretrained` says whether its weights began with those of another task.
+    the same architecture; `pretrained`: whether training started from weights of another task.
     """
 
     mean: Tensor
@@ -79,13 +82,13 @@ class Encoder(nn.Module):
         return result
 
     def features(self, x: Tensor) -> Tensor:
-        """What the backbone says before the head has learned anything: pooled, (B, width), not normalised."""
+        """Pooled features of the backbone, (B, width), not normalised, without the head."""
         result: Tensor = self.head.pooling(self._map(x))
         return result
 
     def _map(self, x: Tensor) -> Tensor:
         self._check(x)
-        # A grey picture meets a mean of three colours: broadcasting makes it a colour picture of three equal channels.
+        # The mean of three channels broadcasts over a grey image and makes it an image of three equal channels.
         x = (x.to(self.mean.dtype) - self.mean) / self.std
         result: Tensor = self.backbone(x)
         return result
@@ -94,20 +97,20 @@ class Encoder(nn.Module):
         if not isinstance(x, Tensor):
             raise TypeError(f"input must be a torch tensor, got {type(x).__name__}")
         if not x.is_floating_point():
-            raise TypeError(f"input must be floating point, pictures in [0, 1], got {x.dtype}")
+            raise TypeError(f"input must be floating point, images in [0, 1], got {x.dtype}")
         if x.dim() != 1 + len(self.shape) or tuple(x.shape[1:]) != self.shape:
-            wanted = ", ".join(map(str, self.shape))
-            raise ValueError(f"input must have shape (rows, {wanted}), got {tuple(x.shape)}")
+            expected = ", ".join(map(str, self.shape))
+            raise ValueError(f"input must have shape (rows, {expected}), got {tuple(x.shape)}")
 
     @torch.no_grad()
     def standardize(self, x: Tensor) -> "Encoder":
-        """Takes mean and deviation of each feature, or of each channel, from these inputs; a constant one is only
-        centred. Meant for the training items, before training."""
+        """Takes mean and deviation of each feature or channel from these inputs, the training items; constant ones are
+        only centred. Call it before training."""
         self._check(x)
         if len(x) == 0:
             raise ValueError("input must have at least one row, got none")
         if self.mean.shape[0] != self.shape[0]:
-            raise ValueError("standardize is for encoders that begin with no weights of others, whose mean is given")
+            raise ValueError("standardize is for encoders without pretrained weights, which bring their own mean")
         rows = x.to(distances.wide(x)).movedim(1, -1).flatten(0, -2)  # (items or pixels, features or channels)
         checks.finite("input", rows)
         mean, std = rows.mean(0), rows.std(0, correction=0)
@@ -117,13 +120,13 @@ class Encoder(nn.Module):
         return self
 
     def freeze_backbone(self, frozen: bool = True) -> "Encoder":
-        """The backbone neither learns nor moves its statistics nor drops anything, until it is let go."""
+        """Freezes or unfreezes the backbone: no gradient, no update of statistics, no dropout."""
         self.backbone_frozen = frozen
         self.backbone.requires_grad_(not frozen)
         return self.train(self.training)
 
     def freeze_norms(self, frozen: bool = True) -> "Encoder":
-        """BatchNorm uses its stored statistics and leaves them, also in training; its scale and shift still learn."""
+        """BatchNorm uses its stored statistics and does not update them, also in training; scale and shift learn."""
         self.norms_frozen = frozen
         return self.train(self.training)
 
@@ -136,3 +139,46 @@ class Encoder(nn.Module):
                 if isinstance(module, _BatchNorm):
                     module.eval()
         return self
+
+
+class OwnEncoder(Encoder):
+    """Wraps a module of the user's own (B, …) → (B, D), whose output is the embedding; `initial`: its first weights."""
+
+    def __init__(self, module: nn.Module, example: Tensor) -> None:
+        name = f"{PREFIX}{type(module).__name__}"
+        dim = _width(module, example, type(module).__name__)
+        settings = {"name": name, "dim": dim, "normalize": False}
+        head = Head(dim, Pooling(), None, False, False)
+        super().__init__(module, head, shape=(), mean=[], std=[], settings=settings)
+        self.initial = {key: value.detach().clone().cpu() for key, value in module.state_dict().items()}
+
+    def _map(self, x: Tensor) -> Tensor:
+        result: Tensor = self.backbone(x)
+        return result
+
+    def standardize(self, x: Tensor) -> "Encoder":
+        """Does nothing: the module takes items as they are."""
+        return self
+
+    def untrained(self) -> "OwnEncoder":
+        """A copy with the initial weights."""
+        encoder = copy.deepcopy(self)
+        encoder.backbone.load_state_dict(self.initial)
+        return encoder
+
+
+def _width(module: nn.Module, example: Tensor, name: str) -> int:
+    """Dimensions of an embedding, by one forward pass without side effects."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            rows = module(example.to(device))
+    finally:
+        module.train(was_training)
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != len(example) or not rows.is_floating_point():
+        got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        expected = f"({len(example)}, dimensions)"
+        raise ValueError(f"encoder {name} must give floats of shape {expected} for {len(example)} items, got {got}")
+    return int(rows.shape[1])

@@ -1,6 +1,6 @@
-"""Backbones of other houses: `timm:NAME` (extra `vision`) and `hf:NAME` (extra `hf`, a local folder or the hub).
+"""Backbones of other libraries: `timm:NAME` (extra `vision`) and `hf:NAME` (extra `hf`, a local folder or the hub).
 
-Nothing here downloads unless pretrained weights are asked for: a saved encoder carries what its architecture needs.
+Nothing is downloaded unless pretrained weights are requested: a saved encoder contains what its architecture needs.
 """
 
 import difflib
@@ -17,40 +17,42 @@ from torch import Tensor, nn
 
 from nearkin.core import checks
 
-__all__ = ["Outside", "feature_width", "from_hf", "from_timm"]
+__all__ = ["ExternalBackbone", "feature_width", "from_hf", "from_timm"]
 
-# What most networks trained on ImageNet were given; used where a model says nothing.
+# Of most networks trained on ImageNet; used where a model names none.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class Outside(NamedTuple):
-    """A backbone, and what its pictures must look like."""
+class ExternalBackbone(NamedTuple):
+    """A backbone, and the size, mean and deviation of its input."""
 
     backbone: nn.Module  # (B, 3, size, size) → a map (B, C, H, W), tokens (B, T, C) or vectors (B, C)
     size: int
     mean: Sequence[float]
     std: Sequence[float]
-    config: dict[str, Any]  # JSON: what builds the same architecture without any download
+    config: dict[str, Any]  # JSON that builds the same architecture without a download
 
 
 class _Timm(nn.Module):
-    """Channels to the front where a model keeps them last; tokens that are no patch left out of the pooling."""
+    """Moves channels to the front where a model has them last; leaves tokens that are no patch out of the pooling."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.prefix = int(getattr(model, "num_prefix_tokens", 0))
-        self.last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+        self.channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.model(x)
         if y.dim() == 3:
             return y[:, self.prefix :]
-        return y.permute(0, 3, 1, 2) if y.dim() == 4 and self.last else y
+        return y.permute(0, 3, 1, 2) if y.dim() == 4 and self.channels_last else y
 
 
-def from_timm(name: str, *, pretrained: bool, size: int | None, own: bool, config: dict[str, Any] | None) -> Outside:
-    """`timm.create_model(NAME)` without its classifier; with `own`, pooled as the model itself pools."""
+def from_timm(
+    name: str, *, pretrained: bool, size: int | None, own_pooling: bool, config: dict[str, Any] | None
+) -> ExternalBackbone:
+    """`timm.create_model(NAME)` without its classifier; own_pooling: pooled as the model itself pools."""
     try:
         timm = import_module("timm")
     except ImportError as error:
@@ -64,34 +66,34 @@ def from_timm(name: str, *, pretrained: bool, size: int | None, own: bool, confi
     known = config or _timm_config(timm.get_pretrained_cfg(name))
     side = int(size or known["size"])
     arguments: dict[str, Any] = {"num_classes": 0, "pretrained": pretrained}
-    if not own:
+    if not own_pooling:
         arguments["global_pool"] = ""
     if known["fixed"] and side != known["size"]:
         arguments["img_size"] = side
     try:
         model = timm.create_model(name, **arguments)
-    except Exception as error:  # whatever the download or the model objects to
+    except Exception as error:  # any error of the download or the model
         raise ValueError(f"timm:{name} could not be made{_offline(pretrained)}: {_first_line(error)}") from None
-    return Outside(_Timm(model), side, known["mean"], known["std"], known)
+    return ExternalBackbone(_Timm(model), side, known["mean"], known["std"], known)
 
 
-def _timm_config(found: Any) -> dict[str, Any]:
+def _timm_config(config: Any) -> dict[str, Any]:
     """What timm knows of a model's input, as JSON."""
-    size = getattr(found, "input_size", None) or (3, 224, 224)
+    size = getattr(config, "input_size", None) or (3, 224, 224)
     return {
         "size": int(size[-1]),
-        "fixed": bool(getattr(found, "fixed_input_size", False)),
-        "mean": [float(v) for v in getattr(found, "mean", None) or IMAGENET_MEAN],
-        "std": [float(v) for v in getattr(found, "std", None) or IMAGENET_STD],
+        "fixed": bool(getattr(config, "fixed_input_size", False)),
+        "mean": [float(v) for v in getattr(config, "mean", None) or IMAGENET_MEAN],
+        "std": [float(v) for v in getattr(config, "std", None) or IMAGENET_STD],
     }
 
 
 class _Hf(nn.Module):
     """The last hidden state without the tokens that are no patch, or the model's own pooled vector."""
 
-    def __init__(self, model: nn.Module, size: int, own: bool) -> None:
+    def __init__(self, model: nn.Module, size: int, own_pooling: bool) -> None:
         super().__init__()
-        self.model, self.own = model, own
+        self.model, self.own_pooling = model, own_pooling
         config: Any = model.config
         patch = getattr(config, "patch_size", None)
         self.patches = (size // patch) ** 2 if isinstance(patch, int) else 0
@@ -100,12 +102,12 @@ class _Hf(nn.Module):
         self.extra = {"interpolate_pos_encoding": True} if accepts and trained_at != size else {}
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.model(pixel_values=x, **self.extra)
-        state: Tensor = found.last_hidden_state
-        if not self.own:
+        output = self.model(pixel_values=x, **self.extra)
+        state: Tensor = output.last_hidden_state
+        if not self.own_pooling:
             first = max(state.shape[1] - self.patches, 0) if state.dim() == 3 and self.patches else 0
             return state[:, first:] if state.dim() == 3 else state
-        pooled: Tensor | None = getattr(found, "pooler_output", None)
+        pooled: Tensor | None = getattr(output, "pooler_output", None)
         if pooled is None:
             raise ValueError("the model has no pooled output of its own; pooling may be avg, max, gem, avg+max")
         return pooled.flatten(1)
@@ -116,11 +118,11 @@ def from_hf(
     *,
     pretrained: bool,
     size: int | None,
-    own: bool,
+    own_pooling: bool,
     config: dict[str, Any] | None,
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
-) -> Outside:
+) -> ExternalBackbone:
     """A vision model of transformers; weights are read from safetensors only, and no code of the hub is run."""
     if (mean is None) != (std is None):
         raise ValueError("mean and std must be given together, got one of them")
@@ -141,18 +143,20 @@ def from_hf(
             model = transformers.AutoModel.from_pretrained(name, config=plan, use_safetensors=True, dtype=torch.float32)
         else:
             model = transformers.AutoModel.from_config(plan, dtype=torch.float32)
-    except Exception as error:  # no such folder, no network, damaged files: transformers raises many kinds
-        where = "is neither a folder here nor to be had from the hub" if not Path(name).is_dir() else "cannot be read"
+    except Exception as error:  # no such folder, no network, corrupt files: transformers raises many kinds
+        where = "is neither a local folder nor available from the hub" if not Path(name).is_dir() else "cannot be read"
         raise ValueError(f"hf:{name} {where}: {_first_line(error)}") from None
-    model = getattr(model, "vision_model", model)  # of a model of pictures and text, the half that sees
+    model = getattr(model, "vision_model", model)  # of a model of images and text, the image half
     side = size or _side(model.config)
     if side is None:
         raise ValueError(f"size must be given for hf:{name}, whose configuration names none")
     pooler = getattr(model, "pooler", None)
-    if not own and isinstance(pooler, nn.Module) and next(pooler.parameters(), None) is not None:
+    if not own_pooling and isinstance(pooler, nn.Module) and next(pooler.parameters(), None) is not None:
         model.pooler = None  # it would never be trained
     mean, std = (mean, std) if mean is not None and std is not None else _hf_preparation(name)
-    return Outside(_Hf(model, side, own), side, mean, std, json.loads(plan.to_json_string(use_diff=False)))
+    return ExternalBackbone(
+        _Hf(model, side, own_pooling), side, mean, std, json.loads(plan.to_json_string(use_diff=False))
+    )
 
 
 def _side(config: Any) -> int | None:
@@ -163,14 +167,14 @@ def _side(config: Any) -> int | None:
 
 
 def _hf_preparation(name: str) -> tuple[Sequence[float], Sequence[float]]:
-    """Mean and deviation from preprocessor_config.json, which stands beside the weights."""
+    """Mean and deviation from preprocessor_config.json beside the weights."""
     try:
         path = import_module("transformers.utils").cached_file(name, "preprocessor_config.json")
-        found = json.loads(Path(path).read_text("utf-8"))
-        return [float(v) for v in found["image_mean"]], [float(v) for v in found["image_std"]]
+        config = json.loads(Path(path).read_text("utf-8"))
+        return [float(v) for v in config["image_mean"]], [float(v) for v in config["image_std"]]
     except (OSError, ValueError, KeyError, TypeError):
         warnings.warn(
-            f"hf:{name} does not say which mean and std its pictures need; ImageNet's are used, or give mean= and std=",
+            f"hf:{name} does not name the mean and std of its images; ImageNet's are used, or give mean= and std=",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -178,7 +182,7 @@ def _hf_preparation(name: str) -> tuple[Sequence[float], Sequence[float]]:
 
 
 def _offline(pretrained: bool) -> str:
-    return " (its weights come from the network; pretrained=False starts without)" if pretrained else ""
+    return " (its weights are downloaded; pretrained=False starts without)" if pretrained else ""
 
 
 def _first_line(error: Exception) -> str:
@@ -187,12 +191,12 @@ def _first_line(error: Exception) -> str:
 
 
 def feature_width(backbone: nn.Module, name: str, size: int, pool: nn.Module) -> int:
-    """How many features come out for a picture of this size: found by one pass."""
+    """Number of features for an image of this size, by one forward pass."""
     backbone.eval()
     try:
         with torch.no_grad():
             width = int(pool(backbone(torch.zeros(1, 3, size, size))).shape[1])
-    except Exception as error:  # a model says in its own way that it cannot
-        raise ValueError(f"{name} does not take pictures of {size} x {size}: {_first_line(error)}") from None
+    except Exception as error:  # models raise many kinds
+        raise ValueError(f"{name} does not take images of {size} x {size}: {_first_line(error)}") from None
     backbone.train()
     return width

@@ -1,4 +1,4 @@
-"""Encoders by name: what there is, and how one is made."""
+"""Encoders by name: the list of known ones, and `build`."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,21 +19,21 @@ __all__ = ["Known", "build", "encoders", "shapes"]
 
 
 class Known(NamedTuple):
-    """A line of `encoders()`: parameters are the encoder's own, with their defaults."""
+    """An entry of `encoders()`: name, one line of description, parameters with their defaults."""
 
     name: str
     line: str
     parameters: dict[str, Any]
 
 
-LARGEST = 4096  # side of a picture, as recipes have it
+LARGEST = 4096  # side of an image, as in recipes
 _HEAD: dict[str, Any] = {"dim": 128, "layer_norm": False, "normalize": True}
 _KNOWN = {
     known.name: known
     for known in (
         Known(
             "small-cnn",
-            f"for pictures of {small_cnn.SMALLEST} to {small_cnn.LARGEST} px, grey or colour; fast on a CPU",
+            f"for images of {small_cnn.SMALLEST} to {small_cnn.LARGEST} px, grey or colour; fast on a CPU",
             {**_HEAD, "pooling": "avg", "channels": 3, "size": 64, "width": small_cnn.WIDTH, "grid": small_cnn.GRID},
         ),
         Known("mlp", "layers for vectors", {**_HEAD, "features": None, "hidden": (512,), "dropout": 0.0}),
@@ -75,47 +75,47 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> Encoder:
-    """The encoder of that name, on the CPU and in training mode.
+    """Builds the encoder of that name, on the CPU and in training mode.
 
     None stands for the encoder's own default. dim None or 0: no projection. pooling: avg, max, gem, avg+max; for timm
     and hf also own, the model's own. layer_norm: False, True, or "plain" without learned scale and shift. pretrained:
-    begin with weights of another task where the encoder has any. What is random at the start depends on `seed` alone,
-    and no other generator notices. `encoders()` lists the options of each; an option that an encoder does not have is
-    an error.
+    start from weights of another task where the encoder has any. Random initial weights depend on `seed` alone, and no
+    other generator is affected. `encoders()` lists the options of each; an option that an encoder does not have is an
+    error.
     """
-    given = {"pooling": pooling, "channels": channels, "size": size, "features": features} | options
-    return _build("cpu", name, dim, layer_norm, normalize, pretrained, seed, **given)
+    options |= {"pooling": pooling, "channels": channels, "size": size, "features": features}
+    return _build("cpu", name, dim, layer_norm, normalize, pretrained, seed, **options)
 
 
 def shapes(settings: Mapping[str, Any], tensors: int) -> dict[str, torch.Size] | None:
-    """The names and shapes of what `build(**settings, pretrained=False)` holds, without any memory for it.
+    """Names and shapes of the tensors of `build(**settings, pretrained=False)`, without memory for them.
 
-    A ValueError where it makes far more tensors than the number that is expected. None where that cannot be told: some
-    models of others cannot be made without memory.
+    Raises ValueError if it makes far more tensors than expected. None if unknown: some external models cannot be built
+    without memory.
     """
-    wanted = {"dim": 128, "layer_norm": False, "normalize": True, "seed": 0, **settings, "pretrained": False}
-    count = _Count(20 * tensors + 1_000)  # other houses make parts that are thrown away, as the half that reads text
+    arguments = {"dim": 128, "layer_norm": False, "normalize": True, "seed": 0, **settings, "pretrained": False}
+    limit = _TensorLimit(20 * tensors + 1_000)  # external models build parts that are dropped, as the text half
     try:
-        with count:
-            planned = _build("meta", **wanted)
+        with limit:
+            planned = _build("meta", **arguments)
     except (ValueError, RuntimeError) as error:
-        if count.exceeded:
-            raise ValueError(f"it has more than {count.most} tensors, {tensors} are stored") from None
+        if limit.exceeded:
+            raise ValueError(f"it has more than {limit.most} tensors, {tensors} are stored") from None
         if ":" not in str(settings["name"]):
             raise ValueError(str(error)) from None
         return None
     return {name: tensor.shape for name, tensor in planned.state_dict().items()}
 
 
-class _Count:
-    """Ends the making of modules in this thread when they have registered more than so many tensors."""
+class _TensorLimit:
+    """Stops the building of modules in this thread when they have registered more than `most` tensors."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.seen, self.thread = most, 0, threading.get_ident()
+        self.most, self.count, self.thread = most, 0, threading.get_ident()
 
     @property
     def exceeded(self) -> bool:
-        return self.seen > self.most
+        return self.count > self.most
 
     def __enter__(self) -> None:
         self._hooks = [
@@ -130,7 +130,7 @@ class _Count:
     def _count(self, *_: object) -> None:
         if threading.get_ident() != self.thread:
             return
-        self.seen += 1
+        self.count += 1
         if self.exceeded:
             raise ValueError(f"more than {self.most} tensors")
 
@@ -143,18 +143,24 @@ def _build(
     normalize: bool,
     pretrained: bool,
     seed: int,
-    **given: Any,
+    **options: Any,
 ) -> Encoder:
     known = _known(name)
     _check(dim, layer_norm, normalize, pretrained, seed)
     own_default = ("pooling", "channels", "size", "features")
-    given = {key: value for key, value in given.items() if value is not None or key not in own_default}
-    own = known.parameters | ({"config": None} if known.name.endswith(":NAME") else {})  # config: only in settings
-    for key in given:
-        if key not in own:
+    options = {key: value for key, value in options.items() if value is not None or key not in own_default}
+    defaults = known.parameters | ({"config": None} if known.name.endswith(":NAME") else {})  # config: only in settings
+    for key in options:
+        if key not in defaults:
             raise ValueError(f'{known.name} has no setting "{key}"; it has: {", ".join(known.parameters)}, seed')
-    chosen = {key: value for key, value in (own | given).items() if key not in (*_HEAD, "pretrained")}
-    make = {"small-cnn": _small_cnn, "mlp": _mlp, "efficientnet-lite0": _lite, "timm:NAME": _timm, "hf:NAME": _hf}
+    chosen = {key: value for key, value in (defaults | options).items() if key not in (*_HEAD, "pretrained")}
+    make = {
+        "small-cnn": _small_cnn,
+        "mlp": _mlp,
+        "efficientnet-lite0": _lite,
+        "timm:NAME": _external,
+        "hf:NAME": _external,
+    }
     with _own_generator(seed, device):
         body = make[known.name](name, pretrained, chosen)
         width = body.width or external.feature_width(body.backbone, name, body.shape[-1], body.pooling)
@@ -172,7 +178,7 @@ def _build(
 
 
 def _check(dim: object, layer_norm: object, normalize: object, pretrained: object, seed: object) -> None:
-    """What every encoder has."""
+    """Arguments that every encoder has."""
     if dim is not None:
         checks.integer("dim", dim, 0)  # type: ignore[arg-type]
     checks.integer("seed", seed, 0)  # type: ignore[arg-type]
@@ -186,7 +192,7 @@ def _check(dim: object, layer_norm: object, normalize: object, pretrained: objec
 class _Body(NamedTuple):
     backbone: nn.Module
     pooling: Pooling
-    width: int  # of the pooled features; 0: to be found by one pass
+    width: int  # of the pooled features; 0: unknown before a forward pass
     shape: tuple[int, ...]
     mean: Any
     std: Any
@@ -206,7 +212,7 @@ def _known(name: str) -> Known:
 
 @contextmanager
 def _own_generator(seed: int, device: str) -> Iterator[None]:
-    """PyTorch's layers draw from the global generator: it is seeded here and put back as it was."""
+    """Seeds the global generator, from which PyTorch's layers draw, and restores it."""
     before = torch.default_generator.get_state()
     try:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reach the accelerators'
@@ -226,15 +232,15 @@ def _small_cnn(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
 
 def _mlp(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
     if chosen["features"] is None:
-        raise ValueError("features must be given for mlp: how many numbers a vector has")
+        raise ValueError("features must be given for mlp: the dimensions of a vector")
     backbone = MLP(chosen["features"], chosen["hidden"], chosen["dropout"])
     features = chosen["features"]
-    chosen["hidden"] = list(chosen["hidden"])  # as JSON has it
+    chosen["hidden"] = list(chosen["hidden"])  # as in JSON
     return _Body(backbone, Pooling(), backbone.widths[-1], (features,), torch.zeros(features), torch.ones(features))
 
 
 def _lite(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
-    channels, size = _picture(chosen)
+    channels, size = _channels_and_size(chosen)
     backbone = efficientnet_lite.EfficientNetLite0()
     if pretrained:
         backbone.load_state_dict(efficientnet_lite.imagenet_weights())
@@ -248,41 +254,23 @@ def _lite(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
     )
 
 
-def _timm(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
-    channels, size = _picture(chosen)
-    found = external.from_timm(
-        name.partition(":")[2],
-        pretrained=pretrained,
-        size=size,
-        own=chosen["pooling"] == "own",
-        config=chosen["config"],
-    )
-    return _outside(found, channels, chosen)
-
-
-def _hf(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
-    channels, size = _picture(chosen)
-    found = external.from_hf(
-        name.partition(":")[2],
-        pretrained=pretrained,
-        size=size,
-        own=chosen["pooling"] == "own",
-        config=chosen["config"],
-        mean=chosen["mean"],
-        std=chosen["std"],
-    )
-    chosen |= {"mean": list(found.mean), "std": list(found.std)}
-    return _outside(found, channels, chosen)
-
-
-def _outside(found: external.Outside, channels: int, chosen: dict[str, Any]) -> _Body:
-    chosen |= {"size": found.size, "config": found.config}
+def _external(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
+    channels, size = _channels_and_size(chosen)
+    family, _, model = name.partition(":")
+    arguments: dict[str, Any] = {"pretrained": pretrained, "size": size, "config": chosen["config"]}
+    arguments["own_pooling"] = chosen["pooling"] == "own"
+    if family == "hf":
+        source = external.from_hf(model, mean=chosen["mean"], std=chosen["std"], **arguments)
+        chosen |= {"mean": list(source.mean), "std": list(source.std)}
+    else:
+        source = external.from_timm(model, **arguments)
+    chosen |= {"size": source.size, "config": source.config}
     pool = Pooling("avg" if chosen["pooling"] == "own" else chosen["pooling"])  # vectors pass through it
-    return _Body(found.backbone, pool, 0, (channels, found.size, found.size), found.mean, found.std)
+    return _Body(source.backbone, pool, 0, (channels, source.size, source.size), source.mean, source.std)
 
 
-def _picture(chosen: dict[str, Any]) -> tuple[int, int]:
-    """Grey or colour, and the side, for backbones made for colour pictures."""
+def _channels_and_size(chosen: dict[str, Any]) -> tuple[int, int]:
+    """Channels and size, for backbones made for colour images."""
     channels, size = chosen["channels"], chosen["size"]
     if channels not in (1, 3) or isinstance(channels, bool):
         raise ValueError(f"channels must be 1 (grey) or 3 (colour) here, got {channels!r}")

@@ -1,4 +1,4 @@
-"""An encoder in a folder: encoder.json says what it is, model.safetensors holds its weights."""
+"""Saves and loads an encoder: encoder.json describes it, model.safetensors holds its weights."""
 
 import hashlib
 import json
@@ -12,22 +12,21 @@ import torch
 from nearkin.core import files
 from nearkin.core.errors import UnfittingWeights
 from nearkin.core.versions import version_of
-from nearkin.models.encoder import Encoder
+from nearkin.models.encoder import PREFIX, Encoder, OwnEncoder
 from nearkin.models.factory import build, shapes
-from nearkin.models.own_encoder import PREFIX, OwnEncoder
 
 __all__ = ["fingerprint", "load", "save"]
 
-FORMAT = 1  # raise when a reader of today could not make sense of the folder
+FORMAT = 1  # raise when present readers could not read the folder
 DESCRIPTION, WEIGHTS = "encoder.json", "model.safetensors"
 _LONGEST = 2**24  # bytes of a description
 
 
 def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | None = None) -> None:
-    """Writes both files into the folder, which is made if need be; what stood there before stays until both are whole.
+    """Writes both files into the folder, which is created if needed; previous files stay until both are complete.
 
-    preparation: whatever a user of the encoder must know to feed it (JSON), handed back by `load`. Between the two
-    renames at the end lies an instant in which the files do not belong together; the checksum in encoder.json tells.
+    preparation: how inputs are prepared for the encoder (JSON); `load` returns it. For an instant between the two
+    renames at the end the files do not belong together, which the checksum in encoder.json shows.
     """
     from safetensors.torch import save as to_bytes
 
@@ -50,30 +49,30 @@ def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | Non
         raise ValueError(f"preparation must be plain JSON values: {error}") from None
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with files.replacing(folder / DESCRIPTION) as said:
-        said.write(text.encode())
-        said.flush()
-        os.fsync(said.fileno())  # so that nothing slow is left to do once the weights have their name
+    with files.replacing(folder / DESCRIPTION) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())  # so that nothing slow is left to do once the weights have their name
         files.write_bytes(folder / WEIGHTS, weights)
 
 
 def fingerprint(description: Mapping[str, Any]) -> str:
-    """sha256 of the weights, the architecture and the preparation: whatever changes an embedding changes it.
+    """sha256 of the weights, the architecture and the preparation: any change of an embedding changes it.
 
-    description: the content of encoder.json; a KeyError names what it lacks.
+    description: the content of encoder.json; a KeyError names a missing key.
     """
     parts = {key: description[key] for key in ("weights_sha256", "settings", "preparation")}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encoder, dict[str, Any]]:
-    """The encoder in evaluation mode, and the preparation that was saved with it; nothing is downloaded.
+    """The encoder in evaluation mode, and the preparation saved with it; nothing is downloaded.
 
-    The description is compared with the weights before memory is taken for what it describes.
+    The description is compared with the weights before memory is allocated for the encoder.
     """
     folder = Path(folder)
-    said = _description(folder / DESCRIPTION)
-    name = str(said["settings"].get("name"))
+    description = _description(folder / DESCRIPTION)
+    name = str(description["settings"].get("name"))
     if name.startswith(PREFIX):
         raise ValueError(
             f"{folder}: its encoder is an object of the user's own ({name.removeprefix(PREFIX)}), which only its own "
@@ -82,25 +81,25 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encode
         )
     weights = _read(folder / WEIGHTS)
     digest = hashlib.sha256(weights).hexdigest()
-    if digest != said["weights_sha256"]:
+    if digest != description["weights_sha256"]:
         raise ValueError(
-            f"{folder / WEIGHTS} is damaged or of another encoder: "
-            f"its sha256 is {digest[:12]}…, {DESCRIPTION} says {str(said['weights_sha256'])[:12]}…"
+            f"{folder / WEIGHTS} is corrupt or of another encoder: "
+            f"its sha256 is {digest[:12]}…, {DESCRIPTION} says {str(description['weights_sha256'])[:12]}…"
         )
     state = _tensors(weights, folder / WEIGHTS)
     try:
-        described = shapes(said["settings"], len(state))
-        if described is not None:
-            _compare(described, state, folder / WEIGHTS)
-        encoder = build(**said["settings"], pretrained=False)
+        expected = shapes(description["settings"], len(state))
+        if expected is not None:
+            _compare(expected, state, folder / WEIGHTS)
+        encoder = build(**description["settings"], pretrained=False)
     except (ModuleNotFoundError, UnfittingWeights):
         raise  # its sentence says what to install, or what differs
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        said_why = " ".join(str(error).split())
-        raise ValueError(f"{folder / DESCRIPTION} describes no encoder that can be built: {said_why}") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder / DESCRIPTION} describes no encoder that can be built: {reason}") from None
     _fill(encoder, state, folder / WEIGHTS)
-    encoder.pretrained = said["pretrained"]
-    return encoder.to(device).eval(), said["preparation"]
+    encoder.pretrained = description["pretrained"]
+    return encoder.to(device).eval(), description["preparation"]
 
 
 def _read(path: Path, longest: int = -1) -> bytes:
@@ -120,15 +119,17 @@ def _description(path: Path) -> dict[str, Any]:
     if len(content) > _LONGEST:
         raise ValueError(f"{path} is not the description of an encoder: it is larger than {_LONGEST >> 20} MiB")
     try:
-        said = json.loads(content)
+        description = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged, not JSON: {error}") from None
+        raise ValueError(f"{path} is corrupt, not JSON: {error}") from None
     kinds = {"format": int, "settings": dict, "pretrained": bool, "preparation": dict, "weights_sha256": str}
-    if not isinstance(said, dict) or not all(isinstance(said.get(key), kind) for key, kind in kinds.items()):
+    if not isinstance(description, dict) or not all(
+        isinstance(description.get(key), kind) for key, kind in kinds.items()
+    ):
         raise ValueError(f"{path} is not the description of an encoder, which has: {', '.join(kinds)}")
-    if said["format"] != FORMAT:
-        raise ValueError(f"{path} has format {said['format']}, this version of nearkin reads format {FORMAT}")
-    return said
+    if description["format"] != FORMAT:
+        raise ValueError(f"{path} has format {description['format']}, this version of nearkin reads format {FORMAT}")
+    return description
 
 
 def _tensors(weights: bytes, path: Path) -> dict[str, torch.Tensor]:
@@ -141,12 +142,12 @@ def _tensors(weights: bytes, path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{path} is no safetensors file: {error}") from None
 
 
-def _compare(described: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor], path: Path) -> None:
-    if missing := sorted(described.keys() ^ state.keys()):
+def _compare(expected: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor], path: Path) -> None:
+    if missing := sorted(expected.keys() ^ state.keys()):
         raise UnfittingWeights(
             f"{path} does not fit its description: {len(missing)} names differ, such as {missing[0]}"
         )
-    for name, shape in described.items():
+    for name, shape in expected.items():
         if shape != state[name].shape:
             got = tuple(state[name].shape)
             raise UnfittingWeights(f"{path} does not fit its description: {name} is {got}, {tuple(shape)} expected")

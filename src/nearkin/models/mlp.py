@@ -1,4 +1,4 @@
-"""An encoder of vectors: layers of linear, LayerNorm, GELU and dropout, with a way around where the width stays."""
+"""A backbone for vectors: linear layers with LayerNorm, GELU and dropout, residual where the width stays."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ __all__ = ["MLP"]
 class MLP(nn.Module):
     """(B, features) → (B, hidden[-1]).
 
-    LayerNorm rather than BatchNorm: a row's result does not depend on the rows beside it, so a batch encoded in
-    chunks is the batch encoded at once. A layer as wide as the one before adds to it. `hidden=()` passes vectors on.
+    LayerNorm rather than BatchNorm: no cross-sample operations, so a batch encoded in chunks equals the batch encoded
+    at once. A layer as wide as its input has a residual connection. `hidden=()` returns the vectors unchanged.
     """
 
     def __init__(self, features: int, hidden: Sequence[int] = (512,), dropout: float = 0.0) -> None:

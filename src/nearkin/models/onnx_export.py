@@ -1,4 +1,4 @@
-"""An encoder as an ONNX file that runs without Python or torch, checked before it is handed over."""
+"""Exports an encoder to ONNX, checked with onnxruntime before it is written."""
 
 import json
 import logging
@@ -17,10 +17,10 @@ from nearkin.core import checks, files
 from nearkin.core.versions import version_of
 from nearkin.models.encoder import Encoder
 
-__all__ = ["export_onnx", "exportable"]
+__all__ = ["check_exportable", "export_onnx"]
 
 INPUT, OUTPUT = "input", "embedding"
-OLDEST = (2, 11)  # torch, whose exporter was tried: that of 2.6 fails on our encoders
+OLDEST = (2, 11)  # oldest torch whose exporter was tested; that of 2.6 fails on our encoders
 
 
 def export_onnx(
@@ -32,15 +32,15 @@ def export_onnx(
 ) -> float:
     """Writes the encoder as ONNX and returns the largest absolute difference to it in onnxruntime on `batch`.
 
-    batch: real inputs as the encoder takes them, (rows, ...), float32. The file takes any number of rows, named
-    "input", and gives "embedding"; mean and deviation, pooling and normalisation are inside. Where onnxruntime differs
+    batch: real inputs as the encoder takes them, (rows, ...), float32. The graph takes any number of rows, named
+    "input", and returns "embedding"; mean and deviation, pooling and normalisation are inside. If onnxruntime differs
     by more than `tolerance`, on the batch or on its first row alone, nothing is written. Extra `export`.
 
-    The file's metadata_props say what the input is (`facts`); metadata: more of them, as how pictures are prepared.
+    The file's metadata_props describe the input (`encoder_metadata`); metadata: further ones, as the preprocessing.
     """
     checks.positive("tolerance", tolerance)
-    exportable(path)
-    was = encoder.training
+    check_exportable(path)
+    was_training = encoder.training
     device = encoder.mean.device
     encoder.eval()
     try:
@@ -49,11 +49,11 @@ def export_onnx(
         if len(x) == 0:
             raise ValueError("batch must have at least one row, got none")
         with torch.no_grad():
-            wanted = encoder(x)
-        content = _graph(encoder, x, facts(encoder) | dict(metadata or {}))
+            expected = encoder(x)
+        content = _graph(encoder, x, encoder_metadata(encoder) | dict(metadata or {}))
     finally:
-        encoder.to(device).train(was)
-    worst = max(_difference(content, x, wanted), _difference(content, x[:1], wanted[:1]))
+        encoder.to(device).train(was_training)
+    worst = max(_difference(content, x, expected), _difference(content, x[:1], expected[:1]))
     if not worst <= tolerance:  # NaN too
         raise ValueError(
             f"onnxruntime differs from the encoder by {worst:.2g}, more than {tolerance:g}; nothing written"
@@ -63,8 +63,8 @@ def export_onnx(
     return worst
 
 
-def exportable(path: str | Path) -> None:
-    """Raises where the file could not be written, or a package is missing: said before the work rather than after."""
+def check_exportable(path: str | Path) -> None:
+    """Raises if the file could not be written or a package is missing, before any work is done."""
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
@@ -73,10 +73,9 @@ def exportable(path: str | Path) -> None:
     _packages()
 
 
-def facts(encoder: Encoder) -> dict[str, str]:
-    """What the metadata of an ONNX file says of every encoder: its input, and what is inside the graph."""
-    picture = len(encoder.shape) == 3
-    found = {
+def encoder_metadata(encoder: Encoder) -> dict[str, str]:
+    """Metadata of every exported encoder: its input, and what the graph contains."""
+    metadata = {
         "nearkin.version": version_of("nearkin"),
         "nearkin.encoder": str(encoder.settings["name"]),
         "nearkin.dim": str(encoder.dim),
@@ -86,13 +85,13 @@ def facts(encoder: Encoder) -> dict[str, str]:
         "nearkin.std": json.dumps(encoder.std.flatten().tolist()),
         "nearkin.mean_and_std": "applied inside the graph; do not apply them again",
     }
-    if picture:
-        found |= {
+    if len(encoder.shape) == 3:
+        metadata |= {
             "nearkin.layout": "NCHW",
             "nearkin.channel_order": "RGB" if encoder.shape[0] == 3 else "grey",
             "nearkin.value_range": "0 to 1 (pixel / 255)",
         }
-    return found
+    return metadata
 
 
 def _packages() -> None:
@@ -106,7 +105,7 @@ def _packages() -> None:
 
 
 def _graph(encoder: Encoder, x: Tensor, metadata: Mapping[str, str]) -> bytes:
-    """The ONNX file's content. Traced with two rows at least: one row would be taken for the only number there is."""
+    """The content of the ONNX file. Traced with at least two rows: the size 1 would be taken for a constant."""
     example = x if len(x) > 1 else x.expand(2, *x.shape[1:]).contiguous()
     try:
         with _quiet():
@@ -132,7 +131,7 @@ def _graph(encoder: Encoder, x: Tensor, metadata: Mapping[str, str]) -> bytes:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's notes (torchvision is not installed, ...) concern nobody here."""
+    """Silences the exporter's notes (torchvision is not installed, ...), which do not matter here."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -144,9 +143,9 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _difference(content: bytes, x: Tensor, wanted: Tensor) -> float:
+def _difference(content: bytes, x: Tensor, expected: Tensor) -> float:
     session = import_module("onnxruntime").InferenceSession(content, providers=["CPUExecutionProvider"])
     (got,) = session.run([OUTPUT], {INPUT: x.numpy()})
-    if got.shape != tuple(wanted.shape):
-        raise ValueError(f"onnxruntime gives {got.shape} for {len(x)} rows, the encoder {tuple(wanted.shape)}")
-    return float((torch.from_numpy(got) - wanted).abs().max())
+    if got.shape != tuple(expected.shape):
+        raise ValueError(f"onnxruntime gives {got.shape} for {len(x)} rows, the encoder {tuple(expected.shape)}")
+    return float((torch.from_numpy(got) - expected).abs().max())

@@ -1,4 +1,4 @@
-"""From a feature map or tokens to one vector: average, max, GeM, average + max; computed in float32."""
+"""Pools a feature map or tokens to one vector: average, max, GeM, average + max; computed in float32."""
 
 import torch
 from torch import Tensor, nn
@@ -8,17 +8,17 @@ from nearkin.core import checks
 __all__ = ["POOLINGS", "Pooling"]
 
 POOLINGS = ("avg", "max", "gem", "avg+max")
-SMALLEST = 1e-6  # what GeM holds its inputs above, as its authors do: a power needs positive numbers
-POWER = 3.0  # GeM's p at the start
+SMALLEST = 1e-6  # GeM clamps its inputs to this, as its authors do: a power needs positive numbers
+POWER = 3.0  # initial p of GeM
 
 
 class Pooling(nn.Module):
     """(B, C, H, W), tokens (B, T, C) or vectors (B, C) → (B, F); half precision is pooled in float32.
 
-    avg, max; gem: (mean x^p)^(1/p) of x held above 1e-6, p learned from 3 on and never below 1 (p = 1 is the average,
+    avg, max; gem: (mean x^p)^(1/p) of x clamped to 1e-6, p learned, 3 at first, never below 1 (p = 1 is the average,
     p → ∞ the max; Radenović et al. 2018, arXiv:1711.02512, eq. 3); avg+max: the sum of both, as Proxy-Anchor has it.
-    grid: a map is pooled in each cell of grid x grid and the cells stand side by side, so F = C * grid^2 and the vector
-    still knows where things are. Vectors are passed on as they are.
+    grid: a map is pooled in each cell of grid x grid and the cells are concatenated, so F = C * grid^2 and the vector
+    keeps the layout. Vectors are returned unchanged.
     """
 
     def __init__(self, kind: str = "avg", grid: int = 1) -> None:
@@ -39,7 +39,7 @@ class Pooling(nn.Module):
         return torch.cat([self._pool(cell.flatten(2)) for cell in self._cells(x)], 1)
 
     def _cells(self, x: Tensor) -> list[Tensor]:
-        """The map's grid x grid parts, row by row; where a side does not divide, neighbours share a line."""
+        """The grid x grid cells of the map, row by row; where a side does not divide, cells overlap by a line."""
         rows, columns = (
             [(i * side // self.grid, -(-(i + 1) * side // self.grid)) for i in range(self.grid)] for side in x.shape[2:]
         )
@@ -60,7 +60,7 @@ class Pooling(nn.Module):
 
 
 def _gem(x: Tensor, p: Tensor) -> Tensor:
-    """Relative to the largest value, so that no power overflows or vanishes; the value itself does not depend on it."""
+    """Relative to the largest value, so that no power overflows or underflows; the result does not depend on it."""
     with torch.autocast(x.device.type, enabled=False):
         p = p.to(x.dtype).clamp(min=1.0)
         x = x.clamp(min=SMALLEST)

@@ -1,4 +1,4 @@
-"""A small network for pictures of up to 64 px, made for training on a few CPU cores."""
+"""A small network for images of up to 64 px, made for training on a few CPU cores."""
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +9,13 @@ __all__ = ["GRID", "LARGEST", "SMALLEST", "WIDTH", "SmallCNN"]
 
 SMALLEST, LARGEST = 8, 64
 WIDTH, GRID = 24, 2
-FLAT = 0.05  # a picture's deviation is not taken for less, on a scale of [0, 1]: a blank one stays blank
+FLAT = 0.05  # smallest deviation of an image, on a scale of [0, 1]: a blank one stays blank
 
 
 class SmallCNN(nn.Module):
     """(B, channels, size, size) → (B, 8 * width, size/16, size/16), sides rounded up.
 
-    Each picture's own brightness and contrast are taken out first: what is left to learn is shape.
+    Brightness and contrast of each image are normalized first: what is left to learn is shape.
     """
 
     def __init__(self, channels: int = 3, size: int = LARGEST, width: int = WIDTH) -> None:
@@ -33,12 +33,12 @@ class SmallCNN(nn.Module):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layers(_even(x).contiguous(memory_format=torch.channels_last))
+        result: Tensor = self.layers(_normalized(x).contiguous(memory_format=torch.channels_last))
         return result
 
 
-def _even(x: Tensor) -> Tensor:
-    """Each picture with mean 0 and deviation 1."""
+def _normalized(x: Tensor) -> Tensor:
+    """Each image with mean 0 and deviation 1."""
     y = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     y = y - y.mean((1, 2, 3), keepdim=True)
     return (y * (y.square().mean((1, 2, 3), keepdim=True) + FLAT**2).rsqrt()).to(x.dtype)
@@ -51,5 +51,5 @@ def _convolution(before: int, after: int, kernel: int = 3, stride: int = 1) -> n
 
 
 def _halving(before: int, after: int) -> nn.Sequential:
-    """Convolution, then max pooling; strides with residual layers in its place did no better for the same time."""
+    """Convolution, then max pooling; strides with residual layers instead were no better for the same time."""
     return nn.Sequential(_convolution(before, after), nn.MaxPool2d(2, ceil_mode=True))

@@ -1,12 +1,10 @@
-"""From a recipe to a trained, measured encoder, in one loop that can stop and go on anywhere."""
+"""From a recipe to a trained, measured encoder, in one loop that can be stopped and resumed at any step."""
 
 from nearkin.core.errors import Diverged, Stopped
-from nearkin.dist.torchrun import TrainingGroup, joined
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.recipe import read as read_recipe
 from nearkin.training.inference import Embedded, embed_source, export_onnx, vectors_of
-from nearkin.training.run import Outcome
-from nearkin.training.start import resume, train
+from nearkin.training.run import Outcome, resume, train
 
 __all__ = [
     "Diverged",
@@ -14,10 +12,8 @@ __all__ = [
     "Outcome",
     "Recipe",
     "Stopped",
-    "TrainingGroup",
     "embed_source",
     "export_onnx",
-    "joined",
     "read_recipe",
     "resume",
     "train",

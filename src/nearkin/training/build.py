@@ -1,53 +1,29 @@
-"""From [encoder] and [augment] of a recipe to the things themselves."""
+"""From a settled recipe to objects: encoder, loss with its memory, sampler."""
 
-from dataclasses import replace
+import inspect
 from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
 
 from nearkin import models
 from nearkin.core import checks
-from nearkin.data import augment
+from nearkin.memory import CrossBatchMemory
+from nearkin.samplers import EpochSampler
 from nearkin.training.config.recipe import Recipe
-from nearkin.training.config.registry import Setting, accepts, settings_of
-from nearkin.training.own_objects import NONE, Own, is_own
+from nearkin.training.config.registry import LOSSES, SAMPLERS, encoder_settings, loss_settings, sampler_settings
+from nearkin.training.own_objects import NONE, Own
 
-__all__ = ["augmentation_of", "encoder_given", "encoder_keys", "encoder_settings", "new_encoder"]
+__all__ = ["build_loss", "build_sampler", "new_encoder"]
 
-_ENCODER_FILLED = {"name", "channels", "size", "features", "seed", "config"}
-_PLACES = {"channels": "data.", "size": "data.", "features": ""}  # where a recipe has them; the others: encoder
-
-
-def encoder_keys(family: str) -> dict[str, Setting]:
-    """What a recipe may set of an encoder; `family` as `models.encoders` lists it."""
-    listed = {one.name: one for one in models.encoders()}
-    checks.one_of("encoder", family, listed)
-    kinds = settings_of(models.build)
-    known = {
-        key: Setting(key, kinds[key].kind if key in kinds else Any, default)
-        for key, default in listed[family].parameters.items()
-        if key not in _ENCODER_FILLED
-    }
-    return known | {key: Setting(key, bool, False) for key in ("freeze_backbone", "freeze_norms")}
-
-
-def encoder_given(recipe: Recipe) -> dict[str, Any]:
-    """What [encoder] says beside the name."""
-    for key in sorted({"size", "channels"} & set(recipe.encoder)):
-        raise ValueError(f'unknown key "encoder.{key}"; in a recipe it is "data.{key}"')
-    return {key: value for key, value in recipe.encoder.items() if key != "name"}
-
-
-def encoder_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings of [encoder] for `models.build`, all of them and typed; freezing is the trainer's."""
-    name = str(recipe.encoder["name"])
-    if is_own(name):
-        return accepts("encoder", encoder_given(recipe), {}, f'encoder "{name}", which has its own')
-    known = encoder_keys(f"{name.partition(':')[0]}:NAME" if name.startswith(("timm:", "hf:")) else name)
-    typed = accepts("encoder", encoder_given(recipe), known, f'encoder "{name}"')
-    return {key: setting.default for key, setting in known.items() if setting.default is not None} | typed
+_SECTIONS = {"channels": "data.", "size": "data.", "features": ""}  # where a recipe has them; others: [encoder]
+_PER_CLASS = {"class-balanced": 0, "hard-classes": 0, "pair-per-class": 2}  # items per class; 0: sampler.per_class
 
 
 def new_encoder(recipe: Recipe, shape: tuple[int, ...] | None, own: Own = NONE) -> models.Encoder:
-    """The encoder of a settled recipe, before it has seen an item. shape: of an item, None for stored pictures."""
+    """The encoder of a settled recipe, before it has seen an item. shape: of an item, None for stored images."""
     if own.wrapped is not None:
         return own.wrapped
     settings = encoder_settings(recipe)
@@ -66,21 +42,97 @@ def new_encoder(recipe: Recipe, shape: tuple[int, ...] | None, own: Own = NONE) 
         encoder = models.build(recipe.encoder["name"], seed=recipe.training.seed, **settings)
     except ValueError as error:
         key = str(error).partition(" must be ")[0]
-        raise ValueError(f"{_PLACES.get(key, 'encoder.') if key in settings else ''}{error}") from None
+        raise ValueError(f"{_SECTIONS.get(key, 'encoder.') if key in settings else ''}{error}") from None
     encoder.freeze_backbone(backbone)
     encoder.freeze_norms(norms)
     return encoder
 
 
-def augmentation_of(recipe: Recipe) -> augment.Augmentation | None:
-    """What [augment] asks for: a preset, single numbers of it replaced; None for vectors."""
-    if recipe.data.size is None:
-        return None
-    name = str(recipe.augment["preset"])
-    checks.one_of("augment.preset", name, augment.PRESETS)
-    given = {key: value for key, value in recipe.augment.items() if key != "preset"}
-    typed = accepts("augment", given, settings_of(augment.Augmentation), "augment")
+def build_loss(
+    recipe: Recipe,
+    classes: int | None,
+    dim: int,
+    seed: int,
+    targets: int | None = None,
+    items: int | None = None,
+    own: Own = NONE,
+) -> nn.Module:
+    """The loss, its learned parameters drawn from `seed`, inside a cross-batch memory if the recipe has one.
+
+    classes, items: how many the training part has. targets: width of a continuous label, where the loss takes these.
+    """
+    settings = loss_settings(recipe)
+    if own.loss is not None:
+        return _with_memory(own.loss, recipe, dim, targets)
+    make = LOSSES[recipe.loss["name"]].make
+    parameters = inspect.signature(make).parameters
+    required = "num_classes" in parameters and parameters["num_classes"].default is inspect.Parameter.empty
+    if required or settings.get("num_classes") == "all":
+        settings["num_classes"] = classes
+    elif isinstance(settings.get("num_classes"), str):
+        raise ValueError(f'loss.num_classes must be a whole number, "all" or "none", got {settings["num_classes"]!r}')
+    if settings.get("num_items") is not None:
+        number = settings["num_items"]
+        if number != "all" and (isinstance(number, str) or items is None or number < items):
+            least = "" if items is None else f" of at least the {items} training items"
+            raise ValueError(f'loss.num_items must be a whole number{least}, "all" or "none", got {number!r}')
+        settings["num_items"] = items if number == "all" else number
+    if "dim" in parameters:
+        settings["dim"] = dim
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            loss: nn.Module = make(**settings)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"loss.{error}") from None
+    return _with_memory(loss, recipe, dim, targets)
+
+
+def _with_memory(loss: nn.Module, recipe: Recipe, dim: int, targets: int | None) -> nn.Module:
+    if not recipe.memory.size:
+        return loss
     try:
-        return replace(augment.PRESETS[name], **typed)
-    except ValueError as error:
-        raise ValueError(f"augment.{error}") from None
+        checks.takes_references(loss)
+    except TypeError:
+        name = recipe.loss["name"]
+        raise ValueError(f"memory.size needs a loss that takes references, as pair losses do, got {name}") from None
+    options: dict[str, Any] = {"warmup": recipe.memory.warmup or 0}
+    if targets is not None:
+        options |= {"label_kind": "targets", "label_dim": targets if targets > 1 else None}
+    return CrossBatchMemory(loss, recipe.memory.size, dim, **options)
+
+
+def build_sampler(
+    recipe: Recipe, labels: NDArray[np.int64] | None, targets: NDArray[np.float64] | None
+) -> EpochSampler:
+    """The sampler over the training items, with `sampler.batch` items per batch."""
+    settings, name = sampler_settings(recipe), str(recipe.sampler["name"])
+    batch = recipe.sampler.get("batch")
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 2:
+        raise ValueError(f"sampler.batch must be a whole number >= 2, got {batch!r}")
+    settings |= {"seed": recipe.training.seed, "batches": recipe.training.batches}
+    if name == "label-neighbours" and targets is None:
+        raise ValueError('sampler "label-neighbours" needs continuous targets, the source has none')
+    if name != "label-neighbours" and labels is None:
+        raise ValueError(f'sampler "{name}" needs class labels, the source has none; use label-neighbours')
+    if labels is not None and name in _PER_CLASS:
+        settings["classes"] = _classes_per_batch(batch, _PER_CLASS[name] or settings.get("per_class", 4), labels)
+    else:
+        settings["batch_size"] = batch
+    try:
+        sampler: EpochSampler = SAMPLERS[name].make(targets if name == "label-neighbours" else labels, **settings)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"sampler.{error}") from None
+    return sampler
+
+
+def _classes_per_batch(batch: int, per_class: int, labels: NDArray[np.int64]) -> int:
+    if batch % per_class:
+        raise ValueError(f"sampler.batch must be a multiple of the {per_class} items per class, got {batch}")
+    classes = len(np.unique(labels))
+    if batch // per_class > classes:
+        raise ValueError(
+            f"sampler.batch must hold at most all {classes} training classes, {per_class} items each: "
+            f"{classes * per_class}, got {batch}"
+        )
+    return batch // per_class

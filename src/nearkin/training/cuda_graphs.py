@@ -1,4 +1,4 @@
-"""The encoder's passes as CUDA graphs: one launch instead of hundreds, where every batch has the same shape."""
+"""CUDA graphs of the encoder's passes: one launch instead of hundreds, where every batch has the same shape."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,58 +6,58 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Graphed"]
+__all__ = ["GraphedEncoder"]
 
 
-class Graphed:
-    """Encodes batches through graphs, captured at the first batch and again whenever what they hold has changed.
+class GraphedEncoder:
+    """Encodes batches through graphs, captured at the first batch and again whenever shape or mode have changed.
 
-    The numbers are those of the encoder itself. Weights are read where they are, so an optimiser that moves them in
-    place moves the graphs with them. What is returned is written over by the next batch.
+    The numbers are those of the encoder itself. Graphs read the weights in place, so they follow an optimiser that
+    updates them in place. The next batch overwrites what was returned.
     """
 
     def __init__(self, encoder: nn.Module, precision: torch.dtype | None) -> None:
         self.encoder, self.precision = encoder, precision
         self._parameters = list(encoder.parameters())
-        self._holds: object = None
+        self._captured: object = None
         self._replay: Callable[[Tensor], Tensor] | None = None
-        # A graph is captured on a stream of its own, as it must be: torch would warn of this at the first step.
+        # A graph must be captured on a stream of its own, of which torch would warn at the first step.
         quiet = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
         if quiet is not None:
             quiet(False)
 
-    def __call__(self, seen: Tensor) -> Tensor:
-        learning = tuple(p.requires_grad for p in self._parameters)
-        holds = (seen.shape, seen.dtype, learning, self.encoder.training)
-        if self._replay is None or holds != self._holds:
-            self._replay = None  # its memory goes first
-            self._replay, self._holds = self._capture(seen), holds
-        return self._replay(seen)
+    def __call__(self, batch: Tensor) -> Tensor:
+        trainable = tuple(p.requires_grad for p in self._parameters)
+        needed = (batch.shape, batch.dtype, trainable, self.encoder.training)
+        if self._replay is None or needed != self._captured:
+            self._replay = None  # frees its memory first
+            self._replay, self._captured = self._capture(batch), needed
+        return self._replay(batch)
 
-    def _capture(self, seen: Tensor) -> Callable[[Tensor], Tensor]:
-        """Capturing runs the encoder a few times: running statistics and chance are put back as they were."""
-        kept = [buffer.clone() for buffer in self.encoder.buffers()]
-        chance = torch.cuda.get_rng_state(seen.device)
+    def _capture(self, batch: Tensor) -> Callable[[Tensor], Tensor]:
+        """Capturing runs the encoder a few times: running statistics and the random state are restored."""
+        buffers = [buffer.clone() for buffer in self.encoder.buffers()]
+        random_state = torch.cuda.get_rng_state(batch.device)
         replay: Any = torch.cuda.make_graphed_callables(
-            _Pass(self.encoder, self.precision), (seen.detach().clone(),), allow_unused_input=True
+            _Pass(self.encoder, self.precision), (batch.detach().clone(),), allow_unused_input=True
         )
         with torch.no_grad():
-            for buffer, before in zip(self.encoder.buffers(), kept, strict=True):
+            for buffer, before in zip(self.encoder.buffers(), buffers, strict=True):
                 buffer.copy_(before)
-        torch.cuda.set_rng_state(chance, seen.device)
+        torch.cuda.set_rng_state(random_state, batch.device)
         return replay  # type: ignore[no-any-return]
 
 
 class _Pass(nn.Module):
-    """The encoder under its precision: a module of its own, for a graph takes a module's forward over."""
+    """The encoder in its precision: a module of its own, because a graph replaces a module's forward."""
 
     def __init__(self, encoder: nn.Module, precision: torch.dtype | None) -> None:
         super().__init__()
         self.encoder, self.precision = encoder, precision
         self.training = encoder.training
 
-    def forward(self, seen: Tensor) -> Tensor:
+    def forward(self, batch: Tensor) -> Tensor:
         # Without autocast's cache of cast weights, which a graph would keep for ever.
-        with torch.autocast(seen.device.type, self.precision, enabled=self.precision is not None, cache_enabled=False):
-            result: Tensor = self.encoder(seen)
+        with torch.autocast(batch.device.type, self.precision, enabled=self.precision is not None, cache_enabled=False):
+            result: Tensor = self.encoder(batch)
         return result

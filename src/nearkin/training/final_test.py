@@ -1,7 +1,7 @@
-"""What a finished training is measured against, and the figures that it leaves behind."""
+"""The test at the end of a run: three contenders measured on items that were never trained on, and a verdict."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,108 +10,260 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin import models
+from nearkin import evaluation, models
 from nearkin.core import files
 from nearkin.core.versions import version_of
-from nearkin.dist import collectives
-from nearkin.training import validation
-from nearkin.training.improvement import verdict
-from nearkin.training.loader import Material, embed
+from nearkin.evaluation.graded import per_query as graded_per_query
+from nearkin.evaluation.retrieval import retrieval_metrics
+from nearkin.evaluation.statistics import cluster_bootstrap
+from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.trainer import PRECISIONS, Trainer
+from nearkin.training.validation import (
+    MAIN,
+    METRICS,
+    HeldOut,
+    graded_metrics,
+    graded_query_and_gallery,
+    query_and_gallery,
+)
 
-__all__ = ["contenders", "explained", "raw", "results", "unwrapped"]
+__all__ = ["contenders", "explained", "extra_metrics", "full_metrics", "no_interval", "raw", "results", "unverifiable"]
+__all__ += ["unwrapped", "verdict"]
 
-_PIXELS = 32  # side to which pictures are reduced before their pixels are compared
+_PIXELS = 32  # side to which images are reduced before their pixels are compared
+KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
+_SAMPLES = 1000  # resamples of the test classes
+_WRITTEN = {"map@r": "MAP@R", "ndcg@10": "nDCG@10"}
 
 
 def explained(trainer: Trainer, what: str) -> AbstractContextManager[None]:
-    """A file at the end of a run that cannot be written is one sentence."""
+    """Turns a failed write at the end of a run into one sentence."""
     way_out = f"training is done and saved: make room, then nearkin train --resume {trainer.out}"
     return files.explained(f"{trainer.out}: {what}", way_out)
 
 
 def contenders(
-    trainer: Trainer, encoder: models.Encoder, prepared: Prepared, held: validation.Held
+    trainer: Trainer, encoder: models.Encoder, prepared: Prepared, held_out: HeldOut
 ) -> dict[str, Callable[[], Tensor]]:
-    """What is tested: the trained encoder, the same one untrained, and what could be had without training."""
-    recipe, material, indices = trainer.recipe, trainer.material, held.everything
+    """What is tested: the trained encoder, the same one untrained, and what is to be had without training."""
+    recipe, store, indices = trainer.recipe, trainer.store, held_out.everything
     precision = PRECISIONS[recipe.training.precision or "fp32"]
 
     def trained() -> Tensor:
-        return embed(encoder, material, indices, precision=precision)
+        return embed(encoder, store, indices, precision=precision, group=trainer.group)
 
     def untrained() -> Tensor:
-        return embed(build_encoder(prepared).to(trainer.device), material, indices, precision=precision)
+        return embed(
+            build_encoder(prepared).to(trainer.device), store, indices, precision=precision, group=trainer.group
+        )
 
     def baseline() -> Tensor:
         if prepared.baseline == "frozen backbone":
             fresh = build_encoder(prepared).to(trainer.device)
-            return embed(fresh, material, indices, precision=precision, features=True)
-        return raw(material, indices)
+            return embed(fresh, store, indices, precision=precision, features=True, group=trainer.group)
+        return raw(store, indices)
 
     return {"trained": trained, "untrained": untrained, "baseline": baseline}
 
 
-def raw(material: Material, indices: NDArray[np.int64]) -> Tensor:
-    """The items themselves as vectors: pixels, of large pictures reduced ones."""
+def raw(store: ItemStore, indices: NDArray[np.int64]) -> Tensor:
+    """The items themselves as vectors; pixels of large images are reduced."""
     parts = []
     for start in range(0, len(indices), 256):
-        seen = material.plain(material.gather(indices[start : start + 256])).float()
-        if seen.dim() == 4 and seen.shape[-1] > 2 * _PIXELS:
-            seen = torch.nn.functional.interpolate(seen, size=(_PIXELS, _PIXELS), mode="area")
-        parts.append(seen.flatten(1).cpu())
+        items = store.eval_view(store.gather(indices[start : start + 256])).float()
+        if items.dim() == 4 and items.shape[-1] > 2 * _PIXELS:
+            items = torch.nn.functional.interpolate(items, size=(_PIXELS, _PIXELS), mode="area")
+        parts.append(items.flatten(1).cpu())
     return torch.cat(parts)
 
 
 def results(
-    trainer: Trainer, prepared: Prepared, held: validation.Held, rows: dict[str, Tensor], facts: dict[str, Any]
+    trainer: Trainer, prepared: Prepared, held_out: HeldOut, rows: dict[str, Tensor], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Every contender measured; results.json."""
-    recipe, state = trainer.recipe, trainer.state
+    """Measures every contender and writes results.json."""
+    recipe, state, on = trainer.recipe, trainer.state, trainer.device
     options: dict[str, Any] = {"ks": recipe.evaluation.ks, "interval": recipe.evaluation.interval}
     options["seed"] = recipe.training.seed
-    tested = {name: validation.test(x, held, trainer.graded, trainer.device, **options) for name, x in rows.items()}
+    tested = {name: full_metrics(x, held_out, trainer.graded, on, **options) for name, x in rows.items()}
     settings: dict[str, Any] = {"baseline": prepared.baseline, "seed": recipe.training.seed}
-    judged = verdict(rows, held, trainer.graded, trainer.device, **settings)
-    found = {
+    content = {
         "nearkin": version_of("nearkin"),
         "source": recipe.data.source,
         "protocol": prepared.parts.note,
         "test": tested,
         "baseline": prepared.baseline,
-        "verdict": judged,
+        "verdict": verdict(rows, held_out, trainer.graded, on, **settings),
         "val": facts["val"] | {"epoch": facts["epoch"], "step": facts["step"]},
-        "items": {name: len(part) for name, part in prepared.sizes().items()},
+        "items": {name: len(indices) for name, indices in prepared.part_indices().items()},
         "classes": prepared.class_counts(),
-        "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if on.type == "cuda" else "cpu",
         "epochs": state.epoch,
         "steps": state.step,
         "seconds": state.seconds,
-        "peak_bytes": _peak(trainer.device),
+        "peak_bytes": _peak(on),
         "notes": state.notes,
     }
     if recipe.evaluation.interval:
-        found["no_interval"] = validation.no_interval(tested["trained"], held)
-    if trainer.ranks.size > 1:
-        found["ranks"] = trainer.ranks.size
-    found |= validation.more(rows["trained"], held, prepared.test_pairs(), recipe, trainer.device)
+        content["no_interval"] = no_interval(tested["trained"], held_out)
+    if trainer.group.size > 1:
+        content["ranks"] = trainer.group.size
+    content |= extra_metrics(rows["trained"], held_out, prepared.test_pairs(), recipe, on)
     with explained(trainer, "results.json"):
-        files.write_json(trainer.out / "results.json", found)
-    return found
+        files.write_json(trainer.out / "results.json", content)
+    return content
+
+
+def full_metrics(
+    rows: Tensor,
+    held_out: HeldOut,
+    graded: bool,
+    device: torch.device,
+    *,
+    ks: Sequence[int] | None,
+    interval: bool,
+    seed: int,
+) -> dict[str, dict[str, float | None]]:
+    """Every metric with its 95 % interval: {"recall@1": {"value", "low", "high"}, …}."""
+    ks = tuple(ks or KS[graded])
+    if graded:
+        metrics: Any = graded_metrics(rows, held_out, device, ks=ks, interval=interval, seed=seed)
+    else:
+        queries, labels, gallery, gallery_labels = query_and_gallery(rows, held_out, device)
+        options: dict[str, Any] = {"ks": ks, "metrics": METRICS, "interval": interval}
+        metrics = evaluation.retrieval(queries, labels, gallery, gallery_labels, **options)
+    result = {}
+    for name, value in metrics.items():
+        if name in ("queries", "without_positives", "unknown", "spearman_skipped"):
+            continue
+        low, high = metrics.intervals.get(name, (None, None)) if interval else (None, None)
+        result[name] = {"value": _number(value), "low": _number(low), "high": _number(high)}
+    return result
+
+
+def no_interval(tested: dict[str, dict[str, float | None]], held_out: HeldOut) -> str | None:
+    """Why the metrics of `full_metrics` have no intervals, where none of them has one."""
+    if any(figure["low"] is not None for figure in tested.values()):
+        return None
+    items, labels = held_out.indices, held_out.labels
+    return cluster_bootstrap.too_few(len(items) if labels is None else len(np.unique(labels)))
+
+
+def _number(value: Any) -> float | None:
+    """A value as JSON has it: None for NaN and infinity."""
+    if value is None:
+        return None
+    return float(value) if np.isfinite(float(value)) else None
+
+
+def extra_metrics(rows: Tensor, held_out: HeldOut, pairs: Any, recipe: Any, device: torch.device) -> dict[str, Any]:
+    """Clustering on request, and verification of the source's own pairs."""
+    metrics: dict[str, Any] = {}
+    if recipe.evaluation.clustering:
+        if held_out.labels is None:
+            raise ValueError("evaluation.clustering needs class labels, the source has none")
+        labels = torch.from_numpy(held_out.labels).to(device)
+        clusters: Any = evaluation.clustering(
+            rows[: len(held_out.indices)].to(device), labels, seed=recipe.training.seed
+        )
+        metrics["clustering"] = {name: _number(clusters[name]) for name in ("nmi", "ami", "f1")}
+    if pairs is not None and unverifiable(pairs) is None:
+        verified = _verified(rows, pairs)
+        names = ("accuracy", "accuracy_error", "threshold", "eer", "auc")
+        metrics["verification"] = {name: _number(verified[name]) for name in names}
+        metrics["verification"] |= {name: _number(v) for name, v in verified.items() if name.startswith("tar@")}
+    return metrics
+
+
+def unverifiable(pairs: Any) -> str | None:
+    """Why the source's own pairs of test items cannot be verified; None if they can.
+
+    Random vectors are verified, so that it is known before training.
+    """
+    if pairs is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    try:
+        _verified(torch.randn(int(pairs.items.max()) + 1, 2, generator=generator), pairs)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _verified(rows: Tensor, pairs: Any) -> Any:
+    same, folds = torch.from_numpy(pairs.same), torch.from_numpy(pairs.fold)
+    return evaluation.verification(embeddings=rows, pairs=torch.from_numpy(pairs.items), same=same, folds=folds)
+
+
+def verdict(
+    rows: Mapping[str, Tensor], held_out: HeldOut, graded: bool, device: torch.device, *, baseline: str, seed: int
+) -> dict[str, Any]:
+    """Whether training helped: rows["trained"] against rows["untrained"] and rows["baseline"] by the main metric.
+
+    "helped": True where training is better than both, False where it is worse than one of them, None where neither can
+    be shown; better and worse as in `cluster_bootstrap.compare`, which resamples test classes. "against": its figures
+    for each of the two, differences as trained minus the other. "sentence": the same in words. baseline: its name.
+    """
+    metric = MAIN[graded]
+    values = {name: _per_query(x, held_out, graded, device, metric) for name, x in rows.items()}
+    by_class = held_out.labels is not None and not graded
+    groups = torch.from_numpy(held_out.labels) if by_class else torch.arange(len(held_out.indices))
+    names = {"untrained": "the untrained encoder", "baseline": f"the {baseline}"}
+    against: dict[str, Any] = {}
+    for other in names:
+        test = cluster_bootstrap.compare(values["trained"], values[other], groups.long(), samples=_SAMPLES, seed=seed)
+        low, high = test["interval"] or (None, None)
+        figures = {"trained": test["a"], "other": test["b"], "difference": test["difference"]}
+        figures |= {"low": low, "high": high, "p": test["p"]}
+        against[other] = {key: _number(value) for key, value in figures.items()}
+        word = {"a": "better", "b": "worse"}.get(test["verdict"], "undecided")
+        against[other] |= {"classes": test["classes"], "verdict": word}
+    words = [figures["verdict"] for figures in against.values()]
+    helped = False if "worse" in words else True if set(words) == {"better"} else None
+    decisive = {True: "better", False: "worse", None: "undecided"}[helped]
+    strongest = max(
+        (other for other in names if against[other]["verdict"] == decisive),
+        key=lambda other: float(against[other]["other"] or 0),  # 0 where no query has a value
+    )
+    unit = "classes" if by_class else "items"
+    sentence = _sentence(helped, _WRITTEN[metric], against[strongest], names[strongest], unit)
+    return {"helped": helped, "metric": metric, "sentence": sentence, "against": against}
+
+
+def _per_query(rows: Tensor, held_out: HeldOut, graded: bool, device: torch.device, metric: str) -> Tensor:
+    if graded:
+        queries, targets, gallery = graded_query_and_gallery(rows, held_out, device)
+        return graded_per_query(queries, targets, (10,), **gallery)[metric]
+    sides = query_and_gallery(rows, held_out, device)
+    return retrieval_metrics.per_query(*sides, metrics=(metric,))[metric]
+
+
+def _sentence(helped: bool | None, metric: str, figures: Mapping[str, Any], other: str, unit: str) -> str:
+    if figures["difference"] is None:
+        return f"It cannot be told whether training helped: no test item has anything to find, so there is no {metric}."
+    low, high = figures["low"], figures["high"]
+    inside = f" (95 % interval {_points(low)} to {_points(high)})" if low is not None and high is not None else ""
+    values = f"{metric} {100 * figures['trained']:.1f} % beside {100 * figures['other']:.1f} % of {other}"
+    values += f", a difference of {_points(figures['difference'])} points{inside}"
+    if helped is None:
+        few = f"; {figures['classes']} test {unit} are too few to tell" if figures["classes"] < 6 else ""
+        return f"It cannot be told whether training helped: {values}{few}."
+    return f"Training {'helped' if helped else 'did not help'}: {values}."
+
+
+def _points(difference: float) -> str:
+    return f"{100 * difference:+.1f}".replace("-", "−")
 
 
 def unwrapped(encoder: models.Encoder, prepared: Prepared) -> models.Encoder:
-    """The encoder as `models.build` makes it, without what several ranks have put into it."""
-    if collectives.size() == 1:
-        return encoder
+    """The encoder as `models.build` makes it, without the wrappers of several ranks."""
     plain = build_encoder(prepared)
     plain.load_state_dict(encoder.state_dict())
     return plain
 
 
 def _peak(on: torch.device) -> int | None:
-    """The most bytes in use at once; None on a system that does not tell, as Windows."""
+    """Peak memory in bytes; None on a system that does not report it, as Windows."""
     if on.type == "cuda":
         return torch.cuda.max_memory_allocated(on)
     try:

@@ -1,4 +1,4 @@
-"""A finished run put to use: its encoder over any source, as embeddings or in another format."""
+"""The encoder of a finished run: embeddings of any source, export to ONNX."""
 
 import json
 from collections.abc import Callable
@@ -18,11 +18,13 @@ from nearkin.data.items import Items
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
 from nearkin.models.io import fingerprint as encoder_fingerprint
-from nearkin.models.onnx_export import exportable
+from nearkin.models.onnx_export import check_exportable
 from nearkin.training import run_dir
 from nearkin.training.config import recipe as recipes
-from nearkin.training.loader import Material, embed
-from nearkin.training.prepare import divided, fingerprint
+from nearkin.training.config.defaults import split
+from nearkin.training.loader import ItemStore, embed
+from nearkin.training.prepare import fingerprint
+from nearkin.training.run_dir import start_of
 
 __all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "vectors_of"]
 
@@ -31,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 
 class Embedded(NamedTuple):
-    """Embeddings (n, D) float32 with what the source says of each item."""
+    """Embeddings (n, D) float32 with the labels or targets and names of the items."""
 
     embeddings: Tensor
     labels: NDArray[np.int64] | None
@@ -42,10 +44,10 @@ class Embedded(NamedTuple):
 
 class _Opened(NamedTuple):
     encoder: models.Encoder
-    material: Material
+    store: ItemStore
     items: Items
-    indices: NDArray[np.int64]  # of the part that was asked for
-    gallery: NDArray[np.int64] | None  # searched by the test part, where the source has it apart
+    indices: NDArray[np.int64]  # of the requested part
+    gallery: NDArray[np.int64] | None  # searched by the test part, where the source has a separate one
 
 
 def embed_source(
@@ -64,13 +66,13 @@ def embed_source(
     """The items of a source through the encoder of a run.
 
     source None: the run's own. part: "all", or the items of a part as the run's recipe divides the source; by default
-    the test part of the run's own source, all of another. views: the mean over so many crops and flips. ranks: the
-    processes that share the work, whole batches each; all of them get the embeddings of all.
+    the test part of the run's own source, all of another. views: the mean over so many crops and flips. group: the
+    processes that share the work, whole batches each; all of them get all embeddings.
     """
     checks.integer("views", views, 1)
     checks.integer("batch", batch, 1)
     opened = _in_turn(group, partial(_opened, Path(run), source, root, part, unreadable, device))
-    if views > 1 and opened.material.size is None:
+    if views > 1 and opened.store.size is None:
         raise ValueError(f"views must be 1 for vectors, got {views}")
     return _embedded(opened, opened.indices, group, batch=batch, views=views, progress=progress)
 
@@ -84,18 +86,18 @@ def vectors_of(
     progress: Any = None,
     group: ProcessGroup | None = None,
 ) -> tuple[Vectors, Vectors | None]:
-    """As `evaluation.protocols` takes them: the items that ask, and the gallery of a source that has one apart."""
+    """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one."""
     opened = _in_turn(group, partial(_opened, Path(run), source, root, None, "strict", device))
-    found = _embedded(opened, opened.indices, group, progress=progress)
-    asking = _vectors(f"{run} on {source or 'its test part'}", found)
+    embedded = _embedded(opened, opened.indices, group, progress=progress)
+    queries = _vectors(f"{run} on {source or 'its test part'}", embedded)
     if opened.gallery is None:
-        return asking, None
-    return asking, _vectors(f"{run} on its gallery", _embedded(opened, opened.gallery, group, progress=progress))
+        return queries, None
+    return queries, _vectors(f"{run} on its gallery", _embedded(opened, opened.gallery, group, progress=progress))
 
 
 def _in_turn(group: ProcessGroup | None, opened: Callable[[], _Opened]) -> _Opened:
-    """Pictures are decoded once a machine, by all its cores; its other ranks find them done."""
-    return opened() if group is None else group.first_here("opening", opened)
+    """Images are decoded once per machine, by all its cores; its other ranks find them in the cache."""
+    return opened() if group is None else group.first_on_machine("opening", opened)
 
 
 def _embedded(
@@ -108,31 +110,34 @@ def _embedded(
     progress: Progress | None = None,
 ) -> Embedded:
     chosen = opened.items.take(indices)
-    more: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "ranks": group}
-    rows = embed(opened.encoder, opened.material, indices, **more)
+    options: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "group": group}
+    rows = embed(opened.encoder, opened.store, indices, **options)
     return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
 
 
-def _vectors(name: str, found: Embedded) -> Vectors:
-    labels = None if found.labels is None else np.array([found.classes[i] for i in found.labels], dtype=str)
-    targets = None if found.targets is None else torch.from_numpy(found.targets)
-    return Vectors(name, found.embeddings, labels, targets, found.names)
+def _vectors(name: str, embedded: Embedded) -> Vectors:
+    labels, targets = embedded.labels, embedded.targets
+    names = None if labels is None else np.array([embedded.classes[i] for i in labels], dtype=str)
+    return Vectors(
+        name, embedded.embeddings, names, None if targets is None else torch.from_numpy(targets), embedded.names
+    )
 
 
 def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:
-    """The encoder of a run as ONNX, checked on its own test items: the largest difference, and on how many."""
+    """Writes the encoder of a run as ONNX, checked on its test items: the largest difference, and on how many."""
     _finished(Path(run))
-    exportable(path)
+    check_exportable(path)
     opened = _opened(Path(run), None, None, None, "skip", "cpu", same=False)
     some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
-    batch = opened.material.plain(opened.material.gather(some))
-    said = json.loads((Path(run) / "encoder.json").read_text(encoding="utf-8"))
-    more = {"nearkin.fingerprint": encoder_fingerprint(said), **_preparation_facts(said["preparation"])}
-    return models.export_onnx(opened.encoder, path, batch, metadata=more), len(batch)
+    batch = opened.store.eval_view(opened.store.gather(some))
+    description = json.loads((Path(run) / "encoder.json").read_text(encoding="utf-8"))
+    metadata = {"nearkin.fingerprint": encoder_fingerprint(description)}
+    metadata |= _preparation_facts(description["preparation"])
+    return models.export_onnx(opened.encoder, path, batch, metadata=metadata), len(batch)
 
 
 def _preparation_facts(preparation: dict[str, Any]) -> dict[str, str]:
-    """How a file becomes an input, step by step, for whoever has nothing but the ONNX file."""
+    """How a file becomes an input, step by step, for readers of the ONNX file alone."""
     if preparation["kind"] != "pictures":
         return {"nearkin.kind": "vectors"}
     side, size, fit = preparation["stored"], preparation["size"], preparation["fit"]
@@ -181,37 +186,37 @@ def _opened(
     part = part or ("test" if source is None else "all")
     checks.one_of("part", part, PARTS)
     source = source or recipe.data.source
-    own = Path(source) == Path(recipe.data.source)
-    root = recipe.data.root if own and root is None else root
-    if own and recipe.data.unreadable is not None and unreadable == "strict":
-        unreadable = recipe.data.unreadable  # what training has skipped is no news
+    own_source = Path(source) == Path(recipe.data.source)
+    root = recipe.data.root if own_source and root is None else root
+    if own_source and recipe.data.unreadable is not None and unreadable == "strict":
+        unreadable = recipe.data.unreadable  # what training has skipped is skipped again
     items = data.load(source, root=root, partial=recipe.data.partial, labelled=part != "all")
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
     indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
     gallery = None
     if part != "all":
-        parts = divided(items, recipe, bad)
-        kept = run_dir.beginning(run).get("fingerprint") if own and same else None
-        if kept is not None and kept != fingerprint(items, parts, digests):
+        parts = split(items, recipe, bad)
+        trained_on = start_of(run).get("fingerprint") if own_source and same else None
+        if trained_on is not None and trained_on != fingerprint(items, parts, digests):
             raise ValueError(
-                f"{source}: it is not what it was when {run} began, so its {part} part may hold what was trained on; "
+                f"{source}: it has changed since {run} started, so its {part} part may contain training items; "
                 f"measure on a source of its own"
             )
         indices = getattr(parts, part)
         if indices is None:
             raise ValueError(f"{source}: it has no gallery of its own; its test items search one another")
         gallery = parts.gallery if part == "test" else None
-    material = Material(rows, on, preparation.get("size"), preparation.get("flip", True))
-    return _Opened(encoder, material, items, indices, gallery)
+    store = ItemStore(rows, on, preparation.get("size"), preparation.get("flip", True))
+    return _Opened(encoder, store, items, indices, gallery)
 
 
 def _rows(
     items: Items, preparation: dict[str, Any], recipe: recipes.Recipe, unreadable: str, source: str
 ) -> tuple[NDArray[Any], list[str], list[tuple[int, str]]]:
     """Rows as the encoder was trained on them, their digests, and the items that could not be read."""
-    wanted = preparation["kind"]
-    if (items.vectors is not None) != (wanted == "vectors"):
-        raise ValueError(f"{source}: the run's encoder takes {wanted}, the source holds the other kind")
+    kind = preparation["kind"]
+    if (items.vectors is not None) != (kind == "vectors"):
+        raise ValueError(f"{source}: the run's encoder takes {kind}, the source holds the other kind")
     if items.vectors is not None:
         if items.vectors.shape[1] != preparation["features"]:
             raise ValueError(
@@ -220,8 +225,8 @@ def _rows(
             )
         return items.vectors, [], []
     assert items.pictures is not None
-    more: dict[str, Any] = {} if recipe.data.max_pixels is None else {"max_pixels": recipe.data.max_pixels}
-    found = image_cache.store(
+    limit: dict[str, Any] = {} if recipe.data.max_pixels is None else {"max_pixels": recipe.data.max_pixels}
+    images = image_cache.store(
         items.pictures,
         items.names,
         side=preparation["stored"],
@@ -229,6 +234,6 @@ def _rows(
         channels=preparation["channels"],
         unreadable=unreadable,
         cache=recipe.data.cache is not False,
-        **more,
+        **limit,
     )
-    return found.pixels, found.digests, found.bad
+    return images.pixels, images.digests, images.bad

@@ -1,4 +1,4 @@
-"""What the encoder is fed: rows of pictures or vectors by their index, gathered ahead of the loop, on its device."""
+"""The loader: rows of images or vectors by their index, gathered ahead of the training loop; and embedding them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,93 +11,94 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nearkin.data import augment
-from nearkin.dist.team import Team
-from nearkin.dist.torchrun import here
+from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.samplers import EpochSampler
 from nearkin.training.own_objects import DatasetRows
 
-__all__ = ["Batch", "Feed", "Material", "embed", "parts"]
+__all__ = ["Batch", "BatchLoader", "ItemStore", "embed"]
 
-_RESIDENT = 0.25  # share of a GPU's free memory that a whole set may take, so that no batch crosses the bus
-_AHEAD = 4  # batches gathered before they are asked for
+_RESIDENT = 0.25  # share of a GPU's free memory that all rows may take, so that no batch crosses the bus
+_AHEAD = 4  # batches gathered before they are needed
 
 
-class Material:
-    """Items as tensors: pixels (N, S, S, C) uint8, maybe on disk, vectors (N, F) float32, or what a dataset gives."""
+class ItemStore:
+    """Items as tensors: pixels (N, S, S, C) uint8, perhaps on disk, vectors (N, F) float32, or those of a dataset."""
 
     def __init__(
         self, rows: NDArray[Any] | DatasetRows, device: torch.device, size: int | None = None, flip: bool = True
     ) -> None:
         self.rows, self.device, self.size = rows, device, size
-        self.flip = flip  # whether a mirror image is the same thing
-        self.whole: Tensor | None = None
+        self.flip = flip  # whether a mirror image shows the same
+        self.resident: Tensor | None = None
         if isinstance(rows, DatasetRows) or device.type != "cuda":
             return
         if rows.nbytes <= _RESIDENT * torch.cuda.mem_get_info(device)[0]:
-            self.whole = resident(rows, device)
+            self.resident = copy_to_device(rows, device)
 
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
-        """Rows on the CPU, or on the device where the whole set is."""
-        if self.whole is not None:
-            return self.whole[torch.from_numpy(indices).to(self.device)]
+        """Rows on the CPU, or on the device where all rows are."""
+        if self.resident is not None:
+            return self.resident[torch.from_numpy(indices).to(self.device)]
         if isinstance(self.rows, DatasetRows):
-            found = self.rows.take(indices)
+            rows = self.rows.take(indices)
         else:
-            found = torch.from_numpy(np.take(self.rows, indices, axis=0))
-        return found.pin_memory() if self.device.type == "cuda" else found
+            rows = torch.from_numpy(np.take(self.rows, indices, axis=0))
+        return rows.pin_memory() if self.device.type == "cuda" else rows
 
-    def plain(self, rows: Tensor) -> Tensor:
-        """What the encoder sees of gathered rows when it is measured."""
+    def eval_view(self, rows: Tensor) -> Tensor:
+        """Gathered rows as the encoder gets them in evaluation: the centre, without augmentation."""
         rows = rows.to(self.device, non_blocking=True)
         return rows if self.size is None else augment.centre(rows, self.size)
 
 
-def resident(rows: NDArray[Any], device: torch.device, together: int = 4096) -> Tensor:
-    """All rows on the device, in copies of some: torch takes no array that is mapped read-only."""
-    kind = torch.from_numpy(np.empty(0, rows.dtype)).dtype
-    whole = torch.empty(rows.shape, dtype=kind, device=device)
-    for start in range(0, len(rows), together):
-        whole[start : start + together] = torch.from_numpy(np.array(rows[start : start + together]))
-    return whole
+def copy_to_device(rows: NDArray[Any], device: torch.device, step: int = 4096) -> Tensor:
+    """All rows on the device, copied step by step: torch takes no array that is mapped read-only."""
+    dtype = torch.from_numpy(np.empty(0, rows.dtype)).dtype
+    copy = torch.empty(rows.shape, dtype=dtype, device=device)
+    for start in range(0, len(rows), step):
+        copy[start : start + step] = torch.from_numpy(np.array(rows[start : start + step]))
+    return copy
 
 
 class Batch(NamedTuple):
-    """One batch: which of the training items, and the rows of this rank's part of it, as they are kept."""
+    """One batch: which of the training items, and the stored rows of this rank's part of it."""
 
     number: int
-    items: NDArray[np.int64]  # of all ranks, as one process would have them
+    items: NDArray[np.int64]  # of all ranks, in the order of one process
     rows: Tensor
-    counts: tuple[int, ...]  # rows of every rank, which follow one another
+    counts: tuple[int, ...]  # rows of each rank; its parts follow one another
     part: slice  # this rank's
 
 
-def parts(size: int, ranks: int) -> tuple[int, ...]:
-    """How many of `size` rows each rank gets: as evenly as can be, for any number of ranks."""
-    return tuple(size * (rank + 1) // ranks - size * rank // ranks for rank in range(ranks))
+class BatchLoader:
+    """The batches of an epoch in order, while `workers` threads gather the next ones.
 
-
-class Feed:
-    """The batches of an epoch in order, `workers` threads gathering the next ones meanwhile.
-
-    A batch is a pure function of (seed, epoch, number), so threads change nothing but the time. Of several ranks each
-    takes its own piece, one after the other: put together they are the batch of one process, in its order.
+    A batch is a pure function of (seed, epoch, number), so threads change nothing but the time. Each rank of a group
+    loads its own part: concatenated in the order of the ranks, the parts are the batch of one process.
     """
 
-    def __init__(self, material: Material, indices: NDArray[np.int64], sampler: EpochSampler, workers: int) -> None:
-        self.material, self.indices, self.sampler, self.workers = material, indices, sampler, workers
+    def __init__(
+        self,
+        store: ItemStore,
+        indices: NDArray[np.int64],
+        sampler: EpochSampler,
+        workers: int,
+        group: ProcessGroup = ALONE,
+    ) -> None:
+        self.store, self.indices, self.sampler, self.workers, self.group = store, indices, sampler, workers, group
 
     def epoch(self, number: int, start: int) -> Iterator[Batch]:
         """From batch `start` of an epoch to its last."""
         self.sampler.resume(number, start)
-        if not self.workers or self.material.whole is not None:
+        if not self.workers or self.store.resident is not None:
             for batch in range(start, len(self.sampler)):
-                yield self._gathered(batch, np.array(self.sampler.batch(number, batch)))
+                yield self._load(batch, np.array(self.sampler.batch(number, batch)))
             return
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="nearkin-feed") as pool:
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="nearkin-loader") as pool:
             ahead: deque[Future[Batch]] = deque()
             try:
                 for batch in range(start, len(self.sampler)):
-                    ahead.append(pool.submit(self._gathered, batch, np.array(self.sampler.batch(number, batch))))
+                    ahead.append(pool.submit(self._load, batch, np.array(self.sampler.batch(number, batch))))
                     if len(ahead) > max(_AHEAD, self.workers):
                         yield ahead.popleft().result()
                 while ahead:
@@ -106,16 +107,15 @@ class Feed:
                 for waiting in ahead:
                     waiting.cancel()
 
-    def _gathered(self, number: int, items: NDArray[np.int64]) -> Batch:
-        ranks = here()
-        counts, part = parts(len(items), ranks.size), ranks.share(len(items))
-        return Batch(number, items, self.material.gather(self.indices[items[part]]), counts, part)
+    def _load(self, number: int, items: NDArray[np.int64]) -> Batch:
+        counts, part = self.group.share_sizes(len(items)), self.group.share(len(items))
+        return Batch(number, items, self.store.gather(self.indices[items[part]]), counts, part)
 
 
 @torch.no_grad()
 def embed(
     encoder: nn.Module,
-    material: Material,
+    store: ItemStore,
     indices: NDArray[np.int64],
     *,
     batch: int = 256,
@@ -123,28 +123,27 @@ def embed(
     views: int = 1,
     features: bool = False,
     progress: Any = None,
-    ranks: Team | None = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Embeddings (n, D) float32 on the CPU of the items at `indices`, the encoder in evaluation mode meanwhile.
 
-    views: the mean over several crops and flips, renewed to length 1 where the encoder normalises. features: the pooled
-    backbone instead, before any projection. Of several ranks, those that train together unless given, each embeds its
-    share, whole batches, so that an item meets the same others in the encoder whatever their number; all get all.
+    views: the mean over several crops and flips, scaled to length 1 if the encoder normalises. features: the pooled
+    backbone instead, before any projection. Each rank of a group embeds its share in whole batches, so that batches do
+    not depend on the number of ranks; all ranks return all rows.
     """
-    ranks = here() if ranks is None else ranks
-    if ranks.size == 1:
-        return _embed_here(encoder, material, indices, batch, precision, views, features, progress)
-    mine, own = indices[ranks.share(len(indices), batch)], torch.empty(0, 0)
-    with ranks.work("embedding", progress, len(indices)) as told:
-        if len(mine):
-            own = _embed_here(encoder, material, mine, batch, precision, views, features, told)
-    width = max(ranks.values(own.shape[1]))  # which a rank without items does not know
-    return ranks.rows(own if len(mine) else own.new_empty(0, width))
+    if group is None or group.size == 1:
+        return _embed_alone(encoder, store, indices, batch, precision, views, features, progress)
+    share, rows = indices[group.share(len(indices), batch)], torch.empty(0, 0)
+    with group.work("embedding", progress, len(indices)) as report:
+        if len(share):
+            rows = _embed_alone(encoder, store, share, batch, precision, views, features, report)
+    dim = max(group.values(rows.shape[1]))  # which a rank without items does not know
+    return group.rows(rows if len(share) else rows.new_empty(0, dim))
 
 
-def _embed_here(
+def _embed_alone(
     encoder: nn.Module,
-    material: Material,
+    store: ItemStore,
     indices: NDArray[np.int64],
     batch: int,
     precision: torch.dtype | None,
@@ -152,24 +151,24 @@ def _embed_here(
     features: bool,
     progress: Any = None,
 ) -> Tensor:
-    """`embed` by this process alone, whatever other ranks there are; the caller switches gradients off."""
+    """`embed` by this process alone; the caller has switched gradients off."""
     was_training = encoder.training
     encoder.eval()
-    kept = []
+    embeddings = []
     try:
         for start in range(0, len(indices), batch):
-            rows = material.gather(indices[start : start + batch])
-            seen = [material.plain(rows)]
-            if views > 1 and material.size is not None:
-                seen = list(augment.views(rows.to(material.device), material.size, views, flip=material.flip))
-            with torch.autocast(material.device.type, precision, enabled=precision is not None):
-                found = [encoder.features(view) if features else encoder(view) for view in seen]  # type: ignore[operator]
-            mean = torch.stack([part.float() for part in found]).mean(0)
+            rows = store.gather(indices[start : start + batch])
+            inputs = [store.eval_view(rows)]
+            if views > 1 and store.size is not None:
+                inputs = list(augment.views(rows.to(store.device), store.size, views, flip=store.flip))
+            with torch.autocast(store.device.type, precision, enabled=precision is not None):
+                outputs = [encoder.features(view) if features else encoder(view) for view in inputs]  # type: ignore[operator]
+            mean = torch.stack([part.float() for part in outputs]).mean(0)
             if views > 1 and not features and getattr(encoder, "settings", {}).get("normalize"):
                 mean = nn.functional.normalize(mean, dim=1)
-            kept.append(mean.cpu())
+            embeddings.append(mean.cpu())
             if progress is not None:
                 progress(min(start + batch, len(indices)), len(indices))
     finally:
         encoder.train(was_training)
-    return torch.cat(kept)
+    return torch.cat(embeddings)

@@ -1,4 +1,4 @@
-"""The loop: batches in, weights moved, held-out classes measured, everything kept. It reads downward."""
+"""The training loop: step by step through the batches, validation at the end of an epoch, checkpoints in between."""
 
 import os
 import signal
@@ -11,82 +11,84 @@ from typing import Any
 import torch
 
 from nearkin.core.errors import Stopped
-from nearkin.training.own_objects import way_on
+from nearkin.training.own_objects import how_to_resume
 from nearkin.training.trainer import Trainer
 
-__all__ = ["Watch", "deterministic", "fit"]
+__all__ = ["Callback", "deterministic", "fit"]
 
-Watch = Callable[[dict[str, Any]], None]  # is told everything that happens, as dictionaries with an "event"
+Callback = Callable[[dict[str, Any]], None]  # is called with every event, a dictionary with an "event"
 
 
-def fit(trainer: Trainer, watch: Watch) -> None:
-    """Trains from wherever the trainer's state is to the end. Ctrl-C or SIGTERM: saves, then raises `Stopped`."""
-    state, options, ranks = trainer.state, trainer.recipe.training, trainer.ranks
-    trainer.clock = trainer.looked_at = time.monotonic()
-    with _asked_to_stop() as asked, deterministic(options.deterministic):
+def fit(trainer: Trainer, callback: Callback) -> None:
+    """Trains from the trainer's present state to the end. Ctrl-C or SIGTERM: saves, then raises `Stopped`."""
+    state, options, group = trainer.state, trainer.recipe.training, trainer.group
+    trainer.clock = trainer.logged_at = time.monotonic()
+    with _stop_signals() as signals, deterministic(options.deterministic):
         while not state.finished:
             before = trainer.begin_epoch()
-            for batch in trainer.feed.epoch(state.epoch, state.batch):
-                if ranks.size > 1:  # they stop and save together, so they ask each other first
-                    ranks.ask(asked[0] if asked else 0, _due(trainer))
-                trainer.rate.set(trainer.optimizer, state.step)
-                value, embeddings = trainer.learn(batch)
+            for batch in trainer.loader.epoch(state.epoch, state.batch):
+                if group.size > 1:  # ranks stop and save together, so they ask each other first
+                    group.propose(signals[0] if signals else 0, _save_is_due(trainer))
+                trainer.lr_schedule.set(trainer.optimizer, state.step)
+                value, embeddings = trainer.forward_backward(batch)
                 trainer.window += value
                 trainer.epoch_loss += value
                 state.counted, state.batch, state.step = state.counted + 1, batch.number + 1, state.step + 1
                 state.epoch_steps += 1
-                look = state.step % options.log_steps == 0 or state.step == 1
-                norm = trainer.move(measure=look)
-                watch({"event": "moved", "epoch": state.epoch + 1, "step": state.step, "items": len(batch.items)})
-                if look:
-                    _tell(trainer, watch, trainer.look(norm, embeddings))
-                stop, save = ranks.answer() if ranks.size > 1 else (asked[0] if asked else 0, _due(trainer))
+                log = state.step % options.log_steps == 0 or state.step == 1
+                norm = trainer.optimizer_step(measure=log)
+                callback({"event": "step_end", "epoch": state.epoch + 1, "step": state.step, "items": len(batch.items)})
+                if log:
+                    _log(trainer, callback, trainer.log_line(norm, embeddings))
+                stop, save = (
+                    group.decision() if group.size > 1 else (signals[0] if signals else 0, _save_is_due(trainer))
+                )
                 if stop or save:
                     trainer.save()
-                    watch({"event": "saved", "step": state.step})
+                    callback({"event": "saved", "step": state.step})
                 if stop:
-                    raise Stopped(stop, state.step, way_on(trainer.recipe, trainer.out))
-            _tell(trainer, watch, trainer.end_epoch(before))
+                    raise Stopped(stop, state.step, how_to_resume(trainer.recipe, trainer.out))
+            _log(trainer, callback, trainer.end_epoch(before))
             trainer.save()
-            stop = max(ranks.values(asked[0] if asked else 0))
+            stop = max(group.values(signals[0] if signals else 0))
             if stop:
-                raise Stopped(stop, state.step, way_on(trainer.recipe, trainer.out))
+                raise Stopped(stop, state.step, how_to_resume(trainer.recipe, trainer.out))
 
 
-def _due(trainer: Trainer) -> bool:
+def _save_is_due(trainer: Trainer) -> bool:
     return time.monotonic() - trainer.saved_at > 60 * trainer.recipe.training.save_minutes
 
 
-def _tell(trainer: Trainer, watch: Watch, line: dict[str, Any]) -> None:
-    """Into the journal, to whoever watches, and warnings into the state, so that the report has them."""
+def _log(trainer: Trainer, callback: Callback, line: dict[str, Any]) -> None:
+    """Writes a line to the metrics log and the callback, and its notes to the state, for the report."""
     notes = line.pop("notes")
     trainer.state.notes += notes
-    trainer.journal.write(line)
-    watch(line)
+    trainer.metrics_log.write(line)
+    callback(line)
     for note in notes:
-        watch({"event": "note", "text": note})
+        callback({"event": "note", "text": note})
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """A list that fills with the signal's number at the first Ctrl-C or SIGTERM; a second one ends at once.
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that gets the signal's number at the first Ctrl-C or SIGTERM; a second one ends at once.
 
-    A signal that whoever started us wants ignored (a job in the background) stays ignored.
+    A signal that is ignored already (a job in the background) stays ignored.
     """
-    asked: list[int] = []
+    signals: list[int] = []
 
-    def ask(number: int, _: Any) -> None:
-        if asked:
+    def receive(number: int, _: Any) -> None:
+        if signals:
             raise KeyboardInterrupt
-        asked.append(number)
+        signals.append(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield signals
         return
-    heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, ask) for number in heard}
+    handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, receive) for number in handled}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -94,7 +96,7 @@ def _asked_to_stop() -> Iterator[list[int]]:
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Equal runs give equal bits on one machine: kernels whose order of summation varies are not used."""
+    """Equal runs give equal bits on one machine: avoids kernels whose order of summation varies."""
     if not on:
         yield
         return

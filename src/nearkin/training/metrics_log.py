@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line of JSON for every few steps and every epoch, also as TensorBoard events on request."""
+"""metrics.jsonl: one line of JSON every few steps and every epoch, also as TensorBoard events on request."""
 
 import json
 from importlib.util import find_spec
@@ -7,13 +7,13 @@ from typing import Any
 
 from nearkin.core import files
 
-__all__ = ["Journal"]
+__all__ = ["MetricsLog"]
 
 
-class Journal:
-    """Appends lines; a run that goes on from a checkpoint first cuts what came after it.
+class MetricsLog:
+    """Appends lines; a run that resumes from a checkpoint first cuts the lines after it.
 
-    writes: whether this process is the one that does; of several ranks only the first is.
+    writes: whether this process writes; of several ranks only the first does.
     """
 
     def __init__(self, path: Path, tensorboard: bool = False, writes: bool = True) -> None:
@@ -39,34 +39,33 @@ class Journal:
         self._board.flush()
 
     def read(self) -> list[dict[str, Any]]:
-        """The whole lines."""
+        """The intact lines."""
         return self._read()[0]
 
     def cut(self, step: int, epochs: int) -> str | None:
-        """Only what had happened by this step, and by the end of so many epochs, remains. A sentence on damaged lines.
+        """Keeps the lines up to this step and this many epochs; returns a sentence about corrupt lines, if any.
 
-        A last line that does not end is none of these: a machine that went down may have written half of it.
+        A last line without an end does not count as corrupt: a machine that went down may have written half of it.
         """
         if not self.writes:
             return None
-        lines, damaged = self._read()
-        kept = [
+        lines, corrupt = self._read()
+        remaining = [
             line for line in lines if line["step"] <= step and (line["event"] != "epoch" or line["epoch"] <= epochs)
         ]
-        files.write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-        return f"{self.path.name}: {damaged} damaged line{'s' * (damaged > 1)} left out" if damaged else None
+        files.write_text(self.path, "".join(json.dumps(line) + "\n" for line in remaining))
+        return f"{self.path.name}: {corrupt} corrupt line{'s' * (corrupt > 1)} left out" if corrupt else None
 
     def _read(self) -> tuple[list[dict[str, Any]], int]:
-        """The whole lines, and how many of those that end are damaged."""
+        """The intact lines, and how many of those that end are corrupt."""
         text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
         *ended, last = text.split("\n")
-        found = [_line(part) for part in ended if part.strip()]
-        whole = [line for line in (*found, _line(last)) if line is not None]
-        return whole, found.count(None)
+        lines = [_line(part) for part in ended if part.strip()]
+        return [line for line in (*lines, _line(last)) if line is not None], lines.count(None)
 
 
 def _line(text: str) -> dict[str, Any] | None:
-    """A line as `write` was given it; None where it is damaged."""
+    """A line as `write` received it; None where it is corrupt."""
     try:
         line = json.loads(text)
         json.dumps(line, allow_nan=False)
@@ -81,10 +80,10 @@ def _line(text: str) -> dict[str, Any] | None:
 
 
 def _numbers(line: dict[str, Any], before: str = "") -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
+    numbers: list[tuple[str, float]] = []
     for name, value in line.items():
         if isinstance(value, dict):
-            found += _numbers(value, f"{before}{name}/")
+            numbers += _numbers(value, f"{before}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "epoch"):
-            found.append((before + name, float(value)))
-    return found
+            numbers.append((before + name, float(value)))
+    return numbers

@@ -1,4 +1,4 @@
-"""Watches a training: NaN, collapse, a loss with nothing left to do, proxies that stand still. Says what to try."""
+"""Detects NaN, collapse, a loss without gradient and proxies that do not move, and suggests what to try."""
 
 import math
 from collections.abc import Mapping
@@ -13,19 +13,19 @@ from nearkin.evaluation import diagnosis
 __all__ = ["Monitor", "geometry"]
 
 _ROWS = 256  # of a batch, enough to see a collapse
-COLLAPSED = 1e-3  # spread of unit rows: 0 all in one spot, 1 no common direction
+COLLAPSED = 1e-3  # spread of unit rows: 0 all equal, 1 no common direction
 FLAT = 0.91  # share of the variance along one direction: everything on a line
-_PATIENCE = 5, 100  # looks in a row, and steps, before it counts: early steps may look like anything
+_PATIENCE = 5, 100  # checks in a row, and steps, before it counts: early steps may look like anything
 STILL = 1e-5  # relative change of the loss's own parameters over an epoch
 
 
 @torch.no_grad()
 def geometry(embeddings: Tensor) -> tuple[float, float, float]:
-    """How the unit rows of a batch stand: spread 1 - |mean|², effective rank, share of the variance along one line.
+    """Geometry of the unit rows of a batch: spread 1 - |mean|², effective rank, share of the variance along one line.
 
-    Of at most 256 rows, evenly taken. The effective rank is that of `evaluation.diagnose`; as a warning it is of no
-    use, since a little noise in many dimensions hides a line from it: that is what the share is for. Waits for the
-    device; decomposed is the smaller of rows x rows and D x D, on the CPU, in 2 ms at 128.
+    Of at most 256 rows, evenly taken. The effective rank is that of `evaluation.diagnose`; it is no use as a warning,
+    since a little noise in many dimensions hides a line from it, which the share shows. Waits for the device; the
+    smaller of rows x rows and D x D is decomposed on the CPU, in 2 ms at 128.
     """
     step = max(1, len(embeddings) // _ROWS)
     rows = nn.functional.normalize(embeddings.detach()[::step][:_ROWS].double(), dim=1)
@@ -41,37 +41,39 @@ def geometry(embeddings: Tensor) -> tuple[float, float, float]:
 
 
 class Monitor:
-    """Looks at the numbers that the loop reads anyway, every few steps; keeps what it has said, so says it once."""
+    """Checks the numbers that the loop reads anyway, every few steps; gives each warning once."""
 
     def __init__(self, classes: int | None, dim: int, on_collapse: str) -> None:
         self.flat_possible = (classes is None or classes >= 4) and dim >= 3
         self.on_collapse = on_collapse
-        self.seen: dict[str, tuple[int, int]] = {}  # of each trouble: looks in a row that saw it, and since which step
-        self.said: list[str] = []
+        self.streaks: dict[str, tuple[int, int]] = {}  # per problem: checks in a row that saw it, and since which step
+        self.warned: list[str] = []
 
     def finite(self, step: int, loss: float, weights: bool = True) -> None:
-        """Raises `Diverged` where the loss is no number, or the weights are not finite."""
+        """Raises `Diverged` if the loss or the weights are not finite."""
         if not math.isfinite(loss) or not weights:
-            what = "the weights are not finite" if math.isfinite(loss) else f"the loss is {loss}"
+            problem = "the weights are not finite" if math.isfinite(loss) else f"the loss is {loss}"
             raise Diverged(
-                f"{what} at step {step}: try a smaller optimizer.lr, optimizer.clip=1, or "
+                f"{problem} at step {step}: try a smaller optimizer.lr, optimizer.clip=1, or "
                 f"training.precision=fp32; the last checkpoint is from before"
             )
 
-    def look(self, step: int, loss: float, gradient: float, spread: float, rank: float, line: float) -> list[str]:
-        """Warnings that are new at a step; raises `Diverged` where going on makes no sense."""
+    def check(
+        self, step: int, loss: float, gradient: float, spread: float, effective_rank: float, line_share: float
+    ) -> list[str]:
+        """New warnings at a step; raises `Diverged` if continuing makes no sense."""
         self.finite(step, loss)
         notes = []
-        gone = spread < COLLAPSED or (self.flat_possible and line > FLAT)
-        if self._lasts("collapse", gone, step):
+        collapsed = spread < COLLAPSED or (self.flat_possible and line_share > FLAT)
+        if self._lasts("collapse", collapsed, step):
             sentence = (
-                f"the embeddings have collapsed (spread {spread:.1e}, effective rank {rank:.1f}, {100 * line:.0f} % of "
-                f"the variance along one direction) by step {step}: "
+                f"the embeddings have collapsed (spread {spread:.1e}, effective rank {effective_rank:.1f}, "
+                f"{100 * line_share:.0f} % of the variance along one direction) by step {step}: "
                 f"try a smaller optimizer.lr, a longer schedule.warmup, another loss.selection than hard, or a loss "
                 f"without mining such as supcon"
             )
             if self.on_collapse == "stop":
-                raise Diverged(sentence + "; training.on_collapse=warn goes on")
+                raise Diverged(sentence + "; training.on_collapse=warn continues")
             notes += self._once("collapse", sentence)
         if self._lasts("dead", loss == 0 and gradient == 0, step):
             notes += self._once(
@@ -82,7 +84,7 @@ class Monitor:
         return notes
 
     def epoch(self, number: int, before: Mapping[str, Tensor], loss: nn.Module) -> list[str]:
-        """After an epoch: whether the loss's own parameters, those that `before` has, have moved since then."""
+        """After an epoch: warns if the loss's own parameters have not moved since `before`."""
         still = []
         for name, parameter in loss.named_parameters():
             start = before.get(name)
@@ -100,19 +102,19 @@ class Monitor:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": {name: list(place) for name, place in self.seen.items()}, "said": self.said}
+        return {"seen": {name: list(streak) for name, streak in self.streaks.items()}, "said": self.warned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.seen = {name: (looks, since) for name, (looks, since) in state["seen"].items()}
-        self.said = list(state["said"])
+        self.streaks = {name: (checks, since) for name, (checks, since) in state["seen"].items()}
+        self.warned = list(state["said"])
 
-    def _lasts(self, trouble: str, there: bool, step: int) -> bool:
-        looks, since = self.seen.get(trouble, (0, step))
-        self.seen[trouble] = (looks + 1, since) if there else (0, step)
-        return there and looks + 1 >= _PATIENCE[0] and step - since >= _PATIENCE[1]
+    def _lasts(self, problem: str, present: bool, step: int) -> bool:
+        checks, since = self.streaks.get(problem, (0, step))
+        self.streaks[problem] = (checks + 1, since) if present else (0, step)
+        return present and checks + 1 >= _PATIENCE[0] and step - since >= _PATIENCE[1]
 
     def _once(self, topic: str, sentence: str) -> list[str]:
-        if topic in self.said:
+        if topic in self.warned:
             return []
-        self.said.append(topic)
+        self.warned.append(topic)
         return [sentence]

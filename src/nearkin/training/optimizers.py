@@ -1,4 +1,4 @@
-"""How the weights move: parameter groups with their own rates, the optimiser, and the learning rate over time."""
+"""Parameter groups with their own learning rates, the optimizer, and the learning-rate schedule."""
 
 import math
 from collections.abc import Iterable
@@ -7,36 +7,58 @@ from typing import Any
 import torch
 from torch import nn
 
-from nearkin.training.config.recipe import Recipe
-from nearkin.training.config.refusals import check_learning
+from nearkin.training.config.recipe import Recipe, no_effect
 
-__all__ = ["Rate", "groups", "optimizer"]
+__all__ = ["LRSchedule", "build_optimizer", "parameter_groups"]
 
 
-def groups(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module) -> list[dict[str, Any]]:
-    """Six groups at most: backbone, head and loss, each with and without decay.
+def parameter_groups(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module) -> list[dict[str, Any]]:
+    """Six groups at most: backbone, head and loss, each with and without weight decay.
 
-    "base" is the rate that the schedule multiplies. Biases, norms and single numbers (everything with fewer than two
-    axes) do not decay.
+    "base" is the learning rate that the schedule multiplies. Biases, norms and single numbers (everything with fewer
+    than two axes) do not decay.
     """
-    check_learning(recipe, backbone, head, loss)
+    _check_weights(recipe, backbone, head, loss)
     options = recipe.optimizer
     assert options.lr is not None and options.weight_decay is not None
-    asked = getattr(loss, "lr_scale", 1.0) if options.loss_scale is None else options.loss_scale
+    loss_scale = getattr(loss, "lr_scale", 1.0) if options.loss_scale is None else options.loss_scale
     backbone_scale = 1.0 if options.backbone_scale is None else options.backbone_scale
-    scales = {"backbone": backbone_scale, "head": options.head_scale, "loss": float(asked)}
-    found = []
+    scales = {"backbone": backbone_scale, "head": options.head_scale, "loss": float(loss_scale)}
+    groups = []
     for name, part in (("backbone", backbone), ("head", head), ("loss", loss)):
         for decays in (True, False):
             parameters = [p for p in part.parameters() if (p.dim() > 1) == decays]
             if parameters:
                 base = options.lr * scales[name]
                 decay = options.weight_decay if decays else 0.0
-                found.append({"params": parameters, "lr": base, "base": base, "weight_decay": decay, "part": name})
-    return found
+                groups.append({"params": parameters, "lr": base, "base": base, "weight_decay": decay, "part": name})
+    return groups
 
 
-def optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+def _check_weights(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module) -> None:
+    """Every part that a key concerns has weights, and some weights of the encoder can learn."""
+    options, frozen = recipe.optimizer, bool(recipe.encoder.get("freeze_backbone"))
+    has = {name: any(True for _ in p.parameters()) for name, p in (("backbone", backbone), ("head", head))}
+    learned = any(True for _ in loss.parameters())
+    concerned = {
+        "optimizer.backbone_scale": ("backbone", options.backbone_scale not in (None, 1.0)),
+        "optimizer.head_scale": ("head", options.head_scale != 1.0),
+        "encoder.freeze_backbone": ("backbone", frozen),
+        "schedule.frozen_epochs": ("backbone", recipe.schedule.frozen_epochs > 0),
+    }
+    for key, (part, active) in concerned.items():
+        if active and not has[part]:
+            no_effect(key, f"the {part} has no weights")
+    if options.loss_scale is not None and not learned:
+        no_effect("optimizer.loss_scale", f"loss {recipe.loss.get('name')} has no weights")
+    if not has["head"] and (frozen or not has["backbone"]):
+        why = "the backbone is frozen" if frozen else "the backbone has no weights"
+        raise ValueError(f"nothing of the encoder can learn: {why} and encoder.dim is 0; give encoder.dim")
+    if not has["head"] and not learned and recipe.schedule.frozen_epochs:
+        raise ValueError("nothing but the backbone can learn, so schedule.frozen_epochs must be 0; or give encoder.dim")
+
+
+def build_optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
     options = recipe.optimizer
     if options.name == "adamw":
         beta1, beta2 = options.betas or (0.9, 0.999)
@@ -49,16 +71,16 @@ def optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> torch.opt
     return torch.optim.SGD(list(parameters), lr=1.0, momentum=options.momentum or 0.0)
 
 
-class Rate:
-    """The factor on every learning rate: a straight warm-up from nearly 0, then the decay of the recipe.
+class LRSchedule:
+    """The factor on every learning rate: a linear warm-up from nearly 0, then the decay of the recipe.
 
-    A pure function of the step, but for "plateau", which remembers how often it has cut.
+    A pure function of the step, except for "plateau", which remembers how often it has cut.
     """
 
     def __init__(self, recipe: Recipe, batches: int, epochs: int) -> None:
         self.options, self.batches, self.steps = recipe.schedule, batches, batches * epochs
         share = recipe.schedule.warmup
-        self.warm = max(1, round(share * self.steps)) if share else 0  # a short run has one too
+        self.warm = max(1, round(share * self.steps)) if share else 0  # at least one step
         self.cuts, self.waited, self.best = 0, 0, -math.inf
 
     def factor(self, step: int) -> float:

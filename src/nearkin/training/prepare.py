@@ -1,7 +1,7 @@
-"""From a source to what can be trained on: items read, pictures stored, parts divided, open choices settled."""
+"""From a source to what can be trained on: items loaded, images decoded, split made, recipe settled."""
 
 import hashlib
-from contextlib import suppress
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,131 +11,156 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin import data, models
-from nearkin.data import augment, decode, image_cache
+from nearkin.data import augment, image_cache
 from nearkin.data.items import Items, Pairs
 from nearkin.data.splits import Parts
-from nearkin.training.build import augmentation_of, encoder_settings, new_encoder
-from nearkin.training.config import defaults, precheck
+from nearkin.training.build import build_loss, build_sampler, new_encoder
+from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
-from nearkin.training.config.refusals import check_augment, check_data
-from nearkin.training.objective import loss_settings, takes_targets
-from nearkin.training.own_objects import NONE, DatasetRows, Own, is_own, items_of
-from nearkin.training.validation import Held
+from nearkin.training.config.registry import augmentation_of, check_keys
+from nearkin.training.metrics_log import MetricsLog
+from nearkin.training.optimizers import parameter_groups
+from nearkin.training.own_objects import NONE, DatasetRows, Own, items_of
+from nearkin.training.validation import HeldOut
 
-__all__ = [
-    "Prepared",
-    "augmentation_of",
-    "build_encoder",
-    "divided",
-    "fingerprint",
-    "looked_at",
-    "prepare",
-    "rows_of",
-    "settled",
-]
+__all__ = ["Prepared", "build_encoder", "check_recipe", "fingerprint", "item_rows", "prepare"]
 
-_STANDARDIZED = 2048  # training items whose mean and deviation stand for all
-_SAMPLED = 16  # pictures whose size is looked at
+_MANY = 100_000  # classes; weights for more are not built twice
+_STANDARDIZED = 2048  # training items from which mean and deviation of the input are taken
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything about the data of a run, and the recipe with nothing left open."""
+    """Everything about the data of a run, and the settled recipe."""
 
     recipe: Recipe
     items: Items  # those that could not be read are in no part
     parts: Parts
     rows: NDArray[Any] | DatasetRows  # pixels (N, S, S, C) uint8, vectors (N, F) float32, or a dataset of the user's
-    report: dict[str, Any]  # what `data.inspect` found
+    report: dict[str, Any]  # the result of `data.inspect`
     fingerprint: str
     notes: list[str]
     own: Own = NONE
 
     @property
+    def origin(self) -> dict[str, str]:
+        """What a checkpoint records of its run."""
+        return {"recipe": self.recipe.digest(), "data": self.fingerprint}
+
+    @property
     def preparation(self) -> dict[str, Any]:
-        """What a new item must go through before the encoder; saved beside its weights."""
+        """How a new item is prepared for the encoder; saved beside its weights."""
         options = self.recipe.data
         if isinstance(self.rows, DatasetRows):
             return {"kind": "own", "shape": list(self.rows.shape[1:])}
         if self.items.vectors is not None:
             return {"kind": "vectors", "features": int(self.rows.shape[1])}
-        kept = {"size": options.size, "stored": options.stored, "fit": options.fit, "channels": options.channels}
+        keys = {"size": options.size, "stored": options.stored, "fit": options.fit, "channels": options.channels}
         augmentation = augmentation_of(self.recipe)
-        return {"kind": "pictures", **kept, "flip": augmentation is not None and augmentation.flip > 0}
+        return {"kind": "pictures", **keys, "flip": augmentation is not None and augmentation.flip > 0}
 
     @property
     def baseline(self) -> str:
-        """What could be had without training."""
+        """What is to be had without training."""
         if self.items.vectors is not None or len(self.rows.shape) == 2:
             return "vectors"
-        return "frozen backbone" if pretrained(self.recipe) else "pixels"
+        return "frozen backbone" if self.recipe.pretrained else "pixels"
 
-    def held(self, part: str) -> Held:
-        """The items of the validation or the test part, for judging."""
-        chosen = getattr(self.parts, part)
+    def held_out(self, part: str) -> HeldOut:
+        """The items of the validation or the test part."""
+        indices = getattr(self.parts, part)
         labels, targets = self.items.labels, self.items.targets
         gallery = self.parts.gallery if part == "test" else None
-        return Held(
-            chosen,
-            None if labels is None else labels[chosen],
-            None if targets is None else targets[chosen],
+        return HeldOut(
+            indices,
+            None if labels is None else labels[indices],
+            None if targets is None else targets[indices],
             gallery,
             None if gallery is None or labels is None else labels[gallery],
             None if gallery is None or targets is None else targets[gallery],
         )
 
-    def sizes(self) -> dict[str, NDArray[np.int64]]:
-        named = {"train": self.parts.train, "val": self.parts.val, "test": self.parts.test}
-        return named if self.parts.gallery is None else named | {"gallery": self.parts.gallery}
+    def part_indices(self) -> dict[str, NDArray[np.int64]]:
+        parts = {"train": self.parts.train, "val": self.parts.val, "test": self.parts.test}
+        return parts if self.parts.gallery is None else parts | {"gallery": self.parts.gallery}
 
     def class_counts(self) -> dict[str, int]:
         if self.items.labels is None:
             return {}
-        return {name: len(np.unique(self.items.labels[part])) for name, part in self.sizes().items()}
+        return {name: len(np.unique(self.items.labels[indices])) for name, indices in self.part_indices().items()}
 
     def test_pairs(self) -> Pairs | None:
-        """The pairs of the source's verification protocol among the test items, places counted within these."""
+        """The pairs of the source's verification protocol among the test items, as positions within these."""
         pairs = self.items.pairs
         if pairs is None or not len(pairs.items):
             return None
-        place = np.full(len(self.items), -1, np.int64)
-        tested = self.held("test").everything
-        place[tested] = np.arange(len(tested))
-        moved = place[pairs.items]
-        both = (moved >= 0).all(1)
-        return Pairs(moved[both], pairs.same[both], pairs.fold[both]) if both.any() else None
+        position = np.full(len(self.items), -1, np.int64)
+        tested = self.held_out("test").everything
+        position[tested] = np.arange(len(tested))
+        positions = position[pairs.items]
+        both = (positions >= 0).all(1)
+        return Pairs(positions[both], pairs.same[both], pairs.fold[both]) if both.any() else None
 
 
-def prepare(recipe: Recipe, watch: Any = lambda _: None, own: Own = NONE) -> Prepared:
-    """Reads, stores, divides, settles. Everything that can be wrong with the data or the recipe is said here."""
+def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> Prepared:
+    """Loads, decodes, splits, settles. Everything that can be wrong with the data or the recipe is refused here."""
     options = recipe.data
-    root = None if options.root is None else Path(options.root)
     own.check(recipe)
-    precheck.check_recipe(recipe)
-    watch({"event": "loading", "source": options.source})
+    check_recipe(recipe)
+    callback({"event": "loading", "source": options.source})
     rows: NDArray[Any] | DatasetRows
     digests: list[str] = []
     bad: list[tuple[int, str]] = []
-    notes: list[str] = []
     if own.dataset is not None:
         items, rows = items_of(own.dataset, options.source), DatasetRows(own.dataset)
-        recipe = defaults.settle_dataset(recipe, rows.shape[1:])
+        recipe, notes = defaults.settle_source(recipe, items, rows.shape[1:])
         own = own.wrap(rows.take(np.array([0, len(rows) - 1])))
     else:
+        root = None if options.root is None else Path(options.root)
         items = data.load(options.source, root=root, partial=options.partial)
-        recipe, notes = looked_at(recipe, items)
+        recipe, notes = defaults.settle_source(recipe, items)
         own = own.wrap(_example(recipe, items))
-        if items.pictures is not None and _glances(items):  # files that are no pictures have their own sentence
-            _rehearsed(recipe, items, own)
-        rows, digests, bad = rows_of(items, recipe, watch)
-    parts = divided(items, recipe, bad)
-    check_data(recipe, items, parts)
-    recipe = defaults.settle_parts(recipe, items, parts)
+        if items.pictures is not None and defaults.glimpses(items):  # files that are no images are named when decoded
+            parts = defaults.split(items, recipe, [])
+            _check_build(defaults.settle(recipe, items, parts), items, parts, own)
+        rows, digests, bad = item_rows(items, recipe, callback)
+    parts = defaults.split(items, recipe, bad)
+    recipe = defaults.settle(recipe, items, parts)
     report = data.inspect(items, parts, digests=digests or None, bad=bad)
-    watch({"event": "data", "report": report, "lines": data.lines(report)})
-    recipe = settled(recipe, items, parts)
-    watch({"event": "settled", "recipe": recipe})
+    callback({"event": "data", "report": report, "lines": data.lines(report)})
+    callback({"event": "settled", "recipe": recipe})
     return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuses what is wrong whatever the data are: names, keys, types, the device, missing packages."""
+    check_keys(recipe)
+    _ = recipe.device
+    MetricsLog(Path(), recipe.training.tensorboard)
+
+
+def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own) -> None:
+    """Builds encoder, loss and sampler of a settled recipe once: what cannot be built is refused before decoding.
+
+    parts: as they are if every image can be read.
+    """
+    encoder = new_encoder(recipe, None if items.vectors is None else items.vectors.shape[1:], own)
+    labels = classes = targets = None
+    if recipe.takes_targets:
+        assert items.targets is not None  # `defaults.settle` has refused it otherwise
+        targets = items.targets[parts.train]
+    elif items.labels is not None:
+        present, labels = np.unique(items.labels[parts.train], return_inverse=True)
+        labels, classes = labels.astype(np.int64), len(present)
+    width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
+    unsharded = {key: value for key, value in recipe.loss.items() if key != "shard"}  # ranks prepare one by one
+    alone = recipe.model_copy(update={"loss": unsharded})
+    few = classes and min(classes, _MANY)
+    loss = build_loss(alone, few, encoder.dim, recipe.training.seed, width, len(parts.train), own)
+    parameter_groups(recipe, encoder.backbone, encoder.head, loss)
+    with warnings.catch_warnings():  # noted when the sampler is built for the run
+        warnings.simplefilter("ignore")
+        build_sampler(recipe, labels, targets)
 
 
 def _example(recipe: Recipe, items: Items) -> torch.Tensor:
@@ -147,49 +172,27 @@ def _example(recipe: Recipe, items: Items) -> torch.Tensor:
     return torch.zeros(2, options.channels, options.size, options.size)
 
 
-def _rehearsed(recipe: Recipe, items: Items, own: Own) -> None:
-    """What is wrong whichever pictures can be read is said before they are."""
-    parts = divided(items, recipe, [])
-    check_data(recipe, items, parts)
-    precheck.rehearse(settled(defaults.settle_parts(recipe, items, parts), items, parts), items, parts, own)
-
-
-def looked_at(recipe: Recipe, items: Items) -> tuple[Recipe, list[str]]:
-    """Encoder and sizes settled by what the pictures look like; and notes on it."""
-    side, grey = (None, False) if items.pictures is None else _look(items)
-    return defaults.settle_pictures(recipe, side, grey, defaults.device(recipe))
-
-
-def settled(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
-    """Everything that the training part decides, after `looked_at`; a recipe that cannot be trained by is refused."""
-    facts = _facts(recipe, items, parts)
-    recipe = defaults.settle(recipe, facts, items.labels is None, defaults.device(recipe))
-    recipe = recipe.with_("encoder", **encoder_settings(recipe))
-    loss_settings(recipe)
-    _refuse(recipe, items)
-    return recipe
-
-
-def divided(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
-    """The parts of the readable items. The others keep their place: to close the gaps would copy every pixel."""
+def item_rows(
+    items: Items, recipe: Recipe, callback: Any = lambda _: None
+) -> tuple[NDArray[Any], list[str], list[tuple[int, str]]]:
+    """Pixels or vectors of the items, the digests of their files, and which could not be read and why."""
+    if items.vectors is not None:
+        return items.vectors, [], []
     options = recipe.data
-    kept = np.setdiff1d(np.arange(len(items)), [i for i, _ in bad])
-    readable = items.take(kept) if bad else items
-    parts = data.divide(
-        readable,
-        seed=options.seed,
-        closed=options.closed,
-        val=options.val or defaults.validation_share(items),
-        test=options.test or defaults.TEST,
-        skip_single=options.skip_single,
-        official=options.official,
+    assert items.pictures is not None and options.stored is not None
+    limit: dict[str, Any] = {} if options.max_pixels is None else {"max_pixels": options.max_pixels}
+    images = image_cache.store(
+        items.pictures,
+        items.names,
+        side=options.stored,
+        fit=options.fit or "crop",
+        channels=options.channels,
+        unreadable=options.unreadable or "strict",
+        cache=options.cache is not False,
+        progress=lambda done, total: callback({"event": "storing", "done": done, "total": total}),
+        **limit,
     )
-    return parts.among(kept) if bad else parts
-
-
-def pretrained(recipe: Recipe) -> bool:
-    name = str(recipe.encoder["name"])
-    return name not in ("small-cnn", "mlp") and not is_own(name) and bool(recipe.encoder.get("pretrained", True))
+    return images.pixels, images.digests, images.bad
 
 
 def build_encoder(prepared: Prepared) -> models.Encoder:
@@ -205,78 +208,18 @@ def build_encoder(prepared: Prepared) -> models.Encoder:
 
 def _typical(prepared: Prepared) -> torch.Tensor:
     """Training items, evenly taken, as the encoder sees them."""
-    part = prepared.parts.train
-    chosen = part[np.unique(np.linspace(0, len(part) - 1, _STANDARDIZED).astype(np.int64))]
+    train = prepared.parts.train
+    indices = train[np.unique(np.linspace(0, len(train) - 1, _STANDARDIZED).astype(np.int64))]
     if isinstance(prepared.rows, DatasetRows):
-        return prepared.rows.take(chosen)
-    rows = torch.from_numpy(np.ascontiguousarray(prepared.rows[chosen]))
+        return prepared.rows.take(indices)
+    rows = torch.from_numpy(np.ascontiguousarray(prepared.rows[indices]))
     return rows if prepared.recipe.data.size is None else augment.centre(rows, prepared.recipe.data.size)
-
-
-def _refuse(recipe: Recipe, items: Items) -> None:
-    """What would only come to light after hours, said before anything long begins."""
-    check_augment(recipe, augmentation_of(recipe))
-    if recipe.evaluation.clustering and items.labels is None:
-        raise ValueError("evaluation.clustering needs class labels, the source has none")
-    if takes_targets(recipe) and items.targets is None:
-        raise ValueError(f'loss "{recipe.loss["name"]}" needs continuous targets, {items.name} has none')
-    if not takes_targets(recipe) and items.labels is None:
-        raise ValueError(f'loss "{recipe.loss["name"]}" needs class labels, {items.name} has none; use logratio')
-
-
-def _look(items: Items) -> tuple[int, bool]:
-    """The usual shorter side of the pictures, and whether those looked at are all grey."""
-    seen = _glances(items)
-    if not seen:
-        return defaults.SMALL, False
-    return int(np.median([side for side, _ in seen])), all(grey for _, grey in seen)
-
-
-def _glances(items: Items) -> list[tuple[int, bool]]:
-    """Shorter side and greyness of some pictures, from their headers; none of those that cannot be read."""
-    assert items.pictures is not None
-    seen = []
-    for i in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(int)):
-        with suppress(OSError, ValueError):  # named when all are decoded
-            seen.append(decode.glance(items.pictures.read(int(i))))
-    return seen
-
-
-def rows_of(
-    items: Items, recipe: Recipe, watch: Any = lambda _: None
-) -> tuple[NDArray[Any], list[str], list[tuple[int, str]]]:
-    """The items as rows, the digests of their files, and which could not be read and why."""
-    if items.vectors is not None:
-        return items.vectors, [], []
-    options = recipe.data
-    assert items.pictures is not None and options.stored is not None
-    more: dict[str, Any] = {} if options.max_pixels is None else {"max_pixels": options.max_pixels}
-    found = image_cache.store(
-        items.pictures,
-        items.names,
-        side=options.stored,
-        fit=options.fit or "crop",
-        channels=options.channels,
-        unreadable=options.unreadable or "strict",
-        cache=options.cache is not False,
-        progress=lambda done, total: watch({"event": "storing", "done": done, "total": total}),
-        **more,
-    )
-    return found.pixels, found.digests, found.bad
-
-
-def _facts(recipe: Recipe, items: Items, parts: Parts) -> defaults.Facts:
-    classes = smallest = None
-    if items.labels is not None:
-        counts = np.unique(items.labels[parts.train], return_counts=True)[1]
-        classes, smallest = len(counts), int(counts.min())
-    return defaults.Facts(len(parts.train), classes, smallest, pretrained(recipe))
 
 
 def fingerprint(items: Items, parts: Parts, digests: list[str]) -> str:
     """Of all that a resumed run relies on: which items, how labelled, in which part."""
-    found = hashlib.sha256("\n".join([*items.names, *items.classes, *digests]).encode())
+    digest = hashlib.sha256("\n".join([*items.names, *items.classes, *digests]).encode())
     columns = [items.labels, items.targets, items.vectors, parts.train, parts.val, parts.test, parts.gallery]
     for column in columns:
-        found.update(b"-" if column is None else np.ascontiguousarray(column).tobytes())
-    return found.hexdigest()
+        digest.update(b"-" if column is None else np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()

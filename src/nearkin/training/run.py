@@ -1,96 +1,163 @@
-"""A whole run: from a recipe to a folder with a trained, measured encoder; and going on with one that was stopped.
+"""A run: what `nearkin train` does, as a function. From a source to a folder with a trained, tested encoder.
 
-recipe.toml  model.safetensors  encoder.json  metrics.jsonl  results.json  data.json  checkpoints/
+recipe.toml  model.safetensors  encoder.json  metrics.jsonl  results.json  data.json  checkpoints/  report.html
 """
 
+import json
+import re
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor, nn
 
 from nearkin import models
-from nearkin.dist import parallel, sync_batchnorm
-from nearkin.dist.torchrun import TrainingGroup, here, joined
-from nearkin.training import final_test, grad_cache, validation
-from nearkin.training import run_dir as run_folder
-from nearkin.training.checkpoint import state
-from nearkin.training.checkpoint.checkpoints import Checkpoints
-from nearkin.training.config import defaults
+from nearkin.dist.group import ProcessGroup
+from nearkin.dist.rendezvous import join
+from nearkin.training import final_test, grad_cache, run_dir
+from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.final_test import raw
-from nearkin.training.loader import Feed, Material
-from nearkin.training.loop import Watch, deterministic, fit
-from nearkin.training.metrics_log import Journal
-from nearkin.training.monitor import Monitor
-from nearkin.training.objective import build_loss, build_sampler, takes_targets
-from nearkin.training.optimizers import Rate, groups, optimizer
-from nearkin.training.own_objects import NONE, Own
-from nearkin.training.prepare import Prepared, augmentation_of, build_encoder, prepare
-from nearkin.training.trainer import Trainer, seed_everything
+from nearkin.training.loop import Callback, deterministic, fit
+from nearkin.training.own_objects import PREFIX, Own, own_objects
+from nearkin.training.prepare import Prepared, prepare
+from nearkin.training.trainer import Trainer, assemble
+from nearkin.training.validation import HeldOut
 
 __all__ = ["Outcome", "assemble", "raw", "resume", "train"]
+
+Settings = Mapping[str, Any] | Iterable[str]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has come to: its folder, and what a report shows of it."""
+    """The result of a run: its folder, and what a report shows of it."""
 
     folder: Path
     recipe: Recipe
     results: dict[str, Any]
     history: list[dict[str, Any]]
     prepared: Prepared
-    test: validation.Held
+    test: HeldOut
     embeddings: Tensor  # of the test items, the gallery's after the queries'
     notes: list[str]
-    report: Path | None = None  # the page, where it was written
+    report: Path | None = None  # the page, if it was written
 
 
-def train(recipe: Recipe, out: str | Path, watch: Watch = lambda _: None, own: Own = NONE) -> Outcome:
-    """Trains as the recipe says into a new folder. `watch` is told everything that happens.
+def train(
+    source: Any = None,
+    out: str | Path | None = None,
+    callback: Callback | None = None,
+    *,
+    loss: str | nn.Module | None = None,
+    encoder: str | nn.Module | None = None,
+    recipe: Recipe | str | Path | None = None,
+    settings: Settings = (),
+    resume: str | Path | None = None,
+    progress: bool = False,
+    report: bool | None = None,
+    group: ProcessGroup | None = None,
+) -> Outcome:
+    """Trains an encoder, tests it on classes that it was not trained on, and writes everything into a folder.
 
-    Under torchrun all processes train together; every one returns the outcome, and the first has written it. One that
-    torchrun has started again goes on with the folder, if it is of this recipe.
+    source: a folder of class folders, a table, a file of vectors, a name that `nearkin sources` lists ("glyphs" by
+    default); a `torch.utils.data.Dataset` of (tensor, label); or a complete `Recipe`.
+    out: a new folder, by default runs/SOURCE. loss, encoder: names, or modules of your own (see docs/training.md).
+    recipe: a TOML file, or a `Recipe`. settings: any keys of a recipe, which override the recipe's own:
+    {"training.epochs": 5}, {"training": {"epochs": 5}}, or as on the command line, ["training.epochs=5"].
+    resume: resumes this run instead; with objects of your own, pass these again, and nothing else.
+    progress: bars and lines on stderr. callback: is called with every event, a dictionary with an "event".
+    report: writes report.html; by default, unless `source` is a `Recipe`.
+
+    Under torchrun all processes train together; every one returns the outcome, and the first has written it. A run that
+    torchrun has started again is resumed. group: that of `dist.join`, if the caller has joined already.
     """
-    folder = Path(out)
-    with joined() as ranks:
-        restarted = ranks.restarted()
-        if ranks.alone("looking", lambda: _again(folder, restarted)):
-            with _held(folder, ranks):
-                return _resumed(recipe, folder, watch, ranks, own)
-        with _held(folder, ranks, new=True):  # and gone again where anything is wrong with the recipe
-            prepared = _prepared(recipe, watch, ranks, own)
-            trainer = assemble(prepared, folder)
-            _begin(trainer, prepared, watch)
-            return _finish(trainer, prepared, watch)
+    own = own_objects(source, encoder, loss)
+    reports = report if report is not None else not isinstance(source, Recipe)
+    with (
+        join() if group is None else nullcontext(group) as group,
+        _with_progress(progress and group.first, callback) as callback,
+    ):
+        if reports and group.first:
+            _rehearse_report()
+        if resume is not None:
+            named = [source if own.dataset is None else None, encoder if own.encoder is None else None]
+            named += [loss if own.loss is None else None, out, recipe, settings or None]
+            if any(choice is not None for choice in named):
+                raise ValueError("resume takes the recipe of the run; leave all other choices out")
+            folder = Path(resume)
+            callback({"event": "folder", "folder": str(folder)})
+            full_recipe = run_dir.recipe_of(folder)
+            own.check(full_recipe, f"{folder}: ")
+            outcome = _resume(full_recipe, folder, callback, own, group)
+        else:
+            full_recipe = _recipe_of(source, own, loss, encoder, recipe, settings)
+            restarted = group.restarted()
+            folder = Path(out or group.on_rank0("folder", lambda: str(_free_folder(full_recipe, restarted))))
+            callback({"event": "folder", "folder": str(folder)})
+            if group.on_rank0("looking", lambda: _is_restart(folder, restarted)):
+                outcome = _resume(full_recipe, folder, callback, own, group)
+            else:
+                outcome = _train(full_recipe, folder, callback, own, group)
+        return _with_report(outcome, callback, group) if reports else outcome
 
 
-def resume(folder: str | Path, watch: Watch = lambda _: None, own: Own = NONE) -> Outcome:
-    """Goes on from the newest whole checkpoint of a run, to the same weights as if it had never stopped.
+def resume(
+    folder: str | Path,
+    callback: Callback | None = None,
+    *,
+    dataset: Any = None,
+    encoder: nn.Module | None = None,
+    loss: nn.Module | None = None,
+    progress: bool = False,
+    report: bool = False,
+    group: ProcessGroup | None = None,
+) -> Outcome:
+    """Resumes a run from its newest intact checkpoint, to the same weights as if it had never stopped.
 
-    On any number of processes: a checkpoint holds what each of them needs.
+    On any number of processes. dataset, encoder, loss: the objects of your own that the run was started with, if any.
     """
-    folder = Path(folder)
-    with joined() as ranks:
-        recipe = run_folder.recipe_of(folder)
-        own.check(recipe, f"{folder}: ")
-        with _held(folder, ranks):
-            return _resumed(recipe, folder, watch, ranks, own)
+    options: dict[str, Any] = {"progress": progress, "report": report, "group": group}
+    return train(dataset, callback=callback, encoder=encoder, loss=loss, resume=folder, **options)
+
+
+def _train(recipe: Recipe, folder: Path, callback: Callback, own: Own, group: ProcessGroup) -> Outcome:
+    with _claimed(folder, group, new=True):  # and removed if anything is wrong with the recipe
+        prepared = _prepare(recipe, callback, own, group)
+        trainer = assemble(prepared, folder, group)
+        _start(trainer, prepared, callback)
+        return _finish(trainer, prepared, callback)
+
+
+def _resume(recipe: Recipe, folder: Path, callback: Callback, own: Own, group: ProcessGroup) -> Outcome:
+    with _claimed(folder, group):
+        prepared = _prepare(recipe, callback, own, group)
+        prepared.own.read_initial(folder)
+        run_dir.check_unchanged(folder, prepared)
+        trainer = assemble(prepared, folder, group)
+        if not group.on_rank0("looking", trainer.checkpoints.any_written):
+            group.on_rank0("looking", lambda: run_dir.check_not_started(folder))
+            callback({"event": "note", "text": "this run ended before its first checkpoint, so it starts again"})
+            _start(trainer, prepared, callback)
+            return _finish(trainer, prepared, callback)
+        for note in trainer.restore():
+            trainer.state.notes.append(note)
+            callback({"event": "note", "text": note})
+        with deterministic(recipe.training.deterministic):
+            trainer.replace_lost_best()
+        state = trainer.state
+        callback({"event": "resumed", "epoch": state.epoch + 1, "step": state.step, "finished": state.finished})
+        return _finish(trainer, prepared, callback)
 
 
 @contextmanager
-def _held(folder: Path, group: TrainingGroup, new: bool = False) -> Iterator[None]:
-    """One training at a time writes into a folder; that of several ranks is held by the first."""
-    claims: list[run_folder.Claim] = []
-    group.alone("claiming", lambda: claims.append(run_folder.Claim(folder, new)))
+def _claimed(folder: Path, group: ProcessGroup, new: bool = False) -> Iterator[None]:
+    """One training at a time writes into a folder; the first of several ranks holds the claim."""
+    claims: list[run_dir.Claim] = []
+    group.on_rank0("claiming", lambda: claims.append(run_dir.Claim(folder, new)))
     try:
         yield
     finally:
@@ -98,42 +165,22 @@ def _held(folder: Path, group: TrainingGroup, new: bool = False) -> Iterator[Non
             claim.close()
 
 
-def _resumed(recipe: Recipe, folder: Path, watch: Watch, group: TrainingGroup, own: Own) -> Outcome:
-    prepared = _prepared(recipe, watch, group, own)
-    prepared.own.begin_with(folder)
-    run_folder.check(folder, prepared)
-    trainer = assemble(prepared, folder)
-    if not group.alone("looking", trainer.checkpoints.begun):
-        group.alone("looking", lambda: run_folder.check_unbegun(folder))
-        watch({"event": "note", "text": "this run ended before its first checkpoint, so it begins anew"})
-        _begin(trainer, prepared, watch)
-        return _finish(trainer, prepared, watch)
-    for note in trainer.restore():
-        trainer.state.notes.append(note)
-        watch({"event": "note", "text": note})
-    with deterministic(recipe.training.deterministic):
-        trainer.replace_lost_best()
-    state = trainer.state
-    watch({"event": "resumed", "epoch": state.epoch + 1, "step": state.step, "finished": state.finished})
-    return _finish(trainer, prepared, watch)
-
-
-def _again(folder: Path, restarted: bool) -> bool:
-    """Whether torchrun has started this training again, and it had come as far as a folder."""
-    begun = (folder / "recipe.toml").is_file()
-    if restarted and folder.is_dir() and not begun:
+def _is_restart(folder: Path, restarted: bool) -> bool:
+    """Whether torchrun has started this training again, and it had written its folder."""
+    started = (folder / "recipe.toml").is_file()
+    if restarted and folder.is_dir() and not started:
         for path in folder.iterdir():
-            if run_folder.is_half_written(path.name):
+            if run_dir.is_half_written(path.name):
                 path.unlink()
-    return begun and (restarted or run_folder.same_launch(folder))
+    return started and (restarted or run_dir.same_launch(folder))
 
 
-def _prepared(recipe: Recipe, watch: Watch, group: TrainingGroup, own: Own = NONE) -> Prepared:
-    """One rank after the other where there is something to store; all must find the same items."""
-    prepared = group.first_here("preparing", lambda: prepare(recipe, watch, own), once=True)
-    found = group.values([prepared.fingerprint, run_folder.digest(prepared.recipe)])
-    for rank, other in enumerate(found):
-        for what, ours, theirs in zip(("items", "settings"), found[0], other, strict=True):
+def _prepare(recipe: Recipe, callback: Callback, own: Own, group: ProcessGroup) -> Prepared:
+    """One rank after the other where there is something to cache; all must find the same items."""
+    prepared = group.first_on_machine("preparing", lambda: prepare(recipe, callback, own), rank0_first=True)
+    first, *others = group.values([prepared.fingerprint, prepared.recipe.digest()])
+    for rank, other in enumerate(others, 1):
+        for what, ours, theirs in zip(("items", "settings"), first, other, strict=True):
             if ours != theirs:
                 raise ValueError(
                     f"{recipe.data.source}: all ranks must find the same {what}, rank {rank} finds others than rank 0"
@@ -141,108 +188,44 @@ def _prepared(recipe: Recipe, watch: Watch, group: TrainingGroup, own: Own = NON
     return prepared
 
 
-def _begin(trainer: Trainer, prepared: Prepared, watch: Watch) -> None:
-    """The folder, with all that a run needs to be resumed from its first step."""
-    trainer.ranks.alone("beginning", lambda: run_folder.write(trainer.out, prepared))
+def _start(trainer: Trainer, prepared: Prepared, callback: Callback) -> None:
+    """Writes the folder, with all that a run needs to be resumed from its first step."""
+    trainer.group.on_rank0("starting", lambda: run_dir.write(trainer.out, prepared))
     trainer.state.notes += [*prepared.notes, *_pairs_note(prepared), *_chunk_note(trainer), *_rank_notes(trainer)]
     for note in trainer.state.notes:
-        watch({"event": "note", "text": note})
+        callback({"event": "note", "text": note})
     trainer.save()
 
 
-def assemble(prepared: Prepared, folder: Path) -> Trainer:
-    """The trainer at its first step."""
-    recipe, items, train_part = prepared.recipe, prepared.items, prepared.parts.train
-    ranks = here()
-    on, graded = ranks.device(defaults.device(recipe)), takes_targets(recipe)
-    seed_everything(recipe.training.seed)
-    encoder = (prepared.own.wrapped or build_encoder(prepared)).to(on)
-    if recipe.training.sync_norms and ranks.size > 1:
-        sync_batchnorm.sync(encoder, on)
-    dim = encoder.dim
-    labels = classes = targets = None
-    if items.labels is not None and not graded:
-        present, labels = np.unique(items.labels[train_part], return_inverse=True)
-        labels, classes = labels.astype(np.int64), len(present)
-    if graded:
-        if items.targets is None:
-            raise ValueError(f'loss "{recipe.loss["name"]}" needs continuous targets, {items.name} has none')
-        targets = items.targets[train_part]
-    width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
-    loss = build_loss(recipe, classes, dim, recipe.training.seed, width, len(train_part), prepared.own).to(on)
-    with warnings.catch_warnings(record=True) as heard:  # a note of the run, not a line of Python's among the bars
-        warnings.simplefilter("always")
-        sampler = build_sampler(recipe, labels, targets)
-    known = torch.from_numpy(targets if graded else labels).to(on)
-    assert recipe.training.epochs is not None
-    average = plain = None
-    if recipe.training.ema:
-        ema: Any = get_ema_multi_avg_fn
-        average = AveragedModel(encoder, multi_avg_fn=ema(recipe.training.ema))
-    if recipe.training.strategy == "fsdp" and ranks.size > 1:
-        plain = parallel.shard(encoder, on)
-        if average is not None:
-            parallel.shard(average.module, on)
-    steps = optimizer(recipe, groups(recipe, encoder.backbone, encoder.head, loss))
-    state.seed_rank(recipe.training.seed)
-    material = Material(prepared.rows, on, recipe.data.size)
-    return Trainer(
-        recipe=recipe,
-        out=folder,
-        checkpoints=Checkpoints(folder / run_folder.CHECKPOINTS, run_folder.origin(prepared)),
-        device=on,
-        encoder=encoder,
-        average=average,
-        loss=loss,
-        optimizer=steps,
-        rate=Rate(recipe, len(sampler), recipe.training.epochs),
-        scaler=(torch.amp.GradScaler if ranks.size == 1 else parallel.Scaler)(
-            on.type, enabled=recipe.training.precision == "fp16"
-        ),
-        sampler=sampler,
-        feed=Feed(material, train_part, sampler, recipe.training.workers),
-        material=material,
-        known=known if graded else known.long(),
-        augmentation=augmentation_of(recipe),
-        held=prepared.held("val"),
-        graded=graded,
-        monitor=Monitor(classes, dim, recipe.training.on_collapse),
-        journal=Journal(folder / "metrics.jsonl", recipe.training.tensorboard, ranks.first),
-        epochs=recipe.training.epochs,
-        state=state.State(notes=[str(one.message) for one in heard]),
-        plain=plain,
-    )
-
-
-def _finish(trainer: Trainer, prepared: Prepared, watch: Watch) -> Outcome:
-    """Trains what is left, then: the best weights, the test, the files."""
+def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome:
+    """Trains to the end; then loads the best weights, tests them and writes the files."""
     started = time.monotonic()
-    fit(trainer, watch)
-    recipe, state, held, ranks = trainer.recipe, trainer.state, prepared.held("test"), trainer.ranks
+    fit(trainer, callback)
+    state, held_out, group = trainer.state, prepared.held_out("test"), trainer.group
     assert state.best_file is not None
-    with ranks.work("opening"):
-        kept, facts = trainer.checkpoints.best(state.best_file)
-        encoder = trainer.encoder if trainer.plain is None else trainer.plain
-        encoder.load_state_dict(kept.part("encoder"))
+    with group.work("opening"):
+        tensors, facts = trainer.checkpoints.open(state.best_file)
+        encoder = trainer.encoder if trainer.unsharded is None else trainer.unsharded
+        encoder.load_state_dict(tensors.section("encoder"))
+    plain = encoder if group.size == 1 else final_test.unwrapped(encoder, prepared)
     with final_test.explained(trainer, "the encoder"):
-        ranks.alone(
-            "writing",
-            lambda: models.save(final_test.unwrapped(encoder, prepared), trainer.out, prepared.preparation),
-        )
+        group.on_rank0("writing", lambda: models.save(plain, trainer.out, prepared.preparation))
     rows: dict[str, Tensor] = {}
-    for name, made in final_test.contenders(trainer, encoder, prepared, held).items():
-        watch({"event": "testing", "what": name})
-        rows[name] = made()
-    results = ranks.alone("testing", lambda: final_test.results(trainer, prepared, held, rows, facts))
-    watch({"event": "tested", "results": results, "seconds": time.monotonic() - started})
-    return Outcome(
-        trainer.out, recipe, results, trainer.journal.read(), prepared, held, rows["trained"], list(state.notes)
-    )
+    for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():
+        callback({"event": "testing", "what": name})
+        rows[name] = embed()
+    results = group.on_rank0("testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts))
+    callback({"event": "tested", "results": results, "seconds": time.monotonic() - started})
+    history, notes = trainer.metrics_log.read(), list(state.notes)
+    return Outcome(trainer.out, trainer.recipe, results, history, prepared, held_out, rows["trained"], notes)
+
+
+# --- notes
 
 
 def _chunk_note(trainer: Trainer) -> list[str]:
     chunk, batch = trainer.recipe.training.chunk, trainer.recipe.sampler["batch"]
-    if chunk is None or chunk >= batch or not grad_cache.meets(trainer.encoder):
+    if chunk is None or chunk >= batch or not grad_cache.uses_batch_statistics(trainer.encoder):
         return []
     return [
         f"batch norm takes its statistics from chunks of {chunk}, not from the batch of {batch}; "
@@ -251,22 +234,109 @@ def _chunk_note(trainer: Trainer) -> list[str]:
 
 
 def _pairs_note(prepared: Prepared) -> list[str]:
-    why = validation.unverifiable(prepared.test_pairs())
+    why = final_test.unverifiable(prepared.test_pairs())
     return [] if why is None else [f"the source's pairs are not verified: {why}"]
 
 
 def _rank_notes(trainer: Trainer) -> list[str]:
-    """What several ranks do otherwise than one process would."""
-    ranks, options = trainer.ranks.size, trainer.recipe.training
-    if ranks == 1:
+    """What several ranks do differently from one process."""
+    size, options = trainer.group.size, trainer.recipe.training
+    if size == 1:
         return []
-    notes = [f"trained on {ranks} ranks, with the loss of all their items"]
+    notes = [f"trained on {size} ranks, with the loss of all their items"]
     if options.graphs:
         notes.append("several ranks do not use CUDA graphs")
-    if grad_cache.meets(trainer.encoder) and not options.sync_norms:
-        share = trainer.recipe.sampler["batch"] // ranks
+    if grad_cache.uses_batch_statistics(trainer.encoder) and not options.sync_norms:
+        share = trainer.recipe.sampler["batch"] // size
         notes.append(
             f"batch norm takes its statistics from the {share} items of each rank; training.sync_norms=true takes "
             f"them from all, as one process would, and encoder.freeze_norms=true needs none"
         )
     return notes
+
+
+# --- what the caller chooses
+
+
+def _recipe_of(
+    source: Any, own: Own, loss: Any, encoder: Any, recipe: Recipe | str | Path | None, settings: Settings
+) -> Recipe:
+    """One recipe of all choices; settings override the recipe's own."""
+    if isinstance(source, Recipe):
+        if recipe is not None:
+            raise ValueError("source and recipe are both complete recipes; leave one of them out")
+        source, recipe = None, source
+    choices: dict[str, Any] = {
+        "data.source": own.name("dataset") or (None if source is None else str(source)),
+        "encoder.name": own.name("encoder") or encoder,
+        "loss.name": own.name("loss") or loss,
+    }
+    sets = [*_assignments({key: value for key, value in choices.items() if value is not None}), *_assignments(settings)]
+    if isinstance(recipe, Recipe):
+        return recipes.read(None, sets, recipe.model_dump(exclude_unset=True)) if sets else recipe
+    return recipes.read(recipe, sets)
+
+
+def _assignments(settings: Settings) -> list[str]:
+    """Settings as --set has them; text in quotes, so that a folder called 7 stays a name."""
+    if isinstance(settings, str):
+        raise TypeError(f"settings must be a dictionary, or a list of section.key=value, got {settings!r}")
+    if not isinstance(settings, Mapping):
+        return list(settings)
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {key: value}
+    assignments = []
+    for key, value in flat.items():
+        plain = "none" if value is None else str(value) if isinstance(value, Path) else value
+        try:
+            assignments.append(f"{key}={json.dumps(plain, ensure_ascii=False, allow_nan=False)}")
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"settings[{key!r}] must be a number, text, true or false, or a list, got {value!r}"
+            ) from None
+    return assignments
+
+
+def _free_folder(recipe: Recipe, restarted: bool) -> Path:
+    """runs/SOURCE or runs/SOURCE-LOSS, with a number if that exists; `restarted`: the last that exists."""
+    parts = [Path(recipe.data.source).stem, *([str(recipe.loss["name"])] if "name" in recipe.loss else [])]
+    text = "-".join(part.removeprefix(PREFIX) for part in parts)
+    stem = re.sub(r"[^\w-]+", "-", text).strip("-").lower() or "run"
+    number, folder, last = 1, Path("runs") / stem, None
+    while folder.exists():
+        number, last = number + 1, folder
+        folder = Path("runs") / f"{stem}-{number}"
+    return last if restarted and last is not None else folder
+
+
+def _rehearse_report() -> None:
+    """Tries what the page at the end needs, before anything is trained."""
+    from nearkin import report
+
+    report.rehearse()
+
+
+def _with_report(outcome: Outcome, callback: Callback, group: ProcessGroup) -> Outcome:
+    from nearkin import report  # above this room: a complete run has its page too
+
+    callback({"event": "reporting"})
+    return replace(outcome, report=Path(group.on_rank0("report", lambda: str(report.of_run(outcome)))))
+
+
+@contextmanager
+def _with_progress(on: bool, callback: Callback | None) -> Iterator[Callback]:
+    """The caller's callback, with the bars of the command line if they are wanted."""
+    if not on:
+        yield callback or (lambda _: None)
+        return
+    from nearkin.cli.screen import training_screen  # above this room, as the report is
+
+    with training_screen(False) as screen:
+
+        def both(event: dict[str, Any]) -> None:
+            screen(event)
+            if callback is not None:
+                callback(event)
+
+        yield both

@@ -1,8 +1,9 @@
-"""The trainer: everything that a training consists of, and what it does in a step and at the end of an epoch."""
+"""The trainer: everything that a training consists of, its parts of a step and of an epoch, and its assembly."""
 
 import math
 import random
 import time
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,29 +12,32 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nearkin.core import files
 from nearkin.data import augment
-from nearkin.dist import collectives, environment, parallel
+from nearkin.dist import collectives, parallel, sync_batchnorm
 from nearkin.dist.global_batch import GlobalBatch, average_gradients
+from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.parallel import Parallel
-from nearkin.dist.torchrun import here
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
-from nearkin.training import grad_cache, validation
+from nearkin.training import grad_cache, run_dir, validation
+from nearkin.training.build import build_loss, build_sampler
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.checkpoint.state import State
 from nearkin.training.config.recipe import Recipe
-from nearkin.training.cuda_graphs import Graphed
-from nearkin.training.loader import Batch, Feed, Material, embed
-from nearkin.training.metrics_log import Journal
+from nearkin.training.config.registry import augmentation_of
+from nearkin.training.cuda_graphs import GraphedEncoder
+from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
+from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
-from nearkin.training.optimizers import Rate
-from nearkin.training.validation import Held
+from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
+from nearkin.training.prepare import Prepared, build_encoder
+from nearkin.training.validation import HeldOut, quick_metrics
 
-__all__ = ["PRECISIONS", "Trainer", "seed_everything"]
+__all__ = ["PRECISIONS", "Trainer", "assemble"]
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,99 +54,97 @@ class Trainer:
     average: AveragedModel | None
     loss: nn.Module
     optimizer: torch.optim.Optimizer
-    rate: Rate
+    lr_schedule: LRSchedule
     scaler: torch.amp.GradScaler
     sampler: EpochSampler
-    feed: Feed
-    material: Material
-    known: Tensor  # (n,) or (n, K) labels or targets of the training items, on the device
+    loader: BatchLoader
+    store: ItemStore
+    labels: Tensor  # (n,) class ids or (n, K) targets of the training items, on the device
     augmentation: augment.Augmentation | None
-    held: Held  # the validation part
+    held_out: HeldOut  # the validation part
     graded: bool
     monitor: Monitor
-    journal: Journal
+    metrics_log: MetricsLog
     epochs: int
     state: State = field(default_factory=State)
-    plain: Encoder | None = None  # of an encoder that is spread over ranks: a copy to be filled with whole weights
+    group: ProcessGroup = ALONE
+    unsharded: Encoder | None = None  # of an encoder that is sharded over ranks: a copy for its complete weights
 
     def __post_init__(self) -> None:
         self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
-        self.ranks = here()
-        graphs = self.recipe.training.graphs and self.ranks.size == 1
-        self.graphed = Graphed(self.encoder, self.precision) if graphs else None
+        graphs = self.recipe.training.graphs and self.group.size == 1
+        self.graphed = GraphedEncoder(self.encoder, self.precision) if graphs else None
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
-        self.parallel = Parallel(self.encoder, strategy, unused=name.startswith(("timm:", "hf:", "own:")))
-        self.objective = GlobalBatch(self.loss) if self.ranks.size > 1 else self.loss
-        self.per_item = any(getattr(part, "item_beta", None) is not None for part in self.loss.modules())
+        self.parallel = Parallel(self.encoder, strategy, self.group, unused=name.startswith(("timm:", "hf:", "own:")))
+        self.global_loss = GlobalBatch(self.loss) if self.group.size > 1 else self.loss
+        self.takes_items = any(getattr(part, "item_beta", None) is not None for part in self.loss.modules())
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
         self.epoch_loss = torch.zeros((), device=self.device)  # and since the epoch began
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.saved_at = self.looked_at = self.clock = time.monotonic()
+        self.saved_at = self.logged_at = self.clock = time.monotonic()
 
     @property
     def best_encoder(self) -> Encoder:
-        """The one that is measured and kept: the averaged one, where the recipe wants an average.
+        """The encoder that is validated and saved: the average, if the recipe has one.
 
-        Of one that is spread over ranks a whole copy, which all of them must ask for.
+        Of a sharded one a complete copy, for which all ranks must call this.
         """
-        found = self.encoder if self.average is None else self.average.module
-        assert isinstance(found, Encoder)
-        if self.plain is not None:
-            self.plain.load_state_dict(checkpoint_state.gathered(found))
-            return self.plain
-        return found
+        encoder = self.encoder if self.average is None else self.average.module
+        assert isinstance(encoder, Encoder)
+        if self.unsharded is None:
+            return encoder
+        self.unsharded.load_state_dict(checkpoint_state.full_state(encoder))
+        return self.unsharded
 
-    def learn(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The gradient of one batch, added to the parameters: loss and embeddings, detached.
+    def forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Adds the gradient of one batch to the parameters; returns loss and embeddings, detached.
 
-        Of several ranks each encodes its part; the loss is that of the whole batch on all of them.
+        Each rank encodes its part; the loss is that of the whole batch on all of them.
         """
-        self.ranks.pulse.moves += 1
+        self.group.advance()
         rows = batch.rows.to(self.device, non_blocking=True)
         items = torch.from_numpy(batch.items[batch.part]).to(self.device)
-        known = self.known[items]
-        own = {"items": items} if self.per_item else {}  # for a loss that learns something per training item
+        labels = self.labels[items]
+        item_ids = {"items": items} if self.takes_items else {}  # for a loss that learns something per training item
         keys = None
-        if self.augmentation is not None:  # of all ranks' items: one that comes twice is seen as two
+        if self.augmentation is not None:  # of all ranks' items: one that occurs twice is augmented twice
             keys = augment.keys(self.state.epoch, batch.number, torch.from_numpy(batch.items))[batch.part]
 
-        def encode(places: slice) -> Tensor:
-            seen = rows[places]
+        def encode(part: slice) -> Tensor:
+            inputs = rows[part]
             if self.augmentation is not None:
-                assert self.material.size is not None and keys is not None
-                seed = self.recipe.training.seed
-                seen = augment.warp(
-                    seen, keys[places], size=self.material.size, augmentation=self.augmentation, seed=seed
-                )
-            elif self.material.size is not None:
-                seen = augment.centre(seen, self.material.size)
+                assert self.store.size is not None and keys is not None
+                options: dict[str, Any] = {"size": self.store.size, "augmentation": self.augmentation}
+                inputs = augment.warp(inputs, keys[part], seed=self.recipe.training.seed, **options)
+            elif self.store.size is not None:
+                inputs = augment.centre(inputs, self.store.size)
             if self.graphed is not None:
-                embeddings = self.graphed(seen)
+                embeddings = self.graphed(inputs)
             else:
                 with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
-                    embeddings = self.parallel(seen)
-            self.ranks.pulse.moves += 1
+                    embeddings = self.parallel(inputs)
+            self.group.advance()
             return embeddings.float() if self.precision is not None else embeddings
 
-        def objective(embeddings: Tensor) -> Tensor:
-            if self.ranks.size == 1:
-                return self.loss(embeddings, known, **own)  # type: ignore[no-any-return]
-            return self.objective(embeddings, known, counts=batch.counts, **own)  # type: ignore[no-any-return]
+        def loss_of(embeddings: Tensor) -> Tensor:
+            if self.group.size == 1:
+                return self.loss(embeddings, labels, **item_ids)  # type: ignore[no-any-return]
+            return self.global_loss(embeddings, labels, counts=batch.counts, **item_ids)  # type: ignore[no-any-return]
 
         chunk, most = self.recipe.training.chunk, max(batch.counts)
         if chunk is not None and chunk < most:
-            passes = None if self.ranks.size == 1 else -(-most // chunk)  # all ranks make as many
-            more: dict[str, Any] = {"passes": passes, "apart": self.parallel.apart}
-            return grad_cache.backward(encode, len(rows), chunk, objective, self.encoder, self.scaler.scale, **more)
+            passes = None if self.group.size == 1 else -(-most // chunk)  # all ranks make as many
+            sync = self.parallel.sync_gradients
+            return grad_cache.backward(encode, len(rows), chunk, loss_of, self.encoder, self.scaler.scale, passes, sync)
         embeddings = encode(slice(None))
-        value = objective(embeddings)
+        value = loss_of(embeddings)
         self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
         return value.detach(), embeddings.detach()
 
-    def move(self, measure: bool) -> Tensor | None:
-        """One step of the optimiser along the gradient, which is then gone; its norm if it was clipped or asked for."""
+    def optimizer_step(self, measure: bool) -> Tensor | None:
+        """One step of the optimiser, which clears the gradient; returns its norm if it was clipped or `measure`."""
         norm, clip = None, self.recipe.optimizer.clip
-        several = self.ranks.size > 1
+        several = self.group.size > 1
         if several:
             average_gradients(self.loss)
             parallel.average_norms(self.encoder)
@@ -164,19 +166,19 @@ class Trainer:
             self.average.update_parameters(self.encoder)
         return norm
 
-    def look(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
+    def log_line(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
         """The log line of the steps since the last one; the only place in the loop that waits for the device."""
-        state, embeddings = self.state, collectives.gather(embeddings)
+        state, embeddings = self.state, embeddings if self.group.size == 1 else collectives.gather(embeddings)
         none = self.window.new_full((), math.nan)
         scalars = [self.window / max(1, state.counted), none if norm is None else norm.to(self.window)]
         loss, gradient = torch.stack(scalars).tolist()
         self.monitor.finite(state.step, loss)
         spread, rank, line_share = geometry(embeddings)
         now = time.monotonic()
-        items = state.counted * len(embeddings) / max(1e-9, now - self.looked_at)
+        items = state.counted * len(embeddings) / max(1e-9, now - self.logged_at)
         self.window.zero_()
-        state.counted, self.looked_at = 0, now
-        notes = self.monitor.look(state.step, loss, gradient, spread, rank, line_share)
+        state.counted, self.logged_at = 0, now
+        notes = self.monitor.check(state.step, loss, gradient, spread, rank, line_share)
         line = {"event": "step", "epoch": state.epoch + 1, "step": state.step, "loss": loss}
         rates = {group["part"]: group["lr"] for group in self.optimizer.param_groups}
         line |= {"lr": rates, "gradient": gradient if math.isfinite(gradient) else None}
@@ -184,24 +186,23 @@ class Trainer:
         return line | {"seconds": self.elapsed(), "notes": notes}
 
     def check(self) -> None:
-        """Raises `Diverged` before anything is measured or kept that nothing can go on from."""
-        sound = [parallel.local(p.detach()).isfinite().all() for p in self.parameters]
-        self.monitor.finite(self.state.step, float(self.window), bool(torch.stack(sound).all()))
+        """Raises `Diverged` if the loss or a weight is not finite, before anything is measured or saved."""
+        self.monitor.finite(self.state.step, float(self.window), self.parallel.all_finite(self.parameters))
 
     def begin_epoch(self) -> dict[str, Tensor]:
-        """Everything in training mode, the backbone frozen where it should rest; the loss's parameters as they are.
+        """Switches to training mode, the backbone frozen if the recipe says so; returns the loss's parameters.
 
-        Of an epoch that goes on after a stop none: how far they have moved since its beginning is not known.
+        None of them in the middle of an epoch, after a resume: how far they have moved since its start is unknown.
         """
         self.encoder.train()
         self.loss.train()
-        rest = self.state.epoch < self.recipe.schedule.frozen_epochs
-        self.encoder.freeze_backbone(rest or bool(self.recipe.encoder.get("freeze_backbone")))
+        frozen = self.state.epoch < self.recipe.schedule.frozen_epochs
+        self.encoder.freeze_backbone(frozen or bool(self.recipe.encoder.get("freeze_backbone")))
         self.parallel.refresh()
         return {name: p.detach().clone() for name, p in self.loss.named_parameters() if self.state.batch == 0}
 
     def end_epoch(self, before: dict[str, Tensor]) -> dict[str, Any]:
-        """The sampler sees the classes anew; held-out classes are measured; the best weights are kept."""
+        """Validates on held-out classes, saves the best weights, and refreshes a sampler that mines."""
         state, options = self.state, self.recipe.training
         self.check()
         notes = self.monitor.epoch(state.epoch + 1, before, self.loss)
@@ -211,11 +212,11 @@ class Trainer:
         self.epoch_loss.zero_()
         state.epoch_steps = 0
         if state.epoch % options.every == 0 or state.epoch == self.epochs:
-            value, line["val"] = self.measured()
-            self.rate.measured(value)
+            value, line["val"] = self.validate()
+            self.lr_schedule.measured(value)
             line["best"] = state.best is None or value > state.best
             if line["best"]:
-                self.keep_best(value, line["val"])
+                self.save_best(value, line["val"])
             else:
                 state.waited += 1
             if options.patience is not None and state.waited >= options.patience:
@@ -226,76 +227,147 @@ class Trainer:
             self.refresh_sampler()
         return line | {"seconds": self.elapsed(), "notes": notes}
 
-    def measured(self) -> tuple[float, dict[str, float]]:
-        """The held-out classes, by the weights as they are: the main metric, and all figures."""
-        rows = self.embedded(self.held.everything)
-        figures = self.ranks.alone("validation", lambda: validation.judge(rows, self.held, self.graded, self.device))
-        return figures.get(validation.main_metric(self.graded), -math.inf), figures
+    def validate(self) -> tuple[float, dict[str, float]]:
+        """The present weights on the held-out classes: the main metric, and all figures."""
+        rows, held_out = self.embed(self.held_out.everything), self.held_out
+        figures = self.group.on_rank0("validation", lambda: quick_metrics(rows, held_out, self.graded, self.device))
+        return figures.get(validation.MAIN[self.graded], -math.inf), figures
 
     def replace_lost_best(self) -> None:
-        """The weights as they are become the best, where a checkpoint was found without those that it refers to."""
+        """Makes the present weights the best, if the checkpoint refers to best weights that are corrupt."""
         if self.state.best_file is None and self.state.best_epoch is not None:
-            self.keep_best(*self.measured())
+            self.save_best(*self.validate())
             self.save()
 
-    def keep_best(self, value: float, figures: dict[str, float]) -> None:
-        """The weights as they are, under a name that the next checkpoint refers to."""
+    def save_best(self, value: float, figures: dict[str, float]) -> None:
+        """Saves the present weights, under a name that the next checkpoint refers to."""
         state = self.state
-        tensors = checkpoint_state.named(
-            encoder=self.best_encoder.state_dict(), loss=checkpoint_state.spread(self.loss)
+        tensors = checkpoint_state.prefixed(
+            encoder=self.best_encoder.state_dict(), loss=checkpoint_state.local_state(self.loss, self.group)
         )
         facts = {"epoch": state.epoch, "step": state.step, "val": figures}
-        with self.explained("best weights"):
+        with self._explained("best weights"):
             state.best_file = self.checkpoints.write_best(state.step, tensors, facts)
         state.best = value if math.isfinite(value) else None
         state.best_epoch, state.waited = state.epoch, 0
 
-    def explained(self, what: str) -> AbstractContextManager[None]:
+    def _explained(self, what: str) -> AbstractContextManager[None]:
         name = f"{self.checkpoints.folder}: the {what} of step {self.state.step}"
-        return files.explained(name, f"the one before is whole: make room, then nearkin train --resume {self.out}")
+        return files.explained(name, f"the previous one is intact: make room, then nearkin train --resume {self.out}")
 
-    def embedded(self, indices: Any) -> Tensor:
+    def embed(self, indices: Any) -> Tensor:
+        """Embeddings (n, D) of these items by the present weights."""
         batch = max(64, min(512, self.recipe.training.chunk or 256))
-        return embed(self.best_encoder, self.material, indices, batch=batch, precision=self.precision)
+        return embed(self.best_encoder, self.store, indices, batch=batch, precision=self.precision, group=self.group)
 
     def refresh_sampler(self) -> None:
-        """Samplers that mine classes get the embeddings of the training items, or the mean of each class."""
-        rows = self.embedded(self.feed.indices)
-        self.sampler.set_epoch(self.state.epoch)  # an epoch that went on after a stop is over as well
+        """Gives a sampler that mines the embeddings of the training items, or the mean of each class."""
+        rows = self.embed(self.loader.indices)
+        self.sampler.set_epoch(self.state.epoch)  # also after a resume in the middle of an epoch
         if isinstance(self.sampler, PairPerClass):
             ids = torch.from_numpy(self.sampler.class_ids)
-            sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, self.known.cpu()), rows)
+            sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, self.labels.cpu()), rows)
             self.sampler.refresh(sums)
         else:
             self.sampler.refresh(rows)  # type: ignore[attr-defined]
 
     def elapsed(self) -> float:
+        """Seconds of training, those before a resume included."""
         now = time.monotonic()
         self.state.seconds += now - self.clock
         self.clock = now
         return self.state.seconds
 
     def save(self) -> None:
-        """A checkpoint of everything, from which the run goes on to the same end, on any number of ranks."""
+        """Writes a checkpoint from which the run resumes to the same result, on any number of ranks."""
         self.check()
         self.elapsed()
-        tensors, state = checkpoint_state.contents(self)
-        with self.explained("checkpoint"), self.ranks.work("saving"):  # exchanges do not wait for a disk
+        tensors, state = checkpoint_state.collect(self)
+        with self._explained("checkpoint"), self.group.work("saving"):  # exchanges do not wait for a disk
             self.checkpoints.write(self.state.step, tensors, state)
         self.saved_at = time.monotonic()
 
     def restore(self) -> list[str]:
-        """Goes back to the newest whole checkpoint; what was wrong with newer ones, and what is not as it was."""
-        kept, state, notes = checkpoint_state.newest(self.checkpoints)
-        now = environment.numerics(self.device, self.ranks.size)
-        changed = None if state["finished"] else environment.difference(state.get("numerics", now), now)
-        checkpoint_state.put_back(self, kept, state)
-        damaged = self.journal.cut(self.state.step, self.state.epoch)
-        return [*notes, *([changed] if changed else []), *([damaged] if damaged else [])]
+        """Resumes from the newest intact checkpoint; returns notes on corrupt ones and on changed numerics."""
+        tensors, values, notes = checkpoint_state.open_newest(self.checkpoints)
+        now = checkpoint_state.numerics(self.device, self.group.size)
+        if not values["finished"]:
+            notes += checkpoint_state.numerics_note(values.get("numerics", now), now)
+        checkpoint_state.restore(self, tensors, values)
+        corrupt_lines = self.metrics_log.cut(self.state.step, self.state.epoch)
+        return [*notes, *([corrupt_lines] if corrupt_lines else [])]
 
 
-def seed_everything(seed: int) -> None:
-    """Every generator that is not a function of (seed, epoch, index) starts from the same place."""
+def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> Trainer:
+    """The trainer of a prepared run, at its first step."""
+    recipe, train_part, options = prepared.recipe, prepared.parts.train, prepared.recipe.training
+    device, graded = group.device(recipe.device), recipe.takes_targets
+    _seed_everything(options.seed)
+    encoder = (prepared.own.wrapped or build_encoder(prepared)).to(device)
+    if options.sync_norms and group.size > 1:
+        sync_batchnorm.sync(encoder, device)
+    labels, classes, targets = _labels_or_targets(prepared, graded)
+    width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
+    loss = build_loss(recipe, classes, encoder.dim, options.seed, width, len(train_part), prepared.own).to(device)
+    with warnings.catch_warnings(record=True) as caught:  # a note of the run, not a line of Python's among the bars
+        warnings.simplefilter("always")
+        sampler = build_sampler(recipe, labels, targets)
+    assert options.epochs is not None
+    average = unsharded = None
+    if options.ema:
+        ema: Any = get_ema_multi_avg_fn
+        average = AveragedModel(encoder, multi_avg_fn=ema(options.ema))
+    if options.strategy == "fsdp" and group.size > 1:
+        unsharded = parallel.shard(encoder, device)
+        if average is not None:
+            parallel.shard(average.module, device)
+    optimizer = build_optimizer(recipe, parameter_groups(recipe, encoder.backbone, encoder.head, loss))
+    if group.rank:
+        checkpoint_state.seed_rank(options.seed, group.rank)
+    scaler = torch.amp.GradScaler if group.size == 1 else parallel.Scaler
+    store = ItemStore(prepared.rows, device, recipe.data.size)
+    return Trainer(
+        recipe=recipe,
+        out=folder,
+        checkpoints=Checkpoints(folder / run_dir.CHECKPOINTS, prepared.origin, group),
+        device=device,
+        encoder=encoder,
+        average=average,
+        loss=loss,
+        optimizer=optimizer,
+        lr_schedule=LRSchedule(recipe, len(sampler), options.epochs),
+        scaler=scaler(device.type, enabled=options.precision == "fp16"),
+        sampler=sampler,
+        loader=BatchLoader(store, train_part, sampler, options.workers, group),
+        store=store,
+        labels=torch.from_numpy(targets if graded else labels).to(device),
+        augmentation=augmentation_of(recipe),
+        held_out=prepared.held_out("val"),
+        graded=graded,
+        monitor=Monitor(classes, encoder.dim, options.on_collapse),
+        metrics_log=MetricsLog(folder / "metrics.jsonl", options.tensorboard, group.first),
+        epochs=options.epochs,
+        state=State(notes=[str(warning.message) for warning in caught]),
+        group=group,
+        unsharded=unsharded,
+    )
+
+
+def _labels_or_targets(prepared: Prepared, graded: bool) -> tuple[Any, int | None, Any]:
+    """Of the training items: class ids from 0 and the number of classes, or continuous targets."""
+    items, train_part = prepared.items, prepared.parts.train
+    if graded:
+        if items.targets is None:
+            raise ValueError(f'loss "{prepared.recipe.loss["name"]}" needs continuous targets, {items.name} has none')
+        return None, None, items.targets[train_part]
+    if items.labels is None:
+        return None, None, None
+    present, labels = np.unique(items.labels[train_part], return_inverse=True)
+    return labels.astype(np.int64), len(present), None
+
+
+def _seed_everything(seed: int) -> None:
+    """Seeds every generator that is not a function of (seed, epoch, index)."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  other people's code may draw from it
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - code of others may draw from it

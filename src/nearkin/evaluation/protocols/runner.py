@@ -87,7 +87,7 @@ def evaluate(
         if group is None or shared(name, pairs):
             found = _run(name, task)
         else:
-            found = group.alone(name, partial(_run, name, task))
+            found = group.on_rank0(name, partial(_run, name, task))
         notes += [note for note in found.pop("notes", []) if note not in notes]
         results[name] = {"similarity": similarity[name]} | _named(found, items.names)
     return {

@@ -1,1 +1,1 @@
-"""Checkpoints: what a trainer saves, as one file or sharded over ranks."""
+"""Checkpoints: what a training saves, as one file or sharded over ranks."""

@@ -1,31 +1,37 @@
-"""Good choices where a recipe makes none, by what the data and the machine are; and a no to what would be ignored."""
+"""Fills in what a recipe leaves open, section by section, and refuses keys that would have no effect.
+
+`settle_source` needs the items only: encoder and image sizes, known before an image is decoded. `settle` needs the
+split as well, and settles everything else. Both read downward: a section sees the sections above it, and each refusal
+is beside the default it concerns.
+"""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nearkin import models
 from nearkin.core import checks
+from nearkin.data import decode
+from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.items import Items
-from nearkin.data.splits import Parts
-from nearkin.training.config.recipe import Recipe
-from nearkin.training.config.refusals import check_encoder, no_effect
-from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting
-from nearkin.training.own_objects import PREFIX, is_own
+from nearkin.data.splits import Parts, divide, given_split
+from nearkin.training.config.recipe import Recipe, no_effect
+from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, augmentation_of, encoder_settings, loss_settings
 
-__all__ = ["SAMPLERS_OF", "TEST", "Facts", "device", "settle", "settle_parts", "settle_pictures", "validation_share"]
+__all__ = ["SAMPLERS_OF", "glimpses", "settle", "settle_images", "settle_source", "settle_split", "split"]
 
-TEST = 0.25  # of the classes, or items, of a source that has no test part
+TEST = 0.25  # share of the classes, or items, of a source without a test part
 
-_MANY = 300  # classes, of which a tenth validates well enough
-SMALL = 64  # pictures up to this side are small
-LEAST = 32  # side that a pretrained encoder can see
+_MANY = 300  # classes; of so many, a tenth is enough for validation
+_SAMPLED = 16  # images whose headers are read
+SMALL = 64  # images up to this side are small
+LEAST = 32  # smallest side that a pretrained encoder can see
 # Losses whose papers work on embeddings of free length.
 FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"}
-# The batches that a loss has by itself, where they are not class-balanced.
+# The sampler that belongs to a loss, where it is not class-balanced.
 SAMPLERS_OF = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
 # What won among losses tried on glyphs (from scratch) and on birds (tuned): docs/benchmarks.md.
 _LOSSES: dict[str, dict[str, Any]] = {
@@ -34,88 +40,142 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "vectors": {"name": "supcon"},
     "targets": {"name": "logratio"},
 }
-_PICTURES = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache")
+_IMAGE_KEYS = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache")
 
 
 class Facts(NamedTuple):
-    """What the training part is like."""
+    """What the defaults depend on: the training part, the encoder's weights, the device."""
 
     items: int
-    classes: int | None
+    classes: int | None  # None: continuous targets only
     smallest: int | None  # items of the smallest class
     pretrained: bool
+    device: torch.device
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
 
 
-def device(recipe: Recipe) -> torch.device:
-    return checks.device(recipe.training.device, "training.device", "cpu")
+def settle_source(recipe: Recipe, items: Items, shape: tuple[int, ...] | None = None) -> tuple[Recipe, list[str]]:
+    """Encoder, image sizes and augmentation by what the items look like; and notes on choices that may surprise.
+
+    shape: of an item of a dataset of the user's own, which prepares its items itself.
+    """
+    if shape is not None:
+        return _settle_dataset(recipe, shape), []
+    if items.pictures is None:
+        return _settle_vectors(recipe), []
+    sides_and_grey = glimpses(items)
+    side = int(np.median([side for side, _ in sides_and_grey])) if sides_and_grey else SMALL
+    grey = bool(sides_and_grey) and all(grey for _, grey in sides_and_grey)
+    return settle_images(recipe, side, grey, recipe.device)
 
 
-def validation_share(items: Items) -> float:
-    """Of the classes that are not tested: a fifth, or a tenth where that is many already."""
-    if items.labels is None:
-        return 0.2
-    kept = items.labels if items.split is None else items.labels[np.array(items.split) == "train"]
-    return 0.1 if len(np.unique(kept)) >= _MANY else 0.2
+def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) -> Recipe:
+    """Everything that `settle_source` left open; a recipe that cannot be trained by is refused.
+
+    split: whether the parts come from [data] of this recipe; False: folds that were made otherwise.
+    """
+    facts = _facts(recipe, items, parts)
+    if split:
+        recipe = settle_split(recipe, items, parts)
+    recipe = _settle_loss(recipe, items, facts)
+    recipe = _settle_encoder(recipe, facts)
+    _check_augment(recipe)
+    recipe = _settle_sampler(recipe, facts)
+    recipe = _settle_optimizer(recipe, facts)
+    recipe = _settle_schedule(recipe)
+    recipe = _settle_training(recipe, facts)
+    recipe = _settle_heat(recipe)
+    recipe = _settle_memory(recipe)
+    if recipe.evaluation.clustering and items.labels is None:
+        raise ValueError("evaluation.clustering needs class labels, the source has none")
+    return recipe
 
 
-def settle_parts(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
-    """The shares by which a part was taken; none for a part that the source itself has set apart."""
-    shares = {"val": recipe.data.val or validation_share(items), "test": recipe.data.test or TEST}
-    return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.own})
+# --- what is known of the data and the machine
 
 
-def check_encoder_name(recipe: Recipe) -> None:
-    name = str(recipe.encoder.get("name", "mlp"))
-    if not name.startswith(("timm:", "hf:", PREFIX)):
-        checks.one_of("encoder", name, [one.name for one in models.encoders()])
+def glimpses(items: Items) -> list[tuple[int, bool]]:
+    """Shorter side and greyness of some images, from their headers; unreadable ones are left out."""
+    assert items.pictures is not None
+    sides_and_grey = []
+    for i in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(int)):
+        with suppress(OSError, ValueError):  # named when all are decoded
+            sides_and_grey.append(decode.glance(items.pictures.read(int(i))))
+    return sides_and_grey
 
 
-def settle_pictures(recipe: Recipe, side: int | None, grey: bool, on: torch.device) -> tuple[Recipe, list[str]]:
-    """Encoder and picture sizes. side: the usual shorter side of the pictures, None for vectors."""
+def _facts(recipe: Recipe, items: Items, parts: Parts) -> Facts:
+    classes = smallest = None
+    if items.labels is not None:
+        counts = np.unique(items.labels[parts.train], return_counts=True)[1]
+        classes, smallest = len(counts), int(counts.min())
+    return Facts(len(parts.train), classes, smallest, recipe.pretrained, recipe.device)
+
+
+# --- the source: [encoder] name, [data] image keys, [augment]
+
+
+def _settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
+    unused = {"data.root", *(f"data.{key}" for key in _IMAGE_KEYS), *(f"augment.{key}" for key in recipe.augment)}
+    for key in sorted(recipe.explicit_keys & unused):
+        no_effect(key, "the dataset is an object of your own, which prepares its items itself")
+    recipe = recipe.with_("encoder", **{"name": "mlp" if len(shape) == 1 else "small-cnn", **recipe.encoder})
+    name = str(recipe.encoder["name"])
+    if not recipe.is_own("encoder") and (name == "mlp") != (len(shape) == 1):
+        kind, instead = ("vectors", "mlp") if len(shape) == 1 else ("pictures", "small-cnn")
+        raise ValueError(f'encoder "{name}" does not take {kind}, which the dataset holds; use {instead}')
+    workers = recipe.training.workers if "training.workers" in recipe.explicit_keys else 0
+    return recipe.with_("training", workers=workers)  # threads would share the dataset, and its random numbers
+
+
+def _settle_vectors(recipe: Recipe) -> Recipe:
+    unused = {f"data.{key}" for key in _IMAGE_KEYS} | {f"augment.{key}" for key in recipe.augment}
+    for key in sorted(recipe.explicit_keys & unused):
+        no_effect(key, "the source holds vectors, not pictures")
+    recipe = recipe.with_("encoder", **{"name": "mlp", **recipe.encoder})
+    if recipe.encoder["name"] != "mlp" and not recipe.is_own("encoder"):
+        raise ValueError(f'encoder "{recipe.encoder["name"]}" takes pictures, the source holds vectors; use mlp')
+    return recipe
+
+
+def settle_images(recipe: Recipe, side: int, grey: bool, on: torch.device) -> tuple[Recipe, list[str]]:
+    """side: the usual shorter side of the images; grey: whether all are."""
     notes: list[str] = []
-    given = recipe.given
-    check_encoder_name(recipe)
-    if side is None:
-        for key in sorted(given & ({f"data.{name}" for name in _PICTURES} | {f"augment.{k}" for k in recipe.augment})):
-            no_effect(key, "the source holds vectors, not pictures")
-        recipe = recipe.with_("encoder", **{"name": "mlp", **recipe.encoder})
-        if recipe.encoder["name"] != "mlp" and not is_own(recipe.encoder["name"]):
-            raise ValueError(f'encoder "{recipe.encoder["name"]}" takes pictures, the source holds vectors; use mlp')
-        return recipe, notes
     if "name" not in recipe.encoder:
-        name, why = _encoder_for(side, recipe.data.size)
-        notes += why
+        name, notes = _encoder_for(side, recipe.data.size)
         recipe = recipe.with_("encoder", name=name, **recipe.encoder)
-    if recipe.encoder["name"] == "mlp":
+    name = recipe.encoder["name"]
+    if name == "mlp":
         raise ValueError('encoder "mlp" takes vectors, the source holds pictures; use small-cnn')
     size = recipe.data.size
     if size is None:
-        if recipe.encoder["name"] == "small-cnn" or (is_own(recipe.encoder["name"]) and side <= SMALL):
+        if name == "small-cnn" or (recipe.is_own("encoder") and side <= SMALL):
             size = min(SMALL, max(16, -(-side // 8) * 8))
         else:
             size = 224 if on.type == "cuda" else 128
     stored = recipe.data.stored
     if stored is None:
         stored = size if side <= size and size <= SMALL else min(size * 8 // 7, max(side, 32))
-    filled = {
-        "size": size,
-        "stored": stored,
-        "fit": recipe.data.fit or "crop",
-        "channels": recipe.data.channels or (1 if grey and recipe.encoder["name"] == "small-cnn" else 3),
-        "unreadable": recipe.data.unreadable or "strict",
-        "cache": True if recipe.data.cache is None else recipe.data.cache,
-    }
-    recipe = recipe.with_("data", **filled)
+    recipe = recipe.with_(
+        "data",
+        size=size,
+        stored=stored,
+        fit=recipe.data.fit or "crop",
+        channels=recipe.data.channels or (1 if grey and name == "small-cnn" else 3),
+        unreadable=recipe.data.unreadable or "strict",
+        cache=True if recipe.data.cache is None else recipe.data.cache,
+    )
     if "preset" not in recipe.augment:
         preset = "photo" if size > SMALL or not grey else "light"
-        if recipe.data.source in ("glyphs", "omniglot"):
-            preset = "glyph"
-        recipe = recipe.with_("augment", preset=preset)
+        recipe = recipe.with_("augment", preset="glyph" if recipe.data.source in ("glyphs", "omniglot") else preset)
     return recipe, notes
 
 
 def _encoder_for(side: int, size: int | None) -> tuple[str, list[str]]:
-    """The encoder for pictures of that side, seen at `size` where it is given; and why, where that may surprise."""
+    """The encoder for images of that side, seen at `size` where it is set; and why, where that may surprise."""
     if max(side, size or 0) <= SMALL:
         return "small-cnn", []
     if size is not None and size < LEAST:
@@ -131,168 +191,233 @@ def _encoder_for(side: int, size: int | None) -> tuple[str, list[str]]:
     ]
 
 
-def settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
-    """The encoder for items (shape) of a dataset of the user's own, which prepares them itself."""
-    ours = {"data.root", *(f"data.{key}" for key in _PICTURES), *(f"augment.{key}" for key in recipe.augment)}
-    for key in sorted(recipe.given & ours):
-        no_effect(key, "the dataset is an object of your own, which prepares its items itself")
-    check_encoder_name(recipe)
-    recipe = recipe.with_("encoder", **{"name": "mlp" if len(shape) == 1 else "small-cnn", **recipe.encoder})
-    name = str(recipe.encoder["name"])
-    if not is_own(name) and (name == "mlp") != (len(shape) == 1):
-        what, way = ("vectors", "mlp") if len(shape) == 1 else ("pictures", "small-cnn")
-        raise ValueError(f'encoder "{name}" does not take {what}, which the dataset holds; use {way}')
-    workers = recipe.training.workers if "training.workers" in recipe.given else 0
-    return recipe.with_("training", workers=workers)  # threads would share the dataset, and its random numbers
+# --- the split: [data] partial, official, closed, skip_single, val, test, seed
 
 
-def settle(recipe: Recipe, facts: Facts, targets: bool, on: torch.device) -> Recipe:
-    """Everything else: loss, sampler, rates, how long. targets: the source has continuous labels only."""
-    scratch = recipe.encoder["name"] == "small-cnn"
+def split(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
+    """The parts of the readable items. The others keep their place: to close the gaps would copy every pixel."""
+    options = recipe.data
+    indices = np.setdiff1d(np.arange(len(items)), [i for i, _ in bad])
+    readable = items.take(indices) if bad else items
+    parts = divide(
+        readable,
+        seed=options.seed,
+        closed=options.closed,
+        val=options.val or _validation_share(items),
+        test=options.test or TEST,
+        skip_single=options.skip_single,
+        official=options.official,
+    )
+    return parts.among(indices) if bad else parts
+
+
+def settle_split(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
+    """The shares of validation and test; none for a part that the source itself has set apart."""
+    options, name = recipe.data, items.name
+    if options.partial and options.source not in BENCHMARKS:
+        no_effect("data.partial", f"{name} is no benchmark set")
+    if not options.official and given_split(items, options.closed) is None:
+        no_effect("data.official", f"{name} has no split of its own")
+    for key in ("closed", "skip_single"):
+        if getattr(options, key) and items.labels is None:
+            no_effect(f"data.{key}", f"{name} has no classes")
+    for part in ("val", "test"):
+        if part in parts.own and getattr(options, part) is not None:
+            no_effect(f"data.{part}", f"{name} has its own {part} part, which data.official=false would ignore")
+    if options.seed and {"val", "test"} <= set(parts.own):
+        no_effect("data.seed", f"{name} has its own parts, which data.official=false would ignore")
+    shares = {"val": options.val or _validation_share(items), "test": options.test or TEST}
+    return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.own})
+
+
+def _validation_share(items: Items) -> float:
+    """Of the classes that are not tested: a fifth, or a tenth where that is many already."""
+    if items.labels is None:
+        return 0.2
+    labels = items.labels if items.split is None else items.labels[np.array(items.split) == "train"]
+    return 0.1 if len(np.unique(labels)) >= _MANY else 0.2
+
+
+# --- [loss], [encoder], [augment], [sampler]
+
+
+def _settle_loss(recipe: Recipe, items: Items, facts: Facts) -> Recipe:
     if "name" not in recipe.loss:
-        chosen = _LOSSES["targets" if targets else "scratch" if scratch else "tuned" if facts.pretrained else "vectors"]
-        recipe = recipe.with_("loss", **{**chosen, **recipe.loss})
-    loss = recipe.loss["name"]
-    if is_own(loss):
-        recipe = recipe.with_("loss", **{"targets": targets, **recipe.loss})
-    else:
-        checks.one_of("loss", loss, LOSSES)
-    if not is_own(recipe.encoder["name"]):
-        filled = {"normalize": loss not in FREE_LENGTH, "dim": 256 if scratch else 128}
-        recipe = recipe.with_("encoder", **{**filled, "freeze_norms": facts.pretrained, **recipe.encoder})
-    check_encoder(recipe)
-    recipe = _sampler(recipe, facts, on)
-    recipe = _optimizer(recipe, facts)
-    recipe = _schedule(recipe)
-    recipe = _training(recipe, facts, on)
-    if loss == "heated-softmax" and "heat_after" not in recipe.loss:  # the last quarter, as in the paper
-        assert recipe.training.epochs and recipe.training.batches
-        recipe = recipe.with_("loss", heat_after=recipe.training.epochs * recipe.training.batches * 3 // 4)
-    recipe = recipe.with_("loss", **{**(_defaults(LOSSES[loss].settings) if loss in LOSSES else {}), **recipe.loss})
-    recipe = recipe.with_("sampler", **{**_defaults(SAMPLERS[recipe.sampler["name"]].settings), **recipe.sampler})
-    if recipe.memory.size == 0 and recipe.memory.warmup is not None:
-        no_effect("memory.warmup", "memory.size is 0")
-    if recipe.memory.size and recipe.memory.warmup is None:
-        recipe = recipe.with_("memory", warmup=0)
-    return recipe
+        tuned = "tuned" if facts.pretrained else "vectors"
+        kind = "targets" if items.labels is None else "scratch" if recipe.encoder["name"] == "small-cnn" else tuned
+        recipe = recipe.with_("loss", **{**_LOSSES[kind], **recipe.loss})
+    name = recipe.loss["name"]
+    if recipe.is_own("loss"):
+        recipe = recipe.with_("loss", **{"targets": items.labels is None, **recipe.loss})
+    loss_settings(recipe)
+    if recipe.takes_targets and items.targets is None:
+        raise ValueError(f'loss "{name}" needs continuous targets, {items.name} has none')
+    if not recipe.takes_targets and items.labels is None:
+        raise ValueError(f'loss "{name}" needs class labels, {items.name} has none; use logratio')
+    return recipe.with_("loss", **{**(_defaults(LOSSES[name].settings) if name in LOSSES else {}), **recipe.loss})
 
 
-def _sampler(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
-    plain = "label-neighbours" if recipe.loss.get("targets") is True else "class-balanced"  # the former of an own loss
-    name = recipe.sampler.get("name") or SAMPLERS_OF.get(recipe.loss["name"], plain)
+def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
+    name = recipe.encoder["name"]
+    if not recipe.is_own("encoder"):
+        head = {"normalize": recipe.loss["name"] not in FREE_LENGTH, "dim": 256 if name == "small-cnn" else 128}
+        recipe = recipe.with_("encoder", **{**head, "freeze_norms": facts.pretrained, **recipe.encoder})
+    options = recipe.encoder
+    if name == "mlp" and options.get("freeze_norms"):
+        no_effect("encoder.freeze_norms", "mlp has no batch norm")
+    if name == "mlp" and options.get("dropout") and options.get("freeze_backbone"):
+        no_effect("encoder.dropout", "encoder.freeze_backbone is true")
+    if name == "mlp" and options.get("dropout") and options.get("hidden") in ([], ()):
+        no_effect("encoder.dropout", "encoder.hidden is empty")
+    return recipe.with_("encoder", **encoder_settings(recipe))
+
+
+def _check_augment(recipe: Recipe) -> None:
+    augmentation = augmentation_of(recipe)
+    if augmentation is not None and augmentation.erase == 0 and "erase_area" in recipe.augment:
+        no_effect("augment.erase_area", "augment.erase is 0")
+    for key in ("saturation", "grey"):
+        if recipe.data.channels == 1 and key in recipe.augment:
+            no_effect(f"augment.{key}", "the pictures are grey")
+
+
+def _settle_sampler(recipe: Recipe, facts: Facts) -> Recipe:
+    fallback = "label-neighbours" if recipe.loss.get("targets") is True else "class-balanced"  # the former: own losses
+    name = recipe.sampler.get("name") or SAMPLERS_OF.get(recipe.loss["name"], fallback)
     checks.one_of("sampler", name, SAMPLERS)
-    chosen: dict[str, Any] = {"name": name, **recipe.sampler}
+    options: dict[str, Any] = {"name": name, **recipe.sampler}
     classes = facts.classes or 1
     if name in ("class-balanced", "hard-classes"):
-        scratch = recipe.encoder["name"] == "small-cnn"
-        usual = 2 if scratch else max(2, min(4, facts.smallest or 4))
-        chosen.setdefault("per_class", _per_class(chosen.get("batch"), classes, usual))
-        if isinstance(chosen["per_class"], int) and chosen["per_class"] > 0:
-            most = 144 if not facts.pretrained else 120 if on.type == "cuda" else 64
-            chosen.setdefault("batch", chosen["per_class"] * min(classes, max(2, most // chosen["per_class"])))
+        usual = 2 if recipe.encoder["name"] == "small-cnn" else max(2, min(4, facts.smallest or 4))
+        options.setdefault("per_class", _per_class(options.get("batch"), classes, usual))
+        if isinstance(options["per_class"], int) and options["per_class"] > 0:
+            most = 144 if not facts.pretrained else 120 if facts.cuda else 64
+            options.setdefault("batch", options["per_class"] * min(classes, max(2, most // options["per_class"])))
     elif name == "pair-per-class":
-        chosen.setdefault("batch", 2 * min(classes, 64))
-        chosen.setdefault("candidates", max(1024, chosen["batch"] // 2 if isinstance(chosen["batch"], int) else 1024))
+        options.setdefault("batch", 2 * min(classes, 64))
+        pairs = options["batch"] // 2 if isinstance(options["batch"], int) else 0
+        options.setdefault("candidates", max(1024, pairs))
     elif name == "class-ratio":
-        chosen.setdefault("batch", min(128, facts.items))
-        chosen.setdefault("ratio", min(0.25, classes / max(1, chosen["batch"])))
+        options.setdefault("batch", min(128, facts.items))
+        options.setdefault("ratio", min(0.25, classes / max(1, options["batch"])))
     elif name == "hard-negatives":
-        chosen.setdefault("batch", min(128, facts.items))
-        if isinstance(chosen["batch"], int):
-            chosen.setdefault("pairs", max(1, chosen["batch"] // 4))
-            chosen.setdefault("candidates", max(8192, chosen["batch"]))
+        options.setdefault("batch", min(128, facts.items))
+        if isinstance(options["batch"], int):
+            options.setdefault("pairs", max(1, options["batch"] // 4))
+            options.setdefault("candidates", max(8192, options["batch"]))
     else:
-        chosen.setdefault("batch", min(150, facts.items))
-        wanted = recipe.loss.get("anchors")
+        options.setdefault("batch", min(150, facts.items))
+        anchors = recipe.loss.get("anchors")
         # Random batches with every item an anchor, the best of five kinds (docs/claims.md), unless anchors are chosen.
-        chosen.setdefault("neighbours", 0 if wanted in (None, "none") and "anchors" not in chosen else 5)
-        chosen.setdefault("anchors", _anchors(chosen["batch"], chosen["neighbours"], wanted))
-    return recipe.with_("sampler", **chosen)
-
-
-def _anchors(batch: Any, neighbours: Any, wanted: Any) -> int:
-    """Items that get their neighbours: those that the loss takes for anchors, or as many as fill half of the batch."""
-    if not all(isinstance(number, int) and number > 0 for number in (batch, neighbours)):
-        return 1  # no neighbours, or the sampler says what is wrong
-    room = max(1, int(batch) // (int(neighbours) + 1))
-    return min(int(wanted), room) if isinstance(wanted, int) and wanted > 0 else max(1, room // 2)
+        options.setdefault("neighbours", 0 if anchors in (None, "none") and "anchors" not in options else 5)
+        options.setdefault("anchors", _anchors(options["batch"], options["neighbours"], anchors))
+    return recipe.with_("sampler", **{"name": name, **_defaults(SAMPLERS[name].settings), **options})
 
 
 def _per_class(batch: Any, classes: int, usual: int) -> int:
-    """Items a class: as usual, or where a batch that was asked for does not come out even, the nearest that does."""
+    """Items per class: the usual number, or the nearest that divides a batch size set by the user."""
     if not isinstance(batch, int) or batch < 2:
         return usual
-    even = [each for each in range(2, batch // 2 + 1) if batch % each == 0 and batch // each <= classes]
-    return min(even, key=lambda each: (abs(each - usual), each), default=usual)
+    divisors = [number for number in range(2, batch // 2 + 1) if batch % number == 0 and batch // number <= classes]
+    return min(divisors, key=lambda number: (abs(number - usual), number), default=usual)
 
 
-def _optimizer(recipe: Recipe, facts: Facts) -> Recipe:
-    options, given = recipe.optimizer, recipe.given
-    if options.name != "adamw" and "optimizer.betas" in given:
+def _anchors(batch: Any, neighbours: Any, of_loss: Any) -> int:
+    """Items that get their neighbours: as many as the loss takes for anchors, or as fill half of the batch."""
+    if not all(isinstance(number, int) and number > 0 for number in (batch, neighbours)):
+        return 1  # no neighbours, or the sampler refuses the numbers
+    room = max(1, int(batch) // (int(neighbours) + 1))
+    return min(int(of_loss), room) if isinstance(of_loss, int) and of_loss > 0 else max(1, room // 2)
+
+
+# --- [optimizer], [schedule], [training], [memory]
+
+
+def _settle_optimizer(recipe: Recipe, facts: Facts) -> Recipe:
+    options, encoder = recipe.optimizer, recipe.encoder["name"]
+    settled: dict[str, Any] = {}
+    rates = {"adamw": 5e-4 if facts.pretrained else 5e-3, "sgd": 0.01 if facts.pretrained else 0.1, "rmsprop": 1e-4}
+    if encoder == "mlp" or recipe.is_own("encoder"):
+        rates["adamw"] = 1e-3
+    settled["lr"] = options.lr or rates[options.name]
+    if options.weight_decay is None:
+        settled["weight_decay"] = 0.1 if encoder == "small-cnn" and options.name == "adamw" else 1e-4
+    if options.name != "adamw" and options.betas is not None:
         no_effect("optimizer.betas", f"optimizer.name is {options.name}")
-    if options.name == "sgd" and "optimizer.eps" in given:
+    if options.name == "adamw":
+        settled["betas"] = options.betas or [0.9, 0.999]
+    if options.name == "sgd" and options.eps is not None:
         no_effect("optimizer.eps", "optimizer.name is sgd")
-    if options.name == "adamw" and "optimizer.momentum" in given:
+    if options.name == "adamw" and options.momentum is not None:
         no_effect("optimizer.momentum", "optimizer.name is adamw; use optimizer.betas")
+    if options.name != "adamw":
+        settled["momentum"] = 0.9 if options.momentum is None else options.momentum
+    if options.name != "sgd":
+        settled["eps"] = options.eps or 1e-8
     frozen = bool(recipe.encoder.get("freeze_backbone"))
     if frozen and options.backbone_scale is not None:
         no_effect("optimizer.backbone_scale", "encoder.freeze_backbone is true")
-    if frozen and recipe.schedule.frozen_epochs:
-        no_effect("schedule.frozen_epochs", "encoder.freeze_backbone is true")
-    rates = {"adamw": 5e-4 if facts.pretrained else 5e-3, "sgd": 0.01 if facts.pretrained else 0.1, "rmsprop": 1e-4}
-    filled: dict[str, Any] = {"lr": options.lr or rates[options.name]}
-    careful = recipe.encoder["name"] == "mlp" or is_own(recipe.encoder["name"])
-    if careful and options.lr is None and options.name == "adamw":
-        filled["lr"] = 1e-3
-    if options.weight_decay is None:
-        filled["weight_decay"] = 0.1 if recipe.encoder["name"] == "small-cnn" and options.name == "adamw" else 1e-4
-    if options.name == "adamw":
-        filled |= {"betas": options.betas or [0.9, 0.999], "eps": options.eps or 1e-8}
-    elif options.name == "rmsprop":
-        filled |= {"momentum": 0.9 if options.momentum is None else options.momentum, "eps": options.eps or 1e-8}
-    else:
-        filled["momentum"] = 0.9 if options.momentum is None else options.momentum
     if options.backbone_scale is None and not frozen:
-        filled["backbone_scale"] = 0.3 if facts.pretrained else 1.0
-    return recipe.with_("optimizer", **filled)
+        settled["backbone_scale"] = 0.3 if facts.pretrained else 1.0
+    return recipe.with_("optimizer", **settled)
 
 
-def _schedule(recipe: Recipe) -> Recipe:
+def _settle_schedule(recipe: Recipe) -> Recipe:
     options = recipe.schedule
+    if options.frozen_epochs and recipe.encoder.get("freeze_backbone"):
+        no_effect("schedule.frozen_epochs", "encoder.freeze_backbone is true")
+    if options.frozen_epochs and recipe.training.strategy == "fsdp":
+        raise ValueError("schedule.frozen_epochs must be 0 with training.strategy=fsdp, which holds what learns fixed")
     uses = {"cosine": {"floor"}, "step": {"every", "factor"}, "plateau": {"factor", "patience"}, "constant": set()}
     defaults = {"floor": 0.0, "every": 10, "factor": 0.5, "patience": 3}
     for key in sorted(set(defaults) - uses[options.decay]):
         if getattr(options, key) is not None:
             no_effect(f"schedule.{key}", f"schedule.decay is {options.decay}")
-    filled = {key: defaults[key] if getattr(options, key) is None else getattr(options, key) for key in defaults}
-    return recipe.with_("schedule", **{key: filled[key] for key in uses[options.decay]})
+    settled = {key: defaults[key] if getattr(options, key) is None else getattr(options, key) for key in defaults}
+    return recipe.with_("schedule", **{key: settled[key] for key in uses[options.decay]})
 
 
-def _training(recipe: Recipe, facts: Facts, on: torch.device) -> Recipe:
-    """How long: about as many steps as such a set needs, in epochs short enough to see it learn."""
-    options, batch = recipe.training, recipe.sampler["batch"]
-    filled: dict[str, Any] = {}
+def _settle_training(recipe: Recipe, facts: Facts) -> Recipe:
+    """About as many steps as such a set needs, in epochs short enough to see it learn."""
+    options, batch, encoder = recipe.training, recipe.sampler["batch"], recipe.encoder["name"]
     one_pass = max(1, -(-facts.items // batch)) if isinstance(batch, int) and batch > 0 else 1
-    fast = on.type == "cuda"
-    batches = options.batches or int(np.clip(one_pass, 100 if fast or not facts.pretrained else 30, 500))
-    filled["batches"] = batches
+    least = 100 if facts.cuda or not facts.pretrained else 30
+    batches = options.batches or int(np.clip(one_pass, least, 500))
+    settled: dict[str, Any] = {"batches": batches}
     if options.epochs is None:
-        steps = (600 if fast else 300) if facts.pretrained else 1800
+        steps = (600 if facts.cuda else 300) if facts.pretrained else 1800
         steps = max(steps, 4 * one_pass if facts.pretrained else 12 * one_pass)
-        filled["epochs"] = max(5, min(60, round(steps / batches)))
+        settled["epochs"] = max(5, min(60, round(steps / batches)))
     if options.precision is None:
-        supported = on.type == "cuda" and torch.cuda.is_bf16_supported()
-        filled["precision"] = "bf16" if supported else "fp32"
-    if options.graphs and (not fast or options.chunk is not None):
-        no_effect("training.graphs", "training.chunk is set" if fast else "the device is not a CUDA one")
+        settled["precision"] = "bf16" if facts.cuda and torch.cuda.is_bf16_supported() else "fp32"
+    if options.graphs and (not facts.cuda or options.chunk is not None):
+        no_effect("training.graphs", "training.chunk is set" if facts.cuda else "the device is not a CUDA one")
     if options.graphs is None:
-        known = recipe.encoder["name"] in ("small-cnn", "mlp", "efficientnet-lite0")  # others may not allow it
-        filled["graphs"] = fast and known and options.chunk is None
+        capturable = encoder in ("small-cnn", "mlp", "efficientnet-lite0")  # others may not be
+        settled["graphs"] = facts.cuda and capturable and options.chunk is None
+    if options.sync_norms and (encoder == "mlp" or recipe.encoder.get("freeze_norms")):
+        no_effect(
+            "training.sync_norms", "mlp has no batch norm" if encoder == "mlp" else "encoder.freeze_norms is true"
+        )
     if options.patience is None:
-        filled["patience"] = max(3, (options.epochs or filled["epochs"]) // 2)
-    return recipe.with_("training", **filled)
+        settled["patience"] = max(3, (options.epochs or settled["epochs"]) // 2)
+    return recipe.with_("training", **settled)
+
+
+def _settle_heat(recipe: Recipe) -> Recipe:
+    """Heated softmax warms up in the last quarter of the steps, as in its paper."""
+    if recipe.loss["name"] != "heated-softmax" or "heat_after" in recipe.loss:
+        return recipe
+    assert recipe.training.epochs and recipe.training.batches
+    return recipe.with_("loss", heat_after=recipe.training.epochs * recipe.training.batches * 3 // 4)
+
+
+def _settle_memory(recipe: Recipe) -> Recipe:
+    if recipe.memory.size == 0 and recipe.memory.warmup is not None:
+        no_effect("memory.warmup", "memory.size is 0")
+    return recipe.with_("memory", warmup=recipe.memory.warmup or 0) if recipe.memory.size else recipe
 
 
 def _defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Written out, so that a saved recipe means the same under other defaults; nothing stays unwritten."""
-    return {name: one.default for name, one in settings.items() if one.default is not None}
+    """Written out, so that a saved recipe means the same under other defaults."""
+    return {name: setting.default for name, setting in settings.items() if setting.default is not None}

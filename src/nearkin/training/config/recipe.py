@@ -8,22 +8,29 @@
 
 A key that is absent (None here) is settled by the data, in `defaults.settle`, and the settled recipe is saved with the
 run. Four sections take the settings of what they name: [encoder], [loss], [sampler], [augment]. A key that would have
-no effect beside the others is refused, so nothing that is written in a recipe is ignored.
+no effect beside the others is refused: nothing in a recipe is ignored.
 """
 
 import difflib
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nearkin.core import toml
+from nearkin.core import checks, toml
 from nearkin.core.errors import ExcessiveText
+from nearkin.models.encoder import PREFIX
 
-__all__ = ["NAMED", "Recipe", "keys", "read", "written"]
+__all__ = ["KEYS", "NAMED", "Recipe", "no_effect", "read"]
 
 NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend on what they name
+
+# Keys that may be edited before a run resumes: where things are, not what is learned.
+_FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy"), "loss": ("shard",)}
 
 
 class _Section(BaseModel):
@@ -82,14 +89,14 @@ class Schedule(_Section):
     every: int | None = Field(default=None, ge=1)  # step: epochs between two cuts
     factor: float | None = Field(default=None, gt=0, lt=1)  # step, plateau: what a cut leaves
     patience: int | None = Field(default=None, ge=1)  # plateau: validations without a better one before a cut
-    frozen_epochs: int = Field(default=0, ge=0)  # epochs in which the backbone rests
+    frozen_epochs: int = Field(default=0, ge=0)  # epochs in which the backbone is frozen
 
 
 class Training(_Section):
     """The loop itself."""
 
     epochs: int | None = Field(default=None, ge=1)
-    batches: int | None = Field(default=None, ge=1)  # an epoch
+    batches: int | None = Field(default=None, ge=1)  # per epoch
     chunk: int | None = Field(default=None, ge=1)  # items encoded at a time, with the gradient of the whole batch
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     ema: float = Field(default=0.0, ge=0, lt=1)  # decay of the average of the weights; 0: none
@@ -98,7 +105,9 @@ class Training(_Section):
     workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
     deterministic: bool = True
     graphs: bool | None = None  # the encoder's passes as CUDA graphs
-    strategy: Literal["ddp", "fsdp"] | None = None  # of several ranks: each all weights, or a part of them; None: ddp
+    strategy: Literal["ddp", "fsdp"] | None = (
+        None  # of several ranks: all weights on each, or a part of them; None: ddp
+    )
     sync_norms: bool | None = None  # batch norm over the batches of all ranks
     patience: int | None = Field(default=None, ge=1)  # validations without a better one before training stops
     every: int = Field(default=1, ge=1)  # epochs between two validations
@@ -117,7 +126,7 @@ class Evaluation(_Section):
 
 
 class Recipe(BaseModel):
-    """All sections; `given` are the keys that were written or set by hand, as "section.key"."""
+    """All sections; `explicit_keys` are those that were written or set by hand, as "section.key"."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -133,13 +142,41 @@ class Recipe(BaseModel):
     evaluation: Evaluation = Evaluation()
 
     @property
-    def given(self) -> set[str]:
-        found = set()
+    def explicit_keys(self) -> set[str]:
+        keys = set()
         for section in type(self).model_fields:
             part = getattr(self, section)
             names = part if section in NAMED else part.model_fields_set
-            found |= {f"{section}.{name}" for name in names}
-        return found
+            keys |= {f"{section}.{name}" for name in names}
+        return keys
+
+    @property
+    def device(self) -> torch.device:
+        return checks.device(self.training.device, "training.device", "cpu")
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether the encoder starts from weights of another task."""
+        own = self.is_own("encoder") or self.encoder["name"] in ("small-cnn", "mlp")
+        return not own and bool(self.encoder.get("pretrained", True))
+
+    @property
+    def takes_targets(self) -> bool:
+        """Whether the loss learns from continuous labels."""
+        return self.loss.get("name") == "logratio" or self.loss.get("targets") is True  # the latter: own losses
+
+    def is_own(self, section: str) -> bool:
+        """Whether the source, the encoder or the loss is an object of the user's own."""
+        name = self.data.source if section == "data" else getattr(self, section).get("name")
+        return str(name).startswith(PREFIX)
+
+    def digest(self) -> str:
+        """Of all that decides what is learned."""
+        relevant = {
+            section: {key: value for key, value in part.items() if key not in _FREE.get(section, ())}
+            for section, part in self.plain().items()
+        }
+        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
     def with_(self, section: str, **values: Any) -> "Recipe":
         """A copy with some keys of one section replaced."""
@@ -148,34 +185,42 @@ class Recipe(BaseModel):
         return self.model_copy(update={section: new})
 
     def plain(self) -> dict[str, dict[str, Any]]:
-        """As TOML has it: absent keys left out, a setting that is deliberately nothing is "none"."""
-        found: dict[str, dict[str, Any]] = {}
+        """As TOML has it: absent keys left out; a setting that is deliberately nothing is "none"."""
+        sections: dict[str, dict[str, Any]] = {}
         for section in type(self).model_fields:
             part = getattr(self, section)
             if section in NAMED:
-                found[section] = {name: "none" if value is None else _listed(value) for name, value in part.items()}
+                sections[section] = {name: "none" if value is None else _listed(value) for name, value in part.items()}
             else:
-                found[section] = {name: value for name, value in part.model_dump().items() if value is not None}
-        return found
+                sections[section] = {name: value for name, value in part.model_dump().items() if value is not None}
+        return sections
+
+    def to_toml(self) -> str:
+        """TOML that `read` reads as the same recipe."""
+        return toml.text(self.plain())
 
 
-def keys() -> dict[str, list[str]]:
-    """The fixed keys of each section; [] for the sections whose keys depend on what they name."""
-    return {
-        section: [] if section in NAMED else list(field.annotation.model_fields)  # type: ignore[union-attr]
-        for section, field in Recipe.model_fields.items()
-    }
+def no_effect(key: str, because: str) -> None:
+    """Refuses a key that would be ignored."""
+    raise ValueError(f"{key} would have no effect: {because}; leave it out")
+
+
+# The fixed keys of each section; [] for the sections whose keys depend on what they name.
+KEYS: dict[str, list[str]] = {
+    section: [] if section in NAMED else list(field.annotation.model_fields)  # type: ignore[union-attr]
+    for section, field in Recipe.model_fields.items()
+}
 
 
 def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping[str, Any] | None = None) -> Recipe:
-    """A recipe from a TOML file, then `section.key=value` one after the other; what is wrong is one sentence."""
+    """A recipe from a TOML file, then `section.key=value` one after the other; an error is one sentence."""
     content: dict[str, Any] = {section: dict(part) for section, part in (base or {}).items()}
     where = "recipe"
     if file is not None:
         where = str(file)
         for section, part in _toml(Path(file)).items():
             if not isinstance(part, dict):
-                raise ValueError(f"{where}: {section} = … stands outside of a section; known: {', '.join(keys())}")
+                raise ValueError(f"{where}: {section} = … is outside of a section; known: {', '.join(KEYS)}")
             _known_section(section, where)
             content.setdefault(section, {}).update(part)
     for text in sets:
@@ -187,11 +232,6 @@ def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping
         return Recipe.model_validate(content)
     except ValidationError as error:
         raise ValueError(f"{where}: {_sentence(error)}") from None
-
-
-def written(recipe: Recipe) -> str:
-    """TOML that `read` gives back as the same recipe."""
-    return toml.text(recipe.plain())
 
 
 def _toml(file: Path) -> dict[str, Any]:
@@ -220,21 +260,20 @@ def _assignment(text: str) -> tuple[str, str, Any]:
 
 
 def _known_section(section: str, where: str) -> None:
-    if section not in keys():
-        raise ValueError(f'{where}: unknown section "{section}"{_nearest(section, keys())}')
+    if section not in KEYS:
+        raise ValueError(f'{where}: unknown section "{section}"{_nearest(section, KEYS)}')
 
 
 def _known_keys(content: Mapping[str, Mapping[str, Any]], where: str) -> None:
-    known = keys()
     for section, part in content.items():
         for key in part if section not in NAMED else ():
-            if key not in known[section]:
-                everywhere = {f"{other}.{name}" for other, names in known.items() for name in names}
-                near = difflib.get_close_matches(key, known[section], 1)
+            if key not in KEYS[section]:
+                everywhere = {f"{other}.{name}" for other, names in KEYS.items() for name in names}
+                near = difflib.get_close_matches(key, KEYS[section], 1)
                 elsewhere = sorted(name for name in everywhere if name.endswith(f".{key}"))
                 if not near and elsewhere:
                     raise ValueError(f'{where}: unknown key "{section}.{key}"; did you mean "{elsewhere[0]}"?')
-                raise ValueError(f'{where}: unknown key "{section}.{key}"{_nearest(key, known[section])}')
+                raise ValueError(f'{where}: unknown key "{section}.{key}"{_nearest(key, KEYS[section])}')
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -242,7 +281,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return (f'; did you mean "{near[0]}"?' if near else ";") + f" known: {', '.join(known)}"
 
 
-_WANTED = {
+_EXPECTED = {
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -257,7 +296,7 @@ _WANTED = {
 
 
 def _sentence(error: ValidationError) -> str:
-    """The first fault: which key, what is allowed, what came."""
+    """The first error: which key, what is allowed, what was received."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     limits = first.get("ctx", {})
@@ -268,8 +307,8 @@ def _sentence(error: ValidationError) -> str:
         return f"{key} must be one of {allowed}, got {first['input']!r}{hint}"
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bound = next((f"{signs[name]} {limits[name]}" for name in signs if name in limits), None)
-    wanted = _WANTED.get(first["type"], "").format_map(limits) or bound or first["msg"].lower()
-    return f"{key} must be {wanted}, got {first['input']!r}"
+    expected = _EXPECTED.get(first["type"], "").format_map(limits) or bound or first["msg"].lower()
+    return f"{key} must be {expected}, got {first['input']!r}"
 
 
 def _listed(value: Any) -> Any:

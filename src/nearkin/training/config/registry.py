@@ -1,22 +1,28 @@
-"""What a recipe can choose by name: losses and samplers, with the settings each of them takes."""
+"""What a recipe can name: losses, samplers, encoders, augmentations, with the typed settings of each."""
 
 import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, get_type_hints
 
-from nearkin import losses, samplers
+from nearkin import losses, models, samplers
+from nearkin.core import checks
+from nearkin.data import augment
+from nearkin.training.config.recipe import Recipe
 
-__all__ = ["LOSSES", "SAMPLERS", "Choice", "Setting", "accepts", "settings_of"]
+__all__ = ["LOSSES", "SAMPLERS", "Choice", "Setting", "augmentation_of", "check_keys", "encoder_settings"]
+__all__ += ["loss_settings", "sampler_settings", "settings_of"]
 
-# Filled in by the trainer, which knows the data, the encoder and the ranks.
+# Set by the trainer, which knows the data, the encoder and the ranks.
 _FILLED = {"self", "labels", "targets", "num_classes", "dim", "generator", "seed", "rank", "world_size", "batches"}
 _FILLED |= {"split", "classes", "batch_size"}
+_ENCODER_FILLED = {"name", "channels", "size", "features", "seed", "config"}  # by the data and other sections
 
 
 class Setting(NamedTuple):
-    """One thing that can be set: its name, its type as written, its default (`inspect.Parameter.empty`: none)."""
+    """A setting: its name, its annotated type, its default (`inspect.Parameter.empty`: none)."""
 
     name: str
     kind: Any
@@ -24,7 +30,7 @@ class Setting(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Something that can be asked for by name."""
+    """A loss or sampler."""
 
     name: str
     make: Callable[..., Any]
@@ -34,14 +40,13 @@ class Choice(NamedTuple):
     @property
     def line(self) -> str:
         """The first sentence of its description."""
-        said = inspect.getdoc(self.described) or ""
-        return re.split(r"(?<=[.:]) |\n\n", said.replace("\n", " "), maxsplit=1)[0].rstrip(":").replace("`", "")
+        text = inspect.getdoc(self.described) or ""
+        return re.split(r"(?<=[.:]) |\n\n", text.replace("\n", " "), maxsplit=1)[0].rstrip(":").replace("`", "")
 
 
 def settings_of(make: Callable[..., Any], without: Iterable[str] = _FILLED) -> dict[str, Setting]:
     """The arguments of a function or class that a recipe may set."""
-    made = make.__init__ if inspect.isclass(make) else make
-    hints = get_type_hints(made)
+    hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
     return {
         name: Setting(name, hints.get(name, Any), parameter.default)
         for name, parameter in inspect.signature(make).parameters.items()
@@ -49,12 +54,12 @@ def settings_of(make: Callable[..., Any], without: Iterable[str] = _FILLED) -> d
     }
 
 
-def accepts(section: str, given: Mapping[str, Any], known: Mapping[str, Setting], of: str) -> dict[str, Any]:
-    """The given settings in the types that are wanted; an unknown one is answered with the nearest."""
+def _accepts(section: str, options: Mapping[str, Any], known: Mapping[str, Setting], of: str) -> dict[str, Any]:
+    """The options in the annotated types; an unknown one is answered with the nearest."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     typed: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ";"
@@ -63,17 +68,16 @@ def accepts(section: str, given: Mapping[str, Any], known: Mapping[str, Setting]
         if value == "none" and _optional(kind):
             typed[name] = None
             continue
-        wanted = tuple(value) if isinstance(value, list) else value
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
-            typed[name] = adapter.validate_python(wanted, strict=True)
+            typed[name] = adapter.validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
         except ValidationError:
-            raise ValueError(f"{section}.{name} must be {written(kind)}, got {value!r}") from None
+            raise ValueError(f"{section}.{name} must be {_type_in_words(kind)}, got {value!r}") from None
     return typed
 
 
-def written(kind: Any) -> str:
-    """A type as a sentence has it."""
+def _type_in_words(kind: Any) -> str:
+    """A type as an error sentence has it."""
     text = re.sub(
         r"(collections\.abc\.|typing\.|<class '|'>)", "", kind.__name__ if inspect.isclass(kind) else str(kind)
     )
@@ -96,32 +100,130 @@ def _optional(kind: Any) -> bool:
 
 def _losses() -> dict[str, Choice]:
     functions = {name.replace("_", ""): name for name in losses.__all__ if name.endswith("_loss")}
-    found = {}
-    for written_name in losses.__all__:
-        thing = getattr(losses, written_name)
-        if inspect.isclass(thing):
-            function = functions[written_name.lower()]
+    choices = {}
+    for class_name in losses.__all__:
+        make = getattr(losses, class_name)
+        if inspect.isclass(make):
+            function = functions[class_name.lower()]
             name = function.removesuffix("_loss").replace("_", "-")
-            known = settings_of(thing)
-            if "num_classes" in inspect.signature(thing).parameters:
-                optional = inspect.signature(thing).parameters["num_classes"].default is None
+            known = settings_of(make)
+            if "num_classes" in inspect.signature(make).parameters:
+                optional = inspect.signature(make).parameters["num_classes"].default is None
                 if optional:  # learned per class on request: "all" stands for the number of training classes
                     known["num_classes"] = Setting("num_classes", int | str | None, None)
             if "num_items" in known:  # likewise, of the training items
                 known["num_items"] = Setting("num_items", int | str | None, None)
-            found[name] = Choice(name, thing, known, getattr(losses, function))
-    return dict(sorted(found.items()))
+            choices[name] = Choice(name, make, known, getattr(losses, function))
+    return dict(sorted(choices.items()))
 
 
 def _samplers() -> dict[str, Choice]:
-    found = {}
-    for written_name in samplers.__all__:
-        if written_name != "EpochSampler":
-            name = re.sub(r"(?<!^)(?=[A-Z])", "-", written_name).lower()
-            thing = getattr(samplers, written_name)
-            found[name] = Choice(name, thing, settings_of(thing), thing)
-    return dict(sorted(found.items()))
+    choices = {}
+    for class_name in samplers.__all__:
+        if class_name != "EpochSampler":
+            name = re.sub(r"(?<!^)(?=[A-Z])", "-", class_name).lower()
+            make = getattr(samplers, class_name)
+            choices[name] = Choice(name, make, settings_of(make), make)
+    return dict(sorted(choices.items()))
 
 
 LOSSES = _losses()
 SAMPLERS = _samplers()
+
+
+# --- the typed settings of a section, with errors as one sentence
+
+
+def loss_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings of [loss] for its class, typed."""
+    options = {name: value for name, value in recipe.loss.items() if name != "name"}
+    name = str(recipe.loss.get("name"))
+    if recipe.is_own("loss"):
+        known = {"targets": Setting("targets", bool, False)}
+        return _accepts("loss", options, known, f'loss "{name}", which has its own')
+    checks.one_of("loss", name, LOSSES)
+    if options.get("reduction") == "none":
+        raise ValueError('loss.reduction must give one number to train on, got "none"')
+    return _accepts("loss", options, LOSSES[name].settings, f'loss "{name}"')
+
+
+def sampler_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings of [sampler] beside its name and the batch size, typed."""
+    name = str(recipe.sampler.get("name"))
+    checks.one_of("sampler", name, SAMPLERS)
+    options = {key: value for key, value in recipe.sampler.items() if key not in ("name", "batch")}
+    return _accepts("sampler", options, SAMPLERS[name].settings, f'sampler "{name}"')
+
+
+def _encoder_keys(family: str) -> dict[str, Setting]:
+    """The settings of an encoder that a recipe may have; `family` as `models.encoders` lists it."""
+    known = {encoder.name: encoder for encoder in models.encoders()}
+    checks.one_of("encoder", family, known)
+    kinds = settings_of(models.build)
+    settings = {
+        key: Setting(key, kinds[key].kind if key in kinds else Any, default)
+        for key, default in known[family].parameters.items()
+        if key not in _ENCODER_FILLED
+    }
+    return settings | {key: Setting(key, bool, False) for key in ("freeze_backbone", "freeze_norms")}
+
+
+def _encoder_options(recipe: Recipe) -> dict[str, Any]:
+    """The keys of [encoder] beside the name."""
+    for key in sorted({"size", "channels"} & set(recipe.encoder)):
+        raise ValueError(f'unknown key "encoder.{key}"; in a recipe it is "data.{key}"')
+    return {key: value for key, value in recipe.encoder.items() if key != "name"}
+
+
+def encoder_settings(recipe: Recipe) -> dict[str, Any]:
+    """All settings of [encoder], typed, with defaults: those of `models.build`, and what to freeze."""
+    name = str(recipe.encoder["name"])
+    if recipe.is_own("encoder"):
+        return _accepts("encoder", _encoder_options(recipe), {}, f'encoder "{name}", which has its own')
+    known = _encoder_keys(f"{name.partition(':')[0]}:NAME" if name.startswith(("timm:", "hf:")) else name)
+    typed = _accepts("encoder", _encoder_options(recipe), known, f'encoder "{name}"')
+    return {key: setting.default for key, setting in known.items() if setting.default is not None} | typed
+
+
+def augmentation_of(recipe: Recipe) -> augment.Augmentation | None:
+    """The preset of [augment] with its other keys replaced; None for vectors."""
+    if recipe.data.size is None:
+        return None
+    name = str(recipe.augment["preset"])
+    checks.one_of("augment.preset", name, augment.PRESETS)
+    options = {key: value for key, value in recipe.augment.items() if key != "preset"}
+    typed = _accepts("augment", options, settings_of(augment.Augmentation), "augment")
+    try:
+        return replace(augment.PRESETS[name], **typed)
+    except ValueError as error:
+        raise ValueError(f"augment.{error}") from None
+
+
+def check_keys(recipe: Recipe) -> None:
+    """Names, keys and types, before anything is known of the data; where a name is open, any key that a choice has."""
+    if "name" in recipe.loss:
+        loss_settings(recipe)
+    else:
+        _check_any("loss", recipe.loss, [choice.settings for choice in LOSSES.values()])
+    if "name" in recipe.sampler:
+        sampler_settings(recipe)
+    else:
+        options = {key: value for key, value in recipe.sampler.items() if key != "batch"}
+        _check_any("sampler", options, [choice.settings for choice in SAMPLERS.values()])
+    name = str(recipe.encoder.get("name", "mlp"))
+    if not recipe.is_own("encoder") and not name.startswith(("timm:", "hf:")):
+        checks.one_of("encoder", name, [encoder.name for encoder in models.encoders()])
+    # Not those of the encoder that is named: whether it fits the source, known a moment later, is the better sentence.
+    _check_any("encoder", _encoder_options(recipe), [_encoder_keys(encoder.name) for encoder in models.encoders()])
+    preset = {"preset": "light", **recipe.augment}
+    augmentation_of(recipe.with_("data", size=recipe.data.size or 8).with_("augment", **preset))
+
+
+def _check_any(section: str, options: dict[str, Any], choices: list[dict[str, Setting]]) -> None:
+    """A key that no choice has is unknown; one that has several types is checked when the name is known."""
+    known: dict[str, Setting] = {}
+    for settings in choices:
+        for key, setting in settings.items():
+            same = key not in known or known[key].kind == setting.kind
+            known[key] = Setting(key, setting.kind if same else Any, setting.default)
+    _accepts(section, options, known, f"any {section}")

@@ -1,32 +1,31 @@
-"""`nearkin embed` and `nearkin export`: a trained encoder put to use."""
+"""`nearkin embed` and `nearkin export`: embeddings of a source, and the encoder as ONNX."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
-from nearkin.cli.torchrun import first, shared
+from nearkin.cli import options
+from nearkin.cli.ranks import first, joined
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar
 
 
 @app.command(no_args_is_help=True)
 def embed(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)],
+    run: options.RunArgument,
     source: Annotated[
-        str, typer.Argument(help="What to embed, as in `nearkin train`; labels are kept if there are any.")
+        str, typer.Argument(help="What to embed, as in `nearkin train`; labels are written too, if any.")
     ],
     out: Annotated[Path, typer.Option(help="An .npz, .parquet or .safetensors file.", metavar="FILE")],
-    root: Annotated[Path | None, typer.Option(help="Where a benchmark set lies.", metavar="DIR")] = None,
+    root: options.RootOption = None,
     part: Annotated[
-        str, typer.Option(help="all, or train, val or test as the run divides the source.", metavar="PART")
+        str, typer.Option(help="all, or train, val or test as the run splits the source.", metavar="PART")
     ] = "all",
-    views: Annotated[int, typer.Option(help="Average over so many crops and flips.")] = 1,
-    batch: Annotated[int, typer.Option(help="Items at a time.")] = 256,
-    skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Leave out files that cannot be read.")
-    ] = False,
-    device: Annotated[Device, typer.Option(help="auto takes cuda where there is one.")] = Device.auto,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing.")] = False,
+    views: Annotated[int, typer.Option(help="Crops and flips to average over.")] = 1,
+    batch: Annotated[int, typer.Option(help="Items per batch.")] = 256,
+    skip_unreadable: options.SkipUnreadableFlag = False,
+    device: options.DeviceOption = options.Device.auto,
+    quiet: options.SilentFlag = False,
 ) -> None:
     """Embed a source with the encoder of a run, for `nearkin evaluate` or any index.
 
@@ -38,14 +37,14 @@ def embed(
 
       torchrun --nproc-per-node 8 -m nearkin embed runs/birds photos/ --out all.npz
     """
-    with one_sentence(), shared() as group:
+    with one_sentence(), joined() as group:
         from nearkin import training
         from nearkin.data import vector_files
 
         if first(group):
             vector_files.writable(out)
         with plain_bar("embedding", quiet or not first(group)) as progress:
-            found = training.embed_source(
+            embedded = training.embed_source(
                 run,
                 source,
                 root=root,
@@ -58,17 +57,21 @@ def embed(
                 group=group,
             )
         if first(group):
-            vector_files.write(out, found.embeddings, found.labels, found.targets, found.names, found.classes)
+            vector_files.write(
+                out, embedded.embeddings, embedded.labels, embedded.targets, embedded.names, embedded.classes
+            )
     if not quiet and first(group):
-        rows, dimensions = found.embeddings.shape
+        rows, dimensions = embedded.embeddings.shape
         echo(f"{out}: {rows:,} × {dimensions}")
 
 
 @app.command(no_args_is_help=True)
 def export(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)],
-    onnx: Annotated[bool, typer.Option("--onnx", help="As ONNX, checked against onnxruntime on real inputs.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Where to.", metavar="FILE", show_default="RUN/model.onnx")] = None,
+    run: options.RunArgument,
+    onnx: Annotated[bool, typer.Option("--onnx", help="ONNX, checked with onnxruntime on real inputs.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Output file.", metavar="FILE", show_default="RUN/model.onnx")
+    ] = None,
 ) -> None:
     """Write the encoder of a run in another format, and check it on real inputs."""
     with one_sentence():

@@ -1,0 +1,104 @@
+"""`nearkin enrol`: a source into a gallery."""
+
+import json as json_module
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nearkin.cli import options
+from nearkin.cli.gallery_admin import opened_gallery
+from nearkin.cli.ranks import first, joined
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar
+from nearkin.gallery.stores.postgres_connection import shown
+
+if TYPE_CHECKING:
+    from nearkin.dist.group import ProcessGroup
+    from nearkin.gallery import Gallery
+    from nearkin.gallery.items import Encoding
+
+
+@app.command("enroll", no_args_is_help=True, hidden=True)
+@app.command(no_args_is_help=True)
+def enrol(
+    run: options.RunArgument,
+    source: Annotated[str, typer.Argument(help="What to enrol, as in `nearkin train`; its classes are the labels.")],
+    gallery: options.GalleryOption,
+    root: options.RootOption = None,
+    label: Annotated[str | None, typer.Option(help="Enrol everything under this label.")] = None,
+    metadata: Annotated[
+        str | None, typer.Option(help='Metadata of every item, as {"place": "pond"}.', metavar="JSON")
+    ] = None,
+    skip_unreadable: options.SkipUnreadableFlag = False,
+    device: options.DeviceOption = options.Device.auto,
+    quiet: options.SilentFlag = False,
+) -> None:
+    """Enrol a source in a gallery, which is created if needed. Items that are enrolled already are skipped.
+
+    It can be interrupted at any time: enrolled items stay, and the same command resumes.
+
+    Examples:
+
+      nearkin enrol runs/birds photos/ --gallery birds.gallery
+
+      nearkin enrol runs/birds heron.jpg-folder/ --label heron --gallery birds.gallery
+
+      torchrun --nproc-per-node 8 -m nearkin enrol runs/birds photos/ --gallery birds.gallery
+    """
+    with one_sentence(lambda: "enrolled items stay; the same command resumes"), joined() as group:
+        from nearkin import gallery as room
+
+        metadata_object = _json_object(metadata)
+        with _enrolling(gallery, run, device, group) as opened:
+            with plain_bar("enrolling", quiet or not first(group)) as progress:
+                result = room.enrol_source(
+                    opened,
+                    source,
+                    root=None if root is None else str(root),
+                    label=label,
+                    metadata=metadata_object,
+                    skip_unreadable=skip_unreadable,
+                    progress=progress,
+                    group=group,
+                )
+            if isinstance(opened, room.Gallery):
+                with plain_bar("indexing", quiet) as progress:
+                    opened.warm(progress)
+                rows = opened.stats()["rows"]
+    if not first(group):
+        return
+    for line in result.unreadable[:10]:
+        echo(f"skipped: {line}", err=True)
+    if not quiet:
+        relabelled = f", {result.kept:,} of them under another label, which they keep" if result.kept else ""
+        skipped = f", {len(result.unreadable):,} unreadable" if result.unreadable else ""
+        counts = f"{result.added:,} enrolled, {result.known:,} already enrolled{relabelled}{skipped}"
+        echo(f"{shown(gallery)}: {counts}; {rows:,} in all")
+
+
+@contextmanager
+def _enrolling(
+    place: str, run: Path, device: options.Device, group: "ProcessGroup | None"
+) -> "Iterator[Gallery | Encoding]":
+    """The gallery in the process that writes it; the encoder alone in those that help."""
+    if first(group):
+        with opened_gallery(place, run, device, create=True) as opened:
+            yield opened
+    else:
+        from nearkin.gallery.items import Encoding
+
+        yield Encoding(run, device.value)
+
+
+def _json_object(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        content = json_module.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--metadata must be JSON ({error}), got {text[:200]}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f'--metadata must be a JSON object, as {{"place": "pond"}}, got {text[:200]}')
+    return content

@@ -1,0 +1,137 @@
+"""`nearkin gallery …`: statistics, export, index, check and calibration; and what the verbs on galleries share."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nearkin.cli import options
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_note, print_table
+from nearkin.gallery.stores.postgres_connection import shown
+
+if TYPE_CHECKING:
+    from nearkin.gallery import Gallery
+
+__all__ = ["opened_gallery"]
+
+_GalleryArgument = Annotated[str, typer.Argument(help="A file, or postgresql://…", metavar="G", show_default=False)]
+
+verbs = typer.Typer(no_args_is_help=True, help="Inspect, check, export and index a gallery.")
+app.add_typer(verbs, name="gallery")
+
+
+@verbs.command(no_args_is_help=True)
+def stats(gallery: _GalleryArgument, json: options.JsonFlag = False) -> None:
+    """Rows, labels, encoder and index of a gallery."""
+    with one_sentence(), opened_gallery(gallery) as opened:
+        figures = opened.stats() | {"largest": _largest(opened.labels())}
+    if json:
+        print_json(figures)
+        return
+    figures["largest"] = ", ".join(f"{label} {count:,}" for label, count in figures["largest"].items())
+    texts = {key: ", ".join(map(str, x)) if isinstance(x, list) else str(x) for key, x in figures.items()}
+    print_table(("", ""), [(key, text) for key, text in texts.items() if text not in ("", "None")], "")
+
+
+@verbs.command(no_args_is_help=True)
+def export(
+    gallery: _GalleryArgument,
+    out: Annotated[Path, typer.Option(help="An .npz, .safetensors, .parquet or .jsonl file.", metavar="FILE")],
+) -> None:
+    """Write all rows to one file, for `nearkin evaluate` or any index."""
+    with one_sentence(), opened_gallery(gallery) as opened:
+        count = opened.export(out)
+    echo(f"{out}: {count:,} rows")
+
+
+@verbs.command(no_args_is_help=True)
+def reindex(gallery: _GalleryArgument) -> None:
+    """Rebuild the search index; up to 100,000 rows there is none, and every search is exact."""
+    with one_sentence(), opened_gallery(gallery) as opened:
+        with plain_bar("indexing") as progress:
+            opened.reindex(progress)
+        state = opened.stats()["index"]
+    echo(f"{shown(gallery)}: {state}")
+
+
+@verbs.command(no_args_is_help=True)
+def check(
+    gallery: _GalleryArgument,
+    repair: Annotated[bool, typer.Option("--repair", help="Keep the intact rows, set the corrupt ones aside.")] = False,
+) -> None:
+    """Read and verify every row; exit code 1 if any is corrupt."""
+    with one_sentence(), opened_gallery(gallery) as opened:
+        with plain_bar("checking") as progress:
+            result = opened.check(progress)
+        saved = opened.repair() if repair and not result.whole else None
+    echo(f"{shown(gallery)}: {result.sound:,} of {result.rows:,} rows are intact")
+    for id, why in list(result.bad.items())[:20]:
+        echo(f"id {id}: {why}", err=True)
+    for note in result.notes:
+        echo(note, err=True)
+    if saved is not None:
+        echo(f"{saved[0]:,} rows are kept; the previous state is in {saved[1]}")
+    elif not result.whole:
+        echo(f"corrupt rows are left out of every search; nearkin gallery check {shown(gallery)} --repair", err=True)
+        raise typer.Exit(1)
+
+
+@verbs.command(no_args_is_help=True)
+def calibrate(
+    run: options.RunArgument,
+    part: Annotated[
+        str, typer.Option(help="Part whose pairs are used: val, or test if val has few classes.", metavar="PART")
+    ] = "val",
+    device: options.DeviceOption = options.Device.auto,
+) -> None:
+    """Calibrate the similarities of a run, so that `identify` and `verify` give probabilities."""
+    with one_sentence():
+        from nearkin import gallery as room
+
+        with plain_bar("embedding") as progress:
+            calibration = room.calibrate(run, part=part, device=device.value, progress=progress)
+    echo(
+        f"{run}: calibrated on {calibration['classes']:,} classes of {part}, {calibration['genuine']:,} pairs of the "
+        f"same class and {calibration['impostors']:,} of different ones; calibration error {calibration['error']:.3f}"
+    )
+    rows = [
+        (
+            f"{point['far']:g}",
+            f"{point['threshold']:.4f}",
+            _share(point["measured_far"], point["far_interval"]),
+            _share(point["tar"], point["tar_interval"]),
+            f"{point['classes']:,}",
+        )
+        for point in calibration["operating_points"]
+    ]
+    names = ("FAR (per pair)", "threshold", "measured FAR", "TAR", "classes")
+    print_table(names, rows, "no FAR can be guaranteed")
+    print_note(calibration["note"])
+
+
+@contextmanager
+def opened_gallery(
+    place: str, run: Path | None = None, device: options.Device = options.Device.auto, create: bool = False
+) -> "Iterator[Gallery]":
+    """The gallery, closed at the end; its warnings become notes."""
+    from nearkin.gallery import Gallery
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        try:
+            with Gallery.open(place, run, create=create, device=device.value) as opened:
+                yield opened
+        finally:
+            for warning in caught:
+                echo(f"note: {warning.message}", err=True)
+
+
+def _share(value: float, interval: Sequence[float]) -> str:
+    return f"{value:.3g} ({interval[0]:.2g}–{interval[1]:.2g})"
+
+
+def _largest(counts: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5])

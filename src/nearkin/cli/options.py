@@ -1,0 +1,37 @@
+"""Arguments and options that several verbs have."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["BatchOption", "Device", "DeviceOption", "EncoderOption", "GalleryOption", "JsonFlag", "JsonResultsFlag"]
+__all__ += ["OpenDeviceOption", "PartialFlag", "RootOption", "RunArgument", "SilentFlag", "SkipSingleFlag"]
+__all__ += ["SkipUnreadableFlag"]
+
+
+class Device(str, Enum):
+    """Values of --device."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)]
+RootOption = Annotated[Path | None, typer.Option(help="Folder of a benchmark data set.", metavar="DIR")]
+GalleryOption = Annotated[
+    str,
+    typer.Option("--gallery", help="A file, or postgresql://…/db[?gallery=NAME].", metavar="G", show_default=False),
+]
+EncoderOption = Annotated[str | None, typer.Option(help="See `nearkin encoders`.", show_default="by the data")]
+BatchOption = Annotated[int | None, typer.Option(help="Items per batch.", show_default="by the data")]
+DeviceOption = Annotated[Device, typer.Option(help="auto takes cuda if available.")]
+OpenDeviceOption = Annotated[Device | None, typer.Option(help="auto takes cuda if available.")]
+PartialFlag = Annotated[bool, typer.Option("--partial", help="Accept an incomplete benchmark data set.")]
+SkipSingleFlag = Annotated[bool, typer.Option("--skip-single", help="Skip classes with a single item.")]
+SkipUnreadableFlag = Annotated[bool, typer.Option("--skip-unreadable", help="Skip unreadable files.")]
+SilentFlag = Annotated[bool, typer.Option("--quiet", help="Print nothing.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonResultsFlag = Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")]

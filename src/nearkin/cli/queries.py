@@ -1,0 +1,186 @@
+"""`nearkin search`, `identify` and `verify`: questions to a gallery or an encoder."""
+
+import json as json_module
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nearkin.cli import options
+from nearkin.cli.gallery_admin import opened_gallery
+from nearkin.cli.screen import app, echo, one_sentence, print_json, print_note, print_table
+
+if TYPE_CHECKING:
+    from nearkin.gallery import Gallery
+
+_OtherRun = Annotated[
+    Path | None,
+    typer.Option("--run", help="Where its run is now.", metavar="RUN", show_default="where it was enrolled from"),
+]
+_FarPair = Annotated[
+    float | None,
+    typer.Option(
+        help="Maximum false-accept rate (FAR), per pair.",
+        show_default="0.001, or the strictest of 0.1, 0.01, … that the calibration can guarantee",
+    ),
+]
+_FarQuery = Annotated[
+    float | None,
+    typer.Option(
+        help="Maximum false-accept rate (FAR), per query: of unknown items identified as an enrolled label.",
+        show_default="none: the more probable answer is given",
+    ),
+]
+_Filter = Annotated[
+    list[str] | None,
+    typer.Option("--filter", help="label=heron, or a key of the metadata; may be repeated.", metavar="KEY=VALUE"),
+]
+_Item = Annotated[str, typer.Argument(help="An image, or an .npy with one vector.", metavar="ITEM", show_default=False)]
+
+CANDIDATES = 3  # labels shown with "unknown"
+
+
+@app.command(no_args_is_help=True)
+def search(
+    item: _Item,
+    gallery: options.GalleryOption,
+    run: _OtherRun = None,
+    k: Annotated[int, typer.Option(help="Number of neighbours.")] = 10,
+    filter: _Filter = None,
+    device: options.DeviceOption = options.Device.auto,
+    json: options.JsonFlag = False,
+) -> None:
+    """Search a gallery for the nearest items.
+
+    Example:
+
+      nearkin search new.jpg --gallery birds.gallery --k 5
+    """
+    with one_sentence(), _gallery_with_encoder(gallery, run, device) as opened:
+        hits = opened.search(_item(item), k, _filter(filter))
+    if json:
+        print_json([hit._asdict() for hit in hits])
+        return
+    rows = [(f"{hit.similarity:.4f}", hit.label, hit.name, str(hit.id)) for hit in hits]
+    print_table(("similarity", "label", "name", "id"), rows, "nothing found")
+
+
+@app.command(no_args_is_help=True)
+def identify(
+    item: _Item,
+    gallery: options.GalleryOption,
+    run: _OtherRun = None,
+    far: _FarQuery = None,
+    filter: _Filter = None,
+    device: options.DeviceOption = options.Device.auto,
+    json: options.JsonFlag = False,
+) -> None:
+    """Identify an item: its label with a confidence, or unknown.
+
+    Example:
+
+      nearkin identify new.jpg --gallery birds.gallery
+    """
+    with one_sentence(), _gallery_with_encoder(gallery, run, device) as opened:
+        answer = opened.identify(_item(item), far=far, filter=_filter(filter))
+    if json:
+        print_json(answer._asdict() | {"candidates": [candidate._asdict() for candidate in answer.candidates]})
+        return
+    text = answer.label or "unknown"
+    if answer.confidence is not None:
+        text += f", {'confidence' if answer.label else 'probability'} {answer.confidence:.1%}"
+    if answer.similarity is not None:
+        text += f", similarity {answer.similarity:.4f}"
+    if answer.threshold is not None:
+        text += f" (threshold {answer.threshold:.4f}{_guarantee(answer.far, 'query', answer.classes)})"
+    echo(text)
+    if answer.label is None and answer.candidates:
+        nearest = [
+            f"{candidate.label} {candidate.confidence:.1%} (similarity {candidate.similarity:.4f})"
+            for candidate in answer.candidates[:CANDIDATES]
+        ]
+        echo(f"nearest enrolled labels: {', '.join(nearest)}")
+    print_note(answer.note)
+
+
+@app.command(no_args_is_help=True)
+def verify(
+    a: Annotated[str, typer.Argument(help="An image, or an .npy with one vector.", metavar="A", show_default=False)],
+    b: Annotated[str, typer.Argument(help="The other.", metavar="B", show_default=False)],
+    run: Annotated[Path | None, typer.Option(help="The folder of a run.", metavar="RUN")] = None,
+    gallery: Annotated[str | None, typer.Option(help="Or a gallery, whose encoder is used.", metavar="G")] = None,
+    far: _FarPair = None,
+    device: options.DeviceOption = options.Device.auto,
+    json: options.JsonFlag = False,
+) -> None:
+    """Verify whether two items are of the same class, at a false-accept rate (FAR) per pair.
+
+    Example:
+
+      nearkin verify ana.jpg bob.jpg --run runs/faces --far 0.001
+    """
+    with one_sentence():
+        from nearkin import gallery as room
+
+        chosen = run or (None if gallery is None else room.run_of(gallery))
+        if chosen is None:
+            raise ValueError("verify needs an encoder: --run RUN, or --gallery G of a gallery made with one")
+        answer = room.verify(chosen, _item(a), _item(b), far=far, device=device.value)
+    if json:
+        print_json(answer._asdict())
+        return
+    if answer.same is None:
+        echo(f"similarity {answer.similarity:.4f}")
+    else:
+        word = "the same" if answer.same else "not the same"
+        limit = f"threshold {answer.threshold:.4f}{_guarantee(answer.far, 'pair', answer.classes)}"
+        echo(f"{word}: probability {answer.probability:.1%}, similarity {answer.similarity:.4f}, {limit}")
+    print_note(answer.note)
+
+
+@contextmanager
+def _gallery_with_encoder(place: str, run: Path | None, device: options.Device) -> "Iterator[Gallery]":
+    """The gallery with the encoder of its run."""
+    from nearkin import gallery as room
+
+    with opened_gallery(place, run or room.run_of(place), device) as opened:
+        yield opened
+
+
+def _item(text: str) -> Any:
+    """A path, or the vector in an .npy file."""
+    if not text.lower().endswith(".npy"):
+        return text
+    import numpy as np
+
+    try:
+        vector = np.load(text, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{text}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if vector.ndim == 2 and len(vector) == 1:
+        vector = vector[0]
+    if vector.ndim != 1:
+        raise ValueError(f"{text}: must hold one vector, got shape {vector.shape}")
+    return vector
+
+
+def _filter(texts: list[str] | None) -> dict[str, Any] | None:
+    """KEY=VALUE, the value as JSON where it is a number, true, false or null; a key given twice means any of them."""
+    conditions: dict[str, list[Any]] = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ValueError(f'filter must be KEY=VALUE, as label=heron, got "{text}"')
+        try:
+            read = json_module.loads(value) if key != "label" else value
+        except (ValueError, RecursionError):
+            read = value
+        conditions.setdefault(key, []).append(value if isinstance(read, list | dict) else read)
+    return conditions or None
+
+
+def _guarantee(far: float | None, per: str, classes: int | None) -> str:
+    """The false-accept rate of a threshold, and the number of classes that it was measured on."""
+    return "" if far is None else f" at FAR {far:.3g} per {per} or less, 95 % sure from {classes:,} classes"
