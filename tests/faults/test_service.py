@@ -31,8 +31,8 @@ from nearkin.data import decode
 from nearkin.gallery import Gallery, encoding
 from nearkin.web import build
 from nearkin.web.middleware import Limits
-from nearkin.web.queue import Line
-from nearkin.web.request_log import Journal, _Lines
+from nearkin.web.queue import BatchQueue
+from nearkin.web.request_log import RepeatFilter, json_handler, request_logger
 
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
 JSON = {"content-type": "application/json"}
@@ -105,7 +105,7 @@ def test_a_search_is_answered_while_large_pictures_are_decoded(gallery, monkeypa
         for n in range(5):
             assert client.post("/api/search", files=item(picture(n))).status_code == 200
         vector = gallery.vectors([1])[0].tolist()
-        assert client.post("/api/search", json={"item": vector}).status_code == 200 and not found
+        assert client.post("/api/vectors/search", json={"item": vector}).status_code == 200 and not found
         gate.set()
         slow.join()
         assert found[0].status_code == 200
@@ -132,7 +132,7 @@ def test_a_hanging_gallery_is_503_within_the_limit_and_health_sees_it(gallery, m
         stack.callback(gate.set)
         assert client.get("/api/health").json()["status"] == "ok"
         refused(client.get("/api/stats"), 503, "no answer within 0.2 seconds")
-        refused(client.get("/api/health"), 503, "the reader has been at one request for")
+        refused(client.get("/api/health"), 503, "the reader has worked on one request for")
         gate.set()
         while client.get("/api/health").status_code == 503:
             time.sleep(0.01)
@@ -142,12 +142,12 @@ def test_a_line_that_hangs_is_left_after_its_time():
     gate = threading.Event()
 
     async def main():
-        line = Line("test")
-        task = asyncio.create_task(line.ask(lambda _: gate.wait(60)))
+        queue = BatchQueue("test")
+        task = asyncio.create_task(queue.submit(lambda _: gate.wait(60)))
         await asyncio.sleep(0.05)
-        assert line.busy_for > 0 and not line.close(0.05) and not line.ended
+        assert queue.busy_for > 0 and not queue.close(0.05) and not queue.ended
         gate.set()
-        assert await task and line.close(30) and line.busy_for == 0
+        assert await task and queue.close(30) and queue.busy_for == 0
 
     asyncio.run(main())
 
@@ -156,7 +156,7 @@ def test_who_still_waits_at_the_end_is_told_so(gallery, monkeypatch):
     """A request in the middle of its work and one in the middle of its body both get a 503 in JSON."""
     gate, stream = threading.Event(), io.StringIO()
     monkeypatch.setattr(gallery, "stats", lambda: gate.wait(60))
-    door = build(gallery, journal=Journal(stream))
+    guarded = build(gallery, log=request_logger(stream))
 
     async def one(path, method, kind, receive):
         got = []
@@ -167,7 +167,7 @@ def test_who_still_waits_at_the_end_is_told_so(gallery, monkeypatch):
         async def send(message):
             got.append(message)
 
-        await door(scope, receive, send)
+        await guarded(scope, receive, send)
         return got[0]["status"], json.loads(got[1]["body"])["error"]
 
     async def main():
@@ -180,13 +180,13 @@ def test_who_still_waits_at_the_end_is_told_so(gallery, monkeypatch):
         work = asyncio.create_task(one("/api/stats", "GET", b"", nothing))
         body = asyncio.create_task(one("/api/search", "POST", b"multipart/form-data; boundary=q", silent))
         await asyncio.sleep(0.2)
-        door.end()
+        guarded.end()
         found = [await work, await body, await one("/api/health", "GET", b"", nothing)]
         gate.set()
         return found
 
-    assert asyncio.run(main()) == [(503, "the service is ending; ask again when it is back")] * 3
-    assert door.inside == 0 and "Traceback" not in stream.getvalue()
+    assert asyncio.run(main()) == [(503, "the service is shutting down; try again when it is back")] * 3
+    assert guarded.active == 0 and "Traceback" not in stream.getvalue()
 
 
 # ---- odd requests
@@ -195,7 +195,9 @@ def test_who_still_waits_at_the_end_is_told_so(gallery, monkeypatch):
 def test_content_length_together_with_chunked_is_refused(gallery):
     with client_of(gallery) as client:
         headers = JSON | {"content-length": "20", "transfer-encoding": "chunked"}
-        refused(client.post("/api/search", content=b'{"item": [1.0, 2.0]}', headers=headers), 400, "must not come")
+        refused(
+            client.post("/api/vectors/search", content=b'{"item": [1.0, 2.0]}', headers=headers), 400, "must not come"
+        )
 
 
 def test_the_smallest_rate_of_all_is_a_sentence(gallery):
@@ -209,7 +211,7 @@ def test_the_smallest_rate_of_all_is_a_sentence(gallery):
 @pytest.mark.parametrize("path", ["/api/search", "/api/remove"])
 def test_a_client_that_hangs_up_is_no_fault_of_ours(gallery, path):
     stream, got = io.StringIO(), []
-    door = build(gallery, journal=Journal(stream))
+    guarded = build(gallery, log=request_logger(stream))
 
     async def main():
         messages = [{"type": "http.request", "body": b"--q\r\n", "more_body": True}, {"type": "http.disconnect"}]
@@ -223,7 +225,7 @@ def test_a_client_that_hangs_up_is_no_fault_of_ours(gallery, path):
         kind = b"multipart/form-data; boundary=q" if path == "/api/search" else b"application/json"
         headers = [(b"host", b"localhost"), (b"content-type", kind)]
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
-        await door(scope | {"http_version": "1.1", "scheme": "http", "client": ("x", 1)}, receive, send)
+        await guarded(scope | {"http_version": "1.1", "scheme": "http", "client": ("x", 1)}, receive, send)
 
     asyncio.run(main())
     line = json.loads(stream.getvalue())
@@ -245,10 +247,11 @@ def test_no_sentence_says_where_the_gallery_is(gallery, monkeypatch):
 
 def test_the_same_warning_is_written_once_in_a_while():
     stream = io.StringIO()
-    lines = _Lines(Journal(stream))
+    handler = json_handler(stream)
+    handler.addFilter(RepeatFilter())
     for n in range(1000):
         text = f"socket.accept() out of system resource\nsocket: <{n}>"
-        lines.emit(logging.LogRecord("asyncio", logging.ERROR, "x", 1, text, None, None))
+        handler.handle(logging.LogRecord("asyncio", logging.ERROR, "x", 1, text, None, None))
     found = stream.getvalue().splitlines()
     assert len(found) == 1 and json.loads(found[0])["text"].startswith("socket.accept() out of system resource")
 
@@ -323,8 +326,8 @@ def test_a_head_that_does_not_come_is_not_waited_for(gallery):
     limits = Limits(headers=0.05, connections=3)
 
     async def main():
-        door = build(gallery, limits=limits, journal=Journal(io.StringIO()))
-        config = uvicorn.Config(door, http=connections.protocol(limits, Journal(io.StringIO())), log_config=None,
+        guarded = build(gallery, limits=limits, log=request_logger(io.StringIO()))
+        config = uvicorn.Config(guarded, http=connections.protocol(limits, request_logger(io.StringIO())), log_config=None,
                                 lifespan="off", timeout_keep_alive=15)  # fmt: skip
         config.load()
         server = uvicorn.Server(config)
@@ -382,7 +385,7 @@ Gallery.stats = Gallery.close = lambda self: held.wait()
             start = time.monotonic()
             process.send_signal(signal.SIGTERM)
             answer = connection.getresponse()
-            assert answer.status == 503 and b"the service is ending" in answer.read()
+            assert answer.status == 503 and b"the service is shutting down" in answer.read()
         assert process.wait(60) == 0
         assert time.monotonic() - start < 30  # 10, where nobody else wants the processor
         lines = [json.loads(line) for line in log.read_text().splitlines()]
