@@ -17,7 +17,7 @@ from test_web import a_run
 from nearkin import web
 from nearkin.gallery import Gallery
 from nearkin.report import page as report_page
-from nearkin.web.request_log import Journal
+from nearkin.web.request_log import request_logger
 
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
 uvicorn = pytest.importorskip("uvicorn", reason="the service needs pip install 'nearkin[serve]'")
@@ -59,7 +59,7 @@ class Served:
             labels[3] = labels[2 * EACH]  # an error to be found
             names = [f"kind{k}/{n}.png" for k in range(KINDS) for n in range(EACH)]
             self.gallery.enrol(pictures, labels, {"place": "<b>pond</b>"}, names=names)
-        app = web.build(self.gallery, access=web.Access(token), journal=Journal(io.StringIO()), drawing=True)
+        app = web.build(self.gallery, access=web.Access(token), log=request_logger(io.StringIO()), drawing=True)
         settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
         self.server, self.socket = uvicorn.Server(settings), socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
@@ -173,8 +173,8 @@ def test_find_by_choice_drop_and_paste_then_unknown(browser, served, shoot):
         says(page, "#verdict .who", "kind 0")
         give(page, "#find-drop", strange())
         says(page, "#verdict .who", "unknown")
-        says(page, "#verdict .sure", "nearest of them kind")
-        says(page, "#verdict", "none of the enrolled")
+        says(page, "#verdict .sure", "nearest: kind")
+        says(page, "#verdict", "none of the enrolled labels")
         shoot(page, "unknown")
 
 
@@ -185,7 +185,7 @@ def test_enrol_a_new_label_and_see_it_recognised(browser, served, shoot):
         page.fill("#enrol-label", "<i>noise</i>")  # a label is text, whatever it looks like
         page.press("#enrol-label", "Enter")
         says(page, "#verdict .who", "<i>noise</i>")
-        says(page, "#enrol-said", "It is recognised from now on.")
+        says(page, "#enrol-note", "It is recognised from now on.")
         says(page, "#summary", "33 items · 5 labels")
         shoot(page, "enrolled")
         page.fill("#enrol-label", "another")
@@ -216,10 +216,10 @@ def test_compare(browser, served, shoot):
         give(page, "#drop-a", drawing(2, 1))
         give(page, "#drop-b", drawing(2, 1))
         says(page, "#same .who", "the same")
-        says(page, "#same", "probable that they are the same")
+        says(page, "#same", "probability that they are the same")
         give(page, "#drop-b", strange())
         says(page, "#same .who", "not the same")
-        says(page, "#same", "probable that they are not the same")
+        says(page, "#same", "probability that they are not the same")
         shoot(page, "compare")
         page.click("#compare-clear")
         playwright.expect(page.locator("#same")).to_be_hidden()
@@ -232,7 +232,7 @@ def test_explore_map_lasso_and_label_errors(browser, served, shoot):
     with Watched(browser, served.address) as page:
         page.keyboard.press("3")
         page.wait_for_selector("#map[data-points='32']")
-        says(page, "#map-said", "32 items, by PCA")
+        says(page, "#map-note", "32 items, by PCA")
         says(page, "#suspects", "kind0/3.png")
         assert page.locator("#confused li").count() >= 1
         shoot(page, "explore")
@@ -245,13 +245,13 @@ def test_explore_map_lasso_and_label_errors(browser, served, shoot):
         for spot in at[1:]:
             page.mouse.move(*spot, steps=6)
         page.mouse.up()
-        says(page, "#chosen h3 >> nth=0", "chosen")
-        says(page, "#chosen", "8 items chosen")
-        says(page, "#chosen", "kind 3 × 8")
+        says(page, "#selected h3 >> nth=0", "selected")
+        says(page, "#selected", "8 items selected")
+        says(page, "#selected", "kind 3 × 8")
         faces(page, "#around .one", 16)
         assert "kind 3" not in page.inner_text("#around")
         shoot(page, "lasso")
-        page.click("#chosen button:has-text('Let go')")
+        page.click("#selected button:has-text('Clear selection')")
         page.click("#map-lasso")
         assert page.get_attribute("#map", "data-pictures") == "4"  # one a heap
         page.mouse.move(box["x"] + 40, box["y"] + box["height"] * 0.26)
@@ -261,7 +261,7 @@ def test_explore_map_lasso_and_label_errors(browser, served, shoot):
         shoot(page, "zoomed")
         page.click("#suspects li:has-text('kind0/3.png') button:has-text('Relabel as kind 0')")
         playwright.expect(page.locator("#suspects li:has-text('kind0/3.png')")).to_have_count(0)
-        says(page, "#suspects-said", "None")
+        says(page, "#suspects-note", "None")
 
 
 def test_by_keyboard_alone(browser, served):
@@ -274,11 +274,11 @@ def test_by_keyboard_alone(browser, served):
         page.wait_for_selector("#map[data-points='32']")
         page.focus("#map")
         page.keyboard.press("Enter")
-        says(page, "#chosen h3 >> nth=0", "32 items chosen")
+        says(page, "#selected h3 >> nth=0", "32 items selected")
         page.keyboard.press("+")
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("Escape")
-        playwright.expect(page.locator("#chosen")).to_be_hidden()
+        playwright.expect(page.locator("#selected")).to_be_hidden()
         page.keyboard.press("l")
         assert page.get_attribute("#map-lasso", "aria-pressed") == "true"
         page.keyboard.press("1")
@@ -288,7 +288,7 @@ def test_by_keyboard_alone(browser, served):
 
 def test_drawing_finds_kin(browser, served, shoot):
     with Watched(browser, served.address) as page:
-        listen = "window.fetch = (a, o) => { if (o.body) window.given = o.body; return ask(a, o); };"
+        listen = "window.fetch = (a, o) => { if (o.body) window.sentBody = o.body; return ask(a, o); };"
         page.evaluate(f"() => {{ const ask = window.fetch; {listen} }}")
         says(page, "#summary", "32 items")
         box = page.locator("#pad canvas").bounding_box()
@@ -297,7 +297,7 @@ def test_drawing_finds_kin(browser, served, shoot):
         page.mouse.move(box["x"] + 200, box["y"] + 120, steps=8)
         page.mouse.up()
         says(page, "#hits", "kind")
-        content = page.evaluate("window.given.get('item').arrayBuffer().then((b) => [...new Uint8Array(b)])")
+        content = page.evaluate("window.sentBody.get('item').arrayBuffer().then((b) => [...new Uint8Array(b)])")
         sent = Image.open(io.BytesIO(bytes(content))).convert("L")
         ink = np.asarray(sent) > 128  # bright on black, in the middle, 0.65 of the side: as the glyphs are
         across, down = np.flatnonzero(ink.any(0)), np.flatnonzero(ink.any(1))
@@ -337,7 +337,7 @@ def test_an_empty_gallery_on_a_phone_in_the_dark(browser, tmp_path, shoot):
             page.click("#enrol button")
             says(page, "#verdict .who", "first")
             page.tap("#tab-explore")
-            says(page, "#confused-said", "two labels")
+            says(page, "#confused-note", "two labels")
     finally:
         served.stop()
 
@@ -431,13 +431,13 @@ def test_long_labels_stay_whole_and_faces_stand_in_line(browser, tmp_path, shoot
             page.wait_for_selector("#map[data-points='32']")
             page.focus("#map")
             page.keyboard.press("Enter")
-            says(page, "#chosen h3 >> nth=0", "32 items chosen")
-            faces(page, "#chosen .one", 32)
-            in_line(page, "#chosen .items:not(#around)")
+            says(page, "#selected h3 >> nth=0", "32 items selected")
+            faces(page, "#selected .one", 32)
+            in_line(page, "#selected .items:not(#around)")
             assert page.evaluate(BROKEN) == []
             box, last = (
                 page.locator(one).bounding_box()
-                for one in ("#chosen .items >> nth=0", "#chosen .items >> nth=0 >> .one >> nth=-1")
+                for one in ("#selected .items >> nth=0", "#selected .items >> nth=0 >> .one >> nth=-1")
             )
             assert last["y"] + last["height"] <= box["y"] + box["height"] + 1, "the last row is not cut"
             assert page.evaluate("document.documentElement.scrollWidth") <= size[0]

@@ -247,7 +247,7 @@ def test_the_page_is_served_whole_and_asks_nobody_else(client):
     page = client.get("/")
     assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
     addresses = re.findall(r'(?:src|href)="(/[^"]+)"', page.text)
-    assert sorted(addresses) == ["/page/look.css", "/page/map.js", "/page/script.js", "/page/style.css"]
+    assert sorted(addresses) == ["/page/map.js", "/page/report.css", "/page/script.js", "/page/style.css"]
     for address in addresses:
         found = client.get(address)
         assert found.status_code == 200 and found.content
