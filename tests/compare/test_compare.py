@@ -1,4 +1,4 @@
-"""The comparison of losses: the same for all, chosen without the test, found again after any kill."""
+"""The comparison of losses: the same for all, chosen without the test, the same table after any kill."""
 
 import csv
 import hashlib
@@ -19,11 +19,10 @@ from typer.testing import CliRunner
 
 from nearkin import compare, models, report
 from nearkin.cli import app
-from nearkin.compare import loss_search, plan, settings_search, significance, test_stage, trial
-from nearkin.compare.folds import folds
+from nearkin.compare import final_evaluation, loss_search, plan, significance, trial
+from nearkin.compare.executor import Schedule
 from nearkin.compare.plan import Plan
-from nearkin.compare.protocol import Job, comparable, open_bench
-from nearkin.compare.schedule_trials import Schedule
+from nearkin.compare.protocol import Job, comparable, make_folds, open_setup
 from nearkin.compare.study import Study
 from nearkin.core.errors import OutOfTime
 from nearkin.data.items import Items
@@ -72,8 +71,8 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bench(source):
-    return open_bench(recipe(source))
+def setup(source):
+    return open_setup(recipe(source))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +96,7 @@ def items(classes, each=3):
 @pytest.mark.parametrize("classes, count", [(4, 2), (11, 4), (40, 5)])
 def test_every_class_validates_once_and_never_where_it_trains(classes, count):
     one = items(classes)
-    parts = folds(one, np.arange(len(one)), count, 0)
+    parts = make_folds(one, np.arange(len(one)), count, 0)
     held = [set(one.labels[part.val]) for part in parts]
     assert sorted(c for kinds in held for c in kinds) == list(range(classes))
     for part, kinds in zip(parts, held, strict=True):
@@ -109,17 +108,17 @@ def test_every_class_validates_once_and_never_where_it_trains(classes, count):
 def test_folds_go_by_names_and_seed():
     one, two = items(12), items(12)
     two.classes.reverse()
-    first = [{one.classes[c] for c in one.labels[part.val]} for part in folds(one, np.arange(36), 3, 0)]
-    again = [{two.classes[c] for c in two.labels[part.val]} for part in folds(two, np.arange(36), 3, 0)]
-    other = [{one.classes[c] for c in one.labels[part.val]} for part in folds(one, np.arange(36), 3, 1)]
+    first = [{one.classes[c] for c in one.labels[part.val]} for part in make_folds(one, np.arange(36), 3, 0)]
+    again = [{two.classes[c] for c in two.labels[part.val]} for part in make_folds(two, np.arange(36), 3, 0)]
+    other = [{one.classes[c] for c in one.labels[part.val]} for part in make_folds(one, np.arange(36), 3, 1)]
     assert first == again != other
 
 
 def test_too_few_classes_for_folds_is_one_sentence():
     with pytest.raises(ValueError, match=r"4 folds need at least 8 training classes, .* got 5; use --folds 2"):
-        folds(items(5), np.arange(15), 4, 0)
-    with pytest.raises(ValueError, match="needs 4 training classes at the least"):
-        folds(items(3), np.arange(9), 2, 0)
+        make_folds(items(5), np.arange(15), 4, 0)
+    with pytest.raises(ValueError, match="needs at least 4 training classes"):
+        make_folds(items(3), np.arange(9), 2, 0)
 
 
 # What is searched
@@ -142,19 +141,19 @@ def test_every_loss_has_ranges_that_it_accepts(loss):
     assert learns == ("loss_scale" in RANGES[loss])
 
 
-def test_suggestions_are_functions_of_what_was_tried(bench):
-    space = settings_search.space("triplet", bench.recipe, 1e-3)
-    start = settings_search.default("triplet", space, 1e-3)
+def test_suggestions_are_functions_of_what_was_tried(setup):
+    space = loss_search.search_space("triplet", setup.recipe, 1e-3)
+    start = loss_search.default_setting("triplet", space, 1e-3)
     assert start == {"loss.margin": 0.2, "loss.selection": "semihard", "optimizer.lr": 1e-3}
-    tried = [settings_search.Tried(start, 0.0)]
+    tried = [loss_search.Observation(start, 0.0)]
     for score in (0.2, -0.1, 0.4, 0.0, 0.1):
-        (new,) = settings_search.suggested("triplet", space, tried, 1, 0)
-        tried.append(settings_search.Tried(new, score))
-    first = settings_search.suggested("triplet", space, tried, 4, 0)
+        (new,) = loss_search.suggest("triplet", space, tried, 1, 0)
+        tried.append(loss_search.Observation(new, score))
+    first = loss_search.suggest("triplet", space, tried, 4, 0)
     assert (
         first
-        == settings_search.suggested("triplet", space, tried, 4, 0)
-        != settings_search.suggested("triplet", space, tried, 4, 1)
+        == loss_search.suggest("triplet", space, tried, 4, 0)
+        != loss_search.suggest("triplet", space, tried, 4, 1)
     )
     assert len({json.dumps(one) for one in first}) > 1
     for one in first:
@@ -163,8 +162,8 @@ def test_suggestions_are_functions_of_what_was_tried(bench):
 
 
 def test_a_rate_that_was_given_is_not_searched(source):
-    fixed = open_bench(recipe(source, "optimizer.lr=0.01", "optimizer.loss_scale=3.0"))
-    assert set(settings_search.space("arcface", fixed.recipe, 0.01)) == {"loss.margin", "loss.scale"}
+    fixed = open_setup(recipe(source, "optimizer.lr=0.01", "optimizer.loss_scale=3.0"))
+    assert set(loss_search.search_space("arcface", fixed.recipe, 0.01)) == {"loss.margin", "loss.scale"}
 
 
 def test_search_rounds_keep_the_default_and_the_better_half():
@@ -176,7 +175,7 @@ def test_search_rounds_keep_the_default_and_the_better_half():
         ]
 
     space = {"loss.margin": RANGES["triplet"]["margin"]}
-    road = loss_search.searched("triplet", space, {"loss.margin": 0.2}, Plan(10, 6, 3, 2, 0))
+    road = loss_search.search("triplet", space, {"loss.margin": 0.2}, Plan(10, 6, 3, 2, 0))
     counts, jobs = [], next(road)
     found = None
     while found is None:
@@ -192,7 +191,7 @@ def test_search_rounds_keep_the_default_and_the_better_half():
         (2, [0, 2], "search"),
         (6, [0, 1, 2], "final"),
     ]
-    assert sum(n for n, _, _ in counts) == plan.trainings(Plan(10, 6, 3, 2, 0))
+    assert sum(n for n, _, _ in counts) == plan.training_count(Plan(10, 6, 3, 2, 0))
     assert len(found.trials[0].folds) == 3, "the default sees every fold, to be compared with"
     complete = [one for one in found.trials if len(one.folds) == 3]
     assert len(complete) == 4 and found.best.value == max(one.value for one in complete)
@@ -206,50 +205,50 @@ def job(loss="triplet", **more):
     return Job(**{"stage": "search", "loss": loss, "setting": {}, "seed": 0, "fold": 0, "folds": 2, "steps": 12} | more)
 
 
-def test_every_loss_meets_the_same_batches_and_first_weights(bench):
+def test_every_loss_meets_the_same_batches_and_first_weights(setup):
     seen, weights = [], []
     for loss in comparable("all"):
-        trainer = assemble(bench.prepared(job(loss)), Path("nowhere"))
+        trainer = assemble(setup.prepared(job(loss)), Path("nowhere"))
         seen.append([batch.items.tolist() for batch in trainer.loader.epoch(0, 0)])
         weights.append(torch.cat([p.flatten() for p in trainer.encoder.parameters()]))
     assert len(seen[0]) == 12 and all(batches == seen[0] for batches in seen)
     assert all(torch.equal(one, weights[0]) for one in weights)
-    other = assemble(bench.prepared(job(seed=1)), Path("nowhere"))
+    other = assemble(setup.prepared(job(seed=1)), Path("nowhere"))
     assert [batch.items.tolist() for batch in other.loader.epoch(0, 0)] != seen[0]
 
 
-def test_no_training_sees_a_validation_or_test_class(bench):
-    assert set(bench.labels) == set(range(16)), "test classes are not on the bench"
+def test_no_training_sees_a_validation_or_test_class(setup):
+    assert set(setup.labels) == set(range(16)), "test classes are not on the setup"
     for fold in range(2):
-        parts = bench.prepared(job(fold=fold)).parts
-        assert not set(bench.labels[parts.train]) & set(bench.labels[parts.val]) and not len(parts.test)
+        parts = setup.prepared(job(fold=fold)).parts
+        assert not set(setup.labels[parts.train]) & set(setup.labels[parts.val]) and not len(parts.test)
 
 
-def test_a_training_is_a_function_of_its_job(bench):
-    one, two = trial.train(bench, job("arcface")), trial.train(bench, job("arcface"))
+def test_a_training_is_a_function_of_its_job(setup):
+    one, two = trial.train(setup, job("arcface")), trial.train(setup, job("arcface"))
     clock = {"seconds": 0}
     assert one | clock == two | clock
-    assert one["steps"] == 12 and [step for step, _ in one["curve"]] == trial.marks(12)
+    assert one["steps"] == 12 and [step for step, _ in one["curve"]] == trial.validation_steps(12)
     assert one["value"] == max(value for _, value in one["curve"]) and one["ended"] == "end"
-    other = trial.train(bench, job("arcface", setting={"loss.margin": 0.1, "optimizer.lr": 0.01}))
+    other = trial.train(setup, job("arcface", setting={"loss.margin": 0.1, "optimizer.lr": 0.01}))
     assert other["curve"] != one["curve"]
 
 
-def test_hopeless_and_early_and_broken_trainings_end(bench, monkeypatch):
-    below = trial.train(bench, job(bar=[0.0, 0.0, 1.0, 1.0]))
+def test_hopeless_and_early_and_broken_trainings_end(setup, monkeypatch):
+    below = trial.train(setup, job(bar=[0.0, 0.0, 1.0, 1.0]))
     assert below["ended"] == "hopeless" and len(below["curve"]) == 3
     values = iter([0.3, 0.5, 0.4, 0.4, 0.5, 0.1])
-    monkeypatch.setattr(trial, "_validated", lambda trainer: next(values))
-    early = trial.train(bench, job(steps=175))
+    monkeypatch.setattr(trial, "_validate", lambda trainer: next(values))
+    early = trial.train(setup, job(steps=175))
     assert early["ended"] == "early" and early["value"] == 0.5 and early["step"] == 50 and early["steps"] == 150
     monkeypatch.undo()
-    broken = trial.train(bench, job(setting={"optimizer.lr": 1e30}))
+    broken = trial.train(setup, job(setting={"optimizer.lr": 1e30}))
     assert "at step" in broken["ended"] and broken["value"] == 0.0
 
 
 @pytest.mark.parametrize("steps, count", [(1, 1), (3, 3), (7, 4), (105, 4), (150, 6), (1001, 10)])
 def test_marks_are_spread_and_end_with_the_last_step(steps, count):
-    found = trial.marks(steps)
+    found = trial.validation_steps(steps)
     assert found[-1] == steps and len(found) == count == len(set(found)) and found == sorted(found)
 
 
@@ -270,22 +269,22 @@ FREE = {"steps": None, "trials": None, "folds": None, "seeds": None, "seed": 0}
 
 @pytest.mark.parametrize("minutes", [2, 5, 20, 60, 600])
 def test_a_plan_keeps_its_budget_and_uses_it(minutes):
-    found = plan.fitted(60 * minutes, USUAL, FREE, RATES, 2)
-    expected = plan.predicted(found, RATES, 2)
+    found = plan.fit_to_budget(60 * minutes, USUAL, FREE, RATES, 2)
+    expected = plan.predicted_seconds(found, RATES, 2)
     assert expected <= 0.8 * 60 * minutes
     assert expected > 0.3 * 60 * minutes or (found.steps == 1000 and found.trials == 48)
-    more = plan.fitted(120 * minutes, USUAL, FREE, RATES, 2)
-    assert plan.predicted(more, RATES, 2) >= expected
+    more = plan.fit_to_budget(120 * minutes, USUAL, FREE, RATES, 2)
+    assert plan.predicted_seconds(more, RATES, 2) >= expected
 
 
 def test_what_the_user_fixed_stays():
-    found = plan.fitted(3600, USUAL, FREE | {"trials": 5, "seeds": 1}, RATES, 2)
+    found = plan.fit_to_budget(3600, USUAL, FREE | {"trials": 5, "seeds": 1}, RATES, 2)
     assert found.trials == 5 and found.seeds == 1
-    assert plan.fitted(3600, USUAL, FREE | {"steps": 77}, RATES, 2).steps == 77
+    assert plan.fit_to_budget(3600, USUAL, FREE | {"steps": 77}, RATES, 2).steps == 77
     with pytest.raises(ValueError, match=r"budget must be at least .* for these losses on this machine, got 5s"):
-        plan.fitted(5, USUAL, FREE, RATES, 2)
+        plan.fit_to_budget(5, USUAL, FREE, RATES, 2)
     with pytest.raises(ValueError, match="budget must be at least"):
-        plan.fitted(60, USUAL, FREE | {"steps": 100_000}, RATES, 2)
+        plan.fit_to_budget(60, USUAL, FREE | {"steps": 100_000}, RATES, 2)
 
 
 def test_the_plan_is_a_command():
@@ -315,7 +314,7 @@ class Disorder:
         self.left -= 1
         one = self.jobs.pop(self.chance.randrange(len(self.jobs)))
         said = int.from_bytes(hashlib.sha256(repr(one).encode()).digest()[:4], "big") / 2**32
-        curve = [[step, said * i / 10] for i, step in enumerate(trial.marks(one.steps), start=1)]
+        curve = [[step, said * i / 10] for i, step in enumerate(trial.validation_steps(one.steps), start=1)]
         return [(one, {"value": said, "step": one.steps, "curve": curve, "steps": one.steps, "ended": "end"})]
 
     def close(self):
@@ -325,13 +324,13 @@ class Disorder:
 def walked(folder, hands):
     total = Plan(20, 6, 3, 2, 0)
     folder.mkdir(exist_ok=True)
-    space = {"loss.margin": RANGES["triplet"]["margin"], "optimizer.lr": settings_search.Range(1e-4, 1e-2, log=True)}
+    space = {"loss.margin": RANGES["triplet"]["margin"], "optimizer.lr": loss_search.Range(1e-4, 1e-2, log=True)}
     start = {"loss.margin": 0.2, "optimizer.lr": 1e-3}
-    roads = {loss: loss_search.searched(loss, space, start, total) for loss in ("one", "two")}
+    roads = {loss: loss_search.search(loss, space, start, total) for loss in ("one", "two")}
     study = Study(folder)
     try:
-        schedule = Schedule(roads, study, 2 * plan.trainings(total), lambda _: None)
-        return schedule.run(hands, None), schedule.found
+        schedule = Schedule(roads, study, 2 * plan.training_count(total), lambda _: None)
+        return schedule.run(hands, None), schedule.finished
     finally:
         study.close()
 
@@ -372,38 +371,38 @@ def test_a_comparison_says_everything(whole):
     assert len(digests(found.folder / "models")) == 4
     assert said["protocol"]["test"] == {"items": 64, "classes": 8}
     trained = [event for event in told if event["event"] == "trained"]
-    assert len(trained) == trained[-1]["total"] == 2 * plan.trainings(TINY)
+    assert len(trained) == trained[-1]["total"] == 2 * plan.training_count(TINY)
     names = [event["event"] for event in told]
     assert names.index("testing") > max(i for i, name in enumerate(names) if name == "trained")
 
 
-def test_separated_and_concatenated_are_what_they_say(source, whole, bench):
+def test_separated_and_concatenated_are_what_they_say(source, whole, setup):
     said = whole[0].results
-    best, opened = said["recommendation"]["loss"], bench.opened()
+    best, opened = said["recommendation"]["loss"], setup.open_test_set()
     store = ItemStore(opened.prepared.rows, torch.device("cpu"))
-    labels, single, joined = torch.from_numpy(opened.held.labels), [], []
+    labels, single, joined = torch.from_numpy(opened.held_out.labels), [], []
     for seed in (1, 2):
         parts = []
         for fold in range(2):
-            where = test_stage.model_folder(whole[0].folder / "models", job(best, seed=seed, fold=fold))
-            parts.append(embed(models.load(where)[0], store, opened.held.everything))
+            where = final_evaluation.model_folder(whole[0].folder / "models", job(best, seed=seed, fold=fold))
+            parts.append(embed(models.load(where)[0], store, opened.held_out.everything))
             single.append(retrieval(parts[-1], labels)["map@r"])
         both = torch.cat([torch.nn.functional.normalize(x, dim=1) for x in parts], dim=1)
         joined.append(retrieval(both, labels)["map@r"])
     row = said["table"][0]
     assert row["separated"]["map@r"]["value"] == pytest.approx(sum(single) / 4, abs=1e-12)
     assert row["concatenated"]["map@r"]["value"] == pytest.approx(sum(joined) / 2, abs=1e-12)
-    assert row["models"] == pytest.approx(significance.spread(single))
+    assert row["models"] == pytest.approx(significance.student_interval(single))
 
 
-def test_optuna_opens_the_study(whole):
-    import optuna
-
-    storage = f"sqlite:///{whole[0].folder / 'study.db'}"
+def test_the_file_has_every_trial(whole):
+    saved = json.loads((whole[0].folder / "comparison.json").read_text())
     for loss in LOSSES_HERE:
-        study = optuna.load_study(study_name=loss, storage=storage)
-        best = next(row for row in whole[0].results["table"] if row["loss"] == loss)
-        assert len(study.trials) == 3 and study.best_value == best["validation"]
+        trials = saved["trials"][loss]
+        best = next(row for row in saved["table"] if row["loss"] == loss)
+        complete = [one for one in trials if one["complete"]]
+        assert len(trials) == 3 and max(one["value"] for one in complete) == best["validation"]
+        assert next(one["setting"] for one in complete if one["value"] == best["validation"]) == best["setting"]
 
 
 def test_no_test_class_influences_any_choice(whole, tmp_path, monkeypatch):
@@ -462,29 +461,29 @@ def test_another_comparison_in_the_same_folder_is_refused(source, whole, tmp_pat
     folder = whole[0].folder
     with pytest.raises(ValueError, match="begun with other losses; choose another --out"):
         compare.compare(recipe(source), ["triplet", "arcface"], folder, jobs=1, **SMALL)
-    with pytest.raises(ValueError, match="begun with --steps 12, got 13; leave it out to go on"):
+    with pytest.raises(ValueError, match="begun with --steps 12, got 13; leave it out to continue"):
         compare.compare(recipe(source), LOSSES_HERE, folder, jobs=1, **SMALL | {"steps": 13})
     with pytest.raises(ValueError, match="begun with other settings"):
         compare.compare(recipe(source, "optimizer.clip=1.0"), LOSSES_HERE, folder, jobs=1, **SMALL)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
-    with pytest.raises(ValueError, match="not empty and holds no comparison"):
+    with pytest.raises(ValueError, match="not empty and contains no comparison"):
         compare.compare(recipe(source), LOSSES_HERE, tmp_path / "full", jobs=1, **SMALL)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "study.db").write_bytes(b"no database" * 100)
-    with pytest.raises(ValueError, match="not a study that can be read"):
+    with pytest.raises(ValueError, match="not a readable study"):
         compare.compare(recipe(source), LOSSES_HERE, tmp_path / "broken", jobs=1, **SMALL)
     study = Study(folder)
-    with pytest.raises(ValueError, match="a comparison is running in it already"):
+    with pytest.raises(ValueError, match="a comparison is already running in it"):
         compare.compare(recipe(source), LOSSES_HERE, folder, jobs=1, **SMALL)
     study.close()
 
 
 def test_a_budget_is_measured_kept_and_can_be_gone_on_from(source, whole, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setattr(plan, "fitted", lambda *_: TINY)
+    monkeypatch.setattr(plan, "fit_to_budget", lambda *_: TINY)
     with pytest.raises(
-        ValueError, match=r"used up before any loss was through; [0-9]+ of at most 18 trainings are kept"
+        ValueError, match=r"used up before any loss was finished; [0-9]+ of at most 18 trainings are saved"
     ):
         compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, budget=1.0)
     monkeypatch.undo()
@@ -517,7 +516,7 @@ def test_trainings_that_break_off_count_as_what_they_had_learned(source, tmp_pat
     for row in found["table"]:
         assert len(row["broken"]) == 2 and row["separated"]["map@r"] == found["references"][0]["separated"]["map@r"]
     cautions = found["recommendation"]["cautions"]
-    assert sum("broke off" in line for line in cautions) == 2
+    assert sum("failed" in line for line in cautions) == 2
     assert any("No loss beats the untrained encoder" in line for line in cautions)
     report.write_comparison(tmp_path / "page.html", found)
 
@@ -531,8 +530,8 @@ def test_spread_is_students_interval():
     for n in (2, 3, 12, 31, 40):
         values = rng.normal(size=n)
         low, high = stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values))
-        assert significance.spread(values.tolist()) == pytest.approx([low, high], rel=2e-3)
-    assert significance.spread([0.3]) == [None, None]
+        assert significance.student_interval(values.tolist()) == pytest.approx([low, high], rel=2e-3)
+    assert significance.student_interval([0.3]) == [None, None]
 
 
 def test_holm_by_hand():
@@ -607,12 +606,12 @@ def test_the_page_of_many_losses_with_names_that_bite(whole):
         (["--losses", "all", "--folds", "1"], "folds must be >= 2, got 1"),
         (["--losses", "all", "--budget", "soon"], 'budget must be a time as 90s, 20m or 1h30m, got "soon"'),
         (["--losses", "all", "--set", "loss.margin=1"], "a comparison searches the settings of each loss"),
-        (["--losses", "all", "--set", "training.epochs=1"], "training.epochs has no place in a comparison"),
+        (["--losses", "all", "--set", "training.epochs=1"], "training.epochs cannot be set in a comparison"),
         (
             ["--losses", "all", "--set", "sampler.name=hard-classes"],
             "sampler.name must be class-balanced or class-ratio",
         ),
-        (["--losses", "all", "--set", "training.seed=1"], "training.seed has no place in a comparison: --seed"),
+        (["--losses", "all", "--set", "training.seed=1"], "training.seed cannot be set in a comparison: --seed"),
         (["--losses", "all", "--set", "schedule.decay=step"], "schedule.decay must be cosine or constant"),
         (["--losses", "all", "--folds", "65"], "folds must be at most 64, got 65"),
         (["--losses", "all", "--encoder", "small-cnn"], 'encoder "small-cnn" takes pictures'),

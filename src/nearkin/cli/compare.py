@@ -189,11 +189,11 @@ class ComparisonCallback:
         self.bars.update(self.task, completed=event["done"], total=event["total"], said=said)
 
     def on_chosen(self, event: dict[str, Any]) -> None:
-        found = event["found"]
-        default = found.trials[0].value
-        setting = "  ".join(f"{key.partition('.')[2]} {value}" for key, value in found.best.setting.items())
-        best, usual = (shown("map@r", value, " %") for value in (found.best.value, default))
-        self._say(f"{found.loss}: validation map@r {best} (default {usual})  {setting}")
+        result = event["result"]
+        default = result.trials[0].value
+        setting = "  ".join(f"{key.partition('.')[2]} {value}" for key, value in result.best.setting.items())
+        best, usual = (shown("map@r", value, " %") for value in (result.best.value, default))
+        self._say(f"{result.loss}: validation map@r {best} (default {usual})  {setting}")
 
     def on_testing(self, event: dict[str, Any]) -> None:
         self.bars.update(self.task, description="testing", total=None, said="")
