@@ -326,9 +326,10 @@ def test_a_head_that_does_not_come_is_not_waited_for(gallery):
     limits = Limits(headers=0.05, connections=3)
 
     async def main():
-        guarded = build(gallery, limits=limits, log=request_logger(io.StringIO()))
-        config = uvicorn.Config(guarded, http=connections.protocol(limits, request_logger(io.StringIO())), log_config=None,
-                                lifespan="off", timeout_keep_alive=15)  # fmt: skip
+        log = request_logger(io.StringIO())
+        guarded, protocol = build(gallery, limits=limits, log=log), connections.protocol(limits, log)
+        options = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 15}
+        config = uvicorn.Config(guarded, http=protocol, **options)
         config.load()
         server = uvicorn.Server(config)
         server.lifespan = config.lifespan_class(config)

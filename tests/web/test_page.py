@@ -16,7 +16,7 @@ from test_web import a_run
 
 from nearkin import web
 from nearkin.gallery import Gallery
-from nearkin.report import page as report_page
+from nearkin.report import run_report
 from nearkin.web.request_log import request_logger
 
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
@@ -456,7 +456,7 @@ def a_report():
         | {"val": {"map@r": 0.05 * e, "recall@1": 0.06 * e, "r_precision": 0.052 * e}}
         for e in range(1, 9)
     ]
-    return report_page.page(made(classes=names, history=history, data={"items": 29_060, "parts": parts}))
+    return run_report.page(made(classes=names, history=history, data={"items": 29_060, "parts": parts}))
 
 
 @pytest.mark.parametrize("size, scheme", [(DESKTOP, "dark"), (PHONE, "light")], ids=["wide", "narrow"])

@@ -100,7 +100,7 @@ class Study:
             self._db.execute(statement, tuple(values))
         except sqlite3.OperationalError as error:
             raise ValueError(
-                f"{self.path}: cannot be written ({error}); free some space, then the same command continues"
+                f"{self.path}: cannot be written ({error}); make room, then the same command continues"
             ) from None
 
 

@@ -76,7 +76,7 @@ def commentary(results: dict[str, Any], command: str, notes: Sequence[str], flag
 
 def write(folder: Path, results: dict[str, Any]) -> None:
     """comparison.json and comparison.csv; the CSV contains nothing that depends on time."""
-    with files.explained(f"{folder}: the comparison", "free some space, then the same command continues"):
+    with files.explained(f"{folder}: the comparison", "make room, then the same command continues"):
         files.write_json(folder / "comparison.json", results)
         files.write_text(folder / "comparison.csv", _csv(results))
 

@@ -145,7 +145,10 @@ def _add_page(app: "FastAPI") -> None:
     contents = {
         f"/page/{name}": (folder.joinpath(name).read_bytes(), f"{kind}; charset=utf-8") for name, kind in PAGE.items()
     }
-    contents |= {"/": (folder.joinpath("index.html").read_bytes(), HTML), "/page/report.css": (report_style, "text/css")}
+    contents |= {
+        "/": (folder.joinpath("index.html").read_bytes(), HTML),
+        "/page/report.css": (report_style, "text/css"),
+    }
     contents["/favicon.ico"] = b"", "image/x-icon"
 
     def responder(content: bytes, kind: str) -> Callable[[], Coroutine[Any, Any, Response]]:

@@ -52,7 +52,7 @@ class Explorer:
         flat = self._cache[key]
         return {
             "method": method,
-            "methods": ["pca", *(["tsne"] if _has_tsne() and len(ids) >= maps.FEWEST else [])],
+            "methods": ["pca", *(["tsne"] if _has_tsne() and len(ids) >= maps.MIN_TSNE else [])],
             "rows": rows.total,
             "ids": ids,
             "x": flat[:, 0].round(4).tolist(),
@@ -109,38 +109,23 @@ class Explorer:
 
 
 def flat_by_pca(vectors: NDArray[Any]) -> Floats:
-    """The first two principal components, (N, 2) in the unit square; signs fixed by the largest coordinate."""
-    x = np.asarray(vectors, np.float64)
-    if not len(x):
+    """The first two principal components, (N, 2) in the unit square."""
+    if not len(vectors):
         return np.empty((0, 2))
-    centred = x - x.mean(0)
-    main = np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :2]  # (D, 2), or (D, 1)
-    largest = np.abs(main).argmax(0)
-    main = main * np.sign(main[largest, np.arange(main.shape[1])])
-    flat = np.zeros((len(x), 2))
-    flat[:, : main.shape[1]] = centred @ main
-    low, span = flat.min(0), np.ptp(flat, axis=0)
-    return np.where(span > 1e-12, (flat - low) / np.where(span > 1e-12, span, 1.0), 0.5)
+    return maps.fit_square(maps.pca(torch.as_tensor(vectors, dtype=torch.float64)))
 
 
 def hues(flat: Floats, label_ids: NDArray[np.int64], count: int) -> list[int]:
-    """One hue per label, greedily the one whose nearest user is farthest: neighbouring labels differ."""
+    """One hue per label; neighbouring labels differ."""
     if not count:
         return []
     sizes = np.bincount(label_ids, minlength=count)[:, None]
-    centres = np.stack([np.bincount(label_ids, flat[:, axis], count) for axis in (0, 1)], axis=1) / sizes  # (C, 2)
-    nearest = np.full((count, maps.HUES), np.inf)
-    chosen = []
-    for i in range(count):
-        hue = int(nearest[i].argmax())
-        chosen.append(hue)
-        distance = np.sqrt(((centres - centres[i]) ** 2).sum(1))
-        nearest[:, hue] = np.minimum(nearest[:, hue], distance)
-    return chosen
+    sums = np.stack([np.bincount(label_ids, flat[:, axis], count) for axis in (0, 1)], axis=1)  # (C, 2)
+    return maps.hues(sums / sizes)
 
 
 def _flat(vectors: NDArray[np.float32], method: str) -> Floats:
-    if method == "pca" or len(vectors) < maps.FEWEST:
+    if method == "pca" or len(vectors) < maps.MIN_TSNE:
         return flat_by_pca(vectors)
     return maps.plane(torch.from_numpy(vectors), seed=0)[0]
 
