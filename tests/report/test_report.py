@@ -1,4 +1,4 @@
-"""The report: whole, offline, harmless whatever things are called, and honest about what it shows."""
+"""The report: complete, offline, safe for any names, and honest about what it shows."""
 
 import io
 import math
@@ -188,9 +188,9 @@ def test_captions_keep_words_whole():
 
 
 def test_curves_name_the_best_epoch():
-    said = " ".join(Reader(run_report.page(made())).text)
-    assert "best: epoch 2, 40.0\u202f%" in said  # the last line that was best
-    assert "3 epochs, 30 steps, 2 min" in said
+    text = " ".join(Reader(run_report.page(made())).text)
+    assert "best: epoch 2, 40.0\u202f%" in text  # the last line that was best
+    assert "3 epochs, 30 steps, 2 min" in text
 
 
 def _near(x, query, k):
@@ -230,7 +230,7 @@ def test_grid_shows_the_nearest_and_the_bad_ones_too():
 
 def test_items_keep_their_numbers_where_others_are_left_out():
     x, labels = blobs(noise=0.05)
-    labels[:8] = -1  # the whole first class
+    labels[:8] = -1  # all of the first class
     labels[20] = 5  # an item of class 2
     x[9] = torch.nan
     chosen = sampling.draw(made(embeddings=x, labels=labels), 0)
@@ -300,15 +300,15 @@ DEGENERATE = {
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_whatever_is_missing_there_is_a_page(name):
     read = offline(run_report.page(made(**DEGENERATE[name])))
-    said = " ".join(read.text)
-    assert not re.search(r"\bnan\b|\bNone\b|\binf\b", said), name
+    text = " ".join(read.text)
+    assert not re.search(r"\bnan\b|\bNone\b|\binf\b", text), name
     for svg in re.findall(r"<svg.*?</svg>", run_report.page(made(**DEGENERATE[name])), re.S):
         assert "nan" not in svg
 
 
 def test_missing_values_are_a_dash():
-    said = " ".join(Reader(run_report.page(made(**DEGENERATE["nan in results"]))).text)
-    assert "–" in said
+    text = " ".join(Reader(run_report.page(made(**DEGENERATE["nan in results"]))).text)
+    assert "–" in text
 
 
 def test_collapse_and_broken_rows_are_said_on_top():
@@ -368,10 +368,10 @@ def test_many_items_are_sampled(monkeypatch):
     labels = torch.arange(100_000) // 25
     x = torch.randn(100_000, 4, generator=torch.Generator().manual_seed(0))
     findings = made(embeddings=x, labels=labels, classes=[str(c) for c in range(4000)], picture=None)
-    chosen = sampling.draw(findings, 0)
-    assert len(chosen.diagnosed) == 600 and set(np.bincount(labels.numpy()[chosen.diagnosed]).tolist()) == {0, 25}
-    assert len(chosen.mapped) == 1000
-    for row in chosen.groups[1].rows[:2]:  # neighbours are of all items, not of the sample
+    sample = sampling.draw(findings, 0)
+    assert len(sample.diagnosed) == 600 and set(np.bincount(labels.numpy()[sample.diagnosed]).tolist()) == {0, 25}
+    assert len(sample.mapped) == 1000
+    for row in sample.groups[1].rows[:2]:  # neighbours are of all items, not of the sample
         cosine = torch.nn.functional.normalize(x.double(), dim=1) @ torch.nn.functional.normalize(
             x[row.query].double(), dim=0
         )
@@ -393,8 +393,8 @@ def test_samples_are_bounded_and_made_of_classes(sizes, most, most_classes, seed
     items = np.arange(len(kinds)) * 3
     taken = sampling._by_class(items, kinds, most, most_classes, seed, 7)
     assert np.isin(taken, items).all() and (np.diff(taken) > 0).all() and len(taken) > 0
-    found = np.bincount(kinds[taken // 3], minlength=len(sizes))
-    assert (found > 0).sum() <= most_classes
+    sizes_taken = np.bincount(kinds[taken // 3], minlength=len(sizes))
+    assert (sizes_taken > 0).sum() <= most_classes
     assert len(taken) <= max(most, 2 * min(most_classes, len(sizes)))
     if len(items) <= most and len(sizes) <= most_classes:
         assert len(taken) == len(items)
@@ -418,12 +418,12 @@ def test_picture_of_the_grid(tmp_path):
 
 @given(low=st.floats(-1e6, 1e6), span=st.floats(1e-3, 1e7), most=st.integers(2, 10))
 def test_ticks_are_round_and_inside(low, span, most):
-    found = charts.ticks(low, low + span, most)
-    assert 1 <= len(found) <= most + 1
+    ticks = charts.ticks(low, low + span, most)
+    assert 1 <= len(ticks) <= most + 1
     slack = 1e-6 * (span + abs(low))
-    assert all(low - slack <= t <= low + span + slack for t in found)
-    if len(found) > 1:
-        digits = f"{found[1] - found[0]:.6e}"
+    assert all(low - slack <= t <= low + span + slack for t in ticks)
+    if len(ticks) > 1:
+        digits = f"{ticks[1] - ticks[0]:.6e}"
         assert float(digits.split("e")[0]) == pytest.approx(round(float(digits.split("e")[0])), abs=1e-3)
         assert round(float(digits.split("e")[0])) in (1, 2, 5, 10)
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: each thing a person does with it. NEARKIN_SHOTS=folder keeps the screenshots."""
+"""The page in a real browser: everything that a user does with it. NEARKIN_SHOTS=folder saves the screenshots."""
 
 import io
 import os
@@ -31,7 +31,7 @@ DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
 def drawing(kind: int, n: int) -> bytes:
-    """One shape a kind, a little different each time."""
+    """One shape per kind, slightly different each time."""
     draw = np.random.default_rng(100 * kind + n)
     pixels = np.zeros((24, 24), np.uint8)
     pixels[3 + 4 * kind : 7 + 4 * kind, 2:22] = 220
@@ -56,7 +56,7 @@ class Served:
         if full:
             pictures = [drawing(k, n) for k in range(KINDS) for n in range(EACH)]
             labels = [labels[k] for k in range(KINDS) for _ in range(EACH)]
-            labels[3] = labels[2 * EACH]  # an error to be found
+            labels[3] = labels[2 * EACH]  # a label error
             names = [f"kind{k}/{n}.png" for k in range(KINDS) for n in range(EACH)]
             self.gallery.enrol(pictures, labels, {"place": "<b>pond</b>"}, names=names)
         app = web.build(self.gallery, access=web.Access(token), log=request_logger(io.StringIO()), drawing=True)
@@ -100,7 +100,7 @@ def shoot(tmp_path):
 
 
 class Watched:
-    """A page; what its scripts complain of, and whom it asks."""
+    """A page, the errors of its scripts, and the addresses it requests."""
 
     def __init__(self, browser, address, size=DESKTOP, scheme="light", **options):
         self.context = browser.new_context(
@@ -108,10 +108,10 @@ class Watched:
         )
         self.page = self.context.new_page()
         self.page.set_default_timeout(10_000)
-        self.errors, self.asked = [], []
+        self.errors, self.requests = [], []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.address, self.home = address, address.partition("#")[0]
 
     def __enter__(self):
@@ -122,8 +122,8 @@ class Watched:
         self.context.close()
         if raised[0] is None:
             assert not [one for one in self.errors if "Failed to load resource" not in one], self.errors
-            strangers = [url for url in self.asked if not url.startswith((self.home, "blob:", "data:"))]
-            assert not strangers, strangers
+            foreign = [url for url in self.requests if not url.startswith((self.home, "blob:", "data:"))]
+            assert not foreign, foreign
 
 
 def give(page, zone, content, name="new.png"):
@@ -207,7 +207,7 @@ def test_one_item_relabelled_and_removed(browser, served, shoot):
         says(page, "#hits .one >> nth=0", "kind one")
         page.click("#hits .one >> nth=0")
         page.click("#item .danger")
-        page.click("#item .danger")  # asked once more
+        page.click("#item .danger")  # it asks for confirmation
         says(page, "#summary", "31 items · 4 labels")
 
 
@@ -238,7 +238,7 @@ def test_explore_map_lasso_and_label_errors(browser, served, shoot):
         shoot(page, "explore")
         box = page.locator("#map").bounding_box()
         page.click("#map-lasso")
-        corners = [(0.6, 0.01), (0.99, 0.01), (0.99, 0.6), (0.6, 0.6)]  # one heap; another stands left of it
+        corners = [(0.6, 0.01), (0.99, 0.01), (0.99, 0.6), (0.6, 0.6)]  # one cluster; another is to its left
         at = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in corners]
         page.mouse.move(*at[0])
         page.mouse.down()
@@ -253,7 +253,7 @@ def test_explore_map_lasso_and_label_errors(browser, served, shoot):
         shoot(page, "lasso")
         page.click("#selected button:has-text('Clear selection')")
         page.click("#map-lasso")
-        assert page.get_attribute("#map", "data-pictures") == "4"  # one a heap
+        assert page.get_attribute("#map", "data-pictures") == "4"  # one per cluster
         page.mouse.move(box["x"] + 40, box["y"] + box["height"] * 0.26)
         for _ in range(8):
             page.mouse.wheel(0, -300)
@@ -384,21 +384,21 @@ def test_the_token_is_asked_for(browser, tmp_path, shoot):
         served.stop()
 
 
-# --- layout: what can be seen, asked of the browser
+# --- layout, as the browser reports it
 
-# Words that stand on two lines, of all that is visible; - _ / and . are places where a name may be broken.
-BROKEN = """() => { const found = [], range = document.createRange();
+# Visible words that are broken over two lines; names may be broken at - _ / and .
+BROKEN = """() => { const broken = [], range = document.createRange();
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walk.nextNode(); node; node = walk.nextNode()) {
     if (!node.parentElement.checkVisibility() || node.parentElement.closest("script, style, pre, svg")) continue;
     for (const word of node.data.matchAll(/[^\\s\\-_\\/.]+/g)) {
       range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
       const boxes = [...range.getClientRects()].filter((one) => one.width > 0);
-      if (new Set(boxes.map((one) => Math.round(one.top))).size > 1) found.push(word[0]);
+      if (new Set(boxes.map((one) => Math.round(one.top))).size > 1) broken.push(word[0]);
     } }
-  return found; }"""
+  return broken; }"""
 FACES = "(faces) => faces.map((one) => { const r = one.getBoundingClientRect(); return [r.left, r.top, r.height]; })"
-# Names in a chart that stand over one another, or over the outline of a bar.
+# Names in a chart that overlap each other, or the outline of a bar.
 MET = """(plots) => plots.flatMap((plot) => { const met = [];
   const boxes = [...plot.querySelectorAll("text")].map((one) => [one.textContent, one.getBoundingClientRect()]);
   const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
@@ -409,7 +409,7 @@ MET = """(plots) => plots.flatMap((plot) => { const met = [];
 
 
 def in_line(page, place):
-    """Faces of a row have one top, whatever stands under them."""
+    """Faces of a row have the same top, whatever is below them."""
     faces = page.eval_on_selector_all(f"{place} .face", FACES)
     columns = len({round(left) for left, _, _ in faces})
     rows = [{round(top) for _, top, _ in faces[i : i + columns]} for i in range(0, len(faces), columns)]
@@ -447,7 +447,7 @@ def test_long_labels_stay_whole_and_faces_stand_in_line(browser, tmp_path, shoot
 
 
 def a_report():
-    """Three metrics close to one another, names that are long, heaps that are one: where a page gets narrow."""
+    """Three similar metrics, long names, overlapping clusters: a hard case for a narrow page."""
     names = [*LONG, "001.Brewer_Blackbird", "Chuck-will's-widow"]
     part = {"classes": 429, "smallest": f"{LONG[0]} (41)", "largest": "American_Three_toed_Woodpecker (60)"}
     parts = {"train": {"items": 18_580, **part}, "val": {"items": 960, **part}, "test": {"items": 9_520, **part}}

@@ -45,19 +45,19 @@ ROOT = "http://127.0.0.1"
 
 
 def a_run(folder: Path) -> Path:
-    """The folder of an encoder as training leaves it: untrained, calibrated by hand so that only twins are the same."""
+    """A run folder with an untrained encoder, calibrated by hand so that only identical pictures are the same."""
     encoder = models.build("small-cnn", channels=1, size=16, width=4, dim=8, seed=0)
-    how = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
-    models.save(encoder, folder, how)
-    said = {"encoder": encoding.described(folder).fingerprint} | calibration_by_hand(
+    preparation = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
+    models.save(encoder, folder, preparation)
+    calibration = {"encoder": encoding.described(folder).fingerprint} | calibration_by_hand(
         {0.9: (0.005, 0.9), 0.999: (0.001, 0.5)}, {0.0: -20, 0.99: -4, 0.999: 9, 1.0: 14}
     )
-    (folder / results.FILE).write_text(json.dumps(said))
+    (folder / results.FILE).write_text(json.dumps(calibration))
     return folder
 
 
 def picture(n: int, kind: str = "PNG", size: tuple[int, int] = (24, 20)) -> bytes:
-    """Blobs on noise, another for each n."""
+    """A blob on noise, different for each n."""
     draw = np.random.default_rng(n)
     pixels = draw.integers(0, 80, (size[1], size[0]), dtype=np.uint8)
     x, y = draw.integers(0, size[0] - 8), draw.integers(0, size[1] - 8)
@@ -101,32 +101,32 @@ def refused(answer, status, words=""):
     return answer
 
 
-# ---- what is answered
+# ---- answers
 
 
 def test_search_gives_what_the_gallery_gives(client, gallery):
-    found = client.post("/api/search?k=5", files=item(picture(7)))
-    assert found.status_code == 200
-    assert found.json()["hits"] == [json.loads(json.dumps(hit._asdict())) for hit in gallery.search(picture(7), 5)]
-    assert found.json()["hits"][0]["id"] == 8 and found.json()["hits"][0]["metadata"] == {"place": "pond"}
-    only = client.post("/api/search", params={"filter": '{"label": ["kind 0", "kind 1"]}'}, files=item(picture(7)))
-    assert {hit["label"] for hit in only.json()["hits"]} == {"kind 0", "kind 1"}
+    answer = client.post("/api/search?k=5", files=item(picture(7)))
+    assert answer.status_code == 200
+    assert answer.json()["hits"] == [json.loads(json.dumps(hit._asdict())) for hit in gallery.search(picture(7), 5)]
+    assert answer.json()["hits"][0]["id"] == 8 and answer.json()["hits"][0]["metadata"] == {"place": "pond"}
+    filtered = client.post("/api/search", params={"filter": '{"label": ["kind 0", "kind 1"]}'}, files=item(picture(7)))
+    assert {hit["label"] for hit in filtered.json()["hits"]} == {"kind 0", "kind 1"}
 
 
 def test_identify_says_who_or_unknown(client, gallery):
-    found = client.post("/api/identify?hits=3", files=item(picture(4))).json()
-    assert found["label"] == "kind 1" and found["confidence"] > 0.9 and len(found["hits"]) == 3
-    assert {k: v for k, v in found.items() if k != "hits"} == json.loads(
+    identity = client.post("/api/identify?hits=3", files=item(picture(4))).json()
+    assert identity["label"] == "kind 1" and identity["confidence"] > 0.9 and len(identity["hits"]) == 3
+    assert {k: v for k, v in identity.items() if k != "hits"} == json.loads(
         json.dumps(
             gallery.identify(picture(4))._asdict()
             | {"candidates": [c._asdict() for c in gallery.identify(picture(4)).candidates]}
         )
     )
-    flat = io.BytesIO()
-    Image.new("L", (16, 16), 255).save(flat, "PNG")
-    strange = client.post("/api/identify", files=item(flat.getvalue())).json()
-    assert strange["label"] is None and strange["confidence"] > 0.3 and strange["hits"] == []
-    assert [one["label"] for one in strange["candidates"]] and strange["classes"] == 60
+    blank = io.BytesIO()
+    Image.new("L", (16, 16), 255).save(blank, "PNG")
+    unknown = client.post("/api/identify", files=item(blank.getvalue())).json()
+    assert unknown["label"] is None and unknown["confidence"] > 0.3 and unknown["hits"] == []
+    assert [one["label"] for one in unknown["candidates"]] and unknown["classes"] == 60
     assert client.post("/api/identify?far=0.1", files=item(picture(4))).json()["far"] == 0.1
     assert client.post("/api/identify?far=0.02", files=item(picture(4))).json()["threshold"] == 0.999
     refused(
@@ -200,16 +200,16 @@ def test_stats_labels_health(client):
 
 
 def test_map_diagnosis_neighbours(client, gallery):
-    found = client.get("/api/map").json()
-    assert found["ids"] == list(range(1, 13)) and found["labels"] == [f"kind {n}" for n in range(4)]
-    assert all(0 <= v <= 1 for v in found["x"] + found["y"]) and len(found["hues"]) == 4
+    map = client.get("/api/map").json()
+    assert map["ids"] == list(range(1, 13)) and map["labels"] == [f"kind {n}" for n in range(4)]
+    assert all(0 <= v <= 1 for v in map["x"] + map["y"]) and len(map["hues"]) == 4
     assert client.get("/api/map?method=tsne").status_code in (200, 422)  # 422 where openTSNE is not installed
     refused(client.get("/api/map?method=umap"), 422, "method")
     around = client.post("/api/neighbours", json={"ids": [1, 2, 3], "k": 4}).json()
     assert [one["id"] for one in around["chosen"]] == [1, 2, 3] and len(around["hits"]) == 4
     middle = gallery.vectors([1, 2, 3]).astype(np.float64).mean(0)
-    wanted = [hit.id for hit in gallery.search(middle, 12) if hit.id > 3][:4]
-    assert [one["id"] for one in around["hits"]] == wanted
+    nearest = [hit.id for hit in gallery.search(middle, 12) if hit.id > 3][:4]
+    assert [one["id"] for one in around["hits"]] == nearest
     refused(client.post("/api/neighbours", json={"ids": [77]}), 404)
     diagnosis = client.get("/api/diagnosis").json()
     assert diagnosis["looked_at"] == 12 and diagnosis["confusions"]
@@ -237,8 +237,8 @@ def test_a_wrong_label_is_suspected_and_gone_after_relabelling(run, tmp_path):
 def test_an_empty_gallery_answers(run, tmp_path):
     with Gallery.open(tmp_path / "e.gallery", run) as gallery, client_of(gallery) as client:
         assert client.post("/api/search", files=item(picture(1))).json() == {"hits": []}
-        found = client.post("/api/identify", files=item(picture(1))).json()
-        assert found["label"] is None and found["note"] == "nothing is enrolled"
+        identity = client.post("/api/identify", files=item(picture(1))).json()
+        assert identity["label"] is None and identity["note"] == "nothing is enrolled"
         assert client.get("/api/map").json()["ids"] == []
         assert "two labels" in client.get("/api/diagnosis").json()["note"]
 
@@ -249,19 +249,19 @@ def test_the_page_is_served_whole_and_asks_nobody_else(client):
     addresses = re.findall(r'(?:src|href)="(/[^"]+)"', page.text)
     assert sorted(addresses) == ["/page/map.js", "/page/report.css", "/page/script.js", "/page/style.css"]
     for address in addresses:
-        found = client.get(address)
-        assert found.status_code == 200 and found.content
-        assert not re.search(r"https?://|@import|\bstyle=", found.text), address
+        answer = client.get(address)
+        assert answer.status_code == 200 and answer.content
+        assert not re.search(r"https?://|@import|\bstyle=", answer.text), address
     assert not re.search(r"https?://|<script>|\bstyle=", page.text)
     for path in ("/page/..%2f..%2fapp.py", "/page/../app.py", "/page//etc/passwd", "/page/index.html", "/etc/passwd"):
         refused(client.get(path), 404)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A whole, tiny PNG file that says it is that large."""
+    """A complete, tiny PNG file whose header claims that size."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -455,7 +455,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(gallery):
 
 
 def endless_form(endless):
-    """TestClient collects what a generator yields, so there it ends after 300,000 bytes; the real server gets more."""
+    """TestClient collects all of a generator, so it ends after 300,000 bytes; the real server gets more."""
     yield b'--q\r\nContent-Disposition: form-data; name="item"; filename="a"\r\n\r\n'
     for n, part in enumerate(endless()):
         if n > 30:
@@ -485,30 +485,30 @@ def test_a_fault_of_ours_is_500_with_an_id_that_is_in_the_log(gallery, monkeypat
         assert refused(client.get("/api/stats"), 503, "another writes").headers["retry-after"] == "1"
 
 
-# ---- lines
+# ---- queues
 
 
 def test_a_line_batches_in_order_and_gives_each_its_own():
-    seen, gate = [], threading.Event()
+    sizes, gate = [], threading.Event()
 
-    def see(items):
+    def process(items):
         gate.wait()
-        seen.append(len(items))
+        sizes.append(len(items))
         return [ValueError(f"{one} is bad") if one < 0 else one * 10 for one in items]
 
     async def main():
-        queue = BatchQueue("test", see, batch=8, queue=100)
-        asked = [asyncio.create_task(queue.submit(sum, [n, n])) for n in (1, 2, -3, 4, 5, 6)]
+        queue = BatchQueue("test", process, batch=8, queue=100)
+        tasks = [asyncio.create_task(queue.submit(sum, [n, n])) for n in (1, 2, -3, 4, 5, 6)]
         await asyncio.sleep(0.05)
         gate.set()
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
         queue.close()
-        return found
+        return results
 
-    found = asyncio.run(main())
-    assert [one for one in found if not isinstance(one, ValueError)] == [20, 40, 80, 100, 120]
-    assert str(found[2]) == "-3 is bad"
-    assert sum(seen) == 12 and max(seen) == 8  # several jobs in one call, never more than a batch
+    results = asyncio.run(main())
+    assert [one for one in results if not isinstance(one, ValueError)] == [20, 40, 80, 100, 120]
+    assert str(results[2]) == "-3 is bad"
+    assert sum(sizes) == 12 and max(sizes) == 8  # several jobs per call, never more than a batch
 
 
 def test_a_full_line_sends_away_at_once_and_recovers():
@@ -517,7 +517,7 @@ def test_a_full_line_sends_away_at_once_and_recovers():
     async def main():
         queue = BatchQueue("test", queue=3)
         first = asyncio.create_task(queue.submit(lambda _: gate.wait(10)))
-        await asyncio.sleep(0.05)  # it is taken, and waits no more
+        await asyncio.sleep(0.05)  # it is running, no longer waiting
         others = [asyncio.create_task(queue.submit(lambda _: 7)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
@@ -535,23 +535,23 @@ def test_a_full_line_sends_away_at_once_and_recovers():
 
 def test_a_full_service_says_when_to_come_again(gallery, monkeypatch):
     gate, before = threading.Event(), gallery.see
-    monkeypatch.setattr(gallery, "see", lambda *given: (gate.wait(), before(*given))[1])
+    monkeypatch.setattr(gallery, "see", lambda *arguments: (gate.wait(), before(*arguments))[1])
     with client_of(gallery, limits=Limits(queue=2, batch=1)) as client:
-        found = []
+        answers = []
         threads = [
-            threading.Thread(target=lambda: found.append(client.post("/api/search", files=item(picture(1)))))
+            threading.Thread(target=lambda: answers.append(client.post("/api/search", files=item(picture(1)))))
             for _ in range(12)
         ]
         for thread in threads:
             thread.start()
-        while len(found) < 9:
+        while len(answers) < 9:
             time.sleep(0.01)
         gate.set()
         for thread in threads:
             thread.join()
-        statuses = [one.status_code for one in found]
+        statuses = [one.status_code for one in answers]
         assert statuses.count(200) == 3 and statuses.count(503) == 9
-        assert all(one.headers["retry-after"] == "1" for one in found if one.status_code == 503)
+        assert all(one.headers["retry-after"] == "1" for one in answers if one.status_code == 503)
         assert client.post("/api/search", files=item(picture(1))).status_code == 200
 
 
@@ -576,8 +576,8 @@ def test_labels_side_by_side_have_other_hues():
 def test_large_galleries_are_looked_at_evenly(run, tmp_path):
     with Gallery.open(tmp_path / "v.gallery", run) as gallery:
         gallery.enrol(np.random.default_rng(0).normal(size=(95, 8)), [f"c{i % 7}" for i in range(95)])
-        found = Explorer(gallery, most=20).map("pca")
-        assert found["rows"] == 95 and found["ids"] == list(range(1, 96, 5))
+        map = Explorer(gallery, most=20).map("pca")
+        assert map["rows"] == 95 and map["ids"] == list(range(1, 96, 5))
 
 
 # ---- the demo
@@ -608,7 +608,7 @@ def test_the_demo_enrols_characters_once(run, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def served(run, tmp_path_factory):
-    """`nearkin serve` in a process of its own: its address, its process, its log."""
+    """`nearkin serve` in its own process: address, process, log."""
     folder = tmp_path_factory.mktemp("served")
     with Gallery.open(folder / "g.gallery", run) as gallery:
         gallery.enrol([picture(n) for n in range(30)], [f"kind {n // 3}" for n in range(30)])
@@ -654,7 +654,7 @@ def resident(process) -> int:
 
 
 def crowd(address, clients, seconds):
-    """Clients that ask without pause: statuses, milliseconds, and what broke."""
+    """Clients that send requests without pause: statuses, seconds, and errors."""
     statuses, times, broken, until = [], [], [], time.monotonic() + seconds
 
     def one(n):
@@ -719,7 +719,7 @@ def test_an_endless_body_is_refused_while_it_comes(served):
 
 
 def test_a_refused_upload_hears_why(served):
-    """The answer reaches a sender that is still sending: the connection is not reset under it."""
+    """The answer reaches a client that is still sending: the connection is not reset."""
     with connect(served[0]) as connection:
         status, body = sent(connection, bytes(20 * 2**20), form_of(b"")[1])
     assert status == 413 and b"16,777,216 bytes" in body
@@ -765,30 +765,31 @@ def test_the_command_refuses_in_one_sentence(run, tmp_path):
 
     from nearkin.cli import app
 
-    def said(*given):
-        found = CliRunner().invoke(app, ["serve", *map(str, given)])
-        assert found.exit_code == 2, found.output
-        return found.output
+    def refusal(*arguments):
+        result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
+        assert result.exit_code == 2, result.output
+        return result.output
 
-    assert "a token is needed" in said(run, "--gallery", tmp_path / "g", "--host", "0.0.0.0")
-    assert "serve needs a run and a gallery" in said(run)
-    assert "not a finished run" in said(tmp_path, "--gallery", tmp_path / "g")
+    assert "a token is needed" in refusal(run, "--gallery", tmp_path / "g", "--host", "0.0.0.0")
+    assert "serve needs a run and a gallery" in refusal(run)
+    assert "not a finished run" in refusal(tmp_path, "--gallery", tmp_path / "g")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "choose another with --port" in said(run, "--gallery", tmp_path / "g", "--port", taken.getsockname()[1])
-    assert "leave --gallery out" in said("--demo", "--gallery", "x")
+        port = taken.getsockname()[1]
+        assert "choose another with --port" in refusal(run, "--gallery", tmp_path / "g", "--port", port)
+    assert "leave --gallery out" in refusal("--demo", "--gallery", "x")
 
 
 def test_schemathesis_finds_no_fault(served, tmp_path):
-    """Thousands of odd requests made from the OpenAPI description: no 5xx but 503, every answer as described."""
+    """Thousands of odd requests from the OpenAPI description: no 5xx but 503, every answer as described."""
     tool = Path(sys.executable).with_name("schemathesis")
     if not tool.exists():
         pytest.skip("no schemathesis here: pip install schemathesis")
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     options = ["--phases", "coverage,fuzzing", "--max-examples", "3", "--max-time", "7", "--no-color", "--seed", "1"]
     options += ["--generation-database", "none"]
-    found = subprocess.run(
+    result = subprocess.run(
         [tool, "run", served[0] + "openapi.json", "--checks", checks, *options],
         capture_output=True, text=True, cwd=tmp_path, timeout=120,
     )  # fmt: skip
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
-    assert "18 selected" in found.stdout
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert "18 selected" in result.stdout

@@ -111,7 +111,7 @@ class Setup:
     _folds: dict[int, Folds] = field(default_factory=dict)
 
     def folds(self, count: int) -> Folds:
-        """The classes in so many folds; the batch is settled for the fold with the fewest training classes."""
+        """The classes in `count` folds; the batch is settled for the fold with the fewest training classes."""
         if count not in self._folds:
             labels, parts = self.labels, make_folds(self.items, self.usable, count, self.recipe.data.seed)
             smallest = min(parts, key=lambda fold: len(np.unique(labels[fold.train])))

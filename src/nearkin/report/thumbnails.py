@@ -83,7 +83,7 @@ def write_picture(path: str | Path, findings: Findings, *, seed: int = 0, rows: 
         raise ValueError("findings.picture must be given to draw the retrieval grid, got None")
     groups = sampling.draw(findings, seed).groups
     if not groups:
-        raise ValueError(f"embeddings must hold at least 2 items that can be shown, got {len(findings.names)} in all")
+        raise ValueError(f"embeddings must have at least 2 items that can be shown, got {len(findings.names)} in total")
     figure = _figure(findings, [(group.title, group.rows[:rows]) for group in groups])
     out = io.BytesIO()
     with warnings.catch_warnings():

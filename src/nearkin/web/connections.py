@@ -124,7 +124,7 @@ def protocol(limits: Limits, log: logging.Logger) -> Any:
 
 
 def server(settings: Any, end: Callable[[], None], patience: float) -> Any:
-    """uvicorn's server; `end` is called so many seconds after a signal."""
+    """uvicorn's server; `end` is called `patience` seconds after a signal."""
     import uvicorn
 
     class Server(uvicorn.Server):

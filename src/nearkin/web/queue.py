@@ -92,7 +92,7 @@ class BatchQueue:
         return result
 
     def close(self, seconds: float | None = None) -> bool:
-        """Accepts no more jobs and gives those that wait so many seconds. Returns whether all threads have ended."""
+        """Accepts no more jobs and gives waiting ones `seconds`. Returns whether all threads have ended."""
         until = None if seconds is None else time.monotonic() + seconds
         with self._change:
             self._closed = True

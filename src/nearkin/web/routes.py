@@ -41,13 +41,13 @@ def searching(service: Service) -> "APIRouter":
 
     @router.post("/identify", response_model=schemas.Identity, dependencies=only_item)
     async def identify(
-        item: UploadFile, far: schemas.MaxFarQuery = None, filter: schemas.FilterText = None, hits: schemas.HitCount = 0
+        item: UploadFile, far: schemas.MaxFar = None, filter: schemas.FilterText = None, hits: schemas.HitCount = 0
     ) -> Any:
         """The label with a calibrated confidence, or unknown."""
         return await service.identify(await parsing.picture(item), far, parsing.json_object(filter, "filter"), hits)
 
     @router.post("/verify", response_model=schemas.Verification, dependencies=[Depends(parsing.only_parts("a", "b"))])
-    async def verify(a: UploadFile, b: UploadFile, far: schemas.MaxFarPair = None) -> Any:
+    async def verify(a: UploadFile, b: UploadFile, far: schemas.MaxFar = None) -> Any:
         """Whether two pictures show the same, with its probability and the false-accept rate per pair."""
         return await service.verify(await parsing.picture(a), await parsing.picture(b), far)
 
@@ -66,7 +66,7 @@ def searching_by_vector(service: Service) -> "APIRouter":
     @router.post("/identify", response_model=schemas.Identity)
     async def identify_vector(
         query: schemas.VectorQuery,
-        far: schemas.MaxFarQuery = None,
+        far: schemas.MaxFar = None,
         filter: schemas.FilterText = None,
         hits: schemas.HitCount = 0,
     ) -> Any:
@@ -74,7 +74,7 @@ def searching_by_vector(service: Service) -> "APIRouter":
         return await service.identify(_item(query.item), far, parsing.json_object(filter, "filter"), hits)
 
     @router.post("/verify", response_model=schemas.Verification)
-    async def verify_vectors(pair: schemas.VectorPair, far: schemas.MaxFarPair = None) -> Any:
+    async def verify_vectors(pair: schemas.VectorPair, far: schemas.MaxFar = None) -> Any:
         """Whether two vectors are of the same, with its probability and the false-accept rate per pair."""
         return await service.verify(_item(pair.a), _item(pair.b), far)
 

@@ -23,8 +23,7 @@ __all__ = [
     "Label",
     "Labels",
     "Map",
-    "MaxFarPair",
-    "MaxFarQuery",
+    "MaxFar",
     "Neighbours",
     "NewVectors",
     "Problem",
@@ -67,11 +66,11 @@ Classes = Annotated[int | None, Field(description="Number of classes behind the 
 # Query parameters.
 K = Annotated[int, Field(ge=1, le=1000, description="Number of rows.")]
 HitCount = Annotated[int, Field(ge=0, le=1000, description="Number of nearest rows to return as well.")]
-MaxFarQuery = Annotated[
-    float | None, Field(gt=0, lt=1, allow_inf_nan=False, description="Maximum false-accept rate (FAR) per query.")
-]
-MaxFarPair = Annotated[
-    float | None, Field(gt=0, lt=1, allow_inf_nan=False, description="Maximum false-accept rate (FAR) per pair.")
+MaxFar = Annotated[
+    float | None,
+    Field(
+        gt=0, lt=1, allow_inf_nan=False, description="Maximum false-accept rate (FAR): per query, for verify per pair."
+    ),
 ]
 FilterText = Annotated[str | None, Field(max_length=4000, description='JSON, as {"label": "heron"}; any of a list.')]
 
@@ -143,34 +142,36 @@ class Enrolled(BaseModel):
     known: int
 
 
-class VectorQuery(BaseModel):
-    """A vector to search for."""
+class _Body(BaseModel):
+    """The body of a request; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class VectorQuery(_Body):
+    """A vector to search for."""
+
     item: Vector
 
 
-class VectorPair(BaseModel):
+class VectorPair(_Body):
     """Two vectors to compare."""
 
-    model_config = ConfigDict(extra="forbid")
     a: Vector
     b: Vector
 
 
-class NewVectors(BaseModel):
+class NewVectors(_Body):
     """Vectors to enrol under one label."""
 
-    model_config = ConfigDict(extra="forbid")
     items: Annotated[list[Vector], Field(min_length=1)]
     label: StrictStr
     metadata: dict[str, Any] | None = None
 
 
-class Centre(BaseModel):
+class Centre(_Body):
     """Rows of the gallery whose mean is searched for."""
 
-    model_config = ConfigDict(extra="forbid")
     ids: Ids
     k: Annotated[StrictInt, Field(ge=1, le=200)] = 12
 
@@ -182,10 +183,9 @@ class Neighbours(BaseModel):
     hits: list[Item]
 
 
-class Rows(BaseModel):
+class Rows(_Body):
     """Which rows."""
 
-    model_config = ConfigDict(extra="forbid")
     ids: Ids
 
 

@@ -41,7 +41,7 @@ class Service:
         self._queues = (self._decoder, self._large, self._model, self._writer, self._reader, self._explorer)
 
     def close(self, seconds: float | None = None) -> None:
-        """Waiting jobs get so many seconds."""
+        """Accepts no more jobs; waiting ones get `seconds`."""
         until = None if seconds is None else time.monotonic() + seconds
         for queue in self._queues:
             queue.close(None if until is None else max(0.0, until - time.monotonic()))
