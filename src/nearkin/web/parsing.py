@@ -40,7 +40,7 @@ def form_route(limits: Limits) -> "type[APIRoute]":
     from starlette.formparsers import MultiPartException, MultiPartParser
 
     class InMemoryParser(MultiPartParser):
-        spool_max_size = limits.body + 1  # never reached: `GuardMiddleware` bounds the body
+        spool_max_size = max_file_size = limits.body + 1  # never reached; the second name is that of Starlette < 0.42
 
     class FormRequest(Request):
         parsed: Any = None
@@ -55,14 +55,10 @@ def form_route(limits: Limits) -> "type[APIRoute]":
             if kind != "multipart/form-data":
                 vectors = "; /api/vectors/… takes vectors as application/json"
                 raise HTTPException(415, f"the body must be multipart/form-data, got {kind[:60] or 'no type'}{vectors}")
+            parser = InMemoryParser(self.headers, self.stream(), max_files=limits.pictures, max_fields=MAX_TEXTS)
+            parser.max_part_size = TEXT_BYTES
             try:
-                return await InMemoryParser(
-                    self.headers,
-                    self.stream(),
-                    max_files=limits.pictures,
-                    max_fields=MAX_TEXTS,
-                    max_part_size=TEXT_BYTES,
-                ).parse()
+                return await parser.parse()
             except (MultiPartException, KeyError, UnicodeError, LookupError) as error:
                 reason = getattr(error, "message", None) or "it has no boundary"
                 raise HTTPException(400, f"the form cannot be read: {reason}") from None
