@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nearkin.core import checks
 from nearkin.gallery import Gallery
-from nearkin.gallery.encoding import described
+from nearkin.gallery.items import encoder_info
 from nearkin.web import connections
 from nearkin.web.access import Access
 from nearkin.web.app import build
@@ -49,7 +49,7 @@ def serve(
 
     access, limits, log = Access(token, host), limits or Limits(), request_logger(quiet=quiet)
     access.check()
-    pictures = described(run).preparation["kind"] == "pictures"
+    pictures = encoder_info(run).preparation["kind"] == "pictures"
     opening = {"timeout": WAIT, "device": device, "max_pixels": limits.pixels}
     with _bind(host, port) as bound:
         capture_server_logs(quiet=quiet)
