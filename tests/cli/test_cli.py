@@ -19,7 +19,7 @@ from nearkin.core import files
 from nearkin.data import vectors
 from nearkin.evaluation.protocols import results_table, runner
 from nearkin.evaluation.statistics import cluster_bootstrap
-from nearkin.report import page
+from nearkin.report import run_report
 from nearkin.report.findings import Findings
 from nearkin.training.final_test import full_metrics, no_interval
 from nearkin.training.validation import HeldOut
@@ -389,6 +389,7 @@ def test_two_classes_have_no_interval_and_a_sentence_says_why(tmp_path, monkeypa
     screen.results_table(results | {"no_interval": sentence})
     parts: dict = {"recipe": {}, "data": {}, "history": [], "labels": None, "targets": None, "classes": [], "names": []}
     findings = Findings("", results=results | {"no_interval": sentence}, embeddings=x, **parts)
-    assert sentence[1:] in page._results_note(findings) and "Small figures" not in page._results_note(findings)
+    note = run_report._results_note(findings)
+    assert sentence[1:] in note and "Small figures" not in note
     findings.results["no_interval"] = None
-    assert "intervals" not in page._results_note(findings)
+    assert "intervals" not in run_report._results_note(findings)

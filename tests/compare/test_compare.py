@@ -1,4 +1,4 @@
-"""The comparison of losses: the same for all, chosen without the test, found again after any kill."""
+"""The comparison of losses: the same for all, chosen without the test, the same table after any kill."""
 
 import csv
 import hashlib
@@ -19,11 +19,10 @@ from typer.testing import CliRunner
 
 from nearkin import compare, models, report
 from nearkin.cli import app
-from nearkin.compare import loss_search, plan, settings_search, significance, test_stage, trial
-from nearkin.compare.folds import folds
+from nearkin.compare import final_evaluation, loss_search, plan, significance, trial
+from nearkin.compare.executor import ProcessPool, Schedule, _WorkerArguments, make_executor
 from nearkin.compare.plan import Plan
-from nearkin.compare.protocol import Job, comparable, open_bench
-from nearkin.compare.schedule_trials import Schedule
+from nearkin.compare.protocol import Job, comparable, make_folds, open_setup
 from nearkin.compare.study import Study
 from nearkin.core.errors import OutOfTime
 from nearkin.data.items import Items
@@ -41,7 +40,7 @@ EXTRA = ["encoder.dim=8", "encoder.hidden=[16]", "sampler.batch=16", "sampler.pe
 
 
 def vectors(path, poison=0):
-    """24 classes, of which the last 8 are tested; poison: other pictures and shuffled labels for these."""
+    """24 classes, the last 8 for the test; poison: other vectors and shuffled labels for these."""
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(24), 8)
     x = rng.normal(size=(24, 4))[labels] @ rng.normal(size=(4, 12)) + 1.2 * rng.normal(size=(len(labels), 12))
@@ -72,16 +71,16 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bench(source):
-    return open_bench(recipe(source))
+def setup(source):
+    return open_setup(recipe(source))
 
 
 @pytest.fixture(scope="module")
-def whole(source, tmp_path_factory):
-    """A comparison that nothing disturbed, and everything it told."""
-    out, told = tmp_path_factory.mktemp("whole") / "out", []
-    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, callback=told.append, **SMALL)
-    return found, told
+def finished(source, tmp_path_factory):
+    """An undisturbed comparison, and its events."""
+    out, events = tmp_path_factory.mktemp("finished") / "out", []
+    comparison = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, callback=events.append, **SMALL)
+    return comparison, events
 
 
 # Folds
@@ -97,29 +96,29 @@ def items(classes, each=3):
 @pytest.mark.parametrize("classes, count", [(4, 2), (11, 4), (40, 5)])
 def test_every_class_validates_once_and_never_where_it_trains(classes, count):
     one = items(classes)
-    parts = folds(one, np.arange(len(one)), count, 0)
-    held = [set(one.labels[part.val]) for part in parts]
-    assert sorted(c for kinds in held for c in kinds) == list(range(classes))
-    for part, kinds in zip(parts, held, strict=True):
+    parts = make_folds(one, np.arange(len(one)), count, 0)
+    validated = [set(one.labels[part.val]) for part in parts]
+    assert sorted(c for kinds in validated for c in kinds) == list(range(classes))
+    for part, kinds in zip(parts, validated, strict=True):
         assert not kinds & set(one.labels[part.train])
         assert len(part.train) + len(part.val) == len(one) and not len(part.test)
-    assert max(map(len, held)) - min(map(len, held)) <= 1
+    assert max(map(len, validated)) - min(map(len, validated)) <= 1
 
 
 def test_folds_go_by_names_and_seed():
     one, two = items(12), items(12)
     two.classes.reverse()
-    first = [{one.classes[c] for c in one.labels[part.val]} for part in folds(one, np.arange(36), 3, 0)]
-    again = [{two.classes[c] for c in two.labels[part.val]} for part in folds(two, np.arange(36), 3, 0)]
-    other = [{one.classes[c] for c in one.labels[part.val]} for part in folds(one, np.arange(36), 3, 1)]
+    first = [{one.classes[c] for c in one.labels[part.val]} for part in make_folds(one, np.arange(36), 3, 0)]
+    again = [{two.classes[c] for c in two.labels[part.val]} for part in make_folds(two, np.arange(36), 3, 0)]
+    other = [{one.classes[c] for c in one.labels[part.val]} for part in make_folds(one, np.arange(36), 3, 1)]
     assert first == again != other
 
 
 def test_too_few_classes_for_folds_is_one_sentence():
     with pytest.raises(ValueError, match=r"4 folds need at least 8 training classes, .* got 5; use --folds 2"):
-        folds(items(5), np.arange(15), 4, 0)
-    with pytest.raises(ValueError, match="needs 4 training classes at the least"):
-        folds(items(3), np.arange(9), 2, 0)
+        make_folds(items(5), np.arange(15), 4, 0)
+    with pytest.raises(ValueError, match="needs at least 4 training classes"):
+        make_folds(items(3), np.arange(9), 2, 0)
 
 
 # What is searched
@@ -142,19 +141,19 @@ def test_every_loss_has_ranges_that_it_accepts(loss):
     assert learns == ("loss_scale" in RANGES[loss])
 
 
-def test_suggestions_are_functions_of_what_was_tried(bench):
-    space = settings_search.space("triplet", bench.recipe, 1e-3)
-    start = settings_search.default("triplet", space, 1e-3)
+def test_suggestions_are_functions_of_what_was_tried(setup):
+    space = loss_search.search_space("triplet", setup.recipe, 1e-3)
+    start = loss_search.default_setting("triplet", space, 1e-3)
     assert start == {"loss.margin": 0.2, "loss.selection": "semihard", "optimizer.lr": 1e-3}
-    tried = [settings_search.Tried(start, 0.0)]
+    tried = [loss_search.Observation(start, 0.0)]
     for score in (0.2, -0.1, 0.4, 0.0, 0.1):
-        (new,) = settings_search.suggested("triplet", space, tried, 1, 0)
-        tried.append(settings_search.Tried(new, score))
-    first = settings_search.suggested("triplet", space, tried, 4, 0)
+        (new,) = loss_search.suggest("triplet", space, tried, 1, 0)
+        tried.append(loss_search.Observation(new, score))
+    first = loss_search.suggest("triplet", space, tried, 4, 0)
     assert (
         first
-        == settings_search.suggested("triplet", space, tried, 4, 0)
-        != settings_search.suggested("triplet", space, tried, 4, 1)
+        == loss_search.suggest("triplet", space, tried, 4, 0)
+        != loss_search.suggest("triplet", space, tried, 4, 1)
     )
     assert len({json.dumps(one) for one in first}) > 1
     for one in first:
@@ -163,8 +162,8 @@ def test_suggestions_are_functions_of_what_was_tried(bench):
 
 
 def test_a_rate_that_was_given_is_not_searched(source):
-    fixed = open_bench(recipe(source, "optimizer.lr=0.01", "optimizer.loss_scale=3.0"))
-    assert set(settings_search.space("arcface", fixed.recipe, 0.01)) == {"loss.margin", "loss.scale"}
+    fixed = open_setup(recipe(source, "optimizer.lr=0.01", "optimizer.loss_scale=3.0"))
+    assert set(loss_search.search_space("arcface", fixed.recipe, 0.01)) == {"loss.margin", "loss.scale"}
 
 
 def test_search_rounds_keep_the_default_and_the_better_half():
@@ -176,15 +175,15 @@ def test_search_rounds_keep_the_default_and_the_better_half():
         ]
 
     space = {"loss.margin": RANGES["triplet"]["margin"]}
-    road = loss_search.searched("triplet", space, {"loss.margin": 0.2}, Plan(10, 6, 3, 2, 0))
-    counts, jobs = [], next(road)
-    found = None
-    while found is None:
+    search = loss_search.search("triplet", space, {"loss.margin": 0.2}, Plan(10, 6, 3, 2, 0))
+    counts, jobs = [], next(search)
+    result = None
+    while result is None:
         counts.append((len(jobs), sorted({job.fold for job in jobs}), jobs[0].stage))
         try:
-            jobs = road.send(answer(jobs))
+            jobs = search.send(answer(jobs))
         except StopIteration as end:
-            found = end.value
+            result = end.value
     assert counts == [
         (4, [0], "search"),
         (6, [1, 2], "search"),
@@ -192,11 +191,11 @@ def test_search_rounds_keep_the_default_and_the_better_half():
         (2, [0, 2], "search"),
         (6, [0, 1, 2], "final"),
     ]
-    assert sum(n for n, _, _ in counts) == plan.trainings(Plan(10, 6, 3, 2, 0))
-    assert len(found.trials[0].folds) == 3, "the default sees every fold, to be compared with"
-    complete = [one for one in found.trials if len(one.folds) == 3]
-    assert len(complete) == 4 and found.best.value == max(one.value for one in complete)
-    assert {seed for seed, _ in found.finals} == {1, 2}, "final seeds are not the one searched with"
+    assert sum(n for n, _, _ in counts) == plan.training_count(Plan(10, 6, 3, 2, 0))
+    assert len(result.trials[0].folds) == 3, "the default sees every fold, to be compared with"
+    complete = [one for one in result.trials if len(one.folds) == 3]
+    assert len(complete) == 4 and result.best.value == max(one.value for one in complete)
+    assert {seed for seed, _ in result.finals} == {1, 2}, "final seeds are not the one searched with"
 
 
 # A training
@@ -206,51 +205,51 @@ def job(loss="triplet", **more):
     return Job(**{"stage": "search", "loss": loss, "setting": {}, "seed": 0, "fold": 0, "folds": 2, "steps": 12} | more)
 
 
-def test_every_loss_meets_the_same_batches_and_first_weights(bench):
-    seen, weights = [], []
+def test_every_loss_meets_the_same_batches_and_first_weights(setup):
+    batches_by_loss, weights = [], []
     for loss in comparable("all"):
-        trainer = assemble(bench.prepared(job(loss)), Path("nowhere"))
-        seen.append([batch.items.tolist() for batch in trainer.loader.epoch(0, 0)])
+        trainer = assemble(setup.prepared(job(loss)), Path("nowhere"))
+        batches_by_loss.append([batch.items.tolist() for batch in trainer.loader.epoch(0, 0)])
         weights.append(torch.cat([p.flatten() for p in trainer.encoder.parameters()]))
-    assert len(seen[0]) == 12 and all(batches == seen[0] for batches in seen)
+    assert len(batches_by_loss[0]) == 12 and all(batches == batches_by_loss[0] for batches in batches_by_loss)
     assert all(torch.equal(one, weights[0]) for one in weights)
-    other = assemble(bench.prepared(job(seed=1)), Path("nowhere"))
-    assert [batch.items.tolist() for batch in other.loader.epoch(0, 0)] != seen[0]
+    other = assemble(setup.prepared(job(seed=1)), Path("nowhere"))
+    assert [batch.items.tolist() for batch in other.loader.epoch(0, 0)] != batches_by_loss[0]
 
 
-def test_no_training_sees_a_validation_or_test_class(bench):
-    assert set(bench.labels) == set(range(16)), "test classes are not on the bench"
+def test_no_training_sees_a_validation_or_test_class(setup):
+    assert set(setup.labels) == set(range(16)), "test classes are not on the setup"
     for fold in range(2):
-        parts = bench.prepared(job(fold=fold)).parts
-        assert not set(bench.labels[parts.train]) & set(bench.labels[parts.val]) and not len(parts.test)
+        parts = setup.prepared(job(fold=fold)).parts
+        assert not set(setup.labels[parts.train]) & set(setup.labels[parts.val]) and not len(parts.test)
 
 
-def test_a_training_is_a_function_of_its_job(bench):
-    one, two = trial.train(bench, job("arcface")), trial.train(bench, job("arcface"))
+def test_a_training_is_a_function_of_its_job(setup):
+    one, two = trial.train(setup, job("arcface")), trial.train(setup, job("arcface"))
     clock = {"seconds": 0}
     assert one | clock == two | clock
-    assert one["steps"] == 12 and [step for step, _ in one["curve"]] == trial.marks(12)
+    assert one["steps"] == 12 and [step for step, _ in one["curve"]] == trial.validation_steps(12)
     assert one["value"] == max(value for _, value in one["curve"]) and one["ended"] == "end"
-    other = trial.train(bench, job("arcface", setting={"loss.margin": 0.1, "optimizer.lr": 0.01}))
+    other = trial.train(setup, job("arcface", setting={"loss.margin": 0.1, "optimizer.lr": 0.01}))
     assert other["curve"] != one["curve"]
 
 
-def test_hopeless_and_early_and_broken_trainings_end(bench, monkeypatch):
-    below = trial.train(bench, job(bar=[0.0, 0.0, 1.0, 1.0]))
+def test_hopeless_and_early_and_broken_trainings_end(setup, monkeypatch):
+    below = trial.train(setup, job(bar=[0.0, 0.0, 1.0, 1.0]))
     assert below["ended"] == "hopeless" and len(below["curve"]) == 3
     values = iter([0.3, 0.5, 0.4, 0.4, 0.5, 0.1])
-    monkeypatch.setattr(trial, "_validated", lambda trainer: next(values))
-    early = trial.train(bench, job(steps=175))
+    monkeypatch.setattr(trial, "_validate", lambda trainer: next(values))
+    early = trial.train(setup, job(steps=175))
     assert early["ended"] == "early" and early["value"] == 0.5 and early["step"] == 50 and early["steps"] == 150
     monkeypatch.undo()
-    broken = trial.train(bench, job(setting={"optimizer.lr": 1e30}))
+    broken = trial.train(setup, job(setting={"optimizer.lr": 1e30}))
     assert "at step" in broken["ended"] and broken["value"] == 0.0
 
 
 @pytest.mark.parametrize("steps, count", [(1, 1), (3, 3), (7, 4), (105, 4), (150, 6), (1001, 10)])
 def test_marks_are_spread_and_end_with_the_last_step(steps, count):
-    found = trial.marks(steps)
-    assert found[-1] == steps and len(found) == count == len(set(found)) and found == sorted(found)
+    validated = trial.validation_steps(steps)
+    assert validated[-1] == steps and len(validated) == count == len(set(validated)) and validated == sorted(validated)
 
 
 # The plan
@@ -270,35 +269,51 @@ FREE = {"steps": None, "trials": None, "folds": None, "seeds": None, "seed": 0}
 
 @pytest.mark.parametrize("minutes", [2, 5, 20, 60, 600])
 def test_a_plan_keeps_its_budget_and_uses_it(minutes):
-    found = plan.fitted(60 * minutes, USUAL, FREE, RATES, 2)
-    expected = plan.predicted(found, RATES, 2)
+    fitted = plan.fit_to_budget(60 * minutes, USUAL, FREE, RATES, 2)
+    expected = plan.predicted_seconds(fitted, RATES, 2)
     assert expected <= 0.8 * 60 * minutes
-    assert expected > 0.3 * 60 * minutes or (found.steps == 1000 and found.trials == 48)
-    more = plan.fitted(120 * minutes, USUAL, FREE, RATES, 2)
-    assert plan.predicted(more, RATES, 2) >= expected
+    assert expected > 0.3 * 60 * minutes or (fitted.steps == 1000 and fitted.trials == 48)
+    larger = plan.fit_to_budget(120 * minutes, USUAL, FREE, RATES, 2)
+    assert plan.predicted_seconds(larger, RATES, 2) >= expected
 
 
 def test_what_the_user_fixed_stays():
-    found = plan.fitted(3600, USUAL, FREE | {"trials": 5, "seeds": 1}, RATES, 2)
-    assert found.trials == 5 and found.seeds == 1
-    assert plan.fitted(3600, USUAL, FREE | {"steps": 77}, RATES, 2).steps == 77
+    fitted = plan.fit_to_budget(3600, USUAL, FREE | {"trials": 5, "seeds": 1}, RATES, 2)
+    assert fitted.trials == 5 and fitted.seeds == 1
+    assert plan.fit_to_budget(3600, USUAL, FREE | {"steps": 77}, RATES, 2).steps == 77
     with pytest.raises(ValueError, match=r"budget must be at least .* for these losses on this machine, got 5s"):
-        plan.fitted(5, USUAL, FREE, RATES, 2)
+        plan.fit_to_budget(5, USUAL, FREE, RATES, 2)
     with pytest.raises(ValueError, match="budget must be at least"):
-        plan.fitted(60, USUAL, FREE | {"steps": 100_000}, RATES, 2)
+        plan.fit_to_budget(60, USUAL, FREE | {"steps": 100_000}, RATES, 2)
 
 
 def test_the_plan_is_a_command():
-    said = plan.command("my photos/", ["a", "b"], Plan(9, 8, 4, 3, 0), {"set": ["x.y=1"], "partial": True})
-    wanted = "nearkin compare 'my photos/' --losses a,b --steps 9 --trials 8 --folds 4 --seeds 3 --set x.y=1 --partial"
-    assert said == wanted
+    command = plan.command("my photos/", ["a", "b"], Plan(9, 8, 4, 3, 0), {"set": ["x.y=1"], "partial": True})
+    numbers = "--steps 9 --trials 8 --folds 4 --seeds 3"
+    assert command == f"nearkin compare 'my photos/' --losses a,b {numbers} --set x.y=1 --partial"
 
 
 # The order in which trainings end
 
 
+def test_a_worker_without_its_source_says_so_and_a_pool_closes_in_the_middle(setup, source, tmp_path):
+    missing = ProcessPool(2, _WorkerArguments({"data": {"source": str(tmp_path / "none.npz")}}, str(tmp_path), False))
+    missing.submit(job())
+    with pytest.raises(ValueError, match=r"none\.npz"):
+        missing.wait(None)
+    missing.close()
+    pool, count = make_executor(setup, tmp_path / "models", 2)
+    assert isinstance(pool, ProcessPool) and count == pool.free() == 2
+    pool.submit(job(steps=10**6))
+    with pytest.raises(OutOfTime):
+        pool.wait(time.monotonic() + 0.1)
+    start = time.monotonic()
+    pool.close()
+    assert time.monotonic() - start < 60, "a training of hours was not waited for"
+
+
 class Disorder:
-    """Hands that give back whatever they like, of as many jobs as they like."""
+    """An executor that finishes its jobs in any order, with as many at a time as it likes."""
 
     def __init__(self, seed, most, stop_after=math.inf):
         self.chance, self.most, self.jobs, self.left = random.Random(seed), most, [], stop_after
@@ -314,41 +329,41 @@ class Disorder:
             raise OutOfTime
         self.left -= 1
         one = self.jobs.pop(self.chance.randrange(len(self.jobs)))
-        said = int.from_bytes(hashlib.sha256(repr(one).encode()).digest()[:4], "big") / 2**32
-        curve = [[step, said * i / 10] for i, step in enumerate(trial.marks(one.steps), start=1)]
-        return [(one, {"value": said, "step": one.steps, "curve": curve, "steps": one.steps, "ended": "end"})]
+        value = int.from_bytes(hashlib.sha256(repr(one).encode()).digest()[:4], "big") / 2**32
+        curve = [[step, value * i / 10] for i, step in enumerate(trial.validation_steps(one.steps), start=1)]
+        return [(one, {"value": value, "step": one.steps, "curve": curve, "steps": one.steps, "ended": "end"})]
 
     def close(self):
         pass
 
 
-def walked(folder, hands):
-    total = Plan(20, 6, 3, 2, 0)
+def walked(folder, executor):
+    small = Plan(20, 6, 3, 2, 0)
     folder.mkdir(exist_ok=True)
-    space = {"loss.margin": RANGES["triplet"]["margin"], "optimizer.lr": settings_search.Range(1e-4, 1e-2, log=True)}
+    space = {"loss.margin": RANGES["triplet"]["margin"], "optimizer.lr": loss_search.Range(1e-4, 1e-2, log=True)}
     start = {"loss.margin": 0.2, "optimizer.lr": 1e-3}
-    roads = {loss: loss_search.searched(loss, space, start, total) for loss in ("one", "two")}
+    searches = {loss: loss_search.search(loss, space, start, small) for loss in ("one", "two")}
     study = Study(folder)
     try:
-        schedule = Schedule(roads, study, 2 * plan.trainings(total), lambda _: None)
-        return schedule.run(hands, None), schedule.found
+        schedule = Schedule(searches, study, 2 * plan.training_count(small), lambda _: None)
+        return schedule.run(executor, None), schedule.finished
     finally:
         study.close()
 
 
 def test_neither_order_nor_number_of_workers_nor_interruptions_change_what_is_chosen(tmp_path):
-    done, wanted = walked(tmp_path / "plain", Disorder(0, 1))
-    assert done and set(wanted) == {"one", "two"}
+    done, expected = walked(tmp_path / "plain", Disorder(0, 1))
+    assert done and set(expected) == {"one", "two"}
     for seed, most in ((1, 3), (2, 40)):
-        assert walked(tmp_path / f"w{seed}", Disorder(seed, most)) == (True, wanted)
+        assert walked(tmp_path / f"w{seed}", Disorder(seed, most)) == (True, expected)
     chance, done, stops = random.Random(5), False, 0
     while not done:
-        done, found = walked(tmp_path / "stopped", Disorder(chance.random(), 3, chance.randrange(1, 15)))
+        done, chosen = walked(tmp_path / "stopped", Disorder(chance.random(), 3, chance.randrange(1, 15)))
         stops += 1
-    assert found == wanted and stops >= 3
+    assert chosen == expected and stops >= 3
 
 
-# The whole
+# All of it
 
 
 def table(folder):
@@ -356,67 +371,67 @@ def table(folder):
         return list(csv.DictReader(file))
 
 
-def test_a_comparison_says_everything(whole):
-    found, told = whole
-    said = found.results
-    assert {p.name for p in found.folder.iterdir()} >= {"study.db", "comparison.json", "comparison.csv", "models"}
-    assert json.loads((found.folder / "comparison.json").read_text()) == said
-    rows = table(found.folder)
+def test_a_comparison_says_everything(finished):
+    comparison, events = finished
+    results = comparison.results
+    assert {p.name for p in comparison.folder.iterdir()} >= {"study.db", "comparison.json", "comparison.csv", "models"}
+    assert json.loads((comparison.folder / "comparison.json").read_text()) == results
+    rows = table(comparison.folder)
     assert sorted(row["loss"] for row in rows) == sorted([*LOSSES_HERE, "untrained", "baseline"])
     for row in rows[:2]:
         low, value, high = (float(row[f"separated_map@r{end}"]) for end in ("_low", "", "_high"))
         assert 0 <= low <= value <= high <= 1
     assert rows[0]["separated_verdict"] == "best" and float(rows[0]["rank"]) == 1
-    best = said["recommendation"]["loss"]
-    assert [p.name for p in (found.folder / "models").iterdir()] == [best]
-    assert len(digests(found.folder / "models")) == 4
-    assert said["protocol"]["test"] == {"items": 64, "classes": 8}
-    trained = [event for event in told if event["event"] == "trained"]
-    assert len(trained) == trained[-1]["total"] == 2 * plan.trainings(TINY)
-    names = [event["event"] for event in told]
+    best = results["recommendation"]["loss"]
+    assert [p.name for p in (comparison.folder / "models").iterdir()] == [best]
+    assert len(digests(comparison.folder / "models")) == 4
+    assert results["protocol"]["test"] == {"items": 64, "classes": 8}
+    trained = [event for event in events if event["event"] == "trained"]
+    assert len(trained) == trained[-1]["total"] == 2 * plan.training_count(TINY)
+    names = [event["event"] for event in events]
     assert names.index("testing") > max(i for i, name in enumerate(names) if name == "trained")
 
 
-def test_separated_and_concatenated_are_what_they_say(source, whole, bench):
-    said = whole[0].results
-    best, opened = said["recommendation"]["loss"], bench.opened()
-    store = ItemStore(opened.prepared.rows, torch.device("cpu"))
-    labels, single, joined = torch.from_numpy(opened.held.labels), [], []
+def test_separated_and_concatenated_are_what_they_say(source, finished, setup):
+    results = finished[0].results
+    best, test_set = results["recommendation"]["loss"], setup.open_test_set()
+    store = ItemStore(test_set.prepared.rows, torch.device("cpu"))
+    labels, single, joined = torch.from_numpy(test_set.held_out.labels), [], []
     for seed in (1, 2):
         parts = []
         for fold in range(2):
-            where = test_stage.model_folder(whole[0].folder / "models", job(best, seed=seed, fold=fold))
-            parts.append(embed(models.load(where)[0], store, opened.held.everything))
+            folder = final_evaluation.model_folder(finished[0].folder / "models", job(best, seed=seed, fold=fold))
+            parts.append(embed(models.load(folder)[0], store, test_set.held_out.everything))
             single.append(retrieval(parts[-1], labels)["map@r"])
         both = torch.cat([torch.nn.functional.normalize(x, dim=1) for x in parts], dim=1)
         joined.append(retrieval(both, labels)["map@r"])
-    row = said["table"][0]
+    row = results["table"][0]
     assert row["separated"]["map@r"]["value"] == pytest.approx(sum(single) / 4, abs=1e-12)
     assert row["concatenated"]["map@r"]["value"] == pytest.approx(sum(joined) / 2, abs=1e-12)
-    assert row["models"] == pytest.approx(significance.spread(single))
+    assert row["models"] == pytest.approx(significance.student_interval(single))
 
 
-def test_optuna_opens_the_study(whole):
-    import optuna
-
-    storage = f"sqlite:///{whole[0].folder / 'study.db'}"
+def test_the_file_has_every_trial(finished):
+    saved = json.loads((finished[0].folder / "comparison.json").read_text())
     for loss in LOSSES_HERE:
-        study = optuna.load_study(study_name=loss, storage=storage)
-        best = next(row for row in whole[0].results["table"] if row["loss"] == loss)
-        assert len(study.trials) == 3 and study.best_value == best["validation"]
+        trials = saved["trials"][loss]
+        best = next(row for row in saved["table"] if row["loss"] == loss)
+        complete = [one for one in trials if one["complete"]]
+        assert len(trials) == 3 and max(one["value"] for one in complete) == best["validation"]
+        assert next(one["setting"] for one in complete if one["value"] == best["validation"]) == best["setting"]
 
 
-def test_no_test_class_influences_any_choice(whole, tmp_path, monkeypatch):
+def test_no_test_class_influences_any_choice(finished, tmp_path, monkeypatch):
     """Other test items under shuffled labels: every choice, curve and weight stays; only the test figures move."""
-    wanted = whole[0].results
+    expected = finished[0].results
     monkeypatch.setattr(sys.modules["nearkin.compare.comparison"], "_drop_models", lambda *_: None)
     bad = vectors(tmp_path / "bad.npz", poison=1)
-    found = compare.compare(recipe(bad), LOSSES_HERE, tmp_path / "out", jobs=1, **SMALL).results
+    results = compare.compare(recipe(bad), LOSSES_HERE, tmp_path / "out", jobs=1, **SMALL).results
     for part in ("choices", "trials", "curves", "reach", "rising"):
-        assert found[part] == wanted[part], part
-    kept = digests(tmp_path / "out" / "models")
-    assert len(kept) == 8 and digests(whole[0].folder / "models").items() <= kept.items()
-    figures = [[row["separated"]["map@r"]["value"] for row in said["table"]] for said in (found, wanted)]
+        assert results[part] == expected[part], part
+    weights = digests(tmp_path / "out" / "models")
+    assert len(weights) == 8 and digests(finished[0].folder / "models").items() <= weights.items()
+    figures = [[row["separated"]["map@r"]["value"] for row in one["table"]] for one in (results, expected)]
     assert figures[0] != figures[1], "the poison did not arrive"
 
 
@@ -435,91 +450,91 @@ def trainings_in(folder):
         return 0
 
 
-def test_killed_three_times_the_table_is_the_same(source, whole, tmp_path):
+def test_killed_three_times_the_table_is_the_same(source, finished, tmp_path):
     """Kill -9 in the middle, three times, then two workers instead of one process."""
-    out, seen = tmp_path / "out", 0
+    out, saved = tmp_path / "out", 0
     for jobs in (1, 1, 1):
         arguments = [sys.executable, "-m", "nearkin", *command(source, out, "--quiet", "--jobs", str(jobs))]
         process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and trainings_in(out) < seen + 3:
+        while process.poll() is None and trainings_in(out) < saved + 3:
             time.sleep(0.002)
-        assert process.poll() is None, "it was through before it could be killed"
+        assert process.poll() is None, "it ended before it could be killed"
         process.kill()
         process.wait()
-        seen = trainings_in(out)
+        saved = trainings_in(out)
         assert not (out / "comparison.csv").exists()
-    said = CliRunner().invoke(app, command(source, out, "--jobs", "2"))
-    assert said.exit_code == 0, said.output
-    assert f"resuming: {seen} of at most" in said.output
-    assert (out / "comparison.csv").read_bytes() == (whole[0].folder / "comparison.csv").read_bytes()
+    printed = CliRunner().invoke(app, command(source, out, "--jobs", "2"))
+    assert printed.exit_code == 0, printed.output
+    assert f"resuming: {saved} of at most" in printed.output
+    assert (out / "comparison.csv").read_bytes() == (finished[0].folder / "comparison.csv").read_bytes()
     page = (out / "comparison.html").read_text()
     assert all(loss in page for loss in LOSSES_HERE) and "http" not in page.replace("http-equiv", "")
     again = CliRunner().invoke(app, command(source, out, "--json", "--jobs", "1"))
-    assert json.loads(again.output)["table"] == whole[0].results["table"], "nothing is trained or tested twice"
+    assert json.loads(again.output)["table"] == finished[0].results["table"], "nothing is trained or tested twice"
 
 
-def test_another_comparison_in_the_same_folder_is_refused(source, whole, tmp_path):
-    folder = whole[0].folder
+def test_another_comparison_in_the_same_folder_is_refused(source, finished, tmp_path):
+    folder = finished[0].folder
     with pytest.raises(ValueError, match="begun with other losses; choose another --out"):
         compare.compare(recipe(source), ["triplet", "arcface"], folder, jobs=1, **SMALL)
-    with pytest.raises(ValueError, match="begun with --steps 12, got 13; leave it out to go on"):
+    with pytest.raises(ValueError, match="begun with --steps 12, got 13; leave it out to continue"):
         compare.compare(recipe(source), LOSSES_HERE, folder, jobs=1, **SMALL | {"steps": 13})
     with pytest.raises(ValueError, match="begun with other settings"):
         compare.compare(recipe(source, "optimizer.clip=1.0"), LOSSES_HERE, folder, jobs=1, **SMALL)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
-    with pytest.raises(ValueError, match="not empty and holds no comparison"):
+    with pytest.raises(ValueError, match="not empty and contains no comparison"):
         compare.compare(recipe(source), LOSSES_HERE, tmp_path / "full", jobs=1, **SMALL)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "study.db").write_bytes(b"no database" * 100)
-    with pytest.raises(ValueError, match="not a study that can be read"):
+    with pytest.raises(ValueError, match="not a readable study"):
         compare.compare(recipe(source), LOSSES_HERE, tmp_path / "broken", jobs=1, **SMALL)
     study = Study(folder)
-    with pytest.raises(ValueError, match="a comparison is running in it already"):
+    with pytest.raises(ValueError, match="a comparison is already running in it"):
         compare.compare(recipe(source), LOSSES_HERE, folder, jobs=1, **SMALL)
     study.close()
 
 
-def test_a_budget_is_measured_kept_and_can_be_gone_on_from(source, whole, tmp_path, monkeypatch):
+def test_a_budget_is_measured_kept_and_can_be_gone_on_from(source, finished, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setattr(plan, "fitted", lambda *_: TINY)
+    monkeypatch.setattr(plan, "fit_to_budget", lambda *_: TINY)
     with pytest.raises(
-        ValueError, match=r"used up before any loss was through; [0-9]+ of at most 18 trainings are kept"
+        ValueError, match=r"used up before any loss was finished; [0-9]+ of at most 18 trainings are saved"
     ):
         compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, budget=1.0)
     monkeypatch.undo()
-    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1)
-    assert found.results["table"] == whole[0].results["table"]
+    comparison = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1)
+    assert comparison.results["table"] == finished[0].results["table"]
 
 
-def test_losses_that_a_budget_leaves_unfinished_are_named(source, whole, tmp_path, monkeypatch):
+def test_losses_that_a_budget_leaves_unfinished_are_named(source, finished, tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     with (
-        closing(sqlite3.connect(whole[0].folder / "study.db")) as old,
+        closing(sqlite3.connect(finished[0].folder / "study.db")) as old,
         closing(sqlite3.connect(out / "study.db")) as new,
     ):
         old.backup(new)
         new.execute("DELETE FROM trainings WHERE loss = 'proxy-anchor' AND stage = 'final'")
         new.commit()
-    told = []
-    found = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, budget=1e-6, callback=told.append)
-    assert found.results["unfinished"] == ["proxy-anchor"]
-    assert [row["loss"] for row in found.results["table"]] == ["triplet"]
-    assert any("proxy-anchor not finished" in event.get("text", "") for event in told)
-    assert any("could be trained" in line for line in found.results["recommendation"]["cautions"])
-    report.write_comparison(out / "page.html", found.results)
+    events = []
+    comparison = compare.compare(recipe(source), LOSSES_HERE, out, jobs=1, budget=1e-6, callback=events.append)
+    assert comparison.results["unfinished"] == ["proxy-anchor"]
+    assert [row["loss"] for row in comparison.results["table"]] == ["triplet"]
+    assert any("proxy-anchor not finished" in event.get("text", "") for event in events)
+    assert any("could be trained" in line for line in comparison.results["recommendation"]["cautions"])
+    report.write_comparison(out / "page.html", comparison.results)
 
 
 def test_trainings_that_break_off_count_as_what_they_had_learned(source, tmp_path):
     fast = recipe(source, "optimizer.lr=1e30")
-    found = compare.compare(fast, LOSSES_HERE, tmp_path / "o", jobs=1, steps=6, trials=1, folds=2, seeds=1).results
-    for row in found["table"]:
-        assert len(row["broken"]) == 2 and row["separated"]["map@r"] == found["references"][0]["separated"]["map@r"]
-    cautions = found["recommendation"]["cautions"]
-    assert sum("broke off" in line for line in cautions) == 2
+    results = compare.compare(fast, LOSSES_HERE, tmp_path / "o", jobs=1, steps=6, trials=1, folds=2, seeds=1).results
+    for row in results["table"]:
+        assert len(row["broken"]) == 2 and row["separated"]["map@r"] == results["references"][0]["separated"]["map@r"]
+    cautions = results["recommendation"]["cautions"]
+    assert sum("failed" in line for line in cautions) == 2
     assert any("No loss beats the untrained encoder" in line for line in cautions)
-    report.write_comparison(tmp_path / "page.html", found)
+    report.write_comparison(tmp_path / "page.html", results)
 
 
 # Numbers that say how sure they are
@@ -531,8 +546,8 @@ def test_spread_is_students_interval():
     for n in (2, 3, 12, 31, 40):
         values = rng.normal(size=n)
         low, high = stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values))
-        assert significance.spread(values.tolist()) == pytest.approx([low, high], rel=2e-3)
-    assert significance.spread([0.3]) == [None, None]
+        assert significance.student_interval(values.tolist()) == pytest.approx([low, high], rel=2e-3)
+    assert significance.student_interval([0.3]) == [None, None]
 
 
 def test_holm_by_hand():
@@ -547,15 +562,15 @@ def judged(shift, noise, models=4):
     base = rng.uniform(0.3, 0.7, size=(150, 1))
 
     def tests(less):
-        found = []
+        figures = []
         for _ in range(models // 2):
             folds = np.stack(
                 [base - less + noise * rng.normal() + 0.01 * rng.normal(size=base.shape) for _ in range(2)]
             )
-            found.append(
+            figures.append(
                 {"separated": np.repeat(folds, 3, axis=2), "concatenated": np.repeat(folds.mean(0), 3, axis=1)}
             )
-        return found
+        return figures
 
     figures = {"good": tests(0.0), "bad": tests(shift)}
     values = {loss: significance.mean_of(figures[loss], "separated")[:, 0] for loss in figures}
@@ -580,19 +595,19 @@ def test_worse_needs_classes_and_trainings_to_agree():
 # The page and the command
 
 
-def test_the_page_of_many_losses_with_names_that_bite(whole):
-    said = json.loads(json.dumps(whole[0].results))
-    row, loss = said["table"][0], said["table"][0]["loss"]
+def test_the_page_of_many_losses_with_names_that_bite(finished):
+    results = json.loads(json.dumps(finished[0].results))
+    row, loss = results["table"][0], results["table"][0]["loss"]
     for i in range(22):
         name = f"loss<{i}>"
-        said["table"].append(json.loads(json.dumps(row)) | {"loss": name})
+        results["table"].append(json.loads(json.dumps(row)) | {"loss": name})
         for part in ("curves", "choices", "trials", "timing", "rising"):
-            said[part][name] = said[part][loss]
-        said["reach"]["steps"][name] = [None, 3, 4]
-    said["source"] = "<script>alert(1)</script>"
-    said["table"][1]["separated"]["map@r"] |= {"low": None, "high": None}
-    said["timing"][loss]["ms_per_step"] = None
-    text = report.comparison_page.page(said)
+            results[part][name] = results[part][loss]
+        results["reach"]["steps"][name] = [None, 3, 4]
+    results["source"] = "<script>alert(1)</script>"
+    results["table"][1]["separated"]["map@r"] |= {"low": None, "high": None}
+    results["timing"][loss]["ms_per_step"] = None
+    text = report.comparison_page.page(results)
     assert "<script>alert" not in text and "loss<3>" not in text and "loss&lt;3&gt;" in text
     assert "never" in text and text.count("<section") == 6
 
@@ -607,37 +622,38 @@ def test_the_page_of_many_losses_with_names_that_bite(whole):
         (["--losses", "all", "--folds", "1"], "folds must be >= 2, got 1"),
         (["--losses", "all", "--budget", "soon"], 'budget must be a time as 90s, 20m or 1h30m, got "soon"'),
         (["--losses", "all", "--set", "loss.margin=1"], "a comparison searches the settings of each loss"),
-        (["--losses", "all", "--set", "training.epochs=1"], "training.epochs has no place in a comparison"),
+        (["--losses", "all", "--set", "training.epochs=1"], "training.epochs cannot be set in a comparison"),
         (
             ["--losses", "all", "--set", "sampler.name=hard-classes"],
             "sampler.name must be class-balanced or class-ratio",
         ),
-        (["--losses", "all", "--set", "training.seed=1"], "training.seed has no place in a comparison: --seed"),
+        (["--losses", "all", "--set", "training.seed=1"], "training.seed cannot be set in a comparison: --seed"),
         (["--losses", "all", "--set", "schedule.decay=step"], "schedule.decay must be cosine or constant"),
         (["--losses", "all", "--folds", "65"], "folds must be at most 64, got 65"),
         (["--losses", "all", "--encoder", "small-cnn"], 'encoder "small-cnn" takes pictures'),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(source, tmp_path, arguments, sentence):
-    said = CliRunner().invoke(app, ["compare", str(source), "--out", str(tmp_path / "out"), *arguments])
-    assert said.exit_code == 2 and sentence in said.output and len(said.output.strip().splitlines()) == 1
+    printed = CliRunner().invoke(app, ["compare", str(source), "--out", str(tmp_path / "out"), *arguments])
+    assert printed.exit_code == 2 and sentence in printed.output and len(printed.output.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_a_source_without_classes_is_one_sentence(tmp_path):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "t.npz", embeddings=rng.normal(size=(40, 4)).astype(np.float32), targets=rng.normal(size=40))
-    said = CliRunner().invoke(app, ["compare", str(tmp_path / "t.npz"), "--losses", "all"])
-    assert said.exit_code == 2 and "a comparison needs classes" in said.output
+    printed = CliRunner().invoke(app, ["compare", str(tmp_path / "t.npz"), "--losses", "all"])
+    assert printed.exit_code == 2 and "a comparison needs classes" in printed.output
 
 
 def test_missing_optuna_is_one_sentence(source, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    said = CliRunner().invoke(app, ["compare", str(source), "--losses", "all", "--out", str(tmp_path / "o")])
-    assert said.exit_code == 2 and said.output.strip() == "nearkin compare needs optuna: pip install 'nearkin[compare]'"
+    printed = CliRunner().invoke(app, ["compare", str(source), "--losses", "all", "--out", str(tmp_path / "o")])
+    assert printed.exit_code == 2
+    assert printed.output.strip() == "nearkin compare needs optuna: pip install 'nearkin[compare]'"
 
 
 def test_interrupted_says_how_to_go_on(source, tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "train", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    said = CliRunner().invoke(app, command(source, tmp_path / "o", "--jobs", "1"))
-    assert said.exit_code == 130 and "the same command goes on" in said.output
+    printed = CliRunner().invoke(app, command(source, tmp_path / "o", "--jobs", "1"))
+    assert printed.exit_code == 130 and "the same command goes on" in printed.output

@@ -77,7 +77,7 @@ def test_a_row_of_before_does_not_spoil_the_answers_of_the_service(gallery, monk
     gallery.enrol(np.stack([ROW, -ROW]), "a", [nested(900), {"place": "pond"}])
     monkeypatch.undo()
     with client_of(gallery) as client:
-        response = client.post("/api/search", json={"item": ROW.tolist()})
+        response = client.post("/api/vectors/search", json={"item": ROW.tolist()})
         assert response.status_code == 200, response.text
         first, second = (hit["metadata"] for hit in response.json()["hits"])
         assert "16 deep" in first["left out"] and second == {"place": "pond"}
@@ -93,14 +93,14 @@ def test_the_service_refuses_deep_json_everywhere(gallery):
     with client_of(gallery) as client:
         vector = json.dumps(ROW[::-1].tolist())
         requests = [
-            ("/api/enrol", f'{{"items": [{vector}], "label": "b", "metadata": {deep}}}'),
-            ("/api/enrol", f'{{"items": [{vector}], "label": {deep}}}'),
-            ("/api/search", f'{{"item": {deep}}}'),
+            ("/api/vectors/enrol", f'{{"items": [{vector}], "label": "b", "metadata": {deep}}}'),
+            ("/api/vectors/enrol", f'{{"items": [{vector}], "label": {deep}}}'),
+            ("/api/vectors/search", f'{{"item": {deep}}}'),
             ("/api/remove", f'{{"ids": {deep}}}'),
             ("/api/remove", "[" * 100_000),
             ("/api/relabel", f'{{"ids": [1], "label": {deep}}}'),
             ("/api/neighbours", f'{{"ids": [1], "k": {deep}}}'),
-            (f"/api/search?filter={{{json.dumps('a')}: {'[' * 800}1{']' * 800}}}", f'{{"item": {vector}}}'),
+            (f"/api/vectors/search?filter={{{json.dumps('a')}: {'[' * 800}1{']' * 800}}}", f'{{"item": {vector}}}'),
         ]
         for path, body in requests:
             answer = client.post(path, content=body, headers={"content-type": "application/json"})

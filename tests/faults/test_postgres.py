@@ -120,29 +120,30 @@ def test_a_server_that_hangs_or_is_down_is_503_without_a_word_about_it(server):
         gallery.enrol(np.eye(3), ["a", "b", "c"])
         with client_of(gallery, stream=stream) as client:
             request = {"json": {"item": [1.0, 2.0, 3.0]}}
-            assert client.post("/api/search", **request).status_code == 200
+            assert client.post("/api/vectors/search", **request).status_code == 200
             stopped = signalled(server, gallery, signal.SIGSTOP)
             try:
-                answers = [client.post("/api/search", **request)]
+                answers = [client.post("/api/vectors/search", **request)]
                 with pytest.raises(StoreUnavailable, match="cannot be"):
                     gallery.search(np.ones(3))
             finally:
                 for process in (server.process.pid, *stopped):
                     os.kill(process, signal.SIGCONT)
             for _ in range(100):
-                if client.post("/api/search", **request).status_code == 200:
+                if client.post("/api/vectors/search", **request).status_code == 200:
                     break
                 time.sleep(0.1)
             else:
                 pytest.fail("it does not come back")
             server.kill()
             for _ in range(100):  # a process that serves a connection outlives its server by a moment
-                if client.post("/api/search", **request).status_code != 200:
+                if client.post("/api/vectors/search", **request).status_code != 200:
                     break
                 time.sleep(0.1)
-            answers += [client.post("/api/search", **request), client.get("/api/stats"), client.get("/api/labels")]
+            answers += [client.post("/api/vectors/search", **request)]
+            answers += [client.get("/api/stats"), client.get("/api/labels")]
             answers += [client.post("/api/relabel", json={"ids": [1], "label": "x"})]
     for answer in answers:
-        refused(answer, 503, "the gallery cannot be used at the moment")
+        refused(answer, 503, "the gallery is unavailable at the moment")
         assert not any(word in answer.text for word in (str(server.folder), "postgres", "socket"))
     assert str(server.folder) in stream.getvalue() and threading.active_count() < 50

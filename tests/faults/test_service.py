@@ -1,6 +1,6 @@
-"""The service under attack: one request does not hold up the others, silent connections do not shut it, it ends.
+"""The service under attack: no request delays the others, silent connections do not block it, it shuts down.
 
-NEARKIN_FAULTS=10 holds ten times as many connections.
+NEARKIN_FAULTS=10 opens ten times as many connections.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ from nearkin.data import decode
 from nearkin.gallery import Gallery, items
 from nearkin.web import build
 from nearkin.web.middleware import Limits
-from nearkin.web.queue import Line
-from nearkin.web.request_log import Journal, _Lines
+from nearkin.web.queue import BatchQueue
+from nearkin.web.request_log import RepeatFilter, json_handler, request_logger
 
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
 JSON = {"content-type": "application/json"}
@@ -51,7 +51,7 @@ def gallery(run, tmp_path):
 
 
 def png(width: int, height: int, depth: int = 16, kind: int = 6) -> bytes:
-    """All pixels are there and 0; kind 6 is RGBA, 2 RGB."""
+    """A complete file of zeros; kind 6 is RGBA, 2 RGB."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -66,25 +66,25 @@ def png(width: int, height: int, depth: int = 16, kind: int = 6) -> bytes:
 
 
 def test_pixels_times_bytes_of_a_request_are_bounded_before_anything_is_decoded(gallery, monkeypatch):
-    monkeypatch.setattr(decode, "decode", lambda *_, **__: 1 / 0)  # nobody may ask it
+    monkeypatch.setattr(decode, "decode", lambda *_, **__: 1 / 0)  # must not be called
     with client_of(gallery, limits=Limits(decoded=100_000)) as client:
         files = [("items", ("a.png", png(60, 60)))] * 4  # 4 × 60 × 60 × 8 bytes
         refused(client.post("/api/enrol", files=files, data={"label": "x"}), 413, "at most 100,000 bytes of pixels")
         refused(client.post("/api/search", files=item(png(120, 120))), 413, "got 115,200")
         monkeypatch.undo()
         assert client.post("/api/verify", files={"a": png(90, 90, 8), "b": png(90, 90)}).status_code == 200  # 97,200
-    assert Limits().decoded < 7000 * 7000 * 8, "the picture of the attack is refused by itself"
+    assert Limits().decoded < 7000 * 7000 * 8, "the picture of the attack is refused on its own"
 
 
 def test_an_unreadable_picture_does_not_open_the_door_to_large_ones(gallery, monkeypatch):
-    monkeypatch.setattr(decode, "decode", lambda *_, **__: 1 / 0)  # nobody may ask it
+    monkeypatch.setattr(decode, "decode", lambda *_, **__: 1 / 0)  # must not be called
     with client_of(gallery, limits=Limits(decoded=100_000)) as client:
         files = [("items", ("a.png", png(60, 60)))] * 4 + [("items", ("b.png", b"GIF89a" + b"\xff" * 40))]
         refused(client.post("/api/enrol", files=files, data={"label": "x"}), 422, "b.png is")
 
 
 def test_a_search_is_answered_while_large_pictures_are_decoded(gallery, monkeypatch):
-    """Decoding of large pictures stands still; small ones and vectors go on."""
+    """Decoding of large pictures hangs; small ones and vectors are answered."""
     gate, before, large = threading.Event(), items.Encoding.square, []
 
     def square(self, data, name):
@@ -97,22 +97,22 @@ def test_a_search_is_answered_while_large_pictures_are_decoded(gallery, monkeypa
     heavy = png(3000, 2900)  # 69,600,000 bytes of pixels
     with client_of(gallery) as client, contextlib.ExitStack() as stack:
         stack.callback(gate.set)
-        found = []
-        slow = threading.Thread(target=lambda: found.append(client.post("/api/search", files=item(heavy))))
+        answers = []
+        slow = threading.Thread(target=lambda: answers.append(client.post("/api/search", files=item(heavy))))
         slow.start()
         while not large:
             time.sleep(0.01)
         for n in range(5):
             assert client.post("/api/search", files=item(picture(n))).status_code == 200
         vector = gallery.vectors([1])[0].tolist()
-        assert client.post("/api/search", json={"item": vector}).status_code == 200 and not found
+        assert client.post("/api/vectors/search", json={"item": vector}).status_code == 200 and not answers
         gate.set()
         slow.join()
-        assert found[0].status_code == 200
+        assert answers[0].status_code == 200
 
 
 def test_decoding_first_gives_the_same_rows(gallery):
-    """The hash is that of the file, the name and the thumbnail are there: nothing is enrolled twice."""
+    """Hash of the file, name and thumbnail are the same: nothing is enrolled twice."""
     with client_of(gallery) as client:
         again = client.post("/api/enrol", files=[("items", ("a.png", picture(1)))], data={"label": "kind 0"})
         assert again.json() == {"ids": [2], "added": 0, "known": 1}
@@ -122,7 +122,7 @@ def test_decoding_first_gives_the_same_rows(gallery):
     assert one.content == other.content and (one.vector == other.vector).all() and one.thumbnail == other.thumbnail
 
 
-# ---- what hangs
+# ---- hangs
 
 
 def test_a_hanging_gallery_is_503_within_the_limit_and_health_sees_it(gallery, monkeypatch):
@@ -132,7 +132,7 @@ def test_a_hanging_gallery_is_503_within_the_limit_and_health_sees_it(gallery, m
         stack.callback(gate.set)
         assert client.get("/api/health").json()["status"] == "ok"
         refused(client.get("/api/stats"), 503, "no answer within 0.2 seconds")
-        refused(client.get("/api/health"), 503, "the reader has been at one request for")
+        refused(client.get("/api/health"), 503, "the reader has worked on one request for")
         gate.set()
         while client.get("/api/health").status_code == 503:
             time.sleep(0.01)
@@ -142,12 +142,12 @@ def test_a_line_that_hangs_is_left_after_its_time():
     gate = threading.Event()
 
     async def main():
-        line = Line("test")
-        task = asyncio.create_task(line.ask(lambda _: gate.wait(60)))
+        queue = BatchQueue("test")
+        task = asyncio.create_task(queue.submit(lambda _: gate.wait(60)))
         await asyncio.sleep(0.05)
-        assert line.busy_for > 0 and not line.close(0.05) and not line.ended
+        assert queue.busy_for > 0 and not queue.close(0.05) and not queue.ended
         gate.set()
-        assert await task and line.close(30) and line.busy_for == 0
+        assert await task and queue.close(30) and queue.busy_for == 0
 
     asyncio.run(main())
 
@@ -156,19 +156,19 @@ def test_who_still_waits_at_the_end_is_told_so(gallery, monkeypatch):
     """A request in the middle of its work and one in the middle of its body both get a 503 in JSON."""
     gate, stream = threading.Event(), io.StringIO()
     monkeypatch.setattr(gallery, "stats", lambda: gate.wait(60))
-    door = build(gallery, journal=Journal(stream))
+    guarded = build(gallery, log=request_logger(stream))
 
     async def one(path, method, kind, receive):
-        got = []
+        messages = []
         headers = [(b"host", b"localhost"), (b"content-type", kind)]
         scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
         scope |= {"http_version": "1.1", "scheme": "http", "client": ("x", 1), "raw_path": path.encode()}
 
         async def send(message):
-            got.append(message)
+            messages.append(message)
 
-        await door(scope, receive, send)
-        return got[0]["status"], json.loads(got[1]["body"])["error"]
+        await guarded(scope, receive, send)
+        return messages[0]["status"], json.loads(messages[1]["body"])["error"]
 
     async def main():
         async def silent():
@@ -180,13 +180,13 @@ def test_who_still_waits_at_the_end_is_told_so(gallery, monkeypatch):
         work = asyncio.create_task(one("/api/stats", "GET", b"", nothing))
         body = asyncio.create_task(one("/api/search", "POST", b"multipart/form-data; boundary=q", silent))
         await asyncio.sleep(0.2)
-        door.end()
-        found = [await work, await body, await one("/api/health", "GET", b"", nothing)]
+        guarded.end()
+        answers = [await work, await body, await one("/api/health", "GET", b"", nothing)]
         gate.set()
-        return found
+        return answers
 
-    assert asyncio.run(main()) == [(503, "the service is ending; ask again when it is back")] * 3
-    assert door.inside == 0 and "Traceback" not in stream.getvalue()
+    assert asyncio.run(main()) == [(503, "the service is shutting down; try again when it is back")] * 3
+    assert guarded.active == 0 and "Traceback" not in stream.getvalue()
 
 
 # ---- odd requests
@@ -195,7 +195,9 @@ def test_who_still_waits_at_the_end_is_told_so(gallery, monkeypatch):
 def test_content_length_together_with_chunked_is_refused(gallery):
     with client_of(gallery) as client:
         headers = JSON | {"content-length": "20", "transfer-encoding": "chunked"}
-        refused(client.post("/api/search", content=b'{"item": [1.0, 2.0]}', headers=headers), 400, "must not come")
+        refused(
+            client.post("/api/vectors/search", content=b'{"item": [1.0, 2.0]}', headers=headers), 400, "must not come"
+        )
 
 
 def test_the_smallest_rate_of_all_is_a_sentence(gallery):
@@ -209,7 +211,7 @@ def test_the_smallest_rate_of_all_is_a_sentence(gallery):
 @pytest.mark.parametrize("path", ["/api/search", "/api/remove"])
 def test_a_client_that_hangs_up_is_no_fault_of_ours(gallery, path):
     stream, got = io.StringIO(), []
-    door = build(gallery, journal=Journal(stream))
+    guarded = build(gallery, log=request_logger(stream))
 
     async def main():
         messages = [{"type": "http.request", "body": b"--q\r\n", "more_body": True}, {"type": "http.disconnect"}]
@@ -223,7 +225,7 @@ def test_a_client_that_hangs_up_is_no_fault_of_ours(gallery, path):
         kind = b"multipart/form-data; boundary=q" if path == "/api/search" else b"application/json"
         headers = [(b"host", b"localhost"), (b"content-type", kind)]
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
-        await door(scope | {"http_version": "1.1", "scheme": "http", "client": ("x", 1)}, receive, send)
+        await guarded(scope | {"http_version": "1.1", "scheme": "http", "client": ("x", 1)}, receive, send)
 
     asyncio.run(main())
     line = json.loads(stream.getvalue())
@@ -245,17 +247,18 @@ def test_no_sentence_says_where_the_gallery_is(gallery, monkeypatch):
 
 def test_the_same_warning_is_written_once_in_a_while():
     stream = io.StringIO()
-    lines = _Lines(Journal(stream))
+    handler = json_handler(stream)
+    handler.addFilter(RepeatFilter())
     for n in range(1000):
         text = f"socket.accept() out of system resource\nsocket: <{n}>"
-        lines.emit(logging.LogRecord("asyncio", logging.ERROR, "x", 1, text, None, None))
-    found = stream.getvalue().splitlines()
-    assert len(found) == 1 and json.loads(found[0])["text"].startswith("socket.accept() out of system resource")
+        handler.handle(logging.LogRecord("asyncio", logging.ERROR, "x", 1, text, None, None))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 1 and json.loads(lines[0])["text"].startswith("socket.accept() out of system resource")
 
 
 @contextlib.contextmanager
 def serving(run, folder, files=None, lines=""):
-    """`nearkin serve` in a process of its own, which may open so many files; lines: Python that runs before."""
+    """`nearkin serve` in its own process, with a limit of open files; lines: Python code that runs first."""
     with Gallery.open(folder / "g.gallery", run) as gallery:
         gallery.enrol([picture(n) for n in range(6)], [f"kind {n // 3}" for n in range(6)])
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {files}))\n" if files else ""
@@ -274,21 +277,21 @@ def serving(run, folder, files=None, lines=""):
             process.stdout.close()
 
 
-def held_open(address, count, begun=b""):
+def open_connections(address, count, begun=b""):
     host, port = address.removeprefix("http://").strip("/").split(":")
-    found = []
+    opened = []
     for _ in range(count):
-        one = socket.create_connection((host, int(port)), timeout=20)
-        found.append(one)
+        connection = socket.create_connection((host, int(port)), timeout=20)
+        opened.append(connection)
         if begun:
             with contextlib.suppress(OSError):  # cut already
-                one.sendall(begun)
-    return found
+                connection.sendall(begun)
+    return opened
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of open files are those of Unix")
 def test_silent_and_slow_connections_leave_room_for_others(run, tmp_path):
-    """More of them than the service may open files; heads that come byte by byte are no better than silence."""
+    """More of them than the service may open files; incomplete heads count as silence."""
     import resource
 
     idle, slow = min(200 * FAULTS, 2000), min(20 * FAULTS, 200)
@@ -300,14 +303,14 @@ def test_silent_and_slow_connections_leave_room_for_others(run, tmp_path):
         serving(run, tmp_path, files=192 if FAULTS == 1 else 1024) as (address, _, log),
         contextlib.ExitStack() as stack,
     ):
-        for one in held_open(address, idle) + held_open(address, slow, b"POST /api/search HTTP/1.1\r\nHo"):
-            stack.callback(one.close)
+        head = b"POST /api/search HTTP/1.1\r\nHo"
+        for connection in open_connections(address, idle) + open_connections(address, slow, head):
+            stack.callback(connection.close)
         for _ in range(3):
             assert ask(address)[0] == 200
-        uploads = held_open(address, slow, b"POST /api/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/"
-                            b"form-data; boundary=q\r\nContent-Length: 999\r\n\r\n--q")  # fmt: skip
-        for one in uploads:
-            stack.callback(one.close)
+        head = b"POST /api/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=q\r\n"
+        for connection in open_connections(address, slow, head + b"Content-Length: 999\r\n\r\n--q"):
+            stack.callback(connection.close)
         assert ask(address)[0] == 200
         text = log.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
@@ -316,16 +319,17 @@ def test_silent_and_slow_connections_leave_room_for_others(run, tmp_path):
 
 
 def test_a_head_that_does_not_come_is_not_waited_for(gallery):
-    """In memory: the protocol of uvicorn with a clock of 0.05 seconds."""
+    """In this process: the protocol of uvicorn with a limit of 0.05 seconds."""
     uvicorn = pytest.importorskip("uvicorn")
     from nearkin.web import connections
 
     limits = Limits(headers=0.05, connections=3)
 
     async def main():
-        door = build(gallery, limits=limits, journal=Journal(io.StringIO()))
-        config = uvicorn.Config(door, http=connections.protocol(limits, Journal(io.StringIO())), log_config=None,
-                                lifespan="off", timeout_keep_alive=15)  # fmt: skip
+        log = request_logger(io.StringIO())
+        guarded, protocol = build(gallery, limits=limits, log=log), connections.protocol(limits, log)
+        options = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 15}
+        config = uvicorn.Config(guarded, http=protocol, **options)
         config.load()
         server = uvicorn.Server(config)
         server.lifespan = config.lifespan_class(config)
@@ -343,12 +347,12 @@ def test_a_head_that_does_not_come_is_not_waited_for(gallery):
         health = b"GET /api/health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         silent, slow, second = await came(b""), await came(b"GET / HT"), await came(health)
         assert (await second[0].readuntil(b"}")).startswith(b"HTTP/1.1 200")
-        second[1].write(b"GET /api/hea")  # the head of a second request that stays half
+        second[1].write(b"GET /api/hea")  # half of the head of a second request
         for reader, writer in (silent, slow, second):
             assert await asyncio.wait_for(reader.read(), 20) == b""
             writer.close()
         three = [await came(b"") for _ in range(3)]
-        fourth = await came(health)  # there is room for three: the longest silent goes
+        fourth = await came(health)  # three are allowed: the longest idle one is closed
         assert (await asyncio.wait_for(fourth[0].readuntil(b"}"), 20)).startswith(b"HTTP/1.1 200")
         assert await asyncio.wait_for(three[0][0].read(), 20) == b""
         listening.close()
@@ -365,14 +369,14 @@ def test_a_head_that_does_not_come_is_not_waited_for(gallery):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGTERM is that of Unix")
 def test_sigterm_ends_a_service_whose_gallery_hangs(run, tmp_path):
-    """Nothing of the gallery comes back; who waits gets an answer, and the process is gone in its 10 seconds."""
+    """The gallery never answers; waiting requests get an answer, and the process ends within its 10 seconds."""
     hang = """
 import threading
 from nearkin.gallery import Gallery
 from nearkin.web import server
 server.PATIENCE = 1.0
-held = threading.Event()
-Gallery.stats = Gallery.close = lambda self: held.wait()
+never = threading.Event()
+Gallery.stats = Gallery.close = lambda self: never.wait()
 """
     with serving(run, tmp_path, lines=hang) as (address, process, log):
         assert ask(address)[0] == 200
@@ -382,8 +386,8 @@ Gallery.stats = Gallery.close = lambda self: held.wait()
             start = time.monotonic()
             process.send_signal(signal.SIGTERM)
             answer = connection.getresponse()
-            assert answer.status == 503 and b"the service is ending" in answer.read()
+            assert answer.status == 503 and b"the service is shutting down" in answer.read()
         assert process.wait(60) == 0
-        assert time.monotonic() - start < 30  # 10, where nobody else wants the processor
+        assert time.monotonic() - start < 30  # 10 on an idle machine
         lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines[-1]["event"] == "stopped" and "did not end" in lines[-1]["text"]

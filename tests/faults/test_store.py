@@ -370,11 +370,11 @@ def test_the_service_answers_503_where_the_file_is_gone(path, vectors):
         app = build(gallery, pictures=False)
         with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
             request = {"item": vectors[0].tolist()}
-            assert client.post("/api/search", json=request).status_code == 200
+            assert client.post("/api/vectors/search", json=request).status_code == 200
             path.unlink()
-            assert client.post("/api/search", json=request).status_code == 503
+            assert client.post("/api/vectors/search", json=request).status_code == 503
             new = {"items": [(-vectors[0]).tolist()], "label": "x"}
-            assert client.post("/api/enrol", json=new).status_code == 503
+            assert client.post("/api/vectors/enrol", json=new).status_code == 503
     assert not path.exists()
 
 

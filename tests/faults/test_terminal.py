@@ -77,11 +77,11 @@ def test_markup_in_names_is_text_on_bars_and_in_lines():
 
 
 def test_lines_of_the_log_are_ascii():
-    from nearkin.web.request_log import Journal, _Lines
+    from nearkin.web.request_log import json_handler, request_logger
 
     out = io.StringIO()
-    Journal(out).say("request", path=EVIL + "\x7f")
-    _Lines(Journal(out)).emit(logging.LogRecord("x", 30, "x", 1, EVIL + "\x7f", None, None))
+    request_logger(out).info("request", extra={"fields": {"path": EVIL + "\x7f"}})
+    json_handler(out).handle(logging.LogRecord("x", 30, "x", 1, EVIL + "\x7f", None, None))
     for line in out.getvalue().splitlines():
         assert line.isascii() and line.isprintable() and EVIL + "\x7f" in json.loads(line).values()
     assert len(out.getvalue().splitlines()) == 2

@@ -1,4 +1,4 @@
-"""The report: whole, offline, harmless whatever things are called, and honest about what it shows."""
+"""The report: complete, offline, safe for any names, and honest about what it shows."""
 
 import io
 import math
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nearkin import report
 from nearkin.core import toml
-from nearkin.report import charts, format, maps, number_sections, page, run_report, sampling
+from nearkin.report import charts, format, maps, number_sections, run_report, sampling
 
 VOID = {"meta", "link", "img", "wbr"}
 NASTY = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "Ж & co", "a" * 5000, "\udcff\x00\u202e", ""]
@@ -143,17 +143,17 @@ def test_whole_offline_and_the_same_twice(tmp_path):
 
 
 def test_headline_says_the_main_figure():
-    text = page.page(made())
+    text = run_report.page(made())
     sentence = "R@1 on 6 unseen classes: 86.1\u202f% (84.1–88.1); pixels 19.1\u202f%; untrained 8.5\u202f%."
     assert f'<meta name="description" content="{sentence}">' in text
-    closed = page.page(made(data={"closed": True}))
+    closed = run_report.page(made(data={"closed": True}))
     assert "R@1 on 6 known classes: 86.1" in closed and "unseen" not in closed
 
 
 def test_a_verdict_stands_on_top_and_warns_where_training_did_not_help():
     def shown(helped, sentence):
         results = made().results | {"verdict": {"helped": helped, "sentence": sentence, "against": {}}}
-        return page.page(made(results=results))
+        return run_report.page(made(results=results))
 
     text = shown(True, "Training helped: 5 < 7.")
     assert '<div class="helped"><p>Training helped: 5 &lt; 7.</p></div>' in text
@@ -188,9 +188,9 @@ def test_captions_keep_words_whole():
 
 
 def test_curves_name_the_best_epoch():
-    said = " ".join(Reader(page.page(made())).text)
-    assert "best: epoch 2, 40.0\u202f%" in said  # the last line that was best
-    assert "3 epochs, 30 steps, 2 min" in said
+    text = " ".join(Reader(run_report.page(made())).text)
+    assert "best: epoch 2, 40.0\u202f%" in text  # the last line that was best
+    assert "3 epochs, 30 steps, 2 min" in text
 
 
 def _near(x, query, k):
@@ -201,10 +201,10 @@ def _near(x, query, k):
 
 def test_grid_shows_the_nearest_and_the_bad_ones_too():
     findings = made()
-    chosen = sampling.choose(findings, 0)
+    chosen = sampling.draw(findings, 0)
     assert [group.title.split(":")[0] for group in chosen.groups] == [
-        "Nearest is right",
-        "Nearest is wrong",
+        "Nearest neighbour correct",
+        "Nearest neighbour wrong",
         "From the worst classes",
     ]
     first = {
@@ -220,7 +220,7 @@ def test_grid_shows_the_nearest_and_the_bad_ones_too():
             assert right is None or bool(first[row.query]) == right
     worst = {one["class"] for one in chosen.diagnosis["worst_classes"][: sampling.ROWS]}
     assert {int(findings.labels[row.query]) for row in chosen.groups[2].rows} <= worst
-    read = Reader(page.page(findings))
+    read = Reader(run_report.page(findings))
     expected = [
         findings.labels[n] == findings.labels[r.query] for g in chosen.groups for r in g.rows for n in r.neighbours
     ]
@@ -230,10 +230,10 @@ def test_grid_shows_the_nearest_and_the_bad_ones_too():
 
 def test_items_keep_their_numbers_where_others_are_left_out():
     x, labels = blobs(noise=0.05)
-    labels[:8] = -1  # the whole first class
+    labels[:8] = -1  # all of the first class
     labels[20] = 5  # an item of class 2
     x[9] = torch.nan
-    chosen = sampling.choose(made(embeddings=x, labels=labels), 0)
+    chosen = sampling.draw(made(embeddings=x, labels=labels), 0)
     assert not {9, *range(8)} & set(chosen.items.tolist()) and len(chosen.items) == 39
     errors = [(one["item"], one["class"], one["suggested"]) for one in chosen.diagnosis["label_errors"]]
     assert errors == [(20, 5, 2)]
@@ -245,7 +245,7 @@ def test_items_keep_their_numbers_where_others_are_left_out():
 
 def test_another_seed_draws_others():
     findings = made()
-    queries = [[r.query for g in sampling.choose(findings, seed).groups for r in g.rows] for seed in (0, 0, 1)]
+    queries = [[r.query for g in sampling.draw(findings, seed).groups for r in g.rows] for seed in (0, 0, 1)]
     assert queries[0] == queries[1] != queries[2]
 
 
@@ -260,7 +260,7 @@ def test_nothing_a_user_names_gets_out_of_its_place():
         data={NASTY[1]: NASTY[0], "parts": {NASTY[0]: {NASTY[1]: NASTY[0]}}, "notes": [NASTY[0]]},
         results={"test": {"trained": {NASTY[0]: 0.5}, NASTY[1]: {NASTY[0]: 0.4}}, "baseline_name": NASTY[0]},
     )
-    text = page.page(findings)
+    text = run_report.page(findings)
     read = offline(text)
     text.encode("utf-8")
     assert "alert(1)" in " ".join(read.text) and len(text) < 3_000_000
@@ -299,30 +299,30 @@ DEGENERATE = {
 
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_whatever_is_missing_there_is_a_page(name):
-    read = offline(page.page(made(**DEGENERATE[name])))
-    said = " ".join(read.text)
-    assert not re.search(r"\bnan\b|\bNone\b|\binf\b", said), name
-    for svg in re.findall(r"<svg.*?</svg>", page.page(made(**DEGENERATE[name])), re.S):
+    read = offline(run_report.page(made(**DEGENERATE[name])))
+    text = " ".join(read.text)
+    assert not re.search(r"\bnan\b|\bNone\b|\binf\b", text), name
+    for svg in re.findall(r"<svg.*?</svg>", run_report.page(made(**DEGENERATE[name])), re.S):
         assert "nan" not in svg
 
 
 def test_missing_values_are_a_dash():
-    said = " ".join(Reader(page.page(made(**DEGENERATE["nan in results"]))).text)
-    assert "–" in said
+    text = " ".join(Reader(run_report.page(made(**DEGENERATE["nan in results"]))).text)
+    assert "–" in text
 
 
 def test_collapse_and_broken_rows_are_said_on_top():
     spot = torch.ones(48, 4) + 1e-4 * blobs()[0][:, :4]
-    assert "Collapsed embedding" in page.page(made(embeddings=spot))
-    assert "Collapsed embedding" not in page.page(made())
-    text = page.page(made(**DEGENERATE["some nan"]))
+    assert "Collapsed embedding" in run_report.page(made(embeddings=spot))
+    assert "Collapsed embedding" not in run_report.page(made())
+    text = run_report.page(made(**DEGENERATE["some nan"]))
     assert "in 5 of 48 embeddings" in text
 
 
 def test_graded_grid_shows_label_distances():
     targets = torch.linspace(0, 10, 48)
     findings = made(labels=None, classes=[], targets=targets)
-    groups = sampling.choose(findings, 0).groups
+    groups = sampling.draw(findings, 0).groups
     for row in (row for group in groups for row in group.rows):
         assert row.label_distance == pytest.approx(
             [abs(float(targets[n] - targets[row.query])) for n in row.neighbours]
@@ -331,7 +331,7 @@ def test_graded_grid_shows_label_distances():
         assert row.neighbours == [j for j in away.sort(stable=True).indices.tolist() if j != row.query][:8]
     means = [np.mean([np.mean(row.label_distance) for row in group.rows]) for group in groups]
     assert means == sorted(means) and len(means) == 3
-    assert "Δ" in page.page(findings)
+    assert "Δ" in run_report.page(findings)
 
 
 def test_pictures_that_cannot_be_read_cost_a_note():
@@ -340,7 +340,7 @@ def test_pictures_that_cannot_be_read_cost_a_note():
             raise OSError("gone <b>")
         return drawn(i)
 
-    text = page.page(made(picture=broken))
+    text = run_report.page(made(picture=broken))
     offline(text)
     assert "could not be read" in text and "gone &lt;b&gt;" in text
 
@@ -349,7 +349,7 @@ def test_bad_input_is_a_sentence_and_the_old_page_stays(tmp_path):
     path = tmp_path / "report.html"
     path.write_text("old")
     wrong = {
-        "names must have one entry a row of embeddings: 48 rows, 1 names": {"names": ["a"]},
+        "names must have one entry per row of embeddings: 48 rows, 1 names": {"names": ["a"]},
         "labels must be in 0..2": {"classes": ["a", "b", "c"]},
         "labels must have one entry": {"labels": torch.zeros(3, dtype=torch.long)},
         "targets must be .rows,. or .rows, K.": {"targets": torch.zeros(3)},
@@ -363,21 +363,21 @@ def test_bad_input_is_a_sentence_and_the_old_page_stays(tmp_path):
 
 
 def test_many_items_are_sampled(monkeypatch):
-    monkeypatch.setattr(sampling, "DIAGNOSED", 600)
-    monkeypatch.setattr(sampling, "ASKED", 64)
+    monkeypatch.setattr(sampling, "MAX_DIAGNOSED", 600)
+    monkeypatch.setattr(sampling, "MAX_QUERIES", 64)
     labels = torch.arange(100_000) // 25
     x = torch.randn(100_000, 4, generator=torch.Generator().manual_seed(0))
     findings = made(embeddings=x, labels=labels, classes=[str(c) for c in range(4000)], picture=None)
-    chosen = sampling.choose(findings, 0)
-    assert len(chosen.diagnosed) == 600 and set(np.bincount(labels.numpy()[chosen.diagnosed]).tolist()) == {0, 25}
-    assert len(chosen.mapped) == 1000
-    for row in chosen.groups[1].rows[:2]:  # neighbours are of all items, not of the sample
+    sample = sampling.draw(findings, 0)
+    assert len(sample.diagnosed) == 600 and set(np.bincount(labels.numpy()[sample.diagnosed]).tolist()) == {0, 25}
+    assert len(sample.mapped) == 1000
+    for row in sample.groups[1].rows[:2]:  # neighbours are of all items, not of the sample
         cosine = torch.nn.functional.normalize(x.double(), dim=1) @ torch.nn.functional.normalize(
             x[row.query].double(), dim=0
         )
         cosine[row.query] = -2
         assert row.neighbours[0] == int(cosine.argmax())
-    text = page.page(findings)
+    text = run_report.page(findings)
     assert "Among 600 of 100,000 items" in text and len(text) < 3_000_000
 
 
@@ -391,10 +391,10 @@ def test_many_items_are_sampled(monkeypatch):
 def test_samples_are_bounded_and_made_of_classes(sizes, most, most_classes, seed):
     kinds = np.repeat(np.arange(len(sizes)), sizes)
     items = np.arange(len(kinds)) * 3
-    taken = sampling._whole_classes(items, kinds, most, most_classes, seed, 7)
+    taken = sampling._by_class(items, kinds, most, most_classes, seed, 7)
     assert np.isin(taken, items).all() and (np.diff(taken) > 0).all() and len(taken) > 0
-    found = np.bincount(kinds[taken // 3], minlength=len(sizes))
-    assert (found > 0).sum() <= most_classes
+    sizes_taken = np.bincount(kinds[taken // 3], minlength=len(sizes))
+    assert (sizes_taken > 0).sum() <= most_classes
     assert len(taken) <= max(most, 2 * min(most_classes, len(sizes)))
     if len(items) <= most and len(sizes) <= most_classes:
         assert len(taken) == len(items)
@@ -418,12 +418,12 @@ def test_picture_of_the_grid(tmp_path):
 
 @given(low=st.floats(-1e6, 1e6), span=st.floats(1e-3, 1e7), most=st.integers(2, 10))
 def test_ticks_are_round_and_inside(low, span, most):
-    found = charts.ticks(low, low + span, most)
-    assert 1 <= len(found) <= most + 1
+    ticks = charts.ticks(low, low + span, most)
+    assert 1 <= len(ticks) <= most + 1
     slack = 1e-6 * (span + abs(low))
-    assert all(low - slack <= t <= low + span + slack for t in found)
-    if len(found) > 1:
-        digits = f"{found[1] - found[0]:.6e}"
+    assert all(low - slack <= t <= low + span + slack for t in ticks)
+    if len(ticks) > 1:
+        digits = f"{ticks[1] - ticks[0]:.6e}"
         assert float(digits.split("e")[0]) == pytest.approx(round(float(digits.split("e")[0])), abs=1e-3)
         assert round(float(digits.split("e")[0])) in (1, 2, 5, 10)
 
@@ -485,7 +485,7 @@ def test_numbers(value, text):
 
 def test_names_are_bounded_and_keep_both_ends():
     assert format.short("abcdefghij", 7) == "abcd…ij" and format.short("abc", 7) == "abc"
-    assert len(format.short("x" * 999)) == format.LONGEST
+    assert len(format.short("x" * 999)) == format.MAX_NAME
 
 
 def test_plane_is_pca_without_opentsne():

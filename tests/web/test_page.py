@@ -1,4 +1,4 @@
-"""The page in a real browser: each thing a person does with it. NEARKIN_SHOTS=folder keeps the screenshots."""
+"""The page in a real browser: everything that a user does with it. NEARKIN_SHOTS=folder saves the screenshots."""
 
 import io
 import os
@@ -16,8 +16,8 @@ from test_web import a_run
 
 from nearkin import web
 from nearkin.gallery import Gallery
-from nearkin.report import page as report_page
-from nearkin.web.request_log import Journal
+from nearkin.report import run_report
+from nearkin.web.request_log import request_logger
 
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
 uvicorn = pytest.importorskip("uvicorn", reason="the service needs pip install 'nearkin[serve]'")
@@ -31,7 +31,7 @@ DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
 def drawing(kind: int, n: int) -> bytes:
-    """One shape a kind, a little different each time."""
+    """One shape per kind, slightly different each time."""
     draw = np.random.default_rng(100 * kind + n)
     pixels = np.zeros((24, 24), np.uint8)
     pixels[3 + 4 * kind : 7 + 4 * kind, 2:22] = 220
@@ -56,10 +56,10 @@ class Served:
         if full:
             pictures = [drawing(k, n) for k in range(KINDS) for n in range(EACH)]
             labels = [labels[k] for k in range(KINDS) for _ in range(EACH)]
-            labels[3] = labels[2 * EACH]  # an error to be found
+            labels[3] = labels[2 * EACH]  # a label error
             names = [f"kind{k}/{n}.png" for k in range(KINDS) for n in range(EACH)]
             self.gallery.enrol(pictures, labels, {"place": "<b>pond</b>"}, names=names)
-        app = web.build(self.gallery, access=web.Access(token), journal=Journal(io.StringIO()), drawing=True)
+        app = web.build(self.gallery, access=web.Access(token), log=request_logger(io.StringIO()), drawing=True)
         settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
         self.server, self.socket = uvicorn.Server(settings), socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
@@ -100,7 +100,7 @@ def shoot(tmp_path):
 
 
 class Watched:
-    """A page; what its scripts complain of, and whom it asks."""
+    """A page, the errors of its scripts, and the addresses it requests."""
 
     def __init__(self, browser, address, size=DESKTOP, scheme="light", **options):
         self.context = browser.new_context(
@@ -108,10 +108,10 @@ class Watched:
         )
         self.page = self.context.new_page()
         self.page.set_default_timeout(10_000)
-        self.errors, self.asked = [], []
+        self.errors, self.requests = [], []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.address, self.home = address, address.partition("#")[0]
 
     def __enter__(self):
@@ -122,8 +122,8 @@ class Watched:
         self.context.close()
         if raised[0] is None:
             assert not [one for one in self.errors if "Failed to load resource" not in one], self.errors
-            strangers = [url for url in self.asked if not url.startswith((self.home, "blob:", "data:"))]
-            assert not strangers, strangers
+            foreign = [url for url in self.requests if not url.startswith((self.home, "blob:", "data:"))]
+            assert not foreign, foreign
 
 
 def give(page, zone, content, name="new.png"):
@@ -173,8 +173,8 @@ def test_find_by_choice_drop_and_paste_then_unknown(browser, served, shoot):
         says(page, "#verdict .who", "kind 0")
         give(page, "#find-drop", strange())
         says(page, "#verdict .who", "unknown")
-        says(page, "#verdict .sure", "nearest of them kind")
-        says(page, "#verdict", "none of the enrolled")
+        says(page, "#verdict .sure", "nearest: kind")
+        says(page, "#verdict", "none of the enrolled labels")
         shoot(page, "unknown")
 
 
@@ -185,7 +185,7 @@ def test_enrol_a_new_label_and_see_it_recognised(browser, served, shoot):
         page.fill("#enrol-label", "<i>noise</i>")  # a label is text, whatever it looks like
         page.press("#enrol-label", "Enter")
         says(page, "#verdict .who", "<i>noise</i>")
-        says(page, "#enrol-said", "It is recognised from now on.")
+        says(page, "#enrol-note", "It is recognised from now on.")
         says(page, "#summary", "33 items · 5 labels")
         shoot(page, "enrolled")
         page.fill("#enrol-label", "another")
@@ -207,7 +207,7 @@ def test_one_item_relabelled_and_removed(browser, served, shoot):
         says(page, "#hits .one >> nth=0", "kind one")
         page.click("#hits .one >> nth=0")
         page.click("#item .danger")
-        page.click("#item .danger")  # asked once more
+        page.click("#item .danger")  # it asks for confirmation
         says(page, "#summary", "31 items · 4 labels")
 
 
@@ -216,10 +216,10 @@ def test_compare(browser, served, shoot):
         give(page, "#drop-a", drawing(2, 1))
         give(page, "#drop-b", drawing(2, 1))
         says(page, "#same .who", "the same")
-        says(page, "#same", "probable that they are the same")
+        says(page, "#same", "probability that they are the same")
         give(page, "#drop-b", strange())
         says(page, "#same .who", "not the same")
-        says(page, "#same", "probable that they are not the same")
+        says(page, "#same", "probability that they are not the same")
         shoot(page, "compare")
         page.click("#compare-clear")
         playwright.expect(page.locator("#same")).to_be_hidden()
@@ -232,28 +232,28 @@ def test_explore_map_lasso_and_label_errors(browser, served, shoot):
     with Watched(browser, served.address) as page:
         page.keyboard.press("3")
         page.wait_for_selector("#map[data-points='32']")
-        says(page, "#map-said", "32 items, by PCA")
+        says(page, "#map-note", "32 items, by PCA")
         says(page, "#suspects", "kind0/3.png")
         assert page.locator("#confused li").count() >= 1
         shoot(page, "explore")
         box = page.locator("#map").bounding_box()
         page.click("#map-lasso")
-        corners = [(0.6, 0.01), (0.99, 0.01), (0.99, 0.6), (0.6, 0.6)]  # one heap; another stands left of it
+        corners = [(0.6, 0.01), (0.99, 0.01), (0.99, 0.6), (0.6, 0.6)]  # one cluster; another is to its left
         at = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in corners]
         page.mouse.move(*at[0])
         page.mouse.down()
         for spot in at[1:]:
             page.mouse.move(*spot, steps=6)
         page.mouse.up()
-        says(page, "#chosen h3 >> nth=0", "chosen")
-        says(page, "#chosen", "8 items chosen")
-        says(page, "#chosen", "kind 3 × 8")
+        says(page, "#selected h3 >> nth=0", "selected")
+        says(page, "#selected", "8 items selected")
+        says(page, "#selected", "kind 3 × 8")
         faces(page, "#around .one", 16)
         assert "kind 3" not in page.inner_text("#around")
         shoot(page, "lasso")
-        page.click("#chosen button:has-text('Let go')")
+        page.click("#selected button:has-text('Clear selection')")
         page.click("#map-lasso")
-        assert page.get_attribute("#map", "data-pictures") == "4"  # one a heap
+        assert page.get_attribute("#map", "data-pictures") == "4"  # one per cluster
         page.mouse.move(box["x"] + 40, box["y"] + box["height"] * 0.26)
         for _ in range(8):
             page.mouse.wheel(0, -300)
@@ -261,7 +261,7 @@ def test_explore_map_lasso_and_label_errors(browser, served, shoot):
         shoot(page, "zoomed")
         page.click("#suspects li:has-text('kind0/3.png') button:has-text('Relabel as kind 0')")
         playwright.expect(page.locator("#suspects li:has-text('kind0/3.png')")).to_have_count(0)
-        says(page, "#suspects-said", "None")
+        says(page, "#suspects-note", "None")
 
 
 def test_by_keyboard_alone(browser, served):
@@ -274,11 +274,11 @@ def test_by_keyboard_alone(browser, served):
         page.wait_for_selector("#map[data-points='32']")
         page.focus("#map")
         page.keyboard.press("Enter")
-        says(page, "#chosen h3 >> nth=0", "32 items chosen")
+        says(page, "#selected h3 >> nth=0", "32 items selected")
         page.keyboard.press("+")
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("Escape")
-        playwright.expect(page.locator("#chosen")).to_be_hidden()
+        playwright.expect(page.locator("#selected")).to_be_hidden()
         page.keyboard.press("l")
         assert page.get_attribute("#map-lasso", "aria-pressed") == "true"
         page.keyboard.press("1")
@@ -288,7 +288,7 @@ def test_by_keyboard_alone(browser, served):
 
 def test_drawing_finds_kin(browser, served, shoot):
     with Watched(browser, served.address) as page:
-        listen = "window.fetch = (a, o) => { if (o.body) window.given = o.body; return ask(a, o); };"
+        listen = "window.fetch = (a, o) => { if (o.body) window.sentBody = o.body; return ask(a, o); };"
         page.evaluate(f"() => {{ const ask = window.fetch; {listen} }}")
         says(page, "#summary", "32 items")
         box = page.locator("#pad canvas").bounding_box()
@@ -297,7 +297,7 @@ def test_drawing_finds_kin(browser, served, shoot):
         page.mouse.move(box["x"] + 200, box["y"] + 120, steps=8)
         page.mouse.up()
         says(page, "#hits", "kind")
-        content = page.evaluate("window.given.get('item').arrayBuffer().then((b) => [...new Uint8Array(b)])")
+        content = page.evaluate("window.sentBody.get('item').arrayBuffer().then((b) => [...new Uint8Array(b)])")
         sent = Image.open(io.BytesIO(bytes(content))).convert("L")
         ink = np.asarray(sent) > 128  # bright on black, in the middle, 0.65 of the side: as the glyphs are
         across, down = np.flatnonzero(ink.any(0)), np.flatnonzero(ink.any(1))
@@ -337,7 +337,7 @@ def test_an_empty_gallery_on_a_phone_in_the_dark(browser, tmp_path, shoot):
             page.click("#enrol button")
             says(page, "#verdict .who", "first")
             page.tap("#tab-explore")
-            says(page, "#confused-said", "two labels")
+            says(page, "#confused-note", "two labels")
     finally:
         served.stop()
 
@@ -384,21 +384,21 @@ def test_the_token_is_asked_for(browser, tmp_path, shoot):
         served.stop()
 
 
-# --- layout: what can be seen, asked of the browser
+# --- layout, as the browser reports it
 
-# Words that stand on two lines, of all that is visible; - _ / and . are places where a name may be broken.
-BROKEN = """() => { const found = [], range = document.createRange();
+# Visible words that are broken over two lines; names may be broken at - _ / and .
+BROKEN = """() => { const broken = [], range = document.createRange();
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walk.nextNode(); node; node = walk.nextNode()) {
     if (!node.parentElement.checkVisibility() || node.parentElement.closest("script, style, pre, svg")) continue;
     for (const word of node.data.matchAll(/[^\\s\\-_\\/.]+/g)) {
       range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
       const boxes = [...range.getClientRects()].filter((one) => one.width > 0);
-      if (new Set(boxes.map((one) => Math.round(one.top))).size > 1) found.push(word[0]);
+      if (new Set(boxes.map((one) => Math.round(one.top))).size > 1) broken.push(word[0]);
     } }
-  return found; }"""
+  return broken; }"""
 FACES = "(faces) => faces.map((one) => { const r = one.getBoundingClientRect(); return [r.left, r.top, r.height]; })"
-# Names in a chart that stand over one another, or over the outline of a bar.
+# Names in a chart that overlap each other, or the outline of a bar.
 MET = """(plots) => plots.flatMap((plot) => { const met = [];
   const boxes = [...plot.querySelectorAll("text")].map((one) => [one.textContent, one.getBoundingClientRect()]);
   const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
@@ -409,7 +409,7 @@ MET = """(plots) => plots.flatMap((plot) => { const met = [];
 
 
 def in_line(page, place):
-    """Faces of a row have one top, whatever stands under them."""
+    """Faces of a row have the same top, whatever is below them."""
     faces = page.eval_on_selector_all(f"{place} .face", FACES)
     columns = len({round(left) for left, _, _ in faces})
     rows = [{round(top) for _, top, _ in faces[i : i + columns]} for i in range(0, len(faces), columns)]
@@ -431,13 +431,13 @@ def test_long_labels_stay_whole_and_faces_stand_in_line(browser, tmp_path, shoot
             page.wait_for_selector("#map[data-points='32']")
             page.focus("#map")
             page.keyboard.press("Enter")
-            says(page, "#chosen h3 >> nth=0", "32 items chosen")
-            faces(page, "#chosen .one", 32)
-            in_line(page, "#chosen .items:not(#around)")
+            says(page, "#selected h3 >> nth=0", "32 items selected")
+            faces(page, "#selected .one", 32)
+            in_line(page, "#selected .items:not(#around)")
             assert page.evaluate(BROKEN) == []
             box, last = (
                 page.locator(one).bounding_box()
-                for one in ("#chosen .items >> nth=0", "#chosen .items >> nth=0 >> .one >> nth=-1")
+                for one in ("#selected .items >> nth=0", "#selected .items >> nth=0 >> .one >> nth=-1")
             )
             assert last["y"] + last["height"] <= box["y"] + box["height"] + 1, "the last row is not cut"
             assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
@@ -447,7 +447,7 @@ def test_long_labels_stay_whole_and_faces_stand_in_line(browser, tmp_path, shoot
 
 
 def a_report():
-    """Three metrics close to one another, names that are long, heaps that are one: where a page gets narrow."""
+    """Three similar metrics, long names, overlapping clusters: a hard case for a narrow page."""
     names = [*LONG, "001.Brewer_Blackbird", "Chuck-will's-widow"]
     part = {"classes": 429, "smallest": f"{LONG[0]} (41)", "largest": "American_Three_toed_Woodpecker (60)"}
     parts = {"train": {"items": 18_580, **part}, "val": {"items": 960, **part}, "test": {"items": 9_520, **part}}
@@ -456,7 +456,7 @@ def a_report():
         | {"val": {"map@r": 0.05 * e, "recall@1": 0.06 * e, "r_precision": 0.052 * e}}
         for e in range(1, 9)
     ]
-    return report_page.page(made(classes=names, history=history, data={"items": 29_060, "parts": parts}))
+    return run_report.page(made(classes=names, history=history, data={"items": 29_060, "parts": parts}))
 
 
 @pytest.mark.parametrize("size, scheme", [(DESKTOP, "dark"), (PHONE, "light")], ids=["wide", "narrow"])

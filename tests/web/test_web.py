@@ -1,4 +1,4 @@
-"""The service: every address with good and bad requests, its door, its lines, and a real server under load."""
+"""The service: every address with good and bad requests, its middleware, its queues, and a real server under load."""
 
 import asyncio
 import http.client
@@ -33,8 +33,8 @@ from nearkin.web import demo
 from nearkin.web.access import Access, is_loopback
 from nearkin.web.explore import Explorer, flat_by_pca, hues
 from nearkin.web.middleware import Limits
-from nearkin.web.queue import Line
-from nearkin.web.request_log import Journal
+from nearkin.web.queue import BatchQueue
+from nearkin.web.request_log import request_logger
 
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
 pytest.importorskip("httpx2", reason="its tests need httpx2")
@@ -46,19 +46,19 @@ ROOT = "http://127.0.0.1"
 
 
 def a_run(folder: Path) -> Path:
-    """The folder of an encoder as training leaves it: untrained, calibrated by hand so that only twins are the same."""
+    """A run folder with an untrained encoder, calibrated by hand so that only identical pictures are the same."""
     encoder = models.build("small-cnn", channels=1, size=16, width=4, dim=8, seed=0)
-    how = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
-    models.save(encoder, folder, how)
-    said = {"encoder": encoder_info(folder).fingerprint} | calibration_by_hand(
+    preparation = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
+    models.save(encoder, folder, preparation)
+    calibration = {"encoder": encoder_info(folder).fingerprint} | calibration_by_hand(
         {0.9: (0.005, 0.9), 0.999: (0.001, 0.5)}, {0.0: -20, 0.99: -4, 0.999: 9, 1.0: 14}
     )
-    (folder / results.FILE).write_text(json.dumps(said))
+    (folder / results.FILE).write_text(json.dumps(calibration))
     return folder
 
 
 def picture(n: int, kind: str = "PNG", size: tuple[int, int] = (24, 20)) -> bytes:
-    """Blobs on noise, another for each n."""
+    """A blob on noise, different for each n."""
     draw = np.random.default_rng(n)
     pixels = draw.integers(0, 80, (size[1], size[0]), dtype=np.uint8)
     x, y = draw.integers(0, size[0] - 8), draw.integers(0, size[1] - 8)
@@ -81,7 +81,7 @@ def gallery(run, tmp_path):
 
 
 def client_of(gallery, token=None, limits=None, stream=None, **options):
-    app = build(gallery, access=Access(token), limits=limits, journal=Journal(stream or io.StringIO()), **options)
+    app = build(gallery, access=Access(token), limits=limits, log=request_logger(stream or io.StringIO()), **options)
     return TestClient(app, base_url=ROOT, raise_server_exceptions=False)
 
 
@@ -102,32 +102,32 @@ def refused(answer, status, words=""):
     return answer
 
 
-# ---- what is answered
+# ---- answers
 
 
 def test_search_gives_what_the_gallery_gives(client, gallery):
-    found = client.post("/api/search?k=5", files=item(picture(7)))
-    assert found.status_code == 200
-    assert found.json()["hits"] == [json.loads(json.dumps(hit._asdict())) for hit in gallery.search(picture(7), 5)]
-    assert found.json()["hits"][0]["id"] == 8 and found.json()["hits"][0]["metadata"] == {"place": "pond"}
-    only = client.post("/api/search", params={"filter": '{"label": ["kind 0", "kind 1"]}'}, files=item(picture(7)))
-    assert {hit["label"] for hit in only.json()["hits"]} == {"kind 0", "kind 1"}
+    answer = client.post("/api/search?k=5", files=item(picture(7)))
+    assert answer.status_code == 200
+    assert answer.json()["hits"] == [json.loads(json.dumps(hit._asdict())) for hit in gallery.search(picture(7), 5)]
+    assert answer.json()["hits"][0]["id"] == 8 and answer.json()["hits"][0]["metadata"] == {"place": "pond"}
+    filtered = client.post("/api/search", params={"filter": '{"label": ["kind 0", "kind 1"]}'}, files=item(picture(7)))
+    assert {hit["label"] for hit in filtered.json()["hits"]} == {"kind 0", "kind 1"}
 
 
 def test_identify_says_who_or_unknown(client, gallery):
-    found = client.post("/api/identify?hits=3", files=item(picture(4))).json()
-    assert found["label"] == "kind 1" and found["confidence"] > 0.9 and len(found["hits"]) == 3
-    assert {k: v for k, v in found.items() if k != "hits"} == json.loads(
+    identity = client.post("/api/identify?hits=3", files=item(picture(4))).json()
+    assert identity["label"] == "kind 1" and identity["confidence"] > 0.9 and len(identity["hits"]) == 3
+    assert {k: v for k, v in identity.items() if k != "hits"} == json.loads(
         json.dumps(
             gallery.identify(picture(4))._asdict()
             | {"candidates": [c._asdict() for c in gallery.identify(picture(4)).candidates]}
         )
     )
-    flat = io.BytesIO()
-    Image.new("L", (16, 16), 255).save(flat, "PNG")
-    strange = client.post("/api/identify", files=item(flat.getvalue())).json()
-    assert strange["label"] is None and strange["confidence"] > 0.3 and strange["hits"] == []
-    assert [one["label"] for one in strange["candidates"]] and strange["classes"] == 60
+    blank = io.BytesIO()
+    Image.new("L", (16, 16), 255).save(blank, "PNG")
+    unknown = client.post("/api/identify", files=item(blank.getvalue())).json()
+    assert unknown["label"] is None and unknown["confidence"] > 0.3 and unknown["hits"] == []
+    assert [one["label"] for one in unknown["candidates"]] and unknown["classes"] == 60
     assert client.post("/api/identify?far=0.1", files=item(picture(4))).json()["far"] == 0.1
     assert client.post("/api/identify?far=0.02", files=item(picture(4))).json()["threshold"] == 0.999
     refused(
@@ -164,13 +164,31 @@ def test_a_new_label_is_recognised_at_once_and_can_be_changed_and_removed(client
 
 def test_vectors_in_json(client, gallery):
     vector = gallery.vectors([5])[0].tolist()
-    assert client.post("/api/search?k=1", json={"item": vector}).json()["hits"][0]["id"] == 5
-    assert client.post("/api/verify", json={"a": vector, "b": vector}).json()["same"] is True
-    made = client.post("/api/enrol", json={"items": [vector, vector[::-1]], "label": "v", "metadata": {"n": 1}})
+    assert client.post("/api/vectors/search?k=1", json={"item": vector}).json()["hits"][0]["id"] == 5
+    assert client.post("/api/vectors/verify", json={"a": vector, "b": vector}).json()["same"] is True
+    made = client.post("/api/vectors/enrol", json={"items": [vector, vector[::-1]], "label": "v", "metadata": {"n": 1}})
     assert made.json()["added"] == 2
     refused(client.get("/api/items/13/thumbnail"), 404, "has no picture")
-    refused(client.post("/api/search", json={"item": vector[:3]}), 422, "8 dimensions")
-    refused(client.post("/api/search", json={"item": [0.0] * 8}), 422, "all 0")
+    refused(client.post("/api/vectors/search", json={"item": vector[:3]}), 422, "8 dimensions")
+    refused(client.post("/api/vectors/search", json={"item": [0.0] * 8}), 422, "all 0")
+
+
+def test_enroll_is_enrol(client, gallery):
+    made = client.post("/api/enroll", files=[("items", ("a.png", picture(50)))], data={"label": "new"})
+    assert made.json() == {"ids": [13], "added": 1, "known": 0}
+    vector = (-gallery.vectors([5])[0]).tolist()
+    made = client.post("/api/vectors/enroll", json={"items": [vector], "label": "new"})
+    assert made.json() == {"ids": [14], "added": 1, "known": 0}
+
+
+def test_no_upload_is_written_to_disk(client, gallery, monkeypatch):
+    """Files of a form stay in memory up to the limit of a body, far beyond Starlette's 1 MiB."""
+    import tempfile
+
+    monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", lambda *_: 1 / 0)
+    large = picture(7, "BMP", (1600, 1500))
+    assert len(large) > 2 * 2**20
+    assert client.post("/api/search?k=1", files=item(large)).status_code == 200
 
 
 def test_stats_labels_health(client):
@@ -183,16 +201,16 @@ def test_stats_labels_health(client):
 
 
 def test_map_diagnosis_neighbours(client, gallery):
-    found = client.get("/api/map").json()
-    assert found["ids"] == list(range(1, 13)) and found["labels"] == [f"kind {n}" for n in range(4)]
-    assert all(0 <= v <= 1 for v in found["x"] + found["y"]) and len(found["hues"]) == 4
+    map = client.get("/api/map").json()
+    assert map["ids"] == list(range(1, 13)) and map["labels"] == [f"kind {n}" for n in range(4)]
+    assert all(0 <= v <= 1 for v in map["x"] + map["y"]) and len(map["hues"]) == 4
     assert client.get("/api/map?method=tsne").status_code in (200, 422)  # 422 where openTSNE is not installed
     refused(client.get("/api/map?method=umap"), 422, "method")
     around = client.post("/api/neighbours", json={"ids": [1, 2, 3], "k": 4}).json()
     assert [one["id"] for one in around["chosen"]] == [1, 2, 3] and len(around["hits"]) == 4
     middle = gallery.vectors([1, 2, 3]).astype(np.float64).mean(0)
-    wanted = [hit.id for hit in gallery.search(middle, 12) if hit.id > 3][:4]
-    assert [one["id"] for one in around["hits"]] == wanted
+    nearest = [hit.id for hit in gallery.search(middle, 12) if hit.id > 3][:4]
+    assert [one["id"] for one in around["hits"]] == nearest
     refused(client.post("/api/neighbours", json={"ids": [77]}), 404)
     diagnosis = client.get("/api/diagnosis").json()
     assert diagnosis["looked_at"] == 12 and diagnosis["confusions"]
@@ -220,8 +238,8 @@ def test_a_wrong_label_is_suspected_and_gone_after_relabelling(run, tmp_path):
 def test_an_empty_gallery_answers(run, tmp_path):
     with Gallery.open(tmp_path / "e.gallery", run) as gallery, client_of(gallery) as client:
         assert client.post("/api/search", files=item(picture(1))).json() == {"hits": []}
-        found = client.post("/api/identify", files=item(picture(1))).json()
-        assert found["label"] is None and found["note"] == "nothing is enrolled"
+        identity = client.post("/api/identify", files=item(picture(1))).json()
+        assert identity["label"] is None and identity["note"] == "nothing is enrolled"
         assert client.get("/api/map").json()["ids"] == []
         assert "two labels" in client.get("/api/diagnosis").json()["note"]
 
@@ -230,21 +248,21 @@ def test_the_page_is_served_whole_and_asks_nobody_else(client):
     page = client.get("/")
     assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
     addresses = re.findall(r'(?:src|href)="(/[^"]+)"', page.text)
-    assert sorted(addresses) == ["/page/look.css", "/page/map.js", "/page/script.js", "/page/style.css"]
+    assert sorted(addresses) == ["/page/map.js", "/page/report.css", "/page/script.js", "/page/style.css"]
     for address in addresses:
-        found = client.get(address)
-        assert found.status_code == 200 and found.content
-        assert not re.search(r"https?://|@import|\bstyle=", found.text), address
+        answer = client.get(address)
+        assert answer.status_code == 200 and answer.content
+        assert not re.search(r"https?://|@import|\bstyle=", answer.text), address
     assert not re.search(r"https?://|<script>|\bstyle=", page.text)
     for path in ("/page/..%2f..%2fapp.py", "/page/../app.py", "/page//etc/passwd", "/page/index.html", "/etc/passwd"):
         refused(client.get(path), 404)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A whole, tiny PNG file that says it is that large."""
+    """A complete, tiny PNG file whose header claims that size."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -258,7 +276,7 @@ BAD_PICTURES = [
     (picture(1)[:150], 422, "truncated"),
     (picture(1, "JPEG")[:300], 422, ""),
     (b"", 400, "empty"),
-    (b"%!PS-Adobe-3.0 EPSF-3.0", 415, "no format"),
+    (b"%!PS-Adobe-3.0 EPSF-3.0", 415, "no supported format"),
     (b"GIF89a" + b"\xff" * 40, 422, ""),
     (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415, "PNG"),
 ]
@@ -273,8 +291,9 @@ def test_bad_pictures_are_one_sentence_and_spare_the_others(client, content, sta
     assert client.get("/api/stats").json()["rows"] == 12  # all or none
 
 
+JSON = {"content-type": "application/json"}
 BAD_REQUESTS = [
-    ("/api/search", {}, 415, "multipart/form-data or application/json"),
+    ("/api/search", {}, 415, "multipart/form-data, got no type; /api/vectors/… takes vectors as application/json"),
     ("/api/search", {"content": b"x", "headers": {"content-type": "text/plain"}}, 415, "text/plain"),
     ("/api/search", {"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "boundary"),
     ("/api/search", {"content": b"x", "headers": {"content-type": b"multipart/form-data; boundary=\xe9"}}, 400, ""),
@@ -283,13 +302,13 @@ BAD_REQUESTS = [
     ("/api/search", {"files": [("item", picture(1)), ("item", picture(2))]}, 400, "got 2"),
     ("/api/search", {"data": {"item": "text"}, "files": {"x": b"1"}}, 415, ""),
     ("/api/search", {"files": [("item", picture(1))] * 40}, 400, "Too many files"),
-    ("/api/search", {"content": b"{", "headers": {"content-type": "application/json"}}, 400, "must be JSON"),
-    ("/api/search", {"content": b"[" * 99_999, "headers": {"content-type": "application/json"}}, 400, "must be JSON"),
-    ("/api/search", {"json": [1, 2]}, 400, "JSON object"),
-    ("/api/search", {"json": {"item": "abc"}}, 400, "numbers"),
-    ("/api/search", {"json": {"item": [1, True]}}, 400, "numbers only"),
-    ("/api/search", {"json": {"item": [10**400] * 8}}, 400, "float64"),
-    ("/api/search", {"content": b'{"item": [1e999]}', "headers": {"content-type": "application/json"}}, 422, ""),
+    ("/api/vectors/search", {"content": b"{", "headers": JSON}, 400, "must be JSON"),
+    ("/api/vectors/search", {"content": b"[" * 99_999, "headers": JSON}, 400, "must be JSON"),
+    ("/api/vectors/search", {"json": [1, 2]}, 400, "JSON object"),
+    ("/api/vectors/search", {"json": {"item": "abc"}}, 400, "numbers"),
+    ("/api/vectors/search", {"json": {"item": [1, True]}}, 400, "numbers only"),
+    ("/api/vectors/search", {"json": {"item": [10**400] * 8}}, 400, "float64"),
+    ("/api/vectors/search", {"content": b'{"item": [1e999]}', "headers": JSON}, 422, ""),
     ("/api/search?k=0", {"files": item(picture(1))}, 422, "k: "),
     ("/api/search?k=99999999999999999999", {"files": item(picture(1))}, 422, "k: "),
     ("/api/search?filter=[1]", {"files": item(picture(1))}, 400, "filter must be a JSON object"),
@@ -301,7 +320,8 @@ BAD_REQUESTS = [
     ("/api/enrol", {"files": {"items": picture(70)}, "data": {"label": "a\0b"}}, 422, "without NUL"),
     ("/api/enrol", {"files": {"items": picture(70)}, "data": {"label": "x" * 70_000}}, 400, ""),
     ("/api/enrol", {"files": {"items": picture(70)}, "data": {"label": "a", "metadata": "3"}}, 400, "metadata"),
-    ("/api/enrol", {"json": {"items": [[1.0] * 8], "label": 7}}, 422, "label must be"),
+    ("/api/vectors/enrol", {"json": {"items": [[1.0] * 8], "label": 7}}, 422, "label: "),
+    ("/api/vectors/enrol", {"json": {"items": [[1.0] * 8] * 33, "label": "a"}}, 400, "at most 32 vectors, got 33"),
     ("/api/relabel", {"json": {"ids": [1], "label": ""}}, 422, "label: "),
     (
         "/api/relabel",
@@ -334,6 +354,7 @@ def test_bad_addresses(client):
 OPERATIONS = [
     ("POST", f"/api/{name}") for name in ("search", "identify", "verify", "enrol", "remove", "relabel", "neighbours")
 ]
+OPERATIONS += [("POST", f"/api/vectors/{name}") for name in ("search", "identify", "verify", "enrol")]
 OPERATIONS += [
     ("GET", f"/api/{name}")
     for name in ("items/1", "items/1/thumbnail", "labels", "stats", "health", "map", "diagnosis")
@@ -406,10 +427,10 @@ def test_bodies_are_counted_as_they_arrive(gallery):
 
 
 def test_uploads_together_are_bounded(gallery):
-    with client_of(gallery, limits=Limits(held=1000)) as client:
-        busy = refused(client.post("/api/search", files=item(picture(1, "BMP", (64, 64)))), 503, "come again")
+    with client_of(gallery, limits=Limits(total_body=1000)) as client:
+        busy = refused(client.post("/api/search", files=item(picture(1, "BMP", (64, 64)))), 503, "try again later")
         assert busy.headers["retry-after"] == "1"
-        assert client.post("/api/search", files=item(picture(1))).status_code == 200  # what was held is let go
+        assert client.post("/api/search", files=item(picture(1))).status_code == 200  # their memory is free again
     with client_of(gallery, limits=Limits(requests=1)) as client:
         assert client.get("/api/health").status_code == 200
 
@@ -426,16 +447,16 @@ def test_a_body_that_does_not_come_is_not_waited_for(gallery):
 
         headers = [(b"host", b"localhost"), (b"content-type", b"multipart/form-data; boundary=q")]
         scope = {"type": "http", "method": "POST", "path": "/api/search", "headers": headers, "query_string": b""}
-        door = build(gallery, limits=Limits(seconds=0.05), journal=Journal(io.StringIO()))
-        await door(scope | {"http_version": "1.1", "scheme": "http", "client": ("x", 1)}, receive, send)
-        assert door.inside == 0 and door.held == 0
+        guarded = build(gallery, limits=Limits(seconds=0.05), log=request_logger(io.StringIO()))
+        await guarded(scope | {"http_version": "1.1", "scheme": "http", "client": ("x", 1)}, receive, send)
+        assert guarded.active == 0 and guarded.total_body == 0
 
     asyncio.run(main())
     assert sent[0]["status"] == 408 and b"0.05 seconds" in sent[1]["body"]
 
 
 def endless_form(endless):
-    """TestClient collects what a generator yields, so there it ends after 300,000 bytes; the real server gets more."""
+    """TestClient collects all of a generator, so it ends after 300,000 bytes; the real server gets more."""
     yield b'--q\r\nContent-Disposition: form-data; name="item"; filename="a"\r\n\r\n'
     for n, part in enumerate(endless()):
         if n > 30:
@@ -465,73 +486,73 @@ def test_a_fault_of_ours_is_500_with_an_id_that_is_in_the_log(gallery, monkeypat
         assert refused(client.get("/api/stats"), 503, "another writes").headers["retry-after"] == "1"
 
 
-# ---- lines
+# ---- queues
 
 
 def test_a_line_batches_in_order_and_gives_each_its_own():
-    seen, gate = [], threading.Event()
+    sizes, gate = [], threading.Event()
 
-    def see(items):
+    def process(items):
         gate.wait()
-        seen.append(len(items))
+        sizes.append(len(items))
         return [ValueError(f"{one} is bad") if one < 0 else one * 10 for one in items]
 
     async def main():
-        line = Line("test", see, batch=8, queue=100)
-        asked = [asyncio.create_task(line.ask(sum, [n, n])) for n in (1, 2, -3, 4, 5, 6)]
+        queue = BatchQueue("test", process, batch=8, queue=100)
+        tasks = [asyncio.create_task(queue.submit(sum, [n, n])) for n in (1, 2, -3, 4, 5, 6)]
         await asyncio.sleep(0.05)
         gate.set()
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        line.close()
-        return found
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        queue.close()
+        return results
 
-    found = asyncio.run(main())
-    assert [one for one in found if not isinstance(one, ValueError)] == [20, 40, 80, 100, 120]
-    assert str(found[2]) == "-3 is bad"
-    assert sum(seen) == 12 and max(seen) == 8  # several jobs in one call, never more than a batch
+    results = asyncio.run(main())
+    assert [one for one in results if not isinstance(one, ValueError)] == [20, 40, 80, 100, 120]
+    assert str(results[2]) == "-3 is bad"
+    assert sum(sizes) == 12 and max(sizes) == 8  # several jobs per call, never more than a batch
 
 
 def test_a_full_line_sends_away_at_once_and_recovers():
     gate = threading.Event()
 
     async def main():
-        line = Line("test", queue=3)
-        first = asyncio.create_task(line.ask(lambda _: gate.wait(10)))
-        await asyncio.sleep(0.05)  # it is taken, and waits no more
-        others = [asyncio.create_task(line.ask(lambda _: 7)) for _ in range(3)]
+        queue = BatchQueue("test", queue=3)
+        first = asyncio.create_task(queue.submit(lambda _: gate.wait(10)))
+        await asyncio.sleep(0.05)  # it is running, no longer waiting
+        others = [asyncio.create_task(queue.submit(lambda _: 7)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
-            await asyncio.wait_for(line.ask(lambda _: 8), 2)
+            await asyncio.wait_for(queue.submit(lambda _: 8), 2)
         others[0].cancel()
         gate.set()
         assert await first and await asyncio.gather(*others[1:]) == [7, 7]
-        assert await line.ask(lambda _: 9) == 9
-        line.close()
+        assert await queue.submit(lambda _: 9) == 9
+        queue.close()
         with pytest.raises(QueueFull):
-            await line.ask(lambda _: 8)
+            await queue.submit(lambda _: 8)
 
     asyncio.run(main())
 
 
 def test_a_full_service_says_when_to_come_again(gallery, monkeypatch):
     gate, before = threading.Event(), gallery.see
-    monkeypatch.setattr(gallery, "see", lambda *given: (gate.wait(), before(*given))[1])
+    monkeypatch.setattr(gallery, "see", lambda *arguments: (gate.wait(), before(*arguments))[1])
     with client_of(gallery, limits=Limits(queue=2, batch=1)) as client:
-        found = []
+        answers = []
         threads = [
-            threading.Thread(target=lambda: found.append(client.post("/api/search", files=item(picture(1)))))
+            threading.Thread(target=lambda: answers.append(client.post("/api/search", files=item(picture(1)))))
             for _ in range(12)
         ]
         for thread in threads:
             thread.start()
-        while len(found) < 9:
+        while len(answers) < 9:
             time.sleep(0.01)
         gate.set()
         for thread in threads:
             thread.join()
-        statuses = [one.status_code for one in found]
+        statuses = [one.status_code for one in answers]
         assert statuses.count(200) == 3 and statuses.count(503) == 9
-        assert all(one.headers["retry-after"] == "1" for one in found if one.status_code == 503)
+        assert all(one.headers["retry-after"] == "1" for one in answers if one.status_code == 503)
         assert client.post("/api/search", files=item(picture(1))).status_code == 200
 
 
@@ -556,8 +577,8 @@ def test_labels_side_by_side_have_other_hues():
 def test_large_galleries_are_looked_at_evenly(run, tmp_path):
     with Gallery.open(tmp_path / "v.gallery", run) as gallery:
         gallery.enrol(np.random.default_rng(0).normal(size=(95, 8)), [f"c{i % 7}" for i in range(95)])
-        found = Explorer(gallery, most=20).map("pca")
-        assert found["rows"] == 95 and found["ids"] == list(range(1, 96, 5))
+        map = Explorer(gallery, most=20).map("pca")
+        assert map["rows"] == 95 and map["ids"] == list(range(1, 96, 5))
 
 
 # ---- the demo
@@ -575,7 +596,7 @@ def test_the_demo_enrols_characters_once(run, tmp_path, monkeypatch):
     folder, place = demo.prepared()
     assert folder == Path("runs/glyphs-2")
     with Gallery.open(place, folder) as gallery:
-        assert gallery.labels() == dict.fromkeys(names, demo.EACH)
+        assert gallery.labels() == dict.fromkeys(names, demo.PER_CHARACTER)
         assert "cyrillic capital letter zhe" in gallery.get(5).name and gallery.get(5).metadata["half"]
         gallery.remove(1)
     demo.prepared()
@@ -588,7 +609,7 @@ def test_the_demo_enrols_characters_once(run, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def served(run, tmp_path_factory):
-    """`nearkin serve` in a process of its own: its address, its process, its log."""
+    """`nearkin serve` in its own process: address, process, log."""
     folder = tmp_path_factory.mktemp("served")
     with Gallery.open(folder / "g.gallery", run) as gallery:
         gallery.enrol([picture(n) for n in range(30)], [f"kind {n // 3}" for n in range(30)])
@@ -634,7 +655,7 @@ def resident(process) -> int:
 
 
 def crowd(address, clients, seconds):
-    """Clients that ask without pause: statuses, milliseconds, and what broke."""
+    """Clients that send requests without pause: statuses, seconds, and errors."""
     statuses, times, broken, until = [], [], [], time.monotonic() + seconds
 
     def one(n):
@@ -699,7 +720,7 @@ def test_an_endless_body_is_refused_while_it_comes(served):
 
 
 def test_a_refused_upload_hears_why(served):
-    """The answer reaches a sender that is still sending: the connection is not reset under it."""
+    """The answer reaches a client that is still sending: the connection is not reset."""
     with connect(served[0]) as connection:
         status, body = sent(connection, bytes(20 * 2**20), form_of(b"")[1])
     assert status == 413 and b"16,777,216 bytes" in body
@@ -745,30 +766,31 @@ def test_the_command_refuses_in_one_sentence(run, tmp_path):
 
     from nearkin.cli import app
 
-    def said(*given):
-        found = CliRunner().invoke(app, ["serve", *map(str, given)])
-        assert found.exit_code == 2, found.output
-        return found.output
+    def refusal(*arguments):
+        result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
+        assert result.exit_code == 2, result.output
+        return result.output
 
-    assert "a token is needed" in said(run, "--gallery", tmp_path / "g", "--host", "0.0.0.0")
-    assert "serve needs a run and a gallery" in said(run)
-    assert "not a finished run" in said(tmp_path, "--gallery", tmp_path / "g")
+    assert "a token is needed" in refusal(run, "--gallery", tmp_path / "g", "--host", "0.0.0.0")
+    assert "serve needs a run and a gallery" in refusal(run)
+    assert "not a finished run" in refusal(tmp_path, "--gallery", tmp_path / "g")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "take another with --port" in said(run, "--gallery", tmp_path / "g", "--port", taken.getsockname()[1])
-    assert "leave --gallery out" in said("--demo", "--gallery", "x")
+        port = taken.getsockname()[1]
+        assert "choose another with --port" in refusal(run, "--gallery", tmp_path / "g", "--port", port)
+    assert "leave --gallery out" in refusal("--demo", "--gallery", "x")
 
 
 def test_schemathesis_finds_no_fault(served, tmp_path):
-    """Thousands of odd requests made from the OpenAPI description: no 5xx but 503, every answer as described."""
+    """Thousands of odd requests from the OpenAPI description: no 5xx but 503, every answer as described."""
     tool = Path(sys.executable).with_name("schemathesis")
     if not tool.exists():
         pytest.skip("no schemathesis here: pip install schemathesis")
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     options = ["--phases", "coverage,fuzzing", "--max-examples", "3", "--max-time", "7", "--no-color", "--seed", "1"]
     options += ["--generation-database", "none"]
-    found = subprocess.run(
+    result = subprocess.run(
         [tool, "run", served[0] + "openapi.json", "--checks", checks, *options],
         capture_output=True, text=True, cwd=tmp_path, timeout=120,
     )  # fmt: skip
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
-    assert "14 selected" in found.stdout
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert "18 selected" in result.stdout

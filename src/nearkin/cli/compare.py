@@ -194,11 +194,11 @@ class ComparisonCallback:
         self.bars.update(self.task, completed=event["done"], total=event["total"], status=status)
 
     def on_chosen(self, event: dict[str, Any]) -> None:
-        search = event["found"]
-        default = search.trials[0].value
-        setting = "  ".join(f"{key.partition('.')[2]} {value}" for key, value in search.best.setting.items())
-        best, usual = (shown("map@r", value, " %") for value in (search.best.value, default))
-        self._print(f"{search.loss}: validation map@r {best} (default {usual})  {setting}")
+        result = event["result"]
+        default = result.trials[0].value
+        setting = "  ".join(f"{key.partition('.')[2]} {value}" for key, value in result.best.setting.items())
+        best, usual = (shown("map@r", value, " %") for value in (result.best.value, default))
+        self._print(f"{result.loss}: validation map@r {best} (default {usual})  {setting}")
 
     def on_testing(self, event: dict[str, Any]) -> None:
         self.bars.update(self.task, description="testing", total=None, status="")

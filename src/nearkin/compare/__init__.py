@@ -1,4 +1,4 @@
-"""Which loss is best on one's own data: the same for all, searched for each, tested once."""
+"""The fair comparison of losses: the same protocol for all, settings searched for each, tested once."""
 
 from nearkin.compare.comparison import Comparison, compare
 from nearkin.compare.plan import seconds

@@ -1,5 +1,8 @@
-"""Who does the jobs: this process, or several of its own making. Each opens the bench itself, and every training on a
-CPU has one thread, so that how many there are changes nothing but the time."""
+"""Runs jobs in this process or in a pool of processes, and the searches of all losses side by side.
+
+Each process opens the setup itself, and every training on a CPU has one thread: the number of processes changes
+nothing but the time.
+"""
 
 import multiprocessing as mp
 import os
@@ -8,63 +11,60 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
-from nearkin.compare import test_stage, trial
-from nearkin.compare.protocol import Bench, Job, Opened, open_bench
+from nearkin.compare import final_evaluation, trial
+from nearkin.compare.loss_search import JobGenerator, LossResult
+from nearkin.compare.protocol import Job, Setup, TestSet, open_setup
+from nearkin.compare.study import Study
 from nearkin.core.errors import OutOfTime
 from nearkin.training.config.recipe import Recipe
 
-__all__ = ["Hands", "Here", "Many", "hands"]
+__all__ = ["Executor", "InProcess", "ProcessPool", "Schedule", "make_executor", "run_all"]
 
-_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "OSError": ValueError}
+Callback = Callable[[dict[str, Any]], None]
 
 
-class Hands(Protocol):
-    """Takes jobs, gives results in whatever order they come."""
+class Executor(Protocol):
+    """Takes jobs and returns their results in any order."""
 
     def submit(self, job: Job) -> None: ...
     def free(self) -> int:
-        """How many jobs can be submitted that would begin at once."""
+        """How many jobs could start at once."""
 
     def wait(self, deadline: float | None) -> list[tuple[Job, Any]]:
-        """Some finished jobs; `OutOfTime` when the clock (`time.monotonic`) passes the deadline first."""
+        """Some finished jobs; `OutOfTime` if the clock (`time.monotonic`) passes the deadline first."""
 
     def close(self) -> None: ...
 
 
-class Place(NamedTuple):
-    """What a worker needs to open the bench: plain values."""
-
-    recipe: dict[str, Any]
-    models: str
-
-
-def hands(bench: Bench, models: Path, jobs: int | None) -> tuple[Hands, int]:
-    """This process for one job at a time, others for more; without a wish one a core, or one a GPU."""
-    on = bench.asked.device
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; workers inherit it
-    count = jobs or (torch.cuda.device_count() if on.type == "cuda" else _cores())
+def make_executor(setup: Setup, models: Path, jobs: int | None) -> tuple[Executor, int]:
+    """This process for one job at a time, a pool for more; by default one process per core or per GPU."""
+    device = setup.requested.device
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; worker processes inherit it
+    count = jobs or (torch.cuda.device_count() if device.type == "cuda" else _available_cores())
     if count == 1:
-        return Here(bench, models), 1
-    return Many(count, Place(bench.asked.model_dump(exclude_unset=True), str(models)), on.type == "cuda"), count
+        return InProcess(setup, models), 1
+    arguments = _WorkerArguments(setup.requested.model_dump(exclude_unset=True), str(models), device.type == "cuda")
+    return ProcessPool(count, arguments), count
 
 
-def _cores() -> int:
-    """Those that this process may use."""
+def _available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Here:
+class InProcess:
     """This process, one job after the other."""
 
-    def __init__(self, bench: Bench, models: Path) -> None:
-        self._desk, self._waiting = _Desk(bench, models), deque[Job]()
+    def __init__(self, setup: Setup, models: Path) -> None:
+        self._worker, self._waiting = _Worker(setup, models), deque[Job]()
 
     def submit(self, job: Job) -> None:
         self._waiting.append(job)
@@ -73,119 +73,118 @@ class Here:
         return 1 - len(self._waiting)
 
     def wait(self, deadline: float | None) -> list[tuple[Job, Any]]:
-        def alive() -> None:
+        def check_time() -> None:
             if deadline is not None and time.monotonic() > deadline:
                 raise OutOfTime
 
-        alive()
+        check_time()
         job = self._waiting.popleft()
         with _one_thread():
-            return [(job, self._desk.done(job, alive))]
+            return [(job, self._worker.run(job, check_time))]
 
     def close(self) -> None:
         self._waiting.clear()
 
 
-class Many:
-    """Processes that were started for this and end with it, whatever ends it."""
+class _WorkerArguments(NamedTuple):
+    """What a worker process needs to open the setup: plain values."""
 
-    def __init__(self, count: int, place: Place, cuda: bool) -> None:
+    recipe: dict[str, Any]
+    models: str
+    cuda: bool
+
+
+class ProcessPool:
+    """`concurrent.futures` processes that end with this one, however it ends."""
+
+    def __init__(self, count: int, arguments: _WorkerArguments) -> None:
         context = mp.get_context("spawn")
-        self._busy: dict[Any, Job | None] = {}
-        self._processes = []
-        for i in range(count):
-            ours, theirs = context.Pipe()
-            gpu = i % torch.cuda.device_count() if cuda else None
-            process = context.Process(target=_work, args=(theirs, place, gpu), daemon=True)
-            process.start()
-            theirs.close()
-            self._busy[ours] = None
-            self._processes.append(process)
+        stop, self._stop = context.Pipe(duplex=False)  # closing our end stops workers in the middle of a job
+        number = context.Value("i", 0)
+        self._pool = futures.ProcessPoolExecutor(count, context, _start_worker, (arguments, stop, number))
+        self._count, self._running = count, dict[futures.Future[Any], Job]()
 
     def submit(self, job: Job) -> None:
-        pipe = next(pipe for pipe, busy in self._busy.items() if busy is None)
-        self._busy[pipe] = job
         try:
-            pipe.send(job)
-        except (BrokenPipeError, ConnectionError):
-            self._lost()
+            self._running[self._pool.submit(_run_job, job)] = job
+        except BrokenProcessPool:
+            _raise_lost_worker()
 
     def free(self) -> int:
-        return sum(job is None for job in self._busy.values())
+        return self._count - len(self._running)
 
     def wait(self, deadline: float | None) -> list[tuple[Job, Any]]:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        found = []
-        ready: Any = connection.wait([pipe for pipe, job in self._busy.items() if job is not None], left)
-        for pipe in ready:
-            job = self._busy[pipe]
-            assert job is not None
-            try:
-                kind, result = pipe.recv()
-            except (EOFError, ConnectionError):
-                self._lost()
-            if kind != "done":
-                raise _ERRORS.get(kind, RuntimeError)(result)
-            self._busy[pipe] = None
-            found.append((job, result))
-        if not found:
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        finished = futures.wait(self._running, seconds, futures.FIRST_COMPLETED).done
+        if not finished:
             raise OutOfTime
-        return found
+        try:
+            return [(self._running.pop(future), future.result()) for future in finished]
+        except BrokenProcessPool:
+            _raise_lost_worker()
 
     def close(self) -> None:
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.join()
-        for pipe in self._busy:
-            pipe.close()
-
-    def _lost(self) -> None:
-        raise ValueError(
-            "a worker process ended by itself (killed, or out of memory); what was finished is kept: "
-            "use fewer --jobs, and the same command goes on"
-        )
+        self._stop.close()
+        self._pool.shutdown(cancel_futures=True)
 
 
-class _Desk:
-    """The bench, and the test items once they are asked for."""
+def _raise_lost_worker() -> NoReturn:
+    raise ValueError(
+        "a worker process died (killed, or out of memory); finished trainings are saved: "
+        "the same command continues, with fewer --jobs if memory was short"
+    ) from None
 
-    def __init__(self, bench: Bench, models: Path) -> None:
-        self.bench, self.models = bench, models
-        self.opened: Opened | None = None
 
-    def done(self, job: Job, alive: Callable[[], None] = lambda: None) -> Any:
+class _Worker:
+    """The setup, and the test items once they are needed."""
+
+    def __init__(self, setup: Setup, models: Path) -> None:
+        self.setup, self.models = setup, models
+        self.test_set: TestSet | None = None
+
+    def run(self, job: Job, check_time: Callable[[], None] = lambda: None) -> Any:
         if job.stage == "measure":
-            return trial.measure(self.bench, job)
+            return trial.measure(self.setup, job)
         if job.stage == "test":
-            if self.opened is None:
-                self.opened = self.bench.opened()
-            return test_stage.test(self.bench, self.opened, job, self.models)
-        kept = test_stage.model_folder(self.models, job) if job.stage == "final" else None
-        return trial.train(self.bench, job, kept, alive)
+            if self.test_set is None:
+                self.test_set = self.setup.open_test_set()
+            return final_evaluation.evaluate_models(self.setup, self.test_set, job, self.models)
+        folder = final_evaluation.model_folder(self.models, job) if job.stage == "final" else None
+        return trial.train(self.setup, job, folder, check_time)
 
 
-def _work(pipe: Any, place: Place, gpu: int | None) -> None:
-    """The life of a worker: opens the bench, does jobs until nobody sends any."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started us
-    threading.Thread(target=_end_with, args=(mp.parent_process(),), daemon=True).start()
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
+_worker: _Worker | Exception | None = None  # of a pool's process, where it is set once by `_start_worker`
+
+
+def _start_worker(arguments: _WorkerArguments, stop: Any, number: Any) -> None:
+    """Initializes a process of the pool; an error is raised by its first job, as the pool would hide it here."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the main process
+    threading.Thread(target=_exit_with_parent, args=(mp.parent_process(), stop), daemon=True).start()
+    if arguments.cuda:
+        with number.get_lock():
+            torch.cuda.set_device(number.value % torch.cuda.device_count())
+            number.value += 1
     else:
         torch.set_num_threads(1)
     try:
-        desk = _Desk(open_bench(Recipe.model_validate(place.recipe)), Path(place.models))
-        while True:
-            pipe.send(("done", desk.done(pipe.recv())))
-    except (EOFError, BrokenPipeError, ConnectionError):
-        return
+        _worker = _Worker(open_setup(Recipe.model_validate(arguments.recipe)), Path(arguments.models))
     except Exception as error:
-        pipe.send((type(error).__name__, str(error)))
+        _worker = error
 
 
-def _end_with(parent: Any) -> None:
-    """A parent that was killed tells nobody: its worker would train on for hours."""
-    connection.wait([parent.sentinel])
+def _run_job(job: Job) -> Any:
+    if not isinstance(_worker, _Worker):
+        raise _worker or RuntimeError("the process has no setup")
+    try:
+        return _worker.run(job)
+    except OSError as error:  # a file that is gone, a full disk: input errors here
+        raise ValueError(str(error)) from None
+
+
+def _exit_with_parent(parent: Any, stop: Any) -> None:
+    """Ends the process when the main one is killed or closes the pool; its training would go on for hours."""
+    connection.wait([parent.sentinel, stop])
     os._exit(1)
 
 
@@ -197,3 +196,73 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def run_all(executor: Executor, jobs: list[Job], deadline: float | None = None) -> Iterator[tuple[Job, Any]]:
+    """Every job with its result, in the order in which they end."""
+    waiting, running = deque(jobs), 0
+    while waiting or running:
+        while waiting and executor.free():
+            executor.submit(waiting.popleft())
+            running += 1
+        for job, result in executor.wait(deadline):
+            running -= 1
+            yield job, result
+
+
+class Schedule:
+    """Runs the searches of all losses to their end. A result is saved in the study first, then sent to its search."""
+
+    def __init__(self, searches: dict[str, JobGenerator], study: Study, total: int, callback: Callback) -> None:
+        self.searches, self.study, self.total, self.callback = searches, study, total, callback
+        self.finished: dict[str, LossResult] = {}
+        self.done = 0
+        self._batch: dict[str, list[Job]] = {}  # per loss the jobs that its search waits for
+        self._results: dict[str, dict[int, Any]] = {}
+        self._queue: deque[tuple[str, int]] = deque()
+
+    def run(self, executor: Executor, deadline: float | None) -> bool:
+        """Whether everything is done; False where time ran out."""
+        for loss in self.searches:
+            self._advance(loss, None)
+        self.callback({"event": "begun", "done": self.done, "total": self.total})
+        running: dict[tuple[str, int], Job] = {}
+        try:
+            while self._queue or running:
+                while self._queue and executor.free():
+                    place = self._queue.popleft()
+                    running[place] = self._batch[place[0]][place[1]]
+                    executor.submit(running[place])
+                for job, result in executor.wait(deadline):
+                    place = next(place for place, submitted in running.items() if submitted == job)
+                    del running[place]
+                    self._add(place, job, result)
+        except OutOfTime:
+            return False
+        return True
+
+    def _add(self, place: tuple[str, int], job: Job, result: Any) -> None:
+        loss, i = place
+        self.study.add_result(job, result)
+        self._results[loss][i] = result
+        self.done += 1
+        self.callback({"event": "trained", "job": job, "result": result, "done": self.done, "total": self.total})
+        if len(self._results[loss]) == len(self._batch[loss]):
+            self._advance(loss, [self._results[loss][k] for k in range(len(self._batch[loss]))])
+
+    def _advance(self, loss: str, results: list[Any] | None) -> None:
+        """The next jobs of a search; those that the study knows are answered at once."""
+        while True:
+            try:
+                jobs = next(self.searches[loss]) if results is None else self.searches[loss].send(results)
+            except StopIteration as end:
+                self.finished[loss] = end.value
+                self.callback({"event": "chosen", "result": end.value})
+                return
+            known = {i: result for i, job in enumerate(jobs) if (result := self.study.result(job)) is not None}
+            self.done += len(known)
+            self._batch[loss], self._results[loss] = jobs, known
+            self._queue.extend((loss, i) for i in range(len(jobs)) if i not in known)
+            if len(known) < len(jobs):
+                return
+            results = [known[i] for i in range(len(jobs))]

@@ -1,9 +1,10 @@
-"""The bench on which all losses are tried: the same items, folds, encoder, batches and number of steps for each.
+"""The protocol: the same items, folds, encoder, batches and number of steps for every loss.
 
-What decides anything (`Bench`) is made of the items that are not tested and holds no others. The test items are opened
-by `Bench.opened`, which only the last stage calls.
+`Setup`, from which everything is decided, contains no test items. `Setup.open_test_set` reads them; only the last stage
+calls it.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,34 +13,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin import data
-from nearkin.compare.folds import MOST, folds
 from nearkin.core import checks
 from nearkin.data.items import Items
-from nearkin.data.splits import Parts
+from nearkin.data.splits import LEAST, Parts
 from nearkin.training.build import new_encoder
-from nearkin.training.config.defaults import settle, settle_source, split
+from nearkin.training.config.defaults import settle, settle_source
+from nearkin.training.config.defaults import split as split_items
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import LOSSES
 from nearkin.training.prepare import Prepared, check_recipe, fingerprint, item_rows
 from nearkin.training.validation import HeldOut
 
-__all__ = ["Bench", "Job", "Opened", "Shared", "comparable", "open_bench", "refuse"]
+__all__ = [
+    "MAX_FOLDS",
+    "Folds",
+    "Job",
+    "Setup",
+    "TestSet",
+    "check_comparable",
+    "comparable",
+    "make_folds",
+    "open_setup",
+]
 
-SAMPLER = "class-balanced"  # serves every loss that learns from classes
-_NOT_HERE = {
-    "training.epochs": "--steps or --budget says how long",
-    "training.batches": "--steps or --budget says how long",
+MAX_FOLDS = 64  # a training's seed is seed · 64 + fold
+SAMPLER = "class-balanced"  # suits every loss that learns from classes
+_FIXED_KEYS = {
+    "training.epochs": "--steps or --budget sets the length",
+    "training.batches": "--steps or --budget sets the length",
     "training.every": "validations are spread evenly over the steps",
-    "training.patience": "every loss is stopped by the same rule",
-    "training.seed": "--seed is that of the comparison",
-    "training.workers": "--jobs says how much is done at a time",
-    "training.deterministic": "two people must get the same table",
-    "training.log_steps": "it looks at its validations only",
+    "training.patience": "the same rule stops every loss",
+    "training.seed": "--seed sets the seed of the comparison",
+    "training.workers": "--jobs sets the number of processes",
+    "training.deterministic": "the table must be reproducible",
+    "training.log_steps": "a comparison logs its validations only",
     "training.tensorboard": "a comparison writes no run folders",
-    "training.save_minutes": "a training is kept when it is done",
+    "training.save_minutes": "a training is saved when it ends",
     "schedule.frozen_epochs": "a comparison counts steps, not epochs",
-    "data.val": "--folds says how training classes are shared out",
-    "data.closed": "a comparison is made on classes never seen",
+    "data.val": "--folds divides the training classes",
+    "data.closed": "a comparison tests on unseen classes",
     "memory.size": "not every loss can use a memory",
     "memory.warmup": "not every loss can use a memory",
     "evaluation.ks": "the table has MAP@R, R-precision and R@1",
@@ -49,9 +61,10 @@ _NOT_HERE = {
 
 
 class Job(NamedTuple):
-    """One training, as plain values: what it gives is a function of these and of the bench alone.
+    """One training as plain values; its result is a function of these and the setup alone.
 
-    setting: {"loss.margin": 0.2, "optimizer.lr": 0.001}. bar: at each validation the value below which it is hopeless.
+    setting: {"loss.margin": 0.2, "optimizer.lr": 0.001}. bar: per validation the value below which it is hopeless.
+    Names and values are hashed into the keys of saved studies.
     """
 
     stage: str  # "search", "final", "measure", "test"
@@ -59,139 +72,171 @@ class Job(NamedTuple):
     setting: dict[str, Any]
     seed: int
     fold: int
-    folds: int  # in all
+    folds: int  # in total
     steps: int
     bar: list[float] | None = None
     data: str = ""  # fingerprint of the test items, in the last stage
 
 
-class Opened(NamedTuple):
-    """The test items, as a training's own preparation would have them."""
+class TestSet(NamedTuple):
+    """The test items, prepared as for a training."""
 
     prepared: Prepared
-    held: HeldOut
+    held_out: HeldOut
     fingerprint: str
 
 
-class Shared(NamedTuple):
-    """One way to share out the classes, and the recipe with a batch that each of its folds can fill."""
+class Folds(NamedTuple):
+    """Training and validation items per fold, and the recipe with a batch that each fold can fill."""
 
     parts: list[Parts]
     recipe: Recipe
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Everything but the loss. `items` are those that train and validate; `tested` only says how many others there are.
+class Setup:
+    """Everything but the loss. `items` train and validate; of the test items only the number is known (`test_size`).
 
-    recipe: what the user asked for, pictures looked at. places: of the items that can be used.
+    recipe: the requested one, completed for these pictures. usable: indices of items that can be used.
     """
 
     recipe: Recipe
     items: Items
     rows: NDArray[Any]
-    places: NDArray[np.int64]
+    usable: NDArray[np.int64]
     fingerprint: str
-    protocol: str
-    tested: dict[str, int]
+    split: str
+    test_size: dict[str, int]
     notes: list[str]
-    asked: Recipe
-    _shared: dict[int, Shared] = field(default_factory=dict)
+    requested: Recipe
+    _folds: dict[int, Folds] = field(default_factory=dict)
 
-    def shared(self, count: int) -> Shared:
-        """The classes in so many folds; the batch is settled on the fold with the fewest training classes."""
-        if count not in self._shared:
-            labels, parts = self.labels, folds(self.items, self.places, count, self.recipe.data.seed)
+    def folds(self, count: int) -> Folds:
+        """The classes in `count` folds; the batch is settled for the fold with the fewest training classes."""
+        if count not in self._folds:
+            labels, parts = self.labels, make_folds(self.items, self.usable, count, self.recipe.data.seed)
             smallest = min(parts, key=lambda fold: len(np.unique(labels[fold.train])))
             sampler = self._settled(smallest).sampler
-            self._shared[count] = Shared(parts, self.recipe.with_("sampler", **sampler))
-        return self._shared[count]
+            self._folds[count] = Folds(parts, self.recipe.with_("sampler", **sampler))
+        return self._folds[count]
 
     @property
     def labels(self) -> NDArray[np.int64]:
         assert self.items.labels is not None
         return self.items.labels
 
-    def classes(self) -> int:
-        """That can be shared out."""
-        return len(np.unique(self.labels[self.places]))
+    def class_count(self) -> int:
+        """Classes that can be divided into folds."""
+        return len(np.unique(self.labels[self.usable]))
 
-    def usual(self) -> tuple[int, float]:
-        """Steps and learning rate that a training on such items has, by default or as the user set it."""
-        recipe = self._settled(Parts(self.places, self.places[:0], self.places[:0]))
+    def default_steps_and_lr(self) -> tuple[int, float]:
+        """Steps and learning rate of a training on these items, by default or as the user set them."""
+        recipe = self._settled(Parts(self.usable, self.usable[:0], self.usable[:0]))
         assert recipe.training.epochs and recipe.training.batches and recipe.optimizer.lr
         return recipe.training.epochs * recipe.training.batches, recipe.optimizer.lr
 
     def recipe_for(self, job: Job) -> Recipe:
-        """The whole recipe of a training."""
-        shared = self.shared(job.folds)
-        recipe = shared.recipe.with_("loss", name=job.loss)
+        """The complete recipe of a training."""
+        split = self.folds(job.folds)
+        recipe = split.recipe.with_("loss", name=job.loss)
         for key, value in job.setting.items():
             section, _, name = key.partition(".")
             recipe = recipe.with_(section, **{name: value})
-        seed = job.seed * MOST + job.fold
+        seed = job.seed * MAX_FOLDS + job.fold
         recipe = recipe.with_("training", seed=seed, epochs=1, batches=job.steps, workers=0)
-        return settle(recipe, self.items, shared.parts[job.fold], split=False)
+        return settle(recipe, self.items, split.parts[job.fold], split=False)
 
     def prepared(self, job: Job) -> Prepared:
         """What a training of this fold is assembled from; its test part is empty."""
-        parts = self.shared(job.folds).parts[job.fold]
+        parts = self.folds(job.folds).parts[job.fold]
         return Prepared(self.recipe_for(job), self.items, parts, self.rows, {}, self.fingerprint, [])
 
     def _settled(self, parts: Parts) -> Recipe:
         recipe = self.recipe.with_("sampler", **{"name": SAMPLER, **self.recipe.sampler})
         return settle(recipe.with_("loss", name="contrastive"), self.items, parts, split=False)
 
-    def opened(self) -> Opened:
-        """The test items. Nothing is chosen after this."""
-        items, parts = _loaded(self.asked)
+    def open_test_set(self) -> TestSet:
+        """Reads the test items. Nothing is chosen after this."""
+        items, parts = _load(self.requested)
         gallery = parts.gallery
-        places = np.union1d(parts.test, np.empty(0, np.int64) if gallery is None else gallery)
-        tested = items.take(places)
-        rows, digests, bad = item_rows(tested, self.recipe)
-        readable = np.setdiff1d(np.arange(len(places)), [i for i, _ in bad])
+        indices = np.union1d(parts.test, np.empty(0, np.int64) if gallery is None else gallery)
+        test_items = items.take(indices)
+        rows, digests, bad = item_rows(test_items, self.recipe)
+        readable = np.setdiff1d(np.arange(len(indices)), [i for i, _ in bad])
 
         def within(of: NDArray[np.int64]) -> NDArray[np.int64]:
-            return np.intersect1d(np.searchsorted(places, of), readable)
+            return np.intersect1d(np.searchsorted(indices, of), readable)
 
-        nothing = np.empty(0, np.int64)
-        inside = Parts(nothing, nothing, within(parts.test), None if gallery is None else within(gallery), parts.note)
-        mark = fingerprint(tested, inside, digests)
-        prepared = Prepared(self.recipe, tested, inside, rows, {}, mark, [])
-        return Opened(prepared, prepared.held_out("test"), mark)
+        empty = np.empty(0, np.int64)
+        inside = Parts(empty, empty, within(parts.test), None if gallery is None else within(gallery), parts.note)
+        digest = fingerprint(test_items, inside, digests)
+        prepared = Prepared(self.recipe, test_items, inside, rows, {}, digest, [])
+        return TestSet(prepared, prepared.held_out("test"), digest)
 
 
-def open_bench(recipe: Recipe, callback: Any = lambda _: None) -> Bench:
-    """Reads the source and puts the test items aside."""
-    refuse(recipe)
+def open_setup(recipe: Recipe, callback: Any = lambda _: None) -> Setup:
+    """Reads the source without its test items."""
+    check_comparable(recipe)
     check_recipe(recipe)
     callback({"event": "loading", "source": recipe.data.source})
-    items, parts = _loaded(recipe)
-    own = items.take(np.union1d(parts.train, parts.val))
-    looked, notes = settle_source(recipe, own)
-    if own.pictures is not None:
-        every = np.arange(len(own))  # what is wrong with the encoder is said before anything is decoded
-        usual = looked.with_("sampler", **{"name": SAMPLER, **looked.sampler}).with_("loss", name="contrastive")
-        new_encoder(settle(usual, own, Parts(every, every[:0], every[:0]), split=False), None)
-    rows, digests, bad = item_rows(own, looked, callback)
-    readable = np.setdiff1d(np.arange(len(own)), [i for i, _ in bad])
+    items, parts = _load(recipe)
+    training_items = items.take(np.union1d(parts.train, parts.val))
+    completed, notes = settle_source(recipe, training_items)
+    if training_items.pictures is not None:
+        every = np.arange(len(training_items))  # errors of the encoder are raised before anything is decoded
+        default = completed.with_("sampler", **{"name": SAMPLER, **completed.sampler}).with_("loss", name="contrastive")
+        new_encoder(settle(default, training_items, Parts(every, every[:0], every[:0]), split=False), None)
+    rows, digests, bad = item_rows(training_items, completed, callback)
+    readable = np.setdiff1d(np.arange(len(training_items)), [i for i, _ in bad])
     assert items.labels is not None
-    tested = {"items": len(parts.test), "classes": len(np.unique(items.labels[parts.test]))}
-    mark = fingerprint(own, Parts(readable, readable[:0], readable[:0]), digests)
+    test_size = {"items": len(parts.test), "classes": len(np.unique(items.labels[parts.test]))}
+    digest = fingerprint(training_items, Parts(readable, readable[:0], readable[:0]), digests)
     if bad:
-        notes = [*notes, f"{len(bad)} training items cannot be read, the first {own.names[bad[0][0]]}"]
-    return Bench(looked, own, rows, _in_numbers(own, readable), mark, parts.note, tested, notes, recipe)
+        notes = [*notes, f"{len(bad)} training items cannot be read, the first {training_items.names[bad[0][0]]}"]
+    usable = _without_single_items(training_items, readable)
+    return Setup(completed, training_items, rows, usable, digest, parts.note, test_size, notes, recipe)
 
 
-def refuse(recipe: Recipe) -> None:
-    """Keys that a comparison decides itself, and batches that would differ from loss to loss."""
-    given = recipe.explicit_keys
+def make_folds(items: Items, of: NDArray[np.int64], count: int, seed: int) -> list[Parts]:
+    """Divides the items at the indices `of` into training and validation classes, `count` times; no test part.
+
+    Classes are ordered by a hash of (seed, name): their order in the source does not matter, and one class more changes
+    little. Every class validates in exactly one fold (Musgrave et al. 2020, section 3.2).
+    """
+    checks.integer("folds", count, 2)
+    if count > MAX_FOLDS:
+        raise ValueError(f"folds must be at most {MAX_FOLDS}, got {count}")
+    assert items.labels is not None
+    labels = items.labels[of]
+    order = sorted(np.unique(labels).tolist(), key=lambda c: _hash(seed, items.classes[c]))
+    needed = max(LEAST * count, 2 * LEAST)
+    if len(order) < needed:
+        most = len(order) // LEAST
+        way_out = f"use --folds {most}" if most >= 2 else "a comparison needs at least 4 training classes"
+        raise ValueError(
+            f"{items.name}: {count} folds need at least {needed} training classes, {LEAST} to validate each, "
+            f"got {len(order)}; {way_out}"
+        )
+    parts = []
+    for fold in range(count):
+        validation = np.isin(labels, order[fold::count])
+        note = f"fold {fold + 1} of {count}"
+        parts.append(Parts(np.sort(of[~validation]), np.sort(of[validation]), np.empty(0, np.int64), note=note))
+    return parts
+
+
+def _hash(seed: int, name: str) -> bytes:
+    return hashlib.sha256(f"fold {seed} {name}".encode("utf-8", "surrogatepass")).digest()
+
+
+def check_comparable(recipe: Recipe) -> None:
+    """Refuses keys that a comparison sets itself, and batches that would differ between losses."""
     if recipe.loss:
         key = next(iter(recipe.loss))
-        raise ValueError(f"loss.{key}: a comparison searches the settings of each loss; say --losses, and leave it out")
-    for key, why in _NOT_HERE.items():
-        if key in given:
-            raise ValueError(f"{key} has no place in a comparison: {why}; leave it out")
+        raise ValueError(f"loss.{key}: a comparison searches the settings of each loss; use --losses, and leave it out")
+    for key, reason in _FIXED_KEYS.items():
+        if key in recipe.explicit_keys:
+            raise ValueError(f"{key} cannot be set in a comparison: {reason}; leave it out")
     if recipe.schedule.decay not in ("cosine", "constant"):
         decay = recipe.schedule.decay
         raise ValueError(f"schedule.decay must be cosine or constant in a comparison, which has no epochs, got {decay}")
@@ -203,32 +248,32 @@ def refuse(recipe: Recipe) -> None:
 
 
 def comparable(names: str) -> list[str]:
-    """The losses of "triplet,arcface" or "all", in the order given; an unknown one is answered with the nearest."""
+    """The losses of "triplet,arcface" or "all", in that order; the error for an unknown name suggests the nearest."""
     known = [name for name in LOSSES if name != "logratio"]
-    asked = [name.strip() for name in names.split(",") if name.strip()]
-    if asked == ["all"]:
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    if chosen == ["all"]:
         return known
-    for name in asked:
+    for name in chosen:
         if name == "logratio":
             raise ValueError("loss logratio learns from continuous targets, a comparison from classes; leave it out")
         checks.one_of("loss", name, [*known, "all"])
-    asked = list(dict.fromkeys(asked))
-    if len(asked) < 2:
-        raise ValueError(f'losses must be at least 2 names with commas between, or all, got "{names}"')
-    return asked
+    chosen = list(dict.fromkeys(chosen))
+    if len(chosen) < 2:
+        raise ValueError(f'losses must be at least 2 names separated by commas, or all, got "{names}"')
+    return chosen
 
 
-def _loaded(recipe: Recipe) -> tuple[Items, Parts]:
+def _load(recipe: Recipe) -> tuple[Items, Parts]:
     options = recipe.data
     root = None if options.root is None else Path(options.root)
     items = data.load(options.source, root=root, partial=options.partial)
     if items.labels is None:
         raise ValueError(f"{items.name}: a comparison needs classes, the source has continuous targets only")
-    return items, split(items, recipe, [])
+    return items, split_items(items, recipe, [])
 
 
-def _in_numbers(items: Items, of: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Without classes of which, after unreadable files, a single item is left."""
+def _without_single_items(items: Items, of: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Without classes that have a single readable item."""
     assert items.labels is not None
     sizes = np.bincount(items.labels[of], minlength=len(items.classes))
     return of[sizes[items.labels[of]] > 1]

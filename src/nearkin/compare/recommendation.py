@@ -1,4 +1,4 @@
-"""What to do, in plain words, and why: every sentence is read off the table."""
+"""The recommendation in words; every sentence follows from the table."""
 
 import shlex
 from collections.abc import Mapping
@@ -6,65 +6,65 @@ from typing import Any
 
 from nearkin.evaluation.statistics import binomial, cluster_bootstrap
 
-__all__ = ["flag_words", "recommended"]
+__all__ = ["flag_words", "recommend"]
 
 MAIN = "map@r"
-_SHORT_OF_STEPS = 0.5  # of the models at their best at the very end
+_SHORT_OF_STEPS = 0.5  # of the models have their best value at the last step
 _FEW_CLASSES = 20
 
 
-def recommended(said: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """{"loss", "sentences": reasons, "cautions": what the table cannot tell, "train": the command to go on with}.
+def recommend(results: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """{"loss", "sentences": reasons, "cautions": what the table cannot tell, "train": the next command}.
 
-    flags: what that command has to say beside the loss and its setting.
+    flags: of that command, besides the loss and its setting.
     """
-    rows = said["table"]
+    rows = results["table"]
     best = rows[0]
     tied = [row["loss"] for row in rows[1:] if row["separated"]["against"]["verdict"] == "undecided"]
     worse = [row["loss"] for row in rows[1:] if row["separated"]["against"]["verdict"] == "worse"]
-    reasons = [_first(said, best), *_others(best, tied, worse), *_tied(said, best["loss"], tied)]
-    reasons += [*_tuning(best), *_joined(said, best)]
+    reasons = [_first(results, best), *_others(best, tied, worse), *_tied(results, best["loss"], tied)]
+    reasons += [*_tuning(best), *_joined(results, best)]
     return {
         "loss": best["loss"],
         "tied": tied,
         "sentences": reasons,
-        "cautions": _cautions(said, best, tied),
-        "train": _command(said, best, flags),
+        "cautions": _cautions(results, best, tied),
+        "train": _command(results, best, flags),
     }
 
 
-def _first(said: Mapping[str, Any], best: Mapping[str, Any]) -> str:
-    figure, test = best["separated"][MAIN], said["protocol"]["test"]
+def _first(results: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    figure, test = best["separated"][MAIN], results["protocol"]["test"]
     inside = "" if figure["low"] is None else f" (95 % interval {_points(figure['low'])} to {_points(figure['high'])})"
-    untrained = next(row for row in said["references"] if row["loss"] == "untrained")["separated"][MAIN]["value"]
+    untrained = next(row for row in results["references"] if row["loss"] == "untrained")["separated"][MAIN]["value"]
     return (
-        f"{best['loss']} is the best of {_count(len(said['table']), 'loss', 'losses')} on {test['classes']:,} unseen "
-        f"classes: MAP@R {_points(figure['value'])} %{inside}; the untrained encoder has {_points(untrained)} %."
+        f"{best['loss']} is the best of {_count(len(results['table']), 'loss', 'losses')} on {test['classes']:,} "
+        f"unseen classes: MAP@R {_points(figure['value'])} %{inside}; the untrained encoder has {_points(untrained)} %."
     )
 
 
 def _others(best: Mapping[str, Any], tied: list[str], worse: list[str]) -> list[str]:
-    found = []
+    sentences = []
     if worse:
-        found.append(f"It is better than {_listed(worse)}, over test classes and over trainings alike.")
+        sentences.append(f"It is better than {_listed(worse)}, over test classes and over trainings alike.")
     if tied:
         verb = "is" if len(tied) == 1 else "are"
-        found.append(f"{_listed(tied)} {verb} not shown to be worse: the difference may be chance.")
-    return found
+        sentences.append(f"{_listed(tied)} {verb} not shown to be worse: the difference may be chance.")
+    return sentences
 
 
-def _tied(said: Mapping[str, Any], best: str, tied: list[str]) -> list[str]:
-    """Where several are as good as each other, what else speaks for one of them."""
+def _tied(results: Mapping[str, Any], best: str, tied: list[str]) -> list[str]:
+    """What else speaks for one of several losses that are equally good."""
     if not tied:
         return []
-    level, steps = said["reach"]["levels"][-1], said["reach"]["steps"]
+    level, steps = results["reach"]["levels"][-1], results["reach"]["steps"]
     quick = [loss for loss in (best, *tied) if steps[loss][-1] is not None]
     first = min(quick, key=lambda loss: steps[loss][-1], default=best)
     if first != best and (steps[best][-1] is None or steps[first][-1] < steps[best][-1]):
-        own = "never does" if steps[best][-1] is None else f"takes {steps[best][-1]:,}"
+        reached = "never does" if steps[best][-1] is None else f"takes {steps[best][-1]:,}"
         return [
             f"Of these {first} learns fastest: it reaches a validation MAP@R of {_points(level)} % after "
-            f"{steps[first][-1]:,} steps, {best} {own}."
+            f"{steps[first][-1]:,} steps, {best} {reached}."
         ]
     return [f"None of these learns faster than {best}."] if steps[best][-1] is not None else []
 
@@ -76,9 +76,9 @@ def _tuning(best: Mapping[str, Any]) -> list[str]:
     return [f"The search gained it {gain:.1f} points of validation MAP@R over its default setting."]
 
 
-def _joined(said: Mapping[str, Any], best: Mapping[str, Any]) -> list[str]:
+def _joined(results: Mapping[str, Any], best: Mapping[str, Any]) -> list[str]:
     separated, joined = best["separated"][MAIN]["value"], best["concatenated"][MAIN]["value"]
-    folds = said["protocol"]["folds"]
+    folds = results["protocol"]["folds"]
     if joined > separated:
         return [
             f"With {folds} times the dimensions, the embeddings of its {folds} fold models side by side reach "
@@ -87,43 +87,44 @@ def _joined(said: Mapping[str, Any], best: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _cautions(said: Mapping[str, Any], best: Mapping[str, Any], tied: list[str]) -> list[str]:
-    plan, found = said["protocol"], []
-    rising = [loss for loss, share in said["rising"].items() if share > _SHORT_OF_STEPS]
+def _cautions(results: Mapping[str, Any], best: Mapping[str, Any], tied: list[str]) -> list[str]:
+    plan, cautions = results["protocol"], []
+    rising = [loss for loss, share in results["rising"].items() if share > _SHORT_OF_STEPS]
     if rising:
         verb = "was" if len(rising) == 1 else "were"
-        found.append(
-            f"{_listed(rising)} {verb} still getting better at step {plan['steps']:,}: with more --steps the order may "
+        cautions.append(
+            f"{_listed(rising)} {verb} still improving at step {plan['steps']:,}: with more --steps the order may "
             f"change."
         )
-    for row in said["references"]:
+    for row in results["references"]:
         figure = (row.get("separated") or row["concatenated"])[MAIN]
         if figure["value"] >= best["separated"][MAIN]["value"]:
             name = "the untrained encoder" if row["loss"] == "untrained" else plan["baseline"]
-            found.append(f"No loss beats {name} ({_points(figure['value'])} %): train longer before choosing one.")
+            cautions.append(f"No loss beats {name} ({_points(figure['value'])} %): train longer before choosing one.")
     classes = plan["test"]["classes"]
     if classes < binomial.MIN_CLASSES:
-        found.append(f"{cluster_bootstrap.too_few(classes).capitalize()}.")
+        cautions.append(f"{cluster_bootstrap.too_few(classes).capitalize()}.")
     elif classes < _FEW_CLASSES:
-        found.append(f"{classes} test classes are few: intervals are wide, and most differences stay undecided.")
+        cautions.append(f"{classes} test classes are few: intervals are wide, and most differences stay undecided.")
     if plan["seeds"] == 1:
-        found.append("One seed a fold: how much the luck of a training matters is known from the folds alone.")
+        cautions.append("One seed per fold: the chance of a training is known from the folds alone.")
     if plan["trials"] < 8:
-        found.append(
-            f"{_count(plan['trials'], 'setting', 'settings')} a loss is a short search; more --trials may move a loss."
+        cautions.append(
+            f"{_count(plan['trials'], 'setting', 'settings')} per loss is a short search; "
+            "more --trials may change the order."
         )
-    for row in (row for row in said["table"] if row["broken"]):
+    for row in (row for row in results["table"] if row["broken"]):
         many = _count(len(row["broken"]), "final training", "final trainings")
-        found.append(f"{many} of {row['loss']} broke off ({row['broken'][0]}): what had been learned by then counts.")
-    if said["unfinished"]:
-        found.append(f"The budget ended before {_listed(said['unfinished'])} could be trained: not in the table.")
-    if tied and len(tied) + 1 == len(said["table"]):
-        found.append("No loss is shown to be worse than another here: more classes, or more --seeds, would tell more.")
-    return found
+        cautions.append(f"{many} of {row['loss']} failed ({row['broken'][0]}): their best model until then counts.")
+    if results["unfinished"]:
+        cautions.append(f"The budget ended before {_listed(results['unfinished'])} could be trained: not in the table.")
+    if tied and len(tied) + 1 == len(results["table"]):
+        cautions.append("No loss is shown to be worse than the best: more classes or more --seeds would help.")
+    return cautions
 
 
-def _command(said: Mapping[str, Any], best: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
-    words = ["nearkin", "train", said["source"], "--loss", best["loss"], *flag_words(flags)]
+def _command(results: Mapping[str, Any], best: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
+    words = ["nearkin", "train", results["source"], "--loss", best["loss"], *flag_words(flags)]
     for key, value in best["setting"].items():
         words += ["--set", f"{key}={value}"]
     return shlex.join(words)

@@ -1,8 +1,8 @@
-"""Figures, query by query, become numbers that say how sure they are: intervals, ranks, and who is really worse.
+"""Significance: intervals, ranks and verdicts from the figures per query.
 
-Two chances are at work. Which classes were tested: they are resampled, as everywhere here. How a training went: models
-of the same seed and fold saw the same classes, batches and first weights under every loss, so their differences are
-paired. A loss is called worse than the best only where both say so, after Holm's correction for looking at several.
+There are two sources of chance. The choice of test classes: they are resampled, as everywhere in nearkin. The training:
+models of the same seed and fold had the same classes, batches and first weights under every loss, so their differences
+are paired. A loss is called worse than the best only if both agree, after Holm's correction for several comparisons.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nearkin.compare.test_stage import METRICS
+from nearkin.compare.final_evaluation import METRICS
 from nearkin.evaluation.statistics import binomial, cluster_bootstrap
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "mean_of",
     "plain_mean",
     "ranks",
-    "spread",
+    "student_interval",
 ]
 
 Floats = NDArray[np.float64]
@@ -36,7 +36,7 @@ _SAMPLES = 10_000
 
 
 def mean_of(tests: Sequence[Mapping[str, Floats]], form: str) -> Floats:
-    """(Q, M): the mean over seeds, and over folds where each model stands by itself."""
+    """(Q, M): the mean over seeds, and over folds for separated models."""
     parts = [one[form] if form == "concatenated" else one[form].mean(0) for one in tests]
     return np.asarray(np.mean(parts, axis=0), np.float64)
 
@@ -47,22 +47,22 @@ def plain_mean(values: Floats) -> float:
 
 
 def figures_of(values: Floats, groups: torch.Tensor) -> dict[str, dict[str, float | None]]:
-    found = {}
+    figures: dict[str, dict[str, float | None]] = {}
     for i, metric in enumerate(METRICS):
         low, high = cluster_bootstrap.share_interval(torch.from_numpy(values[:, i].copy()), groups)
-        found[metric] = {"value": plain_mean(values[:, i]), "low": _number(low), "high": _number(high)}
-    return found
+        figures[metric] = {"value": plain_mean(values[:, i]), "low": _number(low), "high": _number(high)}
+    return figures
 
 
 def by_model(tests: Sequence[Mapping[str, Floats]], form: str) -> list[float]:
-    """The main metric of every single model: seed by seed, fold by fold; of joined ones, seed by seed."""
+    """The main metric of every model, by seed and fold; of concatenated ones, by seed."""
     if form == "concatenated":
         return [plain_mean(one[form][:, 0]) for one in tests]
     return [plain_mean(fold[:, 0]) for one in tests for fold in one[form]]
 
 
-def spread(values: Sequence[float]) -> list[float | None]:
-    """Student's 95 % interval of a mean of independent values; nothing is known from one."""
+def student_interval(values: Sequence[float]) -> list[float | None]:
+    """Student's 95 % interval of the mean of independent values; [None, None] for a single value."""
     n = len(values)
     if n < 2:
         return [None, None]
@@ -73,20 +73,20 @@ def spread(values: Sequence[float]) -> list[float | None]:
 
 
 def ranks(rows: list[dict[str, Any]], values: Sequence[Floats], groups: torch.Tensor, form: str) -> None:
-    """Each loss's place, and between which places it stands in 95 of 100 resamples of the test classes."""
-    places = torch.unique(groups, return_inverse=True)[1].numpy()
+    """The rank of each loss, and its range in 95 of 100 resamples of the test classes."""
+    class_ids = torch.unique(groups, return_inverse=True)[1].numpy()
     table = np.stack([np.nan_to_num(v) for v in values], axis=1)  # (Q, L)
     counted = ~np.isnan(values[0])
-    sums = np.stack([np.bincount(places, table[:, i]) for i in range(table.shape[1])], axis=1)  # (C, L)
-    counts = np.bincount(places, counted.astype(float))
-    found = []
+    sums = np.stack([np.bincount(class_ids, table[:, i]) for i in range(table.shape[1])], axis=1)  # (C, L)
+    counts = np.bincount(class_ids, counted.astype(float))
+    samples = []
     for drawn in cluster_bootstrap.resamples(len(counts), 1000, 0):
         means = (drawn @ sums) / np.maximum(drawn @ counts, 1e-12)[:, None]
-        found.append(1 + (means[:, None, :] > means[:, :, None]).sum(2))
-    places_taken = np.concatenate(found)  # (samples, L)
+        samples.append(1 + (means[:, None, :] > means[:, :, None]).sum(2))
+    sampled_ranks = np.concatenate(samples)  # (samples, L)
     plain = [plain_mean(v) for v in values]
     for i, row in enumerate(rows):
-        low, high = np.quantile(places_taken[:, i], [0.025, 0.975], method="nearest")
+        low, high = np.quantile(sampled_ranks[:, i], [0.025, 0.975], method="nearest")
         row[form]["rank"], row[form]["ranks"] = 1 + sum(v > plain[i] for v in plain), [int(low), int(high)]
 
 
@@ -97,22 +97,22 @@ def against_best(
     groups: torch.Tensor,
     form: str,
 ) -> None:
-    """The difference of the best to each other loss, over classes and over models, and the verdict."""
+    """The difference of each loss to the best, over classes and over models, and the verdict."""
     best = max(rows, key=lambda row: row[form][MAIN]["value"])["loss"]
-    found = {}
+    comparisons = {}
     for loss in values:
         if loss != best:
             a, b = (torch.from_numpy(values[name].copy()) for name in (best, loss))
-            found[loss] = cluster_bootstrap.compare(a, b, groups, samples=_SAMPLES)
-    adjusted = _holm({loss: one["p"] for loss, one in found.items()})
+            comparisons[loss] = cluster_bootstrap.compare(a, b, groups, samples=_SAMPLES)
+    adjusted = _holm({loss: one["p"] for loss, one in comparisons.items()})
     for row in rows:
         loss = row["loss"]
         if loss == best:
             row[form]["against"] = {"difference": 0.0, "interval": None, "models": None, "p": None, "verdict": "best"}
             continue
-        one = found[loss]
+        one = comparisons[loss]
         pairs = zip(by_model(figures[best], form), by_model(figures[loss], form), strict=True)
-        models = spread([a - b for a, b in pairs])
+        models = student_interval([a - b for a, b in pairs])
         low = one["interval"][0]
         worse = adjusted[loss] <= 0.05 and low > 0 and (models[0] is None or models[0] > 0)
         row[form]["against"] = {
@@ -125,12 +125,12 @@ def against_best(
 
 
 def _holm(ps: Mapping[str, float]) -> dict[str, float]:
-    """Holm 1979: the chance of one false verdict among all is kept at that of a single one."""
-    found, least = {}, 0.0
+    """Holm 1979: the probability of any false verdict is at most that of a single test."""
+    adjusted, least = {}, 0.0
     for i, (name, p) in enumerate(sorted(ps.items(), key=lambda pair: pair[1])):
         least = max(least, min(1.0, (len(ps) - i) * p))
-        found[name] = least
-    return found
+        adjusted[name] = least
+    return adjusted
 
 
 def _number(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""One training of one setting on one fold: a function of its job and the bench, so that a killed study can go on."""
+"""One training of one setting on one fold, a function of its job and the setup: a killed study can continue."""
 
 import math
 import os
@@ -11,52 +11,51 @@ import torch
 from torch import Tensor
 
 from nearkin import models
-from nearkin.compare.protocol import Bench, Job
+from nearkin.compare.protocol import Job, Setup
 from nearkin.core.errors import Diverged
 from nearkin.training.loop import deterministic
 from nearkin.training.trainer import Trainer, assemble
 from nearkin.training.validation import quick_metrics
 
-__all__ = ["ENDS", "PATIENCE", "marks", "measure", "train"]
+__all__ = ["ENDS", "PATIENCE", "measure", "train", "validation_steps"]
 
-VALIDATIONS = 10  # a training, at the most
-APART = 25  # steps between two validations, so that short trainings do not spend their time being validated
-FEWEST = 4
-PATIENCE = 4  # validations without a better one before it stops
-ENDS = ("end", "early", "hopeless")  # anything else: it broke off
-_WARM, _TIMED = 3, 0.5  # steps that do not count, and seconds of steps that do, when the rate is measured
+MAX_VALIDATIONS, MIN_VALIDATIONS = 10, 4  # per training
+STEPS_BETWEEN = 25  # two validations, at least: short trainings should not spend their time on validation
+PATIENCE = 4  # validations without improvement before it stops
+ENDS = ("end", "early", "hopeless")  # any other end: the training failed
+_WARM, _TIMED = 3, 0.5  # warm-up steps and timed seconds when the speed is measured
 
 
-def marks(steps: int) -> list[int]:
-    """The steps after which a training is validated: four to ten, evenly spread, the last step among them."""
-    count = min(VALIDATIONS, max(FEWEST, steps // APART), steps)
+def validation_steps(steps: int) -> list[int]:
+    """The steps after which a training is validated: four to ten, evenly spaced, the last step included."""
+    count = min(MAX_VALIDATIONS, max(MIN_VALIDATIONS, steps // STEPS_BETWEEN), steps)
     return [steps * (i + 1) // count for i in range(count)]
 
 
-def train(bench: Bench, job: Job, models_at: Path | None = None, alive: Callable[[], None] = lambda: None) -> Any:
-    """Trains, validates at the marks, stops early or where it is hopeless; the best encoder into `models_at`.
+def train(setup: Setup, job: Job, folder: Path | None = None, check_time: Callable[[], None] = lambda: None) -> Any:
+    """Trains and validates; stops early or where it is hopeless; saves the best encoder in `folder`.
 
     {"value": best MAP@R on the validation classes, "step": when, "curve": [[step, value], …], "steps": trained,
-    "seconds": of training alone, "ended": "end", "early", "hopeless" or why it broke off}. `alive` may raise.
+    "seconds": of training alone, "ended": "end", "early", "hopeless" or why it failed}. `check_time` may raise.
     """
-    prepared = bench.prepared(job)
-    trainer = assemble(prepared, Path(os.devnull))  # it writes nothing
+    prepared = setup.prepared(job)
+    trainer = assemble(prepared, Path(os.devnull))  # nothing is written
     curve: list[tuple[int, float]] = []
-    best = _copied(trainer) if models_at is not None else {}  # a training that breaks off at once has learned nothing
-    ended, waited, step, clock = "end", 0, 0, _Clock(trainer.device)
+    best = _weights(trainer) if folder is not None else {}  # of a training that fails at once, the first weights
+    ended, stale, step, clock = "end", 0, 0, _Clock(trainer.device)
     try:
         with deterministic(True):
-            for step in _steps(trainer, job.steps, marks(job.steps), clock):
-                alive()
-                if step not in marks(job.steps):
+            for step in _steps(trainer, job.steps, validation_steps(job.steps), clock):
+                check_time()
+                if step not in validation_steps(job.steps):
                     continue
-                value = _validated(trainer)
+                value = _validate(trainer)
                 better = not curve or value > max(v for _, v in curve)
                 curve.append((step, value))
-                waited = 0 if better else waited + 1
-                if better and models_at is not None:
-                    best = _copied(trainer)
-                if waited >= PATIENCE:
+                stale = 0 if better else stale + 1
+                if better and folder is not None:
+                    best = _weights(trainer)
+                if stale >= PATIENCE:
                     ended = "early"
                 elif _hopeless(curve, job.bar):
                     ended = "hopeless"
@@ -65,9 +64,9 @@ def train(bench: Bench, job: Job, models_at: Path | None = None, alive: Callable
                 clock.start()
     except Diverged as error:
         ended = str(error).partition(":")[0]
-    if models_at is not None:
+    if folder is not None:
         trainer.best_encoder.load_state_dict(best)
-        models.save(trainer.best_encoder, models_at, prepared.preparation)
+        models.save(trainer.best_encoder, folder, prepared.preparation)
     value, at = max(((v, -s) for s, v in curve), default=(0.0, 0))
     return {
         "value": value,
@@ -79,11 +78,11 @@ def train(bench: Bench, job: Job, models_at: Path | None = None, alive: Callable
     }
 
 
-def measure(bench: Bench, job: Job) -> dict[str, float]:
-    """How long it takes: {"setup", "step", "validation"} in seconds, from a few steps that nothing remembers."""
+def measure(setup: Setup, job: Job) -> dict[str, float]:
+    """Seconds: {"setup", "step", "validation"}, from a few steps that are then discarded."""
     began = time.monotonic()
-    trainer = assemble(bench.prepared(job), Path(os.devnull))
-    setup, clock, timed = time.monotonic() - began, _Clock(trainer.device), 0
+    trainer = assemble(setup.prepared(job), Path(os.devnull))
+    setup_seconds, clock, timed = time.monotonic() - began, _Clock(trainer.device), 0
     with deterministic(True):
         for step in _steps(trainer, job.steps, [], clock):
             if step == _WARM:
@@ -98,8 +97,8 @@ def measure(bench: Bench, job: Job) -> dict[str, float]:
         clock.stop()
         rate = clock.seconds / max(1, timed)
         began = time.monotonic()
-        _validated(trainer)
-    return {"setup": setup, "step": rate, "validation": time.monotonic() - began}
+        _validate(trainer)
+    return {"setup": setup_seconds, "step": rate, "validation": time.monotonic() - began}
 
 
 class _Clock:
@@ -120,8 +119,8 @@ class _Clock:
         return time.monotonic()
 
 
-def _steps(trainer: Trainer, steps: int, looks: list[int], clock: _Clock) -> Any:
-    """Trains, and gives the number of each step done; the clock stands still at those of `looks`."""
+def _steps(trainer: Trainer, steps: int, validated: list[int], clock: _Clock) -> Any:
+    """Trains and yields the number of each step; the clock is stopped at those of `validated`."""
     trainer.begin_epoch()
     clock.start()
     for batch in trainer.loader.epoch(0, 0):
@@ -130,9 +129,9 @@ def _steps(trainer: Trainer, steps: int, looks: list[int], clock: _Clock) -> Any
         value, embeddings = trainer.forward_backward(batch)
         trainer.window += value
         trainer.state.counted, trainer.state.batch, trainer.state.step = trainer.state.counted + 1, step, step
-        look = step in looks
-        norm = trainer.optimizer_step(measure=look)
-        if look:
+        logged = step in validated
+        norm = trainer.optimizer_step(measure=logged)
+        if logged:
             clock.stop()
             trainer.log_line(norm, embeddings)
             trainer.check()
@@ -141,11 +140,11 @@ def _steps(trainer: Trainer, steps: int, looks: list[int], clock: _Clock) -> Any
             return
 
 
-def _copied(trainer: Trainer) -> dict[str, Tensor]:
+def _weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: part.detach().clone() for name, part in trainer.best_encoder.state_dict().items()}
 
 
-def _validated(trainer: Trainer) -> float:
+def _validate(trainer: Trainer) -> float:
     rows = trainer.embed(trainer.held_out.everything)
     if not bool(rows.isfinite().all()):
         raise Diverged(f"the embeddings are not finite at step {trainer.state.step}")
@@ -154,5 +153,5 @@ def _validated(trainer: Trainer) -> float:
 
 
 def _hopeless(curve: list[tuple[int, float]], bar: list[float] | None) -> bool:
-    """Whether the best so far is below the bar of this validation."""
+    """Whether the best value so far is below the bar of this validation."""
     return bar is not None and max(value for _, value in curve) < bar[len(curve) - 1]

@@ -1,9 +1,8 @@
-"""What a run found, on one page: an HTML file that opens offline, and one picture of its retrieval grid."""
+"""The report of a run as one HTML file that opens offline, and one picture of its retrieval grid."""
 
 from nearkin.report.comparison_page import write_comparison
 from nearkin.report.findings import Findings
-from nearkin.report.page import write
-from nearkin.report.run_report import findings_of, of_run, rehearse
+from nearkin.report.run_report import findings_of, of_run, rehearse, write
 from nearkin.report.thumbnails import write_picture
 
 __all__ = ["Findings", "findings_of", "of_run", "rehearse", "write", "write_comparison", "write_picture"]

@@ -1,28 +1,28 @@
-"""Small SVG charts: nice ticks, labels at the lines, a tooltip at each mark. Colours come from the page's style."""
+"""Small SVG charts: round ticks, labels at the lines, tooltips. Colours come from the page's style."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nearkin.report.format import escape, finite, number, percent, share, shown
+from nearkin.report.format import escape, finite, metric_value, number, percent, share
 
 __all__ = ["STYLES", "Bars", "Line", "Mark", "bar", "histogram", "intervals", "lines", "smoothed", "ticks"]
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 38
-MOST_POINTS = 400  # drawn of a line: more cannot be seen at this width
-HOVERED = 60  # places of a line that answer the pointer
+MAX_POINTS = 400  # per line: more are not visible at this width
+MAX_TOOLTIPS = 60  # per line
 
 STYLES = ("main", "other", "third", "fourth")  # one per line of a chart: colours of the page, the later two dashed
-LETTER = 7.2  # width of a letter of a name, at most on average
+LETTER = 7.2  # average width of a letter, at most
 
 Format = Callable[[float], str]
 
 
 @dataclass(frozen=True)
 class Line:
-    """ys over xs; a value that is no number is a gap. style: one of `STYLES`, or "faint"."""
+    """ys over xs; None is a gap. style: one of `STYLES`, or "faint"."""
 
     name: str
     xs: Sequence[float]
@@ -32,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """Counts over bins that others share, and the mean of what was counted."""
+    """Counts over common bins, and the mean of the values."""
 
     name: str
     style: str
@@ -47,7 +47,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Mark:
-    """One place worth naming."""
+    """A labelled point."""
 
     x: float
     y: float
@@ -60,7 +60,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     if not span > 0 or not math.isfinite(span):
         return [low]
     finest = 10.0 ** math.floor(math.log10(span / most))
-    for factor in (1, 2, 5, 10):  # the finest that is not too many: a coarser one might leave nothing at all
+    for factor in (1, 2, 5, 10):  # the finest that is not too many: a coarser one might leave no tick
         step = finest * factor
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         if last - first <= most:
@@ -69,14 +69,14 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def smoothed(ys: Sequence[float | None], window: float) -> list[float | None]:
-    """Exponential mean whose first values are not pulled to zero; what is no number stays out of it."""
-    keep, total, weight = 1 - 1 / max(window, 1.0), 0.0, 0.0
+    """Bias-corrected exponential mean; None values are skipped."""
+    decay, total, weight = 1 - 1 / max(window, 1.0), 0.0, 0.0
     out: list[float | None] = []
     for y in ys:
         if y is None:
             out.append(None)
             continue
-        total, weight = keep * total + y, keep * weight + 1
+        total, weight = decay * total + y, decay * weight + 1
         out.append(total / weight)
     return out
 
@@ -110,7 +110,7 @@ def lines(
 
 
 def histogram(edges: Sequence[float], groups: Sequence[Bars], *, title: str, x_label: str, width: float = WIDTH) -> str:
-    """Filled steps of shares over common bins, the groups named above the plot; "" where there is none."""
+    """Filled steps of shares over common bins, with a legend above; "" where there are none."""
     groups = [group for group in groups if sum(group.counts)]
     if not groups:
         return ""
@@ -136,7 +136,7 @@ def histogram(edges: Sequence[float], groups: Sequence[Bars], *, title: str, x_l
 
 
 def intervals(values: Sequence[tuple[str, str, object, object, object]], name: str) -> str:
-    """One strip from 0 to 1: (who, style, value, low, high), a line for the interval and a mark for the value."""
+    """One strip from 0 to 1: (name, style, value, low, high), a band for the interval and a mark for the value."""
     width, height = 260, 30
     parts = [f'<line class="strip" x1="6" x2="{width - 6}" y1="{height / 2}" y2="{height / 2}"/>']
     for at in (0.0, 0.5, 1.0):
@@ -147,29 +147,29 @@ def intervals(values: Sequence[tuple[str, str, object, object, object]], name: s
         if v is None:
             continue
         x, x0, x1 = (6 + (width - 12) * min(max(n, 0), 1) for n in (v, v if a is None else a, v if b is None else b))
-        tip = f"{who}: {shown(name, v)}" + (
-            "" if a is None or b is None else f" ({shown(name, a)} to {shown(name, b)})"
+        tip = f"{who}: {metric_value(name, v)}" + (
+            "" if a is None or b is None else f" ({metric_value(name, a)} to {metric_value(name, b)})"
         )
         shape = {
             "trained": f'<circle cx="{x:.1f}" cy="{height / 2}" r="3.6"/>',
             "untrained": f'<circle class="hollow" cx="{x:.1f}" cy="{height / 2}" r="3.2"/>',
         }.get(style, f'<rect x="{x - 3:.1f}" y="{height / 2 - 3}" width="6" height="6"/>')
         band = f'<rect class="band" x="{x0:.1f}" y="{height / 2 - 8}" width="{x1 - x0:.1f}" height="16" rx="2"/>'
-        title = f"<title>{escape(tip)}</title>"
+        tooltip = f"<title>{escape(tip)}</title>"
         known = style if style in ("trained", "untrained", "baseline") else "other"
-        parts.append(f'<g class="mark {known}">{title}{"" if a is None else band}{shape}</g>')
-    said = "; ".join(f"{who} {shown(name, value)}" for who, _, value, _, _ in values)
-    return _svg(said, width, height, "".join(parts), "plot strip-plot")
+        parts.append(f'<g class="mark {known}">{tooltip}{"" if a is None else band}{shape}</g>')
+    title = "; ".join(f"{who} {metric_value(name, value)}" for who, _, value, _, _ in values)
+    return _svg(title, width, height, "".join(parts), "plot strip-plot")
 
 
 def bar(value: object, style: str = "") -> str:
-    """A share as a bar of the page's own boxes; the number stands beside it, so it is hidden from readers of text."""
+    """A share as an HTML bar, hidden from screen readers: its number is beside it."""
     n = min(max(finite(value) or 0.0, 0.0), 1.0)
     return f'<span class="bar {style}" aria-hidden="true"><span style="width:{100 * n:.1f}%"></span></span>'
 
 
 class _Frame:
-    """Where values stand in the picture."""
+    """Maps values to the picture."""
 
     def __init__(
         self, xs: tuple[float, float], ys: tuple[float, float], right: float, width: float = WIDTH, top: float = TOP
@@ -200,11 +200,11 @@ class _Frame:
 
 
 def _range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
-    """Outliers at the top (a loss that once jumped) stay in; the ends are rounded out to ticks."""
+    """The range of the values, rounded out to ticks; outliers are included."""
     low, high = min(values), max(values)
     if from_zero and low > 0:
         low = 0.0
-    if high - low <= 1e-12 * max(abs(high), abs(low), 1e-300):  # one value: room around it
+    if high - low <= 1e-12 * max(abs(high), abs(low), 1e-300):  # a single value: add space around it
         room = abs(high) / 2 or 1.0
         return (0.0 if from_zero and low >= 0 else low - room), high + room
     marks = ticks(low, high, 4)
@@ -214,7 +214,7 @@ def _range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
 
 def _line(frame: _Frame, line: Line, form: Format, x_label: str) -> str:
     points = [(float(x), finite(y)) for x, y in zip(line.xs, line.ys, strict=True)]
-    stride = max(1, math.ceil(len(points) / MOST_POINTS))
+    stride = max(1, math.ceil(len(points) / MAX_POINTS))
     points = points[:-1:stride] + points[-1:]
     path, pen, drawn = [], "M", []
     for x, y in points:
@@ -229,7 +229,7 @@ def _line(frame: _Frame, line: Line, form: Format, x_label: str) -> str:
     parts = [f'<path class="line {line.style}" d="{"".join(path)}"/>']
     if line.style != "faint":
         few = len(drawn) <= 25
-        for x, y in drawn[:: max(1, math.ceil(len(drawn) / HOVERED))]:
+        for x, y in drawn[:: max(1, math.ceil(len(drawn) / MAX_TOOLTIPS))]:
             tip = f"{line.name + ', ' if line.name else ''}{x_label} {number(x, 6)}: {form(y)}"
             dot = f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{2.4 if few else 6}"/>'
             parts.append(f'<g class="{f"dot {line.style}" if few else "hover"}">{_hover(dot, tip)}</g>')
@@ -237,7 +237,7 @@ def _line(frame: _Frame, line: Line, form: Format, x_label: str) -> str:
 
 
 def _end_labels(frame: _Frame, named: Sequence[Line]) -> list[str]:
-    """Names at the lines' ends, pushed apart where they would meet, none below the axis."""
+    """Names at the ends of the lines, pushed apart where they would overlap, none below the axis."""
     ends = []
     for line in named:
         drawn = [y for y in map(finite, line.ys) if y is not None]
@@ -255,7 +255,7 @@ def _end_labels(frame: _Frame, named: Sequence[Line]) -> list[str]:
 
 
 def _mark(frame: _Frame, mark: Mark, series: Sequence[Line]) -> str:
-    """A ring at the place, and its text on the dotted line through it, where it is farthest from every line."""
+    """A ring at the point, and its text on the dotted line through it, where it is farthest from every line."""
     x, y = frame.x(mark.x), frame.y(mark.y)
     left = x > (LEFT + frame.right) / 2
     width = LETTER * len(mark.text)
@@ -272,17 +272,17 @@ def _mark(frame: _Frame, mark: Mark, series: Sequence[Line]) -> str:
 
 
 def _between(frame: _Frame, line: Line, first: float, last: float) -> list[float]:
-    """Heights at which a line passes between two places of the picture, every few pixels."""
+    """The y coordinates of a line between two x coordinates of the picture, every few pixels."""
     drawn = [(frame.x(x), frame.y(y)) for x, y in zip(line.xs, map(finite, line.ys), strict=True) if y is not None]
-    found = [y for x, y in drawn if first <= x <= last]
+    ys = [y for x, y in drawn if first <= x <= last]
     for (x0, y0), (x1, y1) in pairwise(drawn):
         places = range(math.ceil(max(x0, first)), math.floor(min(x1, last)) + 1, 4)
-        found += [y0 + (y1 - y0) * (x - x0) / max(x1 - x0, 1e-9) for x in places]
-    return found
+        ys += [y0 + (y1 - y0) * (x - x0) / max(x1 - x0, 1e-9) for x in places]
+    return ys
 
 
 def _legend(groups: Sequence[Bars], width: float) -> tuple[list[str], float]:
-    """The groups' names above the plot, side by side where they fit, and where the plot begins under them."""
+    """The legend above the plot, in one line where it fits, and the top of the plot below it."""
     parts: list[str] = []
     x, y = float(LEFT), 12.0
     for group in groups:

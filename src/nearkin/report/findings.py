@@ -1,4 +1,4 @@
-"""What a report is made of, checked once; everything after it may trust its shapes."""
+"""The input of a report, checked once: later code relies on its shapes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ __all__ = ["Findings", "check", "usable"]
 
 @dataclass(frozen=True)
 class Findings:
-    """A run's findings: what was trained on what, how it went, and the embeddings of the test items.
+    """A run: its recipe and data, its history and results, and the embeddings of the test items.
 
     `labels` where there are classes (-1 is unknown), `targets` where there are only continuous labels; with both, the
-    classes are shown. `history` holds the lines of metrics.jsonl, `results` the content of results.json.
-    `data["closed"]` says that the test classes were trained on, so that no page calls them unseen.
+    classes are shown. `history` has the lines of metrics.jsonl, `results` the content of results.json.
+    `data["closed"]`: the test classes were trained on, so the page does not call them unseen.
     """
 
     title: str
@@ -39,10 +39,10 @@ class Findings:
 
 
 def check(findings: Findings) -> None:
-    """One sentence for what does not fit together."""
+    """Raises if shapes do not match."""
     x = checks.rows("embeddings", findings.embeddings)
     if len(findings.names) != len(x):
-        raise ValueError(f"names must have one entry a row of embeddings: {len(x)} rows, {len(findings.names)} names")
+        raise ValueError(f"names must have one entry per row of embeddings: {len(x)} rows, {len(findings.names)} names")
     if findings.labels is not None:
         checks.class_ids("labels", findings.labels, x)
         checks.in_range(findings.labels.cpu(), len(findings.classes))
@@ -50,13 +50,13 @@ def check(findings: Findings) -> None:
         targets = findings.targets
         if targets.dim() not in (1, 2) or len(targets) != len(x):
             raise ValueError(
-                f"targets must be (rows,) or (rows, K), one entry a row of embeddings: {len(x)} rows, "
+                f"targets must be (rows,) or (rows, K), one entry per row of embeddings: {len(x)} rows, "
                 f"got {tuple(targets.shape)}"
             )
 
 
 def usable(findings: Findings) -> Tensor:
-    """Items that can be shown: a finite embedding, and a known label or a finite target where there are any."""
+    """Items that can be shown: with a finite embedding, and a known label or a finite target where there are any."""
     keep = findings.embeddings.isfinite().all(1).cpu()
     if findings.labels is not None:
         keep &= (findings.labels != UNKNOWN).cpu()

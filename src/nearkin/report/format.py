@@ -1,14 +1,26 @@
-"""Text and numbers as a page shows them. Whatever a user named is escaped here and nowhere else."""
+"""Text and numbers as HTML. Names chosen by users are escaped here and nowhere else."""
 
 import html
 import math
 import re
 from typing import Any
 
-__all__ = ["caption", "count", "escape", "metric", "named", "number", "percent", "plain", "share", "short", "shown"]
+__all__ = [
+    "caption",
+    "count",
+    "escape",
+    "metric_name",
+    "metric_value",
+    "name_html",
+    "number",
+    "percent",
+    "plain",
+    "share",
+    "short",
+]
 
 MISSING = "–"
-LONGEST = 160  # characters of a name; the middle of a longer one is left out
+MAX_NAME = 160  # characters; the middle of a longer name is left out
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _COUNTS = {
     "queries",
@@ -35,11 +47,11 @@ _METRICS = {
 
 
 def plain(value: object) -> str:
-    """The text of a value, without what no page can hold: control characters, halves of code points."""
+    """The text of a value without control characters and surrogates, which HTML cannot contain."""
     return _UNPRINTABLE.sub("\ufffd", str(value))
 
 
-def short(value: object, longest: int = LONGEST) -> str:
+def short(value: object, longest: int = MAX_NAME) -> str:
     text = plain(value)
     if len(text) <= longest:
         return text
@@ -48,32 +60,32 @@ def short(value: object, longest: int = LONGEST) -> str:
 
 
 def escape(value: object) -> str:
-    """For text between tags and for quoted attributes alike."""
+    """For text between tags and for quoted attributes."""
     return html.escape(plain(value), quote=True)
 
 
-def named(value: object) -> str:
-    """A user's name between tags: escaped, bounded, its direction of writing kept to itself, broken where it may be."""
+def name_html(value: object) -> str:
+    """A user's name between tags: escaped, bounded, isolated in its writing direction, with places for line breaks."""
     text = escape(short(value)).replace("_", "_<wbr>").replace("/", "/<wbr>")
     return f"<bdi>{text}</bdi>"
 
 
 def caption(value: object) -> str:
-    """A name where there is little room, as under a picture: each word whole, or cut with … by the page's style."""
+    """A name in little space, as under a picture: words are never broken; the style cuts long ones with …"""
     parts = [part for part in re.split(r"(?<=[\s_/-])", short(value)) if part]
     words = [f'<span class="word">{escape(part.rstrip())}</span>{" " if part[-1].isspace() else ""}' for part in parts]
     return f"<bdi>{''.join(words)}</bdi>"
 
 
 def finite(value: object) -> float | None:
-    """The number, or None for anything that is not one."""
+    """The number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def number(value: object, digits: int = 3) -> str:
-    """Three significant digits, thousands apart, a real minus sign; no number is a dash."""
+    """Three significant digits, thousands separators, a real minus sign; a dash for anything but a finite number."""
     n = finite(value)
     if n is None:
         return MISSING
@@ -94,7 +106,7 @@ def count(value: object, one: str, many: str) -> str:
 
 
 def share(value: object, unit: bool = True) -> str:
-    """A share of one as per cent, one decimal; the space before the sign does not break."""
+    """A share of one as per cent, one decimal; with a non-breaking space before the sign."""
     n = finite(value)
     if n is None:
         return MISSING
@@ -102,7 +114,7 @@ def share(value: object, unit: bool = True) -> str:
 
 
 def percent(value: float) -> str:
-    """A share on an axis: no more decimals than it has."""
+    """A share on an axis, without trailing zeros."""
     return f"{100 * value:.4g}\u202f%".replace("-", "−")
 
 
@@ -110,8 +122,8 @@ def is_share(name: str) -> bool:
     return name not in _COUNTS and name not in _PLAIN and "distance" not in name
 
 
-def metric(name: str) -> str:
-    """recall@1 → R@1, as tables of the field write it."""
+def metric_name(name: str) -> str:
+    """recall@1 → R@1, as in tables of the field."""
     if name in _METRICS:
         return _METRICS[name]
     if name.startswith("recall@"):
@@ -119,13 +131,13 @@ def metric(name: str) -> str:
     return name.replace("ndcg@", "nDCG@").replace("_", " ")
 
 
-def shown(name: str, value: object, unit: bool = True) -> str:
-    """A metric's value the way its name asks for."""
+def metric_value(name: str, value: object, unit: bool = True) -> str:
+    """A metric's value as a share or a number, by its name."""
     return share(value, unit) if is_share(name) else number(value)
 
 
 def any_value(value: Any) -> str:
-    """Anything from a data inspection, escaped: numbers as numbers, lists in a line."""
+    """Any value of a data report, escaped; lists in one line."""
     if value is None:
         return MISSING
     if isinstance(value, bool):
@@ -133,8 +145,8 @@ def any_value(value: Any) -> str:
     if isinstance(value, (int, float)):
         return number(value)
     if isinstance(value, (list, tuple)):
-        more = f" and {len(value) - 20} more" if len(value) > 20 else ""
-        return ", ".join(any_value(v) for v in value[:20]) + more if value else MISSING
+        rest = f" and {len(value) - 20} more" if len(value) > 20 else ""
+        return ", ".join(any_value(v) for v in value[:20]) + rest if value else MISSING
     if isinstance(value, dict):
         return ", ".join(f"{escape(k)} {any_value(v)}" for k, v in list(value.items())[:20]) or MISSING
-    return named(value) if str(value) else MISSING
+    return name_html(value) if str(value) else MISSING

@@ -1,4 +1,4 @@
-"""Sections of the page that show items: retrieval, map, distances, worst classes, confused pairs, suspect labels."""
+"""Sections that show items: retrieval, map, distances, worst classes, confused pairs, suspect labels."""
 
 from dataclasses import dataclass
 
@@ -8,22 +8,22 @@ import torch
 from nearkin.report import charts, format, maps
 from nearkin.report.charts import Bars
 from nearkin.report.findings import Findings
-from nearkin.report.format import escape, named, number, share
-from nearkin.report.sampling import Choice, Ints, Row
+from nearkin.report.format import escape, name_html, number, share
+from nearkin.report.sampling import Ints, Row, Sample
 from nearkin.report.thumbnails import Thumbnails
 
-__all__ = ["Shown", "confused", "distances", "grid", "label_errors", "plane", "worst"]
+__all__ = ["Context", "confused", "distances", "grid", "label_errors", "plane", "worst"]
 
-ERRORS = 12  # suspect labels shown
-TIP = 60  # characters of a name on the map
+MAX_ERRORS = 12  # suspect labels shown
+MAX_TIP = 60  # characters of a name on the map
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What every section here looks at."""
+class Context:
+    """The input of every section here."""
 
     findings: Findings
-    choice: Choice
+    sample: Sample
     thumbnails: Thumbnails
     seed: int
 
@@ -38,19 +38,19 @@ class Shown:
         """Items of a class that can be shown."""
         assert self.findings.labels is not None
         kinds = self.findings.labels.cpu().numpy()
-        return self.choice.items[np.flatnonzero(kinds[self.choice.items] == kind)]
+        return self.sample.items[np.flatnonzero(kinds[self.sample.items] == kind)]
 
     def picture(self, item: int, alt: str, side: int = 96) -> str:
         """An item's thumbnail, or its name where there is none."""
         address = self.thumbnails.address(item, side)
         name = escape(format.short(self.findings.names[item]))
         if address is None:
-            last = format.short(str(self.findings.names[item]).rsplit("/", 1)[-1], 36)  # the folder is in the title
-            return f'<span class="noimg" title="{name}">{named(last)}</span>'
+            last = format.short(str(self.findings.names[item]).rsplit("/", 1)[-1], 36)  # the title has its folder
+            return f'<span class="noimg" title="{name}">{name_html(last)}</span>'
         return f'<img src="{address}" alt="{escape(format.short(alt))}" title="{name}" loading="lazy" decoding="async">'
 
     def pictures(self, kind: int, most: int) -> str:
-        """Some of a class, spread over its items."""
+        """Some pictures of a class, spread over its items."""
         if not self.thumbnails:
             return ""
         members = self.members(kind)
@@ -58,35 +58,35 @@ class Shown:
         return f'<span class="thumbs">{"".join(self.picture(i, f"an item of {self.name(kind)}") for i in some)}</span>'
 
 
-def grid(shown: Shown) -> str:
+def grid(context: Context) -> str:
     groups = []
-    for group in shown.choice.groups:
-        rows = "".join(_row(shown, row) for row in group.rows)
+    for group in context.sample.groups:
+        rows = "".join(_row(context, row) for row in group.rows)
         groups.append(f'<h3>{escape(group.title).replace(" %", chr(0x202F) + "%")}</h3><div class="grid">{rows}</div>')
     return "".join(groups)
 
 
-def _row(shown: Shown, row: Row) -> str:
-    labelled = shown.findings.labels is not None
-    query = shown.name(shown.kind(row.query)) if labelled else _target(shown, row.query)
-    first = shown.picture(row.query, f"query: {query}")
+def _row(context: Context, row: Row) -> str:
+    labelled = context.findings.labels is not None
+    query = context.name(context.kind(row.query)) if labelled else _target(context, row.query)
+    first = context.picture(row.query, f"query: {query}")
     cells = []
     worst = max(row.label_distance, default=0.0)
-    for i, (item, close) in enumerate(zip(row.neighbours, row.similarity, strict=True)):
+    for i, (item, similarity) in enumerate(zip(row.neighbours, row.similarity, strict=True)):
         if labelled:
-            right = shown.kind(item) == shown.kind(row.query)
-            sign, said, style = ("✓", "right", "right") if right else ("✗", "wrong", "wrong")
-            name = shown.name(shown.kind(item))
+            correct = context.kind(item) == context.kind(row.query)
+            sign, style = ("✓", "right") if correct else ("✗", "wrong")
+            name = context.name(context.kind(item))
             caption = f'<span class="sign" aria-hidden="true">{sign}</span> {format.caption(name)}'
-            tip = f"{said}: {format.short(name)}, cosine {close:.2f}"
+            tip = f"{style}: {format.short(name)}, cosine {similarity:.2f}"
         elif row.label_distance:
-            far, style, name = row.label_distance[i], "graded", _target(shown, item)
-            caption = f"Δ {number(far)}{charts.bar(far / worst if worst else 0)}"
-            tip = f"label distance {number(far)}, target {name}"
+            distance, style, name = row.label_distance[i], "graded", _target(context, item)
+            caption = f"Δ {number(distance)}{charts.bar(distance / worst if worst else 0)}"
+            tip = f"label distance {number(distance)}, target {name}"
         else:
-            style, name, caption, tip = "graded", "", f"{close:.2f}", f"cosine {close:.2f}"
+            style, name, caption, tip = "graded", "", f"{similarity:.2f}", f"cosine {similarity:.2f}"
         cells.append(
-            f'<figure class="{style}">{shown.picture(item, tip)}'
+            f'<figure class="{style}">{context.picture(item, tip)}'
             f'<figcaption title="{escape(tip)}">{caption}</figcaption></figure>'
         )
     return (
@@ -95,59 +95,60 @@ def _row(shown: Shown, row: Row) -> str:
     )
 
 
-def _target(shown: Shown, item: int) -> str:
-    targets = shown.findings.targets
+def _target(context: Context, item: int) -> str:
+    targets = context.findings.targets
     if targets is None:
         return ""
     values = targets[item].reshape(-1).tolist()
     return ", ".join(number(v) for v in values[:3]) + (", …" if len(values) > 3 else "")
 
 
-def plane(shown: Shown) -> tuple[str, str]:
-    """The map and who made it; "" where nothing can be mapped."""
-    findings, items = shown.findings, shown.choice.mapped
+def plane(context: Context) -> tuple[str, str]:
+    """The map and its method; "" where nothing can be mapped."""
+    findings, items = context.findings, context.sample.mapped
     if len(items) < 2:
         return "", ""
-    flat, by = maps.plane(findings.embeddings[torch.from_numpy(items)], shown.seed)
+    flat, method = maps.plane(findings.embeddings[torch.from_numpy(items)], context.seed)
     if findings.labels is None:
         targets = np.zeros(len(items))
         if findings.targets is not None:
             targets = findings.targets.reshape(len(findings.embeddings), -1)[:, 0].double().cpu().numpy()[items]
-        tips = [f"{format.short(findings.names[i], TIP)}: {_target(shown, i)}" for i in items.tolist()]
-        return maps.targets_map(flat, targets.tolist(), tips), by
-    kinds = [shown.kind(i) for i in items.tolist()]
-    places = []
+        tips = [f"{format.short(findings.names[i], MAX_TIP)}: {_target(context, i)}" for i in items.tolist()]
+        return maps.targets_map(flat, targets.tolist(), tips), method
+    kinds = [context.kind(i) for i in items.tolist()]
+    badges = []
     for kind in sorted(set(kinds)):
-        own = [i for i, k in zip(items.tolist(), kinds, strict=True) if k == kind]
-        places.append(maps.Place(kind, shown.name(kind), shown.thumbnails.address(_typical(shown, own), 48)))
+        members = [i for i, k in zip(items.tolist(), kinds, strict=True) if k == kind]
+        thumbnail = context.thumbnails.address(_typical(context, members), 48)
+        badges.append(maps.Badge(kind, context.name(kind), thumbnail))
     tips = [
-        f"{format.short(shown.name(k), TIP)} · {format.short(findings.names[i], TIP)}"
+        f"{format.short(context.name(k), MAX_TIP)} · {format.short(findings.names[i], MAX_TIP)}"
         for i, k in zip(items.tolist(), kinds, strict=True)
     ]
     chips = "".join(
-        f'<button type="button" data-c="{place.kind}" aria-pressed="false">'
-        + (f'<img src="{place.address}" alt="">' if place.address else "")
-        + f"{named(format.short(place.name, 40))}</button>"
-        for place in places
+        f'<button type="button" data-c="{badge.kind}" aria-pressed="false">'
+        + (f'<img src="{badge.address}" alt="">' if badge.address else "")
+        + f"{name_html(format.short(badge.name, 40))}</button>"
+        for badge in badges
     )
     legend = f'<div class="chips" role="group" aria-label="Show one class on the map">{chips}</div>'
-    return f'<div class="mapbox">{maps.classes_map(flat, kinds, tips, places)}{legend}</div>', by
+    return f'<div class="mapbox">{maps.classes_map(flat, kinds, tips, badges)}{legend}</div>', method
 
 
-def _typical(shown: Shown, items: list[int]) -> int:
-    """The item nearest the mean of its class."""
-    x = torch.nn.functional.normalize(shown.findings.embeddings[items].double().cpu(), dim=1)
+def _typical(context: Context, items: list[int]) -> int:
+    """The item nearest to the mean of its class."""
+    x = torch.nn.functional.normalize(context.findings.embeddings[items].double().cpu(), dim=1)
     return items[int((x @ x.mean(0)).argmax())]
 
 
-def distances(shown: Shown) -> str:
-    found = shown.choice.diagnosis
-    if found is None:
+def distances(context: Context) -> str:
+    diagnosis = context.sample.diagnosis
+    if diagnosis is None:
         return ""
-    edges = found["intra_histogram"]["edges"]
+    edges = diagnosis["intra_histogram"]["edges"]
     groups = [
-        Bars("different classes", "other", found["inter_histogram"]["counts"], found["inter_mean"]),
-        Bars("same class", "main", found["intra_histogram"]["counts"], found["intra_mean"]),
+        Bars("different classes", "other", diagnosis["inter_histogram"]["counts"], diagnosis["inter_mean"]),
+        Bars("same class", "main", diagnosis["intra_histogram"]["counts"], diagnosis["intra_mean"]),
     ]
     title = "Distances between items of the same class and of different classes"
     wide, narrow = (
@@ -155,19 +156,19 @@ def distances(shown: Shown) -> str:
         for width in (2 * charts.WIDTH, charts.WIDTH)
     )
     facts = [
-        ("alignment", found["alignment"], "mean squared distance of kin; lower is tighter"),
-        ("uniformity", found["uniformity"], "lower is more evenly spread"),
-        ("effective rank", found["effective_rank"], "dimensions in use"),
-        ("hubness", found["hubness"], "skewness of how often an item is a neighbour"),
+        ("alignment", diagnosis["alignment"], "mean squared distance of positive pairs; lower is tighter"),
+        ("uniformity", diagnosis["uniformity"], "lower is more evenly spread"),
+        ("effective rank", diagnosis["effective_rank"], "dimensions in use"),
+        ("hubness", diagnosis["hubness"], "skewness of how often an item is a neighbour"),
     ]
     rows = "".join(f"<div><dt>{n}</dt><dd>{number(v)} <small>{why}</small></dd></div>" for n, v, why in facts)
     return f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure><dl class="facts">{rows}</dl>'
 
 
-def worst(shown: Shown) -> str:
-    rows = shown.choice.diagnosis["worst_classes"] if shown.choice.diagnosis else []
+def worst(context: Context) -> str:
+    rows = context.sample.diagnosis["worst_classes"] if context.sample.diagnosis else []
     lines = "".join(
-        f'<li>{shown.pictures(row["class"], 4)}<span class="what">{format.caption(shown.name(row["class"]))}</span>'
+        f'<li>{context.pictures(row["class"], 4)}<span class="what">{format.caption(context.name(row["class"]))}</span>'
         f"{charts.bar(row['r_precision'])}"
         f'<span class="much">{share(row["r_precision"])} <small>R@1 {share(row["recall@1"])} · '
         f"{format.count(row['items'], 'item', 'items')}</small></span></li>"
@@ -176,13 +177,13 @@ def worst(shown: Shown) -> str:
     return f'<ol class="bars">{lines}</ol>' if lines else ""
 
 
-def confused(shown: Shown) -> str:
-    rows = shown.choice.diagnosis["confused_pairs"] if shown.choice.diagnosis else []
+def confused(context: Context) -> str:
+    rows = context.sample.diagnosis["confused_pairs"] if context.sample.diagnosis else []
     lines = []
     for row in rows:
         sides = [
-            f'<span class="side">{shown.pictures(kind, 2)}'
-            f'<span class="what">{format.caption(shown.name(kind))}</span></span>'
+            f'<span class="side">{context.pictures(kind, 2)}'
+            f'<span class="what">{format.caption(context.name(kind))}</span></span>'
             for kind in row["classes"]
         ]
         pair = '<span class="arrow" aria-label="and">↔</span>'.join(sides)
@@ -194,21 +195,21 @@ def confused(shown: Shown) -> str:
     return f'<ol class="bars pairs">{"".join(lines)}</ol>' if lines else ""
 
 
-def label_errors(shown: Shown) -> str:
-    rows = shown.choice.diagnosis["label_errors"] if shown.choice.diagnosis else []
+def label_errors(context: Context) -> str:
+    rows = context.sample.diagnosis["label_errors"] if context.sample.diagnosis else []
     cards = []
-    for row in rows[:ERRORS]:
-        item, own, other = row["item"], shown.name(row["class"]), shown.name(row["suggested"])
+    for row in rows[:MAX_ERRORS]:
+        item, label, other = row["item"], context.name(row["class"]), context.name(row["suggested"])
         cards.append(
-            f"<li>{shown.picture(item, f'suspect item, labelled {own}')}"
-            f'<div><p class="small soft">{named(shown.findings.names[item])}</p>'
-            f"<p>labelled <b>{format.caption(own)}</b></p>"
+            f"<li>{context.picture(item, f'suspect item, labelled {label}')}"
+            f'<div><p class="small soft">{name_html(context.findings.names[item])}</p>'
+            f"<p>labelled <b>{format.caption(label)}</b></p>"
             f"<p>{format.percent(round(row['agreement'], 2))} of its neighbours: <b>{format.caption(other)}</b></p>"
-            f"{shown.pictures(row['suggested'], 3)}</div></li>"
+            f"{context.pictures(row['suggested'], 3)}</div></li>"
         )
     if not cards:
         return ""
-    more = f"{ERRORS} of {number(len(rows))} shown, the surest first."
+    note = f"{MAX_ERRORS} of {number(len(rows))} shown, most certain first."
     return f'<ul class="cards">{"".join(cards)}</ul>' + (
-        f'<p class="small soft">{more}</p>' if len(rows) > ERRORS else ""
+        f'<p class="small soft">{note}</p>' if len(rows) > MAX_ERRORS else ""
     )

@@ -1,4 +1,4 @@
-"""Sections of the page that are made of numbers: headline, results, training, data, recipe."""
+"""Sections of numbers: headline, results, training, data, recipe."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,9 +7,9 @@ from nearkin.core import toml
 from nearkin.report import charts, format
 from nearkin.report.charts import Line, Mark
 from nearkin.report.findings import Findings
-from nearkin.report.format import escape, finite, named, number, shown
+from nearkin.report.format import escape, finite, metric_value, name_html, number
 
-__all__ = ["data", "headline", "recipe", "results", "training", "verdict"]
+__all__ = ["data", "headline", "length", "recipe", "results", "training", "verdict"]
 
 _MAIN = ("recall@1", "map@r", "ndcg@10", "ndcg@5", "ndcg@1", "spearman", "accuracy")
 _ORDER = ("trained", "baseline", "untrained")
@@ -17,25 +17,25 @@ _ORDER = ("trained", "baseline", "untrained")
 
 def headline(findings: Findings) -> tuple[str, str]:
     """The main figure as a sentence in plain text, and as the page's opening paragraph."""
-    test = _who(findings.results.get("test"))
+    test = _by_model(findings.results.get("test"))
     name = _main(test.get("trained", {}))
     if name is None:
-        return "No test figures: this run was not measured.", "<p>No test figures: this run was not measured.</p>"
+        return "No test figures: this run was not tested.", "<p>No test figures: this run was not tested.</p>"
     value, low, high = _value(test["trained"][name])
-    where = f"{format.metric(name)} on {_tested(findings)}"
-    inside = f"{shown(name, low, unit=False)}–{shown(name, high, unit=False)}" if low is not None else ""
+    where = f"{format.metric_name(name)} on {_test_size(findings)}"
+    inside = f"{metric_value(name, low, unit=False)}–{metric_value(name, high, unit=False)}" if low is not None else ""
     others = [
-        (_called(findings, who), shown(name, _value(test[who][name])[0]))
+        (_model_name(findings, who), metric_value(name, _value(test[who][name])[0]))
         for who in _ORDER[1:]
         if name in test.get(who, {})
     ]
-    sentence = f"{where}: {shown(name, value)}" + (f" ({inside})" if inside else "")
+    sentence = f"{where}: {metric_value(name, value)}" + (f" ({inside})" if inside else "")
     sentence = "; ".join([sentence, *(f"{who} {much}" for who, much in others)]) + "."
     body = (
-        f'<p class="lede"><strong>{escape(shown(name, value))}</strong> <span class="where">{escape(where)}'
+        f'<p class="lede"><strong>{escape(metric_value(name, value))}</strong> <span class="where">{escape(where)}'
         + (f' <span class="soft">95 % interval {escape(inside)}</span>' if inside else "")
         + "</span>"
-        + "".join(f' <span class="other"><span>{named(who)}</span> <b>{much}</b></span>' for who, much in others)
+        + "".join(f' <span class="other"><span>{name_html(who)}</span> <b>{much}</b></span>' for who, much in others)
         + "</p>"
     )
     return sentence, body
@@ -43,17 +43,17 @@ def headline(findings: Findings) -> tuple[str, str]:
 
 def verdict(findings: Findings) -> str:
     """Whether training helped, in one sentence; where it did not, as a warning."""
-    found = findings.results.get("verdict")
-    if not isinstance(found, Mapping) or not found.get("sentence"):
+    result = findings.results.get("verdict")
+    if not isinstance(result, Mapping) or not result.get("sentence"):
         return ""
-    style = 'class="alert" role="alert"' if found.get("helped") is False else 'class="helped"'
-    sentence = escape(format.short(found["sentence"], 600)).replace(" %", "\u202f%")  # which does not break
+    style = 'class="alert" role="alert"' if result.get("helped") is False else 'class="helped"'
+    sentence = escape(format.short(result["sentence"], 600)).replace(" %", "\u202f%")  # a non-breaking space
     return f"<div {style}><p>{sentence}</p></div>"
 
 
 def results(findings: Findings) -> str:
-    """A table for each part that was measured, each row with its intervals drawn on one strip."""
-    parts = {name: _who(value) for name, value in findings.results.items()}
+    """A table per measured part, each row with its intervals on one strip."""
+    parts = {name: _by_model(value) for name, value in findings.results.items()}
     parts = {name: who for name, who in parts.items() if who}
     tables = [
         (f"<h3>{escape(name)}</h3>" if len(parts) > 1 else "") + _table(findings, who) for name, who in parts.items()
@@ -62,7 +62,7 @@ def results(findings: Findings) -> str:
 
 
 def training(findings: Findings) -> str:
-    """Small multiples over the steps; a chart without values is left out."""
+    """Small charts over the steps; those without values are left out."""
     steps = [line for line in findings.history if line.get("event") == "step"]
     epochs = [line for line in findings.history if line.get("event") == "epoch"]
     figures = [
@@ -70,55 +70,57 @@ def training(findings: Findings) -> str:
         ("Validation", _validation(epochs)),
         ("Learning rate", _single(steps, "lr", "learning rate")),
         ("Gradient norm", _single(steps, "gradient", "gradient norm")),
-        ("Spread of a batch: 0 one spot, 1 all round", _single(findings.history, "spread", "spread")),
+        ("Spread of a batch: 0 collapsed, 1 uniform", _single(findings.history, "spread", "spread")),
         ("Effective rank of a batch", _single(findings.history, "effective_rank", "effective rank")),
     ]
-    made = [f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in figures if svg]
-    return f'<div class="charts">{"".join(made)}</div>' if made else ""
+    charts_html = [f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in figures if svg]
+    return f'<div class="charts">{"".join(charts_html)}</div>' if charts_html else ""
 
 
-def lasted(findings: Findings) -> str:
-    """One line on how long it took; "" where that is not known."""
+def length(findings: Findings) -> str:
+    """Epochs, steps and time in one line; "" where they are not known."""
     seconds = max(
         (s for s in (finite(line.get("seconds")) for line in findings.history) if s is not None), default=None
     )
     epochs = max((int(e) for e in (finite(line.get("epoch")) for line in findings.history) if e is not None), default=0)
     steps = max((int(s) for s in (finite(line.get("step")) for line in findings.history) if s is not None), default=0)
-    said = [format.count(epochs, "epoch", "epochs")] if epochs else []
-    said += [format.count(steps, "step", "steps")] if steps else []
+    words = [format.count(epochs, "epoch", "epochs")] if epochs else []
+    words += [format.count(steps, "step", "steps")] if steps else []
     if seconds is not None:
-        said.append(
+        words.append(
             f"{seconds:.0f} s"
             if seconds < 120
             else f"{seconds / 60:.0f} min"
             if seconds < 7200
             else f"{seconds / 3600:.1f} h"
         )
-    return ", ".join(said)
+    return ", ".join(words)
 
 
 def data(findings: Findings) -> str:
-    """The inspection of the data: its parts as a table, everything else as it came."""
-    found = dict(findings.data)
-    parts = found.pop("parts", None)
-    notes = found.pop("notes", None)
+    """The report on the data: its parts as a table, everything else as a list."""
+    facts = dict(findings.data)
+    parts = facts.pop("parts", None)
+    notes = facts.pop("notes", None)
     body = ""
     if isinstance(parts, Mapping) and parts and all(isinstance(part, Mapping) for part in parts.values()):
         columns = list(dict.fromkeys(str(key) for part in parts.values() for key in part))
         head = "".join(f'<th scope="col">{escape(c.replace("_", " "))}</th>' for c in columns)
         rows = "".join(
-            f'<tr><th scope="row">{named(name)}</th>' + "".join(_part_cell(c, part.get(c)) for c in columns) + "</tr>"
+            f'<tr><th scope="row">{name_html(name)}</th>'
+            + "".join(_part_cell(c, part.get(c)) for c in columns)
+            + "</tr>"
             for name, part in parts.items()
         )
         body += (
             f'<table class="parts"><thead><tr><th scope="col">part</th>{head}</tr></thead><tbody>{rows}</tbody></table>'
         )
     elif parts is not None:
-        found["parts"] = parts
-    if found:
+        facts["parts"] = parts
+    if facts:
         pairs = "".join(
             f"<div><dt>{escape(str(k).replace('_', ' '))}</dt><dd>{format.any_value(v)}</dd></div>"
-            for k, v in found.items()
+            for k, v in facts.items()
         )
         body += f'<dl class="facts">{pairs}</dl>'
     if notes:
@@ -128,9 +130,9 @@ def data(findings: Findings) -> str:
 
 
 def _part_cell(column: str, value: object) -> str:
-    """A cell of the parts' table; on a narrow screen it stands under the others and shows its column's name."""
+    """A cell of the table of parts; on a narrow screen it is below the others and shows its column's name."""
     kind = "name" if isinstance(value, str) else "figure"
-    text = named(format.short(value, 40)) if isinstance(value, str) and value else format.any_value(value)
+    text = name_html(format.short(value, 40)) if isinstance(value, str) and value else format.any_value(value)
     return f'<td class="{kind}" data-column="{escape(column.replace("_", " "))}">{text}</td>'
 
 
@@ -144,8 +146,8 @@ def recipe(findings: Findings) -> str:
     )
 
 
-def _tested(findings: Findings) -> str:
-    """478 unseen classes; or what else was measured on."""
+def _test_size(findings: Findings) -> str:
+    """478 unseen classes, or the number of test items."""
     if findings.labels is None:
         return format.count(len(findings.embeddings), "test item", "test items")
     part = findings.data.get("parts", {})
@@ -157,14 +159,14 @@ def _tested(findings: Findings) -> str:
     return format.count(classes, f"{kind}class", f"{kind}classes")
 
 
-def _who(part: object) -> dict[str, dict[str, Any]]:
+def _by_model(part: object) -> dict[str, dict[str, Any]]:
     """{"trained": {metric: value}} and so on, in the order of the page; {} for anything else."""
     if not isinstance(part, Mapping):
         return {}
-    found = {str(who): dict(v) for who, v in part.items() if isinstance(v, Mapping)}
-    if not any(_main(values) for values in found.values()):
+    figures = {str(who): dict(v) for who, v in part.items() if isinstance(v, Mapping)}
+    if not any(_main(values) for values in figures.values()):
         return {}
-    return {who: found[who] for who in (*_ORDER, *sorted(set(found) - set(_ORDER))) if who in found}
+    return {who: figures[who] for who in (*_ORDER, *sorted(set(figures) - set(_ORDER))) if who in figures}
 
 
 def _main(values: Mapping[str, Any]) -> str | None:
@@ -177,14 +179,14 @@ def _has_value(value: object) -> bool:
 
 
 def _value(entry: object) -> tuple[float | None, float | None, float | None]:
-    """Value and ends of the interval; None for what is not a number."""
+    """Value and interval; None for anything but a number."""
     if isinstance(entry, Mapping):
         value, low, high = (finite(entry.get(key)) for key in ("value", "low", "high"))
         return (value, low, high) if low is not None and high is not None else (value, None, None)
     return finite(entry), None, None
 
 
-def _called(findings: Findings, who: str) -> str:
+def _model_name(findings: Findings, who: str) -> str:
     return str(findings.results.get("baseline_name") or "baseline") if who == "baseline" else who
 
 
@@ -193,16 +195,18 @@ def _table(findings: Findings, who: dict[str, dict[str, Any]]) -> str:
     legend = {"trained": "●", "untrained": "○"}
     head = "".join(
         f'<th scope="col"><span class="mark-sign {escape(w)}" aria-hidden="true">{legend.get(w, "■")}</span> '
-        f"{named(_called(findings, w))}</th>"
+        f"{name_html(_model_name(findings, w))}</th>"
         for w in who
     )
     rows = []
     for name in metrics:
         entries = [(w, *_value(who[w].get(name))) for w in who]
-        drawn = [(_called(findings, w), w, value, low, high) for w, value, low, high in entries]
+        drawn = [(_model_name(findings, w), w, value, low, high) for w, value, low, high in entries]
         cells = "".join(_cell(name, w, *numbers) for w, *numbers in entries)
         strip = charts.intervals(drawn, name) if format.is_share(name) or name == "spearman" else ""
-        rows.append(f'<tr><th scope="row">{escape(format.metric(name))}</th>{cells}<td class="strip">{strip}</td></tr>')
+        rows.append(
+            f'<tr><th scope="row">{escape(format.metric_name(name))}</th>{cells}<td class="strip">{strip}</td></tr>'
+        )
     return (
         f'<table class="results" style="--who:{len(who)}"><thead><tr><th scope="col">metric</th>{head}'
         f'<th scope="col" class="strip"><div><span>0</span><span>50\u202f%</span><span>100</span></div></th></tr>'
@@ -211,8 +215,12 @@ def _table(findings: Findings, who: dict[str, dict[str, Any]]) -> str:
 
 
 def _cell(name: str, who: str, value: float | None, low: float | None, high: float | None) -> str:
-    ends = "" if low is None else f"<small>{shown(name, low, unit=False)}–{shown(name, high, unit=False)}</small>"
-    return f'<td class="{"first" if who == "trained" else ""}">{shown(name, value)}{ends}</td>'
+    ends = (
+        ""
+        if low is None
+        else f"<small>{metric_value(name, low, unit=False)}–{metric_value(name, high, unit=False)}</small>"
+    )
+    return f'<td class="{"first" if who == "trained" else ""}">{metric_value(name, value)}{ends}</td>'
 
 
 def _loss(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -240,16 +248,16 @@ def _validation(epochs: Sequence[Mapping[str, Any]]) -> str:
     drawn = []
     for i, name in enumerate(metrics[: len(charts.STYLES)]):
         ys = [_value(line["val"].get(name))[0] for line in rows]
-        drawn.append(Line(format.metric(name), xs, ys, charts.STYLES[i]))
+        drawn.append(Line(format.metric_name(name), xs, ys, charts.STYLES[i]))
     best = [(x, y) for x, y, line in zip(xs, drawn[0].ys, rows, strict=True) if line.get("best") and y is not None]
-    marks = [Mark(x, y, f"best: epoch {number(x)}, {format.shown(metrics[0], y)}") for x, y in best[-1:]]
+    marks = [Mark(x, y, f"best: epoch {number(x)}, {format.metric_value(metrics[0], y)}") for x, y in best[-1:]]
     form = format.percent if format.is_share(metrics[0]) else number
     return charts.lines(drawn, title="Validation metrics over epochs", x_label="epoch", form=form, marks=marks)
 
 
-def _single(lines: Sequence[Mapping[str, Any]], key: str, said: str) -> str:
+def _single(lines: Sequence[Mapping[str, Any]], key: str, name: str) -> str:
     xs, ys = _series(lines, key)
-    return charts.lines([Line("", xs, ys)], title=f"{said} over steps", x_label="step", from_zero=True)
+    return charts.lines([Line("", xs, ys)], title=f"{name} over steps", x_label="step", from_zero=True)
 
 
 def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float | None]]:
@@ -257,6 +265,6 @@ def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], 
     return [_at(line, "step", i) for i, line in rows], [finite(line[key]) for _, line in rows]
 
 
-def _at(line: Mapping[str, Any], key: str, otherwise: int) -> float:
-    place = finite(line.get(key))
-    return float(otherwise) if place is None else place
+def _at(line: Mapping[str, Any], key: str, default: int) -> float:
+    value = finite(line.get(key))
+    return float(default) if value is None else value

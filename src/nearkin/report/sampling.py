@@ -1,6 +1,6 @@
-"""What of a run is looked at and shown: bounded, the same for the same seed, and never only the good cases.
+"""Which items of a run are diagnosed and shown: bounded, a function of the seed, and never only the good cases.
 
-All indices are of the findings' items.
+All indices refer to the items of the findings.
 """
 
 from dataclasses import dataclass
@@ -9,28 +9,27 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from nearkin.core import random
 from nearkin.evaluation import diagnose
 from nearkin.evaluation.retrieval import knn
 from nearkin.report.findings import Findings, usable
 
-__all__ = ["Choice", "Group", "Row", "choose"]
+__all__ = ["Group", "Row", "Sample", "draw"]
 
 Ints = NDArray[np.int64]
 
-DIAGNOSED = 10_000  # items whose pairs are all looked at: some seconds
-ASKED = 1_024  # queries that search everything
+MAX_DIAGNOSED = 10_000  # items whose pairs are all compared: some seconds
+MAX_QUERIES = 1_024  # queries that search everything
 NEIGHBOURS = 8
-ROWS = 4  # queries a group of the grid
+ROWS = 4  # queries per group of the grid
 MAP_CLASSES, MAP_ITEMS = 40, 2_000
-_DIAGNOSIS, _QUERIES, _MAP, _WORST = range(100, 104)  # streams of chance; those of the samplers are below
+_DIAGNOSIS, _QUERIES, _MAP, _WORST = range(100, 104)  # random streams; the samplers use lower numbers
 
 
 @dataclass(frozen=True)
 class Row:
-    """A query and its nearest, nearest first; with targets, how far their labels are."""
+    """A query and its neighbours, nearest first; with targets, their label distances."""
 
     query: int
     neighbours: list[int]
@@ -47,58 +46,58 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """`items` can be shown; of them `diagnosed` were looked at in pairs and `mapped` stand on the map."""
+class Sample:
+    """`items` can be shown; of them `diagnosed` were compared in pairs and `mapped` are on the map."""
 
     items: Ints
     diagnosed: Ints
-    diagnosis: dict[str, Any] | None  # its items numbered as the findings'
+    diagnosis: dict[str, Any] | None  # with indices of the findings
     groups: list[Group]
     mapped: Ints
 
 
-def choose(findings: Findings, seed: int) -> Choice:
+def draw(findings: Findings, seed: int) -> Sample:
     items = usable(findings).numpy()
     kinds = None if findings.labels is None else findings.labels.cpu().numpy().astype(np.int64)
-    looked, diagnosis = items[:0], None
+    diagnosed, diagnosis = items[:0], None
     if kinds is not None and len(items) > 1:
-        looked = _whole_classes(items, kinds[items], DIAGNOSED, len(findings.classes), seed, _DIAGNOSIS)
-        place = torch.from_numpy(looked)
-        diagnosis = diagnose(findings.embeddings[place].cpu(), torch.from_numpy(kinds[looked]))
+        diagnosed = _by_class(items, kinds[items], MAX_DIAGNOSED, len(findings.classes), seed, _DIAGNOSIS)
+        embeddings = findings.embeddings[torch.from_numpy(diagnosed)].cpu()
+        diagnosis = diagnose(embeddings, torch.from_numpy(kinds[diagnosed]))
         for row in diagnosis["label_errors"] + diagnosis["hubs"]:
-            row["item"] = int(looked[row["item"]])
+            row["item"] = int(diagnosed[row["item"]])
     if kinds is not None:
-        mapped = _whole_classes(items, kinds[items], MAP_ITEMS, MAP_CLASSES, seed, _MAP)
+        mapped = _by_class(items, kinds[items], MAP_ITEMS, MAP_CLASSES, seed, _MAP)
     else:
-        mapped = _some(items, MAP_ITEMS, seed, _MAP)
-    return Choice(items, looked, diagnosis, _grid(findings, items, kinds, diagnosis, seed), mapped)
+        mapped = _subset(items, MAP_ITEMS, seed, _MAP)
+    return Sample(items, diagnosed, diagnosis, _grid(findings, items, kinds, diagnosis, seed), mapped)
 
 
-def _some(items: Ints, most: int, seed: int, purpose: int) -> Ints:
-    """At most so many of the items, in their order."""
+def _subset(items: Ints, most: int, seed: int, purpose: int) -> Ints:
+    """At most `most` of the items, drawn at random, in their order."""
     order = random.shuffled(random.words(len(items), seed, purpose))
     return items[np.sort(order[:most])]
 
 
-def _whole_classes(items: Ints, kinds: Ints, most: int, most_classes: int, seed: int, purpose: int) -> Ints:
-    """Classes drawn by chance until the items are enough, whole where that is possible; in the order of the items."""
+def _by_class(items: Ints, kinds: Ints, most: int, most_classes: int, seed: int, purpose: int) -> Ints:
+    """All items of classes drawn at random until there are enough; in the order of the items."""
     order = random.shuffled(random.words(len(items), seed, purpose))
-    ids, place = np.unique(kinds, return_inverse=True)
+    ids, class_index = np.unique(kinds, return_inverse=True)
     if len(items) <= most and len(ids) <= most_classes:
         return items
     turn = np.empty(len(ids), np.int64)
     turn[random.shuffled(random.words(len(ids), seed, purpose, 1))] = np.arange(len(ids))
-    sizes = np.bincount(place)
+    sizes = np.bincount(class_index)
     cap = max(2, most // min(most_classes, len(ids))) if most_classes < len(ids) else most
-    kept = np.minimum(sizes, cap)
-    upto = np.cumsum(kept[np.argsort(turn)])
+    used = np.minimum(sizes, cap)
+    upto = np.cumsum(used[np.argsort(turn)])
     chosen = max(1, min(most_classes, int(np.searchsorted(upto, most, side="right"))))
-    by_class = order[np.argsort(place[order], kind="stable")]  # items by class, in random order within
-    rank = np.empty(len(items), np.int64)
-    rank[by_class] = np.arange(len(items)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    if sizes.max() > most:  # not even one class fits: a part of each of several
+    by_class = order[np.argsort(class_index[order], kind="stable")]  # items by class, in random order within
+    position = np.empty(len(items), np.int64)  # within its class
+    position[by_class] = np.arange(len(items)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    if sizes.max() > most:  # not even one class fits: some items of several
         cap, chosen = max(2, most // min(len(ids), most_classes)), min(len(ids), most_classes)
-    return items[(turn[place] < chosen) & (rank < cap)]
+    return items[(turn[class_index] < chosen) & (position < cap)]
 
 
 def _grid(
@@ -106,62 +105,58 @@ def _grid(
 ) -> list[Group]:
     if len(items) < 2:
         return []
-    asked = _some(items, ASKED, seed, _QUERIES)
-    order = random.shuffled(random.words(len(asked), seed, _QUERIES, 1)).tolist()
+    queries = _subset(items, MAX_QUERIES, seed, _QUERIES)
+    order = random.shuffled(random.words(len(queries), seed, _QUERIES, 1)).tolist()
     if kinds is None:
-        rows = _ask(findings, items, asked)
-        return _by_label_distance(rows, order) if findings.targets is not None else [_random(rows, order)]
-    worst = [one["class"] for one in diagnosis["worst_classes"]] if diagnosis else []
-    extra = {c: _some(items[kinds[items] == c], 50, seed, _WORST) for c in worst[:ROWS]}
-    rows = _ask(findings, items, np.unique(np.concatenate([asked, *extra.values()])))
+        rows = _search(findings, items, queries)
+        return _by_label_distance(rows, order) if findings.targets is not None else [_random_group(rows, order)]
+    worst = [row["class"] for row in diagnosis["worst_classes"]] if diagnosis else []
+    extra = {c: _subset(items[kinds[items] == c], 50, seed, _WORST) for c in worst[:ROWS]}
+    rows = _search(findings, items, np.unique(np.concatenate([queries, *extra.values()])))
     by_query = {row.query: row for row in rows}
 
-    def right(row: Row) -> bool:
+    def correct(row: Row) -> bool:
         return bool(kinds[row.neighbours[0]] == kinds[row.query])
 
-    drawn = [by_query[int(asked[i])] for i in order]
-    has_kin = np.isin(kinds, np.flatnonzero(np.bincount(kinds[items], minlength=1) > 1))
-    drawn = [row for row in drawn if has_kin[row.query]]  # alone in its class there is nothing to find
-    good = [row for row in drawn if right(row)]
-    bad = [row for row in drawn if not right(row)]
+    drawn = [by_query[int(queries[i])] for i in order]
+    has_positive = np.isin(kinds, np.flatnonzero(np.bincount(kinds[items], minlength=1) > 1))
+    drawn = [row for row in drawn if has_positive[row.query]]  # without positives there is nothing to find
+    good = [row for row in drawn if correct(row)]
+    bad = [row for row in drawn if not correct(row)]
     total = max(len(drawn), 1)
-    of = "of the queries" if len(asked) == len(items) else f"of {len(drawn):,} queries drawn"
+    of = "of the queries" if len(queries) == len(items) else f"of {len(drawn):,} queries drawn"
     groups = [
-        Group(f"Nearest is right: {100 * len(good) / total:.1f} % {of}", _distinct(good, kinds)),
-        Group(f"Nearest is wrong: {100 * len(bad) / total:.1f} % {of}", _distinct(bad, kinds)),
+        Group(f"Nearest neighbour correct: {100 * len(good) / total:.1f} % {of}", _distinct(good, kinds)),
+        Group(f"Nearest neighbour wrong: {100 * len(bad) / total:.1f} % {of}", _distinct(bad, kinds)),
     ]
     taken = {row.query for group in groups for row in group.rows}
     poor = []
     for members in extra.values():
-        found = [by_query[int(i)] for i in members if int(i) not in taken]
-        found.sort(key=lambda row: (right(row), float(np.mean(kinds[row.neighbours] == kinds[row.query]))))
-        poor += found[len(found) // 4 : len(found) // 4 + 1]  # poor, but not the very worst of the worst
+        rest = [by_query[int(i)] for i in members if int(i) not in taken]
+        rest.sort(key=lambda row: (correct(row), float(np.mean(kinds[row.neighbours] == kinds[row.query]))))
+        poor += rest[len(rest) // 4 : len(rest) // 4 + 1]  # poor, but not the very worst
     groups.append(Group("From the worst classes", poor))
     return [group for group in groups if group.rows]
 
 
-def _ask(findings: Findings, items: Ints, queries: Ints) -> list[Row]:
-    """Queries against all items that can be shown, themselves left out."""
-    place = torch.from_numpy(items)
-    x = findings.embeddings[place].cpu()
+def _search(findings: Findings, items: Ints, queries: Ints) -> list[Row]:
+    """Queries against all items that can be shown, without themselves."""
+    gallery = findings.embeddings[torch.from_numpy(items)].cpu()
     similarity = "cosine" if findings.labels is not None or findings.targets is None else "euclidean"  # as measured
     width = min(NEIGHBOURS, len(items) - 1)
-    asked = findings.embeddings[torch.from_numpy(queries)].cpu()
-    found = knn.nearest(asked, x, k=width + 1, similarity=similarity)
+    embeddings = findings.embeddings[torch.from_numpy(queries)].cpu()
+    neighbours = knn.nearest(embeddings, gallery, k=width + 1, similarity=similarity)
     targets = None
     if findings.targets is not None and findings.labels is None:
         targets = findings.targets.reshape(len(findings.embeddings), -1).double().cpu()
     rows = []
-    for query, near, close in zip(queries.tolist(), items[found.indices.numpy()], found.similarity, strict=True):
-        kept = [(int(i), float(s)) for i, s in zip(near, close, strict=True) if int(i) != query][:width]
-        apart = [] if targets is None else _apart(targets, query, [i for i, _ in kept])
-        rows.append(Row(query, [i for i, _ in kept], [s for _, s in kept], apart))
+    indices = items[neighbours.indices.numpy()]
+    for query, near, similarities in zip(queries.tolist(), indices, neighbours.similarity, strict=True):
+        pairs = [(int(i), float(s)) for i, s in zip(near, similarities, strict=True) if int(i) != query][:width]
+        others = [i for i, _ in pairs]
+        distances = [] if targets is None else (targets[others] - targets[query]).norm(dim=1).tolist()
+        rows.append(Row(query, others, [s for _, s in pairs], distances))
     return rows
-
-
-def _apart(targets: Tensor, query: int, others: list[int]) -> list[float]:
-    apart: list[float] = (targets[others] - targets[query]).norm(dim=1).tolist()
-    return apart
 
 
 def _distinct(rows: list[Row], kinds: Ints) -> list[Row]:
@@ -174,16 +169,16 @@ def _distinct(rows: list[Row], kinds: Ints) -> list[Row]:
     return (different + [row for row in rows if row.query not in chosen])[:ROWS]
 
 
-def _random(rows: list[Row], order: list[int]) -> Group:
-    return Group("Queries drawn by chance", [rows[i] for i in order[: 2 * ROWS]])
+def _random_group(rows: list[Row], order: list[int]) -> Group:
+    return Group("Queries drawn at random", [rows[i] for i in order[: 2 * ROWS]])
 
 
 def _by_label_distance(rows: list[Row], order: list[int]) -> list[Group]:
-    """Some of the best fifth, of the middle and of the worst fifth by the mean label distance of the nearest."""
+    """Some of the best fifth, of the middle and of the worst fifth by the mean label distance of the neighbours."""
     far = np.array([float(np.mean(row.label_distance)) for row in rows])
-    rank = np.empty(len(rows), np.int64)
-    rank[np.argsort(far, kind="stable")] = np.arange(len(rows))
-    fifth = rank * 5 // len(rows)
+    position = np.empty(len(rows), np.int64)
+    position[np.argsort(far, kind="stable")] = np.arange(len(rows))
+    fifth = position * 5 // len(rows)
     titles = (("Closest labels: the best fifth", (0,)), ("The middle", (1, 2, 3)), ("The worst fifth", (4,)))
     groups = [Group(title, [rows[i] for i in order if fifth[i] in part][:ROWS]) for title, part in titles]
     return [group for group in groups if group.rows]

@@ -1,4 +1,4 @@
-"""What every page has around its sections: head, style, a policy that lets nothing in, links, foot."""
+"""The HTML around the sections of a page: head, style, content security policy, links, footer."""
 
 import base64
 import hashlib
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.resources import files as resources
 
 from nearkin.core.versions import version_of
-from nearkin.report.format import escape, named, short
+from nearkin.report.format import escape, name_html, short
 
 __all__ = ["Section", "document"]
 
@@ -19,7 +19,7 @@ def document(
     """The text of a page. title: a user's words; sentence: plain text for link previews; style: more CSS."""
     common, script = (resources("nearkin.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # No address but data: is allowed, and no script but ours: neither a mistake here nor a class name can ask or run.
+    # Only data: addresses and our own script are allowed: neither a bug nor a class name can make requests or run code.
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections)
     body = "".join(
@@ -35,7 +35,7 @@ def document(
         f'<meta name="description" content="{escape(sentence)}">\n<link rel="icon" href="data:,">\n'
         f"<title>{escape(short(title, 80))} · nearkin report</title>\n<style>\n{common}{style}</style>\n</head>\n"
         "<body>\n"
-        f'<header><p class="eyebrow">{eyebrow}</p><h1>{named(title)}</h1>{opening}'
+        f'<header><p class="eyebrow">{eyebrow}</p><h1>{name_html(title)}</h1>{opening}'
         f'<nav aria-label="Sections">{links}</nav></header>\n<main>\n{body}</main>\n'
         f"<footer><p>nearkin {escape(version_of('nearkin'))} · complete in one file, makes no requests</p></footer>\n"
         f"<script>{script}</script>\n</body>\n</html>\n"

@@ -1,4 +1,4 @@
-"""Thumbnails inside the page, and the retrieval grid as one picture."""
+"""Thumbnails in the page, and the retrieval grid as one picture."""
 
 import base64
 import io
@@ -17,34 +17,34 @@ from nearkin.report.format import plain, short
 __all__ = ["Thumbnails", "write_picture"]
 
 SIDE = 96  # pixels of a thumbnail's longer side
-SMALL = 48  # up to here PNG keeps every pixel; above, JPEG is a fifth of it
+SMALL = 48  # up to here lossless PNG; above, JPEG has a fifth of its size
 RIGHT, WRONG, INK = "#00705a", "#c03a11", "#1b1f24"
 
 
 class Thumbnails:
-    """Pictures of items as data addresses, each made once; one that cannot be read is counted, not fatal."""
+    """Pictures of items as data: addresses, each made once; an unreadable one is counted, not fatal."""
 
     def __init__(self, findings: Findings) -> None:
         self._picture, self._names = findings.picture, findings.names
-        self._made: dict[tuple[int, int], str | None] = {}
-        self.bad: dict[int, str] = {}  # item → what went wrong
+        self._cache: dict[tuple[int, int], str | None] = {}
+        self.bad: dict[int, str] = {}  # item → error
 
     def __bool__(self) -> bool:
         return self._picture is not None
 
     def address(self, item: int, side: int = SIDE) -> str | None:
         """A data: address, or None where there is no picture."""
-        if (item, side) not in self._made:
+        if (item, side) not in self._cache:
             pixels = self.pixels(item)
-            self._made[item, side] = None if pixels is None else _encoded(pixels, side)
-        return self._made[item, side]
+            self._cache[item, side] = None if pixels is None else _encoded(pixels, side)
+        return self._cache[item, side]
 
     def pixels(self, item: int) -> NDArray[np.uint8] | None:
         if self._picture is None:
             return None
         try:
             pixels = np.asarray(self._picture(item))
-        except Exception as error:  # a file that went away must not cost the report
+        except Exception as error:  # a missing file must not cost the report
             self.bad.setdefault(item, f"{plain(self._names[item])}: {error}")
             return None
         if pixels.ndim == 3 and pixels.shape[2] == 1:
@@ -81,20 +81,20 @@ def write_picture(path: str | Path, findings: Findings, *, seed: int = 0, rows: 
     checks.integer("rows", rows, 1)
     if findings.picture is None:
         raise ValueError("findings.picture must be given to draw the retrieval grid, got None")
-    groups = sampling.choose(findings, seed).groups
+    groups = sampling.draw(findings, seed).groups
     if not groups:
-        raise ValueError(f"embeddings must hold at least 2 items that can be shown, got {len(findings.names)} in all")
+        raise ValueError(f"embeddings must have at least 2 items that can be shown, got {len(findings.names)} in total")
     figure = _figure(findings, [(group.title, group.rows[:rows]) for group in groups])
     out = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a script that the typeface lacks becomes boxes
+        warnings.simplefilter("ignore", UserWarning)  # the font may lack a script
         figure.savefig(out, format="png", dpi=130, facecolor="white", metadata={"Software": None})
-    with files.explained(str(path), "make room, or choose another place"):
+    with files.explained(str(path), "make room, or choose another path"):
         files.write_bytes(path, out.getvalue())
 
 
 def _figure(findings: Findings, groups: list[tuple[str, list[sampling.Row]]]) -> Any:
-    """Placed by hand, in inches: cells of one size, a gap after the query, a line of text above each group."""
+    """Layout in inches: cells of one size, a gap after the query, a line of text above each group."""
     from matplotlib.figure import Figure
 
     cell, step, gap, text, side = 0.74, 0.86, 0.22, 0.36, 0.2
@@ -129,9 +129,9 @@ def _cell(axes: Any, findings: Findings, thumbnails: Thumbnails, row: sampling.R
     if column == 0:
         label = label or "query"
     elif findings.labels is not None:
-        right = bool(findings.labels[item] == findings.labels[row.query])
-        colour, line, width = (RIGHT if right else WRONG), ("-" if right else (0, (2.5, 1.2))), 2.2
-        label = f"{'✓' if right else '✗'} {label}"
+        correct = bool(findings.labels[item] == findings.labels[row.query])
+        colour, line, width = (RIGHT if correct else WRONG), ("-" if correct else (0, (2.5, 1.2))), 2.2
+        label = f"{'✓' if correct else '✗'} {label}"
     elif row.label_distance:
         label = f"Δ {row.label_distance[column - 1]:.3g}"
     for spine in axes.spines.values():

@@ -1,4 +1,4 @@
-"""The service and its page: a gallery over HTTP, on this machine or behind a token."""
+"""The service and its page: a gallery over HTTP, on this machine or with a token."""
 
 from nearkin.web.access import Access
 from nearkin.web.app import build

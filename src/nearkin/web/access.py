@@ -1,4 +1,4 @@
-"""Who may ask: anybody on this machine, or whoever has the token; no web page of somebody else."""
+"""Access: everyone on this machine, or those with the token; no foreign web page."""
 
 import hmac
 import ipaddress
@@ -8,43 +8,44 @@ from typing import Any, NamedTuple
 
 __all__ = ["Access", "is_loopback"]
 
-OPEN = ("/", "/favicon.ico")  # the page itself, which holds no data; what it asks for needs the token
+OPEN = ("/", "/favicon.ico")  # the page itself holds no data; its requests need the token
 OPEN_FOLDER = "/page/"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Access(NamedTuple):
-    """token: what "Authorization: Bearer …" must bring, None where the service is on loopback and asks for none."""
+    """token: expected in "Authorization: Bearer …"; None only on loopback."""
 
     token: str | None = None
     host: str = "127.0.0.1"
 
     def check(self) -> None:
-        """Raises where the service would stand open to others, or the token cannot be sent in a header."""
+        """Raises if other machines could reach the service without a token, or the token does not fit into a header."""
         if self.token is not None and not re.fullmatch(r"[\x21-\x7e]+", self.token):
-            raise ValueError("token must be letters, digits and signs without spaces, at least one")
+            raise ValueError("token must be one or more letters, digits and signs without spaces")
         if self.token is None and not is_loopback(self.host):
             raise ValueError(
-                f"host {self.host} can be reached by others, so a token is needed: --token T, or --host 127.0.0.1"
+                f"host {self.host} can be reached from other machines, so a token is needed: "
+                "--token T, or --host 127.0.0.1"
             )
 
     def refusal(self, scope: Mapping[str, Any]) -> tuple[int, str] | None:
-        """Status and sentence for a request that may not go on."""
+        """Status and sentence for a request that is refused."""
         host, origin = _header(scope, b"host"), _header(scope, b"origin")
-        if self.token is None and _name(host) not in (*LOOPBACK, self.host):
-            # A stranger's page may have its own name point to 127.0.0.1, and would then be of our origin.
-            return 403, f"this service answers to 127.0.0.1 and localhost only, not to {_shown(host)}"
+        if self.token is None and _host_name(host) not in (*LOOPBACK, self.host):
+            # DNS rebinding: a foreign page may let its name resolve to 127.0.0.1, and would then have our origin.
+            return 403, f"this service answers to 127.0.0.1 and localhost only, not to {_quoted(host)}"
         foreign = bool(origin) and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
         foreign = foreign or (not origin and _header(scope, b"sec-fetch-site") == "cross-site")
-        page = scope["path"] in OPEN and scope["method"] in ("GET", "HEAD")  # a link from elsewhere may lead to it
+        page = scope["path"] in OPEN and scope["method"] in ("GET", "HEAD")  # links from other pages are allowed
         if foreign and not page:
-            return 403, "requests from other web pages are not answered"
+            return 403, "requests from other web pages are refused"
         if self.token is None or page or scope["path"].startswith(OPEN_FOLDER):
             return None
-        kind, _, given = _header(scope, b"authorization").partition(" ")
-        if kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.token.encode()):
+        scheme, _, token = _header(scope, b"authorization").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self.token.encode()):
             return None
-        return 401, "a token is needed: Authorization: Bearer TOKEN" if not given else "the token is wrong"
+        return 401, "a token is needed: Authorization: Bearer TOKEN" if not token else "the token is wrong"
 
 
 def is_loopback(host: str) -> bool:
@@ -55,17 +56,17 @@ def is_loopback(host: str) -> bool:
 
 
 def _header(scope: Mapping[str, Any], name: bytes) -> str:
-    """The value, "" where there is none; a header that comes twice is not believed."""
+    """The value, "" where there is none; a repeated header is ignored."""
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
-    found = [value for key, value in headers if key == name]
-    return found[0].decode("latin-1") if len(found) == 1 else ""
+    values = [value for key, value in headers if key == name]
+    return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     """Without the port."""
     match = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::\d+)?|([^:]+)(?::\d+)?", host)
     return (match[1] or match[2]).lower() if match else ""
 
 
-def _shown(text: str) -> str:
+def _quoted(text: str) -> str:
     return repr(text[:60]) if text else "a request without a host"

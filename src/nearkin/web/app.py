@@ -1,5 +1,6 @@
-"""The service as an app (ASGI): routes, errors as one sentence each, the page, the OpenAPI description."""
+"""The ASGI app: routes, errors as one sentence each, the page, the OpenAPI description."""
 
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files as resources
@@ -9,10 +10,10 @@ from nearkin.core.errors import MalformedRequest, NoPicture, QueueFull, RequestT
 from nearkin.core.text import visible
 from nearkin.core.versions import version_of
 from nearkin.gallery import Gallery, LabelConflict, MissingRow, StoreUnavailable
-from nearkin.web import routes
+from nearkin.web import request_log, routes
 from nearkin.web.access import Access
-from nearkin.web.middleware import Door, Limits
-from nearkin.web.request_log import Journal
+from nearkin.web.middleware import GuardMiddleware, Limits
+from nearkin.web.schemas import MALFORMED
 from nearkin.web.service import REST, Service
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build"]
 
-# Most particular first; what is none of these is a fault of ours, a 500, and goes into the log.
+# Any other exception is an internal error: 500, and its traceback goes to the log.
 STATUS: dict[type[Exception], int] = {
     MissingRow: 404,
     NoPicture: 404,
@@ -36,8 +37,8 @@ STATUS: dict[type[Exception], int] = {
 }
 PAGE = {"style.css": "text/css", "script.js": "text/javascript", "map.js": "text/javascript"}
 HTML = "text/html; charset=utf-8"
-LONGEST = 1000  # characters of a sentence
-UNAVAILABLE = "the gallery cannot be used at the moment; the log says why"
+MAX_MESSAGE = 1000  # characters of an error message
+UNAVAILABLE = "the gallery is unavailable at the moment; the log has the reason"
 
 
 def build(
@@ -45,25 +46,26 @@ def build(
     *,
     access: Access | None = None,
     limits: Limits | None = None,
-    journal: Journal | None = None,
+    log: logging.Logger | None = None,
     pictures: bool = True,
     drawing: bool = False,
-) -> Door:
+) -> GuardMiddleware:
     """The app over an open gallery, which stays the caller's to close.
 
-    pictures: whether the encoder takes them (else vectors only). drawing: the page offers a pad to draw on.
+    pictures: whether the encoder takes pictures (else vectors only). drawing: the page shows a drawing pad. log: by
+    default JSON lines on stderr.
     """
     try:
         from fastapi import FastAPI
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nearkin serve needs fastapi: pip install 'nearkin[serve]'") from None
 
-    chosen, who, said = limits or Limits(), access or Access(), journal or Journal()
-    who.check()
-    service = Service(gallery, chosen, pictures, drawing)
+    limits, access, log = limits or Limits(), access or Access(), log or request_log.request_logger()
+    access.check()
+    service = Service(gallery, limits, pictures, drawing)
 
     @asynccontextmanager
-    async def life(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         service.close(REST)
 
@@ -71,52 +73,56 @@ def build(
         title="nearkin",
         version=version_of("nearkin"),
         description="Search, identify and verify against a gallery of embeddings.",
-        lifespan=life,
-        docs_url=None,  # they would load scripts from elsewhere
+        lifespan=lifespan,
+        docs_url=None,  # would load scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,
     )
-    _errors(app, gallery.place, said)
-    app.include_router(routes.asking(service))
-    app.include_router(routes.writing(service))
-    app.include_router(routes.reading(service))
-    app.include_router(routes.exploring(service))
-    _page(app)
-    _described(app, who)
-    door = Door(app, who, chosen, said)
-    door.at_rest = lambda: service.ended
-    return door
+    _add_error_handlers(app, gallery.place, log)
+    for router in (routes.searching, routes.searching_by_vector, routes.writing, routes.reading, routes.exploring):
+        app.include_router(router(service))
+    _add_page(app)
+    _describe_token(app, access)
+    guarded = GuardMiddleware(app, access, limits, log)
+    guarded.work_ended = lambda: service.ended
+    return guarded
 
 
-def _errors(app: "FastAPI", place: str, journal: Journal) -> None:
-    """Every error is {"error": sentence}; where the gallery is kept is for the log alone."""
+def _add_error_handlers(app: "FastAPI", place: str, log: logging.Logger) -> None:
+    """Every error is {"error": sentence}; the gallery's address appears in the log only."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
 
-    def said(status: int, sentence: str, headers: Any = None) -> JSONResponse:
-        more = {"Retry-After": "1"} if status == 503 else {}
-        text = " ".join(sentence.replace(place, "the gallery").split())[:LONGEST]
+    def respond(status: int, sentence: str, headers: Any = None) -> JSONResponse:
+        retry = {"Retry-After": "1"} if status == 503 else {}
+        text = " ".join(sentence.replace(place, "the gallery").split())[:MAX_MESSAGE]
         text = visible(text).encode("utf-8", "replace").decode()
-        return JSONResponse({"error": text}, status, {**(headers or {}), **more, "Cache-Control": "no-store"})
+        return JSONResponse({"error": text}, status, {**(headers or {}), **retry, "Cache-Control": "no-store"})
 
     def answer(status: int) -> Callable[[Any, Any], JSONResponse]:
-        return lambda _, error: said(status, str(error))
+        return lambda _, error: respond(status, str(error))
 
     def unavailable(request: Any, error: Any) -> JSONResponse:
-        journal.say("unavailable", "error", id=request.scope.get("visit"), text=str(error))
-        return said(503, UNAVAILABLE)
+        log.error("unavailable", extra={"fields": {"id": request.scope.get("request_id"), "text": str(error)}})
+        return respond(503, UNAVAILABLE)
 
     for kind, status in STATUS.items():
         app.add_exception_handler(kind, answer(status))
     app.add_exception_handler(StoreUnavailable, unavailable)
-    app.add_exception_handler(HTTPException, lambda _, error: said(*_http(error)))
-    app.add_exception_handler(RequestValidationError, lambda _, error: said(*_invalid(error)))
+    app.add_exception_handler(HTTPException, lambda _, error: respond(*_http_error(error)))
+    app.add_exception_handler(RequestValidationError, lambda _, error: respond(*_invalid(error)))
 
 
-def _http(error: Any) -> tuple[int, str, Any]:
-    sentence = {404: "there is nothing at this address; /openapi.json lists what there is", 405: "not this method here"}
-    return error.status_code, sentence.get(error.status_code, str(error.detail)), error.headers
+def _http_error(error: Any) -> tuple[int, str, Any]:
+    sentence = str(error.detail)
+    if error.status_code == 404:
+        sentence = "there is nothing at this address; /openapi.json lists the addresses"
+    elif error.status_code == 405:
+        sentence = "this address does not support the method"
+    elif isinstance(error.__cause__, ValueError | RecursionError):  # FastAPI could not decode the body
+        sentence = "the body must be JSON"
+    return error.status_code, sentence, error.headers
 
 
 def _invalid(error: Any) -> tuple[int, str]:
@@ -124,43 +130,47 @@ def _invalid(error: Any) -> tuple[int, str]:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return 400, "the body must be JSON"
+    if first["type"] == "model_attributes_type":
+        return 400, "the body must be a JSON object"
     where = ".".join(str(part) for part in first["loc"][1:]) or "the body"
-    return 422, f"{where[:100]}: {first['msg'][:200]}"
+    return 400 if first["type"] == MALFORMED else 422, f"{where[:100]}: {first['msg'][:200]}"
 
 
-def _page(app: "FastAPI") -> None:
-    """Files by name from a list made beforehand: no path of a request is ever opened."""
+def _add_page(app: "FastAPI") -> None:
+    """Files by name from a fixed list: no path of a request is ever opened."""
     from fastapi.responses import Response
 
     folder = resources("nearkin.web").joinpath("page")
-    look = resources("nearkin.report").joinpath("page.css").read_bytes()
-    known = {
+    report_style = resources("nearkin.report").joinpath("page.css").read_bytes()
+    contents = {
         f"/page/{name}": (folder.joinpath(name).read_bytes(), f"{kind}; charset=utf-8") for name, kind in PAGE.items()
     }
-    known |= {"/": (folder.joinpath("index.html").read_bytes(), HTML), "/page/look.css": (look, "text/css")}
-    fresh = {"Cache-Control": "no-cache"}
+    contents |= {
+        "/": (folder.joinpath("index.html").read_bytes(), HTML),
+        "/page/report.css": (report_style, "text/css"),
+    }
+    contents["/favicon.ico"] = b"", "image/x-icon"
 
-    def shown(content: bytes, kind: str) -> Callable[[], Coroutine[Any, Any, Response]]:
-        async def give() -> Response:
-            return Response(content, media_type=kind, headers=fresh)
+    def responder(content: bytes, kind: str) -> Callable[[], Coroutine[Any, Any, Response]]:
+        async def respond() -> Response:
+            return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
-        return give
+        return respond
 
-    for path, (content, kind) in known.items():
-        app.add_api_route(path, shown(content, kind), methods=["GET", "HEAD"], include_in_schema=False)
-    empty = shown(b"", "image/x-icon")
-    app.add_api_route("/favicon.ico", empty, methods=["GET", "HEAD"], include_in_schema=False)
+    for path, (content, kind) in contents.items():
+        app.add_api_route(path, responder(content, kind), methods=["GET", "HEAD"], include_in_schema=False)
 
 
-def _described(app: "FastAPI", access: Access) -> None:
-    """The OpenAPI description says that a token is needed, where one is."""
-    made = app.openapi
+def _describe_token(app: "FastAPI", access: Access) -> None:
+    """The OpenAPI description declares the token, where one is needed."""
+    describe = app.openapi
 
     def openapi() -> dict[str, Any]:
-        said = made()
+        description = describe()
         if access.token is not None:
-            said.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-            said["security"] = [{"token": []}]
-        return said
+            schemes = {"token": {"type": "http", "scheme": "bearer"}}
+            description.setdefault("components", {})["securitySchemes"] = schemes
+            description["security"] = [{"token": []}]
+        return description
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A gallery looked at as a whole: its map in two dimensions, whom it confuses, which labels are likely wrong."""
+"""Exploration of a gallery: its map in two dimensions, confused labels, likely label errors."""
 
 import time
 from collections.abc import Sequence
@@ -15,134 +15,117 @@ from nearkin.report import maps
 __all__ = ["Explorer", "flat_by_pca", "hues"]
 
 Floats = NDArray[np.float64]
-MOST = 4000  # rows looked at; of larger galleries every second, third, …
-TSNE = 4000  # rows of a t-SNE
-FRESH = 30.0  # seconds after which rows that another process wrote are seen
-SUSPECTS = 24
+MAX_ROWS = 4000  # of larger galleries every second, third, … row
+MAX_AGE = 30.0  # seconds after which rows written by other processes appear
+MAX_SUSPECTS = 24
 EXAMPLES = 3
 
 
 class _Rows(NamedTuple):
-    """Some rows of the gallery. kinds: the place of each label in `labels`."""
+    """Some rows of the gallery. label_ids: indices into `labels`."""
 
     hits: list[Hit]
     vectors: NDArray[np.float32]  # (N, D)
     labels: list[str]
-    kinds: NDArray[np.int64]  # (N,)
+    label_ids: NDArray[np.int64]  # (N,)
     total: int
 
 
 class Explorer:
-    """Keeps what it computed until the gallery is written to. One thread at a time."""
+    """Caches its results until the gallery changes. Not thread-safe."""
 
-    def __init__(self, gallery: Gallery, most: int = MOST) -> None:
+    def __init__(self, gallery: Gallery, most: int = MAX_ROWS) -> None:
         self._gallery, self._most = gallery, most
-        self._kept: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
         self._rows: tuple[Any, float, _Rows] | None = None
-        self.changes = 0  # raised by whoever writes to the gallery
+        self.changes = 0  # incremented after every write to the gallery
 
     def map(self, method: str) -> dict[str, Any]:
-        """method: "pca", at once, or "tsne", which takes seconds and keeps neighbours together."""
+        """method: "pca", immediate, or "tsne", which takes seconds and preserves neighbourhoods."""
         rows = self._read()
         if method == "tsne" and not _has_tsne():
-            raise ValueError("method tsne needs openTSNE: pip install 'nearkin[report]'; pca needs nothing")
+            raise ValueError("method tsne needs openTSNE: pip install 'nearkin[report]'; pca needs no extra")
         ids = [hit.id for hit in rows.hits]
         key = method, tuple(ids)
-        if key not in self._kept:
-            self._kept = {k: v for k, v in self._kept.items() if k[0] != method} | {key: _flat(rows.vectors, method)}
-        flat = self._kept[key]
+        if key not in self._cache:
+            self._cache = {k: v for k, v in self._cache.items() if k[0] != method} | {key: _flat(rows.vectors, method)}
+        flat = self._cache[key]
         return {
             "method": method,
-            "methods": ["pca", *(["tsne"] if _has_tsne() and len(ids) >= maps.FEWEST else [])],
+            "methods": ["pca", *(["tsne"] if _has_tsne() and len(ids) >= maps.MIN_TSNE else [])],
             "rows": rows.total,
             "ids": ids,
             "x": flat[:, 0].round(4).tolist(),
             "y": flat[:, 1].round(4).tolist(),
-            "label": rows.kinds.tolist(),
+            "label": rows.label_ids.tolist(),
             "labels": rows.labels,
-            "hues": hues(flat, rows.kinds, len(rows.labels)),
+            "hues": hues(flat, rows.label_ids, len(rows.labels)),
         }
 
     def diagnosis(self) -> dict[str, Any]:
         rows = self._read()
-        said = {"rows": rows.total, "looked_at": len(rows.hits), "confusions": [], "suspects": [], "note": ""}
+        diagnosis = {"rows": rows.total, "looked_at": len(rows.hits), "confusions": [], "suspects": [], "note": ""}
         if len(rows.hits) < 2 or len(rows.labels) < 2:
-            return said | {"note": "two labels with a few rows each are needed before one can be confused with another"}
+            return diagnosis | {"note": "confusions need at least two labels with a few rows each"}
         key = "diagnosis", tuple((hit.id, hit.label) for hit in rows.hits)
-        if key not in self._kept:
-            found = evaluation.diagnose(torch.from_numpy(rows.vectors), torch.from_numpy(rows.kinds))
-            self._kept = {k: v for k, v in self._kept.items() if k[0] != "diagnosis"} | {key: _told(rows, found)}
-        told: dict[str, Any] = self._kept[key]
-        return said | told
+        if key not in self._cache:
+            raw = evaluation.diagnose(torch.from_numpy(rows.vectors), torch.from_numpy(rows.label_ids))
+            self._cache = {k: v for k, v in self._cache.items() if k[0] != "diagnosis"} | {key: _by_label(rows, raw)}
+        lists: dict[str, Any] = self._cache[key]
+        return diagnosis | lists
 
     def neighbours(self, ids: Sequence[int], k: int) -> dict[str, Any]:
-        """The rows nearest to the middle of these, without themselves."""
+        """The rows nearest to the mean of these, without themselves."""
         unique = list(dict.fromkeys(ids))
         vectors = self._gallery.vectors(unique).astype(np.float64)
-        middle = vectors.mean(0)
-        length = float(np.sqrt((middle**2).sum()))
+        mean = vectors.mean(0)
+        length = float(np.sqrt((mean**2).sum()))
         if length < 1e-9:
-            raise ValueError("the chosen rows point in all directions, so they have no middle; choose fewer")
-        unit = (middle / length).astype(np.float32)
+            raise ValueError("the mean of the chosen rows is 0; choose fewer rows")
+        unit = (mean / length).astype(np.float32)
         chosen = [
-            self._gallery.get(id)._replace(similarity=float(row @ (middle / length)))
+            self._gallery.get(id)._replace(similarity=float(row @ (mean / length)))
             for id, row in zip(unique, vectors, strict=True)
         ]
-        found = self._gallery.search(Seen(unit, b"", "", b""), k + len(unique))
-        own = set(unique)
-        return {"chosen": chosen, "hits": [hit for hit in found if hit.id not in own][:k]}
+        hits = self._gallery.search(Seen(unit, b"", "", b""), k + len(unique))
+        return {"chosen": chosen, "hits": [hit for hit in hits if hit.id not in set(unique)][:k]}
 
     def _read(self) -> _Rows:
-        """The rows, read again after a change; those of large galleries evenly from the first to the last."""
+        """The rows, read again after a change; an even sample of a large gallery."""
         now, counts = time.monotonic(), self._gallery.labels()
         state = self.changes, hash(tuple(sorted(counts.items())))
-        if self._rows is not None and self._rows[0] == state and now - self._rows[1] < FRESH:
+        if self._rows is not None and self._rows[0] == state and now - self._rows[1] < MAX_AGE:
             return self._rows[2]
         total = sum(counts.values())
         step = max(1, -(-total // self._most))
-        kept = [found for n, found in enumerate(self._gallery.rows()) if n % step == 0]
-        hits = [hit for hit, _ in kept]
-        vectors = np.stack([vector for _, vector in kept]) if kept else np.empty((0, self._gallery.dim), np.float32)
+        sample = [row for n, row in enumerate(self._gallery.rows()) if n % step == 0]
+        hits = [hit for hit, _ in sample]
+        vectors = np.stack([vector for _, vector in sample]) if sample else np.empty((0, self._gallery.dim), np.float32)
         labels = sorted({hit.label for hit in hits})
-        place = {label: i for i, label in enumerate(labels)}
-        kinds = np.array([place[hit.label] for hit in hits], np.int64)
-        self._rows = state, now, _Rows(hits, vectors, labels, kinds, total)
+        index = {label: i for i, label in enumerate(labels)}
+        label_ids = np.array([index[hit.label] for hit in hits], np.int64)
+        self._rows = state, now, _Rows(hits, vectors, labels, label_ids, total)
         return self._rows[2]
 
 
 def flat_by_pca(vectors: NDArray[Any]) -> Floats:
-    """The two main directions, (N, 2) in the unit square; the side of the largest coordinate is the positive one."""
-    wide = np.asarray(vectors, np.float64)
-    if not len(wide):
+    """The first two principal components, (N, 2) in the unit square."""
+    if not len(vectors):
         return np.empty((0, 2))
-    centred = wide - wide.mean(0)
-    main = np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :2]  # (D, 2), or (D, 1)
-    largest = np.abs(main).argmax(0)
-    main = main * np.sign(main[largest, np.arange(main.shape[1])])
-    flat = np.zeros((len(wide), 2))
-    flat[:, : main.shape[1]] = centred @ main
-    low, span = flat.min(0), np.ptp(flat, axis=0)
-    return np.where(span > 1e-12, (flat - low) / np.where(span > 1e-12, span, 1.0), 0.5)
+    return maps.fit_square(maps.pca(torch.as_tensor(vectors, dtype=torch.float64)))
 
 
-def hues(flat: Floats, kinds: NDArray[np.int64], count: int) -> list[int]:
-    """A hue a label, each time the one whose nearest bearer so far is farthest: labels side by side differ."""
+def hues(flat: Floats, label_ids: NDArray[np.int64], count: int) -> list[int]:
+    """One hue per label; neighbouring labels differ."""
     if not count:
         return []
-    sizes = np.bincount(kinds, minlength=count)[:, None]
-    middles = np.stack([np.bincount(kinds, flat[:, axis], count) for axis in (0, 1)], axis=1) / sizes  # (C, 2)
-    nearest = np.full((count, maps.HUES), np.inf)
-    chosen = []
-    for i in range(count):
-        hue = int(nearest[i].argmax())
-        chosen.append(hue)
-        away = np.sqrt(((middles - middles[i]) ** 2).sum(1))
-        nearest[:, hue] = np.minimum(nearest[:, hue], away)
-    return chosen
+    sizes = np.bincount(label_ids, minlength=count)[:, None]
+    sums = np.stack([np.bincount(label_ids, flat[:, axis], count) for axis in (0, 1)], axis=1)  # (C, 2)
+    return maps.hues(sums / sizes)
 
 
 def _flat(vectors: NDArray[np.float32], method: str) -> Floats:
-    if method == "pca" or len(vectors) < maps.FEWEST:
+    if method == "pca" or len(vectors) < maps.MIN_TSNE:
         return flat_by_pca(vectors)
     return maps.plane(torch.from_numpy(vectors), seed=0)[0]
 
@@ -153,11 +136,11 @@ def _has_tsne() -> bool:
     return find_spec("openTSNE") is not None
 
 
-def _told(rows: _Rows, found: dict[str, Any]) -> dict[str, Any]:
-    """What `diagnose` found, by labels and ids."""
+def _by_label(rows: _Rows, diagnosis: dict[str, Any]) -> dict[str, Any]:
+    """The result of `diagnose` with labels and ids instead of indices."""
     members: dict[int, list[int]] = {}
-    for hit, kind in zip(rows.hits, rows.kinds.tolist(), strict=True):
-        members.setdefault(kind, []).append(hit.id)
+    for hit, label_id in zip(rows.hits, rows.label_ids.tolist(), strict=True):
+        members.setdefault(label_id, []).append(hit.id)
     confusions = [
         {
             "labels": [rows.labels[c] for c in row["classes"]],
@@ -165,7 +148,7 @@ def _told(rows: _Rows, found: dict[str, Any]) -> dict[str, Any]:
             "neighbours": row["neighbours"],
             "examples": [members[c][:EXAMPLES] for c in row["classes"]],
         }
-        for row in found["confused_pairs"]
+        for row in diagnosis["confused_pairs"]
     ]
     suspects = [
         {
@@ -176,6 +159,6 @@ def _told(rows: _Rows, found: dict[str, Any]) -> dict[str, Any]:
             "agreement": row["agreement"],
             "examples": members[row["suggested"]][:EXAMPLES],
         }
-        for row in found["label_errors"][:SUSPECTS]
+        for row in diagnosis["label_errors"][:MAX_SUSPECTS]
     ]
     return {"confusions": confusions, "suspects": suspects}

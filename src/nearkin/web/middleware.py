@@ -1,9 +1,9 @@
-"""The door of the service: who may enter, how much he may bring, and a line in the log for each who came."""
+"""Middleware around the app: access, limits of size, time and number, security headers, one log line per request."""
 
 import asyncio
 import json
+import logging
 import time
-import traceback
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from nearkin.core.errors import RefusedBody
 from nearkin.web.access import Access
-from nearkin.web.request_log import Journal
 
-__all__ = ["Door", "Limits"]
+__all__ = ["GuardMiddleware", "Limits"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -21,7 +20,10 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-LINGER, LINGER_BYTES = 1.0, 64 * 2**20  # how long and how far a refused body is still read: its sender shall hear why
+LINGER, LINGER_BYTES = (
+    1.0,
+    64 * 2**20,
+)  # seconds and bytes that a refused body is still read, so that its sender gets the answer
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -33,160 +35,167 @@ HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
 ]
 
-NOT_KEPT = (b"cache-control", b"no-store")
+NO_STORE = (b"cache-control", b"no-store")
 
 
 class Limits(NamedTuple):
-    """What a request may cost. Everything beyond is a clear 4xx, or 503 where it is the service that is full."""
+    """What a request may cost. Beyond a limit the answer is a 4xx, or 503 where the service itself is full."""
 
-    body: int = 16 * 2**20  # bytes of a request, counted as they arrive
-    json: int = 2**20  # bytes of one that is no upload
-    seconds: float = 30.0  # until a body must be there
-    held: int = 256 * 2**20  # bytes of all bodies together
+    body: int = 16 * 2**20  # bytes of an upload, counted as they arrive
+    json: int = 2**20  # bytes of any other body
+    seconds: float = 30.0  # for a body to arrive
+    total_body: int = 256 * 2**20  # bytes of all bodies in memory together
     requests: int = 256  # at a time
-    pictures: int = 32  # of one request
-    pixels: int = 50_000_000  # of one picture
-    decoded: int = 192 * 2**20  # bytes of all pixels of a request: width × height × bytes a pixel
-    batch: int = 32  # pictures that are encoded together
+    pictures: int = 32  # per request
+    pixels: int = 50_000_000  # per picture
+    decoded: int = 192 * 2**20  # bytes of pixels per request: width × height × bytes per pixel
+    batch: int = 32  # pictures encoded together
     queue: int = 128  # pictures that may wait for the encoder
-    answer: float = 30.0  # seconds until a request is answered; the map and the diagnosis may take ten times as long
+    answer: float = 30.0  # seconds for an answer; the map and the diagnosis may take ten times as long
     stuck: float = 60.0  # seconds of work on one request after which health is no longer "ok"
-    headers: float = 10.0  # seconds until the head of a request must be there
-    connections: int = 2048  # at a time; as many less as the system has files
+    headers: float = 10.0  # seconds for the head of a request to arrive
+    connections: int = 2048  # at a time, or fewer where the system allows fewer open files
 
 
-ENDING = "the service is ending; ask again when it is back"
-GONE = 499  # in the log: who asked has hung up, and nobody is answered
+SHUTTING_DOWN = "the service is shutting down; try again when it is back"
+CLIENT_CLOSED = 499  # in the log only: the client hung up, so there is no answer
 
 
-class _Visit:
-    """One request: what came of its body, what was answered."""
+class _Exchange:
+    """One request and its answer."""
 
     def __init__(self) -> None:
         self.id, self.start = uuid.uuid4().hex[:12], time.perf_counter()
         self.bytes, self.status = 0, 0
-        self.whole = False  # its body is there, or nobody sends any more
+        self.body_complete = False  # or the client hung up
         self.refusal: tuple[int, str] | None = None
 
 
-class Door:
-    """Around the app (ASGI): token, origin, bytes, time, number of requests; headers that keep browsers careful."""
+class GuardMiddleware:
+    """ASGI middleware: checks token and origin, bounds bytes, time and number of requests, adds security headers."""
 
-    def __init__(self, app: App, access: Access, limits: Limits, journal: Journal) -> None:
-        self._app, self._access, self._limits, self._journal = app, access, limits, journal
-        self.held = self.inside = 0
-        self.at_rest: Callable[[], bool] = lambda: True  # whether no work is left; told by whoever builds the service
-        self._visits: dict[asyncio.Task[Any] | None, _Visit] = {}
+    def __init__(self, app: App, access: Access, limits: Limits, log: logging.Logger) -> None:
+        self._app, self._access, self._limits, self._log = app, access, limits, log
+        self.total_body = self.active = 0
+        self.work_ended: Callable[[], bool] = lambda: (
+            True
+        )  # whether the threads of the service have ended; set by `build`
+        self._exchanges: dict[asyncio.Task[Any] | None, _Exchange] = {}
         self._ending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit, task = _Visit(), asyncio.current_task()
-        self._visits[task] = visit
-        self.inside += 1
+        exchange, task = _Exchange(), asyncio.current_task()
+        self._exchanges[task] = exchange
+        self.active += 1
         try:
-            visit.refusal = self._access.refusal(scope) or self._full() or self._announced(scope)
-            if visit.refusal is not None:
-                await self._refuse(visit, receive, send)
+            exchange.refusal = self._access.refusal(scope) or self._capacity_refusal() or self._declared_refusal(scope)
+            if exchange.refusal is not None:
+                await self._refuse(exchange, receive, send)
             else:
-                await self._enter(visit, scope, receive, send)
+                await self._forward(exchange, scope, receive, send)
         finally:
-            del self._visits[task]
-            self.inside -= 1
-            self.held -= visit.bytes
-            self._log(visit, scope)
+            del self._exchanges[task]
+            self.active -= 1
+            self.total_body -= exchange.bytes
+            self._log_request(exchange, scope)
 
     def end(self) -> None:
-        """Whoever still waits is told so, and nobody more is let in."""
+        """Answers every request under way with 503, and all later ones."""
         self._ending = True
-        for task, visit in self._visits.items():
-            if task is not None and not visit.status:
-                visit.refusal = 503, ENDING
+        for task, exchange in self._exchanges.items():
+            if task is not None and not exchange.status:
+                exchange.refusal = 503, SHUTTING_DOWN
                 task.cancel()
 
-    async def _enter(self, visit: _Visit, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._limit(scope)
-        deadline = visit.start + self._limits.seconds
+        deadline = exchange.start + self._limits.seconds
 
-        async def counted() -> Message:
-            if visit.whole:
+        async def receive_counted() -> Message:
+            if exchange.body_complete:
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), max(0.001, deadline - time.perf_counter()))
             except asyncio.TimeoutError:
-                visit.refusal = 408, f"the body was not there after {self._limits.seconds:g} seconds"
+                exchange.refusal = 408, f"the body did not arrive within {self._limits.seconds:g} seconds"
                 raise RefusedBody from None
             size = len(message.get("body", b""))
-            visit.bytes += size
-            self.held += size
-            visit.whole = message["type"] != "http.request" or not message.get("more_body")
+            exchange.bytes += size
+            self.total_body += size
+            exchange.body_complete = message["type"] != "http.request" or not message.get("more_body")
             if message["type"] == "http.disconnect":
-                visit.refusal = GONE, ""
-            elif visit.bytes > limit:
-                visit.refusal = 413, _too_much(limit)
-            elif self.held > self._limits.held:
-                visit.refusal = 503, "there are more uploads than can be held; come again a little later"
-            if visit.refusal is not None:
+                exchange.refusal = CLIENT_CLOSED, ""
+            elif exchange.bytes > limit:
+                exchange.refusal = 413, _too_much(limit)
+            elif self.total_body > self._limits.total_body:
+                exchange.refusal = 503, "too many uploads at once; try again later"
+            if exchange.refusal is not None:
                 raise RefusedBody
             return message
 
-        async def answered(message: Message) -> None:
-            if visit.refusal is not None:
-                return  # whatever the app makes of a body that ended early; ours is sent below
+        async def send_guarded(message: Message) -> None:
+            if exchange.refusal is not None:
+                return  # the app answers a body that ended early; our refusal is sent below
             if message["type"] == "http.response.start" and message["status"] == 500:
-                visit.refusal = 500, f"something broke here; the log has it under {visit.id}"
+                exchange.refusal = 500, f"internal error; the log has it under id {exchange.id}"
                 return
             if message["type"] == "http.response.start":
-                visit.status = message["status"]
-                given = list(message.get("headers", []))
-                kept = [] if any(key.lower() == b"cache-control" for key, _ in given) else [NOT_KEPT]
-                message["headers"] = [*given, *kept, *HEADERS, (b"x-request-id", visit.id.encode())]
+                exchange.status = message["status"]
+                headers = list(message.get("headers", []))
+                cached = any(key.lower() == b"cache-control" for key, _ in headers)
+                message["headers"] = [
+                    *headers,
+                    *([] if cached else [NO_STORE]),
+                    *HEADERS,
+                    (b"x-request-id", exchange.id.encode()),
+                ]
             await send(message)
 
-        scope["visit"] = visit.id
+        scope["request_id"] = exchange.id
         try:
-            await self._app(scope, counted, answered)
+            await self._app(scope, receive_counted, send_guarded)
         except RefusedBody:
             pass
         except asyncio.CancelledError:
-            if not self._ending or visit.refusal is None:
+            if not self._ending or exchange.refusal is None:
                 raise
             getattr(asyncio.current_task(), "uncancel", lambda: 0)()  # Python 3.10 does not count
         except Exception:
-            trace = traceback.format_exc()
-            self._journal.say("failed", "error", id=visit.id, path=scope["path"][:200], trace=trace)
-        if visit.refusal is not None and visit.refusal[0] == GONE:
-            visit.status = GONE
-        elif visit.refusal is not None and not visit.status:
-            await self._refuse(visit, receive, send)
+            fields = {"id": exchange.id, "path": scope["path"][:200]}
+            self._log.exception("failed", extra={"fields": fields})
+        if exchange.refusal is not None and exchange.refusal[0] == CLIENT_CLOSED:
+            exchange.status = CLIENT_CLOSED
+        elif exchange.refusal is not None and not exchange.status:
+            await self._refuse(exchange, receive, send)
 
-    async def _refuse(self, visit: _Visit, receive: Receive, send: Send) -> None:
-        assert visit.refusal is not None
-        visit.status, sentence = visit.refusal
+    async def _refuse(self, exchange: _Exchange, receive: Receive, send: Send) -> None:
+        assert exchange.refusal is not None
+        exchange.status, sentence = exchange.refusal
         content = json.dumps({"error": sentence}).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(content)).encode()),
-            (b"x-request-id", visit.id.encode()),
-            NOT_KEPT,
+            (b"x-request-id", exchange.id.encode()),
+            NO_STORE,
             *HEADERS,
         ]
-        if visit.status == 401:
+        if exchange.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        if visit.status == 503:
+        if exchange.status == 503:
             headers.append((b"retry-after", b"1"))
-        if not visit.whole:
+        if not exchange.body_complete:
             headers.append((b"connection", b"close"))
-        await send({"type": "http.response.start", "status": visit.status, "headers": headers})
+        await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
         await send({"type": "http.response.body", "body": content, "more_body": True})
-        if not visit.whole:
+        if not exchange.body_complete:
             await self._linger(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _linger(self, receive: Receive) -> None:
-        """Reads on for a moment and forgets: to close at once would reset the connection and lose the answer."""
+        """Reads and drops more of the body: closing at once would reset the connection and lose the answer."""
         until, size = time.perf_counter() + LINGER, 0
         with suppress(asyncio.TimeoutError):
             while (left := until - time.perf_counter()) > 0 and size < LINGER_BYTES:
@@ -195,39 +204,38 @@ class Door:
                 if message["type"] != "http.request" or not message.get("more_body"):
                     return
 
-    def _full(self) -> tuple[int, str] | None:
+    def _capacity_refusal(self) -> tuple[int, str] | None:
         if self._ending:
-            return 503, ENDING
-        if self.inside <= self._limits.requests:
+            return 503, SHUTTING_DOWN
+        if self.active <= self._limits.requests:
             return None
-        return 503, f"more than {self._limits.requests} requests at a time; come again a little later"
+        return 503, f"more than {self._limits.requests} requests at a time; try again later"
 
-    def _announced(self, scope: Scope) -> tuple[int, str] | None:
-        """A body that says beforehand that it is too large, or that two readers would end at two places."""
+    def _declared_refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Refuses a body whose declared length is too large or ambiguous (request smuggling)."""
         names = [key for key, _ in scope["headers"]]
         if b"transfer-encoding" in names and b"content-length" in names:
             return 400, "Content-Length and Transfer-Encoding must not come together"
-        said = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
+        declared = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
         limit = self._limit(scope)
-        return (413, _too_much(limit)) if said.isdigit() and int(said[:20]) > limit else None
+        return (413, _too_much(limit)) if declared.isdigit() and int(declared[:20]) > limit else None
 
     def _limit(self, scope: Scope) -> int:
         kind = next((value for key, value in scope["headers"] if key == b"content-type"), b"")
         upload = kind.lower().startswith(b"multipart/")
         return self._limits.body if upload else self._limits.json
 
-    def _log(self, visit: _Visit, scope: Scope) -> None:
-        self._journal.say(
-            "request",
-            "error" if visit.status == 500 else "info",
-            id=visit.id,
-            method=scope["method"],
-            path=scope["path"][:200],
-            status=visit.status,
-            ms=round((time.perf_counter() - visit.start) * 1000, 1),
-            bytes=visit.bytes,
-            client=(scope.get("client") or ("",))[0],
-        )
+    def _log_request(self, exchange: _Exchange, scope: Scope) -> None:
+        fields = {
+            "id": exchange.id,
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "status": exchange.status,
+            "ms": round((time.perf_counter() - exchange.start) * 1000, 1),
+            "bytes": exchange.bytes,
+            "client": (scope.get("client") or ("",))[0],
+        }
+        self._log.log(logging.ERROR if exchange.status == 500 else logging.INFO, "request", extra={"fields": fields})
 
 
 def _too_much(limit: int) -> str:

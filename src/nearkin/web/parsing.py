@@ -1,11 +1,9 @@
-"""What a request brings: pictures in the parts of a form, or vectors in JSON; kept in memory, never in a file."""
+"""Uploaded forms, read by FastAPI within our limits and kept in memory, and what counts as a picture."""
 
 import json
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 from nearkin.core.errors import MalformedRequest, UnsupportedMedia
 from nearkin.core.text import MARKS
@@ -13,14 +11,15 @@ from nearkin.gallery.schema import bounded
 from nearkin.web.middleware import Limits
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
+    from fastapi import UploadFile
+    from fastapi.routing import APIRoute
 
-__all__ = ["Brought", "body_schema", "json_object", "read"]
+__all__ = ["form_route", "json_object", "only_parts", "picture"]
 
-TEXT = 64 * 2**10  # bytes of a part that is no picture
-LONGEST = 65_536  # numbers of a vector
-PARTS = 2**20  # of a JSON text; its bytes are bounded as well
-# By what a file of each format begins with. Fewer than a folder may hold: a stranger's file shall meet few decoders.
+TEXT_BYTES = 64 * 2**10  # of a part that is not a file
+MAX_TEXTS = 8  # parts that are not files
+JSON_PARTS = 2**20  # of a JSON text; its bytes are bounded as well
+# The first bytes of a file, by format. Fewer formats than training reads: untrusted files reach few decoders.
 FORMATS = {
     "JPEG": rb"\xff\xd8\xff",
     "PNG": rb"\x89PNG\r\n\x1a\n",
@@ -31,139 +30,103 @@ FORMATS = {
 }
 
 
-class Brought(NamedTuple):
-    """items: field → [(picture or vector, name)]; texts: field → text or, from JSON, any value."""
+def form_route(limits: Limits) -> "type[APIRoute]":
+    """FastAPI's route, with a request that bounds the parts of a form and keeps files in memory.
 
-    items: dict[str, list[tuple[Any, str | None]]]
-    texts: dict[str, Any]
+    FastAPI calls `request.form()` without arguments, which would allow 1,000 files and write those above 1 MiB to disk.
+    """
+    from fastapi import HTTPException, Request
+    from fastapi.routing import APIRoute
+    from starlette.formparsers import MultiPartException, MultiPartParser
+
+    class InMemoryParser(MultiPartParser):
+        spool_max_size = max_file_size = limits.body + 1  # never reached; the second name is that of Starlette < 0.42
+
+    class FormRequest(Request):
+        parsed: Any = None
+
+        async def form(self, **_: Any) -> Any:  # type: ignore[override]
+            if self.parsed is None:
+                self.parsed = await self._parse()
+            return self.parsed
+
+        async def _parse(self) -> Any:
+            kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "multipart/form-data":
+                vectors = "; /api/vectors/… takes vectors as application/json"
+                raise HTTPException(415, f"the body must be multipart/form-data, got {kind[:60] or 'no type'}{vectors}")
+            parser = InMemoryParser(self.headers, self.stream(), max_files=limits.pictures, max_fields=MAX_TEXTS)
+            parser.max_part_size = TEXT_BYTES
+            try:
+                return await parser.parse()
+            except (MultiPartException, KeyError, UnicodeError, LookupError) as error:
+                reason = getattr(error, "message", None) or "it has no boundary"
+                raise HTTPException(400, f"the form cannot be read: {reason}") from None
+
+    class FormRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Any]:
+            handle = super().get_route_handler()
+
+            async def handle_form(request: Request) -> Any:
+                return await handle(FormRequest(request.scope, request.receive))
+
+            return handle_form
+
+    return FormRoute
 
 
-async def read(request: "Request", limits: Limits, fields: Sequence[str], texts: Sequence[str] = ()) -> Brought:
-    """Reads the body; each of `fields` is there at least once, and none but these and `texts`."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        found = await _form(request, limits)
-    elif kind == "application/json":
-        found = _numbers(_parsed(await request.body(), "the body"), fields, texts, limits)
-    else:
-        raise UnsupportedMedia(
-            f"the body must be multipart/form-data or application/json, got {kind[:60] or 'neither'}"
-        )
-    if unknown := sorted({*found.items, *found.texts} - {*fields, *texts}):
-        raise MalformedRequest(f"unknown part {unknown[0][:60]!r}; known: {', '.join((*fields, *texts))}")
-    for field in fields:
-        if not found.items.get(field):
-            raise MalformedRequest(f"{field} is missing: a picture as a file in the form, or a vector in JSON")
-    return found
+def only_parts(*files: str, several: bool = False, texts: tuple[str, ...] = ()) -> Callable[..., Awaitable[None]]:
+    """A dependency: every file is a picture, each of `files` is there (once, unless `several`), and nothing unknown."""
+    from fastapi import Request
+
+    async def check(request: Request) -> None:
+        parts = (await request.form()).multi_items()
+        for _, part in parts:
+            if not isinstance(part, str):
+                _check_format(await part.read(16))
+                await part.seek(0)
+        if unknown := sorted({name for name, _ in parts} - {*files, *texts}):
+            raise MalformedRequest(f"unknown part {unknown[0][:60]!r}; known: {', '.join((*files, *texts))}")
+        for name in files:
+            count = sum(key == name and not isinstance(part, str) for key, part in parts)
+            if not count:
+                raise MalformedRequest(f"{name} is missing: send a picture as a file in the form")
+            if count > 1 and not several:
+                raise MalformedRequest(f"{name} must be one picture, got {count}")
+        for name in texts:
+            if sum(key == name for key, _ in parts) > 1:
+                raise MalformedRequest(f"{name} must be given once")
+        if "label" in texts and not any(key == "label" and isinstance(part, str) for key, part in parts):
+            raise MalformedRequest("label is missing")
+
+    return check
 
 
-def json_object(text: Any, name: str) -> dict[str, Any] | None:
-    """An object, given as such or as JSON text."""
-    if text is None or text == "":
+async def picture(upload: "UploadFile") -> tuple[bytes, str | None]:
+    """The content of a file and its name without folders, which is only displayed."""
+    name = re.split(r"[\\/]", upload.filename or "")[-1]
+    return await upload.read(), re.sub(f"[{MARKS}]", "", name)[:200] or None
+
+
+def json_object(text: str | None, name: str) -> dict[str, Any] | None:
+    """A JSON object from the text of a part or a query parameter."""
+    if not text:
         return None
-    value = _parsed(text.encode("utf-8", "replace"), name) if isinstance(text, str) else text
+    try:
+        value = json.loads(text.encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        raise MalformedRequest(f"{name} must be JSON") from None
+    try:
+        bounded(value, name, parts=JSON_PARTS)
+    except ValueError as error:
+        raise MalformedRequest(str(error)) from None
     if not isinstance(value, dict):
         raise MalformedRequest(f'{name} must be a JSON object, as {{"place": "pond"}}')
     return value
 
 
-def body_schema(fields: Sequence[str], many: bool = False, texts: Sequence[str] = ()) -> dict[str, Any]:
-    """The body for the OpenAPI description, which a hand-read form does not get by itself."""
-    file: dict[str, Any] = {"type": "string", "format": "binary", "description": f"A picture: {', '.join(FORMATS)}."}
-    vector: dict[str, Any] = {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": LONGEST}
-    kinds = {"multipart/form-data": file, "application/json": vector}
-    content = {}
-    for kind, one in kinds.items():
-        made = {field: {"type": "array", "items": one, "minItems": 1} if many else one for field in fields}
-        for text in texts:
-            made[text] = {"type": "string"} if text == "label" or kind.startswith("multipart") else {"type": "object"}
-        needed = [*fields, *(text for text in texts if text == "label")]
-        schema = {"type": "object", "properties": made, "required": needed, "additionalProperties": False}
-        content[kind] = {"schema": schema}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-async def _form(request: "Request", limits: Limits) -> Brought:
-    from starlette.formparsers import MultiPartException, MultiPartParser
-
-    class InMemory(MultiPartParser):
-        spool_max_size = limits.body + 1  # nothing goes to the disk; the door has bounded the bytes
-
-    parser = InMemory(request.headers, request.stream(), max_files=limits.pictures, max_fields=8, max_part_size=TEXT)
-    try:
-        form = await parser.parse()
-        return await _parts(form.multi_items())
-    except (MultiPartException, KeyError, UnicodeError, LookupError) as error:
-        raise MalformedRequest(
-            f"the form cannot be read: {getattr(error, 'message', None) or 'it has no boundary'}"
-        ) from None
-    finally:
-        for file in getattr(parser, "_files_to_close_on_error", ()):  # its own way misses a body that broke off
-            file.close()
-
-
-async def _parts(found: Sequence[tuple[str, Any]]) -> Brought:
-    """Pictures are checked for their format; a text is given once."""
-    items: dict[str, list[tuple[Any, str | None]]] = {}
-    texts: dict[str, Any] = {}
-    for field, value in found:
-        if not isinstance(value, str):
-            content = await value.read()
-            items.setdefault(field, []).append((_picture(content), _name(value.filename)))
-        elif field in texts:
-            raise MalformedRequest(f"{field[:60]} must be given once")
-        else:
-            texts[field] = value
-    return Brought(items, texts)
-
-
-def _numbers(found: Any, fields: Sequence[str], texts: Sequence[str], limits: Limits) -> Brought:
-    if not isinstance(found, dict):
-        raise MalformedRequest("the body must be a JSON object")
-    items: dict[str, list[tuple[Any, str | None]]] = {}
-    for field in fields:
-        value = found.get(field)
-        if value is None:
-            continue
-        many = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
-        if len(many) > limits.pictures:
-            raise MalformedRequest(f"{field} must be at most {limits.pictures} vectors, got {len(many)}")
-        items[field] = [(_vector(field, one), None) for one in many]
-    return Brought(items, {key: value for key, value in found.items() if key not in fields})
-
-
-def _vector(field: str, value: Any) -> Any:
-    if not isinstance(value, list) or not 1 <= len(value) <= LONGEST:
-        raise MalformedRequest(f"{field} must be a list of 1 to {LONGEST:,} numbers")
-    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in value):
-        raise MalformedRequest(f"{field} must be a list of numbers only")
-    try:
-        return np.asarray(value, np.float64)
-    except OverflowError:
-        raise MalformedRequest(f"{field} must be numbers that a float64 holds") from None
-
-
-def _picture(content: bytes) -> bytes:
-    if not content:
+def _check_format(head: bytes) -> None:
+    if not head:
         raise MalformedRequest("the picture is empty (0 bytes)")
-    if not any(re.match(start, content[:16], re.DOTALL) for start in FORMATS.values()):
-        raise UnsupportedMedia(f"the picture is of no format that is taken here ({', '.join(FORMATS)})")
-    return content
-
-
-def _name(text: str | None) -> str | None:
-    """What a file was called, without folders: it is only shown."""
-    last = re.split(r"[\\/]", text or "")[-1]
-    return re.sub(f"[{MARKS}]", "", last)[:200] or None
-
-
-def _parsed(content: bytes, name: str) -> Any:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        raise MalformedRequest(f"{name} must be JSON") from None
-    try:
-        bounded(found, name, parts=PARTS)
-    except ValueError as error:
-        raise MalformedRequest(str(error)) from None
-    return found
+    if not any(re.match(start, head, re.DOTALL) for start in FORMATS.values()):
+        raise UnsupportedMedia(f"the picture has no supported format ({', '.join(FORMATS)})")

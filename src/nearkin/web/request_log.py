@@ -1,63 +1,86 @@
-"""Logs: one line of JSON an event, on stderr."""
+"""The log of the service: `logging` with one JSON object per line, without tokens, queries or contents of requests."""
 
 import json
 import logging
 import sys
 import time
-from contextlib import suppress
 from typing import Any, TextIO
 
-__all__ = ["Journal", "config"]
+__all__ = ["JsonFormatter", "RepeatFilter", "capture_server_logs", "json_handler", "request_logger"]
 
-REPEATED = 60.0  # seconds in which a warning is not written again
-MOST = 1000  # warnings that are remembered
-
-
-class Journal:
-    """Writes events; never a token, a query or the content of a request."""
-
-    def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
-        self._stream, self._quiet = stream, quiet
-
-    def say(self, event: str, level: str = "info", **facts: Any) -> None:
-        if self._quiet and level == "info":
-            return
-        now = time.time()
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
-        line = json.dumps({"time": stamp, "level": level, "event": event, **facts}, default=str)
-        with suppress(OSError, ValueError):  # nobody reads the log any more; requests are answered all the same
-            print(line, file=self._stream or sys.stderr, flush=True)
+REPEAT_SECONDS = 60.0  # in which the same warning is not written again
+MAX_REMEMBERED = 1000  # warnings that are remembered
 
 
-class _Lines(logging.Handler):
-    """What uvicorn says, as lines of the journal; the same warning at most once in a while, however often it comes."""
+class JsonFormatter(logging.Formatter):
+    """Events of the service: {"event": message, **record.fields}; all other records: {"event": "server", "text": …}."""
 
-    def __init__(self, journal: Journal) -> None:
-        super().__init__()
-        self._journal = journal
-        self._told: dict[str, tuple[float, int]] = {}  # first line → when it was written, and how often it came since
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text, now = record.getMessage(), time.monotonic()
-        first = text.split("\n")[0]
-        since, more = self._told.get(first, (-REPEATED, 0))
-        if record.levelno >= logging.WARNING and now - since < REPEATED:
-            self._told[first] = since, more + 1
-            return
-        if len(self._told) >= MOST:
-            self._told.clear()
-        self._told[first] = now, 0
-        facts: dict[str, Any] = {"repeated": more} if more else {}
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        line: dict[str, Any] = {"time": stamp, "level": record.levelname.lower()}
+        fields: dict[str, Any] | None = getattr(record, "fields", None)
+        if fields is not None:
+            line |= {"event": record.getMessage()} | fields
+        else:
+            line |= {"event": "server", "text": record.getMessage()}
+        if repeated := getattr(record, "repeated", 0):
+            line["repeated"] = repeated
         if record.exc_info:
-            facts["trace"] = logging.Formatter().formatException(record.exc_info)
-        self._journal.say("server", record.levelname.lower(), text=text, **facts)
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
-def config(journal: Journal) -> None:
-    """What uvicorn and asyncio say and all warnings go through the journal; who asks what is told by `limits.Door`."""
+class RepeatFilter(logging.Filter):
+    """The same warning at most once in REPEAT_SECONDS; `record.repeated` counts those that were dropped before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: dict[
+            str, tuple[float, int]
+        ] = {}  # first line → when it was written, how many were dropped since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        first_line, now = record.getMessage().split("\n")[0], time.monotonic()
+        written_at, dropped = self._written.get(first_line, (-REPEAT_SECONDS, 0))
+        if record.levelno >= logging.WARNING and now - written_at < REPEAT_SECONDS:
+            self._written[first_line] = written_at, dropped + 1
+            return False
+        if len(self._written) >= MAX_REMEMBERED:
+            self._written.clear()
+        self._written[first_line] = now, 0
+        record.repeated = dropped
+        return True
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # generic at run time from Python 3.11 on
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A log that cannot be written costs no request its answer."""
+
+
+def json_handler(stream: TextIO | None = None) -> logging.Handler:
+    """Writes JSON lines to the stream, by default stderr."""
+    handler = _Handler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    return handler
+
+
+def request_logger(stream: TextIO | None = None, quiet: bool = False) -> logging.Logger:
+    """The logger of the service: `.info("request", extra={"fields": {…}})`. quiet: warnings and errors only."""
+    return _configure("nearkin.web", json_handler(stream), logging.WARNING if quiet else logging.INFO)
+
+
+def capture_server_logs(stream: TextIO | None = None, quiet: bool = False) -> None:
+    """Logs of uvicorn and asyncio and all Python warnings go to the same log; `GuardMiddleware` logs the requests."""
     logging.captureWarnings(True)  # a gallery warns of damaged rows
+    handler = json_handler(stream)
+    handler.addFilter(RepeatFilter())
     for name in ("uvicorn", "asyncio", "py.warnings"):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [_Lines(journal)]
-        logger.propagate = False
-        logger.setLevel(logging.INFO)
+        _configure(name, handler, logging.WARNING if quiet else logging.INFO)
+
+
+def _configure(name: str, handler: logging.Handler, level: int) -> logging.Logger:
+    logger = logging.getLogger(name)
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(level)
+    return logger

@@ -1,6 +1,8 @@
-"""The addresses of the service, by subject; each reads its request and asks the service."""
+"""The addresses of the service, by subject; each reads its request and calls the service."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
 
 from nearkin.core.errors import MalformedRequest, NoPicture
 from nearkin.web import parsing, schemas
@@ -9,85 +11,108 @@ from nearkin.web.service import Service
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-__all__ = ["asking", "exploring", "reading", "writing"]
+__all__ = ["exploring", "reading", "searching", "searching_by_vector", "writing"]
 
 REFUSALS = {
     400: "The request is malformed.",
     401: "The token is missing or wrong.",
-    403: "Asked from another web page, or under another name of this machine.",
+    403: "The request comes from another web page, or uses another host name.",
     404: "No such row.",
     408: "The body took too long.",
     409: "The item is enrolled under another label.",
     413: "The body or its pictures are too large.",
-    415: "No such format is taken.",
-    422: "A value or a picture is not as it must be.",
-    503: "There are too many requests, or the gallery cannot be used; Retry-After says when to come again.",
+    415: "The format is not supported.",
+    422: "A value or a picture is invalid.",
+    503: "There are too many requests, or the gallery is unavailable; Retry-After says when to try again.",
 }
 
 
-def asking(service: Service) -> "APIRouter":
-    """search, identify, verify: a picture in a form (`curl -F item=@new.jpg`), or a vector in JSON."""
-    from fastapi import Query, Request
+def searching(service: Service) -> "APIRouter":
+    """search, identify, verify by pictures in a form: `curl -F item=@new.jpg`."""
+    from fastapi import Depends, UploadFile
 
-    router = _router("ask")
-    limits = service.limits
-    K = Annotated[int, Query(ge=1, le=1000, description="How many.")]
-    Hits = Annotated[int, Query(ge=0, le=1000, description="How many of the nearest rows to give beside it.")]
-    FarQuery = Annotated[
-        float | None,
-        Query(gt=0, lt=1, allow_inf_nan=False, description="Share of queries by strangers that may pass (per query)."),
-    ]
-    FarPair = Annotated[
-        float | None,
-        Query(gt=0, lt=1, allow_inf_nan=False, description="Share of pairs of strangers that may pass (per pair)."),
-    ]
-    Filter = Annotated[str | None, Query(max_length=4000, description='JSON, as {"label": "heron"}; any of a list.')]
+    router = _router("search", service)
+    only_item = [Depends(parsing.only_parts("item"))]
 
-    @router.post("/search", response_model=schemas.Items, openapi_extra=parsing.body_schema(["item"]))
-    async def search(request: Request, k: K = 10, filter: Filter = None) -> Any:
+    @router.post("/search", response_model=schemas.Items, dependencies=only_item)
+    async def search(item: UploadFile, k: schemas.K = 10, filter: schemas.FilterText = None) -> Any:
         """The k nearest rows, nearest first."""
-        brought = await parsing.read(request, limits, ["item"])
-        return await service.search(_one(brought, "item"), k, parsing.json_object(filter, "filter"))
+        return await service.search(await parsing.picture(item), k, parsing.json_object(filter, "filter"))
 
-    @router.post("/identify", response_model=schemas.Identity, openapi_extra=parsing.body_schema(["item"]))
-    async def identify(request: Request, far: FarQuery = None, filter: Filter = None, hits: Hits = 0) -> Any:
-        """Whose it is, with a calibrated confidence, or unknown."""
-        brought = await parsing.read(request, limits, ["item"])
-        return await service.identify(_one(brought, "item"), far, parsing.json_object(filter, "filter"), hits)
+    @router.post("/identify", response_model=schemas.Identity, dependencies=only_item)
+    async def identify(
+        item: UploadFile, far: schemas.MaxFar = None, filter: schemas.FilterText = None, hits: schemas.HitCount = 0
+    ) -> Any:
+        """The label with a calibrated confidence, or unknown."""
+        return await service.identify(await parsing.picture(item), far, parsing.json_object(filter, "filter"), hits)
 
-    @router.post("/verify", response_model=schemas.Verification, openapi_extra=parsing.body_schema(["a", "b"]))
-    async def verify(request: Request, far: FarPair = None) -> Any:
-        """Whether two are the same, how probably, and at which false-accept rate per pair."""
-        brought = await parsing.read(request, limits, ["a", "b"])
-        return await service.verify(_one(brought, "a"), _one(brought, "b"), far)
+    @router.post("/verify", response_model=schemas.Verification, dependencies=[Depends(parsing.only_parts("a", "b"))])
+    async def verify(a: UploadFile, b: UploadFile, far: schemas.MaxFar = None) -> Any:
+        """Whether two pictures show the same, with its probability and the false-accept rate per pair."""
+        return await service.verify(await parsing.picture(a), await parsing.picture(b), far)
+
+    return router
+
+
+def searching_by_vector(service: Service) -> "APIRouter":
+    """The same by vectors in JSON, and their enrolment."""
+    router = _router("vectors", service, "/api/vectors")
+
+    @router.post("/search", response_model=schemas.Items)
+    async def search_vector(query: schemas.VectorQuery, k: schemas.K = 10, filter: schemas.FilterText = None) -> Any:
+        """The k nearest rows, nearest first."""
+        return await service.search(_item(query.item), k, parsing.json_object(filter, "filter"))
+
+    @router.post("/identify", response_model=schemas.Identity)
+    async def identify_vector(
+        query: schemas.VectorQuery,
+        far: schemas.MaxFar = None,
+        filter: schemas.FilterText = None,
+        hits: schemas.HitCount = 0,
+    ) -> Any:
+        """The label with a calibrated confidence, or unknown."""
+        return await service.identify(_item(query.item), far, parsing.json_object(filter, "filter"), hits)
+
+    @router.post("/verify", response_model=schemas.Verification)
+    async def verify_vectors(pair: schemas.VectorPair, far: schemas.MaxFar = None) -> Any:
+        """Whether two vectors are of the same, with its probability and the false-accept rate per pair."""
+        return await service.verify(_item(pair.a), _item(pair.b), far)
+
+    @router.post("/enrol", response_model=schemas.Enrolled)
+    @router.post("/enroll", response_model=schemas.Enrolled, include_in_schema=False)
+    async def enrol_vectors(new: schemas.NewVectors) -> Any:
+        """Adds vectors under a label."""
+        if len(new.items) > service.limits.pictures:
+            raise MalformedRequest(f"items must be at most {service.limits.pictures} vectors, got {len(new.items)}")
+        return await service.enrol([_item(vector) for vector in new.items], new.label, new.metadata)
 
     return router
 
 
 def writing(service: Service) -> "APIRouter":
-    """enrol, remove, relabel: when the answer is there, it is on the disk."""
-    from fastapi import Request
+    """enrol, remove, relabel: when the answer arrives, the change is on disk."""
+    from fastapi import Depends, Form, UploadFile
 
-    router = _router("write")
-    extra = parsing.body_schema(["items"], many=True, texts=["label", "metadata"])
+    router = _router("write", service)
+    parts = [Depends(parsing.only_parts("items", several=True, texts=("label", "metadata")))]
+    Label = Annotated[str, Form()]
+    Metadata = Annotated[str, Form(description='JSON, as {"place": "pond"}.')]
 
-    @router.post("/enrol", response_model=schemas.Enrolled, openapi_extra=extra)
-    async def enrol(request: Request) -> Any:
-        """Adds pictures or vectors under a label, which is recognised from its first one on."""
-        brought = await parsing.read(request, service.limits, ["items"], ["label", "metadata"])
-        if "label" not in brought.texts:
-            raise MalformedRequest("label is missing")
-        metadata = parsing.json_object(brought.texts.get("metadata"), "metadata")
-        return await service.enrol(brought.items["items"], brought.texts["label"], metadata)
+    @router.post("/enrol", response_model=schemas.Enrolled, dependencies=parts)
+    @router.post("/enroll", response_model=schemas.Enrolled, dependencies=parts, include_in_schema=False)
+    async def enrol(items: list[UploadFile], label: Label, metadata: Metadata = "") -> Any:
+        """Adds pictures under a label; it is recognised from the first one on."""
+        pictures = [await parsing.picture(item) for item in items]
+        return await service.enrol(pictures, label, parsing.json_object(metadata, "metadata"))
 
     @router.post("/remove", response_model=schemas.Count)
     async def remove(rows: schemas.Rows) -> Any:
-        """Takes rows out; those that are not there do not count."""
+        """Removes rows; ids that do not exist do not count."""
         return await service.remove(rows.ids)
 
     @router.post("/relabel", response_model=schemas.Count)
     async def relabel(rows: schemas.Relabel) -> Any:
-        """Gives rows another label; those that are not there do not count."""
+        """Changes the label of rows; ids that do not exist do not count."""
         return await service.relabel(rows.ids, rows.label)
 
     return router
@@ -97,7 +122,7 @@ def reading(service: Service) -> "APIRouter":
     """Rows, their thumbnails, labels, stats, health."""
     from fastapi import Path, Query, Response
 
-    router = _router("read")
+    router = _router("read", service)
     Id = Annotated[int, Path(ge=1, lt=2**63, description="Of a row.")]
     pictures: dict[int | str, dict[str, Any]] = {
         200: {"content": {"image/png": {}, "image/jpeg": {}}, "description": "A small picture."}
@@ -110,10 +135,10 @@ def reading(service: Service) -> "APIRouter":
 
     @router.get("/items/{id}/thumbnail", responses={**_refusals(), **pictures}, response_class=Response)
     async def thumbnail(id: Id) -> Any:
-        """A small picture of what the encoder was shown; 404 where there is none."""
+        """A small picture as the encoder saw it; 404 where there is none."""
         content = await service.thumbnail(id)
         if not content:
-            await service.get(id)  # says so where there is no such row
+            await service.get(id)  # raises where there is no such row
             raise NoPicture(f"row {id} has no picture")
         kind = "image/png" if content.startswith(b"\x89PNG") else "image/jpeg"
         return Response(content, media_type=kind, headers={"Cache-Control": "private, max-age=3600"})
@@ -127,13 +152,13 @@ def reading(service: Service) -> "APIRouter":
 
     @router.get("/stats", response_model=schemas.Stats)
     async def stats() -> Any:
-        """What there is."""
+        """What the gallery holds and what the service allows."""
         return await service.stats()
 
     @router.get("/health", response_model=schemas.Health)
     async def health() -> Any:
-        """That the service answers and none of its threads is stuck; the gallery is not asked."""
-        service.healthy()
+        """Whether the service answers and none of its threads is stuck; does not query the gallery."""
+        service.check_health()
         return {"status": "ok", "waiting": service.waiting}
 
     return router
@@ -143,12 +168,12 @@ def exploring(service: Service) -> "APIRouter":
     """The gallery as a whole."""
     from fastapi import Query
 
-    router = _router("explore")
-    Method = Annotated[Literal["pca", "tsne"], Query(description="pca is quick; tsne keeps neighbours together.")]
+    router = _router("explore", service)
+    Method = Annotated[Literal["pca", "tsne"], Query(description="pca is quick; tsne preserves neighbourhoods.")]
 
     @router.get("/map", response_model=schemas.Map)
     async def map(method: Method = "pca") -> Any:
-        """The rows in two dimensions; of large galleries a part."""
+        """The rows in two dimensions; an even sample of a large gallery."""
         return await service.map(method)
 
     @router.get("/diagnosis", response_model=schemas.Diagnosis)
@@ -157,25 +182,24 @@ def exploring(service: Service) -> "APIRouter":
         return await service.diagnosis()
 
     @router.post("/neighbours", response_model=schemas.Neighbours)
-    async def neighbours(ask: schemas.Ask) -> Any:
-        """The rows nearest to the middle of some rows."""
-        return await service.neighbours(ask.ids, ask.k)
+    async def neighbours(centre: schemas.Centre) -> Any:
+        """The rows nearest to the mean of some rows."""
+        return await service.neighbours(centre.ids, centre.k)
 
     return router
 
 
-def _router(tag: str) -> "APIRouter":
+def _router(tag: str, service: Service, prefix: str = "/api") -> "APIRouter":
     from fastapi import APIRouter
 
-    return APIRouter(prefix="/api", tags=[tag], responses=_refusals())
+    route = parsing.form_route(service.limits)
+    return APIRouter(prefix=prefix, tags=[tag], responses=_refusals(), route_class=route)
 
 
 def _refusals() -> dict[int | str, dict[str, Any]]:
     return {status: {"model": schemas.Problem, "description": text} for status, text in REFUSALS.items()}
 
 
-def _one(brought: parsing.Brought, field: str) -> Any:
-    items = brought.items[field]
-    if len(items) != 1:
-        raise MalformedRequest(f"{field} must be one picture or vector, got {len(items)}")
-    return items[0]
+def _item(vector: list[float]) -> tuple[Any, None]:
+    """A vector as an item without a name."""
+    return np.asarray(vector, np.float64), None

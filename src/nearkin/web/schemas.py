@@ -1,47 +1,88 @@
-"""What goes in and out as JSON, field by field; the OpenAPI description is made of it."""
+"""Schemas of requests and answers; FastAPI makes the OpenAPI description from them."""
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, StrictStr
+from pydantic_core import PydanticCustomError
 
 __all__ = [
-    "Ask",
+    "MALFORMED",
+    "Candidate",
+    "Centre",
     "Confusion",
     "Count",
     "Diagnosis",
     "Enrolled",
+    "FilterText",
     "Health",
+    "HitCount",
     "Identity",
     "Item",
     "Items",
+    "K",
+    "Label",
     "Labels",
     "Map",
+    "MaxFar",
     "Neighbours",
+    "NewVectors",
     "Problem",
     "Relabel",
+    "Rows",
     "Stats",
+    "Suspect",
+    "VectorPair",
+    "VectorQuery",
     "Verification",
 ]
 
+MALFORMED = "malformed"  # type of the errors that are answered with 400
+MAX_DIM = 65_536  # numbers of a vector
+
+
+def _numbers(value: Any) -> list[float]:
+    """Numbers only: neither text nor true, which pydantic would convert."""
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_DIM:
+        raise PydanticCustomError(MALFORMED, f"must be a list of 1 to {MAX_DIM:,} numbers")
+    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in value):
+        raise PydanticCustomError(MALFORMED, "must be a list of numbers only")
+    try:
+        return [float(number) for number in value]
+    except OverflowError:
+        raise PydanticCustomError(MALFORMED, "must be numbers that fit into a float64") from None
+
+
 Id = Annotated[StrictInt, Field(ge=1, lt=2**63, description="Of a row.")]
 Ids = Annotated[list[Id], Field(min_length=1, max_length=1000)]
+Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM), BeforeValidator(_numbers)]
 Similarity = Annotated[float, Field(description="The cosine; larger is closer.")]
-_BOUND = "false-accept rate at most, with 95 % confidence on new classes: the share of"
+_BOUND = "maximum false-accept rate (FAR), with 95 % confidence on new classes: the share of"
 FarQuery = Annotated[
-    float | None, Field(description=f"Per query: {_BOUND} strangers that pass as anybody in this gallery.")
+    float | None, Field(description=f"Per query: {_BOUND} queries of unknown classes that get a label of this gallery.")
 ]
 FarPair = Annotated[float | None, Field(description=f"Per pair: {_BOUND} pairs of different classes that pass.")]
-Classes = Annotated[int | None, Field(description="Classes that the calibration rests on.")]
+Classes = Annotated[int | None, Field(description="Number of classes behind the calibration.")]
+
+# Query parameters.
+K = Annotated[int, Field(ge=1, le=1000, description="Number of rows.")]
+HitCount = Annotated[int, Field(ge=0, le=1000, description="Number of nearest rows to return as well.")]
+MaxFar = Annotated[
+    float | None,
+    Field(
+        gt=0, lt=1, allow_inf_nan=False, description="Maximum false-accept rate (FAR): per query, for verify per pair."
+    ),
+]
+FilterText = Annotated[str | None, Field(max_length=4000, description='JSON, as {"label": "heron"}; any of a list.')]
 
 
 class Problem(BaseModel):
-    """What went wrong, in one sentence."""
+    """What is wrong, in one sentence."""
 
     error: str
 
 
 class Item(BaseModel):
-    """A row of the gallery; its similarity is to what was asked about."""
+    """A row of the gallery, and its similarity to the query."""
 
     id: int
     label: str
@@ -94,43 +135,68 @@ class Verification(BaseModel):
 
 
 class Enrolled(BaseModel):
-    """ids in the order of the pictures; known: there already."""
+    """ids in the order of the items; known: enrolled before."""
 
     ids: list[int]
     added: int
     known: int
 
 
-class Ask(BaseModel):
-    """Rows of the gallery to look around."""
+class _Body(BaseModel):
+    """The body of a request; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class VectorQuery(_Body):
+    """A vector to search for."""
+
+    item: Vector
+
+
+class VectorPair(_Body):
+    """Two vectors to compare."""
+
+    a: Vector
+    b: Vector
+
+
+class NewVectors(_Body):
+    """Vectors to enrol under one label."""
+
+    items: Annotated[list[Vector], Field(min_length=1)]
+    label: StrictStr
+    metadata: dict[str, Any] | None = None
+
+
+class Centre(_Body):
+    """Rows of the gallery whose mean is searched for."""
+
     ids: Ids
     k: Annotated[StrictInt, Field(ge=1, le=200)] = 12
 
 
 class Neighbours(BaseModel):
-    """The rows that were asked about, and those nearest to their middle."""
+    """The chosen rows, and those nearest to their mean."""
 
     chosen: list[Item]
     hits: list[Item]
 
 
-class Rows(BaseModel):
+class Rows(_Body):
     """Which rows."""
 
-    model_config = ConfigDict(extra="forbid")
     ids: Ids
 
 
 class Relabel(Rows):
-    """Which rows, and what they are called from now on."""
+    """Which rows, and their new label."""
 
     label: Annotated[StrictStr, Field(min_length=1, max_length=500)]
 
 
 class Count(BaseModel):
-    """How many rows it was done to."""
+    """Number of rows changed."""
 
     rows: int
 
@@ -143,13 +209,13 @@ class Label(BaseModel):
 
 
 class Labels(BaseModel):
-    """Of all labels, those asked for."""
+    """The labels that match."""
 
     labels: list[Label]
 
 
 class Stats(BaseModel):
-    """What there is."""
+    """What the gallery holds and what the service allows."""
 
     store: str
     rows: int
@@ -158,7 +224,7 @@ class Stats(BaseModel):
     encoder: str | None
     calibrated: bool
     calibration_classes: int | None
-    fars: Annotated[list[float], Field(description="Per pair, that `verify` can hold.")]
+    fars: Annotated[list[float], Field(description="False-accept rates per pair that `verify` can guarantee.")]
     index: str
     damaged: int
     lost: int
@@ -170,14 +236,14 @@ class Stats(BaseModel):
 
 
 class Health(BaseModel):
-    """That it answers, and how many pictures wait."""
+    """The service answers; waiting: pictures before the encoder."""
 
     status: str
     waiting: int
 
 
 class Map(BaseModel):
-    """A place in the unit square for each of some rows."""
+    """Coordinates in the unit square, one per row."""
 
     method: str
     methods: list[str]
@@ -191,7 +257,7 @@ class Map(BaseModel):
 
 
 class Confusion(BaseModel):
-    """Two labels that stand among one another's nearest."""
+    """Two labels that are among each other's nearest neighbours."""
 
     labels: list[str]
     share: float
@@ -211,7 +277,7 @@ class Suspect(BaseModel):
 
 
 class Diagnosis(BaseModel):
-    """The worst confusions and the likeliest label errors; note: what could not be said."""
+    """The worst confusions and the likeliest label errors; note: why there are none."""
 
     rows: int
     looked_at: int

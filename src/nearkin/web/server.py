@@ -1,5 +1,6 @@
-"""Serving: the gallery opened and warmed, a socket bound, uvicorn running until it is told to stop."""
+"""The server: opens and warms the gallery, binds a socket, runs uvicorn until a signal."""
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -13,12 +14,12 @@ from nearkin.web import connections
 from nearkin.web.access import Access
 from nearkin.web.app import build
 from nearkin.web.middleware import Limits
-from nearkin.web.request_log import Journal, config
+from nearkin.web.request_log import capture_server_logs, request_logger
 
 __all__ = ["serve"]
 
-# Within 10 seconds of a signal the service has ended: requests under way may end, then those that have not are told so,
-# then connections are cut, then threads and the gallery are waited for.
+# The service ends within 10 seconds of a signal: requests under way may finish (PATIENCE), the others get a 503,
+# connections are closed (GRACE), threads and the gallery get a last moment (REST).
 PATIENCE, GRACE, REST = 5.0, 7, 1.5
 WAIT = 5.0  # seconds a writer waits for another process
 
@@ -36,83 +37,83 @@ def serve(
     ready: Callable[[str], None] | None = None,
     quiet: bool = False,
 ) -> bool:
-    """Serves a gallery until SIGINT or SIGTERM; requests that are under way are answered first, for up to 5 seconds.
+    """Serves a gallery until SIGINT or SIGTERM; requests under way get up to 5 seconds to finish.
 
-    port: 0 takes a free one. ready: is told the address when requests are answered. A host that others can reach needs
-    a token. quiet: only warnings and errors are logged. Whether all work has ended: a thread may be stuck for good.
+    port: 0 takes a free one. ready: called with the address once requests are accepted. A host that other machines can
+    reach needs a token. quiet: logs warnings and errors only. Returns whether all threads have ended.
     """
     try:
         import uvicorn
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nearkin serve needs uvicorn: pip install 'nearkin[serve]'") from None
 
-    access, chosen, journal = Access(token, host), limits or Limits(), Journal(quiet=quiet)
+    access, limits, log = Access(token, host), limits or Limits(), request_logger(quiet=quiet)
     access.check()
     pictures = encoder_info(run).preparation["kind"] == "pictures"
-    opening = {"timeout": WAIT, "device": device, "max_pixels": chosen.pixels}
-    with _bound(host, port) as bound:
-        config(journal)
+    opening = {"timeout": WAIT, "device": device, "max_pixels": limits.pixels}
+    with _bind(host, port) as bound:
+        capture_server_logs(quiet=quiet)
         gallery = Gallery.open(place, run, **opening)  # type: ignore[arg-type]
         try:
             gallery.warm()
-            _first(gallery, pictures)
-            app = build(gallery, access=access, limits=chosen, journal=journal, pictures=pictures, drawing=drawing)
+            _warm_encoder(gallery, pictures)
+            app = build(gallery, access=access, limits=limits, log=log, pictures=pictures, drawing=drawing)
             settings = uvicorn.Config(
                 app,
-                http=connections.protocol(chosen, journal),
-                backlog=connections.AT_ONCE,
+                http=connections.protocol(limits, log),
+                backlog=connections.ACCEPTED_AT_ONCE,
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=GRACE,
                 timeout_keep_alive=15,
             )
-            connections.listen(bound)  # who comes from now on waits, and is not sent away
+            connections.listen(bound)  # from now on connections wait and are not refused
             if ready is not None:
                 ready(_address(bound, host))
-            with suppress(KeyboardInterrupt):  # uvicorn has ended in order, and hands the signal on
+            with suppress(KeyboardInterrupt):  # uvicorn has shut down and raises the signal again
                 connections.server(settings, app.end, PATIENCE).run(sockets=[bound])
-            ended = app.at_rest()
+            ended = app.work_ended()
         finally:
-            closed = _closed(gallery)
-    left = {} if ended and closed else {"text": "work that did not end was left"}
-    journal.say("stopped", "warning" if left else "info", **left)
+            closed = _close(gallery)
+    fields = {} if ended and closed else {"text": "a thread did not end and was abandoned"}
+    log.log(logging.WARNING if fields else logging.INFO, "stopped", extra={"fields": fields})
     return ended and closed
 
 
-def _closed(gallery: Gallery) -> bool:
-    """Closes it in a thread: one that is stuck may hold what closing waits for. Whether that ended."""
+def _close(gallery: Gallery) -> bool:
+    """Closes it in a thread, as a stuck thread may hold its lock. Returns whether that ended."""
     closing = threading.Thread(target=gallery.close, name="closing", daemon=True)
     closing.start()
     closing.join(REST)
     return not closing.is_alive()
 
 
-def _first(gallery: Gallery, pictures: bool) -> None:
-    """The encoder is loaded and has seen something before anybody waits for it."""
+def _warm_encoder(gallery: Gallery, pictures: bool) -> None:
+    """Loads the encoder and runs it once before the first request."""
     import numpy as np
 
     if pictures:
         gallery.see([np.zeros((8, 8, 3), np.uint8)])
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     checks.integer("port", port, 0)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, proto)
     except (OSError, OverflowError) as error:
-        raise ValueError(f"host {host} port {port} is no address of this machine ({error})") from None
+        raise ValueError(f"host {host} port {port} is not an address of this machine ({error})") from None
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
     except (OSError, OverflowError) as error:
         bound.close()
-        why = getattr(error, "strerror", None) or error
-        raise ValueError(f"host {host} port {port} cannot be had ({why}); take another with --port") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"host {host} port {port} is not available ({reason}); choose another with --port") from None
     return bound
 
 
 def _address(bound: socket.socket, host: str) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{bound.getsockname()[1]}/"
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{bound.getsockname()[1]}/"

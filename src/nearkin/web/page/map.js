@@ -5,7 +5,7 @@ class GalleryMap {
     Object.assign(this, { canvas, picture, tip, onItem, onLasso });
     this.ids = []; this.x = []; this.y = []; this.label = []; this.labels = []; this.hues = [];
     this.zoom = 1; this.dx = 0; this.dy = 0; this.lasso = false; this.loop = null;
-    this.chosen = new Set(); this.only = null; this.hovered = -1; this.images = new Map(); this.pointers = new Map();
+    this.selected = new Set(); this.only = null; this.hovered = -1; this.images = new Map(); this.pointers = new Map();
     new ResizeObserver(() => this.draw()).observe(canvas);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     canvas.addEventListener("wheel", (e) => { e.preventDefault(); const at = this.at(e); this.zoomBy(Math.exp(-e.deltaY * 0.0015), at.x, at.y); }, { passive: false });
@@ -17,17 +17,17 @@ class GalleryMap {
     canvas.addEventListener("keydown", (e) => this.key(e));
   }
 
-  show(found) {
+  show(map) {
     const before = new Map(this.ids.map((id, i) => [id, [this.x[i], this.y[i]]]));
-    Object.assign(this, { ids: found.ids, label: found.label, labels: found.labels, hues: found.hues });
-    const moves = !matchMedia("(prefers-reduced-motion: reduce)").matches && found.ids.some((id) => before.has(id));
-    const from = found.ids.map((id, i) => before.get(id) ?? [found.x[i], found.y[i]]);
+    Object.assign(this, { ids: map.ids, label: map.label, labels: map.labels, hues: map.hues });
+    const moves = !matchMedia("(prefers-reduced-motion: reduce)").matches && map.ids.some((id) => before.has(id));
+    const from = map.ids.map((id, i) => before.get(id) ?? [map.x[i], map.y[i]]);
     const start = performance.now(), turn = (this.turn = (this.turn ?? 0) + 1);
     const step = (now) => {
       if (turn !== this.turn) return;
       const t = moves ? Math.min(1, (now - start) / 600) : 1, soft = t * t * (3 - 2 * t);
-      this.x = found.x.map((to, i) => from[i][0] + (to - from[i][0]) * soft);
-      this.y = found.y.map((to, i) => from[i][1] + (to - from[i][1]) * soft);
+      this.x = map.x.map((to, i) => from[i][0] + (to - from[i][0]) * soft);
+      this.y = map.y.map((to, i) => from[i][1] + (to - from[i][1]) * soft);
       this.draw();
       if (t < 1) requestAnimationFrame(step);
     };
@@ -40,37 +40,37 @@ class GalleryMap {
     const { w, h } = this.size, edge = 40;
     return [(edge + this.x[i] * (w - 2 * edge)) * this.zoom + this.dx, (edge + this.y[i] * (h - 2 * edge)) * this.zoom + this.dy];
   }
-  seen() {
-    const { w, h } = this.size, found = [];
+  inView() {
+    const { w, h } = this.size, points = [];
     for (let i = 0; i < this.ids.length; i++) {
       const [x, y] = this.place(i);
-      if (x > -20 && y > -20 && x < w + 20 && y < h + 20) found.push([i, x, y]);
+      if (x > -20 && y > -20 && x < w + 20 && y < h + 20) points.push([i, x, y]);
     }
-    return found;
+    return points;
   }
   zoomBy(factor, x = this.size.w / 2, y = this.size.h / 2) {
     const next = Math.min(60, Math.max(1, this.zoom * factor)), f = next / this.zoom;
-    this.dx = x - (x - this.dx) * f; this.dy = y - (y - this.dy) * f; this.zoom = next; this.keep(); this.hover(-1); this.draw();
+    this.dx = x - (x - this.dx) * f; this.dy = y - (y - this.dy) * f; this.zoom = next; this.clamp(); this.hover(-1); this.draw();
   }
-  pan(x, y) { this.dx += x; this.dy += y; this.keep(); this.hover(-1); this.draw(); }
-  keep() {
+  pan(x, y) { this.dx += x; this.dy += y; this.clamp(); this.hover(-1); this.draw(); }
+  clamp() {
     const { w, h } = this.size;
     this.dx = Math.min(0, Math.max(w - w * this.zoom, this.dx)); this.dy = Math.min(0, Math.max(h - h * this.zoom, this.dy));
   }
   all() { this.zoom = 1; this.dx = this.dy = 0; this.draw(); }
   point(x, y) {
     let best = -1, near = 14 ** 2;
-    for (const [i, px, py] of this.seen()) {
-      const away = (px - x) ** 2 + (py - y) ** 2;
-      if (away < near && (this.only === null || this.label[i] === this.only)) { near = away; best = i; }
+    for (const [i, px, py] of this.inView()) {
+      const distance = (px - x) ** 2 + (py - y) ** 2;
+      if (distance < near && (this.only === null || this.label[i] === this.only)) { near = distance; best = i; }
     }
     return best;
   }
   focusLabel(name) {
-    const kind = name ? this.labels.indexOf(name) : -1;
-    this.only = kind < 0 ? null : kind;
+    const index = name ? this.labels.indexOf(name) : -1;
+    this.only = index < 0 ? null : index;
     this.draw();
-    return this.only !== null ? this.label.filter((one) => one === kind).length : 0;
+    return this.only !== null ? this.label.filter((one) => one === index).length : 0;
   }
 
   draw() { if (!this.due) { this.due = true; requestAnimationFrame(() => { this.due = false; this.paint(); }); } }
@@ -83,12 +83,12 @@ class GalleryMap {
     const hues = Array.from({ length: 10 }, (_, i) => colour(`--k${i}`)), accent = colour("--accent"), paper = colour("--paper");
     pen.setTransform(dpr, 0, 0, dpr, 0, 0);
     pen.clearRect(0, 0, w, h);
-    const seen = this.seen(), room = Math.sqrt((w * h) / Math.max(1, seen.length));
-    const pictures = room > 26 && seen.length <= 600, side = Math.min(64, Math.max(22, room * 0.72)), r = Math.min(6, Math.max(2.6, room * 0.16));
+    const visible = this.inView(), room = Math.sqrt((w * h) / Math.max(1, visible.length));
+    const pictures = room > 26 && visible.length <= 600, side = Math.min(64, Math.max(22, room * 0.72)), r = Math.min(6, Math.max(2.6, room * 0.16));
     let drawn = 0;
-    const framed = pictures ? this.spread(seen, side) : new Set();
-    for (const [i, x, y] of [...seen.filter(([i]) => !framed.has(i)), ...seen.filter(([i]) => framed.has(i))]) {
-      const off = this.only !== null && this.label[i] !== this.only, on = this.chosen.has(this.ids[i]), hue = hues[this.hues[this.label[i]]];
+    const framed = pictures ? this.spread(visible, side) : new Set();
+    for (const [i, x, y] of [...visible.filter(([i]) => !framed.has(i)), ...visible.filter(([i]) => framed.has(i))]) {
+      const off = this.only !== null && this.label[i] !== this.only, on = this.selected.has(this.ids[i]), hue = hues[this.hues[this.label[i]]];
       pen.globalAlpha = off ? 0.1 : 1;
       const image = framed.has(i) && !off ? this.image(this.ids[i]) : null;
       if (image) {
@@ -109,12 +109,12 @@ class GalleryMap {
       pen.globalAlpha = 0.12; pen.fillStyle = accent; pen.fill(); pen.globalAlpha = 1;
     }
     canvas.dataset.points = this.ids.length; canvas.dataset.pictures = drawn;
-    if (this.ids.length && !seen.length) { pen.fillStyle = colour("--soft"); pen.font = "15px system-ui, sans-serif"; pen.textAlign = "center"; pen.fillText("Nothing stands here; All shows everything.", w / 2, h / 2); }
+    if (this.ids.length && !visible.length) { pen.fillStyle = colour("--soft"); pen.font = "15px system-ui, sans-serif"; pen.textAlign = "center"; pen.fillText("Nothing here; All shows everything.", w / 2, h / 2); }
   }
   /* Which points get a thumbnail: one after the other, where it covers no other thumbnail. */
-  spread(seen, side) {
+  spread(points, side) {
     const cells = new Map(), framed = new Set();
-    for (const [i, x, y] of seen) {
+    for (const [i, x, y] of points) {
       const cx = Math.floor(x / side), cy = Math.floor(y / side);
       let free = true;
       for (let a = cx - 1; free && a <= cx + 1; a++) for (let b = cy - 1; free && b <= cy + 1; b++) {
@@ -128,8 +128,8 @@ class GalleryMap {
     return framed;
   }
   image(id) {
-    const kept = this.images.get(id);
-    if (kept !== undefined) return kept;
+    const cached = this.images.get(id);
+    if (cached !== undefined) return cached;
     this.images.set(id, null);
     this.picture(id).then((address) => {
       if (!address) return;
@@ -163,7 +163,7 @@ class GalleryMap {
     const at = this.at(e), loop = this.loop;
     this.pointers.delete(e.pointerId);
     this.loop = null;
-    if (loop && this.moved) this.choose(this.seen().filter(([i, x, y]) => this.within(loop, x, y) && (this.only === null || this.label[i] === this.only)).map(([i]) => this.ids[i]));
+    if (loop && this.moved) this.select(this.inView().filter(([i, x, y]) => this.within(loop, x, y) && (this.only === null || this.label[i] === this.only)).map(([i]) => this.ids[i]));
     else if (!this.moved) { const i = this.point(at.x, at.y); if (i >= 0) this.onItem(this.ids[i]); }
     this.draw();
   }
@@ -175,7 +175,7 @@ class GalleryMap {
     }
     return inside;
   }
-  choose(ids) { this.chosen = new Set(ids); this.draw(); this.onLasso(ids); }
+  select(ids) { this.selected = new Set(ids); this.draw(); this.onLasso(ids); }
   hover(i) {
     if (i === this.hovered) return;
     this.hovered = i;
@@ -187,12 +187,12 @@ class GalleryMap {
   }
   key(e) {
     const { w, h } = this.size, step = 0.12;
-    const does = {
+    const action = {
       "+": () => this.zoomBy(1.4), "=": () => this.zoomBy(1.4), "-": () => this.zoomBy(1 / 1.4), "0": () => this.all(),
       ArrowLeft: () => this.pan(w * step, 0), ArrowRight: () => this.pan(-w * step, 0), ArrowUp: () => this.pan(0, h * step), ArrowDown: () => this.pan(0, -h * step),
-      Enter: () => this.choose(this.seen().filter(([i, x, y]) => x >= 0 && y >= 0 && x <= w && y <= h && (this.only === null || this.label[i] === this.only)).map(([i]) => this.ids[i])),
-      Escape: () => this.choose([]),
+      Enter: () => this.select(this.inView().filter(([i, x, y]) => x >= 0 && y >= 0 && x <= w && y <= h && (this.only === null || this.label[i] === this.only)).map(([i]) => this.ids[i])),
+      Escape: () => this.select([]),
     }[e.key];
-    if (does && !e.ctrlKey && !e.metaKey && !e.altKey) { e.preventDefault(); does(); }
+    if (action && !e.ctrlKey && !e.metaKey && !e.altKey) { e.preventDefault(); action(); }
   }
 }

@@ -4,43 +4,43 @@
   const percent = (p) => (p > 0.9995 && p < 1 ? "> 99.9 %" : p < 0.0005 && p > 0 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
   const number = (n) => n.toLocaleString("en");
   const many = (n, one, more) => `${number(n)} ${n === 1 ? one : more}`;
-  /* An element; text is always text, never markup: labels and names are strangers' words. */
+  /* An element; text is always text, never markup: labels and names are untrusted. */
   const h = (tag, facts = {}, ...children) => {
-    const made = document.createElement(tag);
+    const element = document.createElement(tag);
     for (const [key, value] of Object.entries(facts)) {
-      if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-      else if (key === "class") made.className = value;
-      else if (value !== null && value !== false) made.setAttribute(key, value);
+      if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+      else if (key === "class") element.className = value;
+      else if (value !== null && value !== false) element.setAttribute(key, value);
     }
-    made.append(...children.filter((child) => child !== null && child !== undefined));
-    return made;
+    element.append(...children.filter((child) => child !== null && child !== undefined));
+    return element;
   };
-  /* A label word by word: a long word is cut with …, never broken; a title has the whole. */
+  /* A label word by word: a long word is cut with …, never broken; the title has all of it. */
   const words = (text) => text.split(/(\s+)|(?<=[-_/])/).filter(Boolean).map((part) => (part.trim() ? h("span", { class: "word" }, part) : part));
   const say = (text) => { $("status").textContent = text; };
 
-  /* ---- asking the service */
+  /* ---- requests */
   let token = new URLSearchParams(location.hash.slice(1)).get("token") ?? sessionStorage.getItem("token") ?? "";
   if (location.hash.includes("token=")) { sessionStorage.setItem("token", token); history.replaceState(null, "", location.pathname); }
-  let asking = null;
-  const askToken = (wrong) => (asking ??= new Promise((done) => {
+  let prompt = null;
+  const askToken = (wrong) => (prompt ??= new Promise((done) => {
     const dialog = $("ask-token");
     $("token-wrong").hidden = !wrong;
     dialog.showModal();
     dialog.addEventListener("close", () => {
       token = $("token").value.trim(); sessionStorage.setItem("token", token); $("token").value = "";
-      asking = null; done();
+      prompt = null; done();
     }, { once: true });
   }));
   const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
   const call = async (path, options = {}, tries = 4) => {
     let answer;
-    const brought = token;
-    const headers = { ...options.headers, ...(brought ? { Authorization: `Bearer ${brought}` } : {}) };
+    const used = token;
+    const headers = { ...options.headers, ...(used ? { Authorization: `Bearer ${used}` } : {}) };
     try { answer = await fetch(`/api/${path}`, { ...options, headers }); }
-    catch { throw Object.assign(new Error("The service does not answer; is it still running?"), { passing: true }); }
+    catch { throw Object.assign(new Error("The service does not answer; is it still running?"), { transient: true }); }
     if (answer.status === 401) {
-      if (brought === token) await askToken(brought !== "");  // else it was given while this was under way
+      if (used === token) await askToken(used !== "");  // else it was entered during this request
       return call(path, options, tries);
     }
     if (answer.status === 503 && tries > 1) {
@@ -48,8 +48,8 @@
       return call(path, options, tries - 1);
     }
     if (!answer.ok) {
-      const said = (await answer.json().catch(() => ({}))).error ?? `The service answered ${answer.status}.`;
-      throw Object.assign(new Error(said), { passing: answer.status >= 500 });
+      const message = (await answer.json().catch(() => ({}))).error ?? `The service answered ${answer.status}.`;
+      throw Object.assign(new Error(message), { transient: answer.status >= 500 });
     }
     return answer;
   };
@@ -65,22 +65,22 @@
     box.hidden = !error;
     if (!error) return;
     box.querySelector("span").textContent = error.message;
-    again = error.passing ? retry : null;  // what was refused would be refused again
+    again = error.transient ? retry : null;  // a refusal would be repeated
     box.querySelector("button").textContent = again ? "Try again" : "Close";
     box.scrollIntoView({ block: "nearest" });
   };
   $("trouble").querySelector("button").addEventListener("click", () => { trouble(null); again?.(); });
-  const guarded = (work) => async (...given) => { try { trouble(null); await work(...given); } catch (error) { trouble(error, () => guarded(work)(...given)); } };
+  const guarded = (work) => async (...values) => { try { trouble(null); await work(...values); } catch (error) { trouble(error, () => guarded(work)(...values)); } };
 
   /* ---- thumbnails, which a plain <img> could not fetch with a token */
-  const kept = new Map();
+  const thumbnails = new Map();
   const picture = (id) => {
-    if (!kept.has(id)) {
-      if (kept.size > 3000) { const [oldest, made] = kept.entries().next().value; kept.delete(oldest); made.then((url) => url && URL.revokeObjectURL(url)); }
-      const made = call(`items/${id}/thumbnail`).then((a) => a.blob()).then((blob) => URL.createObjectURL(blob)).catch(() => null);
-      kept.set(id, made);
+    if (!thumbnails.has(id)) {
+      if (thumbnails.size > 3000) { const [oldest, address] = thumbnails.entries().next().value; thumbnails.delete(oldest); address.then((url) => url && URL.revokeObjectURL(url)); }
+      const address = call(`items/${id}/thumbnail`).then((a) => a.blob()).then((blob) => URL.createObjectURL(blob)).catch(() => null);
+      thumbnails.set(id, address);
     }
-    return kept.get(id);
+    return thumbnails.get(id);
   };
   const face = (id, alt) => {
     const frame = h("span", { class: "face" });
@@ -92,8 +92,8 @@
     });
     return frame;
   };
-  const itemButton = (hit, kin = null) => h("button", { class: "one", type: "button", "data-id": hit.id, title: hit.name, onclick: () => openItem(hit.id) },
-    face(hit.id, hit.label), h("b", { class: kin === hit.label ? "kin" : "", title: hit.label }, ...words(hit.label)), h("small", {}, hit.similarity === undefined ? "" : hit.similarity.toFixed(3)));
+  const itemButton = (hit, match = null) => h("button", { class: "one", type: "button", "data-id": hit.id, title: hit.name, onclick: () => openItem(hit.id) },
+    face(hit.id, hit.label), h("b", { class: match === hit.label ? "match" : "", title: hit.label }, ...words(hit.label)), h("small", {}, hit.similarity === undefined ? "" : hit.similarity.toFixed(3)));
   const bar = (share, wrong = false) => { const inner = h("span"); inner.style.width = `${Math.max(0, Math.min(1, share)) * 100}%`; return h("span", { class: wrong ? "bar wrong" : "bar" }, inner); };
 
   /* ---- tabs */
@@ -121,14 +121,14 @@
     if (e.key.toLowerCase() === "l" && tab === "explore") $("map-lasso").click();
   });
 
-  /* ---- what there is */
+  /* ---- statistics and labels */
   let stats = null, changed = true;
   const refresh = async () => {
     stats = await get("stats");
     $("summary").textContent = `${many(stats.rows, "item", "items")} · ${many(stats.labels, "label", "labels")}${stats.calibrated ? "" : " · not calibrated"}${stats.damaged ? ` · ${stats.damaged} damaged` : ""}`;
     $("find-empty").hidden = stats.rows > 0 || !stats.pictures;
     $("find-vectors").hidden = stats.pictures;
-    document.querySelector(".givers").hidden = !stats.pictures;
+    document.querySelector(".inputs").hidden = !stats.pictures;
     document.querySelector(".two").hidden = !stats.pictures;
     $("pad").hidden = !stats.drawing;
     const { labels } = await get("labels?most=2000");
@@ -145,7 +145,7 @@
     zone.addEventListener("drop", (e) => {
       e.preventDefault(); e.stopPropagation();
       const file = [...e.dataTransfer.files].find((one) => one.type.startsWith("image/"));
-      if (file) take(file); else trouble(new Error("What was dropped is no picture file."));
+      if (file) take(file); else trouble(new Error("The dropped file is not a picture."));
     });
   };
   const preview = (id, file) => {
@@ -168,31 +168,31 @@
 
   /* ---- find */
   let query = null, turn = 0;
-  const form = (parts) => { const made = new FormData(); for (const [key, value] of parts) value instanceof Blob ? made.append(key, value, value.name ?? "picture.png") : made.append(key, value); return made; };
+  const form = (parts) => { const data = new FormData(); for (const [key, value] of parts) value instanceof Blob ? data.append(key, value, value.name ?? "picture.png") : data.append(key, value); return data; };
   const find = guarded(async (file, drawn = false) => {
     query = file;
-    const mine = ++turn;
+    const request = ++turn;
     preview("find-drop", drawn ? null : file);
     if (!drawn) wipe();
-    $("answer").classList.add("waiting"); say("Looking …"); $("enrol-said").textContent = "";
-    let found;
-    try { found = await post("identify?hits=24", form([["item", file]])); }
-    catch (error) { if (mine === turn) { $("answer").hidden = true; throw error; } return; }
-    finally { if (mine === turn) $("answer").classList.remove("waiting"); }
-    if (mine !== turn) return;
+    $("answer").classList.add("waiting"); say("Searching …"); $("enrol-note").textContent = "";
+    let identity;
+    try { identity = await post("identify?hits=24", form([["item", file]])); }
+    catch (error) { if (request === turn) { $("answer").hidden = true; throw error; } return; }
+    finally { if (request === turn) $("answer").classList.remove("waiting"); }
+    if (request !== turn) return;
     $("answer").hidden = false;
-    showIdentity(found);
+    showIdentity(identity);
   });
-  const showIdentity = (found) => {
-    const empty = !found.candidates.length, bare = !empty && found.confidence === null;
-    const who = found.label ?? "unknown";
-    const sure = empty ? "Nothing is enrolled to compare it with." : bare ? "The nearest label; how sure that is was not measured."
-      : found.label === null ? `none of the enrolled: ${percent(found.confidence)}; nearest of them ${found.candidates.slice(0, 3).map((one) => `${one.label}: ${percent(one.confidence)} (similarity ${one.similarity.toFixed(3)})`).join(", ")}` : `${percent(found.confidence)} sure`;
-    const limit = found.threshold === null || empty ? "" : `Nearest similarity ${found.similarity.toFixed(3)}; known from ${found.threshold.toFixed(3)} on${found.far === null ? "" : `, where at most ${percent(found.far)} of queries by strangers pass (95 % sure, from ${found.classes} classes)`}.`;
+  const showIdentity = (identity) => {
+    const empty = !identity.candidates.length, bare = !empty && identity.confidence === null;
+    const who = identity.label ?? "unknown";
+    const sure = empty ? "The gallery is empty." : bare ? "The nearest label; without a calibration its confidence is not known."
+      : identity.label === null ? `none of the enrolled labels: ${percent(identity.confidence)}; nearest: ${identity.candidates.slice(0, 3).map((one) => `${one.label}: ${percent(one.confidence)} (similarity ${one.similarity.toFixed(3)})`).join(", ")}` : `${percent(identity.confidence)} sure`;
+    const limit = identity.threshold === null || empty ? "" : `Nearest similarity ${identity.similarity.toFixed(3)}; accepted from ${identity.threshold.toFixed(3)} on${identity.far === null ? "" : `, with a false-accept rate of at most ${percent(identity.far)} per query (95 % confidence, from ${identity.classes} classes)`}.`;
     $("verdict").replaceChildren(
-      h("div", {}, h("p", { class: `who ${found.label === null ? "unknown" : bare ? "bare" : ""}` }, who), h("p", { class: "sure" }, sure), h("p", { class: "small soft" }, limit), found.note && !empty ? h("p", { class: "small soft" }, found.note) : null),
-      h("ol", { class: "bars", "aria-label": "Likeliest labels" }, ...found.candidates.slice(0, 5).map((one) => h("li", {}, h("span", { class: "what", title: one.label }, h("span", {}, ...words(one.label))), bar(one.confidence ?? one.similarity), h("span", { class: "much" }, one.confidence === null ? one.similarity.toFixed(3) : percent(one.confidence))))));
-    $("hits").replaceChildren(...(found.hits.length ? found.hits.map((hit) => itemButton(hit, found.label)) : [h("p", { class: "soft" }, "Nothing yet.")]));
+      h("div", {}, h("p", { class: `who ${identity.label === null ? "unknown" : bare ? "bare" : ""}` }, who), h("p", { class: "sure" }, sure), h("p", { class: "small soft" }, limit), identity.note && !empty ? h("p", { class: "small soft" }, identity.note) : null),
+      h("ol", { class: "bars", "aria-label": "Likeliest labels" }, ...identity.candidates.slice(0, 5).map((one) => h("li", {}, h("span", { class: "what", title: one.label }, h("span", {}, ...words(one.label))), bar(one.confidence ?? one.similarity), h("span", { class: "much" }, one.confidence === null ? one.similarity.toFixed(3) : percent(one.confidence))))));
+    $("hits").replaceChildren(...(identity.hits.length ? identity.hits.map((hit) => itemButton(hit, identity.label)) : [h("p", { class: "soft" }, "No items yet.")]));
     say(`${who}. ${sure}`);
   };
   wire("find-drop", (file) => find(file));
@@ -201,14 +201,14 @@
     guarded(async () => {
       const label = $("enrol-label").value.trim();
       if (!label || !query) return;
-      const found = await post("enrol", form([["items", query], ["label", label]]));
-      const said = found.added ? `Enrolled as “${label}” (id ${found.ids[0]}).` : `This picture is enrolled as “${label}” already (id ${found.ids[0]}).`;
+      const enrolled = await post("enrol", form([["items", query], ["label", label]]));
+      const message = enrolled.added ? `Enrolled as “${label}” (id ${enrolled.ids[0]}).` : `This picture is already enrolled as “${label}” (id ${enrolled.ids[0]}).`;
       $("enrol-label").value = "";
       await written();
       const shown = await post("identify?hits=24", form([["item", query]]));
       showIdentity(shown);
-      $("enrol-said").textContent = shown.label === label ? `${said} It is recognised from now on.` : said;
-      say(said);
+      $("enrol-note").textContent = shown.label === label ? `${message} It is recognised from now on.` : message;
+      say(message);
     })();
   });
 
@@ -242,18 +242,18 @@
   let compared = 0;
   const takeSide = (side) => (file) => { sides[side] = file; preview(`drop-${side}`, file); if (sides.a && sides.b) compare(); };
   const compare = guarded(async () => {
-    const mine = ++compared, box = $("same");
+    const request = ++compared, box = $("same");
     box.classList.add("waiting");
-    let found;
-    try { found = await post("verify", form([["a", sides.a], ["b", sides.b]])); }
+    let verification;
+    try { verification = await post("verify", form([["a", sides.a], ["b", sides.b]])); }
     catch (error) { box.hidden = true; throw error; }
     finally { box.classList.remove("waiting"); }
-    if (mine !== compared) return;
-    const word = found.same === null ? `similarity ${found.similarity.toFixed(3)}` : found.same ? "the same" : "not the same";
-    const sure = found.probability === null ? "" : `${percent(found.probability)} probable that they are ${word}`;
-    const limit = found.threshold === null ? "" : `Similarity ${found.similarity.toFixed(3)}; the same from ${found.threshold.toFixed(3)} on, where at most ${percent(found.far)} of pairs of strangers pass (95 % sure, from ${found.classes} classes) and ${percent(found.tar)} of pairs of the same are found. The probability is for pairs of which half are the same.`;
+    if (request !== compared) return;
+    const word = verification.same === null ? `similarity ${verification.similarity.toFixed(3)}` : verification.same ? "the same" : "not the same";
+    const sure = verification.probability === null ? "" : `${percent(verification.probability)} probability that they are ${word}`;
+    const limit = verification.threshold === null ? "" : `Similarity ${verification.similarity.toFixed(3)}; the same from ${verification.threshold.toFixed(3)} on, with a false-accept rate of at most ${percent(verification.far)} per pair (95 % confidence, from ${verification.classes} classes) and a true-accept rate of ${percent(verification.tar)}. The probability assumes that half of all pairs are the same.`;
     box.hidden = false;
-    box.replaceChildren(h("div", {}, h("p", { class: `who ${found.same === null ? "bare" : found.same ? "same" : "not"}` }, word), h("p", { class: "sure" }, sure)), h("div", {}, found.probability === null ? null : bar(found.probability, !found.same), h("p", { class: "small soft" }, limit), found.note ? h("p", { class: "small soft" }, found.note) : null));
+    box.replaceChildren(h("div", {}, h("p", { class: `who ${verification.same === null ? "bare" : verification.same ? "same" : "not"}` }, word), h("p", { class: "sure" }, sure)), h("div", {}, verification.probability === null ? null : bar(verification.probability, !verification.same), h("p", { class: "small soft" }, limit), verification.note ? h("p", { class: "small soft" }, verification.note) : null));
     say(`${word}. ${sure}`);
   });
   wire("drop-a", takeSide("a")); wire("drop-b", takeSide("b"));
@@ -292,18 +292,18 @@
   };
 
   /* ---- explore */
-  const map = new GalleryMap($("map"), { picture, tip: $("tip"), onItem: (id) => openItem(id), onLasso: (ids) => showChosen(ids) });
+  const map = new GalleryMap($("map"), { picture, tip: $("tip"), onItem: (id) => openItem(id), onLasso: (ids) => showSelected(ids) });
   let method = null;
-  const showMap = (found) => {
-    map.show(found);
-    const part = found.rows > found.ids.length ? `${number(found.ids.length)} of ${number(found.rows)} items, evenly taken` : many(found.ids.length, "item", "items");
-    $("map-said").textContent = `${part}, by ${found.method === "pca" ? "PCA" : "t-SNE"}.`;
-    $("map-methods").replaceChildren(...(found.methods.length < 2 ? [] : found.methods).map((one) => h("button", { type: "button", "aria-pressed": String(one === found.method), onclick: () => draw(one) }, one === "pca" ? "PCA" : "t-SNE")));
+  const showMap = (data) => {
+    map.show(data);
+    const part = data.rows > data.ids.length ? `${number(data.ids.length)} of ${number(data.rows)} items, evenly sampled` : many(data.ids.length, "item", "items");
+    $("map-note").textContent = `${part}, by ${data.method === "pca" ? "PCA" : "t-SNE"}.`;
+    $("map-methods").replaceChildren(...(data.methods.length < 2 ? [] : data.methods).map((one) => h("button", { type: "button", "aria-pressed": String(one === data.method), onclick: () => draw(one) }, one === "pca" ? "PCA" : "t-SNE")));
   };
-  const draw = guarded(async (wanted) => {
-    method = wanted;
-    $("map-wait").hidden = false; $("map-wait").textContent = wanted === "tsne" ? "t-SNE is computed, which may take half a minute …" : "reading the gallery …";
-    try { const found = await get(`map?method=${wanted}`); if (method === wanted) { showMap(found); $("map-wait").hidden = found.ids.length > 0; $("map-wait").textContent = "Nothing is enrolled yet: enrol something under Find."; } }
+  const draw = guarded(async (name) => {
+    method = name;
+    $("map-wait").hidden = false; $("map-wait").textContent = name === "tsne" ? "computing t-SNE, up to half a minute …" : "loading the gallery …";
+    try { const data = await get(`map?method=${name}`); if (method === name) { showMap(data); $("map-wait").hidden = data.ids.length > 0; $("map-wait").textContent = "The gallery is empty: enrol something under Find."; } }
     catch (error) { $("map-wait").hidden = true; throw error; }
   });
   const explore = guarded(async () => {
@@ -312,44 +312,44 @@
     await draw(method ?? "pca");
     showDiagnosis(await get("diagnosis"));
   });
-  const showDiagnosis = (found) => {
+  const showDiagnosis = (diagnosis) => {
     const side = (label, ids) => h("span", { class: "side" }, h("span", { class: "thumbs" }, ...ids.slice(0, 2).map((id) => h("button", { type: "button", "aria-label": `${label}, id ${id}`, onclick: () => openItem(id) }, face(id, label)))), h("span", { class: "what", title: label }, h("span", {}, ...words(label))));
-    $("confused").replaceChildren(...found.confusions.map((row) => h("li", {}, h("span", { class: "pair" }, side(row.labels[0], row.examples[0]), h("span", { class: "arrow", "aria-label": "and" }, "↔"), side(row.labels[1], row.examples[1])), bar(row.share, true), h("span", { class: "much" }, `${percent(row.share)} `, h("small", {}, many(row.neighbours, "neighbour", "neighbours"))))));
-    $("confused-said").textContent = found.note || (found.confusions.length ? "Labels that stand among one another's nearest; the share of those places." : "No label stands among another's nearest.");
-    $("suspects").replaceChildren(...found.suspects.map((row) => {
+    $("confused").replaceChildren(...diagnosis.confusions.map((row) => h("li", {}, h("span", { class: "pair" }, side(row.labels[0], row.examples[0]), h("span", { class: "arrow", "aria-label": "and" }, "↔"), side(row.labels[1], row.examples[1])), bar(row.share, true), h("span", { class: "much" }, `${percent(row.share)} `, h("small", {}, many(row.neighbours, "neighbour", "neighbours"))))));
+    $("confused-note").textContent = diagnosis.note || (diagnosis.confusions.length ? "Labels that are among each other's nearest neighbours, with the share of those neighbours." : "No label is among another's nearest neighbours.");
+    $("suspects").replaceChildren(...diagnosis.suspects.map((row) => {
       const card = h("li", { "data-id": row.id });
       const done = (text) => { card.querySelector(".line").replaceChildren(h("span", { class: "soft" }, text)); };
       card.append(h("button", { class: "one", type: "button", "aria-label": `Open ${row.label}, id ${row.id}`, onclick: () => openItem(row.id) }, face(row.id, row.label)),
         h("div", {}, h("p", { class: "small soft" }, row.name), h("p", {}, "labelled ", h("b", {}, row.label)), h("p", {}, `${percent(row.agreement)} of its neighbours: `, h("b", {}, row.suggested)),
           h("span", { class: "thumbs" }, ...row.examples.map((id) => face(id, row.suggested))),
-          h("p", { class: "line" }, h("button", { type: "button", onclick: guarded(async () => { await changeLabel([row.id], row.suggested); done(`is “${row.suggested}” now`); }) }, `Relabel as ${row.suggested}`), h("button", { type: "button", class: "plain", onclick: () => done("kept as it is") }, "Keep"))));
+          h("p", { class: "line" }, h("button", { type: "button", onclick: guarded(async () => { await changeLabel([row.id], row.suggested); done(`is “${row.suggested}” now`); }) }, `Relabel as ${row.suggested}`), h("button", { type: "button", class: "plain", onclick: () => done("unchanged") }, "Keep"))));
       return card;
     }));
-    $("suspects-said").textContent = found.suspects.length ? "Items whose neighbours agree on another label, the surest first." : found.note ? "" : "None: no item's neighbours agree on another label.";
+    $("suspects-note").textContent = diagnosis.suspects.length ? "Items whose neighbours agree on another label, most certain first." : diagnosis.note ? "" : "None: no item's neighbours agree on another label.";
   };
-  const showChosen = guarded(async (ids) => {
-    const box = $("chosen");
+  const showSelected = guarded(async (ids) => {
+    const box = $("selected");
     box.hidden = !ids.length;
-    if (!ids.length) { say("Nothing is chosen."); return; }
-    const found = await post("neighbours", { ids: ids.slice(0, 1000), k: 16 });
+    if (!ids.length) { say("Nothing is selected."); return; }
+    const around = await post("neighbours", { ids: ids.slice(0, 1000), k: 16 });
     const counts = new Map();
-    for (const one of found.chosen) counts.set(one.label, (counts.get(one.label) ?? 0) + 1);
+    for (const one of around.chosen) counts.set(one.label, (counts.get(one.label) ?? 0) + 1);
     const most = [...counts].sort((a, b) => b[1] - a[1]);
     const input = h("input", { list: "labels", required: "", maxlength: 500, placeholder: "one label for all of them", "aria-label": "One label for all of them", autocomplete: "off" });
-    const relabel = h("form", { class: "line" }, input, h("button", { type: "submit" }, `Relabel ${number(found.chosen.length)}`), h("button", { type: "button", class: "plain", onclick: () => map.choose([]) }, "Let go"));
-    relabel.addEventListener("submit", (e) => { e.preventDefault(); guarded(async () => { await changeLabel(found.chosen.map((one) => one.id), input.value.trim()); await showChosen(ids); })(); });
-    box.replaceChildren(h("h3", {}, `${many(ids.length, "item", "items")} chosen${ids.length > 1000 ? ", the first 1,000 of them taken" : ""}`),
+    const relabel = h("form", { class: "line" }, input, h("button", { type: "submit" }, `Relabel ${number(around.chosen.length)}`), h("button", { type: "button", class: "plain", onclick: () => map.select([]) }, "Clear selection"));
+    relabel.addEventListener("submit", (e) => { e.preventDefault(); guarded(async () => { await changeLabel(around.chosen.map((one) => one.id), input.value.trim()); await showSelected(ids); })(); });
+    box.replaceChildren(h("h3", {}, `${many(ids.length, "item", "items")} selected${ids.length > 1000 ? ", the first 1,000 of them used" : ""}`),
       h("p", { class: "small soft" }, most.slice(0, 12).map(([label, n]) => `${label} × ${n}`).join(", ") + (most.length > 12 ? `, and ${most.length - 12} more labels` : "")),
-      h("div", { class: "items" }, ...found.chosen.slice(0, 40).map((one) => itemButton(one))),
-      ...(found.chosen.length > 40 ? [h("p", { class: "small soft" }, `40 of ${number(found.chosen.length)} shown.`)] : []), relabel,
-      h("h3", {}, "Their nearest neighbours"), h("div", { class: "items", id: "around" }, ...found.hits.map((one) => itemButton(one))));
-    say(`${many(ids.length, "item", "items")} chosen.`);
+      h("div", { class: "items" }, ...around.chosen.slice(0, 40).map((one) => itemButton(one))),
+      ...(around.chosen.length > 40 ? [h("p", { class: "small soft" }, `40 of ${number(around.chosen.length)} shown.`)] : []), relabel,
+      h("h3", {}, "Their nearest neighbours"), h("div", { class: "items", id: "around" }, ...around.hits.map((one) => itemButton(one))));
+    say(`${many(ids.length, "item", "items")} selected.`);
   });
   $("map-lasso").addEventListener("click", () => { map.lasso = !map.lasso; $("map-lasso").setAttribute("aria-pressed", String(map.lasso)); $("map").classList.toggle("lasso", map.lasso); });
   $("map-in").addEventListener("click", () => map.zoomBy(1.5));
   $("map-out").addEventListener("click", () => map.zoomBy(1 / 1.5));
   $("map-all").addEventListener("click", () => map.all());
-  $("map-label").addEventListener("input", (e) => { const n = map.focusLabel(e.target.value); if (n) say(`${many(n, "item", "items")} of this label.`); });
+  $("map-label").addEventListener("input", (e) => { const n = map.focusLabel(e.target.value); if (n) say(`${many(n, "item", "items")} with this label.`); });
 
   const start = guarded(async () => { await refresh(); open(location.hash.slice(1)); });
   start();
