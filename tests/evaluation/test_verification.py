@@ -16,7 +16,7 @@ from sklearn.metrics import roc_auc_score, roc_curve
 from nearkin.evaluation.statistics.binomial import binomial
 from nearkin.evaluation.verification import pair_scan, pair_sweep
 from nearkin.evaluation.verification.all_pairs import all_pairs
-from nearkin.evaluation.verification.score_calibration import Calibration, _expected_error, calibrate, isotonic
+from nearkin.evaluation.verification.score_calibration import Calibration, calibrate, expected_error, isotonic
 from nearkin.evaluation.verification.verification_metrics import (
     OperatingPoint,
     operating_point,
@@ -386,7 +386,8 @@ def test_calibration_error_worked_by_hand():
     level = calibrate(torch.zeros(16), same)
     assert level.probabilities == (0.5,) and level.error == 0.0
     # Confidence .9, .8 with one of the two right, and .1 with none: 2/3 · |.85 - .5| + 1/3 · .1
-    error = _expected_error(np.array([0.9, 0.8, 0.1]), np.array([True, False, False]), 2)
+    same = np.array([True, False, False])
+    error = expected_error(np.array([0.9, 0.8, 0.1]), same, ~same, 3, 2)
     assert error == pytest.approx((0.7 + 0.1) / 3, abs=1e-15)
 
 

@@ -13,7 +13,7 @@ from nearkin.core import checks
 from nearkin.evaluation.arrays import Array, tensor
 from nearkin.evaluation.verification.roc import Floats, Values, checked, deal
 
-__all__ = ["Calibration", "calibrate", "isotonic"]
+__all__ = ["Calibration", "calibrate", "expected_error", "isotonic"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def calibrate(scores: Values, same: Values, *, held_out: float = 0.5, bins: int 
     for kind in (order[:genuine], order[genuine:]):
         fit[kind[: min(max(round(len(kind) * held_out), 1), len(kind) - 1)]] = True
     x, y = isotonic(values[fit], kin[fit])
-    error = _expected_error(np.interp(values[~fit], x, y), kin[~fit], bins)
+    error = expected_error(np.interp(values[~fit], x, y), kin[~fit], ~kin[~fit], int((~fit).sum()), bins)
     return Calibration(tuple(x.tolist()), tuple(y.tolist()), error, int(fit.sum()), int((~fit).sum()))
 
 
@@ -114,7 +114,12 @@ def isotonic(values: NDArray[Any], kin: NDArray[np.bool_]) -> tuple[Floats, Floa
     return distinct[ends[keep]], np.repeat(level, 2)[keep]
 
 
-def _expected_error(probability: Floats, kin: NDArray[np.bool_], bins: int) -> float:
-    place = np.minimum((probability * bins).astype(np.int64), bins - 1)
-    gap = np.bincount(place, weights=probability - kin, minlength=bins)  # pairs times (confidence - rate), a bin
-    return float(np.abs(gap).sum() / len(kin))
+def expected_error(probability: Floats, same: NDArray[Any], other: NDArray[Any], total: float, bins: int = 15) -> float:
+    """Expected calibration error of P(same): Guo et al. 2017, eq. 3.
+
+    same, other: how many pairs of each kind, or their weights, have each probability; together `total`.
+    """
+    bin_of = np.minimum((probability * bins).astype(np.int64), bins - 1)
+    weight = np.add(same, other, dtype=np.float64)
+    gap = np.bincount(bin_of, weights=probability * weight - same, minlength=bins)  # per bin, weighted
+    return float(np.abs(gap).sum() / total)
