@@ -140,13 +140,24 @@ def classes_of(labels: Labels, queries: int) -> Tensor:
 
 def resamples(classes: int, samples: int, seed: int, stream: int = _RESAMPLES) -> Iterator[Floats]:
     """How often each class is drawn, (some samples, C), until all samples were; each sample has a stream of its own."""
-    step = max(1, _CELLS // classes)
+    for words in _words(classes, classes, samples, seed, stream):
+        drawn = ((words >> np.uint64(11)) * 2.0**-53 * classes).astype(np.int64)
+        drawn += np.arange(len(words))[:, None] * classes
+        yield np.bincount(drawn.ravel(), minlength=words.size).reshape(words.shape).astype(np.float64)
+
+
+def coin_flips(number: int, samples: int, seed: int, stream: int) -> Iterator[NDArray[np.uint8]]:
+    """0 or 1 with even chances, some samples at a time (S, number)."""
+    for words in _words(-(-number // 64), number, samples, seed, stream):
+        yield np.unpackbits(words.astype("<u8").view(np.uint8), axis=1, count=number)
+
+
+def _words(width: int, cells: int, samples: int, seed: int, stream: int) -> Iterator[random.Words]:
+    """Random words (S, width) of some samples at a time, whose `cells` per sample fit the memory."""
+    step = max(1, _CELLS // cells)
     for start in range(0, samples, step):
         some = range(start, min(start + step, samples))
-        words = np.stack([random.words(classes, seed, stream, sample) for sample in some])
-        drawn = ((words >> np.uint64(11)) * 2.0**-53 * classes).astype(np.int64)
-        drawn += np.arange(len(some))[:, None] * classes
-        yield np.bincount(drawn.ravel(), minlength=len(some) * classes).reshape(len(some), classes).astype(np.float64)
+        yield np.stack([random.words(width, seed, stream, sample) for sample in some])
 
 
 def percentiles(found: Floats, confidence: float) -> tuple[float, float]:
@@ -219,12 +230,9 @@ def _sign_flips(sums: Floats, samples: int, seed: int) -> float:
         for part in sums:
             every = np.concatenate([every + part, every - part])
         return float((np.abs(every) >= seen).mean())
-    reached, step = 1, max(1, _CELLS // len(sums))
-    for start in range(0, samples, step):
-        some = range(start, min(start + step, samples))
-        words = np.stack([random.words(-(-len(sums) // 64), seed, _FLIPS, sample) for sample in some])
-        bits = np.unpackbits(words.astype("<u8").view(np.uint8), axis=1, count=len(sums))
-        reached += int((np.abs((1 - 2.0 * bits) @ sums) >= seen).sum())
+    reached = 1
+    for flips in coin_flips(len(sums), samples, seed, _FLIPS):
+        reached += int((np.abs((1 - 2.0 * flips) @ sums) >= seen).sum())
     return reached / (samples + 1)
 
 

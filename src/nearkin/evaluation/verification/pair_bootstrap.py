@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from nearkin.core import random
 from nearkin.evaluation.statistics import binomial
-from nearkin.evaluation.statistics.cluster_bootstrap import resamples
+from nearkin.evaluation.statistics.cluster_bootstrap import coin_flips, resamples
 from nearkin.evaluation.verification.roc import Counts, Ends, Floats, OperatingPoint, Verified, most_accepted
 
 SAMPLES = 1000
@@ -80,7 +80,8 @@ def by_classes(
         return np.concatenate(parts)
 
     drawn, own = weighted(resamples(cells.classes, samples, seed)), []
-    for some in _few(_coins(int(cells.both.max()) + 1, min(samples, _OWN), seed), step):
+    flips = coin_flips(int(cells.both.max()) + 1, min(samples, _OWN), seed, _COINS)
+    for some in _few((2 * flip.astype(np.float64) for flip in flips), step):  # weights of mean and variance 1
         own.append(measure(np.ones((len(some), genuine)), some.take(cells.both, axis=1)))
         told.more(len(some))
     whole, alone = _variance(drawn), _variance(np.concatenate(own))
@@ -216,13 +217,6 @@ def _few(several: Iterator[Floats], step: int) -> Iterator[Floats]:
     for times in several:
         for at in range(0, len(times), step):
             yield times[at : at + step]
-
-
-def _coins(number: int, samples: int, seed: int) -> Iterator[Floats]:
-    """Weights 0 or 2 by the toss of a coin, of mean and variance 1, one sample at a time."""
-    for sample in range(samples):
-        words = random.words(-(-number // 64), seed, _COINS, sample)
-        yield 2 * np.unpackbits(words.astype("<u8").view(np.uint8), count=number)[None].astype(np.float64)
 
 
 def _variance(drawn: Floats) -> Floats:
