@@ -233,13 +233,13 @@ def test_every_protocol_tells_how_far_it_is():
 
 
 def test_ctrl_c_in_the_middle_of_a_pass(tmp_path, monkeypatch):
-    from nearkin.evaluation.verification import pair_sweep
+    from nearkin.evaluation.verification import pair_scan
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     np.savez("a.npz", embeddings=X, labels=CLASSES)
-    monkeypatch.setattr(pair_sweep, "_between", interrupt)
+    monkeypatch.setattr(pair_scan, "_between", interrupt)
     words = ["evaluate", "a.npz", "--verification", "--json", "out.json"]
     assert bad(*words, code=130) == "interrupted; nothing was written"
     assert names_there(tmp_path) == ["a.npz"]

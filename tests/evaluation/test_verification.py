@@ -14,7 +14,7 @@ from sklearn.isotonic import IsotonicRegression
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from nearkin.evaluation.statistics.binomial import binomial
-from nearkin.evaluation.verification import pair_scan, pair_sweep
+from nearkin.evaluation.verification import pair_scan
 from nearkin.evaluation.verification.all_pairs import all_pairs
 from nearkin.evaluation.verification.score_calibration import Calibration, calibrate, expected_error, isotonic
 from nearkin.evaluation.verification.verification_metrics import (
@@ -191,8 +191,8 @@ def test_all_pairs_equal_the_list_of_pairs(case, kind, tile, capacity, points):
     scores, same = brute(x @ x.T, labels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pair_scan, "TILE", tile)
-        sweep = pair_sweep.sweep
-        patch.setattr(pair_sweep, "sweep", lambda scan, _, levels: sweep(scan, capacity, levels))
+        sweep = pair_scan.sweep
+        patch.setattr(pair_scan, "sweep", lambda scan, _, levels: sweep(scan, capacity, levels))
         if len(same) in (0, int(same.sum())) or not bool(same.any()):
             with pytest.raises(ValueError, match="at least one genuine and one impostor"):
                 all_pairs(x, labels, similarity="dot")

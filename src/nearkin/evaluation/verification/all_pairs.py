@@ -13,7 +13,7 @@ from torch import Tensor
 from nearkin.core import checks, random
 from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.arrays import Array, Ids, takes_arrays
-from nearkin.evaluation.verification import pair_bootstrap, pair_scan, pair_sweep
+from nearkin.evaluation.verification import pair_bootstrap, pair_scan
 from nearkin.evaluation.verification.pair_scan import Scan, Search
 from nearkin.evaluation.verification.roc import (
     FARS,
@@ -97,8 +97,8 @@ def _found(
         point(far, scan.next_above(search.block), *search.above, *counts, settings["confidence"])
         for far, search in zip(wanted, refusals, strict=True)
     ]
-    curve, grid = (pair_sweep.Levels(number, *counts) for number in (max(points, 1), _GRID))
-    swept = pair_sweep.sweep(scan, budget // pair_sweep.KEY_BYTES, [curve, grid])
+    curve, grid = (pair_scan.Levels(number, *counts) for number in (max(points, 1), _GRID))
+    swept = pair_scan.sweep(scan, budget // pair_scan.KEY_BYTES, [curve, grid])
     tp, fp = zip(crossing.above, crossing.within, strict=True)
     found = Verified({"genuine": counts[0], "impostors": counts[1], "auc": swept.auc, "eer": eer(tp, fp, *counts)})
     found |= {"balanced_accuracy": swept.balanced, "balanced_threshold": scan.score(swept.key)}
