@@ -82,7 +82,7 @@ def far(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
         for _ in range(40 if quick else 200):
             inside = draw.permutation(number)[:classes]
             part = table[:, inside[:, None], inside]
-            rates = class_rates.strangers(part.sum(1) + part.sum(2))
+            rates = class_rates.impostor_rates(part.sum(1) + part.sum(2))
             outside = number - classes
             truth = (total - 2 * lines[:, inside].sum(1) + part.sum((1, 2))) / (outside * (outside - 1))
             for wanted in (1e-1, 1e-2, 1e-3):

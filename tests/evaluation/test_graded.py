@@ -155,7 +155,7 @@ def test_half_precision_and_tiles_agree():
     [
         ({"embeddings": torch.full((4, 2), torch.nan)}, "embeddings must be finite, got NaN or Inf in 4 rows"),
         ({"targets": torch.tensor([0, torch.inf, 1, 2])}, "targets must be finite, got NaN or Inf in 1 rows"),
-        ({"targets": torch.ones(3)}, r"one entry a row of embeddings: 4 rows, got \(3,\)"),
+        ({"targets": torch.ones(3)}, r"one entry per row of embeddings: 4 rows, got \(3,\)"),
         ({"targets": [1, 2, 3, 4]}, "targets must be real-valued"),
         ({"ks": ()}, "ks must hold at least one k"),
         ({"ks": (0,)}, "ks must be >= 1, got 0"),

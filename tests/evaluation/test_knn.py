@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearkin.evaluation.retrieval import duplicate_rows, knn
-from nearkin.evaluation.retrieval.exact import Space, has_float64
+from nearkin.evaluation.retrieval.exact import Space, require_float64
 
 SIMILARITIES = knn.SIMILARITIES
 
@@ -128,7 +128,7 @@ def test_the_bound_holds_and_is_used():
     assert not torch.equal(naive, wanted)
     space = Space(x, None, "cosine", knn.BUDGET)
     wide = torch.nn.functional.normalize(x.double())
-    gap = (knn.whole_rows(space, torch.arange(200)) - wide @ wide.T).fill_diagonal_(0).abs()
+    gap = (knn.proposed_rows(space, torch.arange(200)) - wide @ wide.T).fill_diagonal_(0).abs()
     assert bool((gap <= space.error[:, None]).all())
 
 
@@ -183,12 +183,12 @@ def test_lengths_at_the_ends_of_the_range():
 def test_places_count_equal_rows(x, seed, dtype):
     x = x[torch.randint(0, len(x), (30,), generator=torch.Generator().manual_seed(seed))].to(dtype)
     rows = [tuple(row) for row in x.tolist()]
-    assert duplicate_rows.places(x).tolist() == [rows[:i].count(row) for i, row in enumerate(rows)]
+    assert duplicate_rows.earlier_copies(x).tolist() == [rows[:i].count(row) for i, row in enumerate(rows)]
 
 
 def test_a_collision_of_hashes_is_no_equality(monkeypatch):
     monkeypatch.setattr(duplicate_rows, "_hashes", lambda x: torch.zeros(len(x), dtype=torch.long))
-    assert duplicate_rows.places(torch.tensor([[1.0], [2.0], [2.0], [1.0]])).tolist() == [0, 0, 1, 0]
+    assert duplicate_rows.earlier_copies(torch.tensor([[1.0], [2.0], [2.0], [1.0]])).tolist() == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("kind", SIMILARITIES)
@@ -197,7 +197,7 @@ def test_crowds_change_nothing_and_cost_nothing(kind, monkeypatch):
     x = x[torch.randperm(len(x))]
     gallery = x.flip(0)
     with monkeypatch.context() as patch:
-        patch.setattr(Space, "leave_crowds", lambda self, k: None)
+        patch.setattr(Space, "drop_duplicates", lambda self, k: None)
         wanted = [knn.nearest(x, g, k=4, similarity=kind) for g in (None, gallery)]
     worked = []
     exact = Space.exact
@@ -212,10 +212,10 @@ def test_a_device_without_float64_is_refused(monkeypatch):
     def empty(*_, **__):
         raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
 
-    has_float64(torch.device("cpu"))
+    require_float64(torch.device("cpu"))
     monkeypatch.setattr(torch, "empty", empty)
     with pytest.raises(ValueError, match=r"embeddings must be on a device with float64, .* got mps; use \.cpu"):
-        has_float64(torch.device("mps"))
+        require_float64(torch.device("mps"))
 
 
 def test_a_group_maximum_is_a_floor():

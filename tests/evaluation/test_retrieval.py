@@ -150,20 +150,20 @@ def test_counting_by_tiles_equals_the_loops(case, seed, ks, metrics, budget):
     gallery, others = (None, None) if own else (x.flip(0), labels.flip(0).roll(3))
     kin = relations.of(labels, gallery, others)
     wanted, _ = naive(x, kin.positive, kin.negative, gallery, kind, ks, "skip")
-    asked, index = relevance.known(x, labels, gallery, others)
+    asked, index = relevance.with_known_labels(x, labels, gallery, others)
     space = Space(asked.queries, asked.gallery, kind, budget)
     space.blocks()
     limits = retrieval_metrics._limits(40, ks, metrics)
-    relation = relevance.Kinship(asked, space)
+    relation = relevance.Relevance(asked, space)
     if metrics != ALL:
-        space.leave_crowds(max(*limits, int(relation.number.max())))
+        space.drop_duplicates(max(*limits, int(relation.counts.max())))
     sums = dict.fromkeys(retrieval_metrics._names(ks, metrics), 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(by_counting, "_SIDE", {"cpu": 16})
-        for rows, ranks in by_counting.ranks(space, relation, limits):
-            found = retrieval_metrics._metrics(ranks, relation.number[rows], ks, metrics)
+        for rows, ranks in by_counting.positions(space, relation, limits):
+            found = retrieval_metrics._metrics(ranks, relation.counts[rows], ks, metrics)
             sums = {name: sums[name] + float(value.nansum()) for name, value in found.items()}
-    some = int((relation.number > 0).sum())
+    some = int((relation.counts > 0).sum())
     assert len(index) == 40
     same({name: value / some if some else math.nan for name, value in sums.items()}, {n: wanted[n] for n in sums})
 
@@ -192,9 +192,9 @@ def test_collapsed_embeddings(kind, collapsed):
     few = retrieval(x, labels, similarity=kind)
     assert few == {name: wanted[name] for name in few}
     space = Space(x, None, kind, knn.BUDGET)
-    relation = relevance.Kinship(relevance.known(x, labels, None, None)[0], space)
-    for rows, ranks in by_sorting.ranks(space, relation, 700):  # and by sorting
-        again = retrieval_metrics._metrics(ranks, relation.number[rows], (8,), ("map", "ndcg"))
+    relation = relevance.Relevance(relevance.with_known_labels(x, labels, None, None)[0], space)
+    for rows, ranks in by_sorting.positions(space, relation, 700):  # and by sorting
+        again = retrieval_metrics._metrics(ranks, relation.counts[rows], (8,), ("map", "ndcg"))
         alone = retrieval_metrics.per_query(x, labels, ks=(8,), metrics=("map", "ndcg"), similarity=kind)
         for name, value in again.items():
             torch.testing.assert_close(value, alone[name][rows], rtol=0, atol=0, equal_nan=True)
@@ -314,7 +314,7 @@ def test_per_query_values_are_what_is_averaged():
     labels = labels.clone()
     labels[5], labels[9] = 1000, -1
     values, found = retrieval_metrics.per_query(x, labels, metrics=ALL), retrieval(x, labels, metrics=ALL)
-    assert values["kin"][9] == -1 and values["kin"][5] == 0 and found.without_positives == [5]
+    assert values["positives"][9] == -1 and values["positives"][5] == 0 and found.without_positives == [5]
     assert bool(values["map@r"][[5, 9]].isnan().all())
     assert found["map@r"] == pytest.approx(float(values["map@r"].nanmean()), abs=1e-12)
 

@@ -399,7 +399,7 @@ SCORES, SAME = torch.tensor([0.1, 0.9]), torch.tensor([False, True])
 @pytest.mark.parametrize(
     "call, sentence",
     [
-        (lambda: verification(SCORES, SAME[:1]), "same must have one entry a score: 2 scores, 1 entries"),
+        (lambda: verification(SCORES, SAME[:1]), "same must have one entry per score: 2 scores, 1 entries"),
         (lambda: verification(SCORES, ~SAME & SAME), "one genuine and one impostor pair, got 0 genuine and 2"),
         (lambda: verification(SCORES / 0, SAME), "scores must be finite, got NaN or Inf in 2 of 2 pairs"),
         (lambda: verification(SCORES[None], SAME), r"scores must have shape \(pairs,\), got \(1, 2\)"),
@@ -407,7 +407,7 @@ SCORES, SAME = torch.tensor([0.1, 0.9]), torch.tensor([False, True])
         (lambda: verification(SCORES, SAME, fars=(0.0,)), "fars must be > 0 and < 1, got 0.0"),
         (lambda: verification(SCORES, SAME, folds=1), "folds must be >= 2, got 1"),
         (lambda: verification(SCORES, SAME, folds=torch.zeros(2).long()), "at least 2 folds, got 1"),
-        (lambda: verification(SCORES, SAME, folds=torch.zeros(3).long()), "whole number a pair: 2 pairs, got 3"),
+        (lambda: verification(SCORES, SAME, folds=torch.zeros(3).long()), "whole number per pair: 2 pairs, got 3"),
         (lambda: verification(SCORES, SAME, embeddings=torch.ones(2, 2)), "either scores, or embeddings and pairs"),
         (lambda: pair_scores(torch.ones(2, 2), torch.tensor([[0, 2]])), r"rows 0\.\.1 of embeddings, got 2"),
         (lambda: pair_scores(torch.ones(2, 2), torch.tensor([0, 1])), r"shape \(pairs, 2\), got \(2,\)"),

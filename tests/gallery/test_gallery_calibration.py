@@ -54,7 +54,7 @@ def test_bounds_are_of_classes_and_end_at_the_rule_of_three():
                 slow[:, a] += rate
                 slow[:, b] += rate
         np.testing.assert_allclose(sums, slow, atol=1e-9)
-    found = class_rates.strangers(sums)
+    found = class_rates.impostor_rates(sums)
     assert (np.diff(found.bound) <= 0).all() and (found.bound > found.high * 0.8).all()
     assert (found.low <= found.far).all() and (found.far < found.bound).all()
     assert found.far[-1] == 0 and found.bound[-1] == pytest.approx(-math.log(0.05) / 66)
@@ -68,7 +68,7 @@ def test_one_bad_class_widens_the_bound():
     even, one = np.full((1, 40), 2.0), np.zeros((1, 40))
     one[0, 0], one[0, 1:] = 40.0, 40.0 / 39
     assert even.sum() == pytest.approx(one.sum())
-    assert class_rates.strangers(one).bound > 2 * class_rates.strangers(even).bound
+    assert class_rates.impostor_rates(one).bound > 2 * class_rates.impostor_rates(even).bound
 
 
 def test_what_cannot_be_held_is_refused_in_one_sentence():

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from nearkin import training
 from nearkin.core import files
 from nearkin.core.versions import version_of
+from nearkin.evaluation.arrays import Floats
 from nearkin.evaluation.verification import class_rates, likelihood, score_calibration
 from nearkin.evaluation.verification.class_rates import Rates
 from nearkin.evaluation.verification.likelihood import LogRatio
-from nearkin.evaluation.verification.roc import FARS, Floats
+from nearkin.evaluation.verification.roc import FARS
 from nearkin.gallery import encoding, results
 from nearkin.gallery.schema import unit
 
@@ -173,7 +174,7 @@ def _genuine(rows: NDArray[np.float32], group: NDArray[np.int64]) -> Floats:
 
 
 def _measure(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examples: int, seed: int) -> _Measure:
-    rates = class_rates.strangers(class_rates.accepts(rows, groups, thresholds, examples), CONFIDENCE)
+    rates = class_rates.impostor_rates(class_rates.accepts(rows, groups, thresholds, examples), CONFIDENCE)
     scores = class_rates.genuine_groups(rows, groups, examples, seed)
     return _Measure(
         rates, class_rates.true_accepts(scores, thresholds), _log_ratio(rates.far, scores, thresholds, len(groups))

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nearkin.core import checks, files
+from nearkin.evaluation.arrays import Floats
 from nearkin.evaluation.verification import class_rates
 from nearkin.evaluation.verification.likelihood import LogRatio
-from nearkin.evaluation.verification.roc import FARS, Floats
+from nearkin.evaluation.verification.roc import FARS
 
 __all__ = ["FAR", "FILE", "Candidate", "Hit", "Identity", "Meaning", "Verification", "read"]
 
