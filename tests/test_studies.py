@@ -62,7 +62,7 @@ def test_watch_sees_the_beginning_and_the_end(tmp_path):
     loss = importlib.import_module("nearkin").losses.TripletLoss(0.2)
     places = ground.balanced(part, 2, 4, 5)
     model = ground.encoder(options, 16, dim=8)
-    ground.train(model, loss, part, places, lr=1e-3, watch=lambda step, value, x: steps.append(step), every=2)
+    ground.train(model, loss, part, places, lr=1e-3, callback=lambda step, value, x: steps.append(step), every=2)
     assert steps == [0, 2, 4, 5]
 
 
