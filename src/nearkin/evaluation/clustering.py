@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,17 +49,8 @@ def clustering(
     if labels.numel() == 0:
         raise ValueError("labels must hold at least one class id other than -1 (unknown), got none")
     number = _distinct(labels) if clusters is None else clusters
-    partition = kmeans(
-        embeddings,
-        number,
-        iterations=iterations,
-        starts=starts,
-        trials=trials,
-        seed=seed,
-        normalize=normalize,
-        budget=budget,
-        progress=progress,
-    )
+    options: dict[str, Any] = {"iterations": iterations, "starts": starts, "trials": trials, "normalize": normalize}
+    partition = kmeans(embeddings, number, seed=seed, budget=budget, progress=progress, **options)
     result = Scores(agreement(labels, partition.assignment))
     if interval:
         result.intervals = _intervals(labels, partition.assignment, result, seed)

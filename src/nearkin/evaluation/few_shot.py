@@ -67,7 +67,13 @@ def one_shot(
     episodes (`cluster_bootstrap.share_interval`). With more episodes the "interval" of the mean goes to 0; this one
     goes to what other classes would change. progress(done, total) is called with episodes.
     """
-    known = _check(embeddings, labels, ways, shots, episodes, seed, queries, score, budget)
+    checks.finite("embeddings", checks.rows("embeddings", embeddings))
+    checks.class_ids("labels", labels, embeddings)
+    counts = {"ways": (ways, 2), "shots": (shots, 1), "episodes": (episodes, 2), "seed": (seed, 0)}
+    for name, (value, low) in {**counts, "queries": (queries, 1), "budget": (budget, 1)}.items():
+        checks.integer(name, value, low)
+    checks.one_of("score", score, SCORES)
+    known = (labels != UNKNOWN).nonzero().squeeze(1).cpu().numpy()
     members, first, sizes = _classes(labels, known, ways, shots + queries)
     drawn, wide = shots + queries, distances.wide(embeddings)
     right, class_of = np.empty((episodes, ways)), np.empty((episodes, ways), np.int64)
@@ -127,27 +133,6 @@ def omniglot_accuracy(embed: Callable[[Tensor], Tensor], path: str | Path) -> di
     values = np.array(list(result.values()))
     spread = _95 * float(values.std(ddof=1)) / math.sqrt(values.size) if values.size > 1 else math.nan
     return {"accuracy": float(values.mean()), "interval": spread, **result}
-
-
-def _check(
-    embeddings: Tensor,
-    labels: Tensor,
-    ways: int,
-    shots: int,
-    episodes: int,
-    seed: int,
-    queries: int,
-    score: str,
-    budget: int,
-) -> Counts:
-    """Checks the arguments; returns the indices of the items whose class is known."""
-    checks.finite("embeddings", checks.rows("embeddings", embeddings))
-    checks.class_ids("labels", labels, embeddings)
-    counts = {"ways": (ways, 2), "shots": (shots, 1), "episodes": (episodes, 2), "seed": (seed, 0)}
-    for name, (value, low) in {**counts, "queries": (queries, 1), "budget": (budget, 1)}.items():
-        checks.integer(name, value, low)
-    checks.one_of("score", score, SCORES)
-    return (labels != UNKNOWN).nonzero().squeeze(1).cpu().numpy()
 
 
 def _classes(labels: Tensor, known: Counts, ways: int, needed: int) -> tuple[Counts, Counts, Counts]:

@@ -79,30 +79,17 @@ def per_query(
     group: ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """The metrics of `graded` for each query, (Q,) float64 on the CPU; "spearman" is NaN where it is undefined."""
-    _check(ks, distance, budget)
+    if len(ks) == 0:
+        raise ValueError("ks must hold at least one k, got none")
+    for k in ks:
+        checks.integer("ks", k, 1)
+    checks.one_of("distance", distance, DISTANCES)
+    checks.integer("budget", budget, 1)
     a, t = _items("embeddings", embeddings, "targets", targets)  # (N, D), (N, K) in float64
     b, u = _gallery(a, t, gallery, gallery_targets)
-    table = _per_query((a, t, b, u), gallery is None, ks, distance, budget, progress, group)
-    names = [f"{name}@{k}" for name in ("ndcg", "label_distance", "best_label_distance") for k in ks]
-    return dict(zip([*names, "spearman"], table, strict=True))
-
-
-def _per_query(
-    sets: tuple[Tensor, Tensor, Tensor, Tensor],
-    self_search: bool,
-    ks: Sequence[int],
-    distance: str,
-    budget: int,
-    progress: Progress | None,
-    group: ProcessGroup | None,
-) -> Tensor:
-    """Every metric of every query, (metrics, Q) on the CPU; the last is Spearman's, NaN where it is undefined.
-
-    sets: queries, their targets, the gallery and its targets. A group shares entire tiles of queries.
-    """
-    a, t, b, u = sets
+    self_search = gallery is None
     ranked, step = len(b) - self_search, max(1, budget // (128 * len(b)))
-    share = slice(0, len(a))
+    share = slice(0, len(a))  # entire tiles of queries, in a group
     if group is not None and group.size > 1:
         group.agree(embeddings=a, targets=t, gallery=b, gallery_targets=u)
         step = min(step, -(-len(a) // group.size))
@@ -123,17 +110,10 @@ def _per_query(
             tables.append(torch.cat([top, torch.where(valid, rho, torch.nan)[None]]))
             if report is not None:
                 report(min(at + step, share.stop) - share.start, share.stop - share.start)
-    table = torch.cat(tables, 1).cpu()
-    return table if group is None else group.rows(table.T.contiguous()).T.contiguous()  # means add up in one order
-
-
-def _check(ks: Sequence[int], distance: str, budget: int) -> None:
-    if len(ks) == 0:
-        raise ValueError("ks must hold at least one k, got none")
-    for k in ks:
-        checks.integer("ks", k, 1)
-    checks.one_of("distance", distance, DISTANCES)
-    checks.integer("budget", budget, 1)
+    table = torch.cat(tables, 1).cpu()  # (metrics, Q)
+    table = table if group is None else group.rows(table.T.contiguous()).T.contiguous()  # means add up in one order
+    names = [f"{name}@{k}" for name in ("ndcg", "label_distance", "best_label_distance") for k in ks]
+    return dict(zip([*names, "spearman"], table, strict=True))
 
 
 def _items(name: str, rows: Tensor, targets_name: str, targets: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,12 @@ def kmeans(
     """
     if trials is None:
         trials = 2 + int(math.log(max(clusters, 1)))
-    _check(embeddings, clusters, iterations, starts, trials, seed, budget)
+    checks.rows("embeddings", embeddings)
+    counts = {"clusters": (clusters, 1), "iterations": (iterations, 0), "starts": (starts, 1), "trials": (trials, 1)}
+    for name, (value, low) in {**counts, "seed": (seed, 0), "budget": (budget, 1)}.items():
+        checks.integer(name, value, low)
+    checks.enough("embeddings", embeddings.shape[0], clusters, "as many rows as clusters")
+    checks.finite("embeddings", embeddings)
     points, centre, scale = _centred(embeddings, normalize, budget)
     best: tuple[float, Tensor, Tensor, int] | None = None
     cost = clusters * (trials + iterations + 1)  # products of a row with a seed or a centroid, of one start
@@ -86,23 +91,6 @@ class _Reporter:
         if self.progress is not None:
             share = self.rows * min(products, self.cost) // self.cost
             self.progress(self.start * self.rows + share, self.starts * self.rows)
-
-
-def _check(
-    embeddings: Tensor, clusters: int, iterations: int, starts: int, trials: int, seed: int, budget: int
-) -> None:
-    checks.rows("embeddings", embeddings)
-    for name, value, low in (
-        ("clusters", clusters, 1),
-        ("iterations", iterations, 0),
-        ("starts", starts, 1),
-        ("trials", trials, 1),
-        ("seed", seed, 0),
-        ("budget", budget, 1),
-    ):
-        checks.integer(name, value, low)
-    checks.enough("embeddings", embeddings.shape[0], clusters, "as many rows as clusters")
-    checks.finite("embeddings", embeddings)
 
 
 def _tiles(items: Tensor, row_bytes: int, budget: int) -> Iterator[slice]:

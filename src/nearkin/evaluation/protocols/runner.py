@@ -143,7 +143,7 @@ def _chosen(items: Vectors, gallery: Vectors | None, settings: Settings, pairs: 
         raise ValueError(f"{gallery.name}: as its own gallery each row would find itself; leave --gallery out")
     if gallery is not None and gallery.embeddings.shape[1] != items.embeddings.shape[1]:
         raise ValueError(
-            f"{gallery.name}: the gallery must have {items.embeddings.shape[1]} dimensions like {items.name}, "
+            f"{gallery.name}: the gallery must have {items.embeddings.shape[1]} dimensions as {items.name} has, "
             f"got {gallery.embeddings.shape[1]}"
         )
     return chosen

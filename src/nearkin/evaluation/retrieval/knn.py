@@ -22,16 +22,9 @@ from nearkin.evaluation.arrays import Array, Progress, takes_arrays
 from nearkin.evaluation.retrieval.exact import CELL, LISTED, SIMILARITIES, Space, slices
 
 __all__ = [
-    "BACKENDS",
-    "BUDGET",
-    "SIMILARITIES",
-    "Neighbours",
-    "Searcher",
-    "entries_above",
-    "kth_floor",
-    "nearest",
+    "BACKENDS", "BUDGET", "SIMILARITIES", "Neighbours", "Searcher", "entries_above", "kth_floor", "nearest",
     "proposed_rows",
-]
+]  # fmt: skip
 
 BUDGET = 512 * 2**20
 BACKENDS = ("torch", "faiss")

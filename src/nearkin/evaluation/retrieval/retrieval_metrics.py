@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,19 +83,9 @@ def retrieval(
     all get the result, which is that of one process. Without it a process works alone, even under torchrun.
     """
     checks.one_of("without_positives", without_positives, ("skip", "miss"))
-    values = per_query(
-        embeddings,
-        labels,
-        gallery,
-        gallery_labels,
-        ks=ks,
-        metrics=metrics,
-        similarity=similarity,
-        budget=budget,
-        backend=backend,
-        progress=progress,
-        group=group,
-    )
+    options: dict[str, Any] = {"ks": ks, "metrics": metrics, "similarity": similarity, "budget": budget}
+    options |= {"backend": backend, "progress": progress, "group": group}
+    values = per_query(embeddings, labels, gallery, gallery_labels, **options)
     positives = values.pop("positives")
     known, valid = positives != UNKNOWN, positives > 0
     counted = int((valid if without_positives == "skip" else known).sum())
@@ -137,7 +128,10 @@ def per_query(
         checks.one_of("metrics", name, METRICS)
     for k in ks:
         checks.integer("ks", k, 1)
-    group = _agreed(group, embeddings, labels, gallery, gallery_labels)
+    group = None if group is None or group.size == 1 else group
+    if group is not None:  # all processes have the same items
+        tensors = {"labels": labels} if isinstance(labels, Tensor) else labels._asdict()
+        group.agree(embeddings=embeddings, **tensors, gallery=gallery, gallery_labels=gallery_labels)
     sets, index = with_known_labels(embeddings, labels, gallery, item_labels)
     space = Space(sets.queries, sets.gallery, similarity, budget)
     space.blocks()  # refuses a budget that is too small
@@ -169,21 +163,6 @@ def per_query(
     return values
 
 
-def _agreed(
-    group: ProcessGroup | None,
-    embeddings: Tensor,
-    labels: Labels,
-    gallery: Tensor | None,
-    gallery_labels: Tensor | None,
-) -> ProcessGroup | None:
-    """The group where several processes share the work, all of which have the same items; else None."""
-    if group is None or group.size == 1:
-        return None
-    tensors = {"labels": labels} if isinstance(labels, Tensor) else labels._asdict()
-    group.agree(embeddings=embeddings, **tensors, gallery=gallery, gallery_labels=gallery_labels)
-    return group
-
-
 def _merge(values: dict[str, Tensor], done: Tensor, group: ProcessGroup) -> None:
     """Adds the values of the other processes to those of this one, which has those of the queries `done`."""
     table = torch.stack([value[done] for value in values.values()], 1)  # (n, metrics)
@@ -208,13 +187,9 @@ def _checked(
 
 def _limits(size: int, ks: Sequence[int], metrics: Sequence[str]) -> by_counting.Limits:
     """Up to which positions these metrics need; those up to the number of positives are needed anyway."""
-    if {"map", "mrr"} & set(metrics):
-        return by_counting.Limits(size, size if "map" in metrics else _deepest("ndcg", ks, metrics))
-    return by_counting.Limits(max(ks, default=1), _deepest("ndcg", ks, metrics))
-
-
-def _deepest(metric: str, ks: Sequence[int], metrics: Sequence[str]) -> int:
-    return max(ks, default=1) if metric in metrics else 1
+    deepest = max(ks, default=1)
+    others = size if "map" in metrics else deepest if "ndcg" in metrics else 1
+    return by_counting.Limits(size if {"map", "mrr"} & set(metrics) else deepest, others)
 
 
 def _from_lists(

@@ -23,15 +23,8 @@ from nearkin.evaluation.statistics import binomial
 from nearkin.evaluation.statistics.binomial import MIN_CLASSES
 
 __all__ = [
-    "bootstrap",
-    "classes_of",
-    "coin_flips",
-    "compare",
-    "percentiles",
-    "resamples",
-    "share_interval",
-    "too_few",
-]
+    "bootstrap", "classes_of", "coin_flips", "compare", "percentiles", "resamples", "share_interval", "too_few",
+]  # fmt: skip
 
 _RESAMPLES, _FLIPS = 18, 19  # streams of words beside those the samplers draw from
 _CELLS = 2**21  # (sample, class) cells at a time: some 50 MiB

@@ -76,11 +76,8 @@ def all_pairs(
     checks.integer("points", points, 0)
     settings = {"samples": samples, "seed": seed, "confidence": confidence}
     pairs = scan.genuine + scan.impostors
-    with (
-        nullcontext(progress)
-        if scan.group is None
-        else scan.group.work("verification", progress, pairs) as scan.progress
-    ):
+    work = nullcontext(progress) if scan.group is None else scan.group.work("verification", progress, pairs)
+    with work as scan.progress:
         return _measure(scan, fars, budget - tile, points, interval, settings)
 
 

@@ -21,15 +21,9 @@ from nearkin.evaluation.arrays import Counts, Ends, Floats
 from nearkin.evaluation.statistics import binomial
 
 __all__ = [
-    "Rates",
-    "accepts",
-    "classes_needed",
-    "genuine_groups",
-    "impostor_rates",
-    "mean_interval",
-    "smallest_far",
+    "Rates", "accepts", "classes_needed", "genuine_groups", "impostor_rates", "mean_interval", "smallest_far",
     "true_accepts",
-]
+]  # fmt: skip
 
 Groups = Sequence[Counts]  # the rows of each class
 

@@ -24,14 +24,8 @@ from nearkin.evaluation.statistics.cluster_bootstrap import coin_flips, resample
 from nearkin.evaluation.verification.roc import OperatingPoint, most_accepted
 
 __all__ = [
-    "SAMPLES",
-    "Cells",
-    "SortedPairs",
-    "by_classes",
-    "by_pairs",
-    "drop_unsupported",
-    "with_wider_intervals",
-]
+    "SAMPLES", "Cells", "SortedPairs", "by_classes", "by_pairs", "drop_unsupported", "with_wider_intervals",
+]  # fmt: skip
 
 SAMPLES = 1000
 CLASS_PAIRS = 4  # that a FAR must accept for its TAR to have an interval

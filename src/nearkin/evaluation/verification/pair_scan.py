@@ -283,11 +283,8 @@ def _stretches(scan: Scan, capacity: int) -> Iterator[Stretch]:
         tp = scan.genuine - genuine_below - np.cumsum(genuine) + genuine
         fp = scan.impostors - impostors_below - np.cumsum(table)[:-1:2]
         yield Stretch(keys.cpu().numpy(), genuine, impostors, tp, fp)
-        low, genuine_below, impostors_below = (
-            high,
-            genuine_below + int(genuine.sum()),
-            impostors_below + int(table.sum()),
-        )
+        low, genuine_below = high, genuine_below + int(genuine.sum())
+        impostors_below += int(table.sum())
 
 
 def _collect(scan: Scan, low: int, capacity: int) -> tuple[Tensor, Tensor, int]:

@@ -18,22 +18,9 @@ from nearkin.evaluation.arrays import Counts, Ends, Floats
 from nearkin.evaluation.statistics import binomial
 
 __all__ = [
-    "FARS",
-    "OperatingPoint",
-    "Roc",
-    "check_pairs",
-    "cumulative_counts",
-    "eer",
-    "far_entries",
-    "far_reaches_frr",
-    "measurable",
-    "most_accepted",
-    "point",
-    "points_at",
-    "require_both_kinds",
-    "shuffled_by_kind",
-    "vector",
-]
+    "FARS", "OperatingPoint", "Roc", "check_pairs", "cumulative_counts", "eer", "far_entries", "far_reaches_frr",
+    "measurable", "most_accepted", "point", "points_at", "require_both_kinds", "shuffled_by_kind", "vector",
+]  # fmt: skip
 
 FARS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
@@ -151,15 +138,9 @@ def point(
     far: float, threshold: float, tp: int, fp: int, genuine: int, impostors: int, confidence: float
 ) -> OperatingPoint:
     """The rates at a threshold, from counts, with their intervals."""
-    return OperatingPoint(
-        far,
-        threshold,
-        fp / impostors,
-        binomial.binomial(fp, impostors, confidence),
-        tp / genuine,
-        binomial.binomial(tp, genuine, confidence),
-        confidence,
-    )
+    counts = ((fp, impostors), (tp, genuine))
+    far_interval, tar_interval = (binomial.binomial(accepted, pairs, confidence) for accepted, pairs in counts)
+    return OperatingPoint(far, threshold, fp / impostors, far_interval, tp / genuine, tar_interval, confidence)
 
 
 def points_at(

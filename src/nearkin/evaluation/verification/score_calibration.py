@@ -1,7 +1,7 @@
 """Calibration of scores: the probability that a pair is the same, by isotonic regression, tested on other pairs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -41,18 +41,12 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, ready for JSON."""
-        return {
-            "scores": list(self.scores),
-            "probabilities": list(self.probabilities),
-            "error": self.error,
-            "fitted_on": self.fitted_on,
-            "judged_on": self.judged_on,
-        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Calibration":
         """The inverse of `to_dict`; refuses a curve that decreases."""
-        needed = ("scores", "probabilities", "error", "fitted_on", "judged_on")
+        needed = [field.name for field in fields(cls)]
         if set(plain) != set(needed):
             raise ValueError(f"a calibration must have {', '.join(needed)}, got {', '.join(sorted(plain))}")
         x, y = np.array(plain["scores"], np.float64), np.array(plain["probabilities"], np.float64)
