@@ -27,7 +27,7 @@ _PAIR_BYTES = 128  # working memory for a cell that is looked at, or for a pair 
 
 
 class Positions(NamedTuple):
-    """Some queries, and where their positives stand in the order of similarity, from 1."""
+    """Some queries, and where their positives are in the order of similarity, from 1."""
 
     rows: Tensor  # (q,)
     positions: Tensor  # (q, m) ascending; BEYOND where there are no more

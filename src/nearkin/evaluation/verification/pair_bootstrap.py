@@ -123,10 +123,8 @@ def by_pairs(
     genuine, impostors = len(cells.genuine), len(cells.impostor)
     values = measure(np.ones((1, genuine)), np.ones((1, impostors)))
     report, drawn = _Reporter(samples, progress), []
-    of_genuine, of_impostors = (
-        resamples(genuine, samples, seed, _PAIRS),
-        resamples(impostors, samples, seed, _STRANGERS),
-    )
+    of_genuine = resamples(genuine, samples, seed, _PAIRS)
+    of_impostors = resamples(impostors, samples, seed, _STRANGERS)
     for weights in zip(_in_steps(of_genuine, 1), _in_steps(of_impostors, 1), strict=True):
         drawn.append(measure(*weights))
         report.advance(1)

@@ -105,7 +105,7 @@ def cumulative_counts(values: NDArray[Any], genuine: NDArray[np.bool_]) -> tuple
 
 
 def measurable(fars: Iterable[float], impostors: int) -> list[float]:
-    """The FARs that so many impostors can show, largest first."""
+    """The FARs that this many impostors can show, largest first."""
     distinct = sorted({float(far) for far in fars}, reverse=True)
     for far in distinct:
         checks.between("fars", far, 0, 1)
