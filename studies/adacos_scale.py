@@ -5,8 +5,8 @@
 Learns one half of Omniglot's characters and searches among the drawings of the other half, with normalised softmax and
 CosFace at fixed scales from 2 to 64, and with AdaCos: its fixed scale √2 ln(C - 1), and the dynamic one that follows
 the batch. Same start, batches and steps for all; several seeds. A batch has one drawing of most of the characters: with
-a few characters at a time the class weights chase the last batch, and no scale learns anything. AdaCos should come out
-where the best scale of the sweep does, which nobody knows before sweeping.
+a few characters at a time the class weights chase the last batch, and no scale learns anything. AdaCos should reach
+the best scale of the sweep, which is unknown before sweeping.
 
 Zhang et al. 2019, arXiv:1905.00292. AdaCos sets the scale alone: normalised softmax is its counterpart, CosFace (with a
 margin) is shown beside it.
@@ -26,7 +26,7 @@ from nearkin.data import augment
 FULL, QUICK = (3, 250, 96), (1, 6, 8)  # seeds, steps, items in a batch
 SCALES, QUICK_SCALES = (2, 4, 8, 16, 32, 64), (4, 16)
 DIM, MARGIN = 64, 0.2
-NEAR = 0.02  # of MAP@R: how near to the best of the sweep counts as found
+NEAR = 0.02  # of MAP@R: how near to the best of the sweep counts as reached
 
 
 def run(
@@ -37,17 +37,17 @@ def run(
     batches: Tensor,
     seed: int,
 ) -> tuple[dict[str, float], list[float]]:
-    """Scores on unseen characters, and the scale at every step where the loss has one of its own."""
+    """Scores on unseen characters, and the scale at every step where the loss adapts it."""
     torch.manual_seed(seed)  # the class weights
     model = ground.Distorted(ground.encoder(options, seen.size, DIM, seed), augment.preset("glyph"), seed)
     loss, scales = make(), []
-    loss.lr_scale = 10.0  # class weights have a long way to go from where they start
+    loss.lr_scale = 10.0  # class weights start far from where they end
 
-    def watch(step: int, value: Tensor, embeddings: Tensor) -> None:
+    def record_scale(step: int, value: Tensor, embeddings: Tensor) -> None:
         if isinstance(loss, losses.AdaCosLoss):
             scales.append(loss.scale.detach().clone())
 
-    ground.train(model, loss, seen, batches, lr=3e-3, watch=watch)
+    ground.train(model, loss, seen, batches, lr=3e-3, callback=record_scale)
     return ground.scores(model, unseen), [float(scale) for scale in scales]
 
 
@@ -69,12 +69,12 @@ def draw(numbers: dict[str, Any], scales: Sequence[int], curves: Sequence[Sequen
                 markersize=4,
             )
         for colour, mark, kind in ((showing.INK[3], "s", "fixed"), (showing.INK[2], "D", "dynamic")):
-            mine = numbers[f"AdaCos {kind}"][metric]
+            scores = numbers[f"AdaCos {kind}"][metric]
             at = fixed if kind == "fixed" else numbers["AdaCos dynamic"]["last scale"]["mean"]
-            error = [[mine["mean"] - mine["low"]], [mine["high"] - mine["mean"]]]
+            error = [[scores["mean"] - scores["low"]], [scores["high"] - scores["mean"]]]
             axes.errorbar(
                 [at],
-                [mine["mean"]],
+                [scores["mean"]],
                 error,
                 fmt=mark,
                 color=colour,
@@ -95,8 +95,8 @@ def draw(numbers: dict[str, Any], scales: Sequence[int], curves: Sequence[Sequen
     return figure
 
 
-def spread(found: list[dict[str, float]]) -> dict[str, Any]:
-    return {m: showing.spread(f[m] for f in found) | {"runs": [f[m] for f in found]} for m in ("map@r", "recall@1")}
+def spread(runs: list[dict[str, float]]) -> dict[str, Any]:
+    return {m: showing.spread(f[m] for f in runs) | {"runs": [f[m] for f in runs]} for m in ("map@r", "recall@1")}
 
 
 def judge(numbers: dict[str, Any], scales: Sequence[int]) -> dict[str, bool]:
@@ -126,10 +126,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for (name, scale), make in arms.items():
         runs = [run(options, seen, unseen, make, batches[seed], seed) for seed in range(seeds)]
         if scale:
-            numbers[name][scale] = spread([found for found, _ in runs])
+            numbers[name][scale] = spread([scores for scores, _ in runs])
         else:
-            numbers[name] = spread([found for found, _ in runs])
-            curves = [curve for _, curve in runs]  # of the dynamic one, which comes last
+            numbers[name] = spread([scores for scores, _ in runs])
+            curves = [curve for _, curve in runs]  # of the dynamic one, which is last
     fixed = float(losses.AdaCosLoss(kinds, DIM).scale)
     numbers["AdaCos dynamic"] |= {"last scale": showing.spread(c[-1] for c in curves), "scale by step": curves}
     numbers["AdaCos fixed"]["scale"] = fixed

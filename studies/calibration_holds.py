@@ -1,16 +1,16 @@
-"""Whether what a calibration promises holds on classes that it has not seen.
+"""Whether the promises of a calibration hold on classes that it has not seen.
 
     python studies/calibration_holds.py far|confidence|strangers [--embeddings FILE.npz] [--quick]
 
 FILE.npz: embeddings (N, D) and labels (N,) of classes that the encoder has not learned from, as `nearkin embed` writes
-them; without it, two made-up worlds: classes of very different widths with heavy tails, and classes in families.
+them; without it, two synthetic worlds: classes of very different widths with heavy tails, and classes in families.
 
-    far         200 times C classes are drawn to calibrate on, all others are the truth: how often a FAR per pair that
-                is offered holds on them, and how often the 95 % interval of the FAR there covers the truth
-    confidence  galleries of 10 to 10,000 labels, one half of the queries by somebody enrolled: the largest difference
-                of confidence and share of right answers in a tenth of confidence with 100 answers; how often known or
-                unknown is right, and with the plain threshold that `verify` takes
-    strangers   how many queries by strangers pass, and what was stated at most
+    far         200 times C classes are drawn to calibrate on, all others are the truth: how often an offered FAR per
+                pair holds on them, and how often the 95 % interval of the FAR covers the truth
+    confidence  galleries of 10 to 10,000 labels, half of the queries from enrolled classes: the largest difference
+                between confidence and accuracy in a tenth of confidence with 100 answers; how often known or unknown
+                is right, and the same with the plain threshold of `verify`
+    strangers   how many queries of unknown classes are accepted, and the stated maximum
 """
 
 import argparse
@@ -78,25 +78,28 @@ def far(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
     lines, total = table.sum(2), table.sum((1, 2))
     print(f"{name}: {number} classes | classes calibrated on | FAR | offered | held | median of truth / FAR | covered")
     for classes in (24, 48, 80, 100, 150):
-        found: dict[float, list[tuple[bool, float, bool]]] = {}
+        outcomes: dict[float, list[tuple[bool, float, bool]]] = {}
         for _ in range(40 if quick else 200):
             inside = draw.permutation(number)[:classes]
             part = table[:, inside[:, None], inside]
-            rates = class_rates.strangers(part.sum(1) + part.sum(2))
+            rates = class_rates.impostor_rates(part.sum(1) + part.sum(2))
             outside = number - classes
             truth = (total - 2 * lines[:, inside].sum(1) + part.sum((1, 2))) / (outside * (outside - 1))
             for wanted in (1e-1, 1e-2, 1e-3):
                 at = int(np.argmax(rates.bound <= wanted))
                 offered = bool(rates.bound[-1] <= wanted)
                 covered = bool(rates.low[at] <= truth[at] <= rates.high[at])
-                found.setdefault(wanted, []).append((offered, float(truth[at]), covered))
-        for wanted, draws in found.items():
-            kept = [(true, covered) for offered, true, covered in draws if offered]
-            if kept:
-                held, ratio = np.mean([true <= wanted for true, _ in kept]), np.median([t for t, _ in kept]) / wanted
-                cover = np.mean([covered for _, covered in kept])
-                share = len(kept) / len(draws)
-                print(f"{classes} | {wanted:g} | {share:.0%} | {held:.1%} | {ratio:.2f} | {cover:.1%}", flush=True)
+                outcomes.setdefault(wanted, []).append((offered, float(truth[at]), covered))
+        for wanted, draws in outcomes.items():
+            offered_draws = [(true, covered) for offered, true, covered in draws if offered]
+            if offered_draws:
+                within, ratio = (
+                    np.mean([true <= wanted for true, _ in offered_draws]),
+                    np.median([t for t, _ in offered_draws]) / wanted,
+                )
+                cover = np.mean([covered for _, covered in offered_draws])
+                share = len(offered_draws) / len(draws)
+                print(f"{classes} | {wanted:g} | {share:.0%} | {within:.1%} | {ratio:.2f} | {cover:.1%}", flush=True)
             else:
                 print(f"{classes} | {wanted:g} | not offered", flush=True)
 
@@ -107,9 +110,9 @@ def confidence(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
         rounds = calibrations(rows, labels, calibrated, 2 if quick else 6)
         for count in (10, 100, 300) if len(labels) < 50_000 else (10, 100, 1000, 10_000):
             for examples in (1, 5):
-                asked = Asked(rows, labels, rounds, count, examples, 500 if quick else 6000)
-                worst, judged = asked.worst()
-                plain = f"{asked.accuracy():.1%} | {asked.plain_accuracy():.1%}"
+                galleries = Asked(rows, labels, rounds, count, examples, 500 if quick else 6000)
+                worst, judged = galleries.worst()
+                plain = f"{galleries.accuracy():.1%} | {galleries.plain_accuracy():.1%}"
                 print(f"{calibrated} | {count} | {examples} | {worst:.3f} | {judged} | {plain}", flush=True)
 
 
@@ -119,31 +122,31 @@ def strangers(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
         rounds = calibrations(rows, labels, calibrated, 2 if quick else 6)
         for count in (20, 200, 300):
             for examples in (1, 4):
-                for wanted in (None, 0.01, 0.1, 0.3):
+                for far_per_query in (None, 0.01, 0.1, 0.3):
                     try:
-                        asked = Asked(rows, labels, rounds, count, examples, 300 if quick else 3000, wanted)
+                        galleries = Asked(rows, labels, rounds, count, examples, 300 if quick else 3000, far_per_query)
                     except ValueError as error:
-                        print(f"{calibrated} | {count} | {examples} | {wanted:g} | refused: {error}", flush=True)
+                        print(f"{calibrated} | {count} | {examples} | {far_per_query:g} | refused: {error}", flush=True)
                         continue
-                    stated = "none" if asked.far is None else f"{asked.far:.3g}"
-                    asked_for = "likeliest" if wanted is None else "asked"
-                    line = f"{stated} ({asked_for}) | {asked.passed():.2%}, known found {asked.found():.1%}"
+                    stated = "none" if galleries.far is None else f"{galleries.far:.3g}"
+                    asked_for = "likeliest" if far_per_query is None else "asked"
+                    line = f"{stated} ({asked_for}) | {galleries.passed():.2%}, known found {galleries.found():.1%}"
                     print(f"{calibrated} | {count} | {examples} | {line}", flush=True)
 
 
 def calibrations(rows: Floats, labels: Labels, classes: int, rounds: int) -> Rounds:
-    """Calibrations on several draws of so many classes, each with the classes that it has not seen."""
-    found = []
+    """Calibrations on several samples of `classes` classes, each with the classes that it has not seen."""
+    result = []
     for seed in range(rounds):
         order = np.random.default_rng([classes, seed]).permutation(int(labels.max()) + 1)
         inside = np.isin(labels, order[:classes])
         plain = calibration.measure(torch.from_numpy(rows[inside]), torch.from_numpy(labels[inside]))
-        found.append((Calibrator(plain), order[classes:]))
-    return found
+        result.append((Calibrator(plain), order[classes:]))
+    return result
 
 
 class Asked:
-    """Several galleries of so many labels, and queries of both kinds, in equal numbers, that were answered."""
+    """Several galleries of `count` labels, and answered queries of known and unknown classes, in equal numbers."""
 
     def __init__(
         self,

@@ -5,8 +5,8 @@
 NMI of k-means with as many clusters as classes, on classes never seen in training: Omniglot, 121 characters and 121
 others, and Fashion-MNIST, five classes and five others. The learning rate of each loss is the better of two on Omniglot
 characters of neither part, and serves both sets. Then facility location and semi-hard triplets with m = 128 items of C
-classes, C/m from 1/16 to 3/4, drawn as the paper draws them. All losses get the same batches, steps and encoder; beside
-them stands the untrained encoder, since a loss may also come out well by changing little.
+classes, C/m from 1/16 to 3/4, sampled as in the paper. All losses get the same batches, steps and encoder. The
+untrained encoder is the baseline, since a loss may also score well by changing little.
 
 Song et al. 2017, arXiv:1612.01213, whose claim is about classes of birds, cars and products.
 """
@@ -52,23 +52,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     rates, seeds, steps, size = (RATES[:1], SEEDS[:1], 2, 16) if options.quick else (RATES, SEEDS, STEPS, SIZE)
     ratios = RATIOS[2:4] if options.quick else RATIOS
     every, unseen = ground.halves(ground.omniglot(options))
-    held = every.labels >= every.classes - every.classes // 4  # for choosing rates
-    learn, check = every.where(~held), every.where(held)
+    validation = every.labels >= every.classes - every.classes // 4  # for choosing rates
+    learn, check = every.where(~validation), every.where(validation)
     train, test = ground.fashion(options)
-    clothes, others = ground.halves(train)[0], ground.some(ground.halves(test)[1], 300)
+    clothes, test_clothes = ground.halves(train)[0], ground.some(ground.halves(test)[1], 300)
 
-    judged = {"Omniglot": unseen, "Fashion-MNIST": others}
+    judged = {"Omniglot": unseen, "Fashion-MNIST": test_clothes}
     before = {
         name: [ground.scores(ground.encoder(options, part.size, seed=seed), part, nmi=True)["nmi"] for seed in seeds]
         for name, part in judged.items()
     }
-    rate, found = {}, {}
+    rate, runs_of = {}, {}
     for loss in LOSSES:
         places = drawn(learn, 0.25, size, steps, 0)
         tried = {lr: quality(options, learn, check, places, loss, lr, 0)["nmi"] for lr in rates}
         rate[loss] = max(tried, key=tried.__getitem__)
         for name, part, ratio in (("Omniglot", every, 0.25), ("Fashion-MNIST", clothes, clothes.classes / size)):
-            found[name, loss] = [
+            runs_of[name, loss] = [
                 quality(options, part, judged[name], drawn(part, ratio, size, steps, seed), loss, rate[loss], seed)
                 for seed in seeds
             ]
@@ -76,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for loss in SWEPT:
         swept[loss] = {}
         for ratio in ratios:
-            # The quarter is what has just been trained.
-            done = found["Omniglot", loss][:2] if ratio == 0.25 else None
+            # The quarter has just been trained.
+            trained = runs_of["Omniglot", loss][:2] if ratio == 0.25 else None
             swept[loss][ratio] = [
-                one["nmi"]
-                for one in done
+                run["nmi"]
+                for run in trained
                 or [
                     quality(options, every, unseen, drawn(every, ratio, size, steps, seed), loss, rate[loss], seed)
                     for seed in seeds[:2]
@@ -91,17 +91,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         **{f"{name}, untrained": {"nmi": showing.spread(values)} for name, values in before.items()},
         **{
             f"{name}, {loss}": {what: showing.spread(run[what] for run in runs) for what in ("nmi", "map@r")}
-            for (name, loss), runs in found.items()
+            for (name, loss), runs in runs_of.items()
         },
         **{f"C/m, {loss}": {f"{r:g}": showing.spread(v) for r, v in by.items()} for loss, by in swept.items()},
     }
-    showing.save(options, "clustering_loss", draw(found, swept, before), numbers, verdict(found, swept, before))
+    showing.save(options, "clustering_loss", draw(runs_of, swept, before), numbers, verdict(runs_of, swept, before))
 
 
-def verdict(found: Any, swept: Any, before: Any) -> dict[str, bool]:
+def verdict(runs_of: Any, swept: Any, before: Any) -> dict[str, bool]:
     parts = {}
     for name in ("Omniglot", "Fashion-MNIST"):
-        nmi = {loss: [run["nmi"] for run in found[name, loss]] for loss in LOSSES}
+        nmi = {loss: [run["nmi"] for run in runs_of[name, loss]] for loss in LOSSES}
         ahead = all(np.mean(nmi[OWN]) >= max(nmi[loss]) for loss in LOSSES if loss != OWN)
         parts[f"{name}: mean NMI of facility location is at least the best seed of every pair loss"] = bool(ahead)
         parts[f"{name}: every seed of it is above the untrained encoder"] = min(nmi[OWN]) > max(before[name])
@@ -113,13 +113,13 @@ def verdict(found: Any, swept: Any, before: Any) -> dict[str, bool]:
     return parts | {text: max(means) - min(means) > max(0.02, *ranges)}
 
 
-def draw(found: Any, swept: Any, before: Any) -> Any:
+def draw(runs_of: Any, swept: Any, before: Any) -> Any:
     figure, panels = showing.figure("NMI on unseen classes: facility location and pair losses", (1, 3), (14, 4.6))
     for axes, name in zip(panels, ("Omniglot", "Fashion-MNIST"), strict=False):
         classes = "121 unseen characters" if name == "Omniglot" else "five unseen classes"
         showing.panel(axes, f"{name}, {classes}", "NMI, every seed and the mean", "")
         for y, (loss, colour) in enumerate(INK.items()):
-            values = [run["nmi"] for run in found[name, loss]]
+            values = [run["nmi"] for run in runs_of[name, loss]]
             axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.6, markersize=7, markeredgewidth=0)
             axes.plot([np.mean(values)] * 2, [y - 0.3, y + 0.3], color=colour, linewidth=2.5)
         axes.axvline(np.mean(before[name]), color=showing.SOFT, linestyle=":", linewidth=1.5, label="untrained")

@@ -4,10 +4,10 @@
 
 MAP@R against the amount of training data. Omniglot: characters never seen, against the number of characters learned
 and of drawings of each. Fashion-MNIST: the official test pictures, against the number of training pictures of a class.
-Each loss gets two settings and takes, at every amount, the one that is better on validation data of its own (other
-characters, other training pictures), so that neither is held back by a margin or scale made for another size. Every
-seed draws other training items; both losses see the same ones, from the same start, for as many steps with as many
-items: the triplet loss a few classes with several items of each, ArcFace as many classes as fit, as each needs it.
+Each loss gets two settings and takes, at every amount, the one that is better on separate validation data (other
+characters, other training pictures), so that neither suffers from a margin or scale made for another size. Every seed
+draws other training items; both losses get the same ones, from the same start, for as many steps with as many items:
+the triplet loss a few classes with several items of each, ArcFace as many classes as fit, as each needs.
 
 The claim is the conclusion of a survey and names no experiment. Deng et al. 2019 (ArcFace), Schroff et al. 2015.
 """
@@ -88,25 +88,25 @@ def trained(
 def compared(options: ground.Options, task: Task, amount: Amount) -> dict[str, Any]:
     """MAP@R of both losses, seed by seed, each with the setting that was better on validation data with seed 0."""
     seeds = (QUICK if options.quick else FULL)[0]
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
         first = {key: trained(options, task, amount, make, 0) for key, make in settings.items()}
         valued = {key: ground.scores(model, task.validate)["map@r"] for key, model in first.items()}
         chosen = max(valued, key=valued.__getitem__)
-        others = (trained(options, task, amount, settings[chosen], seed) for seed in range(1, seeds))
-        runs = [ground.scores(model, task.test)["map@r"] for model in (first[chosen], *others)]
-        found[name] = {"setting": chosen, "map@r": runs}
-    gain = [a - b for a, b in zip(*(found[name]["map@r"] for name in NAMES), strict=True)]
+        rest = (trained(options, task, amount, settings[chosen], seed) for seed in range(1, seeds))
+        runs = [ground.scores(model, task.test)["map@r"] for model in (first[chosen], *rest)]
+        result[name] = {"setting": chosen, "map@r": runs}
+    gain = [a - b for a, b in zip(*(result[name]["map@r"] for name in NAMES), strict=True)]
     mean = sum(gain) / len(gain)
     half = STUDENT[seeds - 1] * math.sqrt(sum((g - mean) ** 2 for g in gain) / (seeds - 1) / seeds)
-    return found | {"ArcFace less triplet": {"mean": mean, "low": mean - half, "high": mean + half}}
+    return result | {"ArcFace less triplet": {"mean": mean, "low": mean - half, "high": mean + half}}
 
 
 def tasks(options: ground.Options) -> list[Task]:
     signs, (clothes, clothes_test) = ground.omniglot(options), ground.fashion(options)
     kinds = signs.labels % 8  # every eighth character to validate, two in eight to test, of all alphabets
     learn, validate, test = (signs.where(m) for m in (kinds < 5, kinds == 5, kinds > 5))
-    held = 10 if options.quick else 200
+    validation_size = 10 if options.quick else 200
     places = [20] if options.quick else [2, 5, 20]
     counts = [5, learn.classes] if options.quick else [20, learn.classes]
     amounts = [20] if options.quick else [5, 100, 5000]
@@ -123,9 +123,9 @@ def tasks(options: ground.Options) -> list[Task]:
         Task(
             "Fashion-MNIST, unseen pictures",
             *(
-                ground.some(clothes, 5000, skip=held),
-                ground.some(clothes, held),
-                ground.some(clothes_test, 2 * held),
+                ground.some(clothes, 5000, skip=validation_size),
+                ground.some(clothes, validation_size),
+                ground.some(clothes_test, 2 * validation_size),
                 still,
             ),
             {"pictures of each of 10 classes": [Amount(None, n) for n in amounts]},
@@ -134,7 +134,9 @@ def tasks(options: ground.Options) -> list[Task]:
 
 
 def draw(numbers: dict[str, Any]) -> Any:
-    sweeps = [(task, sweep, cells) for task, found in numbers.items() for sweep, cells in found.items()]
+    sweeps = [
+        (task, sweep, cells) for task, sweeps_of_task in numbers.items() for sweep, cells in sweeps_of_task.items()
+    ]
     figure, panels = showing.figure(
         "How much there is to learn from, and which loss does better", (2, len(sweeps)), (4.3 * len(sweeps), 7)
     )

@@ -57,7 +57,7 @@ def loss_of(name: str, selection: str, fitted: int) -> nn.Module:
 def trained(
     options: ground.Options, part: ground.Part, places: Tensor, loss: nn.Module, lr: float, seed: int
 ) -> nn.Module:
-    torch.manual_seed(seed)  # the selections that draw take PyTorch's own generator
+    torch.manual_seed(seed)  # random selections use PyTorch's generator
     model = ground.encoder(options, part.size, DIM, seed)
     ground.train(model, loss, part, places, lr=lr)
     return model
@@ -69,27 +69,27 @@ def chosen(model: nn.Module, part: ground.Part, places: Tensor) -> tuple[dict[st
 
     That is the dimension of the sphere on which uniform points would have the same mean squared cosine.
     """
-    found: dict[str, list[Any]] = {name: [] for name in (*SELECTIONS, "all")}
+    picked_distances: dict[str, list[Any]] = {name: [] for name in (*SELECTIONS, "all")}
     units = [distances.unit(model(part.images[batch])) for batch in places]
-    kins = [relations.of(part.labels[batch]) for batch in places]
-    squares = [(x @ x.T)[kin.negative].square().mean() for x, kin in zip(units, kins, strict=True)]
+    all_relations = [relations.of(part.labels[batch]) for batch in places]
+    squares = [(x @ x.T)[relation.negative].square().mean() for x, relation in zip(units, all_relations, strict=True)]
     fitted = max(2, round(1 / float(torch.stack(squares).mean())))
-    for x, kin in zip(units, kins, strict=True):
+    for x, relation in zip(units, all_relations, strict=True):
         distance = distances.euclidean(x)
-        found["all"].append(distance[kin.negative].cpu().numpy())
+        picked_distances["all"].append(distance[relation.negative].cpu().numpy())
         for name in SELECTIONS:
-            own = ("distance_weighted", fitted) if name == "fitted" else (name, DIM)
-            picked = mining.select(own[0], distance, kin, dim=own[1])
+            setting = ("distance_weighted", fitted) if name == "fitted" else (name, DIM)
+            picked = mining.select(setting[0], distance, relation, dim=setting[1])
             assert isinstance(picked, mining.Triplets)
             anchor, _, negative = picked.indices()
-            found[name].append(distance[anchor, negative].cpu().numpy())
-    return {name: np.concatenate(parts) for name, parts in found.items()}, fitted
+            picked_distances[name].append(distance[anchor, negative].cpu().numpy())
+    return {name: np.concatenate(parts) for name, parts in picked_distances.items()}, fitted
 
 
 def noise(model: nn.Module, loss: nn.Module, part: ground.Part, places: Tensor) -> float:
     """Trace of the covariance of the gradient over batches / squared length of its mean, both without bias.
 
-    A mean that is lost in the noise is taken for a tenth of what was measured, its square without bias being 0 or less.
+    A mean that is lost in the noise, whose unbiased square is 0 or less, is taken as a tenth of the measured one.
     """
     weights, loss = list(model.parameters()), loss.to(part.images.device)
     total, squares = torch.zeros((), device=part.images.device), torch.zeros((), device=part.images.device)
@@ -107,8 +107,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     every, unseen = ground.halves(ground.omniglot(options))
     steps, seeds, repeats, tries = (2, SEEDS[:1], 2, RATES[:1]) if options.quick else (STEPS, SEEDS, BATCHES, RATES)
     batch = (6, 4) if options.quick else (32, 4)
-    held = every.classes // 4  # for choosing rates
-    learn, check = (every.where(every.labels < every.classes - held), every.where(every.labels >= every.classes - held))
+    validation_classes = every.classes // 4  # for choosing rates
+    learn, check = (
+        every.where(every.labels < every.classes - validation_classes),
+        every.where(every.labels >= every.classes - validation_classes),
+    )
 
     half = ground.encoder(options, every.size, DIM, seed=0)
     torch.manual_seed(0)
@@ -146,17 +149,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def verdict(width: dict[str, float], unsteady: Any, quality: Any) -> dict[str, bool]:
-    own = "distance_weighted"
+    name_of_it = "distance_weighted"
     parts = {
         "the middle 90 % of its distances is wider than that of every other choice": (
-            all(width[own] > width[other] for other in OTHERS)
+            all(width[name_of_it] > width[other] for other in OTHERS)
         )
     }
     for name in LOSSES:
-        lowest = all(unsteady[name][own] < unsteady[name][other] for other in OTHERS)
+        lowest = all(unsteady[name][name_of_it] < unsteady[name][other] for other in OTHERS)
         parts[f"{name}: its gradient varies least, relative to its mean"] = lowest
     for name in LOSSES:
-        best = all(np.mean(quality[name][own]) >= max(quality[name][other]) for other in OTHERS)
+        best = all(np.mean(quality[name][name_of_it]) >= max(quality[name][other]) for other in OTHERS)
         parts[f"{name}: its mean MAP@R is at least the best seed of every other choice"] = bool(best)
     return parts
 

@@ -1,12 +1,12 @@
-"""Kill -9 at random moments while rows come, move and go, on both stores: what was acknowledged is there, whole, once.
+"""kill -9 at random moments while rows are added, relabelled and removed, on both stores: nothing acknowledged is lost.
 
     python studies/gallery_kills.py [--kills 100] [--store sqlite|postgres|both] [--seed 0]
 
-A child process enrols batch after batch into one gallery, gives the rows of every third batch another label, takes half
-of every other third out again, and says so through a pipe when the calls of a batch have returned. It is killed at a
-random moment, then the gallery is opened, read and proved, and the next child goes on with the batch that was not
-acknowledged. On PostgreSQL every fifth kill hits the server with all its processes instead, which is then started
-again. Any row lost, invented, doubled or damaged ends with exit code 1.
+A child process enrols batch after batch into one gallery, relabels the rows of every third batch, removes half of every
+other third, and acknowledges a batch through a pipe when its calls have returned. It is killed at a random moment; then
+the gallery is opened, read and verified, and the next child continues with the batch that was not acknowledged. On
+PostgreSQL every fifth kill hits the server with all its processes instead, which is then restarted. Any row lost,
+invented, duplicated or corrupt ends with exit code 1.
 """
 
 import argparse
@@ -32,24 +32,24 @@ OPENED = struct.pack("q", -1)
 
 
 def batch(number: int) -> tuple[np.ndarray[Any, Any], list[str]]:
-    """The rows of a batch: 1 to 300, a function of its number alone, none like another."""
+    """The rows of a batch: 1 to 300, a function of its number alone, all different."""
     draw = np.random.default_rng(number)
     rows = draw.normal(size=(int(draw.integers(1, 300)), DIM)).astype(np.float32)
     return rows, [f"batch {number}"] * len(rows)
 
 
 def label_of(number: int) -> str:
-    """The label that the rows of a batch have in the end: every third is given another."""
+    """The final label of the rows of a batch: every third is relabelled."""
     return f"moved {number}" if number % 3 == 1 else f"batch {number}"
 
 
 def gone(number: int) -> int:
-    """How many rows of a batch, the first ones, are taken out again: half of every third."""
+    """How many of the first rows of a batch are removed: half of every third batch."""
     return len(batch(number)[0]) // 2 if number % 3 == 2 else 0
 
 
 def enrol_on(place: str, first: int, pipe: int) -> None:
-    """In a child: enrols from batch `first` on until it is killed; each acknowledged number goes into the pipe."""
+    """In a child: enrols from batch `first` on until it is killed; writes each acknowledged number to the pipe."""
     gallery = Gallery.open(place, dim=DIM)
     os.write(pipe, OPENED)
     number = first
@@ -65,9 +65,9 @@ def enrol_on(place: str, first: int, pipe: int) -> None:
 
 
 def killed(place: str, first: int, opened: bool, after: float, server: Server | None) -> int:
-    """Starts a child, ends it (or the server), and tells the first batch that was not acknowledged.
+    """Starts a child, kills it (or the server), and returns the first batch that was not acknowledged.
 
-    The end comes `after` seconds, counted from the start or from when the child has opened the gallery.
+    The kill comes `after` seconds, counted from the start or from when the child has opened the gallery.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -79,22 +79,22 @@ def killed(place: str, first: int, opened: bool, after: float, server: Server | 
         finally:
             os._exit(1)
     os.close(write)
-    heard = os.read(read, 8) if opened else b""
+    received = os.read(read, 8) if opened else b""
     time.sleep(after)
     if server is not None:
         server.kill()
         time.sleep(0.05)  # the child finds its server gone
-    os.kill(child, signal.SIGKILL)  # our own child, which nobody has waited for yet
+    os.kill(child, signal.SIGKILL)  # our child, not yet waited for
     os.waitpid(child, 0)
     while part := os.read(read, 65536):
-        heard += part
+        received += part
     os.close(read)
-    numbers = [number for (number,) in struct.iter_unpack("q", heard.removeprefix(OPENED))]
+    numbers = [number for (number,) in struct.iter_unpack("q", received.removeprefix(OPENED))]
     return numbers[-1] + 1 if numbers else first
 
 
 def faults(place: str, acknowledged: int, known: set[int]) -> list[str]:
-    """What is wrong with the gallery. known: batches that were proved before and are only counted."""
+    """The faults of the gallery. known: batches that were verified before and are only counted."""
     wrong = []
     with Gallery.open(place, dim=DIM) as gallery:
         report = gallery.check()
@@ -105,10 +105,10 @@ def faults(place: str, acknowledged: int, known: set[int]) -> list[str]:
             expected = len(batch(number)[0]) - gone(number)
             if counts.pop(label_of(number), 0) != expected:
                 wrong.append(f"batch {number} was acknowledged with {expected} rows and is not there as such")
-        # Of the one that was under way each call has been done, or not at all.
+        # Each call of the batch in progress has been completed, or has had no effect.
         late = [counts.pop(label, 0) for label in dict.fromkeys([f"batch {acknowledged}", label_of(acknowledged)])]
-        whole = len(batch(acknowledged)[0])
-        if sum(late) not in (0, whole, whole - gone(acknowledged)) or sum(map(bool, late)) > 1:
+        size = len(batch(acknowledged)[0])
+        if sum(late) not in (0, size, size - gone(acknowledged)) or sum(map(bool, late)) > 1:
             wrong.append(f"batch {acknowledged} is there in part: {late}")
         wrong += [f"nobody enrolled {label}" for label in counts]
         for number in set(range(acknowledged)) - known:
@@ -118,7 +118,7 @@ def faults(place: str, acknowledged: int, known: set[int]) -> list[str]:
 
 
 def _same(gallery: Gallery, number: int) -> bool:
-    """Every row of a batch finds itself, once, under its label and number; those that were taken out do not."""
+    """Every row of a batch finds itself, once, under its label and number; removed rows do not."""
     rows = batch(number)[0]
     if any(hit.similarity > 0.999999 for row in rows[: gone(number)][:2] for hit in gallery.search(row, 1)):
         return False
@@ -131,18 +131,18 @@ def _same(gallery: Gallery, number: int) -> bool:
 
 
 def study(place: str, kills: int, seed: int, server: Server | None = None, say: Any = print) -> int:
-    """How many faults there were in so many kills."""
+    """The number of faults in `kills` kills."""
     chance, acknowledged, wrong, known = random.Random(seed), 0, 0, set[int]()
     for trial in range(1, kills + 1):
         hits_server = server is not None and trial % 5 == 0
-        opened = chance.random() < 0.8  # the others are hit while they open it, or make it
+        opened = chance.random() < 0.8  # the others are killed while they open or create it
         after = chance.choice([chance.uniform(0, 0.02), chance.uniform(0, 0.4)])
         acknowledged = killed(place, acknowledged, opened, after, server if hits_server else None)
         if hits_server and server is not None:
             server.start()
-        found = faults(place, acknowledged, known)
-        wrong += len(found)
-        for line in found:
+        messages = faults(place, acknowledged, known)
+        wrong += len(messages)
+        for line in messages:
             say(f"kill {trial}: {line}")
     say(f"{place.partition('?')[0]}: {kills} kills, {acknowledged} batches acknowledged, {wrong} faults")
     return wrong

@@ -1,4 +1,4 @@
-"""What the studies of docs/claims.md stand on: arguments, data, a plain training loop, scores.
+"""What the studies of docs/claims.md share: arguments, data, a plain training loop, scores.
 
 A study is a script with `main(argv)`. It reads its options here, trains with nearkin's samplers, losses and models in
 the loop below, and ends with `showing.save`.
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Options(NamedTuple):
-    """How a study was asked to run. figures and numbers: the folders of the picture and of the JSON."""
+    """How to run a study. figures and numbers: the folders of the picture and of the JSON."""
 
     data: Path
     device: torch.device
@@ -74,18 +74,18 @@ def options(description: str | None, argv: Sequence[str] | None = None) -> Optio
     parser.add_argument(
         "--out", type=Path, help="folder of picture and JSON, default docs/pictures and studies/results"
     )
-    given = parser.parse_args(argv)
-    # A quick run must not take the place of the figures that the documentation shows.
-    out = given.out or (Path(tempfile.gettempdir()) / "nearkin-studies" if given.quick else None)
+    arguments = parser.parse_args(argv)
+    # A quick run must not replace the figures of the documentation.
+    out = arguments.out or (Path(tempfile.gettempdir()) / "nearkin-studies" if arguments.quick else None)
     try:
-        device = checks.device(given.device, "--device")
+        device = checks.device(arguments.device, "--device")
     except ValueError as error:
         parser.error(str(error))
     torch.backends.cudnn.deterministic = True
-    if given.quick or device.type == "cuda":
+    if arguments.quick or device.type == "cuda":
         torch.set_num_threads(1)  # small work here, and several studies may share the machine
     pictures, numbers = (out, out) if out else (ROOT / "docs" / "pictures", ROOT / "studies" / "results")
-    return Options(given.data.resolve(), device, given.quick, pictures, numbers, time.perf_counter())
+    return Options(arguments.data.resolve(), device, arguments.quick, pictures, numbers, time.perf_counter())
 
 
 def fashion(options: Options) -> tuple[Part, Part]:
@@ -117,11 +117,11 @@ def halves(part: Part) -> tuple[Part, Part]:
 
 
 def some(part: Part, each: int, skip: int = 0) -> Part:
-    """At most `each` items of each class, in their order, after leaving out `skip`."""
+    """At most `each` items of each class, in order, after skipping `skip`."""
     place = torch.zeros_like(part.labels)
     for kind in part.labels.unique():
-        mine = part.labels == kind
-        place[mine] = torch.arange(int(mine.sum()), device=place.device)
+        members = part.labels == kind
+        place[members] = torch.arange(int(members.sum()), device=place.device)
     return part.where((place >= skip) & (place < skip + each))
 
 
@@ -137,7 +137,7 @@ def balanced(part: Part, classes: int, each: int, steps: int, seed: int = 0) -> 
 
 
 def batches(sampler: Iterable[list[int]], part: Part) -> Tensor:
-    """All batches of one epoch of a sampler, on the device of the items: the loop then waits for nothing."""
+    """All batches of one epoch of a sampler, on the device of the items: the loop then never waits for a copy."""
     return torch.tensor(list(sampler), device=part.labels.device)
 
 
@@ -150,19 +150,19 @@ def train(
     lr: float,
     decay: bool = True,
     clip: float | None = None,
-    watch: Callable[[int, Tensor, Tensor], None] | None = None,
+    callback: Callable[[int, Tensor, Tensor], None] | None = None,
     every: int = 1,
 ) -> Tensor:
-    """One step of AdamW a batch; the loss of every step, (steps,).
+    """One step of AdamW per batch; the loss of every step, (steps,).
 
-    The rate rises over the first twentieth and, with `decay`, falls to 0 on a cosine. Parameters of the loss learn at
-    its own `lr_scale`. watch(steps done, loss, embeddings of the batch) is called before the first step (with 0 done),
+    The rate rises over the first twentieth and, with `decay`, falls to 0 on a cosine. Parameters of the loss learn with
+    its `lr_scale`. callback(steps done, loss, embeddings of the batch) is called before the first step (with 0 done),
     after every `every` steps and at the end.
     """
     loss = loss.to(part.images.device)
     groups = [(list(model.parameters()), lr), (list(loss.parameters()), lr * getattr(loss, "lr_scale", 1.0))]
-    own = [{"params": weights, "lr": rate, "base": rate} for weights, rate in groups if weights]
-    optimizer = torch.optim.AdamW(own, weight_decay=1e-4, fused=part.images.is_cuda or None)
+    param_groups = [{"params": weights, "lr": rate, "base": rate} for weights, rate in groups if weights]
+    optimizer = torch.optim.AdamW(param_groups, weight_decay=1e-4, fused=part.images.is_cuda or None)
     model.train()
     steps, history = len(batches), []
     for step, batch in enumerate(batches):
@@ -170,8 +170,8 @@ def train(
             group["lr"] = group["base"] * rate(step, steps, decay)
         embeddings = model(part.images[batch])
         value = loss(embeddings, part.labels[batch])
-        if watch is not None and step % every == 0:
-            watch(step, value.detach(), embeddings.detach())
+        if callback is not None and step % every == 0:
+            callback(step, value.detach(), embeddings.detach())
             model.train()
         optimizer.zero_grad(set_to_none=True)
         value.backward()
@@ -179,8 +179,8 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         history.append(value.detach())
-    if watch is not None:
-        watch(steps, history[-1], embeddings.detach())
+    if callback is not None:
+        callback(steps, history[-1], embeddings.detach())
     return torch.stack(history).float()
 
 
@@ -194,11 +194,11 @@ def rate(step: int, steps: int, decay: bool) -> float:
 
 @torch.no_grad()
 def embed(model: nn.Module, part: Part) -> Tensor:
-    was = model.training
+    training = model.training
     model.eval()
-    found = torch.cat([model(rows) for rows in part.images.split(2048)])
-    model.train(was)
-    return found
+    rows = torch.cat([model(rows) for rows in part.images.split(2048)])
+    model.train(training)
+    return rows
 
 
 def scores(model: nn.Module, part: Part, nmi: bool = False, seed: int = 0) -> dict[str, float]:
@@ -207,12 +207,12 @@ def scores(model: nn.Module, part: Part, nmi: bool = False, seed: int = 0) -> di
 
 
 def judged(embeddings: Tensor, labels: Tensor, nmi: bool = False, seed: int = 0) -> dict[str, float]:
-    """As `scores`, of embeddings. Embeddings that are no numbers any more score 0."""
+    """As `scores`, for embeddings. Embeddings with NaN or infinities score 0."""
     if not bool(embeddings.isfinite().all()):
         return {"recall@1": 0.0, "map@r": 0.0} | ({"nmi": 0.0} if nmi else {})
-    found = evaluation.retrieval(embeddings, labels, ks=(1,), metrics=("recall", "map@r"))
-    kept = {"recall@1": float(found["recall@1"]), "map@r": float(found["map@r"])}
-    return kept | ({"nmi": float(evaluation.clustering(embeddings, labels, seed)["nmi"])} if nmi else {})
+    metrics = evaluation.retrieval(embeddings, labels, ks=(1,), metrics=("recall", "map@r"))
+    result = {"recall@1": float(metrics["recall@1"]), "map@r": float(metrics["map@r"])}
+    return result | ({"nmi": float(evaluation.clustering(embeddings, labels, seed)["nmi"])} if nmi else {})
 
 
 def _part(pixels: Any, labels: Any, each: int, options: Options) -> Part:
@@ -227,27 +227,27 @@ def _part(pixels: Any, labels: Any, each: int, options: Options) -> Part:
 
 @lru_cache
 def _fashion(home: Path) -> tuple[Any, Any, Any]:
-    items = _found("fashion-mnist", home)
+    items = _load("fashion-mnist", home)
     return items.pictures.pixels, items.labels, np.asarray(items.split) == "test"
 
 
 @lru_cache
 def _omniglot(home: Path, size: int, classes: int) -> tuple[Any, Any]:
-    items = _found("omniglot", home, partial=True)
+    items = _load("omniglot", home, partial=True)
     chosen = np.flatnonzero(items.labels < classes)
     pixels = [square(items.pictures.read(i), side=size, channels=1)[..., 0] for i in chosen.tolist()]
     return np.stack(pixels), items.labels[chosen]
 
 
-def _found(name: str, home: Path, partial: bool = False) -> Any:
+def _load(name: str, home: Path, partial: bool = False) -> Any:
     try:
         return data.load(name, root=home / name, partial=partial)
     except (ValueError, OSError) as error:
-        sys.exit(f"{error}\nThe folder of the sets is given with --data.")
+        sys.exit(f"{error}\nSet the folder of the data sets with --data.")
 
 
 class Distorted(nn.Module):
-    """An encoder whose pictures, in training only, are warped at random: anew at each step, fixed by the seed."""
+    """An encoder whose pictures, in training only, are warped at random, differently at each step."""
 
     def __init__(self, model: nn.Module, augmentation: augment.Augmentation, seed: int = 0) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Distorted(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
-            places = torch.arange(len(images))  # on the CPU: nothing waits for the device
+            places = torch.arange(len(images))  # on the CPU: no wait for the device
             keys, self.steps = augment.keys(0, self.steps, places), self.steps + 1
             pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
             images = augment.warp(pixels, keys, size=images.shape[-1], augmentation=self.augmentation, seed=self.seed)

@@ -4,8 +4,8 @@
 
 The triplet loss on unit embeddings, every positive with its anchor's hardest or its semi-hard negative, all else equal:
 Fashion-MNIST and Omniglot, squared distances (as FaceNet) and plain ones, several margins and learning rates. Collapse
-shows in two numbers: all embeddings come together in one point, and the loss stays at the margin, which is what it is
-when all distances are 0. MAP@R is that of the test pictures of Fashion-MNIST and of Omniglot's unseen half.
+shows in two numbers: all embeddings move to one point, and the loss stays at the margin, its value when all distances
+are 0. MAP@R is that of the test pictures of Fashion-MNIST and of Omniglot's unseen half.
 
 A run falls if at some time its distances, mean over a batch, are below a third of what they were before the first
 step while its loss is at 90 % of the margin or above; it is stuck if that is so in the mean of its last tenth.
@@ -34,17 +34,17 @@ FORMS = {"squared": True, "plain": False}
 def run(
     options: ground.Options, parts: Any, batch: tuple[int, int], steps: int, loss: Any, lr: float, seed: int
 ) -> dict[str, Any]:
-    """Loss over margin and mean distance of the batch, every few steps, and what came of it."""
+    """Loss over margin and mean distance of the batch, every few steps, and the outcome."""
     seen, judge = parts
     shown: list[torch.Tensor] = []
 
-    def watch(step: int, value: torch.Tensor, embeddings: torch.Tensor) -> None:
+    def record(step: int, value: torch.Tensor, embeddings: torch.Tensor) -> None:
         apart = torch.pdist(normalize(embeddings, dim=1)).mean()
         shown.append(torch.stack([torch.tensor(float(step), device=value.device), value, apart]))
 
     model = ground.encoder(options, seen.size, seed=seed)
     places = ground.balanced(seen, *batch, steps, seed)
-    ground.train(model, loss, seen, places, lr=lr, decay=False, watch=watch, every=max(1, steps // 50))
+    ground.train(model, loss, seen, places, lr=lr, decay=False, callback=record, every=max(1, steps // 50))
     at, value, apart = torch.stack(shown).T.cpu()
     value = value / loss.settings["margin"]
     down = (apart < apart[0] / 3) & (value >= 0.9)
@@ -69,15 +69,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for seed in seeds[: 1 if options.quick else None]:
                     for selection in SELECTIONS:
                         loss = losses.TripletLoss(margin, squared=squared, selection=selection)
-                        found = run(options, parts, batch, steps, loss, lr, seed)
-                        runs[name, form, setting, seed, selection] = found
+                        outcome = run(options, parts, batch, steps, loss, lr, seed)
+                        runs[name, form, setting, seed, selection] = outcome
     showing.save(options, "hardest_negatives", draw(runs), numbers(runs), verdict(runs))
 
 
 def share(runs: dict[Any, Any], what: str, *words: str) -> float:
-    """Of the runs whose description has all these words."""
-    own = [found[what] for key, found in runs.items() if set(words) <= set(key)]
-    return sum(map(float, own)) / len(own)
+    """The mean over the runs whose description has all these words."""
+    values = [outcome[what] for key, outcome in runs.items() if set(words) <= set(key)]
+    return sum(map(float, values)) / len(values)
 
 
 def numbers(runs: dict[Any, Any]) -> dict[str, Any]:
@@ -90,11 +90,13 @@ def numbers(runs: dict[Any, Any]) -> dict[str, Any]:
         for selection in SELECTIONS
         for form in FORMS
     }
-    return {"in all": shares, "runs": {", ".join(map(str, key)): found for key, found in runs.items()}}
+    return {"in all": shares, "runs": {", ".join(map(str, key)): outcome for key, outcome in runs.items()}}
 
 
 def verdict(runs: dict[Any, Any]) -> dict[str, bool]:
-    worse = [found["map@r"] < runs[(*key[:-1], "semihard")]["map@r"] for key, found in runs.items() if "hard" in key]
+    worse = [
+        outcome["map@r"] < runs[(*key[:-1], "semihard")]["map@r"] for key, outcome in runs.items() if "hard" in key
+    ]
     return {
         "hardest negatives fall into one point in at least 3 of 4 runs": share(runs, "fell", "hard") >= 0.75,
         "semi-hard negatives do so in no run": share(runs, "fell", "semihard") == 0,
@@ -121,19 +123,19 @@ def draw(runs: dict[Any, Any]) -> Any:
         showing.panel(row[2], f"{name}: MAP@R at the end, every run", "", "MAP@R")
         for selection, words in SELECTIONS.items():
             for form, style in styles.items():
-                own = [r["curve"] for k, r in runs.items() if {name, form, main_setting, selection} <= set(k)]
+                chosen = [r["curve"] for k, r in runs.items() if {name, form, main_setting, selection} <= set(k)]
                 for axes, what in zip(row[:2], ("distance", "loss"), strict=True):
-                    ys = [curve[what] for curve in own]
+                    ys = [curve[what] for curve in chosen]
                     label = f"{words}, {form}"
-                    showing.band(axes, own[0]["step"], ys, colours[selection], label, linestyle=style)
+                    showing.band(axes, chosen[0]["step"], ys, colours[selection], label, linestyle=style)
         row[1].axhline(1, color=showing.SOFT, linewidth=1)
         row[0].set_ylim(0, 1.5)
         row[1].set_ylim(0, 1.8)
         places = [(s, f) for s in SELECTIONS for f in FORMS]
         for x, (selection, form) in enumerate(places):
-            own = [r["map@r"] for k, r in runs.items() if {name, form, selection} <= set(k)]
-            shift = [x + 0.08 * (i - (len(own) - 1) / 2) for i in range(len(own))]
-            row[2].plot(shift, own, "o", color=colours[selection], alpha=0.8, markeredgewidth=0)
+            chosen = [r["map@r"] for k, r in runs.items() if {name, form, selection} <= set(k)]
+            shift = [x + 0.08 * (i - (len(chosen) - 1) / 2) for i in range(len(chosen))]
+            row[2].plot(shift, chosen, "o", color=colours[selection], alpha=0.8, markeredgewidth=0)
         labels = [f"{'hardest' if s == 'hard' else 'semi-hard'}\n{f}" for s, f in places]
         row[2].set(xticks=range(4), xticklabels=labels, ylim=(0, 1.1 * row[2].get_ylim()[1]), xlim=(-0.6, 3.6))
     showing.legend(panels[0][1], loc="upper right")

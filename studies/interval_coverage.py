@@ -1,12 +1,13 @@
-"""How often 95 % intervals hold the truth of new classes, and how often a comparison finds a difference where none is.
+"""Coverage of 95 % intervals for new classes, and how often a comparison finds a difference where there is none.
 
     python studies/interval_coverage.py [--part retrieval|compare|pairs] [--draws 400] [--quick]
 
-Each draw takes new classes from a population, and so a new gallery too, and asks the functions of the library for their
-intervals. The truth is the mean of the metric over draws of as many classes, of verification the value over thousands
-of classes. The populations: `plain`, classes alike; `spread`, heavy-tailed widths of classes; `unequal`, sizes of 2 to
-about 20; `families`, classes that come in look-alike groups; `hubs`, centres of unequal length, some of which are near
-everything; `easy`, where most classes are perfect and a few are not; `glyphs`, characters as plain pixels.
+Each sample has new classes from a population, and so a new gallery, and calls the functions of the library for their
+intervals. The truth is the mean of the metric over samples of as many classes; for verification, the value over
+thousands of classes. The populations: `plain`, similar classes; `spread`, heavy-tailed widths of classes; `unequal`,
+sizes of 2 to about 20; `families`, classes that come in look-alike groups; `hubs`, centres of unequal length, some of
+which are near everything; `easy`, where most classes are perfect and a few are not; `glyphs`, characters as plain
+pixels.
 """
 
 import argparse
@@ -39,7 +40,7 @@ _DIM = 16
 
 
 def drawn(kind: str, classes: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Embeddings and labels of so many new classes of a population."""
+    """Embeddings and labels of new classes of a population."""
     if kind == "glyphs":
         pixels, size = _pixels()
         taken = rng.choice(len(pixels), classes, replace=False)
@@ -88,7 +89,7 @@ def pair_drawn(kind: str, classes: int, rng: np.random.Generator) -> tuple[Tenso
 
 
 def verified(kind: str, classes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Four items each of so many classes; `flat`: most of the variance in few dimensions, so that many look alike."""
+    """Four items per class; `flat`: most of the variance in few dimensions, so that many look alike."""
     rng = np.random.default_rng([seed, 77])
     centres, width = rng.normal(size=(classes, _DIM)), VERIFIED[kind]
     if kind == "families":
@@ -100,38 +101,38 @@ def verified(kind: str, classes: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def retrieval_coverage(kind: str, classes: int, draws: int) -> dict[str, tuple[float, float, float]]:
-    """Of each metric the truth, and the shares of intervals that hold it: of this library and of plain percentiles."""
+    """Per metric the truth, and the coverage of the intervals: of this library and of plain percentiles."""
     rng = np.random.default_rng([classes, POPULATIONS.index(kind)])
     values, ends, plain = [], [], []
     for draw in range(4 * draws):
         x, labels = drawn(kind, classes, rng)
-        found = per_query(x, labels)
-        values.append([float(found[name].mean()) for name in METRICS])
+        scores = per_query(x, labels)
+        values.append([float(scores[name].mean()) for name in METRICS])
         if draw < draws:
-            ends.append([cluster_bootstrap.share_interval(found[name], labels) for name in METRICS])
-            plain.append([percentiles(found[name], labels, draw) for name in METRICS])
+            ends.append([cluster_bootstrap.share_interval(scores[name], labels) for name in METRICS])
+            plain.append([percentiles(scores[name], labels, draw) for name in METRICS])
     truth = np.mean(values, axis=0)
     return {
-        name: (truth[i], *(_held(np.array(which)[:, i], truth[i]) for which in (ends, plain)))
+        name: (truth[i], *(_coverage(np.array(which)[:, i], truth[i]) for which in (ends, plain)))
         for i, name in enumerate(METRICS)
     }
 
 
 def false_verdicts(kind: str, classes: int, draws: int) -> dict[str, float]:
-    """How often `compare` decides where the two are equally good on the average of all draws, and that average."""
+    """How often `compare` decides where both are equally good on average over all samples, and that average."""
     rng, decided, difference = np.random.default_rng([classes, NULLS.index(kind)]), np.zeros(3), 0.0
     for draw in range(draws):
         a, b, labels = pair_drawn(kind, classes, rng)
         first, second = per_query(a, labels), per_query(b, labels)
         for i, name in enumerate(METRICS):
-            found = cluster_bootstrap.compare(first[name], second[name], labels, samples=1000, seed=draw)
-            decided[i] += found["verdict"] != "undecided"
-        difference += found["difference"] / draws
+            comparison = cluster_bootstrap.compare(first[name], second[name], labels, samples=1000, seed=draw)
+            decided[i] += comparison["verdict"] != "undecided"
+        difference += comparison["difference"] / draws
     return dict(zip(METRICS, decided / draws, strict=True)) | {"difference": difference}
 
 
 def pair_coverage(kind: str, classes: int, far: float, draws: int, truth: dict[str, float]) -> dict[str, float]:
-    """Of each rate the share of intervals that hold the truth."""
+    """Per rate, the share of intervals that contain the truth."""
     names, inside = ("eer", "auc", f"tar@far={far}"), np.zeros(3)
     for draw in range(draws):
         ends = all_pairs(*verified(kind, classes, draw), fars=(far,), interval=True, seed=draw, samples=500).intervals
@@ -140,19 +141,19 @@ def pair_coverage(kind: str, classes: int, far: float, draws: int, truth: dict[s
 
 
 def per_query(x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """The metrics as `evaluation.ranking.per_query` has them, for small sets a good deal faster."""
+    """The metrics of `retrieval_metrics.per_query`, much faster for small sets."""
     rows = torch.nn.functional.normalize(x, dim=1)
-    kin = torch.bincount(labels)[labels] - 1
-    near = (rows @ rows.T).fill_diagonal_(-2).topk(int(kin.max()), dim=1).indices
+    positives = torch.bincount(labels)[labels] - 1
+    near = (rows @ rows.T).fill_diagonal_(-2).topk(int(positives.max()), dim=1).indices
     place = torch.arange(1, near.shape[1] + 1)
-    hit = (labels[near] == labels[:, None]) & (place <= kin[:, None])
+    hit = (labels[near] == labels[:, None]) & (place <= positives[:, None])
     precision = hit.cumsum(1) / place
-    right = hit[:, 0], hit.sum(1) / kin, (precision * hit).sum(1) / kin
+    right = hit[:, 0], hit.sum(1) / positives, (precision * hit).sum(1) / positives
     return {name: value.double() for name, value in zip(METRICS, right, strict=True)}
 
 
 def percentiles(values: Tensor, labels: Tensor, seed: int) -> tuple[float, float]:
-    """What was done before: percentiles of 1,000 resamples of the query classes."""
+    """The baseline: percentiles of 1,000 resamples of the query classes."""
     means = torch.zeros(int(labels.max()) + 1, 2, dtype=torch.float64)
     means.index_add_(0, labels, torch.stack([values, torch.ones_like(values)], 1))
     times = np.random.default_rng(seed).multinomial(len(means), np.full(len(means), 1 / len(means)), 1000)
@@ -164,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("retrieval", "compare", "pairs"))
     parser.add_argument("--draws", type=int, default=400)
-    parser.add_argument("--quick", action="store_true", help="few draws of few classes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="few samples of few classes, to check that it runs")
     options = parser.parse_args(argv)
     draws = 10 if options.quick else options.draws
     parts: dict[str, Callable[[int, bool], Iterator[str]]] = {
@@ -178,12 +179,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _retrieval_rows(draws: int, quick: bool) -> Iterator[str]:
-    yield "| population | classes | " + " | ".join(f"{name}: truth, held, percentiles held" for name in METRICS) + " |"
+    yield (
+        "| population | classes | "
+        + " | ".join(f"{name}: truth, covered, percentiles covered" for name in METRICS)
+        + " |"
+    )
     yield "|---|---|" + "---|" * len(METRICS)
     for kind in POPULATIONS[:2] if quick else POPULATIONS:
         for classes in (5, 10) if quick else (10, 30, 100, 5):
-            found = retrieval_coverage(kind, classes, draws)
-            cells = [f"{100 * t:.1f} %, {100 * ours:.1f}, {100 * old:.1f}" for t, ours, old in found.values()]
+            coverage = retrieval_coverage(kind, classes, draws)
+            cells = [f"{100 * t:.1f} %, {100 * ours:.1f}, {100 * old:.1f}" for t, ours, old in coverage.values()]
             yield f"| {kind} | {classes} | {' | '.join(cells)} |"
 
 
@@ -192,13 +197,13 @@ def _compare_rows(draws: int, quick: bool) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for kind in NULLS[:2] if quick else NULLS:
         for classes in (10,) if quick else (10, 20, 50):
-            found = false_verdicts(kind, classes, draws)
-            first = "" if kind in ("skewed", "rare") else f"{100 * found['recall@1']:.1f}"
-            yield f"| {kind} | {classes} | {first} | {100 * found['map@r']:.1f} | {found['difference']:+.4f} |"
+            rates = false_verdicts(kind, classes, draws)
+            first = "" if kind in ("skewed", "rare") else f"{100 * rates['recall@1']:.1f}"
+            yield f"| {kind} | {classes} | {first} | {100 * rates['map@r']:.1f} | {rates['difference']:+.4f} |"
 
 
 def _pair_rows(draws: int, quick: bool) -> Iterator[str]:
-    yield "| population | classes | FAR | TAR there, truth | TAR held, % | EER held, % | AUC held, % |"
+    yield "| population | classes | FAR | TAR there, truth | TAR covered, % | EER covered, % | AUC covered, % |"
     yield "|---|---|---|---|---|---|---|"
     shown = SHOWN[:1] if quick else SHOWN
     for kind in tuple(VERIFIED)[: 1 if quick else None]:
@@ -206,11 +211,13 @@ def _pair_rows(draws: int, quick: bool) -> Iterator[str]:
             all_pairs(*verified(kind, 300 if quick else 3000, 10**6 + i), fars=[f for _, f in shown]) for i in range(4)
         ]
         truth = {
-            name: float(np.mean([one[name] for one in many])) for name in many[0] if name[:3] in ("tar", "eer", "auc")
+            name: float(np.mean([result[name] for result in many]))
+            for name in many[0]
+            if name[:3] in ("tar", "eer", "auc")
         }
         for classes, far in shown:
-            found = pair_coverage(kind, classes, far, max(draws // (1 + classes // 100), 10), truth)
-            eer, auc, tar = (f"{100 * found[name]:.0f}" for name in ("eer", "auc", f"tar@far={far}"))
+            coverage = pair_coverage(kind, classes, far, max(draws // (1 + classes // 100), 10), truth)
+            eer, auc, tar = (f"{100 * coverage[name]:.0f}" for name in ("eer", "auc", f"tar@far={far}"))
             yield f"| {kind} | {classes} | {far:g} | {100 * truth[f'tar@far={far}']:.1f} % | {tar} | {eer} | {auc} |"
 
 
@@ -230,12 +237,12 @@ def _families(number: int) -> np.ndarray:
 @lru_cache(maxsize=1)
 def _pixels() -> tuple[np.ndarray, int]:
     """Four drawings of every character as 16 × 16 pixels less their mean, (classes, 4, 256)."""
-    found = glyphs.load(size=16, per_class=4)
-    rows = found.images.reshape(-1, 4, 256).astype(np.float32)
+    drawings = glyphs.load(size=16, per_class=4)
+    rows = drawings.images.reshape(-1, 4, 256).astype(np.float32)
     return rows - rows.mean(axis=(0, 1)), 4
 
 
-def _held(ends: np.ndarray, truth: float) -> float:
+def _coverage(ends: np.ndarray, truth: float) -> float:
     return float(((ends[:, 0] <= truth + 1e-12) & (truth - 1e-12 <= ends[:, 1])).mean())
 
 

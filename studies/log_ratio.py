@@ -2,10 +2,10 @@
 
     python studies/log_ratio.py [--parts coil|cub]
 
-Two sets with real-valued labels. COIL-20: the pose as (cos, sin); learns every fourth pose of 20 objects, is asked for
-the poses between. CUB-200-2011: the 312 attributes of a bird's class; learns 75 classes from frozen ImageNet features
-of EfficientNet-Lite0 through a small MLP, is asked for 100 others. Judged by evaluation.graded: nDCG@10 and the mean
-label distance of the ten nearest. A part that is not run is taken from the numbers of the last run.
+Two sets with real-valued labels. COIL-20: the pose as (cos, sin); learns every fourth pose of 20 objects and is tested
+on the poses between. CUB-200-2011: the 312 attributes of a bird's class; learns 75 classes from frozen ImageNet
+features of EfficientNet-Lite0 through a small MLP and is tested on 100 others. Metrics by evaluation.graded: nDCG@10
+and the mean label distance of the ten nearest. A part that is not run is taken from the numbers of the last run.
 
 Every batch has 60 items, of one of five kinds (samplers.LabelNeighbours):
 
@@ -71,7 +71,7 @@ ARMS = {
 
 
 class Set(NamedTuple):
-    """Parts whose "classes" number the kinds of label; targets (kinds, K) says what each kind stands for."""
+    """Parts whose "classes" number the distinct labels; targets (kinds, K): the value of each."""
 
     learn: ground.Part
     validate: ground.Part
@@ -81,7 +81,7 @@ class Set(NamedTuple):
 
 
 class Graded(nn.Module):
-    """The loss of an arm. Labels are places of items; kinds (N,) says which row of the table of distances each is."""
+    """The loss of an arm. Labels are indices of items; kinds (N,): the row of each in the table of distances."""
 
     def __init__(self, arm: Arm, kinds: Tensor, table: Tensor, reach: float) -> None:
         super().__init__()
@@ -92,8 +92,8 @@ class Graded(nn.Module):
         kinds = self.kinds[items]
         gaps, other = self.table[kinds][:, kinds], items[:, None] != items  # (B, B)
         if self.arm.kind == "log-ratio":  # a label distance of 0 is left out
-            said = LabelDistance(torch.where(other, gaps.clamp(min=self.least), 0.0))
-            return losses.logratio_loss(x, said, anchors=self.arm.groups(len(x)) if self.arm.first else None)
+            label_distance = LabelDistance(torch.where(other, gaps.clamp(min=self.least), 0.0))
+            return losses.logratio_loss(x, label_distance, anchors=self.arm.groups(len(x)) if self.arm.first else None)
         if self.arm.kind == "binarised":
             return losses.triplet_loss(x, Relation((gaps <= self.reach) & other, gaps > self.reach), margin=0.2)
         away = squared_euclidean(x, normalize=True)
@@ -119,7 +119,7 @@ def cub(options: ground.Options) -> Set:
     items = data.load("cub200", root=home)
     assert items.labels is not None and items.pictures is not None
     labels = np.asarray(items.labels)
-    place = np.concatenate([np.arange(n) for n in np.bincount(labels)])  # photos of a class stand together
+    place = np.concatenate([np.arange(n) for n in np.bincount(labels)])  # photos of a class are adjacent
     ends, each = ((10, 14, 24), (4, 4)) if options.quick else ((75, 100, 200), (60, 12))
     chosen = np.flatnonzero(np.where(labels < ends[0], place < each[0], (labels < ends[2]) & (place < each[1])))
     stored = store(items.pictures.take(chosen), [items.names[i] for i in chosen], side=112, channels=3, cache=False)
@@ -130,8 +130,8 @@ def cub(options: ground.Options) -> Set:
     parts = [ground.Part(features[m], kinds[m]) for m in cuts]
 
     def encoder(seed: int) -> nn.Module:
-        made = models.build("mlp", features=features.shape[1], hidden=(512,), dim=DIM, normalize=False, seed=seed)
-        return made.standardize(parts[0].images.cpu()).to(options.device)
+        network = models.build("mlp", features=features.shape[1], hidden=(512,), dim=DIM, normalize=False, seed=seed)
+        return network.standardize(parts[0].images.cpu()).to(options.device)
 
     return Set(*parts, targets, encoder)
 
@@ -147,7 +147,7 @@ def described(pixels: Tensor, options: ground.Options) -> Tensor:
 
 
 def attributes(home: Path) -> Any:
-    """(200, 312): how often, in percent, people saw each attribute in photos of each class."""
+    """(200, 312): how often, in per cent, people saw each attribute in photos of each class."""
     name = "attributes/class_attribute_labels_continuous.txt"
     if (home / name).is_file():
         return np.loadtxt(home / name)
@@ -159,83 +159,85 @@ def attributes(home: Path) -> Any:
     raise SystemExit(f"{home} has no {name}, neither as a file nor in a .tar")
 
 
-def run(given: Set, arm: Arm, batches: Tensor, table: Tensor, rate: float, seed: int, shown: int = 0) -> dict[str, Any]:
+def run(
+    dataset: Set, arm: Arm, batches: Tensor, table: Tensor, rate: float, seed: int, shown: int = 0
+) -> dict[str, Any]:
     """Validation nDCG at the end, the curves of the test items, and the items nearest to the first `shown` of them."""
-    model = given.encoder(seed)
+    model = dataset.encoder(seed)
     away = "euclidean" if arm.kind == "log-ratio" else "cosine"
-    nearest = label_distances(given.targets[given.learn.labels.unique()]).sort(1).values
-    each = len(given.learn.labels) / len(nearest)
+    nearest = label_distances(dataset.targets[dataset.learn.labels.unique()]).sort(1).values
+    each = len(dataset.learn.labels) / len(nearest)
     reach = float(nearest[:, min(int(POSITIVES / each), nearest.shape[1] - 1)].median()) * 1.0001
     curve: list[dict[str, float]] = []
 
     def judged(part: ground.Part) -> dict[str, float]:
-        found = evaluation.graded(ground.embed(model, part), given.targets[part.labels], ks=(K,), distance=away)
-        return {"ndcg": found[f"ndcg@{K}"], "distance": found[f"label_distance@{K}"]}
+        graded = evaluation.graded(ground.embed(model, part), dataset.targets[part.labels], ks=(K,), distance=away)
+        return {"ndcg": graded[f"ndcg@{K}"], "distance": graded[f"label_distance@{K}"]}
 
-    def watch(step: int, value: Tensor, embeddings: Tensor) -> None:
-        curve.append({"step": step, **judged(given.test)})
+    def record(step: int, value: Tensor, embeddings: Tensor) -> None:
+        curve.append({"step": step, **judged(dataset.test)})
 
-    loss, part = Graded(arm, given.learn.labels, table, reach), given.learn
+    loss, part = Graded(arm, dataset.learn.labels, table, reach), dataset.learn
     part = ground.Part(part.images, torch.arange(len(part.labels), device=part.labels.device))
-    ground.train(model, loss, part, batches, lr=rate, decay=False, watch=watch, every=max(1, len(batches) // LOOKS))
-    rows = ground.embed(model, given.test)
+    ground.train(model, loss, part, batches, lr=rate, decay=False, callback=record, every=max(1, len(batches) // LOOKS))
+    rows = ground.embed(model, dataset.test)
     nearest = squared_euclidean(rows[:shown], rows, normalize=away == "cosine").argsort(1)[:, 1:6]
-    return {"rate": rate, "validation": judged(given.validate)["ndcg"], "curve": curve, "nearest": nearest.tolist()}
+    return {"rate": rate, "validation": judged(dataset.validate)["ndcg"], "curve": curve, "nearest": nearest.tolist()}
 
 
-def drawn(given: Set, arm: Arm, steps: int, batch: int, seed: int) -> Tensor:
+def drawn(dataset: Set, arm: Arm, steps: int, batch: int, seed: int) -> Tensor:
     """(steps, batch) places of the items of every batch."""
-    rows = given.targets[given.learn.labels].cpu()
-    # Of equally near items the sampler takes those that stand first: a little noise lets all have their turn.
+    rows = dataset.targets[dataset.learn.labels].cpu()
+    # Of equally near items the sampler takes the first ones: a little noise varies the choice.
     rows = rows + 1e-3 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed))
     near = NEIGHBOURS if arm.share else 0
     sampler = samplers.LabelNeighbours(rows, batch, near, seed, anchors=arm.groups(batch), batches=steps)
-    return ground.batches(sampler, given.learn)
+    return ground.batches(sampler, dataset.learn)
 
 
-def measured(given: Set, options: ground.Options, arms: dict[str, Arm] = ARMS, shown: int = 0) -> dict[str, Any]:
+def measured(dataset: Set, options: ground.Options, arms: dict[str, Arm] = ARMS, shown: int = 0) -> dict[str, Any]:
     seeds, steps, size = QUICK if options.quick else FULL
-    table = label_distances(given.targets)
-    found: dict[str, Any] = {}
+    table = label_distances(dataset.targets)
+    result: dict[str, Any] = {}
     for name, arm in arms.items():
-        batches = [drawn(given, arm, steps, size, seed) for seed in range(seeds)]
+        batches = [drawn(dataset, arm, steps, size, seed) for seed in range(seeds)]
         rates = RATES[: 1 if options.quick else None]
-        first = [run(given, arm, batches[0], table, rate, 0, shown) for rate in rates]
-        best = max(first, key=lambda one: one["validation"])
-        runs = [best] + [run(given, arm, batches[seed], table, best["rate"], seed) for seed in range(1, seeds)]
-        curves = {key: [[point[key] for point in one["curve"]] for one in runs] for key in ("ndcg", "distance")}
+        first = [run(dataset, arm, batches[0], table, rate, 0, shown) for rate in rates]
+        best = max(first, key=lambda run_: run_["validation"])
+        runs = [best] + [run(dataset, arm, batches[seed], table, best["rate"], seed) for seed in range(1, seeds)]
+        curves = {key: [[point[key] for point in run_["curve"]] for run_ in runs] for key in ("ndcg", "distance")}
         ends = {key: showing.spread(curve[-1] for curve in every) for key, every in curves.items()}
-        validation = showing.spread(one["validation"] for one in runs)
-        found[name] = {"rate": best["rate"], **ends, "validation": validation, "curves": curves}
+        validation = showing.spread(run_["validation"] for run_ in runs)
+        result[name] = {"rate": best["rate"], **ends, "validation": validation, "curves": curves}
         if shown:
-            found[name]["nearest"] = best["nearest"]
+            result[name]["nearest"] = best["nearest"]
         print(f"{name}: nDCG@{K} {ends['ndcg']['mean']:.3f}", flush=True)
-    found["steps"] = [point["step"] for point in best["curve"]]
-    found["learned from"], found["asked"] = len(given.learn.labels), len(given.test.labels)
-    return found
+    result["steps"] = [point["step"] for point in best["curve"]]
+    result["learned from"], result["asked"] = len(dataset.learn.labels), len(dataset.test.labels)
+    return result
 
 
 def reached(steps: Sequence[float], curve: Sequence[float], goal: float) -> float:
-    """The first step at which the curve, straight between its points, is at the goal; infinite where it never is."""
+    """The first step at which the curve, linear between its points, reaches the goal; infinite where it never does."""
     for (a, b), (low, high) in zip(pairwise(steps), pairwise(curve), strict=True):
         if high >= goal:
             return a + (b - a) * max(0.0, goal - low) / max(high - low, 1e-9)
     return math.inf
 
 
-def sooner(found: dict[str, Any]) -> float:
-    """Steps with neighbours until what the random batches reach at their end, as a part of those; median of seeds."""
-    near, random = (found[f"log-ratio, {how}"]["curves"]["ndcg"] for how in ("half groups", "random batches"))
-    parts = [reached(found["steps"], a, b[-1]) / found["steps"][-1] for a, b in zip(near, random, strict=True)]
+def sooner(result: dict[str, Any]) -> float:
+    """Steps with neighbours up to the final score of random batches, as a share of their steps; median of seeds."""
+    near, random = (result[f"log-ratio, {how}"]["curves"]["ndcg"] for how in ("half groups", "random batches"))
+    parts = [reached(result["steps"], a, b[-1]) / result["steps"][-1] for a, b in zip(near, random, strict=True)]
     return sorted(parts)[len(parts) // 2]
 
 
 def judge(numbers: dict[str, Any]) -> dict[str, bool]:
     parts = {}
-    for name, found in numbers.items():
+    for name, result in numbers.items():
 
-        def above(one: str, other: str, found: dict[str, Any] = found) -> bool:
-            a, b = (found[arm]["curves"]["ndcg"] for arm in (one, other))
+        def above(arm_a: str, arm_b: str, result: dict[str, Any] = result) -> bool:
+            a, b = (result[arm]["curves"]["ndcg"] for arm in (arm_a, arm_b))
             return all(x[-1] > y[-1] for x, y in zip(a, b, strict=True))
 
         for how in ("half groups", "random batches"):
@@ -244,7 +246,7 @@ def judge(numbers: dict[str, Any]) -> dict[str, bool]:
         won = above("log-ratio, one anchor", "log-ratio, random batches")
         parts[f"{name}: one anchor a batch, as published, ends above all items as anchors, every seed"] = won
         part = f"{name}: with half groups it takes at most 0.8 of the steps to where random batches end"
-        parts[part] = sooner(found) <= 0.8
+        parts[part] = sooner(result) <= 0.8
     return parts
 
 
@@ -255,16 +257,16 @@ def draw(numbers: dict[str, Any]) -> Any:
     inks = {kind: showing.INK[i] for i, kind in enumerate(("log-ratio", "binarised", "dense"))}
     lines = {"one anchor": (0, (1, 4)), "ten anchors": "-.", "half groups": "--", "groups": "-", "random batches": ":"}
     heads = {"COIL-20": "COIL-20, poses not learned", "CUB-200": "CUB-200, classes not learned"}
-    said = {
+    metrics = {
         "ndcg": (f"nDCG@{K}", "higher is better"),
         "distance": (f"label distance of the nearest {K}", "lower is better"),
     }
-    for row, (name, found) in zip(np.atleast_2d(panels), numbers.items(), strict=True):
-        for axes, (key, (words, better)) in zip(row, said.items(), strict=True):
+    for row, (name, result) in zip(np.atleast_2d(panels), numbers.items(), strict=True):
+        for axes, (key, (words, better)) in zip(row, metrics.items(), strict=True):
             for name_of_arm, arm in ARMS.items():
                 line = {"linestyle": lines[name_of_arm.split(", ")[1]]}
-                curves = found[name_of_arm]["curves"][key]
-                showing.band(axes, found["steps"], curves, inks[arm.kind], name_of_arm, **line)
+                curves = result[name_of_arm]["curves"][key]
+                showing.band(axes, result["steps"], curves, inks[arm.kind], name_of_arm, **line)
             showing.panel(axes, f"{heads[name]}; {better}", "training step", words)
     handles, names = np.atleast_2d(panels)[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, labelcolor=showing.TEXT)
@@ -274,16 +276,16 @@ def draw(numbers: dict[str, Any]) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--parts", choices=("coil", "cub", "both"), default="both")
-    asked, rest = parser.parse_known_args(argv)
+    chosen, rest = parser.parse_known_args(argv)
     options = ground.options(__doc__, rest)
     last = options.numbers / "log_ratio.json"
     numbers: dict[str, Any] = json.loads(last.read_text(encoding="utf-8"))["numbers"] if last.is_file() else {}
     for key, name, load in (("coil", "COIL-20", coil), ("cub", "CUB-200", cub)):
-        if asked.parts in (key, "both"):
+        if chosen.parts in (key, "both"):
             numbers[name] = showing.rounded(measured(load(options), options))
             numbers[name]["part of the steps with neighbours"] = showing.rounded(sooner(numbers[name]))
-    whole = [name for name in ("COIL-20", "CUB-200") if set(ARMS) <= set(numbers.get(name, ()))]
-    numbers = {name: numbers[name] for name in whole}
+    complete = [name for name in ("COIL-20", "CUB-200") if set(ARMS) <= set(numbers.get(name, ()))]
+    numbers = {name: numbers[name] for name in complete}
     showing.save(options, "log_ratio", draw(numbers), numbers, judge(numbers))
 
 

@@ -2,13 +2,14 @@
 
     python studies/log_ratio_poses.py
 
-The label of a figure is where its ten joints are, twenty numbers, measured from its hips in lengths of its back; the
-label distance of two figures is Euclidean. Figures walk, lift their arms and lean; the picture, 32 px, also has chance
-of its own, which the label does not see: place, size, build, thickness, shades, light, noise, two stray lines. Learns
-2,000 figures and is asked for the nearest of each of 500 others among these. Batches of 60, arms as in log_ratio.py:
+The label of a figure is the position of its ten joints, twenty numbers, relative to its hips in lengths of its back;
+the label distance of two figures is Euclidean. Figures walk, lift their arms and lean; the picture, 32 px, also varies
+at random in ways that are not in the label: place, size, build, thickness, shades, light, noise, two stray lines.
+Learns 2,000 figures and is tested on 500 others, each with its nearest among these. Batches of 60, arms as in
+log_ratio.py:
 
-    untrained            the network as it begins
-    log-ratio            one anchor a batch, as published; half groups, groups or random batches, every item an anchor
+    untrained            the network before training
+    log-ratio            one anchor per batch, as published; half groups, groups or random batches, every item an anchor
     binarised triplet    the 30 nearest by label are positives, the others negatives; semi-hard, margin 0.2
 
 Kim et al. 2019, arXiv:1904.09626, learn human poses in this way, from photographs.
@@ -37,29 +38,29 @@ BONES = ((-1, 1), (1, 0), (1, 2), (2, 3), (1, 4), (4, 5), (-1, 6), (6, 7), (-1, 
 
 
 def poses(number: int, generator: torch.Generator) -> Tensor:
-    """Joints (N, 10, 2) of random figures: phase and stride of a walk, two lifted arms, a lean, a little by itself."""
+    """Joints (N, 10, 2) of random figures: phase and stride of a walk, two lifted arms, a lean, a little jitter."""
     phase, stride, left, right, lean = (torch.rand(number, generator=generator) for _ in range(5))
-    own = 0.1 * torch.randn(number, 10, generator=generator)
+    jitter = 0.1 * torch.randn(number, 10, generator=generator)
     swing = (2 * math.pi * phase).sin() * (0.2 + 0.6 * stride)
-    back = 0.9 * (lean - 0.5) + own[:, 0]
-    angles = {  # from straight down, counter-clockwise; each bone's own
-        "arm left": -0.3 - 2.4 * left + 0.4 * swing + own[:, 1],
-        "arm right": 0.3 + 2.4 * right - 0.4 * swing + own[:, 2],
-        "leg left": -0.15 - swing + own[:, 3],
-        "leg right": 0.15 + swing + own[:, 4],
+    back = 0.9 * (lean - 0.5) + jitter[:, 0]
+    angles = {  # of each bone, from straight down, counter-clockwise
+        "arm left": -0.3 - 2.4 * left + 0.4 * swing + jitter[:, 1],
+        "arm right": 0.3 + 2.4 * right - 0.4 * swing + jitter[:, 2],
+        "leg left": -0.15 - swing + jitter[:, 3],
+        "leg right": 0.15 + swing + jitter[:, 4],
     }
     bend = {
-        "arm left": -0.9 * left + own[:, 5],
-        "arm right": 0.9 * right + own[:, 6],
-        "leg left": 0.7 * (2 * math.pi * phase).cos().clamp(min=0) + own[:, 7],
-        "leg right": -0.7 * (-(2 * math.pi * phase).cos()).clamp(min=0) + own[:, 8],
+        "arm left": -0.9 * left + jitter[:, 5],
+        "arm right": 0.9 * right + jitter[:, 6],
+        "leg left": 0.7 * (2 * math.pi * phase).cos().clamp(min=0) + jitter[:, 7],
+        "leg right": -0.7 * (-(2 * math.pi * phase).cos()).clamp(min=0) + jitter[:, 8],
     }
 
     def away(angle: Tensor, length: float) -> Tensor:
         return length * torch.stack([angle.sin(), -angle.cos()], 1)
 
     neck = away(math.pi + back, 1.0)
-    joints = [neck + away(math.pi + back + own[:, 9], 0.45), neck]
+    joints = [neck + away(math.pi + back + jitter[:, 9], 0.45), neck]
     for limb in angles:
         start, lengths = (neck, (0.55, 0.5)) if limb.startswith("arm") else (torch.zeros_like(neck), (0.7, 0.7))
         turn = angles[limb] + back if limb.startswith("arm") else angles[limb]
@@ -69,7 +70,7 @@ def poses(number: int, generator: torch.Generator) -> Tensor:
 
 
 def drawn(joints: Tensor, generator: torch.Generator, side: int = 32) -> Tensor:
-    """Pictures (N, 1, side, side): place, size, build, thickness, shades, light and two stray lines are chance."""
+    """Pictures (N, 1, side, side): place, size, build, thickness, shades, light and two stray lines are random."""
     number = len(joints)
 
     def chance(low: float, high: float, *shape: int) -> Tensor:
@@ -118,8 +119,8 @@ def judge(numbers: dict[str, Any]) -> dict[str, bool]:
     def ends(arm: str, key: str) -> list[float]:
         return [curve[-1] for curve in numbers[arm]["curves"][key]]
 
-    def each(one: Sequence[float], other: Sequence[float]) -> bool:
-        return all(a > b for a, b in zip(one, other, strict=True))
+    def each(first: Sequence[float], second: Sequence[float]) -> bool:
+        return all(a > b for a, b in zip(first, second, strict=True))
 
     begin = [curve[0] for curve in numbers[BEST]["curves"]["ndcg"]]
     parts = {
@@ -134,7 +135,7 @@ def judge(numbers: dict[str, Any]) -> dict[str, bool]:
     return {f"{name} ends above the untrained network": each(ends(name, "ndcg"), begin) for name in ARMS} | parts
 
 
-def draw(given: log_ratio.Set, numbers: dict[str, Any]) -> Any:
+def draw(dataset: log_ratio.Set, numbers: dict[str, Any]) -> Any:
     figure, panels = showing.figure("Figures in similar poses: labels of twenty numbers", (1, 2), (12, 5.8))
     lines = {"one anchor": (0, (1, 4)), "half groups": "--", "groups": "-", "random batches": ":"}
     for name in ARMS:
@@ -144,13 +145,13 @@ def draw(given: log_ratio.Set, numbers: dict[str, Any]) -> Any:
         showing.band(panels[0], numbers["steps"], numbers[name]["curves"]["ndcg"], ink, name, **style)
     showing.panel(panels[0], "Test figures; higher is better", "training step", "nDCG@10")
     showing.legend(panels[0], loc="lower right")
-    shown(panels[1], given, numbers)
+    shown(panels[1], dataset, numbers)
     return figure
 
 
-def shown(axes: Any, given: log_ratio.Set, numbers: dict[str, Any]) -> None:
-    """Queries, and beside each the five nearest figures after two losses, with their distances in pose."""
-    images, targets = given.test.images.cpu(), given.targets[given.test.labels].cpu()
+def shown(axes: Any, dataset: log_ratio.Set, numbers: dict[str, Any]) -> None:
+    """Queries, each with its five nearest figures under two losses and their distances in pose."""
+    images, targets = dataset.test.images.cpu(), dataset.targets[dataset.test.labels].cpu()
     side, rows = images.shape[-1], 2 * SHOWN
     axes.set_xlim(-1.1 * side, 6.7 * side)
     axes.set_ylim(rows * 1.35 * side, -0.1 * side)
@@ -158,7 +159,7 @@ def shown(axes: Any, given: log_ratio.Set, numbers: dict[str, Any]) -> None:
     axes.set_title("A query and its five nearest, with their distance in pose", loc="left", fontsize=11)
     for row in range(rows):
         query, name = row // 2, (BEST, OTHER)[row % 2]
-        top, first = row * 1.35 * side, row % 2  # the query stands in the first of its two rows
+        top, first = row * 1.35 * side, row % 2  # the query is in the first of its two rows
         chosen = numbers[name]["nearest"][query] if first else [query, *numbers[name]["nearest"][query]]
         for place, item in enumerate(chosen, start=first):
             left = place * 1.06 * side + (0.3 * side if place else 0)
@@ -173,9 +174,9 @@ def shown(axes: Any, given: log_ratio.Set, numbers: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = ground.options(__doc__, argv)
-    given = figures(options)
-    numbers = showing.rounded(log_ratio.measured(given, options, ARMS, SHOWN))
-    showing.save(options, "log_ratio_poses", draw(given, numbers), numbers, judge(numbers))
+    dataset = figures(options)
+    numbers = showing.rounded(log_ratio.measured(dataset, options, ARMS, SHOWN))
+    showing.save(options, "log_ratio_poses", draw(dataset, numbers), numbers, judge(numbers))
 
 
 if __name__ == "__main__":

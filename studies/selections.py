@@ -4,15 +4,15 @@
 
 About two minutes on two cores; reads the glyphs set and nothing else. Trains the network of examples/plain_loop.py for
 a short while, embeds its training pictures and applies every selection to the same class-balanced batches: the batch
-against itself, and against the whole training set, as a large memory would have it. Writes three pictures to
+against itself, and against the full training set, as a large memory would provide it. Writes three pictures to
 docs/pictures and prints their numbers:
 
     picked_distances   anchor-negative distances of each selection, beside those of all negative pairs
     gradient_variance  trace of the covariance of (a - n)/|a - n|, the gradient of the plain-distance triplet loss by
-                       the negative, when a and n are moved by noise, σ a coordinate, and brought back to length 1
+                       the negative, when a and n are moved by noise, σ per coordinate, and scaled back to length 1
     variance_distance  the same over the distance of the pair
 
-Wu et al. 2017, arXiv:1706.07567, section 4 and figures 2 and 3, on our own embeddings.
+Wu et al. 2017, arXiv:1706.07567, section 4 and figures 2 and 3, on our embeddings.
 """
 
 import argparse
@@ -84,17 +84,17 @@ def title(name: str, fitted: int) -> str:
 
 
 def selections(fitted: int, generator: torch.Generator) -> dict[str, Callable[[Tensor, Relation], object]]:
-    def by_name(name: str, distance: Tensor, kin: Relation) -> object:
+    def by_name(name: str, distance: Tensor, relation: Relation) -> object:
         if name == "multi_similarity":
-            distance = distance.square() / 2  # 1 - cosine of unit vectors, as its loss gives it
-        return mining.select(name, distance, kin, dim=DIM, generator=generator)
+            distance = distance.square() / 2  # 1 - cosine of unit vectors, as in its loss
+        return mining.select(name, distance, relation, dim=DIM, generator=generator)
 
-    own = {name: partial(by_name, name) for name in INK if name != "fitted"}
-    return own | {"fitted": partial(mining.distance_weighted, dim=fitted, generator=generator)}
+    by_selection = {name: partial(by_name, name) for name in INK if name != "fitted"}
+    return by_selection | {"fitted": partial(mining.distance_weighted, dim=fitted, generator=generator)}
 
 
 def variance(anchors: Tensor, negatives: Tensor, sigma: float, draws: int, generator: torch.Generator) -> Tensor:
-    """Trace of the covariance of the unit direction from negative to anchor under noise, one a pair, unbiased.
+    """Trace of the covariance of the unit direction from negative to anchor under noise, one per pair, unbiased.
 
     The trace of a covariance of unit vectors is 1 - |mean|²: 0 for a direction that noise leaves alone, 1 for noise.
     """
@@ -106,25 +106,25 @@ def variance(anchors: Tensor, negatives: Tensor, sigma: float, draws: int, gener
 
 
 def picks(
-    x: Tensor, labels: Tensor, batches: list[list[int]], whole: bool, fitted: int, draws: int, seed: int
+    x: Tensor, labels: Tensor, batches: list[list[int]], full_set: bool, fitted: int, draws: int, seed: int
 ) -> tuple[Picks, dict[str, Tensor], float]:
-    """What every selection picks of the batches, at most 384 negatives of each a batch.
+    """The picks of every selection, at most 384 negatives of each per batch.
 
-    Then the negatives it picks in all and the share of anchors that get one, and how often distance-weighted sampling
-    picks what "hard" does.
+    Then the number of negatives it picks and the share of anchors that get one, and how often distance-weighted
+    sampling picks the same as "hard".
     """
     generator = torch.Generator().manual_seed(seed)
     every = selections(fitted, generator)
-    found: dict[str, list[Tensor]] = {name: [] for name in every}
+    parts: dict[str, list[Tensor]] = {name: [] for name in every}
     count = {name: torch.zeros(2) for name in every}
     agreed = 0.0
-    for batch in track(batches, "the whole set" if whole else "in the batch"):
+    for batch in track(batches, "the full set" if full_set else "in the batch"):
         rows = torch.tensor(batch)
-        columns = torch.arange(len(x)) if whole else rows
+        columns = torch.arange(len(x)) if full_set else rows
         distance = distances.euclidean(x[rows], x[columns])
-        kin = relations.of(labels[rows], x[columns], labels[columns])
-        kin = Relation(kin.positive & (rows[:, None] != columns), kin.negative)
-        all_chosen = {name: selection(distance, kin) for name, selection in every.items()}
+        relation = relations.of(labels[rows], x[columns], labels[columns])
+        relation = Relation(relation.positive & (rows[:, None] != columns), relation.negative)
+        all_chosen = {name: selection(distance, relation) for name, selection in every.items()}
         nearest, drawn = all_chosen["hard"], all_chosen["distance_weighted"]
         agreed += float((nearest.negative == drawn.negative)[drawn.valid].float().mean()) / len(batches)
         for name, chosen in all_chosen.items():
@@ -139,8 +139,8 @@ def picks(
             anchor, negative = anchor[some], negative[some]
             ends = x[rows[anchor]], x[columns[negative]]
             noise = [variance(*ends, sigma, draws, generator) for sigma in SIGMAS]
-            found[name].append(torch.stack([distance[anchor, negative], active[some], *noise], 1))
-    return {name: torch.cat(parts) for name, parts in found.items()}, count, agreed
+            parts[name].append(torch.stack([distance[anchor, negative], active[some], *noise], 1))
+    return {name: torch.cat(parts) for name, parts in parts.items()}, count, agreed
 
 
 def density(d: Tensor, dim: int) -> Tensor:
@@ -150,31 +150,31 @@ def density(d: Tensor, dim: int) -> Tensor:
     return q / torch.trapezoid(q, d)
 
 
-def draw_distances(figure: Figure, found: Picks, fitted: int) -> None:
+def draw_distances(figure: Figure, picked: Picks, fitted: int) -> None:
     bins, d = torch.linspace(0, 2, 51), torch.linspace(0.01, 1.99, 400)
     panels = figure.subplots(3, 3, sharex=True, sharey=True).flat
     for axes, name in zip(panels, (name for name in INK if name != "batch_hard"), strict=True):
-        axes.hist(found["all"][:, 0], bins, density=True, color="#d9d9d9")
+        axes.hist(picked["all"][:, 0], bins, density=True, color="#d9d9d9")
         if name == "all":
             for dim, line, place in ((DIM, "-", (1.22, 3.2)), (fitted, "--", (0.92, 0.9))):
                 axes.plot(d, density(d, dim), line, color="black", linewidth=1)
                 axes.text(*place, f"q(d) in {dim}\ndimensions", ha="right")
         else:
-            axes.hist(found[name][:, 0], bins, density=True, histtype="stepfilled", color=INK[name], alpha=0.8)
+            axes.hist(picked[name][:, 0], bins, density=True, histtype="stepfilled", color=INK[name], alpha=0.8)
         axes.set_title("hard, batch_hard" if name == "hard" else title(name, fitted), loc="left", fontweight="bold")
         axes.set(xlim=(0, 2), ylim=(0, 4.5), yticks=[], xticks=[0, 0.5, 1, 1.5, 2])
         axes.spines[["left", "right", "top"]].set_visible(False)
     figure.supxlabel("distance from the anchor to the negative that is picked (grey: all negative pairs)", fontsize=11)
 
 
-def draw_variance(figure: Figure, batch: Picks, whole: Picks, size: int, fitted: int) -> None:
+def draw_variance(figure: Figure, batch: Picks, full_set: Picks, size: int, fitted: int) -> None:
     shown = [name for name in INK if name not in ("all", "batch_hard")]
     panels = figure.subplots(1, 2, sharey=True)
     heads = f"batch of {CLASSES * EACH} against itself", f"batch against the whole set, {size:,}"
-    for axes, found, head in zip(panels, (batch, whole), heads, strict=True):
+    for axes, picked, head in zip(panels, (batch, full_set), heads, strict=True):
         ends = {}
         for name in shown:
-            means = found[name][:, 2:].mean(0).tolist()
+            means = picked[name][:, 2:].mean(0).tolist()
             ends[name] = means[-1]
             axes.plot(SIGMAS, means, "--" if name == "fitted" else "-", color=INK[name], linewidth=2)
         for name, height in zip(sorted(shown, key=ends.__getitem__), spread(sorted(ends.values()), 0.06), strict=True):
@@ -192,16 +192,16 @@ def draw_variance(figure: Figure, batch: Picks, whole: Picks, size: int, fitted:
     figure.supxlabel("noise σ of each of the 128 coordinates of an embedding of length 1", fontsize=11)
 
 
-def draw_by_distance(figure: Figure, found: list[Picks]) -> None:
+def draw_by_distance(figure: Figure, all_picked: list[Picks]) -> None:
     axes, width = figure.subplots(), 0.05
-    rows = torch.cat([part for picked in found for part in picked.values()])
+    rows = torch.cat([part for picked in all_picked for part in picked.values()])
     bins = (rows[:, 0] / width).long()
-    kept = [b for b in range(40) if int((bins == b).sum()) >= 20]
+    filled = [b for b in range(40) if int((bins == b).sum()) >= 20]
     for sigma, colour, where in ((0.01, "#56b4e9", 0.45), (0.02, "#0072b2", 0.7), (0.05, "#003f66", 1.0)):
-        means = [float(rows[bins == b, 2 + SIGMAS.index(sigma)].mean()) for b in kept]
-        axes.plot([(b + 0.5) * width for b in kept], means, color=colour, linewidth=2)
-        place = min(range(len(kept)), key=lambda i: abs(kept[i] * width - where))
-        axes.text(kept[place] * width, means[place] + 0.015, f"σ = {sigma:g}", va="bottom")
+        means = [float(rows[bins == b, 2 + SIGMAS.index(sigma)].mean()) for b in filled]
+        axes.plot([(b + 0.5) * width for b in filled], means, color=colour, linewidth=2)
+        place = min(range(len(filled)), key=lambda i: abs(filled[i] * width - where))
+        axes.text(filled[place] * width, means[place] + 0.015, f"σ = {sigma:g}", va="bottom")
     axes.set(xlim=(0, 2), ylim=(0, 1), xlabel="distance between anchor and negative", ylabel="gradient variance")
     tidy(axes)
 
@@ -214,7 +214,7 @@ def tidy(axes: Axes) -> None:
 
 def spread(values: list[float], gap: float) -> list[float]:
     """Ascending heights for labels, at least `gap` apart and as near to the values as can be."""
-    blocks: list[list[float]] = []  # of values less their places: a block whose mean falls joins the one before
+    blocks: list[list[float]] = []  # of values less their offsets: a block whose mean falls joins the previous one
     for place, value in enumerate(values):
         blocks.append([value - place * gap])
         while len(blocks) > 1 and sum(blocks[-2]) / len(blocks[-2]) > sum(blocks[-1]) / len(blocks[-1]):
@@ -224,7 +224,7 @@ def spread(values: list[float], gap: float) -> list[float]:
 
 
 def save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) -> None:
-    """Under another name first, so that a picture is never half written."""
+    """Under another name first, so that a picture is never incomplete."""
     figure = Figure(figsize=size, layout="constrained")
     draw(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -234,11 +234,11 @@ def save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) 
     print(f"{path.name}: {path.stat().st_size / 1024:.0f} kB")
 
 
-def show(head: str, found: Picks, count: dict[str, Tensor], agreed: float, fitted: int) -> None:
+def show(head: str, picked: Picks, count: dict[str, Tensor], agreed: float, fitted: int) -> None:
     print(f"\n{head}; distance_weighted picks what hard does in {agreed:.0%}")
-    print("| selection | negatives a batch | anchors | distance: 5 % | median | 95 % | active | variance |")
+    print("| selection | negatives per batch | anchors | distance: 5 % | median | 95 % | active | variance |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, rows in found.items():
+    for name, rows in picked.items():
         low, middle, high = rows[:, 0].quantile(torch.tensor([0.05, 0.5, 0.95])).tolist()
         active, noise = float(rows[:, 1].mean()), float(rows[:, 2 + SIGMAS.index(QUOTED)].mean())
         share = "" if math.isnan(active) else f"{active:.0%}"
@@ -267,13 +267,17 @@ def main() -> None:
     print(f"jitter moves an embedding as far as noise of σ = {moved:.3f} does")
     torch.set_num_threads(1)  # small matrices from here on
     measured = [picks(x, labels, batches, w, fitted, arguments.draws, arguments.seed) for w in (False, True)]
-    batch, whole = (result[0] for result in measured)
+    batch, full_set = (result[0] for result in measured)
     for where, result in zip(("In the batch", "Against the whole set"), measured, strict=True):
         show(f"{where}, variance at σ = {QUOTED:g}", *result, fitted)
     print()
     save(arguments.out / "picked_distances.png", (8.5, 6.2), lambda f: draw_distances(f, batch, fitted))
-    save(arguments.out / "gradient_variance.png", (10.5, 4.4), lambda f: draw_variance(f, batch, whole, len(x), fitted))
-    save(arguments.out / "variance_distance.png", (6.5, 3.6), lambda f: draw_by_distance(f, [batch, whole]))
+    save(
+        arguments.out / "gradient_variance.png",
+        (10.5, 4.4),
+        lambda f: draw_variance(f, batch, full_set, len(x), fitted),
+    )
+    save(arguments.out / "variance_distance.png", (6.5, 3.6), lambda f: draw_by_distance(f, [batch, full_set]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How the studies of docs/claims.md show what they found: figures of one look, the numbers as JSON, the verdict.
+"""The output of the studies of docs/claims.md: figures in one style, the numbers as JSON, the verdict.
 
-A study ends with `save`: one figure, one JSON with what was measured, and a verdict that follows from the numbers by
-a criterion the script states.
+A study ends with `save`: one figure, one JSON with the measurements, and a verdict that follows from the numbers by a
+criterion that the script states.
 """
 
 import io
@@ -23,7 +23,7 @@ from torch import Tensor
 from nearkin.core import files
 
 PAPER, TEXT, SOFT, RULE = "#ffffff", "#1a1f25", "#57616c", "#dbe0e5"
-# The colours of the report's page, as report/page.css has them.
+# The colours of report/page.css.
 INK = "#2f6fb7", "#d0650f", "#2a8a4a", "#c7344f", "#7a52c7", "#0b8794", "#96621f", "#c94a9b", "#6f7b10", "#5c6773"
 WORDS = "holds", "holds partly", "does not hold here"
 
@@ -67,55 +67,55 @@ def band(
 
 
 def verdict(parts: Mapping[str, bool]) -> str:
-    """Of a claim's parts, each a sentence with its criterion: all hold, some do, none does."""
+    """The verdict on a claim from its parts, each a sentence with its criterion: all hold, some do, none does."""
     return WORDS[0] if all(parts.values()) else WORDS[1] if any(parts.values()) else WORDS[2]
 
 
 def save(options: Options, name: str, figure: Figure, numbers: Mapping[str, Any], parts: Mapping[str, bool]) -> None:
-    """Writes NAME.png and NAME.json, and prints the numbers and the proposed verdict. parts: as `verdict` has them."""
+    """Writes NAME.png and NAME.json, and prints the numbers and the proposed verdict. parts: as in `verdict`."""
     for folder in (options.figures, options.numbers):
         folder.mkdir(parents=True, exist_ok=True)
     picture(options, name, figure)
     seconds = round(time.perf_counter() - options.began, 1)
     where = torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else "CPU"
     facts = {"command": f"python studies/{name}.py{' --quick' * options.quick}", "device": where, "seconds": seconds}
-    said = {"verdict": verdict(parts), "parts": {text: bool(held) for text, held in parts.items()}}
-    result = {"study": name, **facts, "torch": torch.__version__, **said, "numbers": rounded(numbers)}
+    judgement = {"verdict": verdict(parts), "parts": {text: bool(holds) for text, holds in parts.items()}}
+    result = {"study": name, **facts, "torch": torch.__version__, **judgement, "numbers": rounded(numbers)}
     files.write_text(options.numbers / f"{name}.json", written(result))
     for line in lines(result["numbers"]):
         print(line)
-    for text, held in parts.items():
-        print(f"{'yes' if held else 'no ':3} {text}")
-    print(f"verdict: {said['verdict']} ({seconds:.0f} s on {where}; {options.figures / name}.png)", flush=True)
+    for text, holds in parts.items():
+        print(f"{'yes' if holds else 'no ':3} {text}")
+    print(f"verdict: {judgement['verdict']} ({seconds:.0f} s on {where}; {options.figures / name}.png)", flush=True)
 
 
 def written(value: Any) -> str:
-    """JSON with one line for each list of plain numbers: a curve is a line, not a page."""
+    """JSON with one line for each list of plain numbers, so that a curve is one line."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    return re.sub(r"\[[^\[\]{}\"]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text) + "\n"
+    return re.sub(r"\[[^\[\]{}\"]*\]", lambda match: re.sub(r"\s+", " ", match[0]), text) + "\n"
 
 
 def rounded(value: Any) -> Any:
-    """Plain JSON: four significant digits, and None for what is no number."""
+    """Plain JSON: four significant digits, and None for NaN and infinities."""
     if isinstance(value, Mapping):
-        return {str(key): rounded(one) for key, one in value.items()}
+        return {str(key): rounded(entry) for key, entry in value.items()}
     if isinstance(value, Tensor | np.ndarray):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [rounded(one) for one in value]
+        return [rounded(entry) for entry in value]
     if isinstance(value, float | np.floating):
         return float(f"{value:.4g}") if math.isfinite(value) else None
     return int(value) if isinstance(value, np.integer) else value
 
 
 def lines(value: Any, name: str = "") -> Iterable[str]:
-    """One line for each group of numbers; long lists, which are curves, are left to the JSON."""
+    """One line for each group of numbers; long lists, which are curves, are in the JSON only."""
     plain = {k: v for k, v in value.items() if not isinstance(v, dict) and not (isinstance(v, list) and len(v) > 4)}
     if plain:
-        yield f"{name:40} " + "  ".join(f"{key} {one}" for key, one in plain.items())
-    for key, one in value.items():
-        if isinstance(one, dict):
-            yield from lines(one, f"{name} / {key}" if name else key)
+        yield f"{name:40} " + "  ".join(f"{key} {entry}" for key, entry in plain.items())
+    for key, entry in value.items():
+        if isinstance(entry, dict):
+            yield from lines(entry, f"{name} / {key}" if name else key)
 
 
 def picture(options: Options, name: str, figure: Figure) -> None:

@@ -2,15 +2,15 @@
 
     python studies/siamese_one_shot.py
 
-Learns the 242 characters of Omniglot's two small background sets with affine distortions as Koch et al. have them, and
-then answers the official runs: 20 alphabets' pages, each with 20 characters drawn once by one person and 20 drawings by
-another. The siamese head scores each pair by itself; beside it the same encoder trained with triplet, ArcFace and
-SupCon, which compare by cosine, and two methods that learn nothing: nearest pixels, and the modified Hausdorff distance
-of the data set's own demo (38.8 % error). Before anything else it is checked that no drawing of the runs is among those
-learned from; the runs' alphabets are of the evaluation set, these are of the background set.
+Learns the 242 characters of Omniglot's two small background sets with the affine distortions of Koch et al., and then
+answers the official runs: 20 runs, each with 20 characters drawn once by one person and 20 drawings by another. The
+siamese head scores each pair. For comparison: the same encoder trained with triplet, ArcFace and SupCon, which compare
+by cosine, and two methods without training: nearest pixels, and the modified Hausdorff distance of the data set's demo
+(38.8 % error). First it is checked that no drawing of the runs is in the training set; the alphabets of the runs are of
+the evaluation set, those of training of the background set.
 
 Koch, Zemel, Salakhutdinov 2015 report 92.0 % right (8 % error) after 150,000 pairs of 30 alphabets and 964 characters:
-about four times the characters that were at hand here. People err in 4.5 % (Lake et al. 2015).
+about four times the characters available here. People err in 4.5 % (Lake et al. 2015).
 """
 
 import math
@@ -70,7 +70,7 @@ def by_hausdorff(run: OneShotRun, every: int = 1) -> Tensor:
 
 
 def inked(images: Tensor) -> list[Tensor]:
-    """The places of each picture's ink around their mean."""
+    """The coordinates of each picture's ink, relative to their mean."""
     places = [image.nonzero().float() for image in images > 0.5]
     return [some - some.mean(0) for some in places]
 
@@ -87,23 +87,23 @@ def cosines(queries: Tensor, supports: Tensor) -> Tensor:
 def answered(
     model: nn.Module, loss: nn.Module, runs: Sequence[OneShotRun], device: torch.device
 ) -> dict[str, list[float]]:
-    """Right answers in every run, as the method compares; the siamese one also by cosine."""
-    found: dict[str, list[float]] = {"own": [], "cosine": []}
+    """Right answers in every run, by the comparison of the method; the siamese one also by cosine."""
+    right_answers: dict[str, list[float]] = {"own": [], "cosine": []}
     model.eval()
     for run in runs:
         with torch.no_grad():
             queries, supports = (model(reduced(images).to(device)) for images in (run.queries, run.supports))
-            found["cosine"].append(right(cosines(queries, supports), run))
+            right_answers["cosine"].append(right(cosines(queries, supports), run))
             if isinstance(loss, losses.SiameseLoss):
-                found["own"].append(right(weighted_l1(queries, supports, loss.weight) + loss.bias, run))
-    return found
+                right_answers["own"].append(right(weighted_l1(queries, supports, loss.weight) + loss.bias, run))
+    return right_answers
 
 
 def shared(images: Tensor, runs: Sequence[OneShotRun]) -> int:
     """How many drawings of the runs are, pixel for pixel, among the training drawings."""
     known = {image.numpy().tobytes() for image in (images * 255).round().byte().cpu()}
-    asked = (image for run in runs for image in (*run.supports, *run.queries))
-    return sum((image * 255).round().byte().numpy().tobytes() in known for image in asked)
+    drawings = (image for run in runs for image in (*run.supports, *run.queries))
+    return sum((image * 255).round().byte().numpy().tobytes() in known for image in drawings)
 
 
 def summed(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def draw(numbers: dict[str, Any], curves: dict[str, list[list[float]]], marks: S
     )
     names = list(numbers["methods"])[::-1]
     for height, name in enumerate(names):
-        found = numbers["methods"][name]
+        summary = numbers["methods"][name]
         colour = (
             showing.INK[9]
             if name in ("pixels", "Hausdorff")
@@ -130,17 +130,17 @@ def draw(numbers: dict[str, Any], curves: dict[str, list[list[float]]], marks: S
         )
         left.barh(
             height,
-            100 * found["error"],
-            xerr=100 * found["half"],
+            100 * summary["error"],
+            xerr=100 * summary["half"],
             color=colour,
             ecolor=showing.TEXT,
             capsize=3,
             height=0.62,
         )
         left.text(
-            100 * (found["error"] + found["half"]) + 1.2,
+            100 * (summary["error"] + summary["half"]) + 1.2,
             height,
-            f"{100 * found['error']:.1f}",
+            f"{100 * summary['error']:.1f}",
             va="center",
             color=showing.TEXT,
         )
@@ -164,17 +164,17 @@ def draw(numbers: dict[str, Any], curves: dict[str, list[list[float]]], marks: S
 
 
 def judge(numbers: dict[str, Any]) -> dict[str, bool]:
-    found = numbers["methods"]["siamese"]
+    siamese = numbers["methods"]["siamese"]
     beaten = {
-        name: summed([[1 - (a - b) for a, b in zip(numbers["methods"][name]["runs"], found["runs"], strict=True)]])
+        name: summed([[1 - (a - b) for a, b in zip(numbers["methods"][name]["runs"], siamese["runs"], strict=True)]])
         for name in ("pixels", "Hausdorff")
     }
     return {
         "siamese errs less than nearest pixels and than the Hausdorff distance, 95 % over runs": all(
             gain["error"] - gain["half"] > 0 for gain in beaten.values()
         ),
-        "siamese errs in no more than the 8 % that Koch et al. report, within its 95 % interval": found["error"]
-        - found["half"]
+        "siamese errs in no more than the 8 % that Koch et al. report, within its 95 % interval": siamese["error"]
+        - siamese["half"]
         <= PAPER,
     }
 
@@ -184,7 +184,7 @@ def learned(
 ) -> tuple[dict[int, float], dict[str, list[float]]]:
     """The error in all runs by the steps done, and the right answers in each run at the end."""
     _, steps, at_once = QUICK if options.quick else FULL
-    # ArcFace meets more characters, fewer drawings of each: with a few, its weights chase the last batch.
+    # ArcFace gets more characters, fewer drawings of each: with few characters its weights chase the last batch.
     shape = (min(seen.classes, 4 * at_once), 1) if name == "ArcFace" else (at_once, 4)
     torch.manual_seed(seed)  # the class weights
     body, loss = ground.encoder(options, SIZE, DIM, seed), MAKE[name](seen.classes)
@@ -192,13 +192,13 @@ def learned(
     model = ground.Distorted(nn.Sequential(body, nn.Sigmoid()) if name == "siamese" else body, KOCH, seed)
     curve: dict[int, float] = {}
 
-    def watch(step: int, value: Tensor, embeddings: Tensor) -> None:
-        found = answered(model, loss, runs, options.device)
-        curve[step] = 1 - sum(found["own"] or found["cosine"]) / len(runs)
+    def record(step: int, value: Tensor, embeddings: Tensor) -> None:
+        right_answers = answered(model, loss, runs, options.device)
+        curve[step] = 1 - sum(right_answers["own"] or right_answers["cosine"]) / len(runs)
 
     batches = ground.balanced(seen, *shape, steps, seed)
     rate, every = 1e-2 if name == "siamese" else 3e-3, max(1, steps // 8)
-    ground.train(model, loss, seen, batches, lr=rate, watch=watch, every=every)
+    ground.train(model, loss, seen, batches, lr=rate, callback=record, every=every)
     return curve, answered(model, loss, runs, options.device)
 
 
@@ -206,9 +206,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = ground.options(__doc__, argv)
     seeds, steps, at_once = QUICK if options.quick else FULL
     runs = omniglot_runs(options.data / "omniglot" / "all_runs.zip")[: 2 if options.quick else None]
-    whole = ground.omniglot(options, 105)
-    overlap = shared(whole.images[:, 0], runs)
-    seen = ground.Part(reduced(whole.images[:, 0]), whole.labels)
+    part = ground.omniglot(options, 105)
+    overlap = shared(part.images[:, 0], runs)
+    seen = ground.Part(reduced(part.images[:, 0]), part.labels)
     methods: dict[str, list[list[float]]] = {
         "pixels": [[right(cosines(run.queries.flatten(1), run.supports.flatten(1)), run) for run in runs]],
         "Hausdorff": [[right(by_hausdorff(run, 4 if options.quick else 1), run) for run in runs]],
@@ -216,11 +216,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     curves: dict[str, list[list[float]]] = {name: [] for name in MAKE}
     for name in MAKE:
         for seed in range(seeds):
-            curve, found = learned(options, name, seen, runs, seed)
+            curve, right_answers = learned(options, name, seen, runs, seed)
             curves[name].append(list(curve.values()))
-            methods.setdefault(name, []).append(found["own"] or found["cosine"])
-            if found["own"]:
-                methods.setdefault("siamese cosine", []).append(found["cosine"])
+            methods.setdefault(name, []).append(right_answers["own"] or right_answers["cosine"])
+            if right_answers["own"]:
+                methods.setdefault("siamese cosine", []).append(right_answers["cosine"])
     numbers: dict[str, Any] = {"methods": {name: summed(rows) for name, rows in methods.items()}}
     numbers["settings"] = {"characters": seen.classes, "steps": steps, "seeds": seeds, "batch": 4 * at_once}
     numbers["settings"] |= {"pixels": SIZE, "drawings of the runs among those learned": overlap}

@@ -2,11 +2,12 @@
 
     python studies/sphere_distances.py [--data FOLDER] [--device auto] [--quick] [--out FOLDER]
 
-First uniform points, drawn and held against the density q(d) ∝ d^(n-2) (1 - d²/4)^((n-3)/2), whose deviation is about
-1/√(2n). Then the embeddings of real pictures, after training in as many dimensions: Fashion-MNIST's test pictures and
-the unseen half of Omniglot, pairs of different classes, with the triplet loss and with Proxy-Anchor. Their
+First uniform points, sampled and compared with the density q(d) ∝ d^(n-2) (1 - d²/4)^((n-3)/2), whose deviation is
+about 1/√(2n). Then the embeddings of real pictures, after training in as many dimensions: Fashion-MNIST's test pictures
+and the unseen half of Omniglot, pairs of different classes, with the triplet loss and with Proxy-Anchor. Their
 effective dimension is that of the sphere on which uniform points would have the same mean squared cosine, 1/mean(cos²);
-if it does not grow with the dimension, the distances do not concentrate, whatever the formula says of uniform points.
+if it does not grow with the dimension, the distances do not concentrate, whatever the formula says about uniform
+points.
 """
 
 import math
@@ -32,7 +33,7 @@ INK = {"triplet": showing.INK[1], "Proxy-Anchor": showing.INK[2]}
 
 
 def density(d: Any, dim: int) -> Any:
-    """q(d) of uniform points, integrating to 1 over the given places; on the circle it has no end at 2."""
+    """q(d) of uniform points, integrating to 1 over these distances; on the circle it has no end at 2."""
     log_q = (dim - 2) * np.log(d) + (dim - 3) / 2 * np.log(1 - d**2 / 4)
     q = np.exp(log_q - log_q.max())
     return q / (np.diff(d) * (q[1:] + q[:-1]) / 2).sum()
@@ -41,16 +42,16 @@ def density(d: Any, dim: int) -> Any:
 def uniform(dim: int, pairs: int, options: ground.Options) -> Tensor:
     """Distances of independent pairs of uniform points."""
     generator = torch.Generator(options.device).manual_seed(dim)
-    found = []
+    parts = []
     for start in range(0, pairs, 50_000):
         count = min(50_000, pairs - start)
         a, b = (normalize(torch.randn(count, dim, generator=generator, device=options.device), dim=1) for _ in range(2))
-        found.append((a - b).norm(dim=1))
-    return torch.cat(found)
+        parts.append((a - b).norm(dim=1))
+    return torch.cat(parts)
 
 
 def misfit(d: Tensor, dim: int) -> float:
-    """The largest gap between the distribution of what was drawn and that of the formula (Kolmogorov and Smirnov)."""
+    """The largest gap between the empirical distribution and that of the formula (Kolmogorov and Smirnov)."""
     angle = np.linspace(0, math.pi, 20_001)  # by the angle the density is sin^(n-2): smooth in every dimension
     q = np.sin(angle) ** (dim - 2)
     below = np.concatenate([[0.0], np.cumsum((q[1:] + q[:-1]) / 2)])
@@ -80,34 +81,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         "Fashion-MNIST": (train, ground.some(test, 200), (10, 12)),
         "Omniglot": (seen, ground.some(unseen, 10), (12, 4) if options.quick else (32, 4)),
     }
-    kept: dict[Any, dict[str, float]] = {}
+    statistics: dict[Any, dict[str, float]] = {}
     shown: dict[Any, Any] = {}
     for name, (learn, judge, batch) in sets.items():
         for loss, make in LOSSES.items():
             for dim in learned:
                 each = []
                 for seed in seeds:
-                    torch.manual_seed(seed)  # where the proxies begin
+                    torch.manual_seed(seed)  # initial proxies
                     model = ground.encoder(options, learn.size, dim, seed)
                     places = ground.balanced(learn, *batch, steps, seed)
                     ground.train(model, make(learn.classes, dim), learn, places, lr=3e-3)
                     d, effective = real(model, judge)
                     each.append([float(d.mean()), float(d.std()), effective, ground.scores(model, judge)["map@r"]])
-                kept[name, loss, dim] = dict(zip(("mean", "std", "effective", "map@r"), np.mean(each, 0), strict=True))
+                statistics[name, loss, dim] = dict(
+                    zip(("mean", "std", "effective", "map@r"), np.mean(each, 0), strict=True)
+                )
                 if dim == (128 if 128 in learned else learned[-1]):
                     shown[name, loss] = d[:: max(1, len(d) // 200_000)].cpu().numpy()
-    numbers = {"uniform": drawn, "trained": {", ".join(map(str, key)): value for key, value in kept.items()}}
-    figure = draw(dims, drawn, kept, shown)
-    showing.save(options, "sphere_distances", figure, numbers, verdict(dims, drawn, kept))
+    numbers = {"uniform": drawn, "trained": {", ".join(map(str, key)): value for key, value in statistics.items()}}
+    figure = draw(dims, drawn, statistics, shown)
+    showing.save(options, "sphere_distances", figure, numbers, verdict(dims, drawn, statistics))
 
 
-def verdict(dims: Sequence[int], drawn: Any, kept: Any) -> dict[str, bool]:
+def verdict(dims: Sequence[int], drawn: Any, statistics: Any) -> dict[str, bool]:
     wide = [dim for dim in dims if dim >= 16]
-    trained = {(name, loss) for name, loss, _ in kept}
+    trained = {(name, loss) for name, loss, _ in statistics}
     last = dims[-1]
     return {
         "uniform points follow the formula: no gap between the distributions above 0.005": (
-            all(one["misfit"] < 0.005 for one in drawn.values())
+            all(sample["misfit"] < 0.005 for sample in drawn.values())
         ),
         "uniform points: from 16 dimensions on the mean is within 2 % of √2 and the deviation within 5 % of 1/√(2n)": (
             all(
@@ -116,15 +119,15 @@ def verdict(dims: Sequence[int], drawn: Any, kept: Any) -> dict[str, bool]:
             )
         ),
         "trained embeddings: the mean is within 10 % of √2 in the highest dimension, in every case": (
-            all(abs(kept[(*case, last)]["mean"] / math.sqrt(2) - 1) < 0.1 for case in trained)
+            all(abs(statistics[(*case, last)]["mean"] / math.sqrt(2) - 1) < 0.1 for case in trained)
         ),
         "trained embeddings: there the deviation is at most twice that of uniform points, in every case": (
-            all(kept[(*case, last)]["std"] <= 2 * drawn[last]["std"] for case in trained)
+            all(statistics[(*case, last)]["std"] <= 2 * drawn[last]["std"] for case in trained)
         ),
     }
 
 
-def draw(dims: Sequence[int], drawn: Any, kept: Any, shown: Any) -> Any:
+def draw(dims: Sequence[int], drawn: Any, statistics: Any, shown: Any) -> Any:
     figure, panels = showing.figure(
         "Distances on the unit sphere: uniform points and trained embeddings", (1, 3), (14, 5)
     )
@@ -153,9 +156,9 @@ def draw(dims: Sequence[int], drawn: Any, kept: Any, shown: Any) -> Any:
     lines = []
     for name, loss in shown:
         look = {"color": INK[loss], "linestyle": styles[name], "linewidth": 2, "label": f"{name}, {loss}"}
-        own = [n for n in dims if (name, loss, n) in kept]
-        middle.plot(own, [kept[name, loss, n]["std"] for n in own], **look)
-        lines += last.plot(own, [kept[name, loss, n]["effective"] for n in own], **look)
+        trained_dims = [n for n in dims if (name, loss, n) in statistics]
+        middle.plot(trained_dims, [statistics[name, loss, n]["std"] for n in trained_dims], **look)
+        lines += last.plot(trained_dims, [statistics[name, loss, n]["effective"] for n in trained_dims], **look)
     for axes, ticks in ((middle, (0.03, 0.05, 0.1, 0.2, 0.3, 0.5)), (last, (1, 2, 5, 10, 20, 50, 100, 200, 500))):
         axes.set(xscale="log", yscale="log", xticks=dims, xticklabels=dims, yticks=ticks, yticklabels=ticks)
         axes.minorticks_off()

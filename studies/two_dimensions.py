@@ -11,7 +11,7 @@ Two figures: the features (two_dimensions), and where each loss asks a picture o
 angles to two class weights (two_dimensions_boundaries).
 
     scatter      mean distance of a picture to the centre of its class, over the mean distance between centres
-    width        angle that holds the middle 80 % of a class, seen from the origin; mean over classes
+    width        angle that contains the middle 80 % of a class, seen from the origin; mean over classes
     gap          angle between the ends of those ranges of two neighbouring classes, below 0 where they overlap; median
                  over the ten pairs of neighbours
 
@@ -76,9 +76,9 @@ def ranges(x: Tensor, labels: Tensor) -> Tensor:
     """(classes, 3): the mean direction of each class, and the 10 % and 90 % points of its angles around that."""
     rows, unit = [], nn.functional.normalize(x, dim=1)
     for kind in range(CLASSES):
-        mine = unit[labels == kind]
-        middle = angles(mine.mean(0, keepdim=True))
-        around = wrapped(angles(mine) - middle)
+        members = unit[labels == kind]
+        middle = angles(members.mean(0, keepdim=True))
+        around = wrapped(angles(members) - middle)
         rows.append(torch.cat([middle, around.quantile(around.new_tensor([0.1, 0.9]))]))
     return torch.stack(rows)
 
@@ -89,7 +89,7 @@ def measured(x: Tensor, labels: Tensor, loss: nn.Module) -> dict[str, float]:
     unit = nn.functional.normalize(weight, dim=1)
     logits = x @ (weight if isinstance(loss, losses.CenterLoss) else unit).T + bias
     centres = torch.stack([x[labels == kind].mean(0) for kind in range(CLASSES)])
-    own = torch.stack([(x[labels == k] - centres[k]).norm(dim=1).mean() for k in range(CLASSES)])
+    within = torch.stack([(x[labels == k] - centres[k]).norm(dim=1).mean() for k in range(CLASSES)])
     apart = torch.pdist(centres).mean()
     middle, low, high = ranges(x, labels).T
     order = middle.argsort()
@@ -98,7 +98,7 @@ def measured(x: Tensor, labels: Tensor, loss: nn.Module) -> dict[str, float]:
     cosine = (nn.functional.normalize(x, dim=1) * unit[labels]).sum(1)
     return {
         "accuracy": float((logits.argmax(1) == labels).float().mean()),
-        "scatter": float(own.mean() / apart),
+        "scatter": float(within.mean() / apart),
         "width": math.degrees(float((high - low).mean())),
         "gap": math.degrees(float(gap.median())),
         "neighbours apart": int((gap > 0).sum()),
@@ -107,7 +107,7 @@ def measured(x: Tensor, labels: Tensor, loss: nn.Module) -> dict[str, float]:
 
 
 def draw_plane(axes: Axes, x: Tensor, labels: Tensor, title: str) -> None:
-    points, kinds = x.cpu().numpy()[::2], labels.tolist()[::2]  # enough to see a cloud by
+    points, kinds = x.cpu().numpy()[::2], labels.tolist()[::2]  # enough to show a cloud
     axes.scatter(*points.T, s=1.2, c=[showing.INK[k] for k in kinds], alpha=0.35, linewidths=0, rasterized=True)
     low, high = np.quantile(np.append(points, [[0, 0]], 0), (0.001, 0.999), axis=0)
     axes.plot(0, 0, "+", color=showing.TEXT, markersize=8)
@@ -115,7 +115,7 @@ def draw_plane(axes: Axes, x: Tensor, labels: Tensor, title: str) -> None:
 
 
 def draw_circle(axes: Axes, x: Tensor, labels: Tensor, title: str) -> None:
-    """How often each class looks in a direction, outside the unit circle; the class weights as spokes would hide it."""
+    """The density of each class by direction, outside the unit circle; class weights as spokes would hide it."""
     turn = np.linspace(-math.pi, math.pi, 721)
     axes.plot(np.cos(turn), np.sin(turn), color=showing.SOFT, linewidth=0.8)
     middle = (turn[1:] + turn[:-1]) / 2
@@ -139,19 +139,19 @@ def frame(axes: Axes, reach: float, title: str, middle: Sequence[float] = (0.0, 
     axes.spines[:].set_color(showing.RULE)
 
 
-def draw_features(found: dict[str, tuple[Tensor, Tensor]], numbers: dict[str, Any]) -> Any:
+def draw_features(features: dict[str, tuple[Tensor, Tensor]], numbers: dict[str, Any]) -> Any:
     figure, panels = showing.figure(
         "Ten kinds of clothes in two dimensions, pictures not seen in training", (3, 3), (8.4, 9.8)
     )
     for axes, name in zip(panels.flat, (*PLANES, *TITLES), strict=True):
         mean = {key: value["mean"] for key, value in numbers[name].items()}
-        said = (
+        summary = (
             f"scatter {mean['scatter']:.2f}"
             if name in PLANES
             else f"width {mean['width']:.0f}°, gap {mean['gap']:+.0f}°"
         )
-        title = f"{TITLES.get(name, name)}\n{said}, {mean['accuracy']:.0%} right"
-        (draw_plane if name in PLANES else draw_circle)(axes, *found[name], title)
+        title = f"{TITLES.get(name, name)}\n{summary}, {mean['accuracy']:.0%} right"
+        (draw_plane if name in PLANES else draw_circle)(axes, *features[name], title)
     dots = [
         panels[0, 0].plot([], [], "o", color=colour, label=name)[0]
         for name, colour in zip(GARMENTS, showing.INK, strict=True)
@@ -160,13 +160,13 @@ def draw_features(found: dict[str, tuple[Tensor, Tensor]], numbers: dict[str, An
     return figure
 
 
-def bound(name: str, own: Tensor, loss: nn.Module, pair: Sequence[int]) -> Tensor:
-    """The least θ2, radians, at which a picture at θ1 = `own` is class 1 by the measure the loss trains with."""
-    cos = own.cos()
+def bound(name: str, theta: Tensor, loss: nn.Module, pair: Sequence[int]) -> Tensor:
+    """The smallest θ2, radians, at which a picture at θ1 = `theta` is class 1 by the criterion of the loss."""
+    cos = theta.cos()
     if name == "CosFace":
         cos = cos - COS
     elif name == "ArcFace":
-        cos = (own + ARC).clamp(max=math.pi).cos()
+        cos = (theta + ARC).clamp(max=math.pi).cos()
     elif name == "SphereFace":
         relaxed = float(loss.annealing)
         cos = (relaxed * cos + psi_and_slope(cos, SPHERE)[0]) / (1 + relaxed)
@@ -176,13 +176,13 @@ def bound(name: str, own: Tensor, loss: nn.Module, pair: Sequence[int]) -> Tenso
     return torch.where(cos >= -1, cos.clamp(-1, 1).acos(), torch.nan)
 
 
-def draw_boundaries(found: dict[str, tuple[Tensor, Tensor]], trained: dict[str, nn.Module]) -> Any:
+def draw_boundaries(features: dict[str, tuple[Tensor, Tensor]], trained: dict[str, nn.Module]) -> Any:
     names = "softmax", "SphereFace", "CosFace", "ArcFace"
     title = "Where a loss wants class 1: the boundary it trains with, and the test pictures of two neighbouring classes"
     figure, panels = showing.figure(title, (1, 4), (14, 4.4))
-    own = torch.linspace(0, math.pi, 361)
+    theta_1 = torch.linspace(0, math.pi, 361)
     for axes, name in zip(panels, names, strict=True):
-        (x, labels), loss = found[name], trained[name]
+        (x, labels), loss = features[name], trained[name]
         middle = ranges(x, labels)[:, 0]
         order = middle.argsort().tolist()
         steps = [
@@ -195,12 +195,12 @@ def draw_boundaries(found: dict[str, tuple[Tensor, Tensor]], trained: dict[str, 
             some = nn.functional.normalize(x[labels == kind], dim=1)[:400]
             theta = (some @ unit[list(pair)].T).clamp(-1, 1).acos().rad2deg().cpu()
             axes.scatter(*theta.T, s=4, color=colour, alpha=0.5, linewidths=0, label=f"{place + 1}: {GARMENTS[kind]}")
-        least = bound(name, own, loss, pair).rad2deg()
-        mine = bound(name, own, loss, pair[::-1]).rad2deg()
-        axes.plot(own.rad2deg(), torch.where(least > 0, least, torch.nan), color=showing.INK[0], linewidth=1.8)
-        axes.fill_between(own.rad2deg(), least, 180, color=showing.INK[0], alpha=0.10, linewidth=0)
-        axes.plot(torch.where(mine > 0, mine, torch.nan), own.rad2deg(), color=showing.INK[1], linewidth=1.8)
-        axes.fill_betweenx(own.rad2deg(), mine, 180, color=showing.INK[1], alpha=0.10, linewidth=0)
+        least = bound(name, theta_1, loss, pair).rad2deg()
+        least_2 = bound(name, theta_1, loss, pair[::-1]).rad2deg()
+        axes.plot(theta_1.rad2deg(), torch.where(least > 0, least, torch.nan), color=showing.INK[0], linewidth=1.8)
+        axes.fill_between(theta_1.rad2deg(), least, 180, color=showing.INK[0], alpha=0.10, linewidth=0)
+        axes.plot(torch.where(least_2 > 0, least_2, torch.nan), theta_1.rad2deg(), color=showing.INK[1], linewidth=1.8)
+        axes.fill_betweenx(theta_1.rad2deg(), least_2, 180, color=showing.INK[1], alpha=0.10, linewidth=0)
         axes.plot([0, 180], [0, 180], ":", color=showing.SOFT, linewidth=1)
         showing.panel(
             axes,
@@ -242,7 +242,7 @@ def judge(n: dict[str, Any], each: dict[str, dict[str, list[float]]]) -> dict[st
 
 
 def spaced(loss: nn.Module, seed: int) -> nn.Module:
-    """Its class weights evenly round the circle, in an order drawn by the seed."""
+    """The loss with class weights evenly round the circle, in a random order fixed by the seed."""
     turn = torch.randperm(CLASSES, generator=torch.Generator().manual_seed(seed)) * (2 * math.pi / CLASSES)
     with torch.no_grad():
         loss.weight.copy_(torch.stack([turn.cos(), turn.sin()], 1))
@@ -250,7 +250,7 @@ def spaced(loss: nn.Module, seed: int) -> nn.Module:
 
 
 def trained(options: ground.Options, seen: ground.Part, seed: int) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Every loss with its model: those of a branch part from one another where their trunk ends."""
+    """Every loss with its model: the losses of a branch continue from one shared training."""
     _, together, apart, each = QUICK if options.quick else FULL
     batches = ground.balanced(seen, CLASSES, each, together + apart, seed)
     for trunk, names in BRANCHES.items():

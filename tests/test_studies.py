@@ -1,4 +1,4 @@
-"""The studies of docs/claims.md: each one's quick form runs, draws its figure and says what it measured."""
+"""The studies of docs/claims.md: the quick form of each runs, draws its figure and reports what it measured."""
 
 import importlib
 import io
@@ -26,44 +26,44 @@ def test_a_study_runs_and_says_what_it_measured(name, shared_data, tmp_path, cap
         home = shared_data(folder).parent
     study = importlib.import_module(name)
     study.main(["--quick", "--device", "cpu", "--data", str(home), "--out", str(tmp_path)])
-    told = json.loads((tmp_path / f"{name}.json").read_text())
-    assert told["study"] == name and told["verdict"] in showing.WORDS and told["numbers"] and told["parts"]
+    report = json.loads((tmp_path / f"{name}.json").read_text())
+    assert report["study"] == name and report["verdict"] in showing.WORDS and report["numbers"] and report["parts"]
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert f"verdict: {told['verdict']}" in capsys.readouterr().out
+    assert f"verdict: {report['verdict']}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_study_is_in_the_document(name):
     page = (STUDIES.parent / "docs" / "claims.md").read_text()
     assert f"python studies/{name}.py" in page and f"pictures/{name}.png" in page
-    told = json.loads((STUDIES / "results" / f"{name}.json").read_text())
-    assert told["study"] == name and "quick" not in told["command"]
-    assert f"`python studies/{name}.py --data DATA`, {told['seconds']:.0f} s" in page
+    report = json.loads((STUDIES / "results" / f"{name}.json").read_text())
+    assert report["study"] == name and "quick" not in report["command"]
+    assert f"`python studies/{name}.py --data DATA`, {report['seconds']:.0f} s" in page
 
 
 def test_training_is_the_same_twice_and_learns(tmp_path):
     options = ground.options("", ["--quick", "--device", "cpu", "--out", str(tmp_path)])
     images = torch.rand(4, 1, 16, 16).repeat_interleave(8, 0) + 0.1 * torch.randn(32, 1, 16, 16)
     part = ground.Part(images, torch.arange(4).repeat_interleave(8))
-    found = []
+    result = []
     for _ in range(2):
         model = ground.encoder(options, 16, dim=8, seed=3)
         loss = importlib.import_module("nearkin").losses.TripletLoss(0.2)
         history = ground.train(model, loss, part, ground.balanced(part, 4, 4, 12, seed=5), lr=3e-3)
-        found.append((history, ground.embed(model, part)))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-    assert found[0][0][-1] < found[0][0][0]
+        result.append((history, ground.embed(model, part)))
+    assert torch.equal(result[0][0], result[1][0]) and torch.equal(result[0][1], result[1][1])
+    assert result[0][0][-1] < result[0][0][0]
 
 
 def test_watch_sees_the_beginning_and_the_end(tmp_path):
     options = ground.options("", ["--quick", "--device", "cpu", "--out", str(tmp_path)])
     part = ground.Part(torch.rand(8, 1, 16, 16), torch.arange(2).repeat_interleave(4))
-    seen = []
+    steps = []
     loss = importlib.import_module("nearkin").losses.TripletLoss(0.2)
     places = ground.balanced(part, 2, 4, 5)
     model = ground.encoder(options, 16, dim=8)
-    ground.train(model, loss, part, places, lr=1e-3, watch=lambda step, value, x: seen.append(step), every=2)
-    assert seen == [0, 2, 4, 5]
+    ground.train(model, loss, part, places, lr=1e-3, callback=lambda step, value, x: steps.append(step), every=2)
+    assert steps == [0, 2, 4, 5]
 
 
 def test_parts_of_a_set():
@@ -94,11 +94,13 @@ def test_a_lighter_picture_is_the_same_to_the_eye():
     drawn, axes = showing.figure("Title")
     for colour in showing.INK:
         axes.plot(torch.rand(50).numpy(), color=colour)
-    whole = io.BytesIO()
-    drawn.savefig(whole, format="png", dpi=100)
-    small = showing.lighter(whole.getvalue())
-    before, after = (np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), int) for png in (whole.getvalue(), small))
-    assert len(small) < len(whole.getvalue()) and np.abs(before - after).mean() < 1
+    original = io.BytesIO()
+    drawn.savefig(original, format="png", dpi=100)
+    small = showing.lighter(original.getvalue())
+    before, after = (
+        np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), int) for png in (original.getvalue(), small)
+    )
+    assert len(small) < len(original.getvalue()) and np.abs(before - after).mean() < 1
 
 
 def test_embeddings_that_are_no_numbers_score_nothing():

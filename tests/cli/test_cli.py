@@ -207,7 +207,7 @@ def test_rows_of_several_labels(tmp_path):
     assert "recall@1" in good("evaluate", "q.npz").stdout
     good("evaluate", "q.npz", "--gallery", "a.npz")
     assert bad("evaluate", "a.npz", "--clustering") == (
-        "a.npz: --clustering needs one label a row, got several; --retrieval takes them"
+        "a.npz: --clustering needs one label per row, got several; --retrieval takes them"
     )
     sentence = bad("evaluate", "q.npz", "--gallery", "g.npz")
     assert sentence == "labels of embeddings and gallery must have the same columns, got 5 columns and 8 columns"
@@ -234,13 +234,13 @@ def test_every_protocol_tells_how_far_it_is():
 
 
 def test_ctrl_c_in_the_middle_of_a_pass(tmp_path, monkeypatch):
-    from nearkin.evaluation.verification import pair_sweep
+    from nearkin.evaluation.verification import pair_scan
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     np.savez("a.npz", embeddings=X, labels=CLASSES)
-    monkeypatch.setattr(pair_sweep, "_between", interrupt)
+    monkeypatch.setattr(pair_scan, "_between", interrupt)
     words = ["evaluate", "a.npz", "--verification", "--json", "out.json"]
     assert bad(*words, code=130) == "interrupted; nothing was written"
     assert names_there(tmp_path) == ["a.npz"]
@@ -264,7 +264,7 @@ SENTENCES = [
     (["one.npz"], 'one.npz: labels must hold at least 2 classes, got 1 ("bird")'),
     (["unknown.npz"], "unknown.npz: labels must hold at least 2 classes, got 0"),
     (["short.npz"], "48 rows, 5 labels"),
-    (["single.npz"], "retrieval needs queries with kin among the others: none of 8 has any"),
+    (["single.npz"], "retrieval needs queries with positives among the others: none of 8 has any"),
     (["a.npz", "--gallery", "narrow.npz"], "narrow.npz: the gallery must have 5 dimensions as a.npz has, got 4"),
     (["a.npz", "--gallery", "plain.npz"], "give --gallery-labels FILE"),
     (["a.npz", "--gallery", "a.npz"], "each row would find itself; leave --gallery out"),

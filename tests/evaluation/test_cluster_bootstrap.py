@@ -62,8 +62,8 @@ def test_bootstrap_is_the_percentiles_of_resampled_lists(confidence):
     low, high = bootstrap(values, groups, samples=200, seed=5, confidence=confidence)
     tail = stats.norm.sf(stats.t.ppf((1 + confidence) / 2, 5) * math.sqrt(6 / 5))  # of 6 classes, as Student has them
     at = [tail * 199, (1 - tail) * 199]
-    wanted = [means[int(p)] + (p - int(p)) * (means[min(int(p) + 1, 199)] - means[int(p)]) for p in at]
-    assert (low, high) == pytest.approx(tuple(wanted), abs=1e-12)
+    expected = [means[int(p)] + (p - int(p)) * (means[min(int(p) + 1, 199)] - means[int(p)]) for p in at]
+    assert (low, high) == pytest.approx(tuple(expected), abs=1e-12)
 
 
 def test_resamples_draw_every_class_alike():
@@ -75,11 +75,11 @@ def test_resamples_draw_every_class_alike():
 
 def test_chunks_do_not_matter(monkeypatch):
     values, groups = clustered(40, 3, 2)
-    whole = bootstrap(values, groups), cluster_bootstrap.compare(values, -values, groups, samples=500)
+    once = bootstrap(values, groups), cluster_bootstrap.compare(values, -values, groups, samples=500)
     monkeypatch.setattr(cluster_bootstrap, "_CELLS", 90)
     parts = bootstrap(values, groups), cluster_bootstrap.compare(values, -values, groups, samples=500)
-    assert parts[0] == pytest.approx(whole[0], abs=1e-12)
-    assert parts[1]["p"] == whole[1]["p"] and parts[1]["interval"] == pytest.approx(whole[1]["interval"], abs=1e-12)
+    assert parts[0] == pytest.approx(once[0], abs=1e-12)
+    assert parts[1]["p"] == once[1]["p"] and parts[1]["interval"] == pytest.approx(once[1]["interval"], abs=1e-12)
 
 
 def test_seed_decides():
@@ -111,8 +111,8 @@ def test_nothing_is_known_of_fewer_than_five_classes():
         assert all(map(math.isnan, method(four[0].sigmoid(), four[1])))
         assert not any(map(math.isnan, method(five[0].sigmoid(), five[1])))
     assert all(map(math.isnan, cluster_bootstrap.compare(four[0], -four[0], four[1])["interval"]))
-    found = cluster_bootstrap.compare(torch.ones(4), torch.zeros(4), torch.zeros(4, dtype=torch.long))
-    assert found["p"] == 1 and found["verdict"] == "undecided"
+    result = cluster_bootstrap.compare(torch.ones(4), torch.zeros(4), torch.zeros(4, dtype=torch.long))
+    assert result["p"] == 1 and result["verdict"] == "undecided"
 
 
 @pytest.mark.parametrize("classes", [1, 2, 5, 9])
@@ -122,10 +122,10 @@ def test_exact_p_by_enumeration(classes):
     sums = [float((a - b)[groups == c].sum()) for c in range(classes)]
     signs = itertools.product((1, -1), repeat=classes)
     flipped = [abs(sum(s * d for s, d in zip(sign, sums, strict=True))) for sign in signs]
-    wanted = sum(f >= abs(sum(sums)) - 1e-9 for f in flipped) / len(flipped)
-    assert cluster_bootstrap._sign_flips(np.array(sums), 1000, 0) == pytest.approx(wanted)
+    expected = sum(f >= abs(sum(sums)) - 1e-9 for f in flipped) / len(flipped)
+    assert cluster_bootstrap._sign_flips(np.array(sums), 1000, 0) == pytest.approx(expected)
     p = cluster_bootstrap.compare(a, b, groups)["p"]
-    assert p == pytest.approx(wanted) if classes < 5 else p >= wanted - 1e-12
+    assert p == pytest.approx(expected) if classes < 5 else p >= expected - 1e-12
 
 
 def test_sampled_p_is_near_the_exact_one(monkeypatch):
@@ -148,21 +148,21 @@ def test_false_alarms_are_rare_with_few_and_many_classes():
 def test_compare_decides_a_clear_case_either_way():
     good, labels = blobs(20, 5, 0.15)
     bad = blobs(20, 5, 0.6)[0]
-    found = compare(good, bad, labels, samples=1000)
-    assert found["verdict"] == "a" and found["p"] < 0.01 and found["interval"][0] > 0
-    assert found["a"] == pytest.approx(retrieval(good, labels)["map@r"])
-    assert found["b"] == pytest.approx(retrieval(bad, labels)["map@r"])
-    assert found["difference"] == pytest.approx(found["a"] - found["b"])
-    assert (found["classes"], found["queries"]) == (20, 100)
+    result = compare(good, bad, labels, samples=1000)
+    assert result["verdict"] == "a" and result["p"] < 0.01 and result["interval"][0] > 0
+    assert result["a"] == pytest.approx(retrieval(good, labels)["map@r"])
+    assert result["b"] == pytest.approx(retrieval(bad, labels)["map@r"])
+    assert result["difference"] == pytest.approx(result["a"] - result["b"])
+    assert (result["classes"], result["queries"]) == (20, 100)
     turned = compare(bad, good, labels, samples=1000)
-    assert turned["verdict"] == "b" and turned["difference"] == pytest.approx(-found["difference"])
-    assert turned["p"] == found["p"]
+    assert turned["verdict"] == "b" and turned["difference"] == pytest.approx(-result["difference"])
+    assert turned["p"] == result["p"]
 
 
 def test_compare_leaves_identical_embeddings_undecided():
     x, labels = blobs(20, 5, 0.4)
-    found = compare(x, 3 * x, labels, samples=500)
-    assert (found["verdict"], found["difference"], found["interval"], found["p"]) == ("undecided", 0, (0, 0), 1)
+    result = compare(x, 3 * x, labels, samples=500)
+    assert (result["verdict"], result["difference"], result["interval"], result["p"]) == ("undecided", 0, (0, 0), 1)
 
 
 @pytest.mark.parametrize("metric", ["recall@2", "ndcg@5", "mrr", "map", "precision@1", "r_precision"])
@@ -170,38 +170,38 @@ def test_compare_takes_every_metric(metric):
     x, labels = blobs(8, 4, 0.4)
     y = blobs(8, 4, 0.5, dim=5)[0]  # another dimension is fine
     labels[:2] = -1
-    found = compare(x, y, labels, metric=metric, samples=100)
-    assert found["a"] == pytest.approx(retrieval(x, labels, ks=(2, 5), metrics=retrieval_metrics.METRICS)[metric])
-    assert found == compare(x, y, labels, metric=metric, samples=100)
+    result = compare(x, y, labels, metric=metric, samples=100)
+    assert result["a"] == pytest.approx(retrieval(x, labels, ks=(2, 5), metrics=retrieval_metrics.METRICS)[metric])
+    assert result == compare(x, y, labels, metric=metric, samples=100)
 
 
 def test_retrieval_carries_intervals():
     x, labels = blobs(25, 4, 0.5)
-    labels[0], labels[1] = 99, -1  # one without kin, one unknown
+    labels[0], labels[1] = 99, -1  # one without positives, one unknown
     plain = retrieval(x, labels)
     assert plain.intervals == {}
     for rule in ("skip", "miss"):
-        found = retrieval(x, labels, interval=True, without_positives=rule)
-        assert dict(found) == dict(retrieval(x, labels, without_positives=rule))
-        assert found.intervals.keys() == found.keys() - {"queries", "without_positives", "unknown"}
+        result = retrieval(x, labels, interval=True, without_positives=rule)
+        assert dict(result) == dict(retrieval(x, labels, without_positives=rule))
+        assert result.intervals.keys() == result.keys() - {"queries", "without_positives", "unknown"}
         values = retrieval_metrics.per_query(x, labels)["map@r"]
         if rule == "miss":
             values[0] = 0.0
-        assert found.intervals["map@r"] == share_interval(values, labels)
-        for name, (low, high) in found.intervals.items():
-            assert 0 <= low <= found[name] <= high <= 1
+        assert result.intervals["map@r"] == share_interval(values, labels)
+        for name, (low, high) in result.intervals.items():
+            assert 0 <= low <= result[name] <= high <= 1
 
 
 def test_without_classes_queries_are_resampled():
     x, labels = blobs(10, 4, 0.5)
     rows = torch.nn.functional.one_hot(labels).bool()
-    kin = relations.explicit(labels[:, None] == labels)
+    relation = relations.explicit(labels[:, None] == labels)
     values = retrieval_metrics.per_query(x, labels)["map@r"]
-    wanted = share_interval(values, torch.arange(40))
-    assert retrieval(x, rows, interval=True).intervals["map@r"] == wanted
-    assert retrieval(x, kin, interval=True).intervals["map@r"] == wanted
-    known = retrieval(x, kin._replace(ids=labels), interval=True).intervals["map@r"]
-    assert known == share_interval(values, labels) != wanted
+    expected = share_interval(values, torch.arange(40))
+    assert retrieval(x, rows, interval=True).intervals["map@r"] == expected
+    assert retrieval(x, relation, interval=True).intervals["map@r"] == expected
+    known = retrieval(x, relation._replace(ids=labels), interval=True).intervals["map@r"]
+    assert known == share_interval(values, labels) != expected
 
 
 def by_hand(values, groups):
@@ -227,9 +227,9 @@ def test_an_interval_of_shares_is_clopper_pearson_with_effective_trials():
     a, b = torch.tensor(values), torch.tensor(values[::-1].copy())
     difference, variance, freedom = by_hand((a - b).numpy(), groups)
     half = stats.t.ppf(0.975, freedom) * math.sqrt(variance)
-    found = cluster_bootstrap.compare(a, b, torch.tensor(groups))
-    assert found["interval"] == pytest.approx((difference - half, difference + half), abs=1e-9)
-    assert found["p"] >= 2 * stats.t.sf(abs(difference) / math.sqrt(variance), freedom) - 1e-9
+    result = cluster_bootstrap.compare(a, b, torch.tensor(groups))
+    assert result["interval"] == pytest.approx((difference - half, difference + half), abs=1e-9)
+    assert result["p"] >= 2 * stats.t.sf(abs(difference) / math.sqrt(variance), freedom) - 1e-9
 
 
 @pytest.mark.parametrize("freedom", [1, 2.5, 7, 40.3, 5000])
@@ -241,9 +241,9 @@ def test_student_is_students(freedom):
 def test_all_right_or_all_wrong_has_a_one_sided_interval():
     """As many classes as there are, all of them right: with 20, in 95 of 100 draws 86 % of classes are."""
     x, labels = blobs(20, 4, 0.001, dim=16)
-    found = retrieval(x, labels, interval=True)
-    assert found["recall@1"] == found["map@r"] == 1
-    assert all(ends == pytest.approx((0.05 ** (1 / 20), 1.0)) for ends in found.intervals.values())
+    result = retrieval(x, labels, interval=True)
+    assert result["recall@1"] == result["map@r"] == 1
+    assert all(ends == pytest.approx((0.05 ** (1 / 20), 1.0)) for ends in result.intervals.values())
     wrong = torch.zeros(80)
     assert share_interval(wrong, labels) == pytest.approx((0.0, 1 - 0.05 ** (1 / 20)))
     better = cluster_bootstrap.compare(wrong + 1, wrong, labels)
@@ -254,16 +254,16 @@ def test_all_right_or_all_wrong_has_a_one_sided_interval():
 
 @pytest.mark.parametrize("kind, classes", [("spread", 10), ("unequal", 10), ("hubs", 30)])
 def test_intervals_hold_the_truth_of_new_classes_and_galleries(kind, classes):
-    """A small form of studies/interval_coverage.py; percentiles of resampled query classes hold 60 to 90 in 100."""
-    found = coverage.retrieval_coverage(kind, classes, 120)
-    _, ours, percentiles = np.mean(list(found.values()), axis=0)
-    assert ours >= 0.94 and percentiles < 0.92, found
-    assert min(held for _, held, _ in found.values()) >= 0.9, found
+    """A small form of studies/interval_coverage.py; percentiles of resampled query classes cover 60 to 90 in 100."""
+    result = coverage.retrieval_coverage(kind, classes, 120)
+    _, ours, percentiles = np.mean(list(result.values()), axis=0)
+    assert ours >= 0.94 and percentiles < 0.92, result
+    assert min(coverage for _, coverage, _ in result.values()) >= 0.9, result
 
 
 @pytest.mark.parametrize("kind", ["skewed", "spread"])
 def test_comparison_finds_no_difference_where_none_is(kind):
-    """5 % of 300 and two standard errors; tosses alone decided 7.5 % where differences are skewed."""
+    """5 % of 300 and two standard errors; coin flips alone decided 7.5 % where differences are skewed."""
     assert coverage.false_verdicts(kind, 20, 300)["map@r"] <= 0.075
 
 

@@ -16,7 +16,7 @@ from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_s
 
 from nearkin.evaluation.clustering import agreement, clustering, kmeans
 
-module = sys.modules[kmeans.__module__]  # the package's own name for it is the function
+module = sys.modules[kmeans.__module__]  # in the package this name is the function
 
 
 def entropy(ids):
@@ -42,8 +42,8 @@ def expected_information(a, b):
 
 def oracle(a, b):
     pairs = list(combinations(range(len(a)), 2))
-    same, found = ({(i, j) for i, j in pairs if ids[i] == ids[j]} for ids in (a, b))
-    both = len(same & found)
+    same, result = ({(i, j) for i, j in pairs if ids[i] == ids[j]} for ids in (a, b))
+    both = len(same & result)
     if len(set(zip(a, b, strict=True))) == len(set(a)) == len(set(b)):
         return dict.fromkeys(("nmi", "nmi_geometric", "ami", "f1", "precision", "recall"), 1.0)
     scores = {"nmi": 0.0, "nmi_geometric": 0.0, "ami": 0.0}
@@ -55,9 +55,9 @@ def oracle(a, b):
             "nmi_geometric": shared / math.sqrt(first * second),
             "ami": (shared - by_chance) / (mean - by_chance),
         }
-    scores["precision"] = both / len(found) if found else 0.0
+    scores["precision"] = both / len(result) if result else 0.0
     scores["recall"] = both / len(same) if same else 0.0
-    return {**scores, "f1": 2 * both / (len(found) + len(same))}
+    return {**scores, "f1": 2 * both / (len(result) + len(same))}
 
 
 @st.composite
@@ -132,10 +132,13 @@ def test_independent_partitions_share_nothing():
 
 def test_pairs_of_a_million_do_not_overflow():
     a = torch.arange(1_000_000) % 2
-    whole = agreement(a, torch.zeros(1_000_000, dtype=torch.int64))
+    single_cluster = agreement(a, torch.zeros(1_000_000, dtype=torch.int64))
     pairs = 2 * math.comb(500_000, 2) / math.comb(1_000_000, 2)
-    assert whole["precision"] == pytest.approx(pairs) and whole["recall"] == 1
-    assert whole["f1"] == pytest.approx(2 * pairs / (1 + pairs)) and whole["nmi"] == whole["ami"] == 0
+    assert single_cluster["precision"] == pytest.approx(pairs) and single_cluster["recall"] == 1
+    assert (
+        single_cluster["f1"] == pytest.approx(2 * pairs / (1 + pairs))
+        and single_cluster["nmi"] == single_cluster["ami"] == 0
+    )
 
 
 def test_a_hand_worked_f1():
@@ -167,14 +170,14 @@ def test_as_good_as_scikit_learn():
 
 def test_the_result_is_a_fixed_point():
     x, _ = blobs(12, 20, noise=0.7)
-    found = kmeans(x, 12, normalize=False, iterations=200)
-    assert found.iterations < 200
-    wide, centroids = x.double(), found.centroids.double()
-    means = torch.stack([wide[found.assignment == c].mean(0) for c in range(12)])
+    result = kmeans(x, 12, normalize=False, iterations=200)
+    assert result.iterations < 200
+    wide, centroids = x.double(), result.centroids.double()
+    means = torch.stack([wide[result.assignment == c].mean(0) for c in range(12)])
     torch.testing.assert_close(means, centroids, atol=1e-6, rtol=0)
     away = (wide[:, None] - centroids).square().sum(-1)
-    assert torch.equal(away.argmin(1), found.assignment)
-    assert found.inertia == pytest.approx(float(away.min(1).values.sum()), rel=1e-6)
+    assert torch.equal(away.argmin(1), result.assignment)
+    assert result.inertia == pytest.approx(float(away.min(1).values.sum()), rel=1e-6)
 
 
 def test_more_updates_never_cost_more():
@@ -229,8 +232,8 @@ def test_first_seeds_are_drawn_by_squared_distance():
 
 def test_fewer_distinct_rows_than_clusters():
     x = torch.randn(3, 4).repeat(5, 1)
-    found = kmeans(x, 9)
-    assert found.assignment.unique().numel() == 3 and found.inertia == pytest.approx(0, abs=1e-10)
+    result = kmeans(x, 9)
+    assert result.assignment.unique().numel() == 3 and result.inertia == pytest.approx(0, abs=1e-10)
     assert clustering(torch.ones(6, 3), torch.arange(6) % 3)["nmi"] == 0
     assert clustering(torch.zeros(6, 3), torch.zeros(6, dtype=torch.int64))["nmi"] == 1
     assert clustering(torch.rand(5, 3), torch.arange(5))["f1"] == 1
@@ -246,18 +249,18 @@ def test_no_duplicate_becomes_a_second_seed():
 def test_an_empty_cluster_goes_to_the_farthest_point():
     points = torch.tensor([[0.0], [0.1], [0.9], [0.2]])
     centroids = torch.tensor([[0.1], [50.0]])
-    assignment, own = module._assign(points, centroids, 2**20)
+    assignment, squared = module._assign(points, centroids, 2**20)
     assert assignment.tolist() == [0, 0, 0, 0]
-    moved = module._update(points, centroids, assignment, own, 2**20)
+    moved = module._update(points, centroids, assignment, squared, 2**20)
     torch.testing.assert_close(moved, torch.tensor([[0.3], [0.9]]))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_repeats_itself_and_is_as_good():
     x, y = blobs(500, 8, dim=32, noise=0.8)
-    here, there = kmeans(x, 500), [kmeans(x.cuda(), 500) for _ in range(3)]
+    on_cpu, there = kmeans(x, 500), [kmeans(x.cuda(), 500) for _ in range(3)]
     assert all(torch.equal(there[0].assignment, again.assignment) for again in there[1:])
-    assert there[0].inertia == pytest.approx(here.inertia, rel=0.02)
+    assert there[0].inertia == pytest.approx(on_cpu.inertia, rel=0.02)
     assert clustering(x.cuda(), y.cuda())["nmi"] == pytest.approx(clustering(x, y)["nmi"], abs=0.02)
 
 
@@ -318,11 +321,11 @@ def test_intervals_leave_out_classes():
     g = torch.Generator().manual_seed(0)
     labels = torch.arange(60).repeat_interleave(10)
     x = torch.randn(60, 16, generator=g)[labels] + 1.5 * torch.randn(600, 16, generator=g)
-    found = clustering(x, labels, interval=True)
+    result = clustering(x, labels, interval=True)
     assert clustering(x, labels).intervals == {}
-    assert set(found.intervals) == {"nmi", "nmi_geometric", "ami", "f1", "precision", "recall"}
-    for name, (low, high) in found.intervals.items():
-        assert low < found[name] < high and high - low < 0.3
+    assert set(result.intervals) == {"nmi", "nmi_geometric", "ami", "f1", "precision", "recall"}
+    for name, (low, high) in result.intervals.items():
+        assert low < result[name] < high and high - low < 0.3
     # by hand, one class at a time: 40 parts of 40 classes
     few = labels < 40
     ours = clustering(x[few], labels[few], interval=True)

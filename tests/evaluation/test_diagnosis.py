@@ -27,7 +27,7 @@ def mixed():
 
 
 def pairs_of(x, labels):
-    """(distance, kin) of all pairs of known items, one by one."""
+    """(distance, same class) of all pairs of known items, one by one."""
     unit = x.double() / x.double().norm(dim=1, keepdim=True)
     known = [i for i in range(len(x)) if labels[i] != -1]
     return [(float((unit[i] - unit[j]).norm()), bool(labels[i] == labels[j])) for i in known for j in known if i < j]
@@ -43,17 +43,17 @@ def neighbours_of(x, labels, k):
 def test_pairs_by_loops(tile, monkeypatch):
     monkeypatch.setattr(diagnosis, "_TILE", tile)
     x, labels = mixed()
-    found, pairs = diagnose(x, labels, bins=20), pairs_of(x, labels)
-    for name, kin in (("intra", True), ("inter", False)):
-        far = [d for d, k in pairs if k == kin]
+    result, pairs = diagnose(x, labels, bins=20), pairs_of(x, labels)
+    for name, same in (("intra", True), ("inter", False)):
+        far = [d for d, k in pairs if k == same]
         counts = Counter(min(int(d * 10), 19) for d in far)
-        assert found[f"{name}_histogram"]["counts"] == [counts[i] for i in range(20)]
-        assert found[f"{name}_histogram"]["edges"] == pytest.approx([i / 10 for i in range(21)])
-        assert found[f"{name}_mean"] == pytest.approx(sum(far) / len(far))
-    kin = [d**2 for d, k in pairs if k]
-    assert found["alignment"] == pytest.approx(sum(kin) / len(kin))
-    assert found["uniformity"] == pytest.approx(math.log(sum(math.exp(-2 * d**2) for d, _ in pairs) / len(pairs)))
-    assert (found["items"], found["classes"], found["k"]) == (40, 7, 10)
+        assert result[f"{name}_histogram"]["counts"] == [counts[i] for i in range(20)]
+        assert result[f"{name}_histogram"]["edges"] == pytest.approx([i / 10 for i in range(21)])
+        assert result[f"{name}_mean"] == pytest.approx(sum(far) / len(far))
+    same = [d**2 for d, k in pairs if k]
+    assert result["alignment"] == pytest.approx(sum(same) / len(same))
+    assert result["uniformity"] == pytest.approx(math.log(sum(math.exp(-2 * d**2) for d, _ in pairs) / len(pairs)))
+    assert (result["items"], result["classes"], result["k"]) == (40, 7, 10)
 
 
 @pytest.mark.parametrize("tile", [512, 5])
@@ -75,21 +75,21 @@ def test_effective_rank_counts_directions_used_alike():
 
 def test_neighbour_statistics_by_loops():
     x, labels = mixed()
-    found, near = diagnose(x, labels, k=4), neighbours_of(x, labels, 4)
+    result, near = diagnose(x, labels, k=4), neighbours_of(x, labels, 4)
     times = Counter(j for row in near.values() for j in row)
-    assert found["hubness"] == pytest.approx(float(stats.skew([times[i] for i in near])))
-    assert found["hubs"][0]["times"] == max(times.values()) == times[found["hubs"][0]["item"]]
+    assert result["hubness"] == pytest.approx(float(stats.skew([times[i] for i in near])))
+    assert result["hubs"][0]["times"] == max(times.values()) == times[result["hubs"][0]["item"]]
     sizes = Counter(labels.tolist())
     confused, places = Counter(), Counter()
     for i, row in near.items():
-        own = int(labels[i])
-        for j in row[: sizes[own] - 1]:
-            places[own] += 1
-            if labels[j] != own:
-                confused[own, int(labels[j])] += 1
+        label = int(labels[i])
+        for j in row[: sizes[label] - 1]:
+            places[label] += 1
+            if labels[j] != label:
+                confused[label, int(labels[j])] += 1
     assert confused
     both = {tuple(sorted(pair)) for pair in confused}
-    wanted = [
+    expected = [
         {
             "classes": [a, b],
             "neighbours": confused[a, b] + confused[b, a],
@@ -98,27 +98,27 @@ def test_neighbour_statistics_by_loops():
         }
         for a, b in both
     ]
-    assert found["confused_pairs"] == sorted(wanted, key=lambda row: (-row["neighbours"], row["classes"]))[:10]
+    assert result["confused_pairs"] == sorted(expected, key=lambda row: (-row["neighbours"], row["classes"]))[:10]
 
 
 def test_worst_classes_by_loops():
     x, labels = blobs(14, 6, 0.5, seed=3)
-    near, wanted = neighbours_of(x, labels, 5), []
+    near, expected = neighbours_of(x, labels, 5), []
     for c in range(14):
         hits = [[bool(labels[j] == c) for j in near[i]] for i in range(6 * c, 6 * c + 6)]
-        wanted.append((sum(map(sum, hits)) / 30, sum(row[0] for row in hits) / 6, c))
-    found = diagnose(x, labels)["worst_classes"]
-    assert [row["class"] for row in found] == [c for _, _, c in sorted(wanted)[:10]]
-    assert [row["r_precision"] for row in found] == pytest.approx([r for r, _, _ in sorted(wanted)[:10]])
-    assert all(row["items"] == 6 for row in found)
+        expected.append((sum(map(sum, hits)) / 30, sum(row[0] for row in hits) / 6, c))
+    result = diagnose(x, labels)["worst_classes"]
+    assert [row["class"] for row in result] == [c for _, _, c in sorted(expected)[:10]]
+    assert [row["r_precision"] for row in result] == pytest.approx([r for r, _, _ in sorted(expected)[:10]])
+    assert all(row["items"] == 6 for row in result)
 
 
 def test_a_fine_embedding_has_no_faults():
-    found = diagnose(*blobs(12, 12, 0.05, dim=16))
-    assert not found["collapse"]["collapsed"] and not found["collapse"]["why"]
-    assert not found["confused_pairs"] and not found["label_errors"]
-    assert found["worst_classes"][0]["r_precision"] == 1
-    assert found["intra_mean"] < found["inter_mean"] / 3
+    result = diagnose(*blobs(12, 12, 0.05, dim=16))
+    assert not result["collapse"]["collapsed"] and not result["collapse"]["why"]
+    assert not result["confused_pairs"] and not result["label_errors"]
+    assert result["worst_classes"][0]["r_precision"] == 1
+    assert result["intra_mean"] < result["inter_mean"] / 3
 
 
 @pytest.mark.parametrize("size, k", [(20, 10), (6, 10), (6, 3)])
@@ -127,12 +127,12 @@ def test_planted_label_errors_are_found_and_nothing_else(size, k):
     true, planted = labels.clone(), [4, 2 * size, 9 * size + 3]
     labels[planted] = (labels[planted] + 7) % 15
     labels[size] = -1
-    found = diagnose(x, labels, k=k)["label_errors"]
-    assert sorted(row["item"] for row in found) == planted
-    for row in found:
+    result = diagnose(x, labels, k=k)["label_errors"]
+    assert sorted(row["item"] for row in result) == planted
+    for row in result:
         assert row["suggested"] == true[row["item"]] and row["class"] == labels[row["item"]]
         assert 0.8 <= row["agreement"] <= 1
-    assert [row["agreement"] for row in found] == sorted((row["agreement"] for row in found), reverse=True)
+    assert [row["agreement"] for row in result] == sorted((row["agreement"] for row in result), reverse=True)
 
 
 def test_a_pair_cannot_outvote_a_label():
@@ -145,9 +145,9 @@ def test_a_small_class_does_not_outvote_kin_close_behind():
     angles = [0, 1, 2, 3, 4, *range(10, 25)]  # item 0, four of class 1, fifteen of its own
     x = torch.tensor([[math.cos(a / 20), math.sin(a / 20)] for a in angles])
     labels = torch.tensor([0, *[1] * 4, *[0] * 15])
-    assert 0 not in [row["item"] for row in diagnose(x, labels)["label_errors"]]  # kin fill 6 places of 10
-    found = diagnose(x, labels, k=5)["label_errors"]  # 1 place of 5
-    assert found == [{"item": 0, "class": 0, "suggested": 1, "agreement": 1.0}]
+    assert 0 not in [row["item"] for row in diagnose(x, labels)["label_errors"]]  # positives fill 6 places of 10
+    result = diagnose(x, labels, k=5)["label_errors"]  # 1 place of 5
+    assert result == [{"item": 0, "class": 0, "suggested": 1, "agreement": 1.0}]
 
 
 def test_planted_hub_is_named():
@@ -157,16 +157,16 @@ def test_planted_hub_is_named():
     before = diagnose(x, labels, k=5)["hubness"]
     x = x + 0.3 * x.mean(0) / x.mean(0).norm()
     x[17] = x.mean(0)
-    found = diagnose(x, labels, k=5)
-    assert found["hubs"][0]["item"] == 17 and found["hubs"][0]["times"] > 80
-    assert found["hubness"] > before + 3
+    result = diagnose(x, labels, k=5)
+    assert result["hubs"][0]["item"] == 17 and result["hubs"][0]["times"] > 80
+    assert result["hubness"] > before + 3
 
 
 def test_planted_confusion_is_named():
     x, labels = blobs(10, 10, 0.05, dim=16)
     x[labels == 7] = x[labels == 3].flip(0) + 0.01
-    found = diagnose(x, labels)["confused_pairs"]
-    assert len(found) == 1 and found[0]["classes"] == [3, 7] and found[0]["neighbours"] == sum(found[0]["of_each"])
+    result = diagnose(x, labels)["confused_pairs"]
+    assert len(result) == 1 and result[0]["classes"] == [3, 7] and result[0]["neighbours"] == sum(result[0]["of_each"])
 
 
 def test_collapse_to_a_point_and_to_a_line_is_flagged():
@@ -197,11 +197,15 @@ def test_budget_changes_nothing():
 
 def test_goes_through_json_and_has_no_nan():
     x, labels = mixed()
-    for given in (labels, torch.zeros_like(labels), torch.arange(len(x))):
-        found = diagnose(x, given)
-        assert json.loads(json.dumps(found, allow_nan=False)) == found
-    one = diagnose(x, torch.zeros_like(labels))
-    assert one["inter_mean"] is None and one["alignment"] is not None and one["confused_pairs"] == []
+    for class_ids in (labels, torch.zeros_like(labels), torch.arange(len(x))):
+        result = diagnose(x, class_ids)
+        assert json.loads(json.dumps(result, allow_nan=False)) == result
+    single_class = diagnose(x, torch.zeros_like(labels))
+    assert (
+        single_class["inter_mean"] is None
+        and single_class["alignment"] is not None
+        and single_class["confused_pairs"] == []
+    )
     alone = diagnose(x, torch.arange(len(x)))
     assert alone["alignment"] is None and alone["worst_classes"] == [] and alone["label_errors"] == []
 

@@ -47,8 +47,8 @@ def oracle(x, labels, ways, shots, episodes, seed, queries, score):
         rest = words[ways:].reshape(ways, -1)
         items = [[group[i] for i in pick(row, len(group))] for group, row in zip(chosen, rest, strict=True)]
         hits = []
-        for c, mine in enumerate(items):
-            for query in mine[shots:]:
+        for c, members in enumerate(items):
+            for query in members[shots:]:
                 scores = [class_score(x[query], [x[i] for i in other[:shots]], score) for other in items]
                 best = [k for k, value in enumerate(scores) if value >= max(scores) - 1e-12]
                 hits.append((c in best) / len(best))
@@ -128,7 +128,7 @@ def test_more_shots_help_and_lengths_count_only_for_nearest():
 
 
 def test_interval_over_classes_holds_what_other_classes_give():
-    """Classes of their own difficulty: however many episodes, another choice of classes gives another number."""
+    """Classes differ in difficulty: however many episodes, another choice of classes gives another number."""
 
     def drawn(classes, seed):
         g = torch.Generator().manual_seed(seed)
@@ -140,20 +140,20 @@ def test_interval_over_classes_holds_what_other_classes_give():
     truth = one_shot(*drawn(2000, 999), ways=5, episodes=3000)["accuracy"]
     over_classes = over_episodes = 0
     for trial in range(60):
-        found = one_shot(*drawn(30, trial), ways=5, episodes=400, interval=True, seed=trial)
-        low, high = found.intervals["accuracy"]
-        assert low < found["accuracy"] < high
+        result = one_shot(*drawn(30, trial), ways=5, episodes=400, interval=True, seed=trial)
+        low, high = result.intervals["accuracy"]
+        assert low < result["accuracy"] < high
         over_classes += low <= truth <= high
-        over_episodes += abs(found["accuracy"] - truth) <= found["interval"]
+        over_episodes += abs(result["accuracy"] - truth) <= result["interval"]
     assert over_classes >= 48 > over_episodes + 8, (over_classes, over_episodes)
     assert one_shot(*drawn(30, 0), ways=5).intervals == {}
 
 
 def test_interval_over_classes_is_that_of_their_outcomes():
     x, y = blobs(noise=1.5)
-    told = []
-    found = one_shot(x, y, 5, 1, 40, interval=True, seed=3, progress=lambda *both: told.append(both), budget=1)
-    assert told[-1] == (40, 40) and len(told) == 40
+    calls = []
+    result = one_shot(x, y, 5, 1, 40, interval=True, seed=3, progress=lambda *both: calls.append(both), budget=1)
+    assert calls[-1] == (40, 40) and len(calls) == 40
     values, groups = [], []
     order = np.argsort(y.numpy(), kind="stable")
     for episode in range(40):
@@ -162,8 +162,8 @@ def test_interval_over_classes_is_that_of_their_outcomes():
             scores = [class_score(x[items[c, 1]].tolist(), [x[items[k, 0]].tolist()], "mean") for k in range(5)]
             values.append(float(np.argmax(scores) == c))
             groups.append(int(y[items[c, 0]]))
-    wanted = share_interval(torch.tensor(values, dtype=torch.float64), torch.tensor(groups))
-    assert found.intervals["accuracy"] == pytest.approx(wanted, abs=1e-12)
+    expected = share_interval(torch.tensor(values, dtype=torch.float64), torch.tensor(groups))
+    assert result.intervals["accuracy"] == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_twenty_runs_of_twenty_trials(runs):
         assert run.supports.shape == run.queries.shape == (20, 105, 105)
         assert run.supports.dtype == torch.float32 and set(run.supports.unique().tolist()) == {0.0, 1.0}
         assert 0.005 < run.supports.mean() < 0.2  # ink is bright
-        assert sorted(run.answers.tolist()) == list(range(20))  # every character is asked once
+        assert sorted(run.answers.tolist()) == list(range(20))  # every character is a query once
     assert runs[0].answers[:3].tolist() == [7, 8, 1]  # items 1, 2, 3 are classes 08, 09, 02
 
 
@@ -264,7 +264,7 @@ def test_folder_and_zip_read_alike(tmp_path):
 
 
 def test_a_path_without_runs_is_named(tmp_path):
-    with pytest.raises(ValueError, match="path must hold run01"):
+    with pytest.raises(ValueError, match="path must contain run01"):
         omniglot_runs(tmp_path)
     with pytest.raises(ValueError, match=r"all_runs\.zip or the folder"):
         omniglot_runs(tmp_path / "absent.zip")

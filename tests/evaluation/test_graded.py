@@ -155,7 +155,7 @@ def test_half_precision_and_tiles_agree():
     [
         ({"embeddings": torch.full((4, 2), torch.nan)}, "embeddings must be finite, got NaN or Inf in 4 rows"),
         ({"targets": torch.tensor([0, torch.inf, 1, 2])}, "targets must be finite, got NaN or Inf in 1 rows"),
-        ({"targets": torch.ones(3)}, r"one entry a row of embeddings: 4 rows, got \(3,\)"),
+        ({"targets": torch.ones(3)}, r"one entry per row of embeddings: 4 rows, got \(3,\)"),
         ({"targets": [1, 2, 3, 4]}, "targets must be real-valued"),
         ({"ks": ()}, "ks must hold at least one k"),
         ({"ks": (0,)}, "ks must be >= 1, got 0"),
@@ -178,13 +178,13 @@ def test_intervals_resample_queries():
     g = torch.Generator().manual_seed(0)
     targets = torch.rand(120, generator=g)
     x = torch.stack([targets, 0.3 * torch.rand(120, generator=g)], 1)
-    found = graded(x, targets, interval=True)
+    result = graded(x, targets, interval=True)
     assert graded(x, targets).intervals == {}
-    assert set(found.intervals) == set(found) - {"spearman_skipped"}
-    for name, (low, high) in found.intervals.items():
-        assert low <= found[name] <= high
-    assert found.intervals == graded(x, targets, interval=True).intervals
-    assert found.intervals != graded(x, targets, interval=True, seed=1).intervals
+    assert set(result.intervals) == set(result) - {"spearman_skipped"}
+    for name, (low, high) in result.intervals.items():
+        assert low <= result[name] <= high
+    assert result.intervals == graded(x, targets, interval=True).intervals
+    assert result.intervals != graded(x, targets, interval=True, seed=1).intervals
 
 
 def test_classes_are_resampled_where_they_are_known():
@@ -192,12 +192,12 @@ def test_classes_are_resampled_where_they_are_known():
     classes = torch.arange(20).repeat_interleave(6)
     targets = torch.rand(20, generator=g)[classes]
     x = targets[:, None] + 0.3 * torch.randn(20, 2, generator=g)[classes] + 0.01 * torch.randn(120, 2, generator=g)
-    told = []
-    found = graded(x, targets, interval=True, classes=classes, budget=1, progress=lambda *both: told.append(both))
-    assert told[0] == (1, 120) and told[-1] == (120, 120)
+    calls = []
+    result = graded(x, targets, interval=True, classes=classes, budget=1, progress=lambda *both: calls.append(both))
+    assert calls[0] == (1, 120) and calls[-1] == (120, 120)
     alone = graded(x, targets, interval=True)
-    assert dict(found) == pytest.approx(dict(alone), nan_ok=True)
-    wide, narrow = (one.intervals["ndcg@10"][1] - one.intervals["ndcg@10"][0] for one in (found, alone))
+    assert dict(result) == pytest.approx(dict(alone), nan_ok=True)
+    wide, narrow = (scores.intervals["ndcg@10"][1] - scores.intervals["ndcg@10"][0] for scores in (result, alone))
     assert wide > 1.5 * narrow  # six queries of one class say the same
     with pytest.raises(ValueError, match="classes must have one entry a row of embeddings: 120 rows, 3 labels"):
         graded(x, targets, classes=classes[:3])

@@ -27,7 +27,7 @@ FARS = (0.5, 0.3, 0.1, 0.01)
 def weighted(draw):
     size = draw(st.integers(2, 14))
     scores = draw(st.lists(st.integers(-3, 3), min_size=size, max_size=size))
-    same = draw(st.lists(st.booleans(), min_size=size, max_size=size).filter(lambda kin: 0 < sum(kin) < len(kin)))
+    same = draw(st.lists(st.booleans(), min_size=size, max_size=size).filter(lambda mask: 0 < sum(mask) < len(mask)))
     weights = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
     return np.array(scores) / 4, np.array(same), np.array(weights)
 
@@ -39,28 +39,28 @@ def test_weights_count_as_copies_do(case, threshold):
     scores, same, weights = case
     pairs = SortedPairs(scores, same)
     cut = pairs.cut(threshold / 4)
-    found = pairs.rates(weights[pairs.genuine] * 1.0, weights[pairs.impostors] * 1.0, FARS, [cut])
-    copies, kin = np.repeat(scores, weights), np.repeat(same, weights)
-    if not kin.any() or kin.all():
-        assert all(map(math.isnan, found))
+    result = pairs.rates(weights[pairs.genuine] * 1.0, weights[pairs.impostors] * 1.0, FARS, [cut])
+    copies, is_same = np.repeat(scores, weights), np.repeat(same, weights)
+    if not is_same.any() or is_same.all():
+        assert all(map(math.isnan, result))
         return
-    wanted = verification(copies, kin, fars=FARS)
-    assert found[:2] == pytest.approx([wanted["eer"], wanted["auc"]], abs=1e-12)
-    for far, value in zip(FARS, found[2:6], strict=True):
-        # What cannot be measured is None in a report; a resample takes what refuses every impostor.
-        none_let_in = (copies[kin] > copies[~kin].max()).mean()
-        assert value == pytest.approx(none_let_in if wanted[f"tar@far={far}"] is None else wanted[f"tar@far={far}"])
+    expected = verification(copies, is_same, fars=FARS)
+    assert result[:2] == pytest.approx([expected["eer"], expected["auc"]], abs=1e-12)
+    for far, value in zip(FARS, result[2:6], strict=True):
+        # What cannot be measured is None in a report; a resample takes the threshold that rejects every impostor.
+        none_let_in = (copies[is_same] > copies[~is_same].max()).mean()
+        assert value == pytest.approx(none_let_in if expected[f"tar@far={far}"] is None else expected[f"tar@far={far}"])
     accepted = copies >= threshold / 4
-    assert found[6:] == pytest.approx([accepted[~kin].mean(), accepted[kin].mean()], abs=1e-12)
+    assert result[6:] == pytest.approx([accepted[~is_same].mean(), accepted[is_same].mean()], abs=1e-12)
 
 
 def people(classes, rng, alpha, eps, each=4):
-    """All pairs of classes once, and `each` genuine pairs a class; the scores of a class move together."""
+    """All pairs of classes once, and `each` genuine pairs per class; the scores of a class move together."""
     i, j = np.triu_indices(classes, 1)
-    own, shared = rng.normal(0, 0.6, classes), rng.normal(0, alpha, classes)
+    shift, shared = rng.normal(0, 0.6, classes), rng.normal(0, alpha, classes)
     c = np.repeat(np.arange(classes), each)
     scores = np.concatenate(
-        [2 + own[c] + rng.normal(0, 0.6, len(c)), shared[i] + shared[j] + rng.normal(0, eps, len(i))]
+        [2 + shift[c] + rng.normal(0, 0.6, len(c)), shared[i] + shared[j] + rng.normal(0, eps, len(i))]
     )
     same = np.arange(len(scores)) < len(c)
     return scores, same, np.concatenate([np.stack([c, c], 1), np.stack([i, j], 1)])
@@ -70,7 +70,7 @@ def test_intervals_have_the_variance_of_lists_with_copies():
     """One interval by hand: the classes the package draws, and a list with copies for each."""
     scores, same, ids = people(7, np.random.default_rng(3), 0.5, 0.5, each=2)
     scores = scores.round(1)
-    found = verification(scores, same, classes=ids, interval=True, samples=60, seed=5, fars=(0.2,))
+    result = verification(scores, same, classes=ids, interval=True, samples=60, seed=5, fars=(0.2,))
     eers, tars, taken = [], [], np.concatenate(list(resamples(7, 60, 5)))
     for times in taken.astype(int):
         copies = np.where(same, times[ids[:, 0]], times[ids[:, 0]] * times[ids[:, 1]])
@@ -78,15 +78,15 @@ def test_intervals_have_the_variance_of_lists_with_copies():
             listed = verification(np.repeat(scores, copies), np.repeat(same, copies), fars=(0.2,))
             eers.append(listed["eer"])
             tars.append(listed["tar@far=0.2"])
-    wide = share(found["eer"], np.var(eers), freedom=1, classes=7)
-    narrow = share(found["eer"], np.var(eers) / 3, freedom=6, classes=7)  # a third of the variance is left at least
-    low, high = found.intervals["eer"]
-    assert wide[0] <= low <= narrow[0] < found["eer"] < narrow[1] <= high <= wide[1]
-    wanted = share(found["tar@far=0.2"], np.var(tars), freedom=6, classes=7)
-    assert found.intervals["tar@far=0.2"] == pytest.approx(wanted, abs=1e-12)
-    assert found.intervals.keys() == {"eer", "auc", "accuracy", "tar@far=0.2"}
-    for name, (a, b) in found.intervals.items():
-        assert 0 <= a <= found[name] <= b <= 1
+    wide = share(result["eer"], np.var(eers), freedom=1, classes=7)
+    narrow = share(result["eer"], np.var(eers) / 3, freedom=6, classes=7)  # a third of the variance is left at least
+    low, high = result.intervals["eer"]
+    assert wide[0] <= low <= narrow[0] < result["eer"] < narrow[1] <= high <= wide[1]
+    expected = share(result["tar@far=0.2"], np.var(tars), freedom=6, classes=7)
+    assert result.intervals["tar@far=0.2"] == pytest.approx(expected, abs=1e-12)
+    assert result.intervals.keys() == {"eer", "auc", "accuracy", "tar@far=0.2"}
+    for name, (a, b) in result.intervals.items():
+        assert 0 <= a <= result[name] <= b <= 1
 
 
 def drawn(trial, alpha, eps, sparse):
@@ -109,9 +109,9 @@ def test_width_is_the_spread_of_new_classes(alpha, eps, sparse):
     widths, alone = [], []
     for trial in range(12):
         scores, same, ids = drawn(trial, alpha, eps, sparse)
-        for kept, known in ((widths, ids), (alone, None)):
-            found = verification(scores, same, classes=known, interval=True, samples=100, seed=trial, fars=(0.1,))
-            kept.append(np.diff(found.intervals["auc"]))
+        for intervals, known in ((widths, ids), (alone, None)):
+            result = verification(scores, same, classes=known, interval=True, samples=100, seed=trial, fars=(0.1,))
+            intervals.append(np.diff(result.intervals["auc"]))
     spread = 3.92 * np.std(values)
     assert 0.8 < np.mean(widths) / spread < 1.25
     if not sparse:  # pairs are not independent, and resampling them promises too much
@@ -119,7 +119,7 @@ def test_width_is_the_spread_of_new_classes(alpha, eps, sparse):
 
 
 def test_without_own_variance_nothing_is_drawn_in_and_with_it_alone_a_third_is_left():
-    """The mean of x_ab over pairs of classes: a sum of class values, or noise of each pair of its own."""
+    """The mean of x_ab over pairs of classes: a sum of class values, or independent noise of each pair."""
     rng, classes = np.random.default_rng(0), 60
     pairs = np.stack(np.triu_indices(classes, 1), 1)
     cells = Cells(classes, np.arange(classes), pairs, np.arange(len(pairs)))
@@ -146,9 +146,9 @@ def test_all_pairs_hold_the_truth_of_other_classes(hub):
     truth = all_pairs(*blobs(600, 99, hub=hub), fars=(0.1,))
     inside = dict.fromkeys(("eer", "auc", "balanced_accuracy", "tar@far=0.1"), 0)
     for trial in range(15):
-        found = all_pairs(*blobs(40, trial, hub=hub), fars=(0.1,), interval=True, samples=200, seed=trial)
-        assert found.intervals.keys() == inside.keys()
-        for name, (low, high) in found.intervals.items():
+        result = all_pairs(*blobs(40, trial, hub=hub), fars=(0.1,), interval=True, samples=200, seed=trial)
+        assert result.intervals.keys() == inside.keys()
+        for name, (low, high) in result.intervals.items():
             assert 0 <= low < high <= 1
             inside[name] += low <= truth[name] <= high
     assert all(number >= 12 for number in inside.values()), inside
@@ -156,12 +156,12 @@ def test_all_pairs_hold_the_truth_of_other_classes(hub):
 
 def test_tar_at_a_far_that_few_pairs_of_classes_show_has_no_interval():
     """60 classes are 1,770 pairs of classes: enough for 4 / 0.01, not for 4 / 0.001, though pairs are."""
-    found = all_pairs(*blobs(60, 3), fars=(1e-2, 1e-3, 1e-4), interval=True, samples=50)
-    assert found["not_measurable"] == [] and found["notes"] == [
+    result = all_pairs(*blobs(60, 3), fars=(1e-2, 1e-3, 1e-4), interval=True, samples=50)
+    assert result["not_measurable"] == [] and result["notes"] == [
         "no interval of the TAR at FAR 0.001, 0.0001: it takes 4 / FAR pairs of different classes, got 1,770"
     ]
-    assert not any(map(math.isnan, found.intervals["tar@far=0.01"]))
-    assert all(map(math.isnan, found.intervals["tar@far=0.001"] + found.intervals["tar@far=0.0001"]))
+    assert not any(map(math.isnan, result.intervals["tar@far=0.01"]))
+    assert all(map(math.isnan, result.intervals["tar@far=0.001"] + result.intervals["tar@far=0.0001"]))
     assert all_pairs(*blobs(60, 3), fars=(1e-2,), interval=True, samples=50)["notes"] == []
 
 
@@ -175,36 +175,36 @@ def test_all_pairs_agree_with_the_list_of_the_same_pairs():
     """Every class a group of its own: the same classes are drawn, and only the grid differs."""
     x, labels = blobs(20, 3)
     i, j = torch.triu_indices(len(labels), len(labels), 1)
-    found = all_pairs(x.double(), labels, interval=True, samples=400, fars=(0.1,))
+    result = all_pairs(x.double(), labels, interval=True, samples=400, fars=(0.1,))
     pairs = torch.stack([i, j], 1)
     listed = verification(embeddings=x.double(), pairs=pairs, labels=labels, interval=True, samples=400, fars=(0.1,))
     for name in ("eer", "auc", "tar@far=0.1"):
-        assert found.intervals[name] == pytest.approx(listed.intervals[name], abs=0.02)
-    (one,), (other,) = found["operating_points"], listed["operating_points"]
-    assert one.far_interval == pytest.approx(other.far_interval, abs=0.01)
-    assert one.far_interval[0] < one.far < one.far_interval[1]
+        assert result.intervals[name] == pytest.approx(listed.intervals[name], abs=0.02)
+    (point,), (other,) = result["operating_points"], listed["operating_points"]
+    assert point.far_interval == pytest.approx(other.far_interval, abs=0.01)
+    assert point.far_interval[0] < point.far < point.far_interval[1]
     plain = all_pairs(x.double(), labels, fars=(0.1,))["operating_points"][0]
-    assert one.far_interval[0] <= plain.far_interval[0] and one.far_interval[1] >= plain.far_interval[1]
+    assert point.far_interval[0] <= plain.far_interval[0] and point.far_interval[1] >= plain.far_interval[1]
 
 
 def test_all_pairs_with_more_classes_than_groups_and_the_least_budget():
     x, labels = blobs(150, 5)
     least = pair_scan.tile_bytes(8) + pair_scan.TABLE + _CELLS
-    found, whole = (all_pairs(x, labels, interval=True, samples=50, budget=b) for b in (least, 2**30))
-    assert found == whole and found.intervals == whole.intervals
-    assert found.intervals != all_pairs(x, labels, interval=True, samples=50, seed=1).intervals
+    result, uncut = (all_pairs(x, labels, interval=True, samples=50, budget=b) for b in (least, 2**30))
+    assert result == uncut and result.intervals == uncut.intervals
+    assert result.intervals != all_pairs(x, labels, interval=True, samples=50, seed=1).intervals
     with pytest.raises(ValueError, match="budget must be at least a tile, a table and the counts of the groups"):
         all_pairs(x, labels, interval=True, budget=least - 1)
 
 
 def test_progress_reaches_its_end():
-    told = []
-    all_pairs(*blobs(30, 0), interval=True, samples=20, progress=lambda done, total: told.append((done, total)))
-    assert told[-1][0] == told[-1][1] and [done for done, _ in told] == sorted(done for done, _ in told)
-    told.clear()
+    calls = []
+    all_pairs(*blobs(30, 0), interval=True, samples=20, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] and [done for done, _ in calls] == sorted(done for done, _ in calls)
+    calls.clear()
     scores, same, ids = people(8, np.random.default_rng(0), 0.3, 0.5)
-    verification(scores, same, classes=ids, interval=True, samples=10, progress=lambda *both: told.append(both))
-    assert told[-1] == (28, 28)  # 10 resamples of classes, 10 of their pairs, 8 classes left out
+    verification(scores, same, classes=ids, interval=True, samples=10, progress=lambda *both: calls.append(both))
+    assert calls[-1] == (28, 28)  # 10 resamples of classes, 10 of their pairs, 8 classes left out
 
 
 def test_two_classes_say_nothing_of_their_spread():
@@ -213,18 +213,18 @@ def test_two_classes_say_nothing_of_their_spread():
         np.array([False, True, True, False]),
         [[0, 1], [0, 0], [1, 1], [0, 1]],
     )
-    found = verification(scores, same, classes=np.array(ids), interval=True, fars=(0.5,))
-    assert all(math.isnan(end) for ends in found.intervals.values() for end in ends)
-    assert not any(math.isnan(end) for point in found["operating_points"] for end in point.far_interval)
+    result = verification(scores, same, classes=np.array(ids), interval=True, fars=(0.5,))
+    assert all(math.isnan(end) for ends in result.intervals.values() for end in ends)
+    assert not any(math.isnan(end) for point in result["operating_points"] for end in point.far_interval)
 
 
 def test_identities_come_from_labels_and_same_too():
     x, labels = blobs(6, 1)
     pairs = torch.randint(30, (200, 2))
     same = labels[pairs[:, 0]] == labels[pairs[:, 1]]
-    found = verification(embeddings=x, pairs=pairs, labels=labels, interval=True, samples=50)
+    result = verification(embeddings=x, pairs=pairs, labels=labels, interval=True, samples=50)
     again = verification(embeddings=x, pairs=pairs, same=same, classes=labels[pairs], interval=True, samples=50)
-    assert found == again and found.intervals == again.intervals
+    assert result == again and result.intervals == again.intervals
     dot = verification(embeddings=x, pairs=pairs, labels=labels, similarity="dot")
     assert dot["auc"] == pytest.approx(verification((x[pairs[:, 0]] * x[pairs[:, 1]]).sum(1), same)["auc"])
 
@@ -246,6 +246,6 @@ def test_bad_identities_are_named(change, sentence):
 
 def test_chunks_do_not_matter(monkeypatch):
     scores, same, ids = people(12, np.random.default_rng(1), 0.3, 0.5)
-    whole = verification(scores, same, classes=ids, interval=True, samples=40).intervals
+    uncut = verification(scores, same, classes=ids, interval=True, samples=40).intervals
     monkeypatch.setattr(pair_bootstrap, "_CELLS", 1)
-    assert verification(scores, same, classes=ids, interval=True, samples=40).intervals == whole
+    assert verification(scores, same, classes=ids, interval=True, samples=40).intervals == uncut

@@ -17,10 +17,10 @@ ALL = retrieval_metrics.METRICS
 
 
 def metrics_of(hits, ks):
-    """From a query's whole ranking as a list of booleans, by the definitions."""
+    """From a query's complete ranking as a list of booleans, by the definitions."""
     total = sum(hits)
     precision = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]
-    wanted = {
+    expected = {
         "precision@1": float(hits[0]),
         "r_precision": sum(hits[:total]) / total,
         "map@r": sum(p for p, hit in zip(precision[:total], hits, strict=False) if hit) / total,
@@ -29,9 +29,9 @@ def metrics_of(hits, ks):
     }
     for k in ks:
         gain = sum(1 / math.log2(i + 2) for i, hit in enumerate(hits[:k]) if hit)
-        wanted[f"recall@{k}"] = float(any(hits[:k]))
-        wanted[f"ndcg@{k}"] = gain / sum(1 / math.log2(i + 2) for i in range(min(k, total)))
-    return wanted
+        expected[f"recall@{k}"] = float(any(hits[:k]))
+        expected[f"ndcg@{k}"] = gain / sum(1 / math.log2(i + 2) for i in range(min(k, total)))
+    return expected
 
 
 def whole_orders(x, gallery, kind):
@@ -50,16 +50,16 @@ def whole_orders(x, gallery, kind):
 
 @settings(max_examples=100, deadline=None)
 @given(grids(), st.booleans(), st.sampled_from(knn.SIMILARITIES))
-def test_whole_numbers_need_no_fractions(x, own, kind):
-    gallery = None if own else x.flip(0)
+def test_whole_numbers_need_no_fractions(x, self_search, kind):
+    gallery = None if self_search else x.flip(0)
     assert whole_orders(x, gallery, kind) == order_of(x, gallery, kind)
 
 
-def naive(x, kin, stranger, gallery, kind, ks, rule):
-    """Means over queries; kin and stranger (Q, G) say who is ranked and who is found."""
-    rows, without, kin, stranger = [], [], kin.tolist(), stranger.tolist()
+def naive(x, positive, negative, gallery, kind, ks, rule):
+    """Means over queries; positive and negative (Q, G) are the pairs that are ranked."""
+    rows, without, positive, negative = [], [], positive.tolist(), negative.tolist()
     for i, order in enumerate(whole_orders(x, gallery, kind)):
-        hits = [kin[i][j] for j in order if kin[i][j] or stranger[i][j]]
+        hits = [positive[i][j] for j in order if positive[i][j] or negative[i][j]]
         if any(hits):
             rows.append(metrics_of(hits, ks))
         else:
@@ -69,9 +69,9 @@ def naive(x, kin, stranger, gallery, kind, ks, rule):
     return {n: sum(r[n] for r in rows) / count if count else math.nan for n in names}, without
 
 
-def same(found, wanted):
-    for name, value in wanted.items():
-        assert found[name] == pytest.approx(value, abs=1e-12, nan_ok=True), name
+def same(result, expected):
+    for name, value in expected.items():
+        assert result[name] == pytest.approx(value, abs=1e-12, nan_ok=True), name
 
 
 cases = st.tuples(
@@ -83,54 +83,58 @@ KS = (1, 2, 5, 30)
 @settings(max_examples=1000, deadline=None)
 @given(cases, st.integers(1, 6), st.integers(0, 2**31), st.booleans())
 def test_class_ids_equal_the_loops(case, classes, seed, unknowns):
-    x, own, kind, rule, rows = case
+    x, self_search, kind, rule, rows = case
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(-1 if unknowns else 0, classes, (len(x),), generator=generator)
-    gallery, others = (None, None) if own else (x.flip(0), labels[torch.randperm(len(x), generator=generator)])
-    kin = relations.of(labels, gallery, others)
-    wanted, without = naive(x, kin.positive, kin.negative, gallery, kind, KS, "skip")
+    gallery, gallery_labels = (
+        (None, None) if self_search else (x.flip(0), labels[torch.randperm(len(x), generator=generator)])
+    )
+    truth = relations.of(labels, gallery, gallery_labels)
+    expected, without = naive(x, truth.positive, truth.negative, gallery, kind, KS, "skip")
     without = [i for i in without if labels[i] >= 0]
     known = int((labels >= 0).sum())
     if rule == "miss":
-        wanted = {n: v * (known - len(without)) / known if len(without) < known else 0.0 for n, v in wanted.items()}
+        expected = {n: v * (known - len(without)) / known if len(without) < known else 0.0 for n, v in expected.items()}
     if not known or (rule == "skip" and len(without) == known):
-        wanted = dict.fromkeys(wanted, math.nan)
-    found = retrieval(
+        expected = dict.fromkeys(expected, math.nan)
+    result = retrieval(
         x,
         labels,
         gallery,
-        others,
+        gallery_labels,
         ks=KS,
         metrics=ALL,
         without_positives=rule,
         similarity=kind,
         budget=rows * len(x) * 200 + 100,
     )
-    same(found, wanted)
-    assert found.without_positives == without and found["without_positives"] == len(without)
-    assert found["queries"] == known and found["unknown"] == len(x) - known
-    few = retrieval(x, labels, gallery, others, ks=(1, 2), without_positives=rule, similarity=kind)
-    same(few, {n: v for n, v in wanted.items() if n in few})
+    same(result, expected)
+    assert result.without_positives == without and result["without_positives"] == len(without)
+    assert result["queries"] == known and result["unknown"] == len(x) - known
+    few = retrieval(x, labels, gallery, gallery_labels, ks=(1, 2), without_positives=rule, similarity=kind)
+    same(few, {n: v for n, v in expected.items() if n in few})
 
 
 @settings(max_examples=1000, deadline=None)
 @given(cases, st.integers(0, 2**31), st.booleans())
 def test_relations_and_multi_label_rows_equal_the_loops(case, seed, explicit):
-    x, own, kind, rule, _ = case
+    x, self_search, kind, rule, _ = case
     generator = torch.Generator().manual_seed(seed)
-    gallery, others = (None, None) if own else (x.flip(0), torch.rand(len(x), 3, generator=generator) < 0.3)
+    gallery, gallery_labels = (
+        (None, None) if self_search else (x.flip(0), torch.rand(len(x), 3, generator=generator) < 0.3)
+    )
     if explicit:
         draw = torch.rand(len(x), len(x), generator=generator)
-        labels, others = relations.Relation(draw < 0.3, draw > 0.5), None
-    elif own:
+        labels, gallery_labels = relations.Relation(draw < 0.3, draw > 0.5), None
+    elif self_search:
         labels = relations.multilabel(torch.rand(len(x), 3, generator=generator) < 0.3)
     else:
         labels = torch.rand(len(x), 3, generator=generator) < 0.3
-    kin = relations.of(labels, gallery, others)
-    wanted, without = naive(x, kin.positive, kin.negative, gallery, kind, KS, rule)
-    found = retrieval(x, labels, gallery, others, ks=KS, metrics=ALL, without_positives=rule, similarity=kind)
-    same(found, wanted)
-    assert found.without_positives == without
+    truth = relations.of(labels, gallery, gallery_labels)
+    expected, without = naive(x, truth.positive, truth.negative, gallery, kind, KS, rule)
+    result = retrieval(x, labels, gallery, gallery_labels, ks=KS, metrics=ALL, without_positives=rule, similarity=kind)
+    same(result, expected)
+    assert result.without_positives == without
 
 
 @settings(max_examples=300, deadline=None)
@@ -142,39 +146,39 @@ def test_relations_and_multi_label_rows_equal_the_loops(case, seed, explicit):
     st.sampled_from([40 * 130 + 400, 2**18, 2**18, 2**18, 2**18, 2**18, 2**18, 2**18]),
 )
 def test_counting_by_tiles_equals_the_loops(case, seed, ks, metrics, budget):
-    """Few kin among many, by tiles of 16 × 16: rows and columns of a tile, floors that rise, lists that are cut."""
-    x, own, kind, _, _ = case
+    """Few positives among many items, in tiles of 16 × 16: rows and columns, rising floors, lists that are cut."""
+    x, self_search, kind, _, _ = case
     generator = torch.Generator().manual_seed(seed)
     x = x[torch.randint(0, len(x), (40,), generator=generator)]  # duplicates
     labels = torch.randint(0, 20, (len(x),), generator=generator)
-    gallery, others = (None, None) if own else (x.flip(0), labels.flip(0).roll(3))
-    kin = relations.of(labels, gallery, others)
-    wanted, _ = naive(x, kin.positive, kin.negative, gallery, kind, ks, "skip")
-    asked, index = relevance.known(x, labels, gallery, others)
-    space = Space(asked.queries, asked.gallery, kind, budget)
+    gallery, gallery_labels = (None, None) if self_search else (x.flip(0), labels.flip(0).roll(3))
+    truth = relations.of(labels, gallery, gallery_labels)
+    expected, _ = naive(x, truth.positive, truth.negative, gallery, kind, ks, "skip")
+    sets, index = relevance.with_known_labels(x, labels, gallery, gallery_labels)
+    space = Space(sets.queries, sets.gallery, kind, budget)
     space.blocks()
     limits = retrieval_metrics._limits(40, ks, metrics)
-    relation = relevance.Kinship(asked, space)
+    relation = relevance.Relevance(sets, space)
     if metrics != ALL:
-        space.leave_crowds(max(*limits, int(relation.number.max())))
+        space.drop_duplicates(max(*limits, int(relation.counts.max())))
     sums = dict.fromkeys(retrieval_metrics._names(ks, metrics), 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(by_counting, "_SIDE", {"cpu": 16})
-        for rows, ranks in by_counting.ranks(space, relation, limits):
-            found = retrieval_metrics._metrics(ranks, relation.number[rows], ks, metrics)
-            sums = {name: sums[name] + float(value.nansum()) for name, value in found.items()}
-    some = int((relation.number > 0).sum())
+        for rows, positions in by_counting.positions(space, relation, limits):
+            result = retrieval_metrics._metrics(positions, relation.counts[rows], ks, metrics)
+            sums = {name: sums[name] + float(value.nansum()) for name, value in result.items()}
+    some = int((relation.counts > 0).sum())
     assert len(index) == 40
-    same({name: value / some if some else math.nan for name, value in sums.items()}, {n: wanted[n] for n in sums})
+    same({name: value / some if some else math.nan for name, value in sums.items()}, {n: expected[n] for n in sums})
 
 
 def test_kin_beyond_their_limit_stand_behind_the_first(monkeypatch):
-    """Of embeddings that mean nothing most kin are given up early, long before the first one's limit is reached."""
+    """With random embeddings most positives are given up early, long before the limit of the first one is reached."""
     monkeypatch.setattr(by_counting, "_SIDE", {"cpu": 64})
     x, labels = torch.randn(1500, 8), torch.randint(0, 300, (1500,))
-    wanted = retrieval(x, labels, ks=(1, 10, 100, 400), metrics=ALL)
+    expected = retrieval(x, labels, ks=(1, 10, 100, 400), metrics=ALL)
     few = retrieval(x, labels, ks=(1, 10, 100, 400))
-    assert few == {name: wanted[name] for name in few}
+    assert few == {name: expected[name] for name in few}
 
 
 def blurred(items, dim=16):
@@ -188,13 +192,13 @@ def test_collapsed_embeddings(kind, collapsed):
     x = {"equal": torch.randn(1, 16).repeat(700, 1), "nearly": blurred(700), "half": torch.randn(700, 16)}[collapsed]
     x[: 350 if collapsed == "half" else 0] = 1.0
     labels = torch.randint(0, 100, (700,))
-    wanted = retrieval(x, labels, metrics=ALL, similarity=kind)  # every rank, by counting
+    expected = retrieval(x, labels, metrics=ALL, similarity=kind)  # every position, by counting
     few = retrieval(x, labels, similarity=kind)
-    assert few == {name: wanted[name] for name in few}
+    assert few == {name: expected[name] for name in few}
     space = Space(x, None, kind, knn.BUDGET)
-    relation = relevance.Kinship(relevance.known(x, labels, None, None)[0], space)
-    for rows, ranks in by_sorting.ranks(space, relation, 700):  # and by sorting
-        again = retrieval_metrics._metrics(ranks, relation.number[rows], (8,), ("map", "ndcg"))
+    relation = relevance.Relevance(relevance.with_known_labels(x, labels, None, None)[0], space)
+    for rows, positions in by_sorting.positions(space, relation, 700):  # and by sorting
+        again = retrieval_metrics._metrics(positions, relation.counts[rows], (8,), ("map", "ndcg"))
         alone = retrieval_metrics.per_query(x, labels, ks=(8,), metrics=("map", "ndcg"), similarity=kind)
         for name, value in again.items():
             torch.testing.assert_close(value, alone[name][rows], rtol=0, atol=0, equal_nan=True)
@@ -212,15 +216,15 @@ def line(hits):
 def test_map_at_r_by_hand(right, r_precision, map_at_r):
     """METHODS section 14: R = 10."""
     hits = [i in right for i in range(1, 21)] + [True] * (10 - len(right))
-    x, labels, gallery, others = line(hits)
-    found = retrieval(x, labels, gallery, others, similarity="euclidean")
-    assert found["r_precision"] == pytest.approx(r_precision, abs=1e-15)
-    assert found["map@r"] == pytest.approx(map_at_r, abs=1e-15)
-    assert found["recall@1"] == found["precision@1"] == 1
+    x, labels, gallery, gallery_labels = line(hits)
+    result = retrieval(x, labels, gallery, gallery_labels, similarity="euclidean")
+    assert result["r_precision"] == pytest.approx(r_precision, abs=1e-15)
+    assert result["map@r"] == pytest.approx(map_at_r, abs=1e-15)
+    assert result["recall@1"] == result["precision@1"] == 1
 
 
 def test_a_duplicate_of_the_query_does_not_stand_for_it():
-    """Dropping rank 0 would drop item 0 for query 1, and let query 1 find itself."""
+    """Dropping the first neighbour would drop item 0 for query 1, and let query 1 find itself."""
     x = torch.tensor([[1.0, 0], [1.0, 0], [0, 1.0], [0.1, 1.0]])
     values = retrieval_metrics.per_query(x, torch.tensor([0, 1, 0, 1]), ks=(1, 2, 3))
     assert values["recall@1"].tolist() == [0, 0, 0, 0]
@@ -238,24 +242,24 @@ def clustered(items=400, dim=24):
 @pytest.mark.parametrize("kind", knn.SIMILARITIES)
 def test_nothing_but_the_embeddings_changes_a_metric(kind):
     x, labels = clustered()
-    wanted = retrieval(x, labels, metrics=ALL, similarity=kind)
+    expected = retrieval(x, labels, metrics=ALL, similarity=kind)
     for rows in (1, 3, 50):
-        assert retrieval(x, labels, metrics=ALL, similarity=kind, budget=rows * 400 * 120) == wanted
+        assert retrieval(x, labels, metrics=ALL, similarity=kind, budget=rows * 400 * 120) == expected
     torch.set_num_threads(2)
     try:
-        assert retrieval(x, labels, metrics=ALL, similarity=kind) == wanted
+        assert retrieval(x, labels, metrics=ALL, similarity=kind) == expected
     finally:
         torch.set_num_threads(1)
-    few = retrieval(x, labels, similarity=kind)  # a limit to the ranks that are worked out
-    assert few == {name: wanted[name] for name in few}
+    few = retrieval(x, labels, similarity=kind)  # a limit to the positions that are computed
+    assert few == {name: expected[name] for name in few}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("kind", knn.SIMILARITIES)
 def test_the_device_changes_no_metric(kind):
     x, labels = clustered(3000)
-    here, there = (retrieval(a, b, metrics=ALL, similarity=kind) for a, b in ((x, labels), (x.cuda(), labels.cuda())))
-    assert here == there
+    on_cpu, there = (retrieval(a, b, metrics=ALL, similarity=kind) for a, b in ((x, labels), (x.cuda(), labels.cuda())))
+    assert on_cpu == there
 
 
 @pytest.mark.parametrize("kind", knn.SIMILARITIES)
@@ -263,28 +267,28 @@ def test_faiss_changes_no_metric(kind):
     pytest.importorskip("faiss", reason="faiss is an extra and is not installed")
     x, labels = clustered()
     for metrics in (retrieval_metrics.DEFAULT, ALL):
-        wanted = retrieval(x, labels, metrics=metrics, similarity=kind)
-        assert retrieval(x, labels, metrics=metrics, similarity=kind, backend="faiss") == wanted
-    gallery, others = x[200:], labels[200:]
-    wanted = retrieval(x[:200], labels[:200], gallery, others, similarity=kind)
-    assert retrieval(x[:200], labels[:200], gallery, others, similarity=kind, backend="faiss") == wanted
+        expected = retrieval(x, labels, metrics=metrics, similarity=kind)
+        assert retrieval(x, labels, metrics=metrics, similarity=kind, backend="faiss") == expected
+    gallery, gallery_labels = x[200:], labels[200:]
+    expected = retrieval(x[:200], labels[:200], gallery, gallery_labels, similarity=kind)
+    assert retrieval(x[:200], labels[:200], gallery, gallery_labels, similarity=kind, backend="faiss") == expected
 
 
 def test_shift_and_rescaling_of_similarities_change_nothing():
     x, labels = clustered()
     queries, gallery = x[:150], x[150:]
-    wanted = retrieval(queries, labels[:150], gallery, labels[150:], metrics=ALL, similarity="dot")
+    expected = retrieval(queries, labels[:150], gallery, labels[150:], metrics=ALL, similarity="dot")
     for scale in (2.0**-20, 0.5, 2.0**30):
-        found = retrieval(queries * scale, labels[:150], gallery, labels[150:], metrics=ALL, similarity="dot")
-        assert found == wanted
+        result = retrieval(queries * scale, labels[:150], gallery, labels[150:], metrics=ALL, similarity="dot")
+        assert result == expected
     for shift in (-1000.0, 8.0):  # of every inner product, through one more column
-        one, far = torch.ones(150, 1), torch.full((250, 1), shift)
-        moved = [torch.cat(p, 1).double() for p in ((queries, one), (gallery, far))]
-        assert retrieval(moved[0], labels[:150], moved[1], labels[150:], metrics=ALL, similarity="dot") == wanted
+        constant, far = torch.ones(150, 1), torch.full((250, 1), shift)
+        moved = [torch.cat(p, 1).double() for p in ((queries, constant), (gallery, far))]
+        assert retrieval(moved[0], labels[:150], moved[1], labels[150:], metrics=ALL, similarity="dot") == expected
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_agrees_with_the_peer_where_it_is_right(own):
+@pytest.mark.parametrize("self_search", [True, False])
+def test_agrees_with_the_peer_where_it_is_right(self_search):
     """Distinct distances, lone queries skipped, k the largest class."""
     from pytorch_metric_learning.distances import LpDistance
     from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
@@ -298,7 +302,7 @@ def test_agrees_with_the_peer_where_it_is_right(own):
         knn_func=CustomKNN(LpDistance(normalize_embeddings=False)),
         device=torch.device("cpu"),
     )
-    if own:
+    if self_search:
         theirs, ours = peer.get_accuracy(x, labels), retrieval(x, labels)
         assert ours["without_positives"] >= 1 and 0 in ours.without_positives
     else:
@@ -313,10 +317,10 @@ def test_per_query_values_are_what_is_averaged():
     x, labels = clustered()
     labels = labels.clone()
     labels[5], labels[9] = 1000, -1
-    values, found = retrieval_metrics.per_query(x, labels, metrics=ALL), retrieval(x, labels, metrics=ALL)
-    assert values["kin"][9] == -1 and values["kin"][5] == 0 and found.without_positives == [5]
+    values, result = retrieval_metrics.per_query(x, labels, metrics=ALL), retrieval(x, labels, metrics=ALL)
+    assert values["positives"][9] == -1 and values["positives"][5] == 0 and result.without_positives == [5]
     assert bool(values["map@r"][[5, 9]].isnan().all())
-    assert found["map@r"] == pytest.approx(float(values["map@r"].nanmean()), abs=1e-12)
+    assert result["map@r"] == pytest.approx(float(values["map@r"].nanmean()), abs=1e-12)
 
 
 def test_nobody_and_no_kin():
@@ -353,11 +357,11 @@ def test_error_sentences(change, error, sentence):
 @pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6, 0.0])
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
 def test_close_embeddings_of_few_classes_are_ranked_the_same_either_way(spread, similarity, monkeypatch):
-    """Deciding pair by pair and scoring every cell once: the same ranks, also where rows are equal."""
+    """Deciding pair by pair and scoring every cell once: the same positions, also where rows are equal."""
     x = torch.ones(1, 6) + spread * torch.randn(120, 6).round(decimals=1)
     y = torch.arange(120) % 3
-    found = []
+    result = []
     for worth in (-1, 10**9):
         monkeypatch.setattr(by_sorting, "_WORTH", worth)
-        found.append(dict(retrieval(x, y, ks=(1, 5), metrics=retrieval_metrics.METRICS, similarity=similarity)))
-    assert found[0] == found[1]
+        result.append(dict(retrieval(x, y, ks=(1, 5), metrics=retrieval_metrics.METRICS, similarity=similarity)))
+    assert result[0] == result[1]

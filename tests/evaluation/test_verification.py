@@ -14,9 +14,9 @@ from sklearn.isotonic import IsotonicRegression
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from nearkin.evaluation.statistics.binomial import binomial
-from nearkin.evaluation.verification import pair_scan, pair_sweep
+from nearkin.evaluation.verification import pair_scan
 from nearkin.evaluation.verification.all_pairs import all_pairs
-from nearkin.evaluation.verification.score_calibration import Calibration, _expected_error, calibrate, isotonic
+from nearkin.evaluation.verification.score_calibration import Calibration, calibrate, expected_error, isotonic
 from nearkin.evaluation.verification.verification_metrics import (
     OperatingPoint,
     operating_point,
@@ -33,8 +33,8 @@ FARS = (0.9, 0.5, 0.3, 0.25, 0.1, 0.01, 1e-3)
 
 def slow_rates(scores, same, t):
     """FAR and TAR of accepting at score >= t, by counting."""
-    genuine = [s for s, kin in zip(scores, same, strict=True) if kin]
-    impostors = [s for s, kin in zip(scores, same, strict=True) if not kin]
+    genuine = [s for s, is_same in zip(scores, same, strict=True) if is_same]
+    impostors = [s for s, is_same in zip(scores, same, strict=True) if not is_same]
     return sum(s >= t for s in impostors) / len(impostors), sum(s >= t for s in genuine) / len(genuine)
 
 
@@ -52,7 +52,7 @@ def slow_eer(scores, same):
 
 def slow_tar(scores, same, far):
     """The best TAR over every threshold, one above all scores among them, whose FAR is within."""
-    if far < 1 / sum(not kin for kin in same):
+    if far < 1 / sum(not is_same for is_same in same):
         return None
     rates = [slow_rates(scores, same, t) for t in [*set(scores), math.inf]]
     return max(t for f, t in rates if f <= far)
@@ -64,7 +64,7 @@ def slow_threshold(scores, same):
     cuts = [math.nextafter(levels[0], math.inf)]
     cuts += [(a + b) / 2 if b < (a + b) / 2 else a for a, b in pairwise(levels)]
     cuts += [levels[-1]]
-    right = [sum((s >= t) == kin for s, kin in zip(scores, same, strict=True)) for t in cuts]
+    right = [sum((s >= t) == is_same for s, is_same in zip(scores, same, strict=True)) for t in cuts]
     best = [t for t, r in zip(cuts, right, strict=True) if r == max(right)]
     return best[(len(best) - 1) // 2]
 
@@ -73,9 +73,9 @@ def slow_folds(scores, same, folds):
     rates = []
     for name in sorted(set(folds)):
         rest = [i for i, f in enumerate(folds) if f != name]
-        held = [i for i, f in enumerate(folds) if f == name]
+        test = [i for i, f in enumerate(folds) if f == name]
         t = slow_threshold([scores[i] for i in rest], [same[i] for i in rest])
-        rates.append(sum((scores[i] >= t) == same[i] for i in held) / len(held))
+        rates.append(sum((scores[i] >= t) == same[i] for i in test) / len(test))
     mean = sum(rates) / len(rates)
     return mean, math.sqrt(sum((r - mean) ** 2 for r in rates) / (len(rates) - 1) / len(rates))
 
@@ -90,7 +90,7 @@ MANY = settings(max_examples=500, deadline=None)
 def pair_lists(draw, level=LEVELS):
     size = draw(st.integers(2, 30))
     scores = draw(st.lists(level, min_size=size, max_size=size))
-    same = draw(st.lists(st.booleans(), min_size=size, max_size=size).filter(lambda kin: 0 < sum(kin) < len(kin)))
+    same = draw(st.lists(st.booleans(), min_size=size, max_size=size).filter(lambda mask: 0 < sum(mask) < len(mask)))
     return scores, same
 
 
@@ -104,12 +104,12 @@ def tensors(case):
 @MANY
 @given(pair_lists() | anything)
 def test_rates_equal_the_loops(case):
-    found = verification(*tensors(case), fars=FARS)
-    assert found["eer"] == pytest.approx(slow_eer(*case), abs=1e-12)
+    result = verification(*tensors(case), fars=FARS)
+    assert result["eer"] == pytest.approx(slow_eer(*case), abs=1e-12)
     for far in FARS:
-        assert found[f"tar@far={far}"] == slow_tar(*case, far)
-    assert found["not_measurable"] == [far for far in FARS if slow_tar(*case, far) is None]
-    for point in found["operating_points"]:
+        assert result[f"tar@far={far}"] == slow_tar(*case, far)
+    assert result["not_measurable"] == [far for far in FARS if slow_tar(*case, far) is None]
+    for point in result["operating_points"]:
         assert (point.far, point.tar) == slow_rates(*case, point.threshold)
         below = math.nextafter(point.threshold, -math.inf)
         assert point.far <= point.wanted_far < slow_rates(*case, below)[0]
@@ -120,11 +120,11 @@ def test_rates_equal_the_loops(case):
 def test_accuracy_over_folds_equals_the_loop(case, data):
     size = len(case[0])
     folds = data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size).filter(lambda f: len(set(f)) > 1))
-    found = verification(*tensors(case), folds=torch.tensor(folds))
+    result = verification(*tensors(case), folds=torch.tensor(folds))
     mean, error = slow_folds(*case, folds)
-    assert found["accuracy"] == pytest.approx(mean, abs=1e-12)
-    assert found["accuracy_error"] == pytest.approx(error, abs=1e-12)
-    assert found["threshold"] == pytest.approx(slow_threshold(*case), rel=1e-12)
+    assert result["accuracy"] == pytest.approx(mean, abs=1e-12)
+    assert result["accuracy_error"] == pytest.approx(error, abs=1e-12)
+    assert result["threshold"] == pytest.approx(slow_threshold(*case), rel=1e-12)
 
 
 @MANY
@@ -168,8 +168,8 @@ def brute(scores, labels):
 
 def slow_area(scores, same):
     """The share of genuine and impostor scores that are in order, one pair of them at a time."""
-    genuine = [s for s, kin in zip(scores, same, strict=True) if kin]
-    impostors = [s for s, kin in zip(scores, same, strict=True) if not kin]
+    genuine = [s for s, is_same in zip(scores, same, strict=True) if is_same]
+    impostors = [s for s, is_same in zip(scores, same, strict=True) if not is_same]
     return sum((g > i) + (g == i) / 2 for g in genuine for i in impostors) / len(genuine) / len(impostors)
 
 
@@ -191,21 +191,21 @@ def test_all_pairs_equal_the_list_of_pairs(case, kind, tile, capacity, points):
     scores, same = brute(x @ x.T, labels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pair_scan, "TILE", tile)
-        sweep = pair_sweep.sweep
-        patch.setattr(pair_sweep, "sweep", lambda scan, _, levels: sweep(scan, capacity, levels))
+        sweep = pair_scan.sweep
+        patch.setattr(pair_scan, "sweep", lambda scan, _, levels: sweep(scan, capacity, levels))
         if len(same) in (0, int(same.sum())) or not bool(same.any()):
             with pytest.raises(ValueError, match="at least one genuine and one impostor"):
                 all_pairs(x, labels, similarity="dot")
             return
-        found = all_pairs(x, labels, similarity="dot", fars=FARS, points=points)
-    wanted, plain = verification(scores, same, fars=FARS), (scores.tolist(), same.tolist())
-    curve = found.pop("roc")
-    assert found.pop("auc") == pytest.approx(slow_area(*plain), abs=1e-12) == pytest.approx(wanted["auc"], abs=1e-12)
+        result = all_pairs(x, labels, similarity="dot", fars=FARS, points=points)
+    expected, plain = verification(scores, same, fars=FARS), (scores.tolist(), same.tolist())
+    curve = result.pop("roc")
+    assert result.pop("auc") == pytest.approx(slow_area(*plain), abs=1e-12) == pytest.approx(expected["auc"], abs=1e-12)
     balanced, threshold = slow_balanced(*plain)
-    assert found.pop("balanced_accuracy") == pytest.approx(balanced, abs=1e-12)
-    assert found.pop("balanced_threshold") == threshold
-    for name, value in found.items():
-        assert value == wanted[name], name
+    assert result.pop("balanced_accuracy") == pytest.approx(balanced, abs=1e-12)
+    assert result.pop("balanced_threshold") == threshold
+    for name, value in result.items():
+        assert value == expected[name], name
     assert (curve.threshold[0], curve.far[0], curve.tar[0], curve.tar[-1]) == (math.inf, 0, 0, 1)
     assert len(curve.tar) <= points + 1 and (np.diff(curve.threshold[1:]) < 0).all()
     for t, far, tar in zip(*curve, strict=True):
@@ -229,14 +229,14 @@ def test_all_pairs_by_cosine_on_real_numbers(kind):
     x = (torch.randn(30, 8)[labels] + 0.7 * torch.randn(300, 8)).to(kind)
     x[5] = 0
     wide = torch.nn.functional.normalize(x.double(), dim=1)
-    wanted = verification(*brute(wide @ wide.T, labels))
-    found = all_pairs(x, labels)
-    assert found["genuine"] == wanted["genuine"] and found["impostors"] == wanted["impostors"] > 10_000
-    assert found["eer"] == pytest.approx(wanted["eer"], abs=1e-12 if kind == torch.float64 else 1e-4)
+    expected = verification(*brute(wide @ wide.T, labels))
+    result = all_pairs(x, labels)
+    assert result["genuine"] == expected["genuine"] and result["impostors"] == expected["impostors"] > 10_000
+    assert result["eer"] == pytest.approx(expected["eer"], abs=1e-12 if kind == torch.float64 else 1e-4)
     for far in (0.1, 0.01, 1e-3, 1e-4):
-        assert found[f"tar@far={far}"] == pytest.approx(wanted[f"tar@far={far}"], abs=2e-3)
-    assert found["not_measurable"] == [1e-5, 1e-6]
-    assert found["auc"] == pytest.approx(wanted["auc"], abs=1e-12 if kind == torch.float64 else 1e-6)
+        assert result[f"tar@far={far}"] == pytest.approx(expected[f"tar@far={far}"], abs=2e-3)
+    assert result["not_measurable"] == [1e-5, 1e-6]
+    assert result["auc"] == pytest.approx(expected["auc"], abs=1e-12 if kind == torch.float64 else 1e-6)
 
 
 def test_all_pairs_do_not_depend_on_the_budget():
@@ -254,29 +254,29 @@ def test_all_pairs_do_not_depend_on_the_budget():
 def test_table_worked_by_hand():
     scores = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.5, 0.3, 0.2, 0.1])
     same = torch.tensor([1, 1, 0, 1, 1, 0, 0, 0, 0])
-    found = verification(scores, same, fars=(0.4, 0.2, 0.1))
-    # Accepting from 0.6 on: FAR 1/5, FRR 1/4; from 0.5 on: FAR 2/5, FRR 0. They meet a ninth of the way: 1/5 + 1/45.
-    assert found["eer"] == pytest.approx(2 / 9, abs=1e-15)
+    result = verification(scores, same, fars=(0.4, 0.2, 0.1))
+    # Accepting from 0.6 on: FAR 1/5, FRR 1/4; from 0.5 on: FAR 2/5, FRR 0. They cross a ninth of the way: 1/5 + 1/45.
+    assert result["eer"] == pytest.approx(2 / 9, abs=1e-15)
     # Of 20 pairs of one genuine and one impostor: 5 + 5 + 4 + (3 + 1/2) are in order.
-    assert found["auc"] == pytest.approx(17.5 / 20, abs=1e-15)
-    assert found["tar@far=0.4"] == 1.0  # two impostors: 0.7 and the tied 0.5
-    assert found["tar@far=0.2"] == 0.75  # one; the tie at 0.5 would let in a second
-    assert found["tar@far=0.1"] is None and found["not_measurable"] == [0.1]
+    assert result["auc"] == pytest.approx(17.5 / 20, abs=1e-15)
+    assert result["tar@far=0.4"] == 1.0  # two impostors: 0.7 and the tied 0.5
+    assert result["tar@far=0.2"] == 0.75  # one; the tie at 0.5 would accept a second
+    assert result["tar@far=0.1"] is None and result["not_measurable"] == [0.1]
     # Genuine less impostors accepted from 0.9, 0.8, 0.7, 0.6, 0.5 on: 1, 2, 1, 2, 2. Of the three best, the middle one.
-    assert found["threshold"] == pytest.approx(0.55)
-    assert [p.threshold for p in found["operating_points"]] == [
+    assert result["threshold"] == pytest.approx(0.55)
+    assert [p.threshold for p in result["operating_points"]] == [
         float(np.nextafter(np.float32(0.3), np.float32(1))),
         float(np.nextafter(np.float32(0.5), np.float32(1))),
     ]
 
 
 def test_lfw_threshold_comes_from_the_other_folds():
-    """Two folds whose scores are 1 apart: each is judged by the other's threshold."""
+    """Two folds whose scores are 1 apart: each is tested with the other's threshold."""
     scores = torch.tensor([1.0, 0.0, 2.0, 1.0])
     same = torch.tensor([True, False, True, False])
-    found = verification(scores, same, folds=torch.tensor([0, 0, 1, 1]))
-    assert found["fold_thresholds"] == [1.5, 0.5]
-    assert found["accuracy"] == 0.5 and found["accuracy_error"] == 0.0
+    result = verification(scores, same, folds=torch.tensor([0, 0, 1, 1]))
+    assert result["fold_thresholds"] == [1.5, 0.5]
+    assert result["accuracy"] == 0.5 and result["accuracy_error"] == 0.0
 
 
 def test_separated_and_reversed_pairs():
@@ -291,11 +291,11 @@ def test_separated_and_reversed_pairs():
 def test_far_at_exactly_one_impostor_is_measurable():
     scores, same = torch.linspace(0, 1, 1001), torch.zeros(1001, dtype=torch.bool)
     same[500] = True
-    found = verification(scores, same)
-    assert found["impostors"] == 1000
-    assert found["tar@far=0.001"] == 0.0 and found["tar@far=0.0001"] is None
-    assert found["not_measurable"] == [1e-4, 1e-5, 1e-6]
-    assert [p.far for p in found["operating_points"]] == [0.1, 0.01, 0.001]
+    result = verification(scores, same)
+    assert result["impostors"] == 1000
+    assert result["tar@far=0.001"] == 0.0 and result["tar@far=0.0001"] is None
+    assert result["not_measurable"] == [1e-4, 1e-5, 1e-6]
+    assert [p.far for p in result["operating_points"]] == [0.1, 0.01, 0.001]
 
 
 def test_embeddings_with_a_pair_list_and_every_form_of_input():
@@ -304,12 +304,12 @@ def test_embeddings_with_a_pair_list_and_every_form_of_input():
     same = torch.arange(50) % 3 == 0
     scores = torch.nn.functional.cosine_similarity(x.double()[pairs[:, 0]], x.double()[pairs[:, 1]])
     torch.testing.assert_close(pair_scores(x, pairs), scores, atol=1e-12, rtol=0)
-    wanted = verification(pair_scores(x, pairs), same)
-    assert verification(embeddings=x, pairs=pairs, same=same) == wanted
+    expected = verification(pair_scores(x, pairs), same)
+    assert verification(embeddings=x, pairs=pairs, same=same) == expected
     frozen = pair_scores(x, pairs).numpy()
     frozen.flags.writeable = False
-    assert verification(frozen, same.long().numpy()) == wanted
-    assert verification(pair_scores(x, pairs), same, seed=1)["fold_thresholds"] != wanted["fold_thresholds"]
+    assert verification(frozen, same.long().numpy()) == expected
+    assert verification(pair_scores(x, pairs), same, seed=1)["fold_thresholds"] != expected["fold_thresholds"]
     verification(scores.bfloat16().requires_grad_(), same)
 
 
@@ -319,12 +319,12 @@ def test_few_long_rows_fit_the_default_budget(rows, dim):
     g = torch.Generator().manual_seed(0)
     labels = torch.arange(rows) % (rows // 5)
     x = torch.randn(rows // 5, dim, generator=g)[labels] + 2 * torch.randn(rows, dim, generator=g)
-    found = all_pairs(x, labels, fars=(0.1,), interval=True, samples=20)
+    result = all_pairs(x, labels, fars=(0.1,), interval=True, samples=20)
     i, j = torch.triu_indices(rows, rows, 1)
     unit = torch.nn.functional.normalize(x.double(), dim=1)
     listed = verification((unit @ unit.T)[i, j], labels[i] == labels[j], fars=(0.1,))
     for name in ("genuine", "impostors", "auc", "eer", "tar@far=0.1"):
-        assert found[name] == pytest.approx(listed[name], abs=1e-3)
+        assert result[name] == pytest.approx(listed[name], abs=1e-3)
     assert pair_scan.tile_bytes(dim) < 300 << 20
 
 
@@ -386,7 +386,8 @@ def test_calibration_error_worked_by_hand():
     level = calibrate(torch.zeros(16), same)
     assert level.probabilities == (0.5,) and level.error == 0.0
     # Confidence .9, .8 with one of the two right, and .1 with none: 2/3 · |.85 - .5| + 1/3 · .1
-    error = _expected_error(np.array([0.9, 0.8, 0.1]), np.array([True, False, False]), 2)
+    same = np.array([True, False, False])
+    error = expected_error(np.array([0.9, 0.8, 0.1]), same, ~same, 3, 2)
     assert error == pytest.approx((0.7 + 0.1) / 3, abs=1e-15)
 
 
@@ -398,7 +399,7 @@ SCORES, SAME = torch.tensor([0.1, 0.9]), torch.tensor([False, True])
 @pytest.mark.parametrize(
     "call, sentence",
     [
-        (lambda: verification(SCORES, SAME[:1]), "same must have one entry a score: 2 scores, 1 entries"),
+        (lambda: verification(SCORES, SAME[:1]), "same must have one entry per score: 2 scores, 1 entries"),
         (lambda: verification(SCORES, ~SAME & SAME), "one genuine and one impostor pair, got 0 genuine and 2"),
         (lambda: verification(SCORES / 0, SAME), "scores must be finite, got NaN or Inf in 2 of 2 pairs"),
         (lambda: verification(SCORES[None], SAME), r"scores must have shape \(pairs,\), got \(1, 2\)"),
@@ -406,7 +407,7 @@ SCORES, SAME = torch.tensor([0.1, 0.9]), torch.tensor([False, True])
         (lambda: verification(SCORES, SAME, fars=(0.0,)), "fars must be > 0 and < 1, got 0.0"),
         (lambda: verification(SCORES, SAME, folds=1), "folds must be >= 2, got 1"),
         (lambda: verification(SCORES, SAME, folds=torch.zeros(2).long()), "at least 2 folds, got 1"),
-        (lambda: verification(SCORES, SAME, folds=torch.zeros(3).long()), "whole number a pair: 2 pairs, got 3"),
+        (lambda: verification(SCORES, SAME, folds=torch.zeros(3).long()), "whole number per pair: 2 pairs, got 3"),
         (lambda: verification(SCORES, SAME, embeddings=torch.ones(2, 2)), "either scores, or embeddings and pairs"),
         (lambda: pair_scores(torch.ones(2, 2), torch.tensor([[0, 2]])), r"rows 0\.\.1 of embeddings, got 2"),
         (lambda: pair_scores(torch.ones(2, 2), torch.tensor([0, 1])), r"shape \(pairs, 2\), got \(2,\)"),

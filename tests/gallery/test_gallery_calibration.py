@@ -56,7 +56,7 @@ def test_bounds_are_of_classes_and_end_at_the_rule_of_three():
                 slow[:, a] += pair_rate
                 slow[:, b] += pair_rate
         np.testing.assert_allclose(sums, slow, atol=1e-9)
-    rates = class_rates.strangers(sums)
+    rates = class_rates.impostor_rates(sums)
     assert (np.diff(rates.bound) <= 0).all() and (rates.bound > rates.high * 0.8).all()
     assert (rates.low <= rates.far).all() and (rates.far < rates.bound).all()
     assert rates.far[-1] == 0 and rates.bound[-1] == pytest.approx(-math.log(0.05) / 66)
@@ -70,7 +70,7 @@ def test_one_bad_class_widens_the_bound():
     even, uneven = np.full((1, 40), 2.0), np.zeros((1, 40))
     uneven[0, 0], uneven[0, 1:] = 40.0, 40.0 / 39
     assert even.sum() == pytest.approx(uneven.sum())
-    assert class_rates.strangers(uneven).bound > 2 * class_rates.strangers(even).bound
+    assert class_rates.impostor_rates(uneven).bound > 2 * class_rates.impostor_rates(even).bound
 
 
 def test_what_cannot_be_held_is_refused_in_one_sentence():

@@ -1,10 +1,10 @@
-"""How good embeddings are: ranking, clustering, verification, one-shot, graded; exact search underneath."""
+"""Metrics of embeddings: retrieval, clustering, verification, few-shot, graded relevance; exact nearest neighbours."""
 
 from nearkin.evaluation.clustering import clustering
 from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
-from nearkin.evaluation.retrieval.knn import nearest
+from nearkin.evaluation.retrieval.knn import Neighbours, nearest
 from nearkin.evaluation.retrieval.retrieval_metrics import retrieval
 from nearkin.evaluation.statistics.cluster_bootstrap import bootstrap
 from nearkin.evaluation.statistics.paired import compare
@@ -14,6 +14,7 @@ from nearkin.evaluation.verification.verification_metrics import operating_point
 
 __all__ = [
     "Calibration",
+    "Neighbours",
     "all_pairs",
     "bootstrap",
     "calibrate",

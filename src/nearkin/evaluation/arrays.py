@@ -1,17 +1,18 @@
-"""NumPy arrays and lists where tensors are wanted: converted once, where a user's call comes in."""
+"""What the evaluation functions take and return: NumPy arrays and lists in place of tensors, scores with intervals."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core.relations import LabelDistance, Relation
 
-__all__ = ["Array", "Ids", "takes_arrays", "tensor"]
+__all__ = ["Array", "Counts", "Ends", "Floats", "Ids", "Progress", "Scores", "Values", "takes_arrays", "tensor"]
 
 if TYPE_CHECKING:  # the bodies of the functions have tensors
     Array: TypeAlias = Any
@@ -20,40 +21,56 @@ else:
     Array = Tensor | np.ndarray  # numbers
     Ids = Tensor | np.ndarray | list  # class ids: whole numbers, or names of classes
 
+Floats: TypeAlias = NDArray[np.float64]
+Counts: TypeAlias = NDArray[np.int64]
+Values: TypeAlias = Tensor | NDArray[Any]
+Ends: TypeAlias = tuple[float, float]  # of an interval
+Progress: TypeAlias = Callable[[int, int], None]  # done, in all
+
 P = ParamSpec("P")
 R = TypeVar("R")
+V = TypeVar("V")
 
 _ROWS = ("embeddings", "embeddings_a", "embeddings_b", "queries", "gallery", "pairs")
 _NUMBERS = (*_ROWS, "targets", "gallery_targets", "values", "a", "b")
 _IDS = ("labels", "gallery_labels", "groups", "classes", "assignment")
 
 
+class Scores(dict[str, V]):
+    """Metrics by name; `intervals`: (low, high) by the same names, where they were requested."""
+
+    intervals: dict[str, Ends]
+
+    def __init__(self, values: Mapping[str, V] | None = None) -> None:
+        super().__init__(values or {})
+        self.intervals = {}
+
+
 def takes_arrays(function: Callable[P, R]) -> Callable[P, R]:
     """The function with NumPy arrays in place of tensors; class ids also as lists, and as names of classes.
 
-    An array comes to the device of the tensors beside it. Names become the places of the classes in their sorted order,
-    the same for all arguments of a call; what a result says of class ids it says of names then (`diagnose`).
+    An array is moved to the device of the tensors beside it. Names become the indices of the classes in sorted order,
+    the same for all arguments of a call; a result that names classes (`diagnose`) then has their names.
     """
-    known = inspect.signature(function)
+    signature = inspect.signature(function)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = [*args, *kwargs.values()]
-        if all(isinstance(one, _PLAIN) for one in given):
+        if all(isinstance(value, _PLAIN) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         try:
-            bound = known.bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
         except TypeError:
-            return function(*args, **kwargs)  # its sentence is Python's own
-        names = _converted(bound.arguments)
-        found = function(*bound.args, **bound.kwargs)
-        return found if names is None or function.__name__ != "diagnose" else _named(found, names)
+            return function(*args, **kwargs)  # Python's own message
+        names = _convert(bound.arguments)
+        result = function(*bound.args, **bound.kwargs)
+        return result if names is None or function.__name__ != "diagnose" else _with_names(result, names)
 
     return call
 
 
 def tensor(name: str, value: Any, on: torch.device | None = None) -> Any:
-    """An array of numbers as a tensor; anything else as it is, for the check that has the sentence for it."""
+    """An array of numbers as a tensor; anything else unchanged, for the check that reports it."""
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if isinstance(value, list | tuple) and name in _ROWS:
@@ -72,16 +89,16 @@ def tensor(name: str, value: Any, on: torch.device | None = None) -> Any:
 _PLAIN = (Tensor, str, bool, int, float, type(None))
 
 
-def _converted(arguments: dict[str, Any]) -> list[str] | None:
-    """Converts in place; the names of the classes, where labels are names."""
-    device = next((one.device for one in arguments.values() if isinstance(one, Tensor)), None)
+def _convert(arguments: dict[str, Any]) -> list[str] | None:
+    """Converts in place; returns the names of the classes, where labels are names."""
+    device = next((value.device for value in arguments.values() if isinstance(value, Tensor)), None)
     for name in _NUMBERS:
         if name in arguments:
             arguments[name] = tensor(name, arguments[name], device)
-    ids = {name: _listed(name, arguments[name]) for name in _IDS if name in arguments}
+    ids = {name: _id_array(name, arguments[name]) for name in _IDS if name in arguments}
     texts = [value for value in ids.values() if isinstance(value, np.ndarray) and value.dtype.kind == "U"]
-    others = [value for value in ids.values() if isinstance(value, np.ndarray) and value.dtype.kind != "U"]
-    if texts and (others or any(isinstance(value, Tensor) for value in ids.values())):
+    numbers = [value for value in ids.values() if isinstance(value, np.ndarray) and value.dtype.kind != "U"]
+    if texts and (numbers or any(isinstance(value, Tensor) for value in ids.values())):
         raise ValueError(f"{' and '.join(ids)} must be of one kind, got names of classes and numbers")
     classes = np.unique(np.concatenate([value.ravel() for value in texts])) if texts else None
     for name, value in ids.items():
@@ -92,20 +109,20 @@ def _converted(arguments: dict[str, Any]) -> list[str] | None:
     return None if classes is None else [str(name) for name in classes]
 
 
-def _listed(name: str, value: Any) -> Any:
-    """Lists and arrays of ids as arrays, whose names are of one type; relations and tensors as they are."""
+def _id_array(name: str, value: Any) -> Any:
+    """Lists and arrays of ids as arrays, names as one string type; relations and tensors unchanged."""
     plain = isinstance(value, list | tuple) and not hasattr(value, "_fields") and name != "classes"  # those are (M, 2)
     if not plain and not isinstance(value, np.ndarray):
         return value
-    if not isinstance(value, np.ndarray) and {isinstance(one, str | np.str_) for one in value} == {True, False}:
+    if not isinstance(value, np.ndarray) and {isinstance(id_, str | np.str_) for id_ in value} == {True, False}:
         raise TypeError(f"{name} must be whole numbers or names of classes, got a mixture")
     try:
-        found = np.asarray(value)
+        ids = np.asarray(value)
     except ValueError:
-        raise TypeError(f"{name} must have one entry a row, got rows of several lengths") from None
-    if found.dtype.kind == "O" and all(isinstance(one, str) for one in found.ravel()):
-        return found.astype(str)  # as pandas has them
-    return found.astype(str) if found.dtype.kind == "S" else found
+        raise TypeError(f"{name} must have one entry per row, got rows of several lengths") from None
+    if ids.dtype.kind == "O" and all(isinstance(id_, str) for id_ in ids.ravel()):
+        return ids.astype(str)  # as pandas has them
+    return ids.astype(str) if ids.dtype.kind == "S" else ids
 
 
 def _relation(value: Any, device: torch.device | None) -> Any:
@@ -115,14 +132,15 @@ def _relation(value: Any, device: torch.device | None) -> Any:
     return value
 
 
-def _named(found: Any, names: list[str]) -> Any:
+def _with_names(diagnosis: Any, names: list[str]) -> Any:
     """The lists of a diagnosis with names in place of ids."""
-    said = dict(found)
+    result = dict(diagnosis)
     for key in ("worst_classes", "label_errors"):
-        said[key] = [
-            {what: names[v] if what in ("class", "suggested") else v for what, v in one.items()} for one in said[key]
+        result[key] = [
+            {field: names[v] if field in ("class", "suggested") else v for field, v in entry.items()}
+            for entry in result[key]
         ]
-    said["confused_pairs"] = [
-        one | {"classes": [names[place] for place in one["classes"]]} for one in said["confused_pairs"]
+    result["confused_pairs"] = [
+        entry | {"classes": [names[index] for index in entry["classes"]]} for entry in result["confused_pairs"]
     ]
-    return said
+    return result

@@ -1,23 +1,23 @@
-"""Clustering: k-means of the embeddings, and how well its clusters agree with the classes."""
+"""Clustering metrics: k-means of the embeddings, and how well its clusters agree with the classes."""
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core import checks, random
 from nearkin.core.relations import UNKNOWN
-from nearkin.evaluation.arrays import Array, Ids, takes_arrays
-from nearkin.evaluation.kmeans import Progress, kmeans
+from nearkin.evaluation.arrays import Array, Counts, Ends, Ids, Progress, Scores, takes_arrays
+from nearkin.evaluation.kmeans import kmeans
 from nearkin.evaluation.retrieval.knn import BUDGET
 from nearkin.evaluation.statistics import binomial
-from nearkin.evaluation.statistics.cluster_bootstrap import Scores
+
+__all__ = ["agreement", "clustering"]
 
 _PARTS = 20  # a stream of words of its own
-Ints = NDArray[np.int64]
 
 
 @takes_arrays
@@ -34,13 +34,13 @@ def clustering(
     budget: int = BUDGET,
     interval: bool = False,
     progress: Progress | None = None,
-) -> Scores:
-    """k-means with as many clusters as classes (or `clusters`), judged against the classes.
+) -> Scores[float]:
+    """k-means with as many clusters as classes (or `clusters`), compared with the classes.
 
     embeddings (N, D), labels (N,) class ids; items of label -1 are left out. Settings as in `kmeans`. Returns what
-    `agreement` returns, and "clusters" (those not empty), "inertia" and "iterations" of the start that was kept.
-    The protocol of Song et al. 2016, arXiv:1511.06452, section 6, whose NMI is "nmi" here. `interval` adds 95 %
-    intervals of the agreement over the choice of classes, as `.intervals`. progress(done, of): as `kmeans` calls it.
+    `agreement` returns, and "clusters" (those not empty), "inertia" and "iterations" of the best start. The protocol of
+    Song et al. 2016, arXiv:1511.06452, section 6, whose NMI is "nmi" here. `interval` adds 95 % intervals of the
+    agreement over the choice of classes, as `.intervals`. progress(done, total) as in `kmeans`.
     """
     checks.rows("embeddings", embeddings)
     known = checks.class_ids("labels", labels, embeddings) != UNKNOWN
@@ -48,57 +48,48 @@ def clustering(
         embeddings, labels = embeddings[known], labels[known]
     if labels.numel() == 0:
         raise ValueError("labels must hold at least one class id other than -1 (unknown), got none")
-    number = _different(labels) if clusters is None else clusters
-    found = kmeans(
-        embeddings,
-        number,
-        iterations=iterations,
-        starts=starts,
-        trials=trials,
-        seed=seed,
-        normalize=normalize,
-        budget=budget,
-        progress=progress,
-    )
-    result = Scores(agreement(labels, found.assignment))
+    number = _distinct(labels) if clusters is None else clusters
+    options: dict[str, Any] = {"iterations": iterations, "starts": starts, "trials": trials, "normalize": normalize}
+    partition = kmeans(embeddings, number, seed=seed, budget=budget, progress=progress, **options)
+    result = Scores(agreement(labels, partition.assignment))
     if interval:
-        result.intervals = _intervals(labels, found.assignment, result, seed)
-    result["clusters"] = float(_different(found.assignment))
-    result["inertia"] = found.inertia
-    result["iterations"] = float(found.iterations)
+        result.intervals = _intervals(labels, partition.assignment, result, seed)
+    result["clusters"] = float(_distinct(partition.assignment))
+    result["inertia"] = partition.inertia
+    result["iterations"] = float(partition.iterations)
     return result
 
 
 def _intervals(
-    labels: Tensor, assignment: Tensor, whole: Mapping[str, float], seed: int, parts: int = 40
-) -> dict[str, tuple[float, float]]:
-    """95 % intervals by leaving out classes, a fortieth of them at a time, from the clustering as it is.
+    labels: Tensor, assignment: Tensor, scores: Mapping[str, float], seed: int, parts: int = 40
+) -> dict[str, Ends]:
+    """95 % intervals by leaving out classes, a fortieth of them at a time, with the clustering unchanged.
 
-    A bootstrap would draw classes twice, and a class twice in one cluster agrees with itself too well: F1 of 0.205 came
-    out as [0.22, 0.30]. The jackknife has no such copies; its variance is (g - 1)/g Σ (value without a part - mean)².
-    Perfect agreement shows no spread and gets a one-sided interval; fewer than 5 classes get none.
+    A bootstrap would draw classes twice, and a class twice in one cluster agrees with itself too well: for an F1 of
+    0.205 it gave [0.22, 0.30]. The jackknife has no such copies; its variance is (g - 1)/g Σ (value without a part -
+    mean)². Perfect agreement has no spread and gets a one-sided interval; fewer than 5 classes get none.
     """
-    classes, of = np.unique(labels.cpu().numpy(), return_inverse=True)
+    classes, class_of = np.unique(labels.cpu().numpy(), return_inverse=True)
     parts = min(parts, len(classes))
     if len(classes) < binomial.MIN_CLASSES:
-        return dict.fromkeys(whole, binomial.NONE)
+        return dict.fromkeys(scores, binomial.NONE)
     order = random.shuffled(random.words(len(classes), seed, _PARTS, 0))
     part = np.empty(len(classes), np.int64)
     part[order] = np.arange(len(classes)) % parts
     without = []
     for number in range(parts):
-        kept = torch.from_numpy(part[of] != number).to(labels.device)
-        without.append(agreement(labels[kept], assignment[kept]))
-    found = {}
-    for name, value in whole.items():
-        left = np.array([each[name] for each in without])
-        variance = (parts - 1) / parts * float(((left - left.mean()) ** 2).sum())
+        rest = torch.from_numpy(part[class_of] != number).to(labels.device)
+        without.append(agreement(labels[rest], assignment[rest]))
+    intervals = {}
+    for name, value in scores.items():
+        values = np.array([each[name] for each in without])
+        variance = (parts - 1) / parts * float(((values - values.mean()) ** 2).sum())
         if value == 1:
-            found[name] = binomial.share(value, variance, freedom=parts - 1, classes=len(classes))
+            intervals[name] = binomial.share(value, variance, freedom=parts - 1, classes=len(classes))
             continue
         reach = binomial.student(parts - 1) * math.sqrt(variance)
-        found[name] = (max(value - reach, -1.0 if name == "ami" else 0.0), min(value + reach, 1.0))
-    return found
+        intervals[name] = (max(value - reach, -1.0 if name == "ami" else 0.0), min(value + reach, 1.0))
+    return intervals
 
 
 @takes_arrays
@@ -109,7 +100,7 @@ def agreement(labels: Ids, assignment: Ids) -> dict[str, float]:
     the exact expectation under random partitions of the same sizes (Vinh, Epps, Bailey 2010, JMLR 11, eq. 24a);
     "f1", "precision" and "recall" of the pairs that share a cluster for the pairs that share a class.
     Partitions that are the same up to names score 1 in all; where only one of them is a single block, NMI and AMI
-    are 0. No pair to find, or none found, gives a precision or recall of 0 unless both are so.
+    are 0. Where no pair shares a class, or none a cluster, recall or precision is 0, unless both is the case.
     """
     if labels.dim() != 1 or labels.shape != assignment.shape or labels.numel() == 0:
         raise ValueError(
@@ -117,53 +108,53 @@ def agreement(labels: Ids, assignment: Ids) -> dict[str, float]:
             f"got {tuple(labels.shape)} and {tuple(assignment.shape)}"
         )
     table = _contingency(labels, assignment)
-    joint, rows, columns, sizes, other = table
-    if joint.size == sizes.size == other.size:  # one block of each in every block of the other
+    joint, rows, columns, sizes, cluster_sizes = table
+    if joint.size == sizes.size == cluster_sizes.size:  # one block of each in every block of the other
         return dict.fromkeys(("nmi", "nmi_geometric", "ami", "f1", "precision", "recall"), 1.0)
     number = int(sizes.sum())
     scores = {"nmi": 0.0, "nmi_geometric": 0.0, "ami": 0.0}
-    if sizes.size > 1 and other.size > 1:
-        ratio = (number * joint) / (sizes[rows] * other[columns])
+    if sizes.size > 1 and cluster_sizes.size > 1:
+        ratio = (number * joint) / (sizes[rows] * cluster_sizes[columns])
         shared = max(float((joint / number * np.log(ratio)).sum()), 0.0)
-        first, second = _entropy(sizes), _entropy(other)
-        expected, mean = _expected_information(sizes, other), (first + second) / 2
+        first, second = _entropy(sizes), _entropy(cluster_sizes)
+        expected, mean = _expected_information(sizes, cluster_sizes), (first + second) / 2
         scores = {
             "nmi": shared / mean,
             "nmi_geometric": shared / float(np.sqrt(first * second)),
             "ami": (shared - expected) / (mean - expected),
         }
-    found, same, both = (int((n * (n - 1) // 2).sum()) for n in (other, sizes, joint))
-    scores["f1"] = 2 * both / (found + same)
-    return {**scores, "precision": both / found if found else 0.0, "recall": both / same if same else 0.0}
+    clustered, same, both = (int((n * (n - 1) // 2).sum()) for n in (cluster_sizes, sizes, joint))  # pairs
+    scores["f1"] = 2 * both / (clustered + same)
+    return {**scores, "precision": both / clustered if clustered else 0.0, "recall": both / same if same else 0.0}
 
 
-def _different(ids: Tensor) -> int:
+def _distinct(ids: Tensor) -> int:
     return int(torch.unique(ids).numel())
 
 
-def _contingency(labels: Tensor, assignment: Tensor) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+def _contingency(labels: Tensor, assignment: Tensor) -> tuple[Counts, Counts, Counts, Counts, Counts]:
     """Counts of the cells that are not 0, their rows and columns, and the sizes of classes and of clusters."""
     _, a, sizes = np.unique(labels.cpu().numpy(), return_inverse=True, return_counts=True)
-    _, b, other = np.unique(assignment.cpu().numpy(), return_inverse=True, return_counts=True)
-    cells, joint = np.unique(a * other.size + b, return_counts=True)
-    return joint, cells // other.size, cells % other.size, sizes, other
+    _, b, cluster_sizes = np.unique(assignment.cpu().numpy(), return_inverse=True, return_counts=True)
+    cells, joint = np.unique(a * cluster_sizes.size + b, return_counts=True)
+    return joint, cells // cluster_sizes.size, cells % cluster_sizes.size, sizes, cluster_sizes
 
 
-def _entropy(sizes: Ints) -> float:
+def _entropy(sizes: Counts) -> float:
     share = sizes / sizes.sum()
     return float(-(share * np.log(share)).sum())
 
 
-def _expected_information(sizes: Ints, other: Ints) -> float:
+def _expected_information(sizes: Counts, cluster_sizes: Counts) -> float:
     """Mean mutual information over all partitions of these sizes: cells are hypergeometric.
 
-    Probabilities are built from the ratios of neighbours, (a-n)(b-n) / ((n+1)(N-a-b+n+1)), and made to sum to 1, which
-    keeps the digits that differences of large log-factorials lose. Equal sizes are counted once: at most N terms at a
-    time, whatever the partitions.
+    Probabilities are built from the ratios of neighbours, (a-n)(b-n) / ((n+1)(N-a-b+n+1)), and normalised to sum to 1,
+    which keeps the digits that differences of large log-factorials lose. Equal sizes are counted once: at most N terms
+    at a time, whatever the partitions.
     """
     number = int(sizes.sum())
     few, many = sorted(
-        (np.unique(sizes, return_counts=True), np.unique(other, return_counts=True)), key=lambda u: u[0].size
+        (np.unique(sizes, return_counts=True), np.unique(cluster_sizes, return_counts=True)), key=lambda u: u[0].size
     )
     b, weight = many[0].astype(np.int64), many[1]
     total = 0.0

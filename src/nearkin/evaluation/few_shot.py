@@ -10,20 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core import checks, distances, random
 from nearkin.core.relations import UNKNOWN
-from nearkin.evaluation.arrays import Array, Ids, takes_arrays
+from nearkin.evaluation.arrays import Array, Counts, Ids, Progress, Scores, takes_arrays
 from nearkin.evaluation.retrieval.knn import BUDGET
-from nearkin.evaluation.statistics.cluster_bootstrap import Scores, share_interval
+from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
+
+__all__ = ["OneShotRun", "omniglot_accuracy", "omniglot_runs", "one_shot"]
 
 SCORES = ("mean", "max", "nearest")
 _EPISODES = 17  # a stream of words beside those the samplers draw from
-_95 = 1.959963984540054  # a normal variable lies within so many standard deviations of its mean in 95 of 100 cases
-
-Ints = NDArray[np.int64]
+_95 = 1.959963984540054  # standard deviations within which 95 % of a normal distribution lie
 
 
 class OneShotRun(NamedTuple):
@@ -48,15 +47,15 @@ def one_shot(
     score: str = "mean",
     budget: int = BUDGET,
     interval: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> Scores:
-    """Mean accuracy over episodes, each of which asks which of `ways` classes a query belongs to.
+    progress: Progress | None = None,
+) -> Scores[float]:
+    """Mean accuracy over episodes, in each of which a query is assigned to one of `ways` classes.
 
-    An episode draws `ways` classes of those with at least shots + queries items, and of each `shots` supports and
-    `queries` others to be recognised; items of label -1 are left out. A class scores by
+    An episode draws `ways` classes of those with at least shots + queries items, and from each `shots` supports and
+    `queries` other items as queries; items of label -1 are left out. The score of a class is
       "mean"     the mean cosine of the query with its supports,
       "max"      the largest cosine with a support,
-      "nearest"  minus the Euclidean distance to its nearest support, lengths of the rows counting.
+      "nearest"  minus the Euclidean distance to its nearest support, of the rows as they are.
     The best score wins; where n classes share it (equal within float64 rounding) and the right one is among them, the
     query counts 1/n, as chance would give: collapsed embeddings score 1/ways.
 
@@ -64,31 +63,36 @@ def one_shot(
     episodes, by the normal approximation; "chance" = 1/ways; and "classes", how many could be drawn. Episode i is a
     function of the seed, i, the labels and the four counts alone, so that more episodes begin with the same ones.
 
-    interval: also `.intervals["accuracy"]`, the 95 % interval over the choice of classes, from those that were asked
-    for, each with all its queries of all episodes (`uncertainty.share_interval`). More episodes make the "interval" of
-    the mean as small as one likes; this one they bring down to what other classes would change. progress(done, of) is
-    called with episodes.
+    interval: also `.intervals["accuracy"]`, the 95 % interval over the choice of classes, each with its queries of all
+    episodes (`cluster_bootstrap.share_interval`). With more episodes the "interval" of the mean goes to 0; this one
+    goes to what other classes would change. progress(done, total) is called with episodes.
     """
-    known = _check(embeddings, labels, ways, shots, episodes, seed, queries, score, budget)
+    checks.finite("embeddings", checks.rows("embeddings", embeddings))
+    checks.class_ids("labels", labels, embeddings)
+    counts = {"ways": (ways, 2), "shots": (shots, 1), "episodes": (episodes, 2), "seed": (seed, 0)}
+    for name, (value, low) in {**counts, "queries": (queries, 1), "budget": (budget, 1)}.items():
+        checks.integer(name, value, low)
+    checks.one_of("score", score, SCORES)
+    known = (labels != UNKNOWN).nonzero().squeeze(1).cpu().numpy()
     members, first, sizes = _classes(labels, known, ways, shots + queries)
     drawn, wide = shots + queries, distances.wide(embeddings)
-    right, asked = np.empty((episodes, ways)), np.empty((episodes, ways), np.int64)
-    bytes_each = 8 * ways * (6 * drawn * embeddings.shape[1] + 4 * queries * ways * (shots + 2))
-    step = max(1, budget // bytes_each)
+    right, class_of = np.empty((episodes, ways)), np.empty((episodes, ways), np.int64)
+    episode_bytes = 8 * ways * (6 * drawn * embeddings.shape[1] + 4 * queries * ways * (shots + 2))
+    step = max(1, budget // episode_bytes)
     for at in range(0, episodes, step):
         some = range(at, min(at + step, episodes))
         places = _draw(some, seed, ways, drawn, first, sizes)
         items = members[places]  # (E, ways, drawn)
         rows = distances.upcast(embeddings.detach()[torch.from_numpy(items).to(embeddings.device)].to(wide))
         right[at : at + step] = _accuracy(rows[:, :, :shots], rows[:, :, shots:], score).cpu().numpy()
-        asked[at : at + step] = np.searchsorted(first, places[:, :, 0], side="right")  # which class
+        class_of[at : at + step] = np.searchsorted(first, places[:, :, 0], side="right")
         if progress is not None:
             progress(some.stop, episodes)
     result = Scores({"accuracy": float(right.mean())})
     result["interval"] = _95 * float(right.mean(axis=1).std(ddof=1)) / math.sqrt(episodes)
     result["chance"], result["classes"] = 1 / ways, float(sizes.size)
     if interval:
-        groups = torch.from_numpy(asked.ravel())
+        groups = torch.from_numpy(class_of.ravel())
         result.intervals["accuracy"] = share_interval(torch.from_numpy(right.ravel()), groups)
     return result
 
@@ -96,23 +100,23 @@ def one_shot(
 def omniglot_runs(path: str | Path) -> list[OneShotRun]:
     """The official one-shot runs of Omniglot from `all_runs.zip`, or from the folder it unpacks to.
 
-    Every run shows 20 characters of one alphabet once, drawn by one person, and asks for 20 drawings by another: the
-    within-alphabet protocol of Lake et al. 2015. Answers are read from each run's `class_labels.txt`.
+    Every run has 20 characters of one alphabet once, drawn by one person, as supports and 20 drawings by another as
+    queries: the within-alphabet protocol of Lake et al. 2015. Answers are read from each run's `class_labels.txt`.
     """
-    where = Path(path)
-    if where.is_dir():
-        return _runs(where)
-    if not where.is_file() or not zipfile.is_zipfile(where):
+    source = Path(path)
+    if source.is_dir():
+        return _runs(source)
+    if not source.is_file() or not zipfile.is_zipfile(source):
         raise ValueError(f"path must be all_runs.zip or the folder it unpacks to, got {path}")
-    with zipfile.ZipFile(where) as archive:
+    with zipfile.ZipFile(source) as archive:
         return _runs(zipfile.Path(archive))
 
 
 def omniglot_accuracy(embed: Callable[[Tensor], Tensor], path: str | Path) -> dict[str, float]:
     """Accuracy of an encoder in the official runs: {"accuracy", "interval", "run01", …, "run20"}.
 
-    `embed` maps images (N, 105, 105), float32, ink 1 and paper 0, to embeddings (N, D); it sees the supports and the
-    queries of a run as two batches. A query takes the support of the largest cosine, ties shared as in `one_shot`.
+    `embed` maps images (N, 105, 105), float32, ink 1 and paper 0, to embeddings (N, D); it gets the supports and the
+    queries of a run as two batches. A query takes the support of the largest cosine; ties count as in `one_shot`.
     "interval": half the width of the 95 % interval over runs, by the normal approximation.
     """
     result = {}
@@ -125,34 +129,13 @@ def omniglot_accuracy(embed: Callable[[Tensor], Tensor], path: str | Path) -> di
         wide = distances.wide(supports)
         scores = distances.cosine(queries.to(wide), supports.to(wide))  # (20, 20)
         answers = run.answers.to(scores.device)
-        result[run.name] = float(_shared(scores, answers, _rounding(supports)).mean())
+        result[run.name] = float(_tie_share(scores, answers, _rounding(supports)).mean())
     values = np.array(list(result.values()))
     spread = _95 * float(values.std(ddof=1)) / math.sqrt(values.size) if values.size > 1 else math.nan
     return {"accuracy": float(values.mean()), "interval": spread, **result}
 
 
-def _check(
-    embeddings: Tensor,
-    labels: Tensor,
-    ways: int,
-    shots: int,
-    episodes: int,
-    seed: int,
-    queries: int,
-    score: str,
-    budget: int,
-) -> Ints:
-    """Everything fits; returns the places of the items whose class is known."""
-    checks.finite("embeddings", checks.rows("embeddings", embeddings))
-    checks.class_ids("labels", labels, embeddings)
-    counts = {"ways": (ways, 2), "shots": (shots, 1), "episodes": (episodes, 2), "seed": (seed, 0)}
-    for name, (value, low) in {**counts, "queries": (queries, 1), "budget": (budget, 1)}.items():
-        checks.integer(name, value, low)
-    checks.one_of("score", score, SCORES)
-    return (labels != UNKNOWN).nonzero().squeeze(1).cpu().numpy()
-
-
-def _classes(labels: Tensor, known: Ints, ways: int, needed: int) -> tuple[Ints, Ints, Ints]:
+def _classes(labels: Tensor, known: Counts, ways: int, needed: int) -> tuple[Counts, Counts, Counts]:
     """Items grouped by class, and where each class that has enough of them begins and how many it has."""
     ids = labels.cpu().numpy()[known]
     members = known[np.argsort(ids, kind="stable")]
@@ -166,18 +149,18 @@ def _classes(labels: Tensor, known: Ints, ways: int, needed: int) -> tuple[Ints,
     return members, first[able], sizes[able]
 
 
-def _draw(some: range, seed: int, ways: int, drawn: int, first: Ints, sizes: Ints) -> Ints:
+def _draw(some: range, seed: int, ways: int, drawn: int, first: Counts, sizes: Counts) -> Counts:
     """Places of the items of these episodes, (E, ways, drawn): different classes, different items of each."""
     words = np.stack([random.words(ways * (1 + drawn), seed, _EPISODES, episode) for episode in some])
-    classes = _different(words[:, :ways], np.full(len(some), sizes.size))  # (E, ways)
-    items = _different(words[:, ways:].reshape(len(some), ways, drawn), sizes[classes])
+    classes = _draw_distinct(words[:, :ways], np.full(len(some), sizes.size))  # (E, ways)
+    items = _draw_distinct(words[:, ways:].reshape(len(some), ways, drawn), sizes[classes])
     return first[classes][:, :, None] + items
 
 
-def _different(words: random.Words, limit: Ints) -> Ints:
-    """As many different numbers below `limit` as there are words in the last axis, every choice as likely.
+def _draw_distinct(words: random.Words, limit: Counts) -> Counts:
+    """As many distinct numbers below `limit` as there are words in the last axis, every choice equally likely.
 
-    The t-th number is drawn among those left, limit - t of them, then counted past the ones already taken.
+    The t-th number is drawn among the remaining limit - t, then moved past the ones already taken.
     """
     taken = np.empty(words.shape, np.int64)  # ascending up to t
     chosen = np.empty(words.shape, np.int64)
@@ -191,32 +174,32 @@ def _different(words: random.Words, limit: Ints) -> Ints:
 
 
 def _accuracy(supports: Tensor, queries: Tensor, score: str) -> Tensor:
-    """Share of right answers a class and episode, (E, ways).
+    """Share of right answers per class and episode, (E, ways).
 
     supports (E, ways, shots, D), queries (E, ways, queries, D).
     """
     episodes, ways, shots, dim = supports.shape
-    rows, asked = supports.reshape(-1, dim), queries.reshape(-1, dim)
+    rows, query = supports.reshape(-1, dim), queries.reshape(-1, dim)
     if score != "nearest":
-        rows, asked = distances.unit(rows), distances.unit(asked)
-    rows, asked = rows.view(episodes, -1, dim), asked.view(episodes, -1, dim)
+        rows, query = distances.unit(rows), distances.unit(query)
+    rows, query = rows.view(episodes, -1, dim), query.view(episodes, -1, dim)
     slack: Tensor | float = _rounding(rows)
     if score == "nearest":
-        away = torch.cdist(asked, rows, compute_mode="donot_use_mm_for_euclid_dist")
+        away = torch.cdist(query, rows, compute_mode="donot_use_mm_for_euclid_dist")
         scores = -away.view(episodes, -1, ways, shots).amin(3)  # (E, ways × queries, ways)
         slack = -scores.amax(2, keepdim=True) * slack
     else:
-        cosines = (asked @ rows.transpose(1, 2)).view(episodes, -1, ways, shots)
+        cosines = (query @ rows.transpose(1, 2)).view(episodes, -1, ways, shots)
         scores = cosines.mean(3) if score == "mean" else cosines.amax(3)
     answers = torch.arange(ways, device=rows.device).repeat_interleave(queries.shape[2])
-    return _shared(scores, answers.expand(episodes, -1), slack).view(episodes, ways, -1).mean(2)
+    return _tie_share(scores, answers.expand(episodes, -1), slack).view(episodes, ways, -1).mean(2)
 
 
 def _rounding(rows: Tensor) -> float:
     return 2 * rows.shape[-1] * torch.finfo(distances.wide(rows)).eps
 
 
-def _shared(scores: Tensor, answers: Tensor, slack: Tensor | float) -> Tensor:
+def _tie_share(scores: Tensor, answers: Tensor, slack: Tensor | float) -> Tensor:
     """1/n where the answer is among the n best of the last axis, otherwise 0."""
     best = scores >= scores.amax(-1, keepdim=True) - slack
     return best.gather(-1, answers[..., None]).squeeze(-1).to(scores.dtype) / best.sum(-1)
@@ -227,7 +210,7 @@ def _runs(root: Path | zipfile.Path) -> list[OneShotRun]:
         root = root.joinpath("all_runs")
     names = sorted(entry.name for entry in root.iterdir() if re.fullmatch(r"run\d+", entry.name))
     if not names:
-        raise ValueError(f"path must hold run01/class_labels.txt and so on, got {root} without any run")
+        raise ValueError(f"path must contain run01/class_labels.txt and so on, got {root} without any run")
     return [_run(root, name) for name in names]
 
 
@@ -235,13 +218,13 @@ def _run(root: Path | zipfile.Path, run: str) -> OneShotRun:
     supports = sorted(entry.name for entry in root.joinpath(run, "training").iterdir() if entry.name.endswith(".png"))
     queries, answers = [], []
     for line in root.joinpath(run, "class_labels.txt").read_text(encoding="utf-8").splitlines():
-        named = re.fullmatch(rf"{run}/test/([\w-]+\.png)\s+{run}/training/([\w-]+\.png)\s*", line)
-        if named is None or named[2] not in supports:
+        match = re.fullmatch(rf"{run}/test/([\w-]+\.png)\s+{run}/training/([\w-]+\.png)\s*", line)
+        if match is None or match[2] not in supports:
             raise ValueError(f"{run}/class_labels.txt must name a query and its support in each line, got {line!r}")
-        queries.append(_image(root.joinpath(run, "test", named[1])))
-        answers.append(supports.index(named[2]))
-    shown = [_image(root.joinpath(run, "training", name)) for name in supports]
-    return OneShotRun(run, torch.stack(shown), torch.stack(queries), torch.tensor(answers))
+        queries.append(_image(root.joinpath(run, "test", match[1])))
+        answers.append(supports.index(match[2]))
+    images = [_image(root.joinpath(run, "training", name)) for name in supports]
+    return OneShotRun(run, torch.stack(images), torch.stack(queries), torch.tensor(answers))
 
 
 def _image(file: Path | zipfile.Path) -> Tensor:

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from nearkin import training
 from nearkin.core import files
 from nearkin.core.versions import version_of
-from nearkin.evaluation.verification import class_rates, likelihood
+from nearkin.evaluation.arrays import Floats
+from nearkin.evaluation.verification import class_rates, likelihood, score_calibration
 from nearkin.evaluation.verification.class_rates import Rates
 from nearkin.evaluation.verification.likelihood import LogRatio
-from nearkin.evaluation.verification.roc import FARS, Floats
+from nearkin.evaluation.verification.roc import FARS
 from nearkin.gallery import results
 from nearkin.gallery.items import encoder_info
 from nearkin.gallery.schema import unit
@@ -174,7 +175,7 @@ def _genuine_scores(rows: NDArray[np.float32], group: NDArray[np.int64]) -> Floa
 
 
 def _measure(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examples: int, seed: int) -> _Measure:
-    rates = class_rates.strangers(class_rates.accepts(rows, groups, thresholds, examples), CONFIDENCE)
+    rates = class_rates.impostor_rates(class_rates.accepts(rows, groups, thresholds, examples), CONFIDENCE)
     scores = class_rates.genuine_groups(rows, groups, examples, seed)
     return _Measure(
         rates, class_rates.true_accepts(scores, thresholds), _log_ratio(rates.far, scores, thresholds, len(groups))
@@ -201,11 +202,8 @@ def _log_ratio(far: Floats, scores: Sequence[Floats], thresholds: Floats, classe
     return likelihood.fit(middle, same * classes, np.maximum(other, 0) * classes, apart)  # a class is one observation
 
 
-def _error(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, seed: int, bins: int = 15) -> float:
-    """Expected error of P(same) on the other half of the classes than it was fitted on, both kinds weighing the same.
-
-    Guo et al. 2017, eq. 3.
-    """
+def _error(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, seed: int) -> float:
+    """Expected error of P(same) on the half of the classes that it was not fitted on, both kinds weighing the same."""
     half = len(groups) // 2
     fitted, judged = groups[:half], groups[half:]
     far = class_rates.accepts(rows, fitted, thresholds).sum(1) / (2 * half * (half - 1))
@@ -217,6 +215,4 @@ def _error(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, seed: 
     other = -np.diff(np.concatenate([[1.0], strange, [0.0]]))
     tar = class_rates.true_accepts(class_rates.genuine_groups(rows, judged, 1, seed), thresholds).mean(0)
     same = -np.diff(np.concatenate([[1.0], tar, [0.0]]))
-    place = np.minimum((chance * bins).astype(np.int64), bins - 1)
-    gap = np.bincount(place, weights=(chance * (same + other) - same) / 2, minlength=bins)
-    return float(np.abs(gap).sum())
+    return score_calibration.expected_error(chance, same, other, 2)

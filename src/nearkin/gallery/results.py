@@ -9,9 +9,10 @@ import numpy as np
 
 from nearkin.core import checks, files
 from nearkin.data import decode
+from nearkin.evaluation.arrays import Floats
 from nearkin.evaluation.verification import class_rates
 from nearkin.evaluation.verification.likelihood import LogRatio
-from nearkin.evaluation.verification.roc import FARS, Floats
+from nearkin.evaluation.verification.roc import FARS
 from nearkin.gallery.items import Encoding, encode_items, hash_items
 from nearkin.gallery.stores.matrix import similarities
 

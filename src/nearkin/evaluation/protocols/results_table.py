@@ -1,4 +1,4 @@
-"""What is shown and kept of an evaluation: the lines of its table, and a JSON file that is whole or not there."""
+"""The output of an evaluation: the lines of its table, and a JSON file that is written in full or not at all."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -24,25 +24,25 @@ class Row(NamedTuple):
 
 
 def table(report: Mapping[str, Any]) -> list[Row]:
-    """What is printed of a report: shares in per cent, counts whole, anything else as a number."""
+    """The lines to print of a report: shares in per cent, counts as integers, anything else as a number."""
     rows = []
-    for protocol, found in report["results"].items():
-        ends = found.get("intervals", {})
-        for name, value in found.items():
+    for protocol, scores in report["results"].items():
+        intervals = scores.get("intervals", {})
+        for name, value in scores.items():
             if isinstance(value, bool | str | list | dict):
                 continue
-            pair = ends.get(name)
-            interval = "" if pair is None else "–"  # asked for, but there is none
-            if pair is not None and pair[0] is not None:
-                interval = f"{_shown(protocol, name, pair[0])} – {_shown(protocol, name, pair[1])}"
-            rows.append(Row(protocol.replace("_", "-"), name, _shown(protocol, name, value), interval))
+            ends = intervals.get(name)
+            interval = "" if ends is None else "–"  # requested, but there is none
+            if ends is not None and ends[0] is not None:
+                interval = f"{_formatted(protocol, name, ends[0])} – {_formatted(protocol, name, ends[1])}"
+            rows.append(Row(protocol.replace("_", "-"), name, _formatted(protocol, name, value), interval))
         if protocol == "diagnose":
-            rows += _findings(found, report["class_names"])
+            rows += _findings(scores, report["class_names"])
     return rows
 
 
 def writable(path: Path) -> None:
-    """A report can be written there; said before the work rather than after it."""
+    """Checks before the work that a report can be written there."""
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
@@ -53,34 +53,33 @@ def writable(path: Path) -> None:
 
 
 def write(path: Path, report: Mapping[str, Any]) -> None:
-    """JSON in one piece: the whole new file or, whatever happens, the old one. A number that is NaN is null."""
+    """Replaces the file atomically: the complete new one or, whatever happens, the old one. NaN becomes null."""
     try:
         files.write_json(path, report)
     except OSError as error:
         raise ValueError(f"{path}: could not be written ({error.strerror})") from None
 
 
-def _findings(found: Mapping[str, Any], names: list[str] | None) -> Iterator[Row]:
-    """The lists of a diagnosis, each in a line."""
-    collapse = found["collapse"]
-    yield Row("diagnose", "collapsed", "yes" if collapse["collapsed"] else "no", "")
-    for one in found["worst_classes"][:3]:
-        value = f"{_named(one['class'], names)}: r_precision {_shown('', 'r_precision', one['r_precision'])}"
+def _findings(diagnosis: Mapping[str, Any], names: list[str] | None) -> Iterator[Row]:
+    """The lists of a diagnosis, one line per entry."""
+    yield Row("diagnose", "collapsed", "yes" if diagnosis["collapse"]["collapsed"] else "no", "")
+    for entry in diagnosis["worst_classes"][:3]:
+        value = f"{_name(entry['class'], names)}: r_precision {_formatted('', 'r_precision', entry['r_precision'])}"
         yield Row("diagnose", "worst class", value, "")
-    for one in found["confused_pairs"][:3]:
-        pair = " and ".join(_named(number, names) for number in one["classes"])
-        yield Row("diagnose", "confused", f"{pair}: {_shown('', 'share', one['share'])}", "")
-    yield Row("diagnose", "suspect labels", f"{len(found['label_errors']):,}", "")
-    for one in [error for error in found["label_errors"][:3] if "name" in error]:
-        told, instead = (_named(one[key], names) for key in ("class", "suggested"))
-        yield Row("diagnose", "suspect label", f"{one['name']}: {told}, perhaps {instead}", "")
+    for entry in diagnosis["confused_pairs"][:3]:
+        pair = " and ".join(_name(number, names) for number in entry["classes"])
+        yield Row("diagnose", "confused", f"{pair}: {_formatted('', 'share', entry['share'])}", "")
+    yield Row("diagnose", "suspect labels", f"{len(diagnosis['label_errors']):,}", "")
+    for entry in [error for error in diagnosis["label_errors"][:3] if "name" in error]:
+        label, suggested = (_name(entry[key], names) for key in ("class", "suggested"))
+        yield Row("diagnose", "suspect label", f"{entry['name']}: {label}, perhaps {suggested}", "")
 
 
-def _named(number: int, names: list[str] | None) -> str:
+def _name(number: int, names: list[str] | None) -> str:
     return str(number) if names is None else names[number]
 
 
-def _shown(protocol: str, name: str, value: float | None) -> str:
+def _formatted(protocol: str, name: str, value: float | None) -> str:
     if value is None:
         return "–"
     if name in _COUNTS:

@@ -1,4 +1,4 @@
-"""Several protocols over one set of stored embeddings: which can be run, and what they say."""
+"""Several protocols over one set of stored embeddings: which can be run, and their results."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from nearkin.data import vectors
 from nearkin.data.pair_lists import PairList
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
-from nearkin.evaluation.protocols.tasks import RUNS, Rows, Settings, Task, shared
+from nearkin.evaluation.protocols.tasks import RUNS, Rows, Settings, Task, is_shared
 
 __all__ = ["PROTOCOLS", "Settings", "evaluate"]
 
 PROTOCOLS = ("retrieval", "clustering", "verification", "one_shot", "graded", "diagnose")
-Progress = Callable[[str, int, int], None]  # protocol, how much is done, of how much (0: not known)
+Progress = Callable[[str, int, int], None]  # protocol, done, in all (0: not known)
 
-# What each protocol can compare by; the first is its own choice.
+# What each protocol can compare by; the first is the default.
 _SIMILARITIES = {
     "retrieval": ("cosine", "dot", "euclidean"),
     "clustering": ("cosine", "euclidean"),
@@ -47,15 +47,14 @@ def evaluate(
     pairs: PairList | None = None,
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Runs the protocols that are asked for; without any, verification where there are pairs, else retrieval where
-    there are labels and graded where there are targets.
+    """Runs the protocols of the settings; by default verification where there are pairs, else retrieval where there are
+    labels and graded where there are targets.
 
-    What the files show to be wrong is said before the first protocol starts. Returns plain values, as JSON has them:
-    "embeddings", "gallery" and "pairs" (what was read), "classes" (how many) and "class_names" (of the ids, where
-    labels are strings), "settings", "results" by protocol, where "intervals" holds the ends of 95 % intervals, and
-    "notes". `pairs` are verified in place of all pairs. group: the processes that share the work, all of which call
-    this with the same arguments and get the same: retrieval, graded and verification of all pairs are divided among
-    them, the others are run by rank 0.
+    Checks its input before the first protocol starts. Returns plain values, ready for JSON: "embeddings", "gallery" and
+    "pairs" (what was read), "classes" (how many) and "class_names" (of the ids, where labels are strings), "settings",
+    "results" by protocol, whose "intervals" are the ends of 95 % intervals, and "notes". `pairs` are verified instead
+    of all pairs. group: the processes that share the work, all of which call this with the same arguments and get the
+    same result: they divide retrieval, graded and verification of all pairs; rank 0 runs the others.
     """
     settings = settings or Settings()
     protocols = _chosen(items, gallery, settings, pairs)
@@ -64,52 +63,52 @@ def evaluate(
     notes = _lengths([items] if gallery is None else [items, gallery], "cosine" in similarity.values())
     classes: list[str] = []
     ids: list[Tensor] = []
-    named = [known for known in (items.labels, None if gallery is None else gallery.labels) if known is not None]
-    several = any(labels.ndim == 2 for labels in named)
-    if several:
-        ids = _several(items, gallery, protocols)
-    elif named and (set(protocols) - {"graded"} or gallery is None):
-        ids, classes = vectors.class_ids(*named)
+    labelled = [x for x in (items.labels, None if gallery is None else gallery.labels) if x is not None]
+    multi_label = any(labels.ndim == 2 for labels in labelled)
+    if multi_label:
+        ids = _multi_labels(items, gallery, protocols)
+    elif labelled and (set(protocols) - {"graded"} or gallery is None):
+        ids, classes = vectors.class_ids(*labelled)
         if set(protocols) - {"graded"}:
-            _two_classes(items.name, classes)
-    asked = Rows(items.embeddings.to(device), _moved(ids[0] if ids else None, device), _moved(items.targets, device))
-    other = None
+            _require_two_classes(items.name, classes)
+    queries = Rows(items.embeddings.to(device), _moved(ids[0] if ids else None, device), _moved(items.targets, device))
+    searched = None
     if gallery is not None:
-        theirs = _moved(ids[1] if len(ids) > 1 else None, device)
-        other = Rows(gallery.embeddings.to(device), theirs, _moved(gallery.targets, device))
+        gallery_ids = _moved(ids[1] if len(ids) > 1 else None, device)
+        searched = Rows(gallery.embeddings.to(device), gallery_ids, _moved(gallery.targets, device))
     results = {}
     for name in protocols:
-        told = None
+        report = None
         if progress is not None:
             progress(name, 0, 0)
-            told = partial(progress, name)
-        task = Task(asked, other, pairs, settings, similarity[name], told, group)
-        if group is None or shared(name, pairs):
-            found = _run(name, task)
+            report = partial(progress, name)
+        task = Task(queries, searched, pairs, settings, similarity[name], report, group)
+        if group is None or is_shared(name, pairs):
+            scores = _run(name, task)
         else:
-            found = group.on_rank0(name, partial(_run, name, task))
-        notes += [note for note in found.pop("notes", []) if note not in notes]
-        results[name] = {"similarity": similarity[name]} | _named(found, items.names)
+            scores = group.on_rank0(name, partial(_run, name, task))
+        notes += [note for note in scores.pop("notes", []) if note not in notes]
+        results[name] = {"similarity": similarity[name]} | _with_names(scores, items.names)
     return {
         "nearkin": version_of("nearkin"),
-        "embeddings": _said_of(items),
-        "gallery": None if gallery is None else _said_of(gallery),
+        "embeddings": _summary(items),
+        "gallery": None if gallery is None else _summary(gallery),
         "pairs": None if pairs is None else {"file": pairs.name, "pairs": len(pairs.pairs)},
-        "classes": len(classes) or (ids[0].shape[1] if several else None),
-        "class_names": classes if ids and named[0].dtype.kind == "U" else None,
+        "classes": len(classes) or (ids[0].shape[1] if multi_label else None),
+        "class_names": classes if ids and labelled[0].dtype.kind == "U" else None,
         "settings": _plain(asdict(settings)) | {"protocols": list(protocols), "device": str(device)},
         "results": results,
         "notes": notes,
     }
 
 
-def _named(found: dict[str, Any], names: list[str] | None) -> dict[str, Any]:
-    """Items that a diagnosis points at, with what they are called, where the file says so."""
-    for entries in ("hubs", "label_errors") if names is not None else ():
-        if entries in found:
+def _with_names(scores: dict[str, Any], names: list[str] | None) -> dict[str, Any]:
+    """The items in the lists of a diagnosis with their names, where the file has them."""
+    for key in ("hubs", "label_errors") if names is not None else ():
+        if key in scores:
             assert names is not None
-            found[entries] = [one | {"name": names[one["item"]]} for one in found[entries]]
-    return found
+            scores[key] = [entry | {"name": names[entry["item"]]} for entry in scores[key]]
+    return scores
 
 
 def _run(name: str, task: Task) -> Any:
@@ -117,30 +116,29 @@ def _run(name: str, task: Task) -> Any:
 
 
 def _chosen(items: Vectors, gallery: Vectors | None, settings: Settings, pairs: PairList | None) -> tuple[str, ...]:
-    """The protocols in their order, all of which have what they need."""
+    """The protocols in their order; each has the input that it needs."""
     for name in settings.protocols:
         checks.one_of("protocol", name, PROTOCOLS)
-    every = [items] if gallery is None else [items, gallery]
-    labelled, targeted = (all(getattr(one, what) is not None for one in every) for what in ("labels", "targets"))
+    sets = [items] if gallery is None else [items, gallery]
+    labelled, targeted = (all(getattr(x, field) is not None for x in sets) for field in ("labels", "targets"))
     default = ("verification",) if pairs is not None else ("retrieval",) * labelled + ("graded",) * targeted
     chosen = tuple(name for name in PROTOCOLS if name in (settings.protocols or default))
     if "verification" not in chosen and (pairs is not None or settings.fars is not None):
         raise ValueError(f"{'--pairs' if pairs is not None else '--far'} is for --verification, which is not asked for")
     for name in chosen or ("retrieval",):
-        what = "targets" if name == "graded" else "labels"
+        field = "targets" if name == "graded" else "labels"
         if name == "verification" and pairs is not None and pairs.same is not None:
-            continue  # who is the same stands in the list
-        for flag, one in zip(("", "gallery-"), every, strict=False):
-            if getattr(one, what) is None:
-                way = f"give --{flag}{what} FILE"
+            continue  # the list says which pairs are the same
+        for flag, part in zip(("", "gallery-"), sets, strict=False):
+            if getattr(part, field) is None:
+                advice = f"give --{flag}{field} FILE"
                 if not chosen:
                     raise ValueError(
-                        f"{one.name}: there are neither labels nor targets; {way}, or --{flag}targets FILE"
+                        f"{part.name}: there are neither labels nor targets; {advice}, or --{flag}targets FILE"
                     )
-                raise ValueError(f"{one.name}: {_flag(name)} needs {what}, there are none; {way}")
+                raise ValueError(f"{part.name}: {_flag(name)} needs {field}, there are none; {advice}")
         if gallery is not None and name not in _GALLERY:
-            able = " and ".join(map(_flag, _GALLERY))
-            raise ValueError(f"{_flag(name)} takes no --gallery; {able} do")
+            raise ValueError(f"{_flag(name)} takes no --gallery; {' and '.join(map(_flag, _GALLERY))} do")
     if gallery is not None and Path(gallery.name).resolve() == Path(items.name).resolve():
         raise ValueError(f"{gallery.name}: as its own gallery each row would find itself; leave --gallery out")
     if gallery is not None and gallery.embeddings.shape[1] != items.embeddings.shape[1]:
@@ -152,48 +150,52 @@ def _chosen(items: Vectors, gallery: Vectors | None, settings: Settings, pairs: 
 
 
 def _similarity(protocol: str, settings: Settings) -> str:
-    able = _SIMILARITIES[protocol]
+    allowed = _SIMILARITIES[protocol]
     if settings.similarity is None:
-        return able[0]
-    if settings.similarity not in able:
-        raise ValueError(f"{_flag(protocol)} compares by {' or '.join(able)}, got --similarity {settings.similarity}")
+        return allowed[0]
+    if settings.similarity not in allowed:
+        raise ValueError(
+            f"{_flag(protocol)} compares by {' or '.join(allowed)}, got --similarity {settings.similarity}"
+        )
     return settings.similarity
 
 
 def _lengths(sets: Sequence[Vectors], cosine: bool) -> list[str]:
-    """Cosine divides by the length of each row: none may be 0, and if they are not 1 this is worth a note."""
+    """Cosine divides by the length of each row: none may be 0, and lengths other than 1 get a note."""
     notes: list[str] = []
     if not cosine:
         return notes
-    for one in sets:
-        lengths = torch.cat([part.double().norm(dim=1) for part in torch.split(one.embeddings, _CHUNK)])
+    for items in sets:
+        lengths = torch.cat([part.double().norm(dim=1) for part in torch.split(items.embeddings, _CHUNK)])
         zero = int((lengths == 0).sum())
         if zero:
             rows = f"{zero} of {len(lengths)} rows {'is' if zero == 1 else 'are'} zero"
             raise ValueError(
-                f"{one.name}: {rows}, and cosine needs a direction; use --similarity euclidean to keep them"
+                f"{items.name}: {rows}, and cosine needs a direction; use --similarity euclidean to keep them"
             )
         low, high = float(lengths.min()), float(lengths.max())
         if max(1 - low, high - 1) > _UNIT:
-            notes.append(f"{one.name}: rows have lengths {low:.4g} to {high:.4g}; cosine takes them as length 1.")
+            notes.append(f"{items.name}: rows have lengths {low:.4g} to {high:.4g}; cosine takes them as length 1.")
     return notes
 
 
-def _several(items: Vectors, gallery: Vectors | None, protocols: Sequence[str]) -> list[Tensor]:
-    """Rows of several labels, for the protocols that can use them: kin share a label."""
+def _multi_labels(items: Vectors, gallery: Vectors | None, protocols: Sequence[str]) -> list[Tensor]:
+    """Multi-label rows, for the protocols that can use them: rows that share a label are positive."""
     for name in protocols:
         if name not in ("retrieval", "graded"):
-            raise ValueError(f"{items.name}: {_flag(name)} needs one label a row, got several; --retrieval takes them")
-    every = [items.labels] if gallery is None else [items.labels, gallery.labels]
-    found = [torch.from_numpy(labels) for labels in every if labels is not None]
-    shapes = {labels.shape[1:] for labels in found}
+            raise ValueError(
+                f"{items.name}: {_flag(name)} needs one label per row, got several; --retrieval takes them"
+            )
+    sets = [items.labels] if gallery is None else [items.labels, gallery.labels]
+    result = [torch.from_numpy(labels) for labels in sets if labels is not None]
+    shapes = {labels.shape[1:] for labels in result}
     if len(shapes) > 1:
-        got = " and ".join("one a row" if not shape else f"{shape[0]} columns" for shape in sorted(shapes))
+        got = " and ".join("one per row" if not shape else f"{shape[0]} columns" for shape in sorted(shapes))
         raise ValueError(f"labels of embeddings and gallery must have the same columns, got {got}")
-    return found
+    return result
 
 
-def _two_classes(name: str, classes: list[str]) -> None:
+def _require_two_classes(name: str, classes: list[str]) -> None:
     if len(classes) < 2:
         only = f' ("{classes[0]}")' if classes else ""
         raise ValueError(f"{name}: labels must hold at least 2 classes, got {len(classes)}{only}")
@@ -203,11 +205,11 @@ def _moved(values: Tensor | None, device: torch.device) -> Tensor | None:
     return None if values is None else values.to(device)
 
 
-def _said_of(one: Vectors) -> dict[str, Any]:
-    rows, dimensions = one.embeddings.shape
-    unknown = None if one.labels is None or one.labels.dtype.kind in "Ub" else int((one.labels == UNKNOWN).sum())
-    kind = str(one.embeddings.dtype).removeprefix("torch.")
-    return {"file": one.name, "rows": rows, "dimensions": dimensions, "dtype": kind, "unknown_labels": unknown}
+def _summary(items: Vectors) -> dict[str, Any]:
+    rows, dimensions = items.embeddings.shape
+    unknown = None if items.labels is None or items.labels.dtype.kind in "Ub" else int((items.labels == UNKNOWN).sum())
+    dtype = str(items.embeddings.dtype).removeprefix("torch.")
+    return {"file": items.name, "rows": rows, "dimensions": dimensions, "dtype": dtype, "unknown_labels": unknown}
 
 
 def _flag(protocol: str) -> str:
@@ -215,7 +217,7 @@ def _flag(protocol: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: text, numbers, lists and dictionaries; NaN and infinities are None."""
+    """Ready for JSON: text, numbers, lists and dictionaries; NaN and infinities are None."""
     if isinstance(value, Tensor | np.ndarray):
         value = value.tolist()
     if isinstance(value, np.generic):

@@ -1,4 +1,4 @@
-"""One protocol at a time over stored embeddings: the call, and its answer with the intervals beside it."""
+"""One protocol at a time over stored embeddings: the call, and its result with the intervals beside it."""
 
 import math
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from torch import Tensor
 from nearkin.core.relations import UNKNOWN
 from nearkin.data.pair_lists import PairList
 from nearkin.dist.group import ProcessGroup
+from nearkin.evaluation.arrays import Progress
 from nearkin.evaluation.clustering import clustering
 from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import one_shot
@@ -23,12 +24,14 @@ from nearkin.evaluation.verification.roc import FARS, OperatingPoint
 from nearkin.evaluation.verification.score_calibration import calibrate
 from nearkin.evaluation.verification.verification_metrics import pair_scores, verification
 
-_POINTS = 200  # of a curve that is kept
+__all__ = ["RUNS", "Rows", "Settings", "Task", "is_shared"]
+
+_POINTS = 200  # of the curve in a result
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to evaluate; None leaves the choice to each protocol."""
+    """How to evaluate; None means the default of each protocol."""
 
     protocols: tuple[str, ...] = ()
     ks: tuple[int, ...] | None = None
@@ -54,124 +57,128 @@ class Rows:
 
 @dataclass(frozen=True)
 class Task:
-    """What a protocol is run on."""
+    """The input of a protocol."""
 
-    asked: Rows
+    queries: Rows
     gallery: Rows | None
     pairs: PairList | None
     settings: Settings
     similarity: str
-    progress: Callable[[int, int], None] | None
+    progress: Progress | None
     group: ProcessGroup | None = None
 
 
-def shared(protocol: str, pairs: PairList | None) -> bool:
-    """Whether ranks share the work; the other protocols cost little beside these, and rank 0 runs them."""
+def is_shared(protocol: str, pairs: PairList | None) -> bool:
+    """Whether the processes share the work; the other protocols cost little beside these, and rank 0 runs them."""
     return protocol in ("retrieval", "graded") or (protocol == "verification" and pairs is None)
 
 
 def _retrieval(task: Task) -> dict[str, Any]:
-    assert task.asked.labels is not None
-    more: dict[str, Any] = {} if task.settings.ks is None else {"ks": task.settings.ks}
+    assert task.queries.labels is not None
+    options: dict[str, Any] = {} if task.settings.ks is None else {"ks": task.settings.ks}
     if task.settings.interval:
-        more["interval"] = True
+        options["interval"] = True
     rows, labels = (None, None) if task.gallery is None else (task.gallery.embeddings, task.gallery.labels)
-    own = task.asked.labels
-    if own.dim() == 2 and rows is None and own.shape[0] == own.shape[1]:
-        own = torch.nn.functional.pad(
-            own, (0, 1)
-        )  # as many labels as rows: a label nobody has tells it from a relation
-    more |= {"similarity": task.similarity, "budget": task.settings.budget, "progress": task.progress}
-    more["group"] = task.group
-    found = retrieval(task.asked.embeddings, own, rows, labels, **more)
-    if found["without_positives"] == found["queries"]:
+    query_labels = task.queries.labels
+    if query_labels.dim() == 2 and rows is None and query_labels.shape[0] == query_labels.shape[1]:
+        # As many labels as rows: a label that no row has tells it from a relation.
+        query_labels = torch.nn.functional.pad(query_labels, (0, 1))
+    options |= {"similarity": task.similarity, "budget": task.settings.budget, "progress": task.progress}
+    options["group"] = task.group
+    scores = retrieval(task.queries.embeddings, query_labels, rows, labels, **options)
+    if scores["without_positives"] == scores["queries"]:
         where = "the others" if task.gallery is None else "the gallery"
-        raise ValueError(f"retrieval needs queries with kin among {where}: none of {found['queries']} has any")
-    return _with_intervals(found, task)
+        raise ValueError(f"retrieval needs queries with positives among {where}: none of {scores['queries']} has any")
+    return _with_intervals(scores, task)
 
 
 def _clustering(task: Task) -> dict[str, Any]:
-    assert task.asked.labels is not None
-    more: dict[str, Any] = {"normalize": task.similarity == "cosine", "interval": task.settings.interval}
-    more |= {"seed": task.settings.seed, "budget": task.settings.budget, "progress": task.progress}
-    return _with_intervals(clustering(task.asked.embeddings, task.asked.labels, **more), task)
+    assert task.queries.labels is not None
+    options: dict[str, Any] = {"normalize": task.similarity == "cosine", "interval": task.settings.interval}
+    options |= {"seed": task.settings.seed, "budget": task.settings.budget, "progress": task.progress}
+    return _with_intervals(clustering(task.queries.embeddings, task.queries.labels, **options), task)
 
 
 def _verification(task: Task) -> dict[str, Any]:
-    """All pairs, or those of the list, whose scores are calibrated too."""
+    """All pairs, or those of the list, whose scores are also calibrated."""
     settings = task.settings
-    more: dict[str, Any] = {"fars": settings.fars or FARS, "similarity": task.similarity, "seed": settings.seed}
-    more |= {"interval": settings.interval, "progress": task.progress}
-    labels = task.asked.labels
+    options: dict[str, Any] = {"fars": settings.fars or FARS, "similarity": task.similarity, "seed": settings.seed}
+    options |= {"interval": settings.interval, "progress": task.progress}
+    labels = task.queries.labels
     if task.pairs is None:
         assert labels is not None
-        more |= {"budget": settings.budget, "group": task.group}
-        found = all_pairs(task.asked.embeddings, labels, points=_POINTS, **more)
-        found["roc"] = found["roc"]._asdict()
+        options |= {"budget": settings.budget, "group": task.group}
+        scores = all_pairs(task.queries.embeddings, labels, points=_POINTS, **options)
+        scores["roc"] = scores["roc"]._asdict()
     else:
         pairs, same, fold = task.pairs.pairs, task.pairs.same, task.pairs.fold
         if fold is not None:
-            more["folds"] = fold
+            options["folds"] = fold
         if labels is not None and bool((labels.cpu()[pairs] == -1).any()):
             raise ValueError(f"{task.pairs.name}: pairs must be of rows with a known label, some have -1")
-        found = verification(embeddings=task.asked.embeddings, pairs=pairs, same=same, labels=labels, **more)
+        scores = verification(embeddings=task.queries.embeddings, pairs=pairs, same=same, labels=labels, **options)
         if same is None and labels is not None:
             same = labels.cpu()[pairs[:, 0]] == labels.cpu()[pairs[:, 1]]
-        if min(found["genuine"], found["impostors"]) > 1:
-            scores = pair_scores(task.asked.embeddings, pairs, task.similarity).cpu()
-            fitted = calibrate(scores, same, seed=settings.seed)  # type: ignore[arg-type]
-            found |= {"calibration_error": fitted.error, "calibration": fitted.to_dict()}
-    ready: list[OperatingPoint] = found["operating_points"]
-    found["operating_points"] = [one._asdict() for one in ready]
-    result = _with_intervals(found, task)
+        if min(scores["genuine"], scores["impostors"]) > 1:
+            similarities = pair_scores(task.queries.embeddings, pairs, task.similarity).cpu()
+            fitted = calibrate(similarities, same, seed=settings.seed)  # type: ignore[arg-type]
+            scores |= {"calibration_error": fitted.error, "calibration": fitted.to_dict()}
+    points: list[OperatingPoint] = scores["operating_points"]
+    scores["operating_points"] = [point._asdict() for point in points]
+    result = _with_intervals(scores, task)
     if settings.fars is not None:
-        for one in ready:
-            result |= {f"threshold@far={one.wanted_far}": one.threshold, f"seen_far@far={one.wanted_far}": one.far}
+        for point in points:
+            far = point.wanted_far
+            result |= {f"threshold@far={far}": point.threshold, f"seen_far@far={far}": point.far}
             if settings.interval:
-                ends = binomial.NONE if math.isnan(found.intervals["eer"][0]) else one.far_interval
-                result["intervals"][f"seen_far@far={one.wanted_far}"] = ends
+                ends = binomial.NONE if math.isnan(scores.intervals["eer"][0]) else point.far_interval
+                result["intervals"][f"seen_far@far={far}"] = ends
     return result
 
 
 def _one_shot(task: Task) -> dict[str, Any]:
-    assert task.asked.labels is not None
+    assert task.queries.labels is not None
     settings = task.settings
     counts = (settings.ways, settings.shots, settings.episodes, settings.seed)
-    more: dict[str, Any] = {"score": "mean" if task.similarity == "cosine" else "nearest", "budget": settings.budget}
-    more |= {"interval": settings.interval, "progress": task.progress}
-    found = one_shot(task.asked.embeddings, task.asked.labels, *counts, **more)
-    result = _with_intervals(found, task)
+    options: dict[str, Any] = {"score": "mean" if task.similarity == "cosine" else "nearest", "budget": settings.budget}
+    options |= {"interval": settings.interval, "progress": task.progress}
+    scores = one_shot(task.queries.embeddings, task.queries.labels, *counts, **options)
+    result = _with_intervals(scores, task)
     result["episode_half_width"] = result.pop("interval")
     return result
 
 
 def _graded(task: Task) -> dict[str, Any]:
-    assert task.asked.targets is not None
-    more: dict[str, Any] = {"interval": task.settings.interval, "seed": task.settings.seed, "progress": task.progress}
+    assert task.queries.targets is not None
+    options: dict[str, Any] = {
+        "interval": task.settings.interval,
+        "seed": task.settings.seed,
+        "progress": task.progress,
+    }
     if task.settings.ks is not None:
-        more["ks"] = task.settings.ks
+        options["ks"] = task.settings.ks
     if task.gallery is not None:
-        more |= {"gallery": task.gallery.embeddings, "gallery_targets": task.gallery.targets}
-    labels = task.asked.labels
+        options |= {"gallery": task.gallery.embeddings, "gallery_targets": task.gallery.targets}
+    labels = task.queries.labels
     if labels is not None and labels.dim() == 1 and bool((labels != labels[0]).any()):
-        more["classes"] = labels
-    more |= {"distance": task.similarity, "budget": task.settings.budget, "group": task.group}
-    found = graded(task.asked.embeddings, task.asked.targets, **more)
-    return {"queries": len(task.asked.embeddings)} | _with_intervals(found, task)
+        options["classes"] = labels
+    options |= {"distance": task.similarity, "budget": task.settings.budget, "group": task.group}
+    scores = graded(task.queries.embeddings, task.queries.targets, **options)
+    return {"queries": len(task.queries.embeddings)} | _with_intervals(scores, task)
 
 
 def _diagnose(task: Task) -> dict[str, Any]:
-    assert task.asked.labels is not None
-    return diagnose(task.asked.embeddings, task.asked.labels, budget=task.settings.budget)
+    assert task.queries.labels is not None
+    return diagnose(task.queries.embeddings, task.queries.labels, budget=task.settings.budget)
 
 
-def _with_intervals(found: Any, task: Task) -> dict[str, Any]:
-    """The answer with its intervals, and in "notes" why there are none."""
+def _with_intervals(scores: Any, task: Task) -> dict[str, Any]:
+    """The scores with their intervals, and in "notes" why there are none."""
     if not task.settings.interval:
-        return dict(found)
-    result = dict(found) | {"intervals": dict(found.intervals)}
-    labels = task.asked.labels
-    if labels is not None and all(math.isnan(low) for low, _ in found.intervals.values()):
+        return dict(scores)
+    result = dict(scores) | {"intervals": dict(scores.intervals)}
+    labels = task.queries.labels
+    if labels is not None and all(math.isnan(low) for low, _ in scores.intervals.values()):
         classes = len(labels) if labels.dim() == 2 else len(torch.unique(labels[labels != UNKNOWN]))
         result["notes"] = [too_few(classes)]
     return result

@@ -1,15 +1,17 @@
-"""Equal rows, found without comparing all with all: collapsed embeddings must not make the search quadratic."""
+"""Duplicate rows, found by hashing: collapsed embeddings must not make the search quadratic."""
 
 import torch
 from torch import Tensor
 
-_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["earlier_copies"]
+
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def places(x: Tensor) -> Tensor:
+def earlier_copies(x: Tensor) -> Tensor:
     """(N,) how many rows before each one have the same bits.
 
-    By hashes; rows of one hash are compared with their neighbour, so that a collision can only make a place too low.
+    Rows of one hash are compared with their neighbour, so a collision can only make a count too low.
     """
     if not len(x):
         return torch.zeros(0, dtype=torch.long, device=x.device)
@@ -29,6 +31,6 @@ def _hashes(x: Tensor) -> Tensor:
     weights = (torch.randint(-(2**62), 2**62, (x.shape[1],), generator=generator) * 2 + 1).to(x.device)
     hashes = torch.empty(len(x), dtype=torch.long, device=x.device)
     for i in range(0, len(x), 8192):
-        bits = x[i : i + 8192].detach().contiguous().view(_WHOLE[x.element_size()]).long()
+        bits = x[i : i + 8192].detach().contiguous().view(_INTEGER[x.element_size()]).long()
         hashes[i : i + 8192] = ((bits ^ (bits >> 29)) * weights).sum(1)  # upper bits alone would vanish beyond 2^64
     return hashes

@@ -1,7 +1,7 @@
-"""The similarity that decides, and float32 rows whose products propose, with the distance between the two bounded.
+"""Exact float64 similarities that decide, and float32 products that propose, with a bound on their difference.
 
-Memory: a float32 copy of the rows is counted in the budget; one that would take more than half of it is not made, and
-its pieces are made when they are needed.
+Memory: a float32 copy of the rows counts towards the budget. A copy that would take more than half of it is not made;
+its parts are computed when they are needed.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,8 @@ from torch import Tensor
 from nearkin.core import checks
 from nearkin.evaluation.retrieval import duplicate_rows
 
+__all__ = ["CELL", "LISTED", "SIMILARITIES", "Space", "require_float64", "slices"]
+
 SIMILARITIES = ("cosine", "dot", "euclidean")
 
 CELL = 16  # bytes that a (query, gallery) cell of a tile needs,
@@ -22,19 +24,19 @@ _BLOCK, _WIDTH = 512, 2**16  # queries and columns of a tile: more gains nothing
 
 
 class Space:
-    """Queries and a gallery made ready. Queries and gallery items are named by their index everywhere."""
+    """Prepared queries and gallery. Queries and gallery items are named by their index everywhere."""
 
     def __init__(self, queries: Tensor, gallery: Tensor | None, similarity: str, budget: int) -> None:
         checks.one_of("similarity", similarity, SIMILARITIES)
         checks.integer("budget", budget, 1)
-        has_float64(queries.device)
-        self.queries, self.own = queries.detach(), gallery is None
+        require_float64(queries.device)
+        self.queries, self.self_search = queries.detach(), gallery is None
         self.gallery = self.queries if gallery is None else gallery.detach()
-        self.similarity, self.budget, self._whole_budget = similarity, budget, budget
+        self.similarity, self.budget, self._full_budget = similarity, budget, budget
         self._extra = 2 if similarity == "euclidean" else 0  # columns
-        self.taking: Tensor | None = None  # gallery items that take part, ascending; all where None
-        self._left = _squared_lengths("embeddings" if self.own else "queries", self.queries)  # (Q,) float64
-        self._right = self._left if self.own else _squared_lengths("gallery", self.gallery)
+        self.active: Tensor | None = None  # gallery items that take part, ascending; all where None
+        self._left = _squared_lengths("embeddings" if self.self_search else "queries", self.queries)  # (Q,) float64
+        self._right = self._left if self.self_search else _squared_lengths("gallery", self.gallery)
         longest = max(_top(self._left), _top(self._right))
         self._scale = 2.0 ** -_exponent(longest) if similarity != "cosine" else 1.0  # a power of two: exact
         self._copy()
@@ -44,46 +46,46 @@ class Space:
         self.error = spread.float() + 1e-30  # (Q,)
 
     def _copy(self) -> None:
-        """Copies of as many rows as half the budget holds: of both sides, of the queries, or of none."""
+        """Copies as many rows as fit into half the budget: of both sides, of the queries, or none."""
         width = 4 * (self.queries.shape[1] + self._extra)
-        first, second = width * len(self.queries), 0 if self.own else width * len(self.gallery)
+        first, second = width * len(self.queries), 0 if self.self_search else width * len(self.gallery)
         self.lefts: Tensor | None = None  # (Q, D) float32 rows that propose
         self.rights: Tensor | None = None  # (G, D), where the gallery is another set
         if first <= self.budget // 2:
             self.lefts = self._proposing(self.queries, self._left, query=True)
-            if not self.own and first + second <= self.budget // 2:
+            if not self.self_search and first + second <= self.budget // 2:
                 self.rights = self._proposing(self.gallery, self._right, query=False)
         spent = first * (self.lefts is not None) + second * (self.rights is not None)
-        self.budget = max(self._whole_budget - spent, 1)
+        self.budget = max(self._full_budget - spent, 1)
 
     @property
     def size(self) -> int:
         """How many gallery items take part; a tile has as many columns."""
-        return len(self.gallery) if self.taking is None else len(self.taking)
+        return len(self.gallery) if self.active is None else len(self.active)
 
-    def leave_crowds(self, k: int) -> None:
-        """Leaves out the gallery items that cannot be among the k nearest of any query: k equal rows precede them."""
-        place = duplicate_rows.places(self.gallery)
-        kept = (place < k + int(self.own)).nonzero().flatten()  # one of the equal rows may be the query
-        if len(kept) < len(place):
-            self.taking = kept
+    def drop_duplicates(self, k: int) -> None:
+        """Drops the gallery items that cannot be among the k nearest of any query: k equal rows precede them."""
+        copies = duplicate_rows.earlier_copies(self.gallery)
+        active = (copies < k + int(self.self_search)).nonzero().flatten()  # one of the equal rows may be the query
+        if len(active) < len(copies):
+            self.active = active
 
     def items(self, cols: Tensor) -> Tensor:
-        """Gallery items of columns; -1, nobody, stays -1."""
-        return cols if self.taking is None else torch.where(cols < 0, cols, self.taking[cols])
+        """Gallery items of columns; -1 (none) stays -1."""
+        return cols if self.active is None else torch.where(cols < 0, cols, self.active[cols])
 
     def column(self, items: Tensor) -> Tensor:
         """Columns of gallery items, -1 for those that take no part."""
-        if self.taking is None:
+        if self.active is None:
             return items
-        at = torch.searchsorted(self.taking, items).clamp_(max=len(self.taking) - 1)
-        return torch.where(self.taking[at] == items, at, -1)
+        at = torch.searchsorted(self.active, items).clamp_(max=len(self.active) - 1)
+        return torch.where(self.active[at] == items, at, -1)
 
     def blocks(self, extra: int = 0) -> list[slice]:
-        """Slices of the queries whose tiles, with `extra` bytes a row, stay within the budget."""
+        """Slices of the queries whose tiles, with `extra` bytes per row, stay within the budget."""
         least = len(self.gallery) * (CELL + LISTED) + extra
-        if least > self.budget:  # the room that the copies take is needed for tiles
-            self.lefts, self.rights, self.budget = None, None, self._whole_budget
+        if least > self.budget:  # the memory of the copies is needed for tiles
+            self.lefts, self.rights, self.budget = None, None, self._full_budget
         if least > self.budget:
             raise ValueError(f"budget must hold one query against the gallery: {least} bytes, got {self.budget}")
         step = max(1, min(_BLOCK, self.budget // 2 // max(min(len(self.gallery), _WIDTH) * CELL + extra, 1)))
@@ -95,24 +97,24 @@ class Space:
             return torch.mm(left, right.T, out=out)
 
     def left(self, rows: Tensor | slice) -> Tensor:
-        """Float32 rows of some queries, from the copy or made anew."""
+        """Float32 rows of some queries, from the copy or computed now."""
         if self.lefts is not None:
             return self.lefts[rows]
         return self._proposing(self.queries[rows], self._left[rows], query=True)
 
     def right(self, piece: Tensor | slice) -> Tensor:
         """The same for some columns."""
-        if self.taking is not None:
-            piece = self.taking[piece]
-        copy = self.lefts if self.own else self.rights
+        if self.active is not None:
+            piece = self.active[piece]
+        copy = self.lefts if self.self_search else self.rights
         if copy is None:
             return self._proposing(self.gallery[piece], self._right[piece], query=False)
-        return _swapped(copy[piece]) if self.own and self.similarity == "euclidean" else copy[piece]
+        return _swapped(copy[piece]) if self.self_search and self.similarity == "euclidean" else copy[piece]
 
     def proposed(self, rows: Tensor, items: Tensor) -> Tensor:
         """Proposing similarities of queries (n,) with some gallery items of each, (n, m); anything where items are -1.
 
-        Item by item where they are few, else out of tiles: a product with everything costs a twentieth a pair.
+        Item by item where they are few, else from tiles: a product with everything costs a twentieth per pair.
         """
         out = torch.full(items.shape, torch.inf, device=rows.device)
         step = max(1, min(self.budget // 8, 2**24) // max(8 * items.shape[1] * (self.queries.shape[1] + 2), 1))
@@ -139,7 +141,7 @@ class Space:
                 out[part][row, slot] = tile[row, cols[part][row, slot] - piece.start]
 
     def exact(self, rows: Tensor, items: Tensor) -> Tensor:
-        """The similarity that decides, of pairs (P,) of queries and gallery items, float64.
+        """The similarity that decides, float64, of pairs (P,) of queries and gallery items.
 
         cosine: c|c|, c = <a, b> / (|a| |b|), which has the order of c and needs no root, so that multiples of one row
         tie; 0 for a zero row. dot: <a, b>. euclidean: -|a - b|².
@@ -187,8 +189,8 @@ def slices(number: int, step: int) -> list[slice]:
     return [slice(i, min(i + step, number)) for i in range(0, number, step)]
 
 
-def has_float64(device: torch.device) -> None:
-    """Refuses a device that cannot decide."""
+def require_float64(device: torch.device) -> None:
+    """Refuses a device without float64, in which ties are decided."""
     try:
         torch.empty(0, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError, AssertionError):
@@ -205,7 +207,7 @@ def _swapped(rows: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Sums of rows by halving: additions of whole columns, so that no device or thread count can reorder them."""
+    """Sums of rows by halving: additions of entire columns, which no device or thread count can reorder."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         rest = x[..., 2 * half :]
@@ -215,7 +217,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _squared_lengths(name: str, x: Tensor) -> Tensor:
-    """(N,) in float64; rows that are not finite are refused, whatever the device."""
+    """(N,) in float64; refuses rows that are not finite, on any device."""
     parts = [_sum(part.double().square()) for part in torch.split(x, 8192)]
     squared = torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
     wrong = int((~(squared < 1e150)).sum())
@@ -235,11 +237,11 @@ def _exponent(squared: float) -> int:
 
 @contextmanager
 def _plain_float32(device: torch.device) -> Iterator[None]:
-    """Products in float32 proper, whatever shortcuts (TF32, bfloat16) the program allows elsewhere."""
-    before = torch.get_float32_matmul_precision()
+    """Products in true float32, whatever shortcuts (TF32, bfloat16) the program allows elsewhere."""
+    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous)

@@ -1,38 +1,41 @@
 """Exact nearest neighbours in bounded memory: the same answer for every tile size, thread count, device and backend.
 
 The rule. The similarity of a pair is a float64 number whose operations and their order are fixed: products of the
-coordinates, summed by halving (`Space.exact`). Larger is nearer, equals stand in the order of their index, and a set
-that is its own gallery leaves each query out by its index. Identical rows therefore tie exactly.
+coordinates, summed by halving (`Space.exact`). Larger is nearer, ties are in the order of their index, and in a set
+that is its own gallery each query is excluded by its index. Identical rows therefore tie exactly.
 
-The speed. Float32 products, by tiles, only propose. Their distance from the exact value is at most `Space.error`
-whatever the order of summation, so each item that could be among the nearest is kept, and the exact similarity decides.
+The speed. Float32 products, by tiles, only propose. They differ from the exact value by at most `Space.error`,
+whatever the order of summation, so each item that could be among the nearest is a candidate, and the exact similarity
+decides.
 
-Memory: the embeddings, what is returned, a few numbers a row, and `budget` bytes, in which a float32 copy of the
-embeddings is counted.
+Memory: the embeddings, the result, a few numbers per row, and `budget` bytes, which include a float32 copy of the
+embeddings.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearkin.core import checks
-from nearkin.evaluation.arrays import Array, takes_arrays
+from nearkin.evaluation.arrays import Array, Progress, takes_arrays
 from nearkin.evaluation.retrieval.exact import CELL, LISTED, SIMILARITIES, Space, slices
 
-__all__ = ["BACKENDS", "BUDGET", "SIMILARITIES", "Neighbours", "Progress", "Searcher", "nearest"]
+__all__ = [
+    "BACKENDS", "BUDGET", "SIMILARITIES", "Neighbours", "Searcher", "entries_above", "kth_floor", "nearest",
+    "proposed_rows",
+]  # fmt: skip
 
 BUDGET = 512 * 2**20
 BACKENDS = ("torch", "faiss")
-Progress = Callable[[int, int], None]  # rows done, rows in all
 
 
 class Neighbours(NamedTuple):
-    """The k nearest of each query, nearest first.
+    """The k nearest gallery items of each query, nearest first: what `nearest` returns.
 
-    indices (Q, k) int64 into the gallery, -1 where the gallery has no more; similarity (Q, k) float64: the cosine, the
-    inner product, or minus the squared Euclidean distance; -inf where there is none.
+    indices (Q, k) int64 into the gallery; -1 where the gallery has fewer than k items.
+    similarity (Q, k) float64: the cosine, the inner product, or minus the squared Euclidean distance; -inf where the
+    index is -1.
     """
 
     indices: Tensor
@@ -50,11 +53,28 @@ def nearest(
     backend: str = "torch",
     progress: Progress | None = None,
 ) -> Neighbours:
-    """The k nearest gallery items of each query, exactly; without a gallery the queries search one another.
+    """The k nearest gallery items of each query, exactly, as `Neighbours(indices, similarity)` of shape (Q, k) each.
 
-    queries (Q, D), gallery (G, D), of any float type. similarity: "cosine", "dot" or "euclidean". backend: who
-    proposes, "torch" on the embeddings' device or "faiss" on the CPU; the answer is the same. progress(done, of) is
-    called after each block of queries.
+        neighbours = evaluation.nearest(queries, gallery, k=5)
+        neighbours.indices[0]       # rows of the gallery, nearest first
+        neighbours.similarity[0]    # their cosines, float64
+
+    queries (Q, D) and gallery (G, D): tensors on one device or NumPy arrays, of any float type; all values finite.
+    Without a gallery the queries search one another, and no row finds itself. With fewer than k items to find, the
+    rest is -1 with similarity -inf.
+
+    similarity: "cosine" (a zero row has cosine 0 with everything), "dot" or "euclidean" (reported as minus the squared
+    distance, so that larger is nearer).
+
+    Exact: similarities are compared in float64 with a fixed order of operations, and ties go to the lower index. The
+    result depends neither on the budget, the number of threads, the device nor the backend, and duplicate rows tie.
+
+    budget: bytes of working memory beyond the embeddings and the result; a float32 copy of the embeddings counts
+    towards it. A small budget takes longer and never changes the result; one that cannot hold a single query
+    against the gallery, about 112 bytes per gallery item, is refused. Nothing of size Q x G is ever in memory.
+
+    backend: "torch" searches on the device of the embeddings; "faiss" (the `ann` extra) proposes candidates on the CPU
+    and the exact similarity decides. progress(done, total) is called with queries after each block of them.
     """
     checks.rows("queries", queries)
     checks.integer("k", k, 1)
@@ -64,13 +84,13 @@ def nearest(
         checks.same_device("gallery", gallery, queries, "queries")
         checks.dimensions("gallery", gallery, queries.shape[1], "queries have")
     space = Space(queries, gallery, similarity, budget)
-    space.leave_crowds(k)
+    space.drop_duplicates(k)
     indices = torch.full((len(queries), k), -1, device=queries.device)
     values = torch.full((len(queries), k), -torch.inf, dtype=torch.float64, device=queries.device)
-    searched = Searcher(space, backend)
+    search = Searcher(space, backend)
     for block in space.blocks():
         rows = torch.arange(block.start, block.stop, device=queries.device)
-        indices[block], values[block] = searched(rows, k)
+        indices[block], values[block] = search(rows, k)
         if progress is not None:
             progress(block.stop, len(queries))
     if similarity == "cosine":
@@ -79,29 +99,31 @@ def nearest(
 
 
 class Searcher:
-    """Answers some queries at a time; holds the index of the backend."""
+    """Searches for some queries at a time; owns the index of the backend."""
 
     def __init__(self, space: Space, backend: str) -> None:
         self.space, self.index = space, _faiss_index(space) if backend == "faiss" else None
 
     def __call__(self, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """(q, k) each: the nearest items of the queries `rows`, -1 where there are no more, and similarities."""
-        cols = _propose(self.space, rows, k) if self.index is None else _ask(self.index, self.space, rows, k)  # (q, w)
-        if cols is None:
+        proposed = (
+            _propose(self.space, rows, k) if self.index is None else _faiss_propose(self.index, self.space, rows, k)
+        )
+        if proposed is None:
             halves = [self(half, k) for half in rows.chunk(2)]
             return torch.cat([indices for indices, _ in halves]), torch.cat([values for _, values in halves])
-        cols = self.space.items(torch.nn.functional.pad(cols, (0, max(0, k - cols.shape[1])), value=-1))
-        score = torch.full(cols.shape, -torch.inf, dtype=torch.float64, device=cols.device)
-        at = cols >= 0
-        score[at] = self.space.exact(rows[:, None].expand_as(cols)[at], cols[at])
-        score, order = score.sort(dim=1, descending=True, stable=True)  # columns ascend: equals by index
-        return cols.gather(1, order)[:, :k], score[:, :k]
+        items = self.space.items(torch.nn.functional.pad(proposed, (0, max(0, k - proposed.shape[1])), value=-1))
+        score = torch.full(items.shape, -torch.inf, dtype=torch.float64, device=items.device)  # (q, w)
+        valid = items >= 0
+        score[valid] = self.space.exact(rows[:, None].expand_as(items)[valid], items[valid])
+        score, order = score.sort(dim=1, descending=True, stable=True)  # columns ascend: ties by index
+        return items.gather(1, order)[:, :k], score[:, :k]
 
 
 def kth_floor(tile: Tensor, k: int) -> Tensor:
-    """(q, 1): a number that at least k entries of the row reach; -inf where that is not known.
+    """(q, 1): a number that at least k entries of the row reach; -inf where none is known.
 
-    The k-th largest of the maxima of disjoint groups of columns: a fraction of the work of selecting k of the row.
+    The k-th largest of the maxima of disjoint groups of columns, for a fraction of the work of a top-k of the row.
     """
     size = tile.shape[1]
     if k >= size:
@@ -111,10 +133,10 @@ def kth_floor(tile: Tensor, k: int) -> Tensor:
     return best.topk(k, sorted=False).values.amin(1, keepdim=True)
 
 
-def above(tile: Tensor, low: Tensor, budget: int) -> tuple[Tensor, Tensor] | None:
+def entries_above(tile: Tensor, low: Tensor, budget: int) -> tuple[Tensor, Tensor] | None:
     """Entries of each row above `low` (q, 1): values (q, w), -inf where none, and columns ascending, -1 where none.
 
-    None where so many tie that lists of several rows would not fit into half the budget: the caller takes fewer rows.
+    None where lists of several rows would not fit into half the budget, because of ties: the caller takes fewer rows.
     """
     most, mask = budget // 2 // LISTED if len(tile) > 1 else tile.numel(), tile > low
     if int(mask.count_nonzero()) > most:
@@ -143,21 +165,21 @@ def _propose(space: Space, rows: Tensor, k: int) -> Tensor | None:
         tile = room[: len(rows) * (piece.stop - piece.start)].view(len(rows), -1)
         _fill(space, rows, left, piece, tile)
         floor = torch.maximum(floor, kth_floor(tile, k))
-        found = above(tile, floor - error, space.budget)
-        if found is None:
+        entries = entries_above(tile, floor - error, space.budget)
+        if entries is None:
             return None
-        values = torch.cat([values, found[0]], 1)
-        cols = torch.cat([cols, found[1] + piece.start * (found[1] >= 0)], 1)
+        values = torch.cat([values, entries[0]], 1)
+        cols = torch.cat([cols, entries[1] + piece.start * (entries[1] >= 0)], 1)
         if width < size and values.shape[1] > k:
             floor = torch.maximum(floor, values.topk(k, sorted=False).values.amin(1, keepdim=True))
-            kept = above(values, floor - error, space.budget)
-            if kept is None:
+            entries = entries_above(values, floor - error, space.budget)
+            if entries is None:
                 return None
-            values, cols = kept[0], torch.where(kept[1] < 0, -1, cols.gather(1, kept[1].clamp(min=0)))
+            values, cols = entries[0], torch.where(entries[1] < 0, -1, cols.gather(1, entries[1].clamp(min=0)))
     return cols
 
 
-def whole_rows(space: Space, rows: Tensor) -> Tensor:
+def proposed_rows(space: Space, rows: Tensor) -> Tensor:
     """Proposing similarities of some queries with everything, (q, G) float32; -inf between a query and itself."""
     left = space.left(rows)
     tile = left.new_empty(len(rows), space.size)
@@ -166,14 +188,14 @@ def whole_rows(space: Space, rows: Tensor) -> Tensor:
 
 
 def _fill(space: Space, rows: Tensor, left: Tensor, piece: slice, tile: Tensor) -> None:
-    """Products straight into their place, in strips that a cache holds: a third less time."""
+    """Products written to the tile in strips that fit a cache: a third less time."""
     for part in slices(tile.shape[1], 4096 if tile.device.type == "cpu" else 2**18):
         right = space.right(slice(piece.start + part.start, piece.start + part.stop))
         space.tile(left, right, tile[:, part])
-    if space.own:
-        at = space.column(rows) - piece.start
-        row = ((at >= 0) & (at < tile.shape[1])).nonzero().flatten()
-        tile[row, at[row]] = -torch.inf
+    if space.self_search:
+        self_column = space.column(rows) - piece.start
+        row = ((self_column >= 0) & (self_column < tile.shape[1])).nonzero().flatten()
+        tile[row, self_column[row]] = -torch.inf
 
 
 def _faiss_index(space: Space) -> Any:
@@ -185,22 +207,22 @@ def _faiss_index(space: Space) -> Any:
     return index
 
 
-def _ask(index: Any, space: Space, rows: Tensor, k: int) -> Tensor | None:
-    """As many as it takes: the last one proposed must be too far to belong. None where that is beyond the budget."""
+def _faiss_propose(index: Any, space: Space, rows: Tensor, k: int) -> Tensor | None:
+    """As many as it takes: the last one proposed must be too far to be among the k; None beyond the budget."""
     size, error = space.size, space.error[rows].cpu()
-    wanted = min(size, k + space.own + 16)
-    while wanted > 0:
-        if len(rows) > 1 and len(rows) * wanted * LISTED > space.budget // 2:
+    number = min(size, k + space.self_search + 16)
+    while number > 0:
+        if len(rows) > 1 and len(rows) * number * LISTED > space.budget // 2:
             return None
-        values, cols = (torch.from_numpy(part) for part in index.search(space.left(rows).cpu().numpy(), wanted))
-        kth = values[:, min(k + space.own, wanted) - 1]
-        if wanted == size or bool((values[:, -1] < kth - 2 * error).all()):
+        values, cols = (torch.from_numpy(part) for part in index.search(space.left(rows).cpu().numpy(), number))
+        kth = values[:, min(k + space.self_search, number) - 1]
+        if number == size or bool((values[:, -1] < kth - 2 * error).all()):
             break
-        wanted = min(size, 2 * wanted)
+        number = min(size, 2 * number)
     else:
         return rows.new_zeros(len(rows), 0)
     cols = cols.to(rows.device)
-    if space.own:
+    if space.self_search:
         cols = cols.masked_fill(cols == space.column(rows)[:, None], size)
     cols = cols.sort(dim=1).values
     return cols.masked_fill(cols == size, -1)

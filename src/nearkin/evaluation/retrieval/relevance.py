@@ -1,4 +1,4 @@
-"""Who is kin to each query: class ids, multi-label rows or a relation, for a few queries or pairs at a time."""
+"""Which gallery items are positive for each query: from class ids, multi-label rows or a relation."""
 
 from typing import NamedTuple
 
@@ -9,84 +9,91 @@ from nearkin.core import relations
 from nearkin.core.relations import UNKNOWN, Labels, Relation
 from nearkin.evaluation.retrieval.exact import Space, slices
 
+__all__ = ["Relevance", "Sets", "with_known_labels"]
 
-class Asked(NamedTuple):
+
+class Sets(NamedTuple):
+    """Queries and what they search, with labels; without a gallery the queries search one another."""
+
     queries: Tensor
     labels: Labels
     gallery: Tensor | None
     gallery_labels: Tensor | None
 
 
-def known(
+def with_known_labels(
     embeddings: Tensor, labels: Labels, gallery: Tensor | None, gallery_labels: Labels | None
-) -> tuple[Asked, Tensor]:
-    """What remains without the items of unknown class, and the indices of the remaining queries."""
-    everyone = torch.arange(len(embeddings), device=embeddings.device)
+) -> tuple[Sets, Tensor]:
+    """The sets without the items of unknown class, and the indices of the remaining queries."""
+    index = torch.arange(len(embeddings), device=embeddings.device)
     assert gallery_labels is None or isinstance(gallery_labels, Tensor)
     if isinstance(labels, Tensor) and labels.dtype == torch.bool and gallery is not None and gallery_labels is None:
         labels = relations.explicit(labels)
     if not isinstance(labels, Tensor) or labels.dtype == torch.bool:
-        return Asked(embeddings, labels, gallery, gallery_labels), everyone
+        return Sets(embeddings, labels, gallery, gallery_labels), index
     if gallery is not None and gallery_labels is not None:
-        there = gallery_labels != UNKNOWN
-        if not bool(there.all()):
-            gallery, gallery_labels = gallery[there], gallery_labels[there]
-    here = labels != UNKNOWN
-    if bool(here.all()):
-        return Asked(embeddings, labels, gallery, gallery_labels), everyone
-    return Asked(embeddings[here], labels[here], gallery, gallery_labels), everyone[here]
+        known = gallery_labels != UNKNOWN
+        if not bool(known.all()):
+            gallery, gallery_labels = gallery[known], gallery_labels[known]
+    known = labels != UNKNOWN
+    if bool(known.all()):
+        return Sets(embeddings, labels, gallery, gallery_labels), index
+    return Sets(embeddings[known], labels[known], gallery, gallery_labels), index[known]
 
 
-class Kinship:
-    """number (Q,): how many kin each query has. cost and masked: bytes that lists and masks of one query need."""
+class Relevance:
+    """Positives and negatives of some queries or pairs at a time.
 
-    def __init__(self, asked: Asked, space: Space) -> None:
-        self.own, self.size, self.labels = space.own, len(space.gallery), asked.labels
-        self.others = asked.labels if asked.gallery_labels is None else asked.gallery_labels
-        self.masked = 0
-        self._step = max(1, space.budget // (8 * 32 * max(self.size, 1)))  # queries whose masks are held at a time
+    counts (Q,): positives of each query. list_bytes, mask_bytes: memory that lists and masks of one query need.
+    """
+
+    def __init__(self, sets: Sets, space: Space) -> None:
+        self.self_search, self.size, self.labels = space.self_search, len(space.gallery), sets.labels
+        self.gallery_labels = sets.labels if sets.gallery_labels is None else sets.gallery_labels
+        self.mask_bytes = 0
+        self._step = max(1, space.budget // (8 * 32 * max(self.size, 1)))  # queries whose masks are made at a time
         if isinstance(self.labels, Tensor) and self.labels.dtype != torch.bool:
-            assert isinstance(self.others, Tensor)
-            classes, self.sorted = self.others.long().sort(stable=True)  # items, class after class
+            assert isinstance(self.gallery_labels, Tensor)
+            classes, self.sorted = self.gallery_labels.long().sort(stable=True)  # items, class after class
             ids = self.labels.long().contiguous()
             self.first = torch.searchsorted(classes, ids)
-            self.number = torch.searchsorted(classes, ids, right=True) - self.first - int(self.own)
+            self.counts = torch.searchsorted(classes, ids, right=True) - self.first - int(self.self_search)
         else:
-            self.masked = 24 * self.size
+            self.mask_bytes = 24 * self.size
             rows = torch.arange(len(space.queries), device=space.queries.device)
             parts = [self._mask(rows[part]).sum(1) for part in slices(len(rows), self._step)]
-            self.number = torch.cat([rows.new_zeros(0), *parts])
-        self.cost = 64 * (int(self.number.max()) + 1 if len(self.number) else 1)
+            self.counts = torch.cat([rows.new_zeros(0), *parts])
+        self.list_bytes = 64 * (int(self.counts.max()) + 1 if len(self.counts) else 1)
 
-    def items(self, rows: Tensor) -> Tensor:
-        """(q, m) the kin of some queries, -1 where there are no more."""
-        most = int(self.number[rows].max()) if len(rows) else 0
+    def positives(self, rows: Tensor) -> Tensor:
+        """(q, m) the positive items of some queries, -1 where there are no more."""
+        most = int(self.counts[rows].max()) if len(rows) else 0
         if not isinstance(self.labels, Tensor) or self.labels.dtype == torch.bool:
             parts = [self._listed(rows[part], most) for part in slices(len(rows), self._step)]
             return torch.cat([rows.new_zeros(0, most), *parts])
-        place = torch.arange(most + int(self.own), device=rows.device)
+        place = torch.arange(most + int(self.self_search), device=rows.device)
         items = self.sorted[(self.first[rows, None] + place).clamp_(max=max(self.size - 1, 0))]
-        real = place < (self.number[rows, None] + int(self.own))
-        if self.own:
+        real = place < (self.counts[rows, None] + int(self.self_search))
+        if self.self_search:
             real = real & (items != rows[:, None])
         return items.masked_fill_(~real, -1)
 
-    def strangers(self, rows: Tensor, items: Tensor) -> Tensor:
-        """(P,) whether an item is ranked with the kin of a query and is not one of them."""
+    def is_negative(self, rows: Tensor, items: Tensor) -> Tensor:
+        """(P,) whether an item is ranked for a query and is not positive."""
         if isinstance(self.labels, Relation):
             result = self.labels.negative[rows, items] & ~self.labels.positive[rows, items]
         elif self.labels.dtype == torch.bool:  # type: ignore[union-attr]
-            assert isinstance(self.labels, Tensor) and isinstance(self.others, Tensor)
+            assert isinstance(self.labels, Tensor) and isinstance(self.gallery_labels, Tensor)
             step = max(1, 2**24 // max(self.labels.shape[1], 1))
             parts = zip(torch.split(rows, step), torch.split(items, step), strict=True)
-            result = torch.cat([(self.labels[r] & self.others[i]).any(1).logical_not_() for r, i in parts])
+            result = torch.cat([(self.labels[r] & self.gallery_labels[i]).any(1).logical_not_() for r, i in parts])
         else:
-            assert isinstance(self.labels, Tensor) and isinstance(self.others, Tensor)
-            return self.labels[rows] != self.others[items]  # a query is of its own class
-        return result & (rows != items) if self.own else result
+            assert isinstance(self.labels, Tensor) and isinstance(self.gallery_labels, Tensor)
+            return self.labels[rows] != self.gallery_labels[items]  # a query has its own class
+        return result & (rows != items) if self.self_search else result
 
     def left_out(self, rows: Tensor) -> Tensor | None:
-        """(q, G) which pairs are neither kin nor strangers, if there may be any."""
+        """(q, G) which pairs are neither positive nor negative; None where there are none."""
         if not isinstance(self.labels, Relation):
             return None
         return ~(self.labels.positive[rows] | self.labels.negative[rows])
@@ -94,12 +101,12 @@ class Kinship:
     def _mask(self, rows: Tensor) -> Tensor:
         """(q, G) bool."""
         if isinstance(self.labels, Relation):
-            kin = self.labels.positive[rows]
+            positive = self.labels.positive[rows]
         else:
-            assert isinstance(self.labels, Tensor) and isinstance(self.others, Tensor)
-            kin = relations.multilabel(self.labels[rows], self.others).positive
-        return kin.scatter_(1, rows[:, None], False) if self.own else kin
+            assert isinstance(self.labels, Tensor) and isinstance(self.gallery_labels, Tensor)
+            positive = relations.multilabel(self.labels[rows], self.gallery_labels).positive
+        return positive.scatter_(1, rows[:, None], False) if self.self_search else positive
 
     def _listed(self, rows: Tensor, most: int) -> Tensor:
-        kin = self._mask(rows).to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :most]
-        return kin.masked_fill(torch.arange(most, device=rows.device) >= self.number[rows, None], -1)
+        positive = self._mask(rows).to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :most]
+        return positive.masked_fill(torch.arange(most, device=rows.device) >= self.counts[rows, None], -1)

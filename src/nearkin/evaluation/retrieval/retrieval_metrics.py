@@ -1,8 +1,8 @@
-"""Retrieval metrics, from the ranks of the kin of each query and nothing else.
+"""Retrieval metrics, from the positions of the positives of each query and nothing else.
 
-A query's kin stand at ranks r_1 < r_2 < … < r_R among everything it is compared with. The ranks are counted exactly:
-how many strangers are nearer than each of its kin, by the rule of `search` (equal similarities in the order of their
-index, a query never meets itself). Every metric is a function of these numbers:
+The positives of a query are at positions r_1 < r_2 < … < r_R among all items it is compared with. The positions are
+counted exactly: how many negatives are nearer than each positive, by the rule of `knn` (ties in the order of their
+index, a query never finds itself). Every metric is a function of these numbers:
 
     recall@k      1 if r_1 <= k                     (a hit rate)
     precision@1   1 if r_1 = 1
@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,25 +26,26 @@ from torch.nn.functional import pad
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN, Labels, Relation
 from nearkin.dist.group import ProcessGroup
-from nearkin.evaluation.arrays import Array, Ids, takes_arrays
+from nearkin.evaluation.arrays import Array, Ids, Progress, Scores, takes_arrays
 from nearkin.evaluation.retrieval import by_counting, by_sorting, knn
 from nearkin.evaluation.retrieval.by_counting import BEYOND
 from nearkin.evaluation.retrieval.exact import Space
-from nearkin.evaluation.retrieval.relevance import Kinship, known
+from nearkin.evaluation.retrieval.relevance import Relevance, with_known_labels
 from nearkin.evaluation.statistics import cluster_bootstrap
+
+__all__ = ["DEFAULT", "METRICS", "Retrieval", "per_query", "retrieval"]
 
 METRICS = ("recall", "precision@1", "r_precision", "map@r", "map", "mrr", "ndcg")
 DEFAULT = ("recall", "precision@1", "r_precision", "map@r")
 
 
-class Retrieval(dict[str, float]):
+class Retrieval(Scores[float]):
     """Metrics by name, with the counts "queries", "without_positives" and "unknown".
 
-    without_positives: indices of the queries that have no kin to find. intervals: (low, high) of each metric, if asked.
+    without_positives: indices of the queries that have no positive to find.
     """
 
     without_positives: list[int]
-    intervals: dict[str, tuple[float, float]]
 
 
 @takes_arrays
@@ -59,55 +61,44 @@ def retrieval(
     similarity: str = "cosine",
     budget: int = knn.BUDGET,
     backend: str = "torch",
-    progress: knn.Progress | None = None,
+    progress: Progress | None = None,
     interval: bool = False,
     group: ProcessGroup | None = None,
 ) -> Retrieval:
-    """How well the nearest items are kin: {"recall@1", …, "precision@1", "r_precision", "map@r"}, means over queries.
+    """How well the nearest items match: {"recall@1", …, "precision@1", "r_precision", "map@r"}, means over queries.
 
-    embeddings (Q, D) search the gallery (G, D), or one another without it, each left out of its own search by index.
-    labels: class ids, where -1 is unknown: neither a query nor part of any ranking; multi-label bool rows, kin if they
-    share a label; or a `Relation` (Q, G), whose pairs in neither mask are left out of that query's ranking.
+    embeddings (Q, D) search the gallery (G, D), or one another without it; then no row finds itself.
+    labels: class ids, where -1 is unknown and such an item is neither a query nor ranked; multi-label bool rows,
+    positive if they share a label; or a `Relation` (Q, G), whose pairs in neither mask are not ranked for that query.
 
     metrics: of "recall" and "ndcg" (at each of ks), "precision@1", "r_precision", "map@r", "map", "mrr". The last two
-    need the rank of every kin however far, and take longer where kin are far. without_positives: a query with nothing
+    need the position of every positive and take longer where positives are far. without_positives: a query with nothing
     to find is left out of the means ("skip") or counts as 0 ("miss"); the result names these queries either way.
-    similarity: "cosine", "dot", "euclidean". budget: bytes beyond the embeddings and what is returned. backend "faiss"
-    lets faiss propose neighbours; no value depends on it, on the budget, the threads or the device.
+    similarity: "cosine", "dot", "euclidean". budget: bytes beyond the embeddings and the result. backend "faiss" lets
+    faiss propose neighbours; no value depends on it, on the budget, the threads or the device.
     interval: also the 95 % interval of each metric over the choice of classes, as `.intervals[name]`, by
-    `uncertainty.share_interval`; over the choice of queries where there are no classes: multi-label rows, a `Relation`
-    without ids. (nan, nan) with fewer than 5 classes; one-sided where the metric is 0 or 1.
-    group: a `dist.ProcessGroup` of processes that share the search; all of them call this with the same arguments, and
-    all get the result, which is that of one process. Without it a process works alone, whatever world it is in.
+    `cluster_bootstrap.share_interval`; over the choice of queries where there are no classes: multi-label rows, a
+    `Relation` without ids. (nan, nan) with fewer than 5 classes; one-sided where the metric is 0 or 1.
+    group: a `dist.ProcessGroup` of processes that share the search. All of them call this with the same arguments, and
+    all get the result, which is that of one process. Without it a process works alone, even under torchrun.
     """
     checks.one_of("without_positives", without_positives, ("skip", "miss"))
-    values = per_query(
-        embeddings,
-        labels,
-        gallery,
-        gallery_labels,
-        ks=ks,
-        metrics=metrics,
-        similarity=similarity,
-        budget=budget,
-        backend=backend,
-        progress=progress,
-        group=group,
-    )
-    kin = values.pop("kin")
-    known, some = kin != UNKNOWN, kin > 0
-    counted = int((some if without_positives == "skip" else known).sum())
+    options: dict[str, Any] = {"ks": ks, "metrics": metrics, "similarity": similarity, "budget": budget}
+    options |= {"backend": backend, "progress": progress, "group": group}
+    values = per_query(embeddings, labels, gallery, gallery_labels, **options)
+    positives = values.pop("positives")
+    known, valid = positives != UNKNOWN, positives > 0
+    counted = int((valid if without_positives == "skip" else known).sum())
     result = Retrieval()
     for name, value in values.items():
-        result[name] = math.fsum(value[some].tolist()) / counted if counted else math.nan
-    result.without_positives = (known & ~some).nonzero().flatten().tolist()
+        result[name] = math.fsum(value[valid].tolist()) / counted if counted else math.nan
+    result.without_positives = (known & ~valid).nonzero().flatten().tolist()
     result["queries"], result["without_positives"] = int(known.sum()), len(result.without_positives)
     result["unknown"] = int((~known).sum())
-    result.intervals = {}
     if interval:
-        groups = cluster_bootstrap.classes_of(labels, len(kin))
+        groups = cluster_bootstrap.classes_of(labels, len(positives))
         for name, value in values.items():
-            missed = value if without_positives == "skip" else torch.where(known & ~some, 0.0, value)
+            missed = value if without_positives == "skip" else torch.where(known & ~valid, 0.0, value)
             result.intervals[name] = cluster_bootstrap.share_interval(missed, groups)
     return result
 
@@ -124,71 +115,59 @@ def per_query(
     similarity: str = "cosine",
     budget: int = knn.BUDGET,
     backend: str = "torch",
-    progress: knn.Progress | None = None,
+    progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """The metrics of `retrieval` query by query, (Q,) float64 on the CPU, NaN where there is nothing to find.
+    """The metrics of `retrieval` for each query, (Q,) float64 on the CPU, NaN where there is nothing to find.
 
-    "kin" (Q,) int64: how many kin each query has, -1 where its own label is unknown.
+    "positives" (Q,) int64: how many positives each query has, -1 where its own label is unknown.
     """
-    gallery, others = _checked(embeddings, labels, gallery, gallery_labels)
+    gallery, item_labels = _checked(embeddings, labels, gallery, gallery_labels)
     checks.one_of("backend", backend, knn.BACKENDS)
     for name in metrics:
         checks.one_of("metrics", name, METRICS)
     for k in ks:
         checks.integer("ks", k, 1)
-    team = _team(group, embeddings, labels, gallery, gallery_labels)
-    asked, index = known(embeddings, labels, gallery, others)
-    space = Space(asked.queries, asked.gallery, similarity, budget)
+    group = None if group is None or group.size == 1 else group
+    if group is not None:  # all processes have the same items
+        tensors = {"labels": labels} if isinstance(labels, Tensor) else labels._asdict()
+        group.agree(embeddings=embeddings, **tensors, gallery=gallery, gallery_labels=gallery_labels)
+    sets, index = with_known_labels(embeddings, labels, gallery, item_labels)
+    space = Space(sets.queries, sets.gallery, similarity, budget)
     space.blocks()  # refuses a budget that is too small
-    kinship = Kinship(asked, space)
+    relevance = Relevance(sets, space)
     limits = _limits(len(space.gallery), ks, metrics)
-    most_kin = int(kinship.number.max()) if len(kinship.number) else 0
-    if not isinstance(asked.labels, Relation):  # which may leave out the equal rows before one
-        space.leave_crowds(max(*limits, most_kin))
+    most_positives = int(relevance.counts.max()) if len(relevance.counts) else 0
+    if not isinstance(sets.labels, Relation):  # a relation may exclude the equal rows before one
+        space.drop_duplicates(max(*limits, most_positives))
 
-    def answers(told: knn.Progress | None) -> Iterator[by_counting.Ranked]:
+    def parts(report: Progress | None) -> Iterator[by_counting.Positions]:
         if backend != "torch":
-            return _read(space, kinship, backend, max(limits), told, team)
-        if 64 * most_kin > len(space.gallery):
-            return by_sorting.ranks(space, kinship, max(limits), told, team)
-        return by_counting.ranks(space, kinship, limits, told, team)
+            return _from_lists(space, relevance, backend, max(limits), report, group)
+        if 64 * most_positives > len(space.gallery):
+            return by_sorting.positions(space, relevance, max(limits), report, group)
+        return by_counting.positions(space, relevance, limits, report, group)
 
-    nothing = torch.full((len(embeddings),), math.nan, dtype=torch.float64)
-    found = {name: nothing.clone() for name in _names(ks, metrics)}
+    empty = torch.full((len(embeddings),), math.nan, dtype=torch.float64)
+    values = {name: empty.clone() for name in _names(ks, metrics)}
     done: list[Tensor] = []
-    with nullcontext(progress) if team is None else team.work("retrieval", progress, len(index)) as told:
-        for rows, places in answers(told):
+    with nullcontext(progress) if group is None else group.work("retrieval", progress, len(index)) as report:
+        for rows, positions in parts(report):
             done.append(index[rows].cpu())
-            for name, value in _metrics(places.cpu(), kinship.number[rows].cpu(), ks, metrics).items():
-                found[name][done[-1]] = value
-    if team is not None:
-        _merge(found, torch.cat([index[:0].cpu(), *done]), team)
-    found["kin"] = torch.full((len(embeddings),), UNKNOWN)
-    found["kin"][index.cpu()] = kinship.number.cpu()
-    return found
+            for name, value in _metrics(positions.cpu(), relevance.counts[rows].cpu(), ks, metrics).items():
+                values[name][done[-1]] = value
+    if group is not None:
+        _merge(values, torch.cat([index[:0].cpu(), *done]), group)
+    values["positives"] = torch.full((len(embeddings),), UNKNOWN)
+    values["positives"][index.cpu()] = relevance.counts.cpu()
+    return values
 
 
-def _team(
-    group: ProcessGroup | None,
-    embeddings: Tensor,
-    labels: Labels,
-    gallery: Tensor | None,
-    gallery_labels: Tensor | None,
-) -> ProcessGroup | None:
-    """Those who share the work, if there are any; all of them have the same items."""
-    if group is None or group.size == 1:
-        return None
-    both = {"labels": labels} if isinstance(labels, Tensor) else labels._asdict()
-    group.agree(embeddings=embeddings, **both, gallery=gallery, gallery_labels=gallery_labels)
-    return group
-
-
-def _merge(found: dict[str, Tensor], done: Tensor, group: ProcessGroup) -> None:
-    """What the others found of their queries is written beside what this rank found of its own, `done`."""
-    values = torch.stack([value[done] for value in found.values()], 1)  # (n, metrics)
-    rows, values = group.rows(done), group.rows(values)
-    for value, column in zip(found.values(), values.T, strict=True):
+def _merge(values: dict[str, Tensor], done: Tensor, group: ProcessGroup) -> None:
+    """Adds the values of the other processes to those of this one, which has those of the queries `done`."""
+    table = torch.stack([value[done] for value in values.values()], 1)  # (n, metrics)
+    rows, table = group.rows(done), group.rows(table)
+    for value, column in zip(values.values(), table.T, strict=True):
         value[rows] = column
 
 
@@ -198,7 +177,7 @@ _NAMES = {"references": "gallery", "reference_labels": "gallery_labels"}
 def _checked(
     embeddings: Tensor, labels: Labels, gallery: Tensor | None, gallery_labels: Tensor | None
 ) -> tuple[Tensor | None, Labels | None]:
-    """The checks of a batch with references, under the names these arguments have here."""
+    """The checks of a batch with references, with the names of these arguments in the messages."""
     try:
         return checks.batch(embeddings, labels, gallery, gallery_labels)
     except (TypeError, ValueError) as error:
@@ -207,35 +186,31 @@ def _checked(
 
 
 def _limits(size: int, ks: Sequence[int], metrics: Sequence[str]) -> by_counting.Limits:
-    """How far ranks matter to these metrics, which need them up to the number of kin anyway."""
-    if {"map", "mrr"} & set(metrics):
-        return by_counting.Limits(size, size if "map" in metrics else _deepest("ndcg", ks, metrics))
-    return by_counting.Limits(max(ks, default=1), _deepest("ndcg", ks, metrics))
+    """Up to which positions these metrics need; those up to the number of positives are needed anyway."""
+    deepest = max(ks, default=1)
+    others = size if "map" in metrics else deepest if "ndcg" in metrics else 1
+    return by_counting.Limits(size if {"map", "mrr"} & set(metrics) else deepest, others)
 
 
-def _deepest(metric: str, ks: Sequence[int], metrics: Sequence[str]) -> int:
-    return max(ks, default=1) if metric in metrics else 1
-
-
-def _read(
-    space: Space, kinship: Kinship, backend: str, limit: int, progress: knn.Progress | None, group: ProcessGroup | None
-) -> Iterator[by_counting.Ranked]:
-    """The same ranks, read off lists of nearest items."""
-    searcher, size = knn.Searcher(space, backend), max(kinship.size, 1)
-    order = kinship.number.argsort(stable=True)  # blocks of queries with about as many kin
-    blocks = space.blocks(extra=kinship.cost + kinship.masked)
+def _from_lists(
+    space: Space, relevance: Relevance, backend: str, limit: int, progress: Progress | None, group: ProcessGroup | None
+) -> Iterator[by_counting.Positions]:
+    """The same positions, read off lists of nearest items."""
+    searcher, size = knn.Searcher(space, backend), max(relevance.size, 1)
+    order = relevance.counts.argsort(stable=True)  # blocks of queries with about as many positives
+    blocks = space.blocks(extra=relevance.list_bytes + relevance.mask_bytes)
     for block in blocks if group is None else blocks[group.rank :: group.size]:
         rows = order[block]
-        left_out = kinship.left_out(rows)
+        left_out = relevance.left_out(rows)
         if left_out is not None and bool(left_out.any()):
             checks.impossible("backend", backend, "the relation leaves pairs out", ("torch",))
-        kin = kinship.items(rows)
-        member = torch.zeros(len(rows), size + 1, dtype=torch.bool, device=rows.device)  # the last column: nobody
-        member.scatter_(1, torch.where(kin >= 0, kin, size), True)[:, -1] = False
-        nearest, _ = searcher(rows, min(max(limit, int(kinship.number[rows].max())), size))
-        hit = member.gather(1, torch.where(nearest >= 0, nearest, size))
-        place = torch.arange(1, hit.shape[1] + 1, device=rows.device)
-        yield by_counting.Ranked(rows, torch.where(hit, place, BEYOND).sort(dim=1).values)
+        items = relevance.positives(rows)
+        positive = torch.zeros(len(rows), size + 1, dtype=torch.bool, device=rows.device)  # the last column: no item
+        positive.scatter_(1, torch.where(items >= 0, items, size), True)[:, -1] = False
+        nearest, _ = searcher(rows, min(max(limit, int(relevance.counts[rows].max())), size))
+        hit = positive.gather(1, torch.where(nearest >= 0, nearest, size))
+        position = torch.arange(1, hit.shape[1] + 1, device=rows.device)
+        yield by_counting.Positions(rows, torch.where(hit, position, BEYOND).sort(dim=1).values)
         if progress is not None:
             progress(block.stop, len(order))
 
@@ -244,19 +219,19 @@ def _names(ks: Sequence[int], metrics: Sequence[str]) -> list[str]:
     return [name for m in metrics for name in ([f"{m}@{k}" for k in ks] if m in ("recall", "ndcg") else [m])]
 
 
-def _metrics(ranks: Tensor, number: Tensor, ks: Sequence[int], metrics: Sequence[str]) -> dict[str, Tensor]:
-    """Ranks (q, m) ascending, beyond everything where there are no more, and how many kin (q,): metrics, each (q,)."""
-    some, kin = number > 0, number.double()
-    places = torch.arange(1, ranks.shape[1] + 1)
-    share = torch.where(ranks < BEYOND, places / ranks.double(), 0.0)  # j / r_j
-    within = ranks <= number[:, None]
-    first = ranks[:, 0]
+def _metrics(positions: Tensor, counts: Tensor, ks: Sequence[int], metrics: Sequence[str]) -> dict[str, Tensor]:
+    """Metrics, each (q,), from positions (q, m), ascending and BEYOND where there are no more, and counts (q,)."""
+    valid, total = counts > 0, counts.double()
+    order = torch.arange(1, positions.shape[1] + 1)
+    share = torch.where(positions < BEYOND, order / positions.double(), 0.0)  # j / r_j
+    within = positions <= counts[:, None]
+    first = positions[:, 0]
     discount = _discounts(max(ks, default=1) if "ndcg" in metrics else 0)
     plain = {
         "precision@1": lambda: (first == 1).double(),
-        "r_precision": lambda: within.sum(1) / kin,
-        "map@r": lambda: _sum(torch.where(within, share, 0.0)) / kin,
-        "map": lambda: _sum(share) / kin,
+        "r_precision": lambda: within.sum(1) / total,
+        "map@r": lambda: _sum(torch.where(within, share, 0.0)) / total,
+        "map": lambda: _sum(share) / total,
         "mrr": lambda: 1 / first.double(),
     }
     result: dict[str, Tensor] = {}
@@ -267,19 +242,19 @@ def _metrics(ranks: Tensor, number: Tensor, ks: Sequence[int], metrics: Sequence
             value = (first <= int(name[7:])).double()
         else:
             k = int(name[5:])
-            best = torch.where(places <= number.clamp(max=k)[:, None], places, 0)
-            value = _sum(discount[torch.where(ranks <= k, ranks, 0)]) / _sum(discount[best])
-        result[name] = torch.where(some, value, math.nan)
+            best = torch.where(order <= counts.clamp(max=k)[:, None], order, 0)
+            value = _sum(discount[torch.where(positions <= k, positions, 0)]) / _sum(discount[best])
+        result[name] = torch.where(valid, value, math.nan)
     return result
 
 
 def _discounts(most: int) -> Tensor:
-    """1/log2(1 + r) at index r, 0 at 0: a table, since the last digit of a vectorised logarithm depends on its lane."""
+    """1/log2(1 + r) at index r, 0 at 0: a table, since the last digit of a vectorised log2 depends on its SIMD lane."""
     return torch.tensor([0.0, *(1 / math.log2(1 + r) for r in range(1, most + 1))], dtype=torch.float64)
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Sums of rows, neighbour with neighbour: zeros behind a row, as many as there are, leave every digit in place."""
+    """Sums of rows, neighbour with neighbour: any number of zeros appended to a row leaves every digit as it is."""
     while x.shape[1] > 1:
         x = pad(x, (0, x.shape[1] % 2))
         x = x[:, ::2] + x[:, 1::2]

@@ -1,1 +1,1 @@
-"""How far a figure can be trusted: bootstrap over classes, binomial intervals, paired comparison."""
+"""Uncertainty of metrics: bootstrap over classes, binomial intervals, paired comparison."""

@@ -1,4 +1,8 @@
-"""How far a rate can be trusted: exact binomial intervals, also of means over classes; Student's t. Without scipy."""
+"""Intervals of rates: exact binomial ones, also for means over classes, and Student's t.
+
+Beta quantiles are computed here because intervals are part of a plain install, which has no scipy. The tests compare
+them with scipy.
+"""
 
 import math
 from functools import lru_cache
@@ -7,19 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import checks
+from nearkin.evaluation.arrays import Ends
 
-MIN_CLASSES = 5  # fewer say too little of how classes differ: docs/evaluation.md has the coverage
-_LARGE = 10_000  # of both kinds: from here the score interval takes over
+__all__ = [
+    "MIN_CLASSES", "NONE", "binomial", "freedom_of", "normal_tail", "share", "student", "student_p",
+]  # fmt: skip
 
-Ends = tuple[float, float]
+MIN_CLASSES = 5  # fewer show too little of how classes differ: docs/evaluation.md has the coverage
+_LARGE = 10_000  # of both kinds: from here on the score interval is used
+
 NONE: Ends = (math.nan, math.nan)  # no interval
 
 
 def binomial(successes: int, trials: int, confidence: float = 0.95) -> Ends:
-    """Clopper-Pearson interval of a rate of which `successes` out of `trials` were seen.
+    """Clopper-Pearson interval of a rate, from `successes` out of `trials`.
 
     Its ends are beta quantiles, found by bisection on the regularised incomplete beta function. With 10,000 or more of
-    both kinds the Wilson score interval with continuity correction stands in; there it differs by about 1e-3 of the
+    both kinds the Wilson score interval with continuity correction is used; there it differs by about 1e-3 of the
     width at most. Clopper, Pearson 1934; Newcombe 1998, method 4. Trials are taken as independent.
     """
     checks.integer("trials", trials, 1)
@@ -31,7 +39,7 @@ def binomial(successes: int, trials: int, confidence: float = 0.95) -> Ends:
 
 
 def share(value: float, variance: float, *, freedom: float, classes: int, confidence: float = 0.95) -> Ends:
-    """Interval of a value in [0, 1], a mean over so many classes whose variance is known with `freedom` degrees.
+    """Interval of a value in [0, 1], a mean over `classes` whose variance has `freedom` degrees of freedom.
 
     Clopper-Pearson with the effective number of trials: as many as give a binomial rate this variance, reduced by the
     square of normal / Student quantile (Korn, Graubard 1998, Survey Methodology 24, 193-201). It is never empty, stays
@@ -39,8 +47,8 @@ def share(value: float, variance: float, *, freedom: float, classes: int, confid
     the interval is one-sided, from (1 - confidence) ** (1 / classes) to 1 or the mirror image of it.
     """
     if value <= 0 or value >= 1:
-        far = (1 - confidence) ** (1 / classes)
-        return (far, 1.0) if value >= 1 else (0.0, 1 - far)
+        end = (1 - confidence) ** (1 / classes)
+        return (end, 1.0) if value >= 1 else (0.0, 1 - end)
     trials = float(classes)
     if variance > 0:
         ratio = _normal_quantile((1 + confidence) / 2) / student(freedom, confidence)
@@ -50,13 +58,13 @@ def share(value: float, variance: float, *, freedom: float, classes: int, confid
 
 @lru_cache(maxsize=4096)
 def student(freedom: float, confidence: float = 0.95) -> float:
-    """The t that a Student variable is within, on both sides, with this probability."""
+    """The t such that a Student variable lies within -t … t with this probability."""
     x = _beta_quantile(1 - confidence, freedom / 2, 0.5)
     return math.sqrt(freedom * (1 - x) / x)
 
 
 def student_p(t: float, freedom: float) -> float:
-    """The probability of a Student variable at least as far from 0 as t, either side."""
+    """The two-sided p-value of t: the probability of a Student variable at least as far from 0."""
     return _beta_cdf(freedom / (freedom + t * t), freedom / 2, 0.5) if math.isfinite(t) else 0.0
 
 
@@ -66,11 +74,11 @@ def normal_tail(z: float) -> float:
 
 
 def freedom_of(influence: NDArray[np.float64], classes: int | None = None) -> float:
-    """Degrees of freedom of a variance over C classes, from what each of them adds: fewer where a few make most of it.
+    """Degrees of freedom of a variance over C classes, from what each adds: fewer where a few make most of it.
 
     A sample variance of C values varies as a chi-square with 2 C / (kurtosis - 1) degrees (Satterthwaite's match of
-    its first two moments); for normal values that is C, and no more than C - 1 are claimed. `influence` may be of some
-    of the classes only.
+    its first two moments); for normal values that is C, and no more than C - 1 are claimed. `influence` may cover a
+    subset of the classes.
     """
     size, squares = classes or len(influence), influence**2
     total = float(squares.sum())
@@ -109,7 +117,7 @@ def _normal_quantile(p: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _beta_quantile(p: float, a: float, b: float) -> float:
-    """Bisection in the logarithm, so that rates of 1e-9 keep their digits."""
+    """Bisection of the logarithm, so that rates of 1e-9 keep their digits."""
     low, high = -745.0, 0.0
     for _ in range(64):
         middle = (low + high) / 2

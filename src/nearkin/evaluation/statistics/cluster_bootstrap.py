@@ -1,14 +1,14 @@
-"""How far a mean over queries can be trusted, and whether two differ: classes are what chance drew, not items.
+"""Intervals of means over queries, and paired tests: the classes are the random sample, not the items.
 
-Queries of one class succeed and fail together, so that items must not be taken as independent: what counts is how
-classes differ (Davison, Hinkley 1997, section 3.8). Unseen classes are what a metric is reported for, and this is their
-spread. A new draw of classes also brings other classes to tell them from, which moves all queries at once; in
-simulations (docs/evaluation.md) this adds up to a fifth to the variance over the query classes, and a fifth is added.
-The embeddings stay as they are: of the network's training the interval says nothing.
+Queries of one class succeed and fail together, so items are not independent: what counts is how classes differ
+(Davison, Hinkley 1997, section 3.8). A metric is reported for unseen classes, and the interval shows their spread. A
+new sample of classes also brings other classes to tell them from, which moves all queries at once; in simulations
+(docs/evaluation.md) this adds up to a fifth to the variance over the query classes, and a fifth is added. The
+embeddings are fixed: the interval does not cover the randomness of training.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,36 +18,28 @@ from torch import Tensor
 
 from nearkin.core import checks, random
 from nearkin.core.relations import UNKNOWN, Labels, Relation
-from nearkin.evaluation.arrays import Array, Ids, takes_arrays
+from nearkin.evaluation.arrays import Array, Ends, Floats, Ids, takes_arrays
 from nearkin.evaluation.statistics import binomial
-from nearkin.evaluation.statistics.binomial import MIN_CLASSES, Ends
+from nearkin.evaluation.statistics.binomial import MIN_CLASSES
 
-Floats = NDArray[np.float64]
+__all__ = [
+    "bootstrap", "classes_of", "coin_flips", "compare", "percentiles", "resamples", "share_interval", "too_few",
+]  # fmt: skip
 
 _RESAMPLES, _FLIPS = 18, 19  # streams of words beside those the samplers draw from
 _CELLS = 2**21  # (sample, class) cells at a time: some 50 MiB
-_EXACT = 16  # classes whose 2^16 signs are all tried
-_OTHERS = 1.2  # variance with new classes in the gallery, too, in parts of that over query classes alone
-
-
-class Scores(dict[str, float]):
-    """Metrics by name; `intervals`: 95 % intervals by the same names, where they were asked for."""
-
-    intervals: dict[str, tuple[float, float]]
-
-    def __init__(self, values: Mapping[str, float] | None = None) -> None:
-        super().__init__(values or {})
-        self.intervals = {}
+_EXACT = 16  # classes up to which all 2^16 signs are tried
+_NEW_GALLERY = 1.2  # variance with new gallery classes as well, relative to that over query classes alone
 
 
 @takes_arrays
 def share_interval(values: Array, groups: Ids, *, confidence: float = 0.95) -> Ends:
     """Interval of the mean of `values` (Q,), each in [0, 1], over the choice of the classes `groups` (Q,).
 
-    A value that is NaN does not count, nor one of class -1. The variance is the jackknife's over classes, with a fifth
-    for the other classes in the gallery, at least that of as many independent queries, right or wrong; the interval is
-    `intervals.share`. With fewer than 5 classes too little is known of their spread: (nan, nan). How often it held the
-    truth of new classes and galleries in simulations stands in docs/evaluation.md.
+    Values that are NaN or of class -1 do not count. The variance is that of the jackknife over classes, and a fifth for
+    the other classes in the gallery, and at least that of as many independent queries, right or wrong; the interval is
+    `binomial.share`. With fewer than 5 classes too little is known of their spread: (nan, nan). docs/evaluation.md has
+    its coverage in simulations, for new classes and galleries.
     """
     values = _checked("values", values, groups)
     checks.between("confidence", confidence, 0, 1)
@@ -61,12 +53,12 @@ def share_interval(values: Array, groups: Ids, *, confidence: float = 0.95) -> E
 
 @takes_arrays
 def bootstrap(values: Array, groups: Ids, *, samples: int = 1000, seed: int = 0, confidence: float = 0.95) -> Ends:
-    """Percentile interval of the mean of any `values` (Q,), resampling the classes `groups` (Q,) (see also
-    `share_interval`, which is better for values in [0, 1]).
+    """Percentile interval of the mean of any `values` (Q,), resampling the classes `groups` (Q,).
 
-    A value that is NaN does not count, nor one of class -1; classes without a value are not drawn. The percentiles are
-    those that make up for few classes, as Student's t does (Hesterberg 2015, section 5.2.3): where class means are
-    normal, 95 in 100 hold the truth with any number of classes. With fewer than 5 classes: (nan, nan).
+    Values that are NaN or of class -1 do not count; classes without a value are not drawn. The percentiles are widened
+    for few classes, as Student's t is (Hesterberg 2015, section 5.2.3): where class means are normal, 95 in 100
+    intervals contain the truth with any number of classes. With fewer than 5 classes: (nan, nan). For values in [0, 1]
+    `share_interval` is better.
     """
     values = _checked("values", values, groups)
     checks.integer("samples", samples, 1)
@@ -77,9 +69,9 @@ def bootstrap(values: Array, groups: Ids, *, samples: int = 1000, seed: int = 0,
 
 
 def too_few(classes: int) -> str:
-    """The sentence that stands in place of intervals where there are too few classes for one."""
+    """The note in place of intervals where there are too few classes for one."""
     got = f"{classes} class{'' if classes == 1 else 'es'}"
-    if classes >= MIN_CLASSES:  # of those, some have nothing to find
+    if classes >= MIN_CLASSES:  # some of them have nothing to find
         got += ", too few of them with something to find"
     return f"no 95 % intervals: they take at least {MIN_CLASSES} classes, which show how classes differ; got {got}"
 
@@ -98,24 +90,24 @@ def compare(
 
     "a", "b", "difference" (a - b), means over the queries where both count; "interval": of the difference, by Student's
     t over the classes (variance and degrees of freedom as in `share_interval`; NaN with fewer than 5 classes);
-    "classes", "queries": how many were compared. "p": the larger of two. That of this t, which allows for the other
-    classes in the gallery; and how often the difference is as far from 0, either side, when a and b trade places in
-    every class by the toss of a coin: all 2^C tosses up to 16 classes that differ, beyond that `samples` of them, the
-    one seen included, which is for few classes: any two that agree look certain, and prove nothing. "verdict": "a" or
-    "b" where p <= 1 - confidence, else "undecided".
+    "classes", "queries": how many were compared. "p": the larger of two p-values. One is of this t, which allows for
+    the other classes in the gallery. The other is of a sign-flip test, for few classes, where any two that agree would
+    look certain: how often the difference is as far from 0 when a and b are swapped in each class by a coin flip; all
+    2^C flips up to 16 classes that differ, beyond that `samples` of them and the observed one. "verdict": "a" or "b"
+    where p <= 1 - confidence, else "undecided".
     """
     a, b = _checked("a", a, groups), _checked("b", b, groups)
     checks.same_shape("b", b, a, "a")
     checks.integer("samples", samples, 1)
     checks.integer("seed", seed, 0)
     checks.between("confidence", confidence, 0, 1)
-    both = ~(a.isnan() | b.isnan()) & (groups.cpu() != UNKNOWN)
-    a, b, groups = a[both], b[both], groups.cpu()[both]
+    valid = ~(a.isnan() | b.isnan()) & (groups.cpu() != UNKNOWN)
+    a, b, groups = a[valid], b[valid], groups.cpu()[valid]
     difference, variance, freedom, classes = _spread(a - b, groups)
     low, high = binomial.NONE
     p = _sign_flips(_by_class(a - b, groups)[0], samples, seed)
     if classes >= MIN_CLASSES:
-        low, high = _around(difference, variance, freedom, classes, confidence)
+        low, high = _student_interval(difference, variance, freedom, classes, confidence)
         p = max(p, binomial.student_p(difference / math.sqrt(variance), freedom) if variance > 0 else 0.0)
     better = "a" if low > 0 else "b" if high < 0 else "undecided"
     return {
@@ -131,7 +123,7 @@ def compare(
 
 
 def classes_of(labels: Labels, queries: int) -> Tensor:
-    """What to resample, (Q,) on the CPU: the classes, also of a relation that has them, else each query on its own."""
+    """What to resample, (Q,) on the CPU: the classes, also those of a relation; else each query by itself."""
     ids = labels.ids if isinstance(labels, Relation) else labels
     if isinstance(ids, Tensor) and ids.dtype != torch.bool:
         return ids.detach().long().cpu()
@@ -139,19 +131,30 @@ def classes_of(labels: Labels, queries: int) -> Tensor:
 
 
 def resamples(classes: int, samples: int, seed: int, stream: int = _RESAMPLES) -> Iterator[Floats]:
-    """How often each class is drawn, (some samples, C), until all samples were; each sample has a stream of its own."""
-    step = max(1, _CELLS // classes)
+    """How often each class is drawn, some samples at a time (S, C); each sample has random words of its own."""
+    for words in _words(classes, classes, samples, seed, stream):
+        drawn = ((words >> np.uint64(11)) * 2.0**-53 * classes).astype(np.int64)
+        drawn += np.arange(len(words))[:, None] * classes
+        yield np.bincount(drawn.ravel(), minlength=words.size).reshape(words.shape).astype(np.float64)
+
+
+def coin_flips(number: int, samples: int, seed: int, stream: int) -> Iterator[NDArray[np.uint8]]:
+    """0 or 1 with even chances, some samples at a time (S, number)."""
+    for words in _words(-(-number // 64), number, samples, seed, stream):
+        yield np.unpackbits(words.astype("<u8").view(np.uint8), axis=1, count=number)
+
+
+def _words(width: int, cells: int, samples: int, seed: int, stream: int) -> Iterator[random.Words]:
+    """Random words (S, width) of some samples at a time, whose `cells` per sample fit the memory."""
+    step = max(1, _CELLS // cells)
     for start in range(0, samples, step):
         some = range(start, min(start + step, samples))
-        words = np.stack([random.words(classes, seed, stream, sample) for sample in some])
-        drawn = ((words >> np.uint64(11)) * 2.0**-53 * classes).astype(np.int64)
-        drawn += np.arange(len(some))[:, None] * classes
-        yield np.bincount(drawn.ravel(), minlength=len(some) * classes).reshape(len(some), classes).astype(np.float64)
+        yield np.stack([random.words(width, seed, stream, sample) for sample in some])
 
 
-def percentiles(found: Floats, confidence: float) -> tuple[float, float]:
-    """The middle `confidence` of what the resamples gave."""
-    low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2])
+def percentiles(values: Floats, confidence: float) -> Ends:
+    """The middle `confidence` of the values of the resamples."""
+    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 
@@ -173,9 +176,9 @@ def _by_class(values: Tensor, groups: Tensor) -> tuple[Floats, Floats]:
 
 
 def _spread(values: Tensor, groups: Tensor) -> tuple[float, float, float, int]:
-    """Mean, its variance over new classes and galleries, the degrees of freedom of that, and how many classes.
+    """Mean, its variance over new classes and galleries, the degrees of freedom of that, and the number of classes.
 
-    The variance is at least that of as many independent queries: classes may agree by luck.
+    The variance is at least that of as many independent queries: classes may agree by chance.
     """
     sums, counts = _by_class(values, groups)
     classes = len(sums)
@@ -183,21 +186,21 @@ def _spread(values: Tensor, groups: Tensor) -> tuple[float, float, float, int]:
         return math.nan, math.nan, math.nan, classes
     counted = values[~values.isnan() & (groups.cpu() != UNKNOWN)]
     total, mean = counts.sum(), _mean(counted)
-    influence = (sums - mean * counts) / (total - counts)  # what leaving a class out changes
+    influence = (sums - mean * counts) / (total - counts)  # the change of the mean without a class
     variance = (classes - 1) / classes * float((influence**2).sum())
-    alone = float(((counted - mean) ** 2).mean()) / len(counted)
-    return mean, max(_OTHERS * variance, alone), binomial.freedom_of(influence), classes
+    independent = float(((counted - mean) ** 2).mean()) / len(counted)
+    return mean, max(_NEW_GALLERY * variance, independent), binomial.freedom_of(influence), classes
 
 
-def _around(value: float, variance: float, freedom: float, classes: int, confidence: float) -> Ends:
-    """Student's interval. Where all queries agree: one-sided, as if the classes that so many may have missed (all but
-    (1 - confidence) ** (1 / classes) of them) had the opposite value.
+def _student_interval(value: float, variance: float, freedom: float, classes: int, confidence: float) -> Ends:
+    """Student's interval; one-sided where all queries agree: as if the classes that such a sample may have missed (all
+    but (1 - confidence) ** (1 / classes) of them) had the opposite value.
     """
     if variance > 0:
         half = binomial.student(freedom, confidence) * math.sqrt(variance)
         return value - half, value + half
-    other = value * (2 * (1 - confidence) ** (1 / classes) - 1)
-    return min(value, other), max(value, other)
+    end = value * (2 * (1 - confidence) ** (1 / classes) - 1)
+    return min(value, end), max(value, end)
 
 
 def _interval(sums: Floats, counts: Floats, samples: int, seed: int, confidence: float) -> Ends:
@@ -211,20 +214,17 @@ def _interval(sums: Floats, counts: Floats, samples: int, seed: int, confidence:
 
 
 def _sign_flips(sums: Floats, samples: int, seed: int) -> float:
-    """How often a sum with random signs is as far from 0 as the sum itself."""
+    """How often a sum with random signs is at least as far from 0 as the sum itself."""
     sums = sums[sums != 0]
-    seen = abs(math.fsum(sums)) - 1e-12 * float(np.abs(sums).sum())  # rounding does not decide
+    observed = abs(math.fsum(sums)) - 1e-12 * float(np.abs(sums).sum())  # rounding does not decide
     if len(sums) <= _EXACT:
         every = np.zeros(1)
         for part in sums:
             every = np.concatenate([every + part, every - part])
-        return float((np.abs(every) >= seen).mean())
-    reached, step = 1, max(1, _CELLS // len(sums))
-    for start in range(0, samples, step):
-        some = range(start, min(start + step, samples))
-        words = np.stack([random.words(-(-len(sums) // 64), seed, _FLIPS, sample) for sample in some])
-        bits = np.unpackbits(words.astype("<u8").view(np.uint8), axis=1, count=len(sums))
-        reached += int((np.abs((1 - 2.0 * bits) @ sums) >= seen).sum())
+        return float((np.abs(every) >= observed).mean())
+    reached = 1
+    for flips in coin_flips(len(sums), samples, seed, _FLIPS):
+        reached += int((np.abs((1 - 2.0 * flips) @ sums) >= observed).sum())
     return reached / (samples + 1)
 
 

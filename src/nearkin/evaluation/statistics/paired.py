@@ -1,4 +1,4 @@
-"""Two embeddings of the same items: which one retrieves better."""
+"""Paired comparison: which of two embeddings of the same items retrieves better."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ from nearkin.core import checks
 from nearkin.evaluation.arrays import Array, Ids, takes_arrays
 from nearkin.evaluation.retrieval import knn, retrieval_metrics
 from nearkin.evaluation.statistics import cluster_bootstrap
+
+__all__ = ["compare"]
 
 
 @takes_arrays
@@ -24,9 +26,9 @@ def compare(
     """Whether embeddings_a (N, D) or embeddings_b (N, D') of the same items is better by a metric of `retrieval`.
 
     metric: "map@r", "r_precision", "precision@1", "map", "mrr", or "recall@k" and "ndcg@k" with a number for k. Returns
-    what `uncertainty.compare` says of the values query by query: "a", "b", "difference", its "interval", "p",
-    "classes", "queries" and "verdict": "a", "b" or "undecided". Classes are resampled; with multi-label rows or a
-    `Relation` without ids, items.
+    what `cluster_bootstrap.compare` returns for the values per query: "a", "b", "difference", its "interval", "p",
+    "classes", "queries" and "verdict": "a", "b" or "undecided". Classes are the unit of chance; with multi-label rows
+    or a `Relation` without ids, items.
     """
     for name, embeddings in (("embeddings_a", embeddings_a), ("embeddings_b", embeddings_b)):
         checks.rows(name, embeddings)
@@ -34,7 +36,7 @@ def compare(
         raise ValueError(
             f"embeddings_b must have the items of embeddings_a: {len(embeddings_a)} rows, got {len(embeddings_b)}"
         )
-    name, ks = _asked(metric)
+    name, ks = _parsed(metric)
     a, b = (
         retrieval_metrics.per_query(x, labels, ks=ks, metrics=(name,), similarity=similarity, budget=budget)[metric]
         for x in (embeddings_a, embeddings_b)
@@ -43,11 +45,13 @@ def compare(
     return cluster_bootstrap.compare(a, b, groups, samples=samples, seed=seed, confidence=confidence)
 
 
-def _asked(metric: str) -> tuple[str, tuple[int, ...]]:
-    """The name of the metric and, of those that have one, its k."""
+def _parsed(metric: str) -> tuple[str, tuple[int, ...]]:
+    """The name of the metric and its k, if it has one."""
     name, at, k = metric.partition("@")
     if name in ("recall", "ndcg") and at and k.isdecimal() and int(k) > 0 and k == str(int(k)):
         return name, (int(k),)
-    known = [f"{one}@{k}" for one in ("recall", "ndcg") for k in (1, 10)]
-    checks.one_of("metric", metric, [one for one in retrieval_metrics.METRICS if one not in ("recall", "ndcg")] + known)
+    known = [f"{name}@{k}" for name in ("recall", "ndcg") for k in (1, 10)]
+    checks.one_of(
+        "metric", metric, [name for name in retrieval_metrics.METRICS if name not in ("recall", "ndcg")] + known
+    )
     return metric, ()

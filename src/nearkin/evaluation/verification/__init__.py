@@ -1,1 +1,1 @@
-"""Verification: rates and thresholds over pairs, their intervals, and what a score means."""
+"""Verification: scores of pairs, thresholds and rates, calibration, and their intervals."""

@@ -1,12 +1,12 @@
-"""False-accept rates on classes that were never seen: the class, not the pair, is what was sampled.
+"""False-accept rates (FAR) on unseen classes: the class, not the pair, is the unit of sampling.
 
 F(a, b; t) is the share of items of class a whose similarity to an item of class b reaches t; with `examples` = m, to
-the nearest of m items of b. The rate of new classes is the mean over all pairs of classes, and two pairs that share a
-class are not independent. So its variance is that of leaving out one class at a time (jackknife; Efron, Stein 1981: on
-average it is no smaller than the true one). The few classes that are confused make the rate skewed, as rare events do,
-and the bound is a gamma quantile (Fay, Feuer 1997) that assumes one more event to come: a pair of classes confused in
-every item, or a class as bad as the worst that was seen, whichever is more. With no false accept at all it is the rule
-of three over the pairs of classes.
+the nearest of m items of b. The FAR on new classes is the mean over all pairs of classes, and two pairs that share a
+class are not independent. Its variance is therefore that of leaving out one class at a time (jackknife; Efron, Stein
+1981: on average no smaller than the true one). The few classes that are confused make the rate skewed, as rare events
+do, and the bound is a gamma quantile (Fay, Feuer 1997) that assumes one more event: a pair of classes confused in every
+item, or a class as bad as the worst of the sample, whichever is more. With no false accept at all it is the rule of
+three over the pairs of classes.
 """
 
 import math
@@ -17,27 +17,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nearkin.evaluation.arrays import Counts, Ends, Floats
 from nearkin.evaluation.statistics import binomial
-from nearkin.evaluation.verification.roc import Ends, Floats
 
 __all__ = [
-    "Rates",
-    "accepts",
-    "classes_needed",
-    "genuine_groups",
-    "mean_interval",
-    "smallest_far",
-    "strangers",
+    "Rates", "accepts", "classes_needed", "genuine_groups", "impostor_rates", "mean_interval", "smallest_far",
     "true_accepts",
-]
+]  # fmt: skip
 
-Groups = Sequence[NDArray[np.int64]]  # the rows of each class
+Groups = Sequence[Counts]  # the rows of each class
 
 
 class Rates(NamedTuple):
-    """At each threshold, which rise: the mean over pairs of classes, its 95 % interval, and a bound for new classes.
+    """At each of the rising thresholds: the mean over pairs of classes, its 95 % interval, and a bound for new classes.
 
-    bound: with `confidence` the rate of new classes is not larger, at this threshold and at all above it.
+    bound: with `confidence` the rate on new classes is not larger, at this threshold and at all above it.
     """
 
     far: Floats
@@ -46,81 +40,81 @@ class Rates(NamedTuple):
     bound: Floats
 
 
-def strangers(sums: Floats, confidence: float = 0.95) -> Rates:
-    """From the sums (T, C) of `accepts`."""
+def impostor_rates(sums: Floats, confidence: float = 0.95) -> Rates:
+    """The false-accept rates of the sums (T, C) of `accepts`."""
     count = sums.shape[1]
     total, pairs = sums.sum(1) / 2, count * (count - 1)  # each ordered pair counts for both of its classes
     far = total / pairs
     without = (total[:, None] - sums) / ((count - 1) * (count - 2))
     variance = (count - 1) / count * ((without - without.mean(1, keepdims=True)) ** 2).sum(1)
     event = np.maximum(2.0, sums.max(1)) / pairs
-    ahead = far + event, variance + event**2
+    with_event = far + event, variance + event**2
     two_sided = (1 - confidence) / 2
-    bound = np.minimum(_gamma(confidence, *ahead), 1.0)
+    bound = np.minimum(_gamma(confidence, *with_event), 1.0)
     return Rates(
         far,
         _gamma(two_sided, far, variance),
-        np.minimum(_gamma(1 - two_sided, *ahead), 1.0),
+        np.minimum(_gamma(1 - two_sided, *with_event), 1.0),
         np.maximum.accumulate(bound[::-1])[::-1],
     )
 
 
 def smallest_far(classes: int, confidence: float = 0.95) -> float:
-    """What so many classes can show at best: no false accept in any pair of them."""
+    """The smallest rate that this many classes can show: no false accept in any pair of them."""
     return min(1.0, -math.log1p(-confidence) / (classes * (classes - 1) / 2))
 
 
 def classes_needed(far: float, confidence: float = 0.95) -> int:
-    """The fewest classes that can show this rate; what no data set will ever show counts as 1e-18."""
+    """The fewest classes that can show this rate; rates below 1e-18 count as 1e-18."""
     pairs = -math.log1p(-confidence) / max(far, 1e-18)
     return math.ceil((1 + math.sqrt(1 + 8 * pairs)) / 2 - 1e-9)
 
 
 def accepts(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examples: int = 1) -> Floats:
-    """(T, C): the sum of F(a, b; t) over all ordered pairs with class c in them. rows are of length 1.
+    """(T, C): the sum of F(a, b; t) over all ordered pairs that contain class c. rows have length 1.
 
-    groups of fewer items than `examples` must be left out; of the others every item asks, and so many whole sets of
-    `examples` as there are answer. Memory: items of a class times all items.
+    Every group needs at least `examples` items. Each item is a query; the references are disjoint sets of `examples`
+    items, as many as a class has in full. Memory: items of a class times all items.
     """
     sets = [group[: len(group) // examples * examples] for group in groups]
-    answering = rows[np.concatenate(sets)].T
-    owner = np.repeat(np.arange(len(groups)), [len(one) // examples for one in sets])
+    references = rows[np.concatenate(sets)].T
+    owner = np.repeat(np.arange(len(groups)), [len(items) // examples for items in sets])
     number = np.bincount(owner)
-    places = len(thresholds) + 1
-    found = np.zeros((len(thresholds), len(groups)))
+    bins = len(thresholds) + 1
+    sums = np.zeros((len(thresholds), len(groups)))
     for a, group in enumerate(groups):
-        near = (rows[group] @ answering).reshape(len(group), -1, examples).max(2)
-        reached = np.searchsorted(thresholds, near, side="right") + owner * places
-        counts = np.bincount(reached.ravel(), minlength=len(groups) * places).reshape(len(groups), places)
+        near = (rows[group] @ references).reshape(len(group), -1, examples).max(2)
+        reached = np.searchsorted(thresholds, near, side="right") + owner * bins
+        counts = np.bincount(reached.ravel(), minlength=len(groups) * bins).reshape(len(groups), bins)
         rate = counts[:, :0:-1].cumsum(1)[:, ::-1] / (len(group) * number)[:, None]  # (C, T)
         rate[a] = 0
-        found += rate.T
-        found[:, a] += rate.sum(0)
-    return found
+        sums += rate.T
+        sums[:, a] += rate.sum(0)
+    return sums
 
 
 def genuine_groups(rows: NDArray[np.float32], groups: Groups, examples: int, seed: int) -> list[Floats]:
-    """Of each class the similarities of its items to the nearest of `examples` others, so it must have one more."""
-    draw, found = np.random.default_rng([seed, examples]), []
+    """Per class, the similarities of its items to the nearest of `examples` others, which need one item more."""
+    draw, result = np.random.default_rng([seed, examples]), []
     for group in groups:
         near = rows[group] @ rows[group].T
         scores = []
         for item in range(len(group)):
             others = draw.permutation(np.delete(near[item], item))
             scores.append(others[: len(others) // examples * examples].reshape(-1, examples).max(1))
-        found.append(np.concatenate(scores).astype(np.float64))
-    return found
+        result.append(np.concatenate(scores).astype(np.float64))
+    return result
 
 
 def true_accepts(scores: Sequence[Floats], thresholds: Floats) -> Floats:
-    """(C, T): of each class the share of its scores at or above each threshold."""
-    return np.stack([1 - np.searchsorted(np.sort(one), thresholds) / len(one) for one in scores])
+    """(C, T): per class, the share of its scores at or above each threshold."""
+    return np.stack([1 - np.searchsorted(np.sort(part), thresholds) / len(part) for part in scores])
 
 
 def mean_interval(shares: Floats, confidence: float = 0.95) -> Ends:
-    """Of the mean of shares (C,), one per class.
+    """The interval of the mean of shares (C,), one per class.
 
-    The binomial interval of as many items as would vary like the classes do (Korn, Graubard 1998).
+    The binomial interval of as many items as would vary like the classes (Korn, Graubard 1998).
     """
     rate, count = float(shares.mean()), len(shares)
     variance = float(shares.var(ddof=1)) / count
@@ -130,7 +124,7 @@ def mean_interval(shares: Floats, confidence: float = 0.95) -> Ends:
 
 
 def _gamma(level: float, mean: Floats, variance: Floats) -> Floats:
-    """The quantile of the gamma law of this mean and variance, by bisection; the mean where nothing varies."""
+    """The quantile of the gamma distribution of this mean and variance, by bisection; the mean where nothing varies."""
     fixed = (mean <= 0) | (variance <= 0)
     shape = torch.from_numpy(np.where(fixed, 1.0, mean**2 / np.where(fixed, 1.0, variance)))
     low, high = torch.zeros_like(shape), shape + 40 * shape.sqrt() + 40

@@ -1,7 +1,7 @@
-"""How much likelier a similarity is of the same class than of another: log-odds that rise with it, a broken line.
+"""Log-likelihood ratio of same class to other class as a function of the similarity, increasing and piecewise linear.
 
-Logistic regression on a linear spline whose slopes are not negative. Between knots the line is straight, and it goes on
-with its last slope where nothing more was seen: a similarity beyond all that was measured says more, never less.
+Logistic regression on a linear spline with non-negative slopes. Beyond the data the line keeps its last slope: a
+similarity larger than any that was measured has a larger ratio, never a smaller one.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.evaluation.verification.roc import Floats
+from nearkin.evaluation.arrays import Floats
 
 __all__ = ["LogRatio", "fit"]
 
-_RIDGE = 1e-3  # on differences of neighbouring slopes: where there is nothing to see, a slope is that before it
-_LEAST = 1e-2  # slope: the line rises everywhere
+_RIDGE = 1e-3  # on differences of neighbouring slopes: without data a slope equals the one before it
+_LEAST = 1e-2  # the smallest slope: the line rises everywhere
 _STEPS = 200
 
 
 class LogRatio(NamedTuple):
-    """The line through (similarity, value), natural logarithm; its ends are at -1 and 1, which no cosine passes."""
+    """The line through (similarity, value), natural logarithm; its ends are at -1 and 1, the range of a cosine."""
 
     similarity: tuple[float, ...]
     value: tuple[float, ...]
@@ -29,16 +29,16 @@ class LogRatio(NamedTuple):
         return np.asarray(np.interp(similarity, self.similarity, self.value), np.float64)
 
     def reaches(self, value: float) -> float:
-        """The least similarity whose log ratio is `value`; +inf where none has it."""
+        """The smallest similarity whose log ratio is `value`; +inf where there is none."""
         if value > self.value[-1]:
             return float("inf")
         return float(np.interp(value, self.value, self.similarity))
 
 
 def fit(similarity: Floats, same: Floats, other: Floats, knots: Sequence[float]) -> LogRatio:
-    """similarity (n,): middles of bins, rising; same, other (n,): the weight of both kinds in each; knots within."""
-    seen = same + other > 0
-    x, hits, weight = similarity[seen], same[seen], (same + other)[seen]
+    """similarity (n,): centres of bins, rising; same, other (n,): the weight of both kinds in each; knots within."""
+    valid = same + other > 0
+    x, hits, weight = similarity[valid], same[valid], (same + other)[valid]
     inner = np.array([knot for knot in sorted(set(knots)) if x[0] < knot < x[-1]])
     starts, stops = np.append(x[0], inner), np.append(inner, np.inf)
     spread = x[-1] - x[0] or 1.0
@@ -53,7 +53,7 @@ def fit(similarity: Floats, same: Floats, other: Floats, knots: Sequence[float])
 
 
 def _maximum(basis: Floats, hits: Floats, weight: Floats, start: float) -> Floats:
-    """Newton's steps, halved until they help; slopes stay at `_LEAST` or more."""
+    """Newton steps, halved until they improve the likelihood; slopes stay at `_LEAST` or more."""
     count = basis.shape[1]
     bend = np.diff(np.eye(count)[1:], axis=0)
     ridge = _RIDGE * bend.T @ bend

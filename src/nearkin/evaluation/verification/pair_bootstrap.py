@@ -1,13 +1,13 @@
-"""How far rates over pairs can be trusted: resampling the classes that the pairs join.
+"""Intervals of rates over pairs, by resampling the classes of the pairs.
 
 A resample draws as many classes as there are, with replacement. A genuine pair counts as often as its class was drawn,
-an impostor pair as often as its two classes meet: the product of both numbers (the vertex bootstrap of Snijders,
-Borgatti 1999). Two impostor pairs that share a class then move together, as they do in truth. What two classes have
-between them alone, however, is counted three times, E[(mn)²] - 1 = 3 for numbers of mean and variance 1, and once is
-right. Weighting the pairs of classes on their own shows how much that is, and the variance is reduced by twice this
-part (the dyadic variance of Fafchamps, Gubert 2007; never to less than a third). Not so for the TAR at a wanted FAR:
-its threshold moves with the few closest pairs of classes, and in simulations (docs/evaluation.md) the whole variance
-is what covers. The interval is that of a share with this variance, `intervals.share`.
+an impostor pair as often as its two classes occur together: the product of both numbers (the vertex bootstrap of
+Snijders, Borgatti 1999). Two impostor pairs that share a class then move together, as they do in truth. The part of the
+variance that belongs to single pairs of classes, however, is counted three times, E[(mn)²] - 1 = 3 for numbers of mean
+and variance 1, and once is right. Weighting the pairs of classes independently shows how large it is, and the variance
+is reduced by twice this part (the dyadic variance of Fafchamps, Gubert 2007; never to less than a third). Not so for
+the TAR at a FAR: its threshold moves with the few closest pairs of classes, and in simulations (docs/evaluation.md) the
+full variance is what covers. The interval is that of a share with this variance, `binomial.share`.
 """
 
 import math
@@ -18,31 +18,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import random
+from nearkin.evaluation.arrays import Counts, Ends, Floats, Progress, Scores
 from nearkin.evaluation.statistics import binomial
-from nearkin.evaluation.statistics.cluster_bootstrap import resamples
-from nearkin.evaluation.verification.roc import Counts, Ends, Floats, OperatingPoint, Verified, most_accepted
+from nearkin.evaluation.statistics.cluster_bootstrap import coin_flips, resamples
+from nearkin.evaluation.verification.roc import OperatingPoint, most_accepted
+
+__all__ = [
+    "SAMPLES", "Cells", "SortedPairs", "by_classes", "by_pairs", "drop_unsupported", "with_wider_intervals",
+]  # fmt: skip
 
 SAMPLES = 1000
-CLASS_PAIRS = 4  # that a FAR must let in, of those there are, for its TAR to have an interval
-_OWN = 200  # resamples from which a variance is taken
-_LEFT_OUT = 64  # classes, one at a time, that show how evenly classes add to a variance
+CLASS_PAIRS = 4  # that a FAR must accept for its TAR to have an interval
+_INDEPENDENT = 200  # resamples of pairs of classes, from which their variance is taken
+_LEFT_OUT = 64  # classes, left out one at a time, that show how evenly classes add to a variance
 _PAIRS, _STRANGERS, _COINS, _LEFT = 21, 22, 23, 25  # streams of words of their own
 _CELLS = 2**20  # weights at a time: 8 MiB
 
 Measure = Callable[[Floats, Floats], Floats]  # weights of the cells (S, P) and (S, Q) to values (S, K)
-Progress = Callable[[int, int], None]  # done, of how many
 
 
 class Cells(NamedTuple):
-    """What has a weight: genuine pairs, or sums of them, of a class each (P,); impostors of two classes each (Q, 2).
+    """The classes of what has a weight: genuine pairs, or sums of them (P,), and impostors, of two classes each (Q, 2).
 
-    both (Q,): which impostors are of the same two classes, numbered from 0.
+    class_pair (Q,): the number of the pair of classes of each impostor, from 0.
     """
 
     classes: int
     genuine: Counts
     impostor: Counts
-    both: Counts
+    class_pair: Counts
 
 
 def by_classes(
@@ -55,53 +59,54 @@ def by_classes(
     steep: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> list[Ends]:
-    """Intervals (low, high) of what `measure` gives, shares in [0, 1], resampling classes.
+    """Intervals (low, high) of the values of `measure`, shares in [0, 1], resampling classes.
 
-    steep: the columns that are TARs at a wanted FAR. A resample without genuine or impostor pairs is left out. Of fewer
-    than 5 classes too little can be said: (nan, nan).
+    steep: the columns that are TARs at a FAR. A resample without genuine or impostor pairs is dropped. Fewer than 5
+    classes show too little: (nan, nan).
     """
     genuine, impostors = len(cells.genuine), len(cells.impostor)
-    here = measure(np.ones((1, genuine)), np.ones((1, impostors)))
+    values = measure(np.ones((1, genuine)), np.ones((1, impostors)))
     if cells.classes < binomial.MIN_CLASSES:
-        return [binomial.NONE] * here.shape[1]
+        return [binomial.NONE] * values.shape[1]
     left_out = min(cells.classes, _LEFT_OUT)
-    told = _Told(samples + min(samples, _OWN) + left_out, progress)
+    report = _Reporter(samples + min(samples, _INDEPENDENT) + left_out, progress)
     step = max(1, _CELLS // (genuine + impostors))
     first, second = cells.impostor.T.copy()
     second[first == second] = cells.classes  # within one group of classes: drawn with it, not squared
 
-    def weighted(several: Iterator[Floats]) -> Floats:
+    def weighted(samples: Iterator[Floats]) -> Floats:
         parts = []
-        for some in _few(several, step):
+        for some in _in_steps(samples, step):
             times = np.concatenate([some, np.ones((len(some), 1))], axis=1)
-            strange = np.stack([row.take(first) * row.take(second) for row in times])
-            parts.append(measure(times.take(cells.genuine, axis=1), strange))
-            told.more(len(some))
+            of_impostors = np.stack([row.take(first) * row.take(second) for row in times])
+            parts.append(measure(times.take(cells.genuine, axis=1), of_impostors))
+            report.advance(len(some))
         return np.concatenate(parts)
 
-    drawn, own = weighted(resamples(cells.classes, samples, seed)), []
-    for some in _few(_coins(int(cells.both.max()) + 1, min(samples, _OWN), seed), step):
-        own.append(measure(np.ones((len(some), genuine)), some.take(cells.both, axis=1)))
-        told.more(len(some))
-    whole, alone = _variance(drawn), _variance(np.concatenate(own))
-    variance = np.maximum(whole - 2 * alone, whole / 3)
+    drawn, pairwise = weighted(resamples(cells.classes, samples, seed)), []
+    flips = coin_flips(int(cells.class_pair.max()) + 1, min(samples, _INDEPENDENT), seed, _COINS)
+    for some in _in_steps((2 * flip.astype(np.float64) for flip in flips), step):  # weights of mean and variance 1
+        pairwise.append(measure(np.ones((len(some), genuine)), some.take(cells.class_pair, axis=1)))
+        report.advance(len(some))
+    full, of_pairs = _variance(drawn), _variance(np.concatenate(pairwise))
+    variance = np.maximum(full - 2 * of_pairs, full / 3)
     freedom = _freedoms(weighted(_without(cells.classes, left_out, seed)), cells.classes)
-    variance[list(steep)], freedom[list(steep)] = whole[list(steep)], cells.classes - 1
-    return _ends(here[0], variance, freedom, cells.classes, confidence)
+    variance[list(steep)], freedom[list(steep)] = full[list(steep)], cells.classes - 1
+    return _ends(values[0], variance, freedom, cells.classes, confidence)
 
 
-def only_shown(found: Verified, fars: Sequence[float], pairs: int) -> None:
-    """Takes back the intervals of TARs at FARs that so many pairs of classes cannot show, and says so in "notes".
+def drop_unsupported(result: Scores[Any], fars: Sequence[float], pairs: int) -> None:
+    """Drops the intervals of TARs at FARs for which there are too few pairs of classes, with a line in "notes".
 
-    Below 4 pairs of classes let in, the threshold is the score of the closest two or three, which no resample varies as
-    new classes would.
+    With fewer than 4 pairs of classes accepted, the threshold is the score of the closest two or three, which no
+    resample varies as new classes would.
     """
     without = [far for far in fars if far * pairs < CLASS_PAIRS * (1 - 1e-9)]
     for far in without:
-        found.intervals[f"tar@far={far}"] = binomial.NONE
-    named = ", ".join(f"{far:g}" for far in without)
-    found["notes"] = [
-        f"no interval of the TAR at FAR {named}: it takes {CLASS_PAIRS} / FAR pairs of different classes, got {pairs:,}"
+        result.intervals[f"tar@far={far}"] = binomial.NONE
+    shown = ", ".join(f"{far:g}" for far in without)
+    result["notes"] = [
+        f"no interval of the TAR at FAR {shown}: it takes {CLASS_PAIRS} / FAR pairs of different classes, got {pairs:,}"
     ] * bool(without)
 
 
@@ -114,115 +119,108 @@ def by_pairs(
     confidence: float,
     progress: Progress | None = None,
 ) -> list[Ends]:
-    """The same where nobody knows whose the pairs are: each kind of pair is resampled as if all were independent."""
+    """The same where the classes are unknown: each kind of pair is resampled as if all were independent."""
     genuine, impostors = len(cells.genuine), len(cells.impostor)
-    here = measure(np.ones((1, genuine)), np.ones((1, impostors)))
-    told, drawn = _Told(samples, progress), []
-    kin, strange = resamples(genuine, samples, seed, _PAIRS), resamples(impostors, samples, seed, _STRANGERS)
-    for one, other in zip(_few(kin, 1), _few(strange, 1), strict=True):
-        drawn.append(measure(one, other))
-        told.more(1)
+    values = measure(np.ones((1, genuine)), np.ones((1, impostors)))
+    report, drawn = _Reporter(samples, progress), []
+    of_genuine = resamples(genuine, samples, seed, _PAIRS)
+    of_impostors = resamples(impostors, samples, seed, _STRANGERS)
+    for weights in zip(_in_steps(of_genuine, 1), _in_steps(of_impostors, 1), strict=True):
+        drawn.append(measure(*weights))
+        report.advance(1)
     least = min(genuine, impostors)
     if least < binomial.MIN_CLASSES:
-        return [binomial.NONE] * here.shape[1]
-    freedom = np.full(here.shape[1], least - 1.0)
-    return _ends(here[0], _variance(np.concatenate(drawn)), freedom, least, confidence)
+        return [binomial.NONE] * values.shape[1]
+    freedom = np.full(values.shape[1], least - 1.0)
+    return _ends(values[0], _variance(np.concatenate(drawn)), freedom, least, confidence)
 
 
 class SortedPairs:
-    """A list of pairs by falling score, ready to be counted with weights; exact, ties and all.
+    """A list of pairs by falling score, ready to be counted with weights; exact, also with ties.
 
-    `genuine`, `impostors`: the places in the list of each kind, falling; weights are given in this order.
+    `genuine`, `impostors`: the indices of each kind in the list, by falling score; weights are in this order.
     """
 
-    def __init__(self, values: NDArray[Any], kin: NDArray[np.bool_]) -> None:
+    def __init__(self, values: NDArray[Any], is_genuine: NDArray[np.bool_]) -> None:
         order = np.argsort(-values, kind="stable")
-        falling, sorted_kin = values[order], kin[order]
+        falling, is_genuine = values[order], is_genuine[order]
         last = np.append(np.flatnonzero(falling[1:] != falling[:-1]), len(falling) - 1)  # of every run of equals
-        self.genuine, self.impostors = order[sorted_kin], order[~sorted_kin]
+        self.genuine, self.impostors = order[is_genuine], order[~is_genuine]
         self.levels = falling[last].astype(np.float64)
-        self.tp = np.append(0, np.cumsum(sorted_kin)[last])  # how many genuine are at or above each level
+        self.tp = np.append(0, np.cumsum(is_genuine)[last])  # genuine pairs at or above each level
         self.fp = np.append(0, last + 1) - self.tp
         level = np.repeat(np.arange(1, len(last) + 1), np.diff(self.tp))  # of each genuine pair
         self.above, self.reached = self.fp[level - 1], self.fp[level]  # impostors above it, and with its equals
 
     def cells(self, ids: Counts | None) -> Cells:
-        """The pairs with their identities (M, 2) of the list; without these nobody's."""
+        """The pairs with their identities (M, 2), in the order of the list; None where they are unknown."""
         if ids is None:
             return Cells(0, np.zeros(len(self.genuine), np.int64), np.zeros((len(self.impostors), 2), np.int64),
                          np.arange(len(self.impostors)))  # fmt: skip
-        names, place = np.unique(ids, return_inverse=True)
-        place = np.sort(place.reshape(ids.shape), axis=1)
-        strange = place[self.impostors]
-        both = np.unique(strange[:, 0] * len(names) + strange[:, 1], return_inverse=True)[1]
-        return Cells(len(names), place[self.genuine, 0], strange, both)
+        classes, number = np.unique(ids, return_inverse=True)
+        number = np.sort(number.reshape(ids.shape), axis=1)
+        impostor = number[self.impostors]
+        class_pair = np.unique(impostor[:, 0] * len(classes) + impostor[:, 1], return_inverse=True)[1]
+        return Cells(len(classes), number[self.genuine, 0], impostor, class_pair)
 
     def cut(self, threshold: float) -> int:
-        """The place on the curve of accepting from this threshold on."""
+        """The index on the curve of accepting from this threshold on."""
         return int(np.searchsorted(-self.levels, -threshold, side="right"))
 
     def rates(self, genuine: Floats, impostors: Floats, fars: Sequence[float], cuts: Sequence[int]) -> list[float]:
-        """EER, AUC, the best TAR within each FAR, then FAR and TAR at each place of `cuts`, by whole-number weights."""
-        kin, strange = (np.append(0.0, np.cumsum(weights)) for weights in (genuine, impostors))
-        of, others = kin[-1], strange[-1]
-        if not of or not others:
+        """EER, AUC, the best TAR within each FAR, then FAR and TAR at each index of `cuts`, by whole-number weights."""
+        tp, fp = (np.append(0.0, np.cumsum(weights)) for weights in (genuine, impostors))  # by pairs, not by levels
+        positives, negatives = tp[-1], fp[-1]
+        if not positives or not negatives:
             return [math.nan] * (2 + len(fars) + 2 * len(cuts))
 
-        def apart(place: int) -> float:  # FAR - FRR, in parts of all
-            return float(strange[self.fp[place]] * of - (of - kin[self.tp[place]]) * others)
+        def gap(level: int) -> float:  # FAR - FRR, in units of 1 / (positives · negatives)
+            return float(fp[self.fp[level]] * positives - (positives - tp[self.tp[level]]) * negatives)
 
-        at = _first(lambda place: apart(place) >= 0, len(self.tp))
-        d0, d1 = apart(at - 1), apart(at)
-        crossing = (strange[self.fp[at - 1]] * d1 - strange[self.fp[at]] * d0) / ((d1 - d0) * others)
-        passed = np.dot(genuine, strange.take(self.above) + strange.take(self.reached)) / 2
-        found = [crossing, 1 - passed / (of * others)]
+        at = _first(lambda level: gap(level) >= 0, len(self.tp))
+        d0, d1 = gap(at - 1), gap(at)
+        crossing = (fp[self.fp[at - 1]] * d1 - fp[self.fp[at]] * d0) / ((d1 - d0) * negatives)
+        passed = np.dot(genuine, fp.take(self.above) + fp.take(self.reached)) / 2
+        rates = [crossing, 1 - passed / (positives * negatives)]
         for far in fars:
-            most = most_accepted(far, int(others))
-            seen = int(np.searchsorted(strange, most, side="right")) - 1  # so many impostors may be let in
-            within = int(np.searchsorted(self.fp, seen, side="right")) - 1
-            found.append(kin[self.tp[within]] / of)
-        found += [strange[self.fp[cut]] / others for cut in cuts]
-        return found + [kin[self.tp[cut]] / of for cut in cuts]
+            accepted = int(np.searchsorted(fp, most_accepted(far, int(negatives)), side="right")) - 1
+            within = int(np.searchsorted(self.fp, accepted, side="right")) - 1
+            rates.append(tp[self.tp[within]] / positives)
+        rates += [fp[self.fp[cut]] / negatives for cut in cuts]
+        return rates + [tp[self.tp[cut]] / positives for cut in cuts]
 
 
-def widened(points: Sequence[OperatingPoint], ends: Sequence[Ends]) -> list[OperatingPoint]:
-    """Each rate with the wider of its interval and the one found: of all FARs first, then of all TARs.
+def with_wider_intervals(points: Sequence[OperatingPoint], ends: Sequence[Ends]) -> list[OperatingPoint]:
+    """Each rate with the wider of its binomial interval and that of `ends`: of all FARs first, then of all TARs.
 
-    A resample cannot hold an impostor that nobody has seen: of a few pairs the binomial interval is the honest one.
+    A resample never contains an impostor that was not in the sample: with few pairs the binomial interval is right.
     """
-    found = []
+    result = []
     for point, far, tar in zip(points, ends[: len(points)], ends[len(points) :], strict=True):
         far = far if 0 < point.far < 1 else binomial.NONE
-        found.append(
+        result.append(
             point._replace(far_interval=_wider(point.far_interval, far), tar_interval=_wider(point.tar_interval, tar))
         )
-    return found
+    return result
 
 
-def _wider(one: Ends, other: Ends) -> Ends:
-    return float(np.fmin(one[0], other[0])), float(np.fmax(one[1], other[1]))  # NaN is no end
+def _wider(a: Ends, b: Ends) -> Ends:
+    return float(np.fmin(a[0], b[0])), float(np.fmax(a[1], b[1]))  # NaN is no end
 
 
-def _first(reached: Callable[[int], Any], places: int) -> int:
-    """The first place from 1 on where it is true, of what stays true; the last one in any case."""
-    low, high = 1, places - 1
+def _first(reached: Callable[[int], bool], number: int) -> int:
+    """The first index from 1 on where `reached` is true, which stays true; the last one in any case."""
+    low, high = 1, number - 1
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if reached(middle) else (middle + 1, high)
     return low
 
 
-def _few(several: Iterator[Floats], step: int) -> Iterator[Floats]:
-    for times in several:
-        for at in range(0, len(times), step):
-            yield times[at : at + step]
-
-
-def _coins(number: int, samples: int, seed: int) -> Iterator[Floats]:
-    """Weights 0 or 2 by the toss of a coin, of mean and variance 1, one sample at a time."""
-    for sample in range(samples):
-        words = random.words(-(-number // 64), seed, _COINS, sample)
-        yield 2 * np.unpackbits(words.astype("<u8").view(np.uint8), count=number)[None].astype(np.float64)
+def _in_steps(samples: Iterator[Floats], step: int) -> Iterator[Floats]:
+    for part in samples:
+        for at in range(0, len(part), step):
+            yield part[at : at + step]
 
 
 def _variance(drawn: Floats) -> Floats:
@@ -231,35 +229,35 @@ def _variance(drawn: Floats) -> Floats:
 
 
 def _without(classes: int, number: int, seed: int) -> Iterator[Floats]:
-    """All classes but one, for so many of them."""
-    for place in random.shuffled(random.words(classes, seed, _LEFT))[:number]:
+    """All classes but one, for `number` of them."""
+    for left_out in random.shuffled(random.words(classes, seed, _LEFT))[:number]:
         times = np.ones((1, classes))
-        times[0, place] = 0
+        times[0, left_out] = 0
         yield times
 
 
-def _freedoms(left: Floats, classes: int) -> Floats:
-    """Degrees of freedom of each column, from the values without a class each."""
-    usable = left[~np.isnan(left).any(axis=1)]
+def _freedoms(values: Floats, classes: int) -> Floats:
+    """Degrees of freedom of each column, from the values without one class each."""
+    usable = values[~np.isnan(values).any(axis=1)]
     if len(usable) < 2:
-        return np.full(left.shape[1], classes - 1.0)
+        return np.full(values.shape[1], classes - 1.0)
     return np.array([binomial.freedom_of(column - column.mean(), classes) for column in usable.T])
 
 
-def _ends(here: Floats, variance: Floats, freedom: Floats, classes: int, confidence: float) -> list[Ends]:
+def _ends(values: Floats, variance: Floats, freedom: Floats, classes: int, confidence: float) -> list[Ends]:
     return [
-        binomial.share(float(value), float(spread), freedom=float(known), classes=classes, confidence=confidence)
-        for value, spread, known in zip(here, variance, freedom, strict=True)
+        binomial.share(float(value), float(spread), freedom=float(degrees), classes=classes, confidence=confidence)
+        for value, spread, degrees in zip(values, variance, freedom, strict=True)
     ]
 
 
-class _Told:
-    """Counts resamples for whoever wants to know."""
+class _Reporter:
+    """Counts resamples and reports progress."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.done, self.total, self.progress = 0, total, progress
 
-    def more(self, number: int) -> None:
+    def advance(self, number: int) -> None:
         self.done += number
         if self.progress is not None:
             self.progress(self.done, self.total)

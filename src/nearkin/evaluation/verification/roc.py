@@ -1,12 +1,12 @@
-"""Counting pairs of both kinds along their scores: the curve, its rates, and thresholds to ship.
+"""The ROC curve of scored pairs: counts of both kinds along the scores, rates, and operating points.
 
 Scores are similarities: larger is more alike, and a pair counts as the same from the threshold on, score >= t.
 
     FAR(t) = impostors with score >= t / impostors        TAR(t) = genuine with score >= t / genuine
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,28 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core import checks
+from nearkin.evaluation.arrays import Counts, Ends, Floats
 from nearkin.evaluation.statistics import binomial
+
+__all__ = [
+    "FARS", "OperatingPoint", "Roc", "check_pairs", "cumulative_counts", "eer", "far_entries", "far_reaches_frr",
+    "measurable", "most_accepted", "point", "points_at", "require_both_kinds", "shuffled_by_kind", "vector",
+]  # fmt: skip
 
 FARS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
-Floats: TypeAlias = NDArray[np.float64]
-Counts: TypeAlias = NDArray[np.int64]
-Values: TypeAlias = Tensor | NDArray[Any]
-Ends: TypeAlias = tuple[float, float]
-
-
-class Verified(dict[str, Any]):
-    """What `verification` and `all_pairs` found, by name; `intervals`: (low, high) by the same names, if asked for."""
-
-    intervals: dict[str, Ends]
-
-    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
-        super().__init__(values or {})
-        self.intervals = {}
-
 
 class Roc(NamedTuple):
-    """The curve, one point a distinct score, falling, after a first point (0, 0) at threshold +inf."""
+    """The curve, one point per distinct score, falling, after a first point (0, 0) at threshold +inf."""
 
     threshold: Floats
     far: Floats
@@ -43,43 +34,44 @@ class Roc(NamedTuple):
 
 
 class OperatingPoint(NamedTuple):
-    """A threshold to ship: "same" at score >= threshold, and what was measured there, with binomial intervals.
+    """A threshold to use, "same" at score >= threshold, with the rates measured there and their binomial intervals.
 
-    The intervals (Clopper-Pearson) hold for independent pairs. The threshold was chosen on the same impostors; being
-    an order statistic of them, its true FAR has a beta law that the interval covers.
+    The intervals (Clopper-Pearson) are for independent pairs. The threshold was chosen on the same impostors; it is an
+    order statistic of them, so its true FAR has a beta distribution, which the interval covers.
     """
 
     wanted_far: float
     threshold: float
     far: float
-    far_interval: tuple[float, float]
+    far_interval: Ends
     tar: float
-    tar_interval: tuple[float, float]
+    tar_interval: Ends
     confidence: float
 
 
-def checked(scores: object, same: object) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Scores in float32 or float64 and who is kin, on the CPU; both kinds present, all finite, -0 made 0."""
-    values, kin = vector("scores", scores), vector("same", same)
+def check_pairs(scores: object, same: object) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Scores in float32 or float64 and which pairs are the same; both kinds present, all finite, -0 made 0."""
+    values, genuine = vector("scores", scores), vector("same", same)
     if not values.is_floating_point():
         raise TypeError(f"scores must be floating point, got {values.dtype}")
-    if kin.is_floating_point() or kin.is_complex():
-        raise TypeError(f"same must be bool or 0/1 whole numbers, got {kin.dtype}")
-    if len(values) != len(kin):
-        raise ValueError(f"same must have one entry a score: {len(values)} scores, {len(kin)} entries")
-    if bool(((kin != 0) & (kin != 1)).any()):
-        raise ValueError(f"same must be bool or 0/1 whole numbers, got {int(kin[(kin != 0) & (kin != 1)][0])}")
+    if genuine.is_floating_point() or genuine.is_complex():
+        raise TypeError(f"same must be bool or 0/1 whole numbers, got {genuine.dtype}")
+    if len(values) != len(genuine):
+        raise ValueError(f"same must have one entry per score: {len(values)} scores, {len(genuine)} entries")
+    invalid = (genuine != 0) & (genuine != 1)
+    if bool(invalid.any()):
+        raise ValueError(f"same must be bool or 0/1 whole numbers, got {int(genuine[invalid][0])}")
     wrong = int((~values.isfinite()).sum())
     if wrong:
         raise ValueError(f"scores must be finite, got NaN or Inf in {wrong} of {len(values)} pairs")
-    both(int(kin.sum()), len(kin) - int(kin.sum()))
+    require_both_kinds(int(genuine.sum()), len(genuine) - int(genuine.sum()))
     if values.dtype not in (torch.float32, torch.float64):
         values = values.float()
-    return values.numpy() + values.new_zeros(()).numpy(), kin.bool().numpy()
+    return values.numpy() + values.new_zeros(()).numpy(), genuine.bool().numpy()
 
 
-def both(genuine: int, impostors: int) -> None:
-    """Neither rate exists without its kind of pair."""
+def require_both_kinds(genuine: int, impostors: int) -> None:
+    """TAR needs genuine pairs, FAR impostors."""
     if genuine < 1 or impostors < 1:
         raise ValueError(
             f"verification needs at least one genuine and one impostor pair, got {genuine} genuine and "
@@ -95,29 +87,29 @@ def vector(name: str, value: object) -> Tensor:
     return torch.as_tensor(value if isinstance(value, Tensor) else np.array(value)).detach().cpu()
 
 
-def deal(kin: NDArray[np.bool_], seed: int) -> NDArray[np.intp]:
-    """A shuffled order of the pairs, genuine first: every k-th of it has its share of both kinds."""
+def shuffled_by_kind(genuine: NDArray[np.bool_], seed: int) -> NDArray[np.intp]:
+    """A shuffled order of the pairs, genuine first: taking every k-th splits both kinds evenly."""
     draw = np.random.default_rng(seed)
-    return np.concatenate([draw.permutation(np.flatnonzero(kin)), draw.permutation(np.flatnonzero(~kin))])
+    return np.concatenate([draw.permutation(np.flatnonzero(genuine)), draw.permutation(np.flatnonzero(~genuine))])
 
 
-def counted(values: NDArray[Any], kin: NDArray[np.bool_]) -> tuple[NDArray[Any], Counts, Counts]:
-    """Distinct scores, falling, and the genuine and impostors at or above each; all after a point of none."""
+def cumulative_counts(values: NDArray[Any], genuine: NDArray[np.bool_]) -> tuple[NDArray[Any], Counts, Counts]:
+    """Distinct scores, falling, and the genuine and impostors at or above each; preceded by (inf, 0, 0)."""
     order = np.argsort(-values, kind="stable")
     falling = values[order]
     last = np.append(np.flatnonzero(falling[1:] != falling[:-1]), len(falling) - 1)  # of every run of equals
-    tp = np.cumsum(kin[order], dtype=np.int64)[last]
+    tp = np.cumsum(genuine[order], dtype=np.int64)[last]
     start = np.zeros(1, np.int64)
     threshold = np.concatenate([np.full(1, np.inf, values.dtype), falling[last]])
     return threshold, np.concatenate([start, tp]), np.concatenate([start, last + 1 - tp])
 
 
 def measurable(fars: Iterable[float], impostors: int) -> list[float]:
-    """The FARs that so many impostors can show, largest first."""
-    known = sorted({float(far) for far in fars}, reverse=True)
-    for far in known:
+    """The FARs that this many impostors can show, largest first."""
+    distinct = sorted({float(far) for far in fars}, reverse=True)
+    for far in distinct:
         checks.between("fars", far, 0, 1)
-    return [far for far in known if far >= 1 / impostors]
+    return [far for far in distinct if far >= 1 / impostors]
 
 
 def most_accepted(far: float, impostors: int) -> int:
@@ -128,13 +120,13 @@ def most_accepted(far: float, impostors: int) -> int:
     return k
 
 
-def crossed(tp: Counts, fp: Counts, genuine: int, impostors: int) -> NDArray[np.bool_]:
-    """Where FAR has reached FRR."""
+def far_reaches_frr(tp: Counts, fp: Counts, genuine: int, impostors: int) -> NDArray[np.bool_]:
+    """Where FAR >= FRR."""
     return np.asarray(fp / impostors >= (genuine - tp) / genuine)
 
 
 def eer(tp: Sequence[int] | Counts, fp: Sequence[int] | Counts, genuine: int, impostors: int) -> float:
-    """Where the line between the last point before the crossing and the first point from it on has FAR = FRR."""
+    """FAR = FRR on the line between the last point before the crossing and the first one from there on."""
     # In whole numbers: d = FAR - FRR in units of 1 / (genuine · impostors).
     (tp0, tp1), (fp0, fp1) = map(int, tp), map(int, fp)
     d0 = fp0 * genuine - (genuine - tp0) * impostors
@@ -145,21 +137,16 @@ def eer(tp: Sequence[int] | Counts, fp: Sequence[int] | Counts, genuine: int, im
 def point(
     far: float, threshold: float, tp: int, fp: int, genuine: int, impostors: int, confidence: float
 ) -> OperatingPoint:
-    """What was counted at a threshold, with the intervals of both rates."""
-    return OperatingPoint(
-        far,
-        threshold,
-        fp / impostors,
-        binomial.binomial(fp, impostors, confidence),
-        tp / genuine,
-        binomial.binomial(tp, genuine, confidence),
-        confidence,
-    )
+    """The rates at a threshold, from counts, with their intervals."""
+    counts = ((fp, impostors), (tp, genuine))
+    far_interval, tar_interval = (binomial.binomial(accepted, pairs, confidence) for accepted, pairs in counts)
+    return OperatingPoint(far, threshold, fp / impostors, far_interval, tp / genuine, tar_interval, confidence)
 
 
 def points_at(
     curve: NDArray[Any], tp: Counts, fp: Counts, fars: Iterable[float], confidence: float
 ) -> list[OperatingPoint]:
+    """The operating points at the FARs that can be measured, from the counts along a curve."""
     genuine, impostors = int(tp[-1]), int(fp[-1])
     points = []
     for far in measurable(fars, impostors):
@@ -169,9 +156,8 @@ def points_at(
     return points
 
 
-def at_fars(fars: Iterable[float], points: list[OperatingPoint]) -> dict[str, Any]:
-    """The part of a report that lists the wanted FARs, measurable or not."""
-    tar = {found.wanted_far: found.tar for found in points}
-    wanted = [float(far) for far in fars]
-    found: dict[str, Any] = {f"tar@far={far}": tar.get(far) for far in wanted}
-    return found | {"not_measurable": [far for far in wanted if far not in tar], "operating_points": points}
+def far_entries(fars: Iterable[float], points: list[OperatingPoint]) -> dict[str, Any]:
+    """The entries of a result for the FARs in question, measurable or not."""
+    tar, fars = {reached.wanted_far: reached.tar for reached in points}, [float(far) for far in fars]
+    entries: dict[str, Any] = {f"tar@far={far}": tar.get(far) for far in fars}
+    return entries | {"not_measurable": [far for far in fars if far not in tar], "operating_points": points}

@@ -1,7 +1,7 @@
-"""From a score to a probability of being the same: isotonic regression, fitted and judged on different pairs."""
+"""Calibration of scores: the probability that a pair is the same, by isotonic regression, tested on other pairs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core import checks
-from nearkin.evaluation.arrays import Array, tensor
-from nearkin.evaluation.verification.roc import Floats, Values, checked, deal
+from nearkin.evaluation.arrays import Array, Floats, Values, tensor
+from nearkin.evaluation.verification.roc import check_pairs, shuffled_by_kind
 
-__all__ = ["Calibration", "calibrate", "isotonic"]
+__all__ = ["Calibration", "calibrate", "expected_error", "isotonic"]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A rising curve through (scores, probabilities), straight between its knots and level beyond them.
+    """A rising curve through (scores, probabilities), linear between its knots and constant beyond them.
 
-    `error` is the expected calibration error on `judged_on` pairs that were not among the `fitted_on`.
+    `error` is the expected calibration error on `judged_on` pairs, none of which were among the `fitted_on`.
     """
 
     scores: tuple[float, ...]
@@ -35,24 +35,18 @@ class Calibration:
         if not isinstance(scores, Tensor) or not scores.is_floating_point():
             got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
             raise TypeError(f"scores must be a torch tensor of floats, got {got}")
-        kind = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        found = np.interp(scores.detach().to("cpu", torch.float64).numpy(), self.scores, self.probabilities)
-        return torch.as_tensor(found, dtype=kind).to(scores.device)
+        dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        values = np.interp(scores.detach().to("cpu", torch.float64).numpy(), self.scores, self.probabilities)
+        return torch.as_tensor(values, dtype=dtype).to(scores.device)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, as JSON has them."""
-        return {
-            "scores": list(self.scores),
-            "probabilities": list(self.probabilities),
-            "error": self.error,
-            "fitted_on": self.fitted_on,
-            "judged_on": self.judged_on,
-        }
+        """Plain numbers and lists, ready for JSON."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Calibration":
-        """The inverse of `to_dict`; refuses a curve that falls."""
-        needed = ("scores", "probabilities", "error", "fitted_on", "judged_on")
+        """The inverse of `to_dict`; refuses a curve that decreases."""
+        needed = [field.name for field in fields(cls)]
         if set(plain) != set(needed):
             raise ValueError(f"a calibration must have {', '.join(needed)}, got {', '.join(sorted(plain))}")
         x, y = np.array(plain["scores"], np.float64), np.array(plain["probabilities"], np.float64)
@@ -71,35 +65,33 @@ def calibrate(scores: Values, same: Values, *, held_out: float = 0.5, bins: int 
 
     scores (M,), same (M,) as in `verification`; at least 2 genuine and 2 impostor pairs, since both kinds are split,
     with `seed`. The error is the expected calibration error over `bins` equal intervals of [0, 1] (Guo et al. 2017,
-    eq. 3). The probability is that of pairs mixed as these are: where impostors are more common, so is a false "same".
-    Isotonic regression of scores: Zadrozny, Elkan 2002.
+    eq. 3). The probability is for the share of genuine pairs in these: with more impostors, more scores are falsely
+    "same". Isotonic regression of scores: Zadrozny, Elkan 2002.
     """
-    values, kin = checked(scores, same)
+    values, is_genuine = check_pairs(scores, same)
     checks.between("held_out", held_out, 0, 1)
     checks.integer("bins", bins, 1)
-    genuine = int(kin.sum())
-    if min(genuine, len(kin) - genuine) < 2:
-        raise ValueError(
-            f"calibration needs at least 2 genuine and 2 impostor pairs, got {genuine} and {len(kin) - genuine}"
-        )
-    fit = np.zeros(len(kin), dtype=bool)
-    order = deal(kin, seed)
+    genuine, impostors = int(is_genuine.sum()), int((~is_genuine).sum())
+    if min(genuine, impostors) < 2:
+        raise ValueError(f"calibration needs at least 2 genuine and 2 impostor pairs, got {genuine} and {impostors}")
+    fit = np.zeros(len(values), dtype=bool)
+    order = shuffled_by_kind(is_genuine, seed)
     for kind in (order[:genuine], order[genuine:]):
         fit[kind[: min(max(round(len(kind) * held_out), 1), len(kind) - 1)]] = True
-    x, y = isotonic(values[fit], kin[fit])
-    error = _expected_error(np.interp(values[~fit], x, y), kin[~fit], bins)
+    x, y = isotonic(values[fit], is_genuine[fit])
+    tested = is_genuine[~fit]
+    error = expected_error(np.interp(values[~fit], x, y), tested, ~tested, len(tested), bins)
     return Calibration(tuple(x.tolist()), tuple(y.tolist()), error, int(fit.sum()), int((~fit).sum()))
 
 
-def isotonic(values: NDArray[Any], kin: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Knots of the rising curve nearest, in squares, to 0/1 outcomes: first and last score of every level.
+def isotonic(values: NDArray[Any], genuine: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Knots of the least-squares rising curve through 0/1 outcomes: first and last score of every level.
 
-    Pools adjacent violators over the distinct scores; equal scores are one from the start. Comparisons are in whole
-    numbers. O(M log M) for the sort, O(M) after it.
+    Pools adjacent violators over the distinct scores, comparing in whole numbers. O(M log M) for the sort, O(M) after.
     """
-    distinct, place = np.unique(values.astype(np.float64), return_inverse=True)
-    number = np.bincount(place)
-    hits = np.bincount(place[kin], minlength=len(distinct))
+    distinct, index = np.unique(values.astype(np.float64), return_inverse=True)
+    number = np.bincount(index)
+    hits = np.bincount(index[genuine], minlength=len(distinct))
     blocks: list[tuple[int, int, int]] = []  # first distinct score, hits, pairs
     for first, (hit, pairs) in enumerate(zip(hits.tolist(), number.tolist(), strict=True)):
         while blocks and blocks[-1][1] * pairs >= hit * blocks[-1][2]:
@@ -114,7 +106,12 @@ def isotonic(values: NDArray[Any], kin: NDArray[np.bool_]) -> tuple[Floats, Floa
     return distinct[ends[keep]], np.repeat(level, 2)[keep]
 
 
-def _expected_error(probability: Floats, kin: NDArray[np.bool_], bins: int) -> float:
-    place = np.minimum((probability * bins).astype(np.int64), bins - 1)
-    gap = np.bincount(place, weights=probability - kin, minlength=bins)  # pairs times (confidence - rate), a bin
-    return float(np.abs(gap).sum() / len(kin))
+def expected_error(probability: Floats, same: NDArray[Any], other: NDArray[Any], total: float, bins: int = 15) -> float:
+    """Expected calibration error of P(same): Guo et al. 2017, eq. 3.
+
+    same, other: how many pairs of each kind, or their weights, have each probability; together `total`.
+    """
+    bin_of = np.minimum((probability * bins).astype(np.int64), bins - 1)
+    weight = np.add(same, other, dtype=np.float64)
+    gap = np.bincount(bin_of, weights=probability * weight - same, minlength=bins)  # per bin, weighted
+    return float(np.abs(gap).sum() / total)
