@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nearkin.core import checks
+from nearkin.core.random import GOLDEN, Salt, mix, salted, signed
 
 __all__ = ["PRESETS", "Augmentation", "centre", "crop_side", "keys", "preset", "uniforms", "views", "warp"]
 
@@ -102,14 +103,14 @@ def keys(epoch: int, step: int, items: Tensor) -> Tensor:
     first[1:] = ordered[1:] != ordered[:-1]
     occurrence = torch.empty_like(items)
     occurrence[order] = places - torch.where(first, places, 0).cummax(0).values
-    key = _mix(items + _constant(epoch, 1))
-    return _mix(_mix(key + _constant(step, 2)) + occurrence)
+    key = mix(items + salted(epoch, Salt.EPOCH))
+    return mix(mix(key + salted(step, Salt.STEP)) + occurrence)
 
 
 def uniforms(seed: int, keys: Tensor, count: int) -> Tensor:
     """(B, count) numbers in [0, 1), each from its (seed, key, column) alone and with 24 random bits."""
-    columns = torch.arange(1, count + 1, device=keys.device) * _signed(0x9E3779B97F4A7C15)
-    mixed = _mix(_mix(keys + _constant(seed, 3))[:, None] + columns)
+    columns = torch.arange(1, count + 1, device=keys.device) * signed(GOLDEN)
+    mixed = mix(mix(keys + salted(seed, Salt.SEED))[:, None] + columns)
     return ((mixed >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
@@ -294,20 +295,3 @@ def _erase(pixels: Tensor, numbers: Tensor, a: Augmentation) -> None:
     inside = (rows[:, :, None] & columns[:, None, :])[:, None]  # (chosen, 1, size, size)
     touched = pixels[chosen]
     pixels[chosen] = torch.where(inside, touched.mean((2, 3), keepdim=True), touched)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele et al. 2014); int64 wraps around, and shifts are made logical."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _signed(0x94D049BB133111EB)
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def _constant(value: int, purpose: int) -> int:
-    """A whole number of any size as an addend, far from those of its neighbours and of other purposes."""
-    checks.integer(("epoch", "step", "seed")[purpose - 1], value, 0)
-    return _signed((value * 0x9E3779B97F4A7C15 + purpose * 0xD1342543DE82EF95) % 2**64)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value

@@ -16,7 +16,6 @@ from nearkin.evaluation.retrieval.knn import BUDGET
 from nearkin.evaluation.statistics import binomial
 from nearkin.evaluation.statistics.cluster_bootstrap import Scores
 
-_PARTS = 20  # a stream of words of its own
 Ints = NDArray[np.int64]
 
 
@@ -82,7 +81,7 @@ def _intervals(
     parts = min(parts, len(classes))
     if len(classes) < binomial.MIN_CLASSES:
         return dict.fromkeys(whole, binomial.NONE)
-    order = random.shuffled(random.words(len(classes), seed, _PARTS, 0))
+    order = random.shuffled(random.words(len(classes), seed, random.Stream.CLUSTERING_PARTS, 0))
     part = np.empty(len(classes), np.int64)
     part[order] = np.arange(len(classes)) % parts
     without = []

@@ -20,7 +20,6 @@ from nearkin.evaluation.retrieval.knn import BUDGET
 from nearkin.evaluation.statistics.cluster_bootstrap import Scores, share_interval
 
 SCORES = ("mean", "max", "nearest")
-_EPISODES = 17  # a stream of words beside those the samplers draw from
 _95 = 1.959963984540054  # a normal variable lies within so many standard deviations of its mean in 95 of 100 cases
 
 Ints = NDArray[np.int64]
@@ -168,7 +167,7 @@ def _classes(labels: Tensor, known: Ints, ways: int, needed: int) -> tuple[Ints,
 
 def _draw(some: range, seed: int, ways: int, drawn: int, first: Ints, sizes: Ints) -> Ints:
     """Places of the items of these episodes, (E, ways, drawn): different classes, different items of each."""
-    words = np.stack([random.words(ways * (1 + drawn), seed, _EPISODES, episode) for episode in some])
+    words = np.stack([random.words(ways * (1 + drawn), seed, random.Stream.EPISODES, episode) for episode in some])
     classes = _different(words[:, :ways], np.full(len(some), sizes.size))  # (E, ways)
     items = _different(words[:, ways:].reshape(len(some), ways, drawn), sizes[classes])
     return first[classes][:, :, None] + items

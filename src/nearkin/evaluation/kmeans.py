@@ -16,7 +16,6 @@ from nearkin.evaluation.arrays import Array, takes_arrays
 from nearkin.evaluation.retrieval.knn import BUDGET
 
 Progress = Callable[[int, int], None]  # rows done, rows in all
-_SEEDING = 16  # a stream of words beside those the samplers draw from
 _ROUNDING = 2e-6  # of a squared distance taken in float32, in parts of the squared lengths
 
 
@@ -138,7 +137,7 @@ def _seeds(points: Tensor, clusters: int, trials: int, seed: int, start: int, bu
     lengths = torch.linalg.vector_norm(points, dim=1, keepdim=True).square()
     chosen: list[Tensor] = []
     for turn in range(clusters):
-        words = random.words(trials, seed, _SEEDING, start, turn)
+        words = random.words(trials, seed, random.Stream.KMEANS, start, turn)
         if turn == 0:
             drawn = (words % np.uint64(number)).astype(np.int64)
         else:

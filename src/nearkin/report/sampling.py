@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core import random
+from nearkin.core.random import Stream
 from nearkin.evaluation import diagnose
 from nearkin.evaluation.retrieval import knn
 from nearkin.report.findings import Findings, usable
@@ -25,7 +26,6 @@ ASKED = 1_024  # queries that search everything
 NEIGHBOURS = 8
 ROWS = 4  # queries a group of the grid
 MAP_CLASSES, MAP_ITEMS = 40, 2_000
-_DIAGNOSIS, _QUERIES, _MAP, _WORST = range(100, 104)  # streams of chance; those of the samplers are below
 
 
 @dataclass(frozen=True)
@@ -62,32 +62,32 @@ def choose(findings: Findings, seed: int) -> Choice:
     kinds = None if findings.labels is None else findings.labels.cpu().numpy().astype(np.int64)
     looked, diagnosis = items[:0], None
     if kinds is not None and len(items) > 1:
-        looked = _whole_classes(items, kinds[items], DIAGNOSED, len(findings.classes), seed, _DIAGNOSIS)
+        looked = _whole_classes(items, kinds[items], DIAGNOSED, len(findings.classes), seed, Stream.DIAGNOSIS)
         place = torch.from_numpy(looked)
         diagnosis = diagnose(findings.embeddings[place].cpu(), torch.from_numpy(kinds[looked]))
         for row in diagnosis["label_errors"] + diagnosis["hubs"]:
             row["item"] = int(looked[row["item"]])
     if kinds is not None:
-        mapped = _whole_classes(items, kinds[items], MAP_ITEMS, MAP_CLASSES, seed, _MAP)
+        mapped = _whole_classes(items, kinds[items], MAP_ITEMS, MAP_CLASSES, seed, Stream.MAP)
     else:
-        mapped = _some(items, MAP_ITEMS, seed, _MAP)
+        mapped = _some(items, MAP_ITEMS, seed, Stream.MAP)
     return Choice(items, looked, diagnosis, _grid(findings, items, kinds, diagnosis, seed), mapped)
 
 
-def _some(items: Ints, most: int, seed: int, purpose: int) -> Ints:
+def _some(items: Ints, most: int, seed: int, stream: Stream) -> Ints:
     """At most so many of the items, in their order."""
-    order = random.shuffled(random.words(len(items), seed, purpose))
+    order = random.shuffled(random.words(len(items), seed, stream))
     return items[np.sort(order[:most])]
 
 
-def _whole_classes(items: Ints, kinds: Ints, most: int, most_classes: int, seed: int, purpose: int) -> Ints:
+def _whole_classes(items: Ints, kinds: Ints, most: int, most_classes: int, seed: int, stream: Stream) -> Ints:
     """Classes drawn by chance until the items are enough, whole where that is possible; in the order of the items."""
-    order = random.shuffled(random.words(len(items), seed, purpose))
+    order = random.shuffled(random.words(len(items), seed, stream))
     ids, place = np.unique(kinds, return_inverse=True)
     if len(items) <= most and len(ids) <= most_classes:
         return items
     turn = np.empty(len(ids), np.int64)
-    turn[random.shuffled(random.words(len(ids), seed, purpose, 1))] = np.arange(len(ids))
+    turn[random.shuffled(random.words(len(ids), seed, stream, 1))] = np.arange(len(ids))
     sizes = np.bincount(place)
     cap = max(2, most // min(most_classes, len(ids))) if most_classes < len(ids) else most
     kept = np.minimum(sizes, cap)
@@ -106,13 +106,13 @@ def _grid(
 ) -> list[Group]:
     if len(items) < 2:
         return []
-    asked = _some(items, ASKED, seed, _QUERIES)
-    order = random.shuffled(random.words(len(asked), seed, _QUERIES, 1)).tolist()
+    asked = _some(items, ASKED, seed, Stream.QUERIES)
+    order = random.shuffled(random.words(len(asked), seed, Stream.QUERIES, 1)).tolist()
     if kinds is None:
         rows = _ask(findings, items, asked)
         return _by_label_distance(rows, order) if findings.targets is not None else [_random(rows, order)]
     worst = [one["class"] for one in diagnosis["worst_classes"]] if diagnosis else []
-    extra = {c: _some(items[kinds[items] == c], 50, seed, _WORST) for c in worst[:ROWS]}
+    extra = {c: _some(items[kinds[items] == c], 50, seed, Stream.WORST) for c in worst[:ROWS]}
     rows = _ask(findings, items, np.unique(np.concatenate([asked, *extra.values()])))
     by_query = {row.query: row for row in rows}
 

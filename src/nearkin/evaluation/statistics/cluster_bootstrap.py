@@ -24,7 +24,6 @@ from nearkin.evaluation.statistics.binomial import MIN_CLASSES, Ends
 
 Floats = NDArray[np.float64]
 
-_RESAMPLES, _FLIPS = 18, 19  # streams of words beside those the samplers draw from
 _CELLS = 2**21  # (sample, class) cells at a time: some 50 MiB
 _EXACT = 16  # classes whose 2^16 signs are all tried
 _OTHERS = 1.2  # variance with new classes in the gallery, too, in parts of that over query classes alone
@@ -138,7 +137,9 @@ def classes_of(labels: Labels, queries: int) -> Tensor:
     return torch.arange(queries)
 
 
-def resamples(classes: int, samples: int, seed: int, stream: int = _RESAMPLES) -> Iterator[Floats]:
+def resamples(
+    classes: int, samples: int, seed: int, stream: random.Stream = random.Stream.RESAMPLES
+) -> Iterator[Floats]:
     """How often each class is drawn, (some samples, C), until all samples were; each sample has a stream of its own."""
     step = max(1, _CELLS // classes)
     for start in range(0, samples, step):
@@ -222,7 +223,7 @@ def _sign_flips(sums: Floats, samples: int, seed: int) -> float:
     reached, step = 1, max(1, _CELLS // len(sums))
     for start in range(0, samples, step):
         some = range(start, min(start + step, samples))
-        words = np.stack([random.words(-(-len(sums) // 64), seed, _FLIPS, sample) for sample in some])
+        words = np.stack([random.words(-(-len(sums) // 64), seed, random.Stream.SIGN_FLIPS, sample) for sample in some])
         bits = np.unpackbits(words.astype("<u8").view(np.uint8), axis=1, count=len(sums))
         reached += int((np.abs((1 - 2.0 * bits) @ sums) >= seen).sum())
     return reached / (samples + 1)

@@ -34,7 +34,6 @@ __all__ = ["all_pairs"]
 _GROUPS = 64  # of classes, drawn as one where there are more classes
 _GRID = 1024  # scores at which the curve of every resample is known
 _CELLS = 4 * 8 * (_GROUPS * (_GROUPS + 3) // 2) * (_GRID + 64)  # bytes to count these and to draw from them
-_DEAL = 24  # a stream of words of its own
 
 
 @takes_arrays
@@ -157,7 +156,7 @@ def _counted(scan: Scan, grid: Counts, seed: int) -> tuple[Floats, Floats, pair_
     classes = len(scan.classes)
     groups = min(classes, _GROUPS)
     dealt = np.empty(classes, np.int64)
-    dealt[random.shuffled(random.words(classes, seed, _DEAL))] = np.arange(classes) % groups
+    dealt[random.shuffled(random.words(classes, seed, random.Stream.CLASS_GROUPS))] = np.arange(classes) % groups
     group = torch.from_numpy(dealt).to(scan.order.device)[scan.number]  # of each row
     one, other = np.triu_indices(groups)
     cell = np.empty((groups, groups), np.int64)

@@ -26,7 +26,6 @@ SAMPLES = 1000
 CLASS_PAIRS = 4  # that a FAR must let in, of those there are, for its TAR to have an interval
 _OWN = 200  # resamples from which a variance is taken
 _LEFT_OUT = 64  # classes, one at a time, that show how evenly classes add to a variance
-_PAIRS, _STRANGERS, _COINS, _LEFT = 21, 22, 23, 25  # streams of words of their own
 _CELLS = 2**20  # weights at a time: 8 MiB
 
 Measure = Callable[[Floats, Floats], Floats]  # weights of the cells (S, P) and (S, Q) to values (S, K)
@@ -118,7 +117,8 @@ def by_pairs(
     genuine, impostors = len(cells.genuine), len(cells.impostor)
     here = measure(np.ones((1, genuine)), np.ones((1, impostors)))
     told, drawn = _Told(samples, progress), []
-    kin, strange = resamples(genuine, samples, seed, _PAIRS), resamples(impostors, samples, seed, _STRANGERS)
+    kin = resamples(genuine, samples, seed, random.Stream.GENUINE_PAIRS)
+    strange = resamples(impostors, samples, seed, random.Stream.IMPOSTOR_PAIRS)
     for one, other in zip(_few(kin, 1), _few(strange, 1), strict=True):
         drawn.append(measure(one, other))
         told.more(1)
@@ -221,7 +221,7 @@ def _few(several: Iterator[Floats], step: int) -> Iterator[Floats]:
 def _coins(number: int, samples: int, seed: int) -> Iterator[Floats]:
     """Weights 0 or 2 by the toss of a coin, of mean and variance 1, one sample at a time."""
     for sample in range(samples):
-        words = random.words(-(-number // 64), seed, _COINS, sample)
+        words = random.words(-(-number // 64), seed, random.Stream.COIN_WEIGHTS, sample)
         yield 2 * np.unpackbits(words.astype("<u8").view(np.uint8), count=number)[None].astype(np.float64)
 
 
@@ -232,7 +232,7 @@ def _variance(drawn: Floats) -> Floats:
 
 def _without(classes: int, number: int, seed: int) -> Iterator[Floats]:
     """All classes but one, for so many of them."""
-    for place in random.shuffled(random.words(classes, seed, _LEFT))[:number]:
+    for place in random.shuffled(random.words(classes, seed, random.Stream.LEFT_OUT_CLASSES))[:number]:
         times = np.ones((1, classes))
         times[0, place] = 0
         yield times
