@@ -240,16 +240,6 @@ def test_a_failed_write_leaves_nothing_behind(folder, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert glyphs.cache_folder() == tmp_path / "cache"
-    monkeypatch.delenv("NEARKIN_CACHE")
-    assert glyphs.cache_folder() == tmp_path / "nearkin"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert glyphs.cache_folder() == tmp_path / ".cache" / "nearkin"
-
-
 def test_a_user_without_home_is_served(monkeypatch):
     def nowhere(*_):
         raise RuntimeError("Could not determine home directory.")

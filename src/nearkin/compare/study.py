@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.compare.protocol import Job
-from nearkin.core.locks import Lock
+from nearkin.core.files import Lock
 
 __all__ = ["Study"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearkin.core import checks, distances, reduce, relations
 from nearkin.core.autograd import recomputed
-from nearkin.core.relations import LabelDistance, Labels, Relation
+from nearkin.core.labels import LabelDistance, Labels, Relation
 
 PAIR = (
     64  # bytes a pair of anchor and reference: at most 16 float32 matrices, which the memory benchmark holds losses to

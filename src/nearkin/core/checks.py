@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core.autograd import traced
-from nearkin.core.relations import UNKNOWN, LabelDistance, Labels, Relation
+from nearkin.core.labels import UNKNOWN, LabelDistance, Labels, Relation
 
 _strict = False
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearkin.core import checks
 from nearkin.core.autograd import HandGradient, device_type, traced
 
 
@@ -31,8 +32,6 @@ def upcast(x: Tensor) -> Tensor:
 
 def freely_read(x: Tensor) -> bool:
     """Whether a value may be read to take a shorter way: on the CPU, where no queue waits for it."""
-    from nearkin.core import checks  # which knows relations, which know distances
-
     return x.is_cpu and checks.reads_values(x)
 
 

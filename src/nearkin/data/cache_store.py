@@ -1,6 +1,6 @@
 """The picture cache on the disk: files that are whole or not taken, rows found again by the digest of their picture.
 
-In `cache_folder()/pictures` stand, for each set of pictures and settings, `TAG-KEY.npy` with the pixels and
+In `cache_dir()/pictures` stand, for each set of pictures and settings, `TAG-KEY.npy` with the pixels and
 `TAG-KEY.json` with the digest of every picture, a checksum of every row and the unreadable ones; `names-HASH.json`
 remembers which file, by its cheap stamp, had which digest. `TAG-part-ID` is one that is still being written, or was
 when its process ended: its rows are taken over by the next that needs them.
@@ -24,7 +24,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from nearkin.core import files
-from nearkin.data.glyphs import cache_folder
+from nearkin.core.paths import cache_dir
 
 __all__ = ["Cache", "Part", "Rows", "caches", "clear", "find", "recall", "remember"]
 
@@ -56,7 +56,7 @@ class Cache(NamedTuple):
 
 
 def folder() -> Path:
-    return cache_folder() / "pictures"
+    return cache_dir() / "pictures"
 
 
 def name_of(settings: dict[str, Any], digests: Sequence[str]) -> str:

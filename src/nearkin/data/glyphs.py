@@ -9,7 +9,6 @@ is `load().split()`: learn from one half of the characters, be measured on the o
 import hashlib
 import math
 import operator
-import os
 import unicodedata
 import warnings
 from collections.abc import Iterable
@@ -21,12 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import files
+from nearkin.core.paths import cache_dir
 from nearkin.core.versions import version_of
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
-__all__ = ["Glyphs", "cache_folder", "characters", "draw", "load", "plain", "typefaces"]
+__all__ = ["Glyphs", "characters", "draw", "load", "plain", "typefaces"]
 
 RECIPE = 1  # raise whenever the pictures or the classes change: it is part of the cache file's name
 FACES = tuple(
@@ -85,7 +85,7 @@ def load(
 ) -> Glyphs:
     """The whole set: about 950 characters, `per_class` drawings of each at `size` x `size`.
 
-    Drawn in seconds the first time, then read from `cache_folder()`; a damaged file there is drawn again, and a folder
+    Drawn in seconds the first time, then read from `cache_dir()`; a damaged file there is drawn again, and a folder
     that cannot be written costs a warning. progress: a bar on the terminal while drawing; by default if there is one.
     """
     seed, size, per_class = _whole("seed", seed, 0), _whole("size", size, 8), _whole("per_class", per_class, 1)
@@ -206,19 +206,11 @@ def _with_bar(names: list[str], progress: bool | None) -> Iterable[str]:
     return track(names, "drawing glyphs", console=console, transient=True, disable=hidden)
 
 
-def cache_folder() -> Path:
-    """NEARKIN_CACHE, else XDG_CACHE_HOME/nearkin, else ~/.cache/nearkin."""
-    if os.environ.get("NEARKIN_CACHE"):
-        return Path(os.environ["NEARKIN_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "nearkin"
-
-
 def _cache_file(seed: int, size: int, per_class: int) -> Path | None:
     """Named by all that decides the content: two renderers never share a file. None for a user without home."""
     made_by = "-".join(f"{package}{version_of(package)}" for package in ("pillow", "matplotlib", "numpy"))
     try:
-        return cache_folder() / f"glyphs{RECIPE}-seed{seed}-{size}px-{per_class}each-{made_by}.npz"
+        return cache_dir() / f"glyphs{RECIPE}-seed{seed}-{size}px-{per_class}each-{made_by}.npz"
     except RuntimeError:
         return None
 

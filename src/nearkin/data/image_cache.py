@@ -90,7 +90,7 @@ def store(
     threads, by default one a core. cache: False keeps the pixels in memory and writes nothing. progress: called as
     progress(done, total) from the calling thread, not at all where nothing is to be done.
 
-    The cache stands in `glyphs.cache_folder()`, under a hash of the content of all pictures, the size and the decoder.
+    The cache stands in `core.paths.cache_dir()`, under a hash of the content of all pictures, the size and the decoder.
     Files are not read again while their stamps stay the same. Whatever stops the work, what was done is not done again.
     """
     checks.integer("side", side, 1)
