@@ -90,8 +90,8 @@ def test_reading_values_changes_nothing(dtype, monkeypatch):
 def test_the_end_of_a_quiet_search_is_the_end(monkeypatch):
     """Nothing changed since each medoid was last tried: more rounds change nothing."""
     tried = []
-    few = facility._few
-    monkeypatch.setattr(facility, "_few", lambda *given: tried.append(1) or few(*given))
+    few = facility._known_scores
+    monkeypatch.setattr(facility, "_known_scores", lambda *given: tried.append(1) or few(*given))
     d, labels = batch(25, 40)
     long = losses.facility_location(d, labels, sweeps=100)
     number = int(long.chosen.sum())

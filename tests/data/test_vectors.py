@@ -147,11 +147,11 @@ def test_nothing_is_unpickled(tmp_path):
             {"embeddings": X.astype(int), "labels": IDS},
             "embeddings must be float16, bfloat16, float32, float64, got int64",
         ),
-        ({"embeddings": X, "labels": IDS[:4]}, "labels must have one entry a row of embeddings: 6 rows, 4 labels"),
+        ({"embeddings": X, "labels": IDS[:4]}, "labels must have one entry per row of embeddings: 6 rows, 4 labels"),
         ({"embeddings": X, "labels": X}, "labels must be whole numbers or strings, got float32; real-valued ones"),
         ({"embeddings": X, "labels": IDS[:, None]}, "labels must have shape (rows,), got (6, 1)"),
         ({"embeddings": X, "labels": np.full(6, 2**64 - 1, np.uint64)}, "labels must be below 2**63"),
-        ({"embeddings": X, "targets": X[:5]}, "targets must have one entry a row of embeddings: 6 rows, 5 targets"),
+        ({"embeddings": X, "targets": X[:5]}, "targets must have one entry per row of embeddings: 6 rows, 5 targets"),
         ({"embeddings": X, "targets": NAMES}, "targets must be numbers"),
         (
             {"embeddings": X, "targets": X[:, :1] * np.float32(np.inf)},

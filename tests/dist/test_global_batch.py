@@ -336,7 +336,7 @@ DIFFER = "must be of one kind and shape on all ranks but for the rows:"
 BAD = {
     "dimensions": f"embeddings {DIFFER} torch.float32 (3, 4) on rank 0, torch.float32 (3, 5) on rank 1",
     "kind": f"embeddings {DIFFER} torch.float32 (3, 4) on rank 0, torch.bfloat16 (3, 4) on rank 1",
-    "labels": "rank 1 of 2: labels must have one entry a row of embeddings: 3 rows, 2 labels",
+    "labels": "rank 1 of 2: labels must have one entry per row of embeddings: 3 rows, 2 labels",
     "label kind": f"labels {DIFFER} torch.int64 (3) on rank 0, torch.float32 (3) on rank 1",
     "references": f"references {DIFFER} None on rank 0, torch.float32 (3, 4) on rank 1",
     "no tensor": "rank 1 of 2: embeddings must be a torch tensor, got list",
@@ -347,7 +347,7 @@ BAD = {
     "relation": "rank 1 of 2: labels must be ids, rows or targets here, got a Relation, which says nothing of other "
     "ranks' items; a memory goes inside: GlobalBatch(CrossBatchMemory(loss, ...))",
     "relation rows": "rank 1 of 2: reference_labels must be given with references and multi-label rows, got None",
-    "order": "rank 1 of 2: order must have one entry a row of embeddings: 3 rows, 2 labels",
+    "order": "rank 1 of 2: order must have one entry per row of embeddings: 3 rows, 2 labels",
     "range": "labels must be in 0..3 (or -1 for unknown), got 8",
     "classes": "ArcFaceLoss must have parameters and buffers of the same names, shapes and kinds on all ranks; here, "
     "on rank {rank}: weight torch.float32 ({classes}, 4)",

@@ -155,7 +155,7 @@ def test_half_precision_and_tiles_agree():
     [
         ({"embeddings": torch.full((4, 2), torch.nan)}, "embeddings must be finite, got NaN or Inf in 4 rows"),
         ({"targets": torch.tensor([0, torch.inf, 1, 2])}, "targets must be finite, got NaN or Inf in 1 rows"),
-        ({"targets": torch.ones(3)}, r"one entry a row of embeddings: 4 rows, got \(3,\)"),
+        ({"targets": torch.ones(3)}, r"one entry per row of embeddings: 4 rows, got \(3,\)"),
         ({"targets": [1, 2, 3, 4]}, "targets must be real-valued"),
         ({"ks": ()}, "ks must hold at least one k"),
         ({"ks": (0,)}, "ks must be >= 1, got 0"),
@@ -199,5 +199,5 @@ def test_classes_are_resampled_where_they_are_known():
     assert dict(found) == pytest.approx(dict(alone), nan_ok=True)
     wide, narrow = (one.intervals["ndcg@10"][1] - one.intervals["ndcg@10"][0] for one in (found, alone))
     assert wide > 1.5 * narrow  # six queries of one class say the same
-    with pytest.raises(ValueError, match="classes must have one entry a row of embeddings: 120 rows, 3 labels"):
+    with pytest.raises(ValueError, match="classes must have one entry per row of embeddings: 120 rows, 3 labels"):
         graded(x, targets, classes=classes[:3])

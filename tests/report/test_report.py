@@ -349,7 +349,7 @@ def test_bad_input_is_a_sentence_and_the_old_page_stays(tmp_path):
     path = tmp_path / "report.html"
     path.write_text("old")
     wrong = {
-        "names must have one entry a row of embeddings: 48 rows, 1 names": {"names": ["a"]},
+        "names must have one entry per row of embeddings: 48 rows, 1 names": {"names": ["a"]},
         "labels must be in 0..2": {"classes": ["a", "b", "c"]},
         "labels must have one entry": {"labels": torch.zeros(3, dtype=torch.long)},
         "targets must be .rows,. or .rows, K.": {"targets": torch.zeros(3)},

@@ -74,7 +74,7 @@ def _split(path: Path, name: str, rows: int) -> list[str] | None:
         return None
     marks = [str(mark) for mark in np.asarray(value).reshape(-1).tolist()]
     if len(marks) != rows:
-        raise ValueError(f"{name}: split must have one entry a row of embeddings: {rows} rows, {len(marks)} entries")
+        raise ValueError(f"{name}: split must have one entry per row of embeddings: {rows} rows, {len(marks)} entries")
     known = {**SPLIT_NAMES, "0": "train", "1": "val", "2": "test"}
     wrong = [mark for mark in marks if mark.lower() not in known]
     if wrong:

@@ -325,7 +325,7 @@ def _names(value: Any, rows: int) -> list[str] | None:
 
 def _one_a_row(source: str, what: str, got: int, rows: int) -> None:
     if got != rows:
-        raise ValueError(f"{source}: {what} must have one entry a row of embeddings: {rows} rows, {got} {what}")
+        raise ValueError(f"{source}: {what} must have one entry per row of embeddings: {rows} rows, {got} {what}")
 
 
 def _tensor(value: Any) -> Tensor | None:

@@ -215,7 +215,7 @@ def _described(name: str, labels: Any, items: Tensor, of_name: str) -> None:
     if not isinstance(labels, Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {type(labels).__name__}")
     if labels.dim() == 0 or labels.shape[0] != items.shape[0]:
-        raise ValueError(f"{name} must have one entry a row of {of_name}: {len(items)} rows, {labels.numel()} labels")
+        raise ValueError(f"{name} must have one entry per row of {of_name}: {len(items)} rows, {labels.numel()} labels")
     checks.same_device(name, labels, items, of_name)
 
 

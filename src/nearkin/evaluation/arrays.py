@@ -102,7 +102,7 @@ def _listed(name: str, value: Any) -> Any:
     try:
         found = np.asarray(value)
     except ValueError:
-        raise TypeError(f"{name} must have one entry a row, got rows of several lengths") from None
+        raise TypeError(f"{name} must have one entry per row, got rows of several lengths") from None
     if found.dtype.kind == "O" and all(isinstance(one, str) for one in found.ravel()):
         return found.astype(str)  # as pandas has them
     return found.astype(str) if found.dtype.kind == "S" else found

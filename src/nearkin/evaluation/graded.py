@@ -141,7 +141,7 @@ def _items(name: str, rows: Tensor, targets_name: str, targets: Tensor | None) -
         raise TypeError(f"{targets_name} must be real-valued, (rows,) or (rows, K), got {got}")
     if targets.dim() not in (1, 2) or targets.shape[0] != rows.shape[0]:
         raise ValueError(
-            f"{targets_name} must be (rows,) or (rows, K), one entry a row of {name}: {rows.shape[0]} rows, "
+            f"{targets_name} must be (rows,) or (rows, K), one entry per row of {name}: {rows.shape[0]} rows, "
             f"got {tuple(targets.shape)}"
         )
     checks.same_device(targets_name, targets, rows, name)

@@ -42,7 +42,7 @@ def check(findings: Findings) -> None:
     """One sentence for what does not fit together."""
     x = checks.rows("embeddings", findings.embeddings)
     if len(findings.names) != len(x):
-        raise ValueError(f"names must have one entry a row of embeddings: {len(x)} rows, {len(findings.names)} names")
+        raise ValueError(f"names must have one entry per row of embeddings: {len(x)} rows, {len(findings.names)} names")
     if findings.labels is not None:
         checks.class_ids("labels", findings.labels, x)
         checks.in_range(findings.labels.cpu(), len(findings.classes))
@@ -50,7 +50,7 @@ def check(findings: Findings) -> None:
         targets = findings.targets
         if targets.dim() not in (1, 2) or len(targets) != len(x):
             raise ValueError(
-                f"targets must be (rows,) or (rows, K), one entry a row of embeddings: {len(x)} rows, "
+                f"targets must be (rows,) or (rows, K), one entry per row of embeddings: {len(x)} rows, "
                 f"got {tuple(targets.shape)}"
             )
 
