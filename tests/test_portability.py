@@ -19,7 +19,7 @@ from commands import run, said
 from nearkin import kernels, report, training
 from nearkin.core.versions import version_of
 from nearkin.data import cache_store
-from nearkin.data.items import Pairs
+from nearkin.data.item_set import Pairs
 from nearkin.dist import heartbeat
 from nearkin.training.checkpoint import checkpoints
 from nearkin.training.prepare import Prepared

@@ -26,7 +26,7 @@ from nearkin.compare.protocol import Job, comparable, open_bench
 from nearkin.compare.schedule_trials import Schedule
 from nearkin.compare.study import Study
 from nearkin.core.errors import OutOfTime
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.evaluation import retrieval
 from nearkin.losses.search_ranges import RANGES, Choices
 from nearkin.training import read_recipe

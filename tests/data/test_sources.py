@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearkin import data
-from nearkin.data.archives import Archive
-from nearkin.data.file_tree import by_bytes
+from nearkin.data.file_tree import Archive, by_bytes
 
 
 def grow(root, *names, content=b"pixels"):
@@ -407,7 +406,7 @@ def test_take(tmp_path):
     for wrong in ([4], [-1], [True, False], [0.5], [[0]]):
         with pytest.raises((IndexError, ValueError, TypeError)):
             items.take(wrong)
-    with pytest.raises(ValueError, match="labels must have one entry an item: 2 items, 1 labels"):
+    with pytest.raises(ValueError, match="labels must have one entry per item: 2 items, 1 labels"):
         data.Items("x", ["a", "b"], ["k"], np.array([0]))
 
 

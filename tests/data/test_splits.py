@@ -271,7 +271,7 @@ def test_inspection():
     )
     assert f"{items.names[bad]}: is cut off" in text and "3 each" in text
     assert "duplicates" not in data.inspect(items, parts)
-    with pytest.raises(ValueError, match="one entry an item: 31 items, 1 digests"):
+    with pytest.raises(ValueError, match="one entry per item: 31 items, 1 digests"):
         data.inspect(items, parts, ["x"])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import checks
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.data.splits import LEAST, Parts
 
 __all__ = ["MOST", "folds"]

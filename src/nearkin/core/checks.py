@@ -11,15 +11,28 @@ from inspect import signature
 from types import TracebackType
 from typing import NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from nearkin.core.autograd import traced
 from nearkin.core.labels import UNKNOWN, LabelDistance, Labels, Relation
 
 __all__ = ["angle", "at_least", "at_most", "batch", "between", "class_ids", "classes", "device", "dimensions", "enough"]
-__all__ += ["finite", "impossible", "in_range", "integer", "number", "one_of", "positive", "reads_values", "rows"]
-__all__ += ["same_device", "same_shape", "strict", "takes_references"]
+__all__ += [
+    "finite",
+    "impossible",
+    "in_range",
+    "indices",
+    "integer",
+    "number",
+    "one_of",
+    "positive",
+    "reads_values",
+    "rows",
+]
+__all__ += ["rows", "same_device", "same_shape", "strict", "takes_references"]
 
 _strict = False
 
@@ -156,6 +169,23 @@ def same_shape(name: str, value: Tensor, of: Tensor, of_name: str) -> None:
 def same_device(name: str, value: Tensor, of: Tensor, of_name: str = "embeddings") -> None:
     if value.device != of.device:
         raise ValueError(f"{name} must be on the device of {of_name}: {of.device}, got {value.device}")
+
+
+def indices(values: ArrayLike, count: int) -> NDArray[np.int64]:
+    """Positions from 0 to count - 1 as int64, also from a mask of `count` booleans."""
+    chosen = np.asarray(values)
+    if chosen.dtype == np.bool_:
+        if chosen.shape != (count,):
+            raise ValueError(f"a mask must have one entry per item: {count} items, got shape {chosen.shape}")
+        return np.flatnonzero(chosen).astype(np.int64)
+    if chosen.size == 0:
+        return np.empty(0, np.int64)
+    if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+        raise TypeError(f"indices must be whole numbers, (n,), got {chosen.dtype} of shape {chosen.shape}")
+    if chosen.min() < 0 or chosen.max() >= count:
+        outside = int(chosen.min() if chosen.min() < 0 else chosen.max())
+        raise IndexError(f"indices must be from 0 to {count - 1}, got {outside}")
+    return chosen.astype(np.int64)
 
 
 def takes_references(loss: object) -> None:

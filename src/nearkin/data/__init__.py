@@ -1,8 +1,9 @@
 """Where items come from: sources, benchmark sets, splits."""
 
 from nearkin.data import glyphs
+from nearkin.data.file_tree import Files, Members
 from nearkin.data.inspection import inspect, lines
-from nearkin.data.items import Arrays, Files, Items, Members, Pairs, Pictures, Several
+from nearkin.data.item_set import Arrays, Items, Pairs, Pictures, Several
 from nearkin.data.sources import Source, load, sources
 from nearkin.data.splits import Parts, divide
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.data.file_tree import Tree, by_bytes, is_image, open_tree, printable
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 
 __all__ = ["SPLIT_NAMES", "numbered", "read"]
 

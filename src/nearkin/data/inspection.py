@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts
 
 __all__ = ["inspect", "lines"]
@@ -25,7 +25,7 @@ def inspect(
     Places are those of `items`. An item that is in no part (left out) counts in all and in no part.
     """
     if digests is not None and len(digests) != len(items):
-        raise ValueError(f"digests must have one entry an item: {len(items)} items, {len(digests)} digests")
+        raise ValueError(f"digests must have one entry per item: {len(items)} items, {len(digests)} digests")
     places = {"train": parts.train, "val": parts.val, "test": parts.test}
     if parts.gallery is not None:
         places["gallery"] = parts.gallery

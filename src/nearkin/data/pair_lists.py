@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nearkin.data import vectors
+from nearkin.data import vector_files
 
 __all__ = ["KINDS", "PairList", "read"]
 
@@ -25,10 +25,10 @@ class PairList(NamedTuple):
 
 def read(path: str | Path, rows: int) -> PairList:
     """Reads pairs of rows 0 … rows - 1; a heading is allowed, and tells `fold` from `same` in a third column."""
-    path = vectors.present(Path(path), KINDS, "pairs")
+    path = vector_files.present(Path(path), KINDS, "pairs")
     heading: list[str] = []
     if path.suffix.lower() == ".npy":
-        table = vectors.numpy_file(path)
+        table = vector_files.numpy_file(path)
     else:
         heading, table = _text(path)
     if table.dtype.kind not in "biu":
@@ -51,7 +51,7 @@ def read(path: str | Path, rows: int) -> PairList:
 
 
 def _text(path: Path) -> tuple[list[str], Any]:
-    lines = vectors.lines_of(path)
+    lines = vector_files.lines_of(path)
     heading: list[str] = []
     if lines and not lines[0][0].lstrip("-").isdecimal():
         heading = [cell.lower() for cell in lines.pop(0)]

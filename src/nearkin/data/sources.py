@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nearkin.core import checks
-from nearkin.data import archives, folders, glyphs, tables, vector_items, vectors
+from nearkin.data import file_tree, folders, glyphs, tables, vector_files, vectors
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.benchmarks import read as read_benchmark
-from nearkin.data.items import Arrays, Items
+from nearkin.data.item_set import Arrays, Items
 
 __all__ = ["Source", "load", "sources"]
 
-FILES = tuple(dict.fromkeys((*tables.KINDS, *vectors.KINDS, *archives.KINDS)))
+FILES = tuple(dict.fromkeys((*tables.KINDS, *vector_files.READABLE, *file_tree.KINDS)))
 
 
 class Source(NamedTuple):
@@ -75,7 +75,7 @@ def load(
 
 def _file(path: Path, name: str, root: Path | None, labelled: bool) -> Items:
     ending = path.suffix.lower()
-    if path.name.lower().endswith((*archives.KINDS, *archives.COMPRESSED)):
+    if path.name.lower().endswith((*file_tree.KINDS, *file_tree.COMPRESSED)):
         _without_root(name, root)
         return folders.read(path, name, labelled)  # a compressed archive is refused there, with the way out
     if ending not in FILES:
@@ -83,9 +83,9 @@ def _file(path: Path, name: str, root: Path | None, labelled: bool) -> Items:
         raise ValueError(f"{name}: a source must be a folder or a file that ends in {', '.join(FILES)}, got {what}")
     if not os.access(path, os.R_OK):
         raise ValueError(f"{name}: its permissions do not allow reading it")
-    if ending in vectors.KINDS and not (ending == ".parquet" and _has_paths(path)):
+    if ending in vector_files.READABLE and not (ending == ".parquet" and _has_paths(path)):
         _without_root(name, root)
-        return vector_items.read(path, name, labelled)
+        return vectors.items(path, name, labelled)
     return tables.read(path, name, root, labelled)
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from nearkin.core import checks
 from nearkin.data.file_tree import by_bytes, printable
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 
 __all__ = ["Parts", "divide", "given_split"]
 

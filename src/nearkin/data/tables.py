@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data.file_tree import printable
+from nearkin.data.file_tree import Files, printable
 from nearkin.data.folders import SPLIT_NAMES, numbered
-from nearkin.data.items import Files, Items
+from nearkin.data.item_set import Items
 
 __all__ = ["KINDS", "read", "some"]
 

@@ -1,22 +1,10 @@
-"""Embeddings that somebody has stored: .npz, .npy, .safetensors or .parquet, with labels or targets beside them.
+"""Vectors: embeddings that are already computed, with labels or targets, read from a file; and as items of a set.
 
-    .npz, .safetensors   `embeddings` (N, D) floats; `labels` (N,) whole numbers or, npz, strings, or 0/1 rows (N, L)
-                         where an item has several; `targets` (N,) or (N, K); `names` (N,) strings, what each row is
-                         called, in .safetensors as JSON in the header, where `classes` names the label ids
-    .npy                 the embeddings alone; labels and targets are files of their own: .npy, or .csv/.txt, one a line
-    .parquet             columns `embedding` (lists of floats), `label`, `target`, `name`
-
-Nothing is ever unpickled, and a file that cannot be used is answered with one sentence that begins with its name.
+`nearkin.data.vector_files` knows the formats. A split is `split` beside the embeddings: names (train, val, test, query,
+gallery), or 0, 1, 2 for train, val, test where a file has numbers only.
 """
 
-import csv
-import importlib
-import json
-import os
-import zipfile
-import zlib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,17 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.core.errors import RefusedVectors
-from nearkin.core.relations import UNKNOWN
+from nearkin.core.labels import UNKNOWN
+from nearkin.data import vector_files
+from nearkin.data.folders import SPLIT_NAMES, numbered
+from nearkin.data.item_set import Items
 
-__all__ = ["KINDS", "Vectors", "class_ids", "read"]
+__all__ = ["Vectors", "class_ids", "items", "read"]
 
-KINDS = (".npz", ".npy", ".parquet", ".safetensors")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BESIDE = (".npy", ".csv", ".txt")
-_UNREADABLE = (ValueError, KeyError, EOFError, OSError, SyntaxError, zipfile.BadZipFile, zlib.error)
-_TENSORS = ("embeddings", "labels", "targets")
-_CHUNK = 1 << 14  # rows looked at in one go
+_CHUNK = 1 << 14  # rows checked at once
 
 Labels = NDArray[Any]  # (N,), int64 or strings; (N, L) bool
 
@@ -60,16 +46,16 @@ def read(
 
     several: 0/1 rows of labels, (N, L), are welcome too.
     """
-    path = present(Path(path), KINDS, "embeddings")
-    found = _READERS[path.suffix.lower()](path)
+    path = vector_files.present(Path(path), vector_files.READABLE, "embeddings")
+    found = vector_files.contents(path)
     embeddings = _embeddings(path, found["embeddings"])
     rows = len(embeddings)
     names, numbers = found.get("labels"), found.get("targets")
     source = target_source = str(path)
     if labels is not None:
-        names, source = _beside(Path(labels), "labels", rows), str(labels)
+        names, source = vector_files.column_beside(Path(labels), "labels", rows), str(labels)
     if targets is not None:
-        numbers, target_source = _beside(Path(targets), "targets", rows), str(targets)
+        numbers, target_source = vector_files.column_beside(Path(targets), "targets", rows), str(targets)
     return Vectors(
         str(path),
         embeddings,
@@ -95,176 +81,68 @@ def class_ids(*several: Labels) -> tuple[list[Tensor], list[str]]:
     return [torch.from_numpy(names) for names in several], [str(name) for name in everyone if name != UNKNOWN]
 
 
-def present(path: Path, kinds: Iterable[str], what: str) -> Path:
-    """The path, if there is a file of one of these kinds that can be read."""
-    if path.is_dir():
-        raise ValueError(f"{path}: {what} must be a file, got a folder")
-    if path.suffix.lower() not in kinds:
-        got = f'"{path.suffix}"' if path.suffix else "no ending"
-        raise ValueError(f"{path}: {what} must be a file that ends in {', '.join(kinds)}, got {got}")
-    if not path.exists():
-        raise ValueError(f"{path}: no such file")
-    if not os.access(path, os.R_OK):
-        raise ValueError(f"{path}: its permissions do not allow reading it")
-    return path
+def items(path: Path, name: str, labelled: bool = True) -> Items:
+    """Every row an item; rows whose class is unknown (-1) are left out and counted."""
+    found = read(path)
+    if found.labels is None and found.targets is None and labelled:
+        raise ValueError(f"{name}: it must hold labels or targets beside its vectors, or there is nothing to learn")
+    rows = len(found.embeddings)
+    split = _split(path, name, rows)
+    classes, labels = numbered([str(label) for label in found.labels]) if found.labels is not None else ([], None)
+    if found.labels is not None and found.labels.dtype.kind == "i":
+        whole = np.unique(found.labels)  # whole numbers keep their order: 2 before 10
+        classes, labels = [str(label) for label in whole], np.searchsorted(whole, found.labels).astype(np.int64)
+    every = Items(
+        name=name,
+        names=[f"row {i}" for i in range(rows)] if found.names is None else _told_apart(found.names),
+        classes=classes,
+        labels=labels,
+        targets=None if found.targets is None else found.targets.double().numpy(),
+        split=split,
+        vectors=found.embeddings.float().numpy(),
+        note=f"{name}: " + ("its own split" if split else "no split of its own"),
+    )
+    return _known(every)
 
 
-def _npz(path: Path) -> dict[str, Any]:
-    try:
-        if not zipfile.is_zipfile(path):
-            raise ValueError("it is no zip archive")
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            keys = list(archive.files)
-            _needs(path, "embeddings", keys)
-            found = {key: _member(path, archive, key) for key in _TENSORS if key in keys}
-            if "names" in keys:
-                with suppress(ValueError):  # Python objects are no names
-                    found["names"] = archive["names"]
-            return found
-    except RefusedVectors:
-        raise
-    except _UNREADABLE as error:
-        raise ValueError(f"{path}: not a readable .npz file ({_why(error)})") from None
+def _told_apart(names: list[str]) -> list[str]:
+    """What the rows are called; one that is called as another, or not at all, says which row it is."""
+    often = Counter(names)
+    return [name if name and often[name] == 1 else f"{name} (row {i})".strip() for i, name in enumerate(names)]
 
 
-def _member(path: Path, archive: Any, key: str) -> Any:
-    try:
-        return archive[key]
-    except ValueError as error:
-        if "pickle" in str(error):
-            raise RefusedVectors(_objects(path, key)) from None
-        raise
+def _known(items: Items) -> Items:
+    unknown = str(UNKNOWN)
+    if unknown not in items.classes or items.labels is None:
+        return items
+    place = items.classes.index(unknown)
+    kept = items.take(items.labels != place)
+    assert kept.labels is not None
+    labels = kept.labels - (kept.labels > place)
+    gone = f"{len(items) - len(kept)} rows whose class is unknown (-1)"
+    return Items(
+        **{
+            key: getattr(kept, key) for key in Items.__dataclass_fields__ if key not in ("classes", "labels", "ignored")
+        },
+        classes=[kind for kind in items.classes if kind != unknown],
+        labels=labels,
+        ignored=[*items.ignored, gone],
+    )
 
 
-def numpy_file(path: Path) -> Any:
-    """The array of a .npy file, without unpickling anything."""
-    try:
-        with path.open("rb") as file:
-            return np.load(file, allow_pickle=False)
-    except _UNREADABLE as error:
-        with path.open("rb") as file:
-            numpy_file = file.read(6) == b"\x93NUMPY"
-        if numpy_file and "allow_pickle" in str(error):
-            raise ValueError(_objects(path, "it")) from None
-        why = _why(error) if numpy_file else "it does not begin as one"
-        raise ValueError(f"{path}: not a readable .npy file ({why})") from None
-
-
-def _safetensors(path: Path) -> dict[str, Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            keys = list(file.keys())
-            _needs(path, "embeddings", keys)
-            found: dict[str, Any] = {key: file.get_tensor(key) for key in _TENSORS if key in keys}
-            header = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a readable .safetensors file ({_why(error)})") from None
-    return found | _said_in(header, found.get("labels"))
-
-
-def _said_in(header: dict[str, str], labels: Any) -> dict[str, Any]:
-    """Names of rows and classes that `nearkin embed` puts into the header; one of somebody else's may say anything."""
-    said: dict[str, list[str]] = {}
-    for key in ("names", "classes"):
-        with suppress(ValueError):
-            value = json.loads(header.get(key, ""))
-            if isinstance(value, list) and all(isinstance(one, str) for one in value):
-                said[key] = value
-    found: dict[str, Any] = {"names": said["names"]} if "names" in said else {}
-    classes = said.get("classes", [])
-    ids = isinstance(labels, Tensor) and labels.dim() == 1 and labels.dtype == torch.int64 and len(labels) > 0
-    if classes and ids and int(labels.min()) >= 0 and int(labels.max()) < len(classes):
-        found["labels"] = np.array([classes[label] for label in labels.tolist()], dtype=str)
-    return found
-
-
-def _parquet(path: Path) -> dict[str, Any]:
-    try:
-        pyarrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
-    except ImportError:
-        raise ValueError(
-            f"{path}: reading .parquet needs pyarrow, which is not installed: pip install pyarrow"
-        ) from None
-    try:
-        keys = list(parquet.read_schema(path).names)
-        _needs(path, "embedding", keys, "columns")
-        wanted = ("embedding", "label", "target", "name")
-        table = parquet.read_table(path, columns=[key for key in wanted if key in keys])
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a readable .parquet file ({_why(error)})") from None
-    if "name" in keys and (
-        table.column("name").null_count or not pyarrow.types.is_string(table.schema.field("name").type)
-    ):
-        table = table.drop_columns(["name"])  # somebody else's column
-    return {f"{key}s": _column(path, key, table.column(key).combine_chunks()) for key in table.column_names}
-
-
-def _column(path: Path, key: str, column: Any) -> Any:
-    """A column as an array: (N,), or (N, D) for lists of one length."""
-    pyarrow = importlib.import_module("pyarrow")
-    if isinstance(column, pyarrow.ChunkedArray):  # older versions leave some chunked
-        column = pyarrow.concat_arrays(column.chunks)
-    if column.null_count:
-        raise ValueError(f"{path}: column {key} must have a value in every row, {column.null_count} have none")
-    kinds = pyarrow.types
-    if kinds.is_list(column.type) or kinds.is_large_list(column.type) or kinds.is_fixed_size_list(column.type):
-        lengths = np.unique(column.value_lengths().to_numpy(zero_copy_only=False))
-        if len(lengths) > 1:
-            raise ValueError(f"{path}: rows of {key} must have one length, got {lengths.min()} to {lengths.max()}")
-        values = column.flatten()
-        return values.to_numpy(zero_copy_only=False).reshape(len(column), -1 if len(values) else 0)
-    if kinds.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if kinds.is_string(column.type) or kinds.is_large_string(column.type):
-        return np.array(column.to_pylist(), dtype=str)
-    return column.to_numpy(zero_copy_only=False)
-
-
-_READERS: dict[str, Any] = {
-    ".npz": _npz,
-    ".npy": lambda path: {"embeddings": numpy_file(path)},
-    ".safetensors": _safetensors,
-    ".parquet": _parquet,
-}
-
-
-def _beside(path: Path, what: str, rows: int) -> Any:
-    """Labels or targets from a file of their own."""
-    present(path, BESIDE, what)
-    if path.suffix.lower() == ".npy":
-        return numpy_file(path)
-    lines = lines_of(path)
-    if len(lines) == rows + 1 and lines[0][0].lower() in (what, what[:-1]):
-        lines = lines[1:]  # a heading
-    if what == "targets":
-        try:
-            return np.array([[float(part) for cell in line for part in cell.split()] for line in lines])
-        except ValueError:
-            raise ValueError(f"{path}: targets must be numbers, as many in each line") from None
-    widest = max((len(line) for line in lines), default=1)
-    if widest > 1:
-        raise ValueError(f"{path}: labels must be one a line, got {widest} columns")
-    names = [line[0] for line in lines]
-    try:
-        return np.array([int(name) for name in names], dtype=np.int64)
-    except (ValueError, OverflowError):
-        return np.array(names, dtype=str)
-
-
-def lines_of(path: Path) -> list[list[str]]:
-    """The cells of each line, without the space around them; empty lines are allowed at the end only."""
-    try:
-        text = path.read_text(encoding="utf-8-sig").rstrip()
-    except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path}: not a readable text file ({_why(error)})") from None
-    plain = text.splitlines()
-    rows = list(csv.reader(plain)) if path.suffix.lower() == ".csv" else [[line] for line in plain]
-    for number, row in enumerate(rows, 1):
-        if not "".join(row).strip():
-            raise ValueError(f"{path}: line {number} is empty")
-    return [[cell.strip() for cell in row] for row in rows]
+def _split(path: Path, name: str, rows: int) -> list[str] | None:
+    value = vector_files.split_of(path)
+    if value is None:
+        return None
+    marks = [str(mark) for mark in np.asarray(value).reshape(-1).tolist()]
+    if len(marks) != rows:
+        raise ValueError(f"{name}: split must have one entry per row of embeddings: {rows} rows, {len(marks)} entries")
+    known = {**SPLIT_NAMES, "0": "train", "1": "val", "2": "test"}
+    wrong = [mark for mark in marks if mark.lower() not in known]
+    if wrong:
+        allowed = ", ".join(dict.fromkeys(SPLIT_NAMES.values()))
+        raise ValueError(f'{name}: split must be {allowed} (or 0, 1, 2), got "{wrong[0]}" in {len(wrong)} rows')
+    return [known[mark.lower()] for mark in marks]
 
 
 def _embeddings(path: Path, value: Any) -> Tensor:
@@ -345,16 +223,3 @@ def _some(places: list[int], rows: int) -> str:
     """How many rows, and the first of them, counted from 0."""
     shown = ", ".join(str(place) for place in places[:3]) + (", …" if len(places) > 3 else "")
     return f"{len(places)} of {rows} rows ({'row' if len(places) == 1 else 'rows'} {shown}, counted from 0)"
-
-
-def _needs(path: Path, key: str, keys: list[str], what: str = "keys") -> None:
-    if key not in keys:
-        raise RefusedVectors(f'{path}: no "{key}" among its {what}: {", ".join(sorted(keys)) or "there are none"}')
-
-
-def _objects(path: Path, what: str) -> str:
-    return f"{path}: {what} holds Python objects, which are not read; store plain numbers or np.array(…, dtype=str)"
-
-
-def _why(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

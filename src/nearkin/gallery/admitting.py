@@ -15,7 +15,7 @@ __all__ = ["Asked", "admit", "plain"]
 
 
 class Asked(NamedTuple):
-    """Items with what is said of them, one entry an item; name None: its own. keep: see `Gallery.enrol`."""
+    """Items with what is said of them, one entry per item; name None: its own. keep: see `Gallery.enrol`."""
 
     items: list[Any]
     labels: list[str]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from nearkin import data
 from nearkin.core.errors import RankFailed
-from nearkin.data.items import Items, Pictures
+from nearkin.data.item_set import Items, Pictures
 from nearkin.dist.group import ProcessGroup
 from nearkin.gallery import enroll_ranks
 from nearkin.gallery.encoding import Encoding

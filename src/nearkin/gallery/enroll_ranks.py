@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core.errors import MissingRow
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.dist.group import ProcessGroup
 from nearkin.gallery import items as item_inputs
 from nearkin.gallery.encoding import Encoding

@@ -22,8 +22,8 @@ def write(gallery: "Gallery", path: Path) -> int:
     """Whole or not at all. .jsonl: id, label, name, metadata, vector a line."""
     if path.suffix.lower() == LINES:
         return _lines(gallery, path)
-    if path.suffix.lower() not in vector_files.KINDS:
-        raise ValueError(f'{path}: must end in {LINES}, {", ".join(vector_files.KINDS)}, got "{path.suffix}"')
+    if path.suffix.lower() not in vector_files.WRITABLE:
+        raise ValueError(f'{path}: must end in {LINES}, {", ".join(vector_files.WRITABLE)}, got "{path.suffix}"')
     vector_files.writable(path)
     hits, vectors = [], []
     for hit, vector in gallery.rows():

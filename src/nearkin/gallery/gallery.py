@@ -336,5 +336,5 @@ def _each(name: str, value: Any, count: int, kind: Any) -> list[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise TypeError(f"{name} must be one for all items or a list of one an item, got {shortened(value)}")
     if len(value) != count:
-        raise ValueError(f"{name} must have one entry an item: {count} items, {len(value)} entries")
+        raise ValueError(f"{name} must have one entry per item: {count} items, {len(value)} entries")
     return list(value)

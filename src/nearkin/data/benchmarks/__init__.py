@@ -8,7 +8,7 @@ from nearkin.data.benchmarks.faces import LFW, ORL, lfw, orl
 from nearkin.data.benchmarks.layout import Facts
 from nearkin.data.benchmarks.photos import CARS196, CUB200, INSHOP, SOP, cars196, cub200, inshop, sop
 from nearkin.data.benchmarks.turntable import COIL20, coil20
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 
 __all__ = ["BENCHMARKS", "Facts", "read"]
 

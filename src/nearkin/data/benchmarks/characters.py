@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data.archives import Archive
 from nearkin.data.benchmarks.layout import Facts, absent, by_mark, counted
-from nearkin.data.file_tree import Tree, by_bytes, is_image
+from nearkin.data.file_tree import Archive, Tree, by_bytes, is_image
 from nearkin.data.folders import numbered
-from nearkin.data.items import Arrays, Items, Several
+from nearkin.data.item_set import Arrays, Items, Several
 
 __all__ = ["FASHION_MNIST", "OMNIGLOT", "fashion_mnist", "omniglot"]
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from nearkin.data.benchmarks.layout import Facts, absent, by_pattern, counted, trees
 from nearkin.data.folders import numbered
-from nearkin.data.items import Items, Pairs
+from nearkin.data.item_set import Items, Pairs
 
 __all__ = ["LFW", "ORL", "lfw", "orl"]
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nearkin.data.archives import COMPRESSED, KINDS, Archive
-from nearkin.data.file_tree import Tree
+from nearkin.data.file_tree import COMPRESSED, KINDS, Archive, Tree
 
 __all__ = ["Facts", "Found", "absent", "by_mark", "by_pattern", "counted", "present", "trees"]
 

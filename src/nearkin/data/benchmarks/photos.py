@@ -8,7 +8,7 @@ import numpy as np
 from nearkin.data import matlab
 from nearkin.data.benchmarks.layout import Facts, by_mark, counted, present
 from nearkin.data.file_tree import Tree
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 
 __all__ = ["CARS196", "CUB200", "INSHOP", "SOP", "cars196", "cub200", "inshop", "sop"]
 

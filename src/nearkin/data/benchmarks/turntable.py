@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from nearkin.data import matlab
 from nearkin.data.benchmarks.layout import Facts, absent, by_mark, by_pattern, counted, trees
-from nearkin.data.items import Arrays, Items
+from nearkin.data.item_set import Arrays, Items
 
 __all__ = ["COIL20", "coil20"]
 

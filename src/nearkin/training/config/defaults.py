@@ -9,7 +9,7 @@ import torch
 
 from nearkin import models
 from nearkin.core import checks
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.refusals import check_encoder, no_effect

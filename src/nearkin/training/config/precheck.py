@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nearkin import models
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts
 from nearkin.training.build import augmentation_of, encoder_given, encoder_keys, new_encoder
 from nearkin.training.config import defaults

@@ -4,7 +4,7 @@ from torch import nn
 
 from nearkin.data.augment import Augmentation
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts, given_split
 from nearkin.training.config.recipe import Recipe
 

@@ -1,18 +1,16 @@
 """Items: what a set consists of, and pictures that are read one by one, from any place and by any thread."""
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nearkin.data.archives import Archive
+from nearkin.core import checks
 
-__all__ = ["PARTS", "Arrays", "Files", "Items", "Members", "Pairs", "Pictures", "Several"]
+__all__ = ["PARTS", "Arrays", "Items", "Pairs", "Pictures", "Several"]
 
 Picture: TypeAlias = bytes | NDArray[np.uint8]
 PARTS = ("train", "val", "test", "query", "gallery")
@@ -41,49 +39,6 @@ class Pairs(NamedTuple):
     fold: NDArray[np.int64]
 
 
-class Files:
-    """Image files by their paths."""
-
-    def __init__(self, paths: Sequence[str | Path]) -> None:
-        self.paths = [os.fspath(path) for path in paths]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def read(self, i: int) -> bytes:
-        return Path(self.paths[i]).read_bytes()
-
-    def stamp(self, i: int) -> str:
-        state = os.stat(self.paths[i])
-        return f"{os.path.abspath(self.paths[i])}\n{state.st_size}\n{state.st_mtime_ns}"
-
-    def take(self, indices: ArrayLike) -> "Files":
-        return Files([self.paths[i] for i in places(indices, len(self))])
-
-
-class Members:
-    """Image files inside a .zip or an uncompressed .tar, read where they lie."""
-
-    def __init__(self, archive: str | Path | Archive, names: Sequence[str]) -> None:
-        self.archive = archive if isinstance(archive, Archive) else Archive(archive)
-        self.names = list(names)
-        missing = [name for name in self.names if name not in self.archive]
-        if missing:
-            raise ValueError(f'{self.archive.path}: {len(missing)} members are not in it, the first "{missing[0]}"')
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def read(self, i: int) -> bytes:
-        return self.archive.read(self.names[i])
-
-    def stamp(self, i: int) -> str:
-        return f"{self.archive.stamp}\n{self.names[i]}"
-
-    def take(self, indices: ArrayLike) -> "Members":
-        return Members(self.archive, [self.names[i] for i in places(indices, len(self))])
-
-
 class Arrays:
     """Pixels that are already there: uint8, (N, H, W) or (N, H, W, 3)."""
 
@@ -106,7 +61,7 @@ class Arrays:
         return f"{hashlib.sha256(picture.tobytes()).hexdigest()} {picture.shape}"
 
     def take(self, indices: ArrayLike) -> "Arrays":
-        return Arrays(self.pixels[places(indices, len(self))])
+        return Arrays(self.pixels[checks.indices(indices, len(self))])
 
 
 class Several:
@@ -129,7 +84,7 @@ class Several:
         return self.parts[part].stamp(place)
 
     def take(self, indices: ArrayLike) -> "Several":
-        return Several(self.parts, [self.where[i] for i in places(indices, len(self))])
+        return Several(self.parts, [self.where[i] for i in checks.indices(indices, len(self))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +124,7 @@ class Items:
         }
         for key, column in columns.items():
             if column is not None and len(column) != len(self.names):
-                raise ValueError(f"{key} must have one entry an item: {len(self.names)} items, {len(column)} {key}")
+                raise ValueError(f"{key} must have one entry per item: {len(self.names)} items, {len(column)} {key}")
         strange = set(self.split or ()) | set(self.closed_split or ())
         if strange - set(PARTS):
             raise ValueError(f"{self.name}: split must be {', '.join(PARTS)}, got {sorted(strange - set(PARTS))[0]!r}")
@@ -185,7 +140,7 @@ class Items:
 
     def take(self, indices: ArrayLike) -> "Items":
         """Those items, in that order; labels and classes stay as they are, pairs that lost an item go."""
-        chosen = places(indices, len(self))
+        chosen = checks.indices(indices, len(self))
 
         def pick(column: list[str] | None) -> list[str] | None:
             return None if column is None else [column[i] for i in chosen]
@@ -201,23 +156,6 @@ class Items:
             vectors=None if self.vectors is None else self.vectors[chosen],
             pairs=None if self.pairs is None else _kept(self.pairs, chosen, len(self)),
         )
-
-
-def places(indices: ArrayLike, count: int) -> NDArray[np.int64]:
-    """Whole numbers from 0 to count - 1; a mask of `count` booleans says the same."""
-    chosen = np.asarray(indices)
-    if chosen.dtype == np.bool_:
-        if chosen.shape != (count,):
-            raise ValueError(f"a mask must have one entry an item: {count} items, got shape {chosen.shape}")
-        return np.flatnonzero(chosen).astype(np.int64)
-    if chosen.size == 0:
-        return np.empty(0, np.int64)
-    if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
-        raise TypeError(f"indices must be whole numbers, (n,), got {chosen.dtype} of shape {chosen.shape}")
-    if chosen.min() < 0 or chosen.max() >= count:
-        wrong = int(chosen.min() if chosen.min() < 0 else chosen.max())
-        raise IndexError(f"indices must be from 0 to {count - 1}, got {wrong}")
-    return chosen.astype(np.int64)
 
 
 def _kept(pairs: Pairs, chosen: NDArray[np.int64], count: int) -> Pairs:
