@@ -278,3 +278,12 @@ def test_importing_the_room_is_cheap():
     code = "import sys, nearkin.data; print(*sorted({'PIL', 'matplotlib', 'rich'} & set(sys.modules)))"
     heavy = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert heavy.split() == []
+
+
+def test_without_matplotlib_the_set_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    glyphs.typefaces.cache_clear()
+    with pytest.raises(
+        ModuleNotFoundError, match=r"glyphs set needs matplotlib's typefaces: pip install 'nearkin\[gly"
+    ):
+        glyphs.load(cache=False)

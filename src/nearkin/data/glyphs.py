@@ -138,13 +138,14 @@ def plain(character: str, size: int = 32) -> NDArray[np.uint8]:
 @lru_cache(maxsize=1)
 def typefaces() -> dict[int, tuple[str, ...]]:
     """Code point → the names of the typefaces that hold it, so that a missing-glyph box is never drawn."""
-    from matplotlib.ft2font import FT2Font
+    paths = {face: _font_file(face) for face in FACES}
+    from matplotlib.ft2font import FT2Font  # if it is missing, `_font_file` has said so
 
-    holders: dict[int, tuple[str, ...]] = {}
-    for face in FACES:
-        for code in FT2Font(str(_font_file(face))).get_charmap():
-            holders[code] = (*holders.get(code, ()), face)
-    return holders
+    faces_of: dict[int, tuple[str, ...]] = {}
+    for face, path in paths.items():
+        for code in FT2Font(str(path)).get_charmap():
+            faces_of[code] = (*faces_of.get(code, ()), face)
+    return faces_of
 
 
 def characters() -> list[str]:
@@ -192,8 +193,12 @@ def _font(face: str, pixels: int) -> "ImageFont.FreeTypeFont":
 
 
 def _font_file(face: str) -> Path:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "the glyphs set needs matplotlib's typefaces: pip install 'nearkin[glyphs]'"
+        ) from None
     return Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{face}.ttf"
 
 
