@@ -235,7 +235,7 @@ def test_no_file_of_the_picture_cache_is_removed_while_it_is_mapped(monkeypatch,
     def remove(path):
         removed.append(path.name in Path("/proc/self/maps").read_text(encoding="utf-8"))
 
-    monkeypatch.setattr(cache_store, "_remove", remove)
+    monkeypatch.setattr(cache_store, "_delete", remove)
     part = cache_store.Part({}, 64, 3, auto=True)
     for i in range(3):
         part.append(f"{i}", np.full((64, 64, 3), i, np.uint8), None)

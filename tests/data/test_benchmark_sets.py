@@ -212,7 +212,7 @@ def test_what_is_packed_is_seen(tmp_path):
 )
 def test_a_part_is_refused_unless_wished(tmp_path, name, files):
     grow(tmp_path, files())
-    with pytest.raises(ValueError, match=f"^{name}: it must have .* found .* not whole"):
+    with pytest.raises(ValueError, match=f"^{name}: it must have .* found .* incomplete"):
         data.load(name, root=tmp_path)
     items = data.load(name, root=tmp_path, partial=True)
     assert items.note.startswith(f"{name}, in part: ") and items.name == name
@@ -244,7 +244,7 @@ def test_listed_photos_that_are_missing(tmp_path):
     with pytest.raises(ValueError, match=r"has no classes\.txt"):
         data.load("cub200", root=tmp_path, partial=True)
     (tmp_path / "classes.txt").write_text("1 a\n2\n")
-    with pytest.raises(ValueError, match=r"classes\.txt must have 2 words a line, line 2 has 1"):
+    with pytest.raises(ValueError, match=r"classes\.txt must have 2 words per line, line 2 has 1"):
         data.load("cub200", root=tmp_path, partial=True)
 
 
@@ -301,7 +301,7 @@ def test_fashion_mnist(tmp_path, pack, ending):
     content = (tmp_path / "raw" / name).read_bytes()
     for damaged in (content[:-3], b"", pack(struct.pack(">HBBI", 0, 8, 1, 30) + bytes(10))):
         (tmp_path / "raw" / name).write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"{name} is damaged"):
+        with pytest.raises(ValueError, match=f"{name} is corrupt"):
             data.load("fashion-mnist", root=tmp_path, partial=True)
 
 
@@ -342,7 +342,7 @@ def test_coil_in_matlab_files(tmp_path):
     assert np.array_equal(items.pictures.read(4), np.rint(255 * rows[4]).reshape(4, 4).T.astype(np.uint8))
     assert items.names == ["obj1__0", "obj1__1", "obj1__2", "obj2__0", "obj2__1", "obj2__2"]
     grow(tmp_path, {"COIL20.mat": mat(fea=rows)})
-    with pytest.raises(ValueError, match="must hold square pictures X"):
+    with pytest.raises(ValueError, match="must have square pictures X"):
         data.load("coil20", root=tmp_path, partial=True)
 
 
@@ -392,7 +392,7 @@ def whole_or_refused(content):
         matlab.read(content, "x.mat")
     except ValueError as error:
         return str(error)
-    return "x.mat: a MATLAB v5 file that is damaged"
+    return "x.mat: a MATLAB v5 file that is corrupt"
 
 
 def test_damaged_matlab_files():
@@ -409,7 +409,7 @@ def test_damaged_matlab_files():
         copy = bytearray(plain.getvalue())
         copy[rng.integers(128, len(copy))] = rng.integers(256)
         broken.append(bytes(copy))
-    assert {sentence[:39] for sentence in map(whole_or_refused, broken)} == {"x.mat: a MATLAB v5 file that is damaged"}
+    assert {sentence[:39] for sentence in map(whole_or_refused, broken)} == {"x.mat: a MATLAB v5 file that is corrupt"}
 
 
 def test_lists_in_another_format(tmp_path):

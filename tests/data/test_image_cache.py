@@ -401,7 +401,7 @@ def test_a_damaged_cache_is_noticed_and_made_again(photos, harm):
     path = first.path
     del first
     harm(path)
-    with pytest.warns(RuntimeWarning, match="is damaged .* and is made again"):
+    with pytest.warns(RuntimeWarning, match="is corrupt .* and is rebuilt"):
         again = image_cache.store(photos, names(photos), side=16)
     assert np.array_equal(again.pixels, good) and again.bad == [] and again.path == path
     image_cache.store(photos, names(photos), side=16)
@@ -532,7 +532,7 @@ def test_rows(photos):
         ({"unreadable": "ignore"}, 'unknown unreadable "ignore"'),
         ({"workers": 0}, "workers must be >= 1"),
         ({"max_pixels": 0}, "max_pixels must be >= 1"),
-        ({"names": ["a"]}, "names must have one entry a picture: 40 pictures, 1 names"),
+        ({"names": ["a"]}, "names must have one entry per picture: 40 pictures, 1 names"),
         ({"pictures": Folder([]), "names": []}, "at least one picture"),
     ],
 )

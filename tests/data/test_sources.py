@@ -124,7 +124,7 @@ def test_bad_folders(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     assert "holds no files" in answer(tmp_path / "empty")
     assert "holds no images: 1 files, such as a/1.txt" in answer(tmp_path / "text")
-    assert "its 2 images stand in no class folder" in answer(tmp_path / "flat")
+    assert "its 2 images are in no class folder" in answer(tmp_path / "flat")
     assert f'did you mean "{tmp_path}/birds/images"?' in answer(tmp_path / "birds")
     assert answer(tmp_path / "photo").endswith(f'no such folder or file; did you mean "{tmp_path}/photos"?')
     assert "is not a folder either" in answer(tmp_path / "a" / "b")
@@ -159,7 +159,7 @@ def test_unknown_names(tmp_path, monkeypatch):
     assert answer("gylphs").endswith("lfw; or give a folder or a file")
     assert 'did you mean "photos"?' in answer("fotos")
     assert answer("").startswith('unknown source "";')
-    assert "cannot be looked at" in answer("a" * 5000)
+    assert "cannot be examined" in answer("a" * 5000)
 
 
 # Archives
@@ -212,13 +212,13 @@ def test_bad_archives(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"pixelsheron/1", b"pixelsheron/7"))
     pictures = data.load(path).pictures
-    with pytest.raises(ValueError, match=r"heron/1\.jpg is damaged"):
+    with pytest.raises(ValueError, match=r"heron/1\.jpg is corrupt"):
         pictures.read(0)
     path.write_bytes(whole[: len(whole) // 2])
     assert "not a readable .zip archive" in answer(path)
     tar = packed(tmp_path, ".tar", names)
     tar.write_bytes(tar.read_bytes()[:600])
-    assert "not whole" in answer(tar) or "not a readable" in answer(tar)
+    assert "incomplete" in answer(tar) or "not a readable" in answer(tar)
     (tmp_path / "p.tgz").write_bytes(b"")
     assert "unpack it first" in answer(tmp_path / "p.tgz")
     with pytest.raises(ValueError, match=r"1 members are not in it"):

@@ -198,7 +198,7 @@ def test_targets_only_and_targets_with_classes():
 def test_single_images():
     items = items_of({**many(8), "heron": 1, "ibis": 1, "jay": 1, "kite": 1})
     sentence = (
-        "photos/: 4 classes have a single item (heron, ibis, jay, …); training needs at least 2 a class. "
+        "photos/: 4 classes have a single item (heron, ibis, jay, …); training needs at least 2 per class. "
         "Use --skip-single to leave them out"
     )
     with pytest.raises(ValueError, match=re.escape(sentence)):

@@ -174,7 +174,7 @@ def test_rows_that_are_not_finite_are_counted(tmp_path):
 def test_text_that_does_not_fit(tmp_path):
     x = npy(tmp_path, X)
     assert "y.txt: line 2 is empty" in refused(x, text(tmp_path, "y.txt", "a\n\nb\n"))
-    assert "labels must be one a line, got 2 columns" in refused(x, text(tmp_path, "y.csv", "a,b\n" * 6))
+    assert "labels must be one per line, got 2 columns" in refused(x, text(tmp_path, "y.csv", "a,b\n" * 6))
     assert "6 rows, 2 labels" in refused(x, text(tmp_path, "y.txt", "a\nb\n"))
     assert "6 rows, 0 labels" in refused(x, text(tmp_path, "y.txt", ""))
     assert "targets must be numbers" in refused(x, None, text(tmp_path, "t.txt", "one\n" * 6))
@@ -215,16 +215,16 @@ def test_parquet(tmp_path, fixed):
 def test_several_labels_a_row_where_they_are_welcome(tmp_path):
     rows = np.array([[0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 0, 1]])
     for kind in (bool, np.uint8, np.int64):
-        found = vectors.read(npz(tmp_path, embeddings=X, labels=rows.astype(kind)), several=True).labels
+        found = vectors.read(npz(tmp_path, embeddings=X, labels=rows.astype(kind)), multi_label=True).labels
         assert found.dtype == bool and (found == rows).all()
     save_file({"embeddings": torch.from_numpy(X), "labels": torch.from_numpy(rows).bool()}, tmp_path / "a.safetensors")
-    assert (vectors.read(tmp_path / "a.safetensors", several=True).labels == rows).all()
-    assert (vectors.read(npy(tmp_path, X), npy(tmp_path, rows, "y.npy"), several=True).labels == rows).all()
+    assert (vectors.read(tmp_path / "a.safetensors", multi_label=True).labels == rows).all()
+    assert (vectors.read(npy(tmp_path, X), npy(tmp_path, rows, "y.npy"), multi_label=True).labels == rows).all()
     assert refused(npz(tmp_path, embeddings=X, labels=rows)).endswith("labels must have shape (rows,), got (6, 3)")
     with pytest.raises(ValueError, match=r"or be 0/1 rows \(rows, labels\), got \(6, 3\)"):
-        vectors.read(npz(tmp_path, embeddings=X, labels=rows * 2), several=True)
+        vectors.read(npz(tmp_path, embeddings=X, labels=rows * 2), multi_label=True)
     with pytest.raises(ValueError, match="6 rows, 4 labels"):
-        vectors.read(npz(tmp_path, embeddings=X, labels=rows[:4]), several=True)
+        vectors.read(npz(tmp_path, embeddings=X, labels=rows[:4]), multi_label=True)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_a_damaged_picture_cache_never_gives_other_pixels(pictures):
         np.testing.assert_array_equal(found.pixels, whole, f"{name} {how}")
         found.verify()
         made_again += bool(heard)
-        assert all("is damaged" in str(one.message) and "made again" in str(one.message) for one in heard)
+        assert all("is corrupt" in str(one.message) and "is rebuilt" in str(one.message) for one in heard)
         del found
         after = everything(cache_store.folder())
         assert after.keys() == before.keys()  # nothing half-made is left

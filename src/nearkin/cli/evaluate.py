@@ -160,8 +160,10 @@ def evaluate(
         else:
             if source is not None or root is not None:
                 raise ValueError(f"{embeddings}: SOURCE and --root are for the folder of a run, got a file")
-            items = vectors.read(embeddings, labels, targets, several=True)
-            others = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, several=True)
+            items = vectors.read(embeddings, labels, targets, multi_label=True)
+            others = (
+                None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, multi_label=True)
+            )
         listed = None if pairs is None else pair_lists.read(pairs, len(items.embeddings))
         with _bar("pairs" if pairs is None else "resamples", first(group)) as progress:
             found = runner.evaluate(items, others, settings, progress, listed, group)

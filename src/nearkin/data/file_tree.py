@@ -19,17 +19,17 @@ __all__ += ["by_bytes", "is_image", "open_tree", "printable"]
 
 KINDS = (".zip", ".tar")
 COMPRESSED = (".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz", ".tar.zst", ".gz", ".7z", ".rar")
-_LOCAL = struct.Struct("<4s22xHH")  # a zip member's own header: signature, …, length of the name, of the extra field
-# What people keep photos in, also where a decoder may be missing: then they are named as unreadable.
-# A file with another ending is left out and counted.
+_LOCAL = struct.Struct("<4s22xHH")  # the header of a zip member: signature, …, length of the name, of the extra field
+# Endings of image files, also of formats that the installed Pillow may not decode: those are reported as unreadable.
+# Files with other endings are ignored and counted.
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2")
 _PLAIN = (".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".avif", ".heic", ".heif")
 ENDINGS = frozenset((*_JPEG, *_PLAIN, ".pgm", ".ppm", ".pbm", ".pnm"))
-_LITTER = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir"})
+_SYSTEM_FILES = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir"})
 
 
 class Entry(NamedTuple):
-    """Where a member lies: a zip's `start` is that of its header, a tar's that of its bytes."""
+    """The position of a member: `start` is that of its header in a zip, that of its bytes in a tar."""
 
     start: int
     packed: int
@@ -39,13 +39,13 @@ class Entry(NamedTuple):
 
 
 class Archive:
-    """The members of an archive by name. A read opens the file anew: threads and processes never share a position."""
+    """The members of an archive by name. Each read opens the file: threads and processes never share a position."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         name = self.path.name.lower()
         if name.endswith(COMPRESSED):
-            raise ValueError(f"{self.path}: one picture cannot be read from a compressed archive; unpack it first")
+            raise ValueError(f"{self.path}: single pictures cannot be read from a compressed archive; unpack it first")
         try:
             state = self.path.stat()
             self._entries = _zip(self.path) if name.endswith(".zip") else _tar(self.path, state.st_size)
@@ -59,7 +59,7 @@ class Archive:
         return name in self._entries
 
     def names(self) -> list[str]:
-        """Every file in it, in the order of their bytes."""
+        """Every file in it, sorted by the bytes of its name."""
         return sorted(self._entries, key=lambda name: name.encode("utf-8", "surrogateescape"))
 
     def read(self, name: str) -> bytes:
@@ -69,18 +69,18 @@ class Archive:
             if entry.crc is not None:
                 head = file.read(_LOCAL.size)
                 if len(head) < _LOCAL.size or head[:4] != b"PK\x03\x04":
-                    raise ValueError(f"{self.path}: {name} is damaged")
+                    raise ValueError(f"{self.path}: {name} is corrupt")
                 _, name_length, extra_length = _LOCAL.unpack(head)
                 file.seek(entry.start + _LOCAL.size + name_length + extra_length)
             content = file.read(entry.packed)
         if entry.deflated:
             try:
-                content = zlib.decompressobj(-15).decompress(content, entry.size + 1)  # never more than announced
+                content = zlib.decompressobj(-15).decompress(content, entry.size + 1)  # never more than its header says
             except zlib.error:
                 content = b""
         wrong = len(content) != entry.size or (entry.crc is not None and zlib.crc32(content) != entry.crc)
         if wrong:
-            raise ValueError(f"{self.path}: {name} is damaged")
+            raise ValueError(f"{self.path}: {name} is corrupt")
         return content
 
 
@@ -105,7 +105,7 @@ class Files:
 
 
 class Members:
-    """Image files inside a .zip or an uncompressed .tar, read where they lie."""
+    """Image files inside a .zip or an uncompressed .tar, read in place."""
 
     def __init__(self, archive: str | Path | Archive, names: Sequence[str]) -> None:
         self.archive = archive if isinstance(archive, Archive) else Archive(archive)
@@ -137,29 +137,29 @@ class Tree:
         return str(self.place.path if isinstance(self.place, Archive) else self.place)
 
     @cached_property
-    def _found(self) -> tuple[list[str], int]:
+    def _listing(self) -> tuple[list[str], int]:
         if not isinstance(self.place, Archive):
             return _walk(self.place)
         inside = [name[len(self.prefix) :] for name in self.place.names() if name.startswith(self.prefix)]
-        visible = [name for name in inside if not any(_unwanted(part) for part in name.split("/"))]
+        visible = [name for name in inside if not any(_is_hidden(part) for part in name.split("/"))]
         return visible, len(inside) - len(visible)
 
     @property
     def files(self) -> list[str]:
-        """Every file but hidden ones and litter, in the order of their bytes, whatever the file system says."""
-        return self._found[0]
+        """Every file but hidden and system files, sorted by the bytes of its name, on every file system."""
+        return self._listing[0]
 
     @property
     def hidden(self) -> int:
-        """How many files and folders were passed over: hidden ones and what systems leave behind."""
-        return self._found[1]
+        """How many hidden or system files and folders were skipped."""
+        return self._listing[1]
 
     @cached_property
     def _known(self) -> frozenset[str]:
         return frozenset(self.files)
 
     def inside(self, prefix: str) -> "Tree":
-        """The part of it under a folder, named with its "/"; "" is all of it."""
+        """The subtree of a folder, `prefix` with its "/"; "" is the tree itself."""
         if not prefix:
             return self
         return Tree(self.place, self.prefix + prefix) if isinstance(self.place, Archive) else Tree(self.place / prefix)
@@ -182,7 +182,7 @@ class Tree:
 
 
 def open_tree(path: Path) -> Tree:
-    """A folder, or an archive; what is neither is answered with one sentence."""
+    """The tree of a folder or an archive; a ValueError for anything else."""
     return Tree(path) if path.is_dir() else Tree(Archive(path))
 
 
@@ -191,25 +191,25 @@ def is_image(name: str) -> bool:
 
 
 def by_bytes(name: str) -> bytes:
-    """The order of names: the same on every machine and in every language."""
+    """A sort key for names: the same order on every machine and in every locale."""
     return name.encode("utf-8", "surrogateescape")
 
 
 def printable(name: str) -> str:
-    """A name that can be written in UTF-8, also where the file system holds bytes that are none."""
+    """A name that can be encoded in UTF-8, also if its bytes on the file system cannot be decoded."""
     return by_bytes(name).decode("utf-8", "backslashreplace")
 
 
-def _unwanted(part: str) -> bool:
-    return part.startswith(".") or part in _LITTER
+def _is_hidden(part: str) -> bool:
+    return part.startswith(".") or part in _SYSTEM_FILES
 
 
 def _walk(top: Path) -> tuple[list[str], int]:
-    """Files under a folder, and how many were passed over.
+    """Files under a folder, and how many were skipped.
 
     Links are followed, and each real folder is entered once, so a loop of links ends.
     """
-    found: list[str] = []
+    files: list[str] = []
     hidden = 0
     entered: set[tuple[int, int]] = set()
     waiting = [("", str(top))]
@@ -224,16 +224,16 @@ def _walk(top: Path) -> tuple[list[str], int]:
                 everything = list(entries)
         except PermissionError:
             raise ValueError(f"{folder}: its permissions do not allow reading it") from None
-        inside = [entry for entry in everything if not _unwanted(entry.name)]
+        inside = [entry for entry in everything if not _is_hidden(entry.name)]
         hidden += len(everything) - len(inside)
-        found += [relative + entry.name for entry in inside if _is(entry, "file")]
+        files += [relative + entry.name for entry in inside if _is(entry, "file")]
         folders = sorted((entry for entry in inside if _is(entry, "dir")), key=lambda entry: by_bytes(entry.name))
         waiting += [(f"{relative}{entry.name}/", entry.path) for entry in reversed(folders)]
-    return sorted(found, key=by_bytes), hidden
+    return sorted(files, key=by_bytes), hidden
 
 
 def _is(entry: "os.DirEntry[str]", kind: str) -> bool:
-    """False for a link that leads nowhere or in a circle."""
+    """False for a link that is broken or leads in a circle."""
     try:
         return entry.is_file() if kind == "file" else entry.is_dir()
     except OSError:
@@ -264,7 +264,7 @@ def _tar(path: Path, length: int) -> dict[str, Entry]:
         for info in archive:
             if info.isreg() and not info.issparse():
                 if info.offset_data + info.size > length:
-                    raise ValueError(f"{path}: it ends in the middle of {info.name}; it is not whole")
+                    raise ValueError(f"{path}: it ends in the middle of {info.name}; it is incomplete")
                 entries[_plain(info.name)] = Entry(info.offset_data, info.size, info.size)
             elif info.islnk() and _plain(info.linkname) in entries:
                 entries[_plain(info.name)] = entries[_plain(info.linkname)]

@@ -1,4 +1,4 @@
-"""Items: what a set consists of, and pictures that are read one by one, from any place and by any thread."""
+"""The items of a set, and sequences of pictures that any thread can read one by one."""
 
 import hashlib
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ class Pictures(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, i: int) -> Picture:
-        """The bytes of an image file, or pixels (H, W) or (H, W, 3); an OSError or ValueError if it cannot be had."""
+        """The bytes of an image file, or pixels (H, W) or (H, W, 3); an OSError or ValueError if unreadable."""
 
     def stamp(self, i: int) -> str:
-        """What changes when the picture does, without decoding it: for files, path, size and time."""
+        """Changes when the picture does, without decoding it: for files, path, size and time."""
 
     def take(self, indices: ArrayLike) -> "Pictures":
         """Those pictures, in that order."""
 
 
 class Pairs(NamedTuple):
-    """Pairs to verify: places of two items (M, 2), whether they are kin (M,), and the fold of the protocol (M,)."""
+    """Pairs to verify: positions of two items (M, 2), whether they match (M,), and the fold of the protocol (M,)."""
 
     items: NDArray[np.int64]
     same: NDArray[np.bool_]
@@ -40,7 +40,7 @@ class Pairs(NamedTuple):
 
 
 class Arrays:
-    """Pixels that are already there: uint8, (N, H, W) or (N, H, W, 3)."""
+    """Pictures in memory: uint8, (N, H, W) or (N, H, W, 3)."""
 
     def __init__(self, pixels: NDArray[np.uint8]) -> None:
         if pixels.dtype != np.uint8 or not (pixels.ndim == 3 or (pixels.ndim == 4 and pixels.shape[3] == 3)):
@@ -65,12 +65,12 @@ class Arrays:
 
 
 class Several:
-    """Pictures of several places as one sequence: those of the first, then those of the second, …"""
+    """Several sequences of pictures as one: those of the first, then those of the second, …"""
 
     def __init__(self, parts: Sequence[Pictures], where: Sequence[tuple[int, int]] | None = None) -> None:
         self.parts = list(parts)
         every = [(p, i) for p, part in enumerate(self.parts) for i in range(len(part))]
-        self.where = every if where is None else list(where)  # of each picture: which part, which place in it
+        self.where = every if where is None else list(where)  # of each picture: its part, and its position there
 
     def __len__(self) -> int:
         return len(self.where)
@@ -91,18 +91,18 @@ class Several:
 class Items:
     """A set of N items: pictures or vectors, with classes, continuous targets or both.
 
-    name          as it was asked for: "glyphs", "photos/"
-    names         (N,) what an item is called in messages: a relative path, "row 17"; no two are equal
+    name          of the source, as the user wrote it: "glyphs", "photos/"
+    names         (N,) of the items, for messages: a relative path, "row 17"; no two are equal
     classes       label c is classes[c]; [] where there are only targets
     labels        (N,) class ids, or None
     targets       (N,) or (N, K) continuous labels, or None
-    split         (N,) of `PARTS`: the publisher's or the user's own split, or None
+    split         (N,) of `PARTS`: the publisher's or the user's split, or None
     closed_split  (N,) the publisher's other split, in which every class is in every part, or None
-    pictures      where the images are; None for vectors
+    pictures      the images; None for vectors
     vectors       (N, D) float32; None for images
     pairs         the pairs of a verification protocol, or None
-    note          one line for reports: what was read, and whose split it is
-    ignored       what stood there and was left out, a line a reason
+    note          one line for reports: what was read, and with which split
+    ignored       what was skipped, one line per reason
     """
 
     name: str
@@ -125,9 +125,9 @@ class Items:
         for key, column in columns.items():
             if column is not None and len(column) != len(self.names):
                 raise ValueError(f"{key} must have one entry per item: {len(self.names)} items, {len(column)} {key}")
-        strange = set(self.split or ()) | set(self.closed_split or ())
-        if strange - set(PARTS):
-            raise ValueError(f"{self.name}: split must be {', '.join(PARTS)}, got {sorted(strange - set(PARTS))[0]!r}")
+        parts = set(self.split or ()) | set(self.closed_split or ())
+        if parts - set(PARTS):
+            raise ValueError(f"{self.name}: split must be {', '.join(PARTS)}, got {sorted(parts - set(PARTS))[0]!r}")
         if (
             self.labels is not None
             and len(self.labels)
@@ -139,7 +139,7 @@ class Items:
         return len(self.names)
 
     def take(self, indices: ArrayLike) -> "Items":
-        """Those items, in that order; labels and classes stay as they are, pairs that lost an item go."""
+        """Those items, in that order; labels and classes stay, pairs that lose an item are dropped."""
         chosen = checks.indices(indices, len(self))
 
         def pick(column: list[str] | None) -> list[str] | None:
@@ -154,11 +154,11 @@ class Items:
             closed_split=pick(self.closed_split),
             pictures=None if self.pictures is None else self.pictures.take(chosen),
             vectors=None if self.vectors is None else self.vectors[chosen],
-            pairs=None if self.pairs is None else _kept(self.pairs, chosen, len(self)),
+            pairs=None if self.pairs is None else _pairs_among(self.pairs, chosen, len(self)),
         )
 
 
-def _kept(pairs: Pairs, chosen: NDArray[np.int64], count: int) -> Pairs:
+def _pairs_among(pairs: Pairs, chosen: NDArray[np.int64], count: int) -> Pairs:
     place = np.full(count, -1, np.int64)  # old place → new place
     place[chosen] = np.arange(len(chosen))
     moved = place[pairs.items].reshape(-1, 2)

@@ -40,7 +40,7 @@ _TENSORS = ("embeddings", "labels", "targets")
 
 
 def present(path: Path, kinds: Iterable[str], what: str) -> Path:
-    """The path, if there is a file of one of these kinds that can be read."""
+    """The path, if it is a readable file with one of these endings; otherwise a ValueError."""
     if path.is_dir():
         raise ValueError(f"{path}: {what} must be a file, got a folder")
     if path.suffix.lower() not in kinds:
@@ -54,7 +54,7 @@ def present(path: Path, kinds: Iterable[str], what: str) -> Path:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """The arrays of a file by name: embeddings, and what there is of labels, targets and names."""
+    """The arrays of a file by name: embeddings, and labels, targets and names if present."""
     kind = path.suffix.lower()
     if kind == ".npy":
         return {"embeddings": numpy_file(path)}
@@ -99,7 +99,7 @@ def column_beside(path: Path, what: str, rows: int) -> Any:
             raise ValueError(f"{path}: targets must be numbers, as many in each line") from None
     widest = max((len(line) for line in lines), default=1)
     if widest > 1:
-        raise ValueError(f"{path}: labels must be one a line, got {widest} columns")
+        raise ValueError(f"{path}: labels must be one per line, got {widest} columns")
     names = [line[0] for line in lines]
     try:
         return np.array([int(name) for name in names], dtype=np.int64)
@@ -108,11 +108,11 @@ def column_beside(path: Path, what: str, rows: int) -> Any:
 
 
 def lines_of(path: Path) -> list[list[str]]:
-    """The cells of each line, without the space around them; empty lines are allowed at the end only."""
+    """The stripped cells of each line; empty lines are allowed only at the end."""
     try:
         text = path.read_text(encoding="utf-8-sig").rstrip()
     except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path}: not a readable text file ({_why(error)})") from None
+        raise ValueError(f"{path}: not a readable text file ({_reason(error)})") from None
     plain = text.splitlines()
     rows = list(csv.reader(plain)) if path.suffix.lower() == ".csv" else [[line] for line in plain]
     for number, row in enumerate(rows, 1):
@@ -124,19 +124,19 @@ def lines_of(path: Path) -> list[list[str]]:
 def _npz(path: Path) -> dict[str, Any]:
     try:
         if not zipfile.is_zipfile(path):
-            raise ValueError("it is no zip archive")
+            raise ValueError("it is not a zip archive")
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             keys = list(archive.files)
-            _needs(path, "embeddings", keys)
-            found = {key: _member(path, archive, key) for key in _TENSORS if key in keys}
+            _require(path, "embeddings", keys)
+            arrays = {key: _member(path, archive, key) for key in _TENSORS if key in keys}
             if "names" in keys:
-                with suppress(ValueError):  # Python objects are no names
-                    found["names"] = archive["names"]
-            return found
+                with suppress(ValueError):  # Python objects are not names
+                    arrays["names"] = archive["names"]
+            return arrays
     except RefusedVectors:
         raise
     except _UNREADABLE as error:
-        raise ValueError(f"{path}: not a readable .npz file ({_why(error)})") from None
+        raise ValueError(f"{path}: not a readable .npz file ({_reason(error)})") from None
 
 
 def _member(path: Path, archive: Any, key: str) -> Any:
@@ -144,7 +144,7 @@ def _member(path: Path, archive: Any, key: str) -> Any:
         return archive[key]
     except ValueError as error:
         if "pickle" in str(error):
-            raise RefusedVectors(_objects(path, key)) from None
+            raise RefusedVectors(_refuse_objects(path, key)) from None
         raise
 
 
@@ -157,8 +157,8 @@ def numpy_file(path: Path) -> Any:
         with path.open("rb") as file:
             numpy_file = file.read(6) == b"\x93NUMPY"
         if numpy_file and "allow_pickle" in str(error):
-            raise ValueError(_objects(path, "it")) from None
-        why = _why(error) if numpy_file else "it does not begin as one"
+            raise ValueError(_refuse_objects(path, "it")) from None
+        why = _reason(error) if numpy_file else "it does not start as one"
         raise ValueError(f"{path}: not a readable .npy file ({why})") from None
 
 
@@ -168,28 +168,28 @@ def _safetensors(path: Path) -> dict[str, Any]:
     try:
         with safe_open(str(path), framework="pt") as file:
             keys = list(file.keys())
-            _needs(path, "embeddings", keys)
-            found: dict[str, Any] = {key: file.get_tensor(key) for key in _TENSORS if key in keys}
+            _require(path, "embeddings", keys)
+            arrays: dict[str, Any] = {key: file.get_tensor(key) for key in _TENSORS if key in keys}
             header = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a readable .safetensors file ({_why(error)})") from None
-    return found | _said_in(header, found.get("labels"))
+        raise ValueError(f"{path}: not a readable .safetensors file ({_reason(error)})") from None
+    return arrays | _header_arrays(header, arrays.get("labels"))
 
 
-def _said_in(header: dict[str, str], labels: Any) -> dict[str, Any]:
-    """Names of rows and classes that `nearkin embed` puts into the header; one of somebody else's may say anything."""
-    said: dict[str, list[str]] = {}
+def _header_arrays(header: dict[str, str], labels: Any) -> dict[str, Any]:
+    """Names of rows, and labels by name, from a header that `nearkin embed` wrote; a foreign header is ignored."""
+    lists: dict[str, list[str]] = {}
     for key in ("names", "classes"):
         with suppress(ValueError):
             value = json.loads(header.get(key, ""))
-            if isinstance(value, list) and all(isinstance(one, str) for one in value):
-                said[key] = value
-    found: dict[str, Any] = {"names": said["names"]} if "names" in said else {}
-    classes = said.get("classes", [])
+            if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+                lists[key] = value
+    arrays: dict[str, Any] = {"names": lists["names"]} if "names" in lists else {}
+    classes = lists.get("classes", [])
     ids = isinstance(labels, Tensor) and labels.dim() == 1 and labels.dtype == torch.int64 and len(labels) > 0
     if classes and ids and int(labels.min()) >= 0 and int(labels.max()) < len(classes):
-        found["labels"] = np.array([classes[label] for label in labels.tolist()], dtype=str)
-    return found
+        arrays["labels"] = np.array([classes[label] for label in labels.tolist()], dtype=str)
+    return arrays
 
 
 def _parquet(path: Path) -> dict[str, Any]:
@@ -201,15 +201,15 @@ def _parquet(path: Path) -> dict[str, Any]:
         ) from None
     try:
         keys = list(parquet.read_schema(path).names)
-        _needs(path, "embedding", keys, "columns")
-        wanted = ("embedding", "label", "target", "name")
-        table = parquet.read_table(path, columns=[key for key in wanted if key in keys])
+        _require(path, "embedding", keys, "columns")
+        columns = ("embedding", "label", "target", "name")
+        table = parquet.read_table(path, columns=[key for key in columns if key in keys])
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a readable .parquet file ({_why(error)})") from None
+        raise ValueError(f"{path}: not a readable .parquet file ({_reason(error)})") from None
     if "name" in keys and (
         table.column("name").null_count or not pyarrow.types.is_string(table.schema.field("name").type)
     ):
-        table = table.drop_columns(["name"])  # somebody else's column
+        table = table.drop_columns(["name"])  # a foreign column of that name
     return {f"{key}s": _column(path, key, table.column(key).combine_chunks()) for key in table.column_names}
 
 
@@ -235,7 +235,7 @@ def _column(path: Path, key: str, column: Any) -> Any:
 
 
 def writable(path: Path) -> None:
-    """Embeddings can be written there; said before the work rather than after it."""
+    """Checks that embeddings can be written there, before the work rather than after it."""
     checks.one_of("ending of the output", path.suffix.lower(), WRITABLE)
     if path.suffix.lower() == ".parquet":
         _pyarrow(path)
@@ -254,9 +254,9 @@ def write(
     names: list[str],
     classes: list[str],
 ) -> None:
-    """One row an item: its embedding, its class by name, its targets, and what it is called.
+    """One row per item: its embedding, the name of its class, its targets, and its name.
 
-    A safetensors file holds numbers only: labels are ids there, and the header has "classes" and "names" as JSON.
+    A safetensors file has numbers only: labels are ids there, and the header has "classes" and "names" as JSON.
     """
     named = None if labels is None else np.array([classes[i] for i in labels], dtype=str)
     ending = path.suffix.lower()
@@ -317,14 +317,14 @@ def _pyarrow(path: Path) -> Any:
         raise ValueError(f"{path}: writing .parquet needs pyarrow: pip install 'nearkin[parquet]'") from None
 
 
-def _needs(path: Path, key: str, keys: list[str], what: str = "keys") -> None:
+def _require(path: Path, key: str, keys: list[str], what: str = "keys") -> None:
     if key not in keys:
         raise RefusedVectors(f'{path}: no "{key}" among its {what}: {", ".join(sorted(keys)) or "there are none"}')
 
 
-def _objects(path: Path, what: str) -> str:
+def _refuse_objects(path: Path, what: str) -> str:
     return f"{path}: {what} holds Python objects, which are not read; store plain numbers or np.array(…, dtype=str)"
 
 
-def _why(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -5,6 +5,7 @@ gallery), or 0, 1, 2 for train, val, test where a file has numbers only.
 """
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ Labels = NDArray[Any]  # (N,), int64 or strings; (N, L) bool
 class Vectors(NamedTuple):
     """Embeddings (N, D), finite floats; labels (N,) int64 or strings, (N, L) bool; targets (N,) or (N, K) float64.
 
-    names (N,): what each row is called, where the file says so.
+    names (N,): of the rows, if the file has them.
     """
 
     name: str
@@ -40,17 +41,17 @@ class Vectors(NamedTuple):
 
 
 def read(
-    path: str | Path, labels: str | Path | None = None, targets: str | Path | None = None, *, several: bool = False
+    path: str | Path, labels: str | Path | None = None, targets: str | Path | None = None, *, multi_label: bool = False
 ) -> Vectors:
-    """Reads embeddings and what is said of them; `labels` and `targets` are files that go before those in `path`.
+    """Reads embeddings with labels and targets; separate files for those take precedence over those in `path`.
 
-    several: 0/1 rows of labels, (N, L), are welcome too.
+    multi_label: also takes 0/1 rows of labels, (N, L).
     """
     path = vector_files.present(Path(path), vector_files.READABLE, "embeddings")
-    found = vector_files.contents(path)
-    embeddings = _embeddings(path, found["embeddings"])
+    arrays = vector_files.contents(path)
+    embeddings = _embeddings(path, arrays["embeddings"])
     rows = len(embeddings)
-    names, numbers = found.get("labels"), found.get("targets")
+    names, numbers = arrays.get("labels"), arrays.get("targets")
     source = target_source = str(path)
     if labels is not None:
         names, source = vector_files.column_beside(Path(labels), "labels", rows), str(labels)
@@ -59,75 +60,69 @@ def read(
     return Vectors(
         str(path),
         embeddings,
-        None if names is None else _labels(source, names, rows, several),
+        None if names is None else _labels(source, names, rows, multi_label),
         None if numbers is None else _targets(target_source, numbers, rows),
-        _names(found["names"], rows) if "names" in found else None,
+        _names(arrays["names"], rows) if "names" in arrays else None,
     )
 
 
-def class_ids(*several: Labels) -> tuple[list[Tensor], list[str]]:
+def class_ids(*label_sets: Labels) -> tuple[list[Tensor], list[str]]:
     """Class ids (N,) of each set of labels, and the names of the classes.
 
-    Strings become their place in the sorted order of all the strings there are, the same in each set. Whole numbers
-    stay as they are; -1 is unknown, and no class.
+    Strings become their position in the sorted list of all strings, the same in each set. Integers stay as they are;
+    -1 is unknown, and not a class.
     """
-    kinds = {"strings" if names.dtype.kind == "U" else "whole numbers" for names in several}
+    kinds = {"strings" if names.dtype.kind == "U" else "whole numbers" for names in label_sets}
     if len(kinds) > 1:
         raise ValueError("labels of embeddings and gallery must be of one kind, got strings and whole numbers")
-    everyone = np.unique(np.concatenate(several))
+    distinct = np.unique(np.concatenate(label_sets))
     if kinds == {"strings"}:
-        ids = [torch.from_numpy(np.searchsorted(everyone, names).astype(np.int64)) for names in several]
-        return ids, [str(name) for name in everyone]
-    return [torch.from_numpy(names) for names in several], [str(name) for name in everyone if name != UNKNOWN]
+        ids = [torch.from_numpy(np.searchsorted(distinct, names).astype(np.int64)) for names in label_sets]
+        return ids, [str(name) for name in distinct]
+    return [torch.from_numpy(names) for names in label_sets], [str(name) for name in distinct if name != UNKNOWN]
 
 
 def items(path: Path, name: str, labelled: bool = True) -> Items:
-    """Every row an item; rows whose class is unknown (-1) are left out and counted."""
-    found = read(path)
-    if found.labels is None and found.targets is None and labelled:
+    """One item per row; rows whose class is unknown (-1) are left out and counted."""
+    vectors = read(path)
+    if vectors.labels is None and vectors.targets is None and labelled:
         raise ValueError(f"{name}: it must hold labels or targets beside its vectors, or there is nothing to learn")
-    rows = len(found.embeddings)
+    rows = len(vectors.embeddings)
     split = _split(path, name, rows)
-    classes, labels = numbered([str(label) for label in found.labels]) if found.labels is not None else ([], None)
-    if found.labels is not None and found.labels.dtype.kind == "i":
-        whole = np.unique(found.labels)  # whole numbers keep their order: 2 before 10
-        classes, labels = [str(label) for label in whole], np.searchsorted(whole, found.labels).astype(np.int64)
+    classes, labels = numbered([str(label) for label in vectors.labels]) if vectors.labels is not None else ([], None)
+    if vectors.labels is not None and vectors.labels.dtype.kind == "i":
+        numbers = np.unique(vectors.labels)  # integers keep their order: 2 before 10
+        classes, labels = [str(label) for label in numbers], np.searchsorted(numbers, vectors.labels).astype(np.int64)
     every = Items(
         name=name,
-        names=[f"row {i}" for i in range(rows)] if found.names is None else _told_apart(found.names),
+        names=[f"row {i}" for i in range(rows)] if vectors.names is None else _unique_names(vectors.names),
         classes=classes,
         labels=labels,
-        targets=None if found.targets is None else found.targets.double().numpy(),
+        targets=None if vectors.targets is None else vectors.targets.double().numpy(),
         split=split,
-        vectors=found.embeddings.float().numpy(),
+        vectors=vectors.embeddings.float().numpy(),
         note=f"{name}: " + ("its own split" if split else "no split of its own"),
     )
-    return _known(every)
+    return _without_unknown(every)
 
 
-def _told_apart(names: list[str]) -> list[str]:
-    """What the rows are called; one that is called as another, or not at all, says which row it is."""
-    often = Counter(names)
-    return [name if name and often[name] == 1 else f"{name} (row {i})".strip() for i, name in enumerate(names)]
+def _unique_names(names: list[str]) -> list[str]:
+    """The names of the rows; a duplicate or empty name gets its row number."""
+    count = Counter(names)
+    return [name if name and count[name] == 1 else f"{name} (row {i})".strip() for i, name in enumerate(names)]
 
 
-def _known(items: Items) -> Items:
+def _without_unknown(items: Items) -> Items:
     unknown = str(UNKNOWN)
     if unknown not in items.classes or items.labels is None:
         return items
     place = items.classes.index(unknown)
-    kept = items.take(items.labels != place)
-    assert kept.labels is not None
-    labels = kept.labels - (kept.labels > place)
-    gone = f"{len(items) - len(kept)} rows whose class is unknown (-1)"
-    return Items(
-        **{
-            key: getattr(kept, key) for key in Items.__dataclass_fields__ if key not in ("classes", "labels", "ignored")
-        },
-        classes=[kind for kind in items.classes if kind != unknown],
-        labels=labels,
-        ignored=[*items.ignored, gone],
-    )
+    known = items.take(items.labels != place)
+    assert known.labels is not None
+    labels = known.labels - (known.labels > place)
+    ignored = f"{len(items) - len(known)} rows whose class is unknown (-1)"
+    classes = [kind for kind in items.classes if kind != unknown]
+    return replace(known, classes=classes, labels=labels, ignored=[*items.ignored, ignored])
 
 
 def _split(path: Path, name: str, rows: int) -> list[str] | None:
@@ -154,25 +149,25 @@ def _embeddings(path: Path, value: Any) -> Tensor:
         raise ValueError(f"{path}: embeddings must have shape (rows, dimensions), got {tuple(rows.shape)}")
     bad = [i for at in range(0, len(rows), _CHUNK) for i in _not_finite(rows[at : at + _CHUNK], at)]
     if bad:
-        raise ValueError(f"{path}: embeddings must be finite, got NaN or Inf in {_some(bad, len(rows))}")
+        raise ValueError(f"{path}: embeddings must be finite, got NaN or Inf in {_row_list(bad, len(rows))}")
     return rows
 
 
-def _labels(source: str, value: Any, rows: int, several: bool) -> Labels:
+def _labels(source: str, value: Any, rows: int, multi_label: bool) -> Labels:
     names = np.asarray(value.tolist() if isinstance(value, Tensor) else value)
     if names.dtype.kind == "S":
         names = np.char.decode(names, "utf-8", "replace")
     if names.dtype.kind not in "biuU":
         got = str(value.dtype).removeprefix("torch.")
-        way = "; real-valued ones are called targets" if names.dtype.kind == "f" else ""
-        raise ValueError(f"{source}: labels must be whole numbers or strings, got {got}{way}")
-    if several and names.ndim == 2 and names.dtype.kind in "biu" and ((names == 0) | (names == 1)).all():
-        _one_a_row(source, "labels", len(names), rows)
+        hint = "; real-valued ones are called targets" if names.dtype.kind == "f" else ""
+        raise ValueError(f"{source}: labels must be whole numbers or strings, got {got}{hint}")
+    if multi_label and names.ndim == 2 and names.dtype.kind in "biu" and ((names == 0) | (names == 1)).all():
+        _one_per_row(source, "labels", len(names), rows)
         return names.astype(bool)
     if names.ndim != 1:
-        rows_too = ", or be 0/1 rows (rows, labels)" if several else ""
+        rows_too = ", or be 0/1 rows (rows, labels)" if multi_label else ""
         raise ValueError(f"{source}: labels must have shape (rows,){rows_too}, got {names.shape}")
-    _one_a_row(source, "labels", len(names), rows)
+    _one_per_row(source, "labels", len(names), rows)
     if names.dtype.kind == "u" and int(names.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{source}: labels must be below 2**63, got {int(names.max())}")
     return names if names.dtype.kind == "U" else names.astype(np.int64)
@@ -186,28 +181,28 @@ def _targets(source: str, value: Any, rows: int) -> Tensor:
         numbers = numbers[:, 0]
     if numbers.dim() not in (1, 2) or 0 in numbers.shape[1:]:
         raise ValueError(f"{source}: targets must have shape (rows,) or (rows, K), got {tuple(numbers.shape)}")
-    _one_a_row(source, "targets", len(numbers), rows)
+    _one_per_row(source, "targets", len(numbers), rows)
     bad = _not_finite(numbers.double().reshape(rows, -1), 0)
     if bad:
-        raise ValueError(f"{source}: targets must be finite, got NaN or Inf in {_some(bad, rows)}")
+        raise ValueError(f"{source}: targets must be finite, got NaN or Inf in {_row_list(bad, rows)}")
     return numbers.double()
 
 
 def _names(value: Any, rows: int) -> list[str] | None:
-    """What the rows are called. Something else that somebody has stored under this key is nothing to us."""
+    """The names of the rows; None if the array has another type or shape."""
     names = np.asarray(value)
     if names.dtype.kind == "S":
         names = np.char.decode(names, "utf-8", "replace")
     return [str(name) for name in names.tolist()] if names.dtype.kind in "Uiu" and names.shape == (rows,) else None
 
 
-def _one_a_row(source: str, what: str, got: int, rows: int) -> None:
+def _one_per_row(source: str, what: str, got: int, rows: int) -> None:
     if got != rows:
         raise ValueError(f"{source}: {what} must have one entry per row of embeddings: {rows} rows, {got} {what}")
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """What torch can hold of an array, in the byte order of this machine."""
+    """The array as a tensor, in the byte order of this machine; None if torch has no such type."""
     if isinstance(value, Tensor):
         return value
     if value.dtype.kind not in "biufc" or (value.dtype.itemsize > 8 and value.dtype.kind == "f"):
@@ -219,7 +214,7 @@ def _not_finite(rows: Tensor, first: int) -> list[int]:
     return [first + int(i) for i in (~rows.isfinite()).any(1).nonzero().flatten()]
 
 
-def _some(places: list[int], rows: int) -> str:
-    """How many rows, and the first of them, counted from 0."""
+def _row_list(places: list[int], rows: int) -> str:
+    """How many rows, and the first three, counted from 0."""
     shown = ", ".join(str(place) for place in places[:3]) + (", …" if len(places) > 3 else "")
     return f"{len(places)} of {rows} rows ({'row' if len(places) == 1 else 'rows'} {shown}, counted from 0)"

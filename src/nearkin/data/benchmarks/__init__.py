@@ -1,4 +1,4 @@
-"""Benchmark sets in their publishers' layouts, each read from a root and held against its published counts."""
+"""Benchmark sets in their publishers' layouts, each read from a root and checked against its published counts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +26,8 @@ BENCHMARKS: dict[str, tuple[Facts, Callable[[Path | None, bool], Items]]] = {
 
 
 def read(name: str, root: Path | None, partial: bool = False) -> Items:
-    """A set by its name; other counts than the published ones are an error unless a part is enough."""
+    """A set by its name; counts that differ from the published ones are an error unless `partial`."""
     try:
         return BENCHMARKS[name][1](root, partial)
-    except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:  # a list that says other things
+    except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:  # a list with other content
         raise ValueError(f"{name}: the lists in {root} are not in the publisher's format ({error!r})") from None

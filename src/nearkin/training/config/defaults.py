@@ -61,7 +61,7 @@ def validation_share(items: Items) -> float:
 def settle_parts(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
     """The shares by which a part was taken; none for a part that the source itself has set apart."""
     shares = {"val": recipe.data.val or validation_share(items), "test": recipe.data.test or TEST}
-    return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.own})
+    return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.official})
 
 
 def check_encoder_name(recipe: Recipe) -> None:

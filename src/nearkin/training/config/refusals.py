@@ -5,7 +5,7 @@ from torch import nn
 from nearkin.data.augment import Augmentation
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.item_set import Items
-from nearkin.data.splits import Parts, given_split
+from nearkin.data.splits import Parts, source_split
 from nearkin.training.config.recipe import Recipe
 
 __all__ = ["check_augment", "check_data", "check_encoder", "check_learning", "no_effect"]
@@ -20,15 +20,15 @@ def check_data(recipe: Recipe, items: Items, parts: Parts) -> None:
     options = recipe.data
     if options.partial and options.source not in BENCHMARKS:
         no_effect("data.partial", f"{items.name} is no benchmark set")
-    if not options.official and given_split(items, options.closed) is None:
+    if not options.official and source_split(items, options.closed) is None:
         no_effect("data.official", f"{items.name} has no split of its own")
     for key in ("closed", "skip_single"):
         if getattr(options, key) and items.labels is None:
             no_effect(f"data.{key}", f"{items.name} has no classes")
     for part in ("val", "test"):
-        if part in parts.own and getattr(options, part) is not None:
+        if part in parts.official and getattr(options, part) is not None:
             no_effect(f"data.{part}", f"{items.name} has its own {part} part, which data.official=false would ignore")
-    if options.seed and {"val", "test"} <= set(parts.own):
+    if options.seed and {"val", "test"} <= set(parts.official):
         no_effect("data.seed", f"{items.name} has its own parts, which data.official=false would ignore")
 
 
