@@ -148,14 +148,14 @@ def test_uniforms_are_uniform_and_independent():
 def test_a_picture_alone_is_the_picture_in_a_batch(side, size):
     """Bit for bit: the batch is no part of the result, and neither is how many threads there are."""
     images, keys = pictures(100, side), augment.keys(0, 0, torch.arange(100))
-    whole = augment.warp(images, keys, size=size, augmentation=HEAVY)
+    batch = augment.warp(images, keys, size=size, augmentation=HEAVY)
     for i in range(0, 100, 9):
-        assert torch.equal(augment.warp(images[i : i + 1], keys[i : i + 1], size=size, augmentation=HEAVY)[0], whole[i])
+        assert torch.equal(augment.warp(images[i : i + 1], keys[i : i + 1], size=size, augmentation=HEAVY)[0], batch[i])
     order = torch.randperm(100)
-    assert torch.equal(augment.warp(images[order], keys[order], size=size, augmentation=HEAVY), whole[order])
+    assert torch.equal(augment.warp(images[order], keys[order], size=size, augmentation=HEAVY), batch[order])
     torch.set_num_threads(2)
     try:
-        assert torch.equal(augment.warp(images, keys, size=size, augmentation=HEAVY), whole)
+        assert torch.equal(augment.warp(images, keys, size=size, augmentation=HEAVY), batch)
     finally:
         torch.set_num_threads(1)
 
@@ -297,8 +297,8 @@ def test_of_pictures_stored_by_default_evaluation_sees_a_plain_crop(encoder):
     for size in [*range(32, 65), 96, 100, 128, 224, 225, 300]:
         if encoder == "small-cnn" and size > 64:
             continue
-        asked = recipe.read(None, ['data.source="x"', f"encoder.name={encoder}", f"data.size={size}"])
-        settled, _ = defaults.settle_pictures(asked, 1000, False, torch.device("cpu"))
+        requested = recipe.read(None, ['data.source="x"', f"encoder.name={encoder}", f"data.size={size}"])
+        settled, _ = defaults.settle_pictures(requested, 1000, False, torch.device("cpu"))
         stored = settled.data.stored
         images = torch.randint(0, 256, (1, stored, stored, 3), dtype=torch.uint8)
         first = (stored - size) // 2

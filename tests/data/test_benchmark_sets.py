@@ -271,8 +271,8 @@ def test_inshop(tmp_path, base, eval_folder):
 
 
 def test_omniglot(tmp_path):
-    whole = omniglot(("images_background", "Greek"), ("images_evaluation", "Atlantean"))
-    items = data.load("omniglot", root=grow(tmp_path / "a", whole), partial=True)
+    content = omniglot(("images_background", "Greek"), ("images_evaluation", "Atlantean"))
+    items = data.load("omniglot", root=grow(tmp_path / "a", content), partial=True)
     assert items.classes[0] == "Atlantean/character01" and items.split == ["test"] * 4 + ["train"] * 4
     assert items.pictures.read(7) == b"Greek 2 2" and items.names[7] == "Greek/character02/102_02.png"
     small = omniglot(
@@ -377,17 +377,19 @@ def test_matlab_as_scipy_writes_it(compressed):
         {**numbers, "cell": cell, "s": inner, "text": "hello", "e": np.empty((0, 0)), "wide": wide},
         do_compression=compressed,
     )
-    found = matlab.read(out.getvalue(), "x.mat")
+    variables = matlab.read(out.getvalue(), "x.mat")
     for key, value in numbers.items():
-        assert found[key].dtype == value.dtype and np.array_equal(found[key], value), key
-    assert found["text"] == "hello" and found["e"].size == 0 and np.array_equal(found["wide"], wide)
-    assert found["cell"].shape == (2, 2) and found["cell"][0, 1] == "bc" and found["cell"][1, 1] == "délta"
-    assert found["s"].shape == (1, 2) and found["s"][0, 0]["path"] == "x.jpg" and found["s"][0, 1]["box"] == 0
-    assert found["s"][0, 0]["box"].tolist() == [[1, 2]] and found["s"][0, 0]["deep"][0, 0]["y"] == 3.5
+        assert variables[key].dtype == value.dtype and np.array_equal(variables[key], value), key
+    assert variables["text"] == "hello" and variables["e"].size == 0 and np.array_equal(variables["wide"], wide)
+    assert variables["cell"].shape == (2, 2) and variables["cell"][0, 1] == "bc" and variables["cell"][1, 1] == "délta"
+    assert (
+        variables["s"].shape == (1, 2) and variables["s"][0, 0]["path"] == "x.jpg" and variables["s"][0, 1]["box"] == 0
+    )
+    assert variables["s"][0, 0]["box"].tolist() == [[1, 2]] and variables["s"][0, 0]["deep"][0, 0]["y"] == 3.5
 
 
-def whole_or_refused(content):
-    """Read, or answered with the one sentence; never another error."""
+def read_or_refused(content):
+    """Read, or refused with one sentence; never another error."""
     try:
         matlab.read(content, "x.mat")
     except ValueError as error:
@@ -396,7 +398,7 @@ def whole_or_refused(content):
 
 
 def test_damaged_matlab_files():
-    whole = mat(x=np.arange(1000.0), s=structs([{"a": "b"}]))
+    content = mat(x=np.arange(1000.0), s=structs([{"a": "b"}]))
     with pytest.raises(ValueError, match=r"x\.mat: not a MATLAB v5 file$"):
         matlab.read(b"PK" + bytes(200), "x.mat")
     with pytest.raises(ValueError, match="save it with -v7"):
@@ -404,12 +406,12 @@ def test_damaged_matlab_files():
     plain = io.BytesIO()
     pytest.importorskip("scipy.io").savemat(plain, {"x": np.arange(9.0), "s": structs([{"a": "b"}])})
     rng = np.random.default_rng(0)
-    broken = [whole[:cut] for cut in range(130, len(whole) - 1, 7)]
+    broken = [content[:cut] for cut in range(130, len(content) - 1, 7)]
     for _ in range(300):
         copy = bytearray(plain.getvalue())
         copy[rng.integers(128, len(copy))] = rng.integers(256)
         broken.append(bytes(copy))
-    assert {sentence[:39] for sentence in map(whole_or_refused, broken)} == {"x.mat: a MATLAB v5 file that is corrupt"}
+    assert {sentence[:39] for sentence in map(read_or_refused, broken)} == {"x.mat: a MATLAB v5 file that is corrupt"}
 
 
 def test_lists_in_another_format(tmp_path):

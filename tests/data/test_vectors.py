@@ -30,25 +30,25 @@ def text(folder, name, content):
     return folder / name
 
 
-def refused(path, *more):
+def refused(path, *others):
     with pytest.raises(ValueError, match=r"^\S+: ") as error:
-        vectors.read(path, *more)
+        vectors.read(path, *others)
     sentence = str(error.value)
     assert "\n" not in sentence
     return sentence
 
 
-def same(found, labels=IDS):
-    assert torch.equal(found.embeddings.float(), torch.from_numpy(X))
-    assert found.labels.tolist() == labels.tolist()
+def same(result, labels=IDS):
+    assert torch.equal(result.embeddings.float(), torch.from_numpy(X))
+    assert result.labels.tolist() == labels.tolist()
 
 
 def test_npz_with_ids_strings_and_targets(tmp_path):
     same(vectors.read(npz(tmp_path, embeddings=X, labels=IDS)))
     same(vectors.read(npz(tmp_path, embeddings=X, labels=NAMES)), NAMES)
     same(vectors.read(npz(tmp_path, embeddings=X, labels=NAMES.astype("S"))), NAMES)
-    found = vectors.read(npz(tmp_path, embeddings=X, targets=X[:, :2]))
-    assert found.labels is None and found.targets.dtype == torch.float64 and found.targets.shape == (6, 2)
+    result = vectors.read(npz(tmp_path, embeddings=X, targets=X[:, :2]))
+    assert result.labels is None and result.targets.dtype == torch.float64 and result.targets.shape == (6, 2)
 
 
 def test_npz_in_another_byte_order_and_in_columns(tmp_path):
@@ -60,8 +60,8 @@ def test_safetensors(tmp_path):
     same(vectors.read(tmp_path / "a.safetensors"))
     half = torch.from_numpy(X).bfloat16()
     save_file({"embeddings": half, "targets": torch.arange(6.0)}, tmp_path / "b.safetensors")
-    found = vectors.read(tmp_path / "b.safetensors")
-    assert torch.equal(found.embeddings, half) and found.targets.tolist() == [0, 1, 2, 3, 4, 5]
+    result = vectors.read(tmp_path / "b.safetensors")
+    assert torch.equal(result.embeddings, half) and result.targets.tolist() == [0, 1, 2, 3, 4, 5]
     save_file({"vectors": half}, tmp_path / "c.safetensors")
     assert refused(tmp_path / "c.safetensors").endswith('no "embeddings" among its keys: vectors')
 
@@ -85,8 +85,8 @@ def test_npy_with_labels_and_targets_beside(tmp_path):
     same(vectors.read(npy(tmp_path, X), npy(tmp_path, IDS, "y.npy")))
     assert vectors.read(npy(tmp_path, X)).labels is None
     for name, content in (("t.csv", "target,other\n" + "1.5,2\n" * 6), ("t.txt", "1.5 2\n" * 6)):
-        found = vectors.read(npy(tmp_path, X), None, text(tmp_path, name, content))
-        assert found.targets.tolist() == [[1.5, 2]] * 6
+        result = vectors.read(npy(tmp_path, X), None, text(tmp_path, name, content))
+        assert result.targets.tolist() == [[1.5, 2]] * 6
     assert vectors.read(npy(tmp_path, X), None, text(tmp_path, "t.txt", "1\n" * 6)).targets.shape == (6,)
 
 
@@ -122,8 +122,8 @@ def test_spoilt_files(tmp_path, name, content):
 
 
 def test_cut_files(tmp_path):
-    whole = npz(tmp_path, embeddings=X, labels=IDS).read_bytes()
-    (tmp_path / "a.npz").write_bytes(whole[: len(whole) // 2])
+    content = npz(tmp_path, embeddings=X, labels=IDS).read_bytes()
+    (tmp_path / "a.npz").write_bytes(content[: len(content) // 2])
     assert "not a readable .npz file" in refused(tmp_path / "a.npz")
     x = npy(tmp_path, X)
     x.write_bytes(x.read_bytes()[:-5])
@@ -215,8 +215,8 @@ def test_parquet(tmp_path, fixed):
 def test_several_labels_a_row_where_they_are_welcome(tmp_path):
     rows = np.array([[0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 0, 1]])
     for kind in (bool, np.uint8, np.int64):
-        found = vectors.read(npz(tmp_path, embeddings=X, labels=rows.astype(kind)), multi_label=True).labels
-        assert found.dtype == bool and (found == rows).all()
+        result = vectors.read(npz(tmp_path, embeddings=X, labels=rows.astype(kind)), multi_label=True).labels
+        assert result.dtype == bool and (result == rows).all()
     save_file({"embeddings": torch.from_numpy(X), "labels": torch.from_numpy(rows).bool()}, tmp_path / "a.safetensors")
     assert (vectors.read(tmp_path / "a.safetensors", multi_label=True).labels == rows).all()
     assert (vectors.read(npy(tmp_path, X), npy(tmp_path, rows, "y.npy"), multi_label=True).labels == rows).all()
@@ -237,14 +237,14 @@ def test_several_labels_a_row_where_they_are_welcome(tmp_path):
     ],
 )
 def test_lists_of_pairs(tmp_path, content, same, fold):
-    found = pair_lists.read(text(tmp_path, "p.csv", content), 6)
-    assert found.pairs.tolist() == [[0, 1], [2, 3]]
-    assert (found.same if same is None else found.same.tolist()) == same
-    assert (found.fold if fold is None else found.fold.tolist()) == fold
+    result = pair_lists.read(text(tmp_path, "p.csv", content), 6)
+    assert result.pairs.tolist() == [[0, 1], [2, 3]]
+    assert (result.same if same is None else result.same.tolist()) == same
+    assert (result.fold if fold is None else result.fold.tolist()) == fold
     if "fold" not in content:
         table = np.array([[int(cell) for cell in line.split(",")] for line in content.split()])
         again = pair_lists.read(npy(tmp_path, table.astype(np.int16), "p.npy"), 6)
-        assert again.pairs.tolist() == found.pairs.tolist()
+        assert again.pairs.tolist() == result.pairs.tolist()
 
 
 @pytest.mark.parametrize(
