@@ -7,16 +7,7 @@ from nearkin.core import distances
 from nearkin.core.autograd import device_type, traced
 from nearkin.core.labels import UNKNOWN, LabelDistance, Labels, Relation
 
-__all__ = [
-    "UNKNOWN",
-    "LabelDistance",
-    "Labels",
-    "Relation",
-    "explicit",
-    "label_distances",
-    "multilabel",
-    "of",
-]
+__all__ = ["UNKNOWN", "LabelDistance", "Labels", "Relation", "explicit", "label_distances", "multilabel", "of"]
 
 
 def __dir__() -> list[str]:

@@ -82,12 +82,7 @@ def weight(data: bytes, max_pixels: int = MAX_PIXELS) -> int:
 
 
 def square(
-    data: bytes | NDArray[Any],
-    *,
-    side: int,
-    fit: str = "crop",
-    channels: int = 3,
-    max_pixels: int = MAX_PIXELS,
+    data: bytes | NDArray[Any], *, side: int, fit: str = "crop", channels: int = 3, max_pixels: int = MAX_PIXELS
 ) -> NDArray[np.uint8]:
     """The picture decoded and resized to (side, side, channels).
 

@@ -35,18 +35,7 @@ FASHION_MNIST = Facts(
     "ROOT/train-images-idx3-ubyte.gz … (also unpacked)",
     {"train pictures": 60000, "test pictures": 10000, "classes": 10},
 )
-GARMENTS = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
+GARMENTS = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
 def omniglot(root: Path | None, partial: bool = False) -> Items:
