@@ -1,6 +1,7 @@
 """Stored embeddings: every kind of file reads the same, and a file that cannot be used gets one sentence."""
 
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -183,9 +184,9 @@ def test_text_that_does_not_fit(tmp_path):
     assert "not a readable text file" in refused(x, tmp_path / "y.txt")
 
 
-@pytest.mark.skipif(HAS_PYARROW, reason="pyarrow is installed")
-def test_parquet_without_pyarrow(tmp_path):
-    assert refused(text(tmp_path, "a.parquet", "")).endswith("not installed: pip install pyarrow")
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert refused(text(tmp_path, "a.parquet", "")).endswith("needs pyarrow: pip install 'nearkin[parquet]'")
 
 
 @pytest.mark.skipif(not HAS_PYARROW, reason="pyarrow is not installed")

@@ -62,16 +62,8 @@ def problem(distance: Tensor, labels: Tensor, num_clusters: int | None = None) -
     table = _entropy_table(size, distance.device)
     classes = torch.where(leads, table[same.sum(1)], 0).sum()
     unit = above * 2.0 ** (bits - 61)
-    return Problem(
-        keys,
-        bits,
-        unit,
-        torch.where(known, first, UNKNOWN),
-        table,
-        num_medoids,
-        table.gather(0, known.sum()[None])[0],
-        classes,
-    )
+    kinds, total = torch.where(known, first, UNKNOWN), table.gather(0, known.sum()[None])[0]
+    return Problem(keys, bits, unit, kinds, table, num_medoids, total, classes)
 
 
 @functools.lru_cache(maxsize=16)  # a captured graph must not copy from the host

@@ -7,23 +7,8 @@ from nearkin.data.item_set import Arrays, Items, Pairs, Pictures, Several
 from nearkin.data.sources import Source, load, sources
 from nearkin.data.splits import Parts, divide
 
-__all__ = [
-    "Arrays",
-    "Files",
-    "Items",
-    "Members",
-    "Pairs",
-    "Parts",
-    "Pictures",
-    "Several",
-    "Source",
-    "divide",
-    "glyphs",
-    "inspect",
-    "lines",
-    "load",
-    "sources",
-]
+__all__ = ["Arrays", "Files", "Items", "Members", "Pairs", "Parts", "Pictures", "Several", "Source"]
+__all__ += ["divide", "glyphs", "inspect", "lines", "load", "sources"]
 
 
 def __dir__() -> list[str]:

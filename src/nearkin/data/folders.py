@@ -11,19 +11,8 @@ from nearkin.data.item_set import Items
 
 __all__ = ["SPLIT_NAMES", "numbered", "read"]
 
-SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "dev": "val",
-    "test": "test",
-    "testing": "test",
-    "query": "query",
-    "queries": "query",
-    "gallery": "gallery",
-}
+_ALIASES = {"train": "training", "val": "valid validation dev", "test": "testing", "query": "queries", "gallery": ""}
+SPLIT_NAMES = {name: part for part, others in _ALIASES.items() for name in (part, *others.split())}
 
 
 def read(path: Path, name: str, labelled: bool = True) -> Items:

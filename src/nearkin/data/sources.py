@@ -1,7 +1,6 @@
 """The source of items by one argument: a built-in name, a benchmark set, a folder or a file."""
 
 import difflib
-import importlib
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -92,8 +91,8 @@ def _file(path: Path, name: str, root: Path | None, labelled: bool) -> Items:
 def _has_paths(path: Path) -> bool:
     """Whether a Parquet file lists pictures; True if it cannot be read, for the reader to say why."""
     try:
-        pyarrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
-    except ImportError:
+        pyarrow, parquet = vector_files.arrow(path, "reading")
+    except ValueError:
         return True
     try:
         return "path" in {column.strip().lower() for column in parquet.read_schema(path).names}

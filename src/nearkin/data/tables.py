@@ -8,7 +8,6 @@ target…   numbers: `target`, or `target_1`, `target_2`, … Without a `label` 
 """
 
 import csv
-import importlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.data import vector_files
 from nearkin.data.file_tree import Files, printable
 from nearkin.data.folders import SPLIT_NAMES, numbered
 from nearkin.data.item_set import Items
@@ -97,10 +97,7 @@ def _text(path: Path, name: str) -> Table:
 
 
 def _parquet(path: Path, name: str) -> Table:
-    try:
-        pyarrow, parquet = (importlib.import_module(module) for module in ("pyarrow", "pyarrow.parquet"))
-    except ImportError:
-        raise ValueError(f"{name}: reading .parquet needs pyarrow: pip install 'nearkin[parquet]'") from None
+    pyarrow, parquet = vector_files.arrow(name, "reading")
     try:
         table = parquet.read_table(path)
     except PermissionError:

@@ -29,8 +29,8 @@ from torch import Tensor
 from nearkin.core import checks, files
 from nearkin.core.errors import RefusedVectors
 
-__all__ = ["READABLE", "WRITABLE", "column_beside", "contents", "lines_of", "numpy_file", "present", "split_of"]
-__all__ += ["writable", "write"]
+__all__ = ["READABLE", "WRITABLE", "arrow", "column_beside", "contents", "lines_of", "numpy_file", "present"]
+__all__ += ["split_of", "writable", "write"]
 
 READABLE = (".npz", ".npy", ".parquet", ".safetensors")
 WRITABLE = (".npz", ".safetensors", ".parquet")
@@ -78,7 +78,7 @@ def split_of(path: Path) -> Any:
         with safe_open(str(path), framework="np") as file:
             return file.get_tensor("split") if "split" in file.keys() else None  # noqa: SIM118 - no mapping
     if ending == ".parquet":
-        parquet = importlib.import_module("pyarrow.parquet")
+        _, parquet = arrow(path, "reading")
         if "split" in parquet.read_schema(path).names:
             return parquet.read_table(path, columns=["split"]).column("split").to_pylist()
     return None
@@ -193,12 +193,7 @@ def _header_arrays(header: dict[str, str], labels: Any) -> dict[str, Any]:
 
 
 def _parquet(path: Path) -> dict[str, Any]:
-    try:
-        pyarrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
-    except ImportError:
-        raise ValueError(
-            f"{path}: reading .parquet needs pyarrow, which is not installed: pip install pyarrow"
-        ) from None
+    pyarrow, parquet = arrow(path, "reading")
     try:
         keys = list(parquet.read_schema(path).names)
         _require(path, "embedding", keys, "columns")
@@ -215,7 +210,7 @@ def _parquet(path: Path) -> dict[str, Any]:
 
 def _column(path: Path, key: str, column: Any) -> Any:
     """A column as an array: (N,), or (N, D) for lists of one length."""
-    pyarrow = importlib.import_module("pyarrow")
+    pyarrow, _ = arrow(path, "reading")
     if isinstance(column, pyarrow.ChunkedArray):  # older versions leave some chunked
         column = pyarrow.concat_arrays(column.chunks)
     if column.null_count:
@@ -238,7 +233,7 @@ def writable(path: Path) -> None:
     """Checks that embeddings can be written there, before the work rather than after it."""
     checks.one_of("ending of the output", path.suffix.lower(), WRITABLE)
     if path.suffix.lower() == ".parquet":
-        _pyarrow(path)
+        arrow(path, "writing")
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
@@ -295,7 +290,7 @@ def _safetensors_bytes(
 def _write_parquet(
     path: Path, rows: NDArray[Any], labels: NDArray[Any] | None, targets: NDArray[np.float64] | None, names: list[str]
 ) -> None:
-    pyarrow = _pyarrow(path)
+    pyarrow, parquet = arrow(path, "writing")
     flat = pyarrow.array(np.ascontiguousarray(rows).reshape(-1))
     columns = {
         "name": pyarrow.array(names),
@@ -306,15 +301,16 @@ def _write_parquet(
     if targets is not None:
         columns["target"] = pyarrow.array(targets.tolist())
     buffer = io.BytesIO()
-    importlib.import_module("pyarrow.parquet").write_table(pyarrow.table(columns), buffer)
+    parquet.write_table(pyarrow.table(columns), buffer)
     files.write_bytes(path, buffer.getvalue())
 
 
-def _pyarrow(path: Path) -> Any:
+def arrow(name: object, doing: str) -> tuple[Any, Any]:
+    """pyarrow and pyarrow.parquet, or a ValueError with the pip command."""
     try:
-        return importlib.import_module("pyarrow")
+        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise ValueError(f"{path}: writing .parquet needs pyarrow: pip install 'nearkin[parquet]'") from None
+        raise ValueError(f"{name}: {doing} .parquet needs pyarrow: pip install 'nearkin[parquet]'") from None
 
 
 def _require(path: Path, key: str, keys: list[str], what: str = "keys") -> None:
