@@ -26,10 +26,11 @@ class Source(NamedTuple):
 
 def sources() -> list[Source]:
     """Everything `load` can read."""
-    built_in = [Source("glyphs", "letters and symbols in twelve typefaces, drawn on the spot (the default)", "nothing")]
     sets = [Source(name, facts.line, f"--root: {facts.layout}") for name, (facts, _) in BENCHMARKS.items()]
     return [
-        *built_in,
+        Source(
+            "glyphs", "letters and symbols in twelve typefaces, drawn here (the default)", "the extra nearkin[glyphs]"
+        ),
         Source("FOLDER", "class folders, also under train, val, test", "FOLDER/heron/1.jpg (also in a .zip or .tar)"),
         Source("TABLE", "a .csv, .tsv or .parquet", "path,label[,split], or path and numeric target columns"),
         Source("VECTORS", "an .npz, .safetensors or .parquet", "embeddings with labels or targets, split if you like"),
