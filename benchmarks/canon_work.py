@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from canon_rows import base_of
 from nearkin import data, evaluation
 from nearkin.core.errors import Diverged
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts
 from nearkin.training import loop
 from nearkin.training.config.defaults import settle, settle_source, settle_split, split

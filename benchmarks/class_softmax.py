@@ -201,7 +201,7 @@ def tune(classes, number, dim, dtype):
     x, y, w = batch(classes, number, dim, "cuda", dtype)
     w = w.detach()
     with torch.no_grad():
-        asked = plain.queries(x.float(), w, 64.0, True)
+        asked = plain.scaled_anchors(x.float(), w, 64.0, True)
         rows, factor = fused._operands(x, w, asked)
         inverse = tiles.lengths(w)
         given = tiles.Operands(rows, 1.4427 * factor, w, inverse, y.int(), two=True)

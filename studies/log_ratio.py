@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from nearkin import data, evaluation, losses, models, samplers
 from nearkin.core.distances import squared_euclidean
 from nearkin.core.relations import LabelDistance, Relation, label_distances
-from nearkin.data.archives import Archive
+from nearkin.data.file_tree import Archive
 from nearkin.data.image_cache import store
 
 FULL, QUICK = (3, 240, 60), (1, 2, 24)  # seeds, steps, items in a batch

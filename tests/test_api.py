@@ -129,7 +129,7 @@ def test_rows_of_one_name_are_told_apart_and_other_keys_are_no_names(tmp_path):
 # One training at a time in a folder
 
 HOLD = (
-    "import sys, pathlib; from nearkin.core.locks import Lock;"
+    "import sys, pathlib; from nearkin.core.files import Lock;"
     "lock = Lock(pathlib.Path(sys.argv[1]), 'taken'); print('held', flush=True); sys.stdin.read()"
 )
 TINY = ["training.epochs=1", "training.batches=2", "encoder.dim=4", "evaluation.interval=false"]

@@ -201,7 +201,8 @@ def test_references_of_every_wrong_kind(case):
         module(x, labels, torch.randn(3, DIM + 1), labels[:3])
     with pytest.raises(ValueError, match="references must be on the device of embeddings"):
         module(x, labels, x.to("meta"), labels)
-    with pytest.raises(ValueError, match="reference_labels must have one entry a row of references: 3 rows, 2 labels"):
+    message = "reference_labels must have one entry per row of references: 3 rows, 2 labels"
+    with pytest.raises(ValueError, match=message):
         module(x, labels, x[:3], labels[:2])
     with pytest.raises(ValueError, match="reference_labels must be given with references"):
         module(x, labels, x[:3])

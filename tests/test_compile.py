@@ -105,7 +105,8 @@ def test_a_gradient_by_hand_is_refused_while_compiling(monkeypatch):
     Twice.call(x).sum().backward()
     assert x.grad.tolist() == [2, 2, 2]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(RuntimeError, match=r"Twice has a gradient by hand, which torch.compile may get wrong; compile"):
+    message = r"Twice has a hand-written gradient, which torch.compile may get wrong; compile"
+    with pytest.raises(RuntimeError, match=message):
         Twice.call(x)
 
 

@@ -19,7 +19,7 @@ from commands import output_of, run
 from nearkin import kernels, report, training
 from nearkin.core.versions import version_of
 from nearkin.data import cache_store
-from nearkin.data.items import Pairs
+from nearkin.data.item_set import Pairs
 from nearkin.dist import heartbeat
 from nearkin.training.checkpoint import checkpoints
 from nearkin.training.prepare import Prepared
@@ -235,7 +235,7 @@ def test_no_file_of_the_picture_cache_is_removed_while_it_is_mapped(monkeypatch,
     def remove(path):
         removed.append(path.name in Path("/proc/self/maps").read_text(encoding="utf-8"))
 
-    monkeypatch.setattr(cache_store, "_remove", remove)
+    monkeypatch.setattr(cache_store, "_delete", remove)
     part = cache_store.Part({}, 64, 3, auto=True)
     for i in range(3):
         part.append(f"{i}", np.full((64, 64, 3), i, np.uint8), None)

@@ -25,7 +25,7 @@ from nearkin.compare.plan import Plan
 from nearkin.compare.protocol import Job, comparable, make_folds, open_setup
 from nearkin.compare.study import Study
 from nearkin.core.errors import OutOfTime
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.evaluation import retrieval
 from nearkin.losses.search_ranges import RANGES, Choices
 from nearkin.training import read_recipe

@@ -1,4 +1,4 @@
-"""Losses in blocks of rows: the same numbers as in one piece, in the memory that was said."""
+"""Losses in blocks of rows: the same numbers as in one piece, in the given memory."""
 
 import inspect
 import re
@@ -68,9 +68,9 @@ def run(module, max_memory, x, labels, references=None, others=None, weight=None
     return [value.detach(), *(t.grad for t in (*leaves, *module.parameters()))]
 
 
-def assert_equal(got, wanted, tolerance=1e-12):
-    assert len(got) == len(wanted)
-    for a, b in zip(got, wanted, strict=True):
+def assert_equal(got, expected, tolerance=1e-12):
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         assert bool(a.isfinite().all())
         scale = max(float(b.double().abs().max()), 1e-3) if b.numel() else 1.0
@@ -79,19 +79,19 @@ def assert_equal(got, wanted, tolerance=1e-12):
 
 def test_all_that_should_be_are_covered():
     names = {type(case.build()).__name__ for case in CASES}
-    wanted = "Contrastive Margin MultiSimilarity Circle SupCon InfoNCE NPair LiftedStructure Triplet LosslessTriplet"
-    assert names >= {f"{name}Loss" for name in (*wanted.split(), "LogRatio", "FastAP", "SmoothAP")}
+    expected = "Contrastive Margin MultiSimilarity Circle SupCon InfoNCE NPair LiftedStructure Triplet LosslessTriplet"
+    assert names >= {f"{name}Loss" for name in (*expected.split(), "LogRatio", "FastAP", "SmoothAP")}
 
 
 @every
 @pytest.mark.parametrize("rows", SIZES)
 def test_blocks_equal_one_piece(case, rows, blocks):
     module, (x, labels) = case.build(), batch_of(case)
-    wanted = run(module, None, x, labels)
+    expected = run(module, None, x, labels)
     assert not blocks
     got = run(module, room(rows, x), x, labels)
     assert len(blocks) >= 13 / rows
-    assert_equal(got, wanted)
+    assert_equal(got, expected)
 
 
 @every
@@ -108,8 +108,8 @@ def test_references(case, rows, blocks):
     module, (x, labels) = case.build(), batch_of(case)
     references = torch.cat([x.flip(0) * 1.1, x[:4]]) + 0.3 * torch.randn(17, DIM).double()
     others = torch.cat([labels.flip(0), labels[:4]]) + (0.05 if case.graded else 0)
-    wanted = run(module, None, x, labels, references, others)
-    assert_equal(run(module, room(rows, x, references), x, labels, references, others), wanted)
+    expected = run(module, None, x, labels, references, others)
+    assert_equal(run(module, room(rows, x, references), x, labels, references, others), expected)
     assert blocks
     lone = room(rows, x, references[:1])  # one reference, and for the lifted loss one row of its anchors
     if "Lifted" in case.name or case.by_class:
@@ -126,8 +126,8 @@ def test_reductions_and_weights_of_each_anchor(case, reduction):
     module, (x, labels) = case.build(), batch_of(case)
     module.settings["reduction"] = reduction
     weight = torch.linspace(-1, 2, 13).double() if reduction == "none" else None
-    wanted = run(module, None, x, labels, weight=weight)
-    assert_equal(run(module, room(3, x), x, labels, weight=weight), wanted)
+    expected = run(module, None, x, labels, weight=weight)
+    assert_equal(run(module, room(3, x), x, labels, weight=weight), expected)
 
 
 @every_relation
@@ -142,22 +142,22 @@ def test_every_kind_of_relation(case):
     negative = ~positive & (torch.rand(13, 13, generator=g) < 0.7)
     unknown = labels.clone()
     unknown[[2, 5]] = -1
-    given = relations.Relation(positive.clone(), negative.clone())
-    for kin in (rows, given, relations.explicit(positive), unknown, labels.int()):
-        assert_equal(run(module, size, x, kin), run(module, None, x, kin))
-    assert torch.equal(given.positive, positive) and torch.equal(given.negative, negative)  # the caller's own
+    masks = relations.Relation(positive.clone(), negative.clone())
+    for relation in (rows, masks, relations.explicit(positive), unknown, labels.int()):
+        assert_equal(run(module, size, x, relation), run(module, None, x, relation))
+    assert torch.equal(masks.positive, positive) and torch.equal(masks.negative, negative)  # the caller's own
     references = x.flip(0) + 0.1
-    for kin, others in ((rows, rows.roll(1, 0)), (given, None), (positive, None), (unknown, labels.roll(2))):
-        wanted = run(module, None, x, kin, references, others)
-        assert_equal(run(module, size, x, kin, references, others), wanted)
+    for relation, others in ((rows, rows.roll(1, 0)), (masks, None), (positive, None), (unknown, labels.roll(2))):
+        expected = run(module, None, x, relation, references, others)
+        assert_equal(run(module, size, x, relation, references, others), expected)
 
 
 def test_a_boundary_a_class_with_a_relation():
     for name in ("MarginLoss-classes", "QuadrupletLoss"):
         case = next(c for c in CASES if c.name == name)
         module, (x, labels) = case.build(), batch_of(case)
-        kin = relations.Relation(*masks(labels), ids=labels)
-        assert_equal(run(module, room(4, x), x, kin), run(module, None, x, kin))
+        relation = relations.Relation(*masks(labels), ids=labels)
+        assert_equal(run(module, room(4, x), x, relation), run(module, None, x, relation))
 
 
 @pytest.mark.parametrize("ties", ["drop", "keep"])
@@ -165,12 +165,12 @@ def test_every_kind_of_target(ties):
     module = losses.LogRatioLoss(ties=ties).double()
     x = torch.randn(11, DIM, dtype=torch.float64)
     columns = torch.randint(0, 3, (11, 2)).double()
-    given = relations.LabelDistance(torch.rand(11, 11).double())  # the diagonal says something, and is not heard
-    for targets in (columns, columns[:, 0].long(), columns[:, 0].float(), given):
+    label_distance = relations.LabelDistance(torch.rand(11, 11).double())  # its diagonal is ignored
+    for targets in (columns, columns[:, 0].long(), columns[:, 0].float(), label_distance):
         assert_equal(run(module, room(3, x), x, targets), run(module, None, x, targets))
-    wanted = run(module, None, x, columns, x + 1, columns + 0.5)
-    assert_equal(run(module, room(3, x), x, columns, x + 1, columns + 0.5), wanted)
-    assert_equal(run(module, room(3, x), x, given, x + 1), run(module, None, x, given, x + 1))
+    expected = run(module, None, x, columns, x + 1, columns + 0.5)
+    assert_equal(run(module, room(3, x), x, columns, x + 1, columns + 0.5), expected)
+    assert_equal(run(module, room(3, x), x, label_distance, x + 1), run(module, None, x, label_distance, x + 1))
 
 
 @every
@@ -218,12 +218,12 @@ def test_half_precision(case):
 @every
 def test_under_autocast(case):
     module, (x, labels) = case.build(torch.float32), batch_of(case, torch.float32)
-    wanted = run(module, room(2, x), x, labels)
+    expected = run(module, room(2, x), x, labels)
     y = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         value = module(y, labels)
     (2.5 * value).backward()
-    assert_equal([value.detach(), y.grad], wanted[:2], 1e-6)
+    assert_equal([value.detach(), y.grad], expected[:2], 1e-6)
 
 
 @pytest.mark.parametrize("name", ["MarginLoss-classes", "LiftedStructureLoss", "NPairLoss"])
@@ -241,15 +241,15 @@ def test_a_block_draws_again_what_it_drew(name, selection, own, blocks):
     """On the CPU, where draws are one sequence, even what the dense form draws; the generator ends where it ended."""
     x = torch.randn(24, DIM, dtype=torch.float64)
     labels = torch.arange(24) // 4
-    found = []
+    results = []
     for size in (None, room(7, x)):
         torch.manual_seed(3)
         generator = torch.Generator().manual_seed(3) if own else None
         module = getattr(losses, name)(selection=selection, generator=generator).double()
-        found.append(run(module, size, x, labels))
-        found[-1].append(torch.rand(4, generator=generator))
+        results.append(run(module, size, x, labels))
+        results[-1].append(torch.rand(4, generator=generator))
     assert blocks
-    assert_equal(found[1], found[0])
+    assert_equal(results[1], results[0])
 
 
 @every
@@ -264,9 +264,9 @@ def test_nan_is_never_hidden(case):
 def test_without_a_graph(case):
     module, (x, labels) = case.build(), batch_of(case)
     with torch.no_grad():
-        wanted = module(x, labels)
+        expected = module(x, labels)
         module.settings["max_memory"] = room(2, x)
-        torch.testing.assert_close(module(x, labels), wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(module(x, labels), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_large_batches_are_tiled_by_themselves(blocks, monkeypatch):
@@ -300,8 +300,8 @@ def test_no_block_makes_the_whole_relation(monkeypatch):
 def test_sentences():
     x, labels = torch.randn(8, DIM), torch.arange(8) // 2
     need = room(1, x)
-    said = f"max_memory must be at least what one row of anchors × references takes in bytes: {need}, got {need - 1}"
-    with pytest.raises(ValueError, match=re.escape(said)):
+    message = f"max_memory must be at least what one row of anchors × references takes in bytes: {need}, got {need - 1}"
+    with pytest.raises(ValueError, match=re.escape(message)):
         losses.supcon_loss(x, labels, max_memory=need - 1)
     with pytest.raises(ValueError, match="max_memory must be >= 1, got 0"):
         losses.SupConLoss(max_memory=0)
@@ -328,7 +328,7 @@ def test_a_queue_may_move_on_before_the_gradient_comes_by(dtype):
     module, (x, labels) = case.build(dtype), batch_of(case, dtype)
     queue, queued = x.flip(0) + 0.1, labels.flip(0)
     x.requires_grad_()
-    found = []
+    results = []
     for size in (None, room(3, x)):
         module.settings["max_memory"] = size
         references, others, own = queue.clone(), queued.clone(), labels.clone()
@@ -336,17 +336,17 @@ def test_a_queue_may_move_on_before_the_gradient_comes_by(dtype):
         if size:
             for tensor in (references, others, own):
                 tensor.zero_()
-        found.append(torch.autograd.grad(value, x)[0])
-    torch.testing.assert_close(found[1], found[0])
+        results.append(torch.autograd.grad(value, x)[0])
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_a_mask_may_not():
     case = next(c for c in CASES if c.name == "SupConLoss")
     module, (x, labels) = case.build(), batch_of(case)
     module.settings["max_memory"] = room(3, x)
-    kin = relations.Relation(*masks(labels))
-    value = module(x.requires_grad_(), kin)
-    kin.positive.zero_()
+    relation = relations.Relation(*masks(labels))
+    value = module(x.requires_grad_(), relation)
+    relation.positive.zero_()
     with pytest.raises(RuntimeError, match="labels must not change in place between a loss and its backward"):
         value.backward()
 
@@ -355,10 +355,10 @@ def test_a_mask_may_not():
 def test_blocks_compile_whole(name):
     case = next(c for c in CASES if c.name == name)
     module, (x, labels) = case.build(), batch_of(case)
-    wanted = run(module, room(5, x), x, labels)
+    expected = run(module, room(5, x), x, labels)
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     y = x.clone().requires_grad_()
     value = compiled(y, labels)
     value.backward(torch.full_like(value, 2.5))
-    assert_equal([value.detach(), y.grad], wanted[:2])
+    assert_equal([value.detach(), y.grad], expected[:2])

@@ -51,9 +51,9 @@ def test_near_duplicates_keep_their_digits():
     x = distances.unit(torch.randn(50, 128))
     for gap in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5):
         y = x + gap * distances.unit(torch.randn(50, 128))
-        wanted = (x.double() - y.double()).norm(dim=1)
+        expected = (x.double() - y.double()).norm(dim=1)
         got = distances.euclidean(x, y).diagonal().double()
-        assert float(((got - wanted) / wanted).abs().max()) < (1e-6 if gap >= 1e-4 else 2e-5)
+        assert float(((got - expected) / expected).abs().max()) < (1e-6 if gap >= 1e-4 else 2e-5)
 
 
 def test_gradient_at_and_near_zero():
@@ -61,16 +61,16 @@ def test_gradient_at_and_near_zero():
     x = torch.cat([x, x, x[:1] + 1e-4 * torch.randn(1, 8)]).requires_grad_()
     upstream = torch.randn(13, 13)
     distances.euclidean(x).backward(upstream)
-    wanted = torch.zeros(13, 8, dtype=torch.float64)
+    expected = torch.zeros(13, 8, dtype=torch.float64)
     rows = x.detach().double()
     for i in range(13):
         for j in range(13):
             difference = rows[i] - rows[j]
             if i != j and float(difference.norm()) > 0:  # duplicates pull nowhere
                 pull = float(upstream[i, j]) * difference / difference.norm()
-                wanted[i] += pull
-                wanted[j] -= pull
-    torch.testing.assert_close(x.grad.double(), wanted, rtol=1e-5, atol=1e-5)
+                expected[i] += pull
+                expected[j] -= pull
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_unit_and_length_over_the_whole_range_of_floats():
@@ -91,36 +91,36 @@ def test_unit_and_length_over_the_whole_range_of_floats():
 
 def test_relations_of_every_kind():
     labels = torch.tensor([3, 3, -1, 5])
-    kin = relations.of(labels)
+    relation = relations.of(labels)
     t, f = True, False
-    assert kin.positive.tolist() == [[f, t, f, f], [t, f, f, f], [f, f, f, f], [f, f, f, f]]
-    assert kin.negative.tolist() == [[f, f, f, t], [f, f, f, t], [f, f, f, f], [t, t, f, f]]
+    assert relation.positive.tolist() == [[f, t, f, f], [t, f, f, f], [f, f, f, f], [f, f, f, f]]
+    assert relation.negative.tolist() == [[f, f, f, t], [f, f, f, t], [f, f, f, f], [t, t, f, f]]
     met = relations.of(labels, torch.zeros(2, 1), torch.tensor([5, -1]))
     assert met.positive.tolist() == [[f, f], [f, f], [f, f], [t, f]]
     assert met.negative.tolist() == [[t, f], [t, f], [f, f], [f, f]]
     rows = torch.tensor([[t, f, t], [f, t, t], [f, t, f], [f, f, f]])
-    kin = relations.of(rows)
-    assert kin.positive.tolist() == [[f, t, f, f], [t, f, t, f], [f, t, f, f], [f, f, f, f]]
-    assert kin.negative.tolist() == [[f, f, t, t], [f, f, f, t], [t, f, f, t], [t, t, t, f]]
-    kin = relations.of(relations.explicit(rows.new_ones(4, 4)))
-    assert not bool(kin.positive.diagonal().any()) and not bool(kin.negative.any())
+    relation = relations.of(rows)
+    assert relation.positive.tolist() == [[f, t, f, f], [t, f, t, f], [f, t, f, f], [f, f, f, f]]
+    assert relation.negative.tolist() == [[f, f, t, t], [f, f, f, t], [t, f, f, t], [t, t, t, f]]
+    relation = relations.of(relations.explicit(rows.new_ones(4, 4)))
+    assert not bool(relation.positive.diagonal().any()) and not bool(relation.negative.any())
     assert bool(relations.of(rows.new_ones(4, 2), torch.zeros(2, 1)).positive.all())
 
 
 def test_unsigned_labels_have_no_unknown():
     """-1 must not wrap around to 255."""
-    kin = relations.of(torch.tensor([255, 255, 1], dtype=torch.uint8))
-    assert bool(kin.positive[0, 1])
+    relation = relations.of(torch.tensor([255, 255, 1], dtype=torch.uint8))
+    assert bool(relation.positive[0, 1])
 
 
 def test_label_distances():
     a, b = torch.randn(5, 3), torch.randn(4, 3)
-    wanted = (a.double()[:, None] - b.double()[None]).norm(dim=2)
-    torch.testing.assert_close(relations.label_distances(a, b), wanted)
+    expected = (a.double()[:, None] - b.double()[None]).norm(dim=2)
+    torch.testing.assert_close(relations.label_distances(a, b), expected)
     line = torch.tensor([1, 4, -2])
     assert relations.label_distances(line).tolist() == [[0, 3, 3], [3, 0, 6], [3, 6, 0]]
-    given = relations.LabelDistance(wanted)
-    assert relations.label_distances(given) is wanted
+    label_distance = relations.LabelDistance(expected)
+    assert relations.label_distances(label_distance) is expected
 
 
 def test_masked_sums():
@@ -147,15 +147,15 @@ def test_log_sum_exp_survives_what_it_leaves_out():
 
 def test_softplus_is_exact():
     x = torch.linspace(-60, 60, 241, dtype=torch.float64)
-    wanted = [math.log1p(math.exp(v)) if v < 0 else v + math.log1p(math.exp(-v)) for v in x.tolist()]
-    torch.testing.assert_close(reduce.softplus(x), torch.tensor(wanted, dtype=torch.float64), rtol=1e-14, atol=0)
+    expected = [math.log1p(math.exp(v)) if v < 0 else v + math.log1p(math.exp(-v)) for v in x.tolist()]
+    torch.testing.assert_close(reduce.softplus(x), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
 
 
 def test_reductions():
     values = torch.tensor([[1.0, 0.0, 5.0], [2.0, -1.0, 7.0]])
     mask = torch.tensor([[True, True, False], [True, True, False]])
-    wanted = {"mean": 0.5, "active": 1.5, "sum": 2.0}
-    for name, value in wanted.items():
+    expected = {"mean": 0.5, "active": 1.5, "sum": 2.0}
+    for name, value in expected.items():
         assert reduce.terms(values, mask, name).item() == value
     assert reduce.terms(values, mask, "none").tolist() == [1, 1]
     nobody = torch.zeros_like(mask)

@@ -12,7 +12,7 @@ import torch
 
 import reference
 from nearkin import kernels, losses
-from nearkin.core import checks, distances, facility, facility_few
+from nearkin.core import checks, distances, facility
 from nearkin.kernels import facility_ops as fused
 
 TIE = 1e-9
@@ -36,15 +36,15 @@ def by_hand(distance, labels, gamma, sweeps):
     rows, items = distance.tolist(), reference.known_items(labels)
 
     def best(others, floor=None):
-        found, top = (
+        result, top = (
             floor,
             -math.inf if floor is None else reference.facility_score(rows, labels, [*others, floor], gamma),
         )
         for c in items:
             score = -math.inf if c in others else reference.facility_score(rows, labels, [*others, c], gamma)
             if score > top + TIE:
-                found, top = c, score
-        return found
+                result, top = c, score
+        return result
 
     picks = []
     for _ in range(len({int(labels[i]) for i in items})):
@@ -55,8 +55,8 @@ def by_hand(distance, labels, gamma, sweeps):
     return sorted(picks)
 
 
-def chosen(found):
-    return found.chosen.nonzero().squeeze(1).tolist()
+def chosen(result):
+    return result.chosen.nonzero().squeeze(1).tolist()
 
 
 def same(a, b):
@@ -68,15 +68,15 @@ def test_the_choice_is_that_of_greedy_and_exchange(gamma):
     for seed in range(40):
         d, labels = batch(seed)
         for sweeps in (0, 2):
-            found = losses.facility_location(d, labels, gamma=gamma, sweeps=sweeps)
-            assert chosen(found) == by_hand(d, labels, gamma, sweeps), (seed, sweeps)
+            result = losses.facility_location(d, labels, gamma=gamma, sweeps=sweeps)
+            assert chosen(result) == by_hand(d, labels, gamma, sweeps), (seed, sweeps)
 
 
-def blind(monkeypatch, *given, **more):
+def blind(monkeypatch, *arguments, **more):
     """What a device that must not be read runs."""
     with monkeypatch.context() as m:
         m.setattr(checks, "reads_values", lambda tensor: False)
-        return losses.facility_location(*given, **more)
+        return losses.facility_location(*arguments, **more)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -90,8 +90,8 @@ def test_reading_values_changes_nothing(dtype, monkeypatch):
 def test_the_end_of_a_quiet_search_is_the_end(monkeypatch):
     """Nothing changed since each medoid was last tried: more rounds change nothing."""
     tried = []
-    few = facility_few._few
-    monkeypatch.setattr(facility_few, "_few", lambda *given: tried.append(1) or few(*given))
+    few = facility._known_scores
+    monkeypatch.setattr(facility, "_known_scores", lambda *arguments: tried.append(1) or few(*arguments))
     d, labels = batch(25, 40)
     long = losses.facility_location(d, labels, sweeps=100)
     number = int(long.chosen.sum())
@@ -108,17 +108,17 @@ def test_sums_equal_on_paper_are_equal():
 def test_items_are_nearest_to_columns():
     """distance[item, medoid], should the two ways differ."""
     d = torch.tensor([[0.0, 1.0, 5.0], [9.0, 0.0, 9.0], [1.0, 2.0, 0.0]])
-    found = losses.facility_location(d, torch.tensor([0, 0, 0]), gamma=0.0)
-    assert chosen(found) == [1] and found.score == -3
+    result = losses.facility_location(d, torch.tensor([0, 0, 0]), gamma=0.0)
+    assert chosen(result) == [1] and result.score == -3
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-30, 1e30, 1e300])
 def test_any_unit_of_distance(scale):
     d, labels = batch(7)
-    usual, found = (losses.facility_location(x, labels, gamma=0.0) for x in (d, d * scale))
+    usual, result = (losses.facility_location(x, labels, gamma=0.0) for x in (d, d * scale))
     if scale in (1e-30, 1e30, 1e300):
-        assert torch.equal(found.chosen, usual.chosen)
-    assert int(found.chosen.sum()) == int(usual.chosen.sum()) and math.isfinite(found.score)
+        assert torch.equal(result.chosen, usual.chosen)
+    assert int(result.chosen.sum()) == int(usual.chosen.sum()) and math.isfinite(result.score)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
@@ -154,7 +154,7 @@ def judge_kernel():
     """What the tests below read, as JSON: for each case whether the kernel served and found the same."""
     served = []
     search = fused.search
-    fused.search = lambda *given: served.append(1) or search(*given)
+    fused.search = lambda *arguments: served.append(1) or search(*arguments)
     cases = {f"batch {seed}": (*batch(seed), {"gamma": float(seed % 3)}) for seed in range(8)}
     cases["float32, 17 items"] = (*batch(11, 17, torch.float32), {"sweeps": 2})
     cases["no sweeps"] = (*batch(3), {"sweeps": 0})
@@ -167,12 +167,12 @@ def judge_kernel():
     cases["nobody known"] = (d, torch.full_like(labels, -1), {})
     cases["no symmetry"] = (d * torch.linspace(1, 2, 9), labels, {})
     cases["nan weight"] = (d, labels, {"gamma": torch.tensor(math.nan)})
-    found = {}
+    result = {}
     for name, (d, labels, more) in cases.items():
         served.clear()
         got = losses.facility_location(d, labels, impl="triton", **more)
         plain = losses.facility_location(d, labels, impl="torch", **more)
-        found[name] = [
+        result[name] = [
             len(served),
             same(got[:2], plain[:2]) and torch.allclose(*map(torch.stack, (got[2:], plain[2:])), equal_nan=True),
         ]
@@ -184,8 +184,8 @@ def judge_kernel():
         results.append(x_.grad)
     served.clear()
     losses.FacilityLocationLoss()(x, labels)
-    found["gradient; a CPU alone chooses plain torch"] = [1 - len(served), torch.equal(*results)]
-    print(json.dumps(found))
+    result["gradient; a CPU alone chooses plain torch"] = [1 - len(served), torch.equal(*results)]
+    print(json.dumps(result))
 
 
 def test_kernel_finds_the_same():
@@ -197,7 +197,7 @@ def test_kernel_finds_the_same():
     command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
     done = subprocess.run(command, capture_output=True, text=True, env=way, cwd=here)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) > 15
-    for name, case in found.items():
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result) > 15
+    for name, case in result.items():
         assert case == [1, True], name

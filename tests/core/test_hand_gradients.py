@@ -1,4 +1,4 @@
-"""Short ways on the CPU, and gradients written by hand, against the long way round."""
+"""Short cuts on the CPU and hand-written gradients, compared with the plain computation."""
 
 import pytest
 import torch
@@ -32,15 +32,15 @@ def rows(chosen):
 @pytest.mark.parametrize("unknown", [False, True])
 def test_few_positives_give_the_same_triplets(name, unknown, monkeypatch):
     x, labels = batch(unknown=unknown)
-    kin = relations.of(labels)
+    relation = relations.of(labels)
     distance = distances.euclidean(x, normalize=True)
-    found = []
+    results = []
     for read in (True, False):
         if not read:
             monkeypatch.setattr(checks, "reads_values", lambda tensor: False)
         generator = torch.Generator().manual_seed(1)
-        found.append(mining.select(name, distance, kin, dim=5, generator=generator))
-    few, all_columns = found
+        results.append(mining.select(name, distance, relation, dim=5, generator=generator))
+    few, all_columns = results
     assert few.valid.shape[1] < 9 < all_columns.valid.shape[1]
     assert rows(few) == rows(all_columns) and rows(few)
 
@@ -49,15 +49,15 @@ def test_few_positives_give_the_same_triplets(name, unknown, monkeypatch):
 @pytest.mark.parametrize("unknown", [False, True])
 def test_npair_of_the_sides_alone(reduction, unknown, monkeypatch):
     x, labels = batch(unknown=unknown)
-    found = []
+    results = []
     for read in (True, False):
         if not read:
             monkeypatch.setattr(checks, "reads_values", lambda tensor: False)
         own = x.clone().requires_grad_()
         value = losses.npair_loss(own, labels, reduction=reduction)
         (slope,) = torch.autograd.grad(value.sum(), own)
-        found.append((value, slope))
-    for a, b in zip(*found, strict=True):
+        results.append((value, slope))
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -78,9 +78,9 @@ def test_relations_do_not_depend_on_being_read(unread):
 
 def test_upcast_holds_what_no_square_survives():
     x = torch.tensor([[1e30, 1.0], [2.0, -1e30]], requires_grad=True)
-    held = distances.upcast(x)
-    held.sum().backward()
-    assert held.abs().max() < 1e13 and x.grad.tolist() == [[0, 1], [1, 0]]
+    clamped = distances.upcast(x)
+    clamped.sum().backward()
+    assert clamped.abs().max() < 1e13 and x.grad.tolist() == [[0, 1], [1, 0]]
 
 
 @pytest.mark.parametrize("squared", [False, True])
@@ -93,8 +93,8 @@ def test_hinges(squared, falling, start):
     mask[3] = False
 
     def plain(v):
-        kept = torch.where(mask, (start - v if falling else v - start).relu(), 0.0)
-        return (kept.square() if squared else kept).sum(1)
+        hinged = torch.where(mask, (start - v if falling else v - start).relu(), 0.0)
+        return (hinged.square() if squared else hinged).sum(1)
 
     def ours(v):
         return reduce.hinges(v, mask, start=start, falling=falling, squared=squared)[0]
@@ -134,11 +134,11 @@ def test_distances_of_any_scale():
     x, _ = batch(8)
     x = x.float()
     for scale in (1e-30, 1e-12, 1.0, 1e10):
-        wanted = torch.cdist(x.double() * scale, x.double() * scale, compute_mode="donot_use_mm_for_euclid_dist")
-        torch.testing.assert_close(distances.euclidean(x * scale).double(), wanted, rtol=1e-6, atol=0)
+        expected = torch.cdist(x.double() * scale, x.double() * scale, compute_mode="donot_use_mm_for_euclid_dist")
+        torch.testing.assert_close(distances.euclidean(x * scale).double(), expected, rtol=1e-6, atol=0)
     mixed = torch.cat([x, x * 1e-20, torch.zeros(1, 5)])
-    wanted = torch.cdist(mixed.double(), mixed.double(), compute_mode="donot_use_mm_for_euclid_dist")
-    torch.testing.assert_close(distances.euclidean(mixed).double(), wanted, rtol=1e-6, atol=0)
+    expected = torch.cdist(mixed.double(), mixed.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    torch.testing.assert_close(distances.euclidean(mixed).double(), expected, rtol=1e-6, atol=0)
 
 
 def test_counts_of_masks():

@@ -148,14 +148,14 @@ def test_uniforms_are_uniform_and_independent():
 def test_a_picture_alone_is_the_picture_in_a_batch(side, size):
     """Bit for bit: the batch is no part of the result, and neither is how many threads there are."""
     images, keys = pictures(100, side), augment.keys(0, 0, torch.arange(100))
-    whole = augment.warp(images, keys, size=size, augmentation=HEAVY)
+    batch = augment.warp(images, keys, size=size, augmentation=HEAVY)
     for i in range(0, 100, 9):
-        assert torch.equal(augment.warp(images[i : i + 1], keys[i : i + 1], size=size, augmentation=HEAVY)[0], whole[i])
+        assert torch.equal(augment.warp(images[i : i + 1], keys[i : i + 1], size=size, augmentation=HEAVY)[0], batch[i])
     order = torch.randperm(100)
-    assert torch.equal(augment.warp(images[order], keys[order], size=size, augmentation=HEAVY), whole[order])
+    assert torch.equal(augment.warp(images[order], keys[order], size=size, augmentation=HEAVY), batch[order])
     torch.set_num_threads(2)
     try:
-        assert torch.equal(augment.warp(images, keys, size=size, augmentation=HEAVY), whole)
+        assert torch.equal(augment.warp(images, keys, size=size, augmentation=HEAVY), batch)
     finally:
         torch.set_num_threads(1)
 

@@ -212,7 +212,7 @@ def test_what_is_packed_is_seen(tmp_path):
 )
 def test_a_part_is_refused_unless_wished(tmp_path, name, files):
     grow(tmp_path, files())
-    with pytest.raises(ValueError, match=f"^{name}: it must have .* found .* not whole"):
+    with pytest.raises(ValueError, match=f"^{name}: it must have .* found .* incomplete"):
         data.load(name, root=tmp_path)
     items = data.load(name, root=tmp_path, partial=True)
     assert items.note.startswith(f"{name}, in part: ") and items.name == name
@@ -244,7 +244,7 @@ def test_listed_photos_that_are_missing(tmp_path):
     with pytest.raises(ValueError, match=r"has no classes\.txt"):
         data.load("cub200", root=tmp_path, partial=True)
     (tmp_path / "classes.txt").write_text("1 a\n2\n")
-    with pytest.raises(ValueError, match=r"classes\.txt must have 2 words a line, line 2 has 1"):
+    with pytest.raises(ValueError, match=r"classes\.txt must have 2 words per line, line 2 has 1"):
         data.load("cub200", root=tmp_path, partial=True)
 
 
@@ -271,8 +271,8 @@ def test_inshop(tmp_path, base, eval_folder):
 
 
 def test_omniglot(tmp_path):
-    whole = omniglot(("images_background", "Greek"), ("images_evaluation", "Atlantean"))
-    items = data.load("omniglot", root=grow(tmp_path / "a", whole), partial=True)
+    content = omniglot(("images_background", "Greek"), ("images_evaluation", "Atlantean"))
+    items = data.load("omniglot", root=grow(tmp_path / "a", content), partial=True)
     assert items.classes[0] == "Atlantean/character01" and items.split == ["test"] * 4 + ["train"] * 4
     assert items.pictures.read(7) == b"Greek 2 2" and items.names[7] == "Greek/character02/102_02.png"
     small = omniglot(
@@ -301,7 +301,7 @@ def test_fashion_mnist(tmp_path, pack, ending):
     content = (tmp_path / "raw" / name).read_bytes()
     for damaged in (content[:-3], b"", pack(struct.pack(">HBBI", 0, 8, 1, 30) + bytes(10))):
         (tmp_path / "raw" / name).write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"{name} is damaged"):
+        with pytest.raises(ValueError, match=f"{name} is corrupt"):
             data.load("fashion-mnist", root=tmp_path, partial=True)
 
 
@@ -342,7 +342,7 @@ def test_coil_in_matlab_files(tmp_path):
     assert np.array_equal(items.pictures.read(4), np.rint(255 * rows[4]).reshape(4, 4).T.astype(np.uint8))
     assert items.names == ["obj1__0", "obj1__1", "obj1__2", "obj2__0", "obj2__1", "obj2__2"]
     grow(tmp_path, {"COIL20.mat": mat(fea=rows)})
-    with pytest.raises(ValueError, match="must hold square pictures X"):
+    with pytest.raises(ValueError, match="must have square pictures X"):
         data.load("coil20", root=tmp_path, partial=True)
 
 
@@ -377,26 +377,28 @@ def test_matlab_as_scipy_writes_it(compressed):
         {**numbers, "cell": cell, "s": inner, "text": "hello", "e": np.empty((0, 0)), "wide": wide},
         do_compression=compressed,
     )
-    found = matlab.read(out.getvalue(), "x.mat")
+    variables = matlab.read(out.getvalue(), "x.mat")
     for key, value in numbers.items():
-        assert found[key].dtype == value.dtype and np.array_equal(found[key], value), key
-    assert found["text"] == "hello" and found["e"].size == 0 and np.array_equal(found["wide"], wide)
-    assert found["cell"].shape == (2, 2) and found["cell"][0, 1] == "bc" and found["cell"][1, 1] == "délta"
-    assert found["s"].shape == (1, 2) and found["s"][0, 0]["path"] == "x.jpg" and found["s"][0, 1]["box"] == 0
-    assert found["s"][0, 0]["box"].tolist() == [[1, 2]] and found["s"][0, 0]["deep"][0, 0]["y"] == 3.5
+        assert variables[key].dtype == value.dtype and np.array_equal(variables[key], value), key
+    assert variables["text"] == "hello" and variables["e"].size == 0 and np.array_equal(variables["wide"], wide)
+    assert variables["cell"].shape == (2, 2) and variables["cell"][0, 1] == "bc" and variables["cell"][1, 1] == "délta"
+    assert (
+        variables["s"].shape == (1, 2) and variables["s"][0, 0]["path"] == "x.jpg" and variables["s"][0, 1]["box"] == 0
+    )
+    assert variables["s"][0, 0]["box"].tolist() == [[1, 2]] and variables["s"][0, 0]["deep"][0, 0]["y"] == 3.5
 
 
-def whole_or_refused(content):
-    """Read, or answered with the one sentence; never another error."""
+def read_or_refused(content):
+    """Read, or refused with one sentence; never another error."""
     try:
         matlab.read(content, "x.mat")
     except ValueError as error:
         return str(error)
-    return "x.mat: a MATLAB v5 file that is damaged"
+    return "x.mat: a MATLAB v5 file that is corrupt"
 
 
 def test_damaged_matlab_files():
-    whole = mat(x=np.arange(1000.0), s=structs([{"a": "b"}]))
+    content = mat(x=np.arange(1000.0), s=structs([{"a": "b"}]))
     with pytest.raises(ValueError, match=r"x\.mat: not a MATLAB v5 file$"):
         matlab.read(b"PK" + bytes(200), "x.mat")
     with pytest.raises(ValueError, match="save it with -v7"):
@@ -404,12 +406,12 @@ def test_damaged_matlab_files():
     plain = io.BytesIO()
     pytest.importorskip("scipy.io").savemat(plain, {"x": np.arange(9.0), "s": structs([{"a": "b"}])})
     rng = np.random.default_rng(0)
-    broken = [whole[:cut] for cut in range(130, len(whole) - 1, 7)]
+    broken = [content[:cut] for cut in range(130, len(content) - 1, 7)]
     for _ in range(300):
         copy = bytearray(plain.getvalue())
         copy[rng.integers(128, len(copy))] = rng.integers(256)
         broken.append(bytes(copy))
-    assert {sentence[:39] for sentence in map(whole_or_refused, broken)} == {"x.mat: a MATLAB v5 file that is damaged"}
+    assert {sentence[:39] for sentence in map(read_or_refused, broken)} == {"x.mat: a MATLAB v5 file that is corrupt"}
 
 
 def test_lists_in_another_format(tmp_path):

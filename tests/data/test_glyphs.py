@@ -34,12 +34,12 @@ def drawn() -> tuple[glyphs.Glyphs, set[tuple[str, str]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glyphs, "characters", lambda: chosen)
         patch.setattr(glyphs, "_upright", noting)
-        whole = glyphs.load(cache=False)
-    return whole, pairs
+        glyph_set = glyphs.load(cache=False)
+    return glyph_set, pairs
 
 
 @pytest.fixture(scope="module")
-def whole(drawn) -> glyphs.Glyphs:
+def glyph_set(drawn) -> glyphs.Glyphs:
     return drawn[0]
 
 
@@ -49,28 +49,28 @@ def assert_same(a: glyphs.Glyphs, b: glyphs.Glyphs) -> None:
     assert a.characters == b.characters
 
 
-def test_counts_shapes_and_types(whole):
-    classes = len(whole.characters)
+def test_counts_shapes_and_types(glyph_set):
+    classes = len(glyph_set.characters)
     assert 900 <= classes <= 1000
-    assert whole.images.shape == (classes * 20, 32, 32)
-    assert whole.images.dtype == np.uint8
-    assert whole.labels.dtype == np.int64
-    np.testing.assert_array_equal(whole.labels, np.repeat(np.arange(classes), 20))
-    assert len(set(whole.characters)) == classes
-    assert all(len(character) == 1 for character in whole.characters)
+    assert glyph_set.images.shape == (classes * 20, 32, 32)
+    assert glyph_set.images.dtype == np.uint8
+    assert glyph_set.labels.dtype == np.int64
+    np.testing.assert_array_equal(glyph_set.labels, np.repeat(np.arange(classes), 20))
+    assert len(set(glyph_set.characters)) == classes
+    assert all(len(character) == 1 for character in glyph_set.characters)
 
 
-def test_every_picture_shows_something(whole):
-    smooth = whole.images.reshape(len(whole.images), 8, 4, 8, 4).mean((2, 4))  # noise averages out, ink stays
+def test_every_picture_shows_something(glyph_set):
+    smooth = glyph_set.images.reshape(len(glyph_set.images), 8, 4, 8, 4).mean((2, 4))  # noise averages out, ink stays
     assert (smooth.max((1, 2)) - smooth.min((1, 2))).min() > 20
 
 
-def test_drawings_of_a_class_differ(whole):
-    assert len(np.unique(whole.images.reshape(len(whole.images), -1), axis=0)) == len(whole.images)
+def test_drawings_of_a_class_differ(glyph_set):
+    assert len(np.unique(glyph_set.images.reshape(len(glyph_set.images), -1), axis=0)) == len(glyph_set.images)
 
 
-def test_no_two_characters_look_alike(whole):
-    looks = np.stack([glyphs.plain(character).ravel() for character in whole.characters]).astype(np.float64)
+def test_no_two_characters_look_alike(glyph_set):
+    looks = np.stack([glyphs.plain(character).ravel() for character in glyph_set.characters]).astype(np.float64)
     looks /= np.linalg.norm(looks, axis=1, keepdims=True)
     cosine = looks @ looks.T
     np.fill_diagonal(cosine, -1.0)
@@ -78,44 +78,44 @@ def test_no_two_characters_look_alike(whole):
 
 
 @pytest.mark.parametrize("twins", ["AΑА", "oOοо", "cCс", "HНΗ", "∆Δ"])
-def test_twins_of_other_scripts_are_one_class(whole, twins):
-    assert sum(character in twins for character in whole.characters) == 1
+def test_twins_of_other_scripts_are_one_class(glyph_set, twins):
+    assert sum(character in twins for character in glyph_set.characters) == 1
 
 
 def test_a_missing_glyph_box_is_never_drawn(drawn):
-    whole, pairs = drawn
+    glyph_set, pairs = drawn
     fonts = Path(get_data_path()) / "fonts" / "ttf"
-    held = {}
+    code_points = {}
     for face in glyphs.FACES:
         with TTFont(fonts / f"{face}.ttf") as font:
-            held[face] = font.getBestCmap()
+            code_points[face] = font.getBestCmap()
     assert {face for _, face in pairs} == set(glyphs.FACES)
-    assert {character for character, _ in pairs} == set(whole.characters)
-    assert [pair for pair in sorted(pairs) if ord(pair[0]) not in held[pair[1]]] == []
+    assert {character for character, _ in pairs} == set(glyph_set.characters)
+    assert [pair for pair in sorted(pairs) if ord(pair[0]) not in code_points[pair[1]]] == []
 
     boxes = {face: glyphs._upright("\ufffe", face, 64).tobytes() for face in glyphs.FACES}  # held by no typeface
     assert [pair for pair in sorted(pairs) if glyphs._upright(*pair, 64).tobytes() == boxes[pair[1]]] == []
 
 
-def test_a_drawing_does_not_depend_on_the_others(whole):
-    chosen = np.random.default_rng(0).choice(len(whole.images), 60, replace=False)  # another order, most left out
+def test_a_drawing_does_not_depend_on_the_others(glyph_set):
+    chosen = np.random.default_rng(0).choice(len(glyph_set.images), 60, replace=False)  # another order, most left out
     for item in chosen:
-        character = whole.characters[whole.labels[item]]
-        np.testing.assert_array_equal(glyphs.draw(character, item % 20), whole.images[item])
+        character = glyph_set.characters[glyph_set.labels[item]]
+        np.testing.assert_array_equal(glyphs.draw(character, item % 20), glyph_set.images[item])
 
 
-def test_fewer_samples_are_the_first_of_more(whole):
+def test_fewer_samples_are_the_first_of_more(glyph_set):
     few = glyphs.load(per_class=2, cache=False)
-    assert few.characters == whole.characters
-    np.testing.assert_array_equal(few.images, whole.images[np.arange(len(whole.images)) % 20 < 2])
+    assert few.characters == glyph_set.characters
+    np.testing.assert_array_equal(few.images, glyph_set.images[np.arange(len(glyph_set.images)) % 20 < 2])
 
 
-def test_fewer_characters_are_the_same_pictures(whole, monkeypatch):
+def test_fewer_characters_are_the_same_pictures(glyph_set, monkeypatch):
     monkeypatch.setattr(glyphs, "characters", lambda: ["Ж", "A"])
     two = glyphs.load(cache=False)
     for c, character in enumerate(two.characters):
         np.testing.assert_array_equal(
-            two.images[two.labels == c], whole.images[whole.labels == whole.characters.index(character)]
+            two.images[two.labels == c], glyph_set.images[glyph_set.labels == glyph_set.characters.index(character)]
         )
 
 
@@ -143,28 +143,28 @@ def test_drawings_stand_in_the_middle(monkeypatch):
     assert frame / ink.sum() < 0.01  # hardly anything is cut off
 
 
-def test_split_is_disjoint_and_complete(whole):
-    train, unseen = whole.split()
+def test_split_is_disjoint_and_complete(glyph_set):
+    train, unseen = glyph_set.split()
     assert not set(train.characters) & set(unseen.characters)
-    assert set(train.characters) | set(unseen.characters) == set(whole.characters)
+    assert set(train.characters) | set(unseen.characters) == set(glyph_set.characters)
     assert 0 <= len(train.characters) - len(unseen.characters) <= 1
     for part in (train, unseen):
         np.testing.assert_array_equal(part.labels, np.repeat(np.arange(len(part.characters)), 20))
         for c in (0, len(part.characters) - 1):
-            there = whole.images[whole.labels == whole.characters.index(part.characters[c])]
+            there = glyph_set.images[glyph_set.labels == glyph_set.characters.index(part.characters[c])]
             np.testing.assert_array_equal(part.images[part.labels == c], there)
 
 
-def test_split_is_the_same_every_time_and_hardly_moved_by_one_character(whole):
-    train = whole.split()[0].characters
-    assert whole.split()[0].characters == train
-    assert whole.split(seed=1)[0].characters != train
-    fewer = whole._only([c for c, character in enumerate(whole.characters) if character != train[0]])
+def test_split_is_the_same_every_time_and_hardly_moved_by_one_character(glyph_set):
+    train = glyph_set.split()[0].characters
+    assert glyph_set.split()[0].characters == train
+    assert glyph_set.split(seed=1)[0].characters != train
+    fewer = glyph_set._only([c for c, character in enumerate(glyph_set.characters) if character != train[0]])
     assert len(set(fewer.split()[0].characters) ^ set(train)) <= 2
 
 
-def test_pixels_are_a_poor_embedding(whole):
-    unseen = whole.split()[1]
+def test_pixels_are_a_poor_embedding(glyph_set):
+    unseen = glyph_set.split()[1]
     pixels = unseen.images.reshape(len(unseen.images), -1).astype(np.float32)
     pixels /= np.linalg.norm(pixels, axis=1, keepdims=True)
     queries = np.arange(0, len(pixels), 7)
@@ -240,16 +240,6 @@ def test_a_failed_write_leaves_nothing_behind(folder, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert glyphs.cache_folder() == tmp_path / "cache"
-    monkeypatch.delenv("NEARKIN_CACHE")
-    assert glyphs.cache_folder() == tmp_path / "nearkin"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert glyphs.cache_folder() == tmp_path / ".cache" / "nearkin"
-
-
 def test_a_user_without_home_is_served(monkeypatch):
     def nowhere(*_):
         raise RuntimeError("Could not determine home directory.")
@@ -288,3 +278,12 @@ def test_importing_the_room_is_cheap():
     code = "import sys, nearkin.data; print(*sorted({'PIL', 'matplotlib', 'rich'} & set(sys.modules)))"
     heavy = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert heavy.split() == []
+
+
+def test_without_matplotlib_the_set_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    glyphs.typefaces.cache_clear()
+    with pytest.raises(
+        ModuleNotFoundError, match=r"glyphs set needs matplotlib's typefaces: pip install 'nearkin\[gly"
+    ):
+        glyphs.load(cache=False)

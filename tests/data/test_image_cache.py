@@ -1,4 +1,4 @@
-"""Decoding of every odd kind of picture, and the cache: whole or absent, found again, never stale."""
+"""Decoding of every odd kind of picture, and the cache: complete or absent, reused, never stale."""
 
 import errno
 import io
@@ -163,11 +163,11 @@ def test_palettes():
 def test_exif_orientation(orientation):
     upright = gradient()
     undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # the transposition that a camera so held would have made
-    held = upright.transpose(Image.Transpose(undo[orientation])) if orientation > 1 else upright
+    rotated = upright.transpose(Image.Transpose(undo[orientation])) if orientation > 1 else upright
     exif = Image.Exif()
     exif[0x0112] = orientation
-    assert np.array_equal(decode.decode(encoded(held, exif=exif)), upright)
-    got = np.asarray(decode.decode(encoded(held, "JPEG", exif=exif, quality=95, subsampling=0)), float)
+    assert np.array_equal(decode.decode(encoded(rotated, exif=exif)), upright)
+    got = np.asarray(decode.decode(encoded(rotated, "JPEG", exif=exif, quality=95, subsampling=0)), float)
     assert np.abs(got - np.asarray(upright)).max() < 12
 
 
@@ -187,13 +187,13 @@ def test_first_frame_of_an_animation():
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP"])
 def test_a_truncated_file_is_unreadable_and_never_half_a_picture(kind):
     data = encoded(gradient(), kind)
-    whole = np.asarray(decode.decode(data))
+    stored = np.asarray(decode.decode(data))
     for length in range(0, len(data), max(1, len(data) // 60)):
         try:
             got = np.asarray(decode.decode(data[:length]))
         except UnreadablePicture:
             continue
-        assert np.array_equal(got, whole), f"{length} of {len(data)} bytes gave another picture"
+        assert np.array_equal(got, stored), f"{length} of {len(data)} bytes gave another picture"
     with pytest.raises(UnreadablePicture):
         decode.decode(data[: len(data) // 2])
 
@@ -223,12 +223,12 @@ def test_what_is_no_picture_is_said(data, says):
 @given(st.binary(max_size=300), st.sampled_from([b"", b"\xff\xd8\xff\xe0", b"GIF89a", b"BM", b"P6 ", b"II*\x00"]))
 @settings(max_examples=150, deadline=None)
 def test_random_bytes_are_a_picture_or_unreadable(data, magic):
-    said = ""
+    message = ""
     try:
         assert decode.decode(magic + data, max_pixels=10**6).mode in ("L", "RGB")
     except UnreadablePicture as error:
-        said = str(error)
-    assert "\n" not in said
+        message = str(error)
+    assert "\n" not in message
 
 
 def test_the_cap_is_checked_before_decoding():
@@ -298,13 +298,15 @@ def test_store_and_find_again(photos, cache):
 
 
 def test_settings_have_their_own_caches(photos):
-    whole = [
+    stored = [
         image_cache.store(photos, names(photos), side=side, fit=fit, channels=channels)
         for side, fit, channels in ((16, "crop", None), (8, "crop", None), (16, "pad", None), (16, "crop", 1))
     ]
-    assert len({kept.path for kept in whole}) == 4 and whole[3].pixels.shape[3] == 1
+    assert len({stored.path for stored in stored}) == 4 and stored[3].pixels.shape[3] == 1
     listed = cache_store.caches()
-    assert {cache.path for cache in listed} == {kept.path for kept in whole} and all(c.pictures == 40 for c in listed)
+    assert {cache.path for cache in listed} == {stored.path for stored in stored} and all(
+        c.pictures == 40 for c in listed
+    )
     assert cache_store.clear() > sum(cache.bytes for cache in listed) and cache_store.caches() == []
 
 
@@ -334,8 +336,8 @@ def test_rows_of_known_pictures_are_not_decoded_again(photos, monkeypatch):
     image_cache.store(photos, names(photos), side=8)
     monkeypatch.setattr(decode, "square", lambda *_, **__: pytest.fail("decoded again"))
     some = Folder(photos.paths[5:30][::-1])
-    kept = image_cache.store(some, names(some), side=8)
-    assert kept.pixels.shape == (25, 8, 8, 3)
+    stored = image_cache.store(some, names(some), side=8)
+    assert stored.pixels.shape == (25, 8, 8, 3)
 
 
 def test_grey_is_decided_over_all(tmp_path):
@@ -364,9 +366,9 @@ def test_unreadable(photos):
         ) as e:
             image_cache.store(photos, names(photos), side=8, cache=cache)
         assert "09.png cannot be read (No such file or directory); and 1 more. Use --skip-unreadable" in str(e.value)
-        kept = image_cache.store(photos, names(photos), side=8, unreadable="skip", cache=cache)
-        assert [i for i, _ in kept.bad] == [2, 5, 9, 11] and (kept.pixels[[2, 5, 9, 11]] == 0).all()
-        assert kept.digests[9] == "" and kept.pixels[0].any()
+        stored = image_cache.store(photos, names(photos), side=8, unreadable="skip", cache=cache)
+        assert [i for i, _ in stored.bad] == [2, 5, 9, 11] and (stored.pixels[[2, 5, 9, 11]] == 0).all()
+        assert stored.digests[9] == "" and stored.pixels[0].any()
     photos.paths[9].write_bytes(photos.paths[8].read_bytes())
     assert [i for i, _ in image_cache.store(photos, names(photos), side=8, unreadable="skip").bad] == [2, 5, 11]
     broken = Folder([photos.paths[2], photos.paths[5]])
@@ -374,20 +376,20 @@ def test_unreadable(photos):
         image_cache.store(broken, names(broken), side=8, unreadable="skip")
 
 
-def spoil(path, at, data):
+def overwrite(path, at, data):
     with path.open("r+b") as file:
         file.seek(at)
         file.write(data)
 
 
 @pytest.mark.parametrize(
-    "harm",
+    "corrupt",
     [
         lambda path: os.truncate(path, path.stat().st_size - 100),
         lambda path: os.truncate(path, 0),
         lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-        lambda path: spoil(path, 10, b"\xff"),
-        lambda path: spoil(path, path.stat().st_size // 2, b"\x01\x02\x03\x04"),
+        lambda path: overwrite(path, 10, b"\xff"),
+        lambda path: overwrite(path, path.stat().st_size // 2, b"\x01\x02\x03\x04"),
         lambda path: os.truncate(path.with_suffix(".json"), 500),
         lambda path: path.with_suffix(".json").write_text(
             path.with_suffix(".json").read_text().replace('"bad": []', '"bad": [[0, ""]]')
@@ -395,13 +397,13 @@ def spoil(path, at, data):
     ],
     ids=["cut", "emptied", "longer", "header", "one row", "table cut", "table changed"],
 )
-def test_a_damaged_cache_is_noticed_and_made_again(photos, harm):
+def test_a_damaged_cache_is_noticed_and_made_again(photos, corrupt):
     first = image_cache.store(photos, names(photos), side=16)
     good = np.array(first.pixels)
     path = first.path
     del first
-    harm(path)
-    with pytest.warns(RuntimeWarning, match="is damaged .* and is made again"):
+    corrupt(path)
+    with pytest.warns(RuntimeWarning, match="is corrupt .* and is rebuilt"):
         again = image_cache.store(photos, names(photos), side=16)
     assert np.array_equal(again.pixels, good) and again.bad == [] and again.path == path
     image_cache.store(photos, names(photos), side=16)
@@ -415,10 +417,10 @@ def test_a_damaged_memory_of_names_costs_only_time(photos, cache):
 
 
 def test_verify_finds_what_opening_did_not_look_at(photos):
-    kept = image_cache.store(photos, names(photos), side=16)
-    spoil(kept.path, 128 + 17 * 768 + 5, b"\x01\x02\x03\x04")
+    stored = image_cache.store(photos, names(photos), side=16)
+    overwrite(stored.path, 128 + 17 * 768 + 5, b"\x01\x02\x03\x04")
     with pytest.raises(ValueError, match="row 17 is not as it was written"):
-        kept.verify()
+        stored.verify()
 
 
 def test_an_interrupted_start_goes_on_where_it_was(photos, cache):
@@ -433,9 +435,9 @@ def test_an_interrupted_start_goes_on_where_it_was(photos, cache):
     with pytest.MonkeyPatch.context() as patch:
         square = decode.square
         patch.setattr(decode, "square", lambda *a, **k: decoded.append(1) or square(*a, **k))
-        whole = image_cache.store(photos, names(photos), side=8)
+        stored = image_cache.store(photos, names(photos), side=8)
     assert len(decoded) == 24 and len(cache_store.caches()) == 1
-    assert np.array_equal(whole.pixels, image_cache.store(photos, names(photos), side=8, cache=False).pixels)
+    assert np.array_equal(stored.pixels, image_cache.store(photos, names(photos), side=8, cache=False).pixels)
 
 
 KILLED = """
@@ -456,8 +458,8 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole():
     assert subprocess.run([sys.executable, "-c", KILLED, "die"], check=False).returncode == -9
     assert [c.finished for c in cache_store.caches()] == [False] and cache_store.caches()[0].pictures > 0
     pixels = np.arange(64, dtype=np.uint8)[:, None, None].repeat(9, 1).repeat(9, 2)
-    kept = image_cache.store(Arrays(pixels), [str(i) for i in range(64)], side=9)
-    assert np.array_equal(kept.pixels[..., 0], pixels)
+    stored = image_cache.store(Arrays(pixels), [str(i) for i in range(64)], side=9)
+    assert np.array_equal(stored.pixels[..., 0], pixels)
     for path in cache_store.folder().glob("*-part-*"):  # it may have an owner yet; after an hour it has not
         os.utime(path, (time.time() - 7200,) * 2)
     image_cache.store(Arrays(pixels[:9]), [str(i) for i in range(9)], side=9)
@@ -511,16 +513,16 @@ def test_a_user_without_home(photos, monkeypatch):
 
 
 def test_rows(photos):
-    kept = image_cache.store(photos, names(photos), side=8)
+    stored = image_cache.store(photos, names(photos), side=8)
     chosen = np.array([3, 39, 3, 0])
-    rows = kept.rows(chosen)
-    assert np.array_equal(rows, kept.pixels[chosen]) and rows.flags.writeable and len(kept) == 40
-    assert kept.rows([]).shape == (0, 8, 8, 3)
+    rows = stored.rows(chosen)
+    assert np.array_equal(rows, stored.pixels[chosen]) and rows.flags.writeable and len(stored) == 40
+    assert stored.rows([]).shape == (0, 8, 8, 3)
     for wrong in ([True, False], [0.5], [[1]]):
         with pytest.raises(TypeError, match="indices must be whole numbers"):
-            kept.rows(wrong)
+            stored.rows(wrong)
     with pytest.raises(IndexError):
-        kept.rows([40])
+        stored.rows([40])
 
 
 @pytest.mark.parametrize(
@@ -532,7 +534,7 @@ def test_rows(photos):
         ({"unreadable": "ignore"}, 'unknown unreadable "ignore"'),
         ({"workers": 0}, "workers must be >= 1"),
         ({"max_pixels": 0}, "max_pixels must be >= 1"),
-        ({"names": ["a"]}, "names must have one entry a picture: 40 pictures, 1 names"),
+        ({"names": ["a"]}, "names must have one entry per picture: 40 pictures, 1 names"),
         ({"pictures": Folder([]), "names": []}, "at least one picture"),
     ],
 )
@@ -542,9 +544,9 @@ def test_bad_arguments(photos, change, says):
 
 
 def test_tables_are_json(photos):
-    kept = image_cache.store(photos, names(photos), side=8)
-    table = json.loads(kept.path.with_suffix(".json").read_text())
-    assert table["shape"] == [40, 8, 8, 3] and table["digests"] == kept.digests and len(table["crc"]) == 40
+    stored = image_cache.store(photos, names(photos), side=8)
+    table = json.loads(stored.path.with_suffix(".json").read_text())
+    assert table["shape"] == [40, 8, 8, 3] and table["digests"] == stored.digests and len(table["crc"]) == 40
 
 
 @needs_birds
@@ -563,5 +565,5 @@ def test_birds():
             return members[i].name
 
     birds = Birds(members)
-    kept = image_cache.store(birds, [m.name for m in members], side=64)
-    assert kept.pixels.shape == (300, 64, 64, 3) and kept.bad == [] and 60 < kept.pixels.mean() < 190
+    stored = image_cache.store(birds, [m.name for m in members], side=64)
+    assert stored.pixels.shape == (300, 64, 64, 3) and stored.bad == [] and 60 < stored.pixels.mean() < 190

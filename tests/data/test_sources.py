@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearkin import data
-from nearkin.data.archives import Archive
-from nearkin.data.file_tree import by_bytes
+from nearkin.data.file_tree import Archive, by_bytes
 
 
 def grow(root, *names, content=b"pixels"):
@@ -70,8 +69,8 @@ def test_divided_folders(tmp_path, words):
     grow(tmp_path, *[f"{word}/{kind}/1.jpg" for word in words for kind in ("heron", "ibis")])
     items = data.load(tmp_path)
     assert items.classes == ["heron", "ibis"]
-    found = dict(zip(items.names, items.split, strict=True))
-    assert found == {
+    split_of = dict(zip(items.names, items.split, strict=True))
+    assert split_of == {
         f"{w}/{k}/1.jpg": p for w, p in zip(words, ("train", "val", "test"), strict=True) for k in items.classes
     }
 
@@ -124,7 +123,7 @@ def test_bad_folders(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     assert "holds no files" in answer(tmp_path / "empty")
     assert "holds no images: 1 files, such as a/1.txt" in answer(tmp_path / "text")
-    assert "its 2 images stand in no class folder" in answer(tmp_path / "flat")
+    assert "its 2 images are in no class folder" in answer(tmp_path / "flat")
     assert f'did you mean "{tmp_path}/birds/images"?' in answer(tmp_path / "birds")
     assert answer(tmp_path / "photo").endswith(f'no such folder or file; did you mean "{tmp_path}/photos"?')
     assert "is not a folder either" in answer(tmp_path / "a" / "b")
@@ -159,7 +158,7 @@ def test_unknown_names(tmp_path, monkeypatch):
     assert answer("gylphs").endswith("lfw; or give a folder or a file")
     assert 'did you mean "photos"?' in answer("fotos")
     assert answer("").startswith('unknown source "";')
-    assert "cannot be looked at" in answer("a" * 5000)
+    assert "cannot be examined" in answer("a" * 5000)
 
 
 # Archives
@@ -188,12 +187,12 @@ def test_archives_are_read_in_place(tmp_path, kind, prefix):
     path = packed(tmp_path, kind, names, prefix)
     items = data.load(path)
     assert items.classes == ["heron", "ibis"] and len(items) == 40
-    wanted = {name: (tmp_path / "unpacked" / name).read_bytes() for name in names}
+    expected = {name: (tmp_path / "unpacked" / name).read_bytes() for name in names}
     wrong = []
 
     def reader():
         for i in list(range(40)) * 5:
-            wrong.extend([i] if items.pictures.read(i) != wanted["/".join(items.names[i].split("/")[-2:])] else [])
+            wrong.extend([i] if items.pictures.read(i) != expected["/".join(items.names[i].split("/")[-2:])] else [])
 
     threads = [threading.Thread(target=reader) for _ in range(8)]
     for thread in threads:
@@ -209,16 +208,16 @@ def test_archives_are_read_in_place(tmp_path, kind, prefix):
 def test_bad_archives(tmp_path):
     names = ["heron/1.jpg", "heron/2.jpg", "ibis/1.jpg", "ibis/2.jpg"]
     path = packed(tmp_path, ".zip", names)
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(b"pixelsheron/1", b"pixelsheron/7"))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"pixelsheron/1", b"pixelsheron/7"))
     pictures = data.load(path).pictures
-    with pytest.raises(ValueError, match=r"heron/1\.jpg is damaged"):
+    with pytest.raises(ValueError, match=r"heron/1\.jpg is corrupt"):
         pictures.read(0)
-    path.write_bytes(whole[: len(whole) // 2])
+    path.write_bytes(content[: len(content) // 2])
     assert "not a readable .zip archive" in answer(path)
     tar = packed(tmp_path, ".tar", names)
     tar.write_bytes(tar.read_bytes()[:600])
-    assert "not whole" in answer(tar) or "not a readable" in answer(tar)
+    assert "incomplete" in answer(tar) or "not a readable" in answer(tar)
     (tmp_path / "p.tgz").write_bytes(b"")
     assert "unpack it first" in answer(tmp_path / "p.tgz")
     with pytest.raises(ValueError, match=r"1 members are not in it"):
@@ -227,13 +226,13 @@ def test_bad_archives(tmp_path):
 
 @pytest.mark.parametrize("kind", [".zip", ".tar"])
 def test_damaged_archives_are_answered_with_a_sentence(tmp_path, kind):
-    whole = packed(tmp_path, kind, ["heron/1.jpg", "ibis/2.jpg"]).read_bytes()
-    whole = whole[: 512 * 6] if kind == ".tar" else whole  # the rest of a tar is zeros
+    content = packed(tmp_path, kind, ["heron/1.jpg", "ibis/2.jpg"]).read_bytes()
+    content = content[: 512 * 6] if kind == ".tar" else content  # the rest of a tar is zeros
     rng = np.random.default_rng(0)
     path = tmp_path / f"broken{kind}"
     originals, sentences, complete = {b"pixelsheron/1.jpg", b"pixelsibis/2.jpg"}, [], 0
     for _ in range(300):
-        broken = bytearray(whole)
+        broken = bytearray(content)
         broken[rng.integers(len(broken))] = rng.integers(256)
         path.write_bytes(bytes(broken))
         try:
@@ -415,7 +414,7 @@ def test_take(tmp_path):
     for wrong in ([4], [-1], [True, False], [0.5], [[0]]):
         with pytest.raises((IndexError, ValueError, TypeError)):
             items.take(wrong)
-    with pytest.raises(ValueError, match="labels must have one entry an item: 2 items, 1 labels"):
+    with pytest.raises(ValueError, match="labels must have one entry per item: 2 items, 1 labels"):
         data.Items("x", ["a", "b"], ["k"], np.array([0]))
 
 

@@ -1,4 +1,4 @@
-"""Parts that share no class, whatever the set looks like; and what is said of them before training."""
+"""Parts that share no class, for all kinds of sets; and their inspection before training."""
 
 import json
 import re
@@ -79,10 +79,10 @@ def test_the_order_of_items_does_not_matter(closed):
 
 
 def test_one_class_more_moves_few():
-    parts, more = (data.divide(items_of(many(n))) for n in (60, 61))
+    parts, larger = (data.divide(items_of(many(n))) for n in (60, 61))
     a, b = items_of(many(60)), items_of(many(61))
     for part in PARTS:
-        assert len(classes(a, getattr(parts, part)) ^ classes(b, getattr(more, part))) <= 4
+        assert len(classes(a, getattr(parts, part)) ^ classes(b, getattr(larger, part))) <= 4
 
 
 # Official splits
@@ -198,7 +198,7 @@ def test_targets_only_and_targets_with_classes():
 def test_single_images():
     items = items_of({**many(8), "heron": 1, "ibis": 1, "jay": 1, "kite": 1})
     sentence = (
-        "photos/: 4 classes have a single item (heron, ibis, jay, …); training needs at least 2 a class. "
+        "photos/: 4 classes have a single item (heron, ibis, jay, …); training needs at least 2 per class. "
         "Use --skip-single to leave them out"
     )
     with pytest.raises(ValueError, match=re.escape(sentence)):
@@ -243,7 +243,7 @@ def test_bad_settings(wrong):
         data.divide(items_of(many(9)), **wrong)
 
 
-# What is said before training
+# Inspection
 
 
 def test_inspection():
@@ -261,9 +261,9 @@ def test_inspection():
         p: len(getattr(parts, p)) for p in PARTS
     }
     assert report["unreadable"] == [{"name": items.names[bad], "reason": "is cut off"}]
-    found = report["duplicates"]
-    assert (found["across"]["pairs"], found["within"]["pairs"]) == (2, 1)
-    assert [items.names[a], "train", items.names[b], "test"] in found["across"]["shown"]
+    duplicates = report["duplicates"]
+    assert (duplicates["across"]["pairs"], duplicates["within"]["pairs"]) == (2, 1)
+    assert [items.names[a], "train", items.names[b], "test"] in duplicates["across"]["shown"]
     text = "\n".join(data.lines(report))
     assert (
         "31 items, 9 classes of 3 (kind 0) to 7 (big)" in text
@@ -271,7 +271,7 @@ def test_inspection():
     )
     assert f"{items.names[bad]}: is cut off" in text and "3 each" in text
     assert "duplicates" not in data.inspect(items, parts)
-    with pytest.raises(ValueError, match="one entry an item: 31 items, 1 digests"):
+    with pytest.raises(ValueError, match="one entry per item: 31 items, 1 digests"):
         data.inspect(items, parts, ["x"])
 
 
@@ -289,13 +289,19 @@ def test_duplicates_are_counted_as_a_slow_loop_counts_them(draw):
                 across += part_of[i] != part_of[j]
                 within += part_of[i] == part_of[j]
                 other += int(items.labels[i] != items.labels[j])
-    found = data.inspect(items, parts, digests)["duplicates"]
-    assert (found["across"]["pairs"], found["within"]["pairs"], found["other_class"]) == (across, within, other)
-    assert all(p[1] != p[3] for p in found["across"]["shown"]) and bool(found["across"]["shown"]) == (across > 0)
+    duplicates = data.inspect(items, parts, digests)["duplicates"]
+    assert (duplicates["across"]["pairs"], duplicates["within"]["pairs"], duplicates["other_class"]) == (
+        across,
+        within,
+        other,
+    )
+    assert all(p[1] != p[3] for p in duplicates["across"]["shown"]) and bool(duplicates["across"]["shown"]) == (
+        across > 0
+    )
 
 
 def test_many_copies_are_counted_not_listed():
     items = items_of(many(10, 400))
-    found = data.inspect(items, data.divide(items), ["same"] * len(items))["duplicates"]
-    assert found["across"]["pairs"] + found["within"]["pairs"] == 4000 * 3999 // 2
-    assert len(found["across"]["shown"]) <= 20
+    duplicates = data.inspect(items, data.divide(items), ["same"] * len(items))["duplicates"]
+    assert duplicates["across"]["pairs"] + duplicates["within"]["pairs"] == 4000 * 3999 // 2
+    assert len(duplicates["across"]["shown"]) <= 20

@@ -1,6 +1,7 @@
 """Stored embeddings: every kind of file reads the same, and a file that cannot be used gets one sentence."""
 
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -30,25 +31,25 @@ def text(folder, name, content):
     return folder / name
 
 
-def refused(path, *more):
+def refused(path, *others):
     with pytest.raises(ValueError, match=r"^\S+: ") as error:
-        vectors.read(path, *more)
+        vectors.read(path, *others)
     sentence = str(error.value)
     assert "\n" not in sentence
     return sentence
 
 
-def same(found, labels=IDS):
-    assert torch.equal(found.embeddings.float(), torch.from_numpy(X))
-    assert found.labels.tolist() == labels.tolist()
+def same(result, labels=IDS):
+    assert torch.equal(result.embeddings.float(), torch.from_numpy(X))
+    assert result.labels.tolist() == labels.tolist()
 
 
 def test_npz_with_ids_strings_and_targets(tmp_path):
     same(vectors.read(npz(tmp_path, embeddings=X, labels=IDS)))
     same(vectors.read(npz(tmp_path, embeddings=X, labels=NAMES)), NAMES)
     same(vectors.read(npz(tmp_path, embeddings=X, labels=NAMES.astype("S"))), NAMES)
-    found = vectors.read(npz(tmp_path, embeddings=X, targets=X[:, :2]))
-    assert found.labels is None and found.targets.dtype == torch.float64 and found.targets.shape == (6, 2)
+    result = vectors.read(npz(tmp_path, embeddings=X, targets=X[:, :2]))
+    assert result.labels is None and result.targets.dtype == torch.float64 and result.targets.shape == (6, 2)
 
 
 def test_npz_in_another_byte_order_and_in_columns(tmp_path):
@@ -60,8 +61,8 @@ def test_safetensors(tmp_path):
     same(vectors.read(tmp_path / "a.safetensors"))
     half = torch.from_numpy(X).bfloat16()
     save_file({"embeddings": half, "targets": torch.arange(6.0)}, tmp_path / "b.safetensors")
-    found = vectors.read(tmp_path / "b.safetensors")
-    assert torch.equal(found.embeddings, half) and found.targets.tolist() == [0, 1, 2, 3, 4, 5]
+    result = vectors.read(tmp_path / "b.safetensors")
+    assert torch.equal(result.embeddings, half) and result.targets.tolist() == [0, 1, 2, 3, 4, 5]
     save_file({"vectors": half}, tmp_path / "c.safetensors")
     assert refused(tmp_path / "c.safetensors").endswith('no "embeddings" among its keys: vectors')
 
@@ -85,8 +86,8 @@ def test_npy_with_labels_and_targets_beside(tmp_path):
     same(vectors.read(npy(tmp_path, X), npy(tmp_path, IDS, "y.npy")))
     assert vectors.read(npy(tmp_path, X)).labels is None
     for name, content in (("t.csv", "target,other\n" + "1.5,2\n" * 6), ("t.txt", "1.5 2\n" * 6)):
-        found = vectors.read(npy(tmp_path, X), None, text(tmp_path, name, content))
-        assert found.targets.tolist() == [[1.5, 2]] * 6
+        result = vectors.read(npy(tmp_path, X), None, text(tmp_path, name, content))
+        assert result.targets.tolist() == [[1.5, 2]] * 6
     assert vectors.read(npy(tmp_path, X), None, text(tmp_path, "t.txt", "1\n" * 6)).targets.shape == (6,)
 
 
@@ -122,8 +123,8 @@ def test_spoilt_files(tmp_path, name, content):
 
 
 def test_cut_files(tmp_path):
-    whole = npz(tmp_path, embeddings=X, labels=IDS).read_bytes()
-    (tmp_path / "a.npz").write_bytes(whole[: len(whole) // 2])
+    content = npz(tmp_path, embeddings=X, labels=IDS).read_bytes()
+    (tmp_path / "a.npz").write_bytes(content[: len(content) // 2])
     assert "not a readable .npz file" in refused(tmp_path / "a.npz")
     x = npy(tmp_path, X)
     x.write_bytes(x.read_bytes()[:-5])
@@ -147,11 +148,11 @@ def test_nothing_is_unpickled(tmp_path):
             {"embeddings": X.astype(int), "labels": IDS},
             "embeddings must be float16, bfloat16, float32, float64, got int64",
         ),
-        ({"embeddings": X, "labels": IDS[:4]}, "labels must have one entry a row of embeddings: 6 rows, 4 labels"),
+        ({"embeddings": X, "labels": IDS[:4]}, "labels must have one entry per row of embeddings: 6 rows, 4 labels"),
         ({"embeddings": X, "labels": X}, "labels must be whole numbers or strings, got float32; real-valued ones"),
         ({"embeddings": X, "labels": IDS[:, None]}, "labels must have shape (rows,), got (6, 1)"),
         ({"embeddings": X, "labels": np.full(6, 2**64 - 1, np.uint64)}, "labels must be below 2**63"),
-        ({"embeddings": X, "targets": X[:5]}, "targets must have one entry a row of embeddings: 6 rows, 5 targets"),
+        ({"embeddings": X, "targets": X[:5]}, "targets must have one entry per row of embeddings: 6 rows, 5 targets"),
         ({"embeddings": X, "targets": NAMES}, "targets must be numbers"),
         (
             {"embeddings": X, "targets": X[:, :1] * np.float32(np.inf)},
@@ -174,7 +175,7 @@ def test_rows_that_are_not_finite_are_counted(tmp_path):
 def test_text_that_does_not_fit(tmp_path):
     x = npy(tmp_path, X)
     assert "y.txt: line 2 is empty" in refused(x, text(tmp_path, "y.txt", "a\n\nb\n"))
-    assert "labels must be one a line, got 2 columns" in refused(x, text(tmp_path, "y.csv", "a,b\n" * 6))
+    assert "labels must be one per line, got 2 columns" in refused(x, text(tmp_path, "y.csv", "a,b\n" * 6))
     assert "6 rows, 2 labels" in refused(x, text(tmp_path, "y.txt", "a\nb\n"))
     assert "6 rows, 0 labels" in refused(x, text(tmp_path, "y.txt", ""))
     assert "targets must be numbers" in refused(x, None, text(tmp_path, "t.txt", "one\n" * 6))
@@ -183,9 +184,9 @@ def test_text_that_does_not_fit(tmp_path):
     assert "not a readable text file" in refused(x, tmp_path / "y.txt")
 
 
-@pytest.mark.skipif(HAS_PYARROW, reason="pyarrow is installed")
-def test_parquet_without_pyarrow(tmp_path):
-    assert refused(text(tmp_path, "a.parquet", "")).endswith("not installed: pip install pyarrow")
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert refused(text(tmp_path, "a.parquet", "")).endswith("needs pyarrow: pip install 'nearkin[parquet]'")
 
 
 @pytest.mark.skipif(not HAS_PYARROW, reason="pyarrow is not installed")
@@ -215,16 +216,16 @@ def test_parquet(tmp_path, fixed):
 def test_several_labels_a_row_where_they_are_welcome(tmp_path):
     rows = np.array([[0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 0, 1]])
     for kind in (bool, np.uint8, np.int64):
-        found = vectors.read(npz(tmp_path, embeddings=X, labels=rows.astype(kind)), several=True).labels
-        assert found.dtype == bool and (found == rows).all()
+        result = vectors.read(npz(tmp_path, embeddings=X, labels=rows.astype(kind)), multi_label=True).labels
+        assert result.dtype == bool and (result == rows).all()
     save_file({"embeddings": torch.from_numpy(X), "labels": torch.from_numpy(rows).bool()}, tmp_path / "a.safetensors")
-    assert (vectors.read(tmp_path / "a.safetensors", several=True).labels == rows).all()
-    assert (vectors.read(npy(tmp_path, X), npy(tmp_path, rows, "y.npy"), several=True).labels == rows).all()
+    assert (vectors.read(tmp_path / "a.safetensors", multi_label=True).labels == rows).all()
+    assert (vectors.read(npy(tmp_path, X), npy(tmp_path, rows, "y.npy"), multi_label=True).labels == rows).all()
     assert refused(npz(tmp_path, embeddings=X, labels=rows)).endswith("labels must have shape (rows,), got (6, 3)")
     with pytest.raises(ValueError, match=r"or be 0/1 rows \(rows, labels\), got \(6, 3\)"):
-        vectors.read(npz(tmp_path, embeddings=X, labels=rows * 2), several=True)
+        vectors.read(npz(tmp_path, embeddings=X, labels=rows * 2), multi_label=True)
     with pytest.raises(ValueError, match="6 rows, 4 labels"):
-        vectors.read(npz(tmp_path, embeddings=X, labels=rows[:4]), several=True)
+        vectors.read(npz(tmp_path, embeddings=X, labels=rows[:4]), multi_label=True)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +238,14 @@ def test_several_labels_a_row_where_they_are_welcome(tmp_path):
     ],
 )
 def test_lists_of_pairs(tmp_path, content, same, fold):
-    found = pair_lists.read(text(tmp_path, "p.csv", content), 6)
-    assert found.pairs.tolist() == [[0, 1], [2, 3]]
-    assert (found.same if same is None else found.same.tolist()) == same
-    assert (found.fold if fold is None else found.fold.tolist()) == fold
+    result = pair_lists.read(text(tmp_path, "p.csv", content), 6)
+    assert result.pairs.tolist() == [[0, 1], [2, 3]]
+    assert (result.same if same is None else result.same.tolist()) == same
+    assert (result.fold if fold is None else result.fold.tolist()) == fold
     if "fold" not in content:
         table = np.array([[int(cell) for cell in line.split(",")] for line in content.split()])
         again = pair_lists.read(npy(tmp_path, table.astype(np.int16), "p.npy"), 6)
-        assert again.pairs.tolist() == found.pairs.tolist()
+        assert again.pairs.tolist() == result.pairs.tolist()
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_a_fault_on_one_rank_is_said_by_all():
         label, dim, short, listed, kind = sentences[start : start + 5]
         assert label == "rank 2 of 3: labels must be in 0..10 (or -1 for unknown), got 11"
         assert dim == "rank 2 of 3: embeddings must have 5 dimensions as the class weights have, got 4"
-        assert short == "rank 2 of 3: labels must have one entry a row of embeddings: 13 rows, 12 labels"
+        assert short == "rank 2 of 3: labels must have one entry per row of embeddings: 13 rows, 12 labels"
         assert listed == "rank 2 of 3: labels must be a torch tensor of class ids, got list"
         assert "embeddings must have one dtype and shape on all ranks" in kind
     assert sentences[-1] == "rank 0 of 3: labels must be a tensor where shard=True, got list"

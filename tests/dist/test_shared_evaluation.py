@@ -113,7 +113,7 @@ def compare_protocols(rank, world, path):
     """All protocols of one report, as `nearkin evaluate` runs them."""
     from nearkin.data import vectors
 
-    items = vectors.read(Path(path), None, None, several=True)
+    items = vectors.read(Path(path), None, None, multi_label=True)
     names = ("retrieval", "clustering", "verification", "one_shot", "graded", "diagnose")
     settings = runner.Settings(names, ways=5, episodes=20, interval=True)
     with dist.ProcessGroup() as ranks:

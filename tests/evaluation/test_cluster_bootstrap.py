@@ -288,7 +288,7 @@ def test_bad_input_is_named():
     x, labels = blobs(3, 2, 0.1)
     for call, words in [
         (lambda: bootstrap(values.long(), groups), "values must be a floating point tensor"),
-        (lambda: bootstrap(values, groups[:2]), "groups must have one entry a row of values: 6 rows, 2 labels"),
+        (lambda: bootstrap(values, groups[:2]), "groups must have one entry per row of values: 6 rows, 2 labels"),
         (lambda: bootstrap(values, groups, samples=0), "samples must be >= 1, got 0"),
         (lambda: bootstrap(values, groups, seed=-1), "seed must be >= 0, got -1"),
         (lambda: bootstrap(values, groups, confidence=95), "confidence must be > 0 and < 1, got 95"),

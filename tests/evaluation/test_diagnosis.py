@@ -221,7 +221,7 @@ def test_length_does_not_count_and_zero_rows_stand_aside():
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"labels": torch.zeros(3, dtype=torch.long)}, "labels must have one entry a row of embeddings: 42 rows"),
+        ({"labels": torch.zeros(3, dtype=torch.long)}, "labels must have one entry per row of embeddings: 42 rows"),
         ({"labels": torch.full((42,), -1)}, "labels must be known of at least 2 items, got 0"),
         ({"embeddings": torch.ones(42)}, "embeddings must have shape (rows, dimensions), got (42,)"),
         ({"embeddings": torch.full((42, 2), math.nan)}, "must be finite"),

@@ -176,7 +176,7 @@ def test_interval_over_classes_is_that_of_their_outcomes():
         ({"episodes": 1}, "episodes must be >= 2, got 1"),
         ({"score": "mena"}, 'unknown score "mena"; did you mean "mean"'),
         ({"embeddings": torch.full((6, 2), torch.inf)}, "embeddings must be finite, got NaN or Inf in 6 rows"),
-        ({"labels": torch.zeros(5, dtype=torch.int64)}, "one entry a row of embeddings: 6 rows, 5 labels"),
+        ({"labels": torch.zeros(5, dtype=torch.int64)}, "one entry per row of embeddings: 6 rows, 5 labels"),
     ],
 )
 def test_bad_input_is_named(change, sentence):

@@ -199,5 +199,5 @@ def test_classes_are_resampled_where_they_are_known():
     assert dict(result) == pytest.approx(dict(alone), nan_ok=True)
     wide, narrow = (scores.intervals["ndcg@10"][1] - scores.intervals["ndcg@10"][0] for scores in (result, alone))
     assert wide > 1.5 * narrow  # six queries of one class say the same
-    with pytest.raises(ValueError, match="classes must have one entry a row of embeddings: 120 rows, 3 labels"):
+    with pytest.raises(ValueError, match="classes must have one entry per row of embeddings: 120 rows, 3 labels"):
         graded(x, targets, classes=classes[:3])

@@ -341,7 +341,7 @@ def test_nobody_and_no_kin():
         ({"metrics": ("map@k",)}, ValueError, 'unknown metrics "map@k"'),
         ({"ks": (0,)}, ValueError, "ks must be >= 1, got 0"),
         ({"without_positives": "drop"}, ValueError, 'unknown without_positives "drop"; known: skip, miss'),
-        ({"labels": torch.zeros(4, dtype=torch.long)}, ValueError, "labels must have one entry a row"),
+        ({"labels": torch.zeros(4, dtype=torch.long)}, ValueError, "labels must have one entry per row"),
         ({"gallery": torch.ones(2, 3)}, ValueError, "gallery_labels must be given with gallery, got None"),
         ({"gallery_labels": torch.ones(2)}, ValueError, "gallery_labels need gallery, got None"),
         ({"embeddings": torch.full((5, 3), torch.nan)}, ValueError, "embeddings must be finite .* got 5 rows"),

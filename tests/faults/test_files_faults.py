@@ -131,7 +131,7 @@ def test_a_damaged_picture_cache_never_gives_other_pixels(pictures):
         np.testing.assert_array_equal(cache.pixels, pixels, f"{name} {how}")
         cache.verify()
         made_again += bool(warned)
-        assert all("is damaged" in str(one.message) and "made again" in str(one.message) for one in warned)
+        assert all("is corrupt" in str(one.message) and "is rebuilt" in str(one.message) for one in warned)
         del cache
         after = everything(cache_store.folder())
         assert after.keys() == before.keys()  # nothing half-made is left

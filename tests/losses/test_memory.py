@@ -456,7 +456,7 @@ def test_bad_batches_are_told_and_not_stored():
         ((x[:, :2], labels), ValueError, f"embeddings must have {DIM} dimensions as the memory has, got 2"),
         ((x.long(), labels), TypeError, "embeddings must be floating point"),
         ((x.tolist(), labels), TypeError, "embeddings must be a torch tensor"),
-        ((x, labels[:3]), ValueError, "labels must have one entry a row of embeddings: 10 rows, 3 labels"),
+        ((x, labels[:3]), ValueError, "labels must have one entry per row of embeddings: 10 rows, 3 labels"),
         ((x, labels.to("meta")), ValueError, "labels must be on the device of embeddings"),
         (
             (x, labels.float()),

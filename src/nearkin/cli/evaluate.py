@@ -159,8 +159,10 @@ def evaluate(
         else:
             if source is not None or root is not None:
                 raise ValueError(f"{embeddings}: SOURCE and --root are for the folder of a run, got a file")
-            queries = vectors.read(embeddings, labels, targets, several=True)
-            searched = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, several=True)
+            queries = vectors.read(embeddings, labels, targets, multi_label=True)
+            searched = (
+                None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, multi_label=True)
+            )
         pair_list = None if pairs is None else pair_lists.read(pairs, len(queries.embeddings))
         with _bar("pairs" if pairs is None else "resamples", first(group)) as progress:
             results = runner.evaluate(queries, searched, settings, progress, pair_list, group)

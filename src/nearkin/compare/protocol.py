@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nearkin import data
 from nearkin.core import checks
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.data.splits import LEAST, Parts
 from nearkin.training.build import new_encoder
 from nearkin.training.config.defaults import settle, settle_source

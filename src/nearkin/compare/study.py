@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nearkin.compare.plan import Plan
 from nearkin.compare.protocol import Job
-from nearkin.core.locks import Lock
+from nearkin.core.files import Lock
 from nearkin.training.config.recipe import Recipe
 
 __all__ = ["Request", "Study", "load_plan", "requested_settings", "save_plan"]

@@ -31,43 +31,43 @@ def psi_and_slope(cos: Tensor, margin: int) -> tuple[Tensor, Tensor]:
 def cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the angle between unit rows, (B,), from their difference and sum: exact near 0 and π.
 
-    A zero row stands at a right angle to everything.
+    A zero row is at a right angle to everything.
     """
     kind = torch.promote_types(x.dtype, w.dtype)
     x, w = x.to(kind), w.to(kind)
     if traced():
         *_, cos, sin = _between(x - w, x + w)
         return cos.to(kind), sin.to(kind)
-    found: tuple[Tensor, Tensor] = _CosSin.call(x, w)
-    return found
+    result: tuple[Tensor, Tensor] = _CosSin.call(x, w)
+    return result
 
 
 class _CosSin(HandGradient):
-    """With the gradient by hand: a few passes over (B, D), where autograd makes forty."""
+    """With a hand-written gradient: a few passes over (B, D), where autograd makes forty."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        less, more = x - w, x + w
-        apart, along, upright, cos, sin = _between(less, more)
-        ctx.save_for_backward(x, w, less, more, apart, along, upright)
+        difference, total = x - w, x + w
+        apart, along, upright, cos, sin = _between(difference, total)
+        ctx.save_for_backward(x, w, difference, total, apart, along, upright)
         return cos.to(x.dtype), sin.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, by_cos: Tensor, by_sin: Tensor) -> tuple[Tensor, Tensor]:
-        x, w, less, more, apart, along, upright = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the rows
-            less, more = x - w, x + w
-            apart, along, upright, *_ = _between(less, more)
+        x, w, difference, total, apart, along, upright = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative: through the rows
+            difference, total = x - w, x + w
+            apart, along, upright, *_ = _between(difference, total)
         by_cos, by_sin = by_cos[:, None], torch.where(upright, 0.0, by_sin)
         steep, flat = (_over(by_sin * a, 2 * b)[:, None].to(x.dtype) for a, b in ((along, apart), (apart, along)))
-        toward, away = flat * more, steep * less
+        toward, away = flat * total, steep * difference
         return by_cos * w + toward + away, by_cos * x + toward - away
 
 
-def _between(less: Tensor, more: Tensor) -> tuple[Tensor, ...]:
+def _between(difference: Tensor, total: Tensor) -> tuple[Tensor, ...]:
     """|x - w|, |x + w|, whether one of the rows is 0, and cos and sin, (B,) each, from x - w and x + w of unit rows."""
-    less, more = (rows.to(distances.wide(rows)) for rows in (less, more))
-    near, far = (less * less).sum(1), (more * more).sum(1)
+    difference, total = (rows.to(distances.wide(rows)) for rows in (difference, total))
+    near, far = (difference * difference).sum(1), (total * total).sum(1)
     upright = near + far < 3  # 4, but 2 or 0 with a zero row
     apart, along = _root(near), _root(far)
     return apart, along, upright, (far - near) / 4, torch.where(upright, 1.0, apart * along / 2)

@@ -1,8 +1,8 @@
-"""Exact passes over anchors × references in bounded memory: a few rows at a time, made again for the gradient.
+"""Exact passes over anchors × references in bounded memory: block by block, recomputed for the gradient.
 
-A loss gives a function of rows: what it knows of each anchor from that anchor's row of the (B, R) matrix. While the
-matrix is small it is called once, with everything; beyond, a block of anchors at a time against all references. No
-block's matrix or relation is kept: autograd makes it again when the gradient comes by. The numbers are the same.
+A loss is a function of rows: what it computes for each anchor from that anchor's row of the (B, R) matrix. A small
+matrix is computed at once; a large one a block of anchors at a time, each against all references. No block's matrix or
+relation is stored: the backward pass recomputes it. The numbers are the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,17 +15,18 @@ from torch import Tensor
 
 from nearkin.core import checks, distances, reduce, relations
 from nearkin.core.autograd import recomputed
-from nearkin.core.relations import LabelDistance, Labels, Relation
+from nearkin.core.labels import LabelDistance, Labels, Relation
 
-PAIR = (
-    64  # bytes a pair of anchor and reference: at most 16 float32 matrices, which the memory benchmark holds losses to
-)
-ROW = 48  # bytes a coordinate of anchors and references: wide copies, their gradients, and sums of these
-AUTOMATIC = 2**30  # bytes of matrices at once where nobody said: 4,096 anchors and references in float32
+__all__ = ["AUTOMATIC", "Batch", "Rows", "block", "blocks", "fits", "gaps", "hinges", "relation", "run"]
+__all__ += ["sums_and_counts", "transposed"]
+
+PAIR = 64  # bytes per pair of anchor and reference: up to 16 float32 matrices, the bound of the memory benchmark
+ROW = 48  # bytes per coordinate of anchors and references: wide copies, their gradients, and sums of these
+AUTOMATIC = 2**30  # default bytes of matrices at once: 4,096 anchors and references in float32
 
 
 class Batch(NamedTuple):
-    """What `checks.batch` has found sound. Without references the batch meets itself, less its self-pairs."""
+    """Arguments that `checks.batch` has accepted. Without references: all pairs of the batch but self-pairs."""
 
     embeddings: Tensor
     labels: Labels
@@ -33,72 +34,72 @@ class Batch(NamedTuple):
     reference_labels: Labels | None
 
 
-Rows = Callable[..., tuple[Tensor, ...]]  # of (anchors, references, relation, *more): tensors, an entry an anchor
+Rows = Callable[..., tuple[Tensor, ...]]  # of (anchors, references, relation, *extra): tensors, one entry per anchor
 
 
 def run(
     rows: Rows,
     batch: Batch,
-    *more: Tensor,
+    *extra: Tensor,
     max_memory: int | None,
     graded: bool = False,
-    whole: str | None = None,
+    all_rows: str | None = None,
     draws: bool = False,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, ...]:
-    """What `rows` says of each anchor, in blocks where that is needed to stay within `max_memory` bytes.
+    """`rows` of all anchors, in blocks if that is needed to stay within `max_memory` bytes.
 
-    more: further tensors with an entry an anchor, handed on. graded: the relation is a function that makes `gaps`, so
-    that nobody else holds them. whole: why the loss must see all rows at once, where it must. draws: a row's pairs are
-    drawn at random, from `generator` or torch's own.
+    extra: further tensors with one entry per anchor, passed on. graded: the relation is a function that makes `gaps`,
+    so that nothing else stores them. all_rows: why the loss needs all rows at once, if it does. draws: a row's pairs
+    are drawn at random, from `generator` or torch's default.
     """
-    size = block(batch, max_memory, whole)
+    size = block(batch, max_memory, all_rows)
     if size >= batch.embeddings.shape[0]:
-        kin = partial(gaps, batch) if graded else relation(batch)
-        return rows(batch.embeddings, batch.references, kin, *more)
-    batch, unchanged = _kept(batch)
+        related = partial(gaps, batch) if graded else relation(batch)
+        return rows(batch.embeddings, batch.references, related, *extra)
+    batch, unchanged = _snapshot(batch)
     kind = torch.promote_types(batch.embeddings.dtype, torch.float32)
-    anchors = _held(batch.embeddings)
-    others = anchors if batch.references is None else _held(batch.references)
+    anchors = _wide_copy(batch.embeddings)
+    references = anchors if batch.references is None else _wide_copy(batch.references)
     other_kind = kind if batch.references is None else torch.promote_types(batch.references.dtype, torch.float32)
 
     def part(start: int, x: Tensor, *slices: Tensor) -> tuple[Tensor, ...]:
         unchanged()
         stop = start + x.shape[0]
-        kin = partial(gaps, batch, start, stop) if graded else relation(batch, start, stop)
-        return rows(x.to(kind), others.to(other_kind), kin, *slices)
+        related = partial(gaps, batch, start, stop) if graded else relation(batch, start, stop)
+        return rows(x.to(kind), references.to(other_kind), related, *slices)
 
-    found = []
+    columns = []
     again: dict[str, Any] = {"preserve_rng_state": draws and generator is None}
-    split = (torch.split(t, size) for t in (anchors, *(t.clone() for t in more)))
+    split = (torch.split(t, size) for t in (anchors, *(t.clone() for t in extra)))
     for i, pieces in enumerate(zip(*split, strict=True)):
         if draws and generator is not None:
             again["context_fn"] = _replay(generator)
-        found.append(recomputed(part, i * size, *pieces, **again))
-    return tuple(torch.cat(column) for column in zip(*found, strict=True))
+        columns.append(recomputed(part, i * size, *pieces, **again))
+    return tuple(torch.cat(column) for column in zip(*columns, strict=True))
 
 
-def block(batch: Batch, max_memory: int | None, whole: str | None = None) -> int:
-    """Anchors that may meet all references at once; at least all of them where everything fits.
+def block(batch: Batch, max_memory: int | None, all_rows: str | None = None) -> int:
+    """Anchors per block, each against all references; the number of anchors or more if everything fits.
 
-    `max_memory` bounds the bytes a loss holds beside its arguments, their gradients and what it returns: the matrices
-    of a block, `PAIR` bytes a pair (twice that in float64), and the copies of anchors and references, `ROW` bytes a
+    `max_memory` bounds the bytes a loss takes beside its arguments, their gradients and its result: the matrices of a
+    block, `PAIR` bytes per pair (twice that in float64), and the copies of anchors and references, `ROW` bytes per
     coordinate. None: blocks of 1 GiB, copies not counted.
     """
     if max_memory is not None:
         checks.integer("max_memory", max_memory, 1)
     other = batch.embeddings if batch.references is None else batch.references
-    wide = batch.embeddings.dtype == torch.float64 or other.dtype == torch.float64
-    a_row = other.shape[0] * PAIR * (2 if wide else 1)
-    number = batch.embeddings.shape[0]
+    is_float64 = batch.embeddings.dtype == torch.float64 or other.dtype == torch.float64
+    row_bytes = other.shape[0] * PAIR * (2 if is_float64 else 1)
+    anchors = batch.embeddings.shape[0]
     if max_memory is None:
-        return number if whole or number * a_row <= AUTOMATIC else max(1, AUTOMATIC // a_row)
-    fixed = (number + other.shape[0]) * batch.embeddings.shape[1] * ROW
-    rows = number if whole else min(number, 1)
-    if fixed + rows * a_row > max_memory:
-        because = f"all rows at once ({whole})" if whole else "one row of anchors × references"
-        checks.enough("max_memory", max_memory, fixed + rows * a_row, f"what {because} takes in bytes")
-    return (max_memory - fixed) // a_row if a_row else number
+        return anchors if all_rows or anchors * row_bytes <= AUTOMATIC else max(1, AUTOMATIC // row_bytes)
+    fixed = (anchors + other.shape[0]) * batch.embeddings.shape[1] * ROW
+    rows = anchors if all_rows else min(anchors, 1)
+    if fixed + rows * row_bytes > max_memory:
+        because = f"all rows at once ({all_rows})" if all_rows else "one row of anchors × references"
+        checks.enough("max_memory", max_memory, fixed + rows * row_bytes, f"what {because} takes in bytes")
+    return (max_memory - fixed) // row_bytes if row_bytes else anchors
 
 
 def relation(batch: Batch, start: int = 0, stop: int | None = None) -> Relation:
@@ -110,34 +111,34 @@ def relation(batch: Batch, start: int = 0, stop: int | None = None) -> Relation:
     if references is not None:
         return relations.of(part, references, reference_labels)
     if isinstance(part, Relation):  # the caller's own masks stay as they are
-        kin = Relation(part.positive.clone(), part.negative.clone())
+        related = Relation(part.positive.clone(), part.negative.clone())
     else:
-        kin = relations.of(part, batch.embeddings, labels)
-    return Relation(_own(kin.positive, start), _own(kin.negative, start))
+        related = relations.of(part, batch.embeddings, labels)
+    return Relation(_without_self(related.positive, start), _without_self(related.negative, start))
 
 
 def gaps(batch: Batch, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
-    """Label distances of anchors start to stop with all references, and which of them say something, each (b, R)."""
+    """Label distances of anchors start to stop with all references, and which of them count, each (b, R)."""
     part = batch.labels if stop is None else _slice(batch.labels, start, stop)
     distance = relations.label_distances(part, batch.labels if batch.references is None else batch.reference_labels)
     valid = distance > 0
-    return distance, _own(valid, start) if batch.references is None else valid
+    return distance, _without_self(valid, start) if batch.references is None else valid
 
 
 def fits(batch: Batch, max_memory: int | None) -> bool:
-    """Whether the loss of the batch is computed in one piece."""
+    """Whether the loss of the batch is computed in one block."""
     return block(batch, max_memory) >= batch.embeddings.shape[0]
 
 
 def blocks(batch: Batch, max_memory: int | None) -> Iterator[tuple[int, Relation]]:
-    """The first anchor of each block and the block's relation, for what needs no distances."""
+    """The first anchor and the relation of each block, for what needs no distances."""
     number, size = batch.embeddings.shape[0], block(batch, max_memory)
     for start in range(0, number, size):
         yield start, relation(batch, start, min(start + size, number))
 
 
-def turned(batch: Batch) -> Batch:
-    """References as anchors, and the other way round."""
+def transposed(batch: Batch) -> Batch:
+    """References as anchors, and anchors as references."""
     x, labels, references, reference_labels = batch
     if isinstance(labels, Relation):
         labels = Relation(labels.positive.T, labels.negative.T)
@@ -151,10 +152,10 @@ def turned(batch: Batch) -> Batch:
     )
 
 
-def counted(values: Tensor, mask: Tensor, reduction: str = "active") -> tuple[Tensor, Tensor, Tensor]:
-    """Of an anchor's terms, none below 0: their sum, their number, and how many are active, each (B,).
+def sums_and_counts(values: Tensor, mask: Tensor, reduction: str = "active") -> tuple[Tensor, Tensor, Tensor]:
+    """Of the terms of each anchor, all >= 0: their sum, their number, and how many are active, each (B,).
 
-    Only reduction="active" asks for the last; else it is the number again.
+    Only reduction="active" needs the last; otherwise it is the number again.
     """
     number, sums = reduce.count_in_row(mask), torch.where(mask, values, 0.0).sum(1)
     if reduction != "active":
@@ -163,30 +164,30 @@ def counted(values: Tensor, mask: Tensor, reduction: str = "active") -> tuple[Te
 
 
 def hinges(values: Tensor, mask: Tensor, reduction: str, **shape: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of the hinges that `reduce.hinges` makes of an anchor's masked values."""
-    sums, kept = reduce.hinges(values, mask, **shape)
+    """The same of the hinges of each anchor's masked values, as `reduce.hinges` computes them."""
+    sums, hinged = reduce.hinges(values, mask, **shape)
     number = reduce.count_in_row(mask)
-    return sums, number, reduce.count_in_row(kept > 0) if reduction == "active" else number
+    return sums, number, reduce.count_in_row(hinged > 0) if reduction == "active" else number
 
 
-def _held(x: Tensor) -> Tensor:
-    """In the wide type, in which the gradients of the blocks are summed: rounded once, as the dense form's are."""
+def _wide_copy(x: Tensor) -> Tensor:
+    """A copy in the wide type, in which the gradients of the blocks are summed: rounded once, as in the dense form."""
     return x.to(distances.wide(x), copy=True)
 
 
-def _kept(batch: Batch) -> tuple[Batch, Callable[[], None]]:
-    """The batch with labels of its own, which the pass for the gradient will find as they were.
+def _snapshot(batch: Batch) -> tuple[Batch, Callable[[], None]]:
+    """The batch with a copy of its labels for the backward pass, and a check that the rest has not changed.
 
-    A queue of references may move on before the gradient comes by. Masks and label distances are too large to copy:
-    the function says whether they are still what they were.
+    A queue of references may have moved on by then. Masks and label distances are too large to copy: the check raises
+    if they were changed in place.
     """
-    labels, references, others = batch.labels, batch.references, batch.reference_labels
+    labels, references, reference_labels = batch.labels, batch.references, batch.reference_labels
     large: tuple[Tensor, ...] = ()
     if isinstance(labels, Relation):
         large = (labels.positive, labels.negative)
     elif isinstance(labels, LabelDistance):
         large = (labels.distance,)
-    elif references is not None and others is None:
+    elif references is not None and reference_labels is None:
         large = (labels,)
     else:
         labels = labels.clone()
@@ -197,8 +198,8 @@ def _kept(batch: Batch) -> tuple[Batch, Callable[[], None]]:
         if [t._version for t in large] != before:
             raise RuntimeError("labels must not change in place between a loss and its backward, got a changed matrix")
 
-    others = others.clone() if isinstance(others, Tensor) else others
-    return Batch(batch.embeddings, labels, references, others), unchanged
+    reference_labels = reference_labels.clone() if isinstance(reference_labels, Tensor) else reference_labels
+    return Batch(batch.embeddings, labels, references, reference_labels), unchanged
 
 
 def _slice(labels: Labels, start: int, stop: int) -> Labels:
@@ -210,8 +211,8 @@ def _slice(labels: Labels, start: int, stop: int) -> Labels:
     return labels[start:stop]
 
 
-def _own(mask: Tensor, start: int) -> Tensor:
-    """Nobody meets himself: anchor i of the block is reference start + i."""
+def _without_self(mask: Tensor, start: int) -> Tensor:
+    """Clears self-pairs: anchor i of the block is reference start + i."""
     mask.diagonal(start).fill_(False)
     return mask
 
@@ -219,7 +220,7 @@ def _own(mask: Tensor, start: int) -> Tensor:
 def _replay(
     generator: torch.Generator,
 ) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    """Contexts of a block's first and second pass: the second draws what the first drew, and leaves no trace."""
+    """Contexts of a block's first and second pass: the second repeats the draws of the first and restores the state."""
     state = generator.get_state()
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""Every input-error sentence of the package: which argument, what is allowed, what was received.
+"""Every input-error sentence of the package: the argument, what is allowed, what was received.
 
-Shapes, types and devices are always checked. Checks that must read values (label range, finiteness) run on the CPU;
-on an accelerator they would stall the queue, so there a bad row becomes NaN instead, unless `strict()` is on.
+Shapes, types and devices are always checked. Checks that read values (label range, finiteness) run on the CPU; on an
+accelerator they would wait for its queue, so there a bad row becomes NaN instead, unless `strict()` is on.
 """
 
 import difflib
@@ -11,17 +11,34 @@ from inspect import signature
 from types import TracebackType
 from typing import NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from nearkin.core.autograd import traced
-from nearkin.core.relations import UNKNOWN, LabelDistance, Labels, Relation
+from nearkin.core.labels import UNKNOWN, LabelDistance, Labels, Relation
+
+__all__ = ["angle", "at_least", "at_most", "batch", "between", "class_ids", "classes", "device", "dimensions", "enough"]
+__all__ += [
+    "finite",
+    "impossible",
+    "in_range",
+    "indices",
+    "integer",
+    "number",
+    "one_of",
+    "positive",
+    "reads_values",
+    "rows",
+]
+__all__ += ["rows", "same_device", "same_shape", "strict", "takes_references"]
 
 _strict = False
 
 
 class strict:
-    """Turns full value checks on, on every device and at the price of a synchronisation a call.
+    """Turns on full checks of values, on every device, at the price of one synchronisation per call.
 
     `nearkin.strict()` for the rest of the program, `nearkin.strict(False)` to end it, `with nearkin.strict():` for a
     block. Besides label ranges it refuses NaN and Inf in embeddings, which otherwise give a NaN loss.
@@ -41,7 +58,7 @@ class strict:
 
 
 def reads_values(tensor: Tensor) -> bool:
-    """Whether a check may look at the values of this tensor here and now."""
+    """Whether a check may read the values of this tensor now."""
     if traced():
         return False
     return tensor.device.type != "meta" and (_strict or tensor.device.type == "cpu")
@@ -104,20 +121,20 @@ def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
 
 
 def impossible(name: str, value: object, because: str, possible: Iterable[str]) -> NoReturn:
-    """For a choice that exists but not here."""
+    """For a choice that exists but cannot be made here."""
     raise ValueError(f'{name}="{value}" is not possible here: {because}; possible: {", ".join(possible)}')
 
 
-def device(wanted: str, name: str = "device", instead: str = "--device cpu") -> torch.device:
-    """The device that "auto", "cpu" or "cuda" stands for here."""
-    one_of(name, wanted, ("auto", "cpu", "cuda"))
-    if wanted == "cuda" and not torch.cuda.is_available():
+def device(choice: str, name: str = "device", instead: str = "--device cpu") -> torch.device:
+    """The device that "auto", "cpu" or "cuda" stands for on this machine."""
+    one_of(name, choice, ("auto", "cpu", "cuda"))
+    if choice == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{name} cuda is not available here; use {instead}")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def rows(name: str, value: object) -> Tensor:
-    """A matrix of floats, one row an item."""
+    """A matrix of floats, one row per item."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {type(value).__name__}")
     if not value.is_floating_point():
@@ -130,7 +147,7 @@ def rows(name: str, value: object) -> Tensor:
 
 
 def finite(name: str, value: Tensor) -> None:
-    """Reads the values, on any device, a slice of rows at a time."""
+    """Refuses NaN and Inf; reads the values, on any device, in slices of rows."""
     bad = 0
     for part in torch.split(value, 8192):
         bad += int((~part.isfinite()).any(1).sum())
@@ -139,7 +156,7 @@ def finite(name: str, value: Tensor) -> None:
 
 
 def dimensions(name: str, value: Tensor, dim: int, owner: str) -> None:
-    """The rows have as many dimensions as what they are to meet."""
+    """The rows have as many dimensions as their counterpart, `owner`."""
     if value.shape[1] != dim:
         raise ValueError(f"{name} must have {dim} dimensions as {owner}, got {value.shape[1]}")
 
@@ -154,6 +171,23 @@ def same_device(name: str, value: Tensor, of: Tensor, of_name: str = "embeddings
         raise ValueError(f"{name} must be on the device of {of_name}: {of.device}, got {value.device}")
 
 
+def indices(values: ArrayLike, count: int) -> NDArray[np.int64]:
+    """Positions from 0 to count - 1 as int64, also from a mask of `count` booleans."""
+    chosen = np.asarray(values)
+    if chosen.dtype == np.bool_:
+        if chosen.shape != (count,):
+            raise ValueError(f"a mask must have one entry per item: {count} items, got shape {chosen.shape}")
+        return np.flatnonzero(chosen).astype(np.int64)
+    if chosen.size == 0:
+        return np.empty(0, np.int64)
+    if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+        raise TypeError(f"indices must be whole numbers, (n,), got {chosen.dtype} of shape {chosen.shape}")
+    if chosen.min() < 0 or chosen.max() >= count:
+        outside = int(chosen.min() if chosen.min() < 0 else chosen.max())
+        raise IndexError(f"indices must be from 0 to {count - 1}, got {outside}")
+    return chosen.astype(np.int64)
+
+
 def takes_references(loss: object) -> None:
     if not callable(getattr(loss, "forward", None)) or "references" not in signature(loss.forward).parameters:  # type: ignore[attr-defined]
         raise TypeError(
@@ -163,36 +197,36 @@ def takes_references(loss: object) -> None:
 
 
 def class_ids(name: str, labels: object, embeddings: Tensor, of_name: str = "embeddings") -> Tensor:
-    """Integer class ids, one a row of `embeddings`."""
+    """Integer class ids, one per row of `embeddings`."""
     if not isinstance(labels, Tensor):
         raise TypeError(f"{name} must be a torch tensor of class ids, got {type(labels).__name__}")
     if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"{name} must be integer class ids of shape (rows,), got {labels.dtype} {tuple(labels.shape)}")
     if labels.dim() != 1:
         raise ValueError(f"{name} must have shape (rows,), got {tuple(labels.shape)}")
-    _one_a_row(name, labels, embeddings, of_name)
+    _one_per_row(name, labels, embeddings, of_name)
     return labels
 
 
 def in_range(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Class ids as int64 safe to index with, which of them are known, and what to add to a row's loss.
+    """Class ids as int64 that are safe to index with, which of them are known, and a taint to add to a row's loss.
 
-    -1 is unknown. The addend is 0, or NaN for an id out of range where values are not read.
+    -1 is unknown. The taint is 0, or NaN for an id out of range if values are not read.
     """
     ids = labels.long()
-    spoilt = torch.zeros_like(ids, dtype=torch.float32)
+    taint = torch.zeros_like(ids, dtype=torch.float32)
     known = ids != UNKNOWN
     if reads_values(ids) and ids.numel():
         low, high = (int(end) for end in torch.aminmax(ids))
         if low < -1 or high >= num_classes:
             worst = int(ids[(ids < -1) | (ids >= num_classes)][0])
             raise ValueError(f"labels must be in 0..{num_classes - 1} (or -1 for unknown), got {worst}")
-        return (ids if low >= 0 else ids.clamp(min=0)), known, spoilt
-    return ids.clamp(0, num_classes - 1), known, spoilt.masked_fill((ids < -1) | (ids >= num_classes), float("nan"))
+        return (ids if low >= 0 else ids.clamp(min=0)), known, taint
+    return ids.clamp(0, num_classes - 1), known, taint.masked_fill((ids < -1) | (ids >= num_classes), float("nan"))
 
 
 def classes(embeddings: Tensor, labels: Labels, num_classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for losses over class weights of `dim` dimensions, with everything else of the batch checked too."""
+    """The same for losses over class weights of `dim` dimensions; checks the rest of the batch too."""
     dimensions("embeddings", rows("embeddings", embeddings), dim, "the class weights have")
     return in_range(class_ids("labels", labels, embeddings), num_classes)
 
@@ -200,9 +234,9 @@ def classes(embeddings: Tensor, labels: Labels, num_classes: int, dim: int) -> t
 def batch(
     embeddings: Tensor, labels: Labels, references: Tensor | None, reference_labels: Labels | None, graded: bool = False
 ) -> tuple[Tensor | None, Labels | None]:
-    """Anchors, references and what is said of them fit together.
+    """Checks that anchors, references and their labels fit together.
 
-    Returns the references and their labels; a batch that is its own reference is always said as (None, None).
+    Returns the references and their labels; (None, None) if the batch is its own reference.
     """
     rows("embeddings", embeddings)
     if references is embeddings and (reference_labels is None or reference_labels is labels):
@@ -230,7 +264,7 @@ def _relation(embeddings: Tensor, labels: Labels, references: Tensor | None, ref
         if labels.ids is not None:
             class_ids("labels.ids", labels.ids, embeddings)
         if reference_labels is not None:
-            raise ValueError("reference_labels must be left out where labels is a Relation, which speaks for both")
+            raise ValueError("reference_labels must be left out where labels is a Relation, which covers both")
         return
     if isinstance(labels, Tensor) and labels.dtype == torch.bool and labels.dim() == 2:
         _multilabel(embeddings, labels, references, reference_labels)
@@ -243,7 +277,7 @@ def _relation(embeddings: Tensor, labels: Labels, references: Tensor | None, ref
 
 
 def _multilabel(embeddings: Tensor, labels: Tensor, references: Tensor | None, reference_labels: Labels | None) -> None:
-    _one_a_row("labels", labels, embeddings, "embeddings")
+    _one_per_row("labels", labels, embeddings, "embeddings")
     if references is None and labels.shape[0] == labels.shape[1] and labels.shape[0] > 0:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} may be multi-label rows or a relation; "
@@ -256,7 +290,7 @@ def _multilabel(embeddings: Tensor, labels: Tensor, references: Tensor | None, r
         return
     if not isinstance(reference_labels, Tensor) or reference_labels.dtype != torch.bool or reference_labels.dim() != 2:
         raise TypeError("reference_labels must be bool rows as labels are")
-    _one_a_row("reference_labels", reference_labels, references, "references")
+    _one_per_row("reference_labels", reference_labels, references, "references")
     if reference_labels.shape[1] != labels.shape[1]:
         raise ValueError(
             f"reference_labels must have as many columns as labels: {labels.shape[1]}, got {reference_labels.shape[1]}"
@@ -267,7 +301,7 @@ def _targets(embeddings: Tensor, targets: Labels, references: Tensor | None, ref
     if isinstance(targets, LabelDistance):
         _matrix("labels.distance", targets.distance, embeddings, references, torch.is_floating_point)
         if reference_targets is not None:
-            raise ValueError("reference_labels must be left out where labels is a LabelDistance, which speaks for both")
+            raise ValueError("reference_labels must be left out where labels is a LabelDistance, which covers both")
         return
     _numbers("labels", targets, embeddings, "embeddings")
     if references is None:
@@ -289,15 +323,15 @@ def _numbers(name: str, targets: object, items: Tensor, of_name: str) -> None:
         raise TypeError(f"{name} must be real-valued targets, (rows,) or (rows, K), got {got}")
     if targets.dim() not in (1, 2):
         raise ValueError(f"{name} must have shape (rows,) or (rows, K), got {tuple(targets.shape)}")
-    _one_a_row(name, targets, items, of_name)
+    _one_per_row(name, targets, items, of_name)
     if reads_values(targets) and targets.is_floating_point() and not bool(targets.isfinite().all()):
         raise ValueError(f"{name} must be finite, got NaN or Inf")
 
 
-def _one_a_row(name: str, labels: Tensor, items: Tensor, of_name: str) -> None:
+def _one_per_row(name: str, labels: Tensor, items: Tensor, of_name: str) -> None:
     if labels.shape[0] != items.shape[0]:
         raise ValueError(
-            f"{name} must have one entry a row of {of_name}: {items.shape[0]} rows, {labels.shape[0]} labels"
+            f"{name} must have one entry per row of {of_name}: {items.shape[0]} rows, {labels.shape[0]} labels"
         )
     same_device(name, labels, items, of_name)
 
@@ -305,9 +339,9 @@ def _one_a_row(name: str, labels: Tensor, items: Tensor, of_name: str) -> None:
 def _matrix(name: str, value: object, embeddings: Tensor, references: Tensor | None, kind: object = None) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {type(value).__name__}")
-    wanted = (embeddings.shape[0], (embeddings if references is None else references).shape[0])
-    if value.shape != wanted:
-        raise ValueError(f"{name} must have shape (anchors, references) = {wanted}, got {tuple(value.shape)}")
+    shape = (embeddings.shape[0], (embeddings if references is None else references).shape[0])
+    if value.shape != shape:
+        raise ValueError(f"{name} must have shape (anchors, references) = {shape}, got {tuple(value.shape)}")
     if kind is None and value.dtype != torch.bool:
         raise TypeError(f"{name} must be bool, got {value.dtype}")
     if kind is not None and not value.is_floating_point():

@@ -1,7 +1,7 @@
-"""Each class weight as an anchor of the whole batch, without the (B, C) matrix: blocks of classes pass by, twice.
+"""Each class weight as an anchor of the batch, without the (B, C) matrix: two passes over blocks of classes.
 
-The transpose of `core.class_softmax`: a class gathers the log-sum-exp over the items of other classes. What it makes of
-its own items is a matter of (B, D) tensors and of plain autograd.
+The transpose of `core.class_softmax`: for each class, the log-sum-exp over the items of other classes. The class's own
+items need only (B, D) tensors and plain autograd.
 """
 
 from typing import Any, NamedTuple
@@ -13,12 +13,14 @@ from torch.autograd.function import once_differentiable
 from nearkin.core import class_softmax, distances, reduce
 from nearkin.core.autograd import HandGradient, device_type, traced
 
+__all__ = ["Negatives", "class_anchors"]
 
-class Strangers(NamedTuple):
+
+class Negatives(NamedTuple):
     """How the items of other classes score for each class; the log-sum-exp is peak + rest, as in `Rivals`."""
 
     peak: Tensor  # (C,) the highest score, a constant
-    rest: Tensor  # (C,) log Σ e^{score - peak}; `reduce.nothing` where there are none
+    rest: Tensor  # (C,) log Σ e^{score - peak}; `reduce.log_zero` where there are none
     anchors: Tensor  # (B, D) the embeddings
     own: Tensor  # (B, D) the class weight of each item's own class
     taint: Tensor  # 0, or NaN if a class weight is not finite
@@ -26,95 +28,95 @@ class Strangers(NamedTuple):
 
 def class_anchors(
     embeddings: Tensor, weight: Tensor, ids: Tensor, known: Tensor, *, scale: float, max_memory: int | None = None
-) -> Strangers:
+) -> Negatives:
     """The log-sum-exp of s cos(x_i, w_c) over the known items i with ids[i] != c, for every class c.
 
-    embeddings (B, D), weight (C, D), ids (B,) in 0..C-1, or C for an item of none of these classes,
-    known (B,). Memory and types as `class_softmax`.
+    embeddings (B, D), weight (C, D), ids (B,) in 0..C-1, or C for an item of none of these classes, known (B,).
+    Memory and types as in `class_softmax`.
     """
     anchors = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-    asked = class_softmax.queries(anchors, weight, scale, True)
-    met = torch.where(known, ids, -1)
+    scaled = class_softmax.scaled_anchors(anchors, weight, scale, True)
+    known_ids = torch.where(known, ids, -1)
     size = class_softmax.block(embeddings, weight, 1, max_memory)
     picks = ids.clamp(max=weight.shape[0] - 1)
     if traced():
-        peak, rest, own, taint, _ = _compiled_scan(asked, weight, picks, met, size)
+        peak, rest, own, taint, _ = _compiled_scan(scaled, weight, picks, known_ids, size)
     else:
-        peak, rest, own, taint = _Pass.call(asked, weight, picks, met, size)
-    return Strangers(peak, rest, anchors, own, taint)
+        peak, rest, own, taint = _Pass.call(scaled, weight, picks, known_ids, size)
+    return Negatives(peak, rest, anchors, own, taint)
 
 
-def _scores(asked: Tensor, rows: Tensor, met: Tensor, start: int) -> Tensor:
-    """Scores of a block of classes, (B, n), -inf for the own class and for those nobody knows."""
-    scores = (asked @ rows.T).masked_fill_((met < 0)[:, None], -torch.inf)
-    place = (met - start)[:, None]
+def _scores(scaled: Tensor, rows: Tensor, known_ids: Tensor, start: int) -> Tensor:
+    """Scores of a block of classes, (B, n), -inf for the own class and for unknown items."""
+    scores = (scaled @ rows.T).masked_fill_((known_ids < 0)[:, None], -torch.inf)
+    place = (known_ids - start)[:, None]
     column = place.clamp(0, scores.shape[1] - 1)
     return scores.scatter_(1, column, scores.gather(1, column).masked_fill_(place == column, -torch.inf))
 
 
 def _scan(
-    asked: Tensor, weight: Tensor, ids: Tensor, met: Tensor, size: int
+    scaled: Tensor, weight: Tensor, ids: Tensor, known_ids: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Peak, rest, own weights and taint of `Strangers`, and 1 / Σ e^{score - peak}, (C,)."""
-    peak, total = asked.new_zeros(len(weight)), asked.new_zeros(len(weight), dtype=distances.wide(asked))
-    taint = torch.zeros((), device=asked.device)
-    with torch.autocast(device_type(asked), enabled=False):
+    """Peak, rest, own weights and taint of `Negatives`, and 1 / Σ e^{score - peak}, (C,)."""
+    peak, total = scaled.new_zeros(len(weight)), scaled.new_zeros(len(weight), dtype=distances.wide(scaled))
+    taint = torch.zeros((), device=scaled.device)
+    with torch.autocast(device_type(scaled), enabled=False):
         for start, part in class_softmax._blocks(weight, size):
-            rows = class_softmax._rows(part, True, asked.dtype)
-            scores = _scores(asked, rows, met, start)
+            rows = class_softmax._rows(part, True, scaled.dtype)
+            scores = _scores(scaled, rows, known_ids, start)
             top = scores.amax(0) if len(scores) else scores.new_full(scores.shape[1:], -torch.inf)
             top = torch.where(top == -torch.inf, 0.0, top)
             peak[start : start + len(part)] = top
             total[start : start + len(part)] = scores.sub_(top).exp_().sum(0, dtype=total.dtype)
             taint = taint + reduce.taint(part)
-    rest, share = class_softmax.finished(total, asked)
-    return peak, rest, weight[ids].to(asked.dtype, copy=True), taint, share
+    rest, share = class_softmax.finished(total, scaled)
+    return peak, rest, weight[ids].to(scaled.dtype, copy=True), taint, share
 
 
 def _gradients(
-    asked: Tensor,
+    scaled: Tensor,
     weight: Tensor,
     ids: Tensor,
-    met: Tensor,
+    known_ids: Tensor,
     peak: Tensor,
     pull: Tensor,
     by_own: Tensor,
     size: int,
     kind: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients by the anchors and, in type `kind`, by the weights; without a type an empty one."""
-    by_asked = torch.zeros_like(asked, dtype=distances.wide(asked))
+    """The gradients by the scaled anchors and, in type `kind`, by the weights; empty without a type."""
+    by_scaled = torch.zeros_like(scaled, dtype=distances.wide(scaled))
     by_weight = weight.new_empty(0) if kind is None else torch.empty_like(weight, dtype=kind)
-    with torch.autocast(device_type(asked), enabled=False):
+    with torch.autocast(device_type(scaled), enabled=False):
         for start, part in class_softmax._blocks(weight, size):
-            rows = class_softmax._rows(part, True, asked.dtype)
-            mine = slice(start, start + len(part))
-            parts = _scores(asked, rows, met, start).sub_(peak[mine]).exp_().mul_(pull[mine])
-            by_asked += parts @ rows
+            rows = class_softmax._rows(part, True, scaled.dtype)
+            block = slice(start, start + len(part))
+            parts = _scores(scaled, rows, known_ids, start).sub_(peak[block]).exp_().mul_(pull[block])
+            by_scaled += parts @ rows
             if kind is not None:
-                gradient = class_softmax._through_rows(part, parts.T @ asked, True)
-                by_weight[mine] = class_softmax.with_own(gradient, ids, by_own, start)
-    return by_asked.to(asked.dtype, copy=True), by_weight
+                gradient = class_softmax._through_rows(part, parts.T @ scaled, True)
+                by_weight[block] = class_softmax.with_own(gradient, ids, by_own, start)
+    return by_scaled.to(scaled.dtype, copy=True), by_weight
 
 
 class _Pass(HandGradient):
     @staticmethod
     def forward(
-        ctx: Any, asked: Tensor, weight: Tensor, ids: Tensor, met: Tensor, size: int
+        ctx: Any, scaled: Tensor, weight: Tensor, ids: Tensor, known_ids: Tensor, size: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        peak, rest, own, taint, share = _scan(asked, weight, ids, met, size)
-        ctx.save_for_backward(asked, weight, ids, met, peak, share)
-        ctx.way = size, class_softmax.gradient_kind(weight)
+        peak, rest, own, taint, share = _scan(scaled, weight, ids, known_ids, size)
+        ctx.save_for_backward(scaled, weight, ids, known_ids, peak, share)
+        ctx.settings = size, class_softmax.gradient_kind(weight)
         ctx.mark_non_differentiable(peak, taint)
         return peak, rest, own, taint
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
-        asked, weight, ids, met, peak, share = ctx.saved_tensors
-        size, kind = ctx.way
+        scaled, weight, ids, known_ids, peak, share = ctx.saved_tensors
+        size, kind = ctx.settings
         wants = ctx.needs_input_grad[1]
-        by = _gradients(asked, weight, ids, met, peak, by_rest * share, by_own, size, kind if wants else None)
+        by = _gradients(scaled, weight, ids, known_ids, peak, by_rest * share, by_own, size, kind if wants else None)
         return by[0], by[1] if wants else None, None, None, None
 
 
@@ -123,31 +125,31 @@ _compiled_scan = torch.library.custom_op(
     "nearkin::class_anchors_scan",
     _scan,
     mutates_args=(),
-    schema="(Tensor asked, Tensor weight, Tensor ids, Tensor met, int size)"
+    schema="(Tensor scaled, Tensor weight, Tensor ids, Tensor known_ids, int size)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 _compiled_gradients = torch.library.custom_op(
     "nearkin::class_anchors_gradients",
     _gradients,
     mutates_args=(),
-    schema="(Tensor asked, Tensor weight, Tensor ids, Tensor met, Tensor peak, Tensor pull, Tensor by_own, int size, "
-    "ScalarType? kind) -> (Tensor, Tensor)",
+    schema="(Tensor scaled, Tensor weight, Tensor ids, Tensor known_ids, Tensor peak, Tensor pull, Tensor by_own, "
+    "int size, ScalarType? kind) -> (Tensor, Tensor)",
 )
 
 
 @_compiled_scan.register_fake
-def _(asked: Tensor, weight: Tensor, ids: Tensor, met: Tensor, size: int) -> tuple[Tensor, ...]:
-    of_class, taint = asked.new_empty(len(weight)), asked.new_empty((), dtype=torch.float32)
-    return of_class, torch.empty_like(of_class), torch.empty_like(asked), taint, torch.empty_like(of_class)
+def _(scaled: Tensor, weight: Tensor, ids: Tensor, known_ids: Tensor, size: int) -> tuple[Tensor, ...]:
+    of_class, taint = scaled.new_empty(len(weight)), scaled.new_empty((), dtype=torch.float32)
+    return of_class, torch.empty_like(of_class), torch.empty_like(scaled), taint, torch.empty_like(of_class)
 
 
 @_compiled_gradients.register_fake
-def _(asked: Tensor, weight: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    kind = more[-1]
-    return torch.empty_like(asked), weight.new_empty(0) if kind is None else torch.empty_like(weight, dtype=kind)
+def _(scaled: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    kind = others[-1]
+    return torch.empty_like(scaled), weight.new_empty(0) if kind is None else torch.empty_like(weight, dtype=kind)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     peak, _, _, taint, share = output
     ctx.save_for_backward(*inputs[:4], peak, share)
     ctx.size = inputs[4]
@@ -155,11 +157,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _compiled_backward(ctx: Any, _: Any, by_rest: Tensor, by_own: Tensor, *__: Any) -> tuple[Tensor | None, ...]:
-    *given, peak, share = ctx.saved_tensors
+    *inputs, peak, share = ctx.saved_tensors
     wants = ctx.needs_input_grad[1]
-    kind = given[1].dtype if wants else None
-    by = _compiled_gradients(*given, peak, by_rest * share, by_own, ctx.size, kind)
+    kind = inputs[1].dtype if wants else None
+    by = _compiled_gradients(*inputs, peak, by_rest * share, by_own, ctx.size, kind)
     return by[0], by[1] if wants else None, None, None, None
 
 
-_compiled_scan.register_autograd(_compiled_backward, setup_context=_keep)
+_compiled_scan.register_autograd(_compiled_backward, setup_context=_save)

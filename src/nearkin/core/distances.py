@@ -1,7 +1,7 @@
 """Pairwise matrices of anchors with references, (B, R): exact at 0, safe in half precision and under autocast.
 
 `references=None` means the batch itself. Half-precision input is computed in float32 and returns float32. Coordinates
-beyond the cube root of the type's largest number (7e12 in float32) are held there, so that no square overflows.
+are clamped to the cube root of the type's largest number (7e12 in float32), so that no square overflows.
 """
 
 from typing import Any
@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearkin.core import checks
 from nearkin.core.autograd import HandGradient, device_type, traced
+
+__all__ = ["cosine", "dot", "euclidean", "freely_read", "length", "squared_euclidean"]
+__all__ += ["unit", "units", "upcast", "wide"]
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -18,11 +22,11 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Half precision to float32; coordinates that no square could survive are held at the bound."""
+    """Half precision to float32, with coordinates clamped so that squares stay finite."""
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     bound = torch.finfo(x.dtype).max ** (1 / 3)
-    if x.numel() and freely_read(x):  # mostly all are within
+    if x.numel() and freely_read(x):  # the common case: nothing to clamp
         low, high = torch.aminmax(x.detach())
         if -bound <= float(low) and float(high) <= bound:
             return x
@@ -30,9 +34,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def freely_read(x: Tensor) -> bool:
-    """Whether a value may be read to take a shorter way: on the CPU, where no queue waits for it."""
-    from nearkin.core import checks  # which knows relations, which know distances
-
+    """Whether values may be read to choose a faster path: on the CPU, which has no queue to wait for."""
     return x.is_cpu and checks.reads_values(x)
 
 
@@ -75,12 +77,12 @@ def _distances(x: Tensor, references: Tensor | None, normalize: bool, root: bool
     kind = _result_type(x, references)
     if traced():
         return _plain_distances(a, b, left, normalize, root, kind)
-    found: Tensor = _Distances.call(a, b, left, right, normalize, root, kind)
-    return found
+    result: Tensor = _Distances.call(a, b, left, right, normalize, root, kind)
+    return result
 
 
 def _plain_distances(a: Tensor, b: Tensor | None, left: Tensor, units: bool, root: bool, kind: torch.dtype) -> Tensor:
-    """`_Distances` in autograd's own steps."""
+    """`_Distances` in autograd's steps."""
     own = a.square().sum(1, keepdim=True)
     across = own if b is None else b.square().sum(1, keepdim=True)
     with torch.autocast(device_type(a), enabled=False):
@@ -94,11 +96,11 @@ def _plain_distances(a: Tensor, b: Tensor | None, left: Tensor, units: bool, roo
 
 
 class _Distances(HandGradient):
-    """Distances of wide rows, squared or not, with the gradient by hand: Σ_j slope_ij (x_i - r_j), one product.
+    """Distances of wide rows, squared or not, with a hand-written gradient: Σ_j slope_ij (x_i - r_j), one product.
 
-    n_i + n_j - 2<x_i, x_j> loses half the digits to cancellation: 1e-3 of a distance in float32. Its sums are
-    therefore taken in float64 (float32 where a device has no more), and what lies within their rounding is 0. Only the
-    distances are kept for the gradient, whose sums cancel as much and are wide too.
+    n_i + n_j - 2<x_i, x_j> loses half the digits to cancellation: 1e-3 of a distance in float32. So its sums are in
+    float64 (float32 on devices without it), and a result within their rounding is 0. Only the distances are saved for
+    the gradient, whose sums cancel as much and are wide too.
     """
 
     @staticmethod
@@ -112,33 +114,33 @@ class _Distances(HandGradient):
         root: bool,
         kind: torch.dtype,
     ) -> Tensor:
-        others, across = a if b is None else b, left if right is None else right
+        references, reference_squares = a if b is None else b, left if right is None else right
         with torch.autocast(device_type(a), enabled=False):
-            squared = torch.addmm(left, a, others.T, alpha=-2).add_(across.T)  # (B, R)
+            squared = torch.addmm(left, a, references.T, alpha=-2).add_(reference_squares.T)  # (B, R)
         rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
         if units:
             squared = torch.threshold_(squared, rounding, 0.0)
-        elif kind == a.dtype:  # by the anchor's own length: two rows within rounding of each other have the same
+        elif kind == a.dtype:  # relative to the anchor's length: two rows within rounding of each other have the same
             squared = torch.where(squared > left * (1.25 * rounding), squared, 0.0)
         else:  # the same in place; of narrow rows no quotient overflows, and no square is below 1e-90
             size = torch.where(left > 0, left, 1e-90)
             squared = torch.threshold_(squared.div_(size), 1.25 * rounding, 0.0).mul_(size)
         if root and not units and not (left.numel() and freely_read(left) and float(left.min()) > 1e-20):
-            found = squared.sqrt_().to(kind)  # a square may be too small for the narrow type
+            result = squared.sqrt_().to(kind)  # a square may be too small for the narrow type
         else:
-            found = squared.to(kind)
-            found = found.sqrt_() if root else found
+            result = squared.to(kind)
+            result = result.sqrt_() if root else result
         if b is None:
-            found.fill_diagonal_(0.0)
+            result.fill_diagonal_(0.0)
         ctx.root = root
-        ctx.save_for_backward(a, b, found)
-        return found
+        ctx.save_for_backward(a, b, result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, found = ctx.saved_tensors
-        apart = found.sign()  # 1, or 0 where two rows meet
-        slope = (slope * apart).div_((1 - apart).add_(found)) if ctx.root else (slope * apart).mul_(2)
+        a, b, result = ctx.saved_tensors
+        apart = result.sign()  # 1, or 0 where two rows are equal
+        slope = (slope * apart).div_((1 - apart).add_(result)) if ctx.root else (slope * apart).mul_(2)
         with torch.autocast(device_type(a), enabled=False):
             if b is None:
                 both = slope.T.contiguous().add_(slope).to(a.dtype)
@@ -156,11 +158,11 @@ def _wide_rows(x: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
         return x, x.detach().square().sum(1, keepdim=True)
     rows, inverse = units(x, wide(x))
     alive = inverse > 0
-    return torch.where(alive, rows, 0.0), alive.to(rows.dtype)  # a spoilt row spoils no distance but its own
+    return torch.where(alive, rows, 0.0), alive.to(rows.dtype)  # a NaN row taints no other distances
 
 
 def units(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows of length 1 in type `kind`, and 1 / their lengths (B, 1). Those too short for a finite gradient are zero."""
+    """Rows of length 1 in type `kind`, and 1 / their lengths (B, 1); both 0 if too short for a finite gradient."""
     if traced():
         x = upcast(x)
         exact = x.to(wide(x))
@@ -168,8 +170,8 @@ def units(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
         alive = squared > _least(x.dtype)
         inverse = torch.where(alive, torch.where(alive, squared, 1.0).rsqrt(), 0.0)
         return (exact * inverse).to(kind), inverse.detach()
-    found: tuple[Tensor, Tensor] = _Units.call(upcast(x), kind)
-    return found
+    result: tuple[Tensor, Tensor] = _Units.call(upcast(x), kind)
+    return result
 
 
 def _least(kind: torch.dtype) -> float:
@@ -178,7 +180,7 @@ def _least(kind: torch.dtype) -> float:
 
 
 class _Units(HandGradient):
-    """With the gradient by hand, the part across each row: a third of what autograd takes."""
+    """With a hand-written gradient, the part perpendicular to each row: a third of autograd's time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -193,7 +195,7 @@ class _Units(HandGradient):
     @staticmethod
     def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor, None]:
         x, rows, inverse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the rows as they came
+        if torch.is_grad_enabled():  # for a second derivative: through the rows before scaling
             squared = x.to(wide(x)).square().sum(1, keepdim=True)
             alive = squared > _least(x.dtype)
             inverse = torch.where(alive, torch.where(alive, squared, 1.0).rsqrt(), 0.0)

@@ -1,61 +1,66 @@
 """Every exception class of the package: caught by class, never recognised by name."""
 
+__all__ = ["CorruptCheckpoint", "Diverged", "ExcessiveText", "ForeignCheckpoint", "LabelConflict", "MalformedRequest"]
+__all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
+__all__ += ["RequestTooLarge", "Stopped", "StoreUnavailable", "StoreUnreachable", "Terminated", "UnfittingWeights"]
+__all__ += ["UnreadablePicture", "UnsupportedMedia"]
+
 
 class Diverged(ValueError):
-    """Training cannot go on; the message says why and what to try."""
+    """Training has diverged; the message says why and what to try."""
 
 
 class Stopped(Exception):
-    """Asked to stop (Ctrl-C, SIGTERM); everything is saved."""
+    """Training was stopped by a signal (Ctrl-C, SIGTERM) and has saved a checkpoint."""
 
-    def __init__(self, number: int, step: int, way_on: str) -> None:
-        super().__init__(f"stopped and saved at step {step}; go on with {way_on}")
-        self.number = number
+    def __init__(self, signal_number: int, step: int, command: str) -> None:
+        super().__init__(f"stopped and saved at step {step}; go on with {command}")
+        self.number = signal_number
 
 
 class CorruptCheckpoint(ValueError):
-    """The file is not a whole checkpoint."""
+    """The checkpoint file is incomplete or corrupt."""
 
 
 class ForeignCheckpoint(ValueError):
-    """The file is a whole checkpoint, of another run."""
+    """The checkpoint is intact but belongs to another run."""
 
 
 class RankFailed(ValueError):
-    """A rank failed, and every rank knows: each raises this with the same sentence."""
+    """One rank has failed; every rank raises this with the same message."""
 
 
 class MalformedRequest(ValueError):
-    """The request is not of the form it must have."""
+    """The request is not in the required form."""
 
 
 class UnsupportedMedia(ValueError):
-    """A format that is not taken."""
+    """The media type or picture format is not accepted."""
 
 
 class RequestTooLarge(ValueError):
-    """More than a request may bring."""
+    """The request exceeds a limit: bytes, pictures or pixels."""
 
 
 class NoPicture(ValueError):
-    """A row that was enrolled as a vector."""
+    """The row has no picture: it was enrolled as a vector."""
 
 
 class QueueFull(RuntimeError):
-    """The line is full, or too slow; come again a little later."""
+    """The queue is full or too slow; the client should retry later."""
 
 
 class UnfittingWeights(ValueError):
-    """Weights of another architecture than the description's."""
+    """The weights are those of another architecture than the description names."""
 
 
 class LabelConflict(ValueError):
-    """The same item is enrolled under another label."""
+    """The item is already enrolled under another label."""
 
-    def __init__(self, name: str, id: int, label: str, wanted: str) -> None:
+    def __init__(self, name: str, id: int, label: str, new_label: str) -> None:
         what = name or "this item"
         super().__init__(
-            f'{what} is enrolled as "{label}" already (id {id}), not as "{wanted}"; relabel or remove that row first'
+            f'{what} is enrolled as "{label}" already (id {id}), not as "{new_label}"; relabel or remove that row first'
         )
 
 
@@ -67,32 +72,32 @@ class MissingRow(ValueError):
 
 
 class StoreUnavailable(OSError):
-    """The place of the gallery is not what it was when it was opened."""
+    """The gallery's store is missing or has been replaced since it was opened."""
 
 
 class StoreUnreachable(StoreUnavailable, ValueError):
-    """The database is down, does not answer, or refuses what it is asked."""
+    """The database is down, does not answer, or refuses the statement."""
 
 
 class OutOfTime(Exception):
-    """The budget is used up."""
+    """The time budget is used up."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: ends as Ctrl-C does, so that half-written files and bars are gone."""
+    """SIGTERM, handled like Ctrl-C: temporary files and progress bars are removed on the way out."""
 
 
 class RefusedVectors(ValueError):
-    """Already a sentence."""
+    """A vector file is refused with a complete message that needs no wrapping."""
 
 
 class UnreadablePicture(ValueError):
-    """A picture that cannot be had; the message completes a sentence that begins with its name."""
+    """The picture cannot be read; the message completes a sentence that begins with the picture's name."""
 
 
 class ExcessiveText(ValueError):
-    """Text that a reader would spend more memory or recursion on than any honest file needs."""
+    """The text would cost its reader more memory or recursion than any well-meant file needs."""
 
 
 class RefusedBody(Exception):
-    """Ends the reading of a body; what is answered is kept with the visit."""
+    """Stops reading a request body; the response is already decided."""

@@ -1,26 +1,28 @@
-"""Files that are whole or not there: written under another name, flushed to the disk, then renamed."""
+"""Files that are complete or absent: written under a temporary name, flushed to the disk, then renamed; and locks."""
 
 import hashlib
 import json
 import os
+import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["TEMPORARY", "digest", "explained", "is_link", "read_json", "replacing"]
+__all__ = ["TEMPORARY", "Lock", "digest", "explained", "is_link", "read_json", "replacing"]
 __all__ += ["write_bytes", "write_json", "write_text"]
 
-TEMPORARY = r"\.(?:%s)\.[0-9a-f]{8}"  # the temporary names of files, whose own names it is given as a pattern
+TEMPORARY = r"\.(?:%s)\.[0-9a-f]{8}"  # pattern of the temporary names of files whose names match %s
+_FAR = 1 << 30  # Windows locks bytes, which no other process can read then: one far behind the content
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[IO[bytes]]:
-    """A binary file to write into; on leaving it takes the place of `path`, and whatever goes wrong, the old one stays.
+    """A binary file to write into, which replaces `path` on leaving; if anything fails, the old file stays.
 
-    The temporary file stands beside the final one (a rename must not cross file systems), with a leading dot. An
-    `OSError` (no room, no permission) is passed on after the temporary file is gone.
+    The temporary file is in the same folder (a rename must not cross file systems), with a leading dot. An `OSError`
+    (no room, no permission) is passed on after the temporary file is removed.
     """
     final = Path(path).resolve()
     part = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
@@ -33,17 +35,17 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _settle(final.parent)
+    _flush_folder(final.parent)
 
 
 def is_link(path: Path) -> bool:
-    """Whether what stands there is only a link to something elsewhere: a symbolic link, or a junction of Windows."""
+    """Whether the path is only a link to somewhere else: a symbolic link, or a junction of Windows."""
     return path.is_symlink() or bool(getattr(path, "is_junction", bool)())  # junctions: Python 3.12 and newer
 
 
 @contextmanager
 def explained(what: str, way_out: str) -> Iterator[None]:
-    """A file that cannot be written is one sentence: what, why, and what to do."""
+    """Turns an OSError while writing into one sentence: what, why, and what to do."""
     try:
         yield
     except OSError as error:
@@ -60,28 +62,28 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """JSON as it is defined: a NaN or an infinity in `value` is a ValueError, not an unreadable file."""
+    """Standard JSON: a NaN or an infinity in `value` is a ValueError, not an unreadable file."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a file; ValueError where there is none, whatever stands there instead."""
+    """The JSON object in a file; ValueError for any other content."""
     try:
-        found = json.loads(Path(path).read_bytes())
+        value = json.loads(Path(path).read_bytes())
     except RecursionError:
         raise ValueError("lists within lists, too deep to be read") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("no JSON object")
-    return found
+    return value
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """A checksum of what JSON can hold: the same after writing and reading, whatever the order of the keys."""
+    """A checksum of JSON values: the same after writing and reading, in any order of the keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _settle(folder: Path) -> None:
-    """The new name itself reaches the disk, where folders can be flushed."""
+def _flush_folder(folder: Path) -> None:
+    """Flushes the new name to the disk, on systems that can flush folders."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -92,3 +94,84 @@ def _settle(folder: Path) -> None:
         pass
     finally:
         os.close(handle)
+
+
+class Lock:
+    """A file that one process at a time can lock, until `close`, which removes it, or until the process ends.
+
+    ValueError with `taken` and the process that has it, if another one does. A killed process leaves its file behind,
+    unlocked, and the next one takes it over. On a file system without locks no process is kept out.
+    """
+
+    def __init__(self, path: Path, taken: str) -> None:
+        self.path = path
+        while True:
+            # Never through a symbolic link: its target would be overwritten.
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            if not _lock(self._file):
+                os.close(self._file)
+                raise ValueError(f"{taken}{_holder(path)}")
+            if _is_same_file(self._file, path):
+                break
+            os.close(self._file)  # its owner removed it after we opened it and before we locked it
+        os.ftruncate(self._file, 0)
+        os.write(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+
+    def close(self) -> None:
+        # While still locked, so that no process locks a file that is about to go; another's file in its place stays.
+        if os.name != "nt" and _is_same_file(self._file, self.path):
+            self.path.unlink(missing_ok=True)
+        os.close(self._file)
+        if os.name == "nt":  # where an open file cannot be removed
+            with suppress(OSError):
+                self.path.unlink()
+
+
+def _lock(file: int) -> bool:
+    """Locks the open file; False if another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return _lock_on_windows(file)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _lock_on_windows(file: int) -> bool:
+    try:
+        import msvcrt
+    except ImportError:  # a system without locks
+        return True
+    os.lseek(file, _FAR, os.SEEK_SET)
+    try:
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    finally:
+        os.lseek(file, 0, os.SEEK_SET)
+    return True
+
+
+def _is_same_file(file: int, path: Path) -> bool:
+    if os.name == "nt":
+        return True
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    """As " (process 4711 on otter)", if the file says so."""
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f" (process {holder['pid']} on {holder['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

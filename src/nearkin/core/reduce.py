@@ -1,4 +1,4 @@
-"""Masked sums, means, maxima and log-sum-exps, and the last step of a loss. No signal is exactly 0, on the graph."""
+"""Masked sums, means, maxima and log-sum-exps, and the last step of a loss. A batch without signal is exactly 0."""
 
 from typing import Any
 
@@ -9,6 +9,9 @@ from torch.nn.functional import logsigmoid
 from nearkin.core import checks, distances
 from nearkin.core.autograd import HandGradient, traced
 
+__all__ = ["REDUCTIONS", "any_in_row", "count_in_row", "highest", "hinges", "largest", "log_zero", "logsumexp"]
+__all__ += ["mean", "softplus", "taint", "terms", "total"]
+
 REDUCTIONS = ("mean", "active", "sum", "none")
 
 
@@ -18,37 +21,37 @@ def mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_zero(values: Tensor) -> float:
-    """Stands for the logarithm of 0: lower than any score, yet safe to add to and to differentiate."""
+    """In place of the logarithm of 0: lower than any score, yet safe to add to and to differentiate."""
     return torch.finfo(values.dtype).min / 4
 
 
 def logsumexp(values: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
-    """log of the sum of exp over the masked entries along `dim`; `nothing` where there are none."""
+    """log of the sum of exp over the masked entries along `dim`; `log_zero` where there are none."""
     if values.shape[dim] == 0:
         return values.sum(dim) + log_zero(values)
     if traced():
         masked = torch.where(mask, values, -torch.inf)
         top = masked.detach().amax(dim, keepdim=True)
-        found = top != -torch.inf
-        top = torch.where(found, top, 0.0)
-        total = torch.where(found, (masked - top).exp().sum(dim, keepdim=True), 1.0)
-        return torch.where(found, total.log() + top, log_zero(values)).squeeze(dim)
+        any_entry = top != -torch.inf
+        top = torch.where(any_entry, top, 0.0)
+        total = torch.where(any_entry, (masked - top).exp().sum(dim, keepdim=True), 1.0)
+        return torch.where(any_entry, total.log() + top, log_zero(values)).squeeze(dim)
     value: Tensor = _LogSumExp.call(values, mask, dim)
     return value
 
 
 class _LogSumExp(HandGradient):
-    """With the gradient by hand: one matrix is kept and one pass made, where autograd keeps and makes four."""
+    """With a hand-written gradient: one matrix and one pass, where autograd takes four of each."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor, dim: int) -> Tensor:
         share = torch.where(mask, values, -torch.inf)
         top = share.amax(dim, keepdim=True)
-        found = top != -torch.inf
-        top = torch.where(found, top, 0.0)
+        any_entry = top != -torch.inf
+        top = torch.where(any_entry, top, 0.0)
         share = share.sub_(top).exp_()
-        total = torch.where(found, share.sum(dim, keepdim=True), 1.0)
-        value = torch.where(found, total.log() + top, log_zero(values)).squeeze(dim)
+        total = torch.where(any_entry, share.sum(dim, keepdim=True), 1.0)
+        value = torch.where(any_entry, total.log() + top, log_zero(values)).squeeze(dim)
         ctx.dim = dim
         ctx.save_for_backward(values, mask, value, share, total)
         return value
@@ -56,7 +59,7 @@ class _LogSumExp(HandGradient):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
         values, mask, value, share, total = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the values
+        if torch.is_grad_enabled():  # for a second derivative: through the values
             share, total = torch.where(mask, values - value.unsqueeze(ctx.dim), -torch.inf).exp(), 1.0
         return share * (slope.unsqueeze(ctx.dim) / total), None, None
 
@@ -66,63 +69,63 @@ def hinges(
 ) -> tuple[Tensor, Tensor]:
     """Sum over the masked entries of each row of [v - start]_+, or [start - v]_+, or its square: (B,); and the hinges.
 
-    The hinges themselves, (B, R), 0 where masked out, carry no gradient: they are there to be counted.
+    The hinges, (B, R), 0 where masked out, have no gradient: they are only for counting.
     """
     if traced():
-        kept = _kept(values, mask, start, falling)
-        return (kept.square() if squared else kept).sum(1), kept.detach()
-    found: tuple[Tensor, Tensor] = _Hinges.call(values, mask, start, falling, squared)
-    return found
+        hinged = _hinged(values, mask, start, falling)
+        return (hinged.square() if squared else hinged).sum(1), hinged.detach()
+    result: tuple[Tensor, Tensor] = _Hinges.call(values, mask, start, falling, squared)
+    return result
 
 
 class _Hinges(HandGradient):
-    """With the gradient by hand: a hinge is its own derivative's mask, so one pass does."""
+    """With a hand-written gradient: a hinge is the mask of its derivative, so one pass is enough."""
 
     @staticmethod
     def forward(
         ctx: Any, values: Tensor, mask: Tensor, start: float, falling: bool, squared: bool
     ) -> tuple[Tensor, Tensor]:
-        kept = _kept(values, mask, start, falling)
+        hinged = _hinged(values, mask, start, falling)
         ctx.shape = start, falling, squared
-        ctx.set_materialize_grads(False)  # of what has no gradient
-        ctx.mark_non_differentiable(kept)
-        ctx.save_for_backward(values, mask, kept)
-        return (kept.square() if squared else kept).sum(1), kept
+        ctx.set_materialize_grads(False)  # of the hinges, which have no gradient
+        ctx.mark_non_differentiable(hinged)
+        ctx.save_for_backward(values, mask, hinged)
+        return (hinged.square() if squared else hinged).sum(1), hinged
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if slope is None:
             return (None,) * 5
-        values, mask, kept = ctx.saved_tensors
+        values, mask, hinged = ctx.saved_tensors
         start, falling, squared = ctx.shape
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the values
-            kept = _kept(values, mask, start, falling)
+        if torch.is_grad_enabled():  # for a second derivative: through the values
+            hinged = _hinged(values, mask, start, falling)
         slope = (-slope if falling else slope)[:, None]
-        return (kept * (2 * slope) if squared else kept.sign() * slope), None, None, None, None
+        return (hinged * (2 * slope) if squared else hinged.sign() * slope), None, None, None, None
 
 
-def _kept(values: Tensor, mask: Tensor, start: float, falling: bool) -> Tensor:
+def _hinged(values: Tensor, mask: Tensor, start: float, falling: bool) -> Tensor:
     if falling or start:
         values = start - values if falling else values - start
     return torch.where(mask, values, 0.0).relu_()
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x), exact for every x: torch's own turns linear at 20, which is 2e-9 off."""
+    """log(1 + e^x), exact for every x: torch.nn.functional.softplus is linear above 20, which is 2e-9 off."""
     return -logsigmoid(-x)
 
 
 def count_in_row(mask: Tensor) -> Tensor:
     """How many entries of each row of a (B, R) mask are set, (B,): `sum(1)`, at half its memory on the CPU."""
-    if traced():  # torch 2.6 makes no machine code of the narrower sum
+    if traced():  # torch 2.6 cannot compile the narrower sum
         return mask.sum(1)
     return mask.sum(1, dtype=torch.int32).long()
 
 
 def any_in_row(mask: Tensor, dim: int = 1, keepdim: bool = False) -> Tensor:
-    """Which rows of a (B, R) mask hold anything, (B,): what `any(1)` says, which is slow on the CPU.
+    """Which rows of a (B, R) mask have an entry set, (B,): `any(1)`, which is slow on the CPU.
 
-    A compiler is given whole numbers to sum: reductions of 8-bit types were wrong on CPUs without AVX-512.
+    A compiler gets a sum of integers: its reductions of 8-bit types were wrong on CPUs without AVX-512.
     """
     if traced():
         return mask.sum(dim, keepdim) > 0
@@ -132,7 +135,7 @@ def any_in_row(mask: Tensor, dim: int = 1, keepdim: bool = False) -> Tensor:
 
 
 def highest(values: Tensor, mask: Tensor) -> Tensor:
-    """The largest masked entry of each row, (B,), without gradient; `nothing` where there are none."""
+    """The largest masked entry of each row, (B,), without gradient; `log_zero` where there are none."""
     if values.shape[1] == 0:
         return largest(values.detach(), mask)[0]
     top = torch.where(mask, values.detach(), -torch.inf).amax(1)
@@ -140,32 +143,32 @@ def highest(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, mask: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
-    """The largest masked entry along `dim` and its index, of equals the first; `nothing` and 0 where there are none."""
+    """The largest masked entry along `dim` and its index, the first of equals; `log_zero` and 0 if none."""
     if values.shape[dim] == 0:
         flat = values.sum(dim)
         return flat + log_zero(values), torch.zeros_like(flat, dtype=torch.long)
-    # -inf marks what is masked out; NaN wins, as it does in torch, so that a spoilt row cannot look sound.
+    # -inf marks what is masked out; NaN wins, as in torch, so that a tainted row stays visible.
     masked = torch.where(mask, values.detach(), -torch.inf)
     index = masked.argmax(dim, keepdim=True)
-    found = masked.gather(dim, index).squeeze(dim) != -torch.inf
+    any_entry = masked.gather(dim, index).squeeze(dim) != -torch.inf
     best = values.gather(dim, index).squeeze(dim)
-    return torch.where(found, best, log_zero(values)), index.squeeze(dim)
+    return torch.where(any_entry, best, log_zero(values)), index.squeeze(dim)
 
 
 def terms(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
-    """Reduces the masked terms of a loss: (B,) for one an anchor, (B, T) for several.
+    """Reduces the masked terms of a loss: (B,) for one per anchor, (B, T) for several.
 
-    "mean" over all of them, "active" over those above 0, "sum", or "none": one value an anchor, the sum of its terms.
+    "mean" over all of them, "active" over those above 0, "sum", or "none": one value per anchor, the sum of its terms.
     """
     if reduction == "mean" and values.numel() and distances.freely_read(mask) and bool(mask.all()):
-        return values.mean()  # mostly nobody is left out
+        return values.mean()  # the common case: nothing is masked out
     if reduction == "active":
         mask = mask & ~(values <= 0)  # a NaN is never inactive
-    kept = torch.where(mask, values, 0.0)
-    if kept.dim() == 1:
-        return total(kept, mask, mask, reduction)
+    masked = torch.where(mask, values, 0.0)
+    if masked.dim() == 1:
+        return total(masked, mask, mask, reduction)
     counts = count_in_row(mask)
-    return total(kept.sum(1), counts, counts, reduction)
+    return total(masked.sum(1), counts, counts, reduction)
 
 
 def total(sums: Tensor, counts: Tensor, active: Tensor, reduction: str) -> Tensor:
@@ -180,7 +183,7 @@ def total(sums: Tensor, counts: Tensor, active: Tensor, reduction: str) -> Tenso
 
 
 def taint(*tensors: Tensor | None) -> Tensor | float:
-    """0, or NaN if one of the tensors holds NaN or Inf: added to a loss last, so that no mask can hide it."""
+    """0, or NaN if one of the tensors has NaN or Inf: added to a loss last, so that no mask can hide it."""
     return sum(_taint(x.detach()) for x in tensors if x is not None)
 
 

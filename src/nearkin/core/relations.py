@@ -1,59 +1,26 @@
-"""Who is kin to whom: labels of every kind become masks, or label distances. No loss compares labels itself."""
-
-from typing import NamedTuple, TypeAlias
+"""Labels of every kind become masks of positive and negative pairs, or label distances; losses compare no labels."""
 
 import torch
 from torch import Tensor
 
 from nearkin.core import distances
 from nearkin.core.autograd import device_type, traced
+from nearkin.core.labels import UNKNOWN, LabelDistance, Labels, Relation
 
-__all__ = [
-    "UNKNOWN",
-    "LabelDistance",
-    "Labels",
-    "Relation",
-    "explicit",
-    "label_distances",
-    "multilabel",
-    "of",
-]
+__all__ = ["UNKNOWN", "LabelDistance", "Labels", "Relation", "explicit", "label_distances", "multilabel", "of"]
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-UNKNOWN = -1  # a class id that is neither kin nor stranger to anyone
-
-
-class Relation(NamedTuple):
-    """Explicit kinship of anchors with references, each (B, R) bool; a pair in neither mask is left out.
-
-    ids: the class of each anchor (B,), where a loss keeps something for each class.
-    """
-
-    positive: Tensor
-    negative: Tensor
-    ids: Tensor | None = None
-
-
-class LabelDistance(NamedTuple):
-    """Precomputed real-valued label distances of anchors with references, (B, R), for graded losses."""
-
-    distance: Tensor
-
-
-Labels: TypeAlias = Tensor | Relation | LabelDistance
-
-
 def explicit(positive: Tensor, negative: Tensor | None = None) -> Relation:
-    """A relation from a (B, R) bool matrix; strangers are all others unless given."""
+    """A relation from a (B, R) bool matrix of positive pairs; without `negative`, all other pairs are negative."""
     return Relation(positive, ~positive if negative is None else negative)
 
 
 def multilabel(labels: Tensor, reference_labels: Tensor | None = None) -> Relation:
-    """Kin if two (K,) bool rows share a label, (B, R); strangers otherwise."""
+    """Positive where two (K,) bool rows share a label, (B, R); negative otherwise."""
     other = labels if reference_labels is None else reference_labels
     with torch.autocast(device_type(labels), enabled=False):
         shared = labels.float() @ other.float().T > 0  # counts of shared labels: exact in float32
@@ -61,20 +28,20 @@ def multilabel(labels: Tensor, reference_labels: Tensor | None = None) -> Relati
 
 
 def of(labels: Labels, references: Tensor | None = None, reference_labels: Labels | None = None) -> Relation:
-    """The relation of a batch, in the order of a loss's arguments; a batch meets itself without its self-pairs.
+    """The relation of a batch, in the order of a loss's arguments; a batch is its own reference, without self-pairs.
 
     labels: class ids (B,), where -1 is unknown; multi-label rows (B, K) bool; a `Relation`; or, with references and
-    without reference_labels, a (B, R) bool matrix of kinship.
+    without reference_labels, a (B, R) bool matrix of positive pairs.
     """
-    kin = _plain(labels, references, reference_labels)
+    relation = _plain(labels, references, reference_labels)
     if references is not None:
-        return kin
+        return relation
     if traced():  # an older compiler knows no diagonal of a size that is a symbol
-        others = ~torch.eye(kin.positive.shape[0], dtype=torch.bool, device=kin.positive.device)
-        return Relation(kin.positive & others, kin.negative & others)
+        others = ~torch.eye(relation.positive.shape[0], dtype=torch.bool, device=relation.positive.device)
+        return Relation(relation.positive & others, relation.negative & others)
     if isinstance(labels, Relation):  # the caller's own masks stay as they are
-        kin = Relation(kin.positive.clone(), kin.negative.clone())
-    return Relation(kin.positive.fill_diagonal_(False), kin.negative.fill_diagonal_(False))
+        relation = Relation(relation.positive.clone(), relation.negative.clone())
+    return Relation(relation.positive.fill_diagonal_(False), relation.negative.fill_diagonal_(False))
 
 
 def label_distances(targets: Labels, reference_targets: Labels | None = None) -> Tensor:
@@ -107,9 +74,7 @@ def _plain(labels: Labels, references: Tensor | None, reference_labels: Labels |
         assert isinstance(reference_labels, Tensor)
         other = reference_labels.long()
     same = ids[:, None] == other[None, :]
-    if distances.freely_read(ids) and not bool(
-        (ids == UNKNOWN).any() or (other == UNKNOWN).any()
-    ):  # mostly nobody is unknown
-        return Relation(same, ~same)
+    if distances.freely_read(ids) and not bool((ids == UNKNOWN).any() or (other == UNKNOWN).any()):
+        return Relation(same, ~same)  # the common case: every class is known
     known = (ids != UNKNOWN)[:, None] & (other != UNKNOWN)[None, :]
     return Relation(same & known, ~same & known)

@@ -1,4 +1,4 @@
-"""TOML: nested plain values as text, which Python does not write; and text read, once it is known to be modest."""
+"""TOML: writes nested plain values, which Python cannot; and reads text, after a check of its size and depth."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from nearkin.core.errors import ExcessiveText
 
 __all__ = ["read", "read_file", "text"]
 
-LARGEST, DEEPEST = 2**18, 16  # bytes of a file; brackets within brackets, and parts of a dotted key
+LARGEST, DEEPEST = 2**18, 16  # bytes of a file; nested brackets, and parts of a dotted key
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _TOKEN = re.compile(
@@ -27,7 +27,7 @@ _TOKEN = re.compile(
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The content of a TOML file. OSError, UnicodeDecodeError; ValueError with what is wrong with the text."""
+    """The content of a TOML file. Raises OSError, UnicodeDecodeError, or a ValueError that names the fault."""
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
@@ -36,17 +36,17 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read(text: str) -> dict[str, Any]:
-    """The content of TOML text; `Excessive`, or another ValueError where it is no TOML.
+    """The content of TOML text; `ExcessiveText`, or another ValueError if it is not TOML.
 
-    Python's reader recurses with every bracket, and keeps every beginning of a dotted key: both are looked at first.
+    Python's reader recurses with every bracket and stores every prefix of a dotted key: both are checked first.
     """
     _refuse_excessive(text)
     reader: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        found: dict[str, Any] = reader.loads(text)
-    except ValueError as error:  # also a number of thousands of digits, which is no error of TOML
+        table: dict[str, Any] = reader.loads(text)
+    except ValueError as error:  # also for a number of thousands of digits, which is valid TOML
         raise ValueError(f"not valid TOML ({error})") from None
-    return found
+    return table
 
 
 def _refuse_excessive(text: str) -> None:
@@ -54,7 +54,7 @@ def _refuse_excessive(text: str) -> None:
     in_key = True
     for match in _TOKEN.finditer(text):
         token = match.group()
-        if token in ("'", '"'):  # of a string that does not end: a reader stops here
+        if token in ("'", '"'):  # an unterminated string: the reader stops here
             return
         if token in ("[", "{"):
             depth += 1
@@ -104,6 +104,6 @@ def _value(value: Any) -> str:
 
 
 def _string(value: str) -> str:
-    """JSON's escapes are TOML's, but for DEL, which it leaves alone; half a surrogate pair is no character at all."""
-    whole = value.encode("utf-8", "replace").decode("utf-8")
-    return json.dumps(whole, ensure_ascii=False).replace("\x7f", "\\u007f")
+    """JSON's escapes are TOML's, except for DEL; half a surrogate pair is replaced, for it cannot be encoded."""
+    encodable = value.encode("utf-8", "replace").decode("utf-8")
+    return json.dumps(encodable, ensure_ascii=False).replace("\x7f", "\\u007f")

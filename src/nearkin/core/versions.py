@@ -1,4 +1,4 @@
-"""Versions of packages, also where their metadata is missing: a source tree on the path, or a frozen program."""
+"""Versions of packages, also without their metadata: a source tree on the path, or a frozen program."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +9,7 @@ _MODULES = {"pillow": "PIL"}
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package; of nearkin, that of the code which is running."""
+    """The version of an installed package; of nearkin, that of the running code."""
     if package != "nearkin":
         try:
             return version(package)

@@ -1,28 +1,14 @@
 """Where items come from: sources, benchmark sets, splits."""
 
 from nearkin.data import glyphs
+from nearkin.data.file_tree import Files, Members
 from nearkin.data.inspection import inspect, lines
-from nearkin.data.items import Arrays, Files, Items, Members, Pairs, Pictures, Several
+from nearkin.data.item_set import Arrays, Items, Pairs, Pictures, Several
 from nearkin.data.sources import Source, load, sources
 from nearkin.data.splits import Parts, divide
 
-__all__ = [
-    "Arrays",
-    "Files",
-    "Items",
-    "Members",
-    "Pairs",
-    "Parts",
-    "Pictures",
-    "Several",
-    "Source",
-    "divide",
-    "glyphs",
-    "inspect",
-    "lines",
-    "load",
-    "sources",
-]
+__all__ = ["Arrays", "Files", "Items", "Members", "Pairs", "Parts", "Pictures", "Several", "Source"]
+__all__ += ["divide", "glyphs", "inspect", "lines", "load", "sources"]
 
 
 def __dir__() -> list[str]:

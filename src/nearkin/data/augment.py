@@ -1,7 +1,7 @@
-"""Pictures as the encoder sees them: one affine warp a batch with colour and erasing, or plain crops for evaluation.
+"""Pictures as the encoder sees them: one affine warp per batch with colour and erasing, or plain crops for evaluation.
 
-Every random number is an integer hash of (seed, key of the item, which number): the same on every device, in whatever
-batch the item stands, and never drawn from a generator.
+Every random number is an integer hash of (seed, key of the item, which number): the same on every device and in every
+batch, and never drawn from a generator.
 """
 
 import math
@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nearkin.core import checks
+from nearkin.core.random import GOLDEN, Salt, mix, salted, signed
 
 __all__ = ["PRESETS", "Augmentation", "centre", "crop_side", "keys", "preset", "uniforms", "views", "warp"]
 
-WHOLE = 7 / 8  # the part of a picture's side that evaluation looks at, where the size leaves the choice
-CACHED = 3 * 2**20  # bytes of pixels a CPU thread works on at once
-SHRINK, SHRUNK = 2.0, 1.5  # pixels stored for one of the result: from where on pictures are reduced, and to what
+CROP = 7 / 8  # the part of a picture's side that evaluation uses, if the size leaves the choice
+CACHED = 3 * 2**20  # bytes of pixels per CPU thread at once
+SHRINK, SHRUNK = 2.0, 1.5  # stored pixels per pixel of the result: above the first, pictures are reduced to the second
 LUMA = (0.299, 0.587, 0.114)
 ERASED_LEAST, ERASED_ASPECT = 0.02, 2.0  # the smallest part of a picture erased; how far from square that part may be
 AREA, ASPECT, X, Y, FLIP, TURN, SHEAR, RIGHT, DOWN, LIGHT, CONTRAST, SATURATION, GREY, ERASE = range(14)
@@ -27,13 +28,13 @@ NUMBERS = ERASE + 5  # erasing takes five: whether, how much, its shape, where (
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What a warp may do to a picture; the defaults suit photos.
+    """The limits of a random warp; the defaults suit photos.
 
-    scale_low, scale_high: the part of the picture's area that is cut out, uniformly; above 1 the picture shrinks.
-    aspect: width / height of the cut, from 1/aspect to aspect. flip: probability of a mirror image. rotation: radians,
-    either way. shear: either way. shift: of the side, each way, besides the place of the cut. brightness, contrast,
-    saturation: each a factor of 1 - v to 1 + v. grey: probability of no colour. erase: probability that a rectangle
-    of up to erase_area of the area becomes the picture's mean colour.
+    scale_low, scale_high: the part of the picture's area in the crop, uniform; above 1 the picture shrinks. aspect:
+    width / height of the crop, from 1/aspect to aspect. flip: probability of a mirror image. rotation: ± radians.
+    shear: ±. shift: ± a part of the side, besides the position of the crop. brightness, contrast, saturation: each a
+    factor of 1 - v to 1 + v. grey: probability of no colour. erase: probability that a rectangle of up to erase_area of
+    the area becomes the picture's mean colour.
     """
 
     scale_low: float = 0.3
@@ -63,7 +64,7 @@ class Augmentation:
 
     @staticmethod
     def none() -> "Augmentation":
-        """Nothing at all: `warp` is then `centre`."""
+        """No change: `warp` is then `centre`."""
         return replace(_STILL)
 
     @property
@@ -80,7 +81,7 @@ PRESETS = {
     "none": _STILL,
     "light": replace(_STILL, scale_low=0.7, flip=0.5),
     "photo": Augmentation(),
-    # A mirrored letter is another letter, and one that is cut off may be.
+    # A mirrored letter is another letter, and a cropped one may be.
     "glyph": replace(
         _STILL, scale_low=0.7, scale_high=1.35, aspect=1.2, rotation=0.3, shear=0.2, shift=0.06, contrast=0.3
     ),
@@ -93,7 +94,7 @@ def preset(name: str) -> Augmentation:
 
 
 def keys(epoch: int, step: int, items: Tensor) -> Tensor:
-    """A key for each item of a batch, int64 (B,): an item that stands in it twice gets two different ones."""
+    """A key for each item of a batch, int64 (B,): an item that occurs twice gets two different keys."""
     if not isinstance(items, Tensor) or items.dtype != torch.int64 or items.dim() != 1:
         raise TypeError("items must be int64 of shape (B,)")
     ordered, order = items.sort(stable=True)
@@ -102,29 +103,29 @@ def keys(epoch: int, step: int, items: Tensor) -> Tensor:
     first[1:] = ordered[1:] != ordered[:-1]
     occurrence = torch.empty_like(items)
     occurrence[order] = places - torch.where(first, places, 0).cummax(0).values
-    key = _mix(items + _constant(epoch, 1))
-    return _mix(_mix(key + _constant(step, 2)) + occurrence)
+    key = mix(items + salted(epoch, Salt.EPOCH))
+    return mix(mix(key + salted(step, Salt.STEP)) + occurrence)
 
 
 def uniforms(seed: int, keys: Tensor, count: int) -> Tensor:
     """(B, count) numbers in [0, 1), each from its (seed, key, column) alone and with 24 random bits."""
-    columns = torch.arange(1, count + 1, device=keys.device) * _signed(0x9E3779B97F4A7C15)
-    mixed = _mix(_mix(keys + _constant(seed, 3))[:, None] + columns)
+    columns = torch.arange(1, count + 1, device=keys.device) * signed(GOLDEN)
+    mixed = mix(mix(keys + salted(seed, Salt.SEED))[:, None] + columns)
     return ((mixed >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
 def warp(images: Tensor, keys: Tensor, *, size: int, augmentation: Augmentation | None = None, seed: int = 0) -> Tensor:
     """Pictures uint8 (B, S, S, C) changed at random to float32 (B, C, size, size) in [0, 1].
 
-    keys: int64 (B,), one a picture, as `keys` makes them; kept on the CPU nothing waits for the device. Cut, flip,
-    rotation, shear and shift are one bilinear sampling from the stored pixels to the result; what lies outside the
-    picture is its mirror image. Bilinear sampling is fair up to half the size: pictures of which the largest cut would
-    shrink more than that are first reduced, with averaging, to where it shrinks 1.5 times.
+    keys: int64 (B,), one per picture, from `keys`; on the CPU, so that nothing waits for the device. Crop, flip,
+    rotation, shear and shift are one bilinear sampling from the stored pixels to the result; outside the picture is
+    its mirror image. Bilinear sampling is accurate down to half the size: pictures whose largest crop would shrink more
+    than that are first reduced, with averaging, to where it shrinks 1.5 times.
     """
     augmentation = Augmentation() if augmentation is None else augmentation
     _check(images, size)
     if not isinstance(keys, Tensor) or keys.dtype != torch.int64 or keys.shape != images.shape[:1]:
-        raise ValueError(f"keys must be int64 of shape ({len(images)},), one a picture")
+        raise ValueError(f"keys must be int64 of shape ({len(images)},), one per picture")
     if augmentation.still or len(images) == 0:
         return centre(images, size)
     numbers = uniforms(seed, keys, NUMBERS)
@@ -142,8 +143,8 @@ def warp(images: Tensor, keys: Tensor, *, size: int, augmentation: Augmentation 
 def centre(images: Tensor, size: int) -> Tensor:
     """Pictures uint8 (B, S, S, C) as evaluation sees them, float32 (B, C, size, size) in [0, 1].
 
-    S = size: the picture as it is. S > size: its middle, `size` pixels wide where that is at least 7/8 of the side, and
-    otherwise 7/8 of the side reduced to `size`. S < size: the whole picture enlarged.
+    S = size: the picture as it is. S > size: its centre, `size` pixels wide if that is at least 7/8 of the side, and
+    otherwise 7/8 of the side reduced to `size`. S < size: the full picture enlarged.
     """
     _check(images, size)
     side = images.shape[1]
@@ -153,12 +154,12 @@ def centre(images: Tensor, size: int) -> Tensor:
 
 
 def views(images: Tensor, size: int, n: int, *, flip: bool = True) -> Iterator[Tensor]:
-    """n looks at each picture, always the same and in this order, each as `centre` gives one; n = 1 is `centre`.
+    """n views of each picture, always the same and in this order, each shaped as that of `centre`; n = 1 is `centre`.
 
     The centre; four corners (top left, top right, bottom left, bottom right), as wide as the centre but at most 7/8
     of the side; nine places of a 3 x 3 grid, row by row, 3/4 of the side wide. Each of these 14 is followed by its
     mirror image, which makes 28.
-    flip: False leaves the mirror images out, for letters and whatever else is not itself in a mirror.
+    flip: False leaves the mirror images out, for letters and other things that a mirror changes.
     """
     _check(images, size)
     most = 28 if flip else 14
@@ -171,7 +172,7 @@ def views(images: Tensor, size: int, n: int, *, flip: bool = True) -> Iterator[T
 def _views(images: Tensor, size: int, n: int, flip: bool) -> Iterator[Tensor]:
     side = images.shape[1]
     middle = crop_side(side, size)
-    corner, tile = min(middle, max(1, round(WHOLE * side))), max(1, round(0.75 * side))
+    corner, tile = min(middle, max(1, round(CROP * side))), max(1, round(0.75 * side))
     boxes = [((side - middle) // 2, (side - middle) // 2, middle)]
     boxes += [(y, x, corner) for y in (0, side - corner) for x in (0, side - corner)]
     steps = (0, (side - tile) // 2, side - tile)
@@ -183,8 +184,8 @@ def _views(images: Tensor, size: int, n: int, flip: bool) -> Iterator[Tensor]:
 
 
 def crop_side(side: int, size: int) -> int:
-    """The side of the middle that `centre` looks at, in pixels of a picture of `side`, before it becomes `size`."""
-    return min(side, max(size, round(WHOLE * side))) if side > size else side
+    """The side of the crop of `centre` in pixels of a picture of `side`, before it is resized to `size`."""
+    return min(side, max(size, round(CROP * side))) if side > size else side
 
 
 def _resampled(images: Tensor, size: int) -> Tensor:
@@ -206,7 +207,7 @@ def _check(images: Tensor, size: int) -> None:
 
 
 def _together(images: Tensor, size: int) -> int:
-    """How many pictures are warped at once: on a CPU as many as its caches hold, which is twice as fast as all."""
+    """How many pictures to warp at once: on a CPU as many as fit its caches, which is twice as fast as all at once."""
     if images.device.type != "cpu":
         return len(images)
     each = 4 * images.shape[3] * max(images.shape[1], size) ** 2
@@ -214,7 +215,7 @@ def _together(images: Tensor, size: int) -> int:
 
 
 def _warped(images: Tensor, affine: Tensor, numbers: Tensor, size: int, augmentation: Augmentation) -> Tensor:
-    pixels = images.permute(0, 3, 1, 2).contiguous().to(torch.float32)  # uint8 is turned round: a quarter of the bytes
+    pixels = images.permute(0, 3, 1, 2).contiguous().to(torch.float32)  # transposed as uint8: a quarter of the bytes
     widest = math.sqrt(augmentation.scale_high)
     if images.shape[1] * widest > SHRINK * size:
         smaller = math.ceil(SHRUNK * size / widest)
@@ -228,11 +229,11 @@ def _warped(images: Tensor, affine: Tensor, numbers: Tensor, size: int, augmenta
 
 
 def _affine(numbers: Tensor, a: Augmentation) -> Tensor:
-    """(B, 2, 3): from places of the result to places of the picture, both from -1 to 1."""
+    """(B, 2, 3): maps positions in the result to positions in the picture, both from -1 to 1."""
     either = 2 * numbers - 1  # (B, numbers), -1 to 1
     area = a.scale_low + (a.scale_high - a.scale_low) * numbers[:, AREA]
     aspect = torch.exp(either[:, ASPECT] * (0.5 * math.log(a.aspect)))  # its root
-    limit = area.sqrt().clamp(min=1)  # no side of a cut is longer than the picture because of the aspect alone
+    limit = area.sqrt().clamp(min=1)  # the aspect alone makes no side of a crop longer than the picture
     width, height = (area.sqrt() * aspect).minimum(limit), (area.sqrt() / aspect).minimum(limit)
     mirror = torch.where(numbers[:, FLIP] < a.flip, -1.0, 1.0)
     angle = a.rotation * either[:, TURN]
@@ -245,7 +246,7 @@ def _affine(numbers: Tensor, a: Augmentation) -> Tensor:
 
 
 def _grid(affine: Tensor, size: int) -> Tensor:
-    """(B, size, size, 2), by sums that no batch can change: `F.affine_grid` multiplies matrices."""
+    """(B, size, size, 2), by sums that do not depend on the batch: `F.affine_grid` multiplies matrices."""
     places = (torch.arange(size, device=affine.device, dtype=torch.float32) * 2 + 1) / size - 1  # pixel centres
     across = affine[:, :, 0, None] * places  # (B, 2, size)
     along = affine[:, :, 1, None] * places + affine[:, :, 2, None]
@@ -255,7 +256,7 @@ def _grid(affine: Tensor, size: int) -> Tensor:
 def _coloured(pixels: Tensor, numbers: Tensor, a: Augmentation) -> Tensor:
     """From 0..255 to 0..1: brightness, then contrast about the mean luma, then saturation, clamped once at the end.
 
-    All three are linear, so each pixel becomes own · itself + shared · its luma + rest, in place.
+    All three are linear, so each pixel becomes gain · itself + shared · its luma + rest, in place.
     """
     if not a.colours:
         return pixels.div_(255).clamp_(0, 1)
@@ -266,20 +267,20 @@ def _coloured(pixels: Tensor, numbers: Tensor, a: Augmentation) -> Tensor:
     light, contrast = factor(LIGHT, a.brightness) / 255, factor(CONTRAST, a.contrast)
     saturation = torch.where(numbers[:, GREY] < a.grey, 0.0, factor(SATURATION, a.saturation))
     table = torch.stack([light * contrast * saturation, light * contrast * (1 - saturation), light * (1 - contrast)])
-    own, shared, rest = table.to(pixels.device, non_blocking=True)[:, :, None, None, None]
+    gain, shared, rest = table.to(pixels.device, non_blocking=True)[:, :, None, None, None]
     if pixels.shape[1] == 1:
         rest = rest * pixels.mean((1, 2, 3), keepdim=True)
-        return pixels.mul_(own + shared).add_(rest).clamp_(0, 1)
+        return pixels.mul_(gain + shared).add_(rest).clamp_(0, 1)
     red, green, blue = pixels[:, 0:1], pixels[:, 1:2], pixels[:, 2:3]
     luma = (red * LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2])  # (B, 1, size, size)
     rest = rest * luma.mean((1, 2, 3), keepdim=True)
     if a.saturation == 0 and a.grey == 0:
-        return pixels.mul_(own).add_(rest).clamp_(0, 1)
-    return pixels.mul_(own).add_(luma.mul_(shared).add_(rest)).clamp_(0, 1)
+        return pixels.mul_(gain).add_(rest).clamp_(0, 1)
+    return pixels.mul_(gain).add_(luma.mul_(shared).add_(rest)).clamp_(0, 1)
 
 
 def _erase(pixels: Tensor, numbers: Tensor, a: Augmentation) -> None:
-    """Only pictures that lose a rectangle are touched."""
+    """Erases a rectangle of the chosen pictures in place."""
     chosen = (numbers[:, ERASE] < a.erase).nonzero()[:, 0]
     _, area, aspect, x, y = numbers[chosen][:, ERASE:].unbind(1)
     least = min(ERASED_LEAST, a.erase_area)
@@ -294,20 +295,3 @@ def _erase(pixels: Tensor, numbers: Tensor, a: Augmentation) -> None:
     inside = (rows[:, :, None] & columns[:, None, :])[:, None]  # (chosen, 1, size, size)
     touched = pixels[chosen]
     pixels[chosen] = torch.where(inside, touched.mean((2, 3), keepdim=True), touched)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele et al. 2014); int64 wraps around, and shifts are made logical."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _signed(0x94D049BB133111EB)
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def _constant(value: int, purpose: int) -> int:
-    """A whole number of any size as an addend, far from those of its neighbours and of other purposes."""
-    checks.integer(("epoch", "step", "seed")[purpose - 1], value, 0)
-    return _signed((value * 0x9E3779B97F4A7C15 + purpose * 0xD1342543DE82EF95) % 2**64)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value

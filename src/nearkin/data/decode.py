@@ -1,4 +1,4 @@
-"""One picture: from the bytes of a file to a small square of grey or colour pixels, or a sentence saying why not."""
+"""Decodes one picture: from the bytes of a file to a small square of grey or colour pixels, or a reason why not."""
 
 import io
 import threading
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 __all__ = ["FITS", "MAX_PIXELS", "decode", "glance", "square", "weight"]
 
-DECODER = 1  # raise whenever the same file would give other pixels: it is part of the key of every cache
+DECODER = 1  # increase whenever the same file would give other pixels: it is part of the key of every cache
 MAX_PIXELS = 250_000_000  # today's largest phone pictures have 200 million
 FITS = ("crop", "squash", "pad")
-# Only formats that hold pixels: others start programs (EPS) or draw (WMF), and a stranger's file shall do neither.
+# Only formats of pixels: others start programs (EPS) or draw (WMF), which an untrusted file must not do.
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "AVIF", "HEIF", "JPEG2000", "PPM", "ICO")
-DRAFT = 2  # a JPEG is decoded at the smallest 1/1, 1/2, 1/4, 1/8 that still has this many times the pixels needed
+DRAFT = 2  # a JPEG is decoded at the smallest of 1/1, 1/2, 1/4, 1/8 that has at least so many times the pixels needed
 
 _GREY = ("1", "L", "LA", "La")  # modes of Pillow
 _opening = threading.Lock()
 
 
 def decode(data: bytes | NDArray[Any], *, max_pixels: int = MAX_PIXELS, enough: int | None = None) -> "Image.Image":
-    """The picture upright in mode "L" (grey) or "RGB", 8 bits a channel; anything else is `UnreadablePicture`.
+    """The picture upright in mode "L" (grey) or "RGB", 8 bits per channel; raises `UnreadablePicture`.
 
     data: the bytes of a file, or pixels (H, W), (H, W, 1), (H, W, 3) or (H, W, 4).
-    - A file that ends early is unreadable, never a picture with a grey rest. Damage in the middle of a JPEG that the
-      format itself does not notice is not noticed here either.
+    - A truncated file is unreadable, never a picture with a grey rest. Corruption in the middle of a JPEG that the
+      format cannot detect is not detected here either.
     - max_pixels is checked from the header, before anything is decoded.
     - enough: no side needs more pixels than this, so that a big JPEG may be decoded at 1/2, 1/4 or 1/8.
-    - Transparency is laid over white. Of an animation the first frame is taken. EXIF orientation is applied.
-    - 16 bits a channel are scaled by 1/257. Other whole numbers and floats are taken as 0..1, 0..255 or 0..65535, the
-      smallest of these ranges that holds the picture, or else from its own minimum to its maximum.
+    - Transparency is composited over white. An animation gives its first frame. EXIF orientation is applied.
+    - 16 bits per channel are scaled by 1/257. The range of other integers and floats is the smallest of 0..1, 0..255
+      and 0..65535 that contains the picture, or else its minimum to its maximum.
     """
     from PIL import ImageOps
 
@@ -51,7 +51,7 @@ def decode(data: bytes | NDArray[Any], *, max_pixels: int = MAX_PIXELS, enough: 
             image.draft(None, (DRAFT * enough, DRAFT * enough))
         image.load()
         upright = image
-        with suppress(Exception):  # metadata that cannot be read costs the rotation, not the picture
+        with suppress(Exception):  # unreadable metadata costs the rotation, not the picture
             upright = ImageOps.exif_transpose(image)
         return _plain(upright)
     except UnreadablePicture:
@@ -59,10 +59,10 @@ def decode(data: bytes | NDArray[Any], *, max_pixels: int = MAX_PIXELS, enough: 
     except MemoryError:
         width, height = image.size
         raise UnreadablePicture(f"does not fit in memory ({width} x {height} pixels)") from None
-    except Exception as error:  # decoders raise whatever they like
+    except Exception as error:  # decoders raise all kinds of exceptions
         if "truncated" in str(error).lower():
             raise UnreadablePicture("is truncated: the file ends before the picture does") from None
-        raise UnreadablePicture(f"is damaged ({_short(error)})") from None
+        raise UnreadablePicture(f"is corrupt ({_short(error)})") from None
 
 
 def glance(data: bytes | NDArray[Any]) -> tuple[int, bool]:
@@ -74,26 +74,21 @@ def glance(data: bytes | NDArray[Any]) -> tuple[int, bool]:
 
 
 def weight(data: bytes, max_pixels: int = MAX_PIXELS) -> int:
-    """Bytes of all pixels once they are decoded: width × height × bytes a pixel, from the header."""
+    """Bytes of all pixels once decoded: width × height × bytes per pixel, from the header."""
     image = _open(data, max_pixels)
-    raw = str(getattr(image, "tile", ""))  # Pillow calls 16 bits of a PNG 8, but here
+    raw = str(getattr(image, "tile", ""))  # the only place where Pillow tells 16 bits of a PNG
     wide = 4 if image.mode in ("I", "F") else 2 if ";16" in image.mode + raw else 1
     return image.width * image.height * len(image.getbands()) * wide
 
 
 def square(
-    data: bytes | NDArray[Any],
-    *,
-    side: int,
-    fit: str = "crop",
-    channels: int = 3,
-    max_pixels: int = MAX_PIXELS,
+    data: bytes | NDArray[Any], *, side: int, fit: str = "crop", channels: int = 3, max_pixels: int = MAX_PIXELS
 ) -> NDArray[np.uint8]:
     """The picture decoded and resized to (side, side, channels).
 
-    fit: "crop" brings the short side to `side` and cuts off the ends of the long one; "squash" changes the aspect;
-    "pad" keeps everything and fills the rest with the mean colour of the picture's edge. Smaller is Lanczos, larger
-    bicubic; a picture that has the size already keeps its pixels.
+    fit: "crop" resizes the short side to `side` and crops the long one; "squash" changes the aspect; "pad" fills the
+    rest of the square with the mean colour of the picture's edge. Lanczos to reduce, bicubic to enlarge; a picture that
+    has the size already is copied.
     """
     checks.one_of("fit", fit, FITS)
     image = decode(data, max_pixels=max_pixels, enough=side)
@@ -104,7 +99,7 @@ def square(
 
 
 def _open(data: bytes, max_pixels: int) -> "Image.Image":
-    """The header only. Pillow's own cap is a global; ours is an argument, so the former is off while we look."""
+    """Reads the header only. Pillow's pixel limit is a global; ours is an argument, so Pillow's is off meanwhile."""
     from PIL import Image, UnidentifiedImageError
 
     with _opening:
@@ -115,7 +110,7 @@ def _open(data: bytes, max_pixels: int) -> "Image.Image":
         except UnidentifiedImageError:
             raise UnreadablePicture(f"is not a picture of a known format (its first bytes are {data[:8]!r})") from None
         except Exception as error:
-            raise UnreadablePicture(f"is damaged ({_short(error)})") from None
+            raise UnreadablePicture(f"is corrupt ({_short(error)})") from None
         finally:
             Image.MAX_IMAGE_PIXELS = before
     _check_pixels(*image.size, max_pixels)
@@ -170,8 +165,8 @@ def _eight_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
     if not np.isfinite(real).all():
         raise UnreadablePicture("has pixels that are NaN or infinite")
     low, high = float(real.min()), float(real.max())
-    whole = not np.issubdtype(values.dtype, np.floating)
-    tops = (65535.0,) if whole else (1.0, 255.0, 65535.0)  # Pillow widens 16-bit files to 32-bit whole numbers
+    integers = not np.issubdtype(values.dtype, np.floating)
+    tops = (65535.0,) if integers else (1.0, 255.0, 65535.0)  # Pillow widens 16-bit files to 32-bit integers
     top = next((top for top in tops if low >= 0 and high <= top), None)
     if top is not None:
         low, high = 0.0, top

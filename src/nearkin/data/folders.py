@@ -7,29 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.data.file_tree import Tree, by_bytes, is_image, open_tree, printable
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 
 __all__ = ["SPLIT_NAMES", "numbered", "read"]
 
-SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "dev": "val",
-    "test": "test",
-    "testing": "test",
-    "query": "query",
-    "queries": "query",
-    "gallery": "gallery",
-}
+_ALIASES = {"train": "training", "val": "valid validation dev", "test": "testing", "query": "queries", "gallery": ""}
+SPLIT_NAMES = {name: part for part, others in _ALIASES.items() for name in (part, *others.split())}
 
 
 def read(path: Path, name: str, labelled: bool = True) -> Items:
-    """The class of an image is the first folder on its way, or the second where the first ones are train, val, test.
+    """The class of an image is its first folder, or the second where the first ones are train, val, test.
 
-    labelled=False: images that stand in no class folder will do, and then none has a class.
+    labelled=False: also takes images outside class folders; then no image has a class.
     """
     tree = open_tree(path)
     files = tree.files
@@ -37,7 +26,7 @@ def read(path: Path, name: str, labelled: bool = True) -> Items:
     if not images:
         what = "holds no files" if not files else f"holds no images: {len(files)} files, such as {printable(files[0])}"
         raise ValueError(f"{name}: it {what}; a class is a folder of images, as in photos/heron/1.jpg")
-    top = _common(images) if not path.is_dir() else ""  # an archive often holds one folder that holds all
+    top = _common(images) if not path.is_dir() else ""  # archives often have one folder for everything
     steps = [image[len(top) :].split("/") for image in images]
     split = _is_split(steps)
     depth = 2 if split else 1
@@ -46,10 +35,10 @@ def read(path: Path, name: str, labelled: bool = True) -> Items:
         return _unlabelled(tree, name, images)
     if not inside:
         raise ValueError(
-            f"{name}: its {len(images)} images stand in no class folder; a class is a folder of images, "
+            f"{name}: its {len(images)} images are in no class folder; a class is a folder of images, "
             "as in photos/heron/1.jpg"
         )
-    kept = [images[i] for i in inside]
+    chosen = [images[i] for i in inside]
     classes, labels = numbered([steps[i][depth - 1] for i in inside])
     if labelled and len(classes) == 1 and all(len(steps[i]) > depth + 1 for i in inside):
         deeper = os.path.join(name, top, *steps[inside[0]][:depth])
@@ -59,13 +48,13 @@ def read(path: Path, name: str, labelled: bool = True) -> Items:
     marks = [SPLIT_NAMES[steps[i][0].lower()] for i in inside] if split else None
     return Items(
         name=name,
-        names=[printable(image) for image in kept],
+        names=[printable(image) for image in chosen],
         classes=[printable(kind) for kind in classes],
         labels=labels,
         split=marks,
-        pictures=tree.pictures(kept),
+        pictures=tree.pictures(chosen),
         note=f"{name}: " + (f"its own split ({', '.join(sorted(set(marks)))})" if marks else "no split of its own"),
-        ignored=_left_out(files, images, inside, tree.hidden),
+        ignored=_ignored(files, images, inside, tree.hidden),
     )
 
 
@@ -75,37 +64,37 @@ def _unlabelled(tree: Tree, name: str, images: list[str]) -> Items:
         names=[printable(image) for image in images],
         pictures=tree.pictures(images),
         note=f"{name}: images without classes",
-        ignored=_left_out(tree.files, images, list(range(len(images))), tree.hidden),
+        ignored=_ignored(tree.files, images, list(range(len(images))), tree.hidden),
     )
 
 
 def numbered(kinds: list[str]) -> tuple[list[str], NDArray[np.int64]]:
-    """The classes in the order of their bytes, and the number of the class of each item."""
+    """The classes, sorted by the bytes of their names, and the class id of each item."""
     classes = sorted(set(kinds), key=by_bytes)
     number = {kind: c for c, kind in enumerate(classes)}
     return classes, np.array([number[kind] for kind in kinds], np.int64)
 
 
 def _common(images: list[str]) -> str:
-    """The folder that holds everything, if there is one and the classes stand below it; with its "/"."""
+    """The one folder that contains all class folders, with its "/"; "" if there is none."""
     first = images[0].split("/")[0] + "/"
     deep = all(image.startswith(first) and image.count("/") >= 2 for image in images)
     return first if deep and first[:-1].lower() not in SPLIT_NAMES else ""
 
 
 def _is_split(steps: list[list[str]]) -> bool:
-    """Whether the first folders are parts and not classes: every one has a part's name, and holds folders."""
+    """Whether the first folders are parts of a split: all have the name of a part, and contain folders."""
     first = {step[0].lower() for step in steps if len(step) > 1}
     deep = any(len(step) > 2 for step in steps)
     return deep and "train" in {SPLIT_NAMES.get(part) for part in first} and first <= SPLIT_NAMES.keys()
 
 
-def _left_out(files: list[str], images: list[str], inside: list[int], hidden: int) -> list[str]:
+def _ignored(files: list[str], images: list[str], inside: list[int], hidden: int) -> list[str]:
     lines = [f"{hidden} hidden or system file{'s' * (hidden > 1)}"] if hidden else []
-    others = len(files) - len(images)
-    if others:
+    other_files = len(files) - len(images)
+    if other_files:
         example = next(file for file in files if not is_image(file))
-        lines.append(f"{others} file{'s' * (others > 1)} that are no images, such as {printable(example)}")
+        lines.append(f"{other_files} file{'s' * (other_files > 1)} that are no images, such as {printable(example)}")
     outside = len(images) - len(inside)
     if outside:
         among = set(inside)

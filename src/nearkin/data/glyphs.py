@@ -1,15 +1,14 @@
-"""The glyphs set: letters and symbols in twelve typefaces, drawn on the spot; nothing to download.
+"""The glyphs set: letters and symbols in twelve typefaces, drawn on this machine; nothing to download.
 
 A class is a character: letters, digits and symbols of Latin, Greek, Cyrillic, Armenian, Georgian, currency, arrows,
-mathematics and shapes, as the DejaVu typefaces that matplotlib ships hold them. A sample is one drawing of it: a random
-typeface, rotation, scale, shear, shift and noise, each a pure function of (seed, character, sample). The standard task
-is `load().split()`: learn from one half of the characters, be measured on the other half, never seen before.
+mathematics and shapes, in the DejaVu typefaces that come with matplotlib (extra `glyphs`). A sample is one
+drawing of it: a random typeface, rotation, scale, shear, shift and noise, each a pure function of (seed, character,
+sample). The standard task is `load().split()`: train on one half of the characters, test on the other, unseen half.
 """
 
 import hashlib
 import math
 import operator
-import os
 import unicodedata
 import warnings
 from collections.abc import Iterable
@@ -21,14 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import files
+from nearkin.core.paths import cache_dir
 from nearkin.core.versions import version_of
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
-__all__ = ["Glyphs", "cache_folder", "characters", "draw", "load", "plain", "typefaces"]
+__all__ = ["Glyphs", "characters", "draw", "load", "plain", "typefaces"]
 
-RECIPE = 1  # raise whenever the pictures or the classes change: it is part of the cache file's name
+RECIPE = 1  # increase whenever the pictures or the classes change: it is part of the cache file's name
 FACES = tuple(
     family + style
     for family, slant in (("DejaVuSans", "Oblique"), ("DejaVuSansMono", "Oblique"), ("DejaVuSerif", "Italic"))
@@ -57,7 +57,7 @@ NOISE = 0.5  # the strongest standard deviation, the ink being 1
 
 
 class Glyphs(NamedTuple):
-    """Pictures with their classes; label c is `characters[c]`, and items of a class stand together."""
+    """Pictures with their classes; label c is `characters[c]`, and the items of a class are consecutive."""
 
     images: NDArray[np.uint8]  # (N, size, size), ink is bright
     labels: NDArray[np.int64]  # (N,)
@@ -68,7 +68,7 @@ class Glyphs(NamedTuple):
 
         Characters are ordered by a hash of (seed, character), so one character more or less moves at most one other.
         """
-        seed = _whole("seed", seed, 0)
+        seed = _integer("seed", seed, 0)
         order = sorted(range(len(self.characters)), key=lambda c: _hash(seed, self.characters[c]))
         middle = (len(order) + 1) // 2
         return self._only(sorted(order[:middle])), self._only(sorted(order[middle:]))
@@ -83,32 +83,32 @@ class Glyphs(NamedTuple):
 def load(
     seed: int = 0, size: int = 32, per_class: int = 20, *, cache: bool = True, progress: bool | None = None
 ) -> Glyphs:
-    """The whole set: about 950 characters, `per_class` drawings of each at `size` x `size`.
+    """The full set: about 950 characters, `per_class` drawings of each at `size` x `size`.
 
-    Drawn in seconds the first time, then read from `cache_folder()`; a damaged file there is drawn again, and a folder
-    that cannot be written costs a warning. progress: a bar on the terminal while drawing; by default if there is one.
+    Drawn in seconds the first time, then read from `cache_dir()`; a corrupt file there is drawn again, and a folder
+    that cannot be written is a warning. progress: a bar on the terminal while drawing; by default if there is one.
     """
-    seed, size, per_class = _whole("seed", seed, 0), _whole("size", size, 8), _whole("per_class", per_class, 1)
+    seed, size, per_class = _integer("seed", seed, 0), _integer("size", size, 8), _integer("per_class", per_class, 1)
     path = _cache_file(seed, size, per_class) if cache else None
-    found = _read(path, size, per_class) if path else None
-    if found is None:
+    cached = _read(path, size, per_class) if path else None
+    if cached is None:
         names = characters()
         images = np.empty((len(names) * per_class, size, size), np.uint8)
         for c, character in enumerate(_with_bar(names, progress)):
             for sample in range(per_class):
                 images[c * per_class + sample] = draw(character, sample, seed=seed, size=size)
-        found = names, images
+        cached = names, images
         if path:
             _write(path, names, images)
-    names, images = found
+    names, images = cached
     return Glyphs(images, np.repeat(np.arange(len(names), dtype=np.int64), per_class), names)
 
 
 def draw(character: str, sample: int, *, seed: int = 0, size: int = 32) -> NDArray[np.uint8]:
-    """Drawing number `sample` of a character, (size, size): the same whatever else is drawn, and in whatever order."""
+    """Drawing number `sample` of a character, (size, size), independent of all other drawings."""
     from PIL import Image
 
-    seed, size, sample = _whole("seed", seed, 0), _whole("size", size, 8), _whole("sample", sample, 0)
+    seed, size, sample = _integer("seed", seed, 0), _integer("size", size, 8), _integer("sample", sample, 0)
     faces = typefaces().get(ord(character), ()) if len(character) == 1 else ()
     if not faces:
         raise ValueError(f"character must be a single one that the typefaces hold, got {character!r}")
@@ -137,28 +137,29 @@ def plain(character: str, size: int = 32) -> NDArray[np.uint8]:
 
 @lru_cache(maxsize=1)
 def typefaces() -> dict[int, tuple[str, ...]]:
-    """Code point → the names of the typefaces that hold it, so that a missing-glyph box is never drawn."""
-    from matplotlib.ft2font import FT2Font
+    """Code point → the typefaces that have it, so that a missing-glyph box is never drawn."""
+    paths = {face: _font_file(face) for face in FACES}
+    from matplotlib.ft2font import FT2Font  # if it is missing, `_font_file` has said so
 
-    holders: dict[int, tuple[str, ...]] = {}
-    for face in FACES:
-        for code in FT2Font(str(_font_file(face))).get_charmap():
-            holders[code] = (*holders.get(code, ()), face)
-    return holders
+    faces_of: dict[int, tuple[str, ...]] = {}
+    for face, path in paths.items():
+        for code in FT2Font(str(path)).get_charmap():
+            faces_of[code] = (*faces_of.get(code, ()), face)
+    return faces_of
 
 
 def characters() -> list[str]:
-    """One character a class, in code-point order: those that enough typefaces hold and that look like none before."""
+    """One character per class, in code-point order: in enough typefaces, and unlike all earlier ones."""
     candidates = [chr(code) for first, last in BLOCKS for code in range(first, last + 1) if _is_candidate(code)]
-    kept: list[str] = []
-    looks = np.zeros((len(candidates), 32 * 32), np.float32)  # of those kept, at length 1
+    chosen: list[str] = []
+    looks = np.zeros((len(candidates), 32 * 32), np.float32)  # of the chosen ones, unit length
     for character in candidates:
         look = plain(character).astype(np.float32).ravel()
         look /= np.linalg.norm(look)
-        if not (looks[: len(kept)] @ look >= ALIKE).any():
-            looks[len(kept)] = look
-            kept.append(character)
-    return kept
+        if not (looks[: len(chosen)] @ look >= ALIKE).any():
+            looks[len(chosen)] = look
+            chosen.append(character)
+    return chosen
 
 
 def _is_candidate(code: int) -> bool:
@@ -170,7 +171,7 @@ def _is_candidate(code: int) -> bool:
 
 @lru_cache(maxsize=64)
 def _upright(character: str, face: str, size: int) -> "Image.Image":
-    """The bare glyph, centred: cropped to its ink and brought to one size, so that c and C are the same shape."""
+    """The bare glyph, centred: cropped to its ink and resized, so that c and C are the same shape."""
     from PIL import Image, ImageDraw
 
     font = _font(face, 4 * size)
@@ -192,8 +193,12 @@ def _font(face: str, pixels: int) -> "ImageFont.FreeTypeFont":
 
 
 def _font_file(face: str) -> Path:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "the glyphs set needs matplotlib's typefaces: pip install 'nearkin[glyphs]'"
+        ) from None
     return Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{face}.ttf"
 
 
@@ -206,31 +211,23 @@ def _with_bar(names: list[str], progress: bool | None) -> Iterable[str]:
     return track(names, "drawing glyphs", console=console, transient=True, disable=hidden)
 
 
-def cache_folder() -> Path:
-    """NEARKIN_CACHE, else XDG_CACHE_HOME/nearkin, else ~/.cache/nearkin."""
-    if os.environ.get("NEARKIN_CACHE"):
-        return Path(os.environ["NEARKIN_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "nearkin"
-
-
 def _cache_file(seed: int, size: int, per_class: int) -> Path | None:
-    """Named by all that decides the content: two renderers never share a file. None for a user without home."""
+    """Named by everything that decides the content: two renderers never share a file. None without a home folder."""
     made_by = "-".join(f"{package}{version_of(package)}" for package in ("pillow", "matplotlib", "numpy"))
     try:
-        return cache_folder() / f"glyphs{RECIPE}-seed{seed}-{size}px-{per_class}each-{made_by}.npz"
+        return cache_dir() / f"glyphs{RECIPE}-seed{seed}-{size}px-{per_class}each-{made_by}.npz"
     except RuntimeError:
         return None
 
 
 def _read(path: Path, size: int, per_class: int) -> tuple[list[str], NDArray[np.uint8]] | None:
-    """What `_write` wrote, or None if it is not there or not whole."""
+    """The content of a cache file, or None if it is missing or corrupt."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             codes, images = archive["codes"], archive["images"]
-        whole = images.dtype == np.uint8 and images.shape == (len(codes) * per_class, size, size) and len(codes) > 0
-        return ([chr(code) for code in codes], images) if whole else None
-    except Exception:  # whatever is wrong with the file, the set can be drawn again
+        complete = images.dtype == np.uint8 and images.shape == (len(codes) * per_class, size, size) and len(codes) > 0
+        return ([chr(code) for code in codes], images) if complete else None
+    except Exception:  # any fault of the file: the set can be drawn again
         return None
 
 
@@ -247,7 +244,7 @@ def _hash(seed: int, character: str) -> bytes:
     return hashlib.sha256(f"{seed} {ord(character)}".encode()).digest()
 
 
-def _whole(name: str, value: int, least: int) -> int:
+def _integer(name: str, value: int, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""All pictures of a set decoded and resized once, into one array of uint8 that is mapped from the disk ever after."""
+"""All pictures of a set, decoded and resized once into one array of uint8 that later runs map from the disk."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,29 +19,19 @@ from nearkin.core.errors import UnreadablePicture
 from nearkin.core.versions import version_of
 from nearkin.data import cache_store
 from nearkin.data import decode as decoding
+from nearkin.data.item_set import Pictures
 
-__all__ = ["Pictures", "Stored", "store"]
+__all__ = ["Stored", "store"]
 
 Pixels = NDArray[np.uint8]
 Done = tuple[str, Pixels, str | None]  # digest, row, why the row is empty
-CHUNK = 16  # pictures a task: small enough to stop soon, large enough that handing over costs nothing
+CHUNK = 16  # pictures per task: few enough to stop soon, many enough that tasks cost nothing
 POLICIES = ("strict", "skip")
-
-
-class Pictures(Protocol):
-    """What `store` needs of a set of pictures; reading must be safe from several threads."""
-
-    def __len__(self) -> int: ...
-    def read(self, i: int) -> bytes | NDArray[np.uint8]:
-        """The bytes of a file, or pixels (H, W) or (H, W, 3)."""
-
-    def stamp(self, i: int) -> str:
-        """Says cheaply whether the picture may have changed: path, size and time of change, for a file."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Pictures of one size, and what is known of them. Rows of bad pictures are zeros."""
+    """Pictures of one size, with their digests. Rows of unreadable pictures are zeros."""
 
     pixels: Pixels  # (N, side, side, C), mapped from `path`, or in memory
     digests: list[str]  # (N,) sha256 of each picture's content; "" where it could not be read at all
@@ -67,7 +57,7 @@ class Stored:
             try:
                 cache_store.check(rows, range(len(self)))
             except ValueError as error:
-                raise ValueError(f"the picture cache {self.path} is damaged ({error}); remove the file") from None
+                raise ValueError(f"the picture cache {self.path} is corrupt ({error}); remove the file") from None
 
 
 def store(
@@ -83,15 +73,15 @@ def store(
     cache: bool = True,
     progress: Callable[[int, int], object] | None = None,
 ) -> Stored:
-    """Decodes and resizes every picture, or maps the file in which that was done before.
+    """Decodes and resizes every picture, or maps the cache of an earlier run.
 
-    names: what each picture is called in messages. channels: 1, 3, or None for 1 if all pictures are grey and 3
-    otherwise. unreadable: "strict" refuses the set, naming the first of them; "skip" lists them in `bad`. workers:
-    threads, by default one a core. cache: False keeps the pixels in memory and writes nothing. progress: called as
-    progress(done, total) from the calling thread, not at all where nothing is to be done.
+    names: of the pictures, for messages. channels: 1, 3, or None for 1 if all pictures are grey and 3 otherwise.
+    unreadable: "strict" refuses the set, naming the first of them; "skip" lists them in `bad`. workers: threads, by
+    default one per core. cache: False leaves the pixels in memory and writes nothing. progress: called as
+    progress(done, total) from the calling thread, but not if there is nothing to do.
 
-    The cache stands in `glyphs.cache_folder()`, under a hash of the content of all pictures, the size and the decoder.
-    Files are not read again while their stamps stay the same. Whatever stops the work, what was done is not done again.
+    The cache is in `core.paths.cache_dir()`, under a hash of the content of all pictures, the size and the decoder.
+    Files are not read again while their stamps are unchanged. If the work is interrupted, the next call continues it.
     """
     checks.integer("side", side, 1)
     checks.integer("max_pixels", max_pixels, 1)
@@ -102,9 +92,9 @@ def store(
     workers = _cores() if workers is None else workers
     checks.integer("workers", workers, 1)
     if len(names) != len(pictures):
-        raise ValueError(f"names must have one entry a picture: {len(pictures)} pictures, {len(names)} names")
+        raise ValueError(f"names must have one entry per picture: {len(pictures)} pictures, {len(names)} names")
     if len(pictures) == 0:
-        raise ValueError("pictures must hold at least one picture, got none")
+        raise ValueError("pictures must have at least one picture, got none")
     settings = {
         "side": side,
         "fit": fit,
@@ -116,7 +106,7 @@ def store(
         stored = _in_memory(pictures, settings, workers, progress)
     else:
         stored = _cached(pictures, names, settings, workers, progress)
-    _judge(stored, names, unreadable)
+    _refuse_unreadable(stored, names, unreadable)
     return stored
 
 
@@ -129,19 +119,19 @@ def _cached(
 ) -> Stored:
     try:
         folder = cache_store.folder()
-    except RuntimeError:  # a user without home
+    except RuntimeError:  # a user without a home folder
         raise ValueError(
             "there is no cache folder: name one in NEARKIN_CACHE, or use --no-cache (cache=False)"
         ) from None
     stamps = [_stamp(pictures, i) for i in range(len(pictures))]
     known = cache_store.recall(names, stamps)
-    whole = [digest for digest in known if digest]
-    rows = cache_store.find(settings, whole) if len(whole) == len(known) else None
+    digests = [digest for digest in known if digest]
+    rows = cache_store.find(settings, digests) if len(digests) == len(known) else None
     if rows is None:
         try:
-            rows = _built(pictures, known, settings, workers, progress)
+            rows = _build(pictures, known, settings, workers, progress)
             cache_store.remember(names, stamps, rows.digests)
-        except OSError as error:  # reading a picture is never one: see `_one`
+        except OSError as error:  # never from reading a picture: see `_decode_one`
             raise OSError(
                 f"the picture cache cannot be written to {folder} ({error.strerror or error}); make room, "
                 "name another folder in NEARKIN_CACHE, or use --no-cache (cache=False) to keep the pictures in memory"
@@ -149,26 +139,26 @@ def _cached(
     return Stored(rows.pixels, rows.digests, rows.bad, rows.path, rows.crc)
 
 
-def _built(
+def _build(
     pictures: Pictures,
     known: list[str | None],
     settings: dict[str, Any],
     workers: int,
     progress: Callable[[int, int], object] | None,
 ) -> cache_store.Rows:
-    """A new cache; rows that an earlier one holds are copied from there."""
+    """A new cache; rows of earlier ones are copied."""
     channels, auto = _working_channels(settings)
     side = settings["side"]
     part = cache_store.Part(settings, side, channels, auto)
     try:
-        _need_room(len(pictures) * side * side * channels)
-        donors = cache_store.Donors(settings)
-        with closing(_decoded(pictures, known, donors, settings, workers)) as decoded:
+        _require_room(len(pictures) * side * side * channels)
+        earlier = cache_store.EarlierRows(settings)
+        with closing(_decoded(pictures, known, earlier, settings, workers)) as decoded:
             for done, row in enumerate(decoded, 1):
                 part.append(*row)
                 if progress is not None and (done % CHUNK == 0 or done == len(pictures)):
                     progress(done, len(pictures))
-        # Made meanwhile by another process, or before under other names; if damaged, that was said already.
+        # Built meanwhile by another process, or earlier under other names; if corrupt, there was a warning already.
         rows = cache_store.find(settings, part.digests, quiet=all(known))
         if rows is None:
             rows = part.finish()
@@ -177,11 +167,11 @@ def _built(
     except OSError:
         part.discard()
         raise
-    except BaseException:  # Ctrl-C: the next start takes over from here
+    except BaseException:  # Ctrl-C: the next start continues from here
         with suppress(OSError):
             part.save(over=True)
         raise
-    donors.sweep(settings, rows.digests)
+    earlier.sweep(settings, rows.digests)
     return rows
 
 
@@ -207,14 +197,16 @@ def _in_memory(
 def _decoded(
     pictures: Pictures,
     known: list[str | None],
-    donors: cache_store.Donors | None,
+    earlier: cache_store.EarlierRows | None,
     settings: dict[str, Any],
     workers: int,
 ) -> Generator[Done, None, None]:
-    """Every picture in order; a few chunks are ahead of the reader, never all of them."""
+    """Every picture in order; only a few chunks are decoded ahead."""
 
     def chunk(start: int) -> list[Done]:
-        return [_one(pictures, i, known[i], donors, settings) for i in range(start, min(start + CHUNK, len(known)))]
+        return [
+            _decode_one(pictures, i, known[i], earlier, settings) for i in range(start, min(start + CHUNK, len(known)))
+        ]
 
     pool = ThreadPoolExecutor(workers, "nearkin-decode")
     waiting: deque[Future[list[Done]]] = deque()
@@ -229,13 +221,13 @@ def _decoded(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _one(
-    pictures: Pictures, i: int, known: str | None, donors: cache_store.Donors | None, settings: dict[str, Any]
+def _decode_one(
+    pictures: Pictures, i: int, known: str | None, earlier: cache_store.EarlierRows | None, settings: dict[str, Any]
 ) -> Done:
     channels, _ = _working_channels(settings)
     side, fit, max_pixels = settings["side"], settings["fit"], settings["max_pixels"]
     empty = np.zeros((side, side, channels), np.uint8)
-    row = donors.row(known, channels) if donors and known else None
+    row = earlier.row(known, channels) if earlier and known else None
     if known and row is not None:
         return known, row, None
     try:
@@ -243,7 +235,7 @@ def _one(
     except Exception as error:  # a missing file, a folder without permission, a broken archive
         return "", empty, f"cannot be read ({getattr(error, 'strerror', None) or error or type(error).__name__})"
     digest = _digest(data)
-    row = donors.row(digest, channels) if donors else None
+    row = earlier.row(digest, channels) if earlier else None
     if row is not None:
         return digest, row, None
     try:
@@ -252,21 +244,21 @@ def _one(
         return digest, empty, str(error)
 
 
-def _judge(stored: Stored, names: Sequence[str], unreadable: str) -> None:
+def _refuse_unreadable(stored: Stored, names: Sequence[str], unreadable: str) -> None:
     if not stored.bad or (unreadable == "skip" and len(stored.bad) < len(stored)):
         return
     first = "; ".join(f"{names[i]} {reason}" for i, reason in stored.bad[:3])
-    more = f"; and {len(stored.bad) - 3} more" if len(stored.bad) > 3 else ""
+    others = f"; and {len(stored.bad) - 3} more" if len(stored.bad) > 3 else ""
     count = f"{len(stored.bad)} of {len(stored)} pictures" if len(stored) > 1 else "the only picture"
     if len(stored.bad) == len(stored):
-        raise ValueError(f"{'all ' if len(stored) > 1 else ''}{count} cannot be used: {first}{more}")
+        raise ValueError(f"{'all ' if len(stored) > 1 else ''}{count} cannot be used: {first}{others}")
     raise ValueError(
-        f'{count} cannot be used: {first}{more}. Use --skip-unreadable (unreadable="skip") to leave them out'
+        f'{count} cannot be used: {first}{others}. Use --skip-unreadable (unreadable="skip") to leave them out'
     )
 
 
 def _working_channels(settings: dict[str, Any]) -> tuple[int, bool]:
-    """Channels while decoding, and whether they may become one in the end."""
+    """Channels while decoding, and whether grey pictures may reduce them to one at the end."""
     auto = settings["channels"] == "auto"
     return (3, True) if auto else (settings["channels"], False)
 
@@ -281,11 +273,11 @@ def _digest(data: bytes | NDArray[Any]) -> str:
 def _stamp(pictures: Pictures, i: int) -> str | None:
     try:
         return pictures.stamp(i)
-    except Exception:  # reading it will say what is wrong
+    except Exception:  # reading it will tell why
         return None
 
 
-def _need_room(size: int) -> None:
+def _require_room(size: int) -> None:
     free = shutil.disk_usage(cache_store.folder()).free
     if size > free:
         raise OSError(f"{size / 2**20:,.1f} MiB needed, {free / 2**20:,.1f} MiB free")

@@ -1,4 +1,4 @@
-"""What is in a set, said before training: sizes, unreadable files, the same picture in two places."""
+"""An overview of a set before training: sizes, unreadable files, duplicate pictures."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,24 +8,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts
 
 __all__ = ["inspect", "lines"]
 
-SHOWN = 20  # pairs of duplicates that are named; all are counted
+SHOWN = 20  # pairs of duplicates that are listed; all are counted
 
 
 def inspect(
     items: Items, parts: Parts, digests: Sequence[str] | None = None, bad: Sequence[tuple[int, str]] = ()
 ) -> dict[str, Any]:
-    """A report of plain values (JSON): counts in all and by part, unreadable items, exact duplicates.
+    """A report of plain values (JSON): counts in total and per part, unreadable items, exact duplicates.
 
-    digests: a hash of each item's content, to find duplicates by; bad: (place, reason) of items that cannot be read.
-    Places are those of `items`. An item that is in no part (left out) counts in all and in no part.
+    digests: a hash of each item's content, to find duplicates by; bad: (position, reason) of unreadable items.
+    An item that is in no part counts only in the total.
     """
     if digests is not None and len(digests) != len(items):
-        raise ValueError(f"digests must have one entry an item: {len(items)} items, {len(digests)} digests")
+        raise ValueError(f"digests must have one entry per item: {len(items)} items, {len(digests)} digests")
     places = {"train": parts.train, "val": parts.val, "test": parts.test}
     if parts.gallery is not None:
         places["gallery"] = parts.gallery
@@ -51,59 +51,59 @@ def lines(report: dict[str, Any]) -> list[str]:
     out += [f"  ignored: {line}" for line in report["ignored"]]
     bad = report["unreadable"]
     if bad:
-        out.append(f"  {_many(len(bad), 'item')} cannot be read:")
+        out.append(f"  {_count_of(len(bad), 'item')} cannot be read:")
         out += [f"    {entry['name']}: {entry['reason']}" for entry in bad[:SHOWN]]
         out += [f"    … and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
     for where in ("across", "within"):
-        found = report.get("duplicates", {}).get(where)
-        if found and found["pairs"]:
+        duplicates = report.get("duplicates", {}).get(where)
+        if duplicates and duplicates["pairs"]:
             kind = "different parts" if where == "across" else "the same part"
-            out.append(f"  {_many(found['pairs'], 'pair')} of exact duplicates in {kind}:")
-            out += [f"    {a} ({in_a}) = {b} ({in_b})" for a, in_a, b, in_b in found["shown"][:3]]
+            out.append(f"  {_count_of(duplicates['pairs'], 'pair')} of exact duplicates in {kind}:")
+            out += [f"    {a} ({in_a}) = {b} ({in_b})" for a, in_a, b, in_b in duplicates["shown"][:3]]
     other = report.get("duplicates", {}).get("other_class", 0)
     if other:
         out.append(
-            f"  {_many(other, 'pair')} of exact duplicates with different classes: one of the two labels is wrong"
+            f"  {_count_of(other, 'pair')} of exact duplicates with different classes: one of the two labels is wrong"
         )
     return out
 
 
 def _sizes(items: Items, of: NDArray[np.int64]) -> dict[str, Any]:
-    found: dict[str, Any] = {"items": len(of)}
+    counts: dict[str, Any] = {"items": len(of)}
     if items.labels is not None and len(of):
         kinds, sizes = np.unique(items.labels[of], return_counts=True)
-        found["classes"] = len(kinds)
+        counts["classes"] = len(kinds)
         for word, place in (("smallest", int(sizes.argmin())), ("largest", int(sizes.argmax()))):
-            found[word] = {"class": items.classes[kinds[place]], "items": int(sizes[place])}
-    return found
+            counts[word] = {"class": items.classes[kinds[place]], "items": int(sizes[place])}
+    return counts
 
 
 def _duplicates(
     items: Items, places: dict[str, NDArray[np.int64]], digests: Sequence[str], bad: set[int]
 ) -> dict[str, Any]:
-    """Pairs of one content, both in a part: counted by arithmetic, since n copies make n(n-1)/2 pairs."""
+    """Pairs of items with the same content: n copies make n(n-1)/2 pairs, so they are counted, not listed."""
     part_of = {int(i): part for part, of in places.items() for i in of}
     groups: dict[str, list[int]] = {}
     for i in sorted(part_of):
         if i not in bad:
             groups.setdefault(digests[i], []).append(i)
-    found: dict[str, Any] = {word: {"pairs": 0, "shown": []} for word in ("across", "within")}
+    pairs: dict[str, Any] = {word: {"pairs": 0, "shown": []} for word in ("across", "within")}
     other = 0
     for group in groups.values():
         if len(group) == 1:
             continue
         every = _pairs(len(group))
         within = sum(_pairs(n) for n in _tally([part_of[i] for i in group]))
-        found["across"]["pairs"] += every - within
-        found["within"]["pairs"] += within
+        pairs["across"]["pairs"] += every - within
+        pairs["within"]["pairs"] += within
         if items.labels is not None:
             other += every - sum(_pairs(n) for n in _tally(items.labels[group].tolist()))
-        few = [i for part in places for i in [i for i in group if part_of[i] == part][:3]]  # a few of every part
-        for a, b in combinations(few, 2):
-            shown = found["within" if part_of[a] == part_of[b] else "across"]["shown"]
+        examples = [i for part in places for i in [i for i in group if part_of[i] == part][:3]]  # a few of every part
+        for a, b in combinations(examples, 2):
+            shown = pairs["within" if part_of[a] == part_of[b] else "across"]["shown"]
             if len(shown) < SHOWN:
                 shown.append([items.names[a], part_of[a], items.names[b], part_of[b]])
-    return {**found, "other_class": other}
+    return {**pairs, "other_class": other}
 
 
 def _pairs(n: int) -> int:
@@ -115,15 +115,15 @@ def _tally(values: list[Any]) -> list[int]:
 
 
 def _counts(sizes: dict[str, Any]) -> str:
-    said = _many(sizes["items"], "item")
+    text = _count_of(sizes["items"], "item")
     if "classes" in sizes:
         small, large = sizes["smallest"], sizes["largest"]
-        said += f", {_many(sizes['classes'], 'class', 'classes')}"
+        text += f", {_count_of(sizes['classes'], 'class', 'classes')}"
         if small["items"] == large["items"]:
-            return f"{said} of {small['items']:,} each"
-        said += f" of {small['items']:,} ({small['class']}) to {large['items']:,} ({large['class']})"
-    return said
+            return f"{text} of {small['items']:,} each"
+        text += f" of {small['items']:,} ({small['class']}) to {large['items']:,} ({large['class']})"
+    return text
 
 
-def _many(number: int, one: str, several: str = "") -> str:
-    return f"{number:,} {one if number == 1 else several or one + 's'}"
+def _count_of(number: int, singular: str, plural: str = "") -> str:
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

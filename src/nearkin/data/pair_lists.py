@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nearkin.data import vectors
+from nearkin.data import vector_files
 
 __all__ = ["KINDS", "PairList", "read"]
 
@@ -15,7 +15,7 @@ KINDS = (".csv", ".npy")
 
 
 class PairList(NamedTuple):
-    """Rows of the embeddings (M, 2); whether they are the same (M,) bool, and their fold (M,), where the file says."""
+    """Pairs of rows of the embeddings (M, 2); whether they match (M,) bool, and their fold (M,), if known."""
 
     name: str
     pairs: Tensor
@@ -24,11 +24,11 @@ class PairList(NamedTuple):
 
 
 def read(path: str | Path, rows: int) -> PairList:
-    """Reads pairs of rows 0 … rows - 1; a heading is allowed, and tells `fold` from `same` in a third column."""
-    path = vectors.present(Path(path), KINDS, "pairs")
+    """Reads pairs of rows 0 … rows - 1; a heading is optional, and says whether a third column is `same` or `fold`."""
+    path = vector_files.present(Path(path), KINDS, "pairs")
     heading: list[str] = []
     if path.suffix.lower() == ".npy":
-        table = vectors.numpy_file(path)
+        table = vector_files.numpy_file(path)
     else:
         heading, table = _text(path)
     if table.dtype.kind not in "biu":
@@ -36,22 +36,22 @@ def read(path: str | Path, rows: int) -> PairList:
     if table.ndim != 2 or not 2 <= table.shape[1] <= 4 or not len(table):
         raise ValueError(f"{path}: pairs must have 2 to 4 columns: row, row[, same][, fold], got shape {table.shape}")
     numbers = torch.from_numpy(table.astype(np.int64))
-    pairs, more = numbers[:, :2], list(numbers[:, 2:].unbind(1))
+    pairs, columns = numbers[:, :2], list(numbers[:, 2:].unbind(1))
     wrong = ((pairs < 0) | (pairs >= rows)).any(1).nonzero().flatten()
     if len(wrong):
         got = tuple(pairs[wrong[0]].tolist())
         raise ValueError(f"{path}: pairs must be of rows 0 to {rows - 1}, got {got} in pair {int(wrong[0])}")
-    same = more.pop(0) if more and heading[2:] != ["fold"] else None
+    same = columns.pop(0) if columns and heading[2:] != ["fold"] else None
     if same is not None and bool(((same != 0) & (same != 1)).any()):
         raise ValueError(f"{path}: same must be 0 or 1, got {int(same[(same != 0) & (same != 1)][0])}")
-    fold = more[0] if more else None
+    fold = columns[0] if columns else None
     if fold is not None and bool((fold == fold[0]).all()):
         raise ValueError(f"{path}: fold must name at least 2 folds, got 1")
     return PairList(str(path), pairs, None if same is None else same.bool(), fold)
 
 
 def _text(path: Path) -> tuple[list[str], Any]:
-    lines = vectors.lines_of(path)
+    lines = vector_files.lines_of(path)
     heading: list[str] = []
     if lines and not lines[0][0].lstrip("-").isdecimal():
         heading = [cell.lower() for cell in lines.pop(0)]

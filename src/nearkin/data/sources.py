@@ -1,24 +1,23 @@
-"""One argument says where items come from: a built-in name, a benchmark set, a folder or a file."""
+"""The source of items by one argument: a built-in name, a benchmark set, a folder or a file."""
 
 import difflib
-import importlib
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 from nearkin.core import checks
-from nearkin.data import archives, folders, glyphs, tables, vector_items, vectors
+from nearkin.data import file_tree, folders, glyphs, tables, vector_files, vectors
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.benchmarks import read as read_benchmark
-from nearkin.data.items import Arrays, Items
+from nearkin.data.item_set import Arrays, Items
 
 __all__ = ["Source", "load", "sources"]
 
-FILES = tuple(dict.fromkeys((*tables.KINDS, *vectors.KINDS, *archives.KINDS)))
+FILES = tuple(dict.fromkeys((*tables.KINDS, *vector_files.READABLE, *file_tree.KINDS)))
 
 
 class Source(NamedTuple):
-    """A line of `sources()`: what to type, what it is, what has to be there."""
+    """A line of `sources()`: what to type, what it is, what it needs."""
 
     name: str
     line: str
@@ -26,11 +25,12 @@ class Source(NamedTuple):
 
 
 def sources() -> list[Source]:
-    """Everything `load` understands."""
-    own = [Source("glyphs", "letters and symbols in twelve typefaces, drawn on the spot (the default)", "nothing")]
+    """Everything `load` can read."""
     sets = [Source(name, facts.line, f"--root: {facts.layout}") for name, (facts, _) in BENCHMARKS.items()]
     return [
-        *own,
+        Source(
+            "glyphs", "letters and symbols in twelve typefaces, drawn here (the default)", "the extra nearkin[glyphs]"
+        ),
         Source("FOLDER", "class folders, also under train, val, test", "FOLDER/heron/1.jpg (also in a .zip or .tar)"),
         Source("TABLE", "a .csv, .tsv or .parquet", "path,label[,split], or path and numeric target columns"),
         Source("VECTORS", "an .npz, .safetensors or .parquet", "embeddings with labels or targets, split if you like"),
@@ -48,52 +48,52 @@ def load(
 ) -> Items:
     """The items of a source.
 
-    root: where a benchmark set lies, or where the paths of a table start. seed: which drawing of `glyphs`.
-    partial: take what there is of a benchmark set and say so in `note`; else other counts than published are an error.
+    root: the folder of a benchmark set, or where the paths of a table start. seed: of the drawings of `glyphs`.
+    partial: read an incomplete benchmark set and say so in `note`; otherwise its counts must be the published ones.
     labelled: False also takes images without class folders, and tables and vectors without labels, as `embed` does.
     """
     checks.integer("seed", seed, 0)
     name, base = os.fspath(source), None if root is None else Path(root).expanduser()
     if name == "glyphs":
-        _without_root(name, base)
+        _refuse_root(name, base)
         return _glyphs(seed)
     if name in BENCHMARKS:
         return read_benchmark(name, base, partial)
     path = Path(name).expanduser()
     try:
-        here, folder = path.exists(), path.is_dir()
+        exists, folder = path.exists(), path.is_dir()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f'source "{name[:80]}" cannot be looked at ({reason})') from None
-    if not name or not here:
+        raise ValueError(f'source "{name[:80]}" cannot be examined ({reason})') from None
+    if not name or not exists:
         raise _unknown(name, path)
     if folder:
-        _without_root(name, base)
+        _refuse_root(name, base)
         return folders.read(path, name, labelled)
     return _file(path, name, base, labelled)
 
 
 def _file(path: Path, name: str, root: Path | None, labelled: bool) -> Items:
     ending = path.suffix.lower()
-    if path.name.lower().endswith((*archives.KINDS, *archives.COMPRESSED)):
-        _without_root(name, root)
-        return folders.read(path, name, labelled)  # a compressed archive is refused there, with the way out
+    if path.name.lower().endswith((*file_tree.KINDS, *file_tree.COMPRESSED)):
+        _refuse_root(name, root)
+        return folders.read(path, name, labelled)  # refuses a compressed archive, with advice
     if ending not in FILES:
         what = f'"{path.suffix}"' if ending else "no ending"
         raise ValueError(f"{name}: a source must be a folder or a file that ends in {', '.join(FILES)}, got {what}")
     if not os.access(path, os.R_OK):
         raise ValueError(f"{name}: its permissions do not allow reading it")
-    if ending in vectors.KINDS and not (ending == ".parquet" and _has_paths(path)):
-        _without_root(name, root)
-        return vector_items.read(path, name, labelled)
+    if ending in vector_files.READABLE and not (ending == ".parquet" and _has_paths(path)):
+        _refuse_root(name, root)
+        return vectors.items(path, name, labelled)
     return tables.read(path, name, root, labelled)
 
 
 def _has_paths(path: Path) -> bool:
-    """Whether a Parquet file lists pictures; one that cannot be read is left to the reader's sentence."""
+    """Whether a Parquet file lists pictures; True if it cannot be read, for the reader to say why."""
     try:
-        pyarrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
-    except ImportError:
+        pyarrow, parquet = vector_files.arrow(path, "reading")
+    except ValueError:
         return True
     try:
         return "path" in {column.strip().lower() for column in parquet.read_schema(path).names}
@@ -117,14 +117,14 @@ def _glyphs(seed: int) -> Items:
     )
 
 
-def _without_root(name: str, root: Path | None) -> None:
+def _refuse_root(name: str, root: Path | None) -> None:
     if root is not None:
         known = ", ".join(BENCHMARKS)
         raise ValueError(f"{name}: root is for benchmark sets ({known}) and tables, got {root}")
 
 
 def _unknown(name: str, path: Path) -> ValueError:
-    """A path that is not there, or a word that is no name: the nearest of what there is."""
+    """The error for a missing path or an unknown name, with the nearest existing one."""
     looks_like_path = len(path.parts) > 1 or name.endswith(("/", os.sep)) or path.suffix.lower() in FILES
     parent = path.parent
     try:

@@ -3,12 +3,11 @@
 path      relative to the table's folder (or to `root`), or absolute
 label     the class, any text
 split     train, val, test, query or gallery
-target…   numbers: `target`, or `target_1`, `target_2`, … Without a `label` and without a column of such a name,
-          every further column is a target, and has to be numeric
+target…   numbers: `target`, or `target_1`, `target_2`, … Without a `label` and without such columns, every further
+          column is a target and must be numeric
 """
 
 import csv
-import importlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -18,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data.file_tree import printable
+from nearkin.data import vector_files
+from nearkin.data.file_tree import Files, printable
 from nearkin.data.folders import SPLIT_NAMES, numbered
-from nearkin.data.items import Files, Items
+from nearkin.data.item_set import Items
 
 __all__ = ["KINDS", "read", "some"]
 
@@ -28,7 +28,7 @@ KINDS = (".csv", ".tsv", ".parquet")
 
 
 class Table(NamedTuple):
-    """Columns of text, by their names in small letters, and the row of each entry as the user counts it."""
+    """Columns of text by their lower-case names, and the line number of each row."""
 
     name: str
     columns: dict[str, list[str]]
@@ -36,9 +36,9 @@ class Table(NamedTuple):
 
 
 def read(path: Path, name: str, root: Path | None = None, labelled: bool = True) -> Items:
-    """Every row an item; a table that cannot be used is answered with one sentence that names its rows."""
+    """One item per row; a ValueError names the rows that cannot be used."""
     table = _parquet(path, name) if path.suffix.lower() == ".parquet" else _text(path, name)
-    _needs(table, "path")
+    _require(table, "path")
     if not table.rows:
         raise ValueError(f"{name}: it has no rows")
     columns = table.columns
@@ -46,8 +46,8 @@ def read(path: Path, name: str, root: Path | None = None, labelled: bool = True)
     _unique(table)
     base = path.parent if root is None else root
     paths = [os.path.join(base, cell) for cell in columns["path"]]
-    here = dict(zip(columns["path"], map(os.path.isfile, paths), strict=True))
-    _refuse(table, "path", f"name files that are not there (paths start at {base})", lambda cell: not here[cell])
+    exists = dict(zip(columns["path"], map(os.path.isfile, paths), strict=True))
+    _refuse(table, "path", f"name files that are not there (paths start at {base})", lambda cell: not exists[cell])
     labels, targets = columns.get("label"), _targets(table) if labelled else None
     if labels is None and targets is None and labelled:
         raise ValueError(f'{name}: it must have a column "label" or numeric target columns beside "path"')
@@ -69,12 +69,12 @@ def read(path: Path, name: str, root: Path | None = None, labelled: bool = True)
 
 
 def some(entries: list[str]) -> str:
-    """The first three."""
+    """The first three entries, for a message."""
     return ", ".join(entries[:3]) + (", …" if len(entries) > 3 else "")
 
 
 def _text(path: Path, name: str) -> Table:
-    """Comma or tab, and in a .csv whose heading has no comma, semicolon, as some spreadsheets write."""
+    """Separated by commas or tabs; by semicolons in a .csv whose heading has no comma, as some spreadsheets write."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
@@ -97,10 +97,7 @@ def _text(path: Path, name: str) -> Table:
 
 
 def _parquet(path: Path, name: str) -> Table:
-    try:
-        pyarrow, parquet = (importlib.import_module(module) for module in ("pyarrow", "pyarrow.parquet"))
-    except ImportError:
-        raise ValueError(f"{name}: reading .parquet needs pyarrow: pip install 'nearkin[parquet]'") from None
+    pyarrow, parquet = vector_files.arrow(name, "reading")
     try:
         table = parquet.read_table(path)
     except PermissionError:
@@ -123,7 +120,7 @@ def _heading(name: str, cells: list[str]) -> list[str]:
     return heading
 
 
-def _needs(table: Table, key: str) -> None:
+def _require(table: Table, key: str) -> None:
     if key not in table.columns:
         raise ValueError(f'{table.name}: no column "{key}" among its columns: {", ".join(table.columns)}')
 
@@ -136,7 +133,7 @@ def _refuse(table: Table, key: str, what: str, wrong: Callable[[str], bool]) -> 
 
 
 def _unique(table: Table) -> None:
-    """Two rows for one file would be found as each other's nearest neighbour, or contradict each other."""
+    """Refuses two rows for one file: they would be each other's nearest neighbour, or contradict each other."""
     places: dict[str, list[int]] = {}
     for row, cell in zip(table.rows, table.columns["path"], strict=True):
         places.setdefault(os.path.normpath(cell), []).append(row)
@@ -156,8 +153,8 @@ def _target_names(table: Table) -> list[str]:
 def _targets(table: Table) -> NDArray[np.float64] | None:
     names = _target_names(table)
     for key in names:
-        way = "" if key.startswith("target") else ', and without a "label" column every further column is a target'
-        _refuse(table, key, f'have no finite number in column "{key}"{way}', lambda cell: not _is_number(cell))
+        hint = "" if key.startswith("target") else ', and without a "label" column every further column is a target'
+        _refuse(table, key, f'have no finite number in column "{key}"{hint}', lambda cell: not _is_number(cell))
     if not names:
         return None
     numbers = np.array([[float(cell) for cell in table.columns[key]] for key in names], np.float64).T

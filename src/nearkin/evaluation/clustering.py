@@ -17,8 +17,6 @@ from nearkin.evaluation.statistics import binomial
 
 __all__ = ["agreement", "clustering"]
 
-_PARTS = 20  # a stream of words of its own
-
 
 @takes_arrays
 def clustering(
@@ -73,7 +71,7 @@ def _intervals(
     parts = min(parts, len(classes))
     if len(classes) < binomial.MIN_CLASSES:
         return dict.fromkeys(scores, binomial.NONE)
-    order = random.shuffled(random.words(len(classes), seed, _PARTS, 0))
+    order = random.shuffled(random.words(len(classes), seed, random.Stream.CLUSTERING_PARTS, 0))
     part = np.empty(len(classes), np.int64)
     part[order] = np.arange(len(classes)) % parts
     without = []

@@ -21,7 +21,6 @@ from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
 __all__ = ["OneShotRun", "omniglot_accuracy", "omniglot_runs", "one_shot"]
 
 SCORES = ("mean", "max", "nearest")
-_EPISODES = 17  # a stream of words beside those the samplers draw from
 _95 = 1.959963984540054  # standard deviations within which 95 % of a normal distribution lie
 
 
@@ -151,7 +150,7 @@ def _classes(labels: Tensor, known: Counts, ways: int, needed: int) -> tuple[Cou
 
 def _draw(some: range, seed: int, ways: int, drawn: int, first: Counts, sizes: Counts) -> Counts:
     """Places of the items of these episodes, (E, ways, drawn): different classes, different items of each."""
-    words = np.stack([random.words(ways * (1 + drawn), seed, _EPISODES, episode) for episode in some])
+    words = np.stack([random.words(ways * (1 + drawn), seed, random.Stream.EPISODES, episode) for episode in some])
     classes = _draw_distinct(words[:, :ways], np.full(len(some), sizes.size))  # (E, ways)
     items = _draw_distinct(words[:, ways:].reshape(len(some), ways, drawn), sizes[classes])
     return first[classes][:, :, None] + items

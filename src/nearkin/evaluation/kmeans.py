@@ -17,7 +17,6 @@ from nearkin.evaluation.retrieval.knn import BUDGET
 
 __all__ = ["Clusters", "kmeans"]
 
-_SEEDING = 16  # a stream of words beside those the samplers draw from
 _ROUNDING = 2e-6  # of a squared distance in float32, relative to the squared lengths
 
 
@@ -127,7 +126,7 @@ def _seeds(points: Tensor, clusters: int, trials: int, seed: int, start: int, bu
     lengths = torch.linalg.vector_norm(points, dim=1, keepdim=True).square()
     chosen: list[Tensor] = []
     for turn in range(clusters):
-        words = random.words(trials, seed, _SEEDING, start, turn)
+        words = random.words(trials, seed, random.Stream.KMEANS, start, turn)
         if turn == 0:
             drawn = (words % np.uint64(number)).astype(np.int64)
         else:

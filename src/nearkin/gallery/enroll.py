@@ -14,7 +14,7 @@ import torch
 
 from nearkin import data
 from nearkin.core.errors import RankFailed
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.dist.group import ProcessGroup
 from nearkin.gallery.gallery import PICTURE_BATCH, VECTOR_BATCH, Enrolled, Gallery
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen, encode_items, hash_items

@@ -22,8 +22,8 @@ def write(gallery: "Gallery", path: Path) -> int:
     """All rows or no file. .jsonl: id, label, name, metadata and vector per line."""
     if path.suffix.lower() == LINES:
         return _write_lines(gallery, path)
-    if path.suffix.lower() not in vector_files.KINDS:
-        raise ValueError(f'{path}: must end in {LINES}, {", ".join(vector_files.KINDS)}, got "{path.suffix}"')
+    if path.suffix.lower() not in vector_files.WRITABLE:
+        raise ValueError(f'{path}: must end in {LINES}, {", ".join(vector_files.WRITABLE)}, got "{path.suffix}"')
     vector_files.writable(path)
     hits, vectors = [], []
     for hit, vector in gallery.rows():

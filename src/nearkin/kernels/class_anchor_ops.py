@@ -9,13 +9,13 @@ from torch.autograd.function import once_differentiable
 from nearkin.core import class_anchors as plain
 from nearkin.core import class_softmax as rules
 from nearkin.core.autograd import HandGradient
-from nearkin.core.class_anchors import Strangers
+from nearkin.core.class_anchors import Negatives
 from nearkin.kernels import class_softmax_ops as fused
 
 
 def class_anchors(
     embeddings: Tensor, weight: Tensor, ids: Tensor, known: Tensor, *, scale: float, max_memory: int | None = None
-) -> Strangers:
+) -> Negatives:
     """`core.class_anchors.class_anchors` by kernels; by core itself where they cannot serve, as in `class_softmax`.
 
     Memory: the gradients, about 0.1 · B bytes a class for partial sums, and `max_memory` bytes.
@@ -23,12 +23,12 @@ def class_anchors(
     if not fused.serves(embeddings, weight, 1, max_memory):
         return plain.class_anchors(embeddings, weight, ids, known, scale=scale, max_memory=max_memory)
     anchors = embeddings.float()
-    asked = rules.queries(anchors, weight, scale, True)
+    asked = rules.scaled_anchors(anchors, weight, scale, True)
     rows, factor = fused._operands(embeddings, weight, asked)
     met = torch.where(known, ids, -1)
     picks = ids.clamp(max=weight.shape[0] - 1)
     peak, rest, own, taint = _Pass.call(asked, weight, picks, met, rows, factor, max_memory)
-    return Strangers(peak, rest, anchors, own, taint)
+    return Negatives(peak, rest, anchors, own, taint)
 
 
 class _Pass(HandGradient):

@@ -51,7 +51,7 @@ def class_softmax(
         given = {"normalize": normalize, "sub_centers": sub_centers, "lost": lost, "max_memory": max_memory}
         return plain.class_softmax(embeddings, weight, ids, scale=scale, **given)  # type: ignore[arg-type]
     anchors = embeddings.float()
-    asked = plain.queries(anchors, weight, scale, normalize[0])
+    asked = plain.scaled_anchors(anchors, weight, scale, normalize[0])
     picks = plain.own_rows(asked, weight, ids, sub_centers, normalize[1])
     rows, factor = _operands(embeddings, weight, asked)
     way = normalize[1], sub_centers, lost, max_memory

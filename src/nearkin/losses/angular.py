@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import angles, checks, class_dense, class_softmax, distances, reduce
-from nearkin.core.class_dense import Bent
+from nearkin.core.class_dense import OwnScore
 from nearkin.kernels.class_loss_ops import Form
 from nearkin.losses import class_shards, logits
 from nearkin.losses.class_routes import given, route, sample, sampling, show_sampled, whole
@@ -58,7 +58,7 @@ def cosface_loss(
         found, target = class_shards.joined(shard, ids, found, scale * (own - margin))
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     x, w = distances.unit(embeddings), distances.unit(weight)
-    value = class_dense.cross_entropy(x, w, ids, scale=scale, bend=lambda s, _: Bent(s - scale * margin))
+    value = class_dense.cross_entropy(x, w, ids, scale=scale, own_score=lambda s, _: OwnScore(s - scale * margin))
     return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
 
@@ -105,7 +105,7 @@ def arcface_loss(
     picks = class_softmax.own_rows(x, w, ids, sub_centers, normalize=False)
     if _far_from_poles(x, w, picks):
         bend = partial(_bent, margin=margin, scale=scale, straight_through=straight_through)
-        value = class_dense.cross_entropy(x, w, ids, scale=scale, bend=bend, centers=sub_centers)
+        value = class_dense.cross_entropy(x, w, ids, scale=scale, own_score=bend, centers=sub_centers)
     else:
         target = scale * _widened(x, w[picks], margin, straight_through)
         value = class_dense.cross_entropy(x, w, ids, target, scale=scale, centers=sub_centers)
@@ -120,15 +120,15 @@ def _far_from_poles(x: Tensor, w: Tensor, picks: Tensor) -> bool:
         return float((x * w[picks]).sum(1).abs().max()) < 0.9
 
 
-def _bent(score: Tensor, _: Tensor, margin: float, scale: float, straight_through: bool) -> Bent:
+def _bent(score: Tensor, _: Tensor, margin: float, scale: float, straight_through: bool) -> OwnScore:
     """s cos(θ + m) from s cos θ, and its slope, where `_far_from_poles` holds."""
     cos = score / scale
     sin = (1 - cos * cos).sqrt()
     bent = scale * _turned(cos, sin, margin)
     if straight_through:
-        return Bent(score + (bent - score).detach())
+        return OwnScore(score + (bent - score).detach())
     slope = math.cos(margin) + cos / sin * math.sin(margin)
-    return Bent(bent, torch.where(cos > -math.cos(margin), slope, 1.0))
+    return OwnScore(bent, torch.where(cos > -math.cos(margin), slope, 1.0))
 
 
 def _widened(x: Tensor, own: Tensor, margin: float, straight_through: bool) -> Tensor:
@@ -179,18 +179,18 @@ def sphereface_loss(
         found, target = class_shards.joined(shard, ids, found, target)
         return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
     bend = partial(_multiplied, margin=margin, annealing=annealing)
-    value = class_dense.cross_entropy(distances.upcast(embeddings), distances.unit(weight), ids, bend=bend)
+    value = class_dense.cross_entropy(distances.upcast(embeddings), distances.unit(weight), ids, own_score=bend)
     return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
 
 
-def _multiplied(score: Tensor, x: Tensor, margin: int, annealing: float | Tensor) -> Bent:
+def _multiplied(score: Tensor, x: Tensor, margin: int, annealing: float | Tensor) -> OwnScore:
     """The target logit of `sphereface_loss` from |x| cos θ, (B, 1)."""
     length = distances.length(x)[:, None]
     alive = length > 0
     cos = torch.where(alive, score / torch.where(alive, length, 1.0), 0.0)
     psi, slope = _annealed(cos, margin, annealing)
     slope = torch.where(alive, slope, 0.0)
-    return Bent(length * psi, slope, torch.where(alive, (psi - cos * slope) / torch.where(alive, length, 1.0), 0.0))
+    return OwnScore(length * psi, slope, torch.where(alive, (psi - cos * slope) / torch.where(alive, length, 1.0), 0.0))
 
 
 def _annealed(cos: Tensor, margin: int, annealing: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import kernels
-from nearkin.core import checks, distances, facility, facility_few, reduce
+from nearkin.core import checks, distances, facility, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.core.relations import UNKNOWN
 from nearkin.kernels import facility_ops as fused
@@ -113,7 +113,7 @@ def facility_location(
         if (impl == "triton" or (impl == "auto" and distance.is_cuda)) and fused.serves(task):
             near = fused.search(task, weight, sweeps)
         elif distance.device.type == "cpu" and checks.reads_values(labels):
-            near = facility_few.search(task, weight, sweeps)
+            near = facility.search_on_cpu(task, weight, sweeps)
         else:
             near = facility.search(task, weight, sweeps, size if num_clusters is None else min(num_clusters, size))
         owner = near & (2**task.bits - 1)

@@ -200,7 +200,7 @@ def proxy_anchor_loss(
 
 
 def _drawn(
-    found: class_anchors.Strangers, ids: Tensor, known: Tensor, margin: float, scale: float
+    found: class_anchors.Negatives, ids: Tensor, known: Tensor, margin: float, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The sum over the proxies with an item of log(1 + Σ_{x of p} e^{-α (s_xp - δ)}), from each item's own proxy, and
     the number of these."""

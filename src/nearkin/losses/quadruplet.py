@@ -112,7 +112,7 @@ def _classes(labels: Labels) -> Tensor:
 
 
 def _rivals(batch: blockwise.Batch, own: Tensor, squared: bool, normalize: bool, max_memory: int | None) -> _Rivals:
-    turned = blockwise.turned(batch)
+    turned = blockwise.transposed(batch)
 
     def rows(x: Tensor, anchors: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, anchors, normalize=normalize)  # (R, B)

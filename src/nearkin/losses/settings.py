@@ -33,7 +33,7 @@ def show(module: nn.Module) -> str:
 def tiling(selection: mining.Selection) -> dict[str, Any]:
     """Whether a selection needs the whole matrix at once, and whether it draws: arguments of `tiles.over`."""
     if not isinstance(selection, str):
-        return {"whole": "a selection of your own may look at every row"}
+        return {"all_rows": "a selection of your own may look at every row"}
     if selection == "hard_negatives":
-        return {"whole": 'selection="hard_negatives" ranks the pairs of all rows'}
+        return {"all_rows": 'selection="hard_negatives" ranks the pairs of all rows'}
     return {"draws": selection in ("random", "distance_weighted")}

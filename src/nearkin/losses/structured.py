@@ -75,7 +75,7 @@ def lifted_structure_loss(
     else:
         (row,) = (column,) = blockwise.run(threats, batch, max_memory=max_memory)
         if references is not None or isinstance(labels, Relation):  # else everyone is a stranger to his strangers
-            (column,) = blockwise.run(threats, blockwise.turned(batch), max_memory=max_memory)
+            (column,) = blockwise.run(threats, blockwise.transposed(batch), max_memory=max_memory)
 
         def rows(x: Tensor, references: Tensor | None, kin: Relation, row: Tensor) -> tuple[Tensor, ...]:
             return paid(distances.euclidean(x, references, normalize=normalize), kin, row, column)
@@ -242,7 +242,7 @@ def infonce_loss(
     def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
         logits = distances.cosine(x, references) / temperature  # (B, R), larger is closer
         strangers = reduce.logsumexp(logits, kin.negative)[:, None]
-        return blockwise.counted(reduce.softplus(strangers - logits), kin.positive, reduction)
+        return blockwise.sums_and_counts(reduce.softplus(strangers - logits), kin.positive, reduction)
 
     sums, counts, active = blockwise.run(rows, batch, max_memory=max_memory)
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)

@@ -76,10 +76,10 @@ def triplet_loss(
             between = distance if references is None else measure(references, normalize=normalize)  # (R, R)
             far = torch.minimum(far, between[chosen.positive, chosen.negative])
         if margin is None:
-            return blockwise.counted(reduce.softplus(near - far), chosen.valid, reduction)
+            return blockwise.sums_and_counts(reduce.softplus(near - far), chosen.valid, reduction)
         return blockwise.hinges(near - far, chosen.valid, reduction, start=-margin)
 
-    needs = tiling(selection) | ({"whole": "swap=True takes the distances of references"} if swap else {})
+    needs = tiling(selection) | ({"all_rows": "swap=True takes the distances of references"} if swap else {})
     sums, counts, active = blockwise.run(rows, batch, max_memory=max_memory, generator=generator, **needs)
     return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references)
 

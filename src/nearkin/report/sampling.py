@@ -24,7 +24,6 @@ MAX_QUERIES = 1_024  # queries that search everything
 NEIGHBOURS = 8
 ROWS = 4  # queries per group of the grid
 MAP_CLASSES, MAP_ITEMS = 40, 2_000
-_DIAGNOSIS, _QUERIES, _MAP, _WORST = range(100, 104)  # random streams; the samplers use lower numbers
 
 
 @dataclass(frozen=True)
@@ -61,32 +60,32 @@ def draw(findings: Findings, seed: int) -> Sample:
     kinds = None if findings.labels is None else findings.labels.cpu().numpy().astype(np.int64)
     diagnosed, diagnosis = items[:0], None
     if kinds is not None and len(items) > 1:
-        diagnosed = _by_class(items, kinds[items], MAX_DIAGNOSED, len(findings.classes), seed, _DIAGNOSIS)
+        diagnosed = _by_class(items, kinds[items], MAX_DIAGNOSED, len(findings.classes), seed, random.Stream.DIAGNOSIS)
         embeddings = findings.embeddings[torch.from_numpy(diagnosed)].cpu()
         diagnosis = diagnose(embeddings, torch.from_numpy(kinds[diagnosed]))
         for row in diagnosis["label_errors"] + diagnosis["hubs"]:
             row["item"] = int(diagnosed[row["item"]])
     if kinds is not None:
-        mapped = _by_class(items, kinds[items], MAP_ITEMS, MAP_CLASSES, seed, _MAP)
+        mapped = _by_class(items, kinds[items], MAP_ITEMS, MAP_CLASSES, seed, random.Stream.MAP)
     else:
-        mapped = _subset(items, MAP_ITEMS, seed, _MAP)
+        mapped = _subset(items, MAP_ITEMS, seed, random.Stream.MAP)
     return Sample(items, diagnosed, diagnosis, _grid(findings, items, kinds, diagnosis, seed), mapped)
 
 
-def _subset(items: Ints, most: int, seed: int, purpose: int) -> Ints:
+def _subset(items: Ints, most: int, seed: int, stream: random.Stream) -> Ints:
     """At most `most` of the items, drawn at random, in their order."""
-    order = random.shuffled(random.words(len(items), seed, purpose))
+    order = random.shuffled(random.words(len(items), seed, stream))
     return items[np.sort(order[:most])]
 
 
-def _by_class(items: Ints, kinds: Ints, most: int, most_classes: int, seed: int, purpose: int) -> Ints:
+def _by_class(items: Ints, kinds: Ints, most: int, most_classes: int, seed: int, stream: random.Stream) -> Ints:
     """All items of classes drawn at random until there are enough; in the order of the items."""
-    order = random.shuffled(random.words(len(items), seed, purpose))
+    order = random.shuffled(random.words(len(items), seed, stream))
     ids, class_index = np.unique(kinds, return_inverse=True)
     if len(items) <= most and len(ids) <= most_classes:
         return items
     turn = np.empty(len(ids), np.int64)
-    turn[random.shuffled(random.words(len(ids), seed, purpose, 1))] = np.arange(len(ids))
+    turn[random.shuffled(random.words(len(ids), seed, stream, 1))] = np.arange(len(ids))
     sizes = np.bincount(class_index)
     cap = max(2, most // min(most_classes, len(ids))) if most_classes < len(ids) else most
     used = np.minimum(sizes, cap)
@@ -105,13 +104,13 @@ def _grid(
 ) -> list[Group]:
     if len(items) < 2:
         return []
-    queries = _subset(items, MAX_QUERIES, seed, _QUERIES)
-    order = random.shuffled(random.words(len(queries), seed, _QUERIES, 1)).tolist()
+    queries = _subset(items, MAX_QUERIES, seed, random.Stream.QUERIES)
+    order = random.shuffled(random.words(len(queries), seed, random.Stream.QUERIES, 1)).tolist()
     if kinds is None:
         rows = _search(findings, items, queries)
         return _by_label_distance(rows, order) if findings.targets is not None else [_random_group(rows, order)]
     worst = [row["class"] for row in diagnosis["worst_classes"]] if diagnosis else []
-    extra = {c: _subset(items[kinds[items] == c], 50, seed, _WORST) for c in worst[:ROWS]}
+    extra = {c: _subset(items[kinds[items] == c], 50, seed, random.Stream.WORST) for c in worst[:ROWS]}
     rows = _search(findings, items, np.unique(np.concatenate([queries, *extra.values()])))
     by_query = {row.query: row for row in rows}
 

@@ -95,8 +95,10 @@ def write_picture(path: str | Path, findings: Findings, *, seed: int = 0, rows: 
 
 def _figure(findings: Findings, groups: list[tuple[str, list[sampling.Row]]]) -> Any:
     """Layout in inches: cells of one size, a gap after the query, a line of text above each group."""
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("the retrieval grid needs matplotlib: pip install 'nearkin[report]'") from None
     cell, step, gap, text, side = 0.74, 0.86, 0.22, 0.36, 0.2
     columns = 1 + max(len(row.neighbours) for _, rows in groups for row in rows)
     width = 2 * side + columns * step + gap

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import checks
-from nearkin.core.random import ORDER, SIZES, Ints, shuffled, words
+from nearkin.core.random import Ints, Stream, shuffled, words
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Labels, Split
 from nearkin.samplers.base import EpochSampler
@@ -56,7 +56,7 @@ class ClassSampler(EpochSampler):
             self._plan(turns, number)
             self._order = self._groups.shuffled(self.seed, number)
             self._pass = number
-        order = shuffled(words(self.classes, self.seed, ORDER, number, position))
+        order = shuffled(words(self.classes, self.seed, Stream.ORDER, number, position))
         classes, offsets, sizes = (part[order] for part in self._column(position))
         return self._groups.take(self._order, classes, offsets, sizes), sizes
 
@@ -172,5 +172,6 @@ class ClassRatio(ClassSampler):
                 break
             low = high
         slots = np.repeat(np.arange(len(share)), high - low)
-        drawn = shuffled(words(len(slots), self.seed, SIZES, self._pass, position))[: self.batch_size - low.sum()]
+        order = shuffled(words(len(slots), self.seed, Stream.SIZES, self._pass, position))
+        drawn = order[: self.batch_size - low.sum()]
         return low + np.bincount(slots[drawn], minlength=len(share))

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core import checks
-from nearkin.core.random import MINING, Ints, closest, words
+from nearkin.core.random import Ints, Stream, closest, words
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Embeddings, Labels, Split
 from nearkin.samplers.class_balanced import ClassBalanced
@@ -67,7 +67,7 @@ class MinedClasses(ClassBalanced):
     def _turns_drawn(self, count: int, left: Ints, position: int) -> Ints:
         """The classes of `count` random turns of those left."""
         ends = np.cumsum(left)
-        drawn = words(count, self.seed, MINING, self._pass, position) % np.uint64(ends[-1])
+        drawn = words(count, self.seed, Stream.MINING, self._pass, position) % np.uint64(ends[-1])
         return np.searchsorted(ends, drawn.astype(np.int64), side="right")
 
 

@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 
 from nearkin.core import checks
-from nearkin.core.random import ANCHORS, REST, Ints, closest, shuffled, words
+from nearkin.core.random import Ints, Stream, closest, shuffled, words
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Targets
 from nearkin.samplers.base import EpochSampler
@@ -98,19 +98,19 @@ class LabelNeighbours(EpochSampler):
 
     def _global(self, number: int, position: int) -> tuple[Ints, Ints]:
         turns = np.arange(position * self.anchors, (position + 1) * self.anchors) % self._items
-        anchors = self._shuffled(ANCHORS, number)[turns]
+        anchors = self._shuffled(Stream.ANCHORS, number)[turns]
         met = np.concatenate([anchors, *(self.nearest(int(anchor)) for anchor in anchors)])
         head = met[np.sort(np.unique(met, return_index=True)[1])]  # neighbourhoods may overlap: an item comes once
         piece, start = divmod(position, self._items // self.batch_size)
-        order = self._shuffled(REST, number, piece)
+        order = self._shuffled(Stream.REST, number, piece)
         window = order[start * self.batch_size : (start + 1) * self.batch_size]  # as long as head and rest together
         rest = window[~np.isin(window, head)][: self.batch_size - len(head)]
         return np.concatenate([head, rest]), np.ones(self.batch_size, np.int64)
 
-    def _shuffled(self, purpose: int, *place: int) -> Ints:
-        """A shuffled order of all items, kept until another one for the same purpose is asked for."""
-        kept = self._shuffles.get(purpose)
+    def _shuffled(self, stream: Stream, *place: int) -> Ints:
+        """A shuffled order of all items, kept until another one for the same stream is asked for."""
+        kept = self._shuffles.get(stream)
         if kept is None or kept[0] != place:
-            kept = place, shuffled(words(self._items, self.seed, purpose, *place))
-            self._shuffles[purpose] = kept
+            kept = place, shuffled(words(self._items, self.seed, stream, *place))
+            self._shuffles[stream] = kept
         return kept[1]

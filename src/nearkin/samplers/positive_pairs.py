@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.core import checks
-from nearkin.core.random import NEGATIVES, PAIRS, Ints, shuffled, words
+from nearkin.core.random import Ints, Stream, shuffled, words
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Embeddings, Labels
 from nearkin.samplers.base import EpochSampler
@@ -108,7 +108,7 @@ class HardNegatives(EpochSampler):
         classes = np.repeat(np.arange(len(self._turns)), self._turns)
         two = np.full_like(turn, 2)
         pairs = self._groups.take(self._groups.shuffled(self.seed, number), classes, 2 * turn, two).reshape(-1, 2)
-        return pairs[shuffled(words(len(pairs), self.seed, PAIRS, number))]
+        return pairs[shuffled(words(len(pairs), self.seed, Stream.PAIRS, number))]
 
     def _negatives(self, ends: Ints, number: int, position: int) -> Ints:
         """What fills the batch: of each end in turn the nearest candidate of another class that is not taken yet."""
@@ -137,5 +137,5 @@ class HardNegatives(EpochSampler):
         items, size = self._groups.items, min(self.candidates, len(self._groups.items))
         piece, start = divmod(position, len(items) // size)
         if self._pool is None or self._pool[0] != (number, piece):
-            self._pool = (number, piece), items[shuffled(words(len(items), self.seed, NEGATIVES, number, piece))]
+            self._pool = (number, piece), items[shuffled(words(len(items), self.seed, Stream.NEGATIVES, number, piece))]
         return self._pool[1][start * size : (start + 1) * size]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nearkin.core.random import CLASSES, COLUMNS, ITEMS, Ints, shuffled, words
+from nearkin.core.random import Ints, Stream, shuffled, words
 
 
 class Groups:
@@ -25,7 +25,7 @@ class Groups:
 
     def shuffled(self, seed: int, number: int) -> Ints:
         """`items` with every class in a random order of its own for this pass."""
-        order: Ints = np.lexsort((words(len(self.items), seed, ITEMS, number), self.class_of))
+        order: Ints = np.lexsort((words(len(self.items), seed, Stream.ITEMS, number), self.class_of))
         return self.items[order]
 
     def take(self, order: Ints, classes: Ints, offsets: Ints, sizes: Ints) -> Ints:
@@ -54,7 +54,7 @@ def filled(turns: Ints, classes: int, batches: int, seed: int, number: int) -> I
     rounds = bisect_right(range(1, batches + 1), total, key=lambda r: int(np.minimum(turns * r, batches).sum()))
     full = np.minimum(turns * rounds, batches)
     room = np.minimum(turns * (rounds + 1), batches) - full
-    order = shuffled(words(len(turns), seed, CLASSES, number))
+    order = shuffled(words(len(turns), seed, Stream.CLASSES, number))
     room_so_far = np.cumsum(room[order])
     share_so_far = room_so_far * (total - full.sum()) // max(int(room_so_far[-1]), 1)
     full[order] += np.diff(share_so_far, prepend=0)
@@ -69,13 +69,13 @@ class Grid:
     """
 
     def __init__(self, turns: Ints, classes: int, batches: int, seed: int, number: int) -> None:
-        order = shuffled(words(len(turns), seed, CLASSES, number, 1))
+        order = shuffled(words(len(turns), seed, Stream.CLASSES, number, 1))
         flat = np.repeat(order.astype(np.int32), turns[order]).reshape(classes, batches)
         begins = np.empty_like(turns)
         begins[order] = np.cumsum(turns[order]) - turns[order]
         self.at, self._turn = np.empty_like(flat), np.empty_like(flat)
         for row, here in enumerate(flat):
-            columns = shuffled(words(batches, seed, COLUMNS, number, row))
+            columns = shuffled(words(batches, seed, Stream.COLUMNS, number, row))
             if row and here[0] == flat[row - 1, -1]:
                 free = columns[self.at[row - 1, columns] != here[0]]
                 first = free[: np.count_nonzero(here == here[0])]

@@ -14,7 +14,7 @@ from torch import Tensor
 from nearkin import data, models
 from nearkin.core import checks
 from nearkin.data import augment, image_cache
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
 from nearkin.models.io import fingerprint as encoder_fingerprint

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nearkin.core import files
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 from nearkin.models.encoder import PREFIX, OwnEncoder
 from nearkin.training.config.recipe import Recipe
 

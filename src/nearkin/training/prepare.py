@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from nearkin import data, models
 from nearkin.data import augment, image_cache
-from nearkin.data.items import Items, Pairs
+from nearkin.data.item_set import Items, Pairs
 from nearkin.data.splits import Parts
 from nearkin.training.build import build_loss, build_sampler, new_encoder
 from nearkin.training.config import defaults

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nearkin.core import files
-from nearkin.core.locks import Lock
+from nearkin.core.files import Lock
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.training.checkpoint.checkpoints import is_checkpoint_file
 from nearkin.training.config import recipe as recipes

@@ -1,4 +1,4 @@
-"""Benchmark sets in their publishers' layouts, each read from a root and held against its published counts."""
+"""Benchmark sets in their publishers' layouts, each read from a root and checked against its published counts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from nearkin.data.benchmarks.faces import LFW, ORL, lfw, orl
 from nearkin.data.benchmarks.layout import Facts
 from nearkin.data.benchmarks.photos import CARS196, CUB200, INSHOP, SOP, cars196, cub200, inshop, sop
 from nearkin.data.benchmarks.turntable import COIL20, coil20
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 
 __all__ = ["BENCHMARKS", "Facts", "read"]
 
@@ -26,8 +26,8 @@ BENCHMARKS: dict[str, tuple[Facts, Callable[[Path | None, bool], Items]]] = {
 
 
 def read(name: str, root: Path | None, partial: bool = False) -> Items:
-    """A set by its name; other counts than the published ones are an error unless a part is enough."""
+    """A set by its name; counts that differ from the published ones are an error unless `partial`."""
     try:
         return BENCHMARKS[name][1](root, partial)
-    except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:  # a list that says other things
+    except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:  # a list with other content
         raise ValueError(f"{name}: the lists in {root} are not in the publisher's format ({error!r})") from None

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data.archives import Archive
 from nearkin.data.benchmarks.layout import Facts, absent, by_mark, counted
-from nearkin.data.file_tree import Tree, by_bytes, is_image
+from nearkin.data.file_tree import Archive, Tree, by_bytes, is_image
 from nearkin.data.folders import numbered
-from nearkin.data.items import Arrays, Items, Several
+from nearkin.data.item_set import Arrays, Items, Several
 
 __all__ = ["FASHION_MNIST", "OMNIGLOT", "fashion_mnist", "omniglot"]
 
@@ -36,34 +35,23 @@ FASHION_MNIST = Facts(
     "ROOT/train-images-idx3-ubyte.gz … (also unpacked)",
     {"train pictures": 60000, "test pictures": 10000, "classes": 10},
 )
-GARMENTS = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
+GARMENTS = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
 def omniglot(root: Path | None, partial: bool = False) -> Items:
-    """A class is a character of an alphabet. Without the two whole sets, the small background sets are read."""
+    """A class is a character of an alphabet. Without both full sets, the small background sets are read."""
     if root is None or not root.exists():
         raise absent(OMNIGLOT, root)
-    whole = {name: tree for name in ("images_background", "images_evaluation") if (tree := _set(root, name))}
+    full = {name: tree for name in ("images_background", "images_evaluation") if (tree := _set(root, name))}
     small = {name: tree for name in SMALL if (tree := _set(root, name))}
-    if len(whole) == 2 or (partial and whole):
+    if len(full) == 2 or (partial and full):
         marks = {"images_background": "train", "images_evaluation": "test"}
-        return _drawings(whole, marks, lambda counts: counted(OMNIGLOT, counts, partial) + "; official split")
-    if small and not whole:
+        return _drawings(full, marks, lambda counts: counted(OMNIGLOT, counts, partial) + "; official split")
+    if small and not full:
         _small_are_whole(small, partial)
         sets = " and ".join(name.removeprefix("images_") for name in small)
         return _drawings(small, {}, lambda counts: f"omniglot, in part: the union of {sets}; no split of its own")
-    missing = "images_evaluation" if "images_background" in whole else "images_background"
+    missing = "images_evaluation" if "images_background" in full else "images_background"
     raise absent(OMNIGLOT, root, f"no {missing} as a folder or .zip")
 
 
@@ -71,7 +59,7 @@ def _small_are_whole(small: dict[str, Tree], partial: bool) -> None:
     for name, tree in small.items():
         kinds = len({file.rsplit("/", 1)[0] for file in tree.files if is_image(file)})
         if kinds != SMALL[name] and not partial:
-            raise ValueError(f"omniglot: {name} must have {SMALL[name]} characters, found {kinds}; it is not whole")
+            raise ValueError(f"omniglot: {name} must have {SMALL[name]} characters, found {kinds}; it is incomplete")
 
 
 def _set(root: Path, name: str) -> Tree | None:
@@ -85,16 +73,16 @@ def _set(root: Path, name: str) -> Tree | None:
     return None
 
 
-def _drawings(sets: dict[str, Tree], marks: dict[str, str], say: Callable[[dict[str, int]], str]) -> Items:
-    """The union of the sets by alphabet, character and file: a drawing that two of them hold is taken once."""
-    seen: dict[str, tuple[str, str]] = {}  # alphabet/character/file → set, name in it
+def _drawings(sets: dict[str, Tree], marks: dict[str, str], note: Callable[[dict[str, int]], str]) -> Items:
+    """The union of the sets by alphabet, character and file: a drawing in two of them is read once."""
+    place_of: dict[str, tuple[str, str]] = {}  # alphabet/character/file → set, name in it
     for key, tree in sets.items():
         for name in tree.files:
             if is_image(name) and name.count("/") == 2:
-                seen.setdefault(name, (key, name))
-    names = sorted(seen, key=by_bytes)
+                place_of.setdefault(name, (key, name))
+    names = sorted(place_of, key=by_bytes)
     classes, labels = numbered([name.rsplit("/", 1)[0] for name in names])
-    homes = [seen[name][0] for name in names]
+    homes = [place_of[name][0] for name in names]
     keys = list(sets)
     parts = [[name for name, home in zip(names, homes, strict=True) if home == key] for key in keys]
     place = {(key, name): (k, i) for k, key in enumerate(keys) for i, name in enumerate(parts[k])}
@@ -108,7 +96,7 @@ def _drawings(sets: dict[str, Tree], marks: dict[str, str], say: Callable[[dict[
         counts[f"{mark} drawings"] = (split or []).count(mark)
         inside = np.array([s == mark for s in split or []])
         counts[f"{mark} classes"] = len(np.unique(labels[inside]))
-    return Items("omniglot", names, classes, labels, split=split, pictures=pictures, note=say(counts))
+    return Items("omniglot", names, classes, labels, split=split, pictures=pictures, note=note(counts))
 
 
 def fashion_mnist(root: Path | None, partial: bool = False) -> Items:
@@ -155,5 +143,5 @@ def _idx(tree: Tree, name: str, axes: int) -> NDArray[np.uint8]:
         if (zeros, kind, depth) != (0, 8, axes) or values.size != int(np.prod(shape, dtype=np.int64)):
             raise ValueError("its size does not fit its heading")
     except (OSError, EOFError, zlib.error, struct.error, ValueError) as error:
-        raise ValueError(f"fashion-mnist: {name} is damaged ({error})") from None
+        raise ValueError(f"fashion-mnist: {name} is corrupt ({error})") from None
     return values.reshape(shape)

@@ -6,7 +6,7 @@ import numpy as np
 
 from nearkin.data.benchmarks.layout import Facts, absent, by_pattern, counted, trees
 from nearkin.data.folders import numbered
-from nearkin.data.items import Items, Pairs
+from nearkin.data.item_set import Items, Pairs
 
 __all__ = ["LFW", "ORL", "lfw", "orl"]
 
@@ -30,40 +30,40 @@ LFW = Facts(
 
 def orl(root: Path | None, partial: bool = False) -> Items:
     """A person is a class."""
-    found = by_pattern(ORL, root, r"s(\d+)/(\d+)\.(?:pgm|png|jpg)", "s1/1.pgm")
-    order = sorted(range(len(found.names)), key=lambda i: tuple(map(int, found.groups[i])))
-    people = np.array([int(found.groups[i][0]) for i in order])
+    matches = by_pattern(ORL, root, r"s(\d+)/(\d+)\.(?:pgm|png|jpg)", "s1/1.pgm")
+    order = sorted(range(len(matches.names)), key=lambda i: tuple(map(int, matches.groups[i])))
+    people = np.array([int(matches.groups[i][0]) for i in order])
     kinds, labels = np.unique(people, return_inverse=True)
-    names = [found.names[i] for i in order]
+    names = [matches.names[i] for i in order]
     return Items(
         name="orl",
         names=names,
         classes=[f"s{kind}" for kind in kinds],
         labels=labels.reshape(-1).astype(np.int64),
-        pictures=found.tree.pictures(names),
+        pictures=matches.tree.pictures(names),
         note=counted(ORL, {"photos": len(names), "people": len(kinds)}, partial) + "; no split of its own",
     )
 
 
 def lfw(root: Path | None, partial: bool = False) -> Items:
     """A person is a class; `pairs` is the protocol of view 2, ten folds that share no person."""
-    found = by_pattern(LFW, root, r"([^/]+)/(\2_\d{4})\.jpg", "lfw/Aaron_Eckhart/Aaron_Eckhart_0001.jpg")
+    matches = by_pattern(LFW, root, r"([^/]+)/(\2_\d{4})\.jpg", "lfw/Aaron_Eckhart/Aaron_Eckhart_0001.jpg")
     assert root is not None
     text = _pairs_text(root)
     if text is None and not partial:
         raise absent(LFW, root, "no pairs.txt")
-    classes, labels = numbered([person for person, _ in found.groups])
-    place = {name: i for i, (_, name) in enumerate(found.groups)}
+    classes, labels = numbered([person for person, _ in matches.groups])
+    place = {name: i for i, (_, name) in enumerate(matches.groups)}
     pairs = _pairs(text, place, partial) if text is not None else None
     counts = {"photos": len(labels), "people": len(classes)}
     if pairs is not None:
         counts |= {"pairs": len(pairs.same), "folds": len(np.unique(pairs.fold))}
     return Items(
         name="lfw",
-        names=found.names,
+        names=matches.names,
         classes=classes,
         labels=labels,
-        pictures=found.tree.pictures(found.names),
+        pictures=matches.tree.pictures(matches.names),
         pairs=pairs,
         note=counted(LFW, counts, partial) + "; official pairs, no split of its own",
     )
@@ -90,11 +90,11 @@ def _pairs(text: str, place: dict[str, int], partial: bool) -> Pairs:
     lost = [name for first, second, _ in rows for name in (first, second) if name not in place]
     if lost and not partial:
         raise ValueError(f"lfw: {len(lost)} photos that pairs.txt names are not there, the first {lost[0]}.jpg")
-    kept = [i for i, (first, second, _) in enumerate(rows) if first in place and second in place]
+    present_pairs = [i for i, (first, second, _) in enumerate(rows) if first in place and second in place]
     return Pairs(
-        np.array([[place[rows[i][0]], place[rows[i][1]]] for i in kept], np.int64).reshape(-1, 2),
-        np.array([rows[i][2] for i in kept], np.bool_),
-        np.array([i // (2 * each) for i in kept], np.int64),
+        np.array([[place[rows[i][0]], place[rows[i][1]]] for i in present_pairs], np.int64).reshape(-1, 2),
+        np.array([rows[i][2] for i in present_pairs], np.bool_),
+        np.array([i // (2 * each) for i in present_pairs], np.int64),
     )
 
 

@@ -1,14 +1,13 @@
-"""What the readers of benchmark sets share: finding a set under a root, checking its counts, saying what is missing."""
+"""Shared by the readers of benchmark sets: finds a set under a root, checks its counts, reports what is missing."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nearkin.data.archives import COMPRESSED, KINDS, Archive
-from nearkin.data.file_tree import Tree
+from nearkin.data.file_tree import COMPRESSED, KINDS, Archive, Tree
 
-__all__ = ["Facts", "Found", "absent", "by_mark", "by_pattern", "counted", "present", "trees"]
+__all__ = ["Facts", "Matches", "absent", "by_mark", "by_pattern", "counted", "present", "trees"]
 
 
 class Facts(NamedTuple):
@@ -17,13 +16,13 @@ class Facts(NamedTuple):
     name: str
     line: str  # one line for `nearkin sources`
     files: str  # what to download
-    page: str  # where the publisher offers it
-    layout: str  # what stands under the root then
-    counts: Mapping[str, int]  # what a whole set holds
+    page: str  # the publisher's page
+    layout: str  # of the files under the root
+    counts: Mapping[str, int]  # of the complete set
 
 
-class Found(NamedTuple):
-    """Files of one tree that fit a pattern: their names, and what the pattern's groups said."""
+class Matches(NamedTuple):
+    """Files of one tree that match a pattern: their names, and the pattern's groups."""
 
     tree: Tree
     names: list[str]
@@ -31,9 +30,9 @@ class Found(NamedTuple):
 
 
 def absent(facts: Facts, root: Path | None, missing: str = "") -> ValueError:
-    """The one message for a set that is not there."""
+    """The message for a missing set."""
     if root is None:
-        what = f"{facts.name} needs a root, the folder it lies in (--root)"
+        what = f"{facts.name} needs a root, the folder it is in (--root)"
     elif not root.exists():
         what = f"{facts.name}: root {root} does not exist"
     else:
@@ -49,7 +48,7 @@ def _packed(path: Path) -> bool:
 
 
 def trees(root: Path) -> Iterator[Tree]:
-    """The root itself, then the archives in it and one folder below; or the archive that the root is."""
+    """The root, then the archives in it and one folder below; or the root as an archive."""
     if root.is_dir():
         yield Tree(root)
         for depth in ("*", "*/*"):
@@ -63,7 +62,7 @@ def trees(root: Path) -> Iterator[Tree]:
 
 
 def by_mark(facts: Facts, root: Path | None, *marks: str) -> tuple[Tree, str]:
-    """The tree in which one of the marks (`images.txt`) stands at the top, and which; the least deep one."""
+    """The tree with one of the marks (`images.txt`) at its top, and that mark; the shallowest such tree."""
     if root is None or not root.exists():
         raise absent(facts, root)
     for tree in trees(root):
@@ -75,8 +74,8 @@ def by_mark(facts: Facts, root: Path | None, *marks: str) -> tuple[Tree, str]:
     raise absent(facts, root, f"no {' or '.join(marks)}")
 
 
-def by_pattern(facts: Facts, root: Path | None, pattern: str, example: str) -> Found:
-    """The files that end as the pattern says, all in one folder: the one that holds most of them."""
+def by_pattern(facts: Facts, root: Path | None, pattern: str, example: str) -> Matches:
+    """The files whose ends match the pattern, all in one folder: the one with most of them."""
     if root is None or not root.exists():
         raise absent(facts, root)
     ending = re.compile(f"^(|.*/){pattern}$")
@@ -87,29 +86,31 @@ def by_pattern(facts: Facts, root: Path | None, pattern: str, example: str) -> F
         if by_folder:
             most = max(by_folder, key=lambda folder: len(by_folder[folder]))
             chosen = by_folder[most]
-            return Found(tree, [match.group(0) for match in chosen], [match.groups()[1:] for match in chosen])
+            return Matches(tree, [match.group(0) for match in chosen], [match.groups()[1:] for match in chosen])
     raise absent(facts, root, f"no {example}")
 
 
 def present(facts: Facts, tree: Tree, names: Sequence[str], partial: bool) -> list[int]:
-    """Which of the listed pictures are there; all, or, where a part is enough, those that are."""
-    here = [i for i, name in enumerate(names) if tree.has(name)]
-    if len(here) < len(names) and not (partial and here):
+    """The positions of the listed pictures that exist: all of them, or, with `partial`, at least one."""
+    available = [i for i, name in enumerate(names) if tree.has(name)]
+    if len(available) < len(names) and not (partial and available):
         first = next(name for name in names if not tree.has(name))
-        raise absent(facts, Path(str(tree)), f"{len(names) - len(here):,} of {len(names):,} pictures, such as {first}")
-    return here
+        raise absent(
+            facts, Path(str(tree)), f"{len(names) - len(available):,} of {len(names):,} pictures, such as {first}"
+        )
+    return available
 
 
-def counted(facts: Facts, found: Mapping[str, int], partial: bool) -> str:
-    """The counts as words for a note; other counts than the published ones are an error, or, in part, said."""
-    wrong = [key for key, expected in facts.counts.items() if found.get(key, 0) != expected]
-    said = ", ".join(f"{number:,} {key}" for key, number in found.items())
+def counted(facts: Facts, counts: Mapping[str, int], partial: bool) -> str:
+    """The counts in words, for a note; counts that differ from the published ones are an error unless `partial`."""
+    wrong = [key for key, expected in facts.counts.items() if counts.get(key, 0) != expected]
+    listed = ", ".join(f"{number:,} {key}" for key, number in counts.items())
     if not wrong:
-        return f"{facts.name}: {said}, as published"
+        return f"{facts.name}: {listed}, as published"
     published = ", ".join(f"{number:,} {key}" for key, number in facts.counts.items())
     if not partial:
         raise ValueError(
-            f"{facts.name}: it must have {published}, found {said}; "
-            "the download is not whole (partial=True or --partial reads what there is)"
+            f"{facts.name}: it must have {published}, found {listed}; "
+            "the download is incomplete (partial=True or --partial reads what there is)"
         )
-    return f"{facts.name}, in part: {said}; published are {published}"
+    return f"{facts.name}, in part: {listed}; published are {published}"

@@ -8,7 +8,7 @@ import numpy as np
 from nearkin.data import matlab
 from nearkin.data.benchmarks.layout import Facts, by_mark, counted, present
 from nearkin.data.file_tree import Tree
-from nearkin.data.items import Items
+from nearkin.data.item_set import Items
 
 __all__ = ["CARS196", "CUB200", "INSHOP", "SOP", "cars196", "cub200", "inshop", "sop"]
 
@@ -54,22 +54,23 @@ def cub200(root: Path | None, partial: bool = False) -> Items:
     files = _table(tree, "images.txt", CUB200)
     kinds = dict(_table(tree, "image_class_labels.txt", CUB200))
     classes = [
-        name for _, name in sorted((_whole(i, "classes.txt"), name) for i, name in _table(tree, "classes.txt", CUB200))
+        name
+        for _, name in sorted((_integer(i, "classes.txt"), name) for i, name in _table(tree, "classes.txt", CUB200))
     ]
     trained = dict(_table(tree, "train_test_split.txt", CUB200)) if tree.has("train_test_split.txt") else None
     names = [f"images/{name}" for _, name in files]
-    here = present(CUB200, tree, names, partial)
-    ids = [files[i][0] for i in here]
-    labels = np.array([_whole(kinds[i], "image_class_labels.txt") - 1 for i in ids], np.int64)
+    available = present(CUB200, tree, names, partial)
+    ids = [files[i][0] for i in available]
+    labels = np.array([_integer(kinds[i], "image_class_labels.txt") - 1 for i in ids], np.int64)
     split = ["train" if label < 100 else "test" for label in labels]
     return Items(
         name="cub200",
-        names=[names[i] for i in here],
+        names=[names[i] for i in available],
         classes=classes,
         labels=labels,
         split=split,
         closed_split=None if trained is None else ["train" if trained[i] == "1" else "test" for i in ids],
-        pictures=tree.pictures([names[i] for i in here]),
+        pictures=tree.pictures([names[i] for i in available]),
         note=_photos(CUB200, split, {"classes": len(set(labels.tolist()))}, partial)
         + "; official classes 1-100 / 101-200",
     )
@@ -85,17 +86,17 @@ def cars196(root: Path | None, partial: bool = False) -> Items:
         closed = ["test" if _int(row["test"]) else "train" for row in rows]
     else:
         classes, rows, names, closed = _cars_devkit(tree, mark.removesuffix("cars_train_annos.mat"))
-    here = present(CARS196, tree, names, partial)
-    labels = np.array([_int(rows[i]["class"]) - 1 for i in here], np.int64)
+    available = present(CARS196, tree, names, partial)
+    labels = np.array([_int(rows[i]["class"]) - 1 for i in available], np.int64)
     split = ["train" if label < 98 else "test" for label in labels]
     return Items(
         name="cars196",
-        names=[names[i] for i in here],
+        names=[names[i] for i in available],
         classes=[str(name) for name in classes.ravel()],
         labels=labels,
         split=split,
-        closed_split=[closed[i] for i in here],
-        pictures=tree.pictures([names[i] for i in here]),
+        closed_split=[closed[i] for i in available],
+        pictures=tree.pictures([names[i] for i in available]),
         note=_photos(CARS196, split, {"classes": len(set(labels.tolist()))}, partial)
         + "; official classes 1-98 / 99-196",
     )
@@ -110,12 +111,12 @@ def _cars_devkit(tree: Tree, folder: str) -> tuple[Any, list[Any], list[str], li
         ("test", [f"{folder}cars_test_annos_withlabels.mat", "cars_test_annos_withlabels.mat"]),
     ):
         mark = next((choice for choice in choices if tree.has(choice)), choices[0])
-        found = matlab.read(_listed(tree, mark, CARS196), mark)["annotations"].ravel()
-        nested = f"cars_{part}/cars_{part}/"  # as one well-known copy has it
+        annotations = matlab.read(_listed(tree, mark, CARS196), mark)["annotations"].ravel()
+        nested = f"cars_{part}/cars_{part}/"  # as in one well-known copy
         base = nested if any(name.startswith(nested) for name in tree.files) else f"cars_{part}/"
-        rows += list(found)
-        names += [base + row["fname"] for row in found]
-        closed += [part] * len(found)
+        rows += list(annotations)
+        names += [base + row["fname"] for row in annotations]
+        closed += [part] * len(annotations)
     meta = f"{folder}cars_meta.mat"
     return matlab.read(_listed(tree, meta, CARS196), meta)["class_names"], rows, names, closed
 
@@ -129,11 +130,11 @@ def sop(root: Path | None, partial: bool = False) -> Items:
         for line in _table(tree, f"Ebay_{part}.txt", SOP, columns=4)
         if line[0] != "image_id"
     ]
-    here = present(SOP, tree, [line[3] for _, line in rows], partial)
-    kept = [rows[i] for i in here]
-    split = [part for part, _ in kept]
-    kinds = [f"{line[3].split('/')[0].removesuffix('_final')} {line[1]}" for _, line in kept]
-    return _in_order(SOP, tree, [line[3] for _, line in kept], kinds, split, ["train", "test"], partial)
+    available = present(SOP, tree, [line[3] for _, line in rows], partial)
+    lines = [rows[i] for i in available]
+    split = [part for part, _ in lines]
+    kinds = [f"{line[3].split('/')[0].removesuffix('_final')} {line[1]}" for _, line in lines]
+    return _in_order(SOP, tree, [line[3] for _, line in lines], kinds, split, ["train", "test"], partial)
 
 
 def inshop(root: Path | None, partial: bool = False) -> Items:
@@ -141,16 +142,16 @@ def inshop(root: Path | None, partial: bool = False) -> Items:
     tree, mark = by_mark(INSHOP, root, "Eval/list_eval_partition.txt", "list_eval_partition.txt")
     rows = [line for line in _table(tree, mark, INSHOP, columns=3) if line[0] != "image_name"]
     base = "Img/" if any(name.startswith("Img/img/") for name in tree.files) else ""
-    here = present(INSHOP, tree, [base + line[0] for line in rows], partial)
-    kept = [rows[i] for i in here]
-    names, kinds, split = ([line[c] for line in kept] for c in range(3))
+    available = present(INSHOP, tree, [base + line[0] for line in rows], partial)
+    lines = [rows[i] for i in available]
+    names, kinds, split = ([line[c] for line in lines] for c in range(3))
     return _in_order(INSHOP, tree, [base + name for name in names], kinds, split, ["train"], partial)
 
 
 def _in_order(
     facts: Facts, tree: Tree, names: list[str], kinds: list[str], split: list[str], parts: list[str], partial: bool
 ) -> Items:
-    """Items whose classes are numbered as the lists name them first."""
+    """Items whose classes are numbered in the order of the lists."""
     number = {kind: c for c, kind in enumerate(dict.fromkeys(kinds))}
     labels = np.array([number[kind] for kind in kinds], np.int64)
     sizes = {f"{part} classes": len({k for k, s in zip(kinds, split, strict=True) if s == part}) for part in parts}
@@ -177,7 +178,7 @@ def _listed(tree: Tree, name: str, facts: Facts) -> bytes:
 
 
 def _table(tree: Tree, name: str, facts: Facts, columns: int = 2) -> list[list[str]]:
-    """Lines of `columns` words; a first line that is a count alone is passed over."""
+    """Lines of `columns` words; a first line that is only a count is skipped."""
     lines = [line.split(maxsplit=columns - 1) for line in _listed(tree, name, facts).decode("utf-8").splitlines()]
     rows = [[word.strip() for word in line] for line in lines if line]
     if rows and len(rows[0]) == 1 and columns > 1:
@@ -185,11 +186,11 @@ def _table(tree: Tree, name: str, facts: Facts, columns: int = 2) -> list[list[s
     bad = [i for i, row in enumerate(rows, 1) if len(row) != columns]
     if bad or not rows:
         where = f"line {bad[0]} has {len(rows[bad[0] - 1])}" if bad else "it is empty"
-        raise ValueError(f"{facts.name}: {name} must have {columns} words a line, {where}")
+        raise ValueError(f"{facts.name}: {name} must have {columns} words per line, {where}")
     return rows
 
 
-def _whole(word: str, name: str) -> int:
+def _integer(word: str, name: str) -> int:
     if not word.isdecimal():
         raise ValueError(f'cub200: {name} must number its classes, got "{word}"')
     return int(word)

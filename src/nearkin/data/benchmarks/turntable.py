@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from nearkin.data import matlab
 from nearkin.data.benchmarks.layout import Facts, absent, by_mark, by_pattern, counted, trees
-from nearkin.data.items import Arrays, Items
+from nearkin.data.item_set import Arrays, Items
 
 __all__ = ["COIL20", "coil20"]
 
@@ -25,7 +25,7 @@ MATLAB = ("COIL20_32x32.mat", "COIL20.mat")
 
 
 def coil20(root: Path | None, partial: bool = False) -> Items:
-    """Targets are (cos, sin) of the angle, so that 355 degrees lie beside 0."""
+    """Targets are (cos, sin) of the angle, so that 355 degrees are next to 0."""
     if root is None or not root.exists():
         raise absent(COIL20, root)
     if any(name.split("/")[-1] in MATLAB for tree in trees(root) for name in tree.files):
@@ -34,11 +34,11 @@ def coil20(root: Path | None, partial: bool = False) -> Items:
         poses = _places(objects)
         names, pictures = [f"obj{o}__{p}" for o, p in zip(objects, poses, strict=True)], Arrays(pixels)
         return _items(names, objects, poses, pictures, partial, f" ({pixels.shape[1]} px, poses by their order)")
-    found = by_pattern(COIL20, root, r"obj(\d+)__(\d+)\.(?:png|pgm)", "obj1__0.png")
-    order = sorted(range(len(found.names)), key=lambda i: tuple(map(int, found.groups[i])))
-    objects, poses = (np.array([int(found.groups[i][g]) for i in order], np.int64) for g in range(2))
-    names = [found.names[i] for i in order]
-    return _items(names, objects, poses, found.tree.pictures(names), partial, "")
+    matches = by_pattern(COIL20, root, r"obj(\d+)__(\d+)\.(?:png|pgm)", "obj1__0.png")
+    order = sorted(range(len(matches.names)), key=lambda i: tuple(map(int, matches.groups[i])))
+    objects, poses = (np.array([int(matches.groups[i][g]) for i in order], np.int64) for g in range(2))
+    names = [matches.names[i] for i in order]
+    return _items(names, objects, poses, matches.tree.pictures(names), partial, "")
 
 
 def _items(
@@ -64,7 +64,7 @@ def _matlab(content: bytes, source: str) -> tuple[NDArray[np.uint8], NDArray[np.
     rows, kinds = stored.get("X", stored.get("fea")), stored.get("Y", stored.get("gnd"))
     side = 0 if rows is None or rows.ndim != 2 else round(rows.shape[1] ** 0.5)
     if rows is None or kinds is None or side == 0 or side * side != rows.shape[1] or kinds.size != len(rows):
-        raise ValueError(f"coil20: {source} must hold square pictures X (N, side²) and objects Y (N,), or fea and gnd")
+        raise ValueError(f"coil20: {source} must have square pictures X (N, side²) and objects Y (N,), or fea and gnd")
     if rows.dtype != np.uint8:
         scale = 255.0 if float(rows.max()) <= 1.0 else 1.0
         rows = np.clip(np.rint(rows * scale), 0, 255).astype(np.uint8)
@@ -73,7 +73,7 @@ def _matlab(content: bytes, source: str) -> tuple[NDArray[np.uint8], NDArray[np.
 
 
 def _places(objects: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, 2, … within each object: the poses of an object stand in the order of the turntable."""
+    """0, 1, 2, … within each object: the poses of an object are in the order of the turntable."""
     places = np.zeros(len(objects), np.int64)
     for kind in np.unique(objects):
         inside = objects == kind

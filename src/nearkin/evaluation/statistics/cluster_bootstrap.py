@@ -26,7 +26,6 @@ __all__ = [
     "bootstrap", "classes_of", "coin_flips", "compare", "percentiles", "resamples", "share_interval", "too_few",
 ]  # fmt: skip
 
-_RESAMPLES, _FLIPS = 18, 19  # streams of words beside those the samplers draw from
 _CELLS = 2**21  # (sample, class) cells at a time: some 50 MiB
 _EXACT = 16  # classes up to which all 2^16 signs are tried
 _NEW_GALLERY = 1.2  # variance with new gallery classes as well, relative to that over query classes alone
@@ -130,7 +129,9 @@ def classes_of(labels: Labels, queries: int) -> Tensor:
     return torch.arange(queries)
 
 
-def resamples(classes: int, samples: int, seed: int, stream: int = _RESAMPLES) -> Iterator[Floats]:
+def resamples(
+    classes: int, samples: int, seed: int, stream: random.Stream = random.Stream.RESAMPLES
+) -> Iterator[Floats]:
     """How often each class is drawn, some samples at a time (S, C); each sample has random words of its own."""
     for words in _words(classes, classes, samples, seed, stream):
         drawn = ((words >> np.uint64(11)) * 2.0**-53 * classes).astype(np.int64)
@@ -138,13 +139,13 @@ def resamples(classes: int, samples: int, seed: int, stream: int = _RESAMPLES) -
         yield np.bincount(drawn.ravel(), minlength=words.size).reshape(words.shape).astype(np.float64)
 
 
-def coin_flips(number: int, samples: int, seed: int, stream: int) -> Iterator[NDArray[np.uint8]]:
+def coin_flips(number: int, samples: int, seed: int, stream: random.Stream) -> Iterator[NDArray[np.uint8]]:
     """0 or 1 with even chances, some samples at a time (S, number)."""
     for words in _words(-(-number // 64), number, samples, seed, stream):
         yield np.unpackbits(words.astype("<u8").view(np.uint8), axis=1, count=number)
 
 
-def _words(width: int, cells: int, samples: int, seed: int, stream: int) -> Iterator[random.Words]:
+def _words(width: int, cells: int, samples: int, seed: int, stream: random.Stream) -> Iterator[random.Words]:
     """Random words (S, width) of some samples at a time, whose `cells` per sample fit the memory."""
     step = max(1, _CELLS // cells)
     for start in range(0, samples, step):
@@ -223,7 +224,7 @@ def _sign_flips(sums: Floats, samples: int, seed: int) -> float:
             every = np.concatenate([every + part, every - part])
         return float((np.abs(every) >= observed).mean())
     reached = 1
-    for flips in coin_flips(len(sums), samples, seed, _FLIPS):
+    for flips in coin_flips(len(sums), samples, seed, random.Stream.SIGN_FLIPS):
         reached += int((np.abs((1 - 2.0 * flips) @ sums) >= observed).sum())
     return reached / (samples + 1)
 

@@ -32,7 +32,6 @@ __all__ = ["all_pairs"]
 _GROUPS = 64  # of classes, each resampled as one where there are more classes
 _GRID = 1024  # scores at which the curve of every resample is known
 _CELLS = 4 * 8 * (_GROUPS * (_GROUPS + 3) // 2) * (_GRID + 64)  # bytes to count these and to resample them
-_DEAL = 24  # a stream of words of its own
 
 
 @takes_arrays
@@ -155,7 +154,7 @@ def _count_groups(scan: Scan, grid: Counts, seed: int) -> tuple[Floats, Floats, 
     classes = len(scan.classes)
     groups = min(classes, _GROUPS)
     group_of = np.empty(classes, np.int64)
-    group_of[random.shuffled(random.words(classes, seed, _DEAL))] = np.arange(classes) % groups
+    group_of[random.shuffled(random.words(classes, seed, random.Stream.CLASS_GROUPS))] = np.arange(classes) % groups
     group = torch.from_numpy(group_of).to(scan.order.device)[scan.number]  # of each row
     first, second = np.triu_indices(groups)
     number = np.empty((groups, groups), np.int64)

@@ -31,7 +31,6 @@ SAMPLES = 1000
 CLASS_PAIRS = 4  # that a FAR must accept for its TAR to have an interval
 _INDEPENDENT = 200  # resamples of pairs of classes, from which their variance is taken
 _LEFT_OUT = 64  # classes, left out one at a time, that show how evenly classes add to a variance
-_PAIRS, _STRANGERS, _COINS, _LEFT = 21, 22, 23, 25  # streams of words of their own
 _CELLS = 2**20  # weights at a time: 8 MiB
 
 Measure = Callable[[Floats, Floats], Floats]  # weights of the cells (S, P) and (S, Q) to values (S, K)
@@ -84,7 +83,7 @@ def by_classes(
         return np.concatenate(parts)
 
     drawn, pairwise = weighted(resamples(cells.classes, samples, seed)), []
-    flips = coin_flips(int(cells.class_pair.max()) + 1, min(samples, _INDEPENDENT), seed, _COINS)
+    flips = coin_flips(int(cells.class_pair.max()) + 1, min(samples, _INDEPENDENT), seed, random.Stream.COIN_WEIGHTS)
     for some in _in_steps((2 * flip.astype(np.float64) for flip in flips), step):  # weights of mean and variance 1
         pairwise.append(measure(np.ones((len(some), genuine)), some.take(cells.class_pair, axis=1)))
         report.advance(len(some))
@@ -123,8 +122,8 @@ def by_pairs(
     genuine, impostors = len(cells.genuine), len(cells.impostor)
     values = measure(np.ones((1, genuine)), np.ones((1, impostors)))
     report, drawn = _Reporter(samples, progress), []
-    of_genuine = resamples(genuine, samples, seed, _PAIRS)
-    of_impostors = resamples(impostors, samples, seed, _STRANGERS)
+    of_genuine = resamples(genuine, samples, seed, random.Stream.GENUINE_PAIRS)
+    of_impostors = resamples(impostors, samples, seed, random.Stream.IMPOSTOR_PAIRS)
     for weights in zip(_in_steps(of_genuine, 1), _in_steps(of_impostors, 1), strict=True):
         drawn.append(measure(*weights))
         report.advance(1)
@@ -230,7 +229,7 @@ def _variance(drawn: Floats) -> Floats:
 
 def _without(classes: int, number: int, seed: int) -> Iterator[Floats]:
     """All classes but one, for `number` of them."""
-    for left_out in random.shuffled(random.words(classes, seed, _LEFT))[:number]:
+    for left_out in random.shuffled(random.words(classes, seed, random.Stream.LEFT_OUT_CLASSES))[:number]:
         times = np.ones((1, classes))
         times[0, left_out] = 0
         yield times

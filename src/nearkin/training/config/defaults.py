@@ -16,8 +16,8 @@ import torch
 from nearkin.core import checks
 from nearkin.data import decode
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.data.items import Items
-from nearkin.data.splits import Parts, divide, given_split
+from nearkin.data.item_set import Items
+from nearkin.data.splits import Parts, divide, source_split
 from nearkin.training.config.recipe import Recipe, no_effect
 from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, augmentation_of, encoder_settings, loss_settings
 
@@ -216,18 +216,18 @@ def settle_split(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
     options, name = recipe.data, items.name
     if options.partial and options.source not in BENCHMARKS:
         no_effect("data.partial", f"{name} is no benchmark set")
-    if not options.official and given_split(items, options.closed) is None:
+    if not options.official and source_split(items, options.closed) is None:
         no_effect("data.official", f"{name} has no split of its own")
     for key in ("closed", "skip_single"):
         if getattr(options, key) and items.labels is None:
             no_effect(f"data.{key}", f"{name} has no classes")
     for part in ("val", "test"):
-        if part in parts.own and getattr(options, part) is not None:
+        if part in parts.official and getattr(options, part) is not None:
             no_effect(f"data.{part}", f"{name} has its own {part} part, which data.official=false would ignore")
-    if options.seed and {"val", "test"} <= set(parts.own):
+    if options.seed and {"val", "test"} <= set(parts.official):
         no_effect("data.seed", f"{name} has its own parts, which data.official=false would ignore")
     shares = {"val": options.val or _validation_share(items), "test": options.test or TEST}
-    return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.own})
+    return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.official})
 
 
 def _validation_share(items: Items) -> float:

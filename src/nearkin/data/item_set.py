@@ -1,18 +1,16 @@
-"""Items: what a set consists of, and pictures that are read one by one, from any place and by any thread."""
+"""The items of a set, and sequences of pictures that any thread can read one by one."""
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nearkin.data.archives import Archive
+from nearkin.core import checks
 
-__all__ = ["PARTS", "Arrays", "Files", "Items", "Members", "Pairs", "Pictures", "Several"]
+__all__ = ["PARTS", "Arrays", "Items", "Pairs", "Pictures", "Several"]
 
 Picture: TypeAlias = bytes | NDArray[np.uint8]
 PARTS = ("train", "val", "test", "query", "gallery")
@@ -24,68 +22,25 @@ class Pictures(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, i: int) -> Picture:
-        """The bytes of an image file, or pixels (H, W) or (H, W, 3); an OSError or ValueError if it cannot be had."""
+        """The bytes of an image file, or pixels (H, W) or (H, W, 3); an OSError or ValueError if unreadable."""
 
     def stamp(self, i: int) -> str:
-        """What changes when the picture does, without decoding it: for files, path, size and time."""
+        """Changes when the picture does, without decoding it: for files, path, size and time."""
 
     def take(self, indices: ArrayLike) -> "Pictures":
         """Those pictures, in that order."""
 
 
 class Pairs(NamedTuple):
-    """Pairs to verify: places of two items (M, 2), whether they are kin (M,), and the fold of the protocol (M,)."""
+    """Pairs to verify: positions of two items (M, 2), whether they match (M,), and the fold of the protocol (M,)."""
 
     items: NDArray[np.int64]
     same: NDArray[np.bool_]
     fold: NDArray[np.int64]
 
 
-class Files:
-    """Image files by their paths."""
-
-    def __init__(self, paths: Sequence[str | Path]) -> None:
-        self.paths = [os.fspath(path) for path in paths]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def read(self, i: int) -> bytes:
-        return Path(self.paths[i]).read_bytes()
-
-    def stamp(self, i: int) -> str:
-        state = os.stat(self.paths[i])
-        return f"{os.path.abspath(self.paths[i])}\n{state.st_size}\n{state.st_mtime_ns}"
-
-    def take(self, indices: ArrayLike) -> "Files":
-        return Files([self.paths[i] for i in places(indices, len(self))])
-
-
-class Members:
-    """Image files inside a .zip or an uncompressed .tar, read where they lie."""
-
-    def __init__(self, archive: str | Path | Archive, names: Sequence[str]) -> None:
-        self.archive = archive if isinstance(archive, Archive) else Archive(archive)
-        self.names = list(names)
-        missing = [name for name in self.names if name not in self.archive]
-        if missing:
-            raise ValueError(f'{self.archive.path}: {len(missing)} members are not in it, the first "{missing[0]}"')
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def read(self, i: int) -> bytes:
-        return self.archive.read(self.names[i])
-
-    def stamp(self, i: int) -> str:
-        return f"{self.archive.stamp}\n{self.names[i]}"
-
-    def take(self, indices: ArrayLike) -> "Members":
-        return Members(self.archive, [self.names[i] for i in places(indices, len(self))])
-
-
 class Arrays:
-    """Pixels that are already there: uint8, (N, H, W) or (N, H, W, 3)."""
+    """Pictures in memory: uint8, (N, H, W) or (N, H, W, 3)."""
 
     def __init__(self, pixels: NDArray[np.uint8]) -> None:
         if pixels.dtype != np.uint8 or not (pixels.ndim == 3 or (pixels.ndim == 4 and pixels.shape[3] == 3)):
@@ -106,16 +61,16 @@ class Arrays:
         return f"{hashlib.sha256(picture.tobytes()).hexdigest()} {picture.shape}"
 
     def take(self, indices: ArrayLike) -> "Arrays":
-        return Arrays(self.pixels[places(indices, len(self))])
+        return Arrays(self.pixels[checks.indices(indices, len(self))])
 
 
 class Several:
-    """Pictures of several places as one sequence: those of the first, then those of the second, …"""
+    """Several sequences of pictures as one: those of the first, then those of the second, …"""
 
     def __init__(self, parts: Sequence[Pictures], where: Sequence[tuple[int, int]] | None = None) -> None:
         self.parts = list(parts)
         every = [(p, i) for p, part in enumerate(self.parts) for i in range(len(part))]
-        self.where = every if where is None else list(where)  # of each picture: which part, which place in it
+        self.where = every if where is None else list(where)  # of each picture: its part, and its position there
 
     def __len__(self) -> int:
         return len(self.where)
@@ -129,25 +84,25 @@ class Several:
         return self.parts[part].stamp(place)
 
     def take(self, indices: ArrayLike) -> "Several":
-        return Several(self.parts, [self.where[i] for i in places(indices, len(self))])
+        return Several(self.parts, [self.where[i] for i in checks.indices(indices, len(self))])
 
 
 @dataclass(frozen=True, eq=False)
 class Items:
     """A set of N items: pictures or vectors, with classes, continuous targets or both.
 
-    name          as it was asked for: "glyphs", "photos/"
-    names         (N,) what an item is called in messages: a relative path, "row 17"; no two are equal
+    name          of the source, as the user wrote it: "glyphs", "photos/"
+    names         (N,) of the items, for messages: a relative path, "row 17"; no two are equal
     classes       label c is classes[c]; [] where there are only targets
     labels        (N,) class ids, or None
     targets       (N,) or (N, K) continuous labels, or None
-    split         (N,) of `PARTS`: the publisher's or the user's own split, or None
+    split         (N,) of `PARTS`: the publisher's or the user's split, or None
     closed_split  (N,) the publisher's other split, in which every class is in every part, or None
-    pictures      where the images are; None for vectors
+    pictures      the images; None for vectors
     vectors       (N, D) float32; None for images
     pairs         the pairs of a verification protocol, or None
-    note          one line for reports: what was read, and whose split it is
-    ignored       what stood there and was left out, a line a reason
+    note          one line for reports: what was read, and with which split
+    ignored       what was skipped, one line per reason
     """
 
     name: str
@@ -169,10 +124,10 @@ class Items:
         }
         for key, column in columns.items():
             if column is not None and len(column) != len(self.names):
-                raise ValueError(f"{key} must have one entry an item: {len(self.names)} items, {len(column)} {key}")
-        strange = set(self.split or ()) | set(self.closed_split or ())
-        if strange - set(PARTS):
-            raise ValueError(f"{self.name}: split must be {', '.join(PARTS)}, got {sorted(strange - set(PARTS))[0]!r}")
+                raise ValueError(f"{key} must have one entry per item: {len(self.names)} items, {len(column)} {key}")
+        parts = set(self.split or ()) | set(self.closed_split or ())
+        if parts - set(PARTS):
+            raise ValueError(f"{self.name}: split must be {', '.join(PARTS)}, got {sorted(parts - set(PARTS))[0]!r}")
         if (
             self.labels is not None
             and len(self.labels)
@@ -184,8 +139,8 @@ class Items:
         return len(self.names)
 
     def take(self, indices: ArrayLike) -> "Items":
-        """Those items, in that order; labels and classes stay as they are, pairs that lost an item go."""
-        chosen = places(indices, len(self))
+        """Those items, in that order; labels and classes stay, pairs that lose an item are dropped."""
+        chosen = checks.indices(indices, len(self))
 
         def pick(column: list[str] | None) -> list[str] | None:
             return None if column is None else [column[i] for i in chosen]
@@ -199,28 +154,11 @@ class Items:
             closed_split=pick(self.closed_split),
             pictures=None if self.pictures is None else self.pictures.take(chosen),
             vectors=None if self.vectors is None else self.vectors[chosen],
-            pairs=None if self.pairs is None else _kept(self.pairs, chosen, len(self)),
+            pairs=None if self.pairs is None else _pairs_among(self.pairs, chosen, len(self)),
         )
 
 
-def places(indices: ArrayLike, count: int) -> NDArray[np.int64]:
-    """Whole numbers from 0 to count - 1; a mask of `count` booleans says the same."""
-    chosen = np.asarray(indices)
-    if chosen.dtype == np.bool_:
-        if chosen.shape != (count,):
-            raise ValueError(f"a mask must have one entry an item: {count} items, got shape {chosen.shape}")
-        return np.flatnonzero(chosen).astype(np.int64)
-    if chosen.size == 0:
-        return np.empty(0, np.int64)
-    if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
-        raise TypeError(f"indices must be whole numbers, (n,), got {chosen.dtype} of shape {chosen.shape}")
-    if chosen.min() < 0 or chosen.max() >= count:
-        wrong = int(chosen.min() if chosen.min() < 0 else chosen.max())
-        raise IndexError(f"indices must be from 0 to {count - 1}, got {wrong}")
-    return chosen.astype(np.int64)
-
-
-def _kept(pairs: Pairs, chosen: NDArray[np.int64], count: int) -> Pairs:
+def _pairs_among(pairs: Pairs, chosen: NDArray[np.int64], count: int) -> Pairs:
     place = np.full(count, -1, np.int64)  # old place → new place
     place[chosen] = np.arange(len(chosen))
     moved = place[pairs.items].reshape(-1, 2)
