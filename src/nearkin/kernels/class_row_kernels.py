@@ -16,7 +16,7 @@ except ImportError as error:
     raise ImportError('impl="triton" needs triton 3.4 or newer: pip install triton') from error
 
 from nearkin.kernels.class_kernels import INTERPRETS, TINY, _blocks, _options
-from nearkin.kernels.pair_kernels import _sigmoid, _softplus
+from nearkin.kernels.numerics import sigmoid, softplus
 
 FACTS, STATS = 8, 5
 ROWS = 4  # anchors a program prepares or takes back
@@ -190,8 +190,8 @@ def _settle(peaks, sums, facts, stats, number, width, parts, classes, TOLD: tl.c
     others = total > 0
     log = (level.to(tl.float64) + tl.log2(tl.where(others, total, 1.0))) * LN2 - target
     if SOFT:
-        value = tl.where(others, _softplus(log), 0.0)
-        share = tl.where(others, _sigmoid(log), 0.0)
+        value = tl.where(others, softplus(log), 0.0)
+        share = tl.where(others, sigmoid(log), 0.0)
     else:
         value = log
         share = tl.where(others, 1.0, 0.0)

@@ -4,46 +4,54 @@
 import triton
 import triton.language as tl
 
-from nearkin.kernels.pair_kernels import NOTHING, _settle, _stream, _sum
+from nearkin.kernels.links.link import ACTIVE_TERMS, PAID, TERMS, Link, saved
+from nearkin.kernels.numerics import row_sum, store, stream_add, stream_close, stream_init
+
+PEAK, PER_POSITIVE, SHARE, COUNTED = saved(4)
 
 
 @triton.jit
 def init(M: tl.constexpr, N: tl.constexpr):
-    near = tl.zeros((M, N), tl.float32)
-    kin = tl.zeros((M, N), tl.int32)
-    peak = tl.full((M, N), NOTHING, tl.float32)
-    total = tl.zeros((M, N), tl.float32)
-    return near, kin, peak, total
+    return tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.int32), stream_init(M, N)
 
 
 @triton.jit
-def add(state, value, positive, negative, settings):
-    near, kin, peak, total = state
+def add(state, tile, reference, facts, settings, SELF: tl.constexpr, FLAG: tl.constexpr, ACTIVE: tl.constexpr):
+    positive_logits, positives, stream = state
+    value, positive, negative = tile
     logits = value / settings[0]
-    kin += positive.to(tl.int32)
-    near += tl.where(positive, logits, 0.0)
-    peak, total = _stream(peak, total, logits, positive | negative)
-    return near, kin, peak, total
+    positives += positive.to(tl.int32)
+    positive_logits += tl.where(positive, logits, 0.0)
+    return positive_logits, positives, stream_add(stream, logits, positive | negative)
 
 
 @triton.jit
-def close(state, settings, ACTIVE: tl.constexpr):
-    """The rows PAID, TERMS, ACTIVE, then what `slope` is given."""
-    near, kin, peak, total = state
-    rest, top, part = _settle(peak, total)
-    positives = tl.sum(kin, 1)
-    counts = positives > 0
-    each = tl.maximum(positives, 1).to(tl.float64)
-    paid = (rest - _sum(near) / each).to(tl.float32)
-    active = counts & (paid > 0)
+def close(stats, at, anchor, state, facts, settings, SELF: tl.constexpr, FLAG: tl.constexpr, ACTIVE: tl.constexpr):
+    positive_logits, positives, stream = state
+    logsumexp, peak, share = stream_close(stream)
+    positives = tl.sum(positives, 1)
+    counted = positives > 0
+    divisor = tl.maximum(positives, 1).to(tl.float64)
+    paid = (logsumexp - row_sum(positive_logits) / divisor).to(tl.float32)
+    active = counted & (paid > 0)
     if ACTIVE:
-        counts = active
-    return tl.where(counts, paid, 0.0), counts, active, top, 1.0 / each, counts, part
+        counted = active
+    store(stats, PAID, at, tl.where(counted, paid, 0.0))
+    store(stats, TERMS, at, counted)
+    store(stats, ACTIVE_TERMS, at, active)
+    store(stats, PEAK, at, peak)
+    store(stats, PER_POSITIVE, at, 1.0 / divisor)
+    store(stats, SHARE, at, share)
+    store(stats, COUNTED, at, counted)
 
 
 @triton.jit
-def slope(value, positive, negative, anchor, settings, scale):
-    top, each, counts, part = anchor
-    met = (positive | negative) & (counts > 0)
-    share = part * tl.exp(value / settings[0] - top) - tl.where(positive, each, 0.0)
-    return scale / settings[0] * tl.where(met, share, 0.0)
+def slope(tile, anchor, reference, scales, settings, SELF: tl.constexpr, FLAG: tl.constexpr):
+    value, positive, negative = tile
+    peak, per_positive, share, counted = anchor
+    softmax = share * tl.exp(value / settings[0] - peak)
+    met = (positive | negative) & (counted > 0)
+    return scales[0] / settings[0] * tl.where(met, softmax - tl.where(positive, per_positive, 0.0), 0.0)
+
+
+LINK = Link(init, add, close, slope, saved=4)
