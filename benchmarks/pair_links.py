@@ -1,7 +1,7 @@
 """The pair kernels of this tree beside those of another one, on a GPU: benchmarks/pair_links.py --before KERNELS
 
-KERNELS is the other tree's folder src/nearkin/kernels. D = 128, float32, 4 items per class, forward and backward, both in
-one process, by turns in changing order; each time is a median. `event`: one step by device events, the host's share
+KERNELS is the other tree's folder src/nearkin/kernels. D = 128, float32, 4 items per class, forward and backward, both
+in one process, by turns in changing order; each time is a median. `event`: one step by device events, the host's share
 included; `busy`: a step on a device whose queue is never empty, so the kernels alone. Memory: the peak beyond the
 arguments. Value and gradient of both are compared with float64. Prints a table and a line of JSON.
 """

@@ -18,7 +18,7 @@ from nearkin.core import checks
 from nearkin.core import class_softmax as plain
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import class_softmax_ops as passes
-from nearkin.kernels import eligible
+from nearkin.kernels import eligible, launch
 
 
 class Form(NamedTuple):
@@ -64,7 +64,7 @@ def loss(
     """The loss of a batch that `serves` has found to be one for the kernels; labels in 0..C-1, -1 left out."""
     if checks.reads_values(labels):
         checks.in_range(labels, weight.shape[0] // form.centers)
-    with eligible.device_of(embeddings):
+    with launch.device_of(embeddings):
         value: Tensor = _Loss.call(embeddings, weight, labels, form, reduction, max_memory)
     return value
 
@@ -109,7 +109,7 @@ class _Loss(HandGradient):
         ids, picks = places
         given = tiles.Operands(rows, factor, weight, inverse, ids, *ctx.more)
         wants, kind = ctx.needs_input_grad[0], ctx.kind if ctx.needs_input_grad[1] else None
-        with eligible.device_of(x):
+        with launch.device_of(x):
             if tiles.halves(rows, weight):
                 within, apart, by_own = tiles.Own(picks, push, gain, upstream), None, None
             else:

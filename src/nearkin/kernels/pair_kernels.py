@@ -21,10 +21,19 @@ except ImportError as error:
 from nearkin import kernels
 from nearkin.kernels import links, row_kernels
 from nearkin.kernels.launch import CachedLauncher
-from nearkin.kernels.links import npair
+from nearkin.kernels.links import margin, npair
 from nearkin.kernels.links.link import SAVED, SCALES, STATISTICS
 from nearkin.kernels.numerics import load, store
-from nearkin.kernels.row_kernels import SQUARED, TAINT, apart, class_ids, dots, fact, kinship, whole_gradient
+from nearkin.kernels.row_kernels import (
+    SQUARED,
+    TAINT,
+    class_ids,
+    fact,
+    inner_products,
+    pair_masks,
+    squared_distances,
+    store_gradient,
+)
 
 ROUNDING = tl.constexpr(2 * row_kernels.EPS)
 
@@ -66,7 +75,7 @@ def _products(a, b, anchors, i, j, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.
     if ONCE:
         inner = tl.dot(anchors, tl.trans(_rows(b, j, tl.arange(0, PAD), PAD, PAD)), out_dtype=tl.float64)
     else:
-        inner = dots(a, b, i, j, PAD, K)
+        inner = inner_products(a, b, i, j, PAD, K)
     return inner
 
 
@@ -78,7 +87,7 @@ def _measure(inner, left, right, i, j, dim, MEASURE: tl.constexpr, SELF: tl.cons
     elif MEASURE == "similarity":
         value = inner.to(tl.float32)
     else:
-        squared = apart(inner, left, right, i, j, tl.full((), ROUNDING, tl.float64) * dim, SELF)
+        squared = squared_distances(inner, left, right, i, j, tl.full((), ROUNDING, tl.float64) * dim, SELF)
         if MEASURE == "squared":
             value = squared.to(tl.float32)
         else:
@@ -90,7 +99,7 @@ def _measure(inner, left, right, i, j, dim, MEASURE: tl.constexpr, SELF: tl.cons
 
 
 @triton.jit
-def _pass(a, b, extra, own, left, anchors, i, exists, size, others, dim, facts, settings, INIT: tl.constexpr,
+def _pass(a, b, extra, row_ids, left, anchors, i, mask_m, size, others, dim, facts, settings, INIT: tl.constexpr,
           ADD: tl.constexpr, COLUMN: tl.constexpr, POSITIVES_ONLY: tl.constexpr, MEASURE: tl.constexpr,
           SELF: tl.constexpr, FLAG: tl.constexpr, ACTIVE: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr,
           ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
@@ -99,20 +108,20 @@ def _pass(a, b, extra, own, left, anchors, i, exists, size, others, dim, facts, 
     state = INIT(M, N)
     for start in range(0, others, N):
         j = start + tl.arange(0, N)
-        real = j < others
-        other = class_ids(b, j, real, others, PAD)
-        positive, negative = kinship(own, other, i, j, exists, real, SELF)
-        wanted = True
+        mask_n = j < others
+        column_ids = class_ids(b, j, mask_n, others, PAD)
+        positive, negative = pair_masks(row_ids, column_ids, i, j, mask_m, mask_n, SELF)
+        needed = True
         if POSITIVES_ONLY:
-            wanted = tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0
-        if wanted:
+            needed = tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0
+        if needed:
             inner = _products(a, b, anchors, safe, tl.minimum(j, others - 1), PAD, K, ONCE)
-            right = fact(b, SQUARED, j, real, others, PAD)
+            right = fact(b, SQUARED, j, mask_n, others, PAD)
             value = _measure(inner, left, right, i, j, dim, MEASURE, SELF)
             column = ()
             if COLUMN is not None:
-                column = COLUMN(extra, (j, real, others), SELF)
-            reference = (real & (other != -1), right, column)
+                column = COLUMN(extra, (j, mask_n, others), SELF)
+            reference = (mask_n & (column_ids != -1), right, column)
             state = ADD(state, (value, positive, negative), reference, facts, settings, SELF, FLAG, ACTIVE)
     return state
 
@@ -125,38 +134,38 @@ def _forward(a, b, extra, stats, size, others, dim, p, q, u, s, SURVEY_INIT: tl.
              K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Statistics of M anchors, rows of a, from all references, rows of b. p, q, u, s: the settings of the link."""
     i = tl.program_id(0) * M + tl.arange(0, M)
-    exists = i < size
-    own = class_ids(a, i, exists, size, PAD)
-    left = fact(a, SQUARED, i, exists, size, PAD)
+    mask_m = i < size
+    row_ids = class_ids(a, i, mask_m, size, PAD)
+    left = fact(a, SQUARED, i, mask_m, size, PAD)
     anchors = 0.0
     if ONCE:
         anchors = _rows(a, tl.minimum(i, size - 1), tl.arange(0, PAD), PAD, PAD)
     settings = (p, q, u, s)
     facts = ()
     if FACTS is not None:
-        facts = FACTS(extra, stats, (i, exists, size), settings, SELF, BETA, M)
+        facts = FACTS(extra, stats, (i, mask_m, size), settings, SELF, BETA, M)
     if SURVEY_INIT is not None:
-        state = _pass(a, b, extra, own, left, anchors, i, exists, size, others, dim, facts, settings, SURVEY_INIT,
+        state = _pass(a, b, extra, row_ids, left, anchors, i, mask_m, size, others, dim, facts, settings, SURVEY_INIT,
                       SURVEY_ADD, None, False, MEASURE, SELF, FLAG, ACTIVE, PAD, K, ONCE, M, N)  # fmt: skip
         facts = SURVEY_CLOSE(state, settings)
-    state = _pass(a, b, extra, own, left, anchors, i, exists, size, others, dim, facts, settings, INIT, ADD, COLUMN,
+    state = _pass(a, b, extra, row_ids, left, anchors, i, mask_m, size, others, dim, facts, settings, INIT, ADD, COLUMN,
                   POSITIVES_ONLY, MEASURE, SELF, FLAG, ACTIVE, PAD, K, ONCE, M, N)  # fmt: skip
-    CLOSE(stats, (i, exists, size), (own, left), state, facts, settings, SELF, FLAG, ACTIVE)
+    CLOSE(stats, (i, mask_m, size), (row_ids, left), state, facts, settings, SELF, FLAG, ACTIVE)
 
 
 @triton.jit
 def _firsts(a, stats, size, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """For N-pair in a batch alone: 1 for items that have no positive before them."""
     i = tl.program_id(0) * M + tl.arange(0, M)
-    exists = i < size
-    own = class_ids(a, i, exists, size, PAD)
+    mask_m = i < size
+    row_ids = class_ids(a, i, mask_m, size, PAD)
     before = tl.zeros((M, N), tl.int32)
     for start in range(0, tl.minimum(tl.program_id(0) * M + M, size), N):
         j = start + tl.arange(0, N)
-        real = j < size
-        positive, _negative = kinship(own, class_ids(a, j, real, size, PAD), i, j, exists, real, True)
+        mask_n = j < size
+        positive, _negative = pair_masks(row_ids, class_ids(a, j, mask_n, size, PAD), i, j, mask_m, mask_n, True)
         before += (positive & (j[None, :] < i[:, None])).to(tl.int32)
-    store(stats, npair.FIRST, (i, exists, size), (tl.sum(before, 1) == 0))
+    store(stats, npair.FIRST, (i, mask_m, size), (tl.sum(before, 1) == 0))
 
 
 @triton.jit
@@ -188,11 +197,12 @@ def _finish(a, b, stats, value, size, others, option, TALLY: tl.constexpr, MEAN:
 
 
 @triton.jit
-def _saved(stats, i, exists, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+def _saved(stats, i, mask_m, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """COUNT rows of statistics from FIRST on, as a tuple, along AXIS of a tile."""
     rows = ()
     for k in tl.static_range(COUNT):
-        rows = rows + (tl.expand_dims(load(stats, FIRST + k, (i, exists, size)), AXIS),)
+        row = load(stats, FIRST + k, (i, mask_m, size))
+        rows = rows + (tl.expand_dims(row, AXIS),)  # noqa: RUF005  triton 3.4 knows no unpacking
     return rows
 
 
@@ -200,16 +210,16 @@ def _saved(stats, i, exists, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUN
 def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim, p, q, u, s, SLOPE: tl.constexpr,
               ROW_SLOPE: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, MEASURE: tl.constexpr,
               SYMMETRIC: tl.constexpr, PAIRED: tl.constexpr, ROLE: tl.constexpr, FLAG: tl.constexpr,
-              NORMALIZE: tl.constexpr, ENTER: tl.constexpr, WHOLE: tl.constexpr, BETA: tl.constexpr,
+              NORMALIZE: tl.constexpr, TRANSFORM: tl.constexpr, ONE_CHUNK: tl.constexpr, BETA: tl.constexpr,
               PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
               D: tl.constexpr):  # fmt: skip
     """D coordinates of the gradient by M rows of x, prepared in a: all rows of b pass by, as references (ROLE
     "anchors"), as anchors ("references") or as both ("self"). stats are of a, column of b."""
     i = tl.program_id(0) * M + tl.arange(0, M)
-    exists = i < size
+    mask_m = i < size
     axis = tl.program_id(1) * D + tl.arange(0, D)
-    own = class_ids(a, i, exists, size, PAD)
-    left = fact(a, SQUARED, i, exists, size, PAD)
+    row_ids = class_ids(a, i, mask_m, size, PAD)
+    left = fact(a, SQUARED, i, mask_m, size, PAD)
     safe = tl.minimum(i, size - 1)
     rows = _rows(a, safe, axis, PAD, D)
     scales_at = column + SCALES * others if ROLE == "references" else stats + SCALES * size
@@ -222,25 +232,25 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
     settings = (p, q, u, s)
     row_stats = ()
     if ROLE != "references" or PAIRED:
-        row_stats = _saved(stats, i, exists, size, 1, FIRST, COUNT)
+        row_stats = _saved(stats, i, mask_m, size, 1, FIRST, COUNT)
     gradient = tl.zeros((M, D), tl.float64)
     weight = tl.zeros((M, N), tl.float64)
     for start in range(0, others, N):
         j = start + tl.arange(0, N)
-        real = j < others
-        positive, negative = kinship(own, class_ids(b, j, real, others, PAD), i, j, exists, real, SELF)
+        mask_n = j < others
+        positive, negative = pair_masks(row_ids, class_ids(b, j, mask_n, others, PAD), i, j, mask_m, mask_n, SELF)
         passing = tl.minimum(j, others - 1)
         passing_rows = _rows(b, passing, axis, PAD, D)
         if ONCE:
             inner = tl.dot(rows, tl.trans(passing_rows), out_dtype=tl.float64)
         else:
-            inner = dots(a, b, safe, passing, PAD, K)
-        right = fact(b, SQUARED, j, real, others, PAD)
+            inner = inner_products(a, b, safe, passing, PAD, K)
+        right = fact(b, SQUARED, j, mask_n, others, PAD)
         value = _measure(inner, left, right, i, j, dim, MEASURE, SELF)
         tile = (value, positive, negative)
         column_stats = ()
         if ROLE != "anchors" or PAIRED:
-            column_stats = _saved(column, j, real, others, 0, FIRST, COUNT)
+            column_stats = _saved(column, j, mask_n, others, 0, FIRST, COUNT)
         if ROLE != "references":
             slope = SLOPE(tile, row_stats, column_stats, scales, settings, SELF, FLAG)
         if SYMMETRIC and SELF:
@@ -263,12 +273,12 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
     if EUCLID:  # of unit rows, what points along the row changes nothing
         gradient = tl.sum(weight, 1)[:, None] * rows - gradient
     if ROW_SLOPE is not None:
-        gradient += ROW_SLOPE((own != -1)[:, None], row_stats, scales, settings, ROLE).to(tl.float64) * rows
-    if WHOLE:
-        whole_gradient(x, a, by_x, gradient, i, exists, axis, size, dim, PAD, ENTER, NORMALIZE)
+        gradient += ROW_SLOPE((row_ids != -1)[:, None], row_stats, scales, settings, ROLE).to(tl.float64) * rows
+    if ONE_CHUNK:
+        store_gradient(x, a, by_x, gradient, i, mask_m, axis, size, dim, PAD, TRANSFORM, NORMALIZE)
     else:
         out = i.to(tl.int64)[:, None] * dim + axis[None, :]
-        tl.store(by_x + out, gradient, mask=exists[:, None] & (axis < dim)[None, :])
+        tl.store(by_x + out, gradient, mask=mask_m[:, None] & (axis < dim)[None, :])
 
 
 @functools.cache
@@ -321,14 +331,15 @@ def _passes(kind: str, flag: bool, size: int, dim: int, alone: bool, reduction: 
     )
 
 
-def forward(kind, own, other, sizes, beta, settings, flag, reduction):
+def forward(kind, rows, columns, sizes, beta, settings, flag, reduction):
     """The value (), and the statistics of anchors and of references (the same where these have none).
 
-    own, other: prepared rows, the same where the batch is alone; sizes: B, R and D. beta: None, a scalar or (B,)."""
+    rows, columns: prepared anchors and references, the same where the batch is alone; sizes: B, R and D. beta: None, a
+    scalar or (B,)."""
     size, others, dim = sizes
-    alone = own is other
-    stats = torch.empty(STATISTICS * size + 2, device=own.device, dtype=torch.float32)
-    value = torch.empty((), device=own.device, dtype=torch.float32)
+    alone = rows is columns
+    stats = torch.empty(STATISTICS * size + 2, device=rows.device, dtype=torch.float32)
+    value = torch.empty((), device=rows.device, dtype=torch.float32)
     beta_kind = "number" if beta is None else "anchor" if beta.dim() else "scalar"
     passes = _passes(kind, flag, size, dim, alone, reduction, beta_kind)
     anchors = (-(-size // passes.rows), 1, 1)
@@ -336,43 +347,51 @@ def forward(kind, own, other, sizes, beta, settings, flag, reduction):
     if beta is not None:
         extra = beta
     if kind == "npair" and alone:
-        passes.firsts(((size + 15) // 16, 1, 1), own, stats, size)
+        passes.firsts(((size + 15) // 16, 1, 1), rows, stats, size)
     if kind == "lifted":
-        passes.threats(anchors, own, other, stats, stats, size, others, dim, *settings)
+        passes.threats(anchors, rows, columns, stats, stats, size, others, dim, *settings)
         if not alone:
             references = (-(-others // passes.rows), 1, 1)
-            column = extra = torch.empty(STATISTICS * others, device=own.device, dtype=torch.float32)
-            passes.threats(references, other, own, column, column, others, size, dim, *settings)
-            passes.main(references, other, own, stats, column, others, size, dim, *settings)
-    passes.main(anchors, own, other, extra, stats, size, others, dim, *settings)
-    passes.finish((1, 1, 1), own, other, stats, value, size, others, settings[3])
+            column = extra = torch.empty(STATISTICS * others, device=rows.device, dtype=torch.float32)
+            passes.threats(references, columns, rows, column, column, others, size, dim, *settings)
+            passes.main(references, columns, rows, stats, column, others, size, dim, *settings)
+    passes.main(anchors, rows, columns, extra, stats, size, others, dim, *settings)
+    passes.finish((1, 1, 1), rows, columns, stats, value, size, others, settings[3])
     return value, stats, column
 
 
+def beta_slopes_and_scales(stats, size):
+    """From the statistics of the margin loss: the slopes by each anchor's β (B,), and the two scales."""
+    first = margin.BETA_SLOPE.value * size
+    return stats[first : first + size], stats[STATISTICS * size :]
+
+
 @functools.cache
-def _last_pass(kind, flag, size, dim, role, normalize, enter, beta) -> tuple[Tile, int, CachedLauncher]:
+def _last_pass(kind, flag, size, dim, role, normalize, transform, beta) -> tuple[Tile, int, CachedLauncher]:
     tile, constants = _tile("backward", size, dim)
     link = links.of(kind, flag)
     functions = {"SLOPE": link.slope, "ROW_SLOPE": link.row_slope, "COUNT": link.saved, "FIRST": SAVED}
     functions |= {"MEASURE": link.measure, "SYMMETRIC": link.symmetric, "PAIRED": link.paired}
-    choices = {"ROLE": role, "FLAG": flag, "NORMALIZE": normalize, "ENTER": enter, "BETA": beta}
-    choices["WHOLE"] = dim <= constants["D"]
+    choices = {"ROLE": role, "FLAG": flag, "NORMALIZE": normalize, "TRANSFORM": transform, "BETA": beta}
+    choices["ONE_CHUNK"] = dim <= constants["D"]
     return tile, constants["D"], CachedLauncher(_backward, **functions, **choices, **constants)
 
 
-def backward(kind, role, x, own, stats, other, column, others, upstream, by_beta, settings, flag, normalize, enter):
-    """The gradient by the rows of `x`, in their type; `by_beta` () is filled with that by a scalar β where there is one.
+def backward(
+    kind, role, x, rows, stats, columns, column, others, upstream, by_beta, settings, flag, normalize, transform
+):
+    """The gradient by `x`, in its type; `by_beta` () is filled with that by a scalar β where there is one.
 
-    stats are of these rows, column of the `others` rows that they meet."""
+    rows: x prepared, and its statistics; columns: the `others` rows it is compared with, and theirs."""
     size, dim = x.shape
-    tile, chunk, main = _last_pass(kind, flag, size, dim, role, normalize, enter, by_beta is not None)
-    whole = dim <= chunk
+    tile, chunk, main = _last_pass(kind, flag, size, dim, role, normalize, transform, by_beta is not None)
+    one_chunk = dim <= chunk
     # The interpreter cuts numbers to bfloat16 where it should round them.
     by_x = torch.empty_like(x, dtype=torch.float32 if kernels.interpreted() else x.dtype)
-    out = by_x if whole else torch.empty_like(x, dtype=torch.float64)
+    out = by_x if one_chunk else torch.empty_like(x, dtype=torch.float64)
     slot = stats if by_beta is None else by_beta
     grid = (-(-size // tile.rows), -(-dim // chunk), 1)
-    main(grid, x, own, other, stats, column, upstream, out, slot, size, others, dim, *settings)
-    if not whole:
-        row_kernels.long_gradient(x, own, out, by_x, normalize, enter)
+    main(grid, x, rows, columns, stats, column, upstream, out, slot, size, others, dim, *settings)
+    if not one_chunk:
+        row_kernels.long_gradient(x, rows, out, by_x, normalize, transform)
     return by_x if by_x.dtype == x.dtype else by_x.to(x.dtype)

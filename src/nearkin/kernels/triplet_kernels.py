@@ -36,16 +36,16 @@ from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.row_kernels import (
     EPS,
     TAINT,
-    apart,
     class_ids,
-    dots,
     fact,
-    kinship,
+    inner_products,
     long_gradient,
     options,
     padded,
+    pair_masks,
     prepare,
-    whole_gradient,
+    squared_distances,
+    store_gradient,
 )
 from nearkin.kernels.row_kernels import SQUARED as LENGTH
 
@@ -94,7 +94,7 @@ def tile(table, number: int) -> Tile:
 def _tile(x, r, i, j, left, right, rounding, ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr,
           K: tl.constexpr):  # fmt: skip
     """Squared distances in float32, or distances (ROOT), as `core.distances` rounds them; rows i and j must exist."""
-    squared = apart(dots(x, r, i, j, PAD, K), left, right, i, j, rounding, SELF)
+    squared = squared_distances(inner_products(x, r, i, j, PAD, K), left, right, i, j, rounding, SELF)
     return tl.sqrt(squared).to(tl.float32) if ROOT else squared.to(tl.float32)
 
 
@@ -106,7 +106,7 @@ def _met(x, r, own, i, there, left, start, others, rounding, ROOT: tl.constexpr,
     real = j < others
     j = tl.minimum(j, others - 1)
     measured = _tile(x, r, i, j, left, fact(r, LENGTH, j, real, others, PAD), rounding, ROOT, SELF, PAD, K)
-    positive, negative = kinship(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
+    positive, negative = pair_masks(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
     return measured, positive, negative
 
 
@@ -119,7 +119,7 @@ def _list(r, lists, i, there, own, number, others, SELF: tl.constexpr, PAD: tl.c
     for start in range(0, others, L):
         j = start + tl.arange(0, L)
         real = j < others
-        positive, negative = kinship(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
+        positive, negative = pair_masks(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
         here = positive.to(tl.int32)
         more = tl.sum(here, 1)
         strangers += tl.sum(negative.to(tl.int32), 1)
@@ -281,7 +281,7 @@ def _race(x, r, own, seed, i, there, left, limit, slot, others, rounding, power,
             weight = tl.minimum(weight, most)
         else:
             real = j < others
-            _, negative = kinship(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
+            _, negative = pair_masks(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
         bits0, bits1, bits2, bits3 = tl.philox(seed, none + i[:, None], none + j[None, :], none + slot, none, ROUNDS)
         best0, at0 = _keep_more(best0, at0, _luck(bits0, weight, WEIGHTED), negative, start)
         best1, at1 = _keep_more(best1, at1, _luck(bits1, weight, WEIGHTED), negative, start)
@@ -568,7 +568,7 @@ def _extremes(x, r, lists, stats, number, others, margin, rounding, EASY: tl.con
         for start in range(0, others, N):
             j = start + tl.arange(0, N)
             real = j < others
-            positive, _ = kinship(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
+            positive, _ = pair_masks(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
             if tl.max(tl.max(positive.to(tl.int32), 1)) > 0:
                 measured, positive, _ = _met(x, r, own, i, there, left, start, others, rounding, ROOT, SELF, PAD, N, K)
                 kin, kin_at = _keep_less(kin, kin_at, _ranked(measured, ROOT), positive, start)
@@ -793,7 +793,7 @@ def _back(x, a, b, lists, stats, upstream, out, by_edge, number, others, anchors
     row = tl.load(a + i.to(tl.int64)[:, None] * PAD + axis[None, :], mask=inside, other=0.0)
     gradient = total[:, None] * row - acc
     if FUSED:
-        whole_gradient(x, a, out, gradient, i, there, axis, number, dim, PAD, "held", NORMALIZE)
+        store_gradient(x, a, out, gradient, i, there, axis, number, dim, PAD, "clamp", NORMALIZE)
     else:
         tl.store(out + i.to(tl.int64)[:, None] * dim + axis[None, :], gradient, mask=inside)
     if EDGE and tl.program_id(1) == 0:

@@ -16,7 +16,7 @@ from torch import Tensor
 from nearkin import kernels
 from nearkin.core import blockwise
 from nearkin.core.autograd import HandGradient
-from nearkin.kernels import eligible
+from nearkin.kernels import eligible, launch
 
 SELECTIONS = (
     *("all", "hard", "semihard", "semihard_or_hardest", "semihard_or_skip", "batch_hard", "easy_positive"),
@@ -59,7 +59,7 @@ def loss(
     boundary: β of the margin loss, of each anchor (B, 1), or one for all ().
     """
     x = batch.embeddings
-    with eligible.device_of(x):
+    with launch.device_of(x):
         capacity = _capacity(batch, plan.selection)
         if capacity is None:
             return None
@@ -130,12 +130,12 @@ class _Loss(HandGradient):
         return value  # type: ignore[no-any-return]
 
     @staticmethod
-    @eligible.once
+    @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, references = ctx.saved_tensors
         wants = ctx.needs_input_grad
         found: list[Tensor | None] = [None, None, None]
-        with eligible.device_of(upstream):
+        with launch.device_of(upstream):
             if wants[0] or wants[2]:
                 role = "self" if ctx.together else "anchors"
                 by_x, by_edge = _tiles().backward(ctx.kept, x, upstream, ctx.plan, role, wants[2])

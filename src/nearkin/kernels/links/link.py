@@ -28,12 +28,12 @@ def saved(count: int):
 
 
 @triton.jit
-def valid_pairs(references, own, SELF: tl.constexpr):
+def valid_pairs(references, row_ids, SELF: tl.constexpr):
     """The number of references (M,) that an anchor makes a pair with, from the counts of a pass (N,)."""
     valid = tl.sum(references, 0)
     if SELF:
         valid -= 1
-    return tl.where(own != -1, valid, 0)
+    return tl.where(row_ids != -1, valid, 0)
 
 
 @triton.jit
@@ -77,8 +77,8 @@ class Link(NamedTuple):
     """Device functions. `state` is a tuple of the link's own making, with slots of a tile (M, N) or of references (N,).
 
     tile: value, positive, negative, each (M, N). reference: which are known (N,), squared lengths (N,), and what
-    `column` made. facts: what `facts` or the survey made of anchors. settings: four numbers, which each link names; FLAG
-    is its yes or no; ACTIVE: whether reduction is "active". anchor in `close`: class ids and squared lengths (M,).
+    `column` made. facts: what `facts` or the survey made of anchors. settings: four numbers, which each link names;
+    FLAG is its yes or no; ACTIVE: whether reduction is "active". anchor in `close`: class ids and squared lengths (M,).
     """
 
     init: Callable  # (M, N) -> state
