@@ -230,7 +230,7 @@ def tune(classes, number, dim, dtype):
                 tiles.gradient(given, made, along[: -(-number // 128)], None, out, start, True, tile=tile)
 
         def scan(tile=None):
-            tiles.scan(given, fused._a_part(rows, w, None), tile=tile)
+            tiles.scan(given, fused._part_size(rows, w, None), tile=tile)
 
         steps = {"SCAN": scan, "PARTS": parts} | ({"GRADIENT": gradient} if tiles.halves(rows, w) else {})
         for name, step in steps.items():

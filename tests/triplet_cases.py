@@ -276,17 +276,17 @@ def check_fallback(device):
 def drawn(case, given, seed):
     """The pairs that the kernels draw from this seed, as a selection for plain torch; every term must be above 0."""
     found = []
-    plain = triplet_ops._tiles().forward
+    plain = triplet_ops._kernels().forward
 
     def forward(*a):
         found.append(plain(*a))
         return found[-1]
 
-    triplet_ops._tiles().forward = forward
+    triplet_ops._kernels().forward = forward
     try:
         got = served(case, given, generator=torch.Generator(given[0].device).manual_seed(seed))
     finally:
-        triplet_ops._tiles().forward = plain
+        triplet_ops._kernels().forward = plain
     number, room = len(given[0]), found[0][1].capacity
     lists = found[0][1].lists[: (3 + 2 * room) * number].view(-1, number).long()
     count = lists[0]

@@ -635,7 +635,7 @@ def judge_kernel():
         module._Pass.apply = lambda *given, apply=apply: served.append(1) or apply(*given)
     for cut, shape, kinds, form in kernel_cases():
         walk = cut.get("walk", 32)
-        fused._a_part = lambda rows, weight, max_memory, walk=walk: walk
+        fused._part_size = lambda rows, weight, max_memory, walk=walk: walk
         fused.FUSED = cut.get("FUSED", True)
         class_kernels.INTERPRETED = tile._replace(copies=cut.get("copies", True))
         seeds = range(3 if shape[0] <= 5 else 1)  # few numbers are close by luck, or not

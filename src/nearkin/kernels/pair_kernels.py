@@ -39,8 +39,7 @@ ROUNDING = tl.constexpr(2 * row_kernels.EPS)
 
 
 class Tile(NamedTuple):
-    """Rows per program, rows that pass by per step and coordinates per product (whole rows at once where they are as
-    many); warps per program, steps in flight."""
+    """Rows per program, rows that pass by per step, coordinates per product; warps per program, steps in flight."""
 
     rows: int
     columns: int

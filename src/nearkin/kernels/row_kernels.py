@@ -163,7 +163,7 @@ def squared_distances(inner, left, right, i, j, rounding, SELF: tl.constexpr):
 
 @triton.jit
 def input_gradient(x, rows, gradient, along, i, mask_m, axis, size, dim, PAD: tl.constexpr, TRANSFORM: tl.constexpr,
-             NORMALIZE: tl.constexpr):  # fmt: skip
+                   NORMALIZE: tl.constexpr):  # fmt: skip
     """The gradient (M, D) by `x` from that by prepared rows. along (M,): its part along each unit row."""
     at = i.to(tl.int64)[:, None]
     mask = mask_m[:, None] & (axis < dim)[None, :]

@@ -1,4 +1,4 @@
-"""The links of the pair pass: per loss the few lines by which it differs. Imported when the first kernel is wanted."""
+"""The links of the pair pass: per loss the few lines by which it differs. Imported with the first kernel."""
 
 from nearkin.kernels.links import (
     circle,

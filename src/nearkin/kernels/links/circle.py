@@ -7,7 +7,7 @@ settings: margin, scale. Similarities in float64, since exponents are as large a
 import triton
 import triton.language as tl
 
-from nearkin.kernels.links.link import ACTIVE_TERMS, PAID, TERMS, Link, saved
+from nearkin.kernels.links.link import Link, saved, store_term
 from nearkin.kernels.numerics import sigmoid, softplus, store, stream_add_float64, stream_close, stream_init
 
 PEAK, SHARE, NEGATIVE_PEAK, NEGATIVE_SHARE = saved(4)
@@ -45,12 +45,7 @@ def close(stats, at, anchor, state, facts, settings, SELF: tl.constexpr, FLAG: t
     exponent = tl.where(counted, logsumexp + negative_logsumexp, 0.0).to(tl.float32)
     factor = tl.where(counted, sigmoid(exponent), 0.0)
     paid = softplus(exponent)
-    active = counted & (paid > 0)
-    if ACTIVE:
-        counted = active
-    store(stats, PAID, at, tl.where(counted, paid, 0.0))
-    store(stats, TERMS, at, counted)
-    store(stats, ACTIVE_TERMS, at, active)
+    store_term(stats, at, counted, paid, ACTIVE)
     store(stats, PEAK, at, peak)
     store(stats, SHARE, at, share * factor)
     store(stats, NEGATIVE_PEAK, at, negative_peak)

@@ -9,15 +9,13 @@ import triton
 import triton.language as tl
 
 from nearkin.kernels.links.link import (
-    ACTIVE_TERMS,
     HIGH,
     NEGATIVE_ACTIVE_TERMS,
     NEGATIVE_PAID,
     NEGATIVE_TERMS,
-    PAID,
-    TERMS,
     Link,
     mean,
+    store_pairs,
     tally,
     valid_pairs,
 )
@@ -53,12 +51,10 @@ def add(state, tile, reference, facts, settings, SELF: tl.constexpr, FLAG: tl.co
 @triton.jit
 def close(stats, at, anchor, state, facts, settings, SELF: tl.constexpr, FLAG: tl.constexpr, ACTIVE: tl.constexpr):
     paid, negative_paid, positives, pushed, references = state
-    terms = tl.sum(positives & (HIGH - 1), 1)
-    store(stats, PAID, at, row_sum(paid))
-    store(stats, TERMS, at, terms)
-    store(stats, ACTIVE_TERMS, at, tl.sum(positives // HIGH, 1))
+    store_pairs(stats, at, paid, positives)
     store(stats, NEGATIVE_PAID, at, row_sum(negative_paid))
-    store(stats, NEGATIVE_TERMS, at, valid_pairs(references, anchor[0], SELF) - terms)
+    negatives = valid_pairs(references, anchor[0], SELF) - tl.sum(positives & (HIGH - 1), 1)
+    store(stats, NEGATIVE_TERMS, at, negatives)
     store(stats, NEGATIVE_ACTIVE_TERMS, at, tl.sum(pushed, 1))
 
 

@@ -4,15 +4,10 @@
 import triton
 import triton.language as tl
 
-from nearkin.kernels.links.link import ACTIVE_TERMS, HIGH, PAID, TERMS, Link, Survey, saved
+from nearkin.kernels.links.link import HIGH, Link, Survey, saved, store_pairs
 from nearkin.kernels.numerics import row_sum, sigmoid, softplus, store, stream_add, stream_close, stream_init
 
 PEAK, SHARE, LOG_SUM_EXP = saved(3)
-
-
-@triton.jit
-def init_negatives(M: tl.constexpr, N: tl.constexpr):
-    return stream_init(M, N)
 
 
 @triton.jit
@@ -48,9 +43,7 @@ def add(state, tile, reference, facts, settings, SELF: tl.constexpr, FLAG: tl.co
 def close(stats, at, anchor, state, facts, settings, SELF: tl.constexpr, FLAG: tl.constexpr, ACTIVE: tl.constexpr):
     paid, positives, slopes = state
     logsumexp, peak, share = facts
-    store(stats, PAID, at, row_sum(paid))
-    store(stats, TERMS, at, tl.sum(positives & (HIGH - 1), 1))
-    store(stats, ACTIVE_TERMS, at, tl.sum(positives // HIGH, 1))
+    store_pairs(stats, at, paid, positives)
     store(stats, PEAK, at, peak)
     store(stats, SHARE, at, row_sum(slopes) * share)
     store(stats, LOG_SUM_EXP, at, logsumexp)
@@ -67,5 +60,5 @@ def slope(tile, anchor, reference, scales, settings, SELF: tl.constexpr, FLAG: t
 
 
 LINK = Link(
-    init, add, close, slope, saved=3, survey=Survey(init_negatives, add_negatives, close_negatives), positives_only=True
+    init, add, close, slope, saved=3, survey=Survey(stream_init, add_negatives, close_negatives), positives_only=True
 )

@@ -8,24 +8,10 @@ and reference. With references of their own both run from either side.
 import triton
 import triton.language as tl
 
-from nearkin.kernels.links.link import ACTIVE_TERMS, HIGH, PAID, TERMS, Link, saved
-from nearkin.kernels.numerics import (
-    load,
-    logaddexp,
-    row_sum,
-    sigmoid,
-    store,
-    stream_add,
-    stream_close,
-    stream_init,
-)
+from nearkin.kernels.links.link import HIGH, Link, saved, store_pairs
+from nearkin.kernels.numerics import load, logaddexp, row_sum, sigmoid, store, stream_add, stream_close, stream_init
 
 THREAT, PEAK, SHARE, PUSH = saved(4)
-
-
-@triton.jit
-def init_threats(M: tl.constexpr, N: tl.constexpr):
-    return stream_init(M, N)
 
 
 @triton.jit
@@ -74,9 +60,7 @@ def add(state, tile, reference, facts, settings, SELF: tl.constexpr, FLAG: tl.co
 @triton.jit
 def close(stats, at, anchor, state, facts, settings, SELF: tl.constexpr, FLAG: tl.constexpr, ACTIVE: tl.constexpr):
     paid, positives, slopes = state
-    store(stats, PAID, at, row_sum(paid))
-    store(stats, TERMS, at, tl.sum(positives & (HIGH - 1), 1))
-    store(stats, ACTIVE_TERMS, at, tl.sum(positives // HIGH, 1))
+    store_pairs(stats, at, paid, positives)
     store(stats, PUSH, at, row_sum(slopes) * facts[1])
 
 
@@ -90,16 +74,5 @@ def slope(tile, anchor, reference, scales, settings, SELF: tl.constexpr, FLAG: t
     return scales[0] * tl.where(positive, pull, tl.where(negative, -pushed, 0.0))
 
 
-THREATS = Link(init_threats, add_threats, close_threats, slope, saved=4, measure="distance")
-LINK = Link(
-    init,
-    add,
-    close,
-    slope,
-    saved=4,
-    measure="distance",
-    facts=facts,
-    column=column,
-    positives_only=True,
-    paired=True,
-)
+THREATS = Link(stream_init, add_threats, close_threats, slope, saved=4, measure="distance")
+LINK = Link(init, add, close, slope, 4, "distance", facts, column, positives_only=True, paired=True)

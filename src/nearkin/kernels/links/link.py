@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nearkin.kernels.numerics import load
+from nearkin.kernels.numerics import load, row_sum, store
 
 PAID, TERMS, ACTIVE_TERMS = (tl.constexpr(row) for row in range(3))
 NEGATIVE_PAID, NEGATIVE_TERMS, NEGATIVE_ACTIVE_TERMS = (tl.constexpr(row) for row in range(3, 6))
@@ -34,6 +34,26 @@ def valid_pairs(references, row_ids, SELF: tl.constexpr):
     if SELF:
         valid -= 1
     return tl.where(row_ids != -1, valid, 0)
+
+
+@triton.jit
+def store_term(stats, at, counted, paid, ACTIVE: tl.constexpr):
+    """Stores one term per anchor, where it is counted; returns where it is."""
+    active = counted & (paid > 0)
+    if ACTIVE:
+        counted = active
+    store(stats, PAID, at, tl.where(counted, paid, 0.0))
+    store(stats, TERMS, at, counted)
+    store(stats, ACTIVE_TERMS, at, active)
+    return counted
+
+
+@triton.jit
+def store_pairs(stats, at, paid, pairs):
+    """Stores the terms of an anchor's pairs: slots of their sum, and of their number with active ones counted HIGH."""
+    store(stats, PAID, at, row_sum(paid))
+    store(stats, TERMS, at, tl.sum(pairs & (HIGH - 1), 1))
+    store(stats, ACTIVE_TERMS, at, tl.sum(pairs // HIGH, 1))
 
 
 @triton.jit

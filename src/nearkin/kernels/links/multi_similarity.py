@@ -7,7 +7,7 @@ settings: α, β, base, ε. FLAG: only pairs that are hard among the anchor's ot
 import triton
 import triton.language as tl
 
-from nearkin.kernels.links.link import ACTIVE_TERMS, PAID, TERMS, Link, Survey, saved, valid_pairs
+from nearkin.kernels.links.link import Link, Survey, saved, store_term, valid_pairs
 from nearkin.kernels.numerics import LOG_ZERO, sigmoid, softplus, store, stream_add, stream_close, stream_init
 
 PEAK, SHARE, NEGATIVE_PEAK, NEGATIVE_SHARE, POSITIVE_BOUND, NEGATIVE_BOUND = saved(6)
@@ -60,12 +60,7 @@ def close(stats, at, anchor, state, facts, settings, SELF: tl.constexpr, FLAG: t
     logsumexp, negative_logsumexp = logsumexp.to(tl.float32), negative_logsumexp.to(tl.float32)
     counted = valid_pairs(references, anchor[0], SELF) > 0
     paid = softplus(logsumexp) / settings[0] + softplus(negative_logsumexp) / settings[1]
-    active = counted & (paid > 0)
-    if ACTIVE:
-        counted = active
-    store(stats, PAID, at, tl.where(counted, paid, 0.0))
-    store(stats, TERMS, at, counted)
-    store(stats, ACTIVE_TERMS, at, active)
+    store_term(stats, at, counted, paid, ACTIVE)
     store(stats, PEAK, at, peak)
     store(stats, SHARE, at, share * sigmoid(logsumexp))
     store(stats, NEGATIVE_PEAK, at, negative_peak)

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from nearkin.kernels.links.link import ACTIVE_TERMS, PAID, TERMS, Link, saved
+from nearkin.kernels.links.link import Link, saved, store_term
 from nearkin.kernels.numerics import row_sum, store, stream_add, stream_close, stream_init
 
 PEAK, PER_POSITIVE, SHARE, COUNTED = saved(4)
@@ -33,12 +33,7 @@ def close(stats, at, anchor, state, facts, settings, SELF: tl.constexpr, FLAG: t
     counted = positives > 0
     divisor = tl.maximum(positives, 1).to(tl.float64)
     paid = (logsumexp - row_sum(positive_logits) / divisor).to(tl.float32)
-    active = counted & (paid > 0)
-    if ACTIVE:
-        counted = active
-    store(stats, PAID, at, tl.where(counted, paid, 0.0))
-    store(stats, TERMS, at, counted)
-    store(stats, ACTIVE_TERMS, at, active)
+    counted = store_term(stats, at, counted, paid, ACTIVE)
     store(stats, PEAK, at, peak)
     store(stats, PER_POSITIVE, at, 1.0 / divisor)
     store(stats, SHARE, at, share)
