@@ -852,13 +852,13 @@ BAD = [
     (lambda: PairPerClass(TWO, 2, candidates=1), "candidates must be >= 2, got 1"),
     (
         lambda: PairPerClass(TWO, 2).refresh(torch.ones(3, 2)),
-        "class_embeddings must have one row a class: 2, got 3",
+        "class_embeddings must have one row per class: 2, got 3",
     ),
     (
         lambda: PairPerClass(TWO, 2).refresh(torch.tensor([[1.0], [float("nan")]])),
         "class_embeddings must be finite, got NaN or Inf in 1 classes",
     ),
-    (lambda: HardClasses(TWO, 2, 2).refresh(np.ones((2, 2))), "embeddings must have one row an item: 4, got 2"),
+    (lambda: HardClasses(TWO, 2, 2).refresh(np.ones((2, 2))), "embeddings must have one row per item: 4, got 2"),
     (lambda: HardClasses([0, 0], 1, 2).refresh([[1.0], [1.0]]), "embeddings must be a torch tensor, got list"),
     (lambda: LabelNeighbours(np.arange(10)), "batch_size must be at most the number of items: 10, got 150"),
     (
@@ -879,7 +879,7 @@ BAD = [
     (lambda: HardNegatives(TWO, 4, 3), "pairs must be at most half of batch_size: 2, got 3"),
     (lambda: HardNegatives([0, 0, 1, 2], 4, 2), "pairs must be at most the positive pairs of a pass: 1, got 2"),
     (lambda: HardNegatives(TWO, 4, candidates=3), "candidates must be >= 4, got 3"),
-    (lambda: HardNegatives(TWO, 4).refresh(torch.ones(3, 2)), "embeddings must have one row an item: 4, got 3"),
+    (lambda: HardNegatives(TWO, 4).refresh(torch.ones(3, 2)), "embeddings must have one row per item: 4, got 3"),
     (
         lambda: HardNegatives(TWO, 4).refresh(torch.full((4, 2), float("nan"))),
         "embeddings must be finite, got NaN or Inf in 4 items",
