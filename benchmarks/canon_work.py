@@ -2,7 +2,7 @@
 
 A job is plain values, and what it gives is a function of these and of the files: a comparison that was cut off goes on
 where it was. A final is the training that `nearkin train --recipe` makes of the same recipe, without what that keeps
-and draws on the way: the same batches, the same weights, the same figures.
+and draws: the same batches, the same weights, the same figures.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def recipe_of(job: Job, root: str, partial: bool = False) -> Recipe:
 
 
 class Desk:
-    """What a process needs for its jobs, read once: the items, and their pixels at each size they are kept in."""
+    """What a process needs for its jobs, read once: the items, and their pixels at each stored size."""
 
     def __init__(self, root: str, partial: bool = False) -> None:
         self.root, self.partial = root, partial
@@ -90,10 +90,10 @@ class Desk:
         prepared = self.prepared(job)
         try:
             with loop.deterministic(True):
-                found = _STAGES[job.stage](prepared, job)
+                result = _STAGES[job.stage](prepared, job)
         except Diverged as error:
-            found = {"diverged": str(error).partition(":")[0]}
-        return found | {"seconds": time.monotonic() - began}
+            result = {"diverged": str(error).partition(":")[0]}
+        return result | {"seconds": time.monotonic() - began}
 
     def store(self, job: Job) -> None:
         """The pictures decoded into the cache, from which other processes map them; no GPU is touched."""
@@ -138,12 +138,12 @@ class Desk:
         nothing = np.empty(0, np.int64)
         closed = job.subject == "fashion-mnist"  # its own split divides the pictures of every class
         if job.stage == "search":
-            held = (labels >= first) & (labels < last) & (~trained if closed else True)
-            return Parts(np.flatnonzero(trained & (labels < first)), np.flatnonzero(held), nothing)
+            held_out = (labels >= first) & (labels < last) & (~trained if closed else True)
+            return Parts(np.flatnonzero(trained & (labels < first)), np.flatnonzero(held_out), nothing)
         if closed:
-            seen = SEEN[job.subject]
-            tested = np.flatnonzero(~trained & (labels >= seen))
-            return Parts(np.flatnonzero(trained & (labels < seen)), nothing, tested)
+            seen_classes = SEEN[job.subject]
+            tested = np.flatnonzero(~trained & (labels >= seen_classes))
+            return Parts(np.flatnonzero(trained & (labels < seen_classes)), nothing, tested)
         parts = divided(items, recipe, [])
         check_data(recipe, items, parts)
         return parts
@@ -159,7 +159,7 @@ def _attributes(root: Path) -> NDArray[np.float64]:
 
 
 def _trained(prepared: Prepared) -> Trainer:
-    """Trained to the last step; nothing is kept on the way."""
+    """Trained to the last step; no checkpoint is chosen."""
     trainer = run.assemble(prepared, Path(os.devnull))
     state = trainer.state
     while state.epoch < trainer.epochs:
@@ -192,9 +192,9 @@ def _embedded(trainer: Trainer, indices: NDArray[np.int64]) -> torch.Tensor:
 
 def _search(prepared: Prepared, job: Job) -> dict[str, Any]:
     trainer = _trained(prepared)
-    held = prepared.held("val")
-    rows = _embedded(trainer, held.everything)
-    return {"val": validation.judge(rows, held, False, trainer.device), "steps": trainer.state.step}
+    held_out = prepared.held("val")
+    rows = _embedded(trainer, held_out.everything)
+    return {"val": validation.judge(rows, held_out, False, trainer.device), "steps": trainer.state.step}
 
 
 def _final(prepared: Prepared, job: Job) -> dict[str, Any]:
@@ -202,12 +202,12 @@ def _final(prepared: Prepared, job: Job) -> dict[str, Any]:
     trainer = _trained(prepared)
     took = time.monotonic() - began
     rows = _embedded(trainer, prepared.held("test").everything)
-    found = _tested(prepared, rows, trainer.device, job.seed)
+    scores = _tested(prepared, rows, trainer.device, job.seed)
     exact = _exact(
         prepared, lambda material, of: embed(trainer.best_encoder, material, of, precision=trainer.precision)
     )
     return exact | {
-        "test": found,
+        "test": scores,
         "steps": trainer.state.step,
         "training_seconds": took,
         "peak_bytes": _peak(trainer.device),
@@ -232,34 +232,34 @@ def _exact(prepared: Prepared, embedded: Callable[[Material, NDArray[np.int64]],
 
     98 of 112 pixels reduced to 96 are softer than 96 of them: the frozen encoder notices.
     """
-    size, held = prepared.recipe.data.size, prepared.held("test")
+    size, held_out = prepared.recipe.data.size, prepared.held("test")
     start = (prepared.rows.shape[1] - size) // 2 if size is not None else 0
     if size is None or start <= 0:
         return {}
-    middle = np.ascontiguousarray(prepared.rows[held.indices, start : start + size, start : start + size])
+    middle = np.ascontiguousarray(prepared.rows[held_out.indices, start : start + size, start : start + size])
     device = defaults.device(prepared.recipe)
     rows = embedded(Material(middle, device, size), np.arange(len(middle)))
-    found = _tested(prepared, rows, device, prepared.recipe.training.seed, interval=False)
-    return {"exact": {name: one["value"] for name, one in found.items()}}
+    scores = _tested(prepared, rows, device, prepared.recipe.training.seed, interval=False)
+    return {"exact": {name: one["value"] for name, one in scores.items()}}
 
 
 def _tested(
     prepared: Prepared, rows: torch.Tensor, device: torch.device, seed: int, interval: bool = True
 ) -> dict[str, Any]:
     """Every figure with its 95 % interval over the choice of classes."""
-    held = prepared.held("test")
-    found: dict[str, Any] = validation.test(rows, held, False, device, ks=KS, interval=interval, seed=seed)
-    assert held.labels is not None
-    labels = torch.from_numpy(held.labels).to(device)
+    held_out = prepared.held("test")
+    scores: dict[str, Any] = validation.test(rows, held_out, False, device, ks=KS, interval=interval, seed=seed)
+    assert held_out.labels is not None
+    labels = torch.from_numpy(held_out.labels).to(device)
     clusters = evaluation.clustering(rows.to(device), labels, seed, interval=interval)
     if not interval:
-        return found | {"nmi": {"value": float(clusters["nmi"])}}
+        return scores | {"nmi": {"value": float(clusters["nmi"])}}
     low, high = clusters.intervals["nmi"]
-    return found | {"nmi": {"value": float(clusters["nmi"]), "low": float(low), "high": float(high)}}
+    return scores | {"nmi": {"value": float(clusters["nmi"]), "low": float(low), "high": float(high)}}
 
 
 def _speed(prepared: Prepared, job: Job) -> dict[str, Any]:
-    """Images a second of whole steps, after some to warm up; alone on the machine it is a measurement."""
+    """Images per second of complete steps, after some to warm up; alone on the machine it is a measurement."""
     trainer = run.assemble(prepared, Path(os.devnull))
     trainer.begin_epoch()
     batches = iter(batch for epoch in range(trainer.epochs) for batch in trainer.feed.epoch(epoch, 0))

@@ -1,8 +1,8 @@
 """Peak memory of every loss, forward and backward, beside pytorch-metric-learning's: python benchmarks/loss_memory.py
 
-B = 1,024, D = 128, float32 on the CPU, 4 items a class, 256 classes. Each figure is the rise of the process's peak
-resident memory over what it held just before, in a process of its own, after a small warm-up batch; the allocator is
-told to give freed blocks back at once. The bound is 16 matrices of B × B float32. Linux only.
+B = 1,024, D = 128, float32 on the CPU, 4 items per class, 256 classes. Each figure is the rise of the process's peak
+resident memory over what it used just before, in a separate process, after a small warm-up batch; the allocator is
+set to return freed blocks at once. The bound is 16 matrices of B × B float32. Linux only.
 """
 
 import resource
