@@ -7,6 +7,7 @@ better of two steps at B = 4,096 after a warm-up, in blocks of 256 MiB and in on
 `python benchmarks/blockwise.py NAME` for one loss. Linux only.
 """
 
+import argparse
 import os
 import platform
 import subprocess
@@ -103,7 +104,11 @@ def main(chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1] == "--peak":
-        print(peak(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("losses", nargs="*", metavar="NAME", help="all losses without one")
+    parser.add_argument("--peak", metavar="NAME", help="print the MiB of one loss; meant for a separate process")
+    options = parser.parse_args()
+    if options.peak:
+        print(peak(options.peak))
     else:
-        main(sys.argv[1:] or list(LOSSES))
+        main(options.losses or list(LOSSES))
