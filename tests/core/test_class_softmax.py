@@ -803,7 +803,7 @@ def test_every_number_of_classes_and_dimensions(name, shape):
     if name == "adacos" and classes < 3:
         pytest.skip("two classes give scale 0, which is refused")
     if classes * dim > 10**5 and name.endswith(("proxies", "7 centres")):
-        pytest.skip("as the same with fewer rows a class, to save seconds")
+        pytest.skip("as with fewer rows per class, to save seconds")
     torch.manual_seed(1)
     module, x = EVERY_SIZE[name](classes, dim), torch.randn(4, dim)
     labels = torch.tensor([0, classes - 1, classes // 2, -1])

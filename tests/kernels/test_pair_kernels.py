@@ -131,12 +131,12 @@ def test_who_is_served(monkeypatch):
     def served(impl="triton", reduction="mean", x=x, labels=ids, references=None, reference_ids=None, max_memory=None):
         return pair_ops.serves(impl, blockwise.Batch(x, labels, references, reference_ids), reduction, max_memory)
 
-    assert served() and served(references=x.half(), others=ids.int()) and served(reduction="active")
+    assert served() and served(references=x.half(), reference_ids=ids.int()) and served(reduction="active")
     assert served(labels=ids.to(torch.uint8)) and served(x=x.t().contiguous().t())
     assert not served("torch") and not served("auto")  # "auto" wants a GPU
     assert not served(reduction="none") and not served(reduction="men")
-    assert not served(x=x.double()) and not served(references=x.double(), others=ids)
-    assert not served(x=x[:0], labels=ids[:0]) and not served(references=x[:0], others=ids[:0])
+    assert not served(x=x.double()) and not served(references=x.double(), reference_ids=ids)
+    assert not served(x=x[:0], labels=ids[:0]) and not served(references=x[:0], reference_ids=ids[:0])
     assert not served(labels=relations.of(ids)) and not served(labels=torch.ones(6, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="max_memory must be at least"):
         served(max_memory=10)

@@ -8,12 +8,8 @@ the factor times log2 e, the level, and the derivatives by the others' scores, b
 """
 
 import torch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError('impl="triton" needs triton 3.4 or newer: pip install triton') from error
+import triton
+import triton.language as tl
 
 from nearkin.kernels.class_kernels import INTERPRETS, TINY, _blocks, _options
 from nearkin.kernels.numerics import sigmoid, softplus

@@ -7,12 +7,8 @@ count add up to the change of the sum, in any order. There is only one program, 
 """
 
 import torch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError('impl="triton" needs triton: pip install triton') from error
+import triton
+import triton.language as tl
 
 from nearkin import kernels
 from nearkin.core import facility

@@ -2,12 +2,8 @@
 """Device functions that kernels share: running log-sum-exps, softplus and sigmoid, and rows of statistics."""
 
 import torch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError('impl="triton" needs triton: pip install triton') from error
+import triton
+import triton.language as tl
 
 LOG_ZERO = tl.constexpr(torch.finfo(torch.float32).min / 4)  # as `core.reduce.log_zero`
 

@@ -11,12 +11,8 @@ import functools
 from typing import NamedTuple
 
 import torch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError('impl="triton" needs triton: pip install triton') from error
+import triton
+import triton.language as tl
 
 from nearkin import kernels
 from nearkin.kernels import links, row_kernels

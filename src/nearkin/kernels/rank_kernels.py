@@ -2,12 +2,8 @@
 """The kernels of `rank_ops`: one program per anchor, with its row in registers. Imported when the first is launched."""
 
 import torch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError('impl="triton" needs triton: pip install triton') from error
+import triton
+import triton.language as tl
 
 
 def _shape(matrix):

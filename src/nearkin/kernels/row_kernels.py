@@ -10,12 +10,8 @@ products of TF32. Imported when the first kernel is launched.
 import functools
 
 import torch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError('impl="triton" needs triton: pip install triton') from error
+import triton
+import triton.language as tl
 
 from nearkin import kernels
 from nearkin.kernels.launch import CachedLauncher

@@ -24,12 +24,8 @@ import struct
 from typing import NamedTuple
 
 import torch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError('impl="triton" needs triton: pip install triton') from error
+import triton
+import triton.language as tl
 
 from nearkin import kernels
 from nearkin.kernels.launch import CachedLauncher
@@ -77,7 +73,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By the most rows. With 32 rows a program of the forward pass would spill registers.
+# By the most rows. With 32 rows per program the forward pass would spill registers.
 FORWARD = {2**31: Tile(16, 128, 8, 2)}
 BACKWARD = {8192: Tile(16, 64, 4, 2), 2**31: Tile(32, 64, 8, 2)}
 LONG = Tile(16, 64, 8, 1)  # backward, with more than 128 coordinates of a gradient per program

@@ -12,7 +12,7 @@ from nearkin.kernels.numerics import load, store
 
 COUNTED, FIRST = tuple(saved(5))[3:]  # COUNTED is filled by `tally`, FIRST before the pass
 SQUARED, MEAN_SQUARED, NUM_REFERENCES = (tl.constexpr(row) for row in range(3, 6))
-supcon_init, supcon_add, supcon_close, supcon_slope = supcon.init, supcon.add, supcon.close, supcon.slope
+supcon_init, supcon_add, supcon_close = supcon.init, supcon.add, supcon.close
 
 
 @triton.jit
@@ -67,11 +67,12 @@ def close(stats, at, anchor, state, facts, settings, SELF: tl.constexpr, FLAG: t
 @triton.jit
 def slope(tile, anchor, reference, scales, settings, SELF: tl.constexpr, FLAG: tl.constexpr):
     value, positive, negative = tile
+    peak, per_positive, share, counted, _first = anchor
+    met = (positive | negative) & (counted > 0)
     if SELF:
-        positive = positive & (reference[4] == 0)
-        negative = negative & (reference[4] == 0)
-    saved_rows = (anchor[0], anchor[1], anchor[2], anchor[3])
-    return supcon_slope((value, positive, negative), saved_rows, (), scales, settings, SELF, FLAG)
+        met = met & (reference[4] == 0)
+    softmax = share * tl.exp(value / settings[0] - peak) - tl.where(positive, per_positive, 0.0)
+    return scales[0] / settings[0] * tl.where(met, softmax, 0.0)
 
 
 @triton.jit
