@@ -10,9 +10,13 @@ run of classes. Two further products make the gradients: one by cuBLAS, one here
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError as error:
+    raise ImportError('impl="triton" needs triton 3.4 or newer: pip install triton') from error
 
 from nearkin import kernels
 

@@ -8,11 +8,9 @@ the factor times log2 e, the level, and the derivatives by the others' scores, b
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from nearkin.kernels.class_kernels import INTERPRETS, TINY, _blocks, _options
-from nearkin.kernels.numerics import sigmoid, softplus
+from nearkin.kernels.numerics import sigmoid, softplus, tl, triton
 
 FACTS, STATS = 8, 5
 TARGET, SLOPE, LENGTH_SLOPE, TAINT, POWER, FACTOR, COUNTED, INVERSE = map(tl.constexpr, range(FACTS))  # of `facts`

@@ -7,11 +7,10 @@ count add up to the change of the sum, in any order. There is only one program, 
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from nearkin import kernels
 from nearkin.core import facility
+from nearkin.kernels.numerics import tl, triton
 
 FAR = tl.constexpr(facility.FAR)
 TILE = 4096  # candidates times items per step; 8 entries per thread

@@ -1,9 +1,13 @@
 # mypy: ignore-errors
-"""Device functions that kernels share: running log-sum-exps, softplus and sigmoid, and rows of statistics."""
+"""Triton, and device functions that kernels share: running log-sum-exps, softplus, sigmoid, rows of statistics."""
 
 import torch
-import triton
-import triton.language as tl
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError('impl="triton" needs triton 3.4 or newer: pip install triton') from error
 
 LOG_ZERO = tl.constexpr(torch.finfo(torch.float32).min / 4)  # as `core.reduce.log_zero`
 

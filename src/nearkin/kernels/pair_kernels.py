@@ -11,15 +11,13 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from nearkin import kernels
 from nearkin.kernels import links, row_kernels
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.links import margin, npair
 from nearkin.kernels.links.link import SAVED, SCALES, STATISTICS
-from nearkin.kernels.numerics import load, store
+from nearkin.kernels.numerics import load, store, tl, triton
 from nearkin.kernels.row_kernels import (
     SQUARED,
     TAINT,

@@ -2,8 +2,8 @@
 """The kernels of `rank_ops`: one program per anchor, with its row in registers. Imported when the first is launched."""
 
 import torch
-import triton
-import triton.language as tl
+
+from nearkin.kernels.numerics import tl, triton
 
 
 def _shape(matrix):

@@ -10,11 +10,10 @@ products of TF32. Imported when the first kernel is launched.
 import functools
 
 import torch
-import triton
-import triton.language as tl
 
 from nearkin import kernels
 from nearkin.kernels.launch import CachedLauncher
+from nearkin.kernels.numerics import tl, triton
 
 BOUND = torch.finfo(torch.float32).max ** (1 / 3)  # where coordinates are clamped, as in `core.distances`
 TINY = torch.finfo(torch.float32).tiny * 1e6  # a row not longer than this has no direction

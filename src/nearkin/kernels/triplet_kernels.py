@@ -24,11 +24,10 @@ import struct
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from nearkin import kernels
 from nearkin.kernels.launch import CachedLauncher
+from nearkin.kernels.numerics import tl, triton
 from nearkin.kernels.row_kernels import (
     EPS,
     TAINT,

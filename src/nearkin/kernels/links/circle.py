@@ -4,11 +4,8 @@
 settings: margin, scale. Similarities in float64, since exponents are as large as the scale.
 """
 
-import triton
-import triton.language as tl
-
 from nearkin.kernels.links.link import Link, saved, store_term
-from nearkin.kernels.numerics import sigmoid, softplus, store, stream_add_float64, stream_close, stream_init
+from nearkin.kernels.numerics import sigmoid, softplus, store, stream_add_float64, stream_close, stream_init, tl, triton
 
 PEAK, SHARE, NEGATIVE_PEAK, NEGATIVE_SHARE = saved(4)
 

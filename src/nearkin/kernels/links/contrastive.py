@@ -5,9 +5,6 @@ settings: margin, positive margin, -, 1 for one mean over all pairs (0: one of p
 FLAG: hinges are squared.
 """
 
-import triton
-import triton.language as tl
-
 from nearkin.kernels.links.link import (
     HIGH,
     NEGATIVE_ACTIVE_TERMS,
@@ -19,7 +16,7 @@ from nearkin.kernels.links.link import (
     tally,
     valid_pairs,
 )
-from nearkin.kernels.numerics import load, row_sum, store
+from nearkin.kernels.numerics import load, row_sum, store, tl, triton
 
 
 @triton.jit

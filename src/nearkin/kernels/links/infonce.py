@@ -1,11 +1,18 @@
 # mypy: ignore-errors
 """InfoNCE: each positive pair by itself against the anchor's negatives. settings: temperature."""
 
-import triton
-import triton.language as tl
-
 from nearkin.kernels.links.link import HIGH, Link, Survey, saved, store_pairs
-from nearkin.kernels.numerics import row_sum, sigmoid, softplus, store, stream_add, stream_close, stream_init
+from nearkin.kernels.numerics import (
+    row_sum,
+    sigmoid,
+    softplus,
+    store,
+    stream_add,
+    stream_close,
+    stream_init,
+    tl,
+    triton,
+)
 
 PEAK, SHARE, LOG_SUM_EXP = saved(3)
 

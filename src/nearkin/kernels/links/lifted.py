@@ -5,11 +5,19 @@ Two passes: THREATS makes the log-sum-exp of each row's negatives, LINK the term
 and reference. With references of their own both run from either side.
 """
 
-import triton
-import triton.language as tl
-
 from nearkin.kernels.links.link import HIGH, Link, saved, store_pairs
-from nearkin.kernels.numerics import load, logaddexp, row_sum, sigmoid, store, stream_add, stream_close, stream_init
+from nearkin.kernels.numerics import (
+    load,
+    logaddexp,
+    row_sum,
+    sigmoid,
+    store,
+    stream_add,
+    stream_close,
+    stream_init,
+    tl,
+    triton,
+)
 
 THREAT, PEAK, SHARE, PUSH = saved(4)
 

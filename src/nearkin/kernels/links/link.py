@@ -9,10 +9,7 @@ SAVED on follows what the gradient needs, which each link fills in its own way a
 from collections.abc import Callable
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
-
-from nearkin.kernels.numerics import load, row_sum, store
+from nearkin.kernels.numerics import load, row_sum, store, tl, triton
 
 PAID, TERMS, ACTIVE_TERMS = (tl.constexpr(row) for row in range(3))
 NEGATIVE_PAID, NEGATIVE_TERMS, NEGATIVE_ACTIVE_TERMS = (tl.constexpr(row) for row in range(3, 6))

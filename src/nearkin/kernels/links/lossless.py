@@ -4,11 +4,8 @@
 settings: 1 / dimensions, ε. FLAG: coordinates enter the cube by a sigmoid.
 """
 
-import triton
-import triton.language as tl
-
 from nearkin.kernels.links.link import PAID, Link, saved, valid_pairs
-from nearkin.kernels.numerics import load, row_sum, store
+from nearkin.kernels.numerics import load, row_sum, store, tl, triton
 
 POSITIVES, NEGATIVES = saved(2)
 

@@ -1,11 +1,8 @@
 # mypy: ignore-errors
 """Margin: distances below or above a boundary β by a margin. settings: margin, ν, β where it is a number."""
 
-import triton
-import triton.language as tl
-
 from nearkin.kernels.links.link import ACTIVE_TERMS, HIGH, PAID, TERMS, Link, one_mean, saved, tally, valid_pairs
-from nearkin.kernels.numerics import load, row_sum, store
+from nearkin.kernels.numerics import load, row_sum, store, tl, triton
 
 BETA_ROW, BETA_SLOPE = saved(2)
 

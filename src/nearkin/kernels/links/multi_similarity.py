@@ -4,11 +4,18 @@
 settings: α, β, base, ε. FLAG: only pairs that are hard among the anchor's others are selected.
 """
 
-import triton
-import triton.language as tl
-
 from nearkin.kernels.links.link import Link, Survey, saved, store_term, valid_pairs
-from nearkin.kernels.numerics import LOG_ZERO, sigmoid, softplus, store, stream_add, stream_close, stream_init
+from nearkin.kernels.numerics import (
+    LOG_ZERO,
+    sigmoid,
+    softplus,
+    store,
+    stream_add,
+    stream_close,
+    stream_init,
+    tl,
+    triton,
+)
 
 PEAK, SHARE, NEGATIVE_PEAK, NEGATIVE_SHARE, POSITIVE_BOUND, NEGATIVE_BOUND = saved(6)
 

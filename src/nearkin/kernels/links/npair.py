@@ -3,12 +3,9 @@
 its anchor and the others are references. settings: 1, -, -, penalty.
 """
 
-import triton
-import triton.language as tl
-
 from nearkin.kernels.links import supcon
 from nearkin.kernels.links.link import PAID, TERMS, Link, mean, saved
-from nearkin.kernels.numerics import load, store
+from nearkin.kernels.numerics import load, store, tl, triton
 
 COUNTED, FIRST = tuple(saved(5))[3:]  # COUNTED is filled by `tally`, FIRST before the pass
 SQUARED, MEAN_SQUARED, NUM_REFERENCES = (tl.constexpr(row) for row in range(3, 6))

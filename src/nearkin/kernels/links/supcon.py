@@ -1,11 +1,8 @@
 # mypy: ignore-errors
 """SupCon: each anchor classifies its positives against all items it meets. settings: temperature."""
 
-import triton
-import triton.language as tl
-
 from nearkin.kernels.links.link import Link, saved, store_term
-from nearkin.kernels.numerics import row_sum, store, stream_add, stream_close, stream_init
+from nearkin.kernels.numerics import row_sum, store, stream_add, stream_close, stream_init, tl, triton
 
 PEAK, PER_POSITIVE, SHARE, COUNTED = saved(4)
 
