@@ -1,4 +1,4 @@
-"""Every loss of the canon on birds and on clothes it has never seen, beside the peer: docs/benchmarks.md.
+"""Every loss of the canon on unseen birds and clothes, beside the peer: docs/benchmarks.md.
 
     python benchmarks/canon.py cub200 --root data/CUB_200_2011 --out out/canon --workers 5 --limit-seconds 540
     python benchmarks/canon.py cub200 --root data/CUB_200_2011 --out out/canon --speed      # alone on the machine
@@ -9,7 +9,7 @@
 
 Settings and learning rates are chosen on training classes (birds 76-100 after training on 1-75), then trained anew in
 several seeds and tested. Every training is a line of OUT/SUBJECT.jsonl as soon as it is done: the same command goes on
-where it was cut off. After --limit-seconds nothing runs any more, and the tables are made of what there is.
+where it was cut off. After --limit-seconds nothing more runs, and the tables are made from the finished results.
 """
 
 import argparse
@@ -50,13 +50,13 @@ class Book:
         if not self.path.exists():
             return
         content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            os.truncate(self.path, len(whole))
-        for line in whole.decode().splitlines():
-            found = json.loads(line)
-            if "failed" not in found["result"]:  # tried again
-                self.done[key(Job(**found["job"]))] = found["result"]
+        complete = content[: content.rfind(b"\n") + 1]
+        if len(complete) < len(content):
+            os.truncate(self.path, len(complete))
+        for line in complete.decode().splitlines():
+            record = json.loads(line)
+            if "failed" not in record["result"]:  # tried again
+                self.done[key(Job(**record["job"]))] = record["result"]
 
     def write(self, job: Job, result: dict[str, Any]) -> None:
         self.done[key(job)] = result
@@ -152,8 +152,8 @@ def compare(subject: str, options: Options, book: Book, workers: Workers, limit:
         for job, result, took in workers.wait(left()):
             book.write(job, result)
             took_before.setdefault(job.stage, []).append(took)
-            said = result.get("failed") or result.get("diverged") or _short(result)
-            print(f"{time.monotonic() - began:6.0f} s  {job.stage:6} {job.row}, {took:.1f} s: {said}", flush=True)
+            summary = result.get("failed") or result.get("diverged") or _short(result)
+            print(f"{time.monotonic() - began:6.0f} s  {job.stage:6} {job.row}, {took:.1f} s: {summary}", flush=True)
 
 
 def _short(result: dict[str, Any]) -> str:
@@ -166,16 +166,16 @@ def _short(result: dict[str, Any]) -> str:
 
 
 @contextmanager
-def shared_gpu(wanted: bool) -> Iterator[None]:
+def shared_gpu(enabled: bool) -> Iterator[None]:
     """NVIDIA's MPS, with which kernels of several processes run side by side; where it does not start, without."""
-    if not wanted or not shutil.which("nvidia-cuda-mps-control"):
-        if wanted:
+    if not enabled or not shutil.which("nvidia-cuda-mps-control"):
+        if enabled:
             print("no nvidia-cuda-mps-control: the processes take turns", flush=True)
         yield
         return
     folder = tempfile.mkdtemp(prefix="mps")
-    own = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-    os.environ.update(own)
+    mps_environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+    os.environ.update(mps_environment)
     subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False)
     try:
         subprocess.run(
@@ -184,14 +184,18 @@ def shared_gpu(wanted: bool) -> Iterator[None]:
         print("MPS: the processes share the GPU", flush=True)
     except (subprocess.SubprocessError, OSError) as error:
         print(f"MPS does not work here ({type(error).__name__}): the processes take turns", flush=True)
-        for name in own:
+        for name in mps_environment:
             os.environ.pop(name)
     try:
         yield
     finally:
-        with suppress(subprocess.SubprocessError, OSError):  # whatever becomes of it, the tables are made
+        with suppress(subprocess.SubprocessError, OSError):  # whatever happens, the tables are written
             subprocess.run(
-                ["nvidia-cuda-mps-control"], input=b"quit\n", env=os.environ | own, capture_output=True, timeout=20
+                ["nvidia-cuda-mps-control"],
+                input=b"quit\n",
+                env=os.environ | mps_environment,
+                capture_output=True,
+                timeout=20,
             )
 
 
@@ -215,44 +219,44 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def options_of(given: argparse.Namespace, subject: str) -> Options:
-    """What is not said is as it was when the comparison in --out began, or as usual."""
+def options_of(args: argparse.Namespace, subject: str) -> Options:
+    """Options that are not set are those of the comparison in --out, or the defaults."""
     usual: dict[str, Any] = {"seeds": 2, "search_epochs": SEARCHED[subject], "epochs": None, "batches": None}
-    path = given.out / f"{subject}.options.json"
+    path = args.out / f"{subject}.options.json"
     if path.exists():
         usual |= json.loads(path.read_text())
-    said = {name: getattr(given, name) for name in usual if getattr(given, name) is not None}
-    rows = None if given.rows is None else tuple(name.strip() for name in given.rows.split(";"))
-    return Options(**(usual | said), rows=rows, speed=given.speed)
+    chosen = {name: getattr(args, name) for name in usual if getattr(args, name) is not None}
+    rows = None if args.rows is None else tuple(name.strip() for name in args.rows.split(";"))
+    return Options(**(usual | chosen), rows=rows, speed=args.speed)
 
 
 def main() -> None:
-    given = arguments()
-    if given.what == "recipes":
+    args = arguments()
+    if args.what == "recipes":
         for subject in ("cub200", "best"):
-            canon_tables.recipes(subject, options_of(given, subject), Book(given.out, subject).done, given.to)
+            canon_tables.recipes(subject, options_of(args, subject), Book(args.out, subject).done, args.to)
         return
-    subject = given.subject or "cub200" if given.what == "tables" else given.what
-    options, book = options_of(given, subject), Book(given.out, subject)
-    if given.what != "tables":
-        if given.root is None:
+    subject = args.subject or "cub200" if args.what == "tables" else args.what
+    options, book = options_of(args, subject), Book(args.out, subject)
+    if args.what != "tables":
+        if args.root is None:
             raise SystemExit(f"{subject} needs --root, where the set lies")
         began = time.monotonic()
-        kept = {name: value for name, value in options._asdict().items() if name not in ("rows", "speed")}
-        files.write_json(given.out / f"{subject}.options.json", kept)
+        saved_options = {name: value for name, value in options._asdict().items() if name not in ("rows", "speed")}
+        files.write_json(args.out / f"{subject}.options.json", saved_options)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         open_jobs = canon_plan.jobs(subject, options, book.done)
-        desk = Desk(given.root, given.partial)
+        desk = Desk(args.root, args.partial)
         for job in {str(job.setting.get("data.stored")): job for job in open_jobs}.values():
             desk.store(job)  # pictures are decoded once, here; the workers map the cache
         print(f"{len(open_jobs)} trainings can begin; the pictures are ready after {time.monotonic() - began:.0f} s")
-        with shared_gpu(given.mps):
-            workers = Workers(1 if given.speed else given.workers, given.root, given.partial)
+        with shared_gpu(args.mps):
+            workers = Workers(1 if args.speed else args.workers, args.root, args.partial)
             try:
-                compare(subject, options, book, workers, given.limit_seconds - (time.monotonic() - began))
+                compare(subject, options, book, workers, args.limit_seconds - (time.monotonic() - began))
             finally:
                 workers.close()
-    canon_tables.write(subject, options._replace(speed=False), book.done, given.out)
+    canon_tables.write(subject, options._replace(speed=False), book.done, args.out)
 
 
 if __name__ == "__main__":

@@ -32,29 +32,30 @@ class Options(NamedTuple):
 
 def jobs(subject: str, options: Options, done: Done) -> list[Job]:
     """What can be done now and is not, the most important first."""
-    found: list[tuple[int, Job]] = []
+    ordered: list[tuple[int, Job]] = []
     if subject == "best":
-        found += [(0, job) for job in _tried_recipes(options)]
-        found += [(1, job) for job in finals(subject, None, options, done)]
+        ordered += [(0, job) for job in _tried_recipes(options)]
+        ordered += [(1, job) for job in finals(subject, None, options, done)]
     else:
-        found.append((0, Job(subject, "frozen", FROZEN, _length({"loss.name": "contrastive"}, options))))
+        ordered.append((0, Job(subject, "frozen", FROZEN, _length({"loss.name": "contrastive"}, options))))
         for row in _rows(subject, options):
-            found += [(1 + 2 * row.group, job) for job in _searches(subject, row, options, done)]
+            ordered += [(1 + 2 * row.group, job) for job in _searches(subject, row, options, done)]
             for job in finals(subject, row, options, done):
-                found.append((2 + 2 * row.group if job.seed < EARLY[row.group] else 8 + job.seed, job))
+                ordered.append((2 + 2 * row.group if job.seed < EARLY[row.group] else 8 + job.seed, job))
     if options.speed:
-        found = [(0, job) for job in _speeds(subject, options, done)]
-    return [job for _, job in sorted(found, key=lambda one: one[0]) if key(job) not in done]
+        ordered = [(0, job) for job in _speeds(subject, options, done)]
+    return [job for _, job in sorted(ordered, key=lambda entry: entry[0]) if key(job) not in done]
 
 
 def chosen(subject: str, row: Row | None, options: Options, done: Done) -> dict[str, Any] | None:
-    """The setting with the best MAP@R on the held classes, once all are tried; None before, or where all diverged."""
+    """The setting with the best MAP@R on the held-out classes, once all are tried; None before, or where all
+    diverged."""
     if row is None:
         tried = _tried_recipes(options)
     else:
         tried = _searches(subject, row, options, done)
-        wanted = len(row.tried) + len(RATES[subject]) - 1
-        if len(tried) < wanted:
+        expected = len(row.tried) + len(RATES[subject]) - 1
+        if len(tried) < expected:
             return None
     if any(key(job) not in done for job in tried):
         return None
@@ -77,7 +78,7 @@ def finals(subject: str, row: Row | None, options: Options, done: Done) -> list[
 
 
 def searched(subject: str, row: Row | None, options: Options, done: Done) -> list[tuple[Job, float]]:
-    """What was tried and is done, with its MAP@R on the held classes."""
+    """Finished trials, with their MAP@R on the held-out classes."""
     tried = _tried_recipes(options) if row is None else _searches(subject, row, options, done)
     return [(job, value(done[key(job)])) for job in tried if key(job) in done]
 
@@ -104,7 +105,7 @@ def _searches(subject: str, row: Row, options: Options, done: Done) -> list[Job]
 
     def at(setting: Mapping[str, Any], rate: float) -> Job:
         short = {**setting, "optimizer.lr": rate}
-        if not row.whole:
+        if not row.full_search:
             short["training.epochs"] = options.search_epochs
         if options.batches is not None:
             short["training.batches"] = options.batches
@@ -125,17 +126,17 @@ def _speeds(subject: str, options: Options, done: Done) -> list[Job]:
     """Each row as it was chosen, or as it starts."""
     if subject == "best":
         return [job._replace(stage="speed") for job in finals(subject, None, options, done)[:1]]
-    found = []
+    planned = []
     for row in _rows(subject, options):
         setting = chosen(subject, row, options, done) or row.tried[0]
-        found.append(Job(subject, "speed", row.name, _length(setting, options)))
-    return found
+        planned.append(Job(subject, "speed", row.name, _length(setting, options)))
+    return planned
 
 
 def _length(setting: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    found = dict(setting)
+    lengthened = dict(setting)
     if options.epochs is not None:
-        found["training.epochs"] = options.epochs
+        lengthened["training.epochs"] = options.epochs
     if options.batches is not None:
-        found["training.batches"] = options.batches
-    return found
+        lengthened["training.batches"] = options.batches
+    return lengthened

@@ -41,7 +41,7 @@ PAPERS: dict[str, tuple[float, float]] = {
 class Row(NamedTuple):
     """A row of the table: a loss and the settings tried for it, the first of which is where it starts.
 
-    peer: its row of the peer's table. group: 0 what the peer has too, 1 the rest of the canon. whole: chosen by
+    peer: its row of the peer's table. group: 0 what the peer has too, 1 the rest of the canon. full_search: chosen by
     trainings as long as the final, where short ones could not tell the rates apart.
     """
 
@@ -50,11 +50,11 @@ class Row(NamedTuple):
     peer: str | None = None
     group: int = 1
     paper: str | None = None
-    whole: bool = False
+    full_search: bool = False
 
 
-def _row(name: str, loss: str, *tried: Setting, **more: Any) -> Row:
-    return Row(name, tuple({"loss.name": loss, **one} for one in tried or ({},)), **more)
+def _row(name: str, loss: str, *tried: Setting, **fields: Any) -> Row:
+    return Row(name, tuple({"loss.name": loss, **setting} for setting in tried or ({},)), **fields)
 
 
 def _loss(**keys: Any) -> Setting:
@@ -102,7 +102,7 @@ _TRIED: tuple[Row, ...] = (
         peer="margin",
         group=0,
         paper="margin",
-        whole=True,  # 21.91 and 21.94 at two rates
+        full_search=True,  # 21.91 and 21.94 at two rates
     ),
     _row(
         "lifted",

@@ -23,15 +23,15 @@ _COMMAND = "nearkin train cub200 --root data/CUB_200_2011 --recipe recipes/"
 
 
 def summary(subject: str, options: Options, done: Done) -> list[dict[str, Any]]:
-    """A dictionary a row that has been tested, in percent: the mean over seeds, of interval ends too.
+    """One dictionary per row that has been tested, in percent: the mean over seeds, of interval ends too.
 
     {"name", "setting", "seeds", "figures": {metric: {"value", "low", "high", "seeds": […]}}, "peer", "paper",
     "images_per_second", "searched": [{"setting", "map@r"}]}
     """
-    found = []
+    table = []
     if subject != "best":
         frozen = [job for job in map(_job, done) if job.stage == "frozen" and job.subject == subject]
-        found += [_line(FROZEN, frozen[:1], done, "frozen" if subject == "cub200" else None)] if frozen else []
+        table += [_line(FROZEN, frozen[:1], done, "frozen" if subject == "cub200" else None)] if frozen else []
     rows: tuple[Row | None, ...] = (None,) if subject == "best" else rows_of(subject)
     for row in rows:
         jobs = [job for job in canon_plan.finals(subject, row, options, done) if "test" in done.get(key(job), {})]
@@ -44,8 +44,8 @@ def summary(subject: str, options: Options, done: Done) -> list[dict[str, Any]]:
         line["searched"] = [{"setting": job.setting, "of": job.row, "map@r": 100 * value} for job, value in tried]
         speed = [done[key(one)] for one in [jobs[0]._replace(stage="speed", seed=0)] if key(one) in done]
         line["images_per_second"] = speed[0].get("images_per_second") if speed else None
-        found.append(line)
-    return found
+        table.append(line)
+    return table
 
 
 def _job(text: str) -> Job:
@@ -113,9 +113,13 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     for line in lines:
         if line["searched"]:
             values = sorted((one["map@r"] for one in line["searched"]), reverse=True)
-            said = ", ".join(f"{value:.1f}" if value >= 0 else "diverged" for value in values)
+            values_text = ", ".join(f"{value:.1f}" if value >= 0 else "diverged" for value in values)
             chosen.append(
-                [line["name"], _setting(line["setting"]), f"**{said.replace(', ', '**, ', 1)}" if "," in said else said]
+                [
+                    line["name"],
+                    _setting(line["setting"]),
+                    f"**{values_text.replace(', ', '**, ', 1)}" if "," in values_text else values_text,
+                ]
             )
     return (
         "\n".join("| " + " | ".join(row) + " |" for row in out)
@@ -218,8 +222,8 @@ def picture(subject: str, lines: list[dict[str, Any]], folder: Path) -> None:
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_size_inches()[1]))
     for kind in ("svg", "png"):
         file = io.BytesIO()
-        more: dict[str, Any] = {"metadata": {"Date": None}, "transparent": True} if kind == "svg" else {"dpi": 130}
-        figure.savefig(file, format=kind, **more)
+        options: dict[str, Any] = {"metadata": {"Date": None}, "transparent": True} if kind == "svg" else {"dpi": 130}
+        figure.savefig(file, format=kind, **options)
         files.write_bytes(folder / f"{subject}.{kind}", file.getvalue())
     plt.close(figure)
 
@@ -247,7 +251,7 @@ def _slug(name: str) -> str:
 def _head(place: str, line: Mapping[str, Any]) -> str:
     """Command, cost, expected result."""
 
-    def said(metric: str) -> str:
+    def mean_and_interval(metric: str) -> str:
         one = line["figures"][metric]
         return f"{one['seeds'][0] / 100:.3f} ({one['low'] / 100:.3f}-{one['high'] / 100:.3f})"
 
@@ -256,7 +260,7 @@ def _head(place: str, line: Mapping[str, Any]) -> str:
     lines = [
         f"{_COMMAND}{place}",
         f"{line['training_seconds']:.0f} s of training on {line['device']} shared by several runs{memory}; expect R@1 "
-        f"{said('recall@1')}, MAP@R {said('map@r')}",
+        f"{mean_and_interval('recall@1')}, MAP@R {mean_and_interval('map@r')}",
         f"on the 100 unseen birds of the reduced photos (short side 112 px); mean of {line['seeds']} seeds: "
         f"{mean['recall@1']:.3f} and {mean['map@r']:.3f}. Needs nearkin[lite].",
     ]

@@ -2,7 +2,7 @@
 
 A job is plain values, and what it gives is a function of these and of the files: a comparison that was cut off goes on
 where it was. A final is the training that `nearkin train --recipe` makes of the same recipe, without what that keeps
-and draws on the way: the same batches, the same weights, the same figures.
+and draws: the same batches, the same weights, the same figures.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ def recipe_of(job: Job, root: str, partial: bool = False) -> Recipe:
 
 
 class Desk:
-    """What a process needs for its jobs, read once: the items, and their pixels at each size they are kept in."""
+    """What a process needs for its jobs, read once: the items, and their pixels at each stored size."""
 
     def __init__(self, root: str, partial: bool = False) -> None:
         self.root, self.partial = root, partial
@@ -91,10 +91,10 @@ class Desk:
         prepared = self.prepared(job)
         try:
             with loop.deterministic(True):
-                found = _STAGES[job.stage](prepared, job)
+                result = _STAGES[job.stage](prepared, job)
         except Diverged as error:
-            found = {"diverged": str(error).partition(":")[0]}
-        return found | {"seconds": time.monotonic() - began}
+            result = {"diverged": str(error).partition(":")[0]}
+        return result | {"seconds": time.monotonic() - began}
 
     def store(self, job: Job) -> None:
         """The pictures decoded into the cache, from which other processes map them; no GPU is touched."""
@@ -139,8 +139,8 @@ class Desk:
         nothing = np.empty(0, np.int64)
         closed = job.subject == "fashion-mnist"  # its own split divides the pictures of every class
         if job.stage == "search":
-            held = (labels >= first) & (labels < last) & (~trained if closed else True)
-            return Parts(np.flatnonzero(trained & (labels < first)), np.flatnonzero(held), nothing)
+            held_out = (labels >= first) & (labels < last) & (~trained if closed else True)
+            return Parts(np.flatnonzero(trained & (labels < first)), np.flatnonzero(held_out), nothing)
         if closed:
             seen = SEEN[job.subject]
             tested = np.flatnonzero(~trained & (labels >= seen))
@@ -193,9 +193,9 @@ def _embedded(trainer: Trainer, indices: NDArray[np.int64]) -> torch.Tensor:
 
 def _search(prepared: Prepared, job: Job) -> dict[str, Any]:
     trainer = _trained(prepared)
-    held = prepared.held_out("val")
-    rows = _embedded(trainer, held.everything)
-    return {"val": quick_metrics(rows, held, False, trainer.device), "steps": trainer.state.step}
+    held_out = prepared.held_out("val")
+    rows = _embedded(trainer, held_out.everything)
+    return {"val": quick_metrics(rows, held_out, False, trainer.device), "steps": trainer.state.step}
 
 
 def _final(prepared: Prepared, job: Job) -> dict[str, Any]:
@@ -203,10 +203,10 @@ def _final(prepared: Prepared, job: Job) -> dict[str, Any]:
     trainer = _trained(prepared)
     took = time.monotonic() - began
     rows = _embedded(trainer, prepared.held_out("test").everything)
-    found = _tested(prepared, rows, trainer.device, job.seed)
+    scores = _tested(prepared, rows, trainer.device, job.seed)
     exact = _exact(prepared, lambda store, of: embed(trainer.best_encoder, store, of, precision=trainer.precision))
     return exact | {
-        "test": found,
+        "test": scores,
         "steps": trainer.state.step,
         "training_seconds": took,
         "peak_bytes": _peak(trainer.device),
@@ -231,30 +231,30 @@ def _exact(prepared: Prepared, embedded: Callable[[ItemStore, NDArray[np.int64]]
 
     98 of 112 pixels reduced to 96 are softer than 96 of them: the frozen encoder notices.
     """
-    size, held = prepared.recipe.data.size, prepared.held_out("test")
+    size, held_out = prepared.recipe.data.size, prepared.held_out("test")
     start = (prepared.rows.shape[1] - size) // 2 if size is not None else 0
     if size is None or start <= 0:
         return {}
-    middle = np.ascontiguousarray(prepared.rows[held.indices, start : start + size, start : start + size])
+    middle = np.ascontiguousarray(prepared.rows[held_out.indices, start : start + size, start : start + size])
     device = prepared.recipe.device
     rows = embedded(ItemStore(middle, device, size), np.arange(len(middle)))
-    found = _tested(prepared, rows, device, prepared.recipe.training.seed, interval=False)
-    return {"exact": {name: one["value"] for name, one in found.items()}}
+    scores = _tested(prepared, rows, device, prepared.recipe.training.seed, interval=False)
+    return {"exact": {name: one["value"] for name, one in scores.items()}}
 
 
 def _tested(
     prepared: Prepared, rows: torch.Tensor, device: torch.device, seed: int, interval: bool = True
 ) -> dict[str, Any]:
     """Every figure with its 95 % interval over the choice of classes."""
-    held = prepared.held_out("test")
-    found: dict[str, Any] = full_metrics(rows, held, False, device, ks=KS, interval=interval, seed=seed)
-    assert held.labels is not None
-    labels = torch.from_numpy(held.labels).to(device)
+    held_out = prepared.held_out("test")
+    scores: dict[str, Any] = full_metrics(rows, held_out, False, device, ks=KS, interval=interval, seed=seed)
+    assert held_out.labels is not None
+    labels = torch.from_numpy(held_out.labels).to(device)
     clusters = evaluation.clustering(rows.to(device), labels, seed, interval=interval)
     if not interval:
-        return found | {"nmi": {"value": float(clusters["nmi"])}}
+        return scores | {"nmi": {"value": float(clusters["nmi"])}}
     low, high = clusters.intervals["nmi"]
-    return found | {"nmi": {"value": float(clusters["nmi"]), "low": float(low), "high": float(high)}}
+    return scores | {"nmi": {"value": float(clusters["nmi"]), "low": float(low), "high": float(high)}}
 
 
 def _speed(prepared: Prepared, job: Job) -> dict[str, Any]:

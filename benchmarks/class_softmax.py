@@ -1,14 +1,14 @@
 """Softmax over many classes, forward and backward, beside its peers and floor: python benchmarks/class_softmax.py
 
-On a GPU: B = 1,024, D = 512, bfloat16 or with --dtype float32, C from 10,000 to 10,000,000; on the CPU: B = 256,
-D = 64, float32, the contenders by turns. Time by device events. `extra_mib`: the peak of a step beyond what was held
+On a GPU: B = 1,024, D = 512, bfloat16 or with --dtype float32, C from 10,000 to 10,000,000; on the CPU: B = 256, D =
+64, float32, the contenders by turns. Time by device events. `extra_mib`: the peak of a step beyond what was allocated
 before it with no gradients there, so the gradient by the weights (`gradient_mib`) is in it; on the CPU in a process of
 its own. `floor`: the matrix products alone, the three of the dense form, or four where the scores are made twice. At
 the smallest C also the errors against float64. Dense forms and peers only where B · C is at most 2^30; beyond 2^32 the
-kernels alone.
---tune tries the tiles of the kernels at --classes, the length of a run and both ways to the gradient by the weights,
-and prints lines for `kernels/class_kernels.py` and `kernels/class_softmax_ops.py`; --compile asks the compiler, without
-a GPU, for the shared memory and the registers of each tile on Hopper; --profile lists what a step spends its time on.
+kernels alone. --tune tries the tiles of the kernels at --classes, the length of a run and both ways to the gradient by
+the weights, and prints lines for `kernels/class_kernels.py` and `kernels/class_softmax_ops.py`; --compile asks the
+compiler, without a GPU, for the shared memory and the registers of each tile on Hopper; --profile lists what a step
+spends its time on.
 """
 
 import argparse
@@ -36,8 +36,8 @@ HUGE = 2**32  # B · C beyond which a step of plain torch takes seconds
 def ways(x, y, w, dense):
     """Name of each contender and its step; the dense forms only where their memory is bearable."""
 
-    def ours(function, **more):
-        return lambda: function(x, y, w, **more).backward()
+    def ours(function, **settings):
+        return lambda: function(x, y, w, **settings).backward()
 
     if x.is_cuda:
         yield "arcface, triton", ours(losses.arcface_loss, impl="triton")
@@ -83,7 +83,7 @@ def peers(x, y, w, dense):
 
 
 def plain_cosface(x, y, w):
-    """What one writes without a library, in the type given."""
+    """What one writes without a library, in the same type."""
     normal = torch.nn.functional.normalize
     cosine = normal(x) @ normal(w).T
     logits = 64 * (cosine - 0.35 * torch.nn.functional.one_hot(y, len(w)).to(x.dtype))
@@ -165,7 +165,7 @@ def cells_cpu(x, y, w):
 
 
 def peaks(classes, number, dim):
-    """Prints the MiB of each contender as JSON; meant for a process of its own."""
+    """Prints the MiB of each contender as JSON; meant for a separate process."""
     for _, fresh in fresh_steps(*batch(64, 8, dim, "cpu", torch.float32)):
         fresh()  # what torch loads at its first step is not the loss's
     x, y, w = batch(classes, number, dim, "cpu", torch.float32)
@@ -175,9 +175,9 @@ def peaks(classes, number, dim):
 def accuracy(x, y, w):
     """Relative errors of loss and gradients against float64, CosFace with m 0.35 and s 64."""
 
-    def outcome(function, kind, **more):
+    def outcome(function, kind, **settings):
         a, b = (t.detach().to(kind).requires_grad_() for t in (x, w))
-        value = function(a, y, b, **more)
+        value = function(a, y, b, **settings)
         (1.7 * value).backward()
         return value.detach().double(), a.grad.double(), b.grad.double()
 
@@ -186,9 +186,10 @@ def accuracy(x, y, w):
     if x.is_cuda:
         contenders = {"triton": (losses.cosface_loss, {"impl": "triton"}), **contenders}
     for kind in {x.dtype: None, torch.float32: None}:
-        for name, (function, more) in contenders.items():
+        for name, (function, settings) in contenders.items():
             errors = [
-                float((a - b).norm() / b.norm()) for a, b in zip(outcome(function, kind, **more), exact, strict=True)
+                float((a - b).norm() / b.norm())
+                for a, b in zip(outcome(function, kind, **settings), exact, strict=True)
             ]
             shown = "  ".join(f"{part} {error:.1e}" for part, error in zip(("loss", "dX", "dW"), errors, strict=True))
             print(f"C {len(w):>10,}  error of {name}, {str(kind).removeprefix('torch.')}: {shown}", flush=True)
@@ -201,17 +202,17 @@ def tune(classes, number, dim, dtype):
     x, y, w = batch(classes, number, dim, "cuda", dtype)
     w = w.detach()
     with torch.no_grad():
-        asked = plain.scaled_anchors(x.float(), w, 64.0, True)
-        rows, factor = fused._operands(x, w, asked)
+        scaled = plain.scaled_anchors(x.float(), w, 64.0, True)
+        rows, factor = fused._operands(x, w, scaled)
         inverse = tiles.lengths(w)
-        given = tiles.Operands(rows, 1.4427 * factor, w, inverse, y.int(), two=True)
+        operands = tiles.Operands(rows, 1.4427 * factor, w, inverse, y.int(), two=True)
         ones, out = torch.ones_like(factor), torch.empty_like(w)
         size = fused._run(rows, w, None)
-        made = torch.empty(
+        derivatives = torch.empty(
             size, number, device="cuda", dtype=torch.bfloat16 if tiles.halves(rows, w) else torch.float32
         )
         along = torch.zeros(-(-number // 64), size, device="cuda")
-        inner = tiles.Own(given.ids, ones, ones[:1], ones[:1])
+        inner = tiles.Own(operands.ids, ones, ones[:1], ones[:1])
         starts = range(0, classes, size)
         item, tried = 2, tiles.CANDIDATES
         if not tiles.halves(rows, w):
@@ -223,29 +224,29 @@ def tune(classes, number, dim, dtype):
 
         def parts(tile=None):
             for start in starts:
-                tiles.parts(given, 64 * ones, ones, start, made, along, inner, tile=tile)
+                tiles.parts(operands, 64 * ones, ones, start, derivatives, along, inner, tile=tile)
 
         def gradient(tile=None):
             for start in starts:
-                tiles.gradient(given, made, along[: -(-number // 128)], None, out, start, True, tile=tile)
+                tiles.gradient(operands, derivatives, along[: -(-number // 128)], None, out, start, True, tile=tile)
 
         def scan(tile=None):
-            tiles.scan(given, fused._a_part(rows, w, None), tile=tile)
+            tiles.scan(operands, fused._part_size(rows, w, None), tile=tile)
 
         steps = {"SCAN": scan, "PARTS": parts} | ({"GRADIENT": gradient} if tiles.halves(rows, w) else {})
         for name, step in steps.items():
-            found = sorted(((timed(lambda s=step, t=tile: s(t)), tile) for tile in tried), key=lambda pair: pair[0])
-            for ms, tile in found:
+            timings = sorted(((timed(lambda s=step, t=tile: s(t)), tile) for tile in tried), key=lambda pair: pair[0])
+            for ms, tile in timings:
                 print(f"{name} {item}: {tile},  # {ms:.2f} ms", flush=True)
-            getattr(tiles, name)[item] = found[0][1]
+            getattr(tiles, name)[item] = timings[0][1]
         print("with the fastest:")
         run = w[:size]
-        others = {
+        products = {
             "lengths": lambda: tiles.lengths(w),
-            "dX by cuBLAS": lambda: [fused._product(made[: len(run)].T, run) for _ in starts],
-            "dW by cuBLAS": lambda: [fused._product(made, rows) for _ in starts],
+            "dX by cuBLAS": lambda: [fused._product(derivatives[: len(run)].T, run) for _ in starts],
+            "dW by cuBLAS": lambda: [fused._product(derivatives, rows) for _ in starts],
         }
-        for name, step in others.items():
+        for name, step in products.items():
             print(f"{name}: {timed(step):.2f} ms", flush=True)
     search(x, y, w, rows)
 
@@ -258,12 +259,12 @@ def search(x, y, w, rows):
         losses.arcface_loss(x, y, w, impl="triton").backward()
 
     def tried(name, values):
-        found = []
+        timings = []
         for value in values:
             setattr(fused, name, value)
-            found.append((timed(step, 0.3), value))
-            print(f"{name} = {value}  # {found[-1][0]:.2f} ms", flush=True)
-        setattr(fused, name, min(found, key=lambda pair: pair[0])[1])
+            timings.append((timed(step, 0.3), value))
+            print(f"{name} = {value}  # {timings[-1][0]:.2f} ms", flush=True)
+        setattr(fused, name, min(timings, key=lambda pair: pair[0])[1])
 
     tried("PROGRAMS", (528, 1_056, 2_112, 8_448))
     fused.ROOM = 2**28
@@ -280,19 +281,19 @@ def profile(classes, number, dim, dtype):
         x.grad = w.grad = None
         losses.arcface_loss(x, y, w, impl="triton").backward()
 
-    print(f"{measure.median_ms(step, 'cuda', SECONDS):.3f} ms a step")
+    print(f"{measure.median_ms(step, 'cuda', SECONDS):.3f} ms per step")
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for _ in range(20):
         step()
     print(f"{(time.perf_counter() - begun) * 50:.3f} ms until the host has sent it (no more than a step)")
     torch.cuda.synchronize()
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile() as profile_run:
         for _ in range(10):
             step()
         torch.cuda.synchronize()
     for order in ("cuda_time_total", "self_cpu_time_total"):
-        print(seen.key_averages().table(sort_by=order, row_limit=16, max_name_column_width=48))
+        print(profile_run.key_averages().table(sort_by=order, row_limit=16, max_name_column_width=48))
 
 
 def timed(step, seconds=0.08):
@@ -304,7 +305,7 @@ def timed(step, seconds=0.08):
         return float("inf")
 
 
-def build(kernel, tile, item, **more):
+def build(kernel, tile, item, **constants):
     """A kernel compiled for Hopper: bytes of shared memory, registers, bytes spilt."""
     import triton
     import triton.language as tl
@@ -314,7 +315,7 @@ def build(kernel, tile, item, **more):
     from nearkin.kernels import class_kernels as tiles
 
     kind, copied = ("bf16" if item == 2 else "fp32"), {}
-    fixed = {"H": tile.height, "W": tile.width, **more}
+    fixed = {"H": tile.height, "W": tile.width, **constants}
     if kernel is not tiles._finish:
         fixed |= {"D": tile.depth, "COPIES": tile.copies, "EVEN": True}
         fixed |= {"DOT": {2: tl.bfloat16, 4: tl.float32, 8: tl.float64}[item]}
@@ -325,13 +326,13 @@ def build(kernel, tile, item, **more):
             tiles._gradient: dict.fromkeys(("weight", "by_weight"), (height, width))
             | {"parts": (height, depth), "rows": (depth, width)},
         }[kernel]
-    whole = dict.fromkeys(("ids", "picks", "order", "bounds"), "*i64")
+    index_types = dict.fromkeys(("ids", "picks", "order", "bounds"), "*i64")
     stored = dict.fromkeys(("rows", "weight", "by_weight", "parts", "out"), f"*{kind}")
-    whole |= {"ids": "*i32", "picks": "*i32"} if fixed.get("TWO") or fixed.get("OWN") is False else {}
-    numbers = ("anchors", "number", "dim", "start", "a_run", "a_part", "stride")
+    index_types |= {"ids": "*i32", "picks": "*i32"} if fixed.get("TWO") or fixed.get("OWN") is False else {}
+    numbers = ("anchors", "num_weights", "dim", "start", "run_size", "part_size", "stride")
     if tile.copies:
         stored |= {name: f"tensordesc<{kind}[{a}, {b}]>" for name, (a, b) in copied.items()}
-    kinds = {**whole, **stored, **dict.fromkeys((*numbers, "heights"), "i32"), "lost": "fp32"}
+    kinds = {**index_types, **stored, **dict.fromkeys((*numbers, "heights"), "i32"), "lost": "fp32"}
     kinds |= dict.fromkeys(fixed, "constexpr")
     signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
     aligned = {
@@ -347,12 +348,14 @@ def build(kernel, tile, item, **more):
         code = Path(folder) / "kernel.ptx"
         code.write_text(built.asm["ptx"])
         for assembler in sorted((Path(triton.__file__).parent / "backends/nvidia/bin").glob("ptxas*")):
-            asked = [str(assembler), "-v", "--gpu-name=sm_90a", str(code), "-o", str(code.with_suffix(".cubin"))]
-            said = subprocess.run(asked, capture_output=True, text=True)
-            if said.returncode == 0:  # of several, one is too old for what this triton writes
+            command = [str(assembler), "-v", "--gpu-name=sm_90a", str(code), "-o", str(code.with_suffix(".cubin"))]
+            report = subprocess.run(command, capture_output=True, text=True)
+            if report.returncode == 0:  # of several, one is too old for what this triton writes
                 break
-        said.check_returncode()
-    registers, spilt = (re.search(what, said.stderr) for what in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+        report.check_returncode()
+    registers, spilt = (
+        re.search(what, report.stderr) for what in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
     return built.metadata.shared, int(registers[1]), int(spilt[1])
 
 
@@ -362,23 +365,25 @@ def compile_only():
 
     score = {"COLUMNS": False, "CENTERS": 1, "PRECISION": "ieee", "GROUP": tiles.GROUP, "TWO": True}
     end = {"OWN": False, "PROJECT": True}
-    wanted = [
-        (tiles._scan, item, tile, score | {"LOST": False} | more)
+    builds = [
+        (tiles._scan, item, tile, score | {"LOST": False} | constants)
         for item, tile in tiles.SCAN.items()
-        for more in (*variants(), {"LOST": True})
+        for constants in (*variants(), {"LOST": True})
     ]
-    wanted += [
-        (tiles._parts, item, tile, score | more | {"HALVES": True, "OWN": True})
+    builds += [
+        (tiles._parts, item, tile, score | constants | {"HALVES": True, "OWN": True})
         for item, tile in tiles.PARTS.items()
-        for more in variants()
+        for constants in variants()
     ]
-    wanted += [(tiles._gradient, item, tile, end) for item, tile in tiles.GRADIENT.items()]
-    wanted += [(tiles._finish, item, tiles.FINISH._replace(copies=False), end | {"COPIES": False}) for item in (2, 4)]
-    for kernel, item, tile, more in wanted:
-        shared, registers, spilt = build(kernel, tile, item, **more)
+    builds += [(tiles._gradient, item, tile, end) for item, tile in tiles.GRADIENT.items()]
+    builds += [(tiles._finish, item, tiles.FINISH._replace(copies=False), end | {"COPIES": False}) for item in (2, 4)]
+    for kernel, item, tile, constants in builds:
+        shared, registers, spilt = build(kernel, tile, item, **constants)
         shown = f"shared {shared:,}, {registers} registers, {spilt} bytes spilt"
         fits = "" if shared <= SHARED else "  TOO MUCH"
-        extra = "".join(f" {key}={value}" for key, value in more.items() if value != score.get(key) and key not in end)
+        extra = "".join(
+            f" {key}={value}" for key, value in constants.items() if value != score.get(key) and key not in end
+        )
         print(f"{kernel.fn.__name__:10}{item}: {tuple(tile)}{extra} {shown}{fits}", flush=True)
 
 
@@ -395,26 +400,26 @@ def main():
     parser.add_argument("--dim", type=int)
     parser.add_argument("--dtype", default=None, choices=["bfloat16", "float32"])
     parser.add_argument("--peaks", action="store_true", help="print the peaks of memory on the CPU as JSON")
-    given = parser.parse_args()
-    if given.peaks:
-        peaks(given.classes[0], 256, given.dim)
+    args = parser.parse_args()
+    if args.peaks:
+        peaks(args.classes[0], 256, args.dim)
         return
-    if given.compile:
+    if args.compile:
         compile_only()
         return
     gpu = torch.cuda.is_available()
-    dtype = getattr(torch, given.dtype or ("bfloat16" if gpu else "float32"))
-    if given.tune:
-        tune((given.classes or [1_000_000])[0], 1024, given.dim or 512, dtype)
+    dtype = getattr(torch, args.dtype or ("bfloat16" if gpu else "float32"))
+    if args.tune:
+        tune((args.classes or [1_000_000])[0], 1024, args.dim or 512, dtype)
         return
-    if given.profile:
-        profile((given.classes or [100_000])[0], 1024, given.dim or 512, dtype)
+    if args.profile:
+        profile((args.classes or [100_000])[0], 1024, args.dim or 512, dtype)
         return
     if gpu:
         large = [10_000_000] if dtype == torch.bfloat16 else []
-        compare(given.classes or [10_000, 100_000, 1_000_000, *large], 1024, given.dim or 512, "cuda", dtype)
+        compare(args.classes or [10_000, 100_000, 1_000_000, *large], 1024, args.dim or 512, "cuda", dtype)
     else:
-        compare(given.classes or [2_000, 20_000, 200_000], 256, given.dim or 64, "cpu", dtype)
+        compare(args.classes or [2_000, 20_000, 200_000], 256, args.dim or 64, "cpu", dtype)
 
 
 if __name__ == "__main__":

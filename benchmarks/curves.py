@@ -53,8 +53,8 @@ def figure(text: str | None) -> float | None:
 
 
 def points(rows: Sequence[dict[str, str]], across: str, column: str) -> list[tuple[float, float]]:
-    found = [(float(row[across]), figure(row.get(column))) for row in rows]
-    return sorted((x, y) for x, y in found if y is not None)
+    pairs = [(float(row[across]), figure(row.get(column))) for row in rows]
+    return sorted((x, y) for x, y in pairs if y is not None)
 
 
 def loss_panels(rows: Sequence[dict[str, str]], what: str, slope: int) -> list[Panel]:
@@ -66,10 +66,10 @@ def loss_panels(rows: Sequence[dict[str, str]], what: str, slope: int) -> list[P
     return [
         Panel(
             loss,
-            [Line(NAMES[way], COLOURS[way], points(own, "B", f"{way}_{what}")) for way in ways],
+            [Line(NAMES[way], COLOURS[way], points(loss_rows, "B", f"{way}_{what}")) for way in ways],
             slope,
         )
-        for loss, own in by_loss.items()
+        for loss, loss_rows in by_loss.items()
     ]
 
 
@@ -84,8 +84,8 @@ def class_panels(rows: Sequence[dict[str, str]]) -> list[Panel]:
     panels = []
     for title, column in (("milliseconds against C", "ms"), ("extra MiB against C", "extra_mib")):
         lines = [
-            Line(way, MANY[i % len(MANY)], points(own, "C", column))
-            for i, (way, own) in enumerate(by_way.items())
+            Line(way, MANY[i % len(MANY)], points(loss_rows, "C", column))
+            for i, (way, loss_rows) in enumerate(by_way.items())
             if column == "ms" or not way.startswith("floor")
         ]
         panels.append(Panel(title, lines, 1))
@@ -132,8 +132,8 @@ def dress(panel: Panel, axis: Any, places: list[float]) -> None:
     for side in ("left", "bottom"):
         axis.spines[side].set_color(INK)
     axis.tick_params(colors=INK, which="both", labelsize=7, length=2)
-    kept = places if len(places) < 5 else places[:: 2 if len(places) < 9 else 3]
-    axis.xaxis.set_major_locator(ticker.FixedLocator(kept))
+    ticks = places if len(places) < 5 else places[:: 2 if len(places) < 9 else 3]
+    axis.xaxis.set_major_locator(ticker.FixedLocator(ticks))
     axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: short(x)))
     axis.xaxis.set_minor_locator(ticker.NullLocator())
     axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:g}" if y < 1e4 else f"{y / 1e3:g}k"))
@@ -190,36 +190,36 @@ def loss_table(rows: Sequence[dict[str, str]], what: str) -> str:
         cells = []
         for size in sizes:
             row = cell.get((loss, size), {})
-            mine, other = said(row.get(f"auto_{what}", "")), row.get(f"peer_{what}", "")
+            ours_text, other = shortened(row.get(f"auto_{what}", "")), row.get(f"peer_{what}", "")
             busy = row.get("busy_ms", "") if what == "ms" else ""
-            mine += f" ({said(busy)})" if busy else ""
-            cells.append(f"{mine} / {said(other)}" if other else mine)
+            ours_text += f" ({shortened(busy)})" if busy else ""
+            cells.append(f"{ours_text} / {shortened(other)}" if other else ours_text)
         lines.append(f"| {loss} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"{made(rows)}."])
+    return "\n".join([*lines, "", f"{provenance(rows)}."])
 
 
 def class_table(rows: Sequence[dict[str, str]]) -> str:
-    """Milliseconds and MiB, a row a way, a column a number of classes."""
+    """Milliseconds and MiB, one row per contender, one column per number of classes."""
     sizes = sorted({int(row["C"]) for row in rows})
     cell = {(row["way"], int(row["C"])): row for row in rows}
-    lines = ["| way | " + " | ".join(f"C = {size:,}" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+    lines = ["| contender | " + " | ".join(f"C = {size:,}" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
     for way in dict.fromkeys(row["way"] for row in rows):
-        found = [cell.get((way, size), {}) for size in sizes]
-        texts = [f"{said(row['ms'])} ms, {said(row['extra_mib'])} MiB" if row else "" for row in found]
+        pairs = [cell.get((way, size), {}) for size in sizes]
+        texts = [f"{shortened(row['ms'])} ms, {shortened(row['extra_mib'])} MiB" if row else "" for row in pairs]
         lines.append(f"| {way} | " + " | ".join(texts) + " |")
     first = rows[0]
     setting = f"B = {int(first['B']):,}, D = {first['D']}, {first['dtype']}, {first['device']}"
     return "\n".join([*lines, "", f"{setting}, torch {first['torch']}, {first['date']}."])
 
 
-def said(text: str) -> str:
+def shortened(text: str) -> str:
     value = figure(text)
     if value is None:
         return "–" if text in ("", "nan") else text.split(":")[0]
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def made(rows: Sequence[dict[str, str]]) -> str:
+def provenance(rows: Sequence[dict[str, str]]) -> str:
     first = rows[0]
     peer = f", pytorch-metric-learning {first['peer_version']}" if first["peer_version"] else ", no peer"
     return f"{first['machine']}, torch {first['torch']}{peer}, {first['date']}"
@@ -230,7 +230,7 @@ def put(page: str, mark: str, text: str) -> str:
     pattern = re.compile(rf"(<!-- {re.escape(mark)} -->\n).*?(<!-- end -->)", re.DOTALL)
     if not pattern.search(page):
         raise SystemExit(f"docs/performance.md has no mark <!-- {mark} -->")
-    return pattern.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
+    return pattern.sub(lambda pairs: f"{pairs[1]}{text}\n{pairs[2]}", page)
 
 
 def picture(name: str, words: str) -> str:
@@ -253,7 +253,7 @@ def main() -> None:
         ):
             if rows:
                 stem = f"performance-{device}-{name}"
-                caption = f"{words}, log-log. {made(rows)}. Dotted: {'∝ B²' if slope == 2 else '∝ B'}."
+                caption = f"{words}, log-log. {provenance(rows)}. Dotted: {'∝ B²' if slope == 2 else '∝ B'}."
                 save(draw(loss_panels(rows, what, slope), 4, (2.5, 1.9), caption), stem, png)
                 page = put(page, f"{device} {name}", f"{picture(stem, words)}\n\n{loss_table(rows, what)}")
     for device in ("cuda", "cuda_float32", "cpu"):

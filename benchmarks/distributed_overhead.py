@@ -74,9 +74,9 @@ def count(rank: int, world: int, folder: str, size: int, dim: int) -> None:
     def counted(name: str, tensor: int, times: float) -> None:
         exchange = getattr(dist, name)
 
-        def call(*args, **more):
+        def call(*args, **keywords):
             sent[name] += round(args[tensor].numel() * args[tensor].element_size() * times)
-            return exchange(*args, **more)
+            return exchange(*args, **keywords)
 
         setattr(dist, name, call)
 
@@ -100,23 +100,23 @@ def count(rank: int, world: int, folder: str, size: int, dim: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--batch", type=int, default=256, help="items a rank")
+    parser.add_argument("--batch", type=int, default=256, help="items per rank")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "distributed_overhead.csv")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)  # threads that wait for a core would be the noise
     with tempfile.TemporaryDirectory() as folder:
-        join(0, 1, folder, "nccl" if given.device == "cuda" else "gloo")
-        rows = one_rank(given.batch, given.dim, given.device, given.seconds)
+        join(0, 1, folder, "nccl" if options.device == "cuda" else "gloo")
+        rows = one_rank(options.batch, options.dim, options.device, options.seconds)
         dist.destroy_process_group()
         for world in (2, 4):
-            processes.spawn(count, (world, folder, given.batch, given.dim), world)
+            processes.spawn(count, (world, folder, options.batch, options.dim), world)
             for line in Path(folder, f"sent-{world}").read_text().splitlines():
                 name, forward, gradients = line.split()
                 rows.append([name, world, "", "", "", forward, gradients])
                 print(f"{name:13s} {world} ranks: {forward:>9s} bytes of the batch, {gradients:>9s} of gradients")
-    rows = [[row[0], measure.machine(given.device), given.batch, given.dim, *row[1:]] for row in rows]
+    rows = [[row[0], measure.machine(options.device), options.batch, options.dim, *row[1:]] for row in rows]
     header = [
         "loss",
         "machine",
@@ -129,7 +129,7 @@ def main() -> None:
         "batch_bytes",
         "gradient_bytes",
     ]
-    measure.write_csv(given.out, header, rows)
+    measure.write_csv(options.out, header, rows)
 
 
 if __name__ == "__main__":

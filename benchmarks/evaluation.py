@@ -2,8 +2,8 @@
 
 60,502 × 512 float32, leave-one-out, recall@{1,10,100,1000} and MAP@R, against a faiss-cpu flat search of the same k
 (extra `ann`) in the same run; with --clustering k-means with 11,316 clusters; then 10,000 queries against a gallery of
-1,000,000 × 128. On a GPU the same without faiss. Memory: what the call adds at its peak to what was held before; on a
-CPU in a process of its own that gives freed memory back at once, since what the allocator keeps is no need of ours.
+1,000,000 × 128. On a GPU the same without faiss. Memory: what the call adds at its peak to what was allocated before;
+on a CPU in a separate process that gives freed memory back at once, since what the allocator keeps is no need of ours.
 """
 
 import argparse
@@ -46,12 +46,12 @@ def with_bar(call: Callable[..., object]) -> object:
 
 def timed(call: Callable[[], object], device: str) -> tuple[float, float, Any]:
     """Seconds, MiB and the result of one call."""
-    kept: list[Any] = []
+    results: list[Any] = []
     if device == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()
-    mib = measure.peak_mib(lambda: kept.append(call()), device)
-    return time.perf_counter() - begun, mib, kept[0]
+    mib = measure.peak_mib(lambda: results.append(call()), device)
+    return time.perf_counter() - begun, mib, results[0]
 
 
 def faiss_seconds(x: Tensor, queries: Tensor, k: int) -> float | None:
@@ -79,8 +79,8 @@ def leave_one_out(device: str, clustering: bool) -> Iterator[list[object]]:
     peer = faiss_seconds(x, x, KS[-1] + 1) if compares(device) else None
     yield ["retrieval, leave-one-out", f"{ITEMS} x {DIM}", *measured(device, peer, x, y, ks=KS)]
     if clustering:
-        seconds, mib, found = timed(lambda: evaluation.clustering(x, y, seed=0), device)
-        nmi = f"nmi {found['nmi']:.4f}"
+        seconds, mib, scores = timed(lambda: evaluation.clustering(x, y, seed=0), device)
+        nmi = f"nmi {scores['nmi']:.4f}"
         yield ["clustering", f"{ITEMS} x {DIM} in {CLASSES}", f"{seconds:.2f}", f"{mib:.0f}", "", "", nmi]
 
 
@@ -89,23 +89,23 @@ def large_gallery(device: str) -> Iterator[list[object]]:
     noise = torch.randn(10_000, 128, generator=torch.Generator().manual_seed(1)).to(device)
     queries, query_labels = gallery[:10_000] + 0.02 * noise, labels[:10_000]
     peer = faiss_seconds(gallery, queries, 11) if compares(device) else None
-    asked = {"gallery": gallery, "gallery_labels": labels, "ks": (1, 10)}
-    yield ["retrieval, gallery", "10000 in 1000000 x 128", *measured(device, peer, queries, query_labels, **asked)]
+    settings = {"gallery": gallery, "gallery_labels": labels, "ks": (1, 10)}
+    yield ["retrieval, gallery", "10000 in 1000000 x 128", *measured(device, peer, queries, query_labels, **settings)]
 
 
-def measured(device: str, peer: float | None, x: Tensor, y: Tensor, **asked: Any) -> list[object]:
+def measured(device: str, peer: float | None, x: Tensor, y: Tensor, **settings: Any) -> list[object]:
     """Seconds, MiB, faiss's seconds, their ratio, and what came out."""
     if "--memory" in sys.argv:
-        print(f"{measure.peak_mib(lambda: evaluation.retrieval(x, y, **asked), device):.0f}")
+        print(f"{measure.peak_mib(lambda: evaluation.retrieval(x, y, **settings), device):.0f}")
         sys.exit()
-    runs = [timed(lambda: with_bar(partial(evaluation.retrieval, x, y, **asked)), device) for _ in REPEATS[device]]
-    seconds, mib, found = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
+    runs = [timed(lambda: with_bar(partial(evaluation.retrieval, x, y, **settings)), device) for _ in REPEATS[device]]
+    seconds, mib, scores = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
     if device == "cpu":
-        name = "gallery" if "gallery" in asked else "leave-one-out"
+        name = "gallery" if "gallery" in settings else "leave-one-out"
         child = [sys.executable, __file__, "--memory", name]
-        told = subprocess.run(child, env=measure.frugal_environment(), check=True, capture_output=True, text=True)
-        mib = float(told.stdout.split()[-1])
-    note = f"recall@1 {found['recall@1']:.4f}, map@r {found['map@r']:.4f}"
+        child_run = subprocess.run(child, env=measure.frugal_environment(), check=True, capture_output=True, text=True)
+        mib = float(child_run.stdout.split()[-1])
+    note = f"recall@1 {scores['recall@1']:.4f}, map@r {scores['map@r']:.4f}"
     against = ["", ""] if peer is None else [f"{peer:.2f}", f"{seconds / peer:.2f}"]
     return [f"{seconds:.2f}", f"{mib:.0f}", *against, note]
 

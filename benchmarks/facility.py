@@ -1,8 +1,9 @@
-"""Facility location, forward and backward, 4 items a class, 5 sweeps: python benchmarks/facility.py [--sizes 128 256]
+"""Facility location, forward and backward, 4 items per class, 5 sweeps: python benchmarks/facility.py [--sizes 128 256]
 
-Median time and memory beyond what was held; the number of classes is not said. `sweeps`: rounds that were needed, the
-last to see that nothing changes. On a GPU the medoids must be those that the CPU finds from the same distances, and
-nothing may wait for the device. --compile asks the compiler, without a GPU, what the kernel takes on Hopper.
+Median time and memory beyond what was allocated; the number of classes is unknown to the loss. `sweeps`: rounds that
+were needed, the last to see that nothing changes. On a GPU the medoids must be those that the CPU finds from the same
+distances, and nothing may wait for the device. --compile asks the compiler, without a GPU, what the kernel takes on
+Hopper.
 """
 
 import argparse
@@ -76,29 +77,29 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="*", default=[128, 256, 512])
     parser.add_argument("--sweeps", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
-    given = parser.parse_args()
-    if given.compile:
-        compile_only(given.sizes)
+    args = parser.parse_args()
+    if args.compile:
+        compile_only(args.sizes)
         return
     rows = []
     print(f"{'items':>6} {'classes':>8} {'sweeps':>7} {'ms':>9} {'MiB':>8}")
-    for size in given.sizes:
-        x, labels = batch(size, given.device)
-        module = losses.FacilityLocationLoss(sweeps=given.sweeps).to(given.device)
+    for size in args.sizes:
+        x, labels = batch(size, args.device)
+        module = losses.FacilityLocationLoss(sweeps=args.sweeps).to(args.device)
 
         def step(x=x, labels=labels, module=module):
             module(x, labels).backward()
 
-        took = measure.median_ms(step, given.device)
-        mib = measure.peak_mib(step, given.device)
+        took = measure.median_ms(step, args.device)
+        mib = measure.peak_mib(step, args.device)
         rows.append(
-            [measure.machine(given.device), size, size // 4, needed(size, given.sweeps), f"{took:.2f}", f"{mib:.1f}"]
+            [measure.machine(args.device), size, size // 4, needed(size, args.sweeps), f"{took:.2f}", f"{mib:.1f}"]
         )
         print(f"{size:6} {size // 4:8} {rows[-1][3]:7} {took:9.2f} {mib:8.1f}", flush=True)
-        if given.device == "cuda":
-            other = check(size, given.sweeps)
+        if args.device == "cuda":
+            other = check(size, args.sweeps)
             print(f"{'':6} same medoids as the CPU; {other:.0f} differ where distances are made there", flush=True)
-    path = Path(__file__).parent / "results" / f"facility_{given.device}.csv"
+    path = Path(__file__).parent / "results" / f"facility_{args.device}.csv"
     measure.write_csv(path, ["machine", "items", "classes", "sweeps", "ms", "MiB"], rows)
 
 

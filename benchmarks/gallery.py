@@ -49,7 +49,7 @@ FILTERS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def made(count: int, kind: str, seed: int = 0) -> NDArray[np.float32]:
+def random_rows(count: int, kind: str, seed: int = 0) -> NDArray[np.float32]:
     draw = np.random.default_rng(seed)
     rows = draw.normal(size=(count, DIM)).astype(np.float32)
     if kind == "groups":
@@ -60,11 +60,11 @@ def made(count: int, kind: str, seed: int = 0) -> NDArray[np.float32]:
 def exact(rows: NDArray[np.float32], queries: NDArray[np.float32], allowed: NDArray[np.bool_]) -> list[set[int]]:
     """Ids of the nearest, by float64."""
     places = np.flatnonzero(allowed)
-    wide, found = rows[places].astype(np.float64), []
+    wide, neighbours = rows[places].astype(np.float64), []
     for query in queries:
         score = wide @ query.astype(np.float64)
-        found.append({int(places[i]) + 1 for i in np.argsort(-score, kind="stable")[:K]})
-    return found
+        neighbours.append({int(places[i]) + 1 for i in np.argsort(-score, kind="stable")[:K]})
+    return neighbours
 
 
 def passing(name: str, count: int) -> NDArray[np.bool_]:
@@ -74,7 +74,7 @@ def passing(name: str, count: int) -> NDArray[np.bool_]:
 
 
 def measured(place: str, store: str, count: int, kind: str, tries: int) -> list[list[object]]:
-    rows, draw = made(count, kind), np.random.default_rng(1)
+    rows, draw = random_rows(count, kind), np.random.default_rng(1)
     labels = [f"group {i // 10}" for i in range(count)]
     metadata = [{"two": i % 2, "ten": i % 10, "hundred": i % 100} for i in range(count)]
     queries = rows[draw.integers(0, count, tries)] + 0.3 * draw.normal(size=(tries, DIM)) / DIM**0.5
@@ -92,15 +92,15 @@ def measured(place: str, store: str, count: int, kind: str, tries: int) -> list[
             allowed = passing(name, count)
             for query in queries[:20]:
                 gallery.search(query, K, filter)
-            times, busy, found = [], [], []
+            times, busy, neighbours = [], [], []
             for query in queries:
                 begun, worked = time.perf_counter(), time.thread_time()
                 hits = gallery.search(query, K, filter)
                 times.append((time.perf_counter() - begun) * 1e3)
                 busy.append((time.thread_time() - worked) * 1e3)
-                found.append({hit.id for hit in hits})
+                neighbours.append({hit.id for hit in hits})
             judged = exact(rows, queries[:100], allowed)
-            recall = sum(len(a & b) for a, b in zip(judged, found, strict=False)) / sum(map(len, judged))
+            recall = sum(len(a & b) for a, b in zip(judged, neighbours, strict=False)) / sum(map(len, judged))
             p50, p99 = np.percentile(times, [50, 99])
             shown = [
                 f"{rate:.0f}",

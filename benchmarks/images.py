@@ -6,7 +6,7 @@ which neighbours on the machine do not lengthen, but which leaves out waiting fo
 - start: the same set when its cache is there, beside the first time;
 - rows: 128 random rows from the mapped file, beside the same from memory, and beside decoding 128 JPEGs again;
 - warp: 128 pictures with everything that photos get, beside a bare F.grid_sample of floats that are there already.
-Photos are drawn here, 500 x 375 at JPEG quality 90; real ones come from the archive of birds where it is found.
+Photos are drawn here, 500 x 375 at JPEG quality 90; real ones come from the archive of birds where it is present.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def birds(count: int) -> Bytes:
 
 
 def plain_decoding(data: list[bytes], side: int) -> None:
-    """What a data loader does every epoch: the whole picture, short side to `side`, the middle of it."""
+    """What a data loader does every epoch: the picture, short side to `side`, the middle of it."""
     for content in data:
         image = Image.open(io.BytesIO(content)).convert("RGB")
         short = min(image.size)
@@ -121,20 +121,20 @@ def of_the_cache(add: Callable[..., None], name: str, pictures: Bytes, side: int
     with tempfile.TemporaryDirectory() as folder:
         os.environ["NEARKIN_CACHE"] = folder
         begun = time.process_time()
-        kept = image_cache.store(pictures, names, side=side, workers=1)
+        cache = image_cache.store(pictures, names, side=side, workers=1)
         took = (time.process_time() - begun) * 1e3
         again, _, _ = in_turns(lambda: image_cache.store(pictures, names, side=side), lambda: None, "cpu", 5)
         add("start", "cpu", size, count, "first time", again, took, again / took)
-        memory, rng = np.array(kept.pixels), np.random.default_rng(0)
+        memory, rng = np.array(cache.pixels), np.random.default_rng(0)
         size = f"{B} of {count}, {side} px"
 
         def chosen() -> np.ndarray:
             return rng.integers(0, count, B)
 
-        figures = in_turns(lambda: kept.rows(chosen()), lambda: memory[chosen()], "cpu", 50)
+        figures = in_turns(lambda: cache.rows(chosen()), lambda: memory[chosen()], "cpu", 50)
         add("rows", "cpu", size, B, "memory", *figures)
         some = pictures.data[:B]
-        figures = in_turns(lambda: kept.rows(chosen()), lambda: plain_decoding(some, side), "cpu", 5)
+        figures = in_turns(lambda: cache.rows(chosen()), lambda: plain_decoding(some, side), "cpu", 5)
         add("rows", "cpu", size, B, "decoding again", *figures)
 
 

@@ -1,10 +1,11 @@
 """Peak memory of every loss, forward and backward, beside pytorch-metric-learning's: python benchmarks/loss_memory.py
 
-B = 1,024, D = 128, float32 on the CPU, 4 items a class, 256 classes. Each figure is the rise of the process's peak
-resident memory over what it held just before, in a process of its own, after a small warm-up batch; the allocator is
-told to give freed blocks back at once. The bound is 16 matrices of B × B float32. Linux only.
+B = 1,024, D = 128, float32 on the CPU, 4 items per class, 256 classes. Each figure is the rise of the process's peak
+resident memory over what it used just before, in a separate process, after a small warm-up batch; the allocator is
+set to return freed blocks at once. The bound is 16 matrices of B × B float32. Linux only.
 """
 
+import argparse
 import resource
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def figure(library: str, expression: str | None) -> float | str | None:
     if expression is None:
         return None
     done = subprocess.run(
-        [sys.executable, __file__, library, expression],
+        [sys.executable, __file__, "--peak", library, expression],
         capture_output=True,
         text=True,
         env=measure.frugal_environment(),
@@ -111,9 +112,12 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peak", nargs=2, metavar=("LIBRARY", "LOSS"), help="one figure; meant for a separate process")
+    options = parser.parse_args()
+    if options.peak:
         try:
-            print(peak_in_this_process(sys.argv[1], sys.argv[2]))
+            print(peak_in_this_process(*options.peak))
         except MemoryError:
             sys.exit("out of memory")
     else:

@@ -1,11 +1,11 @@
 """Every loss beside pytorch-metric-learning and the floor, forward and backward: benchmarks/losses.py
 
-D = 128, float32, 4 items a class; losses over class weights have as many classes as the batch. `auto` is the loss as it
-comes; `torch` is impl="torch", where there is a choice (over class weights: in blocks, logits never held); `peer` is
-pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone: one of the forward
-pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto` once more on a
-device that is kept busy (`busy`), as an encoder keeps it; on the CPU in rounds, one step of each, so that other load on
-the machine hits all alike. Memory: the peak beyond what was held before, on the CPU in a process of its own. --check
+D = 128, float32, 4 items per class; losses over class weights have as many classes as the batch. `auto` is the loss as
+it comes; `torch` is impl="torch", where there is a choice (over class weights: in blocks, logits never stored); `peer`
+is pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone: one of the
+forward pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto` once more
+on a device that is kept busy (`busy`), as by an encoder; on the CPU in rounds, one step of each, so that other load on
+the machine hits all alike. Memory: the peak beyond what was allocated before, on the CPU in a separate process. --check
 compares values and gradients with float64 instead.
 """
 
@@ -30,10 +30,10 @@ D, EACH = 128, 4
 SIZES = {"cpu": (256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 16_384, 65_536)}
 SMALL = 4096  # up to here every loss; beyond it those marked large, and one timed step
 LARGEST_PEER = 16_384
-PATIENCE = 200.0  # ms: a peer that took longer is not asked again at the next larger size beyond SMALL
+PATIENCE = 200.0  # ms: a peer that took longer is not run again at the next larger size beyond SMALL
 ONCE = 3000.0  # ms: a step on the CPU that takes longer is taken once
 CEILING = 12 * 2**30  # bytes a peer may ask for on the CPU
-WAYS = ("auto", "torch", "peer", "floor")
+CONTENDERS = ("auto", "torch", "peer", "floor")
 
 
 class Case(NamedTuple):
@@ -44,13 +44,13 @@ class Case(NamedTuple):
     miner: str | None = None
     large: bool = False
     drawn: bool = False  # pairs are drawn at random: not to be compared draw by draw
-    most: int = LARGEST_PEER  # the peer is not asked beyond
+    most: int = LARGEST_PEER  # the peer is not run beyond
     weighs: bool = False  # over class weights: `ours` takes num_classes and dim, and so does the peer, as C and D
 
 
 # The nearest the peer has, not always the same number: its contrastive loss knows no squares, its margin loss sums over
 # triplets, its semi-hard miner takes all inside the margin, its N-pair loss leaves out all but two of a class, its
-# Smooth-AP counts each item as its own kin.
+# Smooth-AP counts each item as its own positive.
 CASES = [
     Case("contrastive", "ContrastiveLoss", {}, "L.ContrastiveLoss(distance=raw(), reducer=Mean())", large=True),
     Case("margin", "MarginLoss", {}, "L.MarginLoss(learn_beta=True)", "M.DistanceWeightedMiner()", True, True),
@@ -115,7 +115,7 @@ CASES = [
 
 
 def peer_names() -> dict[str, Any] | None:
-    """What the table's expressions are made of, or None where pytorch-metric-learning is not installed."""
+    """The names in the table's expressions, or None where pytorch-metric-learning is not installed."""
     try:
         from pytorch_metric_learning import distances, miners, reducers, regularizers
         from pytorch_metric_learning import losses as peer_losses
@@ -141,10 +141,10 @@ def batch(size: int, device: str, case: Case | None = None) -> tuple[Tensor, Ten
     return x, (y.float() if case is not None and case.ours == "LogRatioLoss" else y).to(device)
 
 
-def ours(case: Case, size: int, device: str, **more: Any) -> torch.nn.Module:
-    made = getattr(losses, case.ours)
+def ours(case: Case, size: int, device: str, **overrides: Any) -> torch.nn.Module:
+    constructor = getattr(losses, case.ours)
     weights = (-(-size // EACH), D) if case.weighs else ()
-    return made(*weights, **case.settings, **more).to(device)
+    return constructor(*weights, **case.settings, **overrides).to(device)
 
 
 def has_choice(case: Case) -> bool:
@@ -152,7 +152,7 @@ def has_choice(case: Case) -> bool:
 
 
 def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Each way to take one step on the same batch."""
+    """Each contender's step on the same batch."""
     x, y = batch(size, device, case)
 
     def step(loss: torch.nn.Module, *miner: Callable[..., Any]) -> Callable[[], None]:
@@ -172,16 +172,16 @@ def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> I
         names = names | {"C": -(-size // EACH), "D": D}
         miner = [eval(case.miner, names)] if case.miner else []  # of the table above, nothing else
         yield "peer", step(eval(case.peer, names).to(device), *miner)
-    others = x.detach()[: -(-size // EACH)].clone() if case.weighs else x.detach()
-    yield "floor", lambda: floor(x.detach(), others)
+    reference_rows = x.detach()[: -(-size // EACH)].clone() if case.weighs else x.detach()
+    yield "floor", lambda: floor(x.detach(), reference_rows)
 
 
 @torch.no_grad()
-def floor(x: Tensor, others: Tensor, rows: int = 4096) -> None:
+def floor(x: Tensor, reference_rows: Tensor, rows: int = 4096) -> None:
     """The similarities, and with a matrix of their shape the two products of the gradient; in blocks where large."""
     for part in x.split(rows):
-        matrix = part @ others.T
-        matrix @ others, matrix.T @ part
+        matrix = part @ reference_rows.T
+        matrix @ reference_rows, matrix.T @ part
 
 
 def failure(error: Exception) -> str:
@@ -193,7 +193,7 @@ def failure(error: Exception) -> str:
 
 
 def peaks(chosen: list[Case], size: int, device: str) -> None:
-    """Prints the MiB of each way of each loss, a JSON line a loss; meant for a process of its own."""
+    """Prints the MiB of each contender of each loss, one JSON line per loss; meant for a separate process."""
     names = peer_names()
     for case in chosen:
         for _, once in steps(case, 16, device, names):  # what torch loads at its first step is not the loss's
@@ -204,7 +204,8 @@ def peaks(chosen: list[Case], size: int, device: str) -> None:
 
 def peak_cells(case: Case, size: int, device: str, names: dict[str, Any] | None) -> dict[str, float | str]:
     return {
-        way: attempt(lambda once=once: measure.peak_mib(once, device)) for way, once in steps(case, size, device, names)
+        contender: attempt(lambda once=once: measure.peak_mib(once, device))
+        for contender, once in steps(case, size, device, names)
     }
 
 
@@ -223,35 +224,36 @@ def peaks_of_a_fresh_process(chosen: list[Case], size: int) -> dict[str, dict[st
     command = [sys.executable, __file__, "--device", "cpu", "--peaks", "--sizes", str(size), "--losses"]
     command += [case.name for case in chosen]
     done = subprocess.run(command, env=measure.frugal_environment(), stdout=subprocess.PIPE, text=True)
-    found: dict[str, dict[str, float | str]] = {}
+    figures: dict[str, dict[str, float | str]] = {}
     for line in done.stdout.splitlines():
-        found |= json.loads(line)
-    return found
+        figures |= json.loads(line)
+    return figures
 
 
 def cells_cpu(
     case: Case, size: int, names: dict[str, Any] | None, seconds: float, mib: dict[str, float | str]
 ) -> dict[str, Any]:
-    """Milliseconds of each way, in rounds; a way that fails its first step, or takes seconds for it, is left out."""
-    found: dict[str, Any] = {f"{way}_mib": value for way, value in mib.items()}
+    """Milliseconds of each contender, in rounds; one that fails its first step, or takes seconds for it, is left
+    out."""
+    figures: dict[str, Any] = {f"{contender}_mib": value for contender, value in mib.items()}
     sound: dict[str, Callable[[], None]] = {}
-    for way, once in steps(case, size, "cpu", names):
+    for contender, once in steps(case, size, "cpu", names):
         first = attempt(lambda once=once: measure.once_ms(once, "cpu"))
         if isinstance(first, str) or first > ONCE:
-            found[f"{way}_ms"] = first
+            figures[f"{contender}_ms"] = first
         else:
-            sound[way] = once
+            sound[contender] = once
     taken = measure.medians_by_turns(list(sound.values()), "cpu", seconds)
-    return found | {f"{way}_ms": ms for way, ms in zip(sound, taken, strict=True)}
+    return figures | {f"{contender}_ms": ms for contender, ms in zip(sound, taken, strict=True)}
 
 
 def cells_cuda(case: Case, size: int, names: dict[str, Any] | None, seconds: float, tired: set[str]) -> dict[str, Any]:
-    """Milliseconds and MiB of each way; the first call, whose peak is taken, is the warm-up."""
-    found: dict[str, Any] = {}
-    for way, once in steps(case, size, "cuda", names):
-        beyond = (way == "torch" and size > SMALL) or (way == "peer" and size > case.most)
-        if beyond or (way == "peer" and size > SMALL and case.name in tired):
-            found |= {f"{way}_ms": "not run", f"{way}_mib": "not run"}
+    """Milliseconds and MiB of each contender; the first call, whose peak is taken, is the warm-up."""
+    figures: dict[str, Any] = {}
+    for contender, once in steps(case, size, "cuda", names):
+        beyond = (contender == "torch" and size > SMALL) or (contender == "peer" and size > case.most)
+        if beyond or (contender == "peer" and size > SMALL and case.name in tired):
+            figures |= {f"{contender}_ms": "not run", f"{contender}_mib": "not run"}
             continue
         mib = attempt(lambda once=once: measure.peak_mib(once, "cuda"))
         if not isinstance(mib, str):
@@ -260,41 +262,41 @@ def cells_cuda(case: Case, size: int, names: dict[str, Any] | None, seconds: flo
             ms = once_more if slow else attempt(lambda once=once: measure.median_ms(once, "cuda", seconds, warm=True))
         else:
             ms = mib
-        if way == "peer" and (isinstance(ms, str) or ms > PATIENCE):
+        if contender == "peer" and (isinstance(ms, str) or ms > PATIENCE):
             tired.add(case.name)
-        found |= {f"{way}_ms": ms, f"{way}_mib": mib}
-        if way == "auto" and not isinstance(ms, str) and size <= SMALL:
+        figures |= {f"{contender}_ms": ms, f"{contender}_mib": mib}
+        if contender == "auto" and not isinstance(ms, str) and size <= SMALL:
             busy = attempt(lambda once=once: measure.busy_ms(once))
-            found["busy_ms"] = "" if isinstance(busy, str) else busy  # more launches than the queue takes
-    return found
+            figures["busy_ms"] = "" if isinstance(busy, str) else busy  # more launches than the queue takes
+    return figures
 
 
-def ratio(found: dict[str, Any], over: str) -> float | str:
-    mine, other = found.get("auto_ms"), found.get(over)
-    return mine / other if isinstance(mine, float) and isinstance(other, float) and other > 0 else ""
+def ratio(figures: dict[str, Any], over: str) -> float | str:
+    auto, other = figures.get("auto_ms"), figures.get(over)
+    return auto / other if isinstance(auto, float) and isinstance(other, float) and other > 0 else ""
 
 
 def table(chosen: list[Case], sizes: list[int], device: str, seconds: float, out: Path | None) -> None:
     names = peer_names()
     version = "" if names is None else sys.modules["pytorch_metric_learning"].__version__
     print(f"{measure.machine(device)}, torch {torch.__version__}, peer: {version or 'not installed, skipped'}")
-    columns = [f"{way}_{what}" for what in ("ms", "mib") for way in WAYS]
+    columns = [f"{contender}_{what}" for what in ("ms", "mib") for contender in CONTENDERS]
     columns += ["busy_ms"] if device == "cuda" else []
     print(f"{'loss':28}{'B':>7}" + "".join(f"{c:>12}" for c in columns) + f"{'auto/peer':>12}{'auto/floor':>12}")
     rows: list[list[object]] = []
     tired: set[str] = set()
     for size in sizes:
-        asked = [case for case in chosen if case.large or size <= SMALL]
-        mib = peaks_of_a_fresh_process(asked, size) if device == "cpu" else {}
-        for case in asked:
+        measured_cases = [case for case in chosen if case.large or size <= SMALL]
+        mib = peaks_of_a_fresh_process(measured_cases, size) if device == "cpu" else {}
+        for case in measured_cases:
             if device == "cpu":
-                found = cells_cpu(case, size, names, seconds, mib.get(case.name, {}))
+                figures = cells_cpu(case, size, names, seconds, mib.get(case.name, {}))
             else:
                 for _, once in steps(case, 64, device, names):
                     attempt(once)
-                found = cells_cuda(case, size, names, seconds, tired)
-            found |= {"auto/peer": ratio(found, "peer_ms"), "auto/floor": ratio(found, "floor_ms")}
-            cells = [shown(found.get(c, "")) for c in (*columns, "auto/peer", "auto/floor")]
+                figures = cells_cuda(case, size, names, seconds, tired)
+            figures |= {"auto/peer": ratio(figures, "peer_ms"), "auto/floor": ratio(figures, "floor_ms")}
+            cells = [shown(figures.get(c, "")) for c in (*columns, "auto/peer", "auto/floor")]
             print(f"{case.name:28}{size:>7}" + "".join(f"{c[:11]:>12}" for c in cells), flush=True)
             rows.append([case.name, measure.machine(device), size, D, EACH, *cells, version])
             if out is not None:
@@ -327,11 +329,11 @@ def checked(case: Case, size: int, device: str) -> str:
     """Prints the errors; what is wrong with them, or nothing."""
     choice = {"impl": "torch"} if has_choice(case) else {}
 
-    def result(dtype: torch.dtype, **more: Any) -> tuple[Tensor, Tensor]:
+    def result(dtype: torch.dtype, **overrides: Any) -> tuple[Tensor, Tensor]:
         x, y = batch(size, device, case)
         x = x.detach().to(dtype).requires_grad_()
         torch.manual_seed(0)
-        value = 3 * ours(case, size, device, **more).to(dtype)(x, y)  # the gradient that comes from above is not 1
+        value = 3 * ours(case, size, device, **overrides).to(dtype)(x, y)  # the upstream gradient is not 1
         value.backward()
         return value.detach().double(), x.grad.double()
 
@@ -358,24 +360,24 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", help="batch sizes")
     parser.add_argument("--losses", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
     parser.add_argument("--seconds", type=float, default=1.0, help="time spent on a cell (default: 1)")
-    parser.add_argument("--out", type=Path, help="default for a whole run: results/losses_cpu.csv or losses_gpu.csv")
+    parser.add_argument("--out", type=Path, help="default for a complete run: results/losses_cpu.csv or losses_gpu.csv")
     parser.add_argument("--check", action="store_true", help="accuracy instead of time")
     parser.add_argument("--peaks", action="store_true", help="print the peaks of memory as JSON, and nothing else")
-    given = parser.parse_args()
-    chosen = [case for case in CASES if given.losses is None or case.name in given.losses]
-    sizes, device, out = given.sizes or list(SIZES[given.device]), given.device, given.out
+    args = parser.parse_args()
+    chosen = [case for case in CASES if args.losses is None or case.name in args.losses]
+    sizes, device, out = args.sizes or list(SIZES[args.device]), args.device, args.out
     torch.set_num_threads(2)
     if device == "cpu":
         bound = measure.status("VmSize") * 1024 + CEILING
         resource.setrlimit(resource.RLIMIT_AS, (bound, resource.RLIM_INFINITY))
-    if given.peaks:
+    if args.peaks:
         peaks(chosen, sizes[0], device)
-    elif given.check:
+    elif args.check:
         sys.exit(0 if check(chosen, [size for size in sizes if size <= 2048], device) else 1)
     else:
-        if out is None and given.losses is None and given.sizes is None:
+        if out is None and args.losses is None and args.sizes is None:
             out = Path(__file__).parent / "results" / f"losses_{'cpu' if device == 'cpu' else 'gpu'}.csv"
-        table(chosen, sizes, device, given.seconds, out)
+        table(chosen, sizes, device, args.seconds, out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: a median time, a peak of memory, a result file that is whole or absent."""
+"""What the benchmark scripts share: a median time, a peak of memory, a result file that is complete or absent."""
 
 import csv
 import os
@@ -23,7 +23,7 @@ def status(key: str) -> int:
 
 
 def peak_mib(step: Callable[[], object], device: str) -> float:
-    """MiB that one call holds at its peak beyond what was held before."""
+    """MiB that one call allocates at its peak beyond what was allocated before."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -52,7 +52,7 @@ def once_ms(step: Callable[[], object], device: str) -> float:
 
 
 def busy_ms(step: Callable[[], object], steps: int = 8) -> float:
-    """A step's time on a GPU that never waits for the host: it is held by a pause until all steps are queued.
+    """A step's time on a GPU that never waits for the host: a pause holds it until all steps are queued.
 
     So it is in training, where the encoder's work keeps the device behind. Only for steps that read nothing back.
     """

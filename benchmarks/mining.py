@@ -1,8 +1,8 @@
 """Mining beside pytorch-metric-learning's miners, time and memory: python benchmarks/mining.py [--out FILE]
 
-Two rows a selection: "mine", from embeddings and labels to the selection, and "step", the same followed by the triplet
-loss and its gradient. D = 128, float32, 4 items a class. The CPU runs B = 256 to 1,024, a GPU, where there is one,
-B = 512 to 8,192; a peer that runs out of memory is written as such. Ours and the peer's follow each other in one
+Two rows per selection: "mine", from embeddings and labels to the selection, and "step", the same followed by the
+triplet loss and its gradient. D = 128, float32, 4 items per class. The CPU runs B = 256 to 1,024, a GPU, where there is
+one, B = 512 to 8,192; a peer that runs out of memory is written as such. Ours and the peer's follow each other in one
 process.
 """
 
@@ -41,7 +41,7 @@ def peers() -> dict[str, tuple[Callable[..., object] | None, Callable[..., Tenso
 
 
 def ours(selection: str, x: Tensor, y: Tensor) -> tuple[Callable[[], object] | None, Callable[[], object]]:
-    def mine() -> object:
+    def mining_step() -> object:
         with torch.no_grad():
             return mining.select(selection, distances.euclidean(distances.unit(x)), relations.of(y), dim=D)
 
@@ -50,16 +50,16 @@ def ours(selection: str, x: Tensor, y: Tensor) -> tuple[Callable[[], object] | N
         if (selection != "multi_similarity")
         else losses.MultiSimilarityLoss()
     )
-    return None if selection == "all" else mine, lambda: gradient(loss, x, y)
+    return None if selection == "all" else mining_step, lambda: gradient(loss, x, y)
 
 
 def theirs(miner: Callable[..., object] | None, loss: Callable[..., Tensor], x: Tensor, y: Tensor):
-    def mine() -> object:
+    def mining_step() -> object:
         return miner(x.detach(), y)
 
     if miner is None:
         return None, lambda: gradient(loss, x, y)
-    return mine, lambda: gradient(lambda a, b: loss(a, b, miner(a, b)), x, y)
+    return mining_step, lambda: gradient(lambda a, b: loss(a, b, miner(a, b)), x, y)
 
 
 def gradient(loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -74,9 +74,11 @@ def each_step(device: str, size: int) -> Iterator[tuple[str, str, Callable[[], o
     x = torch.randn(size, D, device=device)
     y = torch.arange(size, device=device) // EACH
     for selection, (miner, loss) in peers().items():
-        for what, own, peer in zip(("mine", "step"), ours(selection, x, y), theirs(miner, loss, x, y), strict=True):
-            if own is not None and peer is not None:
-                yield selection, what, own, peer
+        for what, our_step, peer in zip(
+            ("mine", "step"), ours(selection, x, y), theirs(miner, loss, x, y), strict=True
+        ):
+            if our_step is not None and peer is not None:
+                yield selection, what, our_step, peer
 
 
 def or_out_of_memory(figure: Callable[[], float]) -> float | None:
@@ -93,23 +95,23 @@ def or_out_of_memory(figure: Callable[[], float]) -> float | None:
 
 def peaks(device: str, sizes: Sequence[int]) -> dict[str, list[float | None]]:
     """MiB of ours and of the peer's, by selection, what and size."""
-    found: dict[str, list[float | None]] = {}
+    peak_mib_by_case: dict[str, list[float | None]] = {}
     for size in sizes:
         for selection, what, *steps in each_step(device, size):
             for step in steps:
                 or_out_of_memory(lambda step=step: measure.median_ms(step, device, 0, 1))  # warm
-            found[f"{selection} {what} {size}"] = [
+            peak_mib_by_case[f"{selection} {what} {size}"] = [
                 or_out_of_memory(lambda step=step: measure.peak_mib(step, device)) for step in steps
             ]
-    return found
+    return peak_mib_by_case
 
 
 def peaks_of_a_fresh_process(device: str) -> dict[str, list[float | None]]:
     """The same from a process whose allocator gives freed memory back: true peaks, but slower, so not timed."""
     command = [sys.executable, __file__, "--device", device, "--peaks"]
     done = subprocess.run(command, env=measure.frugal_environment(), check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, list[float | None]] = json.loads(done.stdout)
-    return found
+    peak_mib_by_case: dict[str, list[float | None]] = json.loads(done.stdout)
+    return peak_mib_by_case
 
 
 def main() -> None:
@@ -131,10 +133,10 @@ def main() -> None:
     print("".join(f"{title:>14}" for title in header if title not in ("device", "D", "dtype")))
     for size in sizes:
         for selection, what, *steps in each_step(device, size):
-            mine, peer = (or_out_of_memory(lambda step=step: measure.median_ms(step, device)) for step in steps)
+            our_ms, peer = (or_out_of_memory(lambda step=step: measure.median_ms(step, device)) for step in steps)
             memory = mib[f"{selection} {what} {size}"]
-            ratio = None if peer is None or mine is None else peer / mine
-            cells = ["out of memory" if v is None else f"{v:.2f}" for v in (mine, memory[0], peer, memory[1], ratio)]
+            ratio = None if peer is None or our_ms is None else peer / our_ms
+            cells = ["out of memory" if v is None else f"{v:.2f}" for v in (our_ms, memory[0], peer, memory[1], ratio)]
             rows.append([selection, what, hardware, size, D, "float32", *cells])
             print("".join(f"{cell:>14}" for cell in (selection[:13], what, size, *cells)), flush=True)
     name = "mining_cpu.csv" if device == "cpu" else "mining_gpu.csv"

@@ -2,10 +2,10 @@
 
 Worlds of 1, 2 and 4 ranks on gloo, one thread each; ranks beyond the cores are marked as oversubscribed and only show
 that nothing breaks. Measured: a training step (small-cnn under DistributedDataParallel, SupCon over the global batch),
-ArcFace with its class weights whole on every rank and shared (`shard=True`), and the search of `evaluation.retrieval`.
-The bytes of every exchange are counted where they leave the program and compared with the formulas of
-`scaling_model.py`, which also predicts each time from the work of one rank and the links as measured in the same run.
-Writes the CSV, the picture docs/pictures/scaling.svg, and the table into docs/scaling.md (not with --quick).
+ArcFace with its class weights complete on every rank and sharded (`shard=True`), and the search of
+`evaluation.retrieval`. The bytes of every exchange are counted where they leave the program and compared with the
+formulas of `scaling_model.py`, which also predicts each time from the work of one rank and the links as measured in the
+same run. Writes the CSV, the picture docs/pictures/scaling.svg, and the table into docs/scaling.md (not with --quick).
 """
 
 import argparse
@@ -76,15 +76,15 @@ def timed(step: Callable[[], object], seconds: float) -> float:
     step()
     taken: list[float] = []
     end = time.perf_counter() + seconds
-    more = torch.ones(1)
+    go_on = torch.ones(1)
     while True:
         dist.barrier()
         begun = time.perf_counter()
         step()
         taken.append(time.perf_counter() - begun)
-        more.fill_(float(len(taken) < 3 or time.perf_counter() < end))
-        dist.broadcast(more, 0)  # all ranks take as many steps
-        if not more:
+        go_on.fill_(float(len(taken) < 3 or time.perf_counter() < end))
+        dist.broadcast(go_on, 0)  # all ranks take as many steps
+        if not go_on:
             return 1e3 * statistics.median(taken)
 
 
@@ -144,16 +144,16 @@ def search(items: int, group: ProcessGroup) -> Callable[[], None]:
 
 
 def measured(quick: bool) -> dict[str, Any]:
-    """Everything one world is asked for, on this rank."""
+    """Everything that is measured in one world, on this rank."""
     ranks, counted = dist.get_world_size(), Counted()
     long, short = (0.2, 0.1) if quick else (6.0, 2.0)
-    found: dict[str, Any] = {"links": links(short)} if ranks > 1 else {}
+    figures: dict[str, Any] = {"links": links(short)} if ranks > 1 else {}
     batch = STEP["batch"] // (8 if quick else 1)
     rows, classes = CLASSES["batch"], CLASSES["classes"] // (20 if quick else 1)
     items = ITEMS["items"] // (10 if quick else 1)
 
     def put(name: str, step: Callable[[], object], seconds: float = long) -> None:
-        found[name] = {"ms": timed(step, seconds), "bytes": counted.of(step)}
+        figures[name] = {"ms": timed(step, seconds), "bytes": counted.of(step)}
 
     put("training strong", training_step(batch // ranks, counted))
     put("training weak", training_step(batch // 2, counted))
@@ -171,18 +171,18 @@ def measured(quick: bool) -> dict[str, Any]:
             put(f"loss {batch // 2 * parts}", training_step(batch // 2 * parts, counted, encode=False), short)
             for number in {classes // parts, classes // 2 * parts}:
                 put(f"classes {rows}x{number}", class_step(rows, number, False), short)
-        found["sizes"] = {"batch": batch, "rows": rows, "classes": classes, "items": items}
-        found["parameters"] = sum(p.numel() for p in models.build("small-cnn", dim=STEP["dim"], size=32).parameters())
-    return found
+        figures["sizes"] = {"batch": batch, "rows": rows, "classes": classes, "items": items}
+        figures["parameters"] = sum(p.numel() for p in models.build("small-cnn", dim=STEP["dim"], size=32).parameters())
+    return figures
 
 
 def _rank(rank: int, size: int, meeting: str, out: str, quick: bool) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5))
-    found = measured(quick)
+    figures = measured(quick)
     if rank == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -202,8 +202,8 @@ def run(size: int, quick: bool) -> dict[str, Any]:
                 process.kill()
         if any(process.exitcode for process in processes):
             raise SystemExit(f"a rank of {size} failed")
-        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
-        return found
+        figures: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
+        return figures
 
 
 def expected(name: str, ranks: int, alone: dict[str, Any], link: model.Link) -> tuple[float, float]:
@@ -225,8 +225,8 @@ def expected(name: str, ranks: int, alone: dict[str, Any], link: model.Link) -> 
         else:
             exchanges = [model.plain(batch, CLASSES["dim"]), model.averaged(classes * CLASSES["dim"])]
             work = alone[f"classes {batch * ranks}x{classes}"]["ms"]
-    sent = sum(one.sent(ranks) for one in exchanges) if ranks > 1 else 0.0
-    return sent, work + 1e3 * sum(model.seconds(one, ranks, link) for one in exchanges)
+    sent = sum(world.sent(ranks) for world in exchanges) if ranks > 1 else 0.0
+    return sent, work + 1e3 * sum(model.seconds(world, ranks, link) for world in exchanges)
 
 
 def sized(what: str, scaling: str, ranks: int, size: dict[str, int]) -> str:
@@ -240,28 +240,28 @@ def sized(what: str, scaling: str, ranks: int, size: dict[str, int]) -> str:
     return f"{rows} x {classes if strong else classes // 2 * ranks}"
 
 
-def rows_of(found: dict[int, dict[str, Any]], cores: int) -> list[list[object]]:
-    alone, rows = found[1], []
+def rows_of(figures: dict[int, dict[str, Any]], cores: int) -> list[list[object]]:
+    alone, rows = figures[1], []
     names = [name for name in alone if name.endswith((" strong", " weak"))]
     for name in names:
         what, scaling = name.rsplit(" ", 1)
-        for ranks, one in found.items():
-            link = model.Link(**one["links"]) if ranks > 1 else model.Link(1e12, 0)
+        for ranks, world in figures.items():
+            link = model.Link(**world["links"]) if ranks > 1 else model.Link(1e12, 0)
             formula, predicted = expected(name, ranks, alone, link)
-            ms = one[name]["ms"]
+            ms = world[name]["ms"]
             grown = (
                 ranks if scaling == "weak" else 1
-            )  # as much work a rank: done in as long means `ranks` times as much
+            )  # as much work per rank: done in as long means `ranks` times as much
             speedup = alone[name]["ms"] / ms * grown
             size = sized(what, scaling, ranks, alone["sizes"])
-            told = "" if formula != formula else round(formula)
+            table_text = "" if formula != formula else round(formula)
             over = "yes" if ranks > cores else "no"
             rows.append([what, scaling, ranks, over, size, round(ms, 2), round(speedup, 2)])
-            rows[-1] += [round(one[name]["bytes"]), told, round(predicted, 2)]
+            rows[-1] += [round(world[name]["bytes"]), table_text, round(predicted, 2)]
     return rows
 
 
-def printed(rows: list[list[object]], found: dict[int, dict[str, Any]]) -> str:
+def printed(rows: list[list[object]], figures: dict[int, dict[str, Any]]) -> str:
     """The table of docs/scaling.md."""
     lines = []
     for what, scaling, ranks, over, size, ms, speedup, sent, formula, predicted in rows:
@@ -271,8 +271,8 @@ def printed(rows: list[list[object]], found: dict[int, dict[str, Any]]) -> str:
         lines.append(line)
     header = ["what", "scaling", "size", "ranks", "ms", "speed-up", "bytes sent per rank", "model, ms"]
     measured_links = [
-        f"{ranks} ranks: {one['links']['bandwidth'] / 1e9:.2f} GB/s, {1e6 * one['links']['latency']:.0f} µs"
-        for ranks, one in found.items()
+        f"{ranks} ranks: {world['links']['bandwidth'] / 1e9:.2f} GB/s, {1e6 * world['links']['latency']:.0f} µs"
+        for ranks, world in figures.items()
         if ranks > 1
     ]
     return model.table(header, lines) + "\n\ngloo on this machine, " + "; ".join(measured_links) + "."
@@ -308,19 +308,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "scaling_cpu.csv")
     parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "pictures" / "scaling.svg")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = {size: run(size, asked.quick) for size in WORLDS}
-    rows = rows_of(found, cores)
+    figures = {size: run(size, options.quick) for size in WORLDS}
+    rows = rows_of(figures, cores)
     wrong = [row for row in rows if row[8] != "" and row[7] != row[8]]
-    measure.write_csv(asked.out, HEADER, rows)
-    draw(rows, asked.picture)
-    told = printed(rows, found)
-    print(told)
+    measure.write_csv(options.out, HEADER, rows)
+    draw(rows, options.picture)
+    table_text = printed(rows, figures)
+    print(table_text)
     page = HERE.parent / "docs" / "scaling.md"
-    if not asked.quick:
+    if not options.quick:
         before, _, rest = page.read_text().partition(MARK)
-        page.write_text(f"{before}{MARK}\n{told}\n{END}{rest.partition(END)[2]}")
+        page.write_text(f"{before}{MARK}\n{table_text}\n{END}{rest.partition(END)[2]}")
     if wrong:
         raise SystemExit(f"the formulas do not give the counted bytes: {wrong}")
 

@@ -7,12 +7,12 @@ docs/scaling.md has them. `scaling.py` asks the same functions for the ranks of 
 import math
 from typing import NamedTuple
 
-MEET = 8 * (40 + 5 * 9)  # bytes a rank says of its batch before a plain loss: dist/collectives.py, five tensors
+MEET = 8 * (40 + 5 * 9)  # bytes per rank that describe its batch before a plain loss: dist/collectives.py, five tensors
 MEET_SHARDED = 8 * (40 + 2 * 9)  # and before a sharded one, two tensors
 
 
 class Link(NamedTuple):
-    """Between ranks: bytes a second that one rank can send while all do, and seconds until the first arrives."""
+    """Between ranks: bytes per second that one rank can send while all do, and seconds until the first arrives."""
 
     bandwidth: float
     latency: float
@@ -31,12 +31,12 @@ class Exchange(NamedTuple):
 
 
 def plain(batch: int, dim: int, size: int = 4) -> Exchange:
-    """A loss of the global batch: `batch` rows a rank of `dim` numbers of `size` bytes, and their int64 labels."""
+    """A loss of the global batch: `batch` rows per rank of `dim` numbers of `size` bytes, and their int64 labels."""
     return Exchange(batch * dim * size + batch * 8 + MEET, 0, 3)
 
 
 def sharded(batch: int, dim: int, ranks: int, size: int = 4) -> Exchange:
-    """A class softmax whose classes are shared: the rows and labels, the largest score an anchor, its sum and the own
+    """A class softmax whose classes are shared: the rows and labels, the largest score per anchor, its sum and the own
     class's term in float64, and backward the gradient of all rows.
     """
     rows = batch * ranks
@@ -49,7 +49,8 @@ def gradients(parameters: int, size: int = 4) -> Exchange:
 
 
 def averaged(parameters: int) -> Exchange:
-    """Those of one parameter of the loss that is whole on every rank, with a number that says whether there are any."""
+    """Those of one parameter of the loss that is complete on every rank, with a number that tells whether there are
+    any."""
     return Exchange(0, parameters * 4 + 4, 1)
 
 
@@ -64,11 +65,11 @@ def seconds(exchange: Exchange, ranks: int, link: Link) -> float:
 
 NODE = 8
 NVLINK = Link(0.8 * 450e9, 5e-6)  # 450 GB/s a direction; four fifths of it, as collectives reach
-RAILS = Link(0.8 * 8 * 50e9, 15e-6)  # 400 Gb/s a GPU: eight rails a node, all of which a ring over nodes uses
-MEMORY = 0.8 * 4.8e12  # bytes a second of an H200's own memory
-LITE = 12_000.0  # images a second, EfficientNet-Lite0 at 96 px, bf16, batches of 128, training
+RAILS = Link(0.8 * 8 * 50e9, 15e-6)  # 400 Gb/s per GPU: eight rails per node, all of which a ring over nodes uses
+MEMORY = 0.8 * 4.8e12  # bytes per second of an H200's own memory
+LITE = 12_000.0  # images per second, EfficientNet-Lite0 at 96 px, bf16, batches of 128, training
 LITE_PARAMETERS = 3_535_000  # of its encoder with a projection to 128
-PAIR = (0.39e-3, 122.1e-3 / 65_536**2)  # SupCon, D = 128: seconds a step, and seconds a pair of the batch
+PAIR = (0.39e-3, 122.1e-3 / 65_536**2)  # SupCon, D = 128: seconds per step, and seconds per pair of the batch
 CLASS = (2.2e-3, 0.24e-3, 8.77e-6 * 1e-3 / 1024)  # ArcFace, D = 512: the least; a step; and a pair of row and class
 
 
@@ -120,7 +121,7 @@ def _ms(parts: dict[str, float], batch: int, ranks: int) -> dict[str, float]:
 
 
 def break_even(batch: int) -> tuple[int, int]:
-    """From how many rows, and so GPUs, the loss that every rank computes whole takes longer than the encoder."""
+    """From how many rows, and so GPUs, the loss that every rank computes completely takes longer than the encoder."""
     rows = math.sqrt(max(batch / LITE - PAIR[0], 0) / PAIR[1])
     return round(rows), math.ceil(rows / batch)
 
@@ -166,9 +167,9 @@ def main() -> None:
         rows.append([name, f"{number:,}", *(f"{one[c]:.2f}" for c in columns), f"{one['images/s']:,.0f}"])
     print(table(["classes", "GPUs", *columns, "images/s"], rows))
     print("\n100 million classes, D = 512, float32: GB per GPU")
-    whole = 1e8 * 512 * 4 / 1e9
+    gigabytes = 1e8 * 512 * 4 / 1e9
     rows = [
-        [name, f"{whole * parts:,.0f}", *(f"{whole * parts / number:,.1f}" for number in (8, 64, 256))]
+        [name, f"{gigabytes * parts:,.0f}", *(f"{gigabytes * parts / number:,.1f}" for number in (8, 64, 256))]
         for name, parts in [("weights", 1), ("gradient", 1), ("AdamW", 2), ("together", 4), ("with SGD + momentum", 3)]
     ]
     print(table(["", "all", "8 GPUs", "64", "256"], rows))

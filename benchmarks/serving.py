@@ -1,8 +1,8 @@
 """The service under load: python benchmarks/serving.py RUN GALLERY [--seconds 60]
 
 Starts `nearkin serve`, then clients that ask /api/search without pause, each with a picture of the gallery: 64 of them
-for --seconds, four times as many for a sixth of it, and 64 again. Statuses, requests a second, p50 and p99 of what was
-answered, and the server's memory go to results/serving.csv. Clients and server share the machine: read p99 / p50.
+for --seconds, four times as many for a sixth of it, and 64 again. Statuses, requests per second, p50 and p99 of what
+was answered, and the server's memory go to results/serving.csv. Clients and server share the machine: read p99 / p50.
 """
 
 import argparse
@@ -64,11 +64,11 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("gallery")
     parser.add_argument("--seconds", type=float, default=60.0)
-    given = parser.parse_args()
-    with Gallery.open(given.gallery, given.run, create=False) as gallery:
+    options = parser.parse_args()
+    with Gallery.open(options.gallery, options.run, create=False) as gallery:
         some = [hit.id for hit, _ in zip((hit for hit, _ in gallery.rows()), range(200), strict=False)]
         bodies = [form(gallery.thumbnail(i)) for i in some]
-    command = [sys.executable, "-m", "nearkin", "serve", str(given.run), "--gallery", given.gallery, "--port", "0"]
+    command = [sys.executable, "-m", "nearkin", "serve", str(options.run), "--gallery", options.gallery, "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     rows = []
     try:
@@ -76,15 +76,15 @@ def main() -> None:
         place = server.stdout.readline().split()[0].removeprefix("http://").strip("/")
         crowd(place, bodies, 4, 2)  # warm
         print(" clients  seconds  requests/s   p50 ms   p99 ms  p99/p50    MiB  statuses")
-        for clients, seconds in ((64, given.seconds), (256, given.seconds / 6), (64, given.seconds / 6)):
+        for clients, seconds in ((64, options.seconds), (256, options.seconds / 6), (64, options.seconds / 6)):
             statuses, times = crowd(place, bodies, clients, seconds)
             p50, p99 = (1e3 * float(np.quantile(times, q)) for q in (0.5, 0.99))
             lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
             mib = int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) // 1024
-            said = " ".join(f"{status}:{number}" for status, number in sorted(statuses.items()))
+            counts = " ".join(f"{status}:{number}" for status, number in sorted(statuses.items()))
             rate = sum(statuses.values()) / seconds
-            print(f"{clients:>8}{seconds:>9.0f}{rate:>12.0f}{p50:>9.0f}{p99:>9.0f}{p99 / p50:>9.2f}{mib:>7}  {said}")
-            figures = [f"{rate:.0f}", f"{p50:.0f}", f"{p99:.0f}", f"{p99 / p50:.2f}", mib, said]
+            print(f"{clients:>8}{seconds:>9.0f}{rate:>12.0f}{p50:>9.0f}{p99:>9.0f}{p99 / p50:>9.2f}{mib:>7}  {counts}")
+            figures = [f"{rate:.0f}", f"{p50:.0f}", f"{p99:.0f}", f"{p99 / p50:.2f}", mib, counts]
             rows.append([measure.machine("cpu"), clients, f"{seconds:.0f}", *figures])
     finally:
         server.terminate()

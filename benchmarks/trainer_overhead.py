@@ -41,11 +41,11 @@ def by_hand(prepared, on: torch.device, precision: torch.dtype | None, batches: 
         for step, batch in enumerate(batches):
             items = torch.tensor(batch)
             where = items.to(on)
-            seen = augment.warp(
+            images = augment.warp(
                 pixels[where], augment.keys(0, step, items), size=recipe.data.size, augmentation=augmentation
             )
             with torch.autocast(on.type, precision, enabled=precision is not None):
-                embeddings = encoder(seen)
+                embeddings = encoder(images)
             loss(embeddings.float(), labels[where]).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -116,7 +116,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if on.type == "cuda" else "cpu"
     row = [name, prepared.recipe.sampler["batch"], prepared.recipe.training.precision]
     row += [arguments.steps * arguments.rounds, f"{hand_ms:.3f}", f"{trainer_ms:.3f}", f"{ratio:.4f}"]
-    print(f"{name}: by hand {hand_ms:.2f} ms a step, trainer {trainer_ms:.2f} ms, ratio {ratio:.3f}")
+    print(f"{name}: by hand {hand_ms:.2f} ms per step, trainer {trainer_ms:.2f} ms, ratio {ratio:.3f}")
     header = ["device", "batch", "precision", "steps", "hand_ms", "trainer_ms", "ratio"]
     measure.write_csv(arguments.out, header, [row])
 

@@ -1,6 +1,6 @@
-"""Pair losses that have a kernel, and how a kernel is judged: beside plain torch in the same type, by float64.
+"""Pair losses that have a kernel, and how a kernel is judged: by float64, beside plain torch in the same type.
 
-The interpreter's tests and those on a GPU read the same table.
+The interpreter's tests and those on a GPU use the same table.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from nearkin.kernels import pair_ops
 class Case(NamedTuple):
     function: Callable[..., Tensor]
     settings: dict[str, Any]
-    beta: str | None = None  # the margin loss's: one for all ("scalar"), or one a class
+    beta: str | None = None  # the margin loss's: one for all ("scalar"), or one per class
 
 
 PAIR_CASES = {
@@ -56,36 +56,36 @@ PAIR_SHAPES = [(1, None, 3), (1, 1, 1), (2, None, 4), (5, 40, 3), (37, None, 17)
 
 def batch(shape: tuple[int, int | None, int], kind: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, ...]:
     """Items around class means, labels mixed and one unknown; among them duplicates, a zero row and a large one."""
-    number, others, dim = shape
+    number, num_references, dim = shape
     g = torch.Generator().manual_seed(seed)
-    whole = number + (others or 0)
-    labels = torch.randint(max(1, whole // 4), (whole,), generator=g)
+    total = number + (num_references or 0)
+    labels = torch.randint(max(1, total // 4), (total,), generator=g)
     means = torch.randn(int(labels.max()) + 1, dim, generator=g, dtype=torch.float64)
-    x = means[labels] + 0.5 * torch.randn(whole, dim, generator=g, dtype=torch.float64)
-    if whole > 8:
+    x = means[labels] + 0.5 * torch.randn(total, dim, generator=g, dtype=torch.float64)
+    if total > 8:
         x[1], labels[1] = x[0], labels[0]
         x[3] = x[2]
         x[4] = 0
         x[5] *= 30
         labels[6] = -1
-    order = torch.randperm(whole, generator=g)
+    order = torch.randperm(total, generator=g)
     x, labels = x[order].to(kind), labels[order]
-    if others is None:
+    if num_references is None:
         return x, labels, None, None
     return x[:number], labels[:number], x[number:], labels[number:]
 
 
 def near(number: int, dim: int, apart: float) -> tuple[Any, ...]:
-    """A collapsed batch: all items within `apart` of one place, in float32."""
+    """A collapsed batch: all items within `apart` of one point, in float32."""
     g = torch.Generator().manual_seed(1)
     place = torch.randn(dim, generator=g)
     x = place + apart * torch.randn(number, dim, generator=g)
     return x, torch.arange(number) % max(1, number // 4), None, None
 
 
-def outcome(case: Case, given: tuple[Any, ...], impl: str, wide: bool = False, both: bool = True) -> list[Tensor]:
+def outcome(case: Case, arguments: tuple[Any, ...], impl: str, wide: bool = False, both: bool = True) -> list[Tensor]:
     """Value and gradients, by references too if there are and `both`, under an upstream that is not 1."""
-    x, labels, references, reference_labels = given
+    x, labels, references, reference_labels = arguments
     x = (x.double() if wide else x).detach().clone().requires_grad_()
     inputs, settings = [x], dict(case.settings)
     if references is not None:
@@ -103,23 +103,23 @@ def outcome(case: Case, given: tuple[Any, ...], impl: str, wide: bool = False, b
 
 def errors(got: list[Tensor], exact: list[Tensor]) -> list[float]:
     """The largest error of each tensor, by the size of its largest entry."""
-    found = []
+    largest = []
     for a, b in zip(got, exact, strict=True):
         assert a.shape == b.shape
-        found.append(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-6)))
-    return found
+        largest.append(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-6)))
+    return largest
 
 
-def judged(case: Case, given: tuple[Any, ...], both: bool = True) -> dict[str, Any]:
+def judged(case: Case, arguments: tuple[Any, ...], both: bool = True) -> dict[str, Any]:
     """Errors of the kernel and of plain torch against float64, and how often the kernel served."""
-    exact = outcome(case, given, "torch", wide=True, both=both)
-    plain = outcome(case, given, "torch", both=both)
+    exact = outcome(case, arguments, "torch", wide=True, both=both)
+    plain = outcome(case, arguments, "torch", both=both)
     served: list[str] = []
-    whole = pair_ops.loss
-    pair_ops.loss = lambda kind, *rest, **more: served.append(kind) or whole(kind, *rest, **more)  # type: ignore
+    original = pair_ops.loss
+    pair_ops.loss = lambda kind, *rest, **keywords: served.append(kind) or original(kind, *rest, **keywords)  # type: ignore
     try:
-        got = outcome(case, given, "triton", both=both)
+        got = outcome(case, arguments, "triton", both=both)
     finally:
-        pair_ops.loss = whole
+        pair_ops.loss = original
     assert [t.dtype for t in got] == [t.dtype for t in plain]
     return {"kernel": errors(got, exact), "torch": errors(plain, exact), "served": len(served)}

@@ -31,17 +31,17 @@ def step(module, x, labels):
 def test_losses_equal_the_cpu_without_waiting(case, dtype, no_waiting):
     torch.cuda.set_sync_debug_mode("default")
     x, labels = case.batch(dtype)
-    wanted = step(case.build(torch.float32), x, labels)
-    module, there, labels = case.build(torch.float32).cuda(), x.cuda(), labels.cuda()
-    step(case.build(torch.float32).cuda(), there, labels)  # libraries load on the first call
+    expected = step(case.build(torch.float32), x, labels)
+    module, on_device, labels = case.build(torch.float32).cuda(), x.cuda(), labels.cuda()
+    step(case.build(torch.float32).cuda(), on_device, labels)  # libraries load on the first call
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    value, gradient = step(module, there, labels)
+    value, gradient = step(module, on_device, labels)
     torch.cuda.set_sync_debug_mode("default")
     assert value.dtype == torch.float32
-    torch.testing.assert_close(value.cpu(), wanted[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(value.cpu(), expected[0], rtol=1e-4, atol=1e-5)
     loose = {torch.float32: 1e-4}.get(dtype, 2e-2)
-    torch.testing.assert_close(gradient.cpu(), wanted[1], rtol=loose, atol=loose * float(wanted[1].abs().max()))
+    torch.testing.assert_close(gradient.cpu(), expected[1], rtol=loose, atol=loose * float(expected[1].abs().max()))
 
 
 @pytest.mark.parametrize("case", [c for c in LOSSES if not c.pairs or "classes" in c.name], ids=str)
@@ -59,22 +59,22 @@ def test_a_bad_label_is_nan_there_and_an_error_when_strict(case):
 def test_selections_equal_the_cpu_without_waiting(name, no_waiting):
     torch.cuda.set_sync_debug_mode("default")
     x, labels = distances.unit(torch.randn(96, DIM)), torch.arange(96) % 8
-    d, kin = distances.euclidean(x), relations.of(labels)
-    there, kin_there = d.cuda(), relations.of(labels.cuda())
-    mining.select(name, there, kin_there, dim=DIM)
+    d, relation = distances.euclidean(x), relations.of(labels)
+    on_device, relation_there = d.cuda(), relations.of(labels.cuda())
+    mining.select(name, on_device, relation_there, dim=DIM)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    got = mining.select(name, there, kin_there, dim=DIM)
+    got = mining.select(name, on_device, relation_there, dim=DIM)
     torch.cuda.set_sync_debug_mode("default")
     if name not in ("random", "distance_weighted"):  # these draw from another generator there
-        wanted = mining.select(name, d, kin, dim=DIM)
+        expected = mining.select(name, d, relation, dim=DIM)
         if isinstance(got, mining.Triplets):  # listed in fewer slots where reading is free
-            assert isinstance(wanted, mining.Triplets)
-            got_rows, wanted_rows = (torch.stack(t.indices()).cpu() for t in (got, wanted))
+            assert isinstance(expected, mining.Triplets)
+            got_rows, wanted_rows = (torch.stack(t.indices()).cpu() for t in (got, expected))
             assert torch.equal(got_rows, wanted_rows)
         else:
-            assert all(torch.equal(a.cpu(), b) for a, b in zip(got, wanted, strict=True))
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(got, expected, strict=True))
     if isinstance(got, mining.Triplets):
         anchor, positive, negative = (t.cpu() for t in got.indices())
-        assert bool(kin.positive[anchor, positive].all()) and bool(kin.negative[anchor, negative].all())
+        assert bool(relation.positive[anchor, positive].all()) and bool(relation.negative[anchor, negative].all())
         assert len(anchor) > 0

@@ -21,9 +21,9 @@ from nearkin.kernels import class_softmax_ops as fused
 from nearkin.losses import angular, class_routes, proxy
 
 
-def proxy_anchor(x, labels, weight, *, reduction, **more):
-    """It has one value a batch."""
-    return losses.proxy_anchor_loss(x, labels, weight, **more)
+def proxy_anchor(x, labels, weight, *, reduction, **overrides):
+    """It has one value per batch."""
+    return losses.proxy_anchor_loss(x, labels, weight, **overrides)
 
 
 FORMS = {
@@ -58,10 +58,10 @@ def batch(shape, centers=1, dtype=torch.float64, seed=0):
     return x.to(dtype), labels, weight.to(dtype)
 
 
-def outcome(function, x, labels, weight, **way):
+def outcome(function, x, labels, weight, **keywords):
     """Values an anchor, and the gradients under an upstream that is nowhere 1."""
     x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
-    value = function(x, labels, weight, reduction="none", **way)
+    value = function(x, labels, weight, reduction="none", **keywords)
     upstream = torch.linspace(0.3, 2.1, value.numel(), dtype=value.dtype, device=value.device)
     value.backward(upstream.view(value.shape))
     return [value.detach(), x.grad, weight.grad]
@@ -115,8 +115,8 @@ def test_gradcheck(form, monkeypatch):
     if settings.get("straight_through"):
         pytest.skip("its gradient is not that of its value, on purpose")
     inputs = (x.requires_grad_(), weight.requires_grad_())
-    way = {"impl": "torch", "reduction": "mean", **settings}
-    assert torch.autograd.gradcheck(lambda x, w: function(x, labels, w, **way), inputs)
+    keywords = {"impl": "torch", "reduction": "mean", **settings}
+    assert torch.autograd.gradcheck(lambda x, w: function(x, labels, w, **keywords), inputs)
 
 
 def test_a_learned_scale_learns(monkeypatch):
@@ -161,9 +161,9 @@ def test_poison_is_never_a_plausible_number(poison, monkeypatch):
     blocks_of(monkeypatch, 2)
     x, labels, weight = batch((5, 9, 4), dtype=torch.float32)
     for tensor, row in ((x, 0), (x, 2), (weight, 0), (weight, 8)):
-        spoilt = tensor.clone()
-        spoilt[row, 1] = poison
-        x_, w_ = (spoilt, weight) if tensor is x else (x, spoilt)
+        poisoned = tensor.clone()
+        poisoned[row, 1] = poison
+        x_, w_ = (poisoned, weight) if tensor is x else (x, poisoned)
         assert bool(losses.cosface_loss(x_, labels, w_, impl="torch").isnan())
 
 
@@ -208,19 +208,19 @@ def test_the_pass_compiles_whole(monkeypatch):
 
 def test_the_road_is_chosen_by_size(monkeypatch):
     x, labels, weight = batch((8, 30, 6))
-    seen = []
+    calls = []
     plain = class_softmax.class_softmax
-    monkeypatch.setattr(class_softmax, "class_softmax", lambda *a, **k: seen.append(k["max_memory"]) or plain(*a, **k))
+    monkeypatch.setattr(class_softmax, "class_softmax", lambda *a, **k: calls.append(k["max_memory"]) or plain(*a, **k))
     dense = losses.arcface_loss(x, labels, weight)
-    assert not seen
+    assert not calls
     needed = 2 * class_softmax.PAIR * 8 * 30 + class_softmax.COORDINATE * 6 * 38
     losses.arcface_loss(x, labels, weight, max_memory=needed)
-    assert not seen
+    assert not calls
     torch.testing.assert_close(losses.arcface_loss(x, labels, weight, max_memory=needed - 1), dense)
-    assert seen == [needed - 1]
+    assert calls == [needed - 1]
     monkeypatch.setattr(class_softmax, "DENSE", needed - 1)
     losses.arcface_loss(x, labels, weight)
-    assert seen[1:] == [None]
+    assert calls[1:] == [None]
     with pytest.raises(ValueError, match="max_memory must be at least what the anchors and one class take in bytes: "):
         losses.arcface_loss(x, labels, weight, max_memory=1000)
     with pytest.raises(TypeError, match=r"max_memory must be a whole number, got 1\.5"):
@@ -261,11 +261,11 @@ def test_frozen_weights_and_frozen_anchors(monkeypatch):
         x, labels, weight = batch((9, 8, 4))
         _, by_x, by_weight = outcome(function, x, labels, weight, **settings)
         upstream = torch.linspace(0.3, 2.1, 9, dtype=torch.float64)
-        for learns, wanted in ((x, by_x), (weight, by_weight)):
+        for learns, expected in ((x, by_x), (weight, by_weight)):
             learns.requires_grad_()
             value = function(x, labels, weight, reduction="none", impl="torch", **settings)
             (value * (upstream if value.dim() else 0.3)).sum().backward()
-            torch.testing.assert_close(learns.grad, wanted, rtol=1e-11, atol=1e-13)
+            torch.testing.assert_close(learns.grad, expected, rtol=1e-11, atol=1e-13)
             learns.requires_grad_(False)
 
 
@@ -273,10 +273,10 @@ def test_proxies_without_a_pass_are_dense(monkeypatch):
     """Several proxies a class and the dynamic assignment take the arguments and stay as they are."""
     monkeypatch.setattr(class_softmax, "class_softmax", None)
     x, labels, weight = batch((9, 8, 4))
-    for more in ({"proxies_per_class": 2}, {"assignment": "dynamic"}):
+    for overrides in ({"proxies_per_class": 2}, {"assignment": "dynamic"}):
         labels = labels % 4
-        dense = losses.proxy_nca_loss(x, labels, weight, **more)
-        assert torch.equal(losses.proxy_nca_loss(x, labels, weight, impl="torch", max_memory=2**20, **more), dense)
+        dense = losses.proxy_nca_loss(x, labels, weight, **overrides)
+        assert torch.equal(losses.proxy_nca_loss(x, labels, weight, impl="torch", max_memory=2**20, **overrides), dense)
     with pytest.raises(ValueError, match='unknown impl "cuda"'):
         losses.proxy_nca_loss(x, labels, weight, assignment="dynamic", impl="cuda")
 
@@ -285,22 +285,22 @@ def test_proxies_without_a_pass_are_dense(monkeypatch):
 @pytest.mark.parametrize("block", [1, 2, 100])
 def test_soft_triple_in_blocks_is_the_dense_one(centers, block, monkeypatch):
     blocks_of(monkeypatch, block)
-    seen = []
+    calls = []
     blocks = proxy._leaning_blocks
-    monkeypatch.setattr(proxy, "_leaning_blocks", lambda *given: seen.append(1) or blocks(*given))
+    monkeypatch.setattr(proxy, "_leaning_blocks", lambda *arguments: calls.append(1) or blocks(*arguments))
     for shape in SHAPES[:4]:
         x, labels, weight = batch(shape, centers)
-        way = {"centers_per_class": centers, "margin": 0.1}
-        dense = outcome(losses.soft_triple_loss, x, labels, weight, **way)
-        assert not seen
-        got = outcome(losses.soft_triple_loss, x, labels, weight, max_memory=1, **way)
-        assert seen.pop() and max(errors(got, dense)) <= 1e-12, shape
+        keywords = {"centers_per_class": centers, "margin": 0.1}
+        dense = outcome(losses.soft_triple_loss, x, labels, weight, **keywords)
+        assert not calls
+        got = outcome(losses.soft_triple_loss, x, labels, weight, max_memory=1, **keywords)
+        assert calls.pop() and max(errors(got, dense)) <= 1e-12, shape
     module = losses.SoftTripleLoss(7, 5, centers_per_class=centers, max_memory=2**20)
     assert "max_memory=1048576" in repr(module)
 
 
 def test_auto_takes_the_kernel_where_it_has_been_measured(monkeypatch):
-    """The choice alone; no GPU is asked."""
+    """The choice alone; no GPU is needed."""
     x, weight = torch.empty(64, 8), torch.empty(1000, 8)
     monkeypatch.setattr(
         class_routes, "_wins", lambda x, w: class_routes.KERNEL_FROM is not None and class_routes.KERNEL_FROM <= 64_000
@@ -326,9 +326,9 @@ def test_dense_form_can_be_differentiated_twice(form):
     function, settings, centers = FORMS[form]
     for shape in ((5, 4, 3), (1, 1, 2)):
         x, labels, weight = batch(shape, centers)
-        given = (x.requires_grad_(), weight.requires_grad_())
+        arguments = (x.requires_grad_(), weight.requires_grad_())
         step = partial(lambda a, b, labels: function(a, labels, b, **settings), labels=labels)
-        assert gradcheck(step, given) and gradgradcheck(step, given), shape
+        assert gradcheck(step, arguments) and gradgradcheck(step, arguments), shape
 
 
 @pytest.mark.parametrize("form", ["normalized", "cosface", "arcface", "proxy-nca", "proxy-nca, original"])
@@ -351,11 +351,11 @@ def test_arcface_has_one_value_near_the_poles_and_far_from_them(monkeypatch):
     poles = torch.cat([weight, -weight, weight + 1e-9])
     assert losses.arcface_loss(poles, torch.arange(21) % 7, weight).isfinite()
     for straight in (False, True):
-        found = []
+        outcomes = []
         for far in (False, True):
-            monkeypatch.setattr(angular, "_far_from_poles", lambda *given, far=far: far)
-            found.append(outcome(losses.arcface_loss, x, labels, weight, margin=2.0, straight_through=straight))
-        assert max(errors(*found)) < 1e-12
+            monkeypatch.setattr(angular, "_far_from_poles", lambda *arguments, far=far: far)
+            outcomes.append(outcome(losses.arcface_loss, x, labels, weight, margin=2.0, straight_through=straight))
+        assert max(errors(*outcomes)) < 1e-12
 
 
 def test_bad_choices_are_one_sentence(monkeypatch):
@@ -407,7 +407,7 @@ SAMPLED = {
     "normalized": losses.NormalizedSoftmaxLoss,
     "cosface": losses.CosFaceLoss,
     "arcface": losses.ArcFaceLoss,
-    "arcface, 3 centres": lambda *size, **more: losses.ArcFaceLoss(*size, sub_centers=3, **more),
+    "arcface, 3 centres": lambda *size, **overrides: losses.ArcFaceLoss(*size, sub_centers=3, **overrides),
 }
 
 
@@ -432,12 +432,12 @@ def test_sampled_classes_keep_the_batch(name, impl):
     rows = torch.tensor(draws[3])
     each = module.weight.shape[0] // 100
     part = module.weight.detach().view(100, each, -1)[rows].flatten(0, 1)
-    here = torch.tensor([draws[3].index(c) if c >= 0 else -1 for c in labels.tolist()])
+    positions = torch.tensor([draws[3].index(c) if c >= 0 else -1 for c in labels.tolist()])
     function = getattr(
         losses, type(full).__name__.replace("Loss", "").lower() + "_loss", losses.normalized_softmax_loss
     )
     torch.manual_seed(2)
-    torch.testing.assert_close(module(x, labels), function(x, here, part, **full.settings))
+    torch.testing.assert_close(module(x, labels), function(x, positions, part, **full.settings))
     assert torch.equal(module.eval()(x, labels), full.eval()(x, labels))
 
 
@@ -464,7 +464,7 @@ def test_sampling_reads_labels_as_the_whole_does(monkeypatch):
         assert bool(module(x, torch.tensor([0, 1, bad])).isnan())
 
 
-# The kernel, through Triton's interpreter, in a process of its own: the interpreter is chosen when triton is imported.
+# The kernel, through Triton's interpreter, in a separate process: the interpreter is chosen when triton is imported.
 
 KERNEL_SHAPES = [(1, 1, 4), (1, 7, 3), (5, 2, 4), (33, 40, 16), (17, 97, 50), (2, 150, 8)]
 WHOLE = [form for form in FORMS if form not in ("proxy-anchor", "arcface, 3 centres")]
@@ -472,23 +472,23 @@ KERNEL_KINDS = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "f
 
 
 def plain_torch(form, x, labels, weight, *, reduction, annealing=0.5):
-    """What one writes without a library, in the type given: how exact bfloat16 has to be."""
+    """What one writes without a library, in the same type: how exact bfloat16 has to be."""
     normal, ids = torch.nn.functional.normalize, labels.clamp(min=0)
     cosine = normal(x) @ normal(weight).T
-    own, length = cosine.gather(1, ids[:, None]), x.norm(dim=1, keepdim=True)
+    own_cosine, length = cosine.gather(1, ids[:, None]), x.norm(dim=1, keepdim=True)
     if form in ("normalized", "cosface", "proxy-nca"):
         scale = {"normalized": 20, "cosface": 64, "proxy-nca": 18}[form]
-        logits, target = scale * cosine, scale * (own - 0.35 * (form == "cosface"))
+        logits, target = scale * cosine, scale * (own_cosine - 0.35 * (form == "cosface"))
     elif form.startswith("arcface"):
         if "2 centres" in form:
             every = cosine.view(len(x), -1, 2)
-            cosine, own = every.amax(2), every.amax(2).gather(1, ids[:, None])
-        angle = own.clamp(-0.999, 0.999).acos()
-        wide = torch.where(angle < math.pi - 0.5, (angle + 0.5).cos(), own - 0.5 * math.sin(0.5))
+            cosine, own_cosine = every.amax(2), every.amax(2).gather(1, ids[:, None])
+        angle = own_cosine.clamp(-0.999, 0.999).acos()
+        wide = torch.where(angle < math.pi - 0.5, (angle + 0.5).cos(), own_cosine - 0.5 * math.sin(0.5))
         logits, target = 64 * cosine, 64 * wide
     else:
         logits = length * cosine
-        target = length * (annealing * own + angles.psi_and_slope(own, 4)[0]) / (1 + annealing)
+        target = length * (annealing * own_cosine + angles.psi_and_slope(own_cosine, 4)[0]) / (1 + annealing)
     logits = logits.scatter(1, ids[:, None], target)
     return torch.nn.functional.cross_entropy(logits.float(), ids, reduction="none") * (labels >= 0)
 
@@ -515,11 +515,13 @@ def compared(form, shape, kinds, seed=0, device="cpu"):
     exact = outcome(function, x.double(), labels, weight.double(), **settings)
     got = outcome(function, x, labels, weight, impl="triton", **settings)
     if kinds[0] == kinds[1] == "bfloat16":
-        wanted = outcome(lambda *given, **more: plain_torch(form, *given, **more), x, labels, weight)
+        expected = outcome(
+            lambda *arguments, **overrides: plain_torch(form, *arguments, **overrides), x, labels, weight
+        )
     else:
-        wanted = outcome(function, x, labels, weight, **settings)
-    assert [t.dtype for t in got] == [t.dtype for t in wanted]
-    return errors(got, exact), errors(wanted, exact)
+        expected = outcome(function, x, labels, weight, **settings)
+    assert [t.dtype for t in got] == [t.dtype for t in expected]
+    return errors(got, exact), errors(expected, exact)
 
 
 def whole_cases():
@@ -532,131 +534,131 @@ def whole_cases():
     for shape in KERNEL_SHAPES:
         for kinds in (f16, mixed) if shape == KERNEL_SHAPES[3] else (f32,):
             yield shape, kinds, "arcface", "sum"
-    yield (5, 1, 4), f32, "proxy-nca, original", "mean"  # nobody to be told from
+    yield (5, 1, 4), f32, "proxy-nca, original", "mean"  # no other class
     yield KERNEL_SHAPES[4], bf16, "cosface", "active"
 
 
-def whole_outcome(function, x, labels, weight, reduction, **way):
+def loss_outcome(function, x, labels, weight, reduction, **keywords):
     """One value, and the gradients under an upstream that is not 1."""
     x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
-    value = function(x, labels, weight, reduction=reduction, **way)
+    value = function(x, labels, weight, reduction=reduction, **keywords)
     value.backward(torch.full_like(value, -1.7))
     return [value.detach(), x.grad, weight.grad]
 
 
-def whole_compared(form, shape, kinds, reduction, seed=0, device="cpu"):
-    """Errors of the kernels that compute a loss whole, and of the dense loss, or of bfloat16 plain torch."""
+def loss_compared(form, shape, kinds, reduction, seed=0, device="cpu"):
+    """Errors of the kernels that compute a complete loss, and of the dense loss, or of bfloat16 plain torch."""
     function, settings, centers = FORMS.get(form, (losses.arcface_loss, {"sub_centers": 2}, 2))
     x, labels, weight = (t.to(device) for t in batch(shape, centers, seed=seed))
     x, weight = x.to(getattr(torch, kinds[0])), weight.to(getattr(torch, kinds[1]))
     settings = {key: s.to(device) if isinstance(s, torch.Tensor) else s for key, s in settings.items()}
-    exact = whole_outcome(function, x.double(), labels, weight.double(), reduction, **settings)
-    got = whole_outcome(function, x, labels, weight, reduction, impl="triton", **settings)
+    exact = loss_outcome(function, x.double(), labels, weight.double(), reduction, **settings)
+    got = loss_outcome(function, x, labels, weight, reduction, impl="triton", **settings)
     if kinds[0] == kinds[1] == "bfloat16":
 
-        def plainly(*given, reduction):
-            value = plain_torch(form, *given, reduction=reduction)
+        def plainly(*arguments, reduction):
+            value = plain_torch(form, *arguments, reduction=reduction)
             return value.sum() / ((labels >= 0).sum() if reduction == "mean" else (value > 0).sum().clamp(min=1))
 
-        wanted = whole_outcome(plainly, x, labels, weight, reduction)
+        expected = loss_outcome(plainly, x, labels, weight, reduction)
     else:
-        wanted = whole_outcome(function, x, labels, weight, reduction, **settings)
-    assert [t.dtype for t in got] == [t.dtype for t in wanted]
-    return errors(got, exact), errors(wanted, exact)
+        expected = loss_outcome(function, x, labels, weight, reduction, **settings)
+    assert [t.dtype for t in got] == [t.dtype for t in expected]
+    return errors(got, exact), errors(expected, exact)
 
 
-def judge_whole():
-    """What the tests of the whole losses read, as JSON."""
-    served, found = [], {}
+def judge_loss():
+    """What the tests of the fused losses read, as JSON."""
+    served, results = [], {}
     apply = class_loss_ops._Loss.apply
-    class_loss_ops._Loss.apply = lambda *given: served.append(1) or apply(*given)
+    class_loss_ops._Loss.apply = lambda *arguments: served.append(1) or apply(*arguments)
     for shape, kinds, form, reduction in whole_cases():
         seeds = range(3 if shape[0] <= 5 else 1)
         served.clear()
-        tried = [whole_compared(form, shape, kinds, reduction, seed) for seed in seeds]
-        got, wanted = (torch.tensor(each).mean(0).tolist() for each in zip(*tried, strict=True))
-        found[f"{shape} {kinds} {form} {reduction}"] = [got, wanted, len(served) / len(seeds)]
+        tried = [loss_compared(form, shape, kinds, reduction, seed) for seed in seeds]
+        got, expected = (torch.tensor(each).mean(0).tolist() for each in zip(*tried, strict=True))
+        results[f"{shape} {kinds} {form} {reduction}"] = [got, expected, len(served) / len(seeds)]
     x, labels, weight = batch((9, 11, 4), dtype=torch.float32)
     value = FORMS["arcface"][0]
     facts = {
-        "unknown": whole_outcome(value, x, torch.full_like(labels, -1), weight, "mean", impl="triton"),
-        "int32": whole_outcome(value, x, labels.int(), weight, "mean", impl="triton"),
-        "int64": whole_outcome(value, x, labels, weight, "mean", impl="triton"),
+        "unknown": loss_outcome(value, x, torch.full_like(labels, -1), weight, "mean", impl="triton"),
+        "int32": loss_outcome(value, x, labels.int(), weight, "mean", impl="triton"),
+        "int64": loss_outcome(value, x, labels, weight, "mean", impl="triton"),
     }
-    found["nobody known is exactly 0"] = not any(bool(t.any()) for t in facts["unknown"])
-    found["labels of 32 bits are the same"] = all(map(torch.equal, facts["int32"], facts["int64"]))
+    results["no known label is exactly 0"] = not any(bool(t.any()) for t in facts["unknown"])
+    results["labels of 32 bits are the same"] = all(map(torch.equal, facts["int32"], facts["int64"]))
     for poison in (math.nan, math.inf):
         for tensor, row in ((x, 0), (x, 2), (weight, 0), (weight, 10)):
-            spoilt = tensor.clone()
-            spoilt[row, 1] = poison
-            given = (spoilt, labels, weight) if tensor is x else (x, labels, spoilt)
+            poisoned = tensor.clone()
+            poisoned[row, 1] = poison
+            arguments = (poisoned, labels, weight) if tensor is x else (x, labels, poisoned)
             name = f"{poison} in {'x' if tensor is x else 'weight'} {row}"
-            found[name] = math.isnan(float(value(*given, impl="triton")))
+            results[name] = math.isnan(float(value(*arguments, impl="triton")))
     pair = weight[:10].repeat_interleave(2, 0)  # the second of two equal centres never speaks
     pair[5, 1] = math.nan
-    found["a silent centre"] = math.isnan(float(value(x, labels % 10, pair, sub_centers=2, impl="triton")))
+    results["a silent centre"] = math.isnan(float(value(x, labels % 10, pair, sub_centers=2, impl="triton")))
     far = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [1e-30, 0.0], [0.0, 1e30], [2.0, 1e-7]])
     for kind in (torch.float32, torch.bfloat16):
         for name in ("arcface", "sphereface", "proxy-nca"):
             function, settings, _ = FORMS[name]
             for ids in (torch.arange(6), torch.tensor([1, 0, 3, 4, 2, 0])):
-                got = whole_outcome(function, far.to(kind), ids, far.to(kind), "mean", impl="triton", **settings)
-                found[f"extremes {kind} {name} {ids.tolist()}"] = all(bool(t.isfinite().all()) for t in got)
+                got = loss_outcome(function, far.to(kind), ids, far.to(kind), "mean", impl="triton", **settings)
+                results[f"extremes {kind} {name} {ids.tolist()}"] = all(bool(t.isfinite().all()) for t in got)
     x, labels, weight = batch((9, 8, 4), dtype=torch.float32)
     weight[[0, 5]], x[[1, 8]] = 0, 0
     for name in ("arcface", "sphereface", "proxy-nca", "proxy-nca, original"):
         function, settings, _ = FORMS[name]
-        exact = whole_outcome(function, x.double(), labels, weight.double(), "mean", **settings)
-        got = whole_outcome(function, x, labels, weight, "mean", impl="triton", **settings)
-        found[f"zeros {name}"] = max(errors(got, exact)) < 1e-5
+        exact = loss_outcome(function, x.double(), labels, weight.double(), "mean", **settings)
+        got = loss_outcome(function, x, labels, weight, "mean", impl="triton", **settings)
+        results[f"zeros {name}"] = max(errors(got, exact)) < 1e-5
     served.clear()
     module = losses.AdaCosLoss(8, 4, impl="triton")
     module(x, labels).backward()
     frozen = losses.CosFaceLoss(8, 4, impl="triton").requires_grad_(False)
     frozen(x.requires_grad_(), labels).backward()
-    found["modules"] = len(served) == 2 and frozen.weight.grad is None and bool(x.grad.any())
+    results["modules"] = len(served) == 2 and frozen.weight.grad is None and bool(x.grad.any())
     served.clear()
     learned = torch.tensor(7.0, requires_grad=True)
     losses.normalized_softmax_loss(x, labels, weight, scale=learned, impl="triton").backward()
-    found["a scale that learns goes another way"] = not served and bool(learned.grad)
+    results["a scale that learns goes another way"] = not served and bool(learned.grad)
     nearkin.core.checks.reads_values = lambda tensor: False
-    found["out of range"] = math.isnan(float(losses.cosface_loss(x, labels + 5, weight, impl="triton").detach()))
-    found["out of range was whole"] = len(served) == 1
-    print(json.dumps(found))
+    results["out of range"] = math.isnan(float(losses.cosface_loss(x, labels + 5, weight, impl="triton").detach()))
+    results["out of range was whole"] = len(served) == 1
+    print(json.dumps(results))
 
 
 def judge_kernel():
     """What the tests below read, as JSON: errors of the kernel and of who it must match, by float64; who served."""
     from nearkin.kernels import class_kernels
 
-    served, found, tile = [], {}, class_kernels.INTERPRETED
+    served, results, tile = [], {}, class_kernels.INTERPRETED
     for module in (fused, fused_anchors):
         apply = module._Pass.apply
-        module._Pass.apply = lambda *given, apply=apply: served.append(1) or apply(*given)
+        module._Pass.apply = lambda *arguments, apply=apply: served.append(1) or apply(*arguments)
     for cut, shape, kinds, form in kernel_cases():
         walk = cut.get("walk", 32)
-        fused._a_part = lambda rows, weight, max_memory, walk=walk: walk
+        fused._part_size = lambda rows, weight, max_memory, walk=walk: walk
         fused.FUSED = cut.get("FUSED", True)
         class_kernels.INTERPRETED = tile._replace(copies=cut.get("copies", True))
         seeds = range(3 if shape[0] <= 5 else 1)  # few numbers are close by luck, or not
         served.clear()
         tried = [compared(form, shape, kinds, seed) for seed in seeds]
-        got, wanted = (torch.tensor(each).mean(0).tolist() for each in zip(*tried, strict=True))
-        found[f"{cut} {shape} {kinds} {form}"] = [got, wanted, len(served) / len(seeds)]
+        got, expected = (torch.tensor(each).mean(0).tolist() for each in zip(*tried, strict=True))
+        results[f"{cut} {shape} {kinds} {form}"] = [got, expected, len(served) / len(seeds)]
     x, labels, weight = batch((5, 9, 4), dtype=torch.float32)
     for poison in (math.nan, math.inf):
-        spoilt = weight.clone()
-        spoilt[8, 1] = poison
+        poisoned = weight.clone()
+        poisoned[8, 1] = poison
         for name in ("cosface", "proxy-anchor"):
-            value = FORMS[name][0](x, labels, spoilt, impl="triton", reduction="sum")
-            found[f"poison {poison} {name}"] = math.isnan(float(value))
+            value = FORMS[name][0](x, labels, poisoned, impl="triton", reduction="sum")
+            results[f"poison {poison} {name}"] = math.isnan(float(value))
     far = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [1e-30, 0.0], [0.0, 1e30]])
     for dtype in (torch.float32, torch.bfloat16):
         for name in ("arcface", "proxy-nca", "proxy-anchor"):
             function, settings, _ = FORMS[name]
             turned = torch.tensor([1, 0, 3, 4, 2])
             got = outcome(function, far.to(dtype), turned, far.to(dtype), impl="triton", **settings)
-            found[f"extremes {dtype} {name}"] = all(bool(t.isfinite().all()) for t in got)
+            results[f"extremes {dtype} {name}"] = all(bool(t.isfinite().all()) for t in got)
     x, labels, weight = batch((9, 8, 4), dtype=torch.float32)
     weight[[0, 5]], x[[1, 8]] = 0, 0
     for kind in (torch.float32, torch.bfloat16):
@@ -665,16 +667,16 @@ def judge_kernel():
             function, settings, _ = FORMS[name]
             exact = outcome(function, x.to(kind).double(), labels, weight.to(kind).double(), **settings)
             got = outcome(function, x.to(kind), labels, weight.to(kind), impl="triton", **settings)
-            found[f"zeros {kind} {name}"] = max(errors(got, exact)) < bound
+            results[f"zeros {kind} {name}"] = max(errors(got, exact)) < bound
     half = weight.bfloat16().requires_grad_()
     half.grad_dtype = torch.float32
     losses.cosface_loss(x.bfloat16(), labels, half, impl="triton").backward()
-    found["extremes, float32 gradient of bfloat16"] = half.grad.dtype == torch.float32
+    results["extremes, float32 gradient of bfloat16"] = half.grad.dtype == torch.float32
     served.clear()
     outcome(losses.cosface_loss, x.double(), labels, weight.double(), impl="triton")
     outcome(losses.cosface_loss, x, labels, weight, impl="triton", max_memory=2**13)  # too little for a run
-    found["not for a kernel"] = len(served)
-    print(json.dumps(found))
+    results["not for a kernel"] = len(served)
+    print(json.dumps(results))
 
 
 @pytest.fixture(scope="module")
@@ -683,18 +685,18 @@ def kernel():
 
 
 @pytest.fixture(scope="module")
-def whole():
-    return judged_by("judge_whole")
+def fused_loss():
+    return judged_by("judge_loss")
 
 
 def judged_by(judge):
     if not kernels.installed():
         pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
     code = f"import test_class_softmax; test_class_softmax.{judge}()"
-    way = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    here = Path(__file__).parent
+    keywords = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    positions = Path(__file__).parent
     command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=way, cwd=here)
+    done = subprocess.run(command, capture_output=True, text=True, env=keywords, cwd=positions)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -703,9 +705,9 @@ def test_kernel_is_as_exact_as_torch(kernel):
     """As the dense loss; of bfloat16, whose derivatives are rounded once, as plain torch in that type."""
     cases = {name: case for name, case in kernel.items() if isinstance(case, list)}
     assert len(cases) == len(list(kernel_cases()))
-    for name, (got, wanted, _) in cases.items():
-        for ours, theirs in zip(got, wanted, strict=True):
-            assert ours <= theirs + ULP, (name, got, wanted)
+    for name, (got, expected, _) in cases.items():
+        for ours, theirs in zip(got, expected, strict=True):
+            assert ours <= theirs + ULP, (name, got, expected)
 
 
 def test_kernel_serves_or_falls_back(kernel):
@@ -721,17 +723,17 @@ def test_kernel_is_finite_or_tainted(kernel):
     assert not [name for name in judged if kernel[name] is not True]
 
 
-def test_whole_losses_are_as_exact_as_torch(whole):
-    cases = {name: case for name, case in whole.items() if isinstance(case, list)}
+def test_whole_losses_are_as_exact_as_torch(fused_loss):
+    cases = {name: case for name, case in fused_loss.items() if isinstance(case, list)}
     assert len(cases) == len(list(whole_cases()))
-    for name, (got, wanted, served) in cases.items():
+    for name, (got, expected, served) in cases.items():
         assert served == 1, name
-        for ours, theirs in zip(got, wanted, strict=True):
-            assert ours <= theirs + ULP, (name, got, wanted)
+        for ours, theirs in zip(got, expected, strict=True):
+            assert ours <= theirs + ULP, (name, got, expected)
 
 
-def test_whole_losses_at_the_edges(whole):
-    facts = {name: case for name, case in whole.items() if not isinstance(case, list)}
+def test_whole_losses_at_the_edges(fused_loss):
+    facts = {name: case for name, case in fused_loss.items() if not isinstance(case, list)}
     assert len(facts) == 31
     assert not [name for name, fact in facts.items() if fact is not True]
 
@@ -746,9 +748,9 @@ def test_whole_losses_on_a_gpu(shape, kinds):
         reduction = ("mean", "active")[place % 2] if half else ("mean", "active", "sum")[place % 3]
         if "adacos" in form and shape[1] < 3:
             continue
-        got, wanted = whole_compared(form, shape, kinds, reduction, device="cuda")
-        for ours, theirs in zip(got, wanted, strict=True):
-            assert ours <= theirs + 1e-6, (form, got, wanted)
+        got, expected = loss_compared(form, shape, kinds, reduction, device="cuda")
+        for ours, theirs in zip(got, expected, strict=True):
+            assert ours <= theirs + 1e-6, (form, got, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -760,9 +762,9 @@ def test_kernel_on_a_gpu(shape, kinds):
     half = kinds[0] == kinds[1] == "bfloat16"
     forms = ("cosface", "arcface", "sphereface") if half else ("cosface", "sphereface", "proxy-nca", "proxy-anchor")
     for form in forms if half else (*forms, "arcface, 2 centres"):
-        got, wanted = compared(form, shape, kinds, device="cuda")
-        for ours, theirs in zip(got, wanted, strict=True):
-            assert ours <= theirs + 1e-6, (form, got, wanted)
+        got, expected = compared(form, shape, kinds, device="cuda")
+        for ours, theirs in zip(got, expected, strict=True):
+            assert ours <= theirs + 1e-6, (form, got, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -770,7 +772,7 @@ def test_kernel_is_the_same_twice_on_a_gpu():
     x, labels, weight = (t.cuda() for t in batch((300, 50_001, 256), dtype=torch.bfloat16))
     runs = [outcome(losses.arcface_loss, x, labels, weight, impl="triton") for _ in range(2)]
     assert all(map(torch.equal, *runs))
-    runs = [whole_outcome(losses.arcface_loss, x, labels, weight, "mean", impl="triton") for _ in range(2)]
+    runs = [loss_outcome(losses.arcface_loss, x, labels, weight, "mean", impl="triton") for _ in range(2)]
     assert all(map(torch.equal, *runs))
 
 
@@ -801,7 +803,7 @@ def test_every_number_of_classes_and_dimensions(name, shape):
     if name == "adacos" and classes < 3:
         pytest.skip("two classes give scale 0, which is refused")
     if classes * dim > 10**5 and name.endswith(("proxies", "7 centres")):
-        pytest.skip("as the same with fewer rows a class, to save seconds")
+        pytest.skip("as with fewer rows per class, to save seconds")
     torch.manual_seed(1)
     module, x = EVERY_SIZE[name](classes, dim), torch.randn(4, dim)
     labels = torch.tensor([0, classes - 1, classes // 2, -1])

@@ -33,21 +33,21 @@ def compiled_and_eager(case, backend, dynamic=None, sizes=(19,)):
 @every
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_equals_eager(case, backend):
-    for got, wanted in compiled_and_eager(case, backend):
-        judge.assert_close(got, wanted, 1e-5)
+    for got, expected in compiled_and_eager(case, backend):
+        judge.assert_close(got, expected, 1e-5)
 
 
 @every
 def test_any_number_of_rows(case):
-    for got, wanted in compiled_and_eager(case, "aot_eager", True, (19, 26, 7)):
-        judge.assert_close(got, wanted, 1e-5)
+    for got, expected in compiled_and_eager(case, "aot_eager", True, (19, 26, 7)):
+        judge.assert_close(got, expected, 1e-5)
 
 
 @pytest.mark.parametrize("case", [c for c in judge.COMPILED if "-" not in c.name], ids=str)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
 def test_encoder_and_loss_in_one_graph_under_autocast(case, kind):
     torch._dynamo.reset()
-    found = []
+    results = []
     for compiled in (False, True):
         torch.manual_seed(0)
         encoder = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, DIM)).cuda()
@@ -61,7 +61,7 @@ def test_encoder_and_loss_in_one_graph_under_autocast(case, kind):
         labels = next(judge.batches(case))[1].cuda()
         value = step(torch.randn(19, 5, device="cuda"), labels)
         value.backward()
-        found.append((value.detach(), [p.grad for p in (*encoder.parameters(), *loss.parameters())]))
+        results.append((value.detach(), [p.grad for p in (*encoder.parameters(), *loss.parameters())]))
     # A compiler leaves out roundings of the encoder that eager mode makes: by those the two may differ.
-    judge.assert_close(found[1], found[0], 5e-2)
-    assert bool(found[1][1][0].any())
+    judge.assert_close(results[1], results[0], 5e-2)
+    assert bool(results[1][1][0].any())

@@ -20,13 +20,13 @@ SHAPES = [(64, None, 128), (333, None, 70), (1000, None, 128), (200, 777, 33), (
 every_case = pytest.mark.parametrize("name", PAIR_CASES)
 
 
-def on_gpu(given):
-    return tuple(None if t is None else t.cuda() for t in given)
+def on_gpu(inputs):
+    return tuple(None if t is None else t.cuda() for t in inputs)
 
 
-def exact_enough(found, name=""):
-    for ours, theirs in zip(found["kernel"], found["torch"], strict=True):
-        assert ours <= theirs + 1e-6, (name, found)
+def exact_enough(verdict, name=""):
+    for ours, theirs in zip(verdict["kernel"], verdict["torch"], strict=True):
+        assert ours <= theirs + 1e-6, (name, verdict)
 
 
 @pytest.fixture(autouse=True)
@@ -38,18 +38,18 @@ def _a_device_that_serves():
 @every_case
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_exact_as_plain_torch(name, shape):
-    found = kernel_cases.judged(PAIR_CASES[name], on_gpu(kernel_cases.batch(shape)))
-    assert found["served"] == 1
-    exact_enough(found)
+    verdict = kernel_cases.judged(PAIR_CASES[name], on_gpu(kernel_cases.batch(shape)))
+    assert verdict["served"] == 1
+    exact_enough(verdict)
 
 
 @every_case
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(name, kind):
-    given = on_gpu(kernel_cases.batch((150, 90, 64), kind))
-    found = kernel_cases.judged(PAIR_CASES[name], (given[0], given[1].int(), given[2], given[3].int()))
-    assert found["served"] == 1
-    exact_enough(found)
+    inputs = on_gpu(kernel_cases.batch((150, 90, 64), kind))
+    verdict = kernel_cases.judged(PAIR_CASES[name], (inputs[0], inputs[1].int(), inputs[2], inputs[3].int()))
+    assert verdict["served"] == 1
+    exact_enough(verdict)
 
 
 @every_case
@@ -68,9 +68,9 @@ def test_poison_and_silence(name):
     function, settings, _ = PAIR_CASES[name]
     x, labels, _, _ = on_gpu(kernel_cases.batch((70, None, 20)))
     for poison in (math.nan, math.inf):
-        spoilt = x.clone()
-        spoilt[labels == -1] = poison  # whom no pair meets
-        assert bool(function(spoilt, labels, impl="triton", **settings).isnan())
+        poisoned = x.clone()
+        poisoned[labels == -1] = poison  # in no pair
+        assert bool(function(poisoned, labels, impl="triton", **settings).isnan())
     silent = x.clone().requires_grad_()
     value = function(silent, torch.full_like(labels, -1), impl="triton", **settings)
     value.backward()
@@ -79,15 +79,15 @@ def test_poison_and_silence(name):
 
 @every_case
 def test_same_numbers_every_time_and_no_waiting(name):
-    case, given = PAIR_CASES[name], on_gpu(kernel_cases.batch((500, None, 128)))
-    first = kernel_cases.outcome(case, given, "triton")
-    assert all(map(torch.equal, first, kernel_cases.outcome(case, given, "triton")))
-    x = given[0].clone().requires_grad_()
+    case, inputs = PAIR_CASES[name], on_gpu(kernel_cases.batch((500, None, 128)))
+    first = kernel_cases.outcome(case, inputs, "triton")
+    assert all(map(torch.equal, first, kernel_cases.outcome(case, inputs, "triton")))
+    x = inputs[0].clone().requires_grad_()
     settings = {k: v for k, v in case.settings.items() if k != "beta"}
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        case.function(x, given[1], **settings).backward()
+        case.function(x, inputs[1], **settings).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -106,6 +106,6 @@ def test_memory_does_not_grow_with_the_pairs(name):
 
 def test_what_cannot_be_served_falls_back():
     x, labels, _, _ = on_gpu(kernel_cases.batch((40, None, 8)))
-    for given, more in (((x.double(), labels), {}), ((x, labels), {"reduction": "none"})):
-        plain = losses.supcon_loss(*given, impl="torch", **more)
-        torch.testing.assert_close(losses.supcon_loss(*given, impl="triton", **more), plain)
+    for inputs, overrides in (((x.double(), labels), {}), ((x, labels), {"reduction": "none"})):
+        plain = losses.supcon_loss(*inputs, impl="torch", **overrides)
+        torch.testing.assert_close(losses.supcon_loss(*inputs, impl="triton", **overrides), plain)

@@ -27,13 +27,13 @@ def test_as_exact_as_the_plain_loss(form, shape, monkeypatch):
     served = []
     for name in ("precisions", "histogram_misses", "spreads"):
         kernel = getattr(fused, name)
-        monkeypatch.setattr(fused, name, lambda *given, kernel=kernel: served.append(1) or kernel(*given))
-    given = [t.cuda() for t in judge.batch(shape)]
-    wide = [t.double() if t.is_floating_point() else t for t in given]
+        monkeypatch.setattr(fused, name, lambda *inputs, kernel=kernel: served.append(1) or kernel(*inputs))
+    inputs = [t.cuda() for t in judge.batch(shape)]
+    wide = [t.double() if t.is_floating_point() else t for t in inputs]
     exact = judge.outcome(function, wide, impl="torch", **settings)
-    plain = judge.errors(judge.outcome(function, given, impl="torch", **settings), exact)
+    plain = judge.errors(judge.outcome(function, inputs, impl="torch", **settings), exact)
     assert not served
-    found = judge.errors(judge.outcome(function, given, **settings), exact)
+    kernel_errors = judge.errors(judge.outcome(function, inputs, **settings), exact)
     assert served
-    for ours, theirs in zip(found, plain, strict=True):
-        assert ours <= theirs + 1e-6, (found, plain)
+    for ours, theirs in zip(kernel_errors, plain, strict=True):
+        assert ours <= theirs + 1e-6, (kernel_errors, plain)

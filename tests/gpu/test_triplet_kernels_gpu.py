@@ -1,4 +1,4 @@
-"""The kernels of triplet selections on a GPU, held to what they are held to under the interpreter. Skipped without."""
+"""The kernels of triplet selections on a GPU, by the checks that run under the interpreter. Skipped without a GPU."""
 
 import sys
 from pathlib import Path
@@ -37,24 +37,24 @@ def test_as_exact_as_plain_torch(name, shape):
 
 @pytest.mark.parametrize("name", CASES | DRAWN)
 def test_deterministic_without_waiting(name):
-    given = triplet_cases.batch((2048, None, 128), "cuda", classes=7)
+    inputs = triplet_cases.batch((2048, None, 128), "cuda", classes=7)
     function, settings = (CASES | DRAWN)[name]
     # Copied to the device beforehand: that waits.
     case = (
         function,
         {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in settings.items()},
     )
-    found = []
+    results = []
     for _ in range(3):
-        way = {"generator": torch.Generator("cuda").manual_seed(1)} if name in DRAWN else {}
+        generator_setting = {"generator": torch.Generator("cuda").manual_seed(1)} if name in DRAWN else {}
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if found else "default")
+        torch.cuda.set_sync_debug_mode("error" if results else "default")
         try:
-            found.append(triplet_cases.served(case, given, **way))
+            results.append(triplet_cases.served(case, inputs, **generator_setting))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    for again in found[1:]:
-        assert all(map(torch.equal, again, found[0]))
+    for again in results[1:]:
+        assert all(map(torch.equal, again, results[0]))
 
 
 @pytest.mark.parametrize("name", ["semihard", "batch_hard", "all", "random", "margin"])
@@ -79,8 +79,8 @@ def test_in_a_graph(name):
         x.copy_(torch.randn_like(x))
     graph.replay()
     if name in CASES:
-        wanted = triplet_cases.outcome((function, settings), (x, labels, None, None), impl="torch")
-        torch.testing.assert_close([value.detach(), x.grad * 1.7], wanted, rtol=1e-5, atol=1e-7)
+        expected = triplet_cases.outcome((function, settings), (x, labels, None, None), impl="torch")
+        torch.testing.assert_close([value.detach(), x.grad * 1.7], expected, rtol=1e-5, atol=1e-7)
     assert bool(value.isfinite())
 
 

@@ -1,6 +1,6 @@
-"""The kernels of pair losses through Triton's interpreter, against plain torch and float64; who is served and how.
+"""The kernels of pair losses through Triton's interpreter, against plain torch and float64; which batches they serve.
 
-The interpreter is chosen when triton is imported, so that its tests run in a process of their own and are read here.
+The interpreter is chosen when triton is imported, so its tests run in a separate process and are read here.
 """
 
 import json
@@ -27,36 +27,38 @@ ODD = [(1, None, 3), (1, 1, 1), (2, None, 4), (50, 7, 5)]
 def judge_kernels():
     """What the tests below read, as JSON."""
     torch.set_num_threads(1)
-    found = {
+    verdicts = {
         f"{name} {ALONE}": kernel_cases.judged(case, kernel_cases.batch(ALONE)) for name, case in PAIR_CASES.items()
     }
     for name in FIRST:
-        found[f"{name} {MET}"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.batch(MET, seed=3))
+        verdicts[f"{name} {MET}"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.batch(MET, seed=3))
     for shape in ODD:
         for name in ("contrastive", "lifted", "N-pair", "SupCon"):
-            found[f"{name} {shape}"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.batch(shape))
+            verdicts[f"{name} {shape}"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.batch(shape))
     for kind in (torch.bfloat16, torch.float16):
-        x, labels, references, others = kernel_cases.batch((9, 12, 6), kind)
+        x, labels, references, reference_ids = kernel_cases.batch((9, 12, 6), kind)
         for name in ("margin", "N-pair", "InfoNCE", "lossless"):
             case = PAIR_CASES[name]
-            found[f"{name} {kind}"] = kernel_cases.judged(case, (x, labels.int(), references, others.int()), both=False)
+            verdicts[f"{name} {kind}"] = kernel_cases.judged(
+                case, (x, labels.int(), references, reference_ids.int()), both=False
+            )
     picky = kernel_cases.Case(losses.multi_similarity_loss, {"alpha": 1.0, "beta": 2.0, "epsilon": -0.2})
-    found["multi-similarity, few selected"] = kernel_cases.judged(picky, kernel_cases.batch(ALONE))
+    verdicts["multi-similarity, few selected"] = kernel_cases.judged(picky, kernel_cases.batch(ALONE))
     for name in ("contrastive", "margin", "lifted"):
-        found[f"{name} near"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.near(12, 16, 1e-4))
+        verdicts[f"{name} near"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.near(12, 16, 1e-4))
     x, labels, _, _ = kernel_cases.batch((9, None, 4))
     for name in FIRST:
         function, settings, _ = PAIR_CASES[name]
-        spoilt = x.clone()
-        spoilt[labels == -1] = math.inf  # whom no pair meets
-        found[f"{name} poison"] = math.isnan(float(function(spoilt, labels, impl="triton", **settings)))
+        poisoned = x.clone()
+        poisoned[labels == -1] = math.inf  # in no pair
+        verdicts[f"{name} poison"] = math.isnan(float(function(poisoned, labels, impl="triton", **settings)))
         silent = x.clone().requires_grad_()
         value = function(silent, torch.full_like(labels, -1), impl="triton", **settings)
         value.backward()
-        found[f"{name} silence"] = float(value.detach()) == 0 and not bool(silent.grad.any())
-    found["queue moves on"] = moved_on()
-    found["no second gradient"] = no_second_gradient()
-    print(json.dumps(found))
+        verdicts[f"{name} silence"] = float(value.detach()) == 0 and not bool(silent.grad.any())
+    verdicts["queue moves on"] = moved_on()
+    verdicts["no second gradient"] = no_second_gradient()
+    print(json.dumps(verdicts))
 
 
 def no_second_gradient():
@@ -72,11 +74,11 @@ def no_second_gradient():
 
 
 def moved_on():
-    """References and labels are overwritten after the loss, as a momentum queue does: the gradient does not hear it."""
-    x, labels, references, others = kernel_cases.batch((9, 12, 6))
+    """References and labels are overwritten after the loss, as a momentum queue does: the gradient does not change."""
+    x, labels, references, reference_ids = kernel_cases.batch((9, 12, 6))
     gradients = []
     for moves in (False, True):
-        leaf, ids, queue, queued = x.clone().requires_grad_(), labels.clone(), references.clone(), others.clone()
+        leaf, ids, queue, queued = x.clone().requires_grad_(), labels.clone(), references.clone(), reference_ids.clone()
         value = losses.contrastive_loss(leaf, ids, queue, queued, impl="triton")
         if moves:
             for tensor in (ids, queue, queued):
@@ -87,20 +89,20 @@ def moved_on():
 
 
 @pytest.fixture(scope="module")
-def found():
+def verdicts():
     if not kernels.installed():
         pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
     code = "import test_pair_kernels; test_pair_kernels.judge_kernels()"
-    way = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    here = Path(__file__).parent
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    folder = Path(__file__).parent
     command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=way, cwd=here)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def test_as_exact_as_plain_torch(found):
-    judged = {name: case for name, case in found.items() if isinstance(case, dict)}
+def test_as_exact_as_plain_torch(verdicts):
+    judged = {name: case for name, case in verdicts.items() if isinstance(case, dict)}
     assert len(judged) == len(PAIR_CASES) + len(FIRST) + 4 * len(ODD) + 8 + 3 + 1
     for name, case in judged.items():
         assert case["served"] == 1, name
@@ -108,39 +110,39 @@ def test_as_exact_as_plain_torch(found):
             assert ours <= theirs + 1e-6, (name, case)
 
 
-def test_poison_is_nan_and_silence_is_zero(found):
-    heard = [name for name in found if name.endswith(("poison", "silence"))]
+def test_poison_is_nan_and_silence_is_zero(verdicts):
+    heard = [name for name in verdicts if name.endswith(("poison", "silence"))]
     assert len(heard) == 2 * len(FIRST)
-    assert all(found[name] for name in heard)
+    assert all(verdicts[name] for name in heard)
 
 
-def test_a_gradient_of_the_gradient_is_refused(found):
-    assert "differentiate twice" in found["no second gradient"]
+def test_a_gradient_of_the_gradient_is_refused(verdicts):
+    assert "differentiate twice" in verdicts["no second gradient"]
 
 
-def test_a_queue_may_move_on_before_the_gradient_comes_by(found):
-    assert found["queue moves on"]
+def test_a_queue_may_move_on_before_the_gradient_comes_by(verdicts):
+    assert verdicts["queue moves on"]
 
 
 def test_who_is_served(monkeypatch):
     monkeypatch.setattr(eligible, "possible", lambda device, interpreted: True)
     x, ids = torch.randn(6, 4), torch.arange(6) // 2
 
-    def served(impl="triton", reduction="mean", x=x, labels=ids, references=None, others=None, max_memory=None):
-        return pair_ops.serves(impl, blockwise.Batch(x, labels, references, others), reduction, max_memory)
+    def served(impl="triton", reduction="mean", x=x, labels=ids, references=None, reference_ids=None, max_memory=None):
+        return pair_ops.serves(impl, blockwise.Batch(x, labels, references, reference_ids), reduction, max_memory)
 
-    assert served() and served(references=x.half(), others=ids.int()) and served(reduction="active")
+    assert served() and served(references=x.half(), reference_ids=ids.int()) and served(reduction="active")
     assert served(labels=ids.to(torch.uint8)) and served(x=x.t().contiguous().t())
     assert not served("torch") and not served("auto")  # "auto" wants a GPU
     assert not served(reduction="none") and not served(reduction="men")
-    assert not served(x=x.double()) and not served(references=x.double(), others=ids)
-    assert not served(x=x[:0], labels=ids[:0]) and not served(references=x[:0], others=ids[:0])
+    assert not served(x=x.double()) and not served(references=x.double(), reference_ids=ids)
+    assert not served(x=x[:0], labels=ids[:0]) and not served(references=x[:0], reference_ids=ids[:0])
     assert not served(labels=relations.of(ids)) and not served(labels=torch.ones(6, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="max_memory must be at least"):
         served(max_memory=10)
-    seen = []
-    torch.func.grad(lambda t: seen.append(served(x=t)) or t.sum())(x)
-    assert seen == [False]
+    results = []
+    torch.func.grad(lambda t: results.append(served(x=t)) or t.sum())(x)
+    assert results == [False]
     monkeypatch.setattr(eligible, "possible", lambda device, interpreted: False)
     assert not served()
 
@@ -149,12 +151,12 @@ def test_who_is_served(monkeypatch):
 def test_what_is_not_served_is_plain_torch(name):
     if kernels.interpreted():
         pytest.skip("the interpreter serves")
-    case, given = PAIR_CASES[name], kernel_cases.batch((12, None, 5))
+    case, inputs = PAIR_CASES[name], kernel_cases.batch((12, None, 5))
     if not kernels.installed():
         pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
-    for asked in ("auto", "triton"):
-        got = kernel_cases.outcome(case, given, asked)
-        assert all(map(torch.equal, got, kernel_cases.outcome(case, given, "torch")))
+    for impl in ("auto", "triton"):
+        got = kernel_cases.outcome(case, inputs, impl)
+        assert all(map(torch.equal, got, kernel_cases.outcome(case, inputs, "torch")))
 
 
 MODULES = [

@@ -16,14 +16,14 @@ from nearkin.kernels import rank_ops as fused
 
 def graded(x, labels, *references, **settings):
     """Log-ratio of the class ids as if they were numbers: few of them, so that most label distances are tied."""
-    given = [t if t.is_floating_point() else t.float() for t in references]
-    return losses.logratio_loss(x, labels.float(), *given, **settings)
+    inputs = [t if t.is_floating_point() else t.float() for t in references]
+    return losses.logratio_loss(x, labels.float(), *inputs, **settings)
 
 
 def spread_out(x, labels, *references, **settings):
     """The same of labels (B, 2) of which hardly two distances are equal."""
-    given = [t if t.is_floating_point() else spread(t) for t in references]
-    return losses.logratio_loss(x, spread(labels), *given, **settings)
+    inputs = [t if t.is_floating_point() else spread(t) for t in references]
+    return losses.logratio_loss(x, spread(labels), *inputs, **settings)
 
 
 def spread(labels):
@@ -45,23 +45,23 @@ SHAPES = {"1 item": (1, 0, 3), "19": (19, 0, 5), "3 of 40": (3, 40, 3), "4 of 1"
 
 def batch(shape, dtype=torch.float32, seed=0):
     """Embeddings and labels, some unknown, and references with theirs where there are any; one pair of duplicates."""
-    number, others, dim = shape
+    number, num_references, dim = shape
     g = torch.Generator().manual_seed(seed)
-    given = []
-    for size in (number, others) if others else (number,):
+    inputs = []
+    for size in (number, num_references) if num_references else (number,):
         x, labels = torch.randn(size, dim, generator=g), torch.randint(4, (size,), generator=g)
         if size > 8:
             x[5], labels[3] = x[4], -1
-        given += [x.to(dtype), labels]
-    return given
+        inputs += [x.to(dtype), labels]
+    return inputs
 
 
-def outcome(function, given, **settings):
+def outcome(function, inputs, **settings):
     """Values an anchor and the gradients, with an upstream that is nowhere 1."""
-    given = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in given]
-    value = function(*given, reduction="none", **settings)
+    inputs = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    value = function(*inputs, reduction="none", **settings)
     value.backward(torch.linspace(0.3, 2.1, len(value), dtype=value.dtype, device=value.device))
-    return [value.detach(), *(t.grad for t in given if t.is_floating_point())]
+    return [value.detach(), *(t.grad for t in inputs if t.is_floating_point())]
 
 
 def errors(got, exact):
@@ -74,34 +74,34 @@ def judge_kernel():
     served = []
     for name in ("_Precisions", "_Histograms", "_Spreads"):
         apply = getattr(fused, name).apply
-        getattr(fused, name).apply = lambda *given, apply=apply: served.append(1) or apply(*given)
-    found = {}
+        getattr(fused, name).apply = lambda *inputs, apply=apply: served.append(1) or apply(*inputs)
+    errors_by_case = {}
     for form, (function, settings) in FORMS.items():
         for size, shape in SHAPES.items():
             if settings and size in ("1 item", "4 of 1"):
                 continue
             for dtype in (torch.float32, torch.bfloat16) if size == "3 of 40" else (torch.float32,):
-                given = batch(shape, dtype)
-                wide = [t.double() if t.is_floating_point() else t for t in given]
+                inputs = batch(shape, dtype)
+                wide = [t.double() if t.is_floating_point() else t for t in inputs]
                 exact = outcome(function, wide, **settings)
-                plain = errors(outcome(function, given, impl="torch", **settings), exact)
+                plain = errors(outcome(function, inputs, impl="torch", **settings), exact)
                 served.clear()
-                got = errors(outcome(function, given, impl="triton", **settings), exact)
-                found[f"{form}, {size}, {dtype}"] = [got, plain, len(served)]
+                got = errors(outcome(function, inputs, impl="triton", **settings), exact)
+                errors_by_case[f"{form}, {size}, {dtype}"] = [got, plain, len(served)]
     x, labels = batch((9, 0, 3))
-    more = {}
+    edges = {}
     for form, (function, settings) in FORMS.items():
-        spoilt = x.clone()
-        spoilt[2, 1] = math.nan
-        more[f"{form}: NaN"] = math.isnan(function(spoilt, labels, impl="triton", **settings))
-        more[f"{form}: nobody"] = float(function(x, torch.full_like(labels, -1), impl="triton", **settings)) == 0
+        poisoned = x.clone()
+        poisoned[2, 1] = math.nan
+        edges[f"{form}: NaN"] = math.isnan(function(poisoned, labels, impl="triton", **settings))
+        edges[f"{form}: nobody"] = float(function(x, torch.full_like(labels, -1), impl="triton", **settings)) == 0
         blocks = function(x, labels, impl="triton", max_memory=2**13, **settings)
-        more[f"{form}: blocks"] = torch.allclose(blocks, function(x, labels, impl="torch", **settings))
+        edges[f"{form}: blocks"] = torch.allclose(blocks, function(x, labels, impl="torch", **settings))
         served.clear()
         function(x, labels, **settings)
         function(x.double(), labels, impl="triton", **settings)
-        more[f"{form}: a CPU, or float64"] = not served
-    print(json.dumps([found, more]))
+        edges[f"{form}: a CPU, or float64"] = not served
+    print(json.dumps([errors_by_case, edges]))
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +109,12 @@ def kernel():
     if not kernels.installed():
         pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
     code = "import test_rank_kernels; test_rank_kernels.judge_kernel()"
-    way = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    here = Path(__file__).parent
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    folder = Path(__file__).parent
     command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=way, cwd=here)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def test_kernel_is_as_exact_as_the_plain_loss(kernel):

@@ -1,6 +1,6 @@
 """The kernels of triplet selections against plain torch and float64, by Triton's interpreter.
 
-In a process of its own: the interpreter is chosen when triton is imported. What is checked stands in `triplet_cases`.
+In a separate process: the interpreter is chosen when triton is imported. The checks are in `triplet_cases`.
 """
 
 import json
@@ -35,12 +35,12 @@ def verdicts():
     if not kernels.installed():
         pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
     code = "import torch; torch.set_num_threads(1); import test_triplet_kernels; test_triplet_kernels.judge()"
-    way = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    here = Path(__file__).parent
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    folder = Path(__file__).parent
     command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=way, cwd=here)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", triplet_cases.CHECKS)

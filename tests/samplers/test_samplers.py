@@ -89,10 +89,10 @@ def test_class_batches_have_the_promised_composition(name, request, seed):
             assert all(len(set(drawn[at : at + each])) == 1 for at in range(0, len(batch), each)), "class after class"
         for label in ids:
             have = (labels == label).sum()
-            mine = np.array(batch)[drawn == label]
-            repeats = np.unique(mine, return_counts=True)[1]
+            of_class = np.array(batch)[drawn == label]
+            repeats = np.unique(of_class, return_counts=True)[1]
             if name != "ClassRatio" or np.isin(labels, ids).sum() >= len(batch):
-                assert len(set(mine)) == min(len(mine), have), "items of a class differ as far as they can"
+                assert len(set(of_class)) == min(len(of_class), have), "items of a class differ as far as they can"
             assert repeats.max() - (repeats.min() if len(repeats) == have else 0) <= 1
 
 
@@ -153,9 +153,9 @@ def test_label_neighbours_have_the_promised_composition(request, seed):
 @given(values=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=3, max_size=12), k=st.integers(1, 2))
 def test_nearest_by_label_for_any_floats(values, k):
     with np.errstate(over="ignore"):
-        wanted = [brute_neighbours(values, item, k).tolist() for item in range(len(values))]
+        expected = [brute_neighbours(values, item, k).tolist() for item in range(len(values))]
     sampler = LabelNeighbours(values, 3, k)
-    assert [sampler.nearest(item).tolist() for item in range(len(values))] == wanted
+    assert [sampler.nearest(item).tolist() for item in range(len(values))] == expected
 
 
 def test_targets_too_far_apart_to_square():
@@ -174,9 +174,9 @@ def present(targets, batch, rows, k=5):
 def test_every_anchor_has_its_nearest_labels_in_the_batch(dims):
     """One anchor, as in the paper, leaves the other 149 rows without; 25 anchors have all of theirs."""
     targets = np.random.default_rng(0).standard_normal((2000, dims))
-    one, several = LabelNeighbours(targets, 150, 5), LabelNeighbours(targets, 150, 5, anchors=25)
+    first_sampler, several = LabelNeighbours(targets, 150, 5), LabelNeighbours(targets, 150, 5, anchors=25)
     for index in range(3):
-        batch = one.batch(0, index)
+        batch = first_sampler.batch(0, index)
         assert present(targets, batch, [0]) == 1 and present(targets, batch, range(1, 150)) < 0.2
         batch = several.batch(0, index)
         assert present(targets, batch, range(25)) == 1
@@ -196,10 +196,10 @@ def test_several_anchors_have_the_promised_composition(request, seed, data):
     assert times.min() == 1 and times.sum() == anchors * len(batches) and times.max() <= 2
     for batch in batches:
         assert len(batch) == len(set(batch)) == batch_size
-        wanted = dict.fromkeys(batch[:anchors])
+        expected = dict.fromkeys(batch[:anchors])
         for anchor in batch[:anchors]:
-            wanted |= dict.fromkeys(brute_neighbours(targets, anchor, k).tolist())
-        assert batch[: len(wanted)] == list(wanted)
+            expected |= dict.fromkeys(brute_neighbours(targets, anchor, k).tolist())
+        assert batch[: len(expected)] == list(expected)
     last = LabelNeighbours(targets, batch_size, k, seed, batch_size - 1, batch_size, anchors=anchors)
     assert last.batch(1, 0) == batches[0][-1:]
 
@@ -214,16 +214,16 @@ def paired(counts, size, pairs=None, seed=0, unknown=3, **options):
 
 @quick
 @given(
-    counts=st.lists(st.integers(1, 9), min_size=2, max_size=10).filter(lambda found: max(found) > 1),
+    counts=st.lists(st.integers(1, 9), min_size=2, max_size=10).filter(lambda sizes: max(sizes) > 1),
     seed=seeds,
-    told=st.booleans(),
+    refreshed=st.booleans(),
     data=st.data(),
 )
-def test_pairs_with_negatives_have_the_promised_composition(counts, seed, told, data):
+def test_pairs_with_negatives_have_the_promised_composition(counts, seed, refreshed, data):
     size = data.draw(st.integers(2, sum(counts)))
     pairs = data.draw(st.integers(1, min(size // 2, sum(-(-n // 2) for n in counts if n > 1))))
     labels, sampler = paired(counts, size, pairs, seed)
-    if told:
+    if refreshed:
         sampler.refresh(embeddings_of(len(labels)))
     batches = epoch_of(sampler)
     for batch in batches:
@@ -263,15 +263,15 @@ def test_positive_pairs_are_drawn_evenly_and_change():
 def test_hard_negatives_are_the_same_on_every_rank_and_resumed(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    labels, whole = paired([5] * 12, 16, unknown=0)
+    labels, single = paired([5] * 12, 16, unknown=0)
     rows = embeddings_of(len(labels))
     ranks = [paired([5] * 12, 16, unknown=0, rank=r, world_size=2)[1] for r in (0, 1)]
-    for sampler in (whole, *ranks):
+    for sampler in (single, *ranks):
         sampler.refresh(rows)
-    run = [batch for _ in range(2) for batch in whole]
-    assert [rank.batch(1, 2) for rank in ranks] == [whole.batch(1, 2)[r::2] for r in (0, 1)]
-    whole.resume(0, 4)
-    save_file(whole.state_dict(), tmp_path / "sampler.safetensors")
+    run = [batch for _ in range(2) for batch in single]
+    assert [rank.batch(1, 2) for rank in ranks] == [single.batch(1, 2)[r::2] for r in (0, 1)]
+    single.resume(0, 4)
+    save_file(single.state_dict(), tmp_path / "sampler.safetensors")
     _, again = paired([5] * 12, 16, unknown=0)
     plain = epoch_of(again)
     again.load_state_dict(load_file(tmp_path / "sampler.safetensors"))
@@ -302,27 +302,27 @@ def test_hard_negatives_of_many_items_are_sought_among_candidates():
 @given(request=requests(), seed=seeds, epoch=st.integers(0, 5))
 def test_batches_are_a_pure_function(name, request, seed, epoch):
     labels, classes, per_class = request
-    one, two = (make(name, labels, classes, per_class, seed) for _ in range(2))
-    forward = epoch_of(one, epoch)
-    one.batch(epoch + 1, 0)
+    first_sampler, two = (make(name, labels, classes, per_class, seed) for _ in range(2))
+    forward = epoch_of(first_sampler, epoch)
+    first_sampler.batch(epoch + 1, 0)
     backward = [two.batch(epoch, index) for index in reversed(range(len(two)))]
-    assert forward == backward[::-1] == epoch_of(one, epoch)
+    assert forward == backward[::-1] == epoch_of(first_sampler, epoch)
 
 
 @quick
 @given(request=graded(), seed=seeds)
 def test_neighbour_batches_are_a_pure_function(request, seed):
     targets, *rest = request
-    one = LabelNeighbours(targets, *rest, seed)
+    first_sampler = LabelNeighbours(targets, *rest, seed)
     two = LabelNeighbours(torch.tensor(targets), *rest, seed)
-    assert epoch_of(one, 1) == [two.batch(1, index) for index in reversed(range(len(two)))][::-1]
+    assert epoch_of(first_sampler, 1) == [two.batch(1, index) for index in reversed(range(len(two)))][::-1]
 
 
 def test_labels_may_be_a_list_an_array_or_a_tensor():
     labels = shuffled_labels([5, 6, 7, 8], unknown=2)
-    wanted = epoch_of(ClassBalanced(labels, 2, 3))
+    expected = epoch_of(ClassBalanced(labels, 2, 3))
     for same in (labels.tolist(), labels.astype(np.int16), torch.tensor(labels), torch.tensor(labels).int()):
-        assert epoch_of(ClassBalanced(same, 2, 3)) == wanted
+        assert epoch_of(ClassBalanced(same, 2, 3)) == expected
 
 
 def test_seeds_and_epochs_differ():
@@ -393,12 +393,12 @@ def test_resume_is_the_uninterrupted_run(name, data, seed):
         labels, *shape = data.draw(requests())
         fresh = lambda **options: make(name, labels, *shape, seed, **options)  # noqa: E731
     batches = data.draw(st.none() | st.integers(1, 7), label="batches")
-    whole = fresh(batches=batches)
-    run = [batch for _ in range(3) for batch in whole]
-    assert run == [batch for epoch in range(3) for batch in epoch_of(whole, epoch)]
-    assert whole.epoch == 3
+    single = fresh(batches=batches)
+    run = [batch for _ in range(3) for batch in single]
+    assert run == [batch for epoch in range(3) for batch in epoch_of(single, epoch)]
+    assert single.epoch == 3
 
-    stop = data.draw(st.integers(0, 2 * len(whole)), label="stop")
+    stop = data.draw(st.integers(0, 2 * len(single)), label="stop")
     first, done = fresh(batches=batches), []
     while len(done) < stop:
         for batch in first:
@@ -407,11 +407,11 @@ def test_resume_is_the_uninterrupted_run(name, data, seed):
                 break
     state = first.state_dict()
     assert all(isinstance(value, torch.Tensor) for value in state.values())
-    assert (int(state["epoch"]), int(state["batch"])) == divmod(stop, len(whole))
+    assert (int(state["epoch"]), int(state["batch"])) == divmod(stop, len(single))
 
     second = fresh(batches=batches)
     second.load_state_dict(state)
-    assert (second.epoch, second.start) == divmod(stop, len(whole))
+    assert (second.epoch, second.start) == divmod(stop, len(single))
     while second.epoch < 3:
         done += list(second)
     assert done == run
@@ -442,14 +442,14 @@ def test_a_broken_off_epoch_is_followed_by_the_next():
 def test_states_are_refused_by_other_samplers():
     labels = shuffled_labels([9] * 8)
     state = ClassBalanced(labels, 4, 3).state_dict()
-    others = [
+    other_samplers = [
         ClassBalanced(labels, 4, 3, seed=1),
         ClassBalanced(labels, 2, 3),
         ClassBalanced(labels, 4, 3, batches=2),
         ClassBalanced(labels[::-1], 4, 3),
         HardClasses(labels, 4, 3),
     ]
-    for other in others:
+    for other in other_samplers:
         with pytest.raises(ValueError, match=r"state must come from a .* with the same labels, seed and settings"):
             other.load_state_dict(state)
     ClassBalanced(labels, 4, 3, rank=1, world_size=2).load_state_dict(state)
@@ -465,13 +465,13 @@ def test_data_loader_and_prefetch(workers):
 
     sampler = ClassBalanced(labels, 3, 2)
     assert len(loader(sampler)) == len(sampler) == 10
-    seen = []
+    batches_seen = []
     for step, (items,) in enumerate(loader(sampler), start=sampler.start):
-        seen.append(items.tolist())
+        batches_seen.append(items.tolist())
         if step == 7:
             ahead, state = sampler.state_dict(), sampler.state_dict(batches_done=step + 1)
             break
-    assert seen == epoch_of(sampler)[:8]
+    assert batches_seen == epoch_of(sampler)[:8]
     assert int(state["batch"]) == 8
     if workers:
         assert (int(ahead["epoch"]), int(ahead["batch"])) == (1, 0), "drawn to the end, ahead of the loop"
@@ -494,10 +494,10 @@ def test_data_loader_and_prefetch(workers):
 def test_ranks_share_the_batch_of_a_single_process(name, split, request, seed):
     labels, classes, per_class = request
     world_size = 2
-    whole = make(name, labels, classes, per_class, seed)
+    single = make(name, labels, classes, per_class, seed)
     ranks = [make(name, labels, classes, per_class, seed, rank=r, world_size=world_size, split=split) for r in (0, 1)]
-    assert all(len(rank) == len(whole) for rank in ranks)
-    for index, batch in enumerate(epoch_of(whole)):
+    assert all(len(rank) == len(single) for rank in ranks)
+    for index, batch in enumerate(epoch_of(single)):
         parts = [rank.batch(0, index) for rank in ranks]
         assert sorted([*parts[0], *parts[1]]) == sorted(batch)
         if len(set(batch)) == len(batch):
@@ -524,12 +524,12 @@ def test_four_ranks_with_whole_classes_are_about_as_full():
 @given(request=graded(), seed=seeds)
 def test_ranks_share_the_neighbours(request, seed):
     targets, batch_size, k = request
-    whole = LabelNeighbours(targets, batch_size, k, seed)
+    single = LabelNeighbours(targets, batch_size, k, seed)
     ranks = [LabelNeighbours(targets, batch_size, k, seed, rank, batch_size) for rank in range(batch_size)]
-    assert [rank.batch(0, 0) for rank in ranks] == [[item] for item in whole.batch(0, 0)]
+    assert [rank.batch(0, 0) for rank in ranks] == [[item] for item in single.batch(0, 0)]
     if batch_size % 2 == 0:
         pair = [LabelNeighbours(targets, batch_size, k, seed, rank, 2).batch(0, 0) for rank in range(2)]
-        assert pair == [whole.batch(0, 0)[0::2], whole.batch(0, 0)[1::2]]
+        assert pair == [single.batch(0, 0)[0::2], single.batch(0, 0)[1::2]]
 
 
 # --- evenness
@@ -544,10 +544,10 @@ def test_every_item_is_drawn_and_a_class_evenly(name, request, seed, epoch):
     used = uses(sampler, len(labels), epoch)
     assert (used[labels == -1] == 0).all()
     for label in set(labels) - {-1}:
-        mine = used[labels == label]
-        assert mine.max() - mine.min() <= 1
+        of_class = used[labels == label]
+        assert of_class.max() - of_class.min() <= 1
         if name != "ClassRatio":
-            assert mine.min() >= 1
+            assert of_class.min() >= 1
 
 
 @pytest.mark.parametrize("name", CLASS_SAMPLERS)
@@ -577,15 +577,15 @@ def test_a_class_too_large_is_in_every_batch_and_the_rest_comes_round_evenly():
         assert len(sampler) == 200
         assert all(0 in labels[batch] for batch in epoch_of(sampler))
         assert used[labels == 0].min() >= (1 if name != "ClassRatio" else 0) and used[labels == 0].max() <= 2
-        others = used[labels > 0]
-        assert others.min() >= 12 and others.max() <= 22  # 3 × 2 × 200 draws of 72 items: 16.7
+        other_samplers = used[labels > 0]
+        assert other_samplers.min() >= 12 and other_samplers.max() <= 22  # 3 × 2 × 200 draws of 72 items: 16.7
 
 
 def test_short_epochs_walk_through_a_pass():
     labels = shuffled_labels([12] * 20)
-    short, whole = ClassBalanced(labels, 10, 2, batches=5), ClassBalanced(labels, 10, 2)
+    short, single = ClassBalanced(labels, 10, 2, batches=5), ClassBalanced(labels, 10, 2)
     walked = [short.batch(epoch, index) for epoch in range(12) for index in range(5)]
-    assert walked == [whole.batch(epoch, index) for epoch in range(5) for index in range(12)]
+    assert walked == [single.batch(epoch, index) for epoch in range(5) for index in range(12)]
 
 
 def test_classes_meet_all_others():
@@ -655,9 +655,9 @@ def test_pairs_are_mined_greedily():
     class_embeddings = embeddings_of(24)
     sampler.refresh(class_embeddings)
     unit = unit_grid(class_embeddings.numpy())
-    wanted = {tuple(greedy_by_hand(unit @ unit.T, first, 6)) for first in range(24)}
+    expected = {tuple(greedy_by_hand(unit @ unit.T, first, 6)) for first in range(24)}
     batches = epoch_of(sampler)
-    mined = [tuple(np.unique(labels[batch] // 3)) in wanted for batch in batches]
+    mined = [tuple(np.unique(labels[batch] // 3)) in expected for batch in batches]
     assert all(mined[: len(mined) // 8])
     assert set(uses(sampler, len(labels))) == {1}, "mining does not change how often an item is drawn"
 
@@ -716,11 +716,11 @@ def test_similarities_of_classes_are_exact(dtype):
     sampler.refresh(rows)
     unit = sampler.state_dict()["class_embeddings"]
     assert unit.dtype == torch.int16 and not unit[7].any()
-    whole = unit.long() @ unit.long().T
+    single = unit.long() @ unit.long().T
     assert (unit.long().abs() @ unit.long().abs().T).max() < 2**24
-    assert torch.equal(whole, (unit.float() @ unit.float().T).long())
-    others = torch.arange(50) != 7
-    torch.testing.assert_close(whole.diagonal()[others] / 2048**2, torch.ones(49), atol=2e-2, rtol=0)
+    assert torch.equal(single, (unit.float() @ unit.float().T).long())
+    other_samplers = torch.arange(50) != 7
+    torch.testing.assert_close(single.diagonal()[other_samplers] / 2048**2, torch.ones(49), atol=2e-2, rtol=0)
 
 
 def test_read_only_and_unknown_rows():
@@ -799,10 +799,12 @@ def test_many_targets_hold_no_square(targets):
 
 def test_small_classes_are_said_once():
     labels = np.repeat(np.arange(5), [1, 2, 3, 4, 5])
-    with pytest.warns(UserWarning, match=r"^3 of 5 classes have fewer than 4 items; their items are repeated") as said:
+    with pytest.warns(
+        UserWarning, match=r"^3 of 5 classes have fewer than 4 items; their items are repeated"
+    ) as warnings_:
         sampler = ClassBalanced(labels, 2, 4)
-    assert len(said) == 1
-    assert said[0].filename == __file__
+    assert len(warnings_) == 1
+    assert warnings_[0].filename == __file__
     epoch_of(sampler)  # says nothing more
     with pytest.warns(UserWarning, match="1 of 5 classes have fewer than 2 items"):
         PairPerClass(labels, 3)
@@ -852,13 +854,13 @@ BAD = [
     (lambda: PairPerClass(TWO, 2, candidates=1), "candidates must be >= 2, got 1"),
     (
         lambda: PairPerClass(TWO, 2).refresh(torch.ones(3, 2)),
-        "class_embeddings must have one row a class: 2, got 3",
+        "class_embeddings must have one row per class: 2, got 3",
     ),
     (
         lambda: PairPerClass(TWO, 2).refresh(torch.tensor([[1.0], [float("nan")]])),
         "class_embeddings must be finite, got NaN or Inf in 1 classes",
     ),
-    (lambda: HardClasses(TWO, 2, 2).refresh(np.ones((2, 2))), "embeddings must have one row an item: 4, got 2"),
+    (lambda: HardClasses(TWO, 2, 2).refresh(np.ones((2, 2))), "embeddings must have one row per item: 4, got 2"),
     (lambda: HardClasses([0, 0], 1, 2).refresh([[1.0], [1.0]]), "embeddings must be a torch tensor, got list"),
     (lambda: LabelNeighbours(np.arange(10)), "batch_size must be at most the number of items: 10, got 150"),
     (
@@ -879,7 +881,7 @@ BAD = [
     (lambda: HardNegatives(TWO, 4, 3), "pairs must be at most half of batch_size: 2, got 3"),
     (lambda: HardNegatives([0, 0, 1, 2], 4, 2), "pairs must be at most the positive pairs of a pass: 1, got 2"),
     (lambda: HardNegatives(TWO, 4, candidates=3), "candidates must be >= 4, got 3"),
-    (lambda: HardNegatives(TWO, 4).refresh(torch.ones(3, 2)), "embeddings must have one row an item: 4, got 3"),
+    (lambda: HardNegatives(TWO, 4).refresh(torch.ones(3, 2)), "embeddings must have one row per item: 4, got 3"),
     (
         lambda: HardNegatives(TWO, 4).refresh(torch.full((4, 2), float("nan"))),
         "embeddings must be finite, got NaN or Inf in 4 items",

@@ -1,6 +1,6 @@
 """Triton twins of core passes: same name, same arguments, same result. What a kernel cannot serve, core does.
 
-Nothing here imports triton before a kernel is wanted.
+Nothing here imports triton before a kernel is launched.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The Triton twin of `core.class_anchors`: the kernels of the class softmax, their tiles reduced the other way."""
+"""The Triton twin of `core.class_anchors`: the kernels of the class softmax, with tiles reduced over anchors."""
 
 from typing import Any
 
@@ -18,16 +18,16 @@ def class_anchors(
 ) -> Negatives:
     """`core.class_anchors.class_anchors` by kernels; by core itself where they cannot serve, as in `class_softmax`.
 
-    Memory: the gradients, about 0.1 · B bytes a class for partial sums, and `max_memory` bytes.
+    Memory: the gradients, about 0.1 · B bytes per class for partial sums, and `max_memory` bytes.
     """
     if not fused.serves(embeddings, weight, 1, max_memory):
         return plain.class_anchors(embeddings, weight, ids, known, scale=scale, max_memory=max_memory)
     anchors = embeddings.float()
-    asked = rules.scaled_anchors(anchors, weight, scale, True)
-    rows, factor = fused._operands(embeddings, weight, asked)
+    scaled = rules.scaled_anchors(anchors, weight, scale, True)
+    rows, factor = fused._operands(embeddings, weight, scaled)
     met = torch.where(known, ids, -1)
     picks = ids.clamp(max=weight.shape[0] - 1)
-    peak, rest, own, taint = _Pass.call(asked, weight, picks, met, rows, factor, max_memory)
+    peak, rest, own, taint = _Pass.call(scaled, weight, picks, met, rows, factor, max_memory)
     return Negatives(peak, rest, anchors, own, taint)
 
 
@@ -35,7 +35,7 @@ class _Pass(HandGradient):
     @staticmethod
     def forward(
         ctx: Any,
-        asked: Tensor,
+        scaled: Tensor,
         weight: Tensor,
         ids: Tensor,
         met: Tensor,
@@ -43,20 +43,22 @@ class _Pass(HandGradient):
         factor: Tensor,
         max_memory: int | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tiles, whole = fused._tiles(), weight.contiguous()
-        inverse, taint = tiles.inverse_lengths(whole, True)
-        given = tiles.Operands(rows, factor, whole, inverse, met, columns=True, precision=fused.precision())
-        level, rest, share = fused.merged(*tiles.scan(given, 1))
-        ctx.save_for_backward(*given[:5], ids, level, share)
-        ctx.way, ctx.max_memory, ctx.kind = given[5:], max_memory, rules.gradient_kind(weight)
+        class_kernels, weight_rows = fused._kernels(), weight.contiguous()
+        inverse, taint = class_kernels.inverse_lengths(weight_rows, True)
+        operands = class_kernels.Operands(
+            rows, factor, weight_rows, inverse, met, columns=True, precision=fused.precision()
+        )
+        level, rest, share = fused.merged(*class_kernels.scan(operands, 1))
+        ctx.save_for_backward(*operands[:5], ids, level, share)
+        ctx.choices, ctx.max_memory, ctx.kind = operands[5:], max_memory, rules.gradient_kind(weight)
         ctx.mark_non_differentiable(level, taint)
-        return level, rest, whole[ids].float(), taint
+        return level, rest, weight_rows[ids].float(), taint
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
         *saved, ids, level, share = ctx.saved_tensors
-        given = fused._tiles().Operands(*saved, *ctx.way)
+        operands = fused._kernels().Operands(*saved, *ctx.choices)
         wants, kind = ctx.needs_input_grad[0], ctx.kind if ctx.needs_input_grad[1] else None
-        by = fused.gradients(given, level, by_rest * share, (ids, by_own), True, wants, kind, ctx.max_memory)
-        return fused.asked_of(by[0], given), by[1], *[None] * 5
+        by = fused.gradients(operands, level, by_rest * share, (ids, by_own), True, wants, kind, ctx.max_memory)
+        return fused.query_gradient(by[0], operands), by[1], *[None] * 5

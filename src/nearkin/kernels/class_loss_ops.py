@@ -1,8 +1,8 @@
-"""Softmax over class weights whole, margin, cross-entropy and reduction included: one node of the graph, few launches.
+"""Softmax over class weights with margin, cross-entropy and reduction: one node of the graph, few launches.
 
-The passes over the classes are those of `kernels.class_softmax`. Of bfloat16 the own class takes part in them: in the
-backward pass its place holds the derivative by its own logit, so both gradients of it come out of the same products. Of
-float32 it does not: it outweighs all others together, and beside it a sum in float32 would lose their digits.
+The passes over the classes are those of `class_softmax_ops`. In bfloat16 the own class is part of them: in the backward
+pass its entry is the derivative by its own logit, so both its gradients come from the same products. In float32 it is
+left out: it outweighs all others together, and beside it a sum in float32 would lose their digits.
 """
 
 import functools
@@ -18,24 +18,24 @@ from nearkin.core import checks
 from nearkin.core import class_softmax as plain
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import class_softmax_ops as passes
-from nearkin.kernels import eligible
+from nearkin.kernels import eligible, launch
 
 
 class Form(NamedTuple):
-    """What is asked of the own class. scale: of the cosines; a scalar tensor is read where it lies."""
+    """How the own class is treated. scale: of the cosines; a scalar tensor is read on its device."""
 
     scale: float | Tensor = 1.0  # SphereFace: its annealing
     margin: float = 0.0
     kind: str = "cosine"  # or "angle", "sphere"
     straight: bool = False  # an angle's slope is that of the plain cosine
     centers: int = 1
-    lost: float = 0.0  # what a weight without a direction scores
-    told: bool = False  # an anchor counts only if there are others
+    lost: float = 0.0  # the score of a weight without a direction
+    needs_others: bool = False  # an anchor counts only if there are others
     soft: bool = True  # the own class is in the sum too
 
 
 def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reduction: str, max_memory: int | None) -> bool:
-    """Whether `loss` computes it: what the passes serve, class ids, one value, no scale that learns, no transform."""
+    """Whether `loss` computes it: what the passes serve, class ids, one value, no learned scale, no transform."""
     return (
         reduction in eligible.REDUCTIONS
         and type(embeddings) in (Tensor, nn.Parameter)
@@ -61,16 +61,16 @@ def _readable(scale: Tensor, embeddings: Tensor) -> bool:
 def loss(
     embeddings: Tensor, labels: Tensor, weight: Tensor, form: Form, reduction: str, max_memory: int | None
 ) -> Tensor:
-    """The loss of a batch that `serves` has found to be one for the kernels; labels in 0..C-1, -1 left out."""
+    """The loss of a batch that the kernels can serve; labels in 0..C-1, -1 is left out."""
     if checks.reads_values(labels):
         checks.in_range(labels, weight.shape[0] // form.centers)
-    with eligible.device_of(embeddings):
+    with launch.device_of(embeddings):
         value: Tensor = _Loss.call(embeddings, weight, labels, form, reduction, max_memory)
     return value
 
 
 @functools.cache
-def _rows() -> ModuleType:
+def _row_kernels() -> ModuleType:
     from nearkin.kernels import class_row_kernels
 
     return class_row_kernels
@@ -81,21 +81,21 @@ class _Loss(HandGradient):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, form: Form, reduction: str, max_memory: int | None
     ) -> Tensor:
-        tiles, over = passes._tiles(), _rows()
-        x, whole = x.contiguous(), weight.contiguous()
-        scale, given = (1.0, form.scale) if isinstance(form.scale, Tensor) else (form.scale, None)
+        class_kernels, row_kernels = passes._kernels(), _row_kernels()
+        x, weight_rows = x.contiguous(), weight.contiguous()
+        scale, scale_tensor = (1.0, form.scale) if isinstance(form.scale, Tensor) else (form.scale, None)
         times = int(form.margin) if form.kind == "sphere" else 1
         numbers = tuple(map(float, (scale, form.margin, math.cos(form.margin), math.sin(form.margin), form.lost)))
-        way = (numbers, form.kind, form.straight, times, form.centers, tiles.halves(x, whole))
-        rows, places, facts, stats = over.prepare(x, whole, labels.contiguous(), given, *way)
-        inverse = tiles.lengths(whole)
-        more = (form.centers, form.lost / math.log(2), False, passes.precision(), True)
-        operands = tiles.Operands(rows, stats[0], whole, inverse, places[0], *more)
-        peaks, sums = tiles.scan(operands, passes._a_part(rows, whole, max_memory))
-        classes = whole.shape[0] // form.centers
-        value, gain = over.settle(peaks, sums, facts, stats, classes, form.told, form.soft, reduction)
-        ctx.save_for_backward(x, whole, rows, inverse, places, facts, stats, gain)
-        ctx.more, ctx.normalize, ctx.max_memory = more, form.kind != "sphere", max_memory
+        choices = (numbers, form.kind, form.straight, times, form.centers, class_kernels.halves(x, weight_rows))
+        rows, places, facts, stats = row_kernels.prepare(x, weight_rows, labels.contiguous(), scale_tensor, *choices)
+        inverse = class_kernels.lengths(weight_rows)
+        constants = (form.centers, form.lost / math.log(2), False, passes.precision(), True)
+        operands = class_kernels.Operands(rows, stats[0], weight_rows, inverse, places[0], *constants)
+        peaks, sums = class_kernels.scan(operands, passes._part_size(rows, weight_rows, max_memory))
+        classes = weight_rows.shape[0] // form.centers
+        value, gain = row_kernels.settle(peaks, sums, facts, stats, classes, form.needs_others, form.soft, reduction)
+        ctx.save_for_backward(x, weight_rows, rows, inverse, places, facts, stats, gain)
+        ctx.constants, ctx.normalize, ctx.max_memory = constants, form.kind != "sphere", max_memory
         ctx.kind = plain.gradient_kind(weight)
         result: Tensor = value
         return result
@@ -104,29 +104,35 @@ class _Loss(HandGradient):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rows, inverse, places, facts, stats, gain = ctx.saved_tensors
-        tiles = passes._tiles()
+        class_kernels = passes._kernels()
         factor, level, pull, push, _ = stats
         ids, picks = places
-        given = tiles.Operands(rows, factor, weight, inverse, ids, *ctx.more)
+        operands = class_kernels.Operands(rows, factor, weight, inverse, ids, *ctx.constants)
         wants, kind = ctx.needs_input_grad[0], ctx.kind if ctx.needs_input_grad[1] else None
-        with eligible.device_of(x):
-            if tiles.halves(rows, weight):
-                within, apart, by_own = tiles.Own(picks, push, gain, upstream), None, None
+        with launch.device_of(x):
+            if class_kernels.halves(rows, weight):
+                within, apart, by_own = class_kernels.Own(picks, push, gain, upstream), None, None
             else:
-                grown, mine = gain * upstream, picks[: len(x)].long()
-                within, (by_own, by_theirs) = None, _own(given, mine, push[: len(x)] * grown)
-                apart, pull = (mine, by_theirs), pull * grown / factor  # a power of two, which the pass multiplies with
-            by_rows, by_weight = passes.gradients(given, level, pull, apart, True, wants, kind, ctx.max_memory, within)
+                scale_up, picked = gain * upstream, picks[: len(x)].long()
+                within, (by_own, by_theirs) = None, _own(operands, picked, push[: len(x)] * scale_up)
+                apart, pull = (picked, by_theirs), pull * scale_up / factor  # the pass multiplies by the factor
+            by_rows, by_weight = passes.gradients(
+                operands, level, pull, apart, True, wants, kind, ctx.max_memory, within
+            )
             if by_rows is not None and by_own is not None:
                 by_rows += by_own
-            by_x = _rows().returned(by_rows, x, facts, stats, gain, upstream, ctx.normalize) if wants else None
+            by_x = (
+                _row_kernels().input_gradient(by_rows, x, facts, stats, gain, upstream, ctx.normalize)
+                if wants
+                else None
+            )
         return by_x, by_weight, None, None, None, None
 
 
-def _own(given: Any, picks: Tensor, push: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients by anchors and by their own classes' weights, (B, D) each, of Σ push · <row, unit weight>."""
-    rows, inverse = given.rows.double(), given.inverse[picks].double()[:, None]
-    unit = given.weight[picks].double() * inverse
+def _own(operands: Any, picks: Tensor, push: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients by anchors and by the weights of their own classes, (B, D) each, of Σ push · <row, unit weight>."""
+    rows, inverse = operands.rows.double(), operands.inverse[picks].double()[:, None]
+    unit = operands.weight[picks].double() * inverse
     push = push.double()[:, None]
     across = rows - (rows * unit).sum(1, keepdim=True) * unit
     return (push * unit).float(), (push * inverse * across).float()

@@ -1,28 +1,24 @@
 # mypy: ignore-errors
-"""The kernels of `kernels.class_loss` that are over anchors alone: own class and margin, value, sum, and the way back.
+"""The kernels of `class_loss_ops` over anchors alone: own class and margin, value, sum, and the gradient by anchors.
 
-What an anchor is known by are rows of two buffers, B entries each: of `facts`, float64, the logit of the own class, its
-slope by the plain score, its slope by the anchor's length, 0 or NaN, what `rows` is of x, the factor that makes scores
-of products, whether it counts, and 1 / |x|; of `stats`, float32, what `class_tiles` takes: the factor times
-log2 e, the level, and the derivatives by the others' scores, by the own one and by the length.
+They share two buffers, whose rows have one entry per anchor. Rows of `facts`, float64: the logit of the own class
+(later the term), its slope by the plain score, its slope by the anchor's length, 0 or NaN, the ratio of `rows` to x,
+the factor from products to scores, whether the anchor counts, 1 / |x|. Rows of `stats`, float32, as in `class_kernels`:
+the factor times log2 e, the level, and the derivatives by the others' scores, by the own one and by the length.
 """
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError('impl="triton" needs triton 3.4 or newer: pip install triton') from error
-
 from nearkin.kernels.class_kernels import INTERPRETS, TINY, _blocks, _options
-from nearkin.kernels.pair_kernels import _sigmoid, _softplus
+from nearkin.kernels.numerics import sigmoid, softplus, tl, triton
 
 FACTS, STATS = 8, 5
-ROWS = 4  # anchors a program prepares or takes back
-SETTLED = 16  # anchors a program settles
+TARGET, SLOPE, LENGTH_SLOPE, TAINT, POWER, FACTOR, COUNTED, INVERSE = map(tl.constexpr, range(FACTS))  # of `facts`
+STAT_FACTOR, LEVEL, PULL, PUSH, BY_LENGTH = map(tl.constexpr, range(STATS))  # of `stats`
+ROWS = 4  # anchors per program that prepares rows or makes their gradient
+SETTLED = 16  # anchors per program of the cross-entropy
 SUMMED = 1024  # anchors at a time in the last sum
-BOUND = tl.constexpr(torch.finfo(torch.float32).max ** (1 / 3))  # as `distances.upcast` has it
+BOUND = tl.constexpr(torch.finfo(torch.float32).max ** (1 / 3))  # as in `distances.upcast`
 SHORT = tl.constexpr(TINY * TINY)
 LN2 = tl.constexpr(0.6931471805599453)
 PI = tl.constexpr(3.141592653589793)
@@ -30,8 +26,8 @@ STEEPEST = tl.constexpr(2.0**23)  # of the sine by the cosine: float32 tells no 
 
 
 @triton.jit
-def _held(x):
-    """Coordinates in float64, those that no square in float32 could survive at the bound; NaN stays NaN."""
+def _clamped(x):
+    """Coordinates in float64, clamped so that squares fit into float32; NaN stays NaN."""
     x = x.to(tl.float64)
     return tl.where(x > BOUND, BOUND, tl.where(x < -BOUND, -BOUND, x))
 
@@ -57,74 +53,75 @@ def _psi(cos, MARGIN: tl.constexpr):
 
 
 @triton.jit
-def _prepare(x, weight, labels, given, rows, places, facts, stats, number, width, dim, classes, scale, margin, along,
-             across, lost, GIVEN: tl.constexpr, MARGIN: tl.constexpr, STRAIGHT: tl.constexpr, TIMES: tl.constexpr,
-             HALF: tl.constexpr, CENTERS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def _prepare(x, weight, labels, scale_tensor, rows, own_classes, facts, stats, num_rows, width, dim, classes, scale,
+             margin, along, across, lost, SCALE_TENSOR: tl.constexpr, MARGIN: tl.constexpr, STRAIGHT: tl.constexpr,
+             TIMES: tl.constexpr, HALF: tl.constexpr, CENTERS: tl.constexpr, M: tl.constexpr,
+             D: tl.constexpr):  # fmt: skip
     """Rows for the products, own classes, and the logits of these with their slopes."""
     i = tl.program_id(0) * M + tl.arange(0, M)
-    there = i < number
+    mask_m = i < num_rows
     at = i.to(tl.int64)[:, None] * dim
-    label = tl.load(labels + i, mask=there, other=-1).to(tl.int64)
+    label = tl.load(labels + i, mask=mask_m, other=-1).to(tl.int64)
     own = tl.minimum(tl.maximum(label, 0), classes - 1)
     squared = tl.zeros((M,), tl.float64)
-    spoilt = tl.where((label < -1) | (label >= classes), float("nan"), 0.0).to(tl.float64)
+    taints = tl.where((label < -1) | (label >= classes), float("nan"), 0.0).to(tl.float64)
     for start in range(0, dim, D):
         axis = start + tl.arange(0, D)
-        value = tl.load(x + at + axis[None, :], mask=there[:, None] & (axis < dim)[None, :], other=0.0).to(tl.float64)
-        spoilt += tl.sum(value * 0.0, 1)
-        value = _held(value)
+        value = tl.load(x + at + axis[None, :], mask=mask_m[:, None] & (axis < dim)[None, :], other=0.0).to(tl.float64)
+        taints += tl.sum(value * 0.0, 1)
+        value = _clamped(value)
         squared += tl.sum(value * value, 1)
-    alive = squared > SHORT
+    has_direction = squared > SHORT
     some = squared > 0
     length = tl.sqrt(tl.where(some, squared, 1.0))
-    inverse = tl.where(alive, 1.0 / length, 0.0)
+    inverse = tl.where(has_direction, 1.0 / length, 0.0)
     exponent = (length.to(tl.int64, bitcast=True) >> 52) - 1023
-    number_given = tl.full((), 0.0, tl.float64) + scale
-    if GIVEN:
-        number_given = tl.load(given).to(tl.float64)
+    scale_value = tl.full((), 0.0, tl.float64) + scale
+    if SCALE_TENSOR:
+        scale_value = tl.load(scale_tensor).to(tl.float64)
     power = ((1023 - exponent) << 52).to(tl.float64, bitcast=True)  # brings the row to a length from 1 to 2
     factor = 1.0 / power
     if HALF:  # a power of two rounds nothing
         if MARGIN != "sphere":
-            factor = number_given / tl.where(alive, length * power, 1.0)
+            factor = scale_value / tl.where(has_direction, length * power, 1.0)
     else:  # each coordinate is rounded by itself, and the factor in `stats` not at all
         power = power / LN2
         factor = factor * LN2
         if MARGIN != "sphere":
-            power = number_given * inverse / LN2
+            power = scale_value * inverse / LN2
             factor = inverse * 0.0 + LN2
     for start in range(0, dim, D):
         axis = start + tl.arange(0, D)
-        mask = there[:, None] & (axis < dim)[None, :]
-        value = _held(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * power[:, None]
+        mask = mask_m[:, None] & (axis < dim)[None, :]
+        value = _clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * power[:, None]
         tl.store(rows + at + axis[None, :], value.to(tl.float32).to(rows.dtype.element_ty), mask=mask)
     cos = tl.full((M,), float("-inf"), tl.float64)
     pick = own * CENTERS
     inverse_own = tl.zeros((M,), tl.float64)
-    for k in tl.static_range(0, CENTERS):  # of several centres the nearest speaks
+    for k in tl.static_range(0, CENTERS):  # of several centres the nearest counts
         beside = (own * CENTERS + k)[:, None] * dim
         inner = tl.zeros((M,), tl.float64)
         size = tl.zeros((M,), tl.float64)
         for start in range(0, dim, D):
             axis = start + tl.arange(0, D)
-            mask = there[:, None] & (axis < dim)[None, :]
-            value = _held(tl.load(x + at + axis[None, :], mask=mask, other=0.0))
+            mask = mask_m[:, None] & (axis < dim)[None, :]
+            value = _clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0))
             w = tl.load(weight + beside + axis[None, :], mask=mask, other=0.0).to(tl.float64)
             inner += tl.sum(value * w, 1)
             size += tl.sum(w * w, 1)
-        spoilt += size * 0.0
+        taints += size * 0.0
         inverse_this = tl.where(size > SHORT, 1.0 / tl.sqrt(tl.where(size > SHORT, size, 1.0)), 0.0)
         this = inner * inverse * inverse_this
         better = this > cos
         pick = tl.where(better, own * CENTERS + k, pick)
         inverse_own = tl.where(better, inverse_this, inverse_own)
         cos = tl.where(better, this, cos)
-    upright = ~alive | (inverse_own == 0)
+    upright = ~has_direction | (inverse_own == 0)
     by_length = tl.zeros((M,), tl.float64)
     if MARGIN == "sphere":
         psi, slope = _psi(cos, TIMES)
-        psi = (number_given * cos + psi) / (1.0 + number_given)
-        slope = tl.where(alive, (number_given + slope) / (1.0 + number_given), 0.0)
+        psi = (scale_value * cos + psi) / (1.0 + scale_value)
+        slope = tl.where(has_direction, (scale_value + slope) / (1.0 + scale_value), 0.0)
         target = tl.where(some, length, 0.0) * psi
         by_length = psi - cos * slope
     else:
@@ -133,8 +130,8 @@ def _prepare(x, weight, labels, given, rows, places, facts, stats, number, width
             beside = pick[:, None] * dim
             for start in range(0, dim, D):
                 axis = start + tl.arange(0, D)
-                mask = there[:, None] & (axis < dim)[None, :]
-                value = _held(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
+                mask = mask_m[:, None] & (axis < dim)[None, :]
+                value = _clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
                 w = tl.load(weight + beside + axis[None, :], mask=mask, other=0.0).to(tl.float64)
                 value -= cos[:, None] * (w * inverse_own[:, None])
                 far += tl.sum(value * value, 1)
@@ -142,87 +139,89 @@ def _prepare(x, weight, labels, given, rows, places, facts, stats, number, width
             steep = tl.where(sin > 1e-14, cos / tl.where(sin > 1e-14, sin, 1.0), 0.0)
             steep = tl.minimum(tl.maximum(steep, -STEEPEST), STEEPEST)
             within = cos > -along
-            target = number_given * tl.where(within, cos * along - sin * across, cos - margin * across)
+            target = scale_value * tl.where(within, cos * along - sin * across, cos - margin * across)
             slope = tl.where(within, along + across * steep, 1.0)
             if STRAIGHT:
                 slope = slope * 0.0 + 1.0
         else:
-            target = number_given * (cos - margin) + tl.where(inverse_own == 0, lost, 0.0)
+            target = scale_value * (cos - margin) + tl.where(inverse_own == 0, lost, 0.0)
             slope = cos * 0.0 + 1.0
-    tl.store(places + i, own.to(tl.int32), mask=there)
-    tl.store(places + width + i, pick.to(tl.int32), mask=there)
-    tl.store(facts + i, target, mask=there)
-    tl.store(facts + width + i, slope, mask=there)
-    tl.store(facts + 2 * width + i, by_length, mask=there)
-    tl.store(facts + 3 * width + i, spoilt, mask=there)
-    tl.store(facts + 4 * width + i, power, mask=there)
-    tl.store(facts + 5 * width + i, factor, mask=there)
-    tl.store(facts + 6 * width + i, tl.where(label != -1, 1.0, 0.0), mask=there)
-    tl.store(facts + 7 * width + i, inverse, mask=there)
-    tl.store(stats + i, (factor / LN2).to(tl.float32), mask=there)
+    tl.store(own_classes + i, own.to(tl.int32), mask=mask_m)
+    tl.store(own_classes + width + i, pick.to(tl.int32), mask=mask_m)
+    tl.store(facts + TARGET * width + i, target, mask=mask_m)
+    tl.store(facts + SLOPE * width + i, slope, mask=mask_m)
+    tl.store(facts + LENGTH_SLOPE * width + i, by_length, mask=mask_m)
+    tl.store(facts + TAINT * width + i, taints, mask=mask_m)
+    tl.store(facts + POWER * width + i, power, mask=mask_m)
+    tl.store(facts + FACTOR * width + i, factor, mask=mask_m)
+    tl.store(facts + COUNTED * width + i, tl.where(label != -1, 1.0, 0.0), mask=mask_m)
+    tl.store(facts + INVERSE * width + i, inverse, mask=mask_m)
+    tl.store(stats + STAT_FACTOR * width + i, (factor / LN2).to(tl.float32), mask=mask_m)
 
 
 @triton.jit
-def _settle(peaks, sums, facts, stats, number, width, parts, classes, TOLD: tl.constexpr, SOFT: tl.constexpr,
+def _settle(peaks, sums, facts, stats, num_rows, width, parts, classes, NEEDS_OTHERS: tl.constexpr, SOFT: tl.constexpr,
             ACTIVE: tl.constexpr, M: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Cross-entropies from partial peaks and sums, and the derivatives: TOLD: only if there are others; SOFT: the own
-    class is in the sum too."""
+    """Cross-entropies from partial peaks and sums, and the derivatives. NEEDS_OTHERS: only if there are other classes;
+    SOFT: the own class is in the sum too."""
     i = tl.program_id(0) * M + tl.arange(0, M)
-    there = i < number
+    mask_m = i < num_rows
     peak = tl.full((M,), float("-inf"), tl.float32)
     for start in range(0, parts, S):
         s = start + tl.arange(0, S)
-        mask = (s < parts)[:, None] & there[None, :]
-        found = tl.load(peaks + s.to(tl.int64)[:, None] * number + i[None, :], mask=mask, other=float("-inf"))
-        peak = tl.maximum(peak, tl.max(found, 0))
+        mask = (s < parts)[:, None] & mask_m[None, :]
+        partial_peaks = tl.load(peaks + s.to(tl.int64)[:, None] * num_rows + i[None, :], mask=mask, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(partial_peaks, 0))
     level = tl.where(peak == float("-inf"), 0.0, peak)
     total = tl.zeros((M,), tl.float64)
     for start in range(0, parts, S):
         s = start + tl.arange(0, S)
-        mask = (s < parts)[:, None] & there[None, :]
-        here = s.to(tl.int64)[:, None] * number + i[None, :]
-        found = tl.load(peaks + here, mask=mask, other=float("-inf"))
-        each = tl.load(sums + here, mask=mask, other=0.0) * tl.exp2(found - level[None, :])
+        mask = (s < parts)[:, None] & mask_m[None, :]
+        at_part = s.to(tl.int64)[:, None] * num_rows + i[None, :]
+        partial_peaks = tl.load(peaks + at_part, mask=mask, other=float("-inf"))
+        each = tl.load(sums + at_part, mask=mask, other=0.0) * tl.exp2(partial_peaks - level[None, :])
         total += tl.sum(each.to(tl.float64), 0)
-    target = tl.load(facts + i, mask=there, other=0.0)
-    factor = tl.load(facts + 5 * width + i, mask=there, other=0.0)
-    counts = tl.load(facts + 6 * width + i, mask=there, other=0.0) > 0
+    target = tl.load(facts + TARGET * width + i, mask=mask_m, other=0.0)
+    factor = tl.load(facts + FACTOR * width + i, mask=mask_m, other=0.0)
+    counts = tl.load(facts + COUNTED * width + i, mask=mask_m, other=0.0) > 0
     others = total > 0
     log = (level.to(tl.float64) + tl.log2(tl.where(others, total, 1.0))) * LN2 - target
     if SOFT:
-        value = tl.where(others, _softplus(log), 0.0)
-        share = tl.where(others, _sigmoid(log), 0.0)
+        value = tl.where(others, softplus(log), 0.0)
+        share = tl.where(others, sigmoid(log), 0.0)
     else:
         value = log
         share = tl.where(others, 1.0, 0.0)
-    if TOLD:
+    if NEEDS_OTHERS:
         counts = counts & (classes > 1)
     if ACTIVE:
         counts = counts & ((value > 0) | (value != value))
-    taint = tl.load(facts + 3 * width + i, mask=there, other=0.0) + (total + target) * 0.0
+    taint = tl.load(facts + TAINT * width + i, mask=mask_m, other=0.0) + (total + target) * 0.0
     share = tl.where(counts, share, 0.0)
-    tl.store(facts + i, tl.where(counts, value, 0.0), mask=there)
-    tl.store(facts + 3 * width + i, taint, mask=there)
-    tl.store(facts + 6 * width + i, tl.where(counts, 1.0, 0.0), mask=there)
+    tl.store(facts + TARGET * width + i, tl.where(counts, value, 0.0), mask=mask_m)
+    tl.store(facts + TAINT * width + i, taint, mask=mask_m)
+    tl.store(facts + COUNTED * width + i, tl.where(counts, 1.0, 0.0), mask=mask_m)
     pull = share / tl.where(others, total, 1.0) * factor
-    push = -share * tl.load(facts + width + i, mask=there, other=0.0) * factor
-    by_length = -share * tl.load(facts + 2 * width + i, mask=there, other=0.0)
-    tl.store(stats + width + i, level, mask=there)
-    tl.store(stats + 2 * width + i, pull.to(tl.float32), mask=there)
-    tl.store(stats + 3 * width + i, push.to(tl.float32), mask=there)
-    tl.store(stats + 4 * width + i, by_length.to(tl.float32), mask=there)
+    push = -share * tl.load(facts + SLOPE * width + i, mask=mask_m, other=0.0) * factor
+    by_length = -share * tl.load(facts + LENGTH_SLOPE * width + i, mask=mask_m, other=0.0)
+    tl.store(stats + LEVEL * width + i, level, mask=mask_m)
+    tl.store(stats + PULL * width + i, pull.to(tl.float32), mask=mask_m)
+    tl.store(stats + PUSH * width + i, push.to(tl.float32), mask=mask_m)
+    tl.store(stats + BY_LENGTH * width + i, by_length.to(tl.float32), mask=mask_m)
 
 
 @triton.jit
-def _sum(facts, value, gain, number, width, MEAN: tl.constexpr, N: tl.constexpr):
-    """The loss, and what every derivative is to be multiplied with. One program: the same sum every time."""
+def _sum(facts, value, gain, num_rows, width, MEAN: tl.constexpr, N: tl.constexpr):
+    """The loss, and the factor of every derivative. One program: the same sum every time."""
     total = tl.zeros((N,), tl.float64)
     counted = tl.zeros((N,), tl.float64)
-    for start in range(0, number, N):
+    for start in range(0, num_rows, N):
         i = start + tl.arange(0, N)
-        there = i < number
-        total += tl.load(facts + i, mask=there, other=0.0) + tl.load(facts + 3 * width + i, mask=there, other=0.0)
-        counted += tl.load(facts + 6 * width + i, mask=there, other=0.0)
+        mask_m = i < num_rows
+        total += tl.load(facts + TARGET * width + i, mask=mask_m, other=0.0) + tl.load(
+            facts + TAINT * width + i, mask=mask_m, other=0.0
+        )
+        counted += tl.load(facts + COUNTED * width + i, mask=mask_m, other=0.0)
     scale = tl.full((), 1.0, tl.float64)
     if MEAN:
         scale = 1.0 / tl.maximum(tl.sum(counted), 1.0)
@@ -231,33 +230,33 @@ def _sum(facts, value, gain, number, width, MEAN: tl.constexpr, N: tl.constexpr)
 
 
 @triton.jit
-def _return(by_rows, x, facts, stats, gain, upstream, by_x, number, width, dim, NORMALIZE: tl.constexpr,
-            M: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """A gradient by `rows` as one by the embeddings."""
+def _input_gradient(by_rows, x, facts, stats, gain, upstream, by_x, num_rows, width, dim, NORMALIZE: tl.constexpr,
+                    M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The gradient by the embeddings from that by `rows`."""
     i = tl.program_id(0) * M + tl.arange(0, M)
-    there = i < number
+    mask_m = i < num_rows
     at = i.to(tl.int64)[:, None] * dim
-    power = tl.load(facts + 4 * width + i, mask=there, other=0.0)
-    inverse = tl.load(facts + 7 * width + i, mask=there, other=0.0)
-    lying = tl.zeros((M,), tl.float64)  # the part along the unit row, which it is to have no more
+    power = tl.load(facts + POWER * width + i, mask=mask_m, other=0.0)
+    inverse = tl.load(facts + INVERSE * width + i, mask=mask_m, other=0.0)
+    along_row = tl.zeros((M,), tl.float64)  # the part along the unit row, which is removed
     if NORMALIZE:
         power = tl.where(inverse == 0, 0.0, power)
         for start in range(0, dim, D):
             axis = start + tl.arange(0, D)
-            mask = there[:, None] & (axis < dim)[None, :]
-            value = _held(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
-            lying += tl.sum(tl.load(by_rows + at + axis[None, :], mask=mask, other=0.0).to(tl.float64) * value, 1)
-        lying *= power
+            mask = mask_m[:, None] & (axis < dim)[None, :]
+            value = _clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
+            along_row += tl.sum(tl.load(by_rows + at + axis[None, :], mask=mask, other=0.0).to(tl.float64) * value, 1)
+        along_row *= power
     else:
-        grown = (tl.load(gain) * tl.load(upstream)).to(tl.float64)
-        lying -= grown * tl.load(stats + 4 * width + i, mask=there, other=0.0).to(tl.float64)
+        scale_up = (tl.load(gain) * tl.load(upstream)).to(tl.float64)
+        along_row -= scale_up * tl.load(stats + BY_LENGTH * width + i, mask=mask_m, other=0.0).to(tl.float64)
     for start in range(0, dim, D):
         axis = start + tl.arange(0, D)
-        mask = there[:, None] & (axis < dim)[None, :]
+        mask = mask_m[:, None] & (axis < dim)[None, :]
         value = tl.load(x + at + axis[None, :], mask=mask, other=0.0).to(tl.float64)
-        held = _held(value)
+        clamped = _clamped(value)
         gradient = tl.load(by_rows + at + axis[None, :], mask=mask, other=0.0).to(tl.float64) * power[:, None]
-        gradient = tl.where(held == value, gradient - lying[:, None] * (held * inverse[:, None]), 0.0)
+        gradient = tl.where(clamped == value, gradient - along_row[:, None] * (clamped * inverse[:, None]), 0.0)
         tl.store(by_x + at + axis[None, :], gradient.to(tl.float32).to(by_x.dtype.element_ty), mask=mask)
 
 
@@ -265,44 +264,44 @@ def _chunk(dim):
     return max(16, min(1 << (dim - 1).bit_length(), 512))
 
 
-def prepare(x, weight, labels, given, numbers, margin, straight, times, centers, halves):
+def prepare(x, weight, labels, scale_tensor, numbers, margin, straight, times, centers, halves):
     """Rows (B, D) for the products, own classes and their rows (2, B'), and the buffers; B' is B or a little more.
 
-    numbers: scale (SphereFace: its annealing), margin, cosine and sine of it, and what a class without a direction
-    scores. given: a tensor that takes the place of the first.
+    numbers: scale (SphereFace: its annealing), margin, cosine and sine of it, and the score of a class without a
+    direction. scale_tensor: replaces the first number.
     """
-    number, dim = x.shape
-    width = _blocks(number, 16) * 16  # rows of the buffers begin where wide loads can
-    rows = torch.empty(number, dim, device=x.device, dtype=torch.bfloat16 if halves else torch.float32)
-    places = torch.empty(2, width, device=x.device, dtype=torch.int32)
+    num_rows, dim = x.shape
+    width = _blocks(num_rows, 16) * 16  # rows of the buffers are aligned for wide loads
+    rows = torch.empty(num_rows, dim, device=x.device, dtype=torch.bfloat16 if halves else torch.float32)
+    own_classes = torch.empty(2, width, device=x.device, dtype=torch.int32)
     facts = torch.empty(FACTS, width, device=x.device, dtype=torch.float64)
     stats = torch.empty(STATS, width, device=x.device, dtype=torch.float32)
-    wanted = {"GIVEN": given is not None, "MARGIN": margin, "STRAIGHT": straight, "TIMES": times}
-    wanted |= {"HALF": halves, "CENTERS": centers}
-    read = (x, weight, labels, stats if given is None else given)
-    sizes = (number, width, dim, weight.shape[0] // centers)
-    _prepare[(_blocks(number, ROWS),)](
-        *read, rows, places, facts, stats, *sizes, *numbers, **wanted, M=ROWS, D=_chunk(dim), **_options()
+    choices = {"SCALE_TENSOR": scale_tensor is not None, "MARGIN": margin, "STRAIGHT": straight, "TIMES": times}
+    choices |= {"HALF": halves, "CENTERS": centers}
+    read = (x, weight, labels, stats if scale_tensor is None else scale_tensor)
+    sizes = (num_rows, width, dim, weight.shape[0] // centers)
+    _prepare[(_blocks(num_rows, ROWS),)](
+        *read, rows, own_classes, facts, stats, *sizes, *numbers, **choices, M=ROWS, D=_chunk(dim), **_options()
     )
-    return rows, places, facts, stats
+    return rows, own_classes, facts, stats
 
 
-def settle(peaks, sums, facts, stats, classes, told, soft, reduction):
-    """The loss, and what its derivatives are to be multiplied with: two scalars."""
-    parts, number = peaks.shape
+def settle(peaks, sums, facts, stats, classes, needs_others, soft, reduction):
+    """The loss, and the factor of its derivatives: two scalars."""
+    parts, num_rows = peaks.shape
     width = facts.shape[1]
-    grid = (_blocks(number, SETTLED),)
-    wanted = {"TOLD": told, "SOFT": soft, "ACTIVE": reduction == "active"}
-    _settle[grid](peaks, sums, facts, stats, number, width, parts, classes, **wanted, M=SETTLED, S=64, **_options())
+    grid = (_blocks(num_rows, SETTLED),)
+    choices = {"NEEDS_OTHERS": needs_others, "SOFT": soft, "ACTIVE": reduction == "active"}
+    _settle[grid](peaks, sums, facts, stats, num_rows, width, parts, classes, **choices, M=SETTLED, S=64, **_options())
     value, gain = (torch.empty((), device=facts.device, dtype=torch.float32) for _ in range(2))
-    _sum[(1,)](facts, value, gain, number, width, MEAN=reduction != "sum", N=SUMMED, **_options())
+    _sum[(1,)](facts, value, gain, num_rows, width, MEAN=reduction != "sum", N=SUMMED, **_options())
     return value, gain
 
 
-def returned(by_rows, x, facts, stats, gain, upstream, normalize):
+def input_gradient(by_rows, x, facts, stats, gain, upstream, normalize):
     """The gradient by the embeddings, in their type, from that by `rows`."""
-    number, dim = x.shape
+    num_rows, dim = x.shape
     by_x = torch.empty_like(x, dtype=torch.float32 if INTERPRETS else x.dtype)
-    given = (by_rows, x, facts, stats, gain, upstream, by_x, number, facts.shape[1], dim)
-    _return[(_blocks(number, ROWS),)](*given, NORMALIZE=normalize, M=ROWS, D=_chunk(dim), **_options())
-    return by_x.to(x.dtype)  # the interpreter cuts to bfloat16, unrounded
+    scale_tensor = (by_rows, x, facts, stats, gain, upstream, by_x, num_rows, facts.shape[1], dim)
+    _input_gradient[(_blocks(num_rows, ROWS),)](*scale_tensor, NORMALIZE=normalize, M=ROWS, D=_chunk(dim), **_options())
+    return by_x.to(x.dtype)  # the interpreter truncates to bfloat16

@@ -1,7 +1,7 @@
-"""The Triton twin of `core.class_softmax`: matrix products whose tiles of scores are never written.
+"""The Triton twin of `core.class_softmax`: matrix products whose tiles of scores are never written to memory.
 
-The forward pass is one product, the backward pass three: the scores once more, a run of classes at a time, and from
-their derivatives the gradients by anchors and by class weights. A run is small enough to stay in the cache.
+The forward pass is one product, the backward pass three: the scores once more, one run of classes after the other, and
+from their derivatives the gradients by anchors and by class weights. A run is small enough to stay in the cache.
 """
 
 import functools
@@ -18,12 +18,12 @@ from nearkin.core import distances
 from nearkin.core.autograd import HandGradient
 from nearkin.core.class_softmax import Rivals
 
-RUN = 67_584  # class weights of a run of the backward pass: whole waves of tiles on 132 multiprocessors
+RUN = 67_584  # class weights per run of the backward pass: full waves of tiles on 132 multiprocessors
 CHAIN = 4096  # the same where products are summed in float32: beside one large term a longer sum loses the others
-ROOM = 9 * 2**24  # bytes of a run, or of the partial sums of the forward pass, where nobody said
-WALK = 1  # tiles of classes that a program of the forward pass walks, at the least
+ROOM = 9 * 2**24  # bytes of a run, or of the partial sums of the forward pass, without max_memory
+WALK = 1  # tiles of classes per program of the forward pass, at the least
 PROGRAMS = 1056  # of the forward pass: four waves on 132 multiprocessors, two on each
-FUSED = True  # whether the gradient by bfloat16 weights is multiplied by a kernel too, which finishes it on the way out
+FUSED = True  # whether the gradient by bfloat16 weights is multiplied by a kernel too, which finishes it before storing
 STEP = 256  # every run is a multiple of it: no tile is longer
 CENTERS = (1, 2, 4, 8)
 
@@ -41,21 +41,21 @@ def class_softmax(
 ) -> Rivals:
     """`core.class_softmax.class_softmax` by kernels; by core itself where they cannot serve.
 
-    They serve float32, bfloat16 and float16 on CUDA and 1, 2, 4 or 8 centres a class. Sums are float32; products are of
-    bfloat16 where both sides are, of float64 where both are float32 and the GPU has units for it, else of float32 (of
-    TF32 where `torch.get_float32_matmul_precision()` is not "highest"). With bfloat16 the derivative by a score is
-    rounded to it once, before it meets the anchors and weights. Memory: the gradients, 4 bytes a class, and
+    They serve float32, bfloat16 and float16 on CUDA and 1, 2, 4 or 8 centres per class. Sums are float32; products are
+    of bfloat16 where both sides are, of float64 where both are float32 and the GPU has units for it, else of float32
+    (of TF32 where `torch.get_float32_matmul_precision()` is not "highest"). With bfloat16 the derivative by a score is
+    rounded to it once, before it is multiplied with anchors and weights. Memory: the gradients, 4 bytes per class, and
     `max_memory` bytes.
     """
     if not serves(embeddings, weight, sub_centers, max_memory):
-        given = {"normalize": normalize, "sub_centers": sub_centers, "lost": lost, "max_memory": max_memory}
-        return plain.class_softmax(embeddings, weight, ids, scale=scale, **given)  # type: ignore[arg-type]
+        choices = {"normalize": normalize, "sub_centers": sub_centers, "lost": lost, "max_memory": max_memory}
+        return plain.class_softmax(embeddings, weight, ids, scale=scale, **choices)  # type: ignore[arg-type]
     anchors = embeddings.float()
-    asked = plain.scaled_anchors(anchors, weight, scale, normalize[0])
-    picks = plain.own_rows(asked, weight, ids, sub_centers, normalize[1])
-    rows, factor = _operands(embeddings, weight, asked)
-    way = normalize[1], sub_centers, lost, max_memory
-    peak, rest, own, taint = _Pass.call(asked, weight, ids, picks, rows, factor, *way)
+    scaled = plain.scaled_anchors(anchors, weight, scale, normalize[0])
+    picks = plain.own_rows(scaled, weight, ids, sub_centers, normalize[1])
+    rows, factor = _operands(embeddings, weight, scaled)
+    settings = normalize[1], sub_centers, lost, max_memory
+    peak, rest, own, taint = _Pass.call(scaled, weight, ids, picks, rows, factor, *settings)
     return Rivals(peak, rest, anchors, own, taint)
 
 
@@ -74,16 +74,16 @@ def serves(embeddings: Tensor, weight: Tensor, sub_centers: int, max_memory: int
 
 
 @torch.no_grad()
-def _operands(embeddings: Tensor, weight: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (B, D) for the products and a factor a row (B,), which together are `asked`.
+def _operands(embeddings: Tensor, weight: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (B, D) for the products and one factor per row (B,), which together are `scaled`.
 
-    bfloat16 rows stay as they came but for a power of two, which rounds nothing; the factor is what is left, from 1/2
-    to 1, so that either may meet the weights alone.
+    bfloat16 rows are only multiplied by a power of two, which rounds nothing; the factor is the rest, from 1/2 to 1, so
+    that either may be multiplied with the weights alone.
     """
     if not embeddings.dtype == weight.dtype == torch.bfloat16:
-        return asked.contiguous(), torch.ones_like(asked[:, 0])
+        return scaled.contiguous(), torch.ones_like(scaled[:, 0])
     wide = embeddings.double()
-    ratio = (wide * asked).sum(1) / wide.square().sum(1)  # asked = ratio · embeddings, by projection
+    ratio = (wide * scaled).sum(1) / wide.square().sum(1)  # scaled = ratio · embeddings, by projection
     alive = embeddings.any(1) & (ratio != 0)
     factor, power = torch.frexp(torch.where(alive, ratio, 1.0))
     rows = torch.where(alive[:, None], torch.ldexp(wide, power[:, None]), 0.0)
@@ -91,14 +91,14 @@ def _operands(embeddings: Tensor, weight: Tensor, asked: Tensor) -> tuple[Tensor
 
 
 @functools.cache
-def _tiles() -> ModuleType:
+def _kernels() -> ModuleType:
     from nearkin.kernels import class_kernels
 
     return class_kernels
 
 
 def precision() -> str:
-    """How float32 tiles are multiplied: as they are, or wider (`class_tiles.exact`), unless torch may round.
+    """How float32 tiles are multiplied: as they are, or wider (`class_kernels.exact`), unless torch may round.
 
     Three products of TF32 would be faster, but their gradients were off by 2e-6 where plain torch's were by 2e-7.
     """
@@ -109,7 +109,7 @@ class _Pass(HandGradient):
     @staticmethod
     def forward(
         ctx: Any,
-        asked: Tensor,
+        scaled: Tensor,
         weight: Tensor,
         ids: Tensor,
         picks: Tensor,
@@ -120,31 +120,31 @@ class _Pass(HandGradient):
         lost: float,
         max_memory: int | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        whole = weight.contiguous()
-        inverse, taint = _tiles().inverse_lengths(whole, normalize)
-        given = _tiles().Operands(rows, factor, whole, inverse, ids, centers, lost, False, precision())
-        level, rest, share = merged(*_tiles().scan(given, _a_part(rows, whole, max_memory)))
-        ctx.save_for_backward(*given[:5], picks, level, share)
-        ctx.way, ctx.normalize, ctx.max_memory = given[5:], normalize, max_memory
+        weight_rows = weight.contiguous()
+        inverse, taint = _kernels().inverse_lengths(weight_rows, normalize)
+        operands = _kernels().Operands(rows, factor, weight_rows, inverse, ids, centers, lost, False, precision())
+        level, rest, share = merged(*_kernels().scan(operands, _part_size(rows, weight_rows, max_memory)))
+        ctx.save_for_backward(*operands[:5], picks, level, share)
+        ctx.choices, ctx.normalize, ctx.max_memory = operands[5:], normalize, max_memory
         ctx.kind = plain.gradient_kind(weight)
         ctx.mark_non_differentiable(level, taint)
-        return level, rest, whole[picks].float(), taint
+        return level, rest, weight_rows[picks].float(), taint
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
         *saved, picks, level, share = ctx.saved_tensors
-        given = _tiles().Operands(*saved, *ctx.way)
+        operands = _kernels().Operands(*saved, *ctx.choices)
         kind = ctx.kind if ctx.needs_input_grad[1] else None
         own = picks, by_own
         wants = ctx.needs_input_grad[0]
-        by = gradients(given, level, by_rest * share, own, ctx.normalize, wants, kind, ctx.max_memory)
-        return asked_of(by[0], given), by[1], *[None] * 8
+        by = gradients(operands, level, by_rest * share, own, ctx.normalize, wants, kind, ctx.max_memory)
+        return query_gradient(by[0], operands), by[1], *[None] * 8
 
 
-def asked_of(by_rows: Tensor | None, given: Any) -> Tensor | None:
-    """The gradient by `asked`, which is the rows times their factors."""
-    return None if by_rows is None else by_rows / given.factor[:, None]
+def query_gradient(by_rows: Tensor | None, operands: Any) -> Tensor | None:
+    """The gradient by `scaled`, which is the rows times their factors."""
+    return None if by_rows is None else by_rows / operands.factor[:, None]
 
 
 def merged(peaks: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,49 +156,51 @@ def merged(peaks: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(
-    given: Any,
+    operands: Any,
     level: Tensor,
     pull: Tensor,
     own: tuple[Tensor, Tensor] | None,
     normalize: bool,
-    wants_asked: bool,
+    wants_queries: bool,
     kind: torch.dtype | None,
     max_memory: int | None,
     inner: Any = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients by `rows` and, in type `kind`, by the weights, of Σ pull e^{score - level}, a run after the other.
+    """The gradients by `rows` and, in type `kind`, by the weights, of Σ pull e^{score - level}, run by run.
 
-    own: which row of the weights speaks for each anchor's class, and the gradient by that row. inner: instead of it,
-    the own classes as `class_tiles.parts` takes them.
+    own: which row of the weights represents each anchor's class, and the gradient by that row. inner: instead of it,
+    the own classes as `class_kernels.parts` takes them.
     """
-    tiles, rows, weight = _tiles(), given.rows, given.weight
-    anchors, number = rows.shape[0], weight.shape[0]
-    fused = FUSED and tiles.halves(rows, weight)
+    passes, rows, weight = _kernels(), operands.rows, operands.weight
+    anchors, num_weights = rows.shape[0], weight.shape[0]
+    fused = FUSED and passes.halves(rows, weight)
     size = _run(rows, weight, max_memory)
-    half = tiles.halves(rows, weight) and not tiles.INTERPRETS
-    padded = -(-anchors // 64) * 64  # rows at multiples of what wide loads want
-    made = torch.empty(size, padded, device=rows.device, dtype=torch.bfloat16 if half else torch.float32)[:, :anchors]
-    widths = -(-anchors // tiles.chosen(tiles.PARTS, given).width)
+    half = passes.halves(rows, weight) and not passes.INTERPRETS
+    padded = -(-anchors // 64) * 64  # rows aligned for wide loads
+    derivatives = torch.empty(size, padded, device=rows.device, dtype=torch.bfloat16 if half else torch.float32)[
+        :, :anchors
+    ]
+    widths = -(-anchors // passes.chosen(passes.PARTS, operands).width)
     along = torch.empty(widths, size, device=rows.device)
-    by_rows, shelf = None, {}  # type: tuple[Tensor | None, dict[Any, Any]]
+    by_rows, descriptors = None, {}  # type: tuple[Tensor | None, dict[Any, Any]]
     by_weight = None if kind is None else torch.empty_like(weight, dtype=kind)
     end = None
     if by_weight is not None and own is not None:
-        tile = tiles.chosen(tiles.GRADIENT, given) if fused else tiles.finishing()
-        end = tiles.ends(*own, number, tile)
+        tile = passes.chosen(passes.GRADIENT, operands) if fused else passes.finishing()
+        end = passes.ends(*own, num_weights, tile)
     with torch.autocast(rows.device.type, enabled=False):
-        for start in range(0, number, size):
-            tiles.parts(given, level, pull, start, made, along, inner, shelf=shelf)
+        for start in range(0, num_weights, size):
+            passes.parts(operands, level, pull, start, derivatives, along, inner, descriptors=descriptors)
             run = weight[start : start + size]
-            mine = made[: len(run)]
-            if wants_asked:
-                by_rows = _added(by_rows, mine.T, run)
+            run_derivatives = derivatives[: len(run)]
+            if wants_queries:
+                by_rows = _added(by_rows, run_derivatives.T, run)
             if by_weight is None:
                 continue
             if fused:
-                tiles.gradient(given, made, along, end, by_weight, start, normalize, shelf=shelf)
+                passes.gradient(operands, derivatives, along, end, by_weight, start, normalize, descriptors=descriptors)
             else:
-                tiles.finish(given, _product(mine, rows), along, end, by_weight, start, normalize)
+                passes.finish(operands, _product(run_derivatives, rows), along, end, by_weight, start, normalize)
     return by_rows, by_weight
 
 
@@ -237,26 +239,26 @@ def _fixed(rows: Tensor) -> int:
 
 
 def _each(rows: Tensor, weight: Tensor) -> int:
-    """Bytes a class weight of a run: derivatives, their part along it, and a product or a wider copy of it."""
+    """Bytes per class weight of a run: derivatives, their part along it, and a product or a wider copy of it."""
     half = rows.dtype == weight.dtype == torch.bfloat16
     wide = 0 if half and FUSED else 4 if half or weight.dtype == torch.float32 else 8
     return (2 if half else 4) * rows.shape[0] + 4 * (rows.shape[0] // 64 + 1) + wide * rows.shape[1]
 
 
 def _run(rows: Tensor, weight: Tensor, max_memory: int | None) -> int:
-    """Class weights of a run."""
-    if _tiles().INTERPRETS:
+    """Class weights per run."""
+    if _kernels().INTERPRETS:
         return 64
     room = ROOM if max_memory is None else max_memory - _fixed(rows)
-    most = RUN if _tiles().halves(rows, weight) else CHAIN
+    most = RUN if _kernels().halves(rows, weight) else CHAIN
     fitting = max(1, min(most, room // _each(rows, weight)) // STEP)
     blocks = -(-weight.shape[0] // STEP)
     return -(-blocks // -(-blocks // fitting)) * STEP  # all runs as long as the last
 
 
-def _a_part(rows: Tensor, weight: Tensor, max_memory: int | None) -> int:
-    """Class weights that a program of the forward pass walks, so that its partial sums fit."""
-    width = _tiles().INTERPRETED.width if _tiles().INTERPRETS else 128
+def _part_size(rows: Tensor, weight: Tensor, max_memory: int | None) -> int:
+    """Class weights per program of the forward pass, so that its partial sums fit into memory."""
+    width = _kernels().INTERPRETED.width if _kernels().INTERPRETS else 128
     room = (ROOM if max_memory is None else max(1, max_memory - _fixed(rows))) // 3  # peaks, sums, and to merge them
     parts = max(1, min(room // (4 * rows.shape[0]), PROGRAMS // -(-rows.shape[0] // 128)))
     return max(WALK * width, -(-weight.shape[0] // parts))

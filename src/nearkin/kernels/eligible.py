@@ -1,13 +1,10 @@
-"""What the kernels of pair, triplet and class losses ask of a batch alike, and where they are started."""
+"""Which batches the kernels of pair, triplet and class losses can serve."""
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 from nearkin.core import blockwise
@@ -16,14 +13,14 @@ from nearkin.core.autograd import traced
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 REDUCTIONS = ("mean", "active", "sum")
-LONGEST = 2**14  # coordinates
+LONGEST = 2**14  # coordinates of a row
 
 
 def served(impl: str, batch: blockwise.Batch, reduction: str, max_memory: int | None, most: int) -> bool:
-    """Whether kernels can have this batch: class ids, not float64, up to `most` rows, on CUDA, not under compilation.
+    """Whether kernels can serve this batch: class ids, not float64, up to `most` rows, on CUDA, not under compilation.
 
-    impl="auto" asks for a GPU; "triton" takes the interpreter too. The bound of memory is checked as for plain torch,
-    which needs more.
+    impl="auto" needs a GPU; "triton" accepts the interpreter too. The memory bound is checked as for plain torch, which
+    needs more.
     """
     kernels.check(impl)
     x, labels, references, reference_labels = batch
@@ -53,24 +50,6 @@ def _plain(x: Tensor, labels: Any, most: int) -> bool:
 
 @functools.cache
 def possible(device: torch.device, interpreted: bool) -> bool:
-    """Asked once a device: the answer takes longer than a kernel."""
+    """Cached per device: the check takes longer than a kernel."""
     tensor = torch.empty(0, device=device)
     return kernels.can_run(tensor) and kernels.has_float64_units(tensor)
-
-
-def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels start on the current device, which need not be that of the batch."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
-
-
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A gradient without one of its own; torch's guard, which says so, is asked only where somebody may want it."""
-    guarded = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def chosen(ctx: Any, upstream: Tensor) -> Any:
-        return guarded(ctx, upstream) if torch.is_grad_enabled() else backward(ctx, upstream)
-
-    return chosen

@@ -1,24 +1,19 @@
 # mypy: ignore-errors
-"""The kernel of `kernels.facility`: greedy choice and exchange of medoids in one program. Imported when it is wanted.
+"""The kernel of `facility_ops`: greedy choice and exchange of medoids in one program. Imported when it is launched.
 
-A step looks at a few candidates at a time, all items beside them. An item that would move to a candidate is counted out
-of its cell (cluster, class) and its cluster, and into its class there, by whole-number atomics: what n log n changes by
-with each count adds up to the change of the sum, whatever the order. One program alone: steps need no other.
+A step compares a few candidates at a time with all items. An item that would move to a candidate is counted out of its
+cell (cluster, class) and its cluster, and into its class there, by integer atomics: the changes of n log n with each
+count add up to the change of the sum, in any order. There is only one program, so steps need no synchronisation.
 """
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError('impl="triton" needs triton: pip install triton') from error
-
 from nearkin import kernels
 from nearkin.core import facility
+from nearkin.kernels.numerics import tl, triton
 
 FAR = tl.constexpr(facility.FAR)
-TILE = 4096  # candidates times items looked at together; 8 entries a thread
+TILE = 4096  # candidates times items per step; 8 entries per thread
 WARPS = 16
 
 
@@ -46,62 +41,47 @@ def search(p, gamma, sweeps):
             sweeps,
             BITS=p.bits,
             C=candidates,
-            I=items,
+            N=items,
             num_warps=WARPS,
-            enable_fp_fusion=False,  # a choice must not hang on how a product and a sum are rounded
+            enable_fp_fusion=False,  # a choice must not depend on how a product and a sum are rounded
         )
     return near
 
 
 @triton.jit
 def _search(
-    keys,
-    kinds,
-    table,
-    steps,
-    wanted_at,
-    whole_at,
-    classes_at,
-    gamma_at,
-    unit_at,
-    scratch,
-    out,
-    size,
-    sweeps,
-    BITS: tl.constexpr,
-    C: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-):
-    """`steps`: what n log n grows by from n - 1 to n. `scratch`, all 0: counts that stand, then counts of a tile."""
+    keys, kinds, table, steps, num_medoids_at, total_at, classes_at, gamma_at, unit_at, scratch, out, size, sweeps,
+    BITS: tl.constexpr, C: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """`steps`: the growth of n log n from n - 1 to n. `scratch`, all 0: current counts, then counts of a tile."""
     cells = scratch  # (medoid, class)
     sizes = cells + size * size
     picks = sizes + size
     cell_left = picks + size  # (candidate of the tile, medoid, class)
     size_left = cell_left + C * size * size
     kind_come = size_left + C * size
-    i = tl.arange(0, I)
-    there = i < size
-    kind = tl.load(kinds + i, mask=there, other=-1).to(tl.int32)
+    i = tl.arange(0, N)
+    mask_i = i < size
+    kind = tl.load(kinds + i, mask=mask_i, other=-1).to(tl.int32)
     known = kind >= 0
-    wanted = tl.load(wanted_at).to(tl.int32)
-    whole = tl.load(whole_at)
+    num_medoids = tl.load(num_medoids_at).to(tl.int32)
+    total_term = tl.load(total_at)
     classes = tl.load(classes_at)
     gamma = tl.load(gamma_at)
     unit = tl.load(unit_at)
-    near = tl.full((I,), FAR, tl.int64)
-    t = wanted * 0
-    quiet = wanted * 0
-    while (t < wanted * (1 + sweeps)) & (quiet < wanted):
-        slot = t % wanted
-        pick = wanted * 0 - 1
-        if t >= wanted:
+    near = tl.full((N,), FAR, tl.int64)
+    t = num_medoids * 0
+    quiet = num_medoids * 0
+    while (t < num_medoids * (1 + sweeps)) & (quiet < num_medoids):
+        slot = t % num_medoids
+        pick = num_medoids * 0 - 1
+        if t >= num_medoids:
             pick = tl.load(picks + slot)
-            fresh = _nearest(keys, picks, wanted, slot, i, there, size, C, I)
+            fresh = _nearest(keys, picks, num_medoids, slot, i, mask_i, size, C, N)
             _move(cells, sizes, near, fresh, kind, known & (near != fresh), size, BITS)
             near = fresh
         tl.debug_barrier()
-        filled = tl.minimum(t, wanted)  # of `picks`; the one taken out has no items left
-        joint, clusters = _standing(cells, sizes, picks, table, filled, size, i, there, C, I)
+        filled = tl.minimum(t, num_medoids)  # of `picks`; the removed one has no items left
+        joint, clusters = _standing(cells, sizes, picks, table, filled, size, i, mask_i, C, N)
         best, best_score, own_score = _best(
             keys,
             kinds,
@@ -117,7 +97,7 @@ def _search(
             known,
             joint,
             clusters,
-            whole,
+            total_term,
             classes,
             gamma,
             unit,
@@ -125,30 +105,30 @@ def _search(
             size,
             BITS,
             C,
-            I,
+            N,
         )
         if pick >= 0:
             best = tl.where(best_score > own_score, best, pick)
-        row = tl.load(keys + best * size + i, mask=there, other=FAR)
+        row = tl.load(keys + best * size + i, mask=mask_i, other=FAR)
         _move(cells, sizes, near, row, kind, known & (row < near), size, BITS)
         near = tl.minimum(near, row)
         tl.store(picks + slot, best)
         tl.debug_barrier()
         quiet = tl.where(best == pick, quiet + 1, 0)
         t += 1
-    tl.store(out + i, near, mask=there)
+    tl.store(out + i, near, mask=mask_i)
 
 
 @triton.jit
-def _nearest(keys, picks, wanted, slot, i, there, size, C: tl.constexpr, I: tl.constexpr):  # noqa: E741
+def _nearest(keys, picks, num_medoids, slot, i, mask_i, size, C: tl.constexpr, N: tl.constexpr):
     """The smallest key of each item, without the medoid in `slot`."""
-    near = tl.full((I,), FAR, tl.int64)
-    for first in range(0, wanted, C):
+    near = tl.full((N,), FAR, tl.int64)
+    for first in range(0, num_medoids, C):
         s = first + tl.arange(0, C)
-        stands = (s < wanted) & (s != slot)
+        stands = (s < num_medoids) & (s != slot)
         medoid = tl.load(picks + s, mask=stands, other=0)
         at = medoid[:, None] * size + i[None, :]
-        key = tl.load(keys + at, mask=stands[:, None] & there[None, :], other=FAR)
+        key = tl.load(keys + at, mask=stands[:, None] & mask_i[None, :], other=FAR)
         near = tl.minimum(near, tl.min(key, 0))
     return near
 
@@ -168,15 +148,15 @@ def _move(cells, sizes, old, new, kind, moved, size, BITS: tl.constexpr):
 
 
 @triton.jit
-def _standing(cells, sizes, picks, table, filled, size, i, there, C: tl.constexpr, I: tl.constexpr):  # noqa: E741
-    """Σ n log n over the cells and over the clusters of the medoids that stand."""
-    joint = tl.zeros((C, I), tl.int64)
+def _standing(cells, sizes, picks, table, filled, size, i, mask_i, C: tl.constexpr, N: tl.constexpr):
+    """Σ n log n over the cells and over the clusters of the current medoids."""
+    joint = tl.zeros((C, N), tl.int64)
     clusters = tl.zeros((C,), tl.int64)
     for first in range(0, filled, C):
         s = first + tl.arange(0, C)
         stands = s < filled
         medoid = tl.load(picks + s, mask=stands, other=0)
-        both = stands[:, None] & there[None, :]
+        both = stands[:, None] & mask_i[None, :]
         count = tl.load(cells + medoid[:, None] * size + i[None, :], mask=both, other=0)
         joint += tl.load(table + count, mask=count > 0, other=0)
         count = tl.load(sizes + medoid, mask=stands, other=0)
@@ -186,32 +166,10 @@ def _standing(cells, sizes, picks, table, filled, size, i, there, C: tl.constexp
 
 @triton.jit
 def _best(
-    keys,
-    kinds,
-    table,
-    steps,
-    cells,
-    sizes,
-    cell_left,
-    size_left,
-    kind_come,
-    near,
-    kind,
-    known,
-    joint,
-    clusters,
-    whole,
-    classes,
-    gamma,
-    unit,
-    pick,
-    size,
-    BITS: tl.constexpr,
-    C: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-):
+    keys, kinds, table, steps, cells, sizes, cell_left, size_left, kind_come, near, kind, known, joint, clusters,
+    total_term, classes, gamma, unit, pick, size, BITS: tl.constexpr, C: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """The candidate of the largest score, of equals the first; its score; the score of `pick`."""
-    i = tl.arange(0, I)
+    i = tl.arange(0, N)
     r = tl.arange(0, C)
     mask: tl.constexpr = (1 << BITS) - 1
     owned = known & (near < FAR)
@@ -229,8 +187,8 @@ def _best(
     own_score = lowest
     for first in range(0, size, C):
         c = first + r
-        real = c < size
-        inside = real[:, None] & known[None, :]
+        mask_c = c < size
+        inside = mask_c[:, None] & known[None, :]
         key = tl.load(keys + c[:, None] * size + i[None, :], mask=inside, other=FAR)
         moves = key < near[None, :]
         leaves = moves & owned[None, :]
@@ -244,10 +202,10 @@ def _best(
         number = tl.sum(moves.to(tl.int32), 1)
         in_cells = joint + tl.sum(grown, 1)
         in_clusters = clusters - tl.sum(shrunk, 1) + tl.load(table + number)
-        agreed = _agreement(in_cells, in_clusters, whole, classes)
+        agreed = _agreement(in_cells, in_clusters, total_term, classes)
         score = gamma * (1.0 - agreed) - tl.sum(spent, 1).to(tl.float64) * unit
         score = tl.where(score == score, score, float("-inf"))
-        valid = (number > 0) & (tl.load(kinds + c, mask=real, other=-1) >= 0)
+        valid = (number > 0) & (tl.load(kinds + c, mask=mask_c, other=-1) >= 0)
         top = tl.max(tl.where(valid, score, float("-inf")), 0)
         at = tl.min(tl.where(valid & (score == top), c, size), 0)
         takes = (at < size) & ((best < 0) | (top > best_score))
@@ -255,22 +213,22 @@ def _best(
         best_score = tl.where(takes, top, best_score)
         own_score = tl.maximum(own_score, tl.max(tl.where(valid & (c == pick), score, float("-inf")), 0))
         tl.debug_barrier()  # all have been counted
-        nothing = tl.zeros((C, I), tl.int32)
-        tl.store(cell_at, nothing, mask=leaves)
-        tl.store(size_at, nothing, mask=leaves)
-        tl.store(kind_at, nothing, mask=moves)
+        cleared = tl.zeros((C, N), tl.int32)
+        tl.store(cell_at, cleared, mask=leaves)
+        tl.store(size_at, cleared, mask=leaves)
+        tl.store(kind_at, cleared, mask=moves)
         tl.debug_barrier()  # the counts are 0 again
     return best, best_score, own_score
 
 
 @triton.jit
-def _agreement(joint, clusters, whole, classes):
-    """NMI as `core.facility.agreement` has it."""
-    shared = (joint - clusters - classes + whole).to(tl.float64)
-    ours = tl.maximum(whole - clusters, 0).to(tl.float64)
-    theirs = tl.maximum(whole - classes, 0).to(tl.float64)
+def _agreement(joint, clusters, total_term, classes):
+    """NMI, as in `core.facility.agreement`."""
+    shared = (joint - clusters - classes + total_term).to(tl.float64)
+    ours = tl.maximum(total_term - clusters, 0).to(tl.float64)
+    theirs = tl.maximum(total_term - classes, 0).to(tl.float64)
     split = ours * theirs
-    tiny = 1e-6 * whole.to(tl.float64)
+    tiny = 1e-6 * total_term.to(tl.float64)
     defined = split > tiny * tiny
     nmi = tl.where(defined, shared, 0.0) * (1.0 / tl.sqrt(tl.where(defined, split, 1.0)))
     nmi = tl.minimum(tl.maximum(nmi, 0.0), 1.0)

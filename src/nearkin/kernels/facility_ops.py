@@ -1,4 +1,4 @@
-"""The Triton twin of `core.facility.search`: all of it in one launch, by a host that does not know how many medoids."""
+"""The Triton twin of `core.facility.search`: one launch, and the host need not know how many medoids there are."""
 
 import functools
 from types import ModuleType
@@ -8,7 +8,7 @@ from torch import Tensor
 from nearkin import kernels
 from nearkin.core.facility import Problem
 
-LARGEST = 4096  # items: a program keeps a row of them in registers
+LARGEST = 4096  # items: a program has a row of them in registers
 
 
 def serves(p: Problem) -> bool:
@@ -17,11 +17,11 @@ def serves(p: Problem) -> bool:
 
 def search(p: Problem, gamma: Tensor, sweeps: int) -> Tensor:
     """The key of each item's medoid, (B,), as `core.facility.search` finds it."""
-    return _tiles().search(p, gamma, sweeps)  # type: ignore[no-any-return]
+    return _kernels().search(p, gamma, sweeps)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _tiles() -> ModuleType:
+def _kernels() -> ModuleType:
     from nearkin.kernels import facility_kernels
 
     return facility_kernels

@@ -1,39 +1,68 @@
 # mypy: ignore-errors
-"""A kernel with all it is compiled for, started without triton's search for it.
+"""Where and how kernels are launched: on the device of the batch, by the form that was compiled before.
 
-That search reads the environment, binds every argument by name and compares the constants of the module: several times
-as long as the start itself, and with a batch of a thousand longer than the kernel runs. Here the compiled form is found
-by what triton compiles for: the types of arguments, whether addresses and whole numbers divide by 16, and ones.
+Triton's own search for a compiled form reads the environment, binds every argument by name and compares the constants
+of the module: several times as long as the launch itself, and with a batch of a thousand longer than the kernel runs.
+`CachedLauncher` looks it up by what triton compiles for: the types of arguments, whether addresses and integers divide
+by 16, and ones.
 """
 
+import functools
 import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 
+__all__ = ["CachedLauncher", "device_of", "once"]
+
+
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Kernels run on the current device, which need not be that of the batch."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
+
 
 class CachedLauncher:
-    """kernel: a `triton.jit` function whose constants come last; way: these, and the compiler's options."""
+    """kernel: a `triton.jit` function whose constants come last; choices: these, and the compiler's options."""
 
-    def __init__(self, kernel, **way):
-        self.kernel, self.way = kernel, way
-        names = [name for name in inspect.signature(kernel.fn).parameters if name in way]
-        self.constants = tuple(way[name] for name in names)
+    def __init__(self, kernel, **choices):
+        self.kernel, self.choices = kernel, choices
+        names = [name for name in inspect.signature(kernel.fn).parameters if name in choices]
+        self.constants = tuple(choices[name] for name in names)
         self.compiled = {}
 
-    def __call__(self, grid, *given):
+    def __call__(self, grid, *arguments):
         """grid: three numbers."""
-        key = [given[0].get_device()]
-        for value in given:
+        key = [arguments[0].get_device()]
+        for value in arguments:
             kind = type(value)
             if kind is int:
                 key.append((value == 1) + 2 * (value % 16 == 0) + 4 * (-(2**31) <= value < 2**31))
             elif kind is not float:
                 key.append((value.dtype, value.data_ptr() % 16))
         key = tuple(key)
-        known = self.compiled.get(key)
-        if known is not None:
-            known[grid](*given, *self.constants)
+        compiled = self.compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*arguments, *self.constants)
             return
-        known = self.kernel[grid](*given, **self.way)
+        compiled = self.kernel[grid](*arguments, **self.choices)
         if not kernels.interpreted():
-            self.compiled[key] = known
+            self.compiled[key] = compiled
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that cannot be differentiated again; torch's guard costs time and is applied only under grad mode."""
+    guarded = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def chosen(ctx: Any, upstream: Tensor) -> Any:
+        return guarded(ctx, upstream) if torch.is_grad_enabled() else backward(ctx, upstream)
+
+    return chosen

@@ -1,4 +1,4 @@
-"""Triton twins of what rank and ratio losses do with an anchor's row: smooth ranks, histograms, spread of ratios."""
+"""Triton twins of what rank and ratio losses compute per anchor: smooth ranks, histograms, spread of ratios."""
 
 import functools
 from types import ModuleType
@@ -11,11 +11,11 @@ from torch.autograd.function import once_differentiable
 from nearkin import kernels
 from nearkin.core.autograd import HandGradient
 
-LARGEST = 8192  # references: a program keeps an anchor's row in registers
+LARGEST = 8192  # references: a program has an anchor's row in registers
 
 
 def takes(impl: str, matrix: Tensor) -> bool:
-    """Whether a (B, R) matrix such as this is for the kernels: those wanted, or left to choose, and able."""
+    """Whether the kernels compute from a (B, R) matrix such as this: `impl` allows them and they can run."""
     if impl == "torch" or (impl == "auto" and not matrix.is_cuda):
         return False
     rows, columns = matrix.shape
@@ -26,30 +26,30 @@ def takes(impl: str, matrix: Tensor) -> bool:
 def precisions(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
     """Σ over an anchor's positives of (smooth rank among positives) / (among all), (B,); scores, masks (B, R).
 
-    As many rounds an anchor as it has positives, whose number the host need not know.
+    As many rounds per anchor as it has positives, whose number the host need not know.
     """
-    found: Tensor = _Precisions.call(scores.contiguous(), positive, negative)
-    return found
+    precision: Tensor = _Precisions.call(scores.contiguous(), positive, negative)
+    return precision
 
 
 def histogram_misses(place: Tensor, positive: Tensor, negative: Tensor, bins: int) -> Tensor:
     """Σ_l h⁺_l H⁻_l / H_l of FastAP, (B,), from places in 0..bins on the axis of the centres, (B, R)."""
-    found: Tensor = _Histograms.call(place.contiguous(), positive, negative, bins)
-    return found
+    misses: Tensor = _Histograms.call(place.contiguous(), positive, negative, bins)
+    return misses
 
 
 def spreads(squared: Tensor, gaps: Tensor, order: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
     """Mean of (x_i - x_j)² over pairs of an anchor's references, and their number; x = log(squared + ε) - 2 log gap.
 
-    squared: (B, R); gaps: float64 (B, R), inf where a reference says nothing. order: the gaps have been sorted, and
-    this is whose they are; pairs with the same gap are then left out.
+    squared: (B, R); gaps: float64 (B, R), inf where a reference carries no information. order: the gaps have been
+    sorted, and this is their order; pairs with the same gap are then left out.
     """
-    found: tuple[Tensor, Tensor] = _Spreads.call(squared.contiguous(), gaps.contiguous(), order, epsilon)
-    return found
+    spread: tuple[Tensor, Tensor] = _Spreads.call(squared.contiguous(), gaps.contiguous(), order, epsilon)
+    return spread
 
 
 @functools.cache
-def _tiles() -> ModuleType:
+def _kernels() -> ModuleType:
     from nearkin.kernels import rank_kernels
 
     return rank_kernels
@@ -64,20 +64,20 @@ class _Precisions(HandGradient):
     def forward(ctx: Any, scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         positive, negative = _bytes(positive), _bytes(negative)
         ctx.save_for_backward(scores, positive, negative)
-        out: Tensor = _tiles().precisions(scores, positive, negative)
+        out: Tensor = _kernels().precisions(scores, positive, negative)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        return _tiles().precisions(*ctx.saved_tensors, slope.contiguous()), None, None
+        return _kernels().precisions(*ctx.saved_tensors, slope.contiguous()), None, None
 
 
 class _Histograms(HandGradient):
     @staticmethod
     def forward(ctx: Any, place: Tensor, positive: Tensor, negative: Tensor, bins: int) -> Tensor:
         positive, negative = _bytes(positive), _bytes(negative)
-        out, counts = _tiles().histograms(place, positive, negative, bins)
+        out, counts = _kernels().histograms(place, positive, negative, bins)
         ctx.save_for_backward(place, positive, negative, counts)
         ctx.bins = bins
         return out  # type: ignore[no-any-return]
@@ -85,13 +85,13 @@ class _Histograms(HandGradient):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        return _tiles().histograms_back(*ctx.saved_tensors, ctx.bins, slope.contiguous()), None, None, None
+        return _kernels().histograms_back(*ctx.saved_tensors, ctx.bins, slope.contiguous()), None, None, None
 
 
 class _Spreads(HandGradient):
     @staticmethod
     def forward(ctx: Any, squared: Tensor, gaps: Tensor, order: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
-        value, pairs, slope = _tiles().spreads(squared, gaps, order, epsilon, ctx.needs_input_grad[0])
+        value, pairs, slope = _kernels().spreads(squared, gaps, order, epsilon, ctx.needs_input_grad[0])
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(pairs)
         return value, pairs

@@ -1,22 +1,22 @@
 # mypy: ignore-errors
-"""The kernels of `kernels.triplets`, and how large their tiles are. Imported when the first of them is wanted.
+"""The kernels of `triplet_ops`, and how large their tiles are. Imported when the first of them is launched.
 
 An anchor has few positives: a program lists those of its anchors, finds a negative for each, four at a time, in one
-pass over the references, and keeps what the gradient needs: an int32 buffer of rows of B, in this order,
+pass over the references, and stores what the gradient needs: an int32 buffer of rows of B, in this order,
 
     0   how many positives an anchor has             3 + 0 C + s   column of the positive of slot s
-    1   slope of its terms by its boundary (float)   3 + 1 C + s   column of its negative, -1 for none; of "all",
-    2   how many of its positives stand before it                  how far one must be to cost nothing (float)
+    1   slope of its terms by its boundary (float)   3 + 1 C + s   column of its negative, -1 for none; for "all",
+    2   how many of its positives come before it                   how far one must be to cost nothing (float)
                                                      3 + 2 C + s   weight of the pair of anchor and positive (float)
                                                      3 + 3 C + s   weight of the pair of anchor and negative (float)
 
-with C slots of room, written as far as there are positives. Where every weight is 2 or 0 (hinges of squared distances)
-none are kept: those without a negative are 0. The gradient of a row gathers the pairs it is the anchor of, and finds
+with room for C slots, written as far as there are positives. Where every weight is 2 or 0 (hinges of squared distances)
+none are stored: pairs without a negative have 0. The gradient of a row gathers the pairs it is the anchor of, and finds
 those it is the reference of by comparing columns, tile by tile. No sum is atomic.
 
-Nothing is reduced across a tile inside a pass: each place of the tile keeps the best it has seen, and where. Distances
-are compared as `mining` compares them, rounded to float32, and at last packed with their column into one integer: the
-smaller, of equals the first. Those of listed pairs are made by the same products: equal rows are equally far.
+Nothing is reduced across a tile inside a pass: each slot of the tile remembers its best value, and where. Distances are
+compared as in `mining`, rounded to float32, and at last packed with their column into one integer: the smaller wins, of
+equals the first. Those of listed pairs come from the same products: equal rows are equally far.
 """
 
 import functools
@@ -25,148 +25,146 @@ from typing import NamedTuple
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError('impl="triton" needs triton: pip install triton') from error
-
 from nearkin import kernels
 from nearkin.kernels.launch import CachedLauncher
+from nearkin.kernels.numerics import tl, triton
 from nearkin.kernels.row_kernels import (
     EPS,
     TAINT,
-    apart,
     class_ids,
-    dots,
     fact,
-    kinship,
+    inner_products,
     long_gradient,
     options,
     padded,
+    pair_masks,
     prepare,
-    whole_gradient,
+    squared_distances,
+    store_gradient,
 )
 from nearkin.kernels.row_kernels import SQUARED as LENGTH
 
 NONE = tl.constexpr(2**63 - 1)
 LAST = tl.constexpr(2**31 - 1)
-FIRST = tl.constexpr(3)  # row of the first list
+POSITIVES, BOUNDARY_SLOPE, BEFORE, FIRST = (tl.constexpr(row) for row in range(4))  # rows of the lists
 HARD, SEMIHARD, ALL, RANDOM, WEIGHTED = (tl.constexpr(n) for n in range(5))
 HINGE, SOFT, MARGIN, CONTRASTIVE = (tl.constexpr(n) for n in range(4))
-ROUNDS = tl.constexpr(7)  # of Philox: as many as its authors found to be enough
+ROUNDS = tl.constexpr(7)  # of Philox: enough according to its authors
 SELECTIONS = ("hard", "semihard", "all", "random", "distance_weighted", "batch_hard", "easy_positive")
-FALLBACKS = {"semihard_or_hardest": 1, "semihard_or_skip": 2}  # 0: the farthest stands in for a semi-hard negative
+FALLBACKS = {"semihard_or_hardest": 1, "semihard_or_skip": 2}  # 0: the farthest replaces a missing semi-hard negative
 HARDEST, LEFT_OUT = tl.constexpr(1), tl.constexpr(2)
 TOGETHER = tl.constexpr(2)  # positives and negatives are one mean; 1: reduced apart, 0: there are triplets alone
 LOSSES = ("hinge", "soft", "margin", "contrastive")
 REDUCTIONS = ("sum", "mean", "active")
-SUMS = 7  # of a program: sum, number and active number of terms, the same of negatives by themselves, NaN or 0
-WHOLE = 256  # coordinates of a gradient a program holds; longer rows come in chunks
+# Sums of a program: of its terms, their number, how many are active; the same of negatives by themselves; 0 or NaN. The
+# two shares of the gradient follow.
+SUM, TERMS, ACTIVE, NEGATIVE_SUM, NEGATIVE_TERMS, NEGATIVE_ACTIVE, TAINTED, SHARES = map(tl.constexpr, range(8))
+CHUNK = 256  # coordinates of a gradient per program; longer rows are served in chunks
 MANY = 16384  # rows from which on most tiles of the gradient are empty
 
 
 class Tile(NamedTuple):
-    """Rows a program works for, rows that pass by at a step (at least four times as many), warps, steps in flight."""
+    """Rows per program, rows that pass by per step (at least four times as many), warps, steps in flight."""
 
     rows: int
-    others: int
+    columns: int
     warps: int
     stages: int
 
 
-# By the most rows. With 32 rows a program of the forward pass would spill what its places keep.
+# By the most rows. With 32 rows per program the forward pass would spill registers.
 FORWARD = {2**31: Tile(16, 128, 8, 2)}
 BACKWARD = {8192: Tile(16, 64, 4, 2), 2**31: Tile(32, 64, 8, 2)}
-LONG = Tile(16, 64, 8, 1)  # backward, where a program holds more than 128 coordinates of a gradient
+LONG = Tile(16, 64, 8, 1)  # backward, with more than 128 coordinates of a gradient per program
 LABELS = 256  # labels compared at a time
 FINISH = 1024
 INTERPRETED = Tile(16, 64, 4, 1)  # small, so that small tests have several tiles and ragged ends
 
 
-def tile(table, number: int) -> Tile:
+def tile(table, num_rows: int) -> Tile:
     if kernels.interpreted():
         return INTERPRETED
-    return next(size for most, size in table.items() if number <= most)
+    return next(size for most, size in table.items() if num_rows <= most)
 
 
 @triton.jit
 def _tile(x, r, i, j, left, right, rounding, ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr,
           K: tl.constexpr):  # fmt: skip
     """Squared distances in float32, or distances (ROOT), as `core.distances` rounds them; rows i and j must exist."""
-    squared = apart(dots(x, r, i, j, PAD, K), left, right, i, j, rounding, SELF)
+    squared = squared_distances(inner_products(x, r, i, j, PAD, K), left, right, i, j, rounding, SELF)
     return tl.sqrt(squared).to(tl.float32) if ROOT else squared.to(tl.float32)
 
 
 @triton.jit
-def _met(x, r, own, i, there, left, start, others, rounding, ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr,
-         N: tl.constexpr, K: tl.constexpr):  # fmt: skip
-    """A tile of distances from reference `start` on, and which of them are to kin and to strangers."""
+def _distances(x, r, row_ids, i, mask_m, left, start, num_columns, rounding, ROOT: tl.constexpr, SELF: tl.constexpr,
+               PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    """A tile of distances from reference `start` on, and which of them are to positives and to negatives."""
     j = start + tl.arange(0, N)
-    real = j < others
-    j = tl.minimum(j, others - 1)
-    measured = _tile(x, r, i, j, left, fact(r, LENGTH, j, real, others, PAD), rounding, ROOT, SELF, PAD, K)
-    positive, negative = kinship(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
+    mask_n = j < num_columns
+    j = tl.minimum(j, num_columns - 1)
+    measured = _tile(x, r, i, j, left, fact(r, LENGTH, j, mask_n, num_columns, PAD), rounding, ROOT, SELF, PAD, K)
+    positive, negative = pair_masks(row_ids, class_ids(r, j, mask_n, num_columns, PAD), i, j, mask_m, mask_n, SELF)
     return measured, positive, negative
 
 
 @triton.jit
-def _list(r, lists, i, there, own, number, others, SELF: tl.constexpr, PAD: tl.constexpr, L: tl.constexpr):
+def _list(r, lists, i, mask_m, row_ids, num_rows, num_columns, SELF: tl.constexpr, PAD: tl.constexpr, L: tl.constexpr):
     """Lists an anchor's positives in order; how many they are, and how many negatives there are."""
-    found = tl.zeros(i.shape, tl.int32)
-    strangers = tl.zeros(i.shape, tl.int32)
+    positives = tl.zeros(i.shape, tl.int32)
+    negatives = tl.zeros(i.shape, tl.int32)
     before = tl.zeros(i.shape, tl.int32)
-    for start in range(0, others, L):
+    for start in range(0, num_columns, L):
         j = start + tl.arange(0, L)
-        real = j < others
-        positive, negative = kinship(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
-        here = positive.to(tl.int32)
-        more = tl.sum(here, 1)
-        strangers += tl.sum(negative.to(tl.int32), 1)
-        if tl.sum(more) > 0:
-            slot = found[:, None] + tl.cumsum(here, 1) - 1
-            at = (FIRST + slot) * number + i[:, None]
+        mask_n = j < num_columns
+        positive, negative = pair_masks(row_ids, class_ids(r, j, mask_n, num_columns, PAD), i, j, mask_m, mask_n, SELF)
+        flags = positive.to(tl.int32)
+        added = tl.sum(flags, 1)
+        negatives += tl.sum(negative.to(tl.int32), 1)
+        if tl.sum(added) > 0:
+            slot = positives[:, None] + tl.cumsum(flags, 1) - 1
+            at = (FIRST + slot) * num_rows + i[:, None]
             tl.store(lists + at, tl.broadcast_to(j[None, :], (i.shape[0], L)), mask=positive)
             before += tl.sum((positive & (j[None, :] < i[:, None])).to(tl.int32), 1)
-            found += more
-    tl.store(lists + i, found, mask=there)
-    tl.store(lists + 2 * number + i, before, mask=there)
-    return found, strangers
+            positives += added
+    tl.store(lists + POSITIVES * num_rows + i, positives, mask=mask_m)
+    tl.store(lists + BEFORE * num_rows + i, before, mask=mask_m)
+    return positives, negatives
 
 
 @triton.jit
-def _measured(x, r, lists, region, i, left, slot, number, others, rounding, ROOT: tl.constexpr, SELF: tl.constexpr,
-              PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+def _listed_distances(x, r, lists, region, i, left, slot, num_rows, num_columns, rounding, ROOT: tl.constexpr,
+                      SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                      K: tl.constexpr):  # fmt: skip
     """Distances of the anchors to what they list in four slots of a region, (M,) each.
 
-    The listed rows of all M anchors make one tile, of which each anchor reads its own.
+    The listed rows of all M anchors form one tile, of which each anchor reads its part.
     """
     n = tl.arange(0, N)
     turn = n // M
     owner = tl.program_id(0) * M + n % M
-    room = (turn < 4) & (owner < number)
-    room = room & (slot + turn < tl.load(lists + owner, mask=room, other=0))
-    column = tl.load(lists + (region + slot + turn) * number + owner, mask=room, other=0)
+    room = (turn < 4) & (owner < num_rows)
+    room = room & (slot + turn < tl.load(lists + POSITIVES * num_rows + owner, mask=room, other=0))
+    column = tl.load(lists + (region + slot + turn) * num_rows + owner, mask=room, other=0)
     column = tl.maximum(column, 0)
-    right = fact(r, LENGTH, column, room, others, PAD)
+    right = fact(r, LENGTH, column, room, num_columns, PAD)
     measured = _tile(x, r, i, column, left, right, rounding, ROOT, SELF, PAD, K)
-    mine = (i[:, None] == owner[None, :]) & room[None, :]
-    first = tl.sum(tl.where(mine & (turn == 0)[None, :], measured, 0.0), 1)
-    second = tl.sum(tl.where(mine & (turn == 1)[None, :], measured, 0.0), 1)
-    third = tl.sum(tl.where(mine & (turn == 2)[None, :], measured, 0.0), 1)
-    fourth = tl.sum(tl.where(mine & (turn == 3)[None, :], measured, 0.0), 1)
+    belongs = (i[:, None] == owner[None, :]) & room[None, :]
+    first = tl.sum(tl.where(belongs & (turn == 0)[None, :], measured, 0.0), 1)
+    second = tl.sum(tl.where(belongs & (turn == 1)[None, :], measured, 0.0), 1)
+    third = tl.sum(tl.where(belongs & (turn == 2)[None, :], measured, 0.0), 1)
+    fourth = tl.sum(tl.where(belongs & (turn == 3)[None, :], measured, 0.0), 1)
     return first, second, third, fourth
 
 
 @triton.jit
-def _ranked(measured, ROOT: tl.constexpr):
+def _comparable(measured, ROOT: tl.constexpr):
     """Distances as selections compare them, from what `_tile` makes."""
     return measured if ROOT else tl.sqrt_rn(measured)
 
 
 @triton.jit
 def _keep_less(best, at, value, mask, start):
-    """Each place of a tile keeps the smallest it has seen, of equals the first, and in which tile."""
+    """Each slot of a tile remembers the smallest value, of equals the first, and in which tile."""
     better = mask & (value < best)
     return tl.where(better, value, best), tl.where(better, start, at)
 
@@ -179,7 +177,7 @@ def _keep_more(best, at, value, mask, start):
 
 @triton.jit
 def _least(best, at, N: tl.constexpr):
-    """Column of the least of each row, none below 0, of equals the first; -1 where nobody was seen. And the least."""
+    """Column of the least of each row, none below 0, of equals the first; -1 where there was none. And the least."""
     column = (at + tl.arange(0, N)[None, :]).to(tl.int64)
     key = tl.min(tl.where(at >= 0, best.to(tl.int32, bitcast=True).to(tl.int64) << 32 | column, NONE), 1)
     least = (key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -188,7 +186,7 @@ def _least(best, at, N: tl.constexpr):
 
 @triton.jit
 def _top(best, at, N: tl.constexpr):
-    """Column of the largest of each row, of equals the first; -1 where nobody was seen."""
+    """Column of the largest of each row, of equals the first; -1 where there was none."""
     largest = tl.max(best, 1)
     column = at + tl.arange(0, N)[None, :]
     first = tl.min(tl.where((at >= 0) & (best == largest[:, None]), column, LAST), 1)
@@ -196,21 +194,23 @@ def _top(best, at, N: tl.constexpr):
 
 
 @triton.jit
-def _farthest(x, r, own, i, there, left, others, rounding, ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr,
-              M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+def _farthest(x, r, row_ids, i, mask_m, left, num_columns, rounding, ROOT: tl.constexpr, SELF: tl.constexpr,
+              PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """Column of the farthest negative."""
     best = tl.full((M, N), -1.0, tl.float32)
     at = tl.full((M, N), -1, tl.int32)
-    for start in range(0, others, N):
-        measured, _, negative = _met(x, r, own, i, there, left, start, others, rounding, ROOT, SELF, PAD, N, K)
-        best, at = _keep_more(best, at, _ranked(measured, ROOT), negative, start)
+    for start in range(0, num_columns, N):
+        measured, _, negative = _distances(
+            x, r, row_ids, i, mask_m, left, start, num_columns, rounding, ROOT, SELF, PAD, N, K
+        )
+        best, at = _keep_more(best, at, _comparable(measured, ROOT), negative, start)
     return _top(best, at, N)
 
 
 @triton.jit
-def _semihard(x, r, own, i, there, left, level0, level1, level2, level3, others, rounding, NEAREST: tl.constexpr,
-              ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-              K: tl.constexpr):  # fmt: skip
+def _semihard(x, r, row_ids, i, mask_m, left, level0, level1, level2, level3, num_columns, rounding,
+              NEAREST: tl.constexpr, ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr,
+              N: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """Columns of the nearest negatives strictly farther than each of four levels (NEAREST: of the nearest of all)."""
     best0 = tl.full((M, N), float("inf"), tl.float32)
     best1 = best0
@@ -220,9 +220,11 @@ def _semihard(x, r, own, i, there, left, level0, level1, level2, level3, others,
     at1 = at0
     at2 = at0
     at3 = at0
-    for start in range(0, others, N):
-        measured, _, negative = _met(x, r, own, i, there, left, start, others, rounding, ROOT, SELF, PAD, N, K)
-        measured = tl.where(negative, _ranked(measured, ROOT), -1.0)
+    for start in range(0, num_columns, N):
+        measured, _, negative = _distances(
+            x, r, row_ids, i, mask_m, left, start, num_columns, rounding, ROOT, SELF, PAD, N, K
+        )
+        measured = tl.where(negative, _comparable(measured, ROOT), -1.0)
         if NEAREST:
             best0, at0 = _keep_less(best0, at0, measured, negative, start)
         else:
@@ -240,8 +242,8 @@ def _semihard(x, r, own, i, there, left, level0, level1, level2, level3, others,
 
 
 @triton.jit
-def _luck(bits, log_weight, WEIGHTED: tl.constexpr):
-    """How early a stranger arrives in a race: the largest is a draw by weight, or with equal weights.
+def _arrival(bits, log_weight, WEIGHTED: tl.constexpr):
+    """How early a negative arrives in a race: the largest is a draw by weight, or with equal weights.
 
     -log(E), E of the exponential distribution, is added to a log weight; any falling function of E does without.
     """
@@ -254,12 +256,12 @@ def _luck(bits, log_weight, WEIGHTED: tl.constexpr):
 
 
 @triton.jit
-def _race(x, r, own, seed, i, there, left, limit, slot, others, rounding, power, bend, most, WEIGHTED: tl.constexpr,
-          ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-          K: tl.constexpr):  # fmt: skip
+def _draw(x, r, row_ids, seed, i, mask_m, left, limit, slot, num_columns, rounding, power, bend, most,
+          WEIGHTED: tl.constexpr, ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr,
+          N: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """Columns of negatives drawn for four slots: by the density of distances within the limit, or uniformly.
 
-    What a pair draws hangs on the seed, its two rows and the slot, and on nothing else.
+    What a pair draws depends on the seed, its two rows and the slot, and on nothing else.
     """
     best0 = tl.full((M, N), float("-inf"), tl.float32)
     best1 = best0
@@ -270,29 +272,31 @@ def _race(x, r, own, seed, i, there, left, limit, slot, others, rounding, power,
     at2 = at0
     at3 = at0
     none = tl.zeros((M, N), tl.int32)
-    for start in range(0, others, N):
+    for start in range(0, num_columns, N):
         j = start + tl.arange(0, N)
         weight = tl.zeros((M, N), tl.float32)
         if WEIGHTED:
-            squared, _, negative = _met(x, r, own, i, there, left, start, others, rounding, ROOT, SELF, PAD, N, K)
+            squared, _, negative = _distances(
+                x, r, row_ids, i, mask_m, left, start, num_columns, rounding, ROOT, SELF, PAD, N, K
+            )
             negative = negative & (squared < limit[:, None])
-            # -log q(d), as `mining.distance_weighted` has it, from d².
+            # -log q(d), as in `mining.distance_weighted`, from d².
             weight = power * tl.log(tl.maximum(squared, 1e-24)) - bend * tl.log(tl.maximum(1.0 - squared * 0.25, 1e-12))
             weight = tl.minimum(weight, most)
         else:
-            real = j < others
-            _, negative = kinship(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
+            mask_n = j < num_columns
+            _, negative = pair_masks(row_ids, class_ids(r, j, mask_n, num_columns, PAD), i, j, mask_m, mask_n, SELF)
         bits0, bits1, bits2, bits3 = tl.philox(seed, none + i[:, None], none + j[None, :], none + slot, none, ROUNDS)
-        best0, at0 = _keep_more(best0, at0, _luck(bits0, weight, WEIGHTED), negative, start)
-        best1, at1 = _keep_more(best1, at1, _luck(bits1, weight, WEIGHTED), negative, start)
-        best2, at2 = _keep_more(best2, at2, _luck(bits2, weight, WEIGHTED), negative, start)
-        best3, at3 = _keep_more(best3, at3, _luck(bits3, weight, WEIGHTED), negative, start)
+        best0, at0 = _keep_more(best0, at0, _arrival(bits0, weight, WEIGHTED), negative, start)
+        best1, at1 = _keep_more(best1, at1, _arrival(bits1, weight, WEIGHTED), negative, start)
+        best2, at2 = _keep_more(best2, at2, _arrival(bits2, weight, WEIGHTED), negative, start)
+        best3, at3 = _keep_more(best3, at3, _arrival(bits3, weight, WEIGHTED), negative, start)
     return _top(best0, at0, N), _top(best1, at1, N), _top(best2, at2, N), _top(best3, at3, N)
 
 
 @triton.jit
 def _plain(measured, SQUARED: tl.constexpr, ROOT: tl.constexpr):
-    """What a loss is made of: squared distances, or distances."""
+    """The distances of the loss: squared, or not."""
     if SQUARED or ROOT:
         return measured
     return tl.sqrt_rn(measured)
@@ -300,28 +304,30 @@ def _plain(measured, SQUARED: tl.constexpr, ROOT: tl.constexpr):
 
 @triton.jit
 def _slope(distance, SQUARED: tl.constexpr):
-    """What the gradient by a distance is multiplied with to become one by the difference of the rows; 0 at 0."""
+    """The factor from the gradient by a distance to that by the difference of the rows; 0 at 0."""
     if SQUARED:
         return tl.full(distance.shape, 2.0, tl.float32)
     return tl.where(distance > 0, 1.0 / tl.where(distance > 0, distance, 1.0), 0.0)
 
 
 @triton.jit
-def _level(measured, found, slot, margin, SQUARED: tl.constexpr, ROOT: tl.constexpr):
+def _level(measured, positives, slot, margin, SQUARED: tl.constexpr, ROOT: tl.constexpr):
     """How far a negative must be to cost nothing beside the positive of a slot; -inf without one."""
-    return tl.where(slot < found, _plain(measured, SQUARED, ROOT) + margin, float("-inf"))
+    return tl.where(slot < positives, _plain(measured, SQUARED, ROOT) + margin, float("-inf"))
 
 
 @triton.jit
-def _every(x, r, own, i, there, left, near0, near1, near2, near3, level0, level1, level2, level3, others, rounding,
-           SQUARED: tl.constexpr, ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr,
-           N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+def _all_hinges(x, r, row_ids, i, mask_m, left, near0, near1, near2, near3, level0, level1, level2, level3, num_columns,
+                rounding, SQUARED: tl.constexpr, ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr,
+                M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """Hinges of four slots with all negatives: their sum but for the margins, and how many of each slot are active."""
     total = tl.zeros((M, N), tl.float64)
     count01 = tl.zeros((M, N), tl.int32)  # two counts of 16 bits: a place sees few tiles
     count23 = tl.zeros((M, N), tl.int32)
-    for start in range(0, others, N):
-        distance, _, negative = _met(x, r, own, i, there, left, start, others, rounding, ROOT, SELF, PAD, N, K)
+    for start in range(0, num_columns, N):
+        distance, _, negative = _distances(
+            x, r, row_ids, i, mask_m, left, start, num_columns, rounding, ROOT, SELF, PAD, N, K
+        )
         distance = tl.where(negative, _plain(distance, SQUARED, ROOT), float("inf"))
         active0 = distance < level0[:, None]
         active1 = distance < level1[:, None]
@@ -337,48 +343,51 @@ def _every(x, r, own, i, there, left, near0, near1, near2, near3, level0, level1
 
 
 @triton.jit
-def _put(lists, region, slot, i, value, number, mask):
-    """One entry an anchor; floats as the integer of the same bits."""
+def _store_entry(lists, region, slot, i, value, num_rows, mask):
+    """Stores one entry per anchor; floats as the integer of the same bits."""
     value = value.to(tl.int32, bitcast=True) if value.dtype == tl.float32 else value
-    tl.store(lists + (region + slot) * number + i, value, mask=mask)
+    tl.store(lists + (region + slot) * num_rows + i, value, mask=mask)
 
 
 @triton.jit
-def _keep_every(lists, i, found, slot, number, capacity, count, near, level, SQUARED: tl.constexpr, ROOT: tl.constexpr):
-    """What the gradient of all triplets needs of a slot."""
-    inside = slot < found
+def _store_levels(
+    lists, i, positives, slot, num_rows, capacity, count, near, level, SQUARED: tl.constexpr, ROOT: tl.constexpr
+):
+    """Stores what the gradient of all triplets needs of a slot."""
+    inside = slot < positives
     weight = count.to(tl.float32) * _slope(_plain(near, SQUARED, ROOT), SQUARED)
-    _put(lists, FIRST + capacity, slot, i, level, number, inside)
-    _put(lists, FIRST + 2 * capacity, slot, i, weight, number, inside)
+    _store_entry(lists, FIRST + capacity, slot, i, level, num_rows, inside)
+    _store_entry(lists, FIRST + 2 * capacity, slot, i, weight, num_rows, inside)
 
 
 @triton.jit
-def _term(lists, i, found, slot, number, capacity, near, stranger, far, edge, margin, extra, sums, terms, active, more,
-          pushed, slope, LOSS: tl.constexpr, SQUARED: tl.constexpr, ROOT: tl.constexpr):  # fmt: skip
-    """Adds the terms of a slot, and keeps its pairs and their weights. `extra`: see `triplets.Plan`."""
+def _term(lists, i, positives, slot, num_rows, capacity, near, negative_column, far, edge, margin, extra, sums, terms,
+          active, negative_sums, pushed, slope, LOSS: tl.constexpr, SQUARED: tl.constexpr,
+          ROOT: tl.constexpr):  # fmt: skip
+    """Adds the terms of a slot, and stores its pairs and their weights. `extra`: see `triplet_ops.Plan`."""
     PLAIN: tl.constexpr = SQUARED and LOSS < MARGIN
     near = _plain(near, PLAIN, ROOT)
     far = _plain(far, PLAIN, ROOT)
-    valid = (slot < found) & (stranger >= 0)
-    one = tl.where(valid, 1.0, 0.0)
+    valid = (slot < positives) & (negative_column >= 0)
+    unit = tl.where(valid, 1.0, 0.0)
     pull = _slope(near, PLAIN)
     push = _slope(far, PLAIN)
     terms += valid.to(tl.int64)
     if LOSS == HINGE:
         value = tl.maximum(near - far + margin, 0.0)
-        steep = tl.where(value > 0, one, 0.0)
-        sums += (value * one).to(tl.float64)
+        steep = tl.where(value > 0, unit, 0.0)
+        sums += (value * unit).to(tl.float64)
         active += (steep > 0).to(tl.int64)
         pull *= steep
         push *= steep
     elif LOSS == SOFT:
         gap = near.to(tl.float64) - far.to(tl.float64)
         tail = tl.exp(-tl.abs(gap))
-        whole = 1.0 + tail
-        # log(1 + t) of a small t: what 1 + t has lost is put back.
-        rest = tl.where(whole == 1.0, tail, tl.log(whole) * (tail / tl.where(whole == 1.0, 1.0, whole - 1.0)))
+        shifted = 1.0 + tail
+        # log(1 + t) of a small t, with the digits that 1 + t has lost.
+        rest = tl.where(shifted == 1.0, tail, tl.log(shifted) * (tail / tl.where(shifted == 1.0, 1.0, shifted - 1.0)))
         value = tl.where(valid, tl.maximum(gap, 0.0) + rest, 0.0).to(tl.float32)
-        steep = (tl.where(gap >= 0, 1.0, tail) / whole).to(tl.float32) * one
+        steep = (tl.where(gap >= 0, 1.0, tail) / shifted).to(tl.float32) * unit
         sums += value.to(tl.float64)
         active += (value > 0).to(tl.int64)
         pull *= steep
@@ -386,12 +395,12 @@ def _term(lists, i, found, slot, number, capacity, near, stranger, far, edge, ma
     elif LOSS == MARGIN:
         inner = tl.where(valid, tl.maximum(margin + near - edge, 0.0), 0.0)
         outer = tl.where(valid, tl.maximum(margin - far + edge, 0.0), 0.0)
-        sums += inner.to(tl.float64) + outer.to(tl.float64) + (extra * edge * one).to(tl.float64)
+        sums += inner.to(tl.float64) + outer.to(tl.float64) + (extra * edge * unit).to(tl.float64)
         terms += valid.to(tl.int64)
         active += (inner > 0).to(tl.int64) + (outer > 0).to(tl.int64)
         pull = tl.where(inner > 0, pull, 0.0)
         push = tl.where(outer > 0, push, 0.0)
-        slope += tl.where(outer > 0, 1.0, 0.0) - tl.where(inner > 0, 1.0, 0.0) + extra * one
+        slope += tl.where(outer > 0, 1.0, 0.0) - tl.where(inner > 0, 1.0, 0.0) + extra * unit
     else:
         inner = tl.where(valid, tl.maximum(near - extra, 0.0), 0.0)
         outer = tl.where(valid, tl.maximum(margin - far, 0.0), 0.0)
@@ -406,220 +415,235 @@ def _term(lists, i, found, slot, number, capacity, near, stranger, far, edge, ma
             pull = tl.where(inner > 0, pull, 0.0)
             push = tl.where(outer > 0, push, 0.0)
         sums += inner.to(tl.float64)
-        more += outer.to(tl.float64)
-    inside = slot < found
-    _put(lists, FIRST + capacity, slot, i, tl.where(valid & (push != 0), stranger, -1), number, inside)
+        negative_sums += outer.to(tl.float64)
+    inside = slot < positives
+    _store_entry(lists, FIRST + capacity, slot, i, tl.where(valid & (push != 0), negative_column, -1), num_rows, inside)
     if not PLAIN or LOSS != HINGE:
-        _put(lists, FIRST + 2 * capacity, slot, i, pull * one, number, inside)
-        _put(lists, FIRST + 3 * capacity, slot, i, push * one, number, inside)
-    return sums, terms, active, more, pushed, slope
+        _store_entry(lists, FIRST + 2 * capacity, slot, i, pull * unit, num_rows, inside)
+        _store_entry(lists, FIRST + 3 * capacity, slot, i, push * unit, num_rows, inside)
+    return sums, terms, active, negative_sums, pushed, slope
 
 
 @triton.jit
-def _spoilt(x, r, i, there, number, others, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr):
+def _taint(x, r, i, mask_m, num_rows, num_columns, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr):
     """0 or NaN for the program's anchors, and for its share of the references."""
-    spoilt = fact(x, TAINT, i, there, number, PAD)
+    taint = fact(x, TAINT, i, mask_m, num_rows, PAD)
     if not SELF:
-        for start in range(tl.program_id(0) * M, others, tl.num_programs(0) * M):
+        for start in range(tl.program_id(0) * M, num_columns, tl.num_programs(0) * M):
             j = start + tl.arange(0, M)
-            spoilt += fact(r, TAINT, j, j < others, others, PAD)
-    return tl.sum(spoilt)
+            taint += fact(r, TAINT, j, j < num_columns, num_columns, PAD)
+    return tl.sum(taint)
 
 
 @triton.jit
-def _keep(sums, kind, value):
-    """What a program has found, beside the others' of the same kind."""
+def _store_sum(sums, kind, value):
+    """Stores one sum of this program, beside the same sum of the other programs."""
     tl.store(sums + kind * tl.num_programs(0) + tl.program_id(0), value.to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["capacity"])
-def _rows(x, r, boundary, seeds, lists, stats, number, others, capacity, stride, margin, extra, cutoff, power, bend,
-          most, rounding, SELECTION: tl.constexpr, LOSS: tl.constexpr, SQUARED: tl.constexpr, ROOT: tl.constexpr,
-          SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-          L: tl.constexpr, FALLBACK: tl.constexpr):  # fmt: skip
-    """Selections in which every positive of an anchor has a part: lists, negatives, terms."""
+def _select(x, r, boundary, seeds, lists, stats, num_rows, num_columns, capacity, stride, margin, extra, cutoff, power,
+            bend, most, rounding, SELECTION: tl.constexpr, LOSS: tl.constexpr, SQUARED: tl.constexpr,
+            ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+            K: tl.constexpr, L: tl.constexpr, FALLBACK: tl.constexpr):  # fmt: skip
+    """Selections over every positive of an anchor: lists, negatives, terms."""
     place = tl.program_id(0) * M + tl.arange(0, M)
-    there = place < number
-    i = tl.minimum(place, number - 1)
-    own = class_ids(x, i, there, number, PAD)
-    left = fact(x, LENGTH, i, there, number, PAD)
-    spoilt = _spoilt(x, r, i, there, number, others, SELF, PAD, M)
+    mask_m = place < num_rows
+    i = tl.minimum(place, num_rows - 1)
+    row_ids = class_ids(x, i, mask_m, num_rows, PAD)
+    left = fact(x, LENGTH, i, mask_m, num_rows, PAD)
+    taint = _taint(x, r, i, mask_m, num_rows, num_columns, SELF, PAD, M)
     edge = tl.zeros((M,), tl.float32)
     limit = edge + cutoff
     if LOSS == MARGIN:
-        edge = tl.load(boundary + i * stride, mask=there, other=0.0)
-        spoilt += tl.sum(edge * 0.0).to(tl.float64)
+        edge = tl.load(boundary + i * stride, mask=mask_m, other=0.0)
+        taint += tl.sum(edge * 0.0).to(tl.float64)
         limit += edge
     limit = tl.maximum(limit, 0.0)
     limit = limit * limit
-    found, strangers = _list(r, lists, i, there, own, number, others, SELF, PAD, L)
-    found = tl.where(there, found, 0)
+    positives, negatives = _list(r, lists, i, mask_m, row_ids, num_rows, num_columns, SELF, PAD, L)
+    positives = tl.where(mask_m, positives, 0)
     tl.debug_barrier()  # what other threads have listed is read from here on
     sums = tl.zeros((M,), tl.float64)
-    more = tl.zeros((M,), tl.float64)
+    negative_sums = tl.zeros((M,), tl.float64)
     terms = tl.zeros((M,), tl.int64)
     active = tl.zeros((M,), tl.int64)
     pushed = tl.zeros((M,), tl.int64)
     slope = tl.zeros((M,), tl.float32)
-    for slot in range(0, tl.max(found), 4):
-        near0, near1, near2, near3 = _measured(x, r, lists, FIRST, i, left, slot, number, others, rounding, ROOT, SELF,
-                                               PAD, M, N, K)  # fmt: skip
+    for slot in range(0, tl.max(positives), 4):
+        near0, near1, near2, near3 = _listed_distances(x, r, lists, FIRST, i, left, slot, num_rows, num_columns,
+                                                       rounding, ROOT, SELF, PAD, M, N, K)  # fmt: skip
         if SELECTION == ALL:
-            level0 = _level(near0, found, slot, margin, SQUARED, ROOT)
-            level1 = _level(near1, found, slot + 1, margin, SQUARED, ROOT)
-            level2 = _level(near2, found, slot + 2, margin, SQUARED, ROOT)
-            level3 = _level(near3, found, slot + 3, margin, SQUARED, ROOT)
-            gaps, count0, count1, count2, count3 = _every(
-                x, r, own, i, there, left, _plain(near0, SQUARED, ROOT), _plain(near1, SQUARED, ROOT),
-                _plain(near2, SQUARED, ROOT), _plain(near3, SQUARED, ROOT), level0, level1, level2, level3, others,
+            level0 = _level(near0, positives, slot, margin, SQUARED, ROOT)
+            level1 = _level(near1, positives, slot + 1, margin, SQUARED, ROOT)
+            level2 = _level(near2, positives, slot + 2, margin, SQUARED, ROOT)
+            level3 = _level(near3, positives, slot + 3, margin, SQUARED, ROOT)
+            gaps, count0, count1, count2, count3 = _all_hinges(
+                x, r, row_ids, i, mask_m, left, _plain(near0, SQUARED, ROOT), _plain(near1, SQUARED, ROOT),
+                _plain(near2, SQUARED, ROOT), _plain(near3, SQUARED, ROOT), level0, level1, level2, level3, num_columns,
                 rounding, SQUARED, ROOT, SELF, PAD, M, N, K)  # fmt: skip
             counts = count0 + count1 + count2 + count3
             active += counts.to(tl.int64)
             # The margin in float64, of two float32: hinges may be much smaller than what it is rounded by.
             sums += gaps + counts.to(tl.float64) * (sums * 0.0 + margin + extra)
-            _keep_every(lists, i, found, slot, number, capacity, count0, near0, level0, SQUARED, ROOT)
-            _keep_every(lists, i, found, slot + 1, number, capacity, count1, near1, level1, SQUARED, ROOT)
-            _keep_every(lists, i, found, slot + 2, number, capacity, count2, near2, level2, SQUARED, ROOT)
-            _keep_every(lists, i, found, slot + 3, number, capacity, count3, near3, level3, SQUARED, ROOT)
+            _store_levels(lists, i, positives, slot, num_rows, capacity, count0, near0, level0, SQUARED, ROOT)
+            _store_levels(lists, i, positives, slot + 1, num_rows, capacity, count1, near1, level1, SQUARED, ROOT)
+            _store_levels(lists, i, positives, slot + 2, num_rows, capacity, count2, near2, level2, SQUARED, ROOT)
+            _store_levels(lists, i, positives, slot + 3, num_rows, capacity, count3, near3, level3, SQUARED, ROOT)
         else:
             if SELECTION >= RANDOM:
                 seed = tl.load(seeds)
-                column0, column1, column2, column3 = _race(
-                    x, r, own, seed, i, there, left, limit, slot, others, rounding, power, bend, most,
+                column0, column1, column2, column3 = _draw(
+                    x, r, row_ids, seed, i, mask_m, left, limit, slot, num_columns, rounding, power, bend, most,
                     SELECTION == WEIGHTED, ROOT, SELF, PAD, M, N, K)  # fmt: skip
                 if SELECTION == WEIGHTED:
-                    lost = (slot < found) & (strangers > 0)
+                    lost = (slot < positives) & (negatives > 0)
                     lost = lost & ((column0 < 0) | (column1 < 0) | (column2 < 0) | (column3 < 0))
                     if tl.max(lost.to(tl.int32)) > 0:  # all negatives are beyond the limit
-                        any0, any1, any2, any3 = _race(
-                            x, r, own, seed, i, there, left, limit, slot, others, rounding, power, bend, most, False,
-                            ROOT, SELF, PAD, M, N, K)  # fmt: skip
+                        any0, any1, any2, any3 = _draw(
+                            x, r, row_ids, seed, i, mask_m, left, limit, slot, num_columns, rounding, power, bend, most,
+                            False, ROOT, SELF, PAD, M, N, K)  # fmt: skip
                         column0 = tl.where(column0 < 0, any0, column0)
                         column1 = tl.where(column1 < 0, any1, column1)
                         column2 = tl.where(column2 < 0, any2, column2)
                         column3 = tl.where(column3 < 0, any3, column3)
             else:
                 column0, column1, column2, column3 = _semihard(
-                    x, r, own, i, there, left, _ranked(near0, ROOT), _ranked(near1, ROOT), _ranked(near2, ROOT),
-                    _ranked(near3, ROOT), others, rounding, SELECTION == HARD, ROOT, SELF, PAD, M, N, K)  # fmt: skip
+                    x, r, row_ids, i, mask_m, left, _comparable(near0, ROOT), _comparable(near1, ROOT),
+                    _comparable(near2, ROOT), _comparable(near3, ROOT), num_columns, rounding, SELECTION == HARD, ROOT,
+                    SELF, PAD, M, N, K)  # fmt: skip
                 if SELECTION == SEMIHARD and FALLBACK != LEFT_OUT:
-                    none = (column0 < 0) | ((column1 < 0) & (slot + 1 < found))
-                    none = none | ((column2 < 0) & (slot + 2 < found)) | ((column3 < 0) & (slot + 3 < found))
-                    none = none & (slot < found) & (strangers > 0)
+                    none = (column0 < 0) | ((column1 < 0) & (slot + 1 < positives))
+                    none = none | ((column2 < 0) & (slot + 2 < positives)) | ((column3 < 0) & (slot + 3 < positives))
+                    none = none & (slot < positives) & (negatives > 0)
                     if tl.max(none.to(tl.int32)) > 0:  # a positive farther than every negative
                         if FALLBACK == HARDEST:
-                            column, _, _, _ = _semihard(x, r, own, i, there, left, edge, edge, edge, edge, others,
-                                                        rounding, True, ROOT, SELF, PAD, M, N, K)  # fmt: skip
+                            column, _, _, _ = _semihard(x, r, row_ids, i, mask_m, left, edge, edge, edge, edge,
+                                                        num_columns, rounding, True, ROOT, SELF, PAD, M, N,
+                                                        K)  # fmt: skip
                         else:
-                            column = _farthest(x, r, own, i, there, left, others, rounding, ROOT, SELF, PAD, M, N, K)
+                            column = _farthest(
+                                x, r, row_ids, i, mask_m, left, num_columns, rounding, ROOT, SELF, PAD, M, N, K
+                            )
                         column0 = tl.where(column0 < 0, column, column0)
                         column1 = tl.where(column1 < 0, column, column1)
                         column2 = tl.where(column2 < 0, column, column2)
                         column3 = tl.where(column3 < 0, column, column3)
-            _put(lists, FIRST + capacity, slot, i, column0, number, slot < found)
-            _put(lists, FIRST + capacity, slot + 1, i, column1, number, slot + 1 < found)
-            _put(lists, FIRST + capacity, slot + 2, i, column2, number, slot + 2 < found)
-            _put(lists, FIRST + capacity, slot + 3, i, column3, number, slot + 3 < found)
+            _store_entry(lists, FIRST + capacity, slot, i, column0, num_rows, slot < positives)
+            _store_entry(lists, FIRST + capacity, slot + 1, i, column1, num_rows, slot + 1 < positives)
+            _store_entry(lists, FIRST + capacity, slot + 2, i, column2, num_rows, slot + 2 < positives)
+            _store_entry(lists, FIRST + capacity, slot + 3, i, column3, num_rows, slot + 3 < positives)
             tl.debug_barrier()
-            far0, far1, far2, far3 = _measured(x, r, lists, FIRST + capacity, i, left, slot, number, others,
-                                               rounding, ROOT, SELF, PAD, M, N, K)  # fmt: skip
+            far0, far1, far2, far3 = _listed_distances(x, r, lists, FIRST + capacity, i, left, slot, num_rows,
+                                                       num_columns, rounding, ROOT, SELF, PAD, M, N, K)  # fmt: skip
             tl.debug_barrier()
-            sums, terms, active, more, pushed, slope = _term(
-                lists, i, found, slot, number, capacity, near0, column0, far0, edge, margin, extra, sums, terms, active,
-                more, pushed, slope, LOSS, SQUARED, ROOT)  # fmt: skip
-            sums, terms, active, more, pushed, slope = _term(
-                lists, i, found, slot + 1, number, capacity, near1, column1, far1, edge, margin, extra, sums, terms,
-                active, more, pushed, slope, LOSS, SQUARED, ROOT)  # fmt: skip
-            sums, terms, active, more, pushed, slope = _term(
-                lists, i, found, slot + 2, number, capacity, near2, column2, far2, edge, margin, extra, sums, terms,
-                active, more, pushed, slope, LOSS, SQUARED, ROOT)  # fmt: skip
-            sums, terms, active, more, pushed, slope = _term(
-                lists, i, found, slot + 3, number, capacity, near3, column3, far3, edge, margin, extra, sums, terms,
-                active, more, pushed, slope, LOSS, SQUARED, ROOT)  # fmt: skip
+            sums, terms, active, negative_sums, pushed, slope = _term(
+                lists, i, positives, slot, num_rows, capacity, near0, column0, far0, edge, margin, extra, sums, terms,
+                active, negative_sums, pushed, slope, LOSS, SQUARED, ROOT)  # fmt: skip
+            sums, terms, active, negative_sums, pushed, slope = _term(
+                lists, i, positives, slot + 1, num_rows, capacity, near1, column1, far1, edge, margin, extra, sums,
+                terms, active, negative_sums, pushed, slope, LOSS, SQUARED, ROOT)  # fmt: skip
+            sums, terms, active, negative_sums, pushed, slope = _term(
+                lists, i, positives, slot + 2, num_rows, capacity, near2, column2, far2, edge, margin, extra, sums,
+                terms, active, negative_sums, pushed, slope, LOSS, SQUARED, ROOT)  # fmt: skip
+            sums, terms, active, negative_sums, pushed, slope = _term(
+                lists, i, positives, slot + 3, num_rows, capacity, near3, column3, far3, edge, margin, extra, sums,
+                terms, active, negative_sums, pushed, slope, LOSS, SQUARED, ROOT)  # fmt: skip
     if SELECTION == ALL:
-        terms = found.to(tl.int64) * strangers.to(tl.int64)
+        terms = positives.to(tl.int64) * negatives.to(tl.int64)
     if LOSS == MARGIN:
-        tl.store(lists + number + i, slope.to(tl.int32, bitcast=True), mask=there)
-    _keep(stats, 0, tl.sum(sums))
-    _keep(stats, 1, tl.sum(terms))
-    _keep(stats, 2, tl.sum(active))
+        tl.store(lists + BOUNDARY_SLOPE * num_rows + i, slope.to(tl.int32, bitcast=True), mask=mask_m)
+    _store_sum(stats, SUM, tl.sum(sums))
+    _store_sum(stats, TERMS, tl.sum(terms))
+    _store_sum(stats, ACTIVE, tl.sum(active))
     if LOSS == CONTRASTIVE:
-        _keep(stats, 3, tl.sum(more))
-        _keep(stats, 4, tl.sum(terms))
-        _keep(stats, 5, tl.sum(pushed))
-    _keep(stats, 6, spoilt)
+        _store_sum(stats, NEGATIVE_SUM, tl.sum(negative_sums))
+        _store_sum(stats, NEGATIVE_TERMS, tl.sum(terms))
+        _store_sum(stats, NEGATIVE_ACTIVE, tl.sum(pushed))
+    _store_sum(stats, TAINTED, taint)
 
 
 @triton.jit
-def _extremes(x, r, lists, stats, number, others, margin, rounding, EASY: tl.constexpr, LOSS: tl.constexpr,
+def _extremes(x, r, lists, stats, num_rows, num_columns, margin, rounding, EASY: tl.constexpr, LOSS: tl.constexpr,
               SQUARED: tl.constexpr, ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr,
               N: tl.constexpr, K: tl.constexpr):  # fmt: skip
-    """One triplet an anchor, in its only slot: farthest positive and nearest negative; EASY: nearest, semi-hard."""
+    """One triplet per anchor, in its only slot: farthest positive and nearest negative; EASY: nearest, semi-hard."""
     place = tl.program_id(0) * M + tl.arange(0, M)
-    there = place < number
-    i = tl.minimum(place, number - 1)
-    own = class_ids(x, i, there, number, PAD)
-    left = fact(x, LENGTH, i, there, number, PAD)
-    spoilt = _spoilt(x, r, i, there, number, others, SELF, PAD, M)
-    kin = tl.full((M, N), float("inf") if EASY else -1.0, tl.float32)
-    kin_at = tl.full((M, N), -1, tl.int32)
+    mask_m = place < num_rows
+    i = tl.minimum(place, num_rows - 1)
+    row_ids = class_ids(x, i, mask_m, num_rows, PAD)
+    left = fact(x, LENGTH, i, mask_m, num_rows, PAD)
+    taint = _taint(x, r, i, mask_m, num_rows, num_columns, SELF, PAD, M)
+    best_positive = tl.full((M, N), float("inf") if EASY else -1.0, tl.float32)
+    positive_at = tl.full((M, N), -1, tl.int32)
     level = tl.full((M,), -1.0, tl.float32)
     if EASY:
-        for start in range(0, others, N):
+        for start in range(0, num_columns, N):
             j = start + tl.arange(0, N)
-            real = j < others
-            positive, _ = kinship(own, class_ids(r, j, real, others, PAD), i, j, there, real, SELF)
+            mask_n = j < num_columns
+            positive, _ = pair_masks(row_ids, class_ids(r, j, mask_n, num_columns, PAD), i, j, mask_m, mask_n, SELF)
             if tl.max(tl.max(positive.to(tl.int32), 1)) > 0:
-                measured, positive, _ = _met(x, r, own, i, there, left, start, others, rounding, ROOT, SELF, PAD, N, K)
-                kin, kin_at = _keep_less(kin, kin_at, _ranked(measured, ROOT), positive, start)
-        column, level = _least(kin, kin_at, N)
+                measured, positive, _ = _distances(
+                    x, r, row_ids, i, mask_m, left, start, num_columns, rounding, ROOT, SELF, PAD, N, K
+                )
+                best_positive, positive_at = _keep_less(
+                    best_positive, positive_at, _comparable(measured, ROOT), positive, start
+                )
+        column, level = _least(best_positive, positive_at, N)
     best = tl.full((M, N), float("inf"), tl.float32)
     at = tl.full((M, N), -1, tl.int32)
-    for start in range(0, others, N):
-        measured, positive, negative = _met(x, r, own, i, there, left, start, others, rounding, ROOT, SELF, PAD, N, K)
-        measured = _ranked(measured, ROOT)
+    for start in range(0, num_columns, N):
+        measured, positive, negative = _distances(
+            x, r, row_ids, i, mask_m, left, start, num_columns, rounding, ROOT, SELF, PAD, N, K
+        )
+        measured = _comparable(measured, ROOT)
         if EASY:
             best, at = _keep_less(best, at, measured, negative & (measured > level[:, None]), start)
         else:
             best, at = _keep_less(best, at, measured, negative, start)
-            kin, kin_at = _keep_more(kin, kin_at, measured, positive, start)
-    stranger, _ = _least(best, at, N)
+            best_positive, positive_at = _keep_more(best_positive, positive_at, measured, positive, start)
+    negative_column, _ = _least(best, at, N)
     if EASY:
-        if tl.max(((stranger < 0) & (column >= 0)).to(tl.int32)) > 0:
-            other = _farthest(x, r, own, i, there, left, others, rounding, ROOT, SELF, PAD, M, N, K)
-            stranger = tl.where(stranger < 0, other, stranger)
+        if tl.max(((negative_column < 0) & (column >= 0)).to(tl.int32)) > 0:
+            other = _farthest(x, r, row_ids, i, mask_m, left, num_columns, rounding, ROOT, SELF, PAD, M, N, K)
+            negative_column = tl.where(negative_column < 0, other, negative_column)
     else:
-        column = _top(kin, kin_at, N)
-    found = (there & (column >= 0)).to(tl.int32)
-    tl.store(lists + i, found, mask=there)
-    _put(lists, FIRST, 0, i, column, number, there)
-    _put(lists, FIRST + 1, 0, i, stranger, number, there)
+        column = _top(best_positive, positive_at, N)
+    positives = (mask_m & (column >= 0)).to(tl.int32)
+    tl.store(lists + POSITIVES * num_rows + i, positives, mask=mask_m)
+    _store_entry(lists, FIRST, 0, i, column, num_rows, mask_m)
+    _store_entry(lists, FIRST + 1, 0, i, negative_column, num_rows, mask_m)
     tl.debug_barrier()
-    near, _, _, _ = _measured(x, r, lists, FIRST, i, left, 0, number, others, rounding, ROOT, SELF, PAD, M, N, K)
-    far, _, _, _ = _measured(x, r, lists, FIRST + 1, i, left, 0, number, others, rounding, ROOT, SELF, PAD, M, N, K)
+    near, _, _, _ = _listed_distances(
+        x, r, lists, FIRST, i, left, 0, num_rows, num_columns, rounding, ROOT, SELF, PAD, M, N, K
+    )
+    far, _, _, _ = _listed_distances(
+        x, r, lists, FIRST + 1, i, left, 0, num_rows, num_columns, rounding, ROOT, SELF, PAD, M, N, K
+    )
     tl.debug_barrier()
-    wide = tl.zeros((M,), tl.float64)
-    whole = tl.zeros((M,), tl.int64)
-    sums, terms, active, _, _, _ = _term(lists, i, found, 0, number, 1, near, stranger, far, near, margin, 0.0, wide,
-                                         whole, whole, wide, whole, level, LOSS, SQUARED, ROOT)  # fmt: skip
-    _keep(stats, 0, tl.sum(sums))
-    _keep(stats, 1, tl.sum(terms))
-    _keep(stats, 2, tl.sum(active))
-    _keep(stats, 6, spoilt)
+    zero_sum = tl.zeros((M,), tl.float64)
+    zero_count = tl.zeros((M,), tl.int64)
+    sums, terms, active, _, _, _ = _term(lists, i, positives, 0, num_rows, 1, near, negative_column, far, near, margin,
+                                         0.0, zero_sum, zero_count, zero_count, zero_sum, zero_count, level, LOSS,
+                                         SQUARED, ROOT)  # fmt: skip
+    _store_sum(stats, SUM, tl.sum(sums))
+    _store_sum(stats, TERMS, tl.sum(terms))
+    _store_sum(stats, ACTIVE, tl.sum(active))
+    _store_sum(stats, TAINTED, taint)
 
 
 @triton.jit
-def _total(values, number, BLOCK: tl.constexpr):
+def _total(values, num_rows, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, number, BLOCK):
+    for start in range(0, num_rows, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        total += tl.load(values + at, mask=at < number, other=0.0)
+        total += tl.load(values + at, mask=at < num_rows, other=0.0)
     return tl.sum(total)
 
 
 @triton.jit
 def _reduced(sums, terms, active, REDUCTION: tl.constexpr):
-    """A reduced sum and what each of its terms counts: 0 where nothing counts."""
+    """A reduced sum and the share of each of its terms: 0 where nothing counts."""
     if REDUCTION == 0:
         return sums, sums * 0.0 + 1.0
     many = terms if REDUCTION == 1 else active
@@ -629,31 +653,31 @@ def _reduced(sums, terms, active, REDUCTION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["programs"])
 def _finish(stats, loss, programs, HALVES: tl.constexpr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """The loss; and behind the programs' sums, what a pair of each kind counts."""
-    sums = _total(stats, programs, BLOCK)
-    terms = _total(stats + programs, programs, BLOCK)
-    active = _total(stats + 2 * programs, programs, BLOCK)
-    spoilt = _total(stats + 6 * programs, programs, BLOCK)
+    """The loss; and behind the programs' sums, the share of a pair of each kind."""
+    sums = _total(stats + SUM * programs, programs, BLOCK)
+    terms = _total(stats + TERMS * programs, programs, BLOCK)
+    active = _total(stats + ACTIVE * programs, programs, BLOCK)
+    taint = _total(stats + TAINTED * programs, programs, BLOCK)
     value, pull = _reduced(sums, terms, active, REDUCTION)
     push = pull
     if HALVES:
-        sums = _total(stats + 3 * programs, programs, BLOCK)
-        terms = _total(stats + 4 * programs, programs, BLOCK)
-        active = _total(stats + 5 * programs, programs, BLOCK)
+        sums = _total(stats + NEGATIVE_SUM * programs, programs, BLOCK)
+        terms = _total(stats + NEGATIVE_TERMS * programs, programs, BLOCK)
+        active = _total(stats + NEGATIVE_ACTIVE * programs, programs, BLOCK)
         if HALVES == TOGETHER:
-            near = _total(stats, programs, BLOCK)
-            both = terms + _total(stats + programs, programs, BLOCK)
-            stirred = active + _total(stats + 2 * programs, programs, BLOCK)
-            value, pull = _reduced(near, both, stirred, REDUCTION)
-            more, push = _reduced(sums, both, stirred, REDUCTION)
+            near = _total(stats + SUM * programs, programs, BLOCK)
+            both_terms = terms + _total(stats + TERMS * programs, programs, BLOCK)
+            both_active = active + _total(stats + ACTIVE * programs, programs, BLOCK)
+            value, pull = _reduced(near, both_terms, both_active, REDUCTION)
+            negative_value, push = _reduced(sums, both_terms, both_active, REDUCTION)
         else:
-            more, push = _reduced(sums, terms, active, REDUCTION)
-        value = (value + more) * 0.5
+            negative_value, push = _reduced(sums, terms, active, REDUCTION)
+        value = (value + negative_value) * 0.5
         pull = pull * 0.5
         push = push * 0.5
-    tl.store(loss, (value + spoilt).to(tl.float32))
-    tl.store(stats + 7 * programs, pull + spoilt)  # a spoilt batch has no sound gradient either
-    tl.store(stats + 7 * programs + 1, push + spoilt)
+    tl.store(loss, (value + taint).to(tl.float32))
+    tl.store(stats + SHARES * programs, pull + taint)  # a tainted batch has no sound gradient either
+    tl.store(stats + SHARES * programs + 1, push + taint)
 
 
 @triton.jit
@@ -667,17 +691,17 @@ def _float(lists, region, slot, at, anchors, mask):
 
 
 @triton.jit
-def _pull(lists, slot, at, anchors, capacity, mask, KEPT: tl.constexpr):
+def _pull(lists, slot, at, anchors, capacity, mask, STORED: tl.constexpr):
     """The weight of the pair of an anchor and its positive of a slot."""
-    if KEPT:
+    if STORED:
         return _float(lists, FIRST + 2 * capacity, slot, at, anchors, mask)
     return tl.where(_entry(lists, FIRST + capacity, slot, at, anchors, mask) >= 0, 2.0, 0.0)
 
 
 @triton.jit
-def _push(lists, slot, at, anchors, capacity, mask, KEPT: tl.constexpr):
+def _push(lists, slot, at, anchors, capacity, mask, STORED: tl.constexpr):
     """The weight of the pair of an anchor and its negative of a slot, where it has one."""
-    if KEPT:
+    if STORED:
         return _float(lists, FIRST + 3 * capacity, slot, at, anchors, mask)
     return tl.where(mask, 2.0, 0.0)
 
@@ -685,68 +709,70 @@ def _push(lists, slot, at, anchors, capacity, mask, KEPT: tl.constexpr):
 @triton.jit
 def _gather(acc, total, b, column, weight, axis, PAD: tl.constexpr):
     """Adds weight · row of each anchor's listed column, and the weight."""
-    there = column >= 0
-    weight = tl.where(there, weight, 0.0).to(tl.float64)
+    mask_m = column >= 0
+    weight = tl.where(mask_m, weight, 0.0).to(tl.float64)
     at = column.to(tl.int64)[:, None] * PAD + axis[None, :]
-    row = tl.load(b + at, mask=there[:, None] & (axis < PAD)[None, :], other=0.0)
+    row = tl.load(b + at, mask=mask_m[:, None] & (axis < PAD)[None, :], other=0.0)
     return acc + weight[:, None] * row, total + weight
 
 
 @triton.jit(do_not_specialize=["capacity", "programs"])
-def _back(x, a, b, lists, stats, upstream, out, by_edge, number, others, anchors, dim, capacity, programs, rounding,
-          OWN: tl.constexpr, OTHER: tl.constexpr, EVERY: tl.constexpr, ONE: tl.constexpr, KEPT: tl.constexpr,
-          EDGE: tl.constexpr, SQUARED: tl.constexpr, NORMALIZE: tl.constexpr, SELF: tl.constexpr, FUSED: tl.constexpr,
-          SKIP: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-          D: tl.constexpr):  # fmt: skip
-    """The gradient by rows i of `x`, as anchors (OWN), as references (OTHER), or both; a: they prepared, b: the others.
+def _backward(x, a, b, lists, stats, upstream, out, by_edge, num_rows, num_columns, anchors, dim, capacity, programs,
+              rounding, OWN: tl.constexpr, OTHER: tl.constexpr, EVERY: tl.constexpr, ONE: tl.constexpr,
+              STORED: tl.constexpr, EDGE: tl.constexpr, SQUARED: tl.constexpr, NORMALIZE: tl.constexpr,
+              SELF: tl.constexpr, FUSED: tl.constexpr, SKIP: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr,
+              N: tl.constexpr, K: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The gradient by rows i of `x`, as anchors (OWN), as references (OTHER), or both. a: x prepared; b: the others.
 
-    Each pair gives weight · (a_i - b_j): the weights are summed, and the rows they are at. ONE: an anchor has one slot,
-    and need not be among the positives of its positive.
+    Each pair contributes weight · (a_i - b_j): the weights are summed, and the weighted rows. ONE: an anchor has one
+    slot, and need not be among the positives of its positive.
     """
     ROOT: tl.constexpr = not SQUARED
-    LISTED: tl.constexpr = SELF and not ONE  # kin list each other
+    LISTED: tl.constexpr = SELF and not ONE  # positives list each other
     place = tl.program_id(0) * M + tl.arange(0, M)
-    there = place < number
-    i = tl.minimum(place, number - 1)
+    mask_m = place < num_rows
+    i = tl.minimum(place, num_rows - 1)
     axis = tl.program_id(1) * D + tl.arange(0, D)
     upper = tl.load(upstream).to(tl.float64)
-    pull_share = (tl.load(stats + 7 * programs) * upper).to(tl.float32)
-    push_share = (tl.load(stats + 7 * programs + 1) * upper).to(tl.float32)
+    pull_share = (tl.load(stats + SHARES * programs) * upper).to(tl.float32)
+    push_share = (tl.load(stats + SHARES * programs + 1) * upper).to(tl.float32)
     acc = tl.zeros((M, D), tl.float64)
     total = tl.zeros((M,), tl.float64)
-    found = tl.zeros((M,), tl.int32)
+    positives = tl.zeros((M,), tl.int32)
     if OWN:
-        found = tl.load(lists + i, mask=there, other=0)
-        before = tl.load(lists + 2 * anchors + i, mask=there, other=0)
-        for slot in range(0, tl.max(found)):
-            mask = slot < found
+        positives = tl.load(lists + POSITIVES * anchors + i, mask=mask_m, other=0)
+        before = tl.load(lists + BEFORE * anchors + i, mask=mask_m, other=0)
+        for slot in range(0, tl.max(positives)):
+            mask = slot < positives
             column = _entry(lists, FIRST, slot, i, anchors, mask)
-            weight = _pull(lists, slot, i, anchors, capacity, mask, KEPT)
+            weight = _pull(lists, slot, i, anchors, capacity, mask, STORED)
             if LISTED:  # the same pair with its roles exchanged
                 other = before - (column < i).to(tl.int32)
-                weight += _pull(lists, other, column, anchors, capacity, mask, KEPT)
+                weight += _pull(lists, other, column, anchors, capacity, mask, STORED)
             acc, total = _gather(acc, total, b, column, weight * pull_share, axis, PAD)
             if not EVERY:
                 column = _entry(lists, FIRST + capacity, slot, i, anchors, mask)
-                weight = _push(lists, slot, i, anchors, capacity, mask, KEPT)
+                weight = _push(lists, slot, i, anchors, capacity, mask, STORED)
                 acc, total = _gather(acc, total, b, column, weight * -push_share, axis, PAD)
     if OTHER or EVERY:
-        left = fact(a, LENGTH, i, there, number, PAD)
-        own = class_ids(a, i, there, number, PAD)
+        left = fact(a, LENGTH, i, mask_m, num_rows, PAD)
+        row_ids = class_ids(a, i, mask_m, num_rows, PAD)
         if EVERY and OWN:
             low = float("-inf")
-            level0 = tl.where(found > 0, _float(lists, FIRST + capacity, 0, i, anchors, found > 0), low)
-            level1 = tl.where(found > 1, _float(lists, FIRST + capacity, 1, i, anchors, found > 1), low)
-            level2 = tl.where(found > 2, _float(lists, FIRST + capacity, 2, i, anchors, found > 2), low)
-            level3 = tl.where(found > 3, _float(lists, FIRST + capacity, 3, i, anchors, found > 3), low)
+            level0 = tl.where(positives > 0, _float(lists, FIRST + capacity, 0, i, anchors, positives > 0), low)
+            level1 = tl.where(positives > 1, _float(lists, FIRST + capacity, 1, i, anchors, positives > 1), low)
+            level2 = tl.where(positives > 2, _float(lists, FIRST + capacity, 2, i, anchors, positives > 2), low)
+            level3 = tl.where(positives > 3, _float(lists, FIRST + capacity, 3, i, anchors, positives > 3), low)
         sums = tl.zeros((M, N), tl.float64)
-        for start in range(0, others, N):
+        for start in range(0, num_columns, N):
             j = start + tl.arange(0, N)
-            real = j < others
-            j = tl.minimum(j, others - 1)
+            mask_n = j < num_columns
+            j = tl.minimum(j, num_columns - 1)
             weight = tl.zeros((M, N), tl.float32)
             if EVERY:
-                distance, _, negative = _met(a, b, own, i, there, left, start, others, rounding, ROOT, SELF, PAD, N, K)
+                distance, _, negative = _distances(
+                    a, b, row_ids, i, mask_m, left, start, num_columns, rounding, ROOT, SELF, PAD, N, K
+                )
                 distance = tl.where(negative, _plain(distance, SQUARED, ROOT), float("inf"))
                 pushes = tl.zeros((M, N), tl.float32)
                 if OWN:
@@ -754,18 +780,18 @@ def _back(x, a, b, lists, stats, upstream, out, by_edge, number, others, anchors
                     pushes += tl.where(distance < level1[:, None], 1.0, 0.0)
                     pushes += tl.where(distance < level2[:, None], 1.0, 0.0)
                     pushes += tl.where(distance < level3[:, None], 1.0, 0.0)
-                    for slot in range(4, tl.max(found)):
-                        level = _float(lists, FIRST + capacity, slot, i, anchors, slot < found)
-                        pushes += tl.where((slot < found)[:, None] & (distance < level[:, None]), 1.0, 0.0)
+                    for slot in range(4, tl.max(positives)):
+                        level = _float(lists, FIRST + capacity, slot, i, anchors, slot < positives)
+                        pushes += tl.where((slot < positives)[:, None] & (distance < level[:, None]), 1.0, 0.0)
             if OTHER:
-                listed = tl.load(lists + j, mask=real, other=0)
+                listed = tl.load(lists + POSITIVES * anchors + j, mask=mask_n, other=0)
                 for first in range(0, tl.max(listed), 4):
                     for turn in tl.static_range(4):
                         slot = first + turn
                         mask = slot < listed
                         if not LISTED:
                             column = _entry(lists, FIRST, slot, j, anchors, mask)
-                            pull = _pull(lists, slot, j, anchors, capacity, mask, KEPT) * pull_share
+                            pull = _pull(lists, slot, j, anchors, capacity, mask, STORED) * pull_share
                             weight += tl.where(i[:, None] == column[None, :], pull[None, :], 0.0)
                         if EVERY:
                             level = _float(lists, FIRST + capacity, slot, j, anchors, mask)
@@ -773,12 +799,12 @@ def _back(x, a, b, lists, stats, upstream, out, by_edge, number, others, anchors
                             pushes += tl.where(distance < level[None, :], 1.0, 0.0)
                         else:
                             column = _entry(lists, FIRST + capacity, slot, j, anchors, mask)
-                            push = _push(lists, slot, j, anchors, capacity, mask, KEPT) * push_share
+                            push = _push(lists, slot, j, anchors, capacity, mask, STORED) * push_share
                             weight -= tl.where(i[:, None] == column[None, :], push[None, :], 0.0)
             if EVERY:
                 push = pushes * _slope(distance, SQUARED) * push_share
                 weight -= tl.where(pushes > 0, push, 0.0)
-            weight = tl.where(there[:, None], weight, 0.0)
+            weight = tl.where(mask_m[:, None], weight, 0.0)
             sums += weight.to(tl.float64)
             rows = b + j.to(tl.int64)[:, None] * PAD + axis[None, :]
             inside = tl.broadcast_to((axis < PAD)[None, :], (N, D))
@@ -789,26 +815,26 @@ def _back(x, a, b, lists, stats, upstream, out, by_edge, number, others, anchors
             else:
                 acc = tl.dot(weight.to(tl.float64), tl.load(rows, mask=inside, other=0.0), acc, out_dtype=tl.float64)
         total += tl.sum(sums, 1)
-    inside = there[:, None] & (axis < dim)[None, :]
+    inside = mask_m[:, None] & (axis < dim)[None, :]
     row = tl.load(a + i.to(tl.int64)[:, None] * PAD + axis[None, :], mask=inside, other=0.0)
     gradient = total[:, None] * row - acc
     if FUSED:
-        whole_gradient(x, a, out, gradient, i, there, axis, number, dim, PAD, "held", NORMALIZE)
+        store_gradient(x, a, out, gradient, i, mask_m, axis, num_rows, dim, PAD, "clamp", NORMALIZE)
     else:
         tl.store(out + i.to(tl.int64)[:, None] * dim + axis[None, :], gradient, mask=inside)
     if EDGE and tl.program_id(1) == 0:
-        slope = tl.load(lists + anchors + i, mask=there, other=0).to(tl.float32, bitcast=True)
-        tl.store(by_edge + i, slope * pull_share, mask=there)
+        slope = tl.load(lists + BOUNDARY_SLOPE * anchors + i, mask=mask_m, other=0).to(tl.float32, bitcast=True)
+        tl.store(by_edge + i, slope * pull_share, mask=mask_m)
 
 
-class Kept(NamedTuple):
-    """What the gradient needs of the pass before, beside the raw rows."""
+class Saved(NamedTuple):
+    """What the gradient needs of the forward pass, beside the raw rows."""
 
-    anchors: torch.Tensor  # prepared rows: `row_tiles.prepare`
+    anchors: torch.Tensor  # prepared rows: `row_kernels.prepare`
     references: torch.Tensor | None
-    number: int  # anchors
-    others: int  # references
-    lists: torch.Tensor  # int32, as the top of the file says
+    num_rows: int  # anchors
+    num_columns: int  # references
+    lists: torch.Tensor  # int32, see the top of the file
     stats: torch.Tensor  # float64: the programs' sums, and two shares
     capacity: int
     programs: int
@@ -823,16 +849,18 @@ class Passes(NamedTuple):
 
 
 @functools.cache
-def _passes(number, dim, alone, selection, loss, squared, reduction, balance) -> Passes:
-    size = tile(FORWARD, number)
+def _passes(num_rows, dim, alone, selection, loss, squared, reduction, balance) -> Passes:
+    size = tile(FORWARD, num_rows)
     root = not squared and selection != "distance_weighted"
-    way = {"LOSS": LOSSES.index(loss), "SQUARED": squared, "ROOT": root, "SELF": alone}
-    way |= {"num_warps": size.warps, "num_stages": size.stages} | _form(dim, size) | options()
+    constants = {"LOSS": LOSSES.index(loss), "SQUARED": squared, "ROOT": root, "SELF": alone}
+    constants |= {"num_warps": size.warps, "num_stages": size.stages} | _form(dim, size) | options()
     if selection in ("batch_hard", "easy_positive"):
-        select = CachedLauncher(_extremes, EASY=selection == "easy_positive", **way)
+        select = CachedLauncher(_extremes, EASY=selection == "easy_positive", **constants)
     else:
         fallback, selection = FALLBACKS.get(selection, 0), "semihard" if selection in FALLBACKS else selection
-        select = CachedLauncher(_rows, SELECTION=SELECTIONS.index(selection), L=LABELS, FALLBACK=fallback, **way)
+        select = CachedLauncher(
+            _select, SELECTION=SELECTIONS.index(selection), L=LABELS, FALLBACK=fallback, **constants
+        )
     sums = {
         "HALVES": (1 if balance else 2) if loss == "contrastive" else 0,
         "REDUCTION": REDUCTIONS.index(reduction),
@@ -843,30 +871,30 @@ def _passes(number, dim, alone, selection, loss, squared, reduction, balance) ->
 
 def forward(x, ids, r, other_ids, boundary, seed, capacity, plan):
     """The loss, and what its gradient needs. Without r the batch itself; boundary: (B, 1) of any stride, or ()."""
-    number, dim = x.shape
+    num_rows, dim = x.shape
     anchors = prepare(x, ids, plan.normalize)
     references = None if r is None else prepare(r, other_ids, plan.normalize)
-    others = number if r is None else r.shape[0]
-    start = _passes(number, dim, r is None, plan.selection, plan.loss, plan.squared, plan.reduction, plan.balance)
-    programs = -(-number // start.rows)
-    regions = 3 if plan.selection == "all" else 4 if _kept(plan) else 2
-    lists = torch.empty((3 + regions * capacity) * number, device=x.device, dtype=torch.int32)
-    stats = torch.empty(SUMS * programs + 2, device=x.device, dtype=torch.float64)
+    num_columns = num_rows if r is None else r.shape[0]
+    start = _passes(num_rows, dim, r is None, plan.selection, plan.loss, plan.squared, plan.reduction, plan.balance)
+    programs = -(-num_rows // start.rows)
+    regions = 3 if plan.selection == "all" else 4 if _stores_weights(plan) else 2
+    lists = torch.empty((FIRST.value + regions * capacity) * num_rows, device=x.device, dtype=torch.int32)
+    stats = torch.empty(SHARES.value * programs + 2, device=x.device, dtype=torch.float64)
     loss = torch.empty((), device=x.device, dtype=torch.float32)
-    kept = Kept(anchors, references, number, others, lists, stats, capacity, programs)
+    saved = Saved(anchors, references, num_rows, num_columns, lists, stats, capacity, programs)
     sides = (anchors, anchors if r is None else references)
     rounding = 2 * dim * EPS
     grid = (programs, 1, 1)
     if plan.selection in ("batch_hard", "easy_positive"):
-        start.select(grid, *sides, lists, stats, number, others, plan.margin, rounding)
+        start.select(grid, *sides, lists, stats, num_rows, num_columns, plan.margin, rounding)
     else:
         edge = stats if boundary is None else boundary
         stride = boundary.stride(0) if boundary is not None and boundary.dim() else 0
         extra = plan.margin - _float32(plan.margin) if plan.selection == "all" else plan.extra
-        start.select(grid, *sides, edge, stats if seed is None else seed, lists, stats, number, others, capacity,
+        start.select(grid, *sides, edge, stats if seed is None else seed, lists, stats, num_rows, num_columns, capacity,
                      stride, plan.margin, extra, plan.cutoff, *plan.density, rounding)  # fmt: skip
     start.finish((1, 1, 1), stats, loss, programs)
-    return loss, kept
+    return loss, saved
 
 
 def _float32(value):
@@ -874,43 +902,45 @@ def _float32(value):
 
 
 def _form(dim, size):
-    """How prepared rows are read: their padded length, and how many coordinates at a time."""
+    """How prepared rows are read: their padded length, and coordinates at a time."""
     pad = padded(dim)
-    return {"PAD": pad, "K": 16 if pad % 32 else 32, "M": size.rows, "N": size.others}
+    return {"PAD": pad, "K": 16 if pad % 32 else 32, "M": size.rows, "N": size.columns}
 
 
-def _kept(plan):
+def _stores_weights(plan):
     """Whether pairs have weights of their own."""
     return not (plan.squared and plan.loss == "hinge" and plan.selection != "all")
 
 
 @functools.cache
-def _last_pass(number, dim, role, every, one, kept, edge, squared, normalize, skip) -> tuple[int, int, CachedLauncher]:
-    """Rows of a program, coordinates of a gradient that it holds, and the kernel."""
-    fused = dim <= WHOLE
+def _last_pass(
+    num_rows, dim, role, every, unit, stored, edge, squared, normalize, skip
+) -> tuple[int, int, CachedLauncher]:
+    """Rows per program, coordinates of a gradient per program, and the kernel."""
+    fused = dim <= CHUNK
     block = max(16, triton.next_power_of_2(dim)) if fused else 128
-    size = tile(BACKWARD if block <= 128 else {2**31: LONG}, number)
-    way = {"OWN": role != "references", "OTHER": role != "anchors", "EVERY": every, "ONE": one, "KEPT": kept}
-    way |= {"EDGE": edge, "SQUARED": squared, "NORMALIZE": normalize, "SELF": role == "self", "FUSED": fused}
-    way |= {"SKIP": skip, "D": block, "num_warps": size.warps, "num_stages": size.stages}
-    return size.rows, block, CachedLauncher(_back, **way, **_form(dim, size), **options())
+    size = tile(BACKWARD if block <= 128 else {2**31: LONG}, num_rows)
+    constants = {"OWN": role != "references", "OTHER": role != "anchors", "EVERY": every, "ONE": unit, "STORED": stored}
+    constants |= {"EDGE": edge, "SQUARED": squared, "NORMALIZE": normalize, "SELF": role == "self", "FUSED": fused}
+    constants |= {"SKIP": skip, "D": block, "num_warps": size.warps, "num_stages": size.stages}
+    return size.rows, block, CachedLauncher(_backward, **constants, **_form(dim, size), **options())
 
 
-def backward(kept, x, upstream, plan, role, edge=False):
+def backward(saved, x, upstream, plan, role, edge=False):
     """The gradient by anchors ("self", "anchors") or by references ("references"), and by each boundary (B,)."""
-    number, dim = x.shape
-    a = kept.references if role == "references" else kept.anchors
-    b = kept.references if role == "anchors" else kept.anchors
-    others = kept.others if role == "anchors" else kept.number
-    kinds = (plan.selection == "all", kept.capacity == 1, _kept(plan), edge, plan.squared, plan.normalize)
-    rows, block, start = _last_pass(number, dim, role, *kinds, others > MANY)
+    num_rows, dim = x.shape
+    a = saved.references if role == "references" else saved.anchors
+    b = saved.references if role == "anchors" else saved.anchors
+    num_columns = saved.num_columns if role == "anchors" else saved.num_rows
+    kinds = (plan.selection == "all", saved.capacity == 1, _stores_weights(plan), edge, plan.squared, plan.normalize)
+    rows, block, start = _last_pass(num_rows, dim, role, *kinds, num_columns > MANY)
     fused = dim <= block
     kind = torch.float32 if kernels.interpreted() else x.dtype  # the interpreter cuts to bfloat16, unrounded
     out = torch.empty_like(x, dtype=kind)
     by_rows = out if fused else torch.empty_like(x, dtype=torch.float64)
-    by_edge = torch.empty(number, device=x.device, dtype=torch.float32) if edge else None
-    start((-(-number // rows), -(-dim // block), 1), x, a, b, kept.lists, kept.stats, upstream, by_rows,
-          by_edge if edge else kept.stats, number, others, kept.number, dim, kept.capacity, kept.programs,
+    by_edge = torch.empty(num_rows, device=x.device, dtype=torch.float32) if edge else None
+    start((-(-num_rows // rows), -(-dim // block), 1), x, a, b, saved.lists, saved.stats, upstream, by_rows,
+          by_edge if edge else saved.stats, num_rows, num_columns, saved.num_rows, dim, saved.capacity, saved.programs,
           2 * dim * EPS)  # fmt: skip
     if not fused:
         long_gradient(x, a, by_rows, out, plan.normalize)

@@ -66,7 +66,7 @@ def proxy_nca_loss(
         return value + reduce.taint(embeddings) + _spoilt(shard, proxies)
     num_classes = proxies.shape[0] // proxies_per_class if shard is None else shard.total
     if proxies_per_class == 1 and isinstance(labels, Tensor):
-        told = Form(2 * scale**2, lost=scale**2, told=True, soft=form == "softmax")
+        told = Form(2 * scale**2, lost=scale**2, needs_others=True, soft=form == "softmax")
         found_whole = whole(impl, embeddings, labels, proxies, told, reduction, max_memory, shard)
         if found_whole is not None:
             return found_whole

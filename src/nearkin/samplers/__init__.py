@@ -6,15 +6,14 @@
 A batch is a pure function of (arguments, epoch, index), `sampler.batch(epoch, index)`: equal arguments give equal
 batches on every machine, Python and NumPy. `ClassBalanced` is the usual choice; `ClassRatio` for the facility-location
 loss, `PairPerClass` for N-pair, `LabelNeighbours` for log-ratio, `HardNegatives` for lifted structure, `HardClasses` to
-bring near classes together.
-How an epoch, a resume and the ranks work is said in `EpochSampler`.
+put near classes into the same batch. `EpochSampler` describes epochs, resuming and ranks.
 """
 
 from nearkin.samplers.base import EpochSampler
 from nearkin.samplers.class_balanced import ClassBalanced, ClassRatio
 from nearkin.samplers.hard_classes import HardClasses, PairPerClass
-from nearkin.samplers.neighbours import LabelNeighbours
-from nearkin.samplers.positive_pairs import HardNegatives
+from nearkin.samplers.hard_negatives import HardNegatives
+from nearkin.samplers.label_neighbours import LabelNeighbours
 
 __all__ = [
     "ClassBalanced",

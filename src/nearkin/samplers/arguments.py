@@ -1,4 +1,4 @@
-"""What may be asked of a sampler; every error sentence that is a sampler's own."""
+"""Checks of the arguments of samplers, and their error messages."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ def ratio(value: float) -> None:
 
 
 def ranks(rank: int, world_size: int, split: str, shared: Mapping[str, tuple[str, int]]) -> None:
-    """`shared`: for each possible split, the name and the number of what every rank must get as much of."""
+    """`shared`: for each possible split, the name and the number of what is divided evenly over the ranks."""
     checks.integer("world_size", world_size, 1)
     checks.integer("rank", rank, 0)
     if rank >= world_size:
@@ -76,12 +76,12 @@ def classes_for_pairs(counts: Ints) -> None:
 
 
 def class_rows(name: str, values: Embeddings, rows: int, what: str) -> Tensor:
-    """Embeddings, one row a class or an item."""
+    """Embeddings, one row per class or item."""
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(np.require(values, requirements=["C", "W"]))
     array = checks.rows(name, values).detach()
     if len(array) != rows:
-        raise ValueError(f"{name} must have one row {what}: {rows}, got {len(array)}")
+        raise ValueError(f"{name} must have one row per {what}: {rows}, got {len(array)}")
     return array
 
 
@@ -95,15 +95,17 @@ def between_epochs(epoch: int, drawn: int, batches: int) -> None:
     if 0 < drawn < batches:
         raise ValueError(
             f"refresh must come between epochs, got it after batch {drawn} of {batches} of epoch {epoch}; "
-            f"call set_epoch({epoch + 1}) first to leave this epoch, or give batches= for shorter epochs"
+            f"call set_epoch({epoch + 1}) first to leave this epoch, or set batches= for shorter epochs"
         )
 
 
-def not_my_state(name: str) -> NoReturn:
-    raise ValueError(f"state must come from a {name} with the same labels, seed and settings, got another's")
+def wrong_state(name: str) -> NoReturn:
+    raise ValueError(
+        f"state must come from a {name} with the same labels, seed and settings, got the state of a different one"
+    )
 
 
-def say_padding(counts: Ints, per_class: int, rank: int) -> None:
+def warn_repeated_items(counts: Ints, per_class: int, rank: int) -> None:
     small = int((counts < per_class).sum())
     if small and rank == 0:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""What all samplers share: epochs, resuming, and the parts of the ranks."""
+"""What all samplers share: epochs, resuming, and the division of a batch over ranks."""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -19,12 +19,12 @@ class EpochSampler(Sampler[list[int]]):
     """A torch batch sampler whose batches are a pure function of (arguments, epoch, index).
 
     **Epochs.** A pass draws every item that the composition can reach at least once; an epoch is one pass unless
-    `batches=` says how many batches it has: then epochs walk on through pass after pass. Each `for` over the sampler
-    or its DataLoader is one epoch and the next `for` is the next epoch, also after a `break`; `set_epoch` chooses one.
+    `batches=` sets its length: then epochs continue through pass after pass. Each `for` over the sampler or its
+    DataLoader is one epoch and the next `for` is the next epoch, also after a `break`; `set_epoch` chooses one.
 
-    **Resuming.** `state_dict()` holds the place after the last batch drawn; a sampler that loads it goes on with the
-    next one. A DataLoader with workers draws batches ahead of the training loop, so tell the state how many batches
-    of the epoch, from its first one on, were trained on:
+    **Resuming.** `state_dict()` holds the position after the last batch drawn; a sampler that loads it continues with
+    the next one. A DataLoader with workers draws batches ahead of the training loop, so pass the number of batches of
+    this epoch, counted from its first, that were trained on:
 
         for step, batch in enumerate(loader, start=sampler.start):
             ...
@@ -32,8 +32,8 @@ class EpochSampler(Sampler[list[int]]):
 
     States are tensors only, and fit any number of ranks: the ranks share one global batch.
 
-    **Ranks.** Each of `world_size` ranks gets its own part of the same global batch; the parts together are the batch
-    of a single process. `split="classes"` keeps classes whole, as many on each rank; `split="items"` spreads every
+    **Ranks.** Each of `world_size` ranks gets its part of the same global batch; the parts together are the batch of a
+    single process. `split="classes"` puts each class on one rank, as many on each; `split="items"` spreads every
     class over the ranks, as many items on each.
     """
 
@@ -56,12 +56,12 @@ class EpochSampler(Sampler[list[int]]):
         self._pass_batches = pass_batches
         self._batches = pass_batches if batches is None else batches
         self._fingerprint = zlib.crc32(data.astype(data.dtype.newbyteorder("<"), order="C").data)
-        self._mark(type(self).__name__, seed, self._batches)
+        self._add_to_fingerprint(type(self).__name__, seed, self._batches)
         self._epoch = self._drawn = 0
         self._resumed = False
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Batches per epoch."""
         return self._batches
 
     @property
@@ -71,16 +71,16 @@ class EpochSampler(Sampler[list[int]]):
 
     @property
     def start(self) -> int:
-        """The batch with which the next iteration begins: 0, or where it was resumed."""
+        """The first batch of the next iteration: 0, or where it was resumed."""
         return self._drawn if self._resumed else 0
 
     def batch(self, epoch: int, index: int) -> list[int]:
-        """This rank's part of batch `index` of an epoch; asking moves nothing."""
+        """This rank's part of batch `index` of an epoch; does not change the position of the sampler."""
         checks.integer("epoch", epoch, 0)
         checks.integer("index", index, 0)
         arguments.at_most("index", index, self._batches - 1, "the last batch of an epoch")
-        items, sizes = self._global(*divmod(epoch * self._batches + index, self._pass_batches))
-        part: list[int] = self._part(items, sizes).tolist()
+        items, sizes = self._global_batch(*divmod(epoch * self._batches + index, self._pass_batches))
+        part: list[int] = self._rank_part(items, sizes).tolist()
         return part
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -94,7 +94,7 @@ class EpochSampler(Sampler[list[int]]):
             yield self.batch(epoch, index)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration gives this epoch: from its first batch, or from where it was just resumed."""
+        """The next iteration is this epoch: from its first batch, or from where it was just resumed."""
         if not (self._resumed and epoch == self._epoch):
             self.resume(epoch, 0)
 
@@ -107,7 +107,7 @@ class EpochSampler(Sampler[list[int]]):
         self._resumed = self._drawn > 0
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Tensor]:
-        """Where to go on: after the last batch drawn, or after `batches_done` of the epoch that was iterated last."""
+        """Where to continue: after the last batch drawn, or after `batches_done` of the last iterated epoch."""
         done = self._drawn if batches_done is None else batches_done
         checks.integer("batches_done", done, 0)
         arguments.at_most("batches_done", done, self._batches, "the batches of an epoch")
@@ -116,25 +116,25 @@ class EpochSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if int(state["fingerprint"]) != self._fingerprint:
-            arguments.not_my_state(type(self).__name__)
+            arguments.wrong_state(type(self).__name__)
         self.resume(int(state["epoch"]), int(state["batch"]))
 
-    def _mark(self, *settings: str | int) -> None:
-        """Settings that a state to be loaded must have been saved with, besides the data."""
+    def _add_to_fingerprint(self, *settings: str | int) -> None:
+        """Adds settings that a loaded state must share, besides the data."""
         self._fingerprint = zlib.crc32(repr(settings).encode(), self._fingerprint)
 
-    def _global(self, number: int, position: int) -> tuple[Ints, Ints]:
+    def _global_batch(self, pass_index: int, position: int) -> tuple[Ints, Ints]:
         """The items of a batch of pass `number` over all ranks, group by group, and the sizes of the groups."""
         raise NotImplementedError
 
-    def _part(self, items: Ints, sizes: Ints) -> Ints:
-        """What this rank gets of a global batch."""
+    def _rank_part(self, items: Ints, sizes: Ints) -> Ints:
+        """This rank's part of a global batch."""
         if self.split == "items" or self.world_size == 1:
             return items[self.rank :: self.world_size]
         owner, load = np.empty_like(sizes), np.zeros(self.world_size, np.int64)
-        for hand in np.argsort(-sizes, kind="stable").reshape(-1, self.world_size):  # from the largest classes down
+        for group in np.argsort(-sizes, kind="stable").reshape(-1, self.world_size):  # from the largest classes down
             emptiest = np.argsort(load, kind="stable")
-            owner[hand] = emptiest
-            load[emptiest] += sizes[hand]
+            owner[group] = emptiest
+            load[emptiest] += sizes[group]
         part: Ints = items[np.repeat(owner, sizes) == self.rank]
         return part

@@ -1,4 +1,4 @@
-"""Batches by class: so many classes, so many items of each."""
+"""Batches by class: a number of classes, and a number of items of each."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,11 +8,11 @@ from nearkin.core.random import Ints, Stream, shuffled, words
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Labels, Split
 from nearkin.samplers.base import EpochSampler
-from nearkin.samplers.schedule import Chosen, Grid, Groups, filled, least
+from nearkin.samplers.schedule import Groups, PickedBatches, RandomBatches, fill_turns, turns_needed
 
 
 class ClassSampler(EpochSampler):
-    """Batches of `classes` different classes and `batch_size` items; a subclass says how many of each."""
+    """Batches of `classes` different classes and `batch_size` items; a subclass decides how many of each."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class ClassSampler(EpochSampler):
         shared = {"classes": (names[0], classes), "items": (names[1], batch_size)}
         arguments.ranks(rank, world_size, split, shared)
         self.classes, self.batch_size, self._size = classes, batch_size, len(known)
-        self._turns, pass_batches = least(self._groups.counts, classes, batch_size)
+        self._turns, pass_batches = turns_needed(self._groups.counts, classes, batch_size)
         super().__init__(
             pass_batches=pass_batches,
             batches=batches,
@@ -42,26 +42,26 @@ class ClassSampler(EpochSampler):
             split=split,
             data=known,
         )
-        self._mark(classes, batch_size)
+        self._add_to_fingerprint(classes, batch_size)
         self._pass = -1  # the pass that is planned
 
     @property
     def class_ids(self) -> Ints:
-        """The labels drawn from, ascending: row c of anything said by class is of class_ids[c]."""
+        """The labels drawn from, ascending: row c of anything per class belongs to class_ids[c]."""
         return self._groups.ids
 
-    def _global(self, number: int, position: int) -> tuple[Ints, Ints]:
-        if self._pass != number:
-            turns = filled(self._turns, self.classes, self._pass_batches, self.seed, number)
-            self._plan(turns, number)
-            self._order = self._groups.shuffled(self.seed, number)
-            self._pass = number
-        order = shuffled(words(self.classes, self.seed, Stream.ORDER, number, position))
+    def _global_batch(self, pass_index: int, position: int) -> tuple[Ints, Ints]:
+        if self._pass != pass_index:
+            turns = fill_turns(self._turns, self.classes, self._pass_batches, self.seed, pass_index)
+            self._plan(turns, pass_index)
+            self._order = self._groups.shuffled(self.seed, pass_index)
+            self._pass = pass_index
+        order = shuffled(words(self.classes, self.seed, Stream.ORDER, pass_index, position))
         classes, offsets, sizes = (part[order] for part in self._column(position))
         return self._groups.take(self._order, classes, offsets, sizes), sizes
 
-    def _plan(self, turns: Ints, number: int) -> None:
-        """Gets ready for `_column` of pass `number`."""
+    def _plan(self, turns: Ints, pass_index: int) -> None:
+        """Prepares `_column` for pass `pass_index`."""
         raise NotImplementedError
 
     def _column(self, position: int) -> tuple[Ints, Ints, Ints]:
@@ -74,11 +74,11 @@ class ClassBalanced(ClassSampler):
 
     An epoch is the shortest in which every item is drawn: class c comes ceil(n_c / K) times, so large classes come
     more often and an item is drawn once, or twice where n_c is no multiple of K, rarely more where n_c is below it.
-    Items of a batch differ, except in classes smaller than K: they are repeated, which a warning says once. A class
-    with more than 1/P of all turns is in every batch and sets the length of the epoch; the others then come round more
-    often, evenly.
+    Items of a batch differ, except in classes smaller than K: they are repeated, with one warning. A class
+    with more than 1/P of all turns is in every batch and sets the length of the epoch; the others then come more often,
+    evenly.
 
-    labels: integers, one an item; -1 is unknown and never drawn. Order: class after class.
+    labels: integers, one per item; -1 is unknown and never drawn. Order: class after class.
     Hermans, Beyer, Leibe 2017, arXiv:1703.07737, section 2; P = 32, K = 4 from the authors' code.
     """
 
@@ -98,20 +98,22 @@ class ClassBalanced(ClassSampler):
         checks.integer("per_class", per_class, 1)
         super().__init__(labels, classes, classes * per_class, seed, rank, world_size, split, batches)
         self.per_class = per_class
-        arguments.say_padding(self._groups.counts, per_class, rank)
+        arguments.warn_repeated_items(self._groups.counts, per_class, rank)
 
-    def _plan(self, turns: Ints, number: int) -> None:
-        self._batches_of: Grid | Chosen = Grid(turns, self.classes, self._pass_batches, self.seed, number)
+    def _plan(self, turns: Ints, pass_index: int) -> None:
+        self._schedule: RandomBatches | PickedBatches = RandomBatches(
+            turns, self.classes, self._pass_batches, self.seed, pass_index
+        )
 
     def _column(self, position: int) -> tuple[Ints, Ints, Ints]:
-        classes, turn = self._batches_of.column(position)
+        classes, turn = self._schedule.column(position)
         return classes, turn * self.per_class, np.full_like(turn, self.per_class)
 
 
 class ClassRatio(ClassSampler):
     """`batch_size` items of C = `ratio` × `batch_size` different classes (rounded, at least 1), filled at random.
 
-    Each class gives one item; the rest are drawn at random from the same C classes, so exactly C classes are in a
+    Each class contributes one item; the rest are drawn at random from the same C classes, so exactly C classes are in a
     batch and their sizes vary. Over an epoch a class comes as often as its items need and brings, in its last turn,
     those not drawn yet, as far as the batch has room: about 1 item in 100 may miss an epoch. One item of a class is
     drawn at most once more than another. Items of a batch differ unless its classes have fewer than `batch_size` items
@@ -141,33 +143,33 @@ class ClassRatio(ClassSampler):
         super().__init__(labels, classes, batch_size, seed, rank, world_size, split, batches, names)
         self.ratio = ratio
 
-    def _plan(self, turns: Ints, number: int) -> None:
-        self._grid = Grid(turns, self.classes, self._pass_batches, self.seed, number)
+    def _plan(self, turns: Ints, pass_index: int) -> None:
+        self._grid = RandomBatches(turns, self.classes, self._pass_batches, self.seed, pass_index)
         self._left, self._taken = turns.copy(), np.zeros_like(turns)
         self._owed = -(-self._groups.counts * turns // self._turns)
-        self._made: list[tuple[Ints, Ints, Ints]] = []
+        self._columns: list[tuple[Ints, Ints, Ints]] = []
 
     def _column(self, position: int) -> tuple[Ints, Ints, Ints]:
-        for following in range(len(self._made), position + 1):
+        for following in range(len(self._columns), position + 1):
             classes, _ = self._grid.column(following)
             share = np.maximum(-(-self._owed[classes] // self._left[classes]), 1)
             sizes = self._fill(share, self._left[classes] == 1, self._groups.counts[classes], following)
-            self._made.append((classes, self._taken[classes], sizes))
+            self._columns.append((classes, self._taken[classes], sizes))
             self._taken[classes] += sizes
             self._owed[classes] = np.maximum(self._owed[classes] - sizes, 0)
             self._left[classes] -= 1
-        return self._made[position]
+        return self._columns[position]
 
     def _fill(self, share: Ints, last: NDArray[np.bool_], counts: Ints, position: int) -> Ints:
         """Random sizes (C,) of one batch around each class's share, `batch_size` in all.
 
-        From level to level classes may give more: one item; what is owed in a last turn; up to twice the share;
-        all items; items again. Chance fills the first level that reaches the batch size.
+        From level to level classes may contribute more: one item; what is owed in a last turn; up to twice the share;
+        all items; items again. The first level that reaches the batch size is filled at random.
         """
         most = np.minimum(counts, self.batch_size)
-        due, wide = np.where(last, share, 1), np.where(last, share, 2 * share - 1)
+        due, upper = np.where(last, share, 1), np.where(last, share, 2 * share - 1)
         low = np.ones_like(share)
-        for high in (np.minimum(due, most), np.minimum(wide, most), most, np.full_like(share, self.batch_size)):
+        for high in (np.minimum(due, most), np.minimum(upper, most), most, np.full_like(share, self.batch_size)):
             if high.sum() >= self.batch_size:
                 break
             low = high

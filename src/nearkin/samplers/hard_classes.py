@@ -1,4 +1,4 @@
-"""Near classes in one batch: mined offline, from embeddings that were given between epochs."""
+"""Near classes in one batch: mined offline, from embeddings passed between epochs."""
 
 from collections.abc import Mapping
 
@@ -12,16 +12,16 @@ from nearkin.core.random import Ints, Stream, closest, words
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Embeddings, Labels, Split
 from nearkin.samplers.class_balanced import ClassBalanced
-from nearkin.samplers.schedule import Chosen
+from nearkin.samplers.schedule import PickedBatches
 
-# Unit vectors are rounded to multiples of 1/2048. Sums of products are then whole numbers below 2^24: float32 holds
-# them exactly in any order of addition, so every BLAS on every machine ranks classes alike.
+# Unit vectors are rounded to multiples of 1/2048. Sums of products are then integers below 2^24: float32 holds
+# them exactly in any order of addition, so every BLAS on every machine sorts classes alike.
 _GRID = 2048
 _ROWS = 16_384  # rows in float64 at a time
 
 
 def on_grid(directions: Tensor) -> NDArray[np.float32]:
-    """Unit vectors of the rows, rounded to whole multiples of 1/2048; a zero row stays zero."""
+    """Unit vectors of the rows, rounded to multiples of 1/2048; a zero row stays zero."""
     unit = np.empty(directions.shape, np.float32)
     for start in range(0, len(unit), _ROWS):
         rows = directions[start : start + _ROWS].to("cpu", torch.float64)
@@ -32,7 +32,7 @@ def on_grid(directions: Tensor) -> NDArray[np.float32]:
 
 
 class MinedClasses(ClassBalanced):
-    """A `ClassBalanced` whose batches are picked by the similarity of classes once embeddings were given."""
+    """A `ClassBalanced` whose batches are picked by the similarity of classes once it has embeddings."""
 
     _unit: NDArray[np.float32] | None = None
 
@@ -44,21 +44,21 @@ class MinedClasses(ClassBalanced):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
-        given = state.get("class_embeddings")
-        self._unit = None if given is None else given.to("cpu", torch.float32).numpy()
+        stored = state.get("class_embeddings")
+        self._unit = None if stored is None else stored.to("cpu", torch.float32).numpy()
         self._pass = -1
 
     def _refresh(self, name: str, directions: Tensor) -> None:
-        """directions (C, D): only where a class points counts."""
+        """directions (C, D): only the direction of each class counts."""
         arguments.between_epochs(self._epoch, self._drawn, len(self))
         arguments.finite(name, directions)
         self._unit, self._pass = on_grid(directions), -1
 
-    def _plan(self, turns: Ints, number: int) -> None:
+    def _plan(self, turns: Ints, pass_index: int) -> None:
         if self._unit is None:
-            super()._plan(turns, number)
+            super()._plan(turns, pass_index)
             return
-        self._batches_of = Chosen(turns, self._pass_batches, self._pick)
+        self._schedule = PickedBatches(turns, self._pass_batches, self._pick)
 
     def _pick(self, left: Ints, due: Ints, position: int) -> Ints:
         """`classes` different classes that have turns left, all that are due among them."""
@@ -76,20 +76,20 @@ class HardClasses(MinedClasses):
 
     `refresh(embeddings)` between epochs, from the current encoder: a batch is then a random class and the `classes` - 1
     nearest to it, by the cosine of class means, that have turns left. Every class takes its turns as in
-    `ClassBalanced`, so items are drawn as evenly; what is left towards the end of an epoch lies further apart.
+    `ClassBalanced`, so items are drawn as evenly; the classes left towards the end of an epoch lie further apart.
     Before the first refresh classes are random: the batches of `ClassBalanced`. Refresh all ranks with the same rows.
 
     A batch costs one product of the (C, D) class means with a vector; the state holds the means as (C, D) int16.
     """
 
     def refresh(self, embeddings: Embeddings) -> None:
-        """embeddings (N, D), one row an item as in `labels`; rows of unknown items are not read."""
-        given = arguments.class_rows("embeddings", embeddings, self._size, "an item")
-        sums = torch.zeros(len(self.class_ids), given.shape[1], dtype=torch.float64)
+        """embeddings (N, D), one row per item as in `labels`; rows of unknown items are not read."""
+        stored = arguments.class_rows("embeddings", embeddings, self._size, "item")
+        sums = torch.zeros(len(self.class_ids), stored.shape[1], dtype=torch.float64)
         items, class_of = torch.from_numpy(self._groups.items), torch.from_numpy(self._groups.class_of)
         for start in range(0, len(items), _ROWS):
-            rows = items[start : start + _ROWS].to(given.device)
-            sums.index_add_(0, class_of[start : start + _ROWS], given[rows].to("cpu", torch.float64))
+            rows = items[start : start + _ROWS].to(stored.device)
+            sums.index_add_(0, class_of[start : start + _ROWS], stored[rows].to("cpu", torch.float64))
         self._refresh("embeddings", sums)
 
     def _pick(self, left: Ints, due: Ints, position: int) -> Ints:
@@ -107,11 +107,10 @@ class PairPerClass(MinedClasses):
     `refresh(class_embeddings)` between epochs: a batch then begins with a random class and takes, one after the other,
     the class that violates most: max over chosen i of cos(f_i, f_j), the triplet (i, i, j) furthest from satisfied.
     Candidates are the classes of `candidates` random turns among those left. Every class takes its ceil(n_c / 2) turns
-    an epoch, so mining changes who meets whom, never how often an item is drawn. Before the first refresh classes are
-    random. Refresh all ranks with the same rows.
+    per epoch, so mining changes which items meet, never how often an item is drawn. Before the first refresh classes
+    are random. Refresh all ranks with the same rows.
 
-    labels as in `ClassBalanced`; a class of one item is paired with itself, which a warning says once. Order: pair
-    after pair.
+    labels as in `ClassBalanced`; a class of one item is paired with itself, with one warning. Order: pair after pair.
     Sohn 2016, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective" (hard negative class mining).
     """
 
@@ -130,11 +129,11 @@ class PairPerClass(MinedClasses):
         checks.integer("candidates", candidates, classes)
         super().__init__(labels, classes, 2, seed, rank, world_size, split=split, batches=batches)
         self.candidates = candidates
-        self._mark(candidates)
+        self._add_to_fingerprint(candidates)
 
     def refresh(self, class_embeddings: Embeddings) -> None:
-        """class_embeddings (C, D), one row a class in the order of `class_ids`: an embedded item, or a mean of some."""
-        rows = arguments.class_rows("class_embeddings", class_embeddings, len(self.class_ids), "a class")
+        """class_embeddings (C, D), one row per class in the order of `class_ids`: one of its items, or a mean."""
+        rows = arguments.class_rows("class_embeddings", class_embeddings, len(self.class_ids), "class")
         self._refresh("class_embeddings", rows)
 
     def _pick(self, left: Ints, due: Ints, position: int) -> Ints:

@@ -1,7 +1,7 @@
-"""Turns: how often each class comes in a pass, and in which batch.
+"""The schedule of a pass: how many turns each class takes, and in which batches.
 
 A pass has `batches` batches of `classes` different classes. A class takes as many turns as its items need, so every
-item is drawn at least once; turns that are then left over go to whole further rounds of some classes.
+item is drawn at least once; turns that are left over go to further complete rounds of some classes.
 """
 
 from bisect import bisect_right
@@ -23,86 +23,86 @@ class Groups:
         self.class_of: Ints = inverse[order]
         self.starts = np.cumsum(self.counts) - self.counts
 
-    def shuffled(self, seed: int, number: int) -> Ints:
-        """`items` with every class in a random order of its own for this pass."""
-        order: Ints = np.lexsort((words(len(self.items), seed, Stream.ITEMS, number), self.class_of))
+    def shuffled(self, seed: int, pass_index: int) -> Ints:
+        """`items` with every class in its own random order for this pass."""
+        order: Ints = np.lexsort((words(len(self.items), seed, Stream.ITEMS, pass_index), self.class_of))
         return self.items[order]
 
     def take(self, order: Ints, classes: Ints, offsets: Ints, sizes: Ints) -> Ints:
-        """The next `sizes` items of each class from `offsets` on, round and round its order."""
+        """The next `sizes` items of each class from `offsets` on, in cyclic order."""
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         place = (np.repeat(offsets, sizes) + within) % np.repeat(self.counts[classes], sizes)
         taken: Ints = order[np.repeat(self.starts[classes], sizes) + place]
         return taken
 
 
-def least(counts: Ints, classes: int, batch_size: int) -> tuple[Ints, int]:
+def turns_needed(counts: Ints, classes: int, batch_size: int) -> tuple[Ints, int]:
     """Turns (C,) that reach every item, and the batches of a pass.
 
-    A class is in a batch once: one with more than its share of the turns sets the length of the pass.
+    A class is in a batch once: a class with more than its share of the turns sets the length of the pass.
     """
     turns = -(-counts * classes // batch_size)
     return turns, int(max(-(-turns.sum() // classes), turns.max()))
 
 
-def filled(turns: Ints, classes: int, batches: int, seed: int, number: int) -> Ints:
-    """The turns (C,) of pass `number`: `classes` × `batches` in all, none above `batches`.
+def fill_turns(turns: Ints, classes: int, batches: int, seed: int, pass_index: int) -> Ints:
+    """The turns (C,) of pass `pass_index`: `classes` × `batches` in all, none above `batches`.
 
-    All classes get as many whole rounds of their least turns as fit, and of the next round an even share.
+    All classes get as many complete rounds of their least turns as fit, and an even share of the next round.
     """
     total = classes * batches
     rounds = bisect_right(range(1, batches + 1), total, key=lambda r: int(np.minimum(turns * r, batches).sum()))
     full = np.minimum(turns * rounds, batches)
     room = np.minimum(turns * (rounds + 1), batches) - full
-    order = shuffled(words(len(turns), seed, Stream.CLASSES, number))
+    order = shuffled(words(len(turns), seed, Stream.CLASSES, pass_index))
     room_so_far = np.cumsum(room[order])
     share_so_far = room_so_far * (total - full.sum()) // max(int(room_so_far[-1]), 1)
     full[order] += np.diff(share_so_far, prepend=0)
     return full
 
 
-class Grid:
-    """Random batches: `at` (classes, batches) says which class is where.
+class RandomBatches:
+    """Random batches: column b of `at` (classes, batches) has the classes of batch b.
 
-    The turns of a class lie side by side, row after row, and each row is shuffled over the batches. A class that runs
-    over the end of a row takes, in the next one, batches in which it is not yet.
+    The turns of a class lie side by side, row after row, and each row is shuffled over the batches. A class that
+    continues in the next row takes batches there that do not have it yet.
     """
 
-    def __init__(self, turns: Ints, classes: int, batches: int, seed: int, number: int) -> None:
-        order = shuffled(words(len(turns), seed, Stream.CLASSES, number, 1))
+    def __init__(self, turns: Ints, classes: int, batches: int, seed: int, pass_index: int) -> None:
+        order = shuffled(words(len(turns), seed, Stream.CLASSES, pass_index, 1))
         flat = np.repeat(order.astype(np.int32), turns[order]).reshape(classes, batches)
         begins = np.empty_like(turns)
         begins[order] = np.cumsum(turns[order]) - turns[order]
         self.at, self._turn = np.empty_like(flat), np.empty_like(flat)
-        for row, here in enumerate(flat):
-            columns = shuffled(words(batches, seed, Stream.COLUMNS, number, row))
-            if row and here[0] == flat[row - 1, -1]:
-                free = columns[self.at[row - 1, columns] != here[0]]
-                first = free[: np.count_nonzero(here == here[0])]
+        for row, row_classes in enumerate(flat):
+            columns = shuffled(words(batches, seed, Stream.COLUMNS, pass_index, row))
+            if row and row_classes[0] == flat[row - 1, -1]:
+                free = columns[self.at[row - 1, columns] != row_classes[0]]
+                first = free[: np.count_nonzero(row_classes == row_classes[0])]
                 columns = np.concatenate([first, columns[~np.isin(columns, first)]])
-            self.at[row, columns] = here
-            self._turn[row, columns] = np.arange(row * batches, (row + 1) * batches) - begins[here]
+            self.at[row, columns] = row_classes
+            self._turn[row, columns] = np.arange(row * batches, (row + 1) * batches) - begins[row_classes]
 
     def column(self, position: int) -> tuple[Ints, Ints]:
         """The classes of a batch, and which of its turns each of them takes."""
         return self.at[:, position].astype(np.int64), self._turn[:, position].astype(np.int64)
 
 
-class Chosen:
-    """Batches chosen one after the other by `pick(left, due, position)`, made as far as they are asked for.
+class PickedBatches:
+    """Batches chosen one after the other by `pick(left, due, position)`, as far as they are needed.
 
-    `left` (C,) are the turns still to take and `due` the classes that must be in every batch from here on, else they
-    could not take them all. So every class gets its turns, whatever is picked.
+    `left` (C,) are the turns still to take, `due` the classes that must be in every remaining batch to take them all.
+    So every class gets its turns, whatever is picked.
     """
 
     def __init__(self, turns: Ints, batches: int, pick: Callable[[Ints, Ints, int], Ints]) -> None:
         self._turns, self._left, self._batches, self._pick = turns, turns.copy(), batches, pick
-        self._made: list[tuple[Ints, Ints]] = []
+        self._columns: list[tuple[Ints, Ints]] = []
 
     def column(self, position: int) -> tuple[Ints, Ints]:
-        while len(self._made) <= position:
-            due = np.flatnonzero(self._left == self._batches - len(self._made))
-            classes = self._pick(self._left, due, len(self._made))
-            self._made.append((classes, self._turns[classes] - self._left[classes]))
+        while len(self._columns) <= position:
+            due = np.flatnonzero(self._left == self._batches - len(self._columns))
+            classes = self._pick(self._left, due, len(self._columns))
+            self._columns.append((classes, self._turns[classes] - self._left[classes]))
             self._left[classes] -= 1
-        return self._made[position]
+        return self._columns[position]

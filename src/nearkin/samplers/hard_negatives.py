@@ -1,4 +1,4 @@
-"""Batches of positive pairs with the hard negatives of both items, mined from embeddings given between epochs."""
+"""Batches of positive pairs with the hard negatives of both items, mined from embeddings passed between epochs."""
 
 from collections.abc import Mapping
 
@@ -21,16 +21,16 @@ class HardNegatives(EpochSampler):
 
     `pairs` random positive pairs, then items of other classes until the batch is full: the items of the pairs take
     turns, each adding the nearest negative, by cosine, that is not in the batch yet. `refresh(embeddings)` between
-    epochs, from the current encoder, says what is near; before the first refresh negatives are random. They are sought
-    among `candidates` random items of each batch, so a batch costs (2 pairs × candidates) products however many items
-    there are. Refresh all ranks with the same rows.
+    epochs, from the current encoder, defines what is near; before the first refresh negatives are random. They are
+    searched among `candidates` random items of each batch, so a batch costs (2 pairs × candidates) products however
+    many items there are. Refresh all ranks with the same rows.
 
-    Every item of a class of two or more is in one pair a pass, or in two where the class is odd or the last batch is
-    filled up; how often it is a negative, its neighbours decide. Items of one-item classes are negatives only. An item
-    comes once in a batch. pairs=None: a quarter of `batch_size`, so one negative for each item of a pair.
+    Every item of a class of two or more is in one pair per pass, or in two where the class is odd or the last batch is
+    filled up; how often it is a negative depends on its neighbours. Items of one-item classes are negatives only. An
+    item is in a batch once. pairs=None: a quarter of `batch_size`, so one negative for each item of a pair.
 
-    labels: integers, one an item; -1 is unknown and never drawn. Order: pair after pair, then the negatives. Ranks take
-    every `world_size`-th item: gather the batch before the loss. The state holds the embeddings as (N, D) int16.
+    labels: integers, one per item; -1 is unknown and never drawn. Order: pair after pair, then the negatives. Ranks
+    take every `world_size`-th item: gather the batch before the loss. The state holds the embeddings as (N, D) int16.
     Song et al. 2016, arXiv:1511.06452: random positive pairs, then the difficult neighbours of both items.
     """
 
@@ -70,14 +70,14 @@ class HardNegatives(EpochSampler):
             split="items",
             data=known,
         )
-        self._mark(batch_size, pairs, candidates)
+        self._add_to_fingerprint(batch_size, pairs, candidates)
         self.batch_size, self.pairs, self.candidates = batch_size, pairs, candidates
         self._pass = -1  # the pass whose pairs are drawn
         self._pool: tuple[tuple[int, int], Ints] | None = None
 
     def refresh(self, embeddings: Embeddings) -> None:
-        """embeddings (N, D), one row an item as in `labels`; rows of unknown items are not read."""
-        rows = arguments.class_rows("embeddings", embeddings, len(self._labels), "an item")
+        """embeddings (N, D), one row per item as in `labels`; rows of unknown items are not read."""
+        rows = arguments.class_rows("embeddings", embeddings, len(self._labels), "item")
         arguments.between_epochs(self._epoch, self._drawn, len(self))
         rows = torch.where(torch.from_numpy(self._labels >= 0).to(rows.device)[:, None], rows, 0)
         arguments.finite("embeddings", rows, "items")
@@ -94,29 +94,29 @@ class HardNegatives(EpochSampler):
         stored = state.get("item_embeddings")
         self._unit = None if stored is None else stored.to("cpu", torch.float32).numpy()
 
-    def _global(self, number: int, position: int) -> tuple[Ints, Ints]:
-        if self._pass != number:
-            self._paired, self._pass = self._pairs_of(number), number
+    def _global_batch(self, pass_index: int, position: int) -> tuple[Ints, Ints]:
+        if self._pass != pass_index:
+            self._paired, self._pass = self._pairs_of(pass_index), pass_index
         places = np.arange(position * self.pairs, (position + 1) * self.pairs) % len(self._paired)
         drawn = self._paired[places].ravel()
-        ends = drawn[np.sort(np.unique(drawn, return_index=True)[1])]  # an odd class's last pair takes an item again
-        return np.concatenate([ends, self._negatives(ends, number, position)]), np.ones(self.batch_size, np.int64)
+        ends = drawn[np.sort(np.unique(drawn, return_index=True)[1])]  # the last pair of an odd class repeats an item
+        return np.concatenate([ends, self._negatives(ends, pass_index, position)]), np.ones(self.batch_size, np.int64)
 
-    def _pairs_of(self, number: int) -> Ints:
+    def _pairs_of(self, pass_index: int) -> Ints:
         """All positive pairs (T, 2) of a pass in a random order: each class in a random order, two by two."""
         turn = np.arange(self._turns.sum()) - np.repeat(np.cumsum(self._turns) - self._turns, self._turns)
         classes = np.repeat(np.arange(len(self._turns)), self._turns)
         two = np.full_like(turn, 2)
-        pairs = self._groups.take(self._groups.shuffled(self.seed, number), classes, 2 * turn, two).reshape(-1, 2)
-        return pairs[shuffled(words(len(pairs), self.seed, Stream.PAIRS, number))]
+        pairs = self._groups.take(self._groups.shuffled(self.seed, pass_index), classes, 2 * turn, two).reshape(-1, 2)
+        return pairs[shuffled(words(len(pairs), self.seed, Stream.PAIRS, pass_index))]
 
-    def _negatives(self, ends: Ints, number: int, position: int) -> Ints:
-        """What fills the batch: of each end in turn the nearest candidate of another class that is not taken yet."""
-        pool = self._candidates(number, position)
+    def _negatives(self, ends: Ints, pass_index: int, position: int) -> Ints:
+        """Fills the batch: for each item of the pairs in turn the nearest candidate of another class not yet in it."""
+        pool = self._candidates(pass_index, position)
         pool = pool[~np.isin(pool, ends)]
         same = self._labels[ends][:, None] == self._labels[pool]  # (E, M)
         if self._unit is None:
-            similarity = np.broadcast_to(-np.arange(len(pool), dtype=np.float32), same.shape)  # first comes, first goes
+            similarity = np.broadcast_to(-np.arange(len(pool), dtype=np.float32), same.shape)  # in pool order
         else:
             similarity = self._unit[ends] @ self._unit[pool].T
         similarity = np.where(same, -np.inf, similarity)
@@ -124,7 +124,7 @@ class HardNegatives(EpochSampler):
         for place in range(self.batch_size - len(ends)):
             row = similarity[place % len(ends)]
             best = int(row.argmax())
-            if row[best] == -np.inf:  # this end has no negative left; any that is left, then anyone
+            if row[best] == -np.inf:  # this item has no negative left: any negative of the others, then any item
                 best = int(similarity.max(0).argmax())
             if best in chosen:
                 best = next(other for other in range(len(pool)) if other not in chosen)
@@ -132,10 +132,13 @@ class HardNegatives(EpochSampler):
             chosen.append(best)
         return pool[chosen]
 
-    def _candidates(self, number: int, position: int) -> Ints:
+    def _candidates(self, pass_index: int, position: int) -> Ints:
         """Random items of known classes, drawn evenly: shuffled orders of all, used up piece by piece."""
         items, size = self._groups.items, min(self.candidates, len(self._groups.items))
         piece, start = divmod(position, len(items) // size)
-        if self._pool is None or self._pool[0] != (number, piece):
-            self._pool = (number, piece), items[shuffled(words(len(items), self.seed, Stream.NEGATIVES, number, piece))]
+        if self._pool is None or self._pool[0] != (pass_index, piece):
+            self._pool = (
+                (pass_index, piece),
+                items[shuffled(words(len(items), self.seed, Stream.NEGATIVES, pass_index, piece))],
+            )
         return self._pool[1][start * size : (start + 1) * size]

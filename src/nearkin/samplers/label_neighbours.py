@@ -15,13 +15,13 @@ class LabelNeighbours(EpochSampler):
     """A = `anchors` random items, the k = `neighbours` nearest of each by label, and a random rest: for log-ratio.
 
     Order: the anchors, then the neighbours of the first from the nearest on, of the second, and so on, then the rest;
-    an item comes once in a batch. So each of the first A rows has its k nearest labels in the batch, which is what
-    `LogRatioLoss(anchors=A)` learns from. Every item is an anchor once a pass (a few twice where A does not divide the
-    number of items). A = 1 is the paper's batch. The rest is drawn without repetition and evenly: from shuffled orders
-    of all items, used up piece by piece.
+    an item is in a batch once. So each of the first A rows has its k nearest labels in the batch, which is what
+    `LogRatioLoss(anchors=A)` learns from. Every item is an anchor once per pass (a few twice where A does not divide
+    the number of items). A = 1 is the paper's batch. The rest is drawn without repetition and evenly: from shuffled
+    orders of all items, used up piece by piece.
 
     Nearest is exact Euclidean distance of the targets, (N,) or (N, K); of equally near items the lowest index; never
-    the anchor itself. Nothing of N × N is held: 1-D targets are sorted once, others take one pass over N per anchor.
+    the anchor itself. No N × N matrix is stored: 1-D targets are sorted once, others take one pass over N per anchor.
 
     Ranks take every `world_size`-th item, so the anchors and their neighbours lie on different ranks: gather the batch
     before the loss, in its order (`GlobalBatch`, `order=`).
@@ -61,9 +61,9 @@ class LabelNeighbours(EpochSampler):
             split="items",
             data=self._columns,
         )
-        self._mark(batch_size, neighbours)
-        if anchors > 1:  # states of one anchor stay what they were
-            self._mark(anchors)
+        self._add_to_fingerprint(batch_size, neighbours)
+        if anchors > 1:  # states of one anchor stay valid
+            self._add_to_fingerprint(anchors)
         self.batch_size, self.neighbours, self.anchors = batch_size, neighbours, anchors
         if len(self._columns) == 1:
             self._ascending = np.argsort(self._columns[0], kind="stable")
@@ -85,32 +85,32 @@ class LabelNeighbours(EpochSampler):
         return closest(distance, self.neighbours)
 
     def _nearest_sorted(self, item: int) -> Ints:
-        values, here, k = self._sorted, self._columns[0][item], self.neighbours
-        place = int(np.searchsorted(values, here))
-        near = np.abs(values[max(place - k, 0) : place + k + 1] - here)
+        values, value, k = self._sorted, self._columns[0][item], self.neighbours
+        place = int(np.searchsorted(values, value))
+        near = np.abs(values[max(place - k, 0) : place + k + 1] - value)
         edge = np.partition(near, k)[k]  # one more than k, for the item itself
         # All that are as near as the k-th, so that ties go to the lowest index.
-        first = bisect_left(range(place), True, key=lambda i: bool(here - values[i] <= edge))
-        end = bisect_right(range(place, len(values)), False, key=lambda i: bool(values[i] - here > edge)) + place
+        first = bisect_left(range(place), True, key=lambda i: bool(value - values[i] <= edge))
+        end = bisect_right(range(place, len(values)), False, key=lambda i: bool(values[i] - value > edge)) + place
         among: Ints = np.sort(self._ascending[first:end])
         among = among[among != item]
-        return among[closest(np.abs(self._columns[0][among] - here), k)]
+        return among[closest(np.abs(self._columns[0][among] - value), k)]
 
-    def _global(self, number: int, position: int) -> tuple[Ints, Ints]:
+    def _global_batch(self, pass_index: int, position: int) -> tuple[Ints, Ints]:
         turns = np.arange(position * self.anchors, (position + 1) * self.anchors) % self._items
-        anchors = self._shuffled(Stream.ANCHORS, number)[turns]
-        met = np.concatenate([anchors, *(self.nearest(int(anchor)) for anchor in anchors)])
-        head = met[np.sort(np.unique(met, return_index=True)[1])]  # neighbourhoods may overlap: an item comes once
+        anchors = self._shuffled(Stream.ANCHORS, pass_index)[turns]
+        members = np.concatenate([anchors, *(self.nearest(int(anchor)) for anchor in anchors)])
+        head = members[np.sort(np.unique(members, return_index=True)[1])]  # neighbourhoods may overlap
         piece, start = divmod(position, self._items // self.batch_size)
-        order = self._shuffled(Stream.REST, number, piece)
+        order = self._shuffled(Stream.REST, pass_index, piece)
         window = order[start * self.batch_size : (start + 1) * self.batch_size]  # as long as head and rest together
         rest = window[~np.isin(window, head)][: self.batch_size - len(head)]
         return np.concatenate([head, rest]), np.ones(self.batch_size, np.int64)
 
     def _shuffled(self, stream: Stream, *place: int) -> Ints:
-        """A shuffled order of all items, kept until another one for the same stream is asked for."""
-        kept = self._shuffles.get(stream)
-        if kept is None or kept[0] != place:
-            kept = place, shuffled(words(self._items, self.seed, stream, *place))
-            self._shuffles[stream] = kept
-        return kept[1]
+        """A shuffled order of all items, cached until another one for the same stream is needed."""
+        cached = self._shuffles.get(stream)
+        if cached is None or cached[0] != place:
+            cached = place, shuffled(words(self._items, self.seed, stream, *place))
+            self._shuffles[stream] = cached
+        return cached[1]

@@ -1,11 +1,13 @@
-"""Losses in blocks of rows: peak memory at B = 8,192 within 256 MiB, time against one piece: python benchmarks/tiles.py
+"""Losses in blocks of rows: peak memory at B = 8,192 within 256 MiB, time against one piece: python
+benchmarks/blockwise.py
 
-D = 128, float32 on the CPU, 4 items a class, forward and backward. Memory: the rise of the process's peak resident
-memory over what it held before, in a process of its own whose allocator gives freed blocks back at once. Time: the
+D = 128, float32 on the CPU, 4 items per class, forward and backward. Memory: the rise of the process's peak resident
+memory over what it used before, in a separate process whose allocator returns freed blocks at once. Time: the
 better of two steps at B = 4,096 after a warm-up, in blocks of 256 MiB and in one piece, by turns in one process.
-`python benchmarks/tiles.py NAME` for one loss. Linux only.
+`python benchmarks/blockwise.py NAME` for one loss. Linux only.
 """
 
+import argparse
 import os
 import platform
 import subprocess
@@ -69,13 +71,13 @@ def times(name: str) -> tuple[float, float, float]:
     torch.manual_seed(1)  # where pairs are drawn, the same
     _, b = dense()
     apart = float((a - b).abs().max() / b.abs().max())
-    found: tuple[list[float], list[float]] = ([], [])
+    seconds_by_form: tuple[list[float], list[float]] = ([], [])
     for _ in range(2):
-        for step, taken in zip((tiled, dense), found, strict=True):
+        for step, taken in zip((tiled, dense), seconds_by_form, strict=True):
             begun = time.perf_counter()
             step()
             taken.append((time.perf_counter() - begun) * 1e3)
-    return min(found[0]), min(found[1]), apart
+    return min(seconds_by_form[0]), min(seconds_by_form[1]), apart
 
 
 def main(chosen: list[str]) -> None:
@@ -92,17 +94,21 @@ def main(chosen: list[str]) -> None:
         print(f"{name:32}{mib:>12.1f}{tiled:>12.0f}{dense:>14.0f}{tiled / dense:>8.2f}{apart:>10.1e}", flush=True)
         figures = [f"{mib:.1f}", BOUND >> 20, f"{tiled:.0f}", f"{dense:.0f}", f"{tiled / dense:.2f}", f"{apart:.1e}"]
         rows.append([name, f"{platform.machine()} cpu, {os.cpu_count()} cores", torch.get_num_threads(), D, *figures])
-        if len(chosen) == len(LOSSES):  # the file grows with each loss: the whole takes a quarter of an hour
+        if len(chosen) == len(LOSSES):  # the file grows with each loss: all of them take a quarter of an hour
             header = ["loss", "machine", "threads", "D", "mib_at_8192", "bound_mib", "blocks_ms_at_4096"]
             header += ["one_piece_ms_at_4096", "ratio", "gradient_apart"]
-            measure.write_csv(Path(__file__).parent / "results" / "tiles_cpu.csv", header, rows)
+            measure.write_csv(Path(__file__).parent / "results" / "blockwise_cpu.csv", header, rows)
     over = [row[0] for row in rows if float(str(row[4])) > BOUND / 2**20]
     if over:
         sys.exit(f"over the bound: {', '.join(map(str, over))}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1] == "--peak":
-        print(peak(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("losses", nargs="*", metavar="NAME", help="all losses without one")
+    parser.add_argument("--peak", metavar="NAME", help="print the MiB of one loss; meant for a separate process")
+    options = parser.parse_args()
+    if options.peak:
+        print(peak(options.peak))
     else:
-        main(sys.argv[1:] or list(LOSSES))
+        main(options.losses or list(LOSSES))

@@ -1,0 +1,34 @@
+"""The links of the pair pass: per loss the few lines by which it differs. Imported with the first kernel."""
+
+from nearkin.kernels.links import (
+    circle,
+    contrastive,
+    infonce,
+    lifted,
+    lossless,
+    margin,
+    multi_similarity,
+    npair,
+    supcon,
+)
+from nearkin.kernels.links.link import Link
+
+__all__ = ["of"]
+
+_LINKS = {
+    "contrastive": contrastive.LINK,
+    "margin": margin.LINK,
+    "circle": circle.LINK,
+    "lifted": lifted.LINK,
+    "lifted threats": lifted.THREATS,
+    "npair": npair.LINK,
+    "supcon": supcon.LINK,
+    "infonce": infonce.LINK,
+    "lossless": lossless.LINK,
+}
+
+
+def of(kind: str, flag: bool) -> Link:
+    if kind == "multi_similarity":
+        return multi_similarity.SELECTED if flag else multi_similarity.ALL
+    return _LINKS[kind]
