@@ -175,7 +175,7 @@ def test_classes_that_pass_by_in_blocks(name):
         found = []
         for impl in ("auto", "torch"):
             module = case.build(dtype)
-            module.settings["impl"] = impl
+            module.impl = impl
             function = torch.compile(module, fullgraph=True, backend="aot_eager") if impl == "torch" else module
             found.append([value_and_gradients(function, module, *batch) for batch in batches(case, dtype)])
         for got, wanted in zip(*found, strict=True):

@@ -191,14 +191,13 @@ def test_reductions_agree(case):
         pytest.skip("one value a batch: nothing to reduce")
     x, labels = case.batch()
     results = {}
-    for module.settings["reduction"] in ("mean", "active", "sum", "none"):
-        results[module.settings["reduction"]] = module(x, labels)
+    for module.reduction in ("mean", "active", "sum", "none"):
+        results[module.reduction] = module(x, labels)
     assert results["none"].shape == (len(x),)
     torch.testing.assert_close(results["none"].sum(), results["sum"])
     assert results["mean"].shape == results["active"].shape == ()
-    module.settings["reduction"] = "average"
     with pytest.raises(ValueError, match=r'unknown reduction "average"; known: mean, active, sum, none'):
-        module(x, labels)
+        module.reduction = "average"
 
 
 def function_of(module):

@@ -14,12 +14,12 @@ def cosine(x, w):
 
 
 def heated(loss, x):
-    return loss.scales[0] * cosine(x, loss.weight) + loss.bias.double()
+    return loss._scale * cosine(x, loss.weight) + loss.bias.double()
 
 
 def standardised(loss, x):
     y = (x.double() - loss.running_mean.double()) / (loss.running_var.double() + 1e-5).sqrt()
-    return loss.scales[0] / D**0.5 * (y @ torch.nn.functional.normalize(loss.weight.double(), dim=1).T) + loss.bias
+    return loss._scale / D**0.5 * (y @ torch.nn.functional.normalize(loss.weight.double(), dim=1).T) + loss.bias
 
 
 def soft(loss, x):

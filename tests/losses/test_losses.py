@@ -433,7 +433,7 @@ def test_smooth_ap_knows_how_many_kin_it_was_told(monkeypatch):
     x, y = torch.randn(12, 6, dtype=f64), torch.arange(12) % 4
     wanted = losses.smooth_ap_loss(x, y)
     torch.testing.assert_close(losses.smooth_ap_loss(x, y, max_positives=2), wanted)
-    with pytest.raises(ValueError, match="max_positives must be at least the most kin of an anchor: 2, got 1"):
+    with pytest.raises(ValueError, match="max_positives must be at least the most positives of an anchor: 2, got 1"):
         losses.smooth_ap_loss(x, y, max_positives=1)
     monkeypatch.setattr("nearkin.core.checks.reads_values", lambda tensor: False)
     torch.testing.assert_close(losses.smooth_ap_loss(x, y), wanted)
@@ -551,13 +551,13 @@ def test_margin_with_a_boundary_per_item(selection, num_classes):
     torch.testing.assert_close(value, twin)
     for ours, theirs in zip(got, torch.autograd.grad(twin, list(module.parameters())), strict=True):
         torch.testing.assert_close(ours, theirs)
-    module.settings["max_memory"] = 14_000
+    module.max_memory = 14_000
     torch.testing.assert_close(module(x, y, items=items), twin)
     copy = losses.MarginLoss(**settings)
     copy.load_state_dict(module.state_dict())  # the state dict carries them
     from nearkin.memory import CrossBatchMemory
 
-    del module.settings["max_memory"]
+    module.max_memory = None
     remembering = CrossBatchMemory(module, 30, 5).double()
     torch.testing.assert_close(remembering(x, y, items=items), twin)  # an empty memory: the batch alone
 

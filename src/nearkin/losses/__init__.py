@@ -143,10 +143,9 @@ __all__ = [
     "triplet_loss",
 ]
 
-_FUNCTIONS = {_name.replace("_", ""): _name for _name in __all__ if _name.endswith("_loss")}
 for _name in __all__:
     if isinstance(globals()[_name], type):
-        _describe(globals()[_name], globals()[_FUNCTIONS[_name.lower()]])
+        _describe(globals()[_name])
 
 
 def __dir__() -> list[str]:

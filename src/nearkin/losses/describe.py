@@ -6,8 +6,8 @@ source of the default. `losses/__init__.py` puts them together when the package 
 
 import inspect
 import textwrap
-from collections.abc import Callable
-from typing import Any
+
+from nearkin.losses.module import LossModule
 
 __all__ = ["OWN", "SHARED", "describe", "meaning"]
 
@@ -158,12 +158,12 @@ def meaning(loss: str, setting: str) -> str:
     return OWN.get(loss, {}).get(setting) or SHARED.get(setting, "")
 
 
-def describe(loss: type, function: Callable[..., Any]) -> None:
+def describe(loss: type[LossModule]) -> None:
     """Gives a loss class the docstring of its function, its own, and a line for each setting."""
     lines = []
     for name, parameter in list(inspect.signature(loss).parameters.items()):
         default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
         line = f"{name}{default}: {meaning(loss.__name__, name)}"
         lines.append(textwrap.fill(line, 116, initial_indent="  ", subsequent_indent="      "))
-    parts = [inspect.cleandoc(part) for part in (function.__doc__, loss.__doc__) if part]  # none under python -OO
+    parts = [inspect.cleandoc(part) for part in (loss.function.__doc__, loss.__doc__) if part]  # none under python -OO
     loss.__doc__ = "\n\n".join([*parts, "Settings\n\n" + "\n".join(lines)])
