@@ -124,10 +124,8 @@ def class_twin(
 
 
 def facility_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-    module(x, labels)  # which medoids it finds is judged by brute force elsewhere; here, what they cost
-    chosen = module.medoids.nonzero().squeeze(1).tolist()
-    gamma = float(module.gamma) if not module.training else module._gamma
-    return reference.facility_location(x, labels, chosen, gamma=gamma, normalize=module.settings["normalize"])
+    settings = {"sweeps": module.sweeps, "normalize": module.normalize}
+    return reference.facility_location(x, labels, gamma=float(module.gamma), **settings)
 
 
 def heated_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:

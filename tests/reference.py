@@ -499,11 +499,35 @@ def best_clustering(distance, labels, gamma):
     return max(scored, key=lambda pair: pair[0]) if items else (0.0, ())
 
 
-def facility_location(x, labels, medoids, gamma=1.0, normalize=True):
-    """The bracket of the loss for given medoids."""
+def facility_search(distance, labels, gamma, sweeps, tie=1e-9):
+    """Medoids by algorithms 1 and 2 with every score from scratch; of scores within rounding the first."""
+    items = known_items(labels)
+
+    def best(others, pick=None):
+        top = -math.inf if pick is None else facility_score(distance, labels, [*others, pick], gamma)
+        for candidate in items:
+            if candidate in others:
+                continue
+            score = facility_score(distance, labels, [*others, candidate], gamma)
+            if score > top + tie:
+                pick, top = candidate, score
+        return pick
+
+    medoids = []
+    for _ in range(len({int(labels[i]) for i in items})):
+        medoids.append(best(medoids))
+    for _ in range(sweeps):
+        for slot, pick in enumerate(medoids):
+            medoids[slot] = best(medoids[:slot] + medoids[slot + 1 :], pick)
+    return sorted(medoids)
+
+
+def facility_location(x, labels, *, gamma=1.0, sweeps=5, normalize=True):
+    """The bracket of the loss, with the medoids that greedy search and exchange find."""
     if not known_items(labels):
         return x.sum() * 0
     d = distances(x, normalize=normalize)
+    medoids = facility_search([[v.item() for v in row] for row in d], labels, gamma, sweeps)
     return (facility_score(d, labels, medoids, gamma) - facility_oracle(d, labels)).relu()
 
 

@@ -87,10 +87,19 @@ def test_every_setting_is_one_that_its_loss_has(subject):
     for row in rows_of(subject):
         for setting in row.tried:
             recipe = read(base=content_of(Job(subject, "final", row.name, setting)))
-            loss_settings(recipe)
-            sampler_settings(recipe)
+            assert_has(loss_settings(recipe), "loss", setting)
+            assert_has(sampler_settings(recipe), "sampler", setting)
     for setting in CANDIDATES.values():
-        read(base=content_of(Job("best", "final", "best recipe", setting)))
+        recipe = read(base=content_of(Job("best", "final", "best recipe", setting)))
+        assert_has(loss_settings(recipe), "loss", setting)
+        assert_has(recipe.encoder, "encoder", setting)
+
+
+def assert_has(settings, section, setting):
+    """What a row sets in this section of the recipe is what is built from it."""
+    wanted = {key.removeprefix(f"{section}."): value for key, value in setting.items() if key.startswith(f"{section}.")}
+    wanted.pop("name", None)
+    assert {key: settings[key] for key in wanted} == wanted
 
 
 def test_every_loss_is_in_the_table_and_every_row_of_the_peer():
