@@ -1,7 +1,7 @@
 """Every loss of the canon: a function, and a thin module that holds its settings or its learned parameters.
 
 `loss(embeddings, labels)` in a batch; pair losses also take `references, reference_labels`: a memory, the embeddings of
-other ranks, another view.
+other processes, another view.
 """
 
 from nearkin.losses.angular import (

@@ -91,24 +91,24 @@ class PairCall:
         *per_anchor: Tensor,
         selection: mining.Selection = "all",
         generator: torch.Generator | None = None,
-        whole: str | None = None,
+        all_rows: str | None = None,
         graded: bool = False,
     ) -> tuple[Tensor, ...]:
         """What `rows` computes of each anchor, in blocks where memory asks for it (`blockwise.run`).
 
-        whole: why all rows are needed at once, where they are; a selection may ask for that too.
+        all_rows: why all rows are needed at once, where they are; a selection may need them too.
         """
         if not isinstance(selection, str):
-            whole = "a selection of your own may look at every row"
+            all_rows = "a selection of your own may look at every row"
         elif selection == "hard_negatives":
-            whole = 'selection="hard_negatives" ranks the pairs of all rows'
+            all_rows = 'selection="hard_negatives" ranks the pairs of all rows'
         return blockwise.run(
             rows,
             self.batch,
             *per_anchor,
             max_memory=self.max_memory,
             graded=graded,
-            whole=whole,
+            whole=all_rows,
             draws=selection in ("random", "distance_weighted"),
             generator=generator,
         )

@@ -130,7 +130,7 @@ class FacilityLocationLoss(LossModule, function=facility_location_loss):
 
     γ_t = gamma · decay^(t / decay_steps), t the training steps so far (a buffer, so a checkpoint carries it). The paper
     decays γ exponentially at 0.94 and does not say how often; here it is every 1,000 steps. After a call `medoids`
-    (B,) bool and `assignment` (B,), each item's medoid, show the clustering found in the last batch.
+    (B,) bool and `assignment` (B,), each item's medoid, show the clustering of the last batch.
     """
 
     steps: Tensor

@@ -22,7 +22,7 @@ __all__ = ["LossModule"]
 # What decides the shapes of parameters and buffers, and so cannot change after construction.
 _PER_CLASS = ("sub_centers", "proxies_per_class", "centers_per_class")
 _FIXED = ("num_classes", "dim", "shard", "num_items", *_PER_CLASS)
-# A choice that nobody made is not shown.
+# Choices left open are not shown.
 _UNSET = {"impl": "auto", "max_memory": None, "anchors": None, "sample_rate": 1.0, "shard": None}
 _UNSET |= {"num_classes": None, "num_items": None}
 _every_setting: set[str] = set()  # of all loss classes
@@ -40,7 +40,7 @@ class LossModule(nn.Module):
 
     def __init_subclass__(cls, function: Callable[..., Tensor] | None = None, learned: tuple[str, ...] = ()) -> None:
         super().__init_subclass__()
-        if function is None:  # somebody's own variant of a loss
+        if function is None:  # a user's own variant of a loss
             return
         cls.function = staticmethod(function)
         parameters = inspect.signature(function).parameters.values()
@@ -59,9 +59,9 @@ class LossModule(nn.Module):
         self._ready = True
 
     def check_settings(self) -> None:
-        """Raises the sentence of a bad setting, found by trying all of them on an empty batch of three classes.
+        """Raises the error of a bad setting: tries all of them on an empty batch with three classes.
 
-        Settings with a callable are not tried: somebody's own function need not know what to do with an empty batch.
+        Settings with a callable are not tried: a user's own selection need not support an empty batch.
         """
         arguments = self.arguments()
         if any(map(callable, arguments.values())):

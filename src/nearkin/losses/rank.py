@@ -38,8 +38,8 @@ def smooth_ap_loss(
     count. Time O(B² |P|); the comparisons are made a few positives at a time and made again for the gradient, so memory
     is O(B²). The largest |P| is read off on the CPU, and on a GPU a kernel (impl "triton", or "auto" there) goes on as
     long as a row has positives, up to 8,192 references in float32. Elsewhere reading would stall the device: without
-    `max_positives` (items a class less one) the time is O(B² R). More kin than that is an error, or NaN where unread.
-    Needs two items a class. Brown et al. 2020, arXiv:2007.12163, eq. 7; temperature 0.01 from there.
+    `max_positives` (items per class less one) the time is O(B² R). More positives are an error, or NaN where not read.
+    Needs two items per class. Brown et al. 2020, arXiv:2007.12163, eq. 7; temperature 0.01 from there.
     """
     call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.positive("temperature", temperature)

@@ -70,7 +70,7 @@ def heated_softmax_loss(
 ) -> Tensor:
     r"""Normalised softmax with biases, trained warm and finished hot (a smaller scale).
 
-    l_i = -log softmax_y( α <w_c/|w_c|, x> + b_c ),   x of unit length (normalize=True), or as given
+    l_i = -log softmax_y( α <w_c/|w_c|, x> + b_c ),   x of unit length (normalize=True), or as it is
 
     shard as in `normalized_softmax_loss`, of the biases too.
     Zhang et al. 2018, arXiv:1809.04157; scale 16, then 4 for the last quarter, from its released code.
@@ -98,7 +98,7 @@ def adacos_loss(
 ) -> Tensor:
     r"""Normalised softmax whose scale follows from the number of classes, or from the batch.
 
-    l_i = -log( e^{s cos_iy} / Σ_c e^{s cos_ic} ),   s = √2 ln(C - 1) unless given
+    l_i = -log( e^{s cos_iy} / Σ_c e^{s cos_ic} ),   s = √2 ln(C - 1) by default
 
     `adacos_scale` gives the dynamic scale. Needs three classes or more: two give scale 0. impl, max_memory and shard as
     in `normalized_softmax_loss`.
@@ -297,7 +297,7 @@ class HeatedSoftmaxLoss(LossModule, function=heated_softmax_loss):
 
 
 class AdaCosLoss(LossModule, function=adacos_loss):
-    """`adacos_loss` with its class weights (C, D); dynamic=True adapts the scale, kept in the state dict, to each batch
+    """`adacos_loss` with its class weights (C, D); dynamic=True adapts the scale, part of the state dict, to each batch
     in training. shard as in `NormalizedSoftmaxLoss`."""
 
     scale: Tensor

@@ -1,4 +1,4 @@
-"""Structured losses: an anchor is compared with its whole batch at once.
+"""Structured losses: an anchor is compared with the batch as a whole.
 
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
 `impl`: "torch" runs anywhere, "triton" is one kernel per pass (`kernels/pair_ops.py`), "auto" takes it where it serves.
@@ -102,7 +102,7 @@ def npair_loss(
 
     l_i = -1/|P_i| Σ_{p in P_i} log( e^{f_i·f_p} / Σ_r e^{f_i·f_r} )  +  penalty/4 (mean |f_i|² + mean |f_r|²)
 
-    Raw inner products, kept in bounds by the penalty. In a batch alone the first item of each class is the anchor and
+    Raw inner products, bounded by the penalty. In a batch alone the first item of each class is the anchor and
     the others are the references, so two items per class give the paper's N-pair-mc loss; several share the target
     mass. With `references` each row is an anchor, compared with them all. Anchors without positives do not count. See
     also `supcon_loss` (cosines, every item an anchor). Sohn 2016, eq. 7; penalty 0.002 / 4 from TensorFlow's version.

@@ -75,8 +75,8 @@ def triplet_loss(
             return blockwise.counted(reduce.softplus(near - far), chosen.valid, reduction)
         return blockwise.hinges(near - far, chosen.valid, reduction, start=-margin)
 
-    whole = "swap=True takes the distances of references" if swap else None
-    return call.total(*call.run(rows, selection=selection, generator=generator, whole=whole))
+    all_rows = "swap=True takes the distances of references" if swap else None
+    return call.total(*call.run(rows, selection=selection, generator=generator, all_rows=all_rows))
 
 
 def check_selection(selection: mining.Selection, margin: float | None, swap: bool, normalize: bool) -> None:
