@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nearkin import evaluation
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -36,8 +38,13 @@ def test_readme_code_runs():
     before = encoder.weight.detach().clone()
     exec(blocks[0], names)
     assert not torch.equal(before, encoder.weight)
-    exec(blocks[1], names | {"labels": torch.arange(6) % 3})
-    exec(blocks[2], names | {"labels": torch.arange(6) % 3})
+    names["labels"] = torch.arange(6) % 3
+    for line in blocks[1].splitlines():
+        value = eval(line, names)
+        assert value.shape == () and torch.isfinite(value) and value > 0, line
+    exec(blocks[2], names)
+    scores = evaluation.retrieval(names["embeddings"], names["labels"], ks=(1, 2, 4, 8), interval=True)
+    assert names["scores"] == scores and names["scores"].intervals == scores.intervals
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -70,5 +77,17 @@ def test_evaluation_page_runs():
         "embeddings_b": torch.randn(60, 4),
     }
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "evaluation.md").read_text(), re.S)
-    for line in block.splitlines():
-        exec(line, names)
+    exec(block.splitlines()[0], names)
+    answers = {
+        "retrieval": "map@r",
+        "clustering": "nmi",
+        "verification": "eer",
+        "one_shot": "accuracy",
+        "graded": "ndcg@10",
+    }
+    for line in filter(None, block.splitlines()[1:]):
+        result, function = eval(line, names), line.split("(")[0].removeprefix("evaluation.")
+        if function in answers:
+            assert 0 <= result[answers[function]] <= 1, line
+        else:
+            assert result, line

@@ -440,15 +440,15 @@ def test_an_interrupted_start_goes_on_where_it_was(photos, cache):
 
 KILLED = """
 import os, sys, numpy as np
-from nearkin.data import shelf, stored
-shelf.SAVED_EVERY = 0.0
+from nearkin.data import cache_store, image_cache
+cache_store.SAVED_EVERY = 0.0
 class Slow:
     def __len__(self): return 64
     def read(self, i): return np.full((9, 9), i, np.uint8)
     def stamp(self, i): return str(i)
 def progress(done, total):
     if done >= 32: os.kill(os.getpid(), 9)
-stored.store(Slow(), [str(i) for i in range(64)], side=9, progress=progress if len(sys.argv) > 1 else None)
+image_cache.store(Slow(), [str(i) for i in range(64)], side=9, progress=progress if len(sys.argv) > 1 else None)
 """
 
 
