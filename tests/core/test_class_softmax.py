@@ -18,7 +18,7 @@ from nearkin.core import angles, class_softmax
 from nearkin.kernels import class_anchor_ops as fused_anchors
 from nearkin.kernels import class_loss_ops
 from nearkin.kernels import class_softmax_ops as fused
-from nearkin.losses import angular, call, proxy
+from nearkin.losses import angular, call, soft_triple
 
 
 def proxy_anchor(x, labels, weight, *, reduction, **more):
@@ -286,8 +286,8 @@ def test_proxies_without_a_pass_are_dense(monkeypatch):
 def test_soft_triple_in_blocks_is_the_dense_one(centers, block, monkeypatch):
     blocks_of(monkeypatch, block)
     seen = []
-    blocks = proxy._soft_triple_blocks
-    monkeypatch.setattr(proxy, "_soft_triple_blocks", lambda *given: seen.append(1) or blocks(*given))
+    blocks = soft_triple._soft_triple_blocks
+    monkeypatch.setattr(soft_triple, "_soft_triple_blocks", lambda *given: seen.append(1) or blocks(*given))
     for shape in SHAPES[:4]:
         x, labels, weight = batch(shape, centers)
         way = {"centers_per_class": centers, "margin": 0.1}

@@ -36,10 +36,8 @@ from nearkin.losses.pair import (
 from nearkin.losses.proxy import (
     ProxyAnchorLoss,
     ProxyNCALoss,
-    SoftTripleLoss,
     proxy_anchor_loss,
     proxy_nca_loss,
-    soft_triple_loss,
 )
 from nearkin.losses.quadruplet import (
     QuadrupletLoss,
@@ -58,6 +56,10 @@ from nearkin.losses.ratio import (
 from nearkin.losses.siamese import (
     SiameseLoss,
     siamese_loss,
+)
+from nearkin.losses.soft_triple import (
+    SoftTripleLoss,
+    soft_triple_loss,
 )
 from nearkin.losses.softmax import (
     AdaCosLoss,

@@ -213,10 +213,6 @@ class CosFaceLoss(LossModule, function=cosface_loss):
         self.reduction, self.sample_rate, self.impl, self.max_memory = reduction, sample_rate, impl, max_memory
         self.finish_init()
 
-    def check_settings(self) -> None:
-        class_sampling.check_rate(self.sample_rate)
-        super().check_settings()
-
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
@@ -257,10 +253,6 @@ class ArcFaceLoss(LossModule, function=arcface_loss):
         self.sub_centers, self.straight_through, self.reduction = sub_centers, straight_through, reduction
         self.sample_rate, self.impl, self.max_memory = sample_rate, impl, max_memory
         self.finish_init()
-
-    def check_settings(self) -> None:
-        class_sampling.check_rate(self.sample_rate)
-        super().check_settings()
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])

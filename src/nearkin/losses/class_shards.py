@@ -34,6 +34,7 @@ __all__ = [
     "register",
     "replicated",
     "sum_over_processes",
+    "taint",
 ]
 
 DRAWN = 2**20  # numbers that are drawn at once for class weights
@@ -271,6 +272,11 @@ def sum_over_processes(shard: Shard | None, *tensors: Tensor) -> tuple[Tensor, .
         return tensors
     sums: tuple[Tensor, ...] = _Sum.call(shard.group, *tensors)
     return sums
+
+
+def taint(shard: Shard | None, *tensors: Tensor) -> Tensor:
+    """`reduce.taint` of tensors that are split over processes."""
+    return sum_over_processes(shard, torch.as_tensor(reduce.taint(*tensors)))[0]
 
 
 class _Sum(HandGradient):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core.relations import Labels
+from nearkin.losses import class_sampling
 from nearkin.losses.class_shards import Shard
 
 __all__ = ["LossModule"]
@@ -63,6 +64,8 @@ class LossModule(nn.Module):
 
         Settings with a callable are not tried: a user's own selection need not support an empty batch.
         """
+        if "sample_rate" in self._settings:
+            class_sampling.check_rate(self.__dict__["sample_rate"])
         arguments = self.arguments()
         if any(map(callable, arguments.values())):
             return

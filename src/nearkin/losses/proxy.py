@@ -1,13 +1,11 @@
 """Proxy losses: items are compared with learned proxies of the classes instead of each other."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nearkin.core import checks, class_anchors, class_dense, class_softmax, distances, reduce, relations
-from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
 from nearkin.core.relations import Labels
 from nearkin.dist import collectives
 from nearkin.losses import class_shards, logits
@@ -15,14 +13,7 @@ from nearkin.losses.call import ClassCall, Form
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 
-__all__ = [
-    "ProxyAnchorLoss",
-    "ProxyNCALoss",
-    "SoftTripleLoss",
-    "proxy_anchor_loss",
-    "proxy_nca_loss",
-    "soft_triple_loss",
-]
+__all__ = ["ProxyAnchorLoss", "ProxyNCALoss", "init_proxies", "proxy_anchor_loss", "proxy_nca_loss"]
 
 
 def proxy_nca_loss(
@@ -59,7 +50,7 @@ def proxy_nca_loss(
     call = ClassCall(embeddings, labels, proxies, reduction, impl, max_memory, shard, proxies_per_class)
     if assignment == "dynamic":
         value = _dynamic(embeddings, labels, proxies, scale, form, reduction, shard)
-        return value + reduce.taint(embeddings) + _shared_taint(shard, proxies)
+        return value + reduce.taint(embeddings) + class_shards.taint(shard, proxies)
     single = proxies_per_class == 1
     if single and isinstance(labels, Tensor):
         kernel = Form(2 * scale**2, lost=scale**2, told=True, soft=form == "softmax")
@@ -84,12 +75,7 @@ def proxy_nca_loss(
     push, near = class_shards.join_logsumexp(shard, ids, reduce.logsumexp(-distance, others), near)
     value = reduce.softplus(near + push) if form == "softmax" else near + push
     value = torch.where(call.known, value, 0.0)
-    return call.terms(value) + reduce.taint(embeddings) + _shared_taint(shard, proxies)
-
-
-def _shared_taint(shard: Shard | None, *tensors: Tensor) -> Tensor:
-    """`reduce.taint` of tensors that are split over processes."""
-    return class_shards.sum_over_processes(shard, torch.as_tensor(reduce.taint(*tensors)))[0]
+    return call.terms(value) + reduce.taint(embeddings) + class_shards.taint(shard, proxies)
 
 
 def _dense(embeddings: Tensor, proxies: Tensor, ids: Tensor, scale: float, form: str) -> Tensor:
@@ -212,136 +198,9 @@ def _pull_own(
     return torch.where(present, pulls, 0.0).sum(), present.sum()
 
 
-def soft_triple_loss(
-    embeddings: Tensor,
-    labels: Tensor,
-    centers: Tensor,
-    *,
-    centers_per_class: int = 10,
-    scale: float = 20.0,
-    gamma: float = 0.1,
-    margin: float = 0.01,
-    tau: float = 0.2,
-    reduction: str = "mean",
-    max_memory: int | None = None,
-    shard: Shard | None = None,
-) -> Tensor:
-    r"""Softmax over classes of several centres, the near ones weighted most.
+def init_proxies(rows: int, dim: int, shard: Shard | None, per_class: int = 1) -> nn.Parameter:
+    """Proxies (rows, dim) from a normal distribution, or the shard's part of them."""
 
-    S_ic = Σ_k softmax_k(s_ick / γ) s_ick,   l_i = -log softmax_y( λ (S_ic - δ [c = y]) )  + τ R,   s = cosine
-    R = Σ_c Σ_{k<k'} |w_ck - w_ck'| / (C K (K-1)), which draws the centres of a class together
-
-    centers (C·K, D), K in a row for each class; labels (B,) in 0..C-1, -1 left out. λ = `scale`, δ = `margin`.
-    Qian et al. 2019, arXiv:1909.05235, eq. 7-10; K 10, λ 20, γ 0.1, δ 0.01, τ 0.2 from there. Each
-    distance in R is √(|w - w'|² + 1e-5), as in the released code; R is once in each item's term. Beyond
-    `max_memory` bytes (without it, beyond a modest size) blocks of classes pass by, and again for the gradient. shard
-    as in `normalized_softmax_loss`.
-    """
-    checks.integer("centers_per_class", centers_per_class, 1)
-    checks.positive("scale", scale)
-    checks.positive("gamma", gamma)
-    checks.number("margin", margin)
-    checks.at_least("tau", tau, 0)
-    ids, known, addend = class_shards.local_ids(embeddings, labels, centers, shard, centers_per_class)
-    if not class_softmax.fits(embeddings, centers, max_memory):
-        size = class_softmax.block(embeddings, centers, centers_per_class, max_memory)
-        settings = (centers_per_class, scale, gamma, margin)
-        value, drawn = _soft_triple_blocks(embeddings, ids, centers, *settings, size, shard)
-    else:
-        w = distances.unit(centers)
-        similarity = _soft_maximum(distances.unit(embeddings), w, centers_per_class, gamma)  # (B, C)
-        own = class_shards.clamped(shard, ids)[:, None]
-        plain = similarity.gather(1, own)
-        target = plain - margin if shard is None else torch.where(ids[:, None] < shard.number, plain - margin, plain)
-        value = class_shards.cross_entropy(shard, scale * similarity.scatter(1, own, target), ids)
-        drawn = _within_class(w.view(-1, centers_per_class, w.shape[1])) if centers_per_class > 1 else w.new_zeros(())
-    value = value + addend.to(value.dtype)
-    if tau and centers_per_class > 1:
-        part = 1.0 if shard is None else shard.number / shard.total
-        value = value + tau * class_shards.sum_over_processes(shard, drawn * part)[0]
-    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + _shared_taint(shard, centers)
-
-
-def _soft_maximum(x: Tensor, w: Tensor, per_class: int, gamma: float) -> Tensor:
-    """S_ic of `soft_triple_loss`, (B, C), from unit rows."""
-    cosine = distances.dot(x, w).view(len(x), len(w) // per_class, per_class)  # (B, C, K)
-    if traced():
-        return ((cosine / gamma).softmax(2) * cosine).sum(2)
-    value: Tensor = _SoftMaximum.call(cosine, gamma)
-    return value
-
-
-class _SoftMaximum(HandGradient):
-    """Σ_k softmax_k(c / γ) c_k over the last of (B, C, K), with the gradient by hand: p (1 + (c - S) / γ)."""
-
-    @staticmethod
-    def forward(ctx: Any, cosine: Tensor, gamma: float) -> Tensor:
-        # torch's softmax takes five times as long over so few entries
-        share = (cosine - cosine.amax(2, keepdim=True)).div_(gamma).exp_()
-        share /= share.sum(2, keepdim=True)
-        value = (share * cosine).sum(2)
-        ctx.save_for_backward(cosine, share, value)
-        ctx.gamma = gamma
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        cosine, share, value = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the cosines
-            share = torch.softmax(cosine / ctx.gamma, 2)
-            value = (share * cosine).sum(2)
-        return (1 + (cosine - value[:, :, None]) / ctx.gamma) * share * upstream[:, :, None], None
-
-
-def _soft_triple_blocks(
-    embeddings: Tensor,
-    ids: Tensor,
-    centers: Tensor,
-    per_class: int,
-    scale: float,
-    gamma: float,
-    margin: float,
-    size: int,
-    shard: Shard | None,
-) -> tuple[Tensor, Tensor]:
-    """The terms (B,) of `soft_triple_loss` and the R of these centres; a block is recomputed for its gradient."""
-    x, classes = distances.unit(embeddings), len(centers) // per_class
-
-    def block(x: Tensor, part: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        w = distances.unit(part)
-        scores = scale * _soft_maximum(x, w, per_class, gamma)
-        others = (ids - start)[:, None] != torch.arange(scores.shape[1], device=ids.device)
-        parts = w.view(-1, per_class, w.shape[1])
-        drawn = _within_class(parts) * (len(parts) / classes) if per_class > 1 else w.new_zeros(())
-        return reduce.logsumexp(scores, others), drawn
-
-    blocks, start = [], 0
-    for part in torch.split(centers, size):
-        blocks.append(recomputed(block, x, part, start))
-        start += len(part) // per_class
-    push = torch.stack([rivals for rivals, _ in blocks], 1)  # (B, blocks)
-    push = reduce.logsumexp(push, push.detach() > reduce.log_zero(push))
-    rows = class_shards.clamped(shard, ids)[:, None] * per_class + torch.arange(per_class, device=ids.device)
-    own = distances.unit(centers[rows.flatten()]).view(len(ids), per_class, x.shape[1])
-    cosine = (own * x[:, None, :]).sum(2)  # (B, K)
-    target = scale * (((cosine / gamma).softmax(1) * cosine).sum(1) - margin)
-    push, target = class_shards.join_logsumexp(shard, ids, push, target)
-    return reduce.softplus(push - target), torch.stack([drawn for _, drawn in blocks]).sum()
-
-
-def _within_class(w: Tensor) -> Tensor:
-    """Mean distance of unit centres (C, K, D) to the others of their class, halved."""
-    classes, centers, _ = w.shape
-    with torch.autocast(device_type(w), enabled=False):
-        gram = w @ w.mT  # (C, K, K)
-    upper = torch.ones(centers, centers, dtype=torch.bool, device=w.device).triu(1)
-    square = (w * w).sum(2)  # not the diagonal: a compiler may overwrite a matrix while a view of it is still used
-    squared = (square[:, :, None] + square[:, None, :] - 2 * gram).clamp(min=0)
-    apart = torch.where(upper, squared + 1e-5, 1.0).sqrt()
-    return torch.where(upper, apart, 0.0).sum() / (classes * centers * (centers - 1))
-
-
-def _proxies(rows: int, dim: int, shard: Shard | None, per_class: int = 1) -> nn.Parameter:
     def fill(empty: Tensor) -> Tensor:
         return nn.init.normal_(empty, std=math.sqrt(2 / rows))  # Kaiming, fan out
 
@@ -373,7 +232,7 @@ class ProxyNCALoss(LossModule, function=proxy_nca_loss):
         super().__init__()
         checks.integer("proxies_per_class", proxies_per_class, 1)
         self.shard = class_shards.make_shard(shard, num_classes)
-        self.proxies = _proxies(num_classes * proxies_per_class, dim, self.shard, proxies_per_class)
+        self.proxies = init_proxies(num_classes * proxies_per_class, dim, self.shard, proxies_per_class)
         class_shards.register(self, proxies=proxies_per_class)
         self.num_classes, self.dim, self.scale, self.form = num_classes, dim, scale, form
         self.assignment, self.proxies_per_class, self.reduction = assignment, proxies_per_class, reduction
@@ -417,7 +276,7 @@ class ProxyAnchorLoss(LossModule, function=proxy_anchor_loss):
     ) -> None:
         super().__init__()
         self.shard = class_shards.make_shard(shard, num_classes)
-        self.proxies = _proxies(num_classes, dim, self.shard)
+        self.proxies = init_proxies(num_classes, dim, self.shard)
         class_shards.register(self, proxies=1)
         self.num_classes, self.dim, self.margin, self.scale = num_classes, dim, margin, scale
         self.impl, self.max_memory = impl, max_memory
@@ -430,47 +289,3 @@ class ProxyAnchorLoss(LossModule, function=proxy_anchor_loss):
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """α cos to the proxy of every class, (B, C), without the margin; differentiable."""
         return logits.of_cosines(self, embeddings, self.proxies, self.scale)
-
-
-class SoftTripleLoss(LossModule, function=soft_triple_loss):
-    """`soft_triple_loss` with its centres (C·K, D). `lr_scale` 100 from the released code.
-
-    shard as in `NormalizedSoftmaxLoss`.
-    """
-
-    lr_scale = 100.0
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        margin: float = 0.01,
-        scale: float = 20.0,
-        *,
-        centers_per_class: int = 10,
-        gamma: float = 0.1,
-        tau: float = 0.2,
-        reduction: str = "mean",
-        max_memory: int | None = None,
-        shard: bool = False,
-    ) -> None:
-        super().__init__()
-        checks.integer("centers_per_class", centers_per_class, 1)
-        self.shard = class_shards.make_shard(shard, num_classes)
-        self.centers = _proxies(num_classes * centers_per_class, dim, self.shard, centers_per_class)
-        class_shards.register(self, centers=centers_per_class)
-        self.num_classes, self.dim, self.margin, self.scale = num_classes, dim, margin, scale
-        self.centers_per_class, self.gamma, self.tau = centers_per_class, gamma, tau
-        self.reduction, self.max_memory = reduction, max_memory
-        self.finish_init()
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.centers.shape[1])
-        return soft_triple_loss(embeddings, labels, self.centers, shard=shard, **self.arguments())
-
-    def get_logits(self, embeddings: Tensor) -> Tensor:
-        """λ S of every class, (B, C), its centres weighed as in the loss, without the margin; differentiable."""
-        x = logits.checked(self, embeddings, self.centers)
-        centers = distances.unit(self.centers)
-        similarity = _soft_maximum(distances.unit(x), centers, self.centers_per_class, self.gamma)
-        return similarity * self.scale + logits.nan_rows(x)

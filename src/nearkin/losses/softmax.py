@@ -81,8 +81,7 @@ def heated_softmax_loss(
     x = distances.unit(embeddings) if normalize else embeddings
     scores = scale * distances.dot(x, distances.unit(weight)) + bias  # (B, C)
     value = class_shards.cross_entropy(shard, scores, ids) + addend.to(scores.dtype)
-    (taint,) = class_shards.sum_over_processes(shard, torch.as_tensor(reduce.taint(weight, bias)))
-    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + taint
+    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + class_shards.taint(shard, weight, bias)
 
 
 def adacos_loss(
@@ -185,10 +184,6 @@ class NormalizedSoftmaxLoss(LossModule, function=normalized_softmax_loss):
         self.num_classes, self.dim, self.scale, self.reduction = num_classes, dim, scale, reduction
         self.sample_rate, self.impl, self.max_memory = sample_rate, impl, max_memory
         self.finish_init()
-
-    def check_settings(self) -> None:
-        class_sampling.check_rate(self.sample_rate)
-        super().check_settings()
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
