@@ -217,6 +217,7 @@ def test_a_setting_of_another_loss_is_refused():
         AttributeError, match='unknown setting "margin"; known: temperature, reduction, max_memory, impl'
     ):
         losses.SupConLoss().margin = 0.3
+    losses.SupConLoss().start = 12.5  # of SphereFaceLoss alone: an attribute of your own
 
 
 def test_a_variant_of_your_own_has_attributes_of_its_own():
@@ -257,6 +258,18 @@ def test_two_settings_that_exclude_each_other():
     assert (module.selection, module.normalize) == ("batch_hard", False)
     module.selection = lambda distance, relation: mining.batch_hard(distance, relation)
     assert bool(module(*batch("TripletLoss")).isfinite())
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if "selection" in settings_of(name)])
+def test_settings_beside_a_selection_of_your_own_are_checked_without_calling_it(name):
+    module = make(name, selection=lambda distance, relation: None)
+    setting = "alpha" if name == "MultiSimilarityLoss" else "margin"
+    with pytest.raises(ValueError, match=f"{setting} must be >"):
+        setattr(module, setting, -1)
+    setattr(module, setting, 0.7)
+    for switch in ("normalize", "squared", "swap"):
+        if switch in settings_of(name):
+            setattr(module, switch, not getattr(module, switch))
 
 
 def test_checking_draws_no_random_numbers():

@@ -7,6 +7,7 @@ that the function takes by keyword are handed to it in every call.
 
 import difflib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ _FIXED = ("num_classes", "dim", "shard", "num_items", *_PER_CLASS)
 # Choices left open are not shown.
 _UNSET = {"impl": "auto", "max_memory": None, "anchors": None, "sample_rate": 1.0, "shard": None}
 _UNSET |= {"num_classes": None, "num_items": None}
-_every_setting: set[str] = set()  # of all loss classes
+_classes_with: Counter[str] = Counter()  # how many loss classes have a setting of this name
 
 
 class LossModule(nn.Module):
@@ -37,6 +38,7 @@ class LossModule(nn.Module):
     _settings: ClassVar[tuple[str, ...]] = ()  # arguments of __init__
     _by_keyword: ClassVar[tuple[str, ...]] = ()  # those that the function takes too
     _learned: ClassVar[tuple[str, ...]] = ()  # tensors that the function takes after the labels
+    _plain_selection: ClassVar[str] = ""  # one that any other setting goes with
     _ready = False
 
     def __init_subclass__(cls, function: Callable[..., Tensor] | None = None, learned: tuple[str, ...] = ()) -> None:
@@ -52,7 +54,10 @@ class LossModule(nn.Module):
         cls._by_keyword = tuple(name for name in cls._settings if name in keywords)
         required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
         cls._learned = tuple(required[2:])
-        _every_setting.update(cls._settings)
+        selection = inspect.signature(cls.__init__).parameters.get("selection")
+        if selection is not None:  # "distance_weighted" needs unit vectors
+            cls._plain_selection = "semihard" if selection.default == "distance_weighted" else selection.default
+        _classes_with.update(cls._settings)
 
     def finish_init(self) -> None:
         """Checks the settings; from now on a change of one is checked too."""
@@ -60,15 +65,12 @@ class LossModule(nn.Module):
         self._ready = True
 
     def check_settings(self) -> None:
-        """Raises the error of a bad setting: tries all of them on an empty batch with three classes.
-
-        Settings with a callable are not tried: a user's own selection need not support an empty batch.
-        """
+        """Raises the error of a bad setting: tries all of them on an empty batch with three classes."""
         if "sample_rate" in self._settings:
             class_sampling.check_rate(self.__dict__["sample_rate"])
         arguments = self.arguments()
-        if any(map(callable, arguments.values())):
-            return
+        if callable(arguments.get("selection")):  # it need not support an empty batch
+            arguments["selection"] = self._plain_selection
         rows = 3 * next((arguments[name] for name in _PER_CLASS if name in arguments), 1)
         learned = [torch.zeros(rows) if name == "bias" else torch.zeros(rows, 2) for name in self._learned]
         with torch.no_grad():
@@ -130,6 +132,6 @@ class LossModule(nn.Module):
         if name.startswith("_") or hasattr(self, name) or "function" not in type(self).__dict__:
             return
         near = difflib.get_close_matches(name, self._settings, 1, 0.8)
-        if near or name in _every_setting:
+        if near or _classes_with[name] > 1:  # of other losses, as margin or temperature
             hint = f'; did you mean "{near[0]}"?' if near else ";"
             raise AttributeError(f'unknown setting "{name}"{hint} known: {", ".join(self._settings)}')
