@@ -52,11 +52,11 @@ def cosface_loss(
     if (rivals := call.rivals(scale=scale)) is not None:
         return call.streamed(rivals, scale * (class_softmax.own_cosine(rivals) - margin))
     x, w = distances.unit(embeddings), distances.unit(weight)
-    bend = partial(_shifted, shift=scale * margin)
+    bend = partial(_cosine_target, shift=scale * margin)
     return call.dense(class_dense.cross_entropy(x, w, call.ids, scale=scale, bend=bend))
 
 
-def _shifted(score: Tensor, _: Tensor, shift: float) -> Bent:
+def _cosine_target(score: Tensor, _: Tensor, shift: float) -> Bent:
     return Bent(score - shift)
 
 
@@ -98,7 +98,7 @@ def arcface_loss(
     x, w = distances.unit(embeddings), distances.unit(weight)
     own_rows = class_softmax.own_rows(x, w, call.ids, sub_centers, normalize=False)
     if _far_from_poles(x, w, own_rows):
-        bend = partial(_bent, margin=margin, scale=scale, straight_through=straight_through)
+        bend = partial(_arc_target, margin=margin, scale=scale, straight_through=straight_through)
         value = class_dense.cross_entropy(x, w, call.ids, scale=scale, bend=bend, centers=sub_centers)
     else:
         target = scale * _cos_plus_margin(x, w[own_rows], margin, straight_through)
@@ -114,15 +114,15 @@ def _far_from_poles(x: Tensor, w: Tensor, own_rows: Tensor) -> bool:
         return float((x * w[own_rows]).sum(1).abs().max()) < 0.9
 
 
-def _bent(score: Tensor, _: Tensor, margin: float, scale: float, straight_through: bool) -> Bent:
+def _arc_target(score: Tensor, _: Tensor, margin: float, scale: float, straight_through: bool) -> Bent:
     """s cos(θ + m) from s cos θ, and its slope, where `_far_from_poles` holds."""
     cos = score / scale
     sin = (1 - cos * cos).sqrt()
-    bent = scale * _add_margin(cos, sin, margin)
+    target = scale * _add_margin(cos, sin, margin)
     if straight_through:
-        return Bent(score + (bent - score).detach())
+        return Bent(score + (target - score).detach())
     slope = math.cos(margin) + cos / sin * math.sin(margin)
-    return Bent(bent, torch.where(cos > -math.cos(margin), slope, 1.0))
+    return Bent(target, torch.where(cos > -math.cos(margin), slope, 1.0))
 
 
 def _cos_plus_margin(x: Tensor, own: Tensor, margin: float, straight_through: bool) -> Tensor:
@@ -168,12 +168,12 @@ def sphereface_loss(
     if (rivals := call.rivals(normalize=(False, True))) is not None:
         psi, _ = _annealed(class_softmax.own_cosine(rivals), margin, annealing)
         return call.streamed(rivals, distances.length(rivals.anchors) * psi)
-    bend = partial(_multiplied, margin=margin, annealing=annealing)
+    bend = partial(_sphere_target, margin=margin, annealing=annealing)
     x, w = distances.upcast(embeddings), distances.unit(weight)
     return call.dense(class_dense.cross_entropy(x, w, call.ids, bend=bend))
 
 
-def _multiplied(score: Tensor, x: Tensor, margin: int, annealing: float | Tensor) -> Bent:
+def _sphere_target(score: Tensor, x: Tensor, margin: int, annealing: float | Tensor) -> Bent:
     """The target logit of `sphereface_loss` from |x| cos θ, (B, 1)."""
     length = distances.length(x)[:, None]
     alive = length > 0

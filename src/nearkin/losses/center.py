@@ -39,11 +39,11 @@ def center_loss(
     checks.at_least("pull", pull, 0)
     x = distances.upcast(embeddings)
     scores = distances.dot(x, weight) + bias  # (B, C)
-    apart = (x - centers.detach()[class_shards.clamped(shard, ids)]).square().sum(1)
+    distance = (x - centers.detach()[class_shards.clamped(shard, ids)]).square().sum(1)
     if shard is not None:
-        apart = torch.where(ids < shard.number, apart, 0.0)
-    apart, taint = class_shards.sum_over_processes(shard, apart, torch.as_tensor(reduce.taint(weight, bias)))
-    value = class_shards.cross_entropy(shard, scores, ids) + addend.to(scores.dtype) + pull / 2 * apart
+        distance = torch.where(ids < shard.number, distance, 0.0)
+    distance, taint = class_shards.sum_over_processes(shard, distance, torch.as_tensor(reduce.taint(weight, bias)))
+    value = class_shards.cross_entropy(shard, scores, ids) + addend.to(scores.dtype) + pull / 2 * distance
     return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + taint
 
 

@@ -38,11 +38,11 @@ def sample(
     number = min(classes, max(math.ceil(rate * classes), len(ids)))
     if number == classes:
         return labels, weight, shard
-    fair = known & (labels.long() == ids)  # an id out of range, where values are not read, must stay out of it
+    in_range = known & (labels.long() == ids)  # an id out of range, where values are not read, must stay out of it
     own = shard or Shard(0, classes, classes)
     seed = torch.randint(WORD, (), device=weight.device)
     keys = _random_keys(collectives.share(seed, shard.group) if shard else seed, own)
-    local = fair & (ids >= own.first) & (ids < own.last)
+    local = in_range & (ids >= own.first) & (ids < own.last)
     keys = keys.scatter_reduce(0, torch.where(local, ids - own.first, 0), torch.where(local, WORD, 0), "amax")
     if shard is None:
         chosen = keys.topk(number, sorted=False).indices.sort().values
@@ -57,7 +57,7 @@ def sample(
     rows = chosen
     if sub_centers > 1:
         rows = (chosen[:, None] * sub_centers + torch.arange(sub_centers, device=chosen.device)).flatten()
-    return torch.where(fair, positions, labels.long()), weight.index_select(0, rows), shard
+    return torch.where(in_range, positions, labels.long()), weight.index_select(0, rows), shard
 
 
 def _random_keys(seed: Tensor, own: Shard) -> Tensor:

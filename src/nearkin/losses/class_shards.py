@@ -206,9 +206,9 @@ def no_rivals(embeddings: Tensor, weight: Tensor) -> Rivals:
     """The result of a pass over no classes; on the graph, so that all processes go backward together."""
     anchors = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
     kind = class_softmax.kind_of(embeddings, weight)
-    still = (anchors.sum(1) * 0).to(kind) + weight.sum().to(kind) * 0
-    own = still[:, None].expand(anchors.shape)
-    return Rivals(torch.zeros_like(still), still + reduce.log_zero(still), anchors, own, still.new_zeros(()).detach())
+    zero = (anchors.sum(1) * 0).to(kind) + weight.sum().to(kind) * 0
+    own = zero[:, None].expand(anchors.shape)
+    return Rivals(torch.zeros_like(zero), zero + reduce.log_zero(zero), anchors, own, zero.new_zeros(()).detach())
 
 
 def join_rivals(shard: Shard | None, ids: Tensor, rivals: Rivals, term: Tensor) -> tuple[Rivals, Tensor]:

@@ -120,9 +120,9 @@ def facility_location(
             near = facility.search(task, weight, sweeps, size if num_clusters is None else min(num_clusters, size))
         owner = near & (2**task.bits - 1)
         chosen = (owner == torch.arange(size, device=owner.device)) & (near < facility.FAR)
-        apart = facility.disagreement(task, owner).to(distance.dtype)
-    spent = torch.where(labels != UNKNOWN, distance.gather(1, owner[:, None]).squeeze(1), 0.0).sum()
-    return Clustering(chosen, owner, gamma * apart - spent, apart)
+        disagreement = facility.disagreement(task, owner).to(distance.dtype)
+    cost = torch.where(labels != UNKNOWN, distance.gather(1, owner[:, None]).squeeze(1), 0.0).sum()
+    return Clustering(chosen, owner, gamma * disagreement - cost, disagreement)
 
 
 class FacilityLocationLoss(LossModule, function=facility_location_loss):

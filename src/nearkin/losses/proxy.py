@@ -95,8 +95,8 @@ def _against_rivals(rivals: class_softmax.Rivals, near: Tensor, scale: float, fo
     -d = scale² (2 cos - |x|² - |p|²), lengths 1, or 0 for a zero row: what all others share is in the target's term.
     """
     nonzero = reduce.any_in_row(distances.unit(rivals.anchors.detach()) != 0).to(near.dtype)
-    apart = rivals.peak - scale**2 * (1 + nonzero - near) + rivals.rest
-    return reduce.softplus(apart) if form == "softmax" else apart
+    logit_gap = rivals.peak - scale**2 * (1 + nonzero - near) + rivals.rest
+    return reduce.softplus(logit_gap) if form == "softmax" else logit_gap
 
 
 def _dynamic(

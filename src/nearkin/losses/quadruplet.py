@@ -53,22 +53,22 @@ def quadruplet_loss(
     check_selection(selection, margin, False, normalize)
     own = _classes(labels)
     measure = distances.squared_euclidean if squared else distances.euclidean
-    rival = _rivals(call.batch, own, squared, normalize, max_memory)
+    rivals = _rivals(call.batch, own, squared, normalize, max_memory)
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation, ids: Tensor) -> tuple[Tensor, ...]:
         distance = measure(x, references, normalize=normalize)  # (B, R)
         if selection == "all":
-            apart, there = rival.of(ids)  # (B, R): each negative's distance to its l
-            pairs = Relation(relation.positive, relation.negative & there)
-            return *all_triplets(distance, relation, margin), *all_triplets(distance, pairs, second_margin, apart)
+            gap, exists = rivals.of(ids)  # (B, R): each negative's distance to its l
+            pairs = Relation(relation.positive, relation.negative & exists)
+            return *all_triplets(distance, relation, margin), *all_triplets(distance, pairs, second_margin, gap)
         plain = distance.detach().sqrt() if squared else distance
         chosen = mining.select(selection, plain, relation, dim=x.shape[1], generator=generator)
         if isinstance(chosen, mining.Pairs):
             raise TypeError("selection must return Triplets for a quadruplet loss, got Pairs")
         near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
-        apart, there = rival.of(ids, chosen.negative)
+        gap, exists = rivals.of(ids, chosen.negative)
         first = blockwise.hinges(near - far, chosen.valid, reduction, start=-margin)
-        return *first, *blockwise.hinges(near - apart, chosen.valid & there, reduction, start=-second_margin)
+        return *first, *blockwise.hinges(near - gap, chosen.valid & exists, reduction, start=-second_margin)
 
     sums, counts, active, *second = call.run(rows, own, selection=selection, generator=generator)
     return reduce.total(sums, counts, active, reduction) + call.total(*second)
@@ -80,9 +80,9 @@ class _Rivals(NamedTuple):
     Whatever the anchor of a triplet, one of the two is of a third class, if there is such an anchor at all.
     """
 
-    apart: Tensor  # (2, R), with gradient
+    gap: Tensor  # (2, R) distances, with gradient
     classes: Tensor  # (2, R) class ids
-    there: Tensor  # (2, R) bool
+    exists: Tensor  # (2, R) bool
 
     def of(self, own: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Of references, all or (B, T) columns: the distance to the nearest anchor that is neither of their class nor
@@ -90,14 +90,14 @@ class _Rivals(NamedTuple):
         if columns is None:
             first = self.classes[0] != own[:, None]
             return (
-                torch.where(first, self.apart[0], self.apart[1]),
-                torch.where(first, self.there[0], self.there[1]),
+                torch.where(first, self.gap[0], self.gap[1]),
+                torch.where(first, self.exists[0], self.exists[1]),
             )
-        number = self.apart.shape[1]
+        number = self.gap.shape[1]
         if not number:
-            return self.apart.sum().expand(columns.shape), torch.zeros_like(columns, dtype=torch.bool)
+            return self.gap.sum().expand(columns.shape), torch.zeros_like(columns, dtype=torch.bool)
         index = torch.where(self.classes[0][columns] != own[:, None], columns, columns + number)
-        return self.apart.flatten()[index], self.there.flatten()[index]
+        return self.gap.flatten()[index], self.exists.flatten()[index]
 
 
 def _classes(labels: Labels) -> Tensor:
@@ -109,7 +109,7 @@ def _classes(labels: Labels) -> Tensor:
 
 
 def _rivals(batch: blockwise.Batch, own: Tensor, squared: bool, normalize: bool, max_memory: int | None) -> _Rivals:
-    turned = blockwise.turned(batch)
+    swapped = blockwise.turned(batch)
 
     def rows(x: Tensor, anchors: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, anchors, normalize=normalize)  # (R, B)
@@ -121,17 +121,19 @@ def _rivals(batch: blockwise.Batch, own: Tensor, squared: bool, normalize: bool,
         return first, second, reduce.any_in_row(relation.negative), reduce.any_in_row(beyond)
 
     with torch.no_grad():
-        first, second, has_first, has_second = blockwise.run(rows, turned, max_memory=max_memory)
+        first, second, has_first, has_second = blockwise.run(rows, swapped, max_memory=max_memory)
     nearest = torch.stack([first, second])  # (2, R) indices of anchors
-    there = torch.stack([has_first, has_second])
+    exists = torch.stack([has_first, has_second])
     if not own.shape[0]:
-        return _Rivals(turned.embeddings.sum() + torch.zeros_like(there, dtype=turned.embeddings.dtype), nearest, there)
-    anchors, references = _wide(batch.embeddings, normalize), _wide(turned.embeddings, normalize)
+        return _Rivals(
+            swapped.embeddings.sum() + torch.zeros_like(there, dtype=swapped.embeddings.dtype), nearest, there
+        )
+    anchors, references = _wide(batch.embeddings, normalize), _wide(swapped.embeddings, normalize)
     gap = (anchors[nearest] - references).square().sum(2)
-    apart = gap > 0
+    nonzero = gap > 0
     if not squared:
-        gap = torch.where(apart, torch.where(apart, gap, 1.0).sqrt(), 0.0)
-    kind = torch.promote_types(torch.promote_types(batch.embeddings.dtype, turned.embeddings.dtype), torch.float32)
+        gap = torch.where(nonzero, torch.where(nonzero, gap, 1.0).sqrt(), 0.0)
+    kind = torch.promote_types(torch.promote_types(batch.embeddings.dtype, swapped.embeddings.dtype), torch.float32)
     return _Rivals(gap.to(kind), own[nearest], there)
 
 

@@ -55,9 +55,9 @@ def lifted_structure_loss(
         return value
     references = call.batch.references
 
-    def threats(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
+    def negative_terms(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)
-        return (_threat(margin - distance, relation.negative, form, 1),)
+        return (_negative_term(margin - distance, relation.negative, form, 1),)
 
     def costs(distance: Tensor, relation: Relation, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         worst = (torch.logaddexp if form == "smooth" else torch.maximum)(row[:, None], column[None, :])
@@ -67,12 +67,12 @@ def lifted_structure_loss(
     if call.fits():
         distance = distances.euclidean(embeddings, references, normalize=normalize)  # (B, R)
         relation = blockwise.relation(call.batch)
-        row, column = (_threat(margin - distance, relation.negative, form, dim) for dim in (1, 0))  # (B,), (R,)
+        row, column = (_negative_term(margin - distance, relation.negative, form, dim) for dim in (1, 0))  # (B,), (R,)
         sums, counts, active = costs(distance, relation, row, column)
     else:
-        (row,) = (column,) = call.run(threats)
+        (row,) = (column,) = call.run(negative_terms)
         if references is not None or isinstance(labels, Relation):  # else being a negative is mutual
-            (column,) = blockwise.run(threats, blockwise.turned(call.batch), max_memory=max_memory)
+            (column,) = blockwise.run(negative_terms, blockwise.turned(call.batch), max_memory=max_memory)
 
         def rows(x: Tensor, references: Tensor | None, relation: Relation, row: Tensor) -> tuple[Tensor, ...]:
             return costs(distances.euclidean(x, references, normalize=normalize), relation, row, column)
@@ -81,7 +81,7 @@ def lifted_structure_loss(
     return call.total(sums, counts, active)
 
 
-def _threat(nearness: Tensor, negative: Tensor, form: str, dim: int) -> Tensor:
+def _negative_term(nearness: Tensor, negative: Tensor, form: str, dim: int) -> Tensor:
     if form == "smooth":
         return reduce.logsumexp(nearness, negative, dim)
     return reduce.largest(nearness, negative, dim)[0]
@@ -130,8 +130,8 @@ def npair_loss(
     def rows(x: Tensor, references: Tensor | None, relation: Relation, *own: Tensor) -> tuple[Tensor, ...]:
         logits = distances.dot(x, references)  # (B, R)
         if alone:
-            everyone = _first(relation, 0) if firsts is None else firsts
-            valid = (own[0] if own else everyone)[:, None] & ~everyone[None, :]
+            is_first = _first(relation, 0) if firsts is None else firsts
+            valid = (own[0] if own else is_first)[:, None] & ~is_first[None, :]
             relation = Relation(relation.positive & valid, relation.negative & valid)
         compared, counts = relation.positive | relation.negative, reduce.any_in_row(relation.positive)
         # In place: a block that is recomputed for the gradient adds nothing new.
