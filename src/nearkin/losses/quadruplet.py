@@ -125,16 +125,15 @@ def _rivals(batch: blockwise.Batch, own: Tensor, squared: bool, normalize: bool,
     nearest = torch.stack([first, second])  # (2, R) indices of anchors
     exists = torch.stack([has_first, has_second])
     if not own.shape[0]:
-        return _Rivals(
-            swapped.embeddings.sum() + torch.zeros_like(there, dtype=swapped.embeddings.dtype), nearest, there
-        )
+        zeros = torch.zeros_like(exists, dtype=swapped.embeddings.dtype)
+        return _Rivals(swapped.embeddings.sum() + zeros, nearest, exists)
     anchors, references = _wide(batch.embeddings, normalize), _wide(swapped.embeddings, normalize)
     gap = (anchors[nearest] - references).square().sum(2)
     nonzero = gap > 0
     if not squared:
         gap = torch.where(nonzero, torch.where(nonzero, gap, 1.0).sqrt(), 0.0)
     kind = torch.promote_types(torch.promote_types(batch.embeddings.dtype, swapped.embeddings.dtype), torch.float32)
-    return _Rivals(gap.to(kind), own[nearest], there)
+    return _Rivals(gap.to(kind), own[nearest], exists)
 
 
 def _wide(x: Tensor, normalize: bool) -> Tensor:
