@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from nearkin.evaluation.verification import class_rates
 from nearkin.gallery import calibration
-from nearkin.gallery.results import Hit, Identity, Meaning
+from nearkin.gallery.results import Calibrator, Hit, Identity
 
 Floats = NDArray[np.float32]
 Labels = NDArray[np.int64]
 World = tuple[str, Floats, Labels]  # rows of length 1, by class
-Rounds = list[tuple[Meaning, Labels]]
+Rounds = list[tuple[Calibrator, Labels]]
 NEAREST = 50  # rows that a gallery weighs
 
 
@@ -137,8 +137,8 @@ def calibrations(rows: Floats, labels: Labels, classes: int, rounds: int) -> Rou
     for seed in range(rounds):
         order = np.random.default_rng([classes, seed]).permutation(int(labels.max()) + 1)
         inside = np.isin(labels, order[:classes])
-        plain = calibration.measured(torch.from_numpy(rows[inside]), torch.from_numpy(labels[inside]))
-        found.append((Meaning(plain), order[classes:]))
+        plain = calibration.measure(torch.from_numpy(rows[inside]), torch.from_numpy(labels[inside]))
+        found.append((Calibrator(plain), order[classes:]))
     return found
 
 
@@ -163,7 +163,7 @@ class Asked:
         self.near: list[bool] = []
         self.far: float | None = None
         start = np.searchsorted(labels, np.arange(labels.max() + 2))
-        for meaning, unseen in rounds:
+        for calibrator, unseen in rounds:
             order = draw.permutation(unseen)
             enrolled = order[:count]
             others = order[count:][: max(count, 200)]
@@ -172,11 +172,11 @@ class Asked:
             asking = draw.permutation(np.concatenate([one[examples:] for one in items]))
             strange = draw.permutation(np.concatenate([np.arange(start[c], start[c + 1]) for c in others]))
             number = min(len(asking), len(strange), most // (2 * len(rounds)))
-            self._ask(meaning, rows, labels, here, asking[:number], strange[:number], examples, far)
+            self._ask(calibrator, rows, labels, here, asking[:number], strange[:number], examples, far)
 
     def _ask(
         self,
-        meaning: Meaning,
+        calibrator: Calibrator,
         rows: Floats,
         labels: Labels,
         here: Labels,
@@ -187,14 +187,14 @@ class Asked:
     ) -> None:
         names = [str(label) for label in labels[here]]
         sizes = {examples: len(here) // examples}
-        plain = meaning.verify(0.0, None).threshold
+        plain = calibrator.verify(0.0, None).threshold
         for query, stranger in [(i, False) for i in asking] + [(i, True) for i in strange]:
             scores = rows[here] @ rows[query]
             most = min(NEAREST, len(scores))
             order = np.argpartition(-scores, most - 1)[:most]
             order = order[np.argsort(-scores[order], kind="stable")]
             hits = [Hit(int(n), names[n], float(scores[n]), "", {}) for n in order]
-            found: Identity = meaning.identify(hits, sizes, far, {hit.label: examples for hit in hits})
+            found: Identity = calibrator.identify(hits, sizes, far, {hit.label: examples for hit in hits})
             self.far = found.far
             self.sure.append(found.confidence or 0.0)
             self.right.append(found.label == (None if stranger else str(labels[query])))

@@ -6,12 +6,12 @@ from nearkin.gallery import results
 
 
 def calibration_by_hand(at, log_ratio, classes=60):
-    """at: {threshold: (bound of the FAR, share found)}; log_ratio: {similarity: value}, from 0 to 1."""
+    """at: {threshold: (bound of the FAR, TAR)}; log_ratio: {similarity: value}, from 0 to 1."""
     x, y = zip(*sorted(log_ratio.items()), strict=True)
-    bounds, found = zip(*(at[t] for t in sorted(at)), strict=True)
-    one = {"far": bounds, "far_bound": bounds, "tar": found, "log_ratio": {"similarity": x, "value": y}}
-    said = {"format": results.FORMAT, "classes": classes, "confidence": 0.95, "impostors": 10**6}
-    return said | {"largest_impostor": 0.95, "thresholds": sorted(at), "examples": {"1": one}}
+    bounds, tars = zip(*(at[t] for t in sorted(at)), strict=True)
+    curves = {"far": bounds, "far_bound": bounds, "tar": tars, "log_ratio": {"similarity": x, "value": y}}
+    plain = {"format": results.FORMAT, "classes": classes, "confidence": 0.95, "impostors": 10**6}
+    return plain | {"largest_impostor": 0.95, "thresholds": sorted(at), "examples": {"1": curves}}
 
 
 def embeddings(classes, each, dim=24, seed=0, spread=0.5, heavy=0.7):

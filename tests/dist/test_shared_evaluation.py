@@ -23,7 +23,7 @@ from nearkin.evaluation.retrieval import by_counting
 from nearkin.evaluation.verification import pair_scan
 from nearkin.core.errors import RankFailed
 from nearkin.evaluation.retrieval.retrieval_metrics import METRICS
-from nearkin.gallery.encoding import Encoding
+from nearkin.gallery.items import Encoding
 
 QUICK = ["training.epochs=1", "training.batches=2", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
 QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0", "evaluation.interval=false"]
@@ -303,7 +303,7 @@ def test_embeddings_are_the_same_to_the_last_bit(home):
 
 def enrol_shared(rank, world, home, source, place, part):
     os.chdir(home)
-    gallery.enroll_ranks.PICTURES = part
+    gallery.enroll.PICTURE_BATCH = part
     with dist.ProcessGroup() as ranks:
         if rank:
             found = gallery.enrol_source(Encoding("run", "cpu"), source, group=ranks, skip_unreadable=True)
@@ -323,7 +323,7 @@ def _rows(path):
 def test_a_shared_gallery_is_row_for_row_that_of_one_process(home, monkeypatch):
     monkeypatch.chdir(home)
     broken = home / "photos/class1/broken.png"
-    monkeypatch.setattr(gallery.enroll, "PICTURES", 4)
+    monkeypatch.setattr(gallery.enroll, "PICTURE_BATCH", 4)
     broken.write_bytes(b"no picture")
     try:
         with gallery.Gallery.open("alone.gallery", "run", device="cpu") as opened:

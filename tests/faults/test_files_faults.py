@@ -35,9 +35,9 @@ SMALL = ["training.epochs=2", "training.batches=4", "sampler.batch=16", "sampler
 SMALL += ["encoder.dim=8", "training.log_steps=1", "training.workers=0", "evaluation.interval=false"]
 
 
-def damaged(chance: random.Random, whole: bytes) -> tuple[str, bytes]:
+def damaged(chance: random.Random, original: bytes) -> tuple[str, bytes]:
     """Other bytes than before, and how they came about."""
-    content, at = bytearray(whole), chance.randrange(len(whole))
+    content, at = bytearray(original), chance.randrange(len(original))
     how = chance.choice(["bit", "byte", "zeros", "cut", "longer", "inserted", "removed", "nonsense"])
     if how == "bit":
         content[at] ^= 1 << chance.randrange(8)
@@ -117,22 +117,22 @@ def store(pictures, progress=None):
 
 
 def test_a_damaged_picture_cache_never_gives_other_pixels(pictures):
-    """Any of its files: it is made again, and the next start finds it whole."""
-    whole, chance, made_again = np.array(store(pictures).pixels), random.Random(0), 0
+    """Any of its files: it is made again, and the next start finds it intact."""
+    pixels, chance, made_again = np.array(store(pictures).pixels), random.Random(0), 0
     before = everything(cache_store.folder())
     assert len(before) == 3
     for _ in range(60 * FAULTS):
         name = chance.choice(sorted(before))
         how, content = damaged(chance, before[name])
         (cache_store.folder() / name).write_bytes(content)
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            found = store(pictures)
-        np.testing.assert_array_equal(found.pixels, whole, f"{name} {how}")
-        found.verify()
-        made_again += bool(heard)
-        assert all("is damaged" in str(one.message) and "made again" in str(one.message) for one in heard)
-        del found
+            cache = store(pictures)
+        np.testing.assert_array_equal(cache.pixels, pixels, f"{name} {how}")
+        cache.verify()
+        made_again += bool(warned)
+        assert all("is damaged" in str(one.message) and "made again" in str(one.message) for one in warned)
+        del cache
         after = everything(cache_store.folder())
         assert after.keys() == before.keys()  # nothing half-made is left
         assert name.name.startswith("names") or after[name] == before[name], how
@@ -140,8 +140,8 @@ def test_a_damaged_picture_cache_never_gives_other_pixels(pictures):
 
 
 def test_a_damaged_beginning_of_a_picture_cache_never_gives_other_pixels(pictures):
-    """Rows of a cache that was stopped while it was made are taken over only where they are whole."""
-    whole, chance = np.array(store(pictures).pixels), random.Random(1)
+    """Rows of a cache that was stopped while it was made are used only where they are intact."""
+    pixels, chance = np.array(store(pictures).pixels), random.Random(1)
     cache_store.clear()
     for _ in range(20 * FAULTS):
         with pytest.raises(KeyboardInterrupt):
@@ -149,7 +149,7 @@ def test_a_damaged_beginning_of_a_picture_cache_never_gives_other_pixels(picture
         path = chance.choice(sorted(cache_store.folder().iterdir()))
         how, content = damaged(chance, path.read_bytes())
         path.write_bytes(content)
-        np.testing.assert_array_equal(store(pictures).pixels, whole, f"{path} {how}")
+        np.testing.assert_array_equal(store(pictures).pixels, pixels, f"{path} {how}")
         cache_store.clear()
         for left in cache_store.folder().iterdir():
             left.unlink()
@@ -164,23 +164,25 @@ def interrupt(done, total):
 
 def test_a_damaged_calibration_is_one_sentence_or_says_the_same(home):
     calibrate(home / "done", part="train", device="cpu")
-    path, chance, said = home / "done" / results.FILE, random.Random(2), 0
-    whole = path.read_bytes()
-    maker = json.loads(whole)["encoder"]
-    sound = results.read(home / "done", maker)[0]
+    path, chance, refused = home / "done" / results.FILE, random.Random(2), 0
+    original = path.read_bytes()
+    encoder = json.loads(original)["encoder"]
+    undamaged = results.load_calibration(home / "done", encoder)[0]
     for _ in range(200 * FAULTS):
-        how, content = damaged(chance, whole)
+        how, content = damaged(chance, original)
         path.write_bytes(content)
-        (found, note), sentence = tried(results.read, home / "done", maker)
+        (calibrator, note), sentence = tried(results.load_calibration, home / "done", encoder)
         if sentence:
             assert str(path) in sentence and "\n" not in sentence and len(sentence) < 600, (how, sentence)
-            said += 1
+            refused += 1
             continue
-        assert found is not None and note == "", how
-        assert vars(found).keys() == vars(sound).keys()
-        assert str(vars(found)) == str(vars(sound)) and (found.thresholds == sound.thresholds).all(), how
-    path.write_bytes(whole)
-    assert said > 150 * FAULTS
+        assert calibrator is not None and note == "", how
+        assert vars(calibrator).keys() == vars(undamaged).keys()
+        assert (
+            str(vars(calibrator)) == str(vars(undamaged)) and (calibrator.thresholds == undamaged.thresholds).all()
+        ), how
+    path.write_bytes(original)
+    assert refused > 150 * FAULTS
 
 
 @pytest.mark.parametrize("value", [None, True, "x", [], {}, -1, 1e999, [1e999], {"a": 1}, [[1]]])
@@ -188,14 +190,14 @@ def test_a_calibration_of_wrong_types_is_one_sentence(value, tmp_path):
     """Also of a file without a checksum, as it was written before."""
     plain = calibration_by_hand({0.5: (0.1, 0.9)}, {-1.0: -1, 1.0: 1}) | {"encoder": "me"}
     (tmp_path / results.FILE).write_text(json.dumps(plain))
-    assert results.read(tmp_path, "me")[0] is not None
+    assert results.load_calibration(tmp_path, "me")[0] is not None
     inside = ["far_bound", "tar", "log_ratio"]
     for key in ["format", "classes", "thresholds", "examples", *inside]:
-        one = plain["examples"]["1"]
-        other = plain | ({"examples": {"1": one | {key: value}}} if key in inside else {key: value})
+        curves = plain["examples"]["1"]
+        other = plain | ({"examples": {"1": curves | {key: value}}} if key in inside else {key: value})
         (tmp_path / results.FILE).write_text(json.dumps(other))
         with pytest.raises(ValueError, match=rf"{results.FILE}: (damaged|of format).*makes it again"):
-            results.read(tmp_path, "me")
+            results.load_calibration(tmp_path, "me")
 
 
 # --- a full disk
@@ -245,9 +247,9 @@ def test_a_gallery_on_a_full_disk_keeps_what_it_has(tmp_path):
 
 
 def test_a_training_on_a_disk_that_is_full_at_any_moment_goes_on_to_the_same_weights(home, tmp_path, monkeypatch):
-    """The file that cannot be written is said; when there is room again, the run ends as if nothing had been."""
+    """The message names the file that cannot be written; with room again, the run ends with the same weights."""
     real, count = files.os.replace, 0
-    wanted = (home / "done" / "model.safetensors").read_bytes()
+    weights = (home / "done" / "model.safetensors").read_bytes()
 
     def at(number):
         def replace(source, target):
@@ -272,7 +274,7 @@ def test_a_training_on_a_disk_that_is_full_at_any_moment_goes_on_to_the_same_wei
         assert not [path for path in out.rglob(".*.*") if re.fullmatch(r"\..*\.[0-9a-f]{8}", path.name)], number
         monkeypatch.setattr(files.os, "replace", real)
         training.resume(out) if out.exists() else train(home, out)
-        assert (out / "model.safetensors").read_bytes() == wanted, number
+        assert (out / "model.safetensors").read_bytes() == weights, number
     assert len(sentences) > 2
 
 
@@ -283,8 +285,10 @@ def test_a_report_that_finds_no_room_is_made_by_a_resume(name, home, tmp_path, m
     sets = [word for one in SMALL for word in ("--set", one)]
     result = call("train", home / "vectors.npz", "--out", run, *sets, "--quiet")
     assert result.exit_code == 2, result.output + repr(result.exception)
-    said = f"{name} could not be written (No space left on device); training is done and saved: make room, then nearkin"
-    assert f"{said} train --resume {run}" in result.output
+    message = (
+        f"{name} could not be written (No space left on device); training is done and saved: make room, then nearkin"
+    )
+    assert f"{message} train --resume {run}" in result.output
     assert not (run / name).exists() and not list(run.rglob(f".{name}.*"))
     monkeypatch.undo()
     assert call("train", "--resume", run, "--quiet").exit_code == 0
@@ -303,13 +307,15 @@ def test_a_training_does_not_look_at_the_clock_of_the_wall(home, tmp_path, monke
     train(home, tmp_path / "run", events.append)
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (home / "done" / "model.safetensors").read_bytes()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    said = [(key, value) for one in [*lines, *events] for key, value in one.items() if isinstance(value, int | float)]
-    timed = [(key, value) for key, value in said if re.search("second|rate|time|left|eta", key)]
+    numbers = [
+        (key, value) for one in [*lines, *events] for key, value in one.items() if isinstance(value, int | float)
+    ]
+    timed = [(key, value) for key, value in numbers if re.search("second|rate|time|left|eta", key)]
     assert timed and all(value >= 0 for _, value in timed), timed
 
 
 def test_a_gallery_and_a_picture_cache_do_not_care_for_the_clock(pictures, tmp_path, monkeypatch):
-    whole = np.array(store(pictures).pixels)
+    pixels = np.array(store(pictures).pixels)
     rows = np.random.default_rng(0).normal(size=(20, 12))
     real = time.time
     with Gallery.open(tmp_path / "g.gallery", dim=12, timeout=5) as gallery:
@@ -317,7 +323,7 @@ def test_a_gallery_and_a_picture_cache_do_not_care_for_the_clock(pictures, tmp_p
             monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
             gallery.enrol(rows[5 * n : 5 * n + 5], f"{jump:g}")
             assert [gallery.search(row, 1)[0].id for row in rows[: 5 * n + 5]] == list(range(1, 5 * n + 6))
-            np.testing.assert_array_equal(store(pictures).pixels, whole)
+            np.testing.assert_array_equal(store(pictures).pixels, pixels)
             os.utime(tmp_path / "g.gallery", (max(0, real() + jump),) * 2)  # as a file written before the jump
         assert gallery.check().whole
 
@@ -337,9 +343,9 @@ def enrol_some(path, writer, batches):
     with Gallery.open(path, dim=12) as gallery:
         for number in range(batches):
             rows = np.random.default_rng([writer, number]).normal(size=(1 + number % 6, 12))
-            done = gallery.enrol(rows, f"{writer} {number}", {"writer": writer})
+            enrolled = gallery.enrol(rows, f"{writer} {number}", {"writer": writer})
             if number % 3 == 2:
-                gallery.relabel(done.ids, f"{writer} moved")
+                gallery.relabel(enrolled.ids, f"{writer} moved")
 
 
 def test_two_processes_that_enrol_into_one_gallery_lose_nothing(tmp_path):

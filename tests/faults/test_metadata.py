@@ -15,10 +15,10 @@ ROW = np.arange(1.0, 5.0)
 
 
 def nested(depth: int) -> dict:
-    found: dict = {"end": 1}
+    inner: dict = {"end": 1}
     for _ in range(depth - 1):
-        found = {"in": found}
-    return found
+        inner = {"in": inner}
+    return inner
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def test_metadata_that_hold_themselves_are_refused_at_once(gallery):
 
 
 def test_what_is_within_the_bounds_is_kept(gallery):
-    kept = nested(16) | {"text": "x" * 16_000}
-    gallery.enrol(ROW, "a", kept, names="n" * 10_000)
-    assert gallery.get(1).metadata == kept and gallery.get(1).name == "n" * 4096
+    metadata = nested(16) | {"text": "x" * 16_000}
+    gallery.enrol(ROW, "a", metadata, names="n" * 10_000)
+    assert gallery.get(1).metadata == metadata and gallery.get(1).name == "n" * 4096
 
 
 def test_a_deep_label_or_filter_is_a_sentence(gallery):
@@ -73,13 +73,13 @@ def test_a_row_of_before_does_not_spoil_the_answers_of_the_service(gallery, monk
     pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
     from test_web import client_of
 
-    monkeypatch.setattr(schema, "DEEPEST", 10**6)
+    monkeypatch.setattr(schema, "MAX_DEPTH", 10**6)
     gallery.enrol(np.stack([ROW, -ROW]), "a", [nested(900), {"place": "pond"}])
     monkeypatch.undo()
     with client_of(gallery) as client:
-        found = client.post("/api/search", json={"item": ROW.tolist()})
-        assert found.status_code == 200, found.text
-        first, second = (hit["metadata"] for hit in found.json()["hits"])
+        response = client.post("/api/search", json={"item": ROW.tolist()})
+        assert response.status_code == 200, response.text
+        first, second = (hit["metadata"] for hit in response.json()["hits"])
         assert "16 deep" in first["left out"] and second == {"place": "pond"}
         assert client.get("/api/items/1").status_code == 200
 
@@ -92,7 +92,7 @@ def test_the_service_refuses_deep_json_everywhere(gallery):
     deep = json.dumps(nested(900))
     with client_of(gallery) as client:
         vector = json.dumps(ROW[::-1].tolist())
-        asked = [
+        requests = [
             ("/api/enrol", f'{{"items": [{vector}], "label": "b", "metadata": {deep}}}'),
             ("/api/enrol", f'{{"items": [{vector}], "label": {deep}}}'),
             ("/api/search", f'{{"item": {deep}}}'),
@@ -102,7 +102,7 @@ def test_the_service_refuses_deep_json_everywhere(gallery):
             ("/api/neighbours", f'{{"ids": [1], "k": {deep}}}'),
             (f"/api/search?filter={{{json.dumps('a')}: {'[' * 800}1{']' * 800}}}", f'{{"item": {vector}}}'),
         ]
-        for path, body in asked:
+        for path, body in requests:
             answer = client.post(path, content=body, headers={"content-type": "application/json"})
             assert answer.status_code in (400, 422) and len(answer.text) < 1000, (path, answer.text[:300])
         assert client.get("/api/stats").json()["rows"] == 1
@@ -115,5 +115,5 @@ def test_the_command_refuses_them_in_one_sentence(tmp_path):
 
     for option, words in (("[" * 100_000, "must be JSON"), ("[" * 9 + "]" * 9, "must be a JSON object")):
         command = ["enrol", str(tmp_path), "glyphs", "--gallery", str(tmp_path / "g"), "--metadata", option]
-        found = CliRunner().invoke(app, command)
-        assert found.exit_code == 2 and words in found.output and len(found.output) < 600
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2 and words in result.output and len(result.output) < 600

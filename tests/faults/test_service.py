@@ -28,7 +28,7 @@ pytest.importorskip("httpx2", reason="its tests need httpx2")
 from test_web import a_run, ask, client_of, connect, item, picture, refused
 
 from nearkin.data import decode
-from nearkin.gallery import Gallery, encoding
+from nearkin.gallery import Gallery, items
 from nearkin.web import build
 from nearkin.web.middleware import Limits
 from nearkin.web.queue import Line
@@ -85,7 +85,7 @@ def test_an_unreadable_picture_does_not_open_the_door_to_large_ones(gallery, mon
 
 def test_a_search_is_answered_while_large_pictures_are_decoded(gallery, monkeypatch):
     """Decoding of large pictures stands still; small ones and vectors go on."""
-    gate, before, large = threading.Event(), encoding.Encoding.square, []
+    gate, before, large = threading.Event(), items.Encoding.square, []
 
     def square(self, data, name):
         if len(data) > 10_000:
@@ -93,7 +93,7 @@ def test_a_search_is_answered_while_large_pictures_are_decoded(gallery, monkeypa
             assert gate.wait(60)
         return before(self, data, name)
 
-    monkeypatch.setattr(encoding.Encoding, "square", square)
+    monkeypatch.setattr(items.Encoding, "square", square)
     heavy = png(3000, 2900)  # 69,600,000 bytes of pixels
     with client_of(gallery) as client, contextlib.ExitStack() as stack:
         stack.callback(gate.set)

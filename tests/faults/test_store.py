@@ -1,4 +1,4 @@
-"""The SQLite gallery under attack: no call hangs, no answer is of a wrong row, no file is mixed with another.
+"""The SQLite gallery under attack: no call hangs, no wrong row is returned, no file is mixed with another.
 
 NEARKIN_FAULTS=10 damages ten times as often.
 """
@@ -17,9 +17,9 @@ import pytest
 
 from nearkin.gallery import Gallery, StoreUnavailable
 from nearkin.gallery.schema import unit
-from nearkin.gallery.stores import columns, hnsw, repair, sqlite_read
-from nearkin.gallery.stores.columns import Columns
+from nearkin.gallery.stores import hnsw, memory_index, repair, sqlite_file
 from nearkin.gallery.stores.matrix import Matrix
+from nearkin.gallery.stores.memory_index import Columns
 
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
 LABELS = [f"class {i // 5}" for i in range(200)]
@@ -32,42 +32,42 @@ def vectors():
 
 @pytest.fixture
 def path(tmp_path, vectors):
-    """A gallery of 200 rows that nobody has open."""
+    """A gallery of 200 rows that no process has open."""
     with Gallery.open(tmp_path / "g", dim=12) as gallery:
         gallery.enrol(vectors, LABELS, [{"n": i % 7} for i in range(200)])
     return tmp_path / "g"
 
 
-def ended(call, seconds=60):
+def finish(call, seconds=60):
     """What a call returns or raises; a call that hangs fails the test and not the machine."""
-    done = {}
+    outcome = {}
 
     def run():
         try:
-            done["result"] = call()
+            outcome["result"] = call()
         except BaseException as error:
-            done["error"] = error
+            outcome["error"] = error
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
     assert not thread.is_alive(), "the call hangs"
-    if "error" in done:
-        raise done["error"]
-    return done["result"]
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["result"]
 
 
 def near(rows, query, k, left_out=()):
-    """A slow judge: ids of the nearest, from 1."""
+    """A slow reference: ids of the nearest, from 1."""
     score = unit(rows).astype(np.float64) @ unit(query[None])[0].astype(np.float64)
     return [i + 1 for i in np.argsort(-score, kind="stable").tolist() if i + 1 not in left_out][:k]
 
 
-def found(gallery, query, k=300, **filter):
-    return [hit.id for hit in ended(lambda: gallery.search(query, k, filter or None))]
+def search_ids(gallery, query, k=300, **filter):
+    return [hit.id for hit in finish(lambda: gallery.search(query, k, filter or None))]
 
 
-def changed(path, sql):
+def execute_elsewhere(path, sql):
     """By another program, which knows nothing of galleries."""
     connection = sqlite3.connect(path)
     connection.execute(sql)
@@ -75,7 +75,7 @@ def changed(path, sql):
     connection.close()
 
 
-def backed_up(source, target):
+def backup(source, target):
     """By SQLite's own API."""
     one, other = sqlite3.connect(source), sqlite3.connect(target)
     one.backup(other)
@@ -90,19 +90,19 @@ def backed_up(source, target):
 def test_rows_that_another_program_deletes_are_missed_and_the_rest_is_found(path, vectors, gone):
     with Gallery.open(path, timeout=5) as gallery:
         gallery.search(vectors[0])
-        changed(path, f"DELETE FROM items WHERE {gone}")
+        execute_elsewhere(path, f"DELETE FROM items WHERE {gone}")
         left_out = {"id = 7": {7}, "id > 3": set(range(4, 201)), "id > 0": set(range(1, 201))}[gone]
         with pytest.warns(RuntimeWarning, match="rows are missing"):
-            assert found(gallery, vectors[6], 10) == near(vectors, vectors[6], 10, left_out)
+            assert search_ids(gallery, vectors[6], 10) == near(vectors, vectors[6], 10, left_out)
         if gone == "id = 7":
-            assert ended(gallery.stats)["lost"] == 1 and len(found(gallery, vectors[0])) == 199
-            assert sorted(found(gallery, vectors[0], n=6)) == list(range(14, 201, 7))
-            assert ended(lambda: gallery.enrol(-vectors[0], "new")).added == 1
-            assert found(gallery, -vectors[0], 1) == [201]
+            assert finish(gallery.stats)["lost"] == 1 and len(search_ids(gallery, vectors[0])) == 199
+            assert sorted(search_ids(gallery, vectors[0], n=6)) == list(range(14, 201, 7))
+            assert finish(lambda: gallery.enrol(-vectors[0], "new")).added == 1
+            assert search_ids(gallery, -vectors[0], 1) == [201]
 
 
 def test_a_damaged_key_of_an_inner_page_costs_its_rows_only(path, vectors):
-    """A scan finds rows that a look-up by id does not: they are put aside."""
+    """A scan returns rows that a lookup by id does not: they are excluded."""
     connection = sqlite3.connect(path)
     (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'items'").fetchone()
     connection.close()
@@ -116,27 +116,27 @@ def test_a_damaged_key_of_an_inner_page_costs_its_rows_only(path, vectors):
     lost = set(range(content[cell + 4] + 1, key + 1))
     with Gallery.open(path, timeout=5) as gallery:
         with pytest.warns(RuntimeWarning, match="missing"):
-            answers = {i: found(gallery, vectors[i - 1], 1) for i in lost}
+            answers = {i: search_ids(gallery, vectors[i - 1], 1) for i in lost}
         assert answers == {i: near(vectors, vectors[i - 1], 1, lost) for i in lost}
-        assert ended(gallery.stats)["lost"] == len(lost)
+        assert finish(gallery.stats)["lost"] == len(lost)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert found(gallery, vectors[0]) == near(vectors, vectors[0], 300, lost), "said once"
+            assert search_ids(gallery, vectors[0]) == near(vectors, vectors[0], 300, lost), "warned once"
 
 
 def test_an_older_copy_that_is_put_back_underneath_is_searched_as_it_is(tmp_path, path, vectors):
     more = np.random.default_rng(1).normal(size=(60, 12))
-    backed_up(path, tmp_path / "copy")
+    backup(path, tmp_path / "copy")
     with Gallery.open(path, timeout=5) as gallery, Gallery.open(path, timeout=5) as other:
         gallery.enrol(more[:30], "more")
-        assert len(found(gallery, vectors[0])) == 230
-        backed_up(tmp_path / "copy", path)
-        assert found(gallery, vectors[0]) == near(vectors, vectors[0], 300)
+        assert len(search_ids(gallery, vectors[0])) == 230
+        backup(tmp_path / "copy", path)
+        assert search_ids(gallery, vectors[0]) == near(vectors, vectors[0], 300)
         gallery.enrol(more[:30], "more")
-        assert len(found(gallery, vectors[0])) == 230
-        backed_up(tmp_path / "copy", path)
+        assert len(search_ids(gallery, vectors[0])) == 230
+        backup(tmp_path / "copy", path)
         other.enrol(more[30:], "others")  # the same ids and more of them, other rows
-        assert found(gallery, more[5]) == near(np.concatenate([vectors, more[30:]]), more[5], 300)
+        assert search_ids(gallery, more[5]) == near(np.concatenate([vectors, more[30:]]), more[5], 300)
         assert {hit.label for hit in gallery.search(more[40], 300, {"label": ["more", "others"]})} == {"others"}
         assert gallery.check().whole
 
@@ -146,10 +146,10 @@ def test_another_gallery_that_is_put_there_underneath_is_refused(tmp_path, path,
         gallery.enrol(-vectors, "other")
     with Gallery.open(path, timeout=5) as gallery:
         gallery.search(vectors[0])
-        backed_up(tmp_path / "other", path)
+        backup(tmp_path / "other", path)
         for call in (lambda: gallery.search(vectors[0]), lambda: gallery.enrol(2 + vectors, "x"), gallery.stats):
             with pytest.raises(StoreUnavailable, match="holds another gallery"):
-                ended(call)
+                finish(call)
     with Gallery.open(path) as gallery:
         assert set(gallery.labels()) == {"other"} and gallery.check().whole
 
@@ -157,17 +157,17 @@ def test_another_gallery_that_is_put_there_underneath_is_refused(tmp_path, path,
 def test_nothing_waits_for_a_call_that_does_not_end(path, vectors):
     with Gallery.open(path, timeout=0.2) as gallery:
         gallery.search(vectors[0])
-        gallery._store.reading.__enter__()
+        gallery._store.read_lock.__enter__()
         try:
             for call in (lambda: gallery.search(vectors[0]), gallery.stats, gallery.labels):
                 with pytest.raises(TimeoutError, match=r"busy with another call of this process; waited 0.2 s"):
-                    ended(call)
+                    finish(call)
         finally:
-            gallery._store.reading.__exit__(None, None, None)
-        assert found(gallery, vectors[0], 1) == [1]
+            gallery._store.read_lock.__exit__(None, None, None)
+        assert search_ids(gallery, vectors[0], 1) == [1]
 
 
-def damaged(draw, content):
+def damage(draw, content):
     """One of: a bit anywhere, of a page's head, of an inner page's key; a page of zeros, a page twice, a torn end."""
     kind, pages = int(draw.integers(0, 6)), len(content) // 4096
     page = 4096 * int(draw.integers(0, pages))
@@ -192,52 +192,52 @@ def damaged(draw, content):
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "open"])
 def test_any_damage_is_said_or_harmless_and_nothing_hangs(tmp_path, path, vectors, opened, monkeypatch):
     """Half of them under an open gallery, which has everything or nothing of the file in memory."""
-    monkeypatch.setattr(sqlite_read, "LOADED", 16)
+    monkeypatch.setattr(sqlite_file, "BATCH", 16)
     monkeypatch.setattr("nearkin.gallery.stores.sqlite_file.PRAGMAS", ("journal_mode = WAL", "cache_size = 1"))
-    whole = path.read_bytes()
+    original = path.read_bytes()
     with Gallery.open(path) as gallery:
         truth = {hit.id: hit for hit, _ in gallery.rows()}
-    draw, said = np.random.default_rng(int(opened)), 0
+    draw, noticed = np.random.default_rng(int(opened)), 0
     for n in range(20 * FAULTS):
-        torn, place = bytearray(whole), tmp_path / f"torn-{n}"
-        what = damaged(draw, torn)
-        place.write_bytes(whole if opened else torn)
-        with warnings.catch_warnings(record=True) as heard:
+        content, place = bytearray(original), tmp_path / f"torn-{n}"
+        what = damage(draw, content)
+        place.write_bytes(original if opened else content)
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
                 with Gallery.open(place, timeout=5) as gallery:
                     if opened:
                         gallery.search(vectors[0]) if n % 2 else gallery.stats()
-                        place.write_bytes(torn)
-                    hits = ended(lambda: gallery.search(vectors[0], 300), 30)
+                        place.write_bytes(content)
+                    hits = finish(lambda: gallery.search(vectors[0], 300), 30)
                     assert all(truth[hit.id]._replace(similarity=hit.similarity) == hit for hit in hits), what
                     assert len({hit.id for hit in hits}) == len(hits), what
-                    assert len(hits) == 200 or heard, f"{what}: rows are missing and nothing was said"
-                    ended(gallery.stats, 30)
-                    ended(gallery.check, 30)
-                    ended(lambda: gallery.enrol(vectors[:5] + 1, "new"), 30)
+                    assert len(hits) == 200 or warned, f"{what}: rows are missing without a warning"
+                    finish(gallery.stats, 30)
+                    finish(gallery.check, 30)
+                    finish(lambda: gallery.enrol(vectors[:5] + 1, "new"), 30)
             except (ValueError, OSError):
-                said += 1
+                noticed += 1
             try:
                 with Gallery.open(place, timeout=5) as gallery:
-                    saved, _ = ended(gallery.repair, 30)
-                    assert len(ended(lambda: gallery.search(vectors[0], 300), 30)) == saved, what
+                    saved, _ = finish(gallery.repair, 30)
+                    assert len(finish(lambda: gallery.search(vectors[0], 300), 30)) == saved, what
             except (ValueError, OSError):
-                said += 1
-            said += bool(heard)
-    assert said > 5 * FAULTS
+                noticed += 1
+            noticed += bool(warned)
+    assert noticed > 5 * FAULTS
 
 
-# ---- a look that is cut short
+# ---- a refresh that is interrupted
 
 
-CUTS = [(Matrix, "append", 3), (Columns, "append", 2), (sqlite_read, "after", 4)]
+CUTS = [(Matrix, "append", 3), (Columns, "append", 2), (sqlite_file, "read_after", 4)]
 
 
 @pytest.mark.parametrize("where, name, nth", CUTS, ids=[f"{name}-{nth}" for _, name, nth in CUTS])
-@pytest.mark.parametrize("later", [False, True], ids=["first look", "later look"])
+@pytest.mark.parametrize("later", [False, True], ids=["first refresh", "later refresh"])
 def test_a_look_that_is_cut_short_leaves_nothing(path, vectors, monkeypatch, where, name, nth, later):
-    monkeypatch.setattr(sqlite_read, "LOADED", 40)
+    monkeypatch.setattr(sqlite_file, "BATCH", 40)
     more = np.random.default_rng(2).normal(size=(100, 12))
     with Gallery.open(path, timeout=5) as gallery:
         if later:
@@ -248,35 +248,35 @@ def test_a_look_that_is_cut_short_leaves_nothing(path, vectors, monkeypatch, whe
                 other.relabel(6, "six")
         calls, old = [], getattr(where, name)
 
-        def cut(*given):
+        def cut(*arguments):
             calls.append(None)
             if len(calls) == min(nth, 2 if later else nth):
                 raise KeyboardInterrupt
-            return old(*given)
+            return old(*arguments)
 
         with monkeypatch.context() as patch:
             patch.setattr(where, name, cut)
             with pytest.raises(KeyboardInterrupt):
                 gallery.search(vectors[0])
         everything = np.concatenate([vectors, more]) if later else vectors
-        assert found(gallery, vectors[0], 400) == near(everything, vectors[0], 400, {5} if later else ())
-        assert ended(gallery.stats)["rows"] == (299 if later else 200) and ended(gallery.stats)["lost"] == 0
-        assert (ended(gallery.labels).get("six") == 1) == later
+        assert search_ids(gallery, vectors[0], 400) == near(everything, vectors[0], 400, {5} if later else ())
+        assert finish(gallery.stats)["rows"] == (299 if later else 200) and finish(gallery.stats)["lost"] == 0
+        assert (finish(gallery.labels).get("six") == 1) == later
 
 
 def test_searches_that_fail_leave_no_rows_in_memory(path, vectors, monkeypatch):
-    monkeypatch.setattr(sqlite_read, "LOADED", 40)
-    whole = path.read_bytes()
-    torn = bytearray(whole)
-    torn[-3 * 4096 : -3 * 4096 + 8] = bytes(8)
-    path.write_bytes(torn)
+    monkeypatch.setattr(sqlite_file, "BATCH", 40)
+    original = path.read_bytes()
+    damaged_bytes = bytearray(original)
+    damaged_bytes[-3 * 4096 : -3 * 4096 + 8] = bytes(8)
+    path.write_bytes(damaged_bytes)
     with Gallery.open(path, timeout=5) as gallery:
         for _ in range(3):
             with pytest.raises(ValueError, match="the file is damaged"):
                 gallery.search(vectors[0])
-        path.write_bytes(whole)
+        path.write_bytes(original)
         gallery._store.release()
-        assert found(gallery, vectors[0]) == near(vectors, vectors[0], 300)
+        assert search_ids(gallery, vectors[0]) == near(vectors, vectors[0], 300)
 
 
 # ---- a file that is replaced or deleted
@@ -304,7 +304,7 @@ def test_a_file_that_is_replaced_or_deleted_underneath_is_not_written(tmp_path, 
             lambda: gallery.get(1),
         ):
             with pytest.raises(StoreUnavailable, match="the file was replaced or deleted while the gallery was open"):
-                ended(call)
+                finish(call)
     if how == "deleted":
         assert not path.exists()
         return
@@ -369,10 +369,10 @@ def test_the_service_answers_503_where_the_file_is_gone(path, vectors):
     with Gallery.open(path) as gallery:
         app = build(gallery, pictures=False)
         with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
-            asked = {"item": vectors[0].tolist()}
-            assert client.post("/api/search", json=asked).status_code == 200
+            request = {"item": vectors[0].tolist()}
+            assert client.post("/api/search", json=request).status_code == 200
             path.unlink()
-            assert client.post("/api/search", json=asked).status_code == 503
+            assert client.post("/api/search", json=request).status_code == 503
             new = {"items": [(-vectors[0]).tolist()], "label": "x"}
             assert client.post("/api/enrol", json=new).status_code == 503
     assert not path.exists()
@@ -413,27 +413,27 @@ def test_a_copy_into_the_open_file_is_noticed_before_anything_is_written(tmp_pat
         path.write_bytes(new.read_bytes())
         for call in (lambda: gallery.enrol(3 + vectors, "c"), lambda: gallery.search(vectors[0]), gallery.stats):
             with pytest.raises(StoreUnavailable, match="other bytes were copied into the file"):
-                ended(call)
+                finish(call)
 
 
 def test_a_file_that_is_written_back_and_copied_by_sqlite_stays_the_same(tmp_path, path, vectors):
     """What SQLite itself does to a file is no reason to refuse it, nor is a log that a kill leaves after it."""
-    backed_up(path, tmp_path / "copy")
+    backup(path, tmp_path / "copy")
     with Gallery.open(path) as gallery, Gallery.open(path) as other:
         for n in range(6):
             gallery.enrol(n + 1 + vectors[:5], "more")
             other.enrol(n + 10 + vectors[:5], "others")
             if n % 2:
                 other._store._writer.execute("PRAGMA wal_checkpoint(PASSIVE)" if n == 1 else "PRAGMA wal_checkpoint")
-            assert len(found(gallery, vectors[0])) == len(found(other, vectors[0])) == 210 + 10 * n
+            assert len(search_ids(gallery, vectors[0])) == len(search_ids(other, vectors[0])) == 210 + 10 * n
         gallery._store._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        backed_up(tmp_path / "copy", path)
+        backup(tmp_path / "copy", path)
         gallery.enrol(-vectors[:5], "after")
         for ending in ("", "-wal"):
             shutil.copy(f"{path}{ending}", f"{tmp_path / 'left'}{ending}")
-        assert len(found(other, vectors[0])) == 205
+        assert len(search_ids(other, vectors[0])) == 205
     with Gallery.open(tmp_path / "left") as gallery:
-        assert gallery.check().whole and len(found(gallery, vectors[0])) == 205
+        assert gallery.check().whole and len(search_ids(gallery, vectors[0])) == 205
 
 
 def test_a_log_whose_file_is_gone_does_not_come_back(tmp_path, path, vectors):
@@ -449,7 +449,7 @@ def test_a_log_whose_file_is_gone_does_not_come_back(tmp_path, path, vectors):
 
 
 def test_keys_that_no_row_has_cost_nothing_and_others_are_bounded(tmp_path, vectors, monkeypatch):
-    monkeypatch.setattr(columns, "KEYS", 4)
+    monkeypatch.setattr(memory_index, "MAX_COLUMNS", 4)
     many = np.random.default_rng(3).normal(size=(2000, 12))
     metadata = [{f"key {n}": i % (n + 2) for n in range(12)} for i in range(2000)]
     with Gallery.open(tmp_path / "many", dim=12) as gallery:
@@ -458,16 +458,16 @@ def test_keys_that_no_row_has_cost_nothing_and_others_are_bounded(tmp_path, vect
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
         for n in range(200):
-            assert found(gallery, many[0], 1, **{f"unknown {n}": n}) == []
+            assert search_ids(gallery, many[0], 1, **{f"unknown {n}": n}) == []
         after = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert after - before < 100_000
         for n in [*range(12), 3, 0]:
             right = [i + 1 for i in range(2000) if metadata[i][f"key {n}"] == 1]
-            assert sorted(found(gallery, many[0], 2000, **{f"key {n}": 1})) == right
-        assert len(gallery._store.follower._held.columns._columns) == 4
+            assert sorted(search_ids(gallery, many[0], 2000, **{f"key {n}": 1})) == right
+        assert len(gallery._store.index._loaded.columns._columns) == 4
         gallery.enrol(-many[0], "x", {"unknown 7": 1})
-        assert found(gallery, many[0], 5, **{"unknown 7": 1}) == [2001]
+        assert search_ids(gallery, many[0], 5, **{"unknown 7": 1}) == [2001]
 
 
 # ---- the rest
@@ -483,7 +483,7 @@ def test_a_gallery_in_a_folder_that_may_only_be_read_is_searched(path, vectors):
         folder.chmod(0o555)
         os.seteuid(65534 if user == 0 else user)
         with Gallery.open(folder / "g", timeout=5) as gallery:
-            assert found(gallery, vectors[3], 10) == near(vectors, vectors[3], 10)
+            assert search_ids(gallery, vectors[3], 10) == near(vectors, vectors[3], 10)
             gallery.warm()
             assert gallery.stats()["rows"] == 200 and gallery.check().whole
             with pytest.raises(ValueError, match="read"):
@@ -532,12 +532,12 @@ def test_an_index_that_is_of_no_use_is_made_again(tmp_path, path, vectors, monke
             assert f"the file was {'of ' if what != 'unreadable' else ''}{what}" in gallery.stats()["index"]
             assert gallery.check().whole
         assert "HNSW, recall@10" in gallery.stats()["index"]
-        assert found(gallery, rows[-1], 5) == near(rows, rows[-1], 5)
+        assert search_ids(gallery, rows[-1], 5) == near(rows, rows[-1], 5)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4, 5])
 def test_a_repair_that_is_killed_between_its_renames_is_finished_at_the_next_opening(path, vectors, monkeypatch, nth):
-    changed(path, "UPDATE items SET label = 'x' WHERE id = 7")
+    execute_elsewhere(path, "UPDATE items SET label = 'x' WHERE id = 7")
     calls, replace = [], os.replace
 
     def killed(source, target):
@@ -552,11 +552,11 @@ def test_a_repair_that_is_killed_between_its_renames_is_finished_at_the_next_ope
             gallery.repair()
         patch.undo()
         if nth > 1:
-            assert len(found(gallery, vectors[0])) == 199
+            assert len(search_ids(gallery, vectors[0])) == 199
     with Gallery.open(path, create=False) as gallery:
         if nth == 1:
             gallery.repair()
-        assert found(gallery, vectors[0]) == near(vectors, vectors[0], 300, {7}) and gallery.check().whole
+        assert search_ids(gallery, vectors[0]) == near(vectors, vectors[0], 300, {7}) and gallery.check().whole
     names = {one.name for one in path.parent.iterdir()}
     assert names == {"g", "g.damaged-1"}
     assert sqlite3.connect(path.with_name("g.damaged-1")).execute("SELECT count(*) FROM items").fetchone() == (200,)
@@ -564,11 +564,11 @@ def test_a_repair_that_is_killed_between_its_renames_is_finished_at_the_next_ope
 
 @pytest.mark.parametrize("scale", [2.0**660, 1e200, 1e-200, 5e-324])
 def test_vectors_of_any_size_are_normalised(tmp_path, vectors, scale):
-    whole = np.sign(vectors) if scale == 5e-324 else vectors
+    rows = np.sign(vectors) if scale == 5e-324 else vectors
     with Gallery.open(tmp_path / "scaled", dim=12) as gallery:
-        gallery.enrol(whole * scale, LABELS)
-        assert [hit.id for hit in gallery.search(vectors[3] * 1e200, 5)] == near(whole, vectors[3], 5)
-        np.testing.assert_allclose(gallery.vectors([1])[0], unit(whole[:1])[0], rtol=3e-7)
+        gallery.enrol(rows * scale, LABELS)
+        assert [hit.id for hit in gallery.search(vectors[3] * 1e200, 5)] == near(rows, vectors[3], 5)
+        np.testing.assert_allclose(gallery.vectors([1])[0], unit(rows[:1])[0], rtol=3e-7)
         with pytest.raises(ValueError, match="must be finite, got NaN or Inf in 1 of 1"):
             gallery.search(np.full(12, np.inf))
         with pytest.raises(ValueError, match="must not be all 0"):

@@ -1,4 +1,4 @@
-"""A gallery on both stores: the same calls, the same answers; damage is found, writers take turns, readers see."""
+"""A gallery on both stores: the same calls give the same answers; damage is noticed, one writer at a time."""
 
 import json
 import os
@@ -17,8 +17,10 @@ from PIL import Image
 
 import postgres_server
 from calibrations import calibration_by_hand
+from nearkin import gallery as room
 from nearkin import models
-from nearkin.gallery import Gallery, encoding, results
+from nearkin.gallery import Gallery, results
+from nearkin.gallery.items import encoder_info
 from nearkin.gallery.stores import hnsw
 from nearkin.gallery.stores.sqlite import SqliteStore
 
@@ -60,13 +62,13 @@ def run(tmp_path_factory):
 
 def a_run(folder: Path, seed: int, calibrated: bool = True) -> Path:
     encoder = models.build("small-cnn", channels=1, size=16, width=4, dim=8, seed=seed)
-    how = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
-    models.save(encoder, folder, how)
+    preparation = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
+    models.save(encoder, folder, preparation)
     if calibrated:
-        said = {"encoder": encoding.described(folder).fingerprint} | calibration_by_hand(
+        calibration = {"encoder": encoder_info(folder).fingerprint} | calibration_by_hand(
             {0.9: (0.1, 0.9), 0.99: (0.001, 0.5)}, {0.0: -9, 0.9: -1, 0.99: 0, 1.0: 9}
         )
-        (folder / results.FILE).write_text(json.dumps(said))
+        (folder / results.FILE).write_text(json.dumps(calibration))
     return folder
 
 
@@ -80,10 +82,10 @@ def pictures(folder: Path, count: int = 6) -> list[Path]:
 
 
 def near(vectors, query, k, allowed=None):
-    """A slow judge: float64 cosines of the float32 rows, ids from 1."""
+    """A slow reference: float64 cosines of the float32 rows, ids from 1."""
     unit = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32).astype(np.float64)
-    asked = (query / np.linalg.norm(query)).astype(np.float32).astype(np.float64)
-    score = [(-float((row * asked).sum()), i + 1) for i, row in enumerate(unit) if allowed is None or allowed[i]]
+    unit_query = (query / np.linalg.norm(query)).astype(np.float32).astype(np.float64)
+    score = [(-float((row * unit_query).sum()), i + 1) for i, row in enumerate(unit) if allowed is None or allowed[i]]
     return [i for _, i in sorted(score)[:k]]
 
 
@@ -92,8 +94,8 @@ def near(vectors, query, k, allowed=None):
 
 def test_what_is_enrolled_is_found(place, vectors):
     with Gallery.open(place, dim=12) as gallery:
-        found = gallery.enrol(vectors, LABELS, METADATA)
-        assert found == (list(range(1, 201)), 200, 0, 0)
+        enrolled = gallery.enrol(vectors, LABELS, METADATA)
+        assert enrolled == (list(range(1, 201)), 200, 0, 0)
         query = vectors[17] + 0.1
         for k in (1, 10, 500):
             assert [hit.id for hit in gallery.search(query, k)] == near(vectors, query, k)
@@ -101,7 +103,7 @@ def test_what_is_enrolled_is_found(place, vectors):
         assert hit.label == "class 3" and hit.similarity == pytest.approx(1) and hit.metadata == {"n": 3, "kind": "odd"}
         assert gallery.get(18) == hit._replace(similarity=1.0)
         assert gallery.labels() == {f"class {i}": 5 for i in range(40)}
-    with Gallery.open(place) as gallery:  # and is there for the next who opens it
+    with Gallery.open(place) as gallery:  # the rows are there when it is opened again
         assert [hit.id for hit in gallery.search(query, 10)] == near(vectors, query, 10)
         stats = gallery.stats()
         assert stats["rows"] == 200 and stats["labels"] == 40 and stats["dim"] == 12 and not stats["damaged"]
@@ -112,7 +114,7 @@ def test_filters(place, vectors):
     with Gallery.open(place, dim=12) as gallery:
         gallery.enrol(vectors, LABELS, METADATA)
         query = vectors[3] + 0.2
-        tried = [
+        cases = [
             ({"label": "class 7"}, [label == "class 7" for label in LABELS]),
             ({"label": ["class 7", "class 9", "none"]}, [label in ("class 7", "class 9") for label in LABELS]),
             ({"kind": "odd"}, [m["kind"] == "odd" for m in METADATA]),
@@ -122,29 +124,31 @@ def test_filters(place, vectors):
             ({"other": None}, [False] * 200),
             ({"label": []}, [False] * 200),
         ]
-        for asked, allowed in tried:
-            assert [hit.id for hit in gallery.search(query, 9, asked)] == near(vectors, query, 9, allowed), asked
+        for condition, allowed in cases:
+            assert [hit.id for hit in gallery.search(query, 9, condition)] == near(vectors, query, 9, allowed), (
+                condition
+            )
 
 
 def test_both_stores_answer_alike(tmp_path, vectors):
-    two = [Gallery.open(place_of(store, tmp_path), dim=12) for store in STORES]
+    galleries = [Gallery.open(place_of(store, tmp_path), dim=12) for store in STORES]
     draw = np.random.default_rng(9)
     doubled = np.concatenate([vectors, vectors[:20] * 3])  # the same directions: the same items
-    for gallery in two:
+    for gallery in galleries:
         gallery.enrol(doubled, [*LABELS, *LABELS[:20]], [*METADATA, *METADATA[:20]])
         gallery.remove([3, 50, 51])
         gallery.relabel([7, 8], "another")
         gallery.enrol(-vectors[:5], "turned", {"ü": "ß"})
     for _ in range(25):
         query, k = draw.normal(size=12), int(draw.integers(1, 60))
-        asked = [None, {"label": "another"}, {"n": [1, 4]}, {"ü": "ß"}][int(draw.integers(0, 4))]
-        one, other = (gallery.search(query, k, asked) for gallery in two)
+        condition = [None, {"label": "another"}, {"n": [1, 4]}, {"ü": "ß"}][int(draw.integers(0, 4))]
+        one, other = (gallery.search(query, k, condition) for gallery in galleries)
         assert one == other
-    one, other = ([(hit, row.tolist()) for hit, row in gallery.rows()] for gallery in two)
-    assert one == other and two[0].labels() == two[1].labels()
+    one, other = ([(hit, row.tolist()) for hit, row in gallery.rows()] for gallery in galleries)
+    assert one == other and galleries[0].labels() == galleries[1].labels()
     keys = ("rows", "labels", "dim", "lost", "damaged")
-    assert [two[0].stats()[key] for key in keys] == [two[1].stats()[key] for key in keys]
-    for gallery in two:
+    assert [galleries[0].stats()[key] for key in keys] == [galleries[1].stats()[key] for key in keys]
+    for gallery in galleries:
         gallery.close()
 
 
@@ -157,10 +161,21 @@ def test_nothing_is_enrolled_twice(place, vectors):
         with pytest.raises(ValueError, match=r'is enrolled as "a" already \(id 1\), not as "b"; relabel or remove'):
             gallery.enrol(vectors[[30, 0]], "b")
         assert gallery.stats()["rows"] == 17, "all of a refused call is refused"
-        kept = gallery.enrol(vectors[[30, 0]], "b", keep=True)
-        assert kept == ([18, 1], 1, 1, 1) and gallery.get(1).label == "a"
+        enrolled = gallery.enrol(vectors[[30, 0]], "b", keep=True)
+        assert enrolled == ([18, 1], 1, 1, 1) and gallery.get(1).label == "a"
         gallery.remove(first.ids[0])
-        assert gallery.enrol(vectors[0], "b") == ([19], 1, 0, 0), "an id is never given twice"
+        assert gallery.enrol(vectors[0], "b") == ([19], 1, 0, 0), "an id is never used twice"
+
+
+def test_enroll_is_enrol(place, vectors, tmp_path):
+    path = tmp_path / "vectors.npz"
+    np.savez(path, embeddings=vectors[:6].astype(np.float32), labels=np.repeat([0, 1], 3))
+    with Gallery.open(place, dim=12) as gallery:
+        assert gallery.enroll(vectors[10:12], ["a", "b"], {"n": 1}, names=["x", "y"]) == ([1, 2], 2, 0, 0)
+        assert gallery.enroll(vectors[10:12], "c", keep=True) == ([1, 2], 0, 2, 2)
+        assert room.enroll_source(gallery, str(path))[:3] == (6, 0, 0)
+        assert room.enrol_source(gallery, str(path))[:3] == (0, 6, 0)
+    assert Gallery.enroll is Gallery.enrol and room.enroll_source is room.enrol_source
 
 
 def test_remove_and_relabel(place, vectors):
@@ -199,9 +214,9 @@ def test_any_order_of_calls_ends_as_a_dictionary_would(tmp_path_factory, calls):
             elif kind == 2 and row in truth:
                 gallery.relabel(truth[row][0], f"l{label}")
                 truth[row] = truth[row][0], f"l{label}"
-            for one in (gallery, other):  # readers see new rows
-                found = {hit.id: hit.label for hit in one.search(rows[0], 99)}
-                assert found == dict(truth.values())
+            for reader in (gallery, other):  # readers see new rows
+                labels_by_id = {hit.id: hit.label for hit in reader.search(rows[0], 99)}
+                assert labels_by_id == dict(truth.values())
         assert gallery.check().whole
 
 
@@ -209,9 +224,9 @@ def test_export(place, vectors, tmp_path):
     with Gallery.open(place, dim=12) as gallery:
         gallery.enrol(vectors, LABELS, METADATA, names=[f"item {i}" for i in range(200)])
         assert gallery.export(tmp_path / "all.npz") == 200
-        with np.load(tmp_path / "all.npz", allow_pickle=False) as kept:
-            assert kept["labels"].tolist() == LABELS and kept["names"][7] == "item 7"
-            np.testing.assert_allclose(np.linalg.norm(kept["embeddings"], axis=1), 1, atol=1e-6)
+        with np.load(tmp_path / "all.npz", allow_pickle=False) as arrays:
+            assert arrays["labels"].tolist() == LABELS and arrays["names"][7] == "item 7"
+            np.testing.assert_allclose(np.linalg.norm(arrays["embeddings"], axis=1), 1, atol=1e-6)
         gallery.export(tmp_path / "all.jsonl")
         lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
         assert [line["metadata"] for line in lines] == METADATA and len(lines[0]["vector"]) == 12
@@ -243,10 +258,10 @@ def test_pictures_are_seen_as_they_come(place, run, tmp_path):
         assert gallery.enrol(vector, "vector").added == 1 and gallery.thumbnail(4) == b""
         seen = gallery.see(paths[4:])
         assert gallery.enrol(seen, "seen").added == 2 and gallery.enrol(paths[4:], "seen").known == 2
-        bad: list[str] = []
+        unreadable: list[str] = []
         (tmp_path / "torn.png").write_bytes(paths[0].read_bytes()[:60])
-        some = gallery.see([paths[0], tmp_path / "torn.png"], unreadable=bad)
-        assert some[0] is not None and some[1] is None and "torn.png is" in bad[0]
+        encoded = gallery.see([paths[0], tmp_path / "torn.png"], unreadable=unreadable)
+        assert encoded[0] is not None and encoded[1] is None and "torn.png is" in unreadable[0]
         with pytest.raises(ValueError, match=r"torn.png is (truncated|damaged)"):
             gallery.enrol([paths[0], tmp_path / "torn.png"], "a")
 
@@ -254,14 +269,19 @@ def test_pictures_are_seen_as_they_come(place, run, tmp_path):
 def test_one_example_is_enough(place, run, tmp_path):
     one, other, third = pictures(tmp_path / "p", 3)
     with Gallery.open(place, run) as gallery:
-        nobody = gallery.identify(one)
-        assert nobody.unknown and nobody.note == "nothing is enrolled"
+        unknown = gallery.identify(one)
+        assert unknown.unknown and unknown.note == "nothing is enrolled"
         gallery.enrol(one, "first")
-        found = gallery.identify(one)
-        assert found.label == "first" and found.confidence > 0.9 and found.far == 0.001 and found.threshold == 0.99
+        identity = gallery.identify(one)
+        assert (
+            identity.label == "first"
+            and identity.confidence > 0.9
+            and identity.far == 0.001
+            and identity.threshold == 0.99
+        )
         gallery.enrol(other, "second")
-        found = gallery.identify(other, far=0.1)
-        assert found.label == "second" and found.far == 0.1 and found.candidates[0].id == 2
+        identity = gallery.identify(other, far=0.1)
+        assert identity.label == "second" and identity.far == 0.1 and identity.candidates[0].id == 2
         assert gallery.identify(other, filter={"label": "first"}).candidates[0].label == "first"
         same = gallery.verify(one, one)
         assert same.same and same.probability > 0.9 and same.far == 0.001 and same.tar == 0.5
@@ -275,9 +295,9 @@ def test_without_a_calibration_there_is_a_similarity_and_a_sentence(place, tmp_p
     one, other = pictures(tmp_path / "p", 2)
     with Gallery.open(place, run) as gallery:
         gallery.enrol(one, "first")
-        found = gallery.identify(one)
-        assert found.label == "first" and found.confidence is None and found.similarity == pytest.approx(1)
-        assert "nearkin gallery calibrate" in found.note
+        identity = gallery.identify(one)
+        assert identity.label == "first" and identity.confidence is None and identity.similarity == pytest.approx(1)
+        assert "nearkin gallery calibrate" in identity.note
         assert gallery.verify(one, other).same is None and not gallery.stats()["calibrated"]
         with pytest.raises(ValueError, match="far needs a calibration"):
             gallery.identify(one, far=0.1)
@@ -292,17 +312,17 @@ def test_another_encoder_is_refused_with_the_way_out(place, run, tmp_path):
         ValueError, match=r"another encoder .* re-embed it with: nearkin enrol .*other photos/ --gallery"
     ):
         Gallery.open(place, other)
-    with Gallery.open(place) as gallery:  # may be looked at without any
+    with Gallery.open(place) as gallery:  # can be read without an encoder
         assert gallery.stats()["rows"] == 1 and gallery.search(np.ones(8))[0].label == "a"
         with pytest.raises(ValueError, match="open it with run=RUN to enrol more"):
             gallery.enrol(np.ones(8), "b")
         with pytest.raises(ValueError, match="needs an encoder"):
             gallery.search(np.zeros((4, 4), np.uint8))
-    said = json.loads((run / "encoder.json").read_text())
-    said["preparation"]["fit"] = "pad"  # the same weights, fed otherwise
+    description = json.loads((run / "encoder.json").read_text())
+    description["preparation"]["fit"] = "pad"  # the same weights, another preparation
     moved = tmp_path / "moved"
     moved.mkdir()
-    (moved / "encoder.json").write_text(json.dumps(said))
+    (moved / "encoder.json").write_text(json.dumps(description))
     (moved / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match="another encoder"):
         Gallery.open(place, moved)
@@ -328,7 +348,7 @@ def test_an_empty_gallery_of_vectors_takes_an_encoder_a_full_one_does_not(place,
     Gallery.open(place, dim=8).close()
     Gallery.open(place, run).close()
     with Gallery.open(place) as gallery:
-        assert gallery.fingerprint == encoding.described(run).fingerprint
+        assert gallery.fingerprint == encoder_info(run).fingerprint
 
 
 # ---- bad input
@@ -340,7 +360,7 @@ def test_an_empty_gallery_of_vectors_takes_an_encoder_a_full_one_does_not(place,
         (lambda g, v: g.enrol(v[:, :5], "a"), "vectors must have 12 dimensions as the gallery has, got 5"),
         (lambda g, v: g.enrol(v[0] * np.nan, "a"), "vectors must be finite"),
         (lambda g, v: g.enrol(v * 0, "a"), "vectors must not be all 0"),
-        (lambda g, v: g.enrol(v, ["a"]), "label must have one entry an item: 200 items, 1 entries"),
+        (lambda g, v: g.enrol(v, ["a"]), "label must have one entry per item: 200 items, 1 entries"),
         (lambda g, v: g.enrol(v, None), "label must be one for all items"),
         (lambda g, v: g.enrol(v, "a", 3), "metadata must be one for all items"),
         (lambda g, v: g.enrol(v[0], "a", {"x": {1, 2}}), "plain JSON values"),
@@ -403,7 +423,7 @@ def test_a_second_writer_waits_and_then_says_so(place, vectors):
 
 
 def test_many_threads_at_once(place, vectors):
-    """Writers and readers together: nothing is lost, and no answer is of a half-written state."""
+    """Writers and readers together: nothing is lost, and no search sees half a transaction."""
     wrong: list[str] = []
 
     def enrol(part):
@@ -446,8 +466,8 @@ def test_a_closed_gallery_stays_closed(place, vectors):
 # ---- damage
 
 
-def broken(place, sql_lite, postgres):
-    """Changes rows behind the gallery's back."""
+def execute_directly(place, sql_lite, postgres):
+    """Executes SQL without the gallery."""
     if place.startswith("postgres"):
         import psycopg
 
@@ -478,7 +498,7 @@ DAMAGE = {
 def test_a_damaged_row_is_left_out_and_said(place, vectors, what):
     with Gallery.open(place, dim=12) as gallery:
         gallery.enrol(vectors, LABELS, METADATA)
-    broken(place, *DAMAGE[what])
+    execute_directly(place, *DAMAGE[what])
     bad = 777 if what == "id" else 7
     with Gallery.open(place) as gallery:
         with pytest.warns(
@@ -499,7 +519,9 @@ def test_a_row_that_breaks_while_the_gallery_is_open_is_not_returned(place, vect
     with Gallery.open(place, dim=12) as gallery:
         gallery.enrol(vectors, LABELS)
         gallery.search(vectors[6])
-        broken(place, "UPDATE items SET label = 'x' WHERE id = 7", "UPDATE items SET label = 'x' WHERE id = 7")
+        execute_directly(
+            place, "UPDATE items SET label = 'x' WHERE id = 7", "UPDATE items SET label = 'x' WHERE id = 7"
+        )
         with pytest.warns(RuntimeWarning, match="1 row is damaged"):
             hits = gallery.search(vectors[6], 10)
         assert [hit.id for hit in hits] == near(vectors, vectors[6], 10, np.arange(200) != 6)
@@ -508,7 +530,7 @@ def test_a_row_that_breaks_while_the_gallery_is_open_is_not_returned(place, vect
 def test_rows_that_vanish_are_missed(place, vectors):
     with Gallery.open(place, dim=12) as gallery:
         gallery.enrol(vectors, LABELS)
-    broken(place, "DELETE FROM items WHERE id > 190", "DELETE FROM items WHERE id > 190")
+    execute_directly(place, "DELETE FROM items WHERE id > 190", "DELETE FROM items WHERE id > 190")
     with Gallery.open(place) as gallery:
         with pytest.warns(RuntimeWarning, match="10 rows are missing"):
             gallery.search(vectors[0])
@@ -519,53 +541,53 @@ def test_rows_that_vanish_are_missed(place, vectors):
 def test_one_copy_of_the_facts_may_break(place, vectors, copy):
     with Gallery.open(place, dim=12) as gallery:
         gallery.enrol(vectors, LABELS)
-    broken(place, *(f"UPDATE facts SET said = replace(said, '200', '100') WHERE copy = {copy}",) * 2)
+    execute_directly(place, *(f"UPDATE facts SET said = replace(said, '200', '100') WHERE copy = {copy}",) * 2)
     with Gallery.open(place) as gallery:
         assert len(gallery.search(vectors[0], 300)) == 200
-        assert gallery.check().notes == ["one copy of what the gallery says of itself is damaged"]
+        assert gallery.check().notes == ["one copy of the gallery's description is damaged"]
         gallery.enrol(-vectors[0], "b")  # writes both
         assert gallery.check().whole
-    broken(place, *("UPDATE facts SET said = replace(said, '201', '100')",) * 2)
+    execute_directly(place, *("UPDATE facts SET said = replace(said, '201', '100')",) * 2)
     with pytest.raises(ValueError, match="is damaged, both copies"):
         Gallery.open(place)
 
 
 def test_flipped_bytes_of_the_file_are_never_searched_silently(tmp_path, vectors):
-    """Any byte of the file: what is found is right, or something is said."""
+    """Any byte of the file: every hit is right, and missing rows are warned about."""
     path = tmp_path / "g"
     with Gallery.open(path, dim=12) as gallery:
         gallery.enrol(vectors, LABELS)
         truth = {hit.id: (hit, row.tobytes()) for hit, row in gallery.rows()}
-    whole = path.read_bytes()
-    draw, silent, said = np.random.default_rng(0), 0, 0
-    for place in draw.integers(0, len(whole), 60).tolist():
-        torn = bytearray(whole)
-        torn[place] ^= 1 << int(draw.integers(0, 8))
-        path.write_bytes(torn)
-        with warnings.catch_warnings(record=True) as heard:
+    original = path.read_bytes()
+    draw, silent, noticed = np.random.default_rng(0), 0, 0
+    for offset in draw.integers(0, len(original), 60).tolist():
+        damaged = bytearray(original)
+        damaged[offset] ^= 1 << int(draw.integers(0, 8))
+        path.write_bytes(damaged)
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
                 with Gallery.open(path) as gallery:
                     hits = gallery.search(vectors[0], 300)
                     assert all(truth[hit.id][0]._replace(similarity=hit.similarity) == hit for hit in hits)
                     assert all(gallery.vectors([hit.id])[0].tobytes() == truth[hit.id][1] for hit in hits[:20])
-                    assert len(hits) == 200 or heard, f"byte {place}: rows are missing and nothing was said"
-                    silent += not heard
-                    said += bool(heard)
+                    assert len(hits) == 200 or warned, f"byte {offset}: rows are missing without a warning"
+                    silent += not warned
+                    noticed += bool(warned)
             except ValueError:
-                said += 1
+                noticed += 1
         for ending in ("-wal", "-shm"):
             Path(f"{path}{ending}").unlink(missing_ok=True)
-    assert said > 10, "bytes of rows were hit"
+    assert noticed > 10, "bytes of rows were hit"
 
 
 def test_what_is_left_of_a_torn_file_is_saved(tmp_path, vectors):
     path = tmp_path / "g"
     with Gallery.open(path, dim=12) as gallery:
         gallery.enrol(vectors, LABELS)
-    torn = bytearray(path.read_bytes())
-    torn[8 * 4096 : 8 * 4096 + 64] = b"\xff" * 64  # the head of a page
-    path.write_bytes(torn)
+    damaged = bytearray(path.read_bytes())
+    damaged[8 * 4096 : 8 * 4096 + 64] = b"\xff" * 64  # the head of a page
+    path.write_bytes(damaged)
     with Gallery.open(path) as gallery:
         report = gallery.check()
         assert not report.whole and report.sound < 200
@@ -626,21 +648,21 @@ def test_the_index_is_made_used_and_made_again(place, vectors, monkeypatch):
 @pytest.mark.parametrize("store", STORES)
 def test_killed_while_enrolling(store, tmp_path):
     """Five of the hundred kills of `studies/gallery_kills.py`."""
-    said: list[str] = []
-    assert gallery_kills.study(place_of(store, tmp_path), 5, 1, say=said.append) == 0, said
+    lines: list[str] = []
+    assert gallery_kills.study(place_of(store, tmp_path), 5, 1, say=lines.append) == 0, lines
 
 
 def test_what_a_crash_leaves_opens(tmp_path, vectors):
-    """A transaction that was under way is gone, one that was committed is there, though nothing was closed."""
+    """An open transaction is gone, a committed one is there, although nothing was closed."""
     store = SqliteStore(tmp_path / "g", 1.0)
     with Gallery.open(tmp_path / "g", dim=12) as gallery:
         gallery.enrol(vectors[:50], "a")
-        held = store._begun()
-        held.__enter__().execute("DELETE FROM items")
+        transaction = store._transaction()
+        transaction.__enter__().execute("DELETE FROM items")
         copy = tmp_path / "copy"
         for ending in ("", "-wal"):
             (tmp_path / f"copy{ending}").write_bytes((tmp_path / f"g{ending}").read_bytes())
         with Gallery.open(copy) as left:
             assert left.check().whole and left.stats()["rows"] == 50
-        held.gen.close()  # rolls back
+        transaction.gen.close()  # rolls back
     store.close()

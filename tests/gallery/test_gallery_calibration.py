@@ -1,4 +1,4 @@
-"""What a calibration promises, judged on classes that it has not seen: FARs, probabilities, who is known."""
+"""What a calibration promises, measured on classes it has not seen: FARs, probabilities, known or unknown."""
 
 import json
 import math
@@ -10,11 +10,11 @@ import torch
 from calibrations import calibration_by_hand, embeddings
 from nearkin.evaluation.verification import class_rates, likelihood
 from nearkin.gallery import Gallery, calibration, results
-from nearkin.gallery.results import Hit, Meaning
+from nearkin.gallery.results import Calibrator, Hit
 
 
 def measured(rows, labels, seed=0):
-    plain = calibration.measured(torch.from_numpy(rows), torch.from_numpy(labels), seed)
+    plain = calibration.measure(torch.from_numpy(rows), torch.from_numpy(labels), seed)
     return json.loads(json.dumps(plain, allow_nan=False))
 
 
@@ -25,19 +25,21 @@ def test_a_far_holds_on_classes_that_were_not_calibrated_on():
     """Forty times 48 of 400 classes: at most one in twenty may be wrong, and it was two in three."""
     rows, labels = embeddings(400, 4, seed=1)
     scores = rows.astype(np.float64) @ rows.T.astype(np.float64)
-    strange = labels[:, None] != labels
-    held = {0.1: 0, 0.01: 0}
+    different = labels[:, None] != labels
+    draws_within = {0.1: 0, 0.01: 0}
     for seed in range(40):
         inside = np.isin(labels, np.random.default_rng(seed).permutation(400)[:48])
         points = measured(rows[inside], labels[inside])["operating_points"]
         assert [point["far"] for point in points] == [0.1, 0.01], "48 classes cannot show 0.001"
         unseen = np.ix_(~inside, ~inside)
         for point in points:
-            held[point["far"]] += (scores[unseen] >= point["threshold"])[strange[unseen]].mean() <= point["far"]
+            draws_within[point["far"]] += (scores[unseen] >= point["threshold"])[different[unseen]].mean() <= point[
+                "far"
+            ]
             assert point["measured_far"] < point["far"] and point["classes"] == 48
             low, high = point["far_interval"]
             assert low <= point["measured_far"] <= high
-    assert min(held.values()) >= 38
+    assert min(draws_within.values()) >= 38
 
 
 def test_bounds_are_of_classes_and_end_at_the_rule_of_three():
@@ -50,14 +52,14 @@ def test_bounds_are_of_classes_and_end_at_the_rule_of_three():
         for a in range(12):
             for b in set(range(12)) - {a}:
                 near = rows[groups[a]] @ rows[groups[b][: 5 // examples * examples]].T
-                rate = (near.reshape(5, -1, examples).max(2)[..., None] >= thresholds).mean((0, 1))
-                slow[:, a] += rate
-                slow[:, b] += rate
+                pair_rate = (near.reshape(5, -1, examples).max(2)[..., None] >= thresholds).mean((0, 1))
+                slow[:, a] += pair_rate
+                slow[:, b] += pair_rate
         np.testing.assert_allclose(sums, slow, atol=1e-9)
-    found = class_rates.strangers(sums)
-    assert (np.diff(found.bound) <= 0).all() and (found.bound > found.high * 0.8).all()
-    assert (found.low <= found.far).all() and (found.far < found.bound).all()
-    assert found.far[-1] == 0 and found.bound[-1] == pytest.approx(-math.log(0.05) / 66)
+    rates = class_rates.strangers(sums)
+    assert (np.diff(rates.bound) <= 0).all() and (rates.bound > rates.high * 0.8).all()
+    assert (rates.low <= rates.far).all() and (rates.far < rates.bound).all()
+    assert rates.far[-1] == 0 and rates.bound[-1] == pytest.approx(-math.log(0.05) / 66)
     assert class_rates.smallest_far(12) == pytest.approx(-math.log(0.05) / 66)
     for far in (1e-2, 1e-3, 1e-5):
         needed = class_rates.classes_needed(far)
@@ -65,30 +67,30 @@ def test_bounds_are_of_classes_and_end_at_the_rule_of_three():
 
 
 def test_one_bad_class_widens_the_bound():
-    even, one = np.full((1, 40), 2.0), np.zeros((1, 40))
-    one[0, 0], one[0, 1:] = 40.0, 40.0 / 39
-    assert even.sum() == pytest.approx(one.sum())
-    assert class_rates.strangers(one).bound > 2 * class_rates.strangers(even).bound
+    even, uneven = np.full((1, 40), 2.0), np.zeros((1, 40))
+    uneven[0, 0], uneven[0, 1:] = 40.0, 40.0 / 39
+    assert even.sum() == pytest.approx(uneven.sum())
+    assert class_rates.strangers(uneven).bound > 2 * class_rates.strangers(even).bound
 
 
 def test_what_cannot_be_held_is_refused_in_one_sentence():
     rows, labels = embeddings(48, 4, seed=3)
-    meaning = Meaning(measured(rows, labels))
-    assert meaning.fars == [0.1, 0.01]
+    calibrator = Calibrator(measured(rows, labels))
+    assert calibrator.fars == [0.1, 0.01]
     with pytest.raises(ValueError, match=r"at least 0.0027 per pair: 48 calibration classes .* 78 may; got 0.001"):
-        meaning.verify(0.5, 0.001)
-    assert meaning.verify(0.5, 0.0027).far == 0.0027 and meaning.verify(0.5, 0.05).far == 0.05
-    default = meaning.verify(0.5, None)
+        calibrator.verify(0.5, 0.001)
+    assert calibrator.verify(0.5, 0.0027).far == 0.0027 and calibrator.verify(0.5, 0.05).far == 0.05
+    default = calibrator.verify(0.5, None)
     assert default.far == 0.01 and default.classes == 48 and "cannot hold a FAR of 0.001 per pair" in default.note
     hits = [Hit(1, "a", 0.5, "", {})]
     with pytest.raises(ValueError, match=r"at least 0.\d+ per query with 20 labels: 48 calibration classes"):
-        meaning.identify(hits, {1: 20}, 0.001)
+        calibrator.identify(hits, {1: 20}, 0.001)
     with pytest.raises(ValueError, match=r"left out with 100,000 labels"):
-        meaning.identify(hits, {1: 100_000}, 0.5)
+        calibrator.identify(hits, {1: 100_000}, 0.5)
     with pytest.raises(ValueError, match="far must be > 0 and < 1"):
-        meaning.identify(hits, {1: 20}, 2.0)
+        calibrator.identify(hits, {1: 20}, 2.0)
     with pytest.raises(ValueError, match="far must be > 0 and < 1"):
-        meaning.verify(0.5, 2.0)
+        calibrator.verify(0.5, 2.0)
     with pytest.raises(ValueError, match="needs at least 5 classes, 4 of them of 2 items or more, got 3 and 3"):
         measured(*embeddings(3, 4))
 
@@ -111,46 +113,46 @@ def test_probabilities_come_true_on_other_classes():
     rows, labels = embeddings(240, 6, seed=4)
     half = labels < 120
     plain = measured(rows[half], labels[half])
-    meaning = Meaning(plain)
+    calibrator = Calibrator(plain)
     assert plain["error"] < 0.05
-    others, mine = rows[~half].astype(np.float64), labels[~half]
-    one, two = np.triu_indices(len(others), 1)
-    score, same = (others @ others.T)[one, two], (mine[:, None] == mine)[one, two]
+    unseen_rows, unseen_labels = rows[~half].astype(np.float64), labels[~half]
+    one, two = np.triu_indices(len(unseen_rows), 1)
+    score, same = (unseen_rows @ unseen_rows.T)[one, two], (unseen_labels[:, None] == unseen_labels)[one, two]
     draw = np.random.default_rng(0)
     pairs = np.concatenate([np.flatnonzero(same), draw.choice(np.flatnonzero(~same), same.sum(), replace=False)])
-    found = [meaning.verify(float(s), None) for s in score[pairs]]
-    chance = np.array([one.same_probability for one in found])
+    verifications = [calibrator.verify(float(s), None) for s in score[pairs]]
+    probability = np.array([one.same_probability for one in verifications])
     for low in np.arange(0, 1, 0.25):
-        inside = (chance >= low) & (chance <= low + 0.25)
-        assert same[pairs][inside].mean() == pytest.approx(chance[inside].mean(), abs=0.1)
-    for one in found:
+        inside = (probability >= low) & (probability <= low + 0.25)
+        assert same[pairs][inside].mean() == pytest.approx(probability[inside].mean(), abs=0.1)
+    for one in verifications:
         assert one.probability == (one.same_probability if one.same else 1 - one.same_probability)
-    assert any(one.note for one in found if not one.same and one.same_probability > 0.5)
+    assert any(one.note for one in verifications if not one.same and one.same_probability > 0.5)
 
 
-class Asked:
-    """Labels of some examples each, and queries of both kinds, through `Meaning.identify` as a gallery asks it."""
+class IdentifiedQueries:
+    """Labels of some examples each, and queries of both kinds, through `Calibrator.identify` as a gallery asks it."""
 
-    def __init__(self, meaning, rows, labels, enrolled, examples, far=None, most=400, seed=0):
-        place = np.arange(len(labels)) - np.searchsorted(labels, labels)
+    def __init__(self, calibrator, rows, labels, enrolled, examples, far=None, most=400, seed=0):
+        position = np.arange(len(labels)) - np.searchsorted(labels, labels)
         inside = np.isin(labels, enrolled)
-        here = np.flatnonzero(inside & (place < examples))
+        enrolled_rows = np.flatnonzero(inside & (position < examples))
         draw = np.random.default_rng(seed)
-        kinds = [np.flatnonzero(inside & (place >= examples)), np.flatnonzero(~inside)]
-        asking = np.concatenate([draw.permutation(kind)[:most] for kind in kinds])
-        near = rows[asking].astype(np.float64) @ rows[here].T.astype(np.float64)
-        self.stranger, self.right, self.answers = ~inside[asking], [], []
-        names = [str(label) for label in labels[here]]
-        for i, scores in zip(asking, near, strict=True):
+        kinds = [np.flatnonzero(inside & (position >= examples)), np.flatnonzero(~inside)]
+        query_rows = np.concatenate([draw.permutation(kind)[:most] for kind in kinds])
+        near = rows[query_rows].astype(np.float64) @ rows[enrolled_rows].T.astype(np.float64)
+        self.stranger, self.right, self.answers = ~inside[query_rows], [], []
+        names = [str(label) for label in labels[enrolled_rows]]
+        for i, scores in zip(query_rows, near, strict=True):
             order = np.argsort(-scores)[:50]
             hits = [Hit(int(n), names[n], float(scores[n]), "", {}) for n in order]
             counts = {hit.label: examples for hit in hits}
-            found = meaning.identify(hits, {examples: len(enrolled)}, far, counts)
-            self.answers.append(found)
-            self.right.append(found.label == (str(labels[i]) if inside[i] else None))
+            identity = calibrator.identify(hits, {examples: len(enrolled)}, far, counts)
+            self.answers.append(identity)
+            self.right.append(identity.label == (str(labels[i]) if inside[i] else None))
         self.right = np.array(self.right)
-        self.known = np.array([not found.unknown for found in self.answers])
-        self.sure = np.array([found.confidence for found in self.answers])
+        self.known = np.array([not identity.unknown for identity in self.answers])
+        self.sure = np.array([identity.confidence for identity in self.answers])
         self.nearest = near.max(1)
 
 
@@ -158,113 +160,113 @@ class Asked:
 def many():
     rows, labels = embeddings(1700, 7, dim=32, seed=5)
     inside = labels < 200
-    return Meaning(measured(rows[inside], labels[inside])), rows[~inside], labels[~inside]
+    return Calibrator(measured(rows[inside], labels[inside])), rows[~inside], labels[~inside]
 
 
 @pytest.mark.parametrize(("labels", "examples"), [(40, 1), (100, 5), (1000, 1), (1000, 5)])
 def test_confidence_is_how_many_are_right(many, labels, examples):
     """Among 40 to 1,000 labels; and no threshold tells the known from strangers better."""
-    meaning, rows, of = many
-    found = Asked(meaning, rows, of, np.arange(200, 200 + labels), examples)
-    place = np.minimum((found.sure * 5).astype(int), 4)
-    for one in range(5):
-        inside = place == one
+    calibrator, rows, row_labels = many
+    queries = IdentifiedQueries(calibrator, rows, row_labels, np.arange(200, 200 + labels), examples)
+    bins = np.minimum((queries.sure * 5).astype(int), 4)
+    for number in range(5):
+        inside = bins == number
         if inside.sum() >= 100:
             error = 2 * np.sqrt(0.25 / inside.sum())
-            assert found.sure[inside].mean() == pytest.approx(found.right[inside].mean(), abs=0.05 + error)
-    assert np.ptp(found.sure) > 0.3
-    accuracy = (found.known != found.stranger).mean()
-    plain = meaning.thresholds[np.argmax(meaning.measured[1].bound <= 1e-3)]
-    assert accuracy >= ((found.nearest >= plain) != found.stranger).mean() - 0.01
-    sums = [sum(c.confidence for c in one.candidates) for one in found.answers]
+            assert queries.sure[inside].mean() == pytest.approx(queries.right[inside].mean(), abs=0.05 + error)
+    assert np.ptp(queries.sure) > 0.3
+    accuracy = (queries.known != queries.stranger).mean()
+    plain = calibrator.thresholds[np.argmax(calibrator.curves[1].bound <= 1e-3)]
+    assert accuracy >= ((queries.nearest >= plain) != queries.stranger).mean() - 0.01
+    sums = [sum(c.confidence for c in number.candidates) for number in queries.answers]
     assert max(sums) <= 1 + 1e-9 and min(sums) >= 0
 
 
 @pytest.mark.parametrize(("labels", "examples"), [(20, 1), (200, 1), (200, 4)])
 def test_far_of_identify_is_per_query(many, labels, examples):
-    """Strangers that pass are no more than what is asked for, however many labels there are."""
-    meaning, rows, of = many
+    """The FAR on unknown queries is at most the requested one, however many labels there are."""
+    calibrator, rows, row_labels = many
     far = 0.2 if labels == 200 else 0.05
-    found = Asked(meaning, rows, of, np.arange(200, 200 + labels), examples, far, most=1000)
-    assert {one.far for one in found.answers} == {far}
-    assert found.known[found.stranger].mean() <= far
-    free = Asked(meaning, rows, of, np.arange(200, 200 + labels), examples, most=1000)
-    held = {one.far for one in free.answers}
-    assert len(held) == 1 and (None in held or free.known[free.stranger].mean() <= held.pop())
+    queries = IdentifiedQueries(calibrator, rows, row_labels, np.arange(200, 200 + labels), examples, far, most=1000)
+    assert {one.far for one in queries.answers} == {far}
+    assert queries.known[queries.stranger].mean() <= far
+    free = IdentifiedQueries(calibrator, rows, row_labels, np.arange(200, 200 + labels), examples, most=1000)
+    bounds = {one.far for one in free.answers}
+    assert len(bounds) == 1 and (None in bounds or free.known[free.stranger].mean() <= bounds.pop())
 
 
 def test_more_labels_and_examples_let_more_strangers_pass(many):
-    meaning = many[0]
-    few, some, more = meaning.strangers({1: 10}), meaning.strangers({1: 100}), meaning.strangers({4: 100})
+    calibrator = many[0]
+    few, some, more = calibrator.query_far({1: 10}), calibrator.query_far({1: 100}), calibrator.query_far({4: 100})
     assert (few <= some).all() and (some <= more).all() and few[-1] < some[-1] < 1
-    np.testing.assert_allclose(meaning.strangers({1: 1}), meaning.measured[1].bound)
-    most = max(meaning.measured)
-    assert (meaning.strangers({3 * most: 1}) >= np.minimum(2.9 * meaning.measured[most].bound, 1 - 1e-9)).all()
+    np.testing.assert_allclose(calibrator.query_far({1: 1}), calibrator.curves[1].bound)
+    most = max(calibrator.curves)
+    assert (calibrator.query_far({3 * most: 1}) >= np.minimum(2.9 * calibrator.curves[most].bound, 1 - 1e-9)).all()
 
 
 # ---- answers
 
 
 def test_an_item_that_is_enrolled_is_known_among_any_number_of_labels(many):
-    meaning = many[0]
+    calibrator = many[0]
     for labels in (1, 20, 1216, 10**6):
         hits = [Hit(7, "me", 1.0, "", {}), *(Hit(10 + i, f"other {i}", 0.9 - i / 100, "", {}) for i in range(49))]
-        found = meaning.identify(hits[: labels + 1], {1: labels}, None)
-        assert found.label == "me" and found.confidence > 0.99 and found.candidates[0].id == 7
-    twins = meaning.identify([Hit(1, "a", 1.0, "", {}), Hit(2, "b", 1.0, "", {})], {1: 1000}, None)
+        identity = calibrator.identify(hits[: labels + 1], {1: labels}, None)
+        assert identity.label == "me" and identity.confidence > 0.99 and identity.candidates[0].id == 7
+    twins = calibrator.identify([Hit(1, "a", 1.0, "", {}), Hit(2, "b", 1.0, "", {})], {1: 1000}, None)
     assert twins.confidence == pytest.approx(0.5, abs=0.01), "the same item under two labels"
     hand = calibration_by_hand({0.5: (0.1, 0.9)}, {-1.0: -1, 1.0: 1})
-    blind = Meaning(hand | {"largest_impostor": 1.0})
+    blind = Calibrator(hand | {"largest_impostor": 1.0})
     assert blind.identify([Hit(1, "a", 1.0, "", {})], {1: 1000}, None).unknown, "different classes were equal too"
-    assert blind.identify([Hit(1, "a", 1.0, "", {})], {1: 1000}, None, equal=1).label == "a", "the very same content"
+    assert blind.identify([Hit(1, "a", 1.0, "", {})], {1: 1000}, None, same_id=1).label == "a", "the very same content"
 
 
 def test_a_gallery_of_many_labels_knows_what_is_enrolled(tmp_path, many):
-    meaning, rows, of = many
+    calibrator, rows, row_labels = many
     with Gallery.open(tmp_path / "g", dim=rows.shape[1]) as gallery:
-        gallery._meaning = meaning
-        first = np.flatnonzero(np.diff(of, prepend=-1))
-        gallery.enrol(rows[first], [str(label) for label in of[first]])
-        found = [gallery.identify(rows[i]) for i in first[:40]]
-        assert [one.label for one in found] == [str(label) for label in of[first[:40]]]
+        gallery._calibrator = calibrator
+        first = np.flatnonzero(np.diff(row_labels, prepend=-1))
+        gallery.enrol(rows[first], [str(label) for label in row_labels[first]])
+        identities = [gallery.identify(rows[i]) for i in first[:40]]
+        assert [one.label for one in identities] == [str(label) for label in row_labels[first[:40]]]
         assert gallery.identify(rows[first[0]], filter={"label": ["200", "201"]}).label == "200"
         stranger = gallery.identify(-rows[first].mean(0))
         assert stranger.unknown and len(stranger.candidates) > 1 and stranger.candidates[0].confidence < 0.5
 
 
 def test_verify_says_the_probability_of_what_it_says():
-    meaning = Meaning(calibration_by_hand({0.5: (0.01, 0.8), 0.8: (1e-3, 0.4)}, {-1.0: -6, 0.5: 0, 1.0: 6}))
-    low, middle, high = meaning.verify(0.0, None), meaning.verify(0.7, None), meaning.verify(0.9, None)
+    calibrator = Calibrator(calibration_by_hand({0.5: (0.01, 0.8), 0.8: (1e-3, 0.4)}, {-1.0: -6, 0.5: 0, 1.0: 6}))
+    low, middle, high = calibrator.verify(0.0, None), calibrator.verify(0.7, None), calibrator.verify(0.9, None)
     assert high.same and high.probability == high.same_probability > 0.5 and high.far == 1e-3 and high.tar == 0.4
     assert not low.same and low.probability == 1 - low.same_probability > 0.5 and low.note == ""
     assert not middle.same and middle.probability < 0.5 and "likelier the same than not" in middle.note
-    assert meaning.verify(0.7, 0.01).same
-    bare = Meaning(calibration_by_hand({0.5: (0.3, 0.8)}, {-1.0: -6, 1.0: 6})).verify(0.9, None)
+    assert calibrator.verify(0.7, 0.01).same
+    bare = Calibrator(calibration_by_hand({0.5: (0.3, 0.8)}, {-1.0: -6, 1.0: 6})).verify(0.9, None)
     assert bare.same is None and bare.probability is None and "too few to hold any FAR" in bare.note
 
 
 def test_a_calibration_file_that_is_not_right_is_said(tmp_path):
-    meaning, note = results.read(tmp_path, "me")
-    assert meaning is None and "nearkin gallery calibrate" in note and "a similarity only" in note
+    calibrator, note = results.load_calibration(tmp_path, "me")
+    assert calibrator is None and "nearkin gallery calibrate" in note and "only a similarity" in note
     path = tmp_path / results.FILE
     hand = calibration_by_hand({0.5: (0.1, 0.9)}, {-1.0: -1, 1.0: 1}) | {"encoder": "you"}
     for text in ("{", "[]", json.dumps(hand | {"thresholds": [0.5, 0.4]}), json.dumps(hand | {"examples": {}})):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"damaged .*; nearkin gallery calibrate .* makes it again"):
-            results.read(tmp_path, "me")
+            results.load_calibration(tmp_path, "me")
     path.write_text(json.dumps({"format": 1, "encoder": "me", "calibration": {}, "shots": {}, "operating_points": []}))
     with pytest.raises(ValueError, match=r"of format 1, this version reads 2; nearkin gallery calibrate"):
-        results.read(tmp_path, "me")
+        results.load_calibration(tmp_path, "me")
     path.write_text(json.dumps(hand))
-    meaning, note = results.read(tmp_path, "me")
-    assert meaning is None and "another encoder" in note
-    assert results.read(tmp_path, "you")[0].fars == [0.1]
+    calibrator, note = results.load_calibration(tmp_path, "me")
+    assert calibrator is None and "another encoder" in note
+    assert results.load_calibration(tmp_path, "you")[0].fars == [0.1]
 
 
 def test_a_far_that_nothing_can_show_is_refused_in_a_sentence():
-    meaning = Meaning(calibration_by_hand({0.5: (0.01, 0.8), 0.8: (1e-3, 0.4)}, {-1.0: -6, 0.5: 0, 1.0: 6}))
+    calibrator = Calibrator(calibration_by_hand({0.5: (0.01, 0.8), 0.8: (1e-3, 0.4)}, {-1.0: -6, 0.5: 0, 1.0: 6}))
     for far in (1e-9, 1e-300, 5e-324):
         with pytest.raises(ValueError, match=r"far must be at least .* per pair"):
-            meaning.verify(0.9, far)
+            calibrator.verify(0.9, far)
         with pytest.raises(ValueError, match=r"far must be at least .* per query with 3 labels"):
-            meaning.identify([Hit(1, "a", 0.9, "", {})], {1: 3}, far)
+            calibrator.identify([Hit(1, "a", 0.9, "", {})], {1: 3}, far)

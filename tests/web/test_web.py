@@ -27,7 +27,8 @@ from calibrations import calibration_by_hand
 from nearkin import models
 from nearkin.core.errors import QueueFull
 from nearkin.data import glyphs
-from nearkin.gallery import Gallery, encoding, results
+from nearkin.gallery import Gallery, results
+from nearkin.gallery.items import encoder_info
 from nearkin.web import demo
 from nearkin.web.access import Access, is_loopback
 from nearkin.web.explore import Explorer, flat_by_pca, hues
@@ -49,7 +50,7 @@ def a_run(folder: Path) -> Path:
     encoder = models.build("small-cnn", channels=1, size=16, width=4, dim=8, seed=0)
     how = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
     models.save(encoder, folder, how)
-    said = {"encoder": encoding.described(folder).fingerprint} | calibration_by_hand(
+    said = {"encoder": encoder_info(folder).fingerprint} | calibration_by_hand(
         {0.9: (0.005, 0.9), 0.999: (0.001, 0.5)}, {0.0: -20, 0.99: -4, 0.999: 9, 1.0: 14}
     )
     (folder / results.FILE).write_text(json.dumps(said))

@@ -12,12 +12,12 @@ import typer
 from nearkin.cli.screen import Device, app, echo, one_sentence, plain_bar
 from nearkin.cli.torchrun import first, shared
 from nearkin.core.text import visible
-from nearkin.gallery.stores.postgres_url import shown
+from nearkin.gallery.stores.postgres_connection import shown
 
 if TYPE_CHECKING:
     from nearkin.dist.group import ProcessGroup
     from nearkin.gallery import Gallery
-    from nearkin.gallery.encoding import Encoding
+    from nearkin.gallery.items import Encoding
 
 _Run = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)]
 _OtherRun = Annotated[
@@ -329,7 +329,7 @@ def _enrolling(place: str, run: Path, device: Device, group: "ProcessGroup | Non
         with _opened(place, run, device, create=True) as opened:
             yield opened
     else:
-        from nearkin.gallery.encoding import Encoding
+        from nearkin.gallery.items import Encoding
 
         yield Encoding(run, device.value)
 

@@ -1,14 +1,13 @@
-"""Embeddings put to use: enrol items, then search, identify, verify; kept in SQLite or PostgreSQL."""
+"""Embeddings put to use: enrol items, then search, identify and verify them; in SQLite or PostgreSQL."""
 
 from nearkin.core.errors import LabelConflict, MissingRow, StoreUnavailable
 from nearkin.gallery.calibration import calibrate
-from nearkin.gallery.enroll import enrol_source
+from nearkin.gallery.enroll import enrol_source, enroll_source
 from nearkin.gallery.gallery import Enrolled, Gallery
 from nearkin.gallery.items import Seen
 from nearkin.gallery.opening import run_of
-from nearkin.gallery.pairs import verify
-from nearkin.gallery.results import Candidate, Hit, Identity, Verification
-from nearkin.gallery.stores.contract import Report
+from nearkin.gallery.results import Candidate, Hit, Identity, Verification, verify
+from nearkin.gallery.stores import Report
 
 __all__ = [
     "Candidate",
@@ -24,6 +23,7 @@ __all__ = [
     "Verification",
     "calibrate",
     "enrol_source",
+    "enroll_source",
     "run_of",
     "verify",
 ]

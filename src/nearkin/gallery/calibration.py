@@ -1,4 +1,4 @@
-"""What the similarities of a run's encoder mean, measured on its validation part and kept in its folder."""
+"""Calibrates a run: probabilities and error rates of similarities, measured on its validation part."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,64 +15,65 @@ from nearkin.evaluation.verification import class_rates, likelihood
 from nearkin.evaluation.verification.class_rates import Rates
 from nearkin.evaluation.verification.likelihood import LogRatio
 from nearkin.evaluation.verification.roc import FARS, Floats
-from nearkin.gallery import encoding, results
+from nearkin.gallery import results
+from nearkin.gallery.items import encoder_info
 from nearkin.gallery.schema import unit
 
-__all__ = ["calibrate", "measured"]
+__all__ = ["calibrate", "measure"]
 
 Groups = list[NDArray[np.int64]]
-CONFIDENCE = 0.95  # of every bound that is written
-CLASSES, ITEMS = 2000, 20_000  # that are looked at, at most; of more a part by chance
-EXAMPLES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of a label, each with a measurement of its own
-MOST = 0.8  # of the classes must have more items than that, or there is none
-FEWEST = 5  # classes: with fewer, even a rate of one in three cannot be shown
-STEPS = 160  # thresholds along the scores of strangers, and a third as many along those of the same class
-PAIRS = 2_000_000  # scores from which the places of thresholds are chosen
+CONFIDENCE = 0.95  # of every bound in the file
+CLASSES, ITEMS = 2000, 20_000  # at most; of more a random subset
+EXAMPLES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # per label, each measured separately
+MOST = 0.8  # share of the classes that must have more items than examples
+FEWEST = 5  # classes: fewer cannot bound even a rate of one in three
+STEPS = 160  # thresholds along the impostor scores, and a third as many along the genuine ones
+PAIRS = 2_000_000  # scores from which the thresholds are chosen
 
 
 class _Measure(NamedTuple):
-    """What a number of examples gives: rates of strangers, the share (C, T) found of each class, the log ratio."""
+    """For one number of examples: impostor rates, the TAR (C, T) per class, the log ratio."""
 
     rates: Rates
-    found: Floats
+    tar: Floats
     ratio: LogRatio
 
 
 def calibrate(run: str | Path, *, part: str = "val", device: str = "auto", progress: Any = None) -> dict[str, Any]:
-    """Writes calibration.json into the folder of a run: probabilities of similarities, and thresholds that hold a FAR.
+    """Writes calibration.json into the folder of a run: probabilities of similarities, and thresholds per FAR.
 
     part: whose classes, "val" by default: the encoder has not learned from them, and the test stays untouched. "test"
-    is for sources whose validation classes are few. Returns what was written.
+    is for sources with few validation classes. Returns what was written.
     """
     folder = Path(run)
-    fingerprint = encoding.described(folder).fingerprint
-    found = training.embed_source(folder, part=part, device=device, progress=progress)
-    if found.labels is None:
-        raise ValueError(f"{run}: its source has no class labels, so there is no same and other to calibrate on")
-    plain = measured(found.embeddings, torch.from_numpy(found.labels)) | {
+    fingerprint = encoder_info(folder).fingerprint
+    embedded = training.embed_source(folder, part=part, device=device, progress=progress)
+    if embedded.labels is None:
+        raise ValueError(f"{run}: its source has no class labels, so there are no same and different pairs to measure")
+    plain = measure(embedded.embeddings, torch.from_numpy(embedded.labels)) | {
         "format": results.FORMAT,
         "nearkin": version_of("nearkin"),
         "encoder": fingerprint,
         "part": part,
-        "items": len(found.labels),
+        "items": len(embedded.labels),
     }
-    plain[results.SUM] = files.digest(plain)
+    plain[results.CHECKSUM] = files.digest(plain)
     with files.explained(f"{folder / results.FILE}", "make room, or let it be written there"):
         files.write_json(folder / results.FILE, plain)
     return plain
 
 
-def measured(embeddings: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> dict[str, Any]:
-    """What calibration.json holds, from the embeddings of classes that the encoder has not learned from."""
-    rows, groups = _chosen(embeddings.numpy(), labels.numpy(), seed)
+def measure(embeddings: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> dict[str, Any]:
+    """The content of calibration.json, from the embeddings of classes that the encoder has not learned from."""
+    rows, groups = _select(embeddings.numpy(), labels.numpy(), seed)
     thresholds = _thresholds(rows, groups, seed)
-    found: dict[int, _Measure] = {}
+    measures: dict[int, _Measure] = {}
     for examples in EXAMPLES:
         enough = [group for group in groups if len(group) > examples]
         if len(enough) < max(3, MOST * len(groups)):
             break
-        found[examples] = _measure(rows, enough, thresholds, examples, seed)
-    rates = found[1].rates
+        measures[examples] = _measure(rows, enough, thresholds, examples, seed)
+    rates = measures[1].rates
     sizes = np.array([len(group) for group in groups])
     return {
         "similarity": "cosine",
@@ -85,20 +86,20 @@ def measured(embeddings: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> d
         "thresholds": thresholds.tolist(),
         "examples": {
             str(examples): {
-                "far": one.rates.far.tolist(),
-                "far_bound": one.rates.bound.tolist(),
-                "tar": one.found.mean(0).tolist(),
-                "log_ratio": one.ratio._asdict(),
+                "far": measured.rates.far.tolist(),
+                "far_bound": measured.rates.bound.tolist(),
+                "tar": measured.tar.mean(0).tolist(),
+                "log_ratio": measured.ratio._asdict(),
             }
-            for examples, one in found.items()
+            for examples, measured in measures.items()
         },
-        "operating_points": _points(found[1], thresholds, len(groups)),
+        "operating_points": _operating_points(measures[1], thresholds, len(groups)),
         "note": _limit(float(rates.bound[-1]), len(groups)),
     }
 
 
 def _limit(least: float, classes: int) -> str:
-    """What the classes of a calibration cannot hold, and how many could: one sentence."""
+    """The strictest FAR that so many classes can show, and how many the next one needs."""
     below = next((far for far in FARS if far < least), FARS[-1] / 10)
     needed = class_rates.classes_needed(below, CONFIDENCE)
     return (
@@ -107,8 +108,8 @@ def _limit(least: float, classes: int) -> str:
     )
 
 
-def _points(measure: _Measure, thresholds: Floats, classes: int) -> list[dict[str, Any]]:
-    """The usual FARs that so many classes can hold."""
+def _operating_points(measure: _Measure, thresholds: Floats, classes: int) -> list[dict[str, Any]]:
+    """The usual FARs that so many classes can show."""
     points = []
     for far in FARS:
         if measure.rates.bound[-1] > far:
@@ -120,21 +121,21 @@ def _points(measure: _Measure, thresholds: Floats, classes: int) -> list[dict[st
                 "threshold": float(thresholds[at]),
                 "measured_far": float(measure.rates.far[at]),
                 "far_interval": [float(measure.rates.low[at]), float(measure.rates.high[at])],
-                "tar": float(measure.found[:, at].mean()),
-                "tar_interval": list(class_rates.mean_interval(measure.found[:, at], CONFIDENCE)),
+                "tar": float(measure.tar[:, at].mean()),
+                "tar_interval": list(class_rates.mean_interval(measure.tar[:, at], CONFIDENCE)),
                 "classes": classes,
             }
         )
     return points
 
 
-def _chosen(rows: Floats, labels: NDArray[np.int64], seed: int) -> tuple[NDArray[np.float32], Groups]:
-    """Rows of length 1 and those of each class, in an order by chance; of many a part, as many of each class."""
+def _select(rows: Floats, labels: NDArray[np.int64], seed: int) -> tuple[NDArray[np.float32], Groups]:
+    """Unit rows, and the row numbers per class in random order; of many a subset, equally many per class."""
     draw = np.random.default_rng(seed)
-    _, place = np.unique(labels, return_inverse=True)
-    order = draw.permutation(len(place))
-    order = order[np.argsort(place[order], kind="stable")]
-    groups = np.split(order, np.cumsum(np.bincount(place))[:-1])
+    _, codes = np.unique(labels, return_inverse=True)
+    order = draw.permutation(len(codes))
+    order = order[np.argsort(codes[order], kind="stable")]
+    groups = np.split(order, np.cumsum(np.bincount(codes))[:-1])
     genuine = sum(len(group) > 1 for group in groups)
     if len(groups) < FEWEST or genuine < 4:
         raise ValueError(
@@ -148,28 +149,28 @@ def _chosen(rows: Floats, labels: NDArray[np.int64], seed: int) -> tuple[NDArray
 
 
 def _thresholds(rows: NDArray[np.float32], groups: Groups, seed: int) -> Floats:
-    """Similarities, rising: quantiles of both kinds of pairs, dense among the rare; the last is above all strangers."""
+    """Ascending similarities: quantiles of both kinds of pairs, dense at rare ones; the last exceeds all impostors."""
     draw = np.random.default_rng([seed, 1])
     owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    asking = rows[np.concatenate(groups)]
+    queries = rows[np.concatenate(groups)]
     scores, nearest = [], -1.0
-    share = min(1.0, PAIRS / len(asking) ** 2)
+    share = min(1.0, PAIRS / len(queries) ** 2)
     for a, group in enumerate(groups):
-        near = (rows[group] @ asking.T)[:, owner != a].ravel()
+        near = (rows[group] @ queries.T)[:, owner != a].ravel()
         nearest = max(nearest, float(near.max()))
         scores.append(near if share == 1 else near[draw.random(len(near)) < share])
     impostors = np.concatenate(scores)
-    genuine = np.concatenate([_genuine(rows, group) for group in groups if len(group) > 1])
+    genuine = np.concatenate([_genuine_scores(rows, group) for group in groups if len(group) > 1])
     rare = np.geomspace(0.6, 1 / len(impostors), STEPS)
-    wanted = [np.quantile(impostors, 1 - rare), np.quantile(genuine, np.linspace(0.005, 0.995, STEPS // 3))]
+    quantiles = [np.quantile(impostors, 1 - rare), np.quantile(genuine, np.linspace(0.005, 0.995, STEPS // 3))]
     above = [nearest + 1e-6, 1.0]
-    found = np.unique(np.concatenate([*wanted, above]).astype(np.float64))
-    return found[found <= 1.0]
+    thresholds = np.unique(np.concatenate([*quantiles, above]).astype(np.float64))
+    return thresholds[thresholds <= 1.0]
 
 
-def _genuine(rows: NDArray[np.float32], group: NDArray[np.int64]) -> Floats:
-    one, two = np.triu_indices(len(group), 1)
-    return np.asarray((rows[group] @ rows[group].T)[one, two], np.float64)
+def _genuine_scores(rows: NDArray[np.float32], group: NDArray[np.int64]) -> Floats:
+    upper = np.triu_indices(len(group), 1)
+    return np.asarray((rows[group] @ rows[group].T)[upper], np.float64)
 
 
 def _measure(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examples: int, seed: int) -> _Measure:
@@ -181,9 +182,10 @@ def _measure(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, exam
 
 
 def _log_ratio(far: Floats, scores: Sequence[Floats], thresholds: Floats, classes: int) -> LogRatio:
-    """Each class weighs the same, and every query meets one class of its own and all others.
+    """Each class weighs the same, and every query is compared with its own class and all others.
 
-    Knots: quantiles of both kinds, of strangers no rarer than the pairs of classes can show; beyond, the slope stays.
+    Knots: quantiles of both kinds of scores, of impostors no rarer than so many classes can show; beyond, the slope is
+    constant.
     """
     edges = np.concatenate([[-1.0], thresholds, [1.0]])
     middle = (edges[1:] + edges[:-1]) / 2

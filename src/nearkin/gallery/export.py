@@ -1,4 +1,4 @@
-"""A gallery into one file: for `nearkin evaluate` and others, or as lines of JSON that hold everything but pictures."""
+"""Writes a gallery to one file: for `nearkin evaluate` and others, or as JSON lines with everything but thumbnails."""
 
 import json
 from pathlib import Path
@@ -19,9 +19,9 @@ LINES = ".jsonl"
 
 
 def write(gallery: "Gallery", path: Path) -> int:
-    """Whole or not at all. .jsonl: id, label, name, metadata, vector a line."""
+    """All rows or no file. .jsonl: id, label, name, metadata and vector per line."""
     if path.suffix.lower() == LINES:
-        return _lines(gallery, path)
+        return _write_lines(gallery, path)
     if path.suffix.lower() not in vector_files.KINDS:
         raise ValueError(f'{path}: must end in {LINES}, {", ".join(vector_files.KINDS)}, got "{path.suffix}"')
     vector_files.writable(path)
@@ -30,26 +30,26 @@ def write(gallery: "Gallery", path: Path) -> int:
         hits.append(hit)
         vectors.append(vector)
     classes = sorted({hit.label for hit in hits})
-    place = {label: i for i, label in enumerate(classes)}
+    codes = {label: i for i, label in enumerate(classes)}
     rows = torch.from_numpy(np.stack(vectors)) if vectors else torch.empty(0, gallery.dim)
-    labels = np.array([place[hit.label] for hit in hits], np.int64)
+    labels = np.array([codes[hit.label] for hit in hits], np.int64)
     vector_files.write(path, rows, labels, None, [hit.name or f"id {hit.id}" for hit in hits], classes)
     return len(hits)
 
 
-def _lines(gallery: "Gallery", path: Path) -> int:
+def _write_lines(gallery: "Gallery", path: Path) -> int:
     if not path.resolve().parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
     count = 0
     with files.explained(str(path), "make room, or choose another place"), files.replacing(path) as file:
         for hit, vector in gallery.rows():
             count += 1
-            said = {
+            fields = {
                 "id": hit.id,
                 "label": hit.label,
                 "name": hit.name,
                 "metadata": hit.metadata,
                 "vector": vector.tolist(),
             }
-            file.write(json.dumps(said, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
     return count

@@ -1,4 +1,4 @@
-"""The gallery: enrol items under labels, then ask which is nearest, who it is, whether two are the same."""
+"""The gallery: enrol items under labels, then search, identify and verify."""
 
 import json
 from collections import Counter
@@ -12,27 +12,25 @@ import numpy as np
 from nearkin.core import checks
 from nearkin.core.errors import MissingRow
 from nearkin.data import decode as decoding
-from nearkin.gallery import admitting, opening, results
 from nearkin.gallery import items as item_inputs
-from nearkin.gallery.encoding import Encoding
-from nearkin.gallery.facts import Facts
-from nearkin.gallery.items import Seen
-from nearkin.gallery.results import Hit, Identity, Verification
-from nearkin.gallery.schema import Row, filter_of, label_of, metadata_of, shortened, unpacked
-from nearkin.gallery.stores.contract import Report, Store
+from nearkin.gallery import opening, results
+from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
+from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
+from nearkin.gallery.schema import Facts, KnownRows, Row, check_label, metadata_json, parse_filter, shortened, unpack
+from nearkin.gallery.stores import Report, Store
 from nearkin.gallery.stores.matrix import similarities
 
 __all__ = ["Enrolled", "Gallery"]
 
 TIMEOUT = 30.0  # seconds a writer waits for another
-CHUNK = 4096  # rows a transaction
-PICTURES = 256  # pictures a transaction: encoding them is what takes the time
-NEAREST = 50  # rows whose labels `identify` weighs against one another
+VECTOR_BATCH = 4096  # per transaction
+PICTURE_BATCH = 256  # per transaction: encoding them takes the time
+NEAREST = 50  # rows whose labels `identify` compares
 Progress = Callable[[int, int], None]
 
 
 class Enrolled(NamedTuple):
-    """ids: of every item, in order. added: how many are new. known: there already. kept: there under another label."""
+    """ids: of all items, in order. added: how many are new. known: enrolled before; kept: those with another label."""
 
     ids: list[int]
     added: int
@@ -41,15 +39,15 @@ class Enrolled(NamedTuple):
 
 
 class Gallery:
-    """Open it with `Gallery.open`; it may be used by several threads, and other processes see what it writes."""
+    """Open it with `Gallery.open`. Threads may share it, and other processes see what it writes."""
 
     def __init__(self, store: Store, facts: Facts, encoding: Encoding | None) -> None:
         self._store, self._encoding = store, encoding
         self.dim, self.fingerprint = facts.dim, facts.fingerprint
-        self._meaning: results.Meaning | None = None
-        self._note = "the gallery was opened without a run, so there is a similarity only; open it with run=RUN"
+        self._calibrator: Calibrator | None = None
+        self._note = "the gallery was opened without a run, so there is only a similarity; open it with run=RUN"
         if encoding is not None:
-            self._meaning, self._note = results.read(encoding.said.run, encoding.said.fingerprint)
+            self._calibrator, self._note = results.load_calibration(encoding.info.run, encoding.info.fingerprint)
 
     @classmethod
     def open(
@@ -65,15 +63,15 @@ class Gallery:
     ) -> "Gallery":
         """A gallery in a file, or in PostgreSQL (postgresql://…/db, with ?gallery=NAME if there are several).
 
-        run: the folder of a run, whose encoder sees the items; without it the gallery takes and finds vectors only.
-        dim: of a new gallery of vectors. create: make it where there is none. timeout: seconds a writer waits for
-        another before it gives up. A gallery made with another encoder is refused.
+        run: the folder of a run, whose encoder encodes the items; without it the gallery takes vectors only. dim: of a
+        new gallery of vectors. create: make it if it does not exist. timeout: seconds a writer waits for another. A
+        gallery made with another encoder is refused.
         """
-        return cls(*opening.opened(place, run, dim, create, timeout, device, max_pixels))
+        return cls(*opening.open_store(place, run, dim, create, timeout, device, max_pixels))
 
     @property
     def place(self) -> str:
-        """Where it is kept, without a password."""
+        """The file or the address of the database, without a password."""
         return self._store.where
 
     # --- writing
@@ -88,144 +86,159 @@ class Gallery:
         keep: bool = False,
         progress: Progress | None = None,
     ) -> Enrolled:
-        """Adds items; a new label is recognised from its first one on. When this returns, they are on the disk.
+        """Adds items; a new label is recognised from its first item on. When this returns, they are on the disk.
 
         items: a path, the bytes of an image file, a PIL picture, pixels (H, W[, C]) uint8, a vector, or a list of
-        these; vectors also as (n, D). label, metadata: one for all, or one an item. names: what an item is called; a
-        path is its own name. An item that is enrolled already (by the hash of its content) is not added again; under
-        another label it is an error, or with keep=True left as it is. Long lists are written in parts of thousands.
+        these; vectors also as (n, D). label, metadata: one for all, or one per item. names: of the items; a path is its
+        own name. An enrolled item (by the hash of its content) is not added again; under another label it is an error,
+        or with keep=True left as it is. Long lists are written in several transactions. `enroll` is the same method.
         """
-        many = item_inputs.listed(items)[0]
-        labels = _each("label", label, len(many), str)
-        for one in set(labels) if all(isinstance(one, str) for one in labels) else labels:
-            label_of(one)
-        metas = _each("metadata", metadata, len(many), Mapping | None)
+        item_list = item_inputs.as_list(items)
+        labels = _per_item("label", label, len(item_list), str)
+        for text in set(labels) if all(isinstance(text, str) for text in labels) else labels:
+            check_label(text)
+        metas = _per_item("metadata", metadata, len(item_list), Mapping | None)
         if isinstance(metadata, Mapping):
-            metadata_of(metadata)  # before anything is encoded
-        called = _each("names", names, len(many), str | None)
-        self._writable()
-        ids, added, known, kept, start = [], 0, 0, 0, 0
-        while start < len(many):
-            plain = admitting.plain(many[start], self._encoding)
-            part = slice(start, min(start + (CHUNK if plain else PICTURES), len(many)))
-            asked = admitting.Asked(many[part], labels[part], metas[part], called[part], keep)
-            done = admitting.admit(self._store, self._encoding, self.dim, asked)
-            ids += [one.id for one in done]
-            added += sum(one.new for one in done)
-            known += sum(not one.new for one in done)
-            kept += sum(one.label != wanted for one, wanted in zip(done, labels[part], strict=True))
-            start = part.stop
+            metadata_json(metadata)  # before anything is encoded
+        all_names = _per_item("names", names, len(item_list), str | None)
+        self._check_writable()
+        ids: list[int] = []
+        added = known = kept = 0
+        while (start := len(ids)) < len(item_list):
+            size = VECTOR_BATCH if item_inputs.is_embedding(item_list[start], self._encoding) else PICTURE_BATCH
+            part = slice(start, min(start + size, len(item_list)))
+            batch = self._enrol_batch(Batch(item_list[part], labels[part], metas[part], all_names[part], keep))
+            ids += batch.ids
+            added, known, kept = added + batch.added, known + batch.known, kept + batch.kept
             if progress is not None:
-                progress(start, len(many))
+                progress(part.stop, len(item_list))
         return Enrolled(ids, added, known, kept)
 
+    enroll = enrol
+
+    def _enrol_batch(self, batch: Batch, known: KnownRows | None = None) -> Enrolled:
+        """One transaction; known: see `items.enrol_batch`."""
+        self._check_writable()
+        rows = item_inputs.enrol_batch(self._store, self._encoding, self.dim, batch, known)
+        added = sum(row.new for row in rows)
+        kept = sum(row.label != label for row, label in zip(rows, batch.labels, strict=True))
+        return Enrolled([row.id for row in rows], added, len(rows) - added, kept)
+
     def remove(self, ids: int | Sequence[int]) -> int:
-        """Takes rows out; how many there were of them."""
-        return self._store.remove(_ids(ids))
+        """Removes rows; returns how many of them existed."""
+        return self._store.remove(_checked_ids(ids))
 
     def relabel(self, ids: int | Sequence[int], label: str) -> int:
-        """Gives rows another label; how many there were of them."""
-        return self._store.relabel(_ids(ids), label_of(label))
+        """Changes the label of rows; returns how many of them existed."""
+        return self._store.relabel(_checked_ids(ids), check_label(label))
 
-    # --- asking
+    # --- reading
 
     def see(
         self, items: Any, names: Sequence[str] | None = None, unreadable: list[str] | None = None
     ) -> list[Seen | None]:
-        """Items through the encoder, together: what the other methods take in their place.
+        """Encodes items together; every other method takes the result in place of an item.
 
-        unreadable: a list that gets a sentence for each picture that cannot be read, which is None in the answer;
+        unreadable: a list that gets a sentence for each picture that cannot be read, which is None in the result;
         without it the first of them is a ValueError.
         """
-        return item_inputs.encoded(self._raws(items, names), self._encoding, unreadable)
+        return item_inputs.encode_items(self._hash(items, names), self._encoding, unreadable)
 
     def decode(self, items: Any, names: Sequence[str] | None = None) -> list[Any]:
-        """Pictures decoded, which takes no turn of the encoder's: what `see` and the other methods take in their place.
+        """Decodes pictures without the encoder; `see` and the other methods take the result in place of an item.
 
         The first that cannot be read is a ValueError.
         """
-        return item_inputs.decoded(self._raws(items, names), self._encoding)
+        return item_inputs.decode_items(self._hash(items, names), self._encoding)
 
     def search(self, item: Any, k: int = 10, filter: Mapping[str, Any] | None = None) -> list[Hit]:
-        """The k nearest rows, nearest first, equals by id.
+        """The k nearest rows, nearest first, ties by id.
 
-        filter: {"label": …, "colour": …}; every key must hold, and of a list any value.
+        filter: {"label": …, "colour": …}; every key must match, of a list any value.
         """
         checks.integer("k", k, 1)
-        return [_hit(row, near) for row, near in self._store.nearest(self._one(item).vector, k, filter_of(filter))]
+        return [_hit(row, near) for row, near in self._store.nearest(self._one(item).vector, k, parse_filter(filter))]
 
     def identify(self, item: Any, *, far: float | None = None, filter: Mapping[str, Any] | None = None) -> Identity:
-        """Whose it is, with a calibrated confidence, or unknown: none of the enrolled is likelier.
+        """The label of an item with a calibrated confidence, or unknown: no enrolled label is likelier.
 
-        far: the share of queries by strangers that may pass as somebody enrolled here (per query, however many labels
-        there are); one that the calibration cannot hold is refused. Left out, the likeliest answer is given, and `far`
-        of the answer says how many strangers pass at most. An item that is enrolled itself is known. Without a
-        calibration the nearest label is given with its similarity only, and `note` says so.
+        far: the largest share of queries of classes that are not enrolled which may be taken for one that is (per
+        query, however many labels there are); refused where the calibration cannot guarantee it. By default the
+        likeliest answer is returned, and its `far` bounds that share. An item that is enrolled itself is always known.
+        Without a calibration the nearest label is returned with its similarity only, and `note` says so.
         """
-        chosen, seen = filter_of(filter), self._one(item)
-        found = self._store.nearest(seen.vector, NEAREST, chosen)
-        hits = [_hit(row, near) for row, near in found]
-        if self._meaning is None:
-            return results.nearest_label(hits, self._note, far)
-        only = None if chosen is None or chosen.labels is None else set(chosen.labels)
-        examples = self._store.examples(list({hit.label for hit in hits} | (only or set())))
-        sizes = self._store.sizes() if only is None else Counter(examples.get(label, 1) for label in only)
-        equal = next((row.id for row, _ in found if row.content == seen.content), None)
-        return self._meaning.identify(hits, sizes, far, examples, equal)
+        return self.identify_with_hits(item, 0, far=far, filter=filter)[0]
+
+    def identify_with_hits(
+        self, item: Any, k: int, *, far: float | None = None, filter: Mapping[str, Any] | None = None
+    ) -> tuple[Identity, list[Hit]]:
+        """`identify` and the k hits of `search`, from one search."""
+        checks.integer("k", k, 0)
+        parsed, seen = parse_filter(filter), self._one(item)
+        neighbours = self._store.nearest(seen.vector, max(NEAREST, k), parsed)
+        hits = [_hit(row, near) for row, near in neighbours]
+        nearest = hits[:NEAREST]
+        if self._calibrator is None:
+            return results.identify_uncalibrated(nearest, self._note, far), hits[:k]
+        only = None if parsed is None or parsed.labels is None else set(parsed.labels)
+        counts = self._store.counts_of(list({hit.label for hit in nearest} | (only or set())))
+        sizes = self._store.label_sizes() if only is None else Counter(counts.get(label, 1) for label in only)
+        same_id = next((row.id for row, _ in neighbours[:NEAREST] if row.content == seen.content), None)
+        return self._calibrator.identify(nearest, sizes, far, counts, same_id), hits[:k]
 
     def verify(self, a: Any, b: Any, *, far: float | None = None) -> Verification:
-        """Whether two items are the same, how probable that is, and at which FAR (per pair) that was decided.
+        """Whether two items are the same, how probable that is, and the FAR (per pair) of that decision.
 
-        far: 0.001 by default, or the strictest of 0.1, 0.01, … that the calibration can hold.
+        far: 0.001 by default, or the strictest of 0.1, 0.01, … that the calibration can guarantee.
         """
-        both = item_inputs.listed(a)[0], item_inputs.listed(b)[0]
-        if any(len(one) != 1 for one in both):
-            raise ValueError(f"verify takes two items, got {len(both[0])} and {len(both[1])}")
-        one, other = self.see([both[0][0], both[1][0]])
-        assert one is not None and other is not None
-        similarity = float(similarities(one.vector[None], other.vector)[0])
-        return results.verified(self._meaning, self._note, similarity, far)
+        first, second = item_inputs.as_list(a), item_inputs.as_list(b)
+        if len(first) != 1 or len(second) != 1:
+            raise ValueError(f"verify takes two items, got {len(first)} and {len(second)}")
+        left, right = self.see([first[0], second[0]])
+        assert left is not None and right is not None
+        similarity = float(similarities(left.vector[None], right.vector)[0])
+        return results.verify_similarity(self._calibrator, self._note, similarity, far)
 
     def get(self, id: int) -> Hit:
         """A row by its id; its similarity is 1, that with itself."""
-        found = self._store.rows(_ids(id))
-        if id not in found:
+        rows = self._store.rows(_checked_ids(id))
+        if id not in rows:
             raise MissingRow(id)
-        return _hit(found[id], 1.0)
+        return _hit(rows[id], 1.0)
 
     def thumbnail(self, id: int) -> bytes:
         """PNG or JPEG; empty where there is none."""
-        return self._store.thumbnail(_ids(id)[0])
+        return self._store.thumbnail(_checked_ids(id)[0])
 
     def vectors(self, ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """(n, D) of these rows."""
-        found = self._store.rows(_ids(ids))
-        if missing := [i for i in ids if i not in found]:
+        rows = self._store.rows(_checked_ids(ids))
+        if missing := [i for i in ids if i not in rows]:
             raise MissingRow(missing[0])
-        return unpacked([found[i].vector for i in ids], self.dim)
+        return unpack([rows[i].vector for i in ids], self.dim)
 
     def rows(self) -> Iterator[tuple[Hit, np.ndarray[Any, np.dtype[np.float32]]]]:
-        """Every row that is whole with its vector, by id."""
+        """Every undamaged row with its vector, by id."""
         for row in self._store.scan():
-            yield _hit(row, 1.0), unpacked([row.vector], self.dim)[0]
+            yield _hit(row, 1.0), unpack([row.vector], self.dim)[0]
 
     def labels(self) -> dict[str, int]:
-        """Rows of each label."""
+        """Rows per label."""
         return self._store.counts()
 
     def known(self, items: Any) -> list[int | None]:
-        """The id of each item that is enrolled already, by the hash of its content; nothing is encoded."""
-        raws = item_inputs.contents(item_inputs.listed(items)[0], self._encoding, self.dim)
-        found = self._store.known([raw.content for raw in raws])
-        return [found[raw.content][0] if raw.content in found else None for raw in raws]
+        """The id of each item that is enrolled, by the hash of its content, else None; nothing is encoded."""
+        hashed = self._hash(items)
+        rows = self._store.look_up([item.content for item in hashed])
+        return [rows[item.content][0] if item.content in rows else None for item in hashed]
 
-    # --- keeping
+    # --- maintenance
 
     def stats(self) -> dict[str, Any]:
-        """What there is, as JSON has it."""
+        """Size, encoder, calibration, index and damage, as JSON has it."""
         facts, counts = self._store.facts(), self._store.counts()
         assert facts is not None
-        meaning = self._meaning or _calibrated(facts)
+        calibrator = self._calibrator or _calibrator_of(facts)
         return {
             "place": self._store.where,
             "store": self._store.kind,
@@ -235,34 +248,34 @@ class Gallery:
             "encoder": facts.fingerprint,
             "run": facts.run,
             "sources": facts.sources,
-            "calibrated": meaning is not None,
-            "calibration_classes": None if meaning is None else meaning.classes,
-            "fars": [] if meaning is None else meaning.fars,
-            "index": self._store.index_state or opening.index_of(facts),
+            "calibrated": calibrator is not None,
+            "calibration_classes": None if calibrator is None else calibrator.classes,
+            "fars": [] if calibrator is None else calibrator.fars,
+            "index": self._store.index_state or opening.describe_index(facts),
             "damaged": sorted(self._store.damaged),
             "lost": self._store.lost,
         }
 
     def export(self, path: str | Path) -> int:
-        """All rows into an .npz, .safetensors or .parquet that `nearkin evaluate` reads, or a .jsonl; how many."""
+        """Writes all rows to .npz, .safetensors or .parquet for `nearkin evaluate`, or .jsonl; returns how many."""
         from nearkin.gallery import export
 
         return export.write(self, Path(path))
 
     def warm(self, progress: Progress | None = None) -> None:
-        """Reads everything a search needs; beyond 100,000 rows makes the search index, where it is not up to date."""
+        """Loads everything a search needs; beyond 100,000 rows builds the search index if it is not up to date."""
         self._store.warm(progress)
 
     def reindex(self, progress: Progress | None = None) -> None:
-        """Makes the search index anew."""
+        """Rebuilds the search index."""
         self._store.reindex(progress)
 
     def check(self, progress: Progress | None = None) -> Report:
-        """Reads and proves everything."""
+        """Reads everything and verifies every checksum."""
         return self._store.check(progress)
 
     def repair(self) -> tuple[int, Any]:
-        """Leaves damaged rows out for good: how many are whole, and where what was there before is kept."""
+        """Removes damaged rows; returns how many rows are left, and where the previous state is kept."""
         return self._store.repair()
 
     def close(self) -> None:
@@ -274,44 +287,46 @@ class Gallery:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    # --- inside
+    # --- internal
 
-    def _raws(self, items: Any, names: Sequence[str] | None) -> list[Any]:
-        raws = item_inputs.contents(item_inputs.listed(items)[0], self._encoding, self.dim)
-        called = _each("names", names, len(raws), str | None)
-        return [raw if name is None else raw._replace(name=name) for raw, name in zip(raws, called, strict=True)]
+    def _hash(self, items: Any, names: Sequence[str] | None = None) -> list[Seen | RawItem]:
+        hashed = item_inputs.hash_items(item_inputs.as_list(items), self._encoding, self.dim)
+        all_names = _per_item("names", names, len(hashed), str | None)
+        return [
+            item if name is None else item._replace(name=name) for item, name in zip(hashed, all_names, strict=True)
+        ]
 
     def _one(self, item: Any) -> Seen:
-        many = item_inputs.listed(item)[0]
-        if len(many) != 1:
-            raise ValueError(f"item must be one item, got {len(many)}")
-        seen = self.see(many)[0]
+        item_list = item_inputs.as_list(item)
+        if len(item_list) != 1:
+            raise ValueError(f"item must be one item, got {len(item_list)}")
+        seen = self.see(item_list)[0]
         assert seen is not None
         return seen
 
-    def expects(self, vectors: bool, source: str) -> None:
-        """Raises where a source holds the other kind than the encoder takes."""
+    def check_source_kind(self, vectors: bool, source: str) -> None:
+        """Raises where a source has vectors and the encoder takes pictures, or the reverse."""
         if self._encoding is not None and self._encoding.takes_pictures == vectors:
-            wanted = "pictures" if vectors else "vectors"
-            raise ValueError(f"{source}: the run's encoder takes {wanted}, the source holds the other kind")
+            kind = "pictures" if vectors else "vectors"
+            raise ValueError(f"{source}: the run's encoder takes {kind}, the source has the other kind")
 
     def remember(self, source: str) -> None:
-        """A source that is enrolled from: a sentence about another encoder names it."""
+        """Records a source that is enrolled from; the message about another encoder names it."""
         self._store.add([], True, [source])
 
-    def _writable(self) -> None:
+    def _check_writable(self) -> None:
         if self.fingerprint is not None and self._encoding is None:
             raise ValueError(
                 f"{self._store.where}: its items came through an encoder; open it with run=RUN to enrol more"
             )
 
 
-def _calibrated(facts: Facts) -> results.Meaning | None:
-    """The calibration beside the run that a gallery was made with, where it is there and of its encoder."""
+def _calibrator_of(facts: Facts) -> Calibrator | None:
+    """The calibration of the run that a gallery was made with, if it exists and is of the same encoder."""
     if facts.run is None or facts.fingerprint is None:
         return None
     try:
-        return results.read(Path(facts.run), facts.fingerprint)[0]
+        return results.load_calibration(Path(facts.run), facts.fingerprint)[0]
     except ValueError:
         return None
 
@@ -320,21 +335,21 @@ def _hit(row: Row, similarity: float) -> Hit:
     return Hit(row.id, row.label, similarity, row.name, json.loads(row.metadata))
 
 
-def _ids(ids: Any) -> list[int]:
-    many = [ids] if isinstance(ids, int | np.integer) else list(ids)
-    for one in many:
-        checks.integer("id", int(one) if isinstance(one, np.integer) else one, 1)
-    if any(one >= 2**63 for one in many):
-        raise ValueError(f"id must be < 2^63, got {max(many)}")
-    return [int(one) for one in many]
+def _checked_ids(ids: Any) -> list[int]:
+    id_list = [ids] if isinstance(ids, int | np.integer) else list(ids)
+    for id in id_list:
+        checks.integer("id", int(id) if isinstance(id, np.integer) else id, 1)
+    if any(id >= 2**63 for id in id_list):
+        raise ValueError(f"id must be < 2^63, got {max(id_list)}")
+    return [int(id) for id in id_list]
 
 
-def _each(name: str, value: Any, count: int, kind: Any) -> list[Any]:
-    """One for all, or one an item."""
+def _per_item(name: str, value: Any, count: int, kind: Any) -> list[Any]:
+    """One for all, or one per item."""
     if isinstance(value, kind):
         return [value] * count
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise TypeError(f"{name} must be one for all items or a list of one an item, got {shortened(value)}")
+        raise TypeError(f"{name} must be one for all items or a list of one per item, got {shortened(value)}")
     if len(value) != count:
-        raise ValueError(f"{name} must have one entry an item: {count} items, {len(value)} entries")
+        raise ValueError(f"{name} must have one entry per item: {count} items, {len(value)} entries")
     return list(value)

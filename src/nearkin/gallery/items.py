@@ -1,4 +1,4 @@
-"""What may be handed to a gallery, and what becomes of it: a vector, the hash of its content, a name, a thumbnail."""
+"""From an item to a row: a path, picture or vector is hashed, looked up, encoded by the run's encoder and added."""
 
 import hashlib
 import io
@@ -11,25 +11,44 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nearkin.gallery.encoding import Encoding
-from nearkin.gallery.schema import Floats, packed, unit
+from nearkin import models
+from nearkin.core import checks, files
+from nearkin.core.errors import LabelConflict, UnreadablePicture
+from nearkin.data import augment, decode
+from nearkin.gallery.schema import Floats, KnownRows, NewRow, new_row, pack, unit
+from nearkin.gallery.stores import Added, Store
+from nearkin.models.io import fingerprint
 
-__all__ = ["Raw", "Seen", "contents", "decoded", "encoded", "listed", "vectors"]
+__all__ = [
+    "Batch",
+    "EncoderInfo",
+    "Encoding",
+    "RawItem",
+    "Seen",
+    "as_list",
+    "decode_items",
+    "encode_items",
+    "encoder_info",
+    "enrol_batch",
+    "hash_items",
+    "is_embedding",
+]
 
+ENCODER_BATCH = 128
 THUMBNAIL = 96  # pixels of its longer side
 
 
 class Seen(NamedTuple):
-    """An item as a gallery sees it; every method takes it in place of the item, and the encoder is not asked again."""
+    """An encoded item; every method takes it in place of the item, and does not encode it again."""
 
     vector: Floats  # (D,), of length 1
-    content: bytes  # sha256: the same item has the same
+    content: bytes  # sha256: equal for equal items
     name: str
     thumbnail: bytes  # PNG or JPEG; empty for vectors
 
 
-class Raw(NamedTuple):
-    """An item that was looked at but not encoded: a picture, what the encoder is fed, or a vector."""
+class RawItem(NamedTuple):
+    """A hashed item that is not encoded yet: a picture, the input of the encoder, or a vector."""
 
     content: bytes
     name: str
@@ -38,106 +57,194 @@ class Raw(NamedTuple):
     vector: NDArray[Any] | None = None
 
 
-def listed(items: Any) -> tuple[list[Any], bool]:
-    """Items one by one, and whether there was a single one: a path, bytes, a picture, a vector, a matrix of vectors."""
+# --- the encoder of a run
+
+
+class EncoderInfo(NamedTuple):
+    """The content of encoder.json, read without the weights.
+
+    fingerprint: of weights, architecture and preparation; whatever changes an embedding changes it.
+    """
+
+    run: Path
+    fingerprint: str
+    preparation: dict[str, Any]
+    dim: int | None
+
+
+def encoder_info(run: str | Path) -> EncoderInfo:
+    folder = Path(run)
+    path = folder / "encoder.json"
+    if not path.is_file():
+        raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
+    try:
+        plain = files.read_json(path)
+        identity, preparation = fingerprint(plain), plain["preparation"]
+        dim = plain["settings"].get("dim") or None
+        kind = preparation.get("kind")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: not the description of an encoder ({error})") from None
+    if kind not in ("pictures", "vectors"):
+        raise ValueError(
+            f"{path}: does not say how items are prepared for the encoder; it must come from nearkin train"
+        )
+    return EncoderInfo(folder, identity, preparation, dim)
+
+
+class Encoding:
+    """The encoder of a run: pictures or features to vectors of length 1; the first item loads the weights."""
+
+    def __init__(self, run: str | Path, device: str = "auto", max_pixels: int = decode.MAX_PIXELS) -> None:
+        self.device = checks.device(device)
+        checks.integer("max_pixels", max_pixels, 1)
+        self.info, self.max_pixels = encoder_info(run), max_pixels
+        self._encoder: models.Encoder | None = None
+
+    @property
+    def takes_pictures(self) -> bool:
+        return bool(self.info.preparation["kind"] == "pictures")
+
+    @property
+    def dim(self) -> int:
+        return self.info.dim or self._loaded().dim
+
+    def square(self, data: bytes | NDArray[Any], name: str) -> NDArray[np.uint8]:
+        """One picture as the encoder takes it: (side, side, channels)."""
+        preparation = self.info.preparation
+        options = {"side": preparation["stored"], "fit": preparation["fit"], "channels": preparation["channels"]}
+        try:
+            return decode.square(data, max_pixels=self.max_pixels, **options)
+        except UnreadablePicture as error:
+            raise ValueError(f"{name} {error}") from None
+
+    @torch.inference_mode()
+    def embed(self, rows: Sequence[NDArray[Any]]) -> Floats:
+        """Squares, or vectors of features, to (n, D) of length 1."""
+        encoder, parts = self._loaded(), []
+        for start in range(0, len(rows), ENCODER_BATCH):
+            batch = torch.from_numpy(np.stack(list(rows[start : start + ENCODER_BATCH]))).to(self.device)
+            if self.takes_pictures:
+                batch = augment.centre(batch, self.info.preparation["size"])
+            parts.append(encoder(batch).float().cpu().numpy())
+        return unit(np.concatenate(parts), "embeddings") if parts else np.empty((0, self.dim), np.float32)
+
+    def _loaded(self) -> models.Encoder:
+        if self._encoder is None:
+            self._encoder, _ = models.load(self.info.run, self.device)
+        return self._encoder
+
+
+# --- hashing and encoding
+
+
+def as_list(items: Any) -> list[Any]:
+    """Items one by one, from a path, bytes, a picture, a vector, a matrix of vectors, or a list of these."""
     if isinstance(items, torch.Tensor):
         items = items.detach().cpu().numpy()
     if isinstance(items, np.ndarray) and items.ndim == 2 and items.dtype.kind == "f":
-        return list(items), False
-    if isinstance(items, Seen | Raw | str | bytes | os.PathLike | np.ndarray) or _is_image(items):
-        return [items], True
+        return list(items)
+    if isinstance(items, Seen | RawItem | str | bytes | os.PathLike | np.ndarray) or _is_image(items):
+        return [items]
     if isinstance(items, list | tuple):
-        return list(items), False
+        return list(items)
     raise TypeError(
         f"items must be paths, pictures (PIL, bytes or uint8 arrays) or vectors, got {type(items).__name__}"
     )
 
 
-def contents(items: Sequence[Any], encoding: Encoding | None, dim: int) -> "list[Seen | Raw]":
-    """The hash of each, before anything is encoded."""
-    return [item if isinstance(item, Seen | Raw) else _raw(item, encoding, dim) for item in items]
+def hash_items(items: Sequence[Any], encoding: Encoding | None, dim: int) -> "list[Seen | RawItem]":
+    """Reads and hashes each; nothing is decoded or encoded."""
+    return [item if isinstance(item, Seen | RawItem) else _hashed(item, encoding, dim) for item in items]
 
 
-def decoded(
-    raws: "Sequence[Seen | Raw]", encoding: Encoding | None, bad: list[str] | None = None
-) -> "list[Seen | Raw | None]":
-    """Pictures as the encoder is fed. One that cannot be read is an error, or a line in `bad` and None."""
-    done: list[Seen | Raw | None] = list(raws)
-    for i, raw in enumerate(raws):
-        if isinstance(raw, Raw) and raw.picture is not None:
+def decode_items(
+    items: "Sequence[Seen | RawItem]", encoding: Encoding | None, unreadable: list[str] | None = None
+) -> "list[Seen | RawItem | None]":
+    """Pictures as the encoder takes them. An unreadable one is an error, or a sentence in `unreadable` and None."""
+    decoded: list[Seen | RawItem | None] = list(items)
+    for i, item in enumerate(items):
+        if isinstance(item, RawItem) and item.picture is not None:
             assert encoding is not None
             try:
-                square = encoding.square(raw.picture, raw.name or "the picture")
-                done[i] = raw._replace(picture=None, features=square)
+                square = encoding.square(item.picture, item.name or "the picture")
+                decoded[i] = item._replace(picture=None, features=square)
             except ValueError as error:
-                if bad is None:
+                if unreadable is None:
                     raise
-                bad.append(str(error))
-                done[i] = None
-    return done
+                unreadable.append(str(error))
+                decoded[i] = None
+    return decoded
 
 
-def encoded(raws: "Sequence[Seen | Raw]", encoding: Encoding | None, bad: list[str] | None = None) -> list[Seen | None]:
-    """All of them, encoded together. A picture that cannot be read is an error, or a line in `bad` and None."""
-    done: list[Seen | None] = [None] * len(raws)
-    fed: list[tuple[int, Raw, NDArray[Any]]] = []
-    for i, raw in enumerate(decoded(raws, encoding, bad)):
-        if raw is None or isinstance(raw, Seen):
-            done[i] = raw
-        elif raw.vector is not None:
-            done[i] = Seen(raw.vector, raw.content, raw.name, b"")
+def encode_items(
+    items: "Sequence[Seen | RawItem]", encoding: Encoding | None, unreadable: list[str] | None = None
+) -> list[Seen | None]:
+    """All of them, encoded together. An unreadable picture is an error, or a sentence in `unreadable` and None."""
+    encoded: list[Seen | None] = [None] * len(items)
+    inputs: list[tuple[int, RawItem, NDArray[Any]]] = []
+    for i, item in enumerate(decode_items(items, encoding, unreadable)):
+        if item is None or isinstance(item, Seen):
+            encoded[i] = item
+        elif item.vector is not None:
+            encoded[i] = Seen(item.vector, item.content, item.name, b"")
         else:
-            assert raw.features is not None
-            fed.append((i, raw, raw.features))
-    if fed:
+            assert item.features is not None
+            inputs.append((i, item, item.features))
+    if inputs:
         assert encoding is not None
-        vectors = encoding.embed([row for _, _, row in fed])
-        for (i, raw, row), vector in zip(fed, vectors, strict=True):
-            picture = _thumbnail(row) if encoding.takes_pictures else b""
-            done[i] = Seen(vector, raw.content, raw.name, picture)
-    return done
+        vectors = encoding.embed([features for _, _, features in inputs])
+        for (i, item, features), vector in zip(inputs, vectors, strict=True):
+            thumbnail = _thumbnail(features) if encoding.takes_pictures else b""
+            encoded[i] = Seen(vector, item.content, item.name, thumbnail)
+    return encoded
 
 
-def vectors(rows: NDArray[Any], dim: int) -> list[Seen]:
-    """Embeddings (n, D), all at once: as `see` does for each, without its cost."""
-    ready = unit(_fits(rows, dim, "vectors"))
+def is_embedding(item: Any, encoding: Encoding | None) -> bool:
+    """Whether the item needs no encoder: it is encoded already, or is a vector of the gallery's own space."""
+    if isinstance(item, Seen):
+        return True
+    return getattr(item, "ndim", 0) == 1 and (encoding is None or encoding.takes_pictures)
+
+
+def _from_vectors(rows: NDArray[Any], dim: int) -> list[Seen]:
+    """Embeddings (n, D), all at once: faster than `encode_items`, with the same result."""
+    vectors = unit(_check_vectors(rows, dim))
     return [
         Seen(vector, hashlib.sha256(b"vector" + content).digest(), "", b"")
-        for vector, content in zip(ready, packed(ready), strict=True)
+        for vector, content in zip(vectors, pack(vectors), strict=True)
     ]
 
 
-def _raw(item: Any, encoding: Encoding | None, dim: int) -> Raw:
+def _hashed(item: Any, encoding: Encoding | None, dim: int) -> RawItem:
     if isinstance(item, torch.Tensor):
         item = item.detach().cpu().numpy()
     if isinstance(item, np.ndarray) and item.ndim == 1:
-        return _vector(item, encoding, dim)
+        return _hashed_vector(item, encoding, dim)
     if encoding is None:
         raise ValueError(
-            f"{_said(item)} needs an encoder: open the gallery with run=RUN (only vectors of {dim} do without)"
+            f"{_described(item)} needs an encoder: open the gallery with run=RUN (only vectors of {dim} need none)"
         )
     if not encoding.takes_pictures:
-        features = encoding.said.preparation["features"]
+        features = encoding.info.preparation["features"]
         raise ValueError(
-            f"items must be vectors of {features} numbers as the run's encoder takes them, got {_said(item)}"
+            f"items must be vectors of {features} numbers as the run's encoder takes them, got {_described(item)}"
         )
     name, picture = "", item
     if isinstance(item, str | os.PathLike):
-        name, picture = os.fspath(item), _file(Path(item))
+        name, picture = os.fspath(item), _file_bytes(Path(item))
     elif _is_image(item):
         picture = _pixels(item)
     elif not isinstance(item, bytes | np.ndarray):
         raise TypeError(f"an item must be a path, a picture or a vector, got {type(item).__name__}")
-    return Raw(_digest(picture), name, picture)
+    return RawItem(_picture_digest(picture), name, picture)
 
 
-def _vector(item: NDArray[Any], encoding: Encoding | None, dim: int) -> Raw:
-    """Features where the encoder takes vectors, an embedding else."""
+def _hashed_vector(item: NDArray[Any], encoding: Encoding | None, dim: int) -> RawItem:
+    """The features of an encoder that takes vectors, otherwise an embedding."""
     if encoding is None or encoding.takes_pictures:
-        vector = unit(_fits(item[None], dim, "vectors"))
-        return Raw(hashlib.sha256(b"vector" + packed(vector)[0]).digest(), "", vector=vector[0])
-    wanted = encoding.said.preparation["features"]
-    numbers = _fits(item[None], wanted, "vectors", "as the run's encoder takes them")[0]
+        vector = unit(_check_vectors(item[None], dim))
+        return RawItem(hashlib.sha256(b"vector" + pack(vector)[0]).digest(), "", vector=vector[0])
+    numbers = _check_vectors(item[None], encoding.info.preparation["features"], "as the run's encoder takes them")[0]
     if not np.isfinite(numbers).all():
         raise ValueError("vectors must be finite, got NaN or Inf")
     if np.abs(numbers).max() > np.finfo(np.float32).max:
@@ -146,18 +253,18 @@ def _vector(item: NDArray[Any], encoding: Encoding | None, dim: int) -> Raw:
             f"{np.abs(numbers).max():g}"
         )
     features = numbers.astype(np.float32)
-    return Raw(hashlib.sha256(b"features" + packed(features[None])[0]).digest(), "", features=features)
+    return RawItem(hashlib.sha256(b"features" + pack(features[None])[0]).digest(), "", features=features)
 
 
-def _fits(rows: NDArray[Any], dim: int, what: str, owner: str = "as the gallery has") -> NDArray[Any]:
+def _check_vectors(rows: NDArray[Any], dim: int, owner: str = "as the gallery has") -> NDArray[Any]:
     if rows.dtype.kind not in "fiu":
-        raise TypeError(f"{what} must be numbers, got {rows.dtype}")
+        raise TypeError(f"vectors must be numbers, got {rows.dtype}")
     if rows.shape[1] != dim:
-        raise ValueError(f"{what} must have {dim} dimensions {owner}, got {rows.shape[1]}")
+        raise ValueError(f"vectors must have {dim} dimensions {owner}, got {rows.shape[1]}")
     return rows
 
 
-def _file(path: Path) -> bytes:
+def _file_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
@@ -169,16 +276,13 @@ def _is_image(item: Any) -> bool:
 
 
 def _pixels(image: Any) -> NDArray[Any]:
-    """A PIL picture as the array that `pictures.decode` takes."""
-    kept = (
-        image
-        if image.mode in ("L", "RGB", "RGBA", "I;16")
-        else image.convert("RGBA" if image.has_transparency_data else "RGB")
-    )
-    return np.asarray(kept)
+    """A PIL picture as an array that `decode.square` takes."""
+    if image.mode not in ("L", "RGB", "RGBA", "I;16"):
+        image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    return np.asarray(image)
 
 
-def _digest(picture: bytes | NDArray[Any]) -> bytes:
+def _picture_digest(picture: bytes | NDArray[Any]) -> bytes:
     if isinstance(picture, bytes):
         return hashlib.sha256(picture).digest()
     head = f"{picture.dtype.str} {picture.shape} ".encode()
@@ -186,7 +290,7 @@ def _digest(picture: bytes | NDArray[Any]) -> bytes:
 
 
 def _thumbnail(square: NDArray[np.uint8]) -> bytes:
-    """What the encoder was shown, small: PNG where that costs little, else JPEG."""
+    """The encoder's input, small: PNG where that costs little, else JPEG."""
     from PIL import Image
 
     image = Image.fromarray(square[..., 0] if square.shape[2] == 1 else square)
@@ -199,7 +303,62 @@ def _thumbnail(square: NDArray[np.uint8]) -> bytes:
     return out.getvalue()
 
 
-def _said(item: Any) -> str:
+def _described(item: Any) -> str:
     if isinstance(item, np.ndarray):
         return f"an array of shape {item.shape}"
     return str(item) if isinstance(item, str | os.PathLike) else f"an item of type {type(item).__name__}"
+
+
+# --- adding
+
+
+class Batch(NamedTuple):
+    """Items that are added in one transaction, one entry per item; name None: the item's own. keep: `Gallery.enrol`."""
+
+    items: list[Any]
+    labels: list[str]
+    metadata: list[Any]
+    names: list[str | None]
+    keep: bool
+
+
+def enrol_batch(
+    store: Store, encoding: Encoding | None, dim: int, batch: Batch, known: KnownRows | None = None
+) -> list[Added]:
+    """The row of each item. An enrolled item is not encoded again.
+
+    known: the enrolled ones by content, where the caller has looked them up. Otherwise that is done here, once; not for
+    vectors, which need no encoder. Items that are new by then are looked up once more inside the transaction.
+    """
+    first = batch.items[0]
+    if known is None and all(
+        isinstance(item, np.ndarray) and item.shape == first.shape and is_embedding(item, encoding)
+        for item in batch.items
+    ):
+        known, encoded = {}, list[Any](_from_vectors(np.stack(batch.items), dim))
+    else:
+        hashed = hash_items(batch.items, encoding, dim)
+        if known is None:
+            known = store.look_up([item.content for item in hashed])
+        new_items = iter(encode_items([item for item in hashed if item.content not in known], encoding))
+        encoded = [item if item.content in known else next(new_items) for item in hashed]
+    added: dict[int, Added] = {}
+    for i, item in enumerate(encoded):
+        if item.content in known:
+            id, label = known[item.content]
+            if label != batch.labels[i] and not batch.keep:
+                raise LabelConflict(batch.names[i] or item.name, id, label, batch.labels[i])
+            added[i] = Added(id, False, label)
+    new = [i for i in range(len(encoded)) if i not in added]
+    if new:
+        added.update(zip(new, store.add(_new_rows(encoded, batch, new), batch.keep), strict=True))
+    return [added[i] for i in range(len(encoded))]
+
+
+def _new_rows(encoded: list[Seen], batch: Batch, new: list[int]) -> list[NewRow]:
+    rows = []
+    for i, vector in zip(new, pack(np.stack([encoded[i].vector for i in new])), strict=True):
+        item, name = encoded[i], batch.names[i]
+        name = item.name if name is None else name
+        rows.append(new_row(item.content, batch.labels[i], name, batch.metadata[i], vector, item.thumbnail))
+    return rows

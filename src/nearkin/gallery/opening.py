@@ -1,20 +1,19 @@
-"""Opening a gallery: where it is, whether it is there, and that its encoder is the one that is asked to see for it."""
+"""Opens the store of a gallery, and checks that its vectors come from the encoder that is used with it."""
 
 import re
 from pathlib import Path
 
 from nearkin.core import checks
-from nearkin.gallery.encoding import Encoding
-from nearkin.gallery.facts import Facts
-from nearkin.gallery.stores import hnsw as graphs
-from nearkin.gallery.stores.contract import Store
-from nearkin.gallery.stores.postgres_url import shown
+from nearkin.gallery.items import Encoding
+from nearkin.gallery.schema import Facts
+from nearkin.gallery.stores import Store, hnsw
+from nearkin.gallery.stores.postgres_connection import shown
 from nearkin.gallery.stores.sqlite import SqliteStore
 
-__all__ = ["opened", "run_of"]
+__all__ = ["describe_index", "open_store", "run_of"]
 
 
-def opened(
+def open_store(
     place: str | Path,
     run: str | Path | None,
     dim: int | None,
@@ -27,7 +26,7 @@ def opened(
     checks.positive("timeout", timeout)
     if dim is not None:
         checks.integer("dim", dim, 1)
-    store = _store(place, timeout)
+    store = _store_at(place, timeout)
     try:
         encoding = None if run is None else Encoding(run, device, max_pixels)
         facts = store.facts()
@@ -36,10 +35,10 @@ def opened(
                 raise ValueError(
                     f"{store.where}: no such gallery; nearkin enrol RUN SOURCE --gallery {store.where} makes it"
                 )
-            store.create(_first_facts(store, encoding, dim))
+            store.create(_new_facts(store, encoding, dim))
             facts = store.facts()
             assert facts is not None
-        return store, _fitting(store, facts, encoding, dim), encoding
+        return store, _check_encoder(store, facts, encoding, dim), encoding
     except BaseException:
         store.close()
         raise
@@ -47,7 +46,7 @@ def opened(
 
 def run_of(place: str | Path, timeout: float = 30.0) -> Path | None:
     """The run whose encoder a gallery was made with; None for a gallery of vectors."""
-    store = _store(place, timeout)
+    store = _store_at(place, timeout)
     try:
         facts = store.facts()
     finally:
@@ -55,26 +54,26 @@ def run_of(place: str | Path, timeout: float = 30.0) -> Path | None:
     if facts is None:
         raise ValueError(f"{store.where}: no such gallery; nearkin enrol RUN SOURCE --gallery {store.where} makes it")
     if facts.run is not None and not Path(facts.run).is_dir():
-        raise ValueError(f"{store.where}: its run is not at {facts.run} any more; say where it is with --run RUN")
+        raise ValueError(f"{store.where}: its run is not at {facts.run} any more; pass its folder with --run RUN")
     return None if facts.run is None else Path(facts.run)
 
 
-def index_of(facts: Facts) -> str:
-    """How a gallery is searched that nobody has warmed."""
-    if facts.rows <= graphs.EXACT:
-        return f"exact, up to {graphs.EXACT:,} rows"
+def describe_index(facts: Facts) -> str:
+    """How a gallery is searched before it is warmed."""
+    if facts.rows <= hnsw.EXACT:
+        return f"exact, up to {hnsw.EXACT:,} rows"
     return "exact, until it is warmed (nearkin enrol, reindex and serve do)"
 
 
-def _first_facts(store: Store, encoding: Encoding | None, dim: int | None) -> Facts:
+def _new_facts(store: Store, encoding: Encoding | None, dim: int | None) -> Facts:
     if encoding is None:
         if dim is None:
             raise ValueError(f"{store.where}: no such gallery; a new one needs run=RUN, or dim= for vectors")
         return Facts(dim)
-    return Facts(encoding.dim, encoding.said.fingerprint, str(encoding.said.run.resolve()))
+    return Facts(encoding.dim, encoding.info.fingerprint, str(encoding.info.run.resolve()))
 
 
-def _store(place: str | Path, timeout: float) -> Store:
+def _store_at(place: str | Path, timeout: float) -> Store:
     text = str(place)
     if text.startswith(("postgresql://", "postgres://")):
         from nearkin.gallery.stores.postgres import PostgresStore
@@ -87,28 +86,29 @@ def _store(place: str | Path, timeout: float) -> Store:
     return SqliteStore(Path(place).expanduser(), timeout)
 
 
-def _fitting(store: Store, facts: Facts, encoding: Encoding | None, dim: int | None) -> Facts:
-    """The encoder is the one whose vectors are there."""
+def _check_encoder(store: Store, facts: Facts, encoding: Encoding | None, dim: int | None) -> Facts:
+    """Raises where the vectors come from another encoder; an empty gallery takes the one that is used."""
     if dim is not None and dim != facts.dim:
         raise ValueError(f"{store.where}: has {facts.dim} dimensions, dim={dim} was asked for")
-    if encoding is None or encoding.said.fingerprint == facts.fingerprint:
+    if encoding is None or encoding.info.fingerprint == facts.fingerprint:
         return facts
     if facts.fingerprint is None and facts.rows == 0 and facts.dim == encoding.dim:
-        store.adopt(encoding.said.fingerprint, str(encoding.said.run.resolve()))
+        store.adopt(encoding.info.fingerprint, str(encoding.info.run.resolve()))
         return store.facts() or facts
     if facts.fingerprint is None:
         raise ValueError(
-            f"{store.where}: holds vectors of an unknown encoder; open it without run=, or enrol into a new one"
+            f"{store.where}: has vectors of an unknown encoder; open it without run=, or enrol into a new one"
         )
     source = facts.sources[-1] if facts.sources else "SOURCE"
-    before = f" ({facts.run})" if facts.run else ""
+    previous = f" ({facts.run})" if facts.run else ""
     raise ValueError(
-        f"{store.where}: was made with another encoder{before} than that of {encoding.said.run}, and their vectors do "
-        f"not compare; re-embed it with: nearkin enrol {encoding.said.run} {source} --gallery {_another(store)}"
+        f"{store.where}: was made with another encoder{previous} than that of {encoding.info.run}, and their vectors "
+        f"cannot be compared; re-embed it with: nearkin enrol {encoding.info.run} {source} "
+        f"--gallery {_new_place(store)}"
     )
 
 
-def _another(store: Store) -> str:
+def _new_place(store: Store) -> str:
     if store.kind != "sqlite":
         return store.where + ("&" if "?" in store.where else "?") + "gallery=NEW"
     path = Path(store.where)

@@ -1,4 +1,4 @@
-"""What a similarity means, from what a run has measured: the same or not, at which error; who it is, how surely."""
+"""Answers with what they mean: the same or not, at which FAR; which label, how surely, from a run's calibration."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,23 +8,41 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nearkin.core import checks, files
+from nearkin.data import decode
 from nearkin.evaluation.verification import class_rates
 from nearkin.evaluation.verification.likelihood import LogRatio
 from nearkin.evaluation.verification.roc import FARS, Floats
+from nearkin.gallery.items import Encoding, encode_items, hash_items
+from nearkin.gallery.stores.matrix import similarities
 
-__all__ = ["FAR", "FILE", "Candidate", "Hit", "Identity", "Meaning", "Verification", "read"]
+__all__ = [
+    "CHECKSUM",
+    "FAR",
+    "FILE",
+    "FORMAT",
+    "Calibrator",
+    "Candidate",
+    "Hit",
+    "Identity",
+    "Verification",
+    "identify_uncalibrated",
+    "load_calibration",
+    "rounded_up",
+    "verify",
+    "verify_similarity",
+]
 
 FILE = "calibration.json"  # in the folder of a run
 FORMAT = 2
-SUM = "sha256"  # the key of the checksum of all others
-FAR = 1e-3  # per pair, what `verify` takes where the caller does not say, or the strictest usual one that holds
-KNOWN = 0.5  # how likely somebody enrolled is asked for, before anything is seen of him
-VAGUE = 0.95  # a bound of the share of strangers from which on nothing is said
-EQUAL = 1 - 1e-6  # similarity from which on two embeddings are those of one and the same item
+CHECKSUM = "sha256"  # the key of the checksum of all others
+FAR = 1e-3  # per pair: the default of `verify`, or the strictest usual one that the calibration can guarantee
+PRIOR_KNOWN = 0.5  # the probability that a query is of an enrolled label, before its similarities are known
+UNINFORMATIVE = 0.95  # an upper bound of a false-accept rate from which on it is not reported
+SAME_ITEM = 1 - 1e-6  # similarity from which on two embeddings are of one and the same item
 
 
 class Hit(NamedTuple):
-    """A row that was found; similarity is the cosine."""
+    """A row of a search result; similarity is the cosine."""
 
     id: int
     label: str
@@ -34,7 +52,7 @@ class Hit(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A label with its nearest row. confidence: the probability that it is this one; None without a calibration."""
+    """A label with its nearest row. confidence: the probability of this label; None without a calibration."""
 
     label: str
     similarity: float
@@ -43,12 +61,12 @@ class Candidate(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """Who it is. label: None is "unknown". confidence: that the label is right, or that it is none of the enrolled.
+    """The label of a query. label: None is "unknown". confidence: that the label is right, or that no label is.
 
-    threshold: from this similarity on the nearest label is taken. far: at most this share of the queries by strangers
-    pass it in this gallery, whatever their number of labels (per query, not per pair), with 95 % confidence on new
-    classes, as `classes` calibration classes show it; None where they cannot. candidates: the likeliest labels, also of
-    "unknown". note: what is missing for a full answer, one sentence, or "".
+    threshold: from this similarity on the nearest label is accepted. far: the upper bound of the share of queries of
+    classes that are not enrolled which reach it in this gallery (per query, whatever the number of labels), with 95 %
+    confidence on new classes, measured on `classes` calibration classes; None where they are too few. candidates: the
+    likeliest labels, also of "unknown". note: what is missing for a full answer, one sentence, or "".
     """
 
     label: str | None
@@ -68,9 +86,9 @@ class Identity(NamedTuple):
 class Verification(NamedTuple):
     """Whether two items are the same: similarity >= threshold; same is None without a calibration.
 
-    probability: of what `same` says; same_probability: that they are the same; both if same and not were equally likely
-    beforehand. far: at most this share of pairs of strangers pass (per pair), with 95 % confidence on new classes, as
-    `classes` calibration classes show it. tar: the share of pairs of the same class that pass, as it was measured.
+    probability: of the answer in `same`; same_probability: that they are the same; both for pairs of which half are the
+    same. far: the upper bound of the share of pairs of different classes that pass (per pair), with 95 % confidence on
+    new classes, measured on `classes` calibration classes. tar: the measured share of pairs of one class that pass.
     """
 
     same: bool | None
@@ -84,50 +102,51 @@ class Verification(NamedTuple):
     same_probability: float | None = None
 
 
-class Measured(NamedTuple):
-    """Of labels of so many examples: bound of the FAR per label and share found at each threshold; log ratio."""
+class Curves(NamedTuple):
+    """For labels with one number of examples: upper bound of the FAR per label and TAR per threshold; log ratio."""
 
     bound: Floats
     tar: Floats
     ratio: LogRatio
 
 
-class Meaning:
-    """The calibration of a run, put to similarities."""
+class Calibrator:
+    """The calibration of a run: turns similarities into probabilities and decisions."""
 
     def __init__(self, plain: Mapping[str, Any]) -> None:
-        self.thresholds = _rising("thresholds", plain["thresholds"], 1.0)
-        found = {int(n): _measured(one, len(self.thresholds)) for n, one in plain["examples"].items()}
-        self.measured = dict(sorted(found.items()))
+        self.thresholds = _ascending("thresholds", plain["thresholds"], 1.0)
+        curves = {int(n): _curves(part, len(self.thresholds)) for n, part in plain["examples"].items()}
+        self.curves = dict(sorted(curves.items()))  # by the number of examples
         self.classes, self.confidence = int(plain["classes"]), float(plain["confidence"])
         self.impostors, self.largest_impostor = int(plain["impostors"]), float(plain["largest_impostor"])
-        if 1 not in self.measured or self.classes < 3 or self.impostors < 1:
+        if 1 not in self.curves or self.classes < 3 or self.impostors < 1:
             raise ValueError("not as this version writes it")
 
     @property
     def fars(self) -> list[float]:
-        """The usual FARs per pair that the classes can hold."""
-        return [far for far in FARS if self.measured[1].bound[-1] <= far]
+        """The usual FARs per pair that the calibration can guarantee."""
+        return [far for far in FARS if self.curves[1].bound[-1] <= far]
 
     # --- two items
 
     def verify(self, similarity: float, far: float | None) -> Verification:
-        wanted, note = self._wanted(far)
-        one = self.measured[1]
-        chance = float(_share(one.ratio.at(similarity)))
-        if wanted is None:
-            return Verification(None, None, similarity, None, None, None, note, self.classes, chance)
-        at = int(np.argmax(one.bound <= wanted))
+        target, note = self._pair_far(far)
+        curves = self.curves[1]
+        same_probability = float(_sigmoid(curves.ratio.at(similarity)))
+        if target is None:
+            return Verification(None, None, similarity, None, None, None, note, self.classes, same_probability)
+        at = int(np.argmax(curves.bound <= target))
         same = similarity >= self.thresholds[at]
-        if not same and chance > 0.5:
+        if not same and same_probability > 0.5:
             note = note or "likelier the same than not, but not near enough for this FAR"
-        said = chance if same else 1 - chance
-        threshold, tar = float(self.thresholds[at]), float(one.tar[at])
-        return Verification(bool(same), said, similarity, threshold, wanted, tar, note, self.classes, chance)
+        probability = same_probability if same else 1 - same_probability
+        threshold, tar = float(self.thresholds[at]), float(curves.tar[at])
+        decision = (bool(same), probability, similarity, threshold, target, tar)
+        return Verification(*decision, note, self.classes, same_probability)
 
-    def _wanted(self, far: float | None) -> tuple[float | None, str]:
-        """The FAR per pair to hold, and what must be said with it."""
-        strictest = float(self.measured[1].bound[-1])
+    def _pair_far(self, far: float | None) -> tuple[float | None, str]:
+        """The FAR per pair to guarantee, and the note that belongs to it."""
+        strictest = float(self.curves[1].bound[-1])
         if far is not None:
             checks.between("far", far, 0, 1)
             if far < strictest:
@@ -136,11 +155,11 @@ class Meaning:
                     f"cannot show less, {class_rates.classes_needed(far, self.confidence):,} may; got {far:g}"
                 )
             return far, ""
-        offered = [one for one in self.fars if one >= FAR]
-        if not offered:
-            return None, f"{self.classes} calibration classes are too few to hold any FAR, so same or not is not said"
-        few = "" if offered[-1] == FAR else f"{self.classes} calibration classes cannot hold a FAR of {FAR:g} per pair"
-        return offered[-1], few
+        usual = [rate for rate in self.fars if rate >= FAR]
+        if not usual:
+            return None, f"{self.classes} calibration classes are too few to hold any FAR, so there is no decision"
+        note = f"{self.classes} calibration classes cannot hold a FAR of {FAR:g} per pair"
+        return usual[-1], "" if usual[-1] == FAR else note
 
     # --- one item and a gallery
 
@@ -150,168 +169,193 @@ class Meaning:
         sizes: Mapping[int, int],
         far: float | None,
         examples: Mapping[str, int] | None = None,
-        equal: int | None = None,
+        same_id: int | None = None,
     ) -> Identity:
-        """Who it is, by Bayes: before anything is seen, `KNOWN` is shared evenly by all labels, and the rest is nobody.
+        """The label of a query, by Bayes: a priori all labels share `PRIOR_KNOWN` evenly, the rest is "unknown".
 
-        sizes: how many labels have so many examples. examples: those of the labels among the nearest (1 where that is
-        not said). A label is spoken for by the similarity to its nearest row, by the ratio of how likely that is of the
-        right label and of a wrong one with as many examples. Labels that are not among the nearest lie below them all:
-        theirs is the ratio of how likely that is. equal: the id of the row that is this very item.
+        sizes: how many labels have 1, 2, … examples. examples: the number of examples of the labels in `nearest` (1
+        where it is missing). Each label is scored by its nearest enrolled item: by the likelihood ratio of that
+        similarity between the right label and a wrong one with as many examples. Labels that are not in `nearest` have
+        a lower similarity than all of these: theirs is the ratio of that event. same_id: the row of this very item.
         """
         if not nearest:
             return Identity(None, None, None, None, None, [], "nothing is enrolled", self.classes)
-        counts, best = examples or {}, _nearest_of_labels(nearest)
+        counts, best = examples or {}, _nearest_per_label(nearest)
         labels = max(sum(sizes.values()), len(best))
-        ratios = np.exp(np.minimum(self._log_ratios(best, counts), 600.0))
-        rest = self._below(nearest[-1].similarity, sizes, len(best)) if labels > len(best) else 0.0
-        total = (1 - KNOWN) + KNOWN / labels * (ratios.sum() + rest)
-        shares, nobody = KNOWN / labels * ratios / total, (1 - KNOWN) / total
-        same = np.array([hit.id == equal or self._equal(hit) for hit in best])
-        if same.any():  # this very item is enrolled: whoever else it could be shares what no stranger was seen to do
-            left = 1 / (self.impostors + 2)
-            shares, nobody = np.where(same, (1 - left) / same.sum(), left * shares), left * nobody
+        shares, unknown = self._posterior(nearest, best, sizes, counts, labels)
+        same = np.array([hit.id == same_id or self._is_same_item(hit) for hit in best])
+        if same.any():  # all other answers share the probability of an event that no impostor pair has shown
+            rest = 1 / (self.impostors + 2)
+            shares, unknown = np.where(same, (1 - rest) / same.sum(), rest * shares), rest * unknown
         order = sorted(range(len(best)), key=lambda i: (-shares[i], -best[i].similarity, best[i].id))
         candidates = [Candidate(best[i].label, best[i].similarity, float(shares[i]), best[i].id) for i in order]
         first = best[order[0]]
-        threshold, held = self._threshold(labels, sizes, counts.get(first.label, 1), far)
+        threshold, guaranteed = self._threshold(labels, sizes, counts.get(first.label, 1), far)
         known = same.any() or first.similarity >= threshold
-        label, confidence = (first.label, float(shares[order[0]])) if known else (None, float(nobody))
+        label, confidence = (first.label, float(shares[order[0]])) if known else (None, float(unknown))
         if threshold > 1:
             note = f"by {self.classes} calibration classes, no similarity below 1 is enough among {labels:,} labels"
             return Identity(label, confidence, first.similarity, None, None, candidates, note, self.classes)
-        note = "" if held is not None else f"{self.classes} calibration classes cannot show how many strangers pass"
-        return Identity(label, confidence, first.similarity, threshold, held, candidates, note, self.classes)
+        note = "" if guaranteed is not None else f"{self.classes} calibration classes are too few to bound the FAR"
+        return Identity(label, confidence, first.similarity, threshold, guaranteed, candidates, note, self.classes)
 
-    def _log_ratios(self, hits: Sequence[Hit], counts: Mapping[str, int]) -> Floats:
-        near, number = np.array([hit.similarity for hit in hits]), [counts.get(hit.label, 1) for hit in hits]
-        curves = {n: self._of(n).ratio.at(near) for n in set(number)}
-        return np.array([curves[n][i] for i, n in enumerate(number)])
+    def _posterior(
+        self,
+        nearest: Sequence[Hit],
+        best: Sequence[Hit],
+        sizes: Mapping[int, int],
+        counts: Mapping[str, int],
+        labels: int,
+    ) -> tuple[Floats, float]:
+        """The probability of each label in `best`, and that of none."""
+        near, examples = np.array([hit.similarity for hit in best]), [counts.get(hit.label, 1) for hit in best]
+        log_ratios = {n: self._curves_for(n).ratio.at(near) for n in set(examples)}
+        ratios = np.exp(np.minimum(np.array([log_ratios[n][i] for i, n in enumerate(examples)]), 600.0))
+        rest = self._ratios_below(nearest[-1].similarity, sizes, len(best)) if labels > len(best) else 0.0
+        total = (1 - PRIOR_KNOWN) + PRIOR_KNOWN / labels * (ratios.sum() + rest)
+        return PRIOR_KNOWN / labels * ratios / total, float((1 - PRIOR_KNOWN) / total)
 
     def _threshold(
         self, labels: int, sizes: Mapping[int, int], examples: int, far: float | None
     ) -> tuple[float, float | None]:
-        """The similarity from which on the nearest label is likelier than nobody, or that which holds `far`."""
-        likelier = self._of(examples).ratio.reaches(math.log(labels * (1 - KNOWN) / KNOWN))
-        rate = self.strangers(sizes)
+        """The similarity from which on the nearest label is likelier than none, or that which guarantees `far`."""
+        likelier = self._curves_for(examples).ratio.reaches(math.log(labels * (1 - PRIOR_KNOWN) / PRIOR_KNOWN))
+        rate = self.query_far(sizes)
         if far is None:
             at = int(np.searchsorted(self.thresholds, likelier, side="right")) - 1
-            held = float(rate[at]) if at >= 0 else 1.0
-            return likelier, held if held < VAGUE else None
+            bound = float(rate[at]) if at >= 0 else 1.0
+            return likelier, bound if bound < UNINFORMATIVE else None
         checks.between("far", far, 0, 1)
         if far < rate[-1]:
-            lowest = f"at least {rounded_up(rate[-1]):g} per query" if rate[-1] < VAGUE else "left out"
-            each = class_rates.classes_needed(-math.expm1(math.log1p(-far) / labels), self.confidence)
+            lowest = f"at least {rounded_up(rate[-1]):g} per query" if rate[-1] < UNINFORMATIVE else "left out"
+            needed = class_rates.classes_needed(-math.expm1(math.log1p(-far) / labels), self.confidence)
             raise ValueError(
                 f"far must be {lowest} with {labels:,} labels: {self.classes} calibration classes cannot show less, "
-                f"{each:,} may; got {far:g}"
+                f"{needed:,} may; got {far:g}"
             )
         return max(likelier, float(self.thresholds[np.argmax(rate <= far)])), far
 
-    def strangers(self, sizes: Mapping[int, int]) -> Floats:
-        """At each threshold a bound of the share of strangers that reach it with any label: the largest of so many.
+    def query_far(self, sizes: Mapping[int, int]) -> Floats:
+        """Per threshold the upper bound of the FAR per query: of the unknown queries that reach it with any label.
 
-        1 - Π (1 - bound of a label). Labels alike for one query are so for the others as well, so the true share is
+        1 - Π (1 - bound of a label). Labels that are alike for one query are alike for others too, so the true share is
         smaller.
         """
         log_none = np.zeros(len(self.thresholds))
         for examples, labels in sizes.items():
-            near = [n for n in self.measured if n >= examples]
-            n = near[0] if near else max(self.measured)
-            bound = np.minimum(self.measured[n].bound * max(1.0, examples / n), 1 - 1e-12)
+            enough = [n for n in self.curves if n >= examples]
+            n = enough[0] if enough else max(self.curves)
+            bound = np.minimum(self.curves[n].bound * max(1.0, examples / n), 1 - 1e-12)
             log_none += labels * np.log1p(-bound)
         return np.asarray(-np.expm1(log_none))
 
-    def _of(self, examples: int) -> Measured:
-        return self.measured[max(n for n in self.measured if n <= max(examples, 1))]
+    def _curves_for(self, examples: int) -> Curves:
+        return self.curves[max(n for n in self.curves if n <= max(examples, 1))]
 
-    def _below(self, similarity: float, sizes: Mapping[int, int], seen: int) -> float:
-        """The ratios of all labels that lie below this similarity: that the right one does, and that so many do."""
+    def _ratios_below(self, similarity: float, sizes: Mapping[int, int], seen: int) -> float:
+        """The sum of the likelihood ratios of all labels below this similarity: that the right one is among them."""
         labels = max(sum(sizes.values()), 1)
-        missed = sum(count * self._missed(similarity, n) for n, count in sizes.items()) / labels
+        missed = sum(count * self._miss_rate(similarity, n) for n, count in sizes.items()) / labels
         return min(missed * labels, float(labels - seen))
 
-    def _missed(self, similarity: float, examples: int) -> float:
-        tar = self._of(examples).tar
+    def _miss_rate(self, similarity: float, examples: int) -> float:
+        tar = self._curves_for(examples).tar
         return float(np.interp(similarity, np.append(-1.0, self.thresholds), np.append(0.0, 1 - tar)))
 
-    def _equal(self, hit: Hit) -> bool:
-        return hit.similarity >= EQUAL > self.largest_impostor
+    def _is_same_item(self, hit: Hit) -> bool:
+        return hit.similarity >= SAME_ITEM > self.largest_impostor
 
 
-def verified(meaning: Meaning | None, note: str, similarity: float, far: float | None) -> Verification:
-    """With or without a calibration."""
-    if meaning is not None:
-        return meaning.verify(similarity, far)
+def verify(
+    run: str | Path,
+    a: Any,
+    b: Any,
+    *,
+    far: float | None = None,
+    device: str = "auto",
+    max_pixels: int = decode.MAX_PIXELS,
+) -> Verification:
+    """Whether two items are the same, as in `Gallery.verify`, with the encoder of a run and without a gallery."""
+    encoding = Encoding(run, device, max_pixels)
+    calibrator, note = load_calibration(encoding.info.run, encoding.info.fingerprint)
+    left, right = encode_items(hash_items([a, b], encoding, encoding.dim), encoding)
+    assert left is not None and right is not None
+    return verify_similarity(calibrator, note, float(similarities(left.vector[None], right.vector)[0]), far)
+
+
+def verify_similarity(calibrator: Calibrator | None, note: str, similarity: float, far: float | None) -> Verification:
+    """With a calibration or without one; note: why there is none."""
+    if calibrator is not None:
+        return calibrator.verify(similarity, far)
     if far is not None:
         raise ValueError(f"far needs a calibration: {note}")
     return Verification(None, None, similarity, None, None, None, note)
 
 
-def nearest_label(hits: Sequence[Hit], note: str, far: float | None) -> Identity:
-    """Who it is without a calibration: the nearest, with its similarity only."""
+def identify_uncalibrated(hits: Sequence[Hit], note: str, far: float | None) -> Identity:
+    """The nearest label with its similarity only."""
     if far is not None:
         raise ValueError(f"far needs a calibration: {note}")
-    candidates = [Candidate(hit.label, hit.similarity, None, hit.id) for hit in _nearest_of_labels(hits)]
+    candidates = [Candidate(hit.label, hit.similarity, None, hit.id) for hit in _nearest_per_label(hits)]
     if not candidates:
         return Identity(None, None, None, None, None, [], "nothing is enrolled")
     return Identity(candidates[0].label, None, candidates[0].similarity, None, None, candidates, note)
 
 
-def read(run: Path, fingerprint: str) -> tuple[Meaning | None, str]:
-    """What the run has measured, or None and the sentence to say instead."""
+def load_calibration(run: Path, fingerprint: str) -> tuple[Calibrator | None, str]:
+    """The calibration in the folder of a run; or None, and a sentence that says why."""
     path, again = run / FILE, f"nearkin gallery calibrate {run}"
     if not path.is_file():
-        return None, f"{run} has no {FILE}, so there is a similarity only; {again} makes it"
+        return None, f"{run} has no {FILE}, so there is only a similarity; {again} makes it"
     try:
-        said = files.read_json(path)
-        if SUM in said and said.pop(SUM) != files.digest(said):  # files of before have none
+        plain = files.read_json(path)
+        if CHECKSUM in plain and plain.pop(CHECKSUM) != files.digest(plain):  # older files have none
             raise ValueError("it does not match its checksum")
-        written = said["format"]
-        meaning = Meaning(said) if written == FORMAT else None
-        maker = said["encoder"]
+        format = plain["format"]
+        calibrator = Calibrator(plain) if format == FORMAT else None
+        encoder = plain["encoder"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path}: damaged ({error}); {again} makes it again") from None
-    if meaning is None:
-        raise ValueError(f"{path}: of format {written}, this version reads {FORMAT}; {again} makes it again")
-    if maker != fingerprint:
-        return None, f"{path} is of another encoder, so there is a similarity only; {again} renews it"
-    return meaning, ""
+    if calibrator is None:
+        raise ValueError(f"{path}: of format {format}, this version reads {FORMAT}; {again} makes it again")
+    if encoder != fingerprint:
+        return None, f"{path} is of another encoder, so there is only a similarity; {again} renews it"
+    return calibrator, ""
 
 
-def _nearest_of_labels(hits: Sequence[Hit]) -> list[Hit]:
+def _nearest_per_label(hits: Sequence[Hit]) -> list[Hit]:
     best: dict[str, Hit] = {}
     for hit in hits:
         best.setdefault(hit.label, hit)
     return list(best.values())
 
 
-def _measured(plain: Mapping[str, Any], count: int) -> Measured:
+def _curves(plain: Mapping[str, Any], count: int) -> Curves:
     bound, tar = np.array(plain["far_bound"], np.float64), np.array(plain["tar"], np.float64)
-    for name, one in (("far_bound", bound), ("tar", tar)):
-        if one.shape != (count,) or not ((one >= 0) & (one <= 1)).all() or (np.diff(one) > 1e-12).any():
-            raise ValueError(f"{name} must be one share for each threshold, and not rise")
+    for name, rates in (("far_bound", bound), ("tar", tar)):
+        if rates.shape != (count,) or not ((rates >= 0) & (rates <= 1)).all() or (np.diff(rates) > 1e-12).any():
+            raise ValueError(f"{name} must have one rate per threshold, not rising")
     ratio = plain["log_ratio"]
-    x, y = _rising("similarity", ratio["similarity"], 1.0), _rising("value", ratio["value"], np.inf)
+    x, y = _ascending("similarity", ratio["similarity"], 1.0), _ascending("value", ratio["value"], np.inf)
     if x.shape != y.shape:
-        raise ValueError("a log ratio must have one value for each similarity")
-    return Measured(bound, tar, LogRatio(tuple(x.tolist()), tuple(y.tolist())))
+        raise ValueError("a log ratio must have one value per similarity")
+    return Curves(bound, tar, LogRatio(tuple(x.tolist()), tuple(y.tolist())))
 
 
-def _rising(name: str, values: Any, most: float) -> Floats:
-    found = np.array(values, np.float64)
-    if found.ndim != 1 or not found.size or not np.isfinite(found).all() or (np.diff(found) < 0).any():
-        raise ValueError(f"{name} must be finite and rise")
-    if found[-1] > most:
+def _ascending(name: str, values: Any, most: float) -> Floats:
+    array = np.array(values, np.float64)
+    if array.ndim != 1 or not array.size or not np.isfinite(array).all() or (np.diff(array) < 0).any():
+        raise ValueError(f"{name} must be finite and ascending")
+    if array[-1] > most:
         raise ValueError(f"{name} must be at most {most:g}")
-    return found
+    return array
 
 
-def _share(log_ratio: Floats) -> Floats:
+def _sigmoid(log_ratio: Floats) -> Floats:
     return np.asarray(1 / (1 + np.exp(-np.clip(log_ratio, -700, 700))))
 
 
 def rounded_up(rate: float) -> float:
-    """Two digits, rounded up, so that what a sentence offers is accepted."""
+    """Two digits, rounded up, so that the rate in a message is accepted."""
     unit = 10.0 ** (math.floor(math.log10(rate)) - 1)
     return math.ceil(rate / unit - 1e-9) * unit

@@ -1,8 +1,11 @@
-"""What a gallery keeps of an item, byte for byte the same in every store, and the checksum that proves it."""
+"""What every store keeps, byte for byte the same: rows and facts with their checksums, labels, metadata, filters."""
 
 import json
 import struct
+import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,33 +13,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "Fields",
+    "Facts",
     "Filter",
+    "Floats",
+    "KnownRows",
+    "NewRow",
     "Row",
+    "bounded",
     "bytes_checksum",
+    "check_label",
     "checksum",
-    "fields_of",
-    "filter_of",
-    "meta_checksum",
-    "packed",
-    "picture_checksum",
+    "metadata_json",
+    "new_row",
+    "pack",
+    "parse_filter",
+    "read_facts",
+    "scalar_json",
+    "shortened",
+    "thumbnail_checksum",
     "unit",
-    "unpacked",
+    "unpack",
 ]
 
-METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
-NAME = 4096  # characters of an item's name
-DEEPEST = 16  # dicts and lists within one another
+FORMAT = 1  # increase it when the readers of today could not understand a gallery
+MAX_METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
+MAX_NAME = 4096  # characters of an item's name
+MAX_DEPTH = 16  # levels of nested dicts and lists
 
 Floats: TypeAlias = NDArray[np.float32]
-SUM = 8  # bytes of a checksum
+KnownRows: TypeAlias = dict[bytes, tuple[int, str]]  # id and label of enrolled items, by content
+CHECKSUM_BYTES = 8
 HEAD, VECTOR_HEAD = struct.Struct(">qiii"), struct.Struct(">hh")
 
 
-class Fields(NamedTuple):
+# --- rows
+
+
+class NewRow(NamedTuple):
     """A row before it has an id. vector: float32, big-endian, of length 1; metadata: JSON with sorted keys."""
 
-    content: bytes  # sha256 of the item as it was given: who has it is enrolled already
+    content: bytes  # sha256 of the item as it came in: equal content is the same item
     label: str
     name: str
     metadata: str
@@ -45,7 +61,7 @@ class Fields(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row as it was read back and found whole; its thumbnail is read apart."""
+    """A row that was read and matches its checksum; its thumbnail is read separately."""
 
     id: int
     content: bytes
@@ -55,67 +71,59 @@ class Row(NamedTuple):
     vector: bytes
 
 
-class Filter(NamedTuple):
-    """Which rows may be found: any of these labels, and of each key any of these values, as JSON; None: all."""
-
-    labels: tuple[str, ...] | None
-    keys: dict[str, tuple[str, ...]]
-
-
 def checksum(id: int, content: bytes, label: str, name: str, metadata: str, vector: bytes) -> bytes:
-    """Over every field with its length; PostgreSQL computes the same in `postgres.SUM`."""
+    """Over every field with its length; PostgreSQL computes the same in `postgres.CHECKSUM`."""
     return bytes_checksum(id, content, label.encode(), name.encode(), metadata.encode(), vector)
 
 
 def bytes_checksum(id: int, content: bytes, label: bytes, name: bytes, metadata: bytes, vector: bytes) -> bytes:
-    """The same, of texts as they are stored."""
+    """The same, with texts as they are stored."""
     head = HEAD.pack(id, len(label), len(name), len(metadata))
     vector_head = VECTOR_HEAD.pack(len(vector) // 4, 0)  # as pgvector sends it
-    return sha256(b"".join((head, label, name, metadata, content, vector_head, vector))).digest()[:SUM]
+    return sha256(b"".join((head, label, name, metadata, content, vector_head, vector))).digest()[:CHECKSUM_BYTES]
 
 
-def meta_checksum(said: str) -> bytes:
-    return sha256(said.encode()).digest()[:SUM]
+def thumbnail_checksum(id: int, thumbnail: bytes) -> bytes:
+    return sha256(struct.pack(">q", id) + thumbnail).digest()[:CHECKSUM_BYTES]
 
 
-def picture_checksum(id: int, picture: bytes) -> bytes:
-    return sha256(struct.pack(">q", id) + picture).digest()[:SUM]
-
-
-def packed(rows: Floats) -> list[bytes]:
+def pack(rows: Floats) -> list[bytes]:
     """Each row of (n, D) as bytes."""
     width, content = 4 * rows.shape[1], np.ascontiguousarray(rows, ">f4").tobytes()
     return [content[i : i + width] for i in range(0, len(content), width)] if width else []
 
 
-def unpacked(vectors: Sequence[bytes], dim: int) -> Floats:
-    """(n, D) float32 of this machine."""
+def unpack(vectors: Sequence[bytes], dim: int) -> Floats:
+    """(n, D) float32 in this machine's byte order."""
     rows: Floats = np.frombuffer(b"".join(vectors), ">f4").reshape(-1, dim).astype(np.float32)
     return rows
 
 
 def unit(rows: NDArray[Any], what: str = "vectors") -> Floats:
-    """Rows (n, D) brought to length 1 in float64, kept in float32."""
+    """Rows (n, D) divided by their length in float64, returned in float32."""
     wide = np.asarray(rows, np.float64)
     largest = np.abs(wide).max(1, initial=0.0, keepdims=True)
-    wrong = int((~np.isfinite(largest)).sum())
-    if wrong:
-        raise ValueError(f"{what} must be finite, got NaN or Inf in {wrong} of {len(wide)}")
-    if nowhere := int((largest == 0).sum()):
-        raise ValueError(f"{what} must not be all 0, which points nowhere; got {nowhere} such")
-    # By a power of 2, so that no bit of a usual row changes, and the squares of no row are beyond what float64 has.
+    infinite = int((~np.isfinite(largest)).sum())
+    if infinite:
+        raise ValueError(f"{what} must be finite, got NaN or Inf in {infinite} of {len(wide)}")
+    if zeros := int((largest == 0).sum()):
+        raise ValueError(f"{what} must not be all 0, which has no direction; got {zeros} such")
+    # Scaled by a power of 2: no bit of an ordinary row changes, and no square overflows float64.
     wide = np.ldexp(wide, -np.frexp(largest)[1])
     length = np.sqrt((wide * wide).sum(1, keepdims=True))
-    rows_of_1: Floats = (wide / length).astype(np.float32)
-    return rows_of_1
+    normalized: Floats = (wide / length).astype(np.float32)
+    return normalized
 
 
-def fields_of(content: bytes, label: str, name: str, metadata: object, vector: bytes, thumbnail: bytes) -> Fields:
-    """The row of an item, name and metadata checked for what one of the stores could not keep."""
-    return Fields(content, label, name_of(name) if name else "", metadata_of(metadata), vector, thumbnail)
+# --- labels, names, metadata, filters
 
 
-def label_of(label: object) -> str:
+def new_row(content: bytes, label: str, name: str, metadata: object, vector: bytes, thumbnail: bytes) -> NewRow:
+    """The row of an item; name and metadata are limited to what both stores can keep."""
+    return NewRow(content, label, _storable_name(name) if name else "", metadata_json(metadata), vector, thumbnail)
+
+
+def check_label(label: object) -> str:
     if not isinstance(label, str):
         raise TypeError(f"label must be text, got {shortened(label)}")
     if not label.strip() or len(label) > 500:
@@ -125,50 +133,50 @@ def label_of(label: object) -> str:
     return label
 
 
-def name_of(name: str) -> str:
-    """Only shown, so what cannot be kept is replaced or left out."""
-    return name[:NAME].replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+def _storable_name(name: str) -> str:
+    """Names are only shown, so what cannot be stored is replaced or cut off."""
+    return name[:MAX_NAME].replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
-def metadata_of(metadata: object) -> str:
+def metadata_json(metadata: object) -> str:
     if metadata is None or metadata == {}:
         return "{}"
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) and key for key in metadata):
         raise TypeError(f"metadata must be a dict whose keys are text, got {shortened(metadata)}")
     bounded(metadata, "metadata")
     if "label" in metadata:
-        raise ValueError('metadata must not have the key "label": a filter understands the item\'s own label by it')
+        raise ValueError('metadata must not have the key "label": in a filter it means the label of the item')
     try:
         text = json.dumps(dict(metadata), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata must be plain JSON values: {error}") from None
     if "\\u0000" in text or not _storable(text):
         raise ValueError("metadata must be text without NUL and broken characters")
-    if len(text.encode()) > METADATA:
-        raise ValueError(f"metadata must have at most {METADATA:,} bytes as JSON, got {len(text.encode()):,}")
+    if len(text.encode()) > MAX_METADATA:
+        raise ValueError(f"metadata must have at most {MAX_METADATA:,} bytes as JSON, got {len(text.encode()):,}")
     return text
 
 
-def bounded(value: object, what: str, parts: int = METADATA) -> None:
-    """Raises where dicts and lists stand deeper within one another than `DEEPEST`, or hold more parts than may be."""
+def bounded(value: object, what: str, parts: int = MAX_METADATA) -> None:
+    """Raises where dicts and lists are nested deeper than `MAX_DEPTH`, or have more parts than allowed."""
     level: list[Any] = [value]
     count = 0
-    for _ in range(DEEPEST + 1):
-        level = [one for one in level if isinstance(one, Mapping | list | tuple)]
+    for _ in range(MAX_DEPTH + 1):
+        level = [container for container in level if isinstance(container, Mapping | list | tuple)]
         if not level:
             return
         inner: list[Any] = []
-        for one in level:
-            count += len(one)
+        for container in level:
+            count += len(container)
             if count > parts:
                 raise ValueError(f"{what} must have at most {parts:,} parts")
-            inner.extend(one.values() if isinstance(one, Mapping) else one)
+            inner.extend(container.values() if isinstance(container, Mapping) else container)
         level = inner
-    raise ValueError(f"{what} must be at most {DEEPEST} deep: dicts and lists within one another")
+    raise ValueError(f"{what} must be at most {MAX_DEPTH} deep: dicts and lists within one another")
 
 
 def shortened(value: object, most: int = 100) -> str:
-    """For a sentence; what is nested too deep to be written is only named."""
+    """For an error message; a value nested too deep for `repr` is described by its type."""
     try:
         text = repr(value)
     except RecursionError:
@@ -176,24 +184,31 @@ def shortened(value: object, most: int = 100) -> str:
     return text if len(text) <= most else text[:most] + "…"
 
 
-def filter_of(filter: object) -> Filter | None:
-    """{"label": one or a list, "colour": one or a list}: all keys must hold, of a list any value."""
+class Filter(NamedTuple):
+    """Which rows may be returned: any of these labels, and per key any of these values, as JSON; None: all."""
+
+    labels: tuple[str, ...] | None
+    keys: dict[str, tuple[str, ...]]
+
+
+def parse_filter(filter: object) -> Filter | None:
+    """{"label": one or a list, "colour": one or a list}: every key must match, of a list any value."""
     if filter is None or filter == {}:
         return None
     if not isinstance(filter, Mapping) or not all(isinstance(key, str) for key in filter):
         raise TypeError(f"filter must be a dict of keys and values, got {shortened(filter)}")
-    chosen = {key: value if isinstance(value, list | tuple | set) else [value] for key, value in filter.items()}
-    labels = chosen.pop("label", None)
+    values = {key: value if isinstance(value, list | tuple | set) else [value] for key, value in filter.items()}
+    labels = values.pop("label", None)
     if labels is not None and not all(isinstance(label, str) for label in labels):
         raise TypeError(f"filter label must be text, got {shortened(filter['label'])}")
     return Filter(
         None if labels is None else tuple(labels),
-        {key: tuple(scalar(value, key) for value in values) for key, values in chosen.items()},
+        {key: tuple(scalar_json(value, key) for value in several) for key, several in values.items()},
     )
 
 
-def scalar(value: object, key: str = "") -> str:
-    """A value as JSON, so that equals are equal: 1 is 1.0 and neither true nor "1"."""
+def scalar_json(value: object, key: str = "") -> str:
+    """A value as JSON, so that equal values are equal texts: 1 is 1.0, and neither true nor "1"."""
     if not isinstance(value, str | int | float | bool | None):
         raise TypeError(
             f'filter "{key}" must be text, a number, true, false or null, or a list of these, got {shortened(value)}'
@@ -213,3 +228,55 @@ def _storable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+# --- facts
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One JSON text with a checksum, rewritten by every writing transaction together with the rows.
+
+    fingerprint: of the encoder; None for a gallery of vectors without one. run: the folder of that encoder. sources:
+    what was enrolled from, as it was typed. next_id: an id is never used twice, not even after a removal. rows: how
+    many there must be. changes: the number of the last change to an existing row. beyond: the data of a store.
+    """
+
+    dim: int
+    fingerprint: str | None = None
+    run: str | None = None
+    sources: list[str] = field(default_factory=list)
+    gallery: str = field(default_factory=lambda: uuid.uuid4().hex)
+    next_id: int = 1
+    rows: int = 0
+    changes: int = 0
+    beyond: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def serialized(self) -> tuple[str, bytes]:
+        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
+        return text, _facts_checksum(text)
+
+    def replace(self, **changed: Any) -> "Facts":
+        return replace(self, **changed)
+
+
+def read_facts(where: str, copies: Sequence[tuple[object, object]]) -> Facts:
+    """The first undamaged one of several copies."""
+    for text, total in copies[:-1]:
+        with suppress(ValueError):
+            return _parse_facts(where, text, total)
+    return _parse_facts(where, *(copies[-1] if copies else (None, None)))
+
+
+def _parse_facts(where: str, text: object, total: object) -> Facts:
+    if not isinstance(text, str) or not isinstance(total, bytes) or _facts_checksum(text) != total:
+        raise ValueError(f"{where}: the description of the gallery is damaged, both copies")
+    fields = json.loads(text)
+    if fields["format"] != FORMAT:
+        raise ValueError(f"{where}: has format {fields['format']}, this version of nearkin reads format {FORMAT}")
+    return Facts(**fields)
+
+
+def _facts_checksum(text: str) -> bytes:
+    return sha256(text.encode()).digest()[:CHECKSUM_BYTES]

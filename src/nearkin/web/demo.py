@@ -6,7 +6,8 @@ from pathlib import Path
 
 from nearkin import gallery as room
 from nearkin.data import glyphs
-from nearkin.gallery import Gallery, encoding, results
+from nearkin.gallery import Gallery, results
+from nearkin.gallery.items import encoder_info
 
 __all__ = ["prepared"]
 
@@ -36,7 +37,7 @@ def prepared(run: Path | None = None, progress: Progress | None = None) -> tuple
 
 def _calibrated(folder: Path) -> bool:
     try:
-        return results.read(folder, encoding.described(folder).fingerprint)[0] is not None
+        return results.load_calibration(folder, encoder_info(folder).fingerprint)[0] is not None
     except ValueError:  # damaged, or of an older version
         return False
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nearkin.core import checks
 from nearkin.gallery import Gallery
-from nearkin.gallery.encoding import described
+from nearkin.gallery.items import encoder_info
 from nearkin.web import connections
 from nearkin.web.access import Access
 from nearkin.web.app import build
@@ -48,7 +48,7 @@ def serve(
 
     access, chosen, journal = Access(token, host), limits or Limits(), Journal(quiet=quiet)
     access.check()
-    pictures = described(run).preparation["kind"] == "pictures"
+    pictures = encoder_info(run).preparation["kind"] == "pictures"
     opening = {"timeout": WAIT, "device": device, "max_pixels": chosen.pixels}
     with _bound(host, port) as bound:
         config(journal)

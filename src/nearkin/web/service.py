@@ -65,9 +65,8 @@ class Service:
 
     async def identify(self, item: Item, far: float | None, filter: Any, k: int) -> dict[str, Any]:
         def answer(seen: list[Any]) -> dict[str, Any]:
-            found = self.gallery.identify(seen[0], far=far, filter=filter)._asdict()
-            found["candidates"] = _plain(found["candidates"])
-            return found | {"hits": _plain(self.gallery.search(seen[0], k, filter)) if k else []}
+            identity, hits = self.gallery.identify_with_hits(seen[0], k, far=far, filter=filter)
+            return identity._asdict() | {"candidates": _plain(identity.candidates), "hits": _plain(hits)}
 
         return await self._model.ask(answer, await self._decoded([item]))
 

@@ -1,1 +1,147 @@
 """Where the rows of a gallery are kept and searched: SQLite with an index in memory, or PostgreSQL."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from nearkin.core.errors import LabelConflict
+from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row, checksum, thumbnail_checksum
+
+__all__ = ["Added", "Report", "Store", "merge_sources", "plan_insert", "warn_damaged", "warn_lost"]
+
+
+class Added(NamedTuple):
+    """The row of an enrolled item. new: added by this call; otherwise it was enrolled before, under this label."""
+
+    id: int
+    new: bool
+    label: str
+
+
+class InsertPlan(NamedTuple):
+    """What a transaction inserts: items with id and checksum, their thumbnails, and the next free id."""
+
+    added: list[Added]
+    items: list[tuple[int, bytes, str, str, str, bytes, bytes]]
+    thumbnails: list[tuple[int, bytes, bytes]]
+    next_id: int
+
+
+class Report(NamedTuple):
+    """The result of a check. rows: how many there should be; bad: id → what is wrong; lost: neither sound nor bad."""
+
+    rows: int
+    sound: int
+    bad: dict[int, str]
+    lost: int
+    notes: list[str]
+
+    @property
+    def whole(self) -> bool:
+        return not (self.bad or self.lost or self.notes)
+
+
+class Store(Protocol):
+    """Every writing call is one transaction: when it returns, the change is durable. Thread-safe."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def where(self) -> str:
+        """For messages; without a password."""
+
+    @property
+    def damaged(self) -> dict[int, str]:
+        """Rows that are left out of every search: id → what is wrong."""
+
+    @property
+    def lost(self) -> int:
+        """How many rows are missing."""
+
+    @property
+    def index_state(self) -> str:
+        """How it is searched, in words."""
+
+    def facts(self) -> Facts | None:
+        """None where there is no gallery yet."""
+
+    def create(self, facts: Facts) -> None: ...
+    def close(self) -> None: ...
+
+    def look_up(self, contents: Sequence[bytes]) -> KnownRows:
+        """Id and label of those that are enrolled."""
+
+    def add(self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = ()) -> list[Added]:
+        """All or none. keep: an item enrolled under another label keeps it; otherwise that is a `LabelConflict`."""
+
+    def remove(self, ids: Sequence[int]) -> int: ...
+    def relabel(self, ids: Sequence[int], label: str) -> int: ...
+
+    def adopt(self, fingerprint: str, run: str) -> None:
+        """Makes an empty gallery of vectors that of an encoder."""
+
+    def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
+        """Nearest first, ties by id; only rows that match their checksum."""
+
+    def rows(self, ids: Sequence[int]) -> dict[int, Row]: ...
+
+    def thumbnail(self, id: int) -> bytes:
+        """Empty where there is none, or it is damaged."""
+
+    def counts(self) -> dict[str, int]:
+        """Rows per label."""
+
+    def label_sizes(self) -> dict[int, int]:
+        """How many labels have 1, 2, … rows."""
+
+    def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
+        """Rows of these labels."""
+
+    def scan(self) -> Iterator[Row]: ...
+
+    def warm(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Loads everything a search needs; an index that is missing, stale or damaged is rebuilt."""
+
+    def reindex(self, progress: Callable[[int, int], None] | None = None) -> None: ...
+    def check(self, progress: Callable[[int, int], None] | None = None) -> Report: ...
+
+    def repair(self) -> tuple[int, Any]:
+        """How many rows were saved, and where the damaged ones are."""
+
+
+def plan_insert(rows: Sequence[NewRow], known: KnownRows, next_id: int, keep: bool) -> InsertPlan:
+    """Which rows are new and which are `known` by their content; a row that occurs twice is inserted once."""
+    plan, known = InsertPlan([], [], [], 0), dict(known)
+    for row in rows:
+        if row.content in known:
+            id, label = known[row.content]
+            if label != row.label and not keep:
+                raise LabelConflict(row.name, id, label, row.label)
+            plan.added.append(Added(id, False, label))
+            continue
+        known[row.content] = next_id, row.label
+        fields = (next_id, row.content, row.label, row.name, row.metadata, row.vector)
+        plan.items.append((*fields, checksum(*fields)))
+        if row.thumbnail:
+            plan.thumbnails.append((next_id, row.thumbnail, thumbnail_checksum(next_id, row.thumbnail)))
+        plan.added.append(Added(next_id, True, row.label))
+        next_id += 1
+    return plan._replace(next_id=next_id)
+
+
+def merge_sources(sources: Sequence[str], added: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys([*sources, *added]))
+
+
+def warn_damaged(where: str, ids: Sequence[int]) -> None:
+    """Once per row, when it is read."""
+    listed = ", ".join(map(str, ids[:5])) + (", …" if len(ids) > 5 else "")
+    count = "1 row is" if len(ids) == 1 else f"{len(ids)} rows are"
+    sentence = f"{where}: {count} damaged and left out (id {listed}); see nearkin gallery check {where}"
+    warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+
+
+def warn_lost(where: str, lost: int) -> None:
+    state = "missing" if lost > 0 else "too many"
+    sentence = f"{where}: {abs(lost)} rows are {state}; see nearkin gallery check {where}"
+    warnings.warn(sentence, RuntimeWarning, stacklevel=2)

@@ -1,214 +1,268 @@
-"""The rows of an SQLite gallery in memory, following the file: what others write is seen at the next look."""
+"""The rows of an SQLite gallery in memory, kept in step with the file: a search sees what other processes wrote."""
 
+import json
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.gallery.facts import Facts
-from nearkin.gallery.schema import Filter, Floats, Row, packed, unpacked
-from nearkin.gallery.stores import hnsw as graphs
-from nearkin.gallery.stores import sqlite_read
-from nearkin.gallery.stores.columns import Columns
-from nearkin.gallery.stores.contract import said_damaged, said_lost, told
-from nearkin.gallery.stores.matrix import Matrix
+from nearkin.gallery.schema import Facts, Filter, Floats, Row, pack, scalar_json, unpack
+from nearkin.gallery.stores import hnsw, sqlite_file, warn_damaged, warn_lost
+from nearkin.gallery.stores.matrix import Mask, Matrix, isin
 
-__all__ = ["Follower"]
+__all__ = ["Columns", "MemoryIndex"]
 
-HOLES = 1000  # removed rows that are not worth closing up
+MAX_HOLES = 1000  # removed rows below which compacting is not worth it
+MAX_COLUMNS = 32
+MAX_VALUES = 1_000_000  # distinct values of all columns together
 FactsOf: TypeAlias = Callable[[Any], Facts]
 
 
+class _Column(NamedTuple):
+    codes: NDArray[np.int32]
+    code_of: dict[str, int]
+
+
+class Columns:
+    """Metadata by position of the matrix, with one column per key that a filter uses: a filter costs one comparison per
+    row. The least recently used columns are dropped; a key that no row has costs nothing."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._keys: set[str] = set()
+        self._keys_read = 0  # texts whose keys are in the set
+        self._columns: dict[str, _Column] = {}  # the most recently used last
+
+    def append(self, texts: Sequence[str]) -> None:
+        self.texts.extend("{}" if text == "{}" else text for text in texts)  # one object for all empty ones
+
+    def take(self, positions: Sequence[int]) -> None:
+        self.texts = [self.texts[position] for position in positions]
+        self._keys, self._keys_read, self._columns = set(), 0, {}
+
+    def has_value(self, key: str, values: Sequence[str]) -> Mask:
+        """Which positions have one of these values, as JSON, under the key."""
+        for text in self.texts[self._keys_read :]:
+            if text != "{}":
+                self._keys.update(json.loads(text))
+        self._keys_read = len(self.texts)
+        if key not in self._keys:
+            return np.zeros(len(self.texts), bool)
+        column = self._columns.pop(key, None) or _Column(np.empty(0, np.int32), {})
+        if len(column.codes) < len(self.texts):
+            code_of = column.code_of
+            new = [code_of.setdefault(value, len(code_of)) for value in self._read(key, len(column.codes))]
+            column = _Column(np.concatenate([column.codes, np.array(new, np.int32)]), code_of)
+        self._columns[key] = column
+        self._drop_unused()
+        return isin(column.codes, [column.code_of[value] for value in values if value in column.code_of])
+
+    def _drop_unused(self) -> None:
+        while len(self._columns) > 1 and (
+            len(self._columns) > MAX_COLUMNS
+            or sum(len(column.code_of) for column in self._columns.values()) > MAX_VALUES
+        ):
+            del self._columns[next(iter(self._columns))]
+
+    def _read(self, key: str, start: int) -> list[str]:
+        """The value of each text from `start` on, as JSON; "" where it has none that a filter could name."""
+        values = []
+        for text in self.texts[start:]:
+            value = json.loads(text).get(key, self) if text != "{}" else self
+            values.append("" if value is self or isinstance(value, list | dict) else scalar_json(value))
+        return values
+
+
 @dataclass
-class Held:
-    """Rows in memory as one state of the file has them; places of the matrix and the columns agree."""
+class _LoadedRows:
+    """The rows of one state of the file; positions of the matrix and the columns agree."""
 
     matrix: Matrix
     columns: Columns
-    change: int  # the last one that is in here
-    next: int = 1  # the first id that is not
+    change: int  # the last one that is applied
+    next: int = 1  # the first id that is not loaded
     rows: int = 0  # how many there should be
     version: int = -1
 
-    def follows(self, facts: Facts) -> bool:
-        """Whether the file went on from here; not so where an older copy was put back into it."""
+    def precedes(self, facts: Facts) -> bool:
+        """Whether the file continued from here; not so after an older copy was restored into it."""
         return facts.next_id >= self.next and facts.changes >= self.change and facts.dim == self.matrix.dim
 
     def append(self, rows: Sequence[Row]) -> None:
-        vectors = unpacked([row.vector for row in rows], self.matrix.dim)
+        vectors = unpack([row.vector for row in rows], self.matrix.dim)
         self.matrix.append([row.id for row in rows], [row.label for row in rows], vectors)
         self.columns.append([row.metadata for row in rows])
 
     def agrees(self, row: Row) -> bool:
-        """Whether a row of the file is what was searched."""
-        place, matrix = self.matrix.place(row.id), self.matrix
+        """Whether a row of the file is the one that was searched."""
+        at, matrix = self.matrix.position(row.id), self.matrix
         return (
-            place is not None
-            and packed(matrix.rows[place : place + 1])[0] == row.vector
-            and matrix.labels.get(row.label) == matrix.codes[place]
-            and self.columns.texts[place] == row.metadata
+            at is not None
+            and pack(matrix.rows[at : at + 1])[0] == row.vector
+            and matrix.labels.get(row.label) == matrix.label_codes[at]
+            and self.columns.texts[at] == row.metadata
         )
 
-    def close_holes(self) -> None:
-        if self.matrix.dead > max(HOLES, self.matrix.count // 4):
-            self.columns.keep(np.flatnonzero(self.matrix.alive[: self.matrix.count]).tolist())
-            self.matrix.close_holes()
+    def compact(self) -> None:
+        if self.matrix.removed > max(MAX_HOLES, self.matrix.count // 4):
+            self.columns.take(np.flatnonzero(self.matrix.alive[: self.matrix.count]).tolist())
+            self.matrix.compact()
 
 
-class Follower:
-    """Matrix, metadata and search index of one gallery. Its caller holds a lock, and a snapshot of the file."""
+class MemoryIndex:
+    """Vectors, metadata and search index of one gallery. The caller holds a lock, and a snapshot of the file."""
 
     def __init__(self, where: str, index_path: Path) -> None:
         self.where, self.index_path = where, index_path
         self.damaged: dict[int, str] = {}
         self.lost = 0
         self.index_state = ""
-        self._held: Held | None = None  # whole or not there
-        self._graph: graphs.Graph | None = None
+        self._loaded: _LoadedRows | None = None  # complete, or None
+        self._graph: hnsw.Graph | None = None
 
-    def look(self, reader: Any, facts_of: FactsOf) -> Matrix:
+    def refresh(self, reader: Any, facts_of: FactsOf) -> Matrix:
         """The rows as the file has them now."""
         version = reader.execute("PRAGMA data_version").fetchone()[0]
-        held = self._held
-        if held is not None and version == held.version:
-            return held.matrix
+        loaded = self._loaded
+        if loaded is not None and version == loaded.version:
+            return loaded.matrix
         facts = facts_of(reader)
-        if held is not None and held.follows(facts):
-            bad = self._go_on(reader, held, facts)
+        if loaded is not None and loaded.precedes(facts):
+            damaged = self._apply_changes(reader, loaded, facts)
         else:
-            if held is not None:
+            if loaded is not None:
                 self._graph = None
-            held, bad = self._read_all(reader, facts)
-        held.next, held.change, held.rows, held.version = facts.next_id, facts.changes, facts.rows, version
-        held.close_holes()
-        self._held = held
-        self.put_aside(bad)
-        return held.matrix
+            loaded, damaged = self._load(reader, facts)
+        loaded.next, loaded.change, loaded.rows, loaded.version = facts.next_id, facts.changes, facts.rows, version
+        loaded.compact()
+        self._loaded = loaded
+        self.exclude(damaged)
+        return loaded.matrix
 
-    def _read_all(self, reader: Any, facts: Facts) -> tuple[Held, dict[int, str]]:
-        """Aside: what stops it half-way leaves nothing."""
-        self._held = None
+    def _load(self, reader: Any, facts: Facts) -> tuple[_LoadedRows, dict[int, str]]:
+        """Reads all rows; if it is interrupted, nothing stays in memory."""
+        self._loaded = None
         size = reader.execute("PRAGMA page_count").fetchone()[0] * reader.execute("PRAGMA page_size").fetchone()[0]
-        held = Held(Matrix(facts.dim, min(facts.rows, size // (4 * facts.dim))), Columns(), facts.changes)
-        bad: dict[int, str] = {}
-        for rows, worse in sqlite_read.parts(reader, 0):
-            held.append(rows)
-            bad |= worse
-        self.damaged = {i: why for i, why in self.damaged.items() if i in bad}
-        return held, bad
+        loaded = _LoadedRows(Matrix(facts.dim, min(facts.rows, size // (4 * facts.dim))), Columns(), facts.changes)
+        damaged: dict[int, str] = {}
+        for rows, damaged_part in sqlite_file.read_batches(reader, 0):
+            loaded.append(rows)
+            damaged |= damaged_part
+        self.damaged = {i: why for i, why in self.damaged.items() if i in damaged}
+        return loaded, damaged
 
-    def _go_on(self, reader: Any, held: Held, facts: Facts) -> dict[int, str]:
-        """Everything is read before anything in memory changes; what stops that change makes the next look read all."""
+    def _apply_changes(self, reader: Any, loaded: _LoadedRows, facts: Facts) -> dict[int, str]:
+        """Reads everything before it changes memory; if that change is interrupted, the next refresh reads all rows."""
         query = "SELECT DISTINCT id FROM changes WHERE seq > ? AND id < ?"
-        touched = [i for (i,) in reader.execute(query, (held.change, held.next))]
-        changed, bad = sqlite_read.fetch(reader, touched)
-        new = list(sqlite_read.parts(reader, held.next - 1)) if facts.next_id > held.next else []
-        self._held = None
+        touched = [i for (i,) in reader.execute(query, (loaded.change, loaded.next))]
+        changed, damaged = sqlite_file.fetch(reader, touched)
+        new = list(sqlite_file.read_batches(reader, loaded.next - 1)) if facts.next_id > loaded.next else []
+        self._loaded = None
         for i in touched:
             if i in changed:
-                held.matrix.relabel(i, changed[i].label)
-            elif i not in bad:
-                held.matrix.drop(i)
+                loaded.matrix.relabel(i, changed[i].label)
+            elif i not in damaged:
+                loaded.matrix.remove(i)
                 self.damaged.pop(i, None)
-        for rows, worse in new:
-            held.append(rows)
-            bad |= worse
-        return bad
+        for rows, damaged_part in new:
+            loaded.append(rows)
+            damaged |= damaged_part
+        return damaged
 
-    def put_aside(self, bad: dict[int, str], lost: Sequence[int] = ()) -> None:
-        """Damaged rows and rows that cannot be found are not searched, and that is said, once."""
-        new = {i: why for i, why in bad.items() if i not in self.damaged}
+    def exclude(self, damaged: dict[int, str], lost: Sequence[int] = ()) -> None:
+        """Damaged rows, and rows that the file does not return, are not searched; each is warned about once."""
+        new = {i: why for i, why in damaged.items() if i not in self.damaged}
         self.damaged |= new
-        before, held = self.lost, self._held
-        if held is not None:
-            for i in (*bad, *lost):
-                held.matrix.drop(i)
-            self.lost = held.rows - (held.matrix.count - held.matrix.dead) - len(self.damaged)
+        lost_before, loaded = self.lost, self._loaded
+        if loaded is not None:
+            for i in (*damaged, *lost):
+                loaded.matrix.remove(i)
+            self.lost = loaded.rows - (loaded.matrix.count - loaded.matrix.removed) - len(self.damaged)
         if new:
-            said_damaged(self.where, list(new))
-        if self.lost not in (0, before):
-            said_lost(self.where, self.lost)
+            warn_damaged(self.where, list(new))
+        if self.lost not in (0, lost_before):
+            warn_lost(self.where, self.lost)
 
     def nearest(
         self, reader: Any, facts_of: FactsOf, query: Floats, k: int, filter: Filter | None
     ) -> list[tuple[Row, float]]:
         """Rows and similarities, nearest first, each as the file has it now.
 
-        An id that the file does not give (a damaged key, a row that another program deleted) is put aside, and twice as
-        many are proposed: it ends, however many are gone. A row that is another than the one that was searched (an
-        older copy was put back) makes everything be read again, once.
+        An id that the file does not return (a damaged key, a row that another program deleted) is excluded, and twice
+        as many are proposed: this ends, however many are gone. A row that differs from the one that was searched (an
+        older copy was restored) makes everything be read again, once.
         """
-        wanted, again = k, True
+        count, may_reload = k, True
         while True:
-            ids, similarity = self._proposed(query, wanted, filter, wanted == k)
-            rows, bad = sqlite_read.fetch(reader, ids.tolist())
-            held = self._held
-            assert held is not None
-            other = [row.id for row in rows.values() if not held.agrees(row)]
-            if other and again:
-                self._held, self._graph, wanted, again = None, None, k, False
-                self.look(reader, facts_of)
+            ids, similarity = self._propose(query, count, filter, count == k)
+            rows, damaged = sqlite_file.fetch(reader, ids.tolist())
+            loaded = self._loaded
+            assert loaded is not None
+            changed = [row.id for row in rows.values() if not loaded.agrees(row)]
+            if changed and may_reload:
+                self._loaded, self._graph, count, may_reload = None, None, k, False
+                self.refresh(reader, facts_of)
                 continue
-            self.put_aside(bad, [i for i in ids.tolist() if i in other or (i not in rows and i not in bad)])
-            right = [
+            self.exclude(damaged, [i for i in ids.tolist() if i in changed or (i not in rows and i not in damaged)])
+            hits = [
                 (rows[i], s)
                 for i, s in zip(ids.tolist(), similarity.tolist(), strict=True)
-                if i in rows and i not in other
+                if i in rows and i not in changed
             ]
-            if len(right) == len(ids) or len(right) >= k or wanted > held.matrix.count:
-                return right[:k]
-            wanted *= 2
+            if len(hits) == len(ids) or len(hits) >= k or count > loaded.matrix.count:
+                return hits[:k]
+            count *= 2
 
-    def _proposed(
-        self, query: Floats, k: int, filter: Filter | None, by_graph: bool
-    ) -> tuple[Any, NDArray[np.float64]]:
-        """Ids and similarities, nearest first. A filter makes the search exact, whatever index there is."""
-        assert self._held is not None
-        matrix = self._held.matrix
+    def _propose(self, query: Floats, k: int, filter: Filter | None, by_graph: bool) -> tuple[Any, NDArray[np.float64]]:
+        """Ids and similarities, nearest first. With a filter the search is exact, whatever index there is."""
+        assert self._loaded is not None
+        matrix = self._loaded.matrix
         if filter is not None:
-            allowed = np.ones(matrix.count, bool) if filter.labels is None else matrix.having(filter.labels)
+            allowed = np.ones(matrix.count, bool) if filter.labels is None else matrix.has_label(filter.labels)
             for key, values in filter.keys.items():
-                allowed &= self._held.columns.having(key, values)
-            places = matrix.search(query, k, allowed)
+                allowed &= self._loaded.columns.has_value(key, values)
+            positions = matrix.propose(query, k, allowed)
         elif self._graph is not None and by_graph:
-            places = self._graph.search(matrix, query, k)
+            positions = self._graph.propose(matrix, query, k)
         else:
-            places = matrix.search(query, k)
-        return matrix.best(query, k, places)
+            positions = matrix.propose(query, k)
+        return matrix.top_k(query, k, positions)
 
-    def warm(self, matrix: Matrix, facts: Facts, progress: graphs.Progress | None) -> None:
-        """Beyond 100,000 rows: the index from its file, or made again where that is of no use."""
-        if matrix.count - matrix.dead <= graphs.EXACT:
-            self._graph, self.index_state = None, f"exact, up to {graphs.EXACT:,} rows"
+    def warm(self, matrix: Matrix, facts: Facts, progress: hnsw.Progress | None) -> None:
+        """Beyond 100,000 rows: the index from its file, or rebuilt if that cannot be used."""
+        if matrix.count - matrix.removed <= hnsw.EXACT:
+            self._graph, self.index_state = None, f"exact, up to {hnsw.EXACT:,} rows"
             return
-        if (why := graphs.missing()) is not None:
-            self._graph, self.index_state = None, f"exact; {why}"
+        if (reason := hnsw.unavailable()) is not None:
+            self._graph, self.index_state = None, f"exact; {reason}"
             return
-        state = ""
+        rebuilt = ""
         if self._graph is None:
             try:
-                graph = graphs.load(self.index_path, facts.gallery)
+                graph = hnsw.load(self.index_path, facts.gallery)
                 if not graph.fits(matrix):
                     raise ValueError("of another state of the gallery")
                 self._graph = graph
             except ValueError as error:
-                state = f"; the file was {error} and is made again"
+                rebuilt = f"; the file was {error} and is made again"
         if self._graph is None or self._graph.stale(matrix):
-            self._graph = graphs.build(matrix, progress)
+            self._graph = hnsw.build(matrix, progress)
             if self._graph is None:
-                self.index_state = f"exact: HNSW stays below a recall@10 of {graphs.WANTED} among these rows"
+                self.index_state = f"exact: HNSW stays below a recall@10 of {hnsw.TARGET_RECALL} among these rows"
                 return
             try:
-                graphs.save(self.index_path, self._graph, facts.gallery)
-            except ValueError as error:  # as in a folder that may only be read
-                told(f"{error}; it is in memory, and made again at the next opening")
-        self.index_state = f"HNSW, recall@10 {self._graph.recall:.3f} when it was built{state}"
+                hnsw.save(self.index_path, self._graph, facts.gallery)
+            except ValueError as error:  # as in a read-only folder
+                sentence = f"{error}; it is in memory, and made again at the next opening"
+                warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+        self.index_state = f"HNSW, recall@10 {self._graph.recall:.3f} when it was built{rebuilt}"
 
-    def forget_index(self) -> None:
+    def forget_graph(self) -> None:
         self._graph = None
         with suppress(FileNotFoundError):
             self.index_path.unlink()

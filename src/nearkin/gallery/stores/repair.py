@@ -1,4 +1,4 @@
-"""Whether an SQLite gallery is whole, and what can be saved of one that is not."""
+"""Checks an SQLite gallery, and saves the undamaged rows of a damaged one."""
 
 import os
 import sqlite3
@@ -7,11 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearkin.gallery.facts import Facts
-from nearkin.gallery.schema import checksum, picture_checksum
-from nearkin.gallery.stores import hnsw as graphs
-from nearkin.gallery.stores import sqlite_read
-from nearkin.gallery.stores.contract import Report
+from nearkin.gallery.schema import Facts, checksum, thumbnail_checksum
+from nearkin.gallery.stores import Report, hnsw, sqlite_file
 
 if TYPE_CHECKING:
     from nearkin.gallery.stores.sqlite import SqliteStore
@@ -20,64 +17,64 @@ __all__ = ["check", "finish_repair", "repair"]
 
 
 def check(store: "SqliteStore", progress: Callable[[int, int], None] | None = None) -> Report:
-    """Reads everything: SQLite's own check, every row, every thumbnail, both copies of the facts, the index."""
-    facts, notes, bad, sound = _facts(store), [], {}, 0
-    with store.reading:
+    """SQLite's own check, then every row, every thumbnail, both copies of the facts, the index."""
+    facts, notes, bad, sound = _existing_facts(store), [], {}, 0
+    with store.read_lock:
         reader = store.connection(False)
         try:
             lines = [line for (line,) in reader.execute("PRAGMA integrity_check(20)")]
             notes += [f"SQLite: {' '.join(line.split())}" for line in lines if line != "ok"]
         except sqlite3.DatabaseError as error:
             notes.append(f"SQLite: {error}")
-        for done, (row, why, id) in enumerate(sqlite_read.each(reader, facts.next_id), 1):
+        for done, (row, why, id) in enumerate(sqlite_file.salvage(reader, facts.next_id), 1):
             sound += row is not None
             if row is None:
                 bad[id] = why
-            if progress is not None and done % sqlite_read.LOADED == 0:
+            if progress is not None and done % sqlite_file.BATCH == 0:
                 progress(done, facts.rows)
-        notes += _rest(store, reader) + _index(store.follower.index_path, facts)
+        notes += _check_thumbnails_and_facts(store, reader) + _check_index(store.index.index_path, facts)
     return Report(facts.rows, sound, bad, facts.rows - sound - len(bad), notes)
 
 
-def _rest(store: "SqliteStore", reader: Any) -> list[str]:
+def _check_thumbnails_and_facts(store: "SqliteStore", reader: Any) -> list[str]:
     notes = []
     try:
         wrong = [i for (i,) in reader.execute("SELECT id FROM thumbnails").fetchall() if not store.thumbnail(i)]
         notes += [f"{len(wrong)} thumbnails are damaged, the first of id {wrong[0]}"] if wrong else []
-        copies = {said for (said,) in reader.execute("SELECT said FROM facts")}
-        notes += ["one copy of what the gallery says of itself is damaged"] if len(copies) != 1 else []
+        copies = {text for (text,) in reader.execute("SELECT said FROM facts")}
+        notes += ["one copy of the gallery's description is damaged"] if len(copies) != 1 else []
     except (ValueError, sqlite3.DatabaseError) as error:
         notes.append(f"SQLite: {error}")
     return notes
 
 
-def _index(path: Path, facts: Facts) -> list[str]:
-    if not path.exists() or graphs.missing() is not None:
+def _check_index(path: Path, facts: Facts) -> list[str]:
+    if not path.exists() or hnsw.unavailable() is not None:
         return []
     try:
-        graphs.load(path, facts.gallery)
+        hnsw.load(path, facts.gallery)
     except ValueError as error:
         return [f"{path} is {error}; it is not used, and nearkin gallery reindex makes it again"]
     return []
 
 
 def repair(store: "SqliteStore") -> tuple[int, Path]:
-    """All sound rows into a new file that takes the place of the old, which is kept beside it.
+    """Writes all undamaged rows to a new file that replaces the old one, which stays beside it.
 
-    Meant for a gallery that nobody else has open: others are told that the file was replaced.
+    For a gallery that no other process has open: others get an error that the file was replaced.
     """
     from nearkin.gallery.stores.sqlite import SqliteStore
 
-    facts, path = _facts(store), store.path
+    facts, path = _existing_facts(store), store.path
     part = path.with_name(f".{path.name}.repair-{os.getpid()}")
     _unlink(part)
     fresh = SqliteStore(part, store.timeout)
     try:
-        with store.reading, store.writing:
-            saved = _copied(store, fresh, facts)
+        with store.read_lock, store.write_lock:
+            saved = _copy_rows(store, fresh, facts)
             fresh.close()
             store.release()
-            os.replace(part, _repaired(path))  # from here on the repair is finished, now or at the next opening
+            os.replace(part, _repaired_path(path))  # from here on the repair is finished, now or at the next opening
             aside = finish_repair(path, store.timeout)
     finally:
         fresh.close()
@@ -86,17 +83,17 @@ def repair(store: "SqliteStore") -> tuple[int, Path]:
 
 
 def finish_repair(path: Path, timeout: float) -> Path | None:
-    """Puts a repaired file in its place, where there is one, also after a kill in the midst of that: where the old is.
+    """Moves a repaired file, if there is one, into place, also after a kill during that; returns where the old one is.
 
-    The log goes aside before its file, under the same number: a file without its log is never opened.
+    The log is moved away before its file, under the same number: a file without its log is never opened.
     """
-    repaired = _repaired(path)
+    repaired = _repaired_path(path)
     if not repaired.exists():
         return None
     lock = path.with_name(f".{path.name}.repair-lock")
-    alone = sqlite3.connect(lock, timeout=timeout, isolation_level=None)
+    exclusive = sqlite3.connect(lock, timeout=timeout, isolation_level=None)
     try:
-        alone.execute("BEGIN EXCLUSIVE")  # freed by a kill, on every system
+        exclusive.execute("BEGIN EXCLUSIVE")  # freed by a kill, on every system
         if not repaired.exists():
             return None
         names = (path.with_name(f"{path.name}.damaged-{n}") for n in range(1, 10_000))
@@ -111,33 +108,33 @@ def finish_repair(path: Path, timeout: float) -> Path | None:
             raise ValueError(f"{path}: its repair cannot be finished ({error})") from None
         raise TimeoutError(f"{path}: another process is repairing it; waited {timeout:g} s, try again later") from None
     finally:
-        alone.close()
+        exclusive.close()
         with suppress(OSError):
             lock.unlink()
 
 
-def _repaired(path: Path) -> Path:
+def _repaired_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.repaired")
 
 
-def _copied(store: "SqliteStore", fresh: "SqliteStore", facts: Facts) -> int:
-    fresh.create(facts.but(rows=0))
+def _copy_rows(store: "SqliteStore", fresh: "SqliteStore", facts: Facts) -> int:
+    fresh.create(facts.replace(rows=0))
     saved = 0
     with fresh.transaction() as (writer, _):
-        for row, _, _ in sqlite_read.each(store.connection(False), facts.next_id):
-            if row is None or sqlite_read.known(writer, [row.content]):
+        for row, _, _ in sqlite_file.salvage(store.connection(False), facts.next_id):
+            if row is None or sqlite_file.look_up(writer, [row.content]):
                 continue
             writer.execute("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, checksum(*row)))
             with suppress(ValueError):
-                if picture := store.thumbnail(row.id):
-                    kept = (row.id, picture, picture_checksum(row.id, picture))
-                    writer.execute("INSERT INTO thumbnails VALUES (?, ?, ?)", kept)
+                if thumbnail := store.thumbnail(row.id):
+                    fields = (row.id, thumbnail, thumbnail_checksum(row.id, thumbnail))
+                    writer.execute("INSERT INTO thumbnails VALUES (?, ?, ?)", fields)
             saved += 1
-        fresh.write_facts(writer, facts.but(rows=saved))
+        fresh.write_facts(writer, facts.replace(rows=saved))
     return saved
 
 
-def _facts(store: "SqliteStore") -> Facts:
+def _existing_facts(store: "SqliteStore") -> Facts:
     facts = store.facts()
     if facts is None:
         raise ValueError(f"{store.where}: no such gallery")

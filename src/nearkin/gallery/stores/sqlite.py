@@ -1,7 +1,7 @@
-"""The gallery in one SQLite file: the rows on the disk are the truth, what is in memory follows them.
+"""The gallery in one SQLite file: the rows on the disk are the truth, the index in memory follows them.
 
-A writing call is one transaction (WAL, synchronous=FULL): it has returned, so it is on the disk. Several processes may
-read while one writes; another writer waits for its turn.
+Every writing call is one transaction (WAL, synchronous=FULL): when it returns, the change is on the disk. Several
+processes may read while one writes; a second writer waits.
 """
 
 import sqlite3
@@ -13,18 +13,16 @@ from typing import Any
 import numpy as np
 
 from nearkin.core.errors import StoreUnavailable
-from nearkin.gallery import facts as facts_of
-from nearkin.gallery.facts import Facts
-from nearkin.gallery.schema import Fields, Filter, Floats, Row, checksum, picture_checksum
-from nearkin.gallery.stores import repair, sqlite_file, sqlite_read
-from nearkin.gallery.stores.contract import Added, Report, merged, planned
+from nearkin.gallery import schema
+from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
+from nearkin.gallery.stores import Added, Report, merge_sources, plan_insert, repair, sqlite_file
 from nearkin.gallery.stores.matrix import Matrix
-from nearkin.gallery.stores.memory_index import Follower
+from nearkin.gallery.stores.memory_index import MemoryIndex
 
 __all__ = ["SqliteStore"]
 
 SCHEMA = (
-    # Twice, so that one damaged page does not cost what cannot be counted again.
+    # Two copies: one damaged page must not cost what cannot be reconstructed.
     "CREATE TABLE facts (copy INTEGER PRIMARY KEY, said TEXT NOT NULL, sum BLOB NOT NULL)",
     "CREATE TABLE items (id INTEGER PRIMARY KEY, content BLOB NOT NULL UNIQUE, label TEXT NOT NULL, name TEXT NOT NULL,"
     " metadata TEXT NOT NULL, vector BLOB NOT NULL, sum BLOB NOT NULL)",
@@ -34,34 +32,35 @@ SCHEMA = (
 
 
 class SqliteStore:
-    """See `store.Store`, which says what each method does."""
+    """The methods of `stores.Store` are documented there."""
 
     kind = "sqlite"
 
     def __init__(self, path: Path, timeout: float) -> None:
         self.path, self.where, self.timeout = path, str(path), timeout
-        self.reading, self.writing = sqlite_file.Turn(self.where, timeout), sqlite_file.Turn(self.where, timeout)
+        self.read_lock = sqlite_file.TimedLock(self.where, timeout)
+        self.write_lock = sqlite_file.TimedLock(self.where, timeout)
         self._reader: Any = None
         self._writer: Any = None
-        self._file: sqlite_file.Identity | None = None  # which one was opened, and which gallery was in it
+        self._file: sqlite_file.FileId | None = None  # which one was opened, and which gallery was in it
         self._gallery: str | None = None
         self._closed = False
-        self.follower = self._fresh()
+        self.index = self._new_index()
 
-    def _fresh(self) -> Follower:
-        return Follower(self.where, self.path.with_name(self.path.name + ".hnsw"))
+    def _new_index(self) -> MemoryIndex:
+        return MemoryIndex(self.where, self.path.with_name(self.path.name + ".hnsw"))
 
     @property
     def damaged(self) -> dict[int, str]:
-        return self.follower.damaged
+        return self.index.damaged
 
     @property
     def lost(self) -> int:
-        return self.follower.lost
+        return self.index.lost
 
     @property
     def index_state(self) -> str:
-        return self.follower.index_state
+        return self.index.index_state
 
     # --- opening
 
@@ -72,143 +71,144 @@ class SqliteStore:
             repair.finish_repair(self.path, self.timeout)
             if not self.path.exists() or self.path.stat().st_size == 0:
                 return None
-        with self.reading, self.explained():
+        with self.read_lock, self.sqlite_errors():
             return self._read_facts(self.connection(False))
 
     def create(self, facts: Facts) -> None:
         if not self.path.parent.is_dir():
             raise ValueError(f"{self.where}: the folder {self.path.parent} does not exist")
-        with self._begun() as writer:
+        with self._transaction() as writer:
             if self._read_facts(writer) is not None:
                 return  # another process was first
             for statement in SCHEMA:
                 writer.execute(statement)
-            writer.execute(f"PRAGMA application_id = {sqlite_file.MARK}")
+            writer.execute(f"PRAGMA application_id = {sqlite_file.APPLICATION_ID}")
             self.write_facts(writer, facts)
 
     def close(self) -> None:
-        with self.reading, self.writing:
+        with self.read_lock, self.write_lock:
             self.release()
             self._closed = True
 
     def release(self) -> None:
-        """Lets go of the file and of what is in memory; the next call opens it again. Its caller holds both locks."""
+        """Closes the file and empties the index; the next call opens it again. The caller holds both locks."""
         for connection in (self._reader, self._writer):
             if connection is not None and self._file is not None:
                 sqlite_file.close(connection, self._file)
         self._reader = self._writer = self._file = None
-        self.follower = self._fresh()
+        self.index = self._new_index()
 
     # --- writing
 
-    def known(self, contents: Sequence[bytes]) -> dict[bytes, tuple[int, str]]:
-        with self.reading, self.explained():
-            return sqlite_read.known(self.connection(False), contents)
+    def look_up(self, contents: Sequence[bytes]) -> KnownRows:
+        with self.read_lock, self.sqlite_errors():
+            return sqlite_file.look_up(self.connection(False), contents)
 
-    def add(self, rows: Sequence[Fields], keep: bool, sources: Sequence[str] = ()) -> list[Added]:
+    def add(self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = ()) -> list[Added]:
         with self.transaction() as (writer, facts):
-            there = sqlite_read.known(writer, [row.content for row in rows])
-            plan = planned(rows, there, facts.next_id, keep)
+            known = sqlite_file.look_up(writer, [row.content for row in rows])
+            plan = plan_insert(rows, known, facts.next_id, keep)
             writer.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?)", plan.items)
             writer.executemany("INSERT INTO thumbnails VALUES (?, ?, ?)", plan.thumbnails)
-            known = merged(facts.sources, sources)
-            if plan.items or known != facts.sources:
+            all_sources = merge_sources(facts.sources, sources)
+            if plan.items or all_sources != facts.sources:
                 count = facts.rows + len(plan.items)
-                self.write_facts(writer, facts.but(next_id=plan.next_id, rows=count, sources=known))
+                self.write_facts(writer, facts.replace(next_id=plan.next_id, rows=count, sources=all_sources))
         return plan.added
 
     def remove(self, ids: Sequence[int]) -> int:
         with self.transaction() as (writer, facts):
-            gone = []
+            removed = []
             for i in dict.fromkeys(ids):
                 if writer.execute("DELETE FROM items WHERE id = ?", (i,)).rowcount:
                     writer.execute("DELETE FROM thumbnails WHERE id = ?", (i,))
-                    gone.append(i)
-            self._note(writer, facts.but(rows=facts.rows - len(gone)), gone)
-        return len(gone)
+                    removed.append(i)
+            self._record_changes(writer, facts.replace(rows=facts.rows - len(removed)), removed)
+        return len(removed)
 
     def relabel(self, ids: Sequence[int], label: str) -> int:
         with self.transaction() as (writer, facts):
-            rows, _ = sqlite_read.fetch(writer, list(dict.fromkeys(ids)))
+            rows, _ = sqlite_file.fetch(writer, list(dict.fromkeys(ids)))
             for row in rows.values():
-                total = checksum(*row._replace(label=label))
+                total = schema.checksum(*row._replace(label=label))
                 writer.execute("UPDATE items SET label = ?, sum = ? WHERE id = ?", (label, total, row.id))
-            self._note(writer, facts, list(rows))
+            self._record_changes(writer, facts, list(rows))
         return len(rows)
 
     def adopt(self, fingerprint: str, run: str) -> None:
         with self.transaction() as (writer, facts):
             if facts.rows == 0 and facts.fingerprint is None:
-                self.write_facts(writer, facts.but(fingerprint=fingerprint, run=run))
+                self.write_facts(writer, facts.replace(fingerprint=fingerprint, run=run))
 
-    def _note(self, writer: Any, facts: Facts, ids: Sequence[int]) -> None:
-        """What readers must look at again."""
+    def _record_changes(self, writer: Any, facts: Facts, ids: Sequence[int]) -> None:
+        """Tells readers which rows to read again."""
         if ids:
-            noted = [(facts.changes + n, i) for n, i in enumerate(ids, 1)]
-            writer.executemany("INSERT INTO changes VALUES (?, ?)", noted)
-            self.write_facts(writer, facts.but(changes=noted[-1][0]))
+            changes = [(facts.changes + n, i) for n, i in enumerate(ids, 1)]
+            writer.executemany("INSERT INTO changes VALUES (?, ?)", changes)
+            self.write_facts(writer, facts.replace(changes=changes[-1][0]))
 
     # --- reading
 
     def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
-        with self._followed() as (reader, _):
-            return self.follower.nearest(reader, self.sure_facts, query, k, filter)
+        with self._refreshed() as (reader, _):
+            return self.index.nearest(reader, self.require_facts, query, k, filter)
 
     def rows(self, ids: Sequence[int]) -> dict[int, Row]:
-        with self.reading, self.explained():
-            rows, bad = sqlite_read.fetch(self.connection(False), ids)
-            self.follower.put_aside(bad)
+        with self.read_lock, self.sqlite_errors():
+            rows, damaged = sqlite_file.fetch(self.connection(False), ids)
+            self.index.exclude(damaged)
             return rows
 
     def thumbnail(self, id: int) -> bytes:
-        with self.reading, self.explained():
+        with self.read_lock, self.sqlite_errors():
             query = "SELECT bytes, sum FROM thumbnails WHERE id = ?"
-            found = self.connection(False).execute(query, (id,)).fetchone()
-        if found is None or not isinstance(found[0], bytes) or picture_checksum(id, found[0]) != found[1]:
+            row = self.connection(False).execute(query, (id,)).fetchone()
+        if row is None or not isinstance(row[0], bytes) or schema.thumbnail_checksum(id, row[0]) != row[1]:
             return b""
-        return found[0]
+        return row[0]
 
     def counts(self) -> dict[str, int]:
-        with self._followed() as (_, matrix):
+        with self._refreshed() as (_, matrix):
             return matrix.counts()
 
-    def sizes(self) -> dict[int, int]:
-        with self._followed() as (_, matrix):
-            number = np.bincount(matrix.tally)
-            return {int(rows): int(number[rows]) for rows in np.flatnonzero(number) if rows}
+    def label_sizes(self) -> dict[int, int]:
+        with self._refreshed() as (_, matrix):
+            labels = np.bincount(matrix.label_counts)
+            return {int(rows): int(labels[rows]) for rows in np.flatnonzero(labels) if rows}
 
-    def examples(self, labels: Sequence[str]) -> dict[str, int]:
-        with self._followed() as (_, matrix):
-            return {label: int(matrix.tally[matrix.labels[label]]) for label in labels if label in matrix.labels}
+    def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
+        with self._refreshed() as (_, matrix):
+            codes = matrix.labels
+            return {label: int(matrix.label_counts[codes[label]]) for label in labels if label in codes}
 
     @contextmanager
-    def _followed(self) -> Iterator[tuple[Any, Matrix]]:
-        """A reader of one state of the file, and the rows in memory as that state has them."""
-        with self.reading, self.explained():
+    def _refreshed(self) -> Iterator[tuple[Any, Matrix]]:
+        """A reader with a snapshot of the file, and the rows of that snapshot in memory."""
+        with self.read_lock, self.sqlite_errors():
             reader = self.connection(False)
             with sqlite_file.snapshot(reader):
-                self._same(reader)
-                yield reader, self.follower.look(reader, self.sure_facts)
+                self._check_not_overwritten(reader)
+                yield reader, self.index.refresh(reader, self.require_facts)
 
     def scan(self) -> Iterator[Row]:
         last: int | None = 0
         while last is not None:
-            with self.reading, self.explained():
-                rows, bad, last = sqlite_read.after(self.connection(False), last)
-                self.follower.put_aside(bad)
+            with self.read_lock, self.sqlite_errors():
+                rows, damaged, last = sqlite_file.read_after(self.connection(False), last)
+                self.index.exclude(damaged)
             yield from rows
 
-    # --- keeping
+    # --- maintenance
 
     def warm(self, progress: Callable[[int, int], None] | None = None) -> None:
-        with self.reading:
-            with self._followed() as (reader, matrix):
-                facts = self.sure_facts(reader)
-            self.follower.warm(matrix, facts, progress)
+        with self.read_lock:
+            with self._refreshed() as (reader, matrix):
+                facts = self.require_facts(reader)
+            self.index.warm(matrix, facts, progress)
 
     def reindex(self, progress: Callable[[int, int], None] | None = None) -> None:
-        with self.reading:
-            self.follower.forget_index()
+        with self.read_lock:
+            self.index.forget_graph()
             self.warm(progress)
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> Report:
@@ -220,48 +220,48 @@ class SqliteStore:
     # --- SQLite
 
     def connection(self, writing: bool) -> Any:
-        """To the file that was opened first: another that has its name since is neither read nor written."""
+        """To the file that was opened first: another file that has taken its name is neither read nor written."""
         if self._closed:
             raise ValueError(f"{self.where}: the gallery is closed; open it again")
-        if self._file is not None and sqlite_file.identity(self.path) != self._file:
-            raise self._replaced()
-        kept = self._writer if writing else self._reader
-        if kept is None:
+        if self._file is not None and sqlite_file.file_id(self.path) != self._file:
+            raise self._replaced_error()
+        connection = self._writer if writing else self._reader
+        if connection is None:
             repair.finish_repair(self.path, self.timeout)
-            kept, file = sqlite_file.connect(self.path, self.timeout, writing)
+            connection, file = sqlite_file.connect(self.path, self.timeout, writing)
             if self._file not in (None, file):
-                sqlite_file.close(kept, file)
-                raise self._replaced()
+                sqlite_file.close(connection, file)
+                raise self._replaced_error()
             self._file = file
             if writing:
-                self._writer = kept
+                self._writer = connection
             else:
-                self._reader = kept
-        return kept
+                self._reader = connection
+        return connection
 
-    def _same(self, connection: Any) -> None:
+    def _check_not_overwritten(self, connection: Any) -> None:
         if self._file is not None and sqlite_file.overwritten(connection, self.path, self._file):
             raise StoreUnavailable(
                 f"{self.where}: other bytes were copied into the file while the gallery was open, nothing was written; "
                 f"close it everywhere, move {self.path.name}-wal and {self.path.name}-shm away, and open it again"
             )
 
-    def _replaced(self, written: str = "nothing was written") -> StoreUnavailable:
+    def _replaced_error(self, written: str = "nothing was written") -> StoreUnavailable:
         what = f"the file was replaced or deleted while the gallery was open, {written}"
         return StoreUnavailable(f"{self.where}: {what}; open the gallery again (restart the service)")
 
     @contextmanager
     def transaction(self) -> Iterator[tuple[Any, Facts]]:
-        with self._begun() as writer:
-            yield writer, self.sure_facts(writer)
+        with self._transaction() as writer:
+            yield writer, self.require_facts(writer)
 
     @contextmanager
-    def _begun(self) -> Iterator[Any]:
-        """All or nothing of what is done within."""
-        with self.writing, self.explained():
+    def _transaction(self) -> Iterator[Any]:
+        """Everything within is committed, or nothing."""
+        with self.write_lock, self.sqlite_errors():
             writer = self.connection(True)
             try:
-                if writer.in_transaction:  # whoever was here before was stopped while leaving
+                if writer.in_transaction:  # the previous call was interrupted on its way out
                     writer.execute("ROLLBACK")
                 writer.execute("BEGIN IMMEDIATE")
             except sqlite3.OperationalError as error:
@@ -272,21 +272,21 @@ class SqliteStore:
                     f"{self.where}: another process is writing to it; {waited}, try again later"
                 ) from None
             try:
-                self._same(writer)
+                self._check_not_overwritten(writer)
                 before = writer.total_changes
                 yield writer
                 if writer.total_changes != before:
-                    sqlite_file.count_up(writer)
+                    sqlite_file.increment_version(writer)
                 writer.execute("COMMIT")
             except BaseException:
                 with suppress(sqlite3.Error):
                     if writer.in_transaction:
                         writer.execute("ROLLBACK")
                 raise
-            if sqlite_file.identity(self.path) != self._file:
-                raise self._replaced("and what was just written went into the file that is gone")
+            if sqlite_file.file_id(self.path) != self._file:
+                raise self._replaced_error("and what was just written went into the file that is gone")
 
-    def sure_facts(self, connection: Any) -> Facts:
+    def require_facts(self, connection: Any) -> Facts:
         facts = self._read_facts(connection)
         if facts is None:
             raise ValueError(f"{self.where}: no such gallery")
@@ -296,7 +296,7 @@ class SqliteStore:
         if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
             return None
         copies = connection.execute("SELECT said, sum FROM facts ORDER BY copy").fetchall()
-        facts = facts_of.first_sound(self.where, copies)
+        facts = schema.read_facts(self.where, copies)
         if self._gallery not in (None, facts.gallery):
             raise StoreUnavailable(f"{self.where}: holds another gallery than the one that was opened; open it again")
         self._gallery = facts.gallery
@@ -305,20 +305,19 @@ class SqliteStore:
     @staticmethod
     def write_facts(writer: Any, facts: Facts) -> None:
         for copy in (1, 2):
-            writer.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", (copy, *facts.written()))
+            writer.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", (copy, *facts.serialized()))
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """What SQLite says, as one sentence."""
+    def sqlite_errors(self) -> Iterator[None]:
+        """SQLite's errors as one sentence each."""
         try:
             yield
         except sqlite3.OperationalError as error:
-            said = str(error)
-            if "locked" in said:
-                raise TimeoutError(f"{self.where}: another process holds it; waited {self.timeout:g} s") from None
-            raise ValueError(f"{self.where}: cannot be used ({said})") from None
+            if "locked" in str(error):
+                raise TimeoutError(f"{self.where}: locked by another process; waited {self.timeout:g} s") from None
+            raise ValueError(f"{self.where}: cannot be used ({error})") from None
         except sqlite3.DatabaseError as error:
             if "not a database" in str(error):
                 raise ValueError(f"{self.where}: not a gallery, or its first bytes are damaged") from None
-            way_out = f"nearkin gallery check {self.where} --repair saves the rows that are whole"
+            way_out = f"nearkin gallery check {self.where} --repair saves the rows that are intact"
             raise ValueError(f"{self.where}: the file is damaged ({error}); {way_out}") from None

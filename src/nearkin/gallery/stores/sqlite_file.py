@@ -1,9 +1,9 @@
-"""The SQLite file of a gallery: connections to it, whether it is still the file that was opened, whose log lies beside.
+"""The SQLite file of a gallery: connections to it, whether it is still the file that was opened, rows read from it.
 
 SQLite pairs a file with its write-ahead log by their names alone. A log that a killed process left, or that a process
-still has open, would be written into whatever file has the name since. So every writing transaction counts up
-SQLite's `user_version`, which stands in the header of the file and, in the log, in every copy of its first page: a log
-belongs to a file where it goes on from the file's count, or has it.
+still has open, would be applied to whatever file has that name now. So every writing transaction increments SQLite's
+`user_version`, which is in the header of the file and, in the log, in every copy of its first page: a log belongs to a
+file if it continues from the version of the file, or contains it.
 """
 
 import os
@@ -11,7 +11,7 @@ import sqlite3
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,33 +20,57 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from nearkin.core.errors import StoreUnavailable
+from nearkin.gallery.schema import KnownRows, Row, bytes_checksum
 
-__all__ = ["Turn", "close", "connect", "count_up", "identity", "overwritten", "snapshot"]
+__all__ = [
+    "APPLICATION_ID",
+    "BATCH",
+    "FileId",
+    "TimedLock",
+    "close",
+    "connect",
+    "fetch",
+    "file_id",
+    "increment_version",
+    "look_up",
+    "overwritten",
+    "read_after",
+    "read_batches",
+    "salvage",
+    "snapshot",
+]
 
-MARK = 0x6E6B6731  # SQLite's application_id: tells a gallery from other databases
+APPLICATION_ID = 0x6E6B6731  # tells a gallery from other SQLite databases
 PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "cell_size_check = ON", "cache_size = -65536")
-COUNT_AT = 60  # bytes of the file's header before user_version
+VERSION_OFFSET = 60  # of user_version in the header of the file
 LOG_HEAD, FRAME_HEAD = struct.Struct(">8I"), struct.Struct(">6I")
-Identity: TypeAlias = tuple[int, int]
+BATCH = 4096  # rows read at a time
+MAX_VALUES = 500  # ids or hashes per statement
+# Texts as bytes: they are checked before they are decoded, and SQLite returns them faster so.
+COLUMNS = "id, content, CAST(label AS BLOB), CAST(name AS BLOB), CAST(metadata AS BLOB), vector, sum"
+FileId: TypeAlias = tuple[int, int]
+
+
+# --- connections
 
 
 @dataclass
-class _Open:
-    """A file that this process has open. Its header is read past SQLite, through a descriptor of its own that is closed
-    last: a process that closes any descriptor of a file loses SQLite's locks on it (POSIX)."""
+class _OpenFile:
+    """A file that this process has open. Its header is read without SQLite, through a separate descriptor, which is
+    closed last: a process that closes any descriptor of a file loses SQLite's locks on it (POSIX)."""
 
     descriptor: int
     connections: int = 0
-    turn: threading.Lock = field(default_factory=threading.Lock)
-    checked: tuple[int, int] | None = None  # size and time of the last change when it was found to be the same
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    checked: tuple[int, int] | None = None  # size and modification time when it was last checked
 
 
-_files: dict[Identity, _Open] = {}
+_open_files: dict[FileId, _OpenFile] = {}
 _opening = threading.Lock()
 
 
-class Turn:
-    """A lock that is not waited for without end. The thread that has it may take it again."""
+class TimedLock:
+    """A reentrant lock that raises a TimeoutError."""
 
     def __init__(self, where: str, timeout: float) -> None:
         self.where, self.timeout, self._lock = where, timeout, threading.RLock()
@@ -60,7 +84,7 @@ class Turn:
         self._lock.release()
 
 
-def identity(path: Path) -> Identity | None:
+def file_id(path: Path) -> FileId | None:
     """Which file has this name; None where there is none."""
     try:
         status = path.stat()
@@ -69,153 +93,93 @@ def identity(path: Path) -> Identity | None:
     return status.st_dev, status.st_ino
 
 
-def connect(path: Path, timeout: float, writing: bool) -> tuple[Any, Identity]:
-    """A connection, and which file it is to."""
-    before = identity(path)
+def connect(path: Path, timeout: float, writing: bool) -> tuple[Any, FileId]:
+    """A connection, and the file it belongs to."""
+    before = file_id(path)
     if before is not None:
-        _take(path, before)
+        _register(path, before)
     elif not writing:
         raise ValueError(f"{path}: no such gallery")
     try:
-        made = _connected_somehow(path, timeout, writing)
+        connection = _connect(path, timeout, writing)
     except BaseException:
         if before is not None:
-            _leave(before)
+            _unregister(before)
         raise
-    now = identity(path)
+    now = file_id(path)
     if before is None and now is not None:
-        _take(path, now)
+        _register(path, now)
     elif now is None or now != before:
-        made.close()
+        connection.close()
         if before is not None:
-            _leave(before)
+            _unregister(before)
         raise StoreUnavailable(f"{path}: the file was replaced while it was being opened; try again")
-    return made, now
+    return connection, now
 
 
-def close(connection: Any, file: Identity) -> None:
+def close(connection: Any, file: FileId) -> None:
     connection.close()
-    _leave(file)
+    _unregister(file)
 
 
-def _take(path: Path, file: Identity) -> None:
-    """One connection more to a file, which is refused where a log lies beside it that is not its own."""
+def _register(path: Path, file: FileId) -> None:
+    """Counts one more connection to a file; refused where the log beside it belongs to another file."""
     with _opening:
         try:
-            opened = _files.get(file) or _Open(os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)))
+            opened = _open_files.get(file) or _OpenFile(os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)))
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
-        if not opened.connections and not _has_log(opened, path, None):
+        if not opened.connections and not _owns_log(opened, path, None):
             os.close(opened.descriptor)
             raise ValueError(
-                f"{path}: {path.name}-wal is not the log of this file, and would spoil it; the file was replaced while "
-                f"a process had it open, or after one was killed. Move {path.name}-wal and {path.name}-shm away to use "
-                "the file as it is, or put the file back that they belong to"
+                f"{path}: {path.name}-wal is not the log of this file, and would corrupt it; the file was replaced "
+                f"while a process had it open, or after one was killed. Move {path.name}-wal and {path.name}-shm away "
+                "to use the file as it is, or restore the file that they belong to"
             )
         opened.connections += 1
-        _files[file] = opened
+        _open_files[file] = opened
 
 
-def _leave(file: Identity) -> None:
+def _unregister(file: FileId) -> None:
     with _opening:
-        opened = _files[file]
+        opened = _open_files[file]
         opened.connections -= 1
         if not opened.connections:
-            os.close(_files.pop(file).descriptor)
+            os.close(_open_files.pop(file).descriptor)
 
 
-def overwritten(connection: Any, path: Path, file: Identity) -> bool:
-    """Whether another program has put other bytes into the file since. Its caller is within a transaction."""
-    opened = _files[file]
+def overwritten(connection: Any, path: Path, file: FileId) -> bool:
+    """Whether another program has written into the file since. The caller is within a transaction."""
+    opened = _open_files[file]
     status = os.fstat(opened.descriptor)
     changed = status.st_size, status.st_mtime_ns
     if changed == opened.checked:
         return False
-    for _ in range(3):  # another process may be about to begin its log anew
-        if _has_log(opened, path, connection.execute("PRAGMA user_version").fetchone()[0]):
+    for _ in range(3):  # another process may be about to restart its log
+        if _owns_log(opened, path, connection.execute("PRAGMA user_version").fetchone()[0]):
             opened.checked = changed
             return False
         time.sleep(0.02)
     return True
 
 
-def _has_log(file: _Open, path: Path, count: int | None) -> bool:
-    """Whether the log beside a file is its own. count: that of the state which file and log make together."""
-    with file.turn:
-        os.lseek(file.descriptor, COUNT_AT, os.SEEK_SET)
+def _owns_log(file: _OpenFile, path: Path, version: int | None) -> bool:
+    """Whether the log beside a file is its own. version: of the state that file and log make together."""
+    with file.lock:
+        os.lseek(file.descriptor, VERSION_OFFSET, os.SEEK_SET)
         head = os.read(file.descriptor, 4)
     in_file = int.from_bytes(head, "big")
     if len(head) == 4 and not in_file:
-        return True  # nothing was counted yet
-    in_log, complete = _counts_of_log(Path(f"{path}-wal"))
+        return True  # no transaction has counted yet
+    in_log, complete = _versions_in_log(Path(f"{path}-wal"))
     if in_log:
         return complete or in_file in (in_log[0] - 1, *in_log)
-    return count is None or in_file == count
+    return version is None or in_file == version
 
 
-def _connected_somehow(path: Path, timeout: float, to_write: bool) -> Any:
-    try:
-        return _connected(path, str(path), timeout)
-    except sqlite3.OperationalError:
-        if to_write or _writable(path.parent):
-            raise
-        return _connected_read_only(path, timeout)
-
-
-def _connected(path: Path, address: str, timeout: float) -> Any:
-    uri = address.startswith("file:")
-    made = sqlite3.connect(address, timeout=timeout, isolation_level=None, check_same_thread=False, uri=uri)
-    made.text_factory = _text
-    try:
-        for pragma in PRAGMAS:
-            made.execute(f"PRAGMA {pragma}")
-        mark = made.execute("PRAGMA application_id").fetchone()[0]
-        if mark != MARK and made.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            raise ValueError(f"{path}: an SQLite file, but not a gallery")
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _connected_read_only(path: Path, timeout: float) -> Any:
-    """In a folder that may not be written: the file is taken as one that nobody changes, which needs no log."""
-    if (log := Path(f"{path}-wal")).exists() and log.stat().st_size:
-        raise ValueError(
-            f"{path}: its folder may not be written, and {log.name} holds rows that are not in the file yet; "
-            "open it once where both may be written"
-        )
-    return _connected(path, f"{path.resolve().as_uri()}?immutable=1", timeout)
-
-
-def _writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
-
-
-def count_up(writer: Any) -> None:
-    """Once within every transaction that writes: see above."""
-    count = writer.execute("PRAGMA user_version").fetchone()[0]
-    writer.execute(f"PRAGMA user_version = {(count + 1) % 2**31 or 1 if count else 1 + randbelow(2**30)}")
-
-
-@contextmanager
-def snapshot(reader: Any) -> Iterator[None]:
-    """One state of the file until it is left."""
-    with suppress(sqlite3.Error):
-        if reader.in_transaction:  # whoever was here before was stopped while leaving
-            reader.execute("ROLLBACK")
-    reader.execute("BEGIN")
-    try:
-        yield
-    finally:
-        with suppress(sqlite3.Error):
-            if reader.in_transaction:
-                reader.execute("ROLLBACK")
-
-
-def _counts_of_log(log: Path) -> tuple[list[int], bool]:
-    """The counts in a write-ahead log, and whether its first transaction writes every page, as a backup does."""
-    counts: list[int] = []
+def _versions_in_log(log: Path) -> tuple[list[int], bool]:
+    """The versions in a write-ahead log, and whether its first transaction writes every page, as a backup does."""
+    versions: list[int] = []
     pages: set[int] = set()
     complete, first = False, True
     with suppress(FileNotFoundError), log.open("rb", buffering=0) as file:
@@ -226,18 +190,174 @@ def _counts_of_log(log: Path) -> tuple[list[int], bool]:
         while len(frame := file.read(FRAME_HEAD.size)) == FRAME_HEAD.size:
             page, size, *frame_salts, _, _ = FRAME_HEAD.unpack(frame)
             if frame_salts != salts:
-                break  # left from before the log was begun anew
+                break  # left from before the log was restarted
             start = file.tell()
             if page == 1:
-                file.seek(COUNT_AT, os.SEEK_CUR)
-                counts.append(int.from_bytes(file.read(4), "big"))
+                file.seek(VERSION_OFFSET, os.SEEK_CUR)
+                versions.append(int.from_bytes(file.read(4), "big"))
             if first:
                 pages.add(page)
                 complete, first = len(pages) >= size - 1, not size  # one page, at 1 GiB, is never written
             file.seek(start + page_size)
-    return counts, complete
+    return versions, complete
 
 
-def _text(content: bytes) -> str:
-    """A flipped byte that is no UTF-8 any more must spoil its row, not the reading of all."""
+def _connect(path: Path, timeout: float, writing: bool) -> Any:
+    try:
+        return _connect_to(path, str(path), timeout)
+    except sqlite3.OperationalError:
+        if writing or _writable(path.parent):
+            raise
+        return _connect_read_only(path, timeout)
+
+
+def _connect_to(path: Path, address: str, timeout: float) -> Any:
+    uri = address.startswith("file:")
+    connection = sqlite3.connect(address, timeout=timeout, isolation_level=None, check_same_thread=False, uri=uri)
+    connection.text_factory = _decode_text
+    try:
+        for pragma in PRAGMAS:
+            connection.execute(f"PRAGMA {pragma}")
+        application_id = connection.execute("PRAGMA application_id").fetchone()[0]
+        tables = "SELECT count(*) FROM sqlite_master"
+        if application_id != APPLICATION_ID and connection.execute(tables).fetchone()[0]:
+            raise ValueError(f"{path}: an SQLite file, but not a gallery")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect_read_only(path: Path, timeout: float) -> Any:
+    """In a read-only folder: the file is opened as one that never changes, which needs no log."""
+    if (log := Path(f"{path}-wal")).exists() and log.stat().st_size:
+        raise ValueError(
+            f"{path}: its folder is read-only, and {log.name} has rows that are not in the file yet; "
+            "open it once where both can be written"
+        )
+    return _connect_to(path, f"{path.resolve().as_uri()}?immutable=1", timeout)
+
+
+def _writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _decode_text(content: bytes) -> str:
+    """A flipped byte that is not UTF-8 must cost its row, not the reading of all."""
     return content.decode("utf-8", "surrogateescape")
+
+
+def increment_version(writer: Any) -> None:
+    """Once within every transaction that writes: see above."""
+    version = writer.execute("PRAGMA user_version").fetchone()[0]
+    writer.execute(f"PRAGMA user_version = {(version + 1) % 2**31 or 1 if version else 1 + randbelow(2**30)}")
+
+
+@contextmanager
+def snapshot(reader: Any) -> Iterator[None]:
+    """All reads within see one state of the file."""
+    with suppress(sqlite3.Error):
+        if reader.in_transaction:  # the previous call was interrupted on its way out
+            reader.execute("ROLLBACK")
+    reader.execute("BEGIN")
+    try:
+        yield
+    finally:
+        with suppress(sqlite3.Error):
+            if reader.in_transaction:
+                reader.execute("ROLLBACK")
+
+
+# --- rows, each verified by its checksum
+
+
+def look_up(connection: Any, contents: Sequence[bytes]) -> KnownRows:
+    """Id and label of enrolled items, by content."""
+    known: KnownRows = {}
+    for start in range(0, len(contents), MAX_VALUES):
+        part = contents[start : start + MAX_VALUES]
+        query = f"SELECT content, id, label FROM items WHERE content IN ({','.join('?' * len(part))})"
+        known.update((content, (i, label)) for content, i, label in connection.execute(query, part))
+    return known
+
+
+def fetch(connection: Any, ids: Sequence[int]) -> tuple[dict[int, Row], dict[int, str]]:
+    """Rows by id, and what is wrong with damaged ones."""
+    rows: dict[int, Row] = {}
+    damaged: dict[int, str] = {}
+    for start in range(0, len(ids), MAX_VALUES):
+        part = ids[start : start + MAX_VALUES]
+        query = f"SELECT {COLUMNS} FROM items WHERE id IN ({','.join('?' * len(part))})"
+        intact, damaged_part, _ = _check_rows(connection.execute(query, part))
+        rows.update((row.id, row) for row in intact)
+        damaged |= damaged_part
+    return rows, damaged
+
+
+def read_after(connection: Any, last: int) -> tuple[list[Row], dict[int, str], int | None]:
+    """The next rows by ascending id, and the last id that was read; None at the end."""
+    query = f"SELECT {COLUMNS} FROM items WHERE id > ? ORDER BY id LIMIT {BATCH}"
+    rows, damaged, count = _check_rows(connection.execute(query, (last,)))
+    rows = _without_repeats(rows, last)
+    if count < BATCH:
+        return rows, damaged, None
+    reached = max([row.id for row in rows] or damaged)  # a damaged row may have a damaged id
+    if reached <= last:
+        raise sqlite3.DatabaseError("rows come in no order")
+    return rows, damaged, reached
+
+
+def read_batches(connection: Any, last: int) -> Iterator[tuple[list[Row], dict[int, str]]]:
+    """All rows with larger ids, in batches."""
+    end: int | None = last
+    while end is not None:
+        rows, damaged, end = read_after(connection, end)
+        yield rows, damaged
+
+
+def salvage(connection: Any, next_id: int) -> Iterator[tuple[Row | None, str, int]]:
+    """Every row, or what is wrong with it; where reading fails, each remaining id is tried by itself."""
+    last: int | None = 0
+    while last is not None:
+        try:
+            rows, damaged, end = read_after(connection, last)
+        except sqlite3.DatabaseError:
+            break
+        yield from ((row, "", row.id) for row in rows)
+        yield from ((None, why, i) for i, why in damaged.items())
+        last = end
+    for i in range(last + 1, next_id) if last is not None else ():
+        try:
+            by_id, damaged = fetch(connection, [i])
+        except sqlite3.DatabaseError as error:
+            by_id, damaged = {}, {i: str(error)}
+        yield from ((row, "", i) for row in by_id.values())
+        yield from ((None, why, i) for why in damaged.values())
+
+
+def _check_rows(fetched: Iterable[Sequence[Any]]) -> tuple[list[Row], dict[int, str], int]:
+    """Rows that match their checksum, what is wrong with the others, and how many there were together."""
+    rows: list[Row] = []
+    damaged: dict[int, str] = {}
+    count = 0
+    for id, content, label, name, metadata, vector, total in fetched:
+        count += 1
+        try:
+            if bytes_checksum(id, content, label, name, metadata, vector) == total:
+                rows.append(Row(id, content, label.decode(), name.decode(), metadata.decode(), vector))
+            else:
+                damaged[id] = "not as it was written"
+        except Exception as error:
+            # A flipped type, such as a number instead of text, or one beyond its range: it costs this row only.
+            damaged[id] = f"not as it was written ({type(error).__name__})"
+    return rows, damaged, count
+
+
+def _without_repeats(rows: list[Row], last: int) -> list[Row]:
+    """A damaged tree that names a page twice returns its rows twice."""
+    ascending = []
+    for row in rows:
+        if row.id > last:
+            ascending.append(row)
+            last = row.id
+    return ascending

@@ -1,0 +1,236 @@
+"""Connections of a gallery to PostgreSQL: its address, one reader and one writer, errors as one sentence each."""
+
+import re
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from nearkin.core.errors import StoreUnreachable
+
+__all__ = ["Address", "Connections", "bigint_bytes", "parse_address", "shown", "vector_bytes"]
+
+SCHEMES = ("postgresql://", "postgres://")
+HOST = r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?"  # and its port, a number: anything else may be part of a password
+
+
+class Address(NamedTuple):
+    """url: for PostgreSQL. name: of the gallery. shown: for messages and logs. secrets: what no message may contain."""
+
+    url: str
+    name: str
+    shown: str
+    secrets: list[str]
+
+
+def parse_address(url: str) -> Address:
+    """As PostgreSQL reads it: user and password end at the first @ before a /, and + is not a space."""
+    scheme, _, rest = url.partition("://")
+    user, _, rest = ("", "", rest) if "@" not in rest.partition("/")[0] else rest.partition("@")
+    base, _, query = rest.partition("?")
+    options = [part.partition("=") for part in query.split("&") if part]
+    hosts = base.partition("/")[0].split(",")
+    if "@" in base or not all(re.fullmatch(HOST, host) for host in hosts) or not all(part[1] for part in options):
+        raise ValueError(
+            "a gallery in PostgreSQL is postgresql://USER:PASSWORD@HOST:PORT/DATABASE?OPTION=VALUE; in a user or "
+            "password @ : / ? # and % are written %40 %3A %2F %3F %23 and %25"
+        )
+    name = next((unquote(value) for key, _, value in options if unquote(key) == "gallery"), "gallery")
+    if not re.fullmatch(r"[a-z0-9_]{1,40}", name):
+        raise ValueError(f'gallery must be 1 to 40 small letters, digits and _, got "{name}"')
+    user_name, _, password = user.partition(":")
+    secrets = [password, *(value for key, _, value in options if _is_secret(key))]
+    secrets = [text for secret in secrets for text in {secret, unquote(secret)} if text]
+    head = f"{scheme}://"
+    for_server = [part for part in options if unquote(part[0]) != "gallery"]
+    for_messages = [part for part in options if not _is_secret(part[0])]
+    return Address(
+        head + (f"{user}@" if user else "") + _with_options(base, for_server),
+        name,
+        head + (f"{user_name}@" if user_name else "") + _with_options(base, for_messages),
+        sorted(secrets, key=len, reverse=True),
+    )
+
+
+def shown(place: object) -> str:
+    """Any place of a gallery, without a password."""
+    text = str(place)
+    if text.startswith(SCHEMES):
+        return parse_address(text).shown
+    return re.sub(r"://.*@", "://…@", text)
+
+
+def _is_secret(key: str) -> bool:
+    return "pass" in unquote(key).lower()
+
+
+def _with_options(base: str, options: list[tuple[str, str, str]]) -> str:
+    return base + ("?" + "&".join("".join(part) for part in options) if options else "")
+
+
+class Connections:
+    """One to read and one to write, made on first use and again after they broke. Thread-safe.
+
+    timeout: seconds for a connection, for a lock of another process, and until a silent server is asked whether it is
+    still up; one that is busy with a long query is, and is waited for.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.psycopg = _psycopg()
+        self._address: Address = parse_address(url)
+        self.name, self.where, self.timeout = self._address.name, self._address.shown, timeout
+        self._read_lock, self._write_lock = threading.RLock(), threading.RLock()
+        self._reader: Any = None
+        self._writer: Any = None
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+        with self._read_lock, self._write_lock:
+            for connection in (self._reader, self._writer):
+                if connection is not None:
+                    connection.close()
+            self._reader = self._writer = None
+
+    def _connection(self, writing: bool) -> Any:
+        if self._closed:
+            raise ValueError(f"{self.where}: the gallery is closed; open it again")
+        connection = self._writer if writing else self._reader
+        if connection is not None and not (connection.closed or connection.broken):
+            return connection
+        try:
+            connection = self._connect()
+        except (self.psycopg.Error, UnicodeError) as error:
+            raise StoreUnreachable(f"{self.where}: cannot be reached ({self._reason(error)})") from None
+        with self._watchdog(connection):
+            connection.execute(
+                "SET synchronous_commit = on"
+            )  # where a server has it off, acknowledged rows can be lost
+            connection.execute("SET jit = off")
+            connection.execute("SET client_min_messages = warning")
+            connection.execute(f"SET lock_timeout = {max(1, int(self.timeout * 1000))}")
+        if writing:
+            self._writer = connection
+        else:
+            self._reader = connection
+        return connection
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        """A cursor that sees one state of the gallery."""
+        with self._read_lock, self._postgres_errors():
+            connection = self._connection(False)
+            if connection.info.transaction_status:  # within another call of ours
+                with connection.cursor(binary=True) as cursor:
+                    yield cursor
+                return
+            with self._watchdog(connection), connection.transaction(), connection.cursor(binary=True) as cursor:
+                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                yield cursor
+
+    @contextmanager
+    def writing(self, key: str) -> Iterator[Any]:
+        """A cursor of the only writer of `key`; everything within is committed, or nothing."""
+        with self._write_lock, self._postgres_errors():
+            connection = self._connection(True)
+            with self._watchdog(connection), connection.transaction(), connection.cursor(binary=True) as cursor:
+                cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (key,))
+                yield cursor
+
+    @staticmethod
+    def copy(cursor: Any, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        """In PostgreSQL's binary format: the bytes of a vector are those of its checksum."""
+        if not rows:
+            return
+        parts = [b"PGCOPY\n\xff\r\n\0" + struct.pack(">ii", 0, 0)]
+        for row in rows:
+            parts.append(struct.pack(">h", len(row)))
+            for value in row:
+                content = value.encode() if isinstance(value, str) else value
+                parts += (struct.pack(">i", len(content)), content)
+        parts.append(struct.pack(">h", -1))
+        with cursor.copy(f"COPY {table} FROM STDIN (FORMAT BINARY)") as copy:
+            copy.write(b"".join(parts))
+
+    def _connect(self) -> Any:
+        # Never prepared: a plan that the server caches would outlive the choice between exact search and the index.
+        options: dict[str, Any] = {"autocommit": True, "client_encoding": "utf8", "prepare_threshold": None}
+        return self.psycopg.connect(self._address.url, connect_timeout=max(2, int(self.timeout)), **options)
+
+    @contextmanager
+    def _watchdog(self, connection: Any) -> Iterator[None]:
+        """Shuts the connection down, so that its call ends, when the server does not accept another one either."""
+        done, shutting_down, wait = threading.Event(), threading.Lock(), max(self.timeout, 1.0)
+
+        def watch() -> None:
+            while not done.is_set():
+                try:
+                    self._connect().close()
+                except self.psycopg.Error as error:
+                    if "FATAL" not in str(error):  # a server that refuses is up
+                        break
+                done.wait(wait)
+            with shutting_down:
+                if not done.is_set():
+                    _shut_down(connection)
+
+        timer = threading.Timer(wait, watch)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            with shutting_down:
+                done.set()
+
+    def _reason(self, error: Exception) -> str:
+        """The first line of the error, without a password."""
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        for secret in self._address.secrets:
+            text = text.replace(secret, "…")
+        return text
+
+    @contextmanager
+    def _postgres_errors(self) -> Iterator[None]:
+        """PostgreSQL's errors as one sentence each."""
+        errors = self.psycopg.errors
+        try:
+            yield
+        except errors.LockNotAvailable:
+            waited = f"waited {self.timeout:g} s"
+            raise TimeoutError(f"{self.where}: another process is writing to it; {waited}, try again later") from None
+        except (errors.FeatureNotSupported, errors.UndefinedFile) as error:
+            raise ValueError(f"{self.where}: the server has no pgvector ({self._reason(error)})") from None
+        except self.psycopg.Error as error:
+            raise StoreUnreachable(f"{self.where}: cannot be used ({self._reason(error)})") from None
+
+
+def bigint_bytes(number: int) -> bytes:
+    return struct.pack(">q", number)
+
+
+def vector_bytes(content: bytes) -> bytes:
+    """A row's vector in pgvector's binary format."""
+    return struct.pack(">hh", len(content) // 4, 0) + content
+
+
+def _shut_down(connection: Any) -> None:
+    """Breaks the connection for the thread that waits on it; closing it from another thread would be unsafe."""
+    with suppress(Exception):
+        shared = socket.socket(fileno=connection.fileno())
+        try:
+            shared.shutdown(socket.SHUT_RDWR)
+        finally:
+            shared.detach()
+
+
+def _psycopg() -> Any:
+    try:
+        import psycopg
+    except ImportError:
+        raise ModuleNotFoundError("a gallery in PostgreSQL needs psycopg: pip install 'nearkin[postgres]'") from None
+    return psycopg
