@@ -1,6 +1,6 @@
 """Every public loss as a case: how to build it, a batch it can learn from, and its float64 twin in `reference.py`.
 
-A new loss adds a row and gets the whole of `test_contract.py` and `test_bad_input.py`; one without a row fails
+A new loss adds a row and gets all of `test_contract.py` and `test_bad_input.py`; one without a row fails
 `test_rooms.py`.
 """
 
@@ -27,7 +27,7 @@ class Case:
     smooth: bool = True  # the value's own finite differences are its gradient: no stop-gradient inside
     ordered: bool = False  # the order within a class carries meaning
     compiles: bool = True
-    by_class: bool = False  # asks whose class is whose, beyond who is kin
+    by_class: bool = False  # needs class ids, beyond positive and negative
 
     def __str__(self) -> str:
         return self.name
@@ -46,14 +46,14 @@ class Case:
         return x.to(dtype), self.targets(labels)
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Labels as this loss takes them: ids, or positions on a line where kin are close."""
+        """Labels as this loss takes them: ids, or positions on a line where positives are close."""
         if not self.graded:
             return labels
         return labels.double() + 0.1 * torch.arange(len(labels)).double() / max(len(labels), 1)
 
 
 def masks(labels: Tensor, reference_labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Kin and strangers by a double loop over ids: nobody to himself, nobody to an unknown."""
+    """Positives and negatives by a double loop over ids: no item to itself, none to an unknown."""
     other = labels if reference_labels is None else reference_labels
     positive = torch.zeros(len(labels), len(other), dtype=torch.bool)
     negative = positive.clone()
@@ -124,10 +124,8 @@ def class_twin(
 
 
 def facility_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-    module(x, labels)  # which medoids it finds is judged by brute force elsewhere; here, what they cost
-    chosen = module.medoids.nonzero().squeeze(1).tolist()
-    gamma = float(module.gamma) if not module.training else module.start
-    return reference.facility_location(x, labels, chosen, gamma=gamma, normalize=module.settings["normalize"])
+    settings = {"sweeps": module.sweeps, "normalize": module.normalize}
+    return reference.facility_location(x, labels, gamma=float(module.gamma), **settings)
 
 
 def heated_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Every loss as a slow float64 loop, written from its formula: the judge of the fast code.
 
 x (B, D) are anchors, references (R, D) whom they meet, the batch itself if None; positive and negative (B, R) bool say
-who is kin and who is not, self-pairs in neither. Class losses take labels (B,), -1 left out. Values are 0-d float64
+positive and negative, self-pairs in neither. Class losses take labels (B,), -1 left out. Values are 0-d float64
 tensors on the graph, so that autograd through the loops is the reference gradient. Nothing here comes from the package.
 """
 
@@ -58,7 +58,7 @@ def units(x):
 
 
 def columns(mask, i):
-    return [j for j, held in enumerate(mask[i]) if held]
+    return [j for j, inside in enumerate(mask[i]) if inside]
 
 
 def logsumexp(values):
@@ -158,10 +158,10 @@ def mine_hard_negatives(distance, positive, negative):
     """Masks: all positive pairs, and as many of the nearest negative ones; of equals the first in reading order."""
     pairs = [(row[n], a, n) for a, row in enumerate(distance) for n in columns(negative, a)]
     number = sum(len(columns(positive, a)) for a in range(len(distance)))
-    kept = torch.zeros_like(torch.as_tensor(negative))
+    chosen = torch.zeros_like(torch.as_tensor(negative))
     for _, a, n in sorted(pairs)[:number]:
-        kept[a, n] = True
-    return torch.as_tensor(positive), kept
+        chosen[a, n] = True
+    return torch.as_tensor(positive), chosen
 
 
 def mine_multi_similarity(distance, positive, negative, epsilon=0.1):
@@ -186,7 +186,7 @@ def distance_weights(row, allowed, dim, clip=0.5, cutoff=1.4):
     def rarity(d):  # -log q(d)
         return -log_power(d, dim - 2) - log_power(1 - d * d / 4, (dim - 3) / 2)
 
-    candidates = [j for j, held in enumerate(allowed) if held]
+    candidates = [j for j, inside in enumerate(allowed) if inside]
     near = [j for j in candidates if cutoff is None or row[j] < cutoff]
     weights = {j: min(rarity(clip), rarity(float(row[j]))) for j in near} or dict.fromkeys(candidates, 0.0)
     top = max(weights.values(), default=0.0)
@@ -247,7 +247,7 @@ def multi_similarity(
     x, positive, negative, references=None, *, alpha=2.0, beta=50.0, base=0.5, epsilon=0.1,
     selection="multi_similarity", reduction="mean",
 ):  # fmt: skip
-    """selection: "multi_similarity", "all", or a tuple of two masks. Anchors who meet nobody have no term."""
+    """selection: "multi_similarity", "all", or a tuple of two masks. Anchors without pairs have no term."""
     s = table(cosine, x, references)
     if selection == "multi_similarity":
         selection = mine_multi_similarity([[1 - v for v in row] for row in s], positive, negative, epsilon)
@@ -360,7 +360,7 @@ def lifted_structure(
 
 
 def npair(x, positive, negative, references=None, *, penalty=0.002, reduction="mean"):
-    """In a batch alone an item without kin before it is an anchor, any other a reference.
+    """In a batch alone an item without a positive before it is an anchor, any other a reference.
 
     The penalty stands in the term of each anchor that counts: its own square, and the mean over all references met.
     """
@@ -395,8 +395,8 @@ def infonce(x, positive, negative, references=None, *, temperature=0.07, reducti
     s = table(lambda u, v: cosine(u, v) / temperature, x, references)
     terms = []
     for a in range(len(x)):
-        strangers = [s[a][n] for n in columns(negative, a)]
-        terms.append([logsumexp([s[a][p], *strangers]) - s[a][p] for p in columns(positive, a)])
+        negatives = [s[a][n] for n in columns(negative, a)]
+        terms.append([logsumexp([s[a][p], *negatives]) - s[a][p] for p in columns(positive, a)])
     return reduced(x, terms, reduction)
 
 
@@ -447,10 +447,10 @@ def fastap(x, positive, negative, references=None, *, bins=10, reduction="mean")
 
         total = 0
         if positives:
-            kin, everyone = histogram(positives), histogram(met)
+            positive_bins, everyone = histogram(positives), histogram(met)
             for b in range(bins + 1):
                 if sum(everyone[: b + 1]) > 0:
-                    total = total + kin[b] * sum(kin[: b + 1]) / sum(everyone[: b + 1])
+                    total = total + positive_bins[b] * sum(positive_bins[: b + 1]) / sum(everyone[: b + 1])
         terms.append([1 - total / len(positives)] if positives else [])
     return reduced(x, terms, reduction)
 
@@ -499,11 +499,35 @@ def best_clustering(distance, labels, gamma):
     return max(scored, key=lambda pair: pair[0]) if items else (0.0, ())
 
 
-def facility_location(x, labels, medoids, gamma=1.0, normalize=True):
-    """The bracket of the loss for given medoids."""
+def facility_search(distance, labels, gamma, sweeps, tie=1e-9):
+    """Medoids by algorithms 1 and 2 with every score from scratch; of scores within rounding the first."""
+    items = known_items(labels)
+
+    def best(others, pick=None):
+        top = -math.inf if pick is None else facility_score(distance, labels, [*others, pick], gamma)
+        for candidate in items:
+            if candidate in others:
+                continue
+            score = facility_score(distance, labels, [*others, candidate], gamma)
+            if score > top + tie:
+                pick, top = candidate, score
+        return pick
+
+    medoids = []
+    for _ in range(len({int(labels[i]) for i in items})):
+        medoids.append(best(medoids))
+    for _ in range(sweeps):
+        for slot, pick in enumerate(medoids):
+            medoids[slot] = best(medoids[:slot] + medoids[slot + 1 :], pick)
+    return sorted(medoids)
+
+
+def facility_location(x, labels, *, gamma=1.0, sweeps=5, normalize=True):
+    """The bracket of the loss, with the medoids that greedy search and exchange find."""
     if not known_items(labels):
         return x.sum() * 0
     d = distances(x, normalize=normalize)
+    medoids = facility_search([[v.item() for v in row] for row in d], labels, gamma, sweeps)
     return (facility_score(d, labels, medoids, gamma) - facility_oracle(d, labels)).relu()
 
 
@@ -610,7 +634,7 @@ def center_update(x, labels, centers, *, alpha=0.5):
 def proxy_nca(
     x, labels, proxies, *, scale=3.0, form="softmax", assignment="static", proxies_per_class=1, reduction="mean"
 ):
-    """Dynamic: a term for every two kin with a stranger in the batch; each stranger brings its proxy, shared or not."""
+    """Dynamic: a term for every positive pair with a negative in the batch; each negative adds its proxy."""
     labels = labels.tolist()
     d = table(lambda v, p: squared_distance(scale * unit(v), scale * unit(p)), x, proxies)
     proxy_class = [z // proxies_per_class for z in range(len(proxies))]
@@ -626,9 +650,9 @@ def proxy_nca(
             terms[a] += [term(d[a][own], others)] if others else []
         elif y >= 0:
             stands_for = [nearest(row, range(len(proxies))) for row in d]
-            strangers = [d[a][stands_for[n]] for n, other in enumerate(labels) if other >= 0 and other != y]
-            kin = [j for j, other in enumerate(labels) if other == y and j != a]
-            terms[a] += [term(d[a][stands_for[j]], strangers) for j in kin if strangers]
+            negatives = [d[a][stands_for[n]] for n, other in enumerate(labels) if other >= 0 and other != y]
+            positives = [j for j, other in enumerate(labels) if other == y and j != a]
+            terms[a] += [term(d[a][stands_for[j]], negatives) for j in positives if negatives]
     return reduced(x, terms, reduction)
 
 

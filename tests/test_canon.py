@@ -87,10 +87,19 @@ def test_every_setting_is_one_that_its_loss_has(subject):
     for row in rows_of(subject):
         for setting in row.tried:
             recipe = read(base=content_of(Job(subject, "final", row.name, setting)))
-            loss_settings(recipe)
-            sampler_settings(recipe)
+            assert_has(loss_settings(recipe), "loss", setting)
+            assert_has(sampler_settings(recipe), "sampler", setting)
     for setting in CANDIDATES.values():
-        read(base=content_of(Job("best", "final", "best recipe", setting)))
+        recipe = read(base=content_of(Job("best", "final", "best recipe", setting)))
+        assert_has(loss_settings(recipe), "loss", setting)
+        assert_has(recipe.encoder, "encoder", setting)
+
+
+def assert_has(settings, section, setting):
+    """What a row sets in this section of the recipe is what is built from it."""
+    wanted = {key.removeprefix(f"{section}."): value for key, value in setting.items() if key.startswith(f"{section}.")}
+    wanted.pop("name", None)
+    assert {key: settings[key] for key in wanted} == wanted
 
 
 def test_every_loss_is_in_the_table_and_every_row_of_the_peer():
@@ -123,12 +132,12 @@ def test_plan_searches_settings_then_rates_then_tests_and_what_the_peer_has_firs
 
 def test_plan_goes_on_from_anywhere():
     options = Options(rows=("CosFace", "lifted", "siamese"))
-    whole, order = played("cub200", options)
+    finished, order = played("cub200", options)
     for cut in (0, 3, 7, len(order) - 1):
-        done = {key(job): whole[key(job)] for job in order[:cut]}
+        done = {key(job): finished[key(job)] for job in order[:cut]}
         while jobs := canon_plan.jobs("cub200", options, done):
-            done[key(jobs[-1])] = whole[key(jobs[-1])]  # workers end in any order
-        assert done == whole
+            done[key(jobs[-1])] = finished[key(jobs[-1])]  # workers end in any order
+        assert done == finished
 
 
 def test_a_row_that_always_diverges_is_not_tested_and_an_unknown_row_is_answered():
@@ -154,14 +163,14 @@ def test_book_keeps_what_is_done_and_tries_again_what_failed(tmp_path):
 
 def test_search_sees_nothing_of_the_test_classes(tmp_path):
     job = Job("fashion-mnist", "search", "contrastive", {"loss.name": "contrastive", "encoder.width": 4, **SHORT})
-    found = []
+    scores = []
     for poison in (False, True):
         desk = Desk(fashion(tmp_path / "set", np.random.default_rng(0), poison), partial=True)
         parts = desk.prepared(job).parts
         labels = desk.prepared(job).items.labels
         assert set(labels[parts.train]) == {0, 1, 2} and set(labels[parts.val]) == {3, 4} and not len(parts.test)
-        found.append(desk.do(job)["val"])
-    assert found[0] == found[1]
+        scores.append(desk.do(job)["val"])
+    assert scores[0] == scores[1]
     tested = Desk(str(tmp_path / "set"), partial=True).prepared(job._replace(stage="final")).parts.test
     assert set(labels[tested]) == {5, 6, 7, 8, 9}
 
@@ -171,13 +180,13 @@ def test_a_final_is_what_nearkin_train_makes_of_its_recipe(tmp_path):
     small = {"encoder.name": "small-cnn", "encoder.freeze_norms": False, "data.size": 16, "data.stored": 16}
     small |= {"encoder.width": 4, "sampler.batch": 24, "sampler.per_class": 2, "training.ema": 0.5, **SHORT}
     job = Job("cub200", "final", "x", {"loss.name": "cosface", "loss.scale": 16.0, **small}, seed=1)
-    found = Desk(root, partial=True).do(job)
+    final = Desk(root, partial=True).do(job)
     recipe = read(base=content_of(job), sets=[f"data.root={root}", "data.partial=true", "training.seed=1"])
     results = training.train(recipe, tmp_path / "run").results
     for name in ("recall@1", "recall@8", "map@r"):
-        assert found["test"][name] == results["test"]["trained"][name]
-    assert found["test"]["nmi"]["value"] == results["clustering"]["nmi"]
-    assert found["steps"] == results["steps"] == 4
+        assert final["test"][name] == results["test"]["trained"][name]
+    assert final["test"]["nmi"]["value"] == results["clustering"]["nmi"]
+    assert final["steps"] == results["steps"] == 4
 
 
 def test_tables_picture_and_recipes(tmp_path):

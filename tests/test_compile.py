@@ -77,13 +77,13 @@ def compiler():
 
 @every
 def test_plain_twins_equal_gradients_by_hand(case, monkeypatch):
-    """What a compiler is given instead of a gradient by hand; a gradient by hand is refused there."""
+    """What a compiler traces instead of a gradient by hand; a gradient by hand is refused there."""
 
     def as_if_compiling(module):
-        def forward(*given):
+        def forward(*inputs):
             with monkeypatch.context() as patch:
                 patch.setattr(torch.compiler, "is_compiling", lambda: True)
-                return module(*given)
+                return module(*inputs)
 
         return forward
 
@@ -147,9 +147,9 @@ def test_any_number_of_rows(compiler):
 
 @pytest.mark.parametrize("name", ["SupConLoss", "ArcFaceLoss"])
 def test_encoder_and_loss_in_one_graph_under_autocast(name, compiler):
-    """A training step compiled whole, as people write it."""
+    """A training step compiled as one graph, as people write it."""
     (case,) = [c for c in COMPILED if c.name == name]
-    found = []
+    results = []
     for compiled in (False, True):
         torch.manual_seed(0)
         encoder, loss = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, DIM)), case.build(torch.float32)
@@ -162,9 +162,9 @@ def test_encoder_and_loss_in_one_graph_under_autocast(name, compiler):
         x, labels = torch.randn(19, 5), torch.tensor(MIXED)
         value = step(x, labels)
         value.backward()
-        found.append((value.detach(), [p.grad for p in (*encoder.parameters(), *loss.parameters())]))
-    assert_close(found[1], found[0], 2e-2)  # the encoder's own rounding in bfloat16, which a compiler may leave out
-    assert bool(found[1][1][0].any())
+        results.append((value.detach(), [p.grad for p in (*encoder.parameters(), *loss.parameters())]))
+    assert_close(results[1], results[0], 2e-2)  # the encoder's own rounding in bfloat16, which a compiler may leave out
+    assert bool(results[1][1][0].any())
 
 
 @pytest.mark.parametrize("name", ["NormalizedSoftmaxLoss", "ArcFaceLoss-sub", "ProxyNCALoss", "ProxyAnchorLoss"])
@@ -173,38 +173,38 @@ def test_classes_that_pass_by_in_blocks(name):
     (case,) = [c for c in COMPILED if c.name == name]
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         torch._dynamo.reset()
-        found = []
+        results = []
         for impl in ("auto", "torch"):
             module = case.build(dtype)
-            module.settings["impl"] = impl
+            module.impl = impl
             function = torch.compile(module, fullgraph=True, backend="aot_eager") if impl == "torch" else module
-            found.append([value_and_gradients(function, module, *batch) for batch in batches(case, dtype)])
-        for got, wanted in zip(*found, strict=True):
+            results.append([value_and_gradients(function, module, *batch) for batch in batches(case, dtype)])
+        for got, wanted in zip(*results, strict=True):
             assert_close(got, wanted, tolerance)
 
 
 def test_many_classes_compile_in_bounded_time_and_memory():
     """A hundred blocks of classes are one node."""
     torch._dynamo.reset()
-    found, (x, labels) = [], (torch.randn(8, 4), torch.arange(8) * 100)
+    results, (x, labels) = [], (torch.randn(8, 4), torch.arange(8) * 100)
     for compiled in (False, True):
         torch.manual_seed(0)
         module = losses.CosFaceLoss(1000, 4, max_memory=8 * 4 * 64 + 10 * (12 * 8 + 4 * 64))
         function = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
-        found.append(value_and_gradients(function, module, x, labels))
-    assert_close(found[1], found[0], 1e-6)
+        results.append(value_and_gradients(function, module, x, labels))
+    assert_close(results[1], results[0], 1e-6)
 
 
 @every
 def test_torch_func_sees_the_plain_formula(case):
     """`torch.func.grad`, `jacrev` and `vmap` over batches."""
     module = case.build().eval()
-    found = [(x, labels) for x, labels in batches(case, torch.float64)]
-    x, labels = found[0]
+    every_batch = [(x, labels) for x, labels in batches(case, torch.float64)]
+    x, labels = every_batch[0]
     _, (gradient, *_) = value_and_gradients(module, module, x, labels)
     for taken in (torch.func.grad, torch.func.jacrev):
         assert_close((taken(lambda y: module(y, labels))(x).detach(), []), (gradient, []), 1e-10)
-    several = torch.stack([x for x, _ in found])
+    several = torch.stack([x for x, _ in every_batch])
     wanted = torch.stack([module(x, labels) for x in several]).detach()
     torch.testing.assert_close(torch.func.vmap(lambda y: module(y, labels))(several).detach(), wanted)
 

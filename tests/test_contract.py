@@ -79,7 +79,7 @@ def test_references_are_a_concatenation(case):
 
 
 def frozen_differences(x, labels, settings, step=1e-6):
-    """Central differences of the Circle loss's loop, its weights held at x."""
+    """Central differences of the Circle loss's loop, its weights fixed at x."""
     gradient = torch.zeros_like(x)
     for i, j in torch.cartesian_prod(torch.arange(len(x)), torch.arange(DIM)).tolist():
         sides = []
@@ -95,7 +95,7 @@ def frozen_differences(x, labels, settings, step=1e-6):
 def test_gradcheck(case):
     module = case.build().eval()
     x, labels = case.batch()
-    if not case.smooth:  # part of it is held out of the gradient: the loop is asked with that part frozen
+    if not case.smooth:  # part of it has no gradient: the loop is evaluated with that part frozen
         assert case.name == "CircleLoss"
         _, (gradient,) = value_and_gradients(module, module, x, labels)
         assert_same((gradient, []), (frozen_differences(x, labels, module.settings), []), 1e-6)
@@ -188,17 +188,16 @@ def test_every_kind_of_relation(case):
 def test_reductions_agree(case):
     module = case.build().eval()
     if "reduction" not in module.settings:
-        pytest.skip("one value a batch: nothing to reduce")
+        pytest.skip("one value per batch: nothing to reduce")
     x, labels = case.batch()
     results = {}
-    for module.settings["reduction"] in ("mean", "active", "sum", "none"):
-        results[module.settings["reduction"]] = module(x, labels)
+    for module.reduction in ("mean", "active", "sum", "none"):
+        results[module.reduction] = module(x, labels)
     assert results["none"].shape == (len(x),)
     torch.testing.assert_close(results["none"].sum(), results["sum"])
     assert results["mean"].shape == results["active"].shape == ()
-    module.settings["reduction"] = "average"
     with pytest.raises(ValueError, match=r'unknown reduction "average"; known: mean, active, sum, none'):
-        module(x, labels)
+        module.reduction = "average"
 
 
 def function_of(module):
@@ -213,21 +212,21 @@ def test_module_is_its_function(case):
     x, labels = case.batch()
     function, settings = function_of(module), dict(module.settings)
     tensors = dict(module.named_parameters()) | {"centers": getattr(module, "centers", None)}
-    given = [tensors[name] for name in ("weight", "bias", "proxies", "centers") if tensors.get(name) is not None]
+    learned = [tensors[name] for name in ("weight", "bias", "proxies", "centers") if tensors.get(name) is not None]
     if case.name.startswith(("Margin", "Siamese")):
         settings |= dict(module.named_parameters())
-        given = []
+        learned = []
     for name in ("gamma", "annealing", "scale"):
         if hasattr(module, name) and name not in settings:
             settings[name] = getattr(module, name)
     if case.name == "HeatedSoftmaxLoss-batch":
         x = torch.nn.functional.batch_norm(x, module.running_mean, module.running_var)
         module.norm, settings["normalize"], settings["scale"] = "l2", False, module.scale / DIM**0.5
-        wanted = function(x, labels, *given, **settings)
+        wanted = function(x, labels, *learned, **settings)
         module.norm = "batch"
         torch.testing.assert_close(module(case.batch()[0], labels), wanted)
         return
-    torch.testing.assert_close(module(x, labels), function(x, labels, *given, **settings), rtol=0, atol=0)
+    torch.testing.assert_close(module(x, labels), function(x, labels, *learned, **settings), rtol=0, atol=0)
 
 
 @every

@@ -66,9 +66,11 @@ def triplets(anchor: Tensor, positive: Tensor, negative: Tensor, rows: int) -> m
     return mining.Triplets(*columns, torch.arange(columns.shape[2]) < count[:, None])
 
 
-def all_triplets(distance: Tensor, kin: Relation) -> mining.Triplets:
+def all_triplets(distance: Tensor, relation: Relation) -> mining.Triplets:
     """Every triplet one by one, as the peer's triplet losses take them."""
-    return triplets(*(kin.positive[:, :, None] & kin.negative[:, None, :]).nonzero(as_tuple=True), len(distance))
+    return triplets(
+        *(relation.positive[:, :, None] & relation.negative[:, None, :]).nonzero(as_tuple=True), len(distance)
+    )
 
 
 @dataclass(frozen=True)
@@ -343,8 +345,8 @@ def test_agrees_beyond_the_margin():
 
 
 def test_smooth_ap_agrees_where_an_item_finds_itself():
-    """The peer counts each item among its own kin, and reads only batches in order of class, as many classes as items a
-    class, in float32."""
+    """The peer counts each item among its own positives, and reads only batches in order of class, as many classes as
+    items per class, in float32."""
     x, _ = batch("even")
     x, labels = x.requires_grad_(), torch.arange(4).repeat_interleave(4)
     for temperature in (0.01, 0.1):
@@ -369,11 +371,11 @@ def test_reducers_agree_with_reduction_none():
     theirs.reducer = ClassWeightedReducer(weights)
     assert_close((weights[labels] * each).mean(), theirs(x, labels), 1e-10)
     for loss, other in ((losses.SupConLoss, peer.SupConLoss), (losses.CircleLoss, peer.CircleLoss)):
-        each = loss(reduction="none")(x, labels)  # 0 for an anchor without kin
+        each = loss(reduction="none")(x, labels)  # 0 for an anchor without positives
         assert_close(each.mean(), other(reducer=MeanReducer())(x, labels), 1e-10)
     each = losses.InfoNCELoss(reduction="none")(x, labels)
-    kin = relations.of(labels).positive.sum(1).clamp(min=1)
-    assert_close((each / kin).mean(), peer.NTXentLoss(reducer=PerAnchorReducer())(x, labels), 1e-10)
+    relation = relations.of(labels).positive.sum(1).clamp(min=1)
+    assert_close((each / relation).mean(), peer.NTXentLoss(reducer=PerAnchorReducer())(x, labels), 1e-10)
 
 
 def test_sphereface_scale_is_the_length_of_the_embeddings():
@@ -425,16 +427,16 @@ def test_distance_weighted_miner_draws_from_the_same_weights():
     many, count = 4000, torch.zeros(2, len(x), len(x))
     anchor, _, negative = DistanceWeightedMiner()(x.repeat(many, 1), labels.repeat(many), x, labels)
     count[0].index_put_((anchor % len(x), negative), torch.ones(()), accumulate=True)
-    near, kin = distances.euclidean(distances.unit(x)), relations.of(labels)
-    often = Relation(*(mask.repeat(many, 1) for mask in kin[:2]))
+    near, relation = distances.euclidean(distances.unit(x)), relations.of(labels)
+    often = Relation(*(mask.repeat(many, 1) for mask in relation[:2]))
     anchor, _, negative = mining.distance_weighted(near.repeat(many, 1), often, dim=DIM).indices()
     count[1].index_put_((anchor % len(x), negative), torch.ones(()), accumulate=True)
-    reach = (kin.negative & (near < 1.4)).any(1)
+    reach = (relation.negative & (near < 1.4)).any(1)
     assert bool(reach.any()) and not bool(reach.all())
     theirs, ours = count / count.sum(2, keepdim=True)
     assert (theirs - ours)[reach].abs().max() < 0.03
     assert not count[0, ~reach].any()
-    assert (ours - kin.negative / kin.negative.sum(1))[~reach].abs().max() < 0.03
+    assert (ours - relation.negative / relation.negative.sum(1))[~reach].abs().max() < 0.03
 
 
 def test_easy_positive_keeps_the_anchor_that_the_miner_drops():
@@ -454,8 +456,8 @@ def test_easy_positive_keeps_the_anchor_that_the_miner_drops():
 
 def test_semihard_takes_one_negative_where_the_miner_takes_all_inside_the_margin():
     x, labels = batch("even")
-    near, kin = distances.euclidean(distances.unit(x)), relations.of(labels)
-    ours = rows_of(*mining.semihard(near, kin, fallback="skip").indices())
+    near, relation = distances.euclidean(distances.unit(x)), relations.of(labels)
+    ours = rows_of(*mining.semihard(near, relation, fallback="skip").indices())
     theirs = rows_of(*TripletMarginMiner(0.2, "semihard")(x, labels))
     assert {t[:2] for t in theirs} < {t[:2] for t in ours}  # ours: with the nearest, be it beyond the margin
     assert len(theirs) > len({t[:2] for t in theirs})  # theirs: several negatives a positive
@@ -469,13 +471,15 @@ def test_any_indices_tuple_becomes_a_selection_or_a_relation(kind):
     x, labels = batch("uneven")
     x.requires_grad_()
     chosen = TripletMarginMiner(0.2, kind)(x, labels)
-    ours = losses.TripletLoss(squared=False, selection=lambda d, kin: triplets(*chosen, len(d)), reduction="active")
+    ours = losses.TripletLoss(
+        squared=False, selection=lambda d, relation: triplets(*chosen, len(d)), reduction="active"
+    )
     assert_same(ours(x, labels), peer.TripletMarginLoss(0.2)(x, labels, chosen), [x], [], 1e-10)
     pairs = PairMarginMiner(0.9, 1.1)(x, labels)
     mask = torch.zeros(len(x), len(x), dtype=torch.bool)
-    kin = Relation(*(mask.index_put(pair, torch.tensor(True)) for pair in (pairs[:2], pairs[2:])))
+    relation = Relation(*(mask.index_put(pair, torch.tensor(True)) for pair in (pairs[:2], pairs[2:])))
     ours = losses.ContrastiveLoss(squared=False, normalize=True, reduction="active")
-    assert_same(2 * ours(x, kin), peer.ContrastiveLoss()(x, labels, pairs), [x], [], 1e-10)
+    assert_same(2 * ours(x, relation), peer.ContrastiveLoss()(x, labels, pairs), [x], [], 1e-10)
 
 
 def test_indices_in_the_third_place_are_refused():
@@ -542,11 +546,11 @@ def test_npairs_there_is_blind_to_length_and_to_all_but_two_of_a_class():
 def test_margin_all_means_every_triplet_there_and_every_pair_here():
     """Four classes of four: a positive pair stands in 12 triplets, a negative pair in 3."""
     x, labels = batch("even")
-    kin = relations.of(labels)
-    nobody = torch.zeros_like(kin.positive)
+    relation = relations.of(labels)
+    none = torch.zeros_like(relation.positive)
     pairs = partial(losses.margin_loss, beta=1.25, selection="all", reduction="sum")
-    whole = 12 * pairs(x, Relation(kin.positive, nobody)) + 3 * pairs(x, Relation(nobody, kin.negative))
-    assert_close(whole, peer.MarginLoss(beta=1.25, reducer=SumReducer())(x, labels), 1e-10)
+    counted = 12 * pairs(x, Relation(relation.positive, none)) + 3 * pairs(x, Relation(none, relation.negative))
+    assert_close(counted, peer.MarginLoss(beta=1.25, reducer=SumReducer())(x, labels), 1e-10)
 
 
 def test_margin_nu_there_is_added_whole_or_not_at_all():
@@ -566,7 +570,7 @@ def test_smooth_ap_there_depends_on_the_order_of_the_batch():
     x, labels, order = x[:15], torch.arange(3).repeat_interleave(5), torch.randperm(15)
     one, other = (peer.SmoothAPLoss()(*b).item() for b in ((x, labels), (x[order], labels[order])))
     assert abs(one - other) > 0.01
-    # Five of each of three classes in order: it should be what ours is with each item its own kin, and is not.
+    # Five of each of three classes in order: it should be what ours is with each item its own positive, and is not.
     assert abs(one - losses.SmoothAPLoss()(x, labels, x.clone(), labels).item()) > 0.01
     one, other = (losses.SmoothAPLoss()(*b).item() for b in ((x, labels), (x[order], labels[order])))
     assert one == pytest.approx(other)
@@ -607,7 +611,7 @@ def test_proxy_nca_there_drops_the_hardest_item():
 
 
 def test_ntxent_there_is_capped_by_underflow():
-    """A kin opposite and a stranger at hand, temperature 0.01: the true loss is 200, float32 runs out at e^-87."""
+    """A positive opposite and a negative near, temperature 0.01: the true loss is 200, float32 runs out at e^-87."""
     x, r = torch.tensor([[1.0, 0.02]]), torch.tensor([[-1.0, 0.0], [1.0, 0.0]])
     labels, others = torch.tensor([0]), torch.tensor([0, 1])
     assert peer.NTXentLoss(0.01)(x, labels, None, r, others).item() < 88
@@ -718,12 +722,12 @@ def test_guide_names_every_loss_of_the_peer():
 
 def arguments(thing: type) -> set[str]:
     """Of its own: those of its ancestors that every loss there has are left out."""
-    found = set()
+    names = set()
     for part in thing.__mro__:
         if part.__module__.startswith("pytorch_metric_learning.losses") and "__init__" in vars(part):
-            found |= {n for n, p in signature(part.__init__).parameters.items() if p.kind is not p.VAR_KEYWORD}
+            names |= {n for n, p in signature(part.__init__).parameters.items() if p.kind is not p.VAR_KEYWORD}
     general = {"self", "embedding_regularizer", "embedding_reg_weight", "weight_regularizer", "weight_reg_weight"}
-    return found - general - {"weight_init_func", "args", "mat_based_loss", "use_similarity"}
+    return names - general - {"weight_init_func", "args", "mat_based_loss", "use_similarity"}
 
 
 def test_guide_names_what_exists_on_both_sides():

@@ -124,13 +124,78 @@ def test_help_of_a_loss_class_has_its_formula_and_settings(name):
     assert not set(describe.OWN[name]) - set(inspect.signature(loss).parameters), f"{name} has no such settings"
 
 
+# float(), int() and bool() of a tensor wait for its device. These are of Python values.
+OF_PYTHON_VALUES = {
+    "autograd.py: bool(active())",
+    "distances.py: float((torch.finfo(kind).tiny * 1000000.0) ** 2)",
+    "files.py: bool(getattr(path, 'is_junction', bool)())",
+}
+READS_ON_THE_CPU = {"facility_few.py: search"}  # functions that are called only where `checks.reads_values` holds
+ASKS = {"freely_read", "reads_values"}  # a function that asks one of these first may read
+
+
+def synchronising(path: Path):
+    """Conversions of what may be a tensor, outside the functions that have asked whether values may be read."""
+    functions = []
+
+    def visit(node):
+        inside = isinstance(node, (ast.FunctionDef, ast.Lambda))
+        functions.extend([node] if inside else [])
+        name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        if name in ("float", "int", "bool") and node.args:
+            line = f"{path.name}: {ast.unparse(node)}"
+            if line not in OF_PYTHON_VALUES and not is_python(node.args[0]) and not asked(node):
+                yield f"line {node.lineno}: {line}"
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child)
+        if inside:
+            functions.pop()
+
+    def is_python(value):
+        """A literal, a length, or an argument that is annotated as a number."""
+        if isinstance(value, ast.Call):
+            return isinstance(value.func, ast.Name) and value.func.id == "len"
+        every = [a for f in functions for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
+        numbers = {
+            a.arg for a in every if a.annotation and ast.unparse(a.annotation) in ("float", "int", "bool", "str")
+        }
+        return isinstance(value, ast.Constant) or (isinstance(value, ast.Name) and value.id in numbers)
+
+    def asked(node):
+        calls = [c for f in functions for c in ast.walk(f) if isinstance(c, ast.Call) and c.lineno <= node.lineno]
+        names = {f"{path.name}: {f.name}" for f in functions if isinstance(f, ast.FunctionDef)}
+        return bool(
+            ASKS & {getattr(c.func, "attr", getattr(c.func, "id", "")) for c in calls} or names & READS_ON_THE_CPU
+        )
+
+    yield from visit(ast.parse(path.read_text()))
+
+
+TENSOR_FILES = [*(ROOT / "losses").glob("*.py"), *(ROOT / "core").glob("*.py"), ROOT / "mining.py"]
+
+
 def test_losses_do_not_synchronise_or_loop():
     """No value is read back, and no cube is made: seen in the source, proved by the memory benchmark."""
-    for path in [*(ROOT / "losses").glob("*.py"), *(ROOT / "core").glob("*.py"), ROOT / "mining.py"]:
+    for path in TENSOR_FILES:
         if path.name == "checks.py":
             continue
-        found = re.findall(r"\.(item|tolist|cpu|numpy)\(\)", path.read_text())
-        assert not found, f"{path.name}: {found}"
+        reads = re.findall(r"\.(item|tolist|cpu|numpy)\(\)", path.read_text())
+        reads += synchronising(path)
+        assert not reads, f"{path.name}: {reads}"
+
+
+def test_the_check_sees_a_conversion(tmp_path):
+    lines = ["def f(x, n: int, beta: float | None):", "    y = int(n) + len(x)", "    if {}:", "        return {}", ""]
+    for asks, value, seen in (
+        ("x.numel()", "float(x.max())", 1),
+        ("x.numel()", "(int(x), bool(beta))", 2),
+        ("x.numel()", "float(len(x)) + int(n)", 0),
+        ("distances.freely_read(x)", "bool(x.any())", 0),
+        ("x.numel()", "[float(t) for t in x]", 1),
+    ):
+        path = tmp_path / "loss.py"
+        path.write_text("\n".join(lines).format(asks, value))
+        assert len([*synchronising(path)]) == seen, value
 
 
 def test_import_is_light():

@@ -18,27 +18,27 @@ _KINDS = {"ids": torch.long, "rows": torch.bool, "targets": torch.float32}
 
 
 class CrossBatchMemory(nn.Module):
-    """A pair loss whose batch also meets the last `size` embeddings of past batches.
+    """A pair loss whose batch is also compared with the last `size` embeddings of past batches.
 
     L = loss(x, labels, [x; memory], [labels; memory's labels]), an item's pair with itself left out
 
-    One relation over the batch and the memory, where the authors add two losses: a selection may find its positive in
-    the batch and its negative in the memory, there is no weight to choose, and with an empty memory L is the loss of
+    One relation over the batch and the memory, where the authors add two losses: a selection may take its positive from
+    the batch and its negative from the memory, there is no weight to choose, and with an empty memory L is the loss of
     the batch alone. Gradients flow through both sides of the batch's own pairs; the memory is stored without a graph.
     A batch is stored after its loss was taken, and only in training.
 
     loss: any loss that takes references. dim: dimensions of the embeddings. warmup: training steps before the memory is
     used, while it already fills; embeddings drift fast at first. label_kind: "ids" (B,); "rows" (B, label_dim) bool for
-    multi-label; "targets" (B,) or (B, label_dim) real-valued, kept in float32. The memory never grows, follows the
-    embeddings' device, and is float32 also under half precision. A row with NaN or Inf is not stored: its place stays
+    multi-label; "targets" (B,) or (B, label_dim) real-valued, stored in float32. The memory never grows, follows the
+    embeddings' device, and is float32 also under half precision. A row with NaN or Inf is not stored: its slot stays
     empty. `NPairLoss` takes every item for an anchor here, as it does with any references.
     Wang et al. 2020, arXiv:1912.06798.
     """
 
     embeddings: Tensor  # (size, D), zeros where empty
     labels: Tensor  # (size,) or (size, K)
-    known: Tensor  # (size,) bool: holds an item
-    cursor: Tensor  # () where the next row goes
+    known: Tensor  # (size,) bool: which slots have an item
+    cursor: Tensor  # () slot of the next row
     filled: Tensor  # () rows stored so far, at most size
     steps: Tensor  # () training steps so far
 
@@ -61,8 +61,8 @@ class CrossBatchMemory(nn.Module):
         if label_dim is not None:
             checks.integer("label_dim", label_dim, 1)
         if (label_kind == "rows" and label_dim is None) or (label_kind == "ids" and label_dim is not None):
-            wanted = "given" if label_kind == "rows" else "left out"
-            raise ValueError(f'label_dim must be {wanted} where label_kind="{label_kind}", got {label_dim}')
+            rule = "given" if label_kind == "rows" else "left out"
+            raise ValueError(f'label_dim must be {rule} where label_kind="{label_kind}", got {label_dim}')
         self.loss, self.warmup, self.label_kind = loss, warmup, label_kind
         shape = (size,) if label_dim is None else (size, label_dim)
         self.register_buffer("embeddings", torch.zeros(size, dim))
@@ -73,7 +73,7 @@ class CrossBatchMemory(nn.Module):
 
     @property
     def lr_scale(self) -> float:
-        """That of the loss, whose parameters are the only ones."""
+        """`lr_scale` of the loss, whose parameters are the only ones."""
         return float(getattr(self.loss, "lr_scale", 1.0))
 
     def extra_repr(self) -> str:
@@ -81,7 +81,7 @@ class CrossBatchMemory(nn.Module):
         return f"size={size}, dim={dim}, warmup={self.warmup}, label_kind={self.label_kind!r}"
 
     def reset(self) -> None:
-        """Empties the memory and starts the warm-up anew; the loss keeps what it has learned."""
+        """Empties the memory and restarts the warm-up; the loss keeps what it has learned."""
         for name, buffer in list(self.named_buffers(recurse=False)):
             setattr(self, name, torch.full_like(buffer, self._blank if name == "labels" else 0))
 
@@ -90,9 +90,9 @@ class CrossBatchMemory(nn.Module):
     ) -> Tensor:
         """The loss of a batch, which in training is then stored.
 
-        stored (B, D): the same items from a momentum encoder, met and stored instead of the embeddings themselves, and
-        without gradient. They are another view, so an item's pair with its own stored embedding counts. items (B,):
-        handed on to a loss that learns something per item, as `MarginLoss(num_items=)` does.
+        stored (B, D): the same items from a momentum encoder, used as references and stored instead of the embeddings
+        themselves, without gradient. They are another view, so an item's pair with its own stored embedding counts.
+        items (B,): passed on to a loss that learns something per item, as `MarginLoss(num_items=)` does.
         """
         if self.training:
             refuse_transforms("CrossBatchMemory")
@@ -100,8 +100,9 @@ class CrossBatchMemory(nn.Module):
         labels = self._checked(embeddings, labels, stored)
         own = embeddings if stored is None else stored.detach()
         references = torch.cat([own, self.embeddings])  # (B + size, D); a copy, which later storing leaves alone
-        more = {} if items is None else {"items": items}
-        value: Tensor = self.loss(embeddings, self._relation(labels, references, stored is None), references, **more)
+        options = {} if items is None else {"items": items}
+        relation = self._relation(labels, references, stored is None)
+        value: Tensor = self.loss(embeddings, relation, references, **options)
         if self.training:
             self._store(own.detach(), labels)
         return value
@@ -111,23 +112,24 @@ class CrossBatchMemory(nn.Module):
         return UNKNOWN if self.label_kind == "ids" else 0
 
     def _follow(self, embeddings: Tensor) -> None:
-        """The memory moves to where the embeddings are, once."""
+        """Moves the memory to the device of the embeddings, once."""
         if isinstance(embeddings, Tensor) and embeddings.device != self.embeddings.device:
             for name, buffer in list(self.named_buffers(recurse=False)):
                 setattr(self, name, buffer.to(embeddings.device))
 
     def _checked(self, embeddings: Tensor, labels: Tensor, stored: Tensor | None) -> Tensor:
-        """Everything fits together; labels as they are kept."""
-        wanted = self.embeddings.shape[1]
-        checks.dimensions("embeddings", checks.rows("embeddings", embeddings), wanted, "the memory has")
+        """Checks the batch; returns labels in the type of the memory."""
+        checks.dimensions(
+            "embeddings", checks.rows("embeddings", embeddings), self.embeddings.shape[1], "the memory has"
+        )
         if stored is not None:
             checks.rows("stored", stored)
             checks.same_device("stored", stored, embeddings)
             checks.same_shape("stored", stored, embeddings, "embeddings")
         if not isinstance(labels, Tensor) or not self._fits(labels):
             got = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-            kept = ", ".join(map(str, ("rows", *self.labels.shape[1:])))
-            raise TypeError(f"labels must be {self.label_kind} of shape ({kept}) as the memory keeps them, got {got}")
+            shape = ", ".join(map(str, ("rows", *self.labels.shape[1:])))
+            raise TypeError(f"labels must be {self.label_kind} of shape ({shape}) as the memory keeps them, got {got}")
         checks.batch(embeddings, labels, self.embeddings, self.labels, graded=self.label_kind == "targets")
         return labels.to(self.labels.dtype)
 
@@ -138,36 +140,40 @@ class CrossBatchMemory(nn.Module):
             return labels.dtype != torch.bool and not labels.is_floating_point()
         return (labels.dtype == torch.bool) == (self.label_kind == "rows")
 
-    def _relation(self, labels: Tensor, references: Tensor, apart: bool) -> Labels:
-        """Of the batch with itself and with the memory, (B, B + size); empty places are neither kin nor strangers."""
+    def _relation(self, labels: Tensor, references: Tensor, same: bool) -> Labels:
+        """Of the batch with itself and with the memory, (B, B + size); empty slots are neither positive nor negative.
+
+        same: the first B references are the anchors themselves, so that a pair of an item with itself is left out.
+        """
         others = torch.cat([labels, self.labels])
         used = self.known & (self.steps >= self.warmup)
-        met = torch.cat([torch.ones(labels.shape[0], dtype=torch.bool, device=used.device), used])
-        met = met.expand(labels.shape[0], -1)  # (B, B + size)
-        if apart:
-            met = met & ~torch.eye(*met.shape, dtype=torch.bool, device=met.device)
+        valid = torch.cat([torch.ones(labels.shape[0], dtype=torch.bool, device=used.device), used])
+        valid = valid.expand(labels.shape[0], -1)  # (B, B + size)
+        if same:
+            valid = valid & ~torch.eye(*valid.shape, dtype=torch.bool, device=valid.device)
         if self.label_kind == "targets":
-            return LabelDistance(torch.where(met, relations.label_distances(labels, others), 0.0))  # 0: left out
-        kin = relations.of(labels, references, others)
-        return Relation(kin.positive & met, kin.negative & met, labels if self.label_kind == "ids" else None)
+            return LabelDistance(torch.where(valid, relations.label_distances(labels, others), 0.0))  # 0: left out
+        relation = relations.of(labels, references, others)
+        ids = labels if self.label_kind == "ids" else None
+        return Relation(relation.positive & valid, relation.negative & valid, ids)
 
     @torch.no_grad()
     def _store(self, rows: Tensor, labels: Tensor) -> None:
-        """The last `size` rows take the places from the cursor on, around the end.
+        """The last `size` rows take the slots from the cursor on, around the end.
 
         Every buffer becomes a new tensor of the same size: a compiled backward may still read the old one.
         """
         size, number = self.known.shape[0], rows.shape[0]
         skipped = max(number - size, 0)
         rows, labels = rows[skipped:].to(self.embeddings.dtype), labels[skipped:]
-        place = (self.cursor + torch.arange(skipped, number, device=rows.device)) % size
-        sound = ~reduce.any_in_row(~rows.isfinite())
+        slots = (self.cursor + torch.arange(skipped, number, device=rows.device)) % size
+        finite = ~reduce.any_in_row(~rows.isfinite())
         if labels.is_floating_point():
-            sound = sound & (labels.isfinite() if labels.dim() == 1 else ~reduce.any_in_row(~labels.isfinite()))
-        empty = ~sound if labels.dim() == 1 else ~sound[:, None]
-        self.embeddings = self.embeddings.index_copy(0, place, rows.masked_fill(~sound[:, None], 0.0))
-        self.labels = self.labels.index_copy(0, place, labels.masked_fill(empty, self._blank))
-        self.known = self.known.index_copy(0, place, sound)
+            finite = finite & (labels.isfinite() if labels.dim() == 1 else ~reduce.any_in_row(~labels.isfinite()))
+        empty = ~finite if labels.dim() == 1 else ~finite[:, None]
+        self.embeddings = self.embeddings.index_copy(0, slots, rows.masked_fill(~finite[:, None], 0.0))
+        self.labels = self.labels.index_copy(0, slots, labels.masked_fill(empty, self._blank))
+        self.known = self.known.index_copy(0, slots, finite)
         self.cursor = (self.cursor + number) % size
         self.filled = (self.filled + number).clamp(max=size)
         self.steps = self.steps + 1

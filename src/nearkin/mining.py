@@ -1,7 +1,7 @@
-"""Which pairs and triplets a loss looks at: pure functions of a distance matrix and a relation.
+"""Which pairs and triplets a loss uses: pure functions of a distance matrix and a relation.
 
 Each takes `distance` (B, R), Euclidean, larger is farther, and a `Relation`, and returns indices of fixed shape with a
-validity mask: no B³ tensor, no loop over anchors, and nothing for which a device would have to report back. Ties go to
+validity mask: no B³ tensor, no loop over anchors, and no value is read back from the device. Ties go to
 the lowest index. Any callable of the same form serves as a loss's `selection=`.
 """
 
@@ -39,7 +39,7 @@ def __dir__() -> list[str]:
 
 
 class Triplets(NamedTuple):
-    """T triplets an anchor: columns of its positive and its negative, (B, T), and which of them are real."""
+    """T triplets per anchor: columns of its positive and its negative, (B, T), and which of them are real."""
 
     positive: Tensor
     negative: Tensor
@@ -59,88 +59,88 @@ class Pairs(NamedTuple):
 
 
 Selection: TypeAlias = str | Callable[[Tensor, Relation], Triplets | Pairs]
-FALLBACKS = ("farthest", "hardest", "skip")  # what stands in for a semi-hard negative where there is none
+FALLBACKS = ("farthest", "hardest", "skip")  # what replaces a semi-hard negative where there is none
 
 
-def all_pairs(distance: Tensor, kin: Relation) -> Pairs:
+def all_pairs(distance: Tensor, relation: Relation) -> Pairs:
     """Every pair: the selection "all". A triplet loss sums all triplets of these by itself, without listing them."""
-    return Pairs(kin.positive, kin.negative)
+    return Pairs(relation.positive, relation.negative)
 
 
-def hard(distance: Tensor, kin: Relation) -> Triplets:
+def hard(distance: Tensor, relation: Relation) -> Triplets:
     """Every positive with the nearest negative of its anchor."""
-    _, index = reduce.largest(-distance.detach(), kin.negative)
-    return _every_positive(distance, index[:, None].expand_as(distance), kin)
+    _, index = reduce.largest(-distance.detach(), relation.negative)
+    return _every_positive(distance, index[:, None].expand_as(distance), relation)
 
 
-def semihard(distance: Tensor, kin: Relation, *, fallback: str = "farthest") -> Triplets:
+def semihard(distance: Tensor, relation: Relation, *, fallback: str = "farthest") -> Triplets:
     """Every positive with the nearest negative that is strictly farther than it (Schroff et al. 2015, section 3.2).
 
     Where there is none: `fallback` = "farthest" takes the farthest negative, the least hard one, as TensorFlow does;
-    "hardest" the nearest, so that no pair is spared; "skip" leaves the pair out, as the FaceNet code does. By name:
+    "hardest" the nearest, so that every pair costs; "skip" leaves the pair out, as the FaceNet code does. By name:
     "semihard", "semihard_or_hardest" and "semihard_or_skip".
     """
     checks.one_of("fallback", fallback, FALLBACKS)
     distance = distance.detach().contiguous()
-    near_first, order = distance.masked_fill(~kin.negative, torch.inf).sort(dim=1, stable=True)  # (B, R) each
-    number = kin.negative.sum(1, keepdim=True)
-    place = torch.searchsorted(near_first, distance, right=True)  # first place that is strictly farther
-    found = place < number
+    near_first, order = distance.masked_fill(~relation.negative, torch.inf).sort(dim=1, stable=True)  # (B, R) each
+    number = relation.negative.sum(1, keepdim=True)
+    position = torch.searchsorted(near_first, distance, right=True)  # the first that is strictly farther
+    valid = position < number
     if fallback != "skip" and distance.shape[1] > 0:
         other = torch.zeros_like(number)  # the nearest
         if fallback == "farthest":
             farthest = near_first.gather(1, (number - 1).clamp(min=0))
             other = torch.searchsorted(near_first, farthest)  # of equals the first
-        place = torch.where(found, place, other)
-        found = number > 0
-    chosen = order.gather(1, place.clamp(max=max(distance.shape[1] - 1, 0)))
-    return Triplets(_columns(distance), chosen, kin.positive & found)
+        position = torch.where(valid, position, other)
+        valid = number > 0
+    chosen = order.gather(1, position.clamp(max=max(distance.shape[1] - 1, 0)))
+    return Triplets(_columns(distance), chosen, relation.positive & valid)
 
 
-def batch_hard(distance: Tensor, kin: Relation) -> Triplets:
-    """One triplet an anchor: its farthest positive and its nearest negative (Hermans et al. 2017, eq. 5)."""
+def batch_hard(distance: Tensor, relation: Relation) -> Triplets:
+    """One triplet per anchor: its farthest positive and its nearest negative (Hermans et al. 2017, eq. 5)."""
     distance = distance.detach()
-    _, positive = reduce.largest(distance, kin.positive)
-    _, negative = reduce.largest(-distance, kin.negative)
-    return Triplets(positive[:, None], negative[:, None], _has_both(kin))
+    _, positive = reduce.largest(distance, relation.positive)
+    _, negative = reduce.largest(-distance, relation.negative)
+    return Triplets(positive[:, None], negative[:, None], _has_both(relation))
 
 
 def easy_positive(
-    distance: Tensor, kin: Relation, *, negative: str = "semihard", fallback: str = "farthest"
+    distance: Tensor, relation: Relation, *, negative: str = "semihard", fallback: str = "farthest"
 ) -> Triplets:
-    """One triplet an anchor: its nearest positive, and the "semihard" or "hard" negative of that pair.
+    """One triplet per anchor: its nearest positive, and the "semihard" or "hard" negative of that pair.
 
     `fallback` as in `semihard`. Xuan, Stylianou, Pless 2020, arXiv:1904.04370.
     """
     checks.one_of("negative", negative, ("semihard", "hard"))
     checks.one_of("fallback", fallback, FALLBACKS)
     distance = distance.detach()
-    _, positive = reduce.largest(-distance, kin.positive)
-    allowed = kin.negative
+    _, positive = reduce.largest(-distance, relation.positive)
+    allowed = relation.negative
     if negative == "semihard":
-        allowed = kin.negative & (distance > pick(distance, positive[:, None]))
+        allowed = relation.negative & (distance > pick(distance, positive[:, None]))
     _, chosen = reduce.largest(-distance, allowed)
-    some = reduce.any_in_row(allowed)
-    valid = reduce.any_in_row(kin.positive) & some
+    has_allowed = reduce.any_in_row(allowed)
+    valid = reduce.any_in_row(relation.positive) & has_allowed
     if negative == "semihard" and fallback != "skip":
-        _, other = reduce.largest(distance if fallback == "farthest" else -distance, kin.negative)
-        chosen = torch.where(some, chosen, other)
-        valid = reduce.any_in_row(kin.positive) & reduce.any_in_row(kin.negative)
+        _, other = reduce.largest(distance if fallback == "farthest" else -distance, relation.negative)
+        chosen = torch.where(has_allowed, chosen, other)
+        valid = reduce.any_in_row(relation.positive) & reduce.any_in_row(relation.negative)
     return Triplets(positive[:, None], chosen[:, None], valid[:, None])
 
 
-def random(distance: Tensor, kin: Relation, *, generator: torch.Generator | None = None) -> Triplets:
+def random(distance: Tensor, relation: Relation, *, generator: torch.Generator | None = None) -> Triplets:
     """Every positive with a negative of its own, drawn uniformly."""
-    number = kin.negative.sum(1, keepdim=True)
-    negatives_first = kin.negative.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    number = relation.negative.sum(1, keepdim=True)
+    negatives_first = relation.negative.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
     draw = torch.rand(distance.shape, generator=generator, device=distance.device, dtype=distances.wide(distance))
-    place = torch.minimum((draw * number).long(), (number - 1).clamp(min=0))
-    return _every_positive(distance, negatives_first.gather(1, place), kin)
+    position = torch.minimum((draw * number).long(), (number - 1).clamp(min=0))
+    return _every_positive(distance, negatives_first.gather(1, position), relation)
 
 
 def distance_weighted(
     distance: Tensor,
-    kin: Relation,
+    relation: Relation,
     *,
     dim: int,
     clip: float = 0.5,
@@ -152,7 +152,7 @@ def distance_weighted(
     P(n | a) ∝ min(λ, 1/q(d_an)),  q(d) ∝ d^(dim-2) (1 - d²/4)^((dim-3)/2),  λ = 1/q(clip)
 
     q is the density of distances between uniform points of the unit sphere, so embeddings must be of unit length.
-    Negatives at `cutoff` or beyond, where the loss is 0, are left out (a number, or (B,) one an anchor; None keeps
+    Negatives at `cutoff` or beyond, where the loss is 0, are left out (a number, or (B,) one per anchor; None keeps
     all); an anchor whose negatives are all beyond draws uniformly. Weights are normalised row by row in logarithms: one
     near-duplicate in the batch cannot starve the other rows. Wu et al. 2017, eq. 5; clip 0.5 and cutoff 1.4 from the
     authors' code.
@@ -162,35 +162,35 @@ def distance_weighted(
     distance = distance.detach()
     most = (2 - dim) * math.log(clip) - (dim - 3) / 2 * math.log(1 - clip**2 / 4)  # log λ
     log_weight = _log_inverse_density(distance, dim).clamp(max=most)
-    near = kin.negative
+    near = relation.negative
     if cutoff is not None:
         limit = cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff
         near = near & (distance < limit)
-    lost = ~reduce.any_in_row(near, keepdim=True)
-    allowed = torch.where(lost, kin.negative, near)
-    log_weight = torch.where(lost, 0.0, log_weight)
-    return _every_positive(distance, _draw(log_weight, allowed, generator), kin)
+    none_near = ~reduce.any_in_row(near, keepdim=True)
+    allowed = torch.where(none_near, relation.negative, near)
+    log_weight = torch.where(none_near, 0.0, log_weight)
+    return _every_positive(distance, _draw(log_weight, allowed, generator), relation)
 
 
-def hard_negatives(distance: Tensor, kin: Relation) -> Pairs:
+def hard_negatives(distance: Tensor, relation: Relation) -> Pairs:
     """Every positive pair, and as many of the batch's closest negative pairs as there are positive ones."""
-    flat = distance.detach().masked_fill(~kin.negative, torch.inf).flatten()
+    flat = distance.detach().masked_fill(~relation.negative, torch.inf).flatten()
     order = flat.sort(stable=True).indices
-    ranks = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    chosen = (ranks < kin.positive.sum()).view_as(distance)
-    return Pairs(kin.positive, kin.negative & chosen)
+    positions = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    chosen = (positions < relation.positive.sum()).view_as(distance)
+    return Pairs(relation.positive, relation.negative & chosen)
 
 
-def multi_similarity(distance: Tensor, kin: Relation, *, epsilon: float = 0.1) -> Pairs:
+def multi_similarity(distance: Tensor, relation: Relation, *, epsilon: float = 0.1) -> Pairs:
     """Negatives nearer than the farthest positive + ε, positives farther than the nearest negative - ε.
 
     An anchor without positives keeps no negative, and the other way round. Wang et al. 2019, eq. 11 and 12, with
     distance = 1 - similarity; ε = 0.1 from its section 4.
     """
     distance = distance.detach()
-    farthest, nearest = reduce.highest(distance, kin.positive), -reduce.highest(-distance, kin.negative)
-    negative = kin.negative & (distance < farthest[:, None] + epsilon)
-    positive = kin.positive & (distance > nearest[:, None] - epsilon)
+    farthest, nearest = reduce.highest(distance, relation.positive), -reduce.highest(-distance, relation.negative)
+    negative = relation.negative & (distance < farthest[:, None] + epsilon)
+    positive = relation.positive & (distance > nearest[:, None] - epsilon)
     return Pairs(positive, negative)
 
 
@@ -213,28 +213,28 @@ PAIR_SELECTIONS = ("hard_negatives", "multi_similarity")
 def select(
     selection: Selection,
     distance: Tensor,
-    kin: Relation,
+    relation: Relation,
     *,
     dim: int,
     cutoff: float | Tensor | None = 1.4,
     generator: torch.Generator | None = None,
 ) -> Triplets | Pairs:
-    """Applies a selection given by name, with what it needs to know, or by callable.
+    """Applies a selection, by name with the arguments it needs, or as a callable.
 
-    On the CPU an anchor's triplets are as many as its positives, where these are few, instead of one a column.
+    On the CPU an anchor's triplets are as many as its positives, where these are few, instead of one per column.
     """
     if not isinstance(selection, str):
-        return selection(distance, kin)
+        return selection(distance, relation)
     checks.one_of("selection", selection, ("all", *TRIPLET_SELECTIONS, *PAIR_SELECTIONS))
-    few = _few(kin.positive) if selection in ("hard", *_SEMIHARD, "random", "distance_weighted") else None
+    few = _few(relation.positive) if selection in ("hard", *_SEMIHARD, "random", "distance_weighted") else None
     if selection in _SEMIHARD and few is not None:
-        return _semihard_of_few(distance.detach(), kin, *few, _SEMIHARD[selection])
+        return _semihard_of_few(distance.detach(), relation, *few, _SEMIHARD[selection])
     if selection == "distance_weighted":
-        chosen: Triplets | Pairs = distance_weighted(distance, kin, dim=dim, cutoff=cutoff, generator=generator)
+        chosen: Triplets | Pairs = distance_weighted(distance, relation, dim=dim, cutoff=cutoff, generator=generator)
     elif selection == "random":
-        chosen = random(distance, kin, generator=generator)
+        chosen = random(distance, relation, generator=generator)
     else:
-        chosen = _PLAIN[selection](distance, kin)
+        chosen = _PLAIN[selection](distance, relation)
     if few is None or isinstance(chosen, Pairs):
         return chosen
     columns, valid = few
@@ -242,7 +242,7 @@ def select(
 
 
 def pick(matrix: Tensor, columns: Tensor) -> Tensor:
-    """Entries of (B, R) at (B, T) columns; zeros where there is no column to point at."""
+    """Entries of (B, R) at (B, T) columns; zeros where R is 0."""
     return matrix.gather(1, columns) if matrix.shape[1] else matrix.sum(1, keepdim=True).expand(columns.shape)
 
 
@@ -257,15 +257,15 @@ def _columns(distance: Tensor) -> Tensor:
     return torch.arange(distance.shape[1], device=distance.device).expand_as(distance)
 
 
-def _has_both(kin: Relation) -> Tensor:
-    return (reduce.any_in_row(kin.positive) & reduce.any_in_row(kin.negative))[:, None]
+def _has_both(relation: Relation) -> Tensor:
+    return (reduce.any_in_row(relation.positive) & reduce.any_in_row(relation.negative))[:, None]
 
 
 @torch.no_grad()
 def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
     """Columns of each anchor's positives, (B, T), and which of them are real, where they are few; None elsewhere.
 
-    T is read off, so only where reading is free.
+    T is read from the tensor, so only where that costs no synchronisation.
     """
     if positive.numel() == 0 or not distances.freely_read(positive):
         return None
@@ -279,22 +279,22 @@ def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
     return columns, torch.arange(most) < number[:, None]
 
 
-def _semihard_of_few(distance: Tensor, kin: Relation, positive: Tensor, valid: Tensor, fallback: str) -> Triplets:
+def _semihard_of_few(distance: Tensor, relation: Relation, positive: Tensor, valid: Tensor, fallback: str) -> Triplets:
     """`semihard` without sorting: a pass over the row for each of an anchor's few positives, (B, T)."""
-    chosen, found = torch.zeros_like(positive), torch.zeros_like(valid)
+    chosen, semihard = torch.zeros_like(positive), torch.zeros_like(valid)
     for slot in range(positive.shape[1]):
-        beyond = kin.negative & (distance > pick(distance, positive[:, slot : slot + 1]))
+        beyond = relation.negative & (distance > pick(distance, positive[:, slot : slot + 1]))
         _, chosen[:, slot] = reduce.largest(-distance, beyond)
-        found[:, slot] = reduce.any_in_row(beyond)
+        semihard[:, slot] = reduce.any_in_row(beyond)
     if fallback == "skip":
-        return Triplets(positive, chosen, valid & found)
-    _, other = reduce.largest(distance if fallback == "farthest" else -distance, kin.negative)
-    chosen = torch.where(found, chosen, other[:, None])
-    return Triplets(positive, chosen, valid & reduce.any_in_row(kin.negative)[:, None])
+        return Triplets(positive, chosen, valid & semihard)
+    _, other = reduce.largest(distance if fallback == "farthest" else -distance, relation.negative)
+    chosen = torch.where(semihard, chosen, other[:, None])
+    return Triplets(positive, chosen, valid & reduce.any_in_row(relation.negative)[:, None])
 
 
-def _every_positive(distance: Tensor, negative: Tensor, kin: Relation) -> Triplets:
-    return Triplets(_columns(distance), negative, kin.positive & reduce.any_in_row(kin.negative)[:, None])
+def _every_positive(distance: Tensor, negative: Tensor, relation: Relation) -> Triplets:
+    return Triplets(_columns(distance), negative, relation.positive & reduce.any_in_row(relation.negative)[:, None])
 
 
 def _log_inverse_density(distance: Tensor, dim: int) -> Tensor:
@@ -313,10 +313,10 @@ def _draw(log_weight: Tensor, allowed: Tensor, generator: torch.Generator | None
     shifted = masked.sub_(torch.where(top == -torch.inf, 0.0, top)).exp_()
     mass = shifted.cumsum(1, dtype=distances.wide(shifted))  # (B, R), ends at the row's total
     del masked, shifted
-    whole = mass[:, -1:].contiguous()
-    level = torch.rand(mass.shape, generator=generator, device=mass.device, dtype=mass.dtype).mul_(whole)
+    total = mass[:, -1:].contiguous()
+    level = torch.rand(mass.shape, generator=generator, device=mass.device, dtype=mass.dtype).mul_(total)
     # The first column whose cumulative mass exceeds the level has mass itself; rounding may not step past the last.
-    last = torch.searchsorted(mass, whole, out_int32=True)
-    place = torch.searchsorted(mass, level, right=True, out_int32=True)
+    last = torch.searchsorted(mass, total, out_int32=True)
+    position = torch.searchsorted(mass, level, right=True, out_int32=True)
     del mass, level
-    return torch.minimum(place, last).clamp_(max=log_weight.shape[1] - 1).long()
+    return torch.minimum(position, last).clamp_(max=log_weight.shape[1] - 1).long()

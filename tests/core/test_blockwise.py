@@ -58,9 +58,7 @@ def batch_of(case, dtype=torch.float64):
 
 def run(module, max_memory, x, labels, references=None, others=None, weight=None):
     """Value and gradients by embeddings, references and parameters, with an upstream gradient that is not 1."""
-    module.settings.pop("max_memory", None)
-    if max_memory is not None:
-        module.settings["max_memory"] = max_memory
+    module.max_memory = max_memory
     leaves = [t.detach().clone().requires_grad_() for t in (x, references) if t is not None]
     module.zero_grad()
     value = module(leaves[0], labels, *((leaves[1], others) if references is not None else ()))
@@ -124,7 +122,7 @@ def test_references(case, rows, blocks):
 @pytest.mark.parametrize("reduction", ["active", "sum", "none"])
 def test_reductions_and_weights_of_each_anchor(case, reduction):
     module, (x, labels) = case.build(), batch_of(case)
-    module.settings["reduction"] = reduction
+    module.reduction = reduction
     weight = torch.linspace(-1, 2, 13).double() if reduction == "none" else None
     expected = run(module, None, x, labels, weight=weight)
     assert_equal(run(module, room(3, x), x, labels, weight=weight), expected)
@@ -230,7 +228,7 @@ def test_under_autocast(case):
 def test_gradcheck(name):
     case = next(c for c in CASES if c.name == name)
     module, (x, labels) = case.build(), batch_of(case)
-    module.settings["max_memory"] = room(4, x)
+    module.max_memory = room(4, x)
     assert gradcheck(lambda y, *_: module(y, labels), (x.requires_grad_(), *module.parameters()), atol=1e-5)
 
 
@@ -255,7 +253,7 @@ def test_a_block_draws_again_what_it_drew(name, selection, own, blocks):
 @every
 def test_nan_is_never_hidden(case):
     module, (x, labels) = case.build(), batch_of(case)
-    module.settings["max_memory"] = room(2, x)
+    module.max_memory = room(2, x)
     x[5, 1] = torch.nan
     assert bool(module(x, labels).isnan())
 
@@ -265,7 +263,7 @@ def test_without_a_graph(case):
     module, (x, labels) = case.build(), batch_of(case)
     with torch.no_grad():
         expected = module(x, labels)
-        module.settings["max_memory"] = room(2, x)
+        module.max_memory = room(2, x)
         torch.testing.assert_close(module(x, labels), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -276,7 +274,7 @@ def test_large_batches_are_tiled_by_themselves(blocks, monkeypatch):
     monkeypatch.setattr(blockwise, "AUTOMATIC", 13 * blockwise.PAIR * 2 * 3)  # three rows
     value = module(x, labels)
     assert blocks == [0, 3, 6, 9, 12]
-    module.settings["max_memory"] = 2**30
+    module.max_memory = 2**30
     torch.testing.assert_close(value, module(x, labels))
     assert len(blocks) == 5
 
@@ -330,7 +328,7 @@ def test_a_queue_may_move_on_before_the_gradient_comes_by(dtype):
     x.requires_grad_()
     results = []
     for size in (None, room(3, x)):
-        module.settings["max_memory"] = size
+        module.max_memory = size
         references, others, own = queue.clone(), queued.clone(), labels.clone()
         value = module(x, own, references if size else queue, others)
         if size:
@@ -343,7 +341,7 @@ def test_a_queue_may_move_on_before_the_gradient_comes_by(dtype):
 def test_a_mask_may_not():
     case = next(c for c in CASES if c.name == "SupConLoss")
     module, (x, labels) = case.build(), batch_of(case)
-    module.settings["max_memory"] = room(3, x)
+    module.max_memory = room(3, x)
     relation = relations.Relation(*masks(labels))
     value = module(x.requires_grad_(), relation)
     relation.positive.zero_()

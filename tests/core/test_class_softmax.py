@@ -18,7 +18,7 @@ from nearkin.core import angles, class_softmax
 from nearkin.kernels import class_anchor_ops as fused_anchors
 from nearkin.kernels import class_loss_ops
 from nearkin.kernels import class_softmax_ops as fused
-from nearkin.losses import angular, class_routes, proxy
+from nearkin.losses import angular, call, soft_triple
 
 
 def proxy_anchor(x, labels, weight, *, reduction, **overrides):
@@ -286,8 +286,8 @@ def test_proxies_without_a_pass_are_dense(monkeypatch):
 def test_soft_triple_in_blocks_is_the_dense_one(centers, block, monkeypatch):
     blocks_of(monkeypatch, block)
     calls = []
-    blocks = proxy._leaning_blocks
-    monkeypatch.setattr(proxy, "_leaning_blocks", lambda *arguments: calls.append(1) or blocks(*arguments))
+    blocks = soft_triple._soft_triple_blocks
+    monkeypatch.setattr(soft_triple, "_soft_triple_blocks", lambda *arguments: calls.append(1) or blocks(*arguments))
     for shape in SHAPES[:4]:
         x, labels, weight = batch(shape, centers)
         keywords = {"centers_per_class": centers, "margin": 0.1}
@@ -302,23 +302,21 @@ def test_soft_triple_in_blocks_is_the_dense_one(centers, block, monkeypatch):
 def test_auto_takes_the_kernel_where_it_has_been_measured(monkeypatch):
     """The choice alone; no GPU is needed."""
     x, weight = torch.empty(64, 8), torch.empty(1000, 8)
-    monkeypatch.setattr(
-        class_routes, "_wins", lambda x, w: class_routes.KERNEL_FROM is not None and class_routes.KERNEL_FROM <= 64_000
-    )
+    monkeypatch.setattr(call, "_kernel_wins", lambda x, w: call.KERNEL_FROM is not None and call.KERNEL_FROM <= 64_000)
     monkeypatch.setattr(kernels, "can_run", lambda tensor: True)
-    monkeypatch.setattr(class_routes, "KERNEL_FROM", 64_000)
-    assert class_routes.route("auto", x, weight, None) is fused.class_softmax
-    assert class_routes.route("auto", x, weight, 2**40) is None  # said to fit, so dense
-    assert class_routes.route("auto", x, weight, 2**16) is class_softmax.class_softmax  # a run of the kernel takes more
-    assert class_routes.route("auto", x.double(), weight, None) is None
-    assert class_routes.roads("auto", x, weight, None, 3) == "dense"
-    assert class_routes.roads("auto", x, weight, None, dense_first=True) == "dense"
+    monkeypatch.setattr(call, "KERNEL_FROM", 64_000)
+    assert call.class_path("auto", x, weight, None) == "triton"
+    assert call.class_path("auto", x, weight, 2**40) == "dense"  # said to fit, so dense
+    assert call.class_path("auto", x, weight, 2**16) == "torch"  # a run of the kernel takes more
+    assert call.class_path("auto", x.double(), weight, None) == "dense"
+    assert call.class_path("auto", x, weight, None, 3) == "dense"
+    assert call.class_path("auto", x, weight, None, dense_first=True) == "dense"
     monkeypatch.setattr(class_softmax, "DENSE", 2**10)
-    assert class_routes.roads("auto", x, weight, None, dense_first=True) == "triton"
+    assert call.class_path("auto", x, weight, None, dense_first=True) == "triton"
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "can_run", lambda tensor: True)
-    monkeypatch.setattr(class_routes, "KERNEL_FROM", 64_001)
-    assert class_routes.route("auto", x, weight, None) is None
+    monkeypatch.setattr(call, "KERNEL_FROM", 64_001)
+    assert call.class_path("auto", x, weight, None) == "dense"
 
 
 @pytest.mark.parametrize("form", ["normalized", "cosface", "arcface", "arcface, 3 centres", "sphereface", "proxy-nca"])

@@ -32,27 +32,7 @@ def batch(seed, size=None, dtype=torch.float64):
 
 
 def by_hand(distance, labels, gamma, sweeps):
-    """Algorithms 1 and 2 with every score from scratch; of scores within rounding the first."""
-    rows, items = distance.tolist(), reference.known_items(labels)
-
-    def best(others, floor=None):
-        result, top = (
-            floor,
-            -math.inf if floor is None else reference.facility_score(rows, labels, [*others, floor], gamma),
-        )
-        for c in items:
-            score = -math.inf if c in others else reference.facility_score(rows, labels, [*others, c], gamma)
-            if score > top + TIE:
-                result, top = c, score
-        return result
-
-    picks = []
-    for _ in range(len({int(labels[i]) for i in items})):
-        picks.append(best(picks))
-    for _ in range(sweeps):
-        for slot, pick in enumerate(picks):
-            picks[slot] = best(picks[:slot] + picks[slot + 1 :], pick)
-    return sorted(picks)
+    return reference.facility_search(distance.tolist(), labels, gamma, sweeps, TIE)
 
 
 def chosen(result):

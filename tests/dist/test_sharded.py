@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import worlds
 from nearkin import kernels, losses
 from nearkin.dist.global_batch import GlobalBatch
-from nearkin.losses import class_routes, class_shards
+from nearkin.losses import class_sampling, class_shards
 
 DIM, CLASSES, ROWS = 5, 11, 13
 WORLDS = (1, 2, 3, 4)
@@ -263,13 +263,13 @@ def test_a_shard_is_drawn_as_its_part_of_the_whole(shape, size, monkeypatch):
         torch.manual_seed(1)
         torch.set_default_dtype(kind)
         try:
-            full = class_shards.draw(rows, dim, lambda empty: empty.normal_() * 3, None)
+            full = class_shards.init_weight(rows, dim, lambda empty: empty.normal_() * 3, None)
             after = torch.get_rng_state()
             for world in (2, 3):
                 for rank in range(world):
                     part = class_shards.Shard(rank * rows // world, (rank + 1) * rows // world, rows, world)
                     torch.manual_seed(1)
-                    own = class_shards.draw(rows, dim, lambda empty: empty.normal_() * 3, part)
+                    own = class_shards.init_weight(rows, dim, lambda empty: empty.normal_() * 3, part)
                     assert torch.equal(own, full[part.first : part.last])
                     assert torch.equal(after, torch.get_rng_state())
         finally:
@@ -388,9 +388,9 @@ def test_shards_draw_the_classes_that_one_process_draws(rate, rows):
 
 def test_turns_are_all_different_and_fair():
     full = class_shards.Shard(0, 5000, 5000)
-    turns = torch.stack([class_routes._turns(torch.tensor(seed * 7919), full) for seed in range(200)])
+    turns = torch.stack([class_sampling._random_keys(torch.tensor(seed * 7919), full) for seed in range(200)])
     assert all(len(turn.unique()) == 5000 for turn in turns) and int(turns.min()) >= 0 and int(turns.max()) < 2**48
-    part = class_routes._turns(torch.tensor(7919), class_shards.Shard(100, 200, 5000))
+    part = class_sampling._random_keys(torch.tensor(7919), class_shards.Shard(100, 200, 5000))
     assert torch.equal(part, turns[1, 100:200])
     chosen = torch.zeros(5000).index_add_(0, turns.topk(500).indices.flatten(), torch.ones(200 * 500))  # 20 ± 4.2
     assert abs(float(chosen.std()) - math.sqrt(18)) < 0.3 and int(chosen.max()) < 45

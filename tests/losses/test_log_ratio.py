@@ -80,12 +80,14 @@ def test_targets_of_twenty_numbers_on_every_road(anchors):
     references, others = batch(1, 5)
     n = ITEMS if anchors is None else min(anchors, ITEMS)
     far = gaps(targets, others)
-    given = gaps(targets) + torch.eye(ITEMS, dtype=torch.float64)  # its diagonal says something, and is not heard
+    label_gaps = gaps(targets) + torch.eye(ITEMS, dtype=torch.float64)  # its diagonal says something, and is not heard
     for bytes_ in (None, few_rows(x[:n], x)):
         loss = losses.LogRatioLoss(anchors=anchors, max_memory=bytes_)
         assert_same(lambda y, loss=loss: loss(y, targets), lambda y: loop(y, gaps(targets), anchors=n), x)
         assert_same(
-            lambda y, loss=loss: loss(y, relations.LabelDistance(given)), lambda y: loop(y, given, anchors=n), x
+            lambda y, loss=loss: loss(y, relations.LabelDistance(label_gaps)),
+            lambda y: loop(y, label_gaps, anchors=n),
+            x,
         )
         assert_same(
             lambda y, loss=loss: loss(y, targets, references, others),
@@ -97,29 +99,29 @@ def test_targets_of_twenty_numbers_on_every_road(anchors):
             lambda y: loop(y, far, references, anchors=n),
             x,
         )
-    assert bool((given.diagonal() == 1).all()), "the caller's own matrix stays as it is"
+    assert bool((label_gaps.diagonal() == 1).all()), "the caller's own matrix stays as it is"
 
 
 @chosen
 def test_a_memory_of_targets_of_twenty_numbers(anchors):
     loss = losses.LogRatioLoss(anchors=anchors)
-    kept = memory.CrossBatchMemory(loss, ITEMS + 3, DIM, label_kind="targets", label_dim=COLUMNS).double()
-    past, said = torch.empty(0, DIM).double(), torch.empty(0, COLUMNS).double()
+    remembering = memory.CrossBatchMemory(loss, ITEMS + 3, DIM, label_kind="targets", label_dim=COLUMNS).double()
+    past, past_targets = torch.empty(0, DIM).double(), torch.empty(0, COLUMNS).double()
     for step in range(3):
         x, targets = batch(step)
-        apart = gaps(targets, torch.cat([targets, said]))
+        apart = gaps(targets, torch.cat([targets, past_targets]))
         n = None if anchors is None else min(anchors, ITEMS)
 
         def wanted(y, apart=apart, past=past, n=n):
             return loop(y, apart, torch.cat([y, past]), anchors=n)
 
         y = x.clone().requires_grad_()
-        value = kept(y, targets)
+        value = remembering(y, targets)
         value.backward()
         by_hand = value_and_gradient(wanted, x)
         torch.testing.assert_close(value.detach(), by_hand[0], rtol=1e-9, atol=1e-10)
         torch.testing.assert_close(y.grad, by_hand[1], rtol=1e-8, atol=1e-9)
-        past, said = torch.cat([past, x])[-(ITEMS + 3) :], torch.cat([said, targets])[-(ITEMS + 3) :]
+        past, past_targets = torch.cat([past, x])[-(ITEMS + 3) :], torch.cat([past_targets, targets])[-(ITEMS + 3) :]
 
 
 def test_chosen_anchors_compile_whole():

@@ -14,12 +14,12 @@ def cosine(x, w):
 
 
 def heated(loss, x):
-    return loss.scales[0] * cosine(x, loss.weight) + loss.bias.double()
+    return loss._scale * cosine(x, loss.weight) + loss.bias.double()
 
 
 def standardised(loss, x):
     y = (x.double() - loss.running_mean.double()) / (loss.running_var.double() + 1e-5).sqrt()
-    return loss.scales[0] / D**0.5 * (y @ torch.nn.functional.normalize(loss.weight.double(), dim=1).T) + loss.bias
+    return loss._scale / D**0.5 * (y @ torch.nn.functional.normalize(loss.weight.double(), dim=1).T) + loss.bias
 
 
 def soft(loss, x):
@@ -67,12 +67,12 @@ def test_logits_are_the_formula(name):
         (torch.bfloat16, 1e-4),
         (torch.float16, 1e-4),
     ):
-        given = x.to(kind).requires_grad_()
-        got = loss.get_logits(given)
+        embeddings = x.to(kind).requires_grad_()
+        got = loss.get_logits(embeddings)
         assert got.shape == (7, C) and got.dtype == (torch.float64 if kind == torch.float64 else torch.float32)
-        torch.testing.assert_close(got.double(), formula(loss, given), rtol=1e-4, atol=tolerance * 100)
+        torch.testing.assert_close(got.double(), formula(loss, embeddings), rtol=1e-4, atol=tolerance * 100)
         weight = next(loss.parameters())
-        by_x, by_weight = torch.autograd.grad(got.square().sum(), [given, weight])
+        by_x, by_weight = torch.autograd.grad(got.square().sum(), [embeddings, weight])
         assert by_x.isfinite().all() and by_x.any() and by_weight.isfinite().all() and by_weight.any()
     assert all(torch.equal(value, state[key]) for key, value in loss.state_dict().items())  # nothing is learned by it
     assert loss.get_logits(x[:0]).shape == (0, C)

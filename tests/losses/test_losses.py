@@ -54,7 +54,7 @@ def test_all_triplets_count_and_sum_like_the_cube(squared):
     active = cube[cube > 1e-9]
     assert got["sum"] == pytest.approx(active.sum().item(), rel=1e-11)
     assert got["mean"] == pytest.approx(active.sum().item() / len(cube), rel=1e-11)
-    if squared:  # whole numbers: what is active is not a matter of rounding
+    if squared:  # integers: what is active is not a matter of rounding
         assert got["active"] == pytest.approx(active.mean().item(), rel=1e-12)
 
 
@@ -160,8 +160,8 @@ def test_log_ratio_of_the_targets_themselves_is_zero():
     t = torch.tensor([0.0, 1.0, 2.5, 7.0, 7.5]).double()
     x = torch.stack([3 * t, torch.zeros(5)], 1)
     assert losses.logratio_loss(x, t, epsilon=1e-300).item() == pytest.approx(0, abs=1e-20)
-    given = relations.LabelDistance((t[:, None] - t[None]).abs())
-    torch.testing.assert_close(losses.logratio_loss(x, given), losses.logratio_loss(x, t))
+    label_distance = relations.LabelDistance((t[:, None] - t[None]).abs())
+    torch.testing.assert_close(losses.logratio_loss(x, label_distance), losses.logratio_loss(x, t))
     torch.testing.assert_close(losses.logratio_loss(x, t[:, None]), losses.logratio_loss(x, t))
 
 
@@ -193,12 +193,12 @@ def test_facility_against_every_subset(gamma):
         x, y = random_batch(seed)
         d = distances.euclidean(x)
         best, _ = reference.best_clustering(d, y, gamma)
-        found = facility_location(d, y, gamma=gamma)
-        chosen = found.chosen.nonzero().squeeze(1).tolist()
+        clustering = facility_location(d, y, gamma=gamma)
+        chosen = clustering.chosen.nonzero().squeeze(1).tolist()
         assert len(chosen) == len(set(y.tolist()))
-        assert found.score.item() == pytest.approx(float(reference.facility_score(d, y, chosen, gamma)), abs=1e-9)
-        assert found.score.item() <= float(best) + 1e-9
-        equal += found.score.item() >= float(best) - 1e-9
+        assert clustering.score.item() == pytest.approx(float(reference.facility_score(d, y, chosen, gamma)), abs=1e-9)
+        assert clustering.score.item() <= float(best) + 1e-9
+        equal += clustering.score.item() >= float(best) - 1e-9
     print(f"gamma {gamma}: {equal} of 60 optimal")
     assert equal >= 40
 
@@ -433,7 +433,7 @@ def test_smooth_ap_knows_how_many_kin_it_was_told(monkeypatch):
     x, y = torch.randn(12, 6, dtype=f64), torch.arange(12) % 4
     wanted = losses.smooth_ap_loss(x, y)
     torch.testing.assert_close(losses.smooth_ap_loss(x, y, max_positives=2), wanted)
-    with pytest.raises(ValueError, match="max_positives must be at least the most kin of an anchor: 2, got 1"):
+    with pytest.raises(ValueError, match="max_positives must be at least the most positives of an anchor: 2, got 1"):
         losses.smooth_ap_loss(x, y, max_positives=1)
     monkeypatch.setattr("nearkin.core.checks.reads_values", lambda tensor: False)
     torch.testing.assert_close(losses.smooth_ap_loss(x, y), wanted)
@@ -449,13 +449,13 @@ def test_rank_losses_of_a_perfect_batch_are_zero():
 
 def test_a_callable_selects():
     x, y = torch.randn(12, 4), torch.arange(12) // 3
-    loss = losses.TripletLoss(selection=lambda d, kin: mining.semihard(d, kin, fallback="skip"))
+    loss = losses.TripletLoss(selection=lambda d, relation: mining.semihard(d, relation, fallback="skip"))
     named = losses.TripletLoss()
     assert loss(x, y).item() <= named(x, y).item() + 1 and bool(loss(x, y).isfinite())
 
 
 def test_active_is_over_the_terms_above_zero_lossless():
-    """Corners of the cube: kin at one place and strangers opposite cost nothing, whoever stands between does."""
+    """Corners of the cube: positives at one place and negatives opposite cost nothing, what is between them does."""
     x = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 0.5]])
     y = torch.tensor([0, 0, 1, 1])
     settings = {"sigmoid": False, "epsilon": 1e-8}
@@ -475,13 +475,15 @@ def test_active_is_over_the_terms_above_zero_lossless():
 
 
 def test_active_is_over_the_terms_above_zero_fastap():
-    """Whose kin all come first costs exactly 0, in every precision, and does not count as active."""
+    """An anchor whose positives all come first costs exactly 0, in every precision, and does not count as active."""
     for seed in range(5):
         g = torch.Generator().manual_seed(seed)
         y = torch.arange(4).repeat_interleave(5)
         x = 5 * torch.eye(4, 16)[y] + 0.3 * torch.randn(20, 16, generator=g)
         assert not bool(losses.fastap_loss(x, y, reduction="none").any())
-        mixed = torch.cat([x, torch.eye(4, 16)[:1] - torch.eye(4, 16)[1:2]])  # one item among strangers, its kin afar
+        mixed = torch.cat(
+            [x, torch.eye(4, 16)[:1] - torch.eye(4, 16)[1:2]]
+        )  # one item among negatives, its positives afar
         each = losses.fastap_loss(mixed, torch.cat([y, y[-1:]]), reduction="none")
         assert 0 < int((each > 1e-3).sum()) < 21 and bool(((each > 1e-3) | (each == 0)).all())
         active = losses.fastap_loss(mixed, torch.cat([y, y[-1:]]), reduction="active")
@@ -489,7 +491,7 @@ def test_active_is_over_the_terms_above_zero_fastap():
 
 
 def test_quadruplet_by_hand():
-    """On a line: kin at 0 and 1, strangers of two classes at 3 and 4; of squared distances."""
+    """On a line: positives at 0 and 1, negatives of two classes at 3 and 4; of squared distances."""
     x = torch.tensor([[0.0], [1.0], [3.0], [4.0]])
     y = torch.tensor([0, 0, 1, 2])
     plain = {"normalize": False, "margin": 5.0, "second_margin": 2.0, "selection": "batch_hard"}
@@ -516,8 +518,8 @@ def test_quadruplet_of_a_large_batch_is_the_cube(selection):
     if selection == "all":
         valid = positive[:, :, None] & negative[:, None, :]  # (a, p, n)
     else:
-        kin = relations.of(y)
-        chosen = mining.select(selection, d.sqrt(), kin, dim=6, generator=torch.Generator().manual_seed(1))
+        relation = relations.of(y)
+        chosen = mining.select(selection, d.sqrt(), relation, dim=6, generator=torch.Generator().manual_seed(1))
         valid = torch.zeros(40, 40, 40, dtype=torch.bool)
         valid[chosen.indices()] = True
     third = negative[:, :, None] & negative[:, None, :] & negative[None]  # (a, n, l)
@@ -551,13 +553,13 @@ def test_margin_with_a_boundary_per_item(selection, num_classes):
     torch.testing.assert_close(value, twin)
     for ours, theirs in zip(got, torch.autograd.grad(twin, list(module.parameters())), strict=True):
         torch.testing.assert_close(ours, theirs)
-    module.settings["max_memory"] = 14_000
+    module.max_memory = 14_000
     torch.testing.assert_close(module(x, y, items=items), twin)
     copy = losses.MarginLoss(**settings)
     copy.load_state_dict(module.state_dict())  # the state dict carries them
     from nearkin.memory import CrossBatchMemory
 
-    del module.settings["max_memory"]
+    module.max_memory = None
     remembering = CrossBatchMemory(module, 30, 5).double()
     torch.testing.assert_close(remembering(x, y, items=items), twin)  # an empty memory: the batch alone
 

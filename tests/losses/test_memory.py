@@ -46,10 +46,10 @@ def by_hand(loss, x, labels, past):
 
 def gradients(value, x, module):
     value.backward()
-    found = [x.grad, *(p.grad for p in module.parameters())]
+    grads = [x.grad, *(p.grad for p in module.parameters())]
     x.grad = None
     module.zero_grad()
-    return found
+    return grads
 
 
 def assert_same_step(memory, x, wanted, *rest):
@@ -123,11 +123,11 @@ def test_multilabel_rows_equal_the_relation_given_by_hand():
     for x, _ in stream(5):
         rows = torch.rand(10, 10) < 0.2  # square, and still rows: a memory keeps nothing else
         others = torch.stack([*rows, *(row for _, row in past)])
-        kin = without_self(*relations.multilabel(rows, others)[:2])
+        masks = without_self(*relations.multilabel(rows, others)[:2])
         references = torch.stack([row for row, _ in past]) if past else x[:0]
 
-        def hand(x, kin=kin, references=references):
-            return memory.loss(x, kin, torch.cat([x, references]))
+        def hand(x, masks=masks, references=references):
+            return memory.loss(x, masks, torch.cat([x, references]))
 
         assert_same_step(memory, x, hand, rows)
         past.extend(zip(x, rows, strict=True))
@@ -184,7 +184,7 @@ def test_property_the_ring_is_a_list_of_the_last(size, batches):
             last.append(row)
         assert torch.equal(memory.embeddings, torch.stack([row for row, _, _ in slots]))
         assert memory.labels.tolist() == [label for _, label, _ in slots]
-        assert memory.known.tolist() == [held for _, _, held in slots]
+        assert memory.known.tolist() == [filled for _, _, filled in slots]
         assert [int(memory.cursor), int(memory.filled), int(memory.steps)] == [cursor, min(count, size), step + 1]
         oldest = torch.cat([memory.embeddings[cursor:], memory.embeddings[:cursor]])[size - len(last) :]
         assert torch.equal(oldest, torch.stack(list(last)) if last else oldest[:0])
@@ -240,19 +240,21 @@ def test_reset_forgets():
 def test_poison_is_not_remembered(poison, kind):
     loss = losses.LogRatioLoss() if kind == "targets" else losses.SupConLoss()
     memory = CrossBatchMemory(loss, 30, DIM, label_kind=kind, label_dim=3 if kind == "rows" else None)
-    said = {"ids": lambda y: y, "rows": lambda y: y[:, None] == torch.arange(3), "targets": lambda y: y.float()}[kind]
+    to_kind = {"ids": lambda y: y, "rows": lambda y: y[:, None] == torch.arange(3), "targets": lambda y: y.float()}[
+        kind
+    ]
     clean = CrossBatchMemory(loss, 30, DIM, label_kind=kind, label_dim=3 if kind == "rows" else None)
     for step, (x, labels) in enumerate(stream(3, dtype=torch.float32)):
-        clean(x, said(labels))
+        clean(x, to_kind(labels))
         if step == 1:
             x = x.clone()
             x[2, 1] = poison
-        value = memory(x, said(labels))
+        value = memory(x, to_kind(labels))
         assert bool(value.isnan()) == (step == 1)
     assert not memory.known[12] and int(memory.known.sum()) == 29 and int(memory.filled) == 30
     assert bool((memory.embeddings[12] == 0).all()) and memory.labels[12].sum() == (-1 if kind == "ids" else 0)
     clean.known[12] = False
-    torch.testing.assert_close(memory.eval()(x, said(labels)), clean.eval()(x, said(labels)))
+    torch.testing.assert_close(memory.eval()(x, to_kind(labels)), clean.eval()(x, to_kind(labels)))
 
 
 def test_a_poisoned_target_is_not_remembered(monkeypatch):
@@ -378,12 +380,12 @@ def test_compiles_whole_and_equals_eager(case, backend):
     compiled = torch.compile(twin, fullgraph=True, backend=backend)
     for x, labels in stream(4, dtype=torch.float32, unknown=False):
         labels = case.targets(labels).float() if case.graded else labels
-        found = []
+        grads = []
         for module, memory in ((eager, eager), (compiled, twin)):
             y = x.clone().requires_grad_()
             value = module(y, labels)
-            found.append((value.detach(), *gradients(value, y, memory)))
-        for a, b in zip(*found, strict=True):
+            grads.append((value.detach(), *gradients(value, y, memory)))
+        for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert_equal_state(state(twin), state(eager))
 

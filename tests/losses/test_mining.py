@@ -64,7 +64,7 @@ by_name = pytest.mark.parametrize("name", EVERY)
 # ---------------------------------------------------------------- worlds to select in
 
 
-def relation(kind, anchors, others):
+def make_relation(kind, anchors, others):
     """A random relation of one of the kinds that losses take; None others: the batch with itself."""
     if kind == "ids":
         labels, more = torch.randint(-1, 4, (anchors,)), None if others is None else torch.randint(-1, 4, (others,))
@@ -72,12 +72,12 @@ def relation(kind, anchors, others):
     if kind == "multilabel":
         rows = torch.rand(anchors, 5) < 0.3
         more = None if others is None else torch.rand(others, 5) < 0.3
-        kin = relations.multilabel(rows, more)
-    else:  # asymmetric, a third of the pairs in neither mask, some anchors with nobody
+        relation = relations.multilabel(rows, more)
+    else:  # asymmetric, a third of the pairs in neither mask, some anchors without any
         word = torch.rand(anchors, anchors if others is None else others)
         word[torch.rand(anchors) < 0.15] = 1.0
-        kin = relations.explicit(word < 0.3, (word > 0.3) & (word < 0.7))
-    return relations.of(kin, None if others is None else torch.empty(others, 1))
+        relation = relations.explicit(word < 0.3, (word > 0.3) & (word < 0.7))
+    return relations.of(relation, None if others is None else torch.empty(others, 1))
 
 
 def worlds_of_every_kind(number, top=1.9):
@@ -90,19 +90,19 @@ def worlds_of_every_kind(number, top=1.9):
         steps = 1 + i % 5
         grid = torch.randint(0, steps + 1, shape).double() * top / steps
         distance = grid if i % 3 else torch.rand(shape, dtype=torch.float64) * top
-        yield distance, relation(("ids", "multilabel", "explicit")[i % 3], anchors, others)
+        yield distance, make_relation(("ids", "multilabel", "explicit")[i % 3], anchors, others)
 
 
 @st.composite
 def worlds(draw, step=1.0):
-    """A tie-heavy grid of distances, and for each pair kin, stranger or neither; from nobody to six by seven."""
+    """A tie-heavy grid of distances, and for each pair positive, negative or neither; from none to six by seven."""
     anchors, others = draw(st.integers(0, 6)), draw(st.integers(0, 7))
-    pair = st.tuples(st.integers(0, 3), st.sampled_from(["kin", "stranger", "neither"]))
+    pair = st.tuples(st.integers(0, 3), st.sampled_from(["positive", "negative", "neither"]))
     cells = draw(st.lists(pair, min_size=anchors * others, max_size=anchors * others))
     distance = torch.tensor([float(d) for d, _ in cells], dtype=torch.float64).view(anchors, others) * step
     word = [w for _, w in cells]
-    kin, strangers = (torch.tensor([w == k for w in word], dtype=torch.bool) for k in ("kin", "stranger"))
-    return distance, Relation(kin.view(anchors, others), strangers.view(anchors, others))
+    positive, negative = (torch.tensor([w == k for w in word], dtype=torch.bool) for k in ("positive", "negative"))
+    return distance, Relation(positive.view(anchors, others), negative.view(anchors, others))
 
 
 def triplets(chosen):
@@ -112,42 +112,45 @@ def triplets(chosen):
     return list(zip(*(index.tolist() for index in chosen.indices()), strict=True))
 
 
-def assert_valid(found, kin):
-    assert len(set(found)) == len(found)
-    for a, p, n in found:
-        assert kin.positive[a, p] and kin.negative[a, n]
+def assert_valid(listed, relation):
+    assert len(set(listed)) == len(listed)
+    for a, p, n in listed:
+        assert relation.positive[a, p] and relation.negative[a, n]
 
 
-def with_both(kin):
-    return set((kin.positive.any(1) & kin.negative.any(1)).nonzero().squeeze(1).tolist())
+def with_both(relation):
+    return set((relation.positive.any(1) & relation.negative.any(1)).nonzero().squeeze(1).tolist())
 
 
-def assert_equals_loop(name, distance, kin):
+def assert_equals_loop(name, distance, relation):
     function, loop = (TRIPLETS | PAIRS)[name]
-    chosen, wanted = function(distance, kin), loop(distance.tolist(), kin.positive.tolist(), kin.negative.tolist())
+    chosen, wanted = (
+        function(distance, relation),
+        loop(distance.tolist(), relation.positive.tolist(), relation.negative.tolist()),
+    )
     if name in PAIRS:
         for mask, twin in zip(chosen, wanted, strict=True):
             assert torch.equal(mask, torch.as_tensor(twin, dtype=torch.bool).view_as(mask))
         return
-    found = triplets(chosen)
-    assert found == wanted
-    assert_valid(found, kin)
+    listed = triplets(chosen)
+    assert listed == wanted
+    assert_valid(listed, relation)
     if "skip" not in name:
-        assert {a for a, _, _ in found} == with_both(kin)
+        assert {a for a, _, _ in listed} == with_both(relation)
 
 
-def assert_drawn(name, distance, kin):
+def assert_drawn(name, distance, relation):
     """Each positive of an anchor with negatives once, its negative one that may be drawn; the same seed, the same."""
     function, weights = DRAWN[name]
-    chosen = function(distance, kin, generator=torch.Generator().manual_seed(5))
-    found = triplets(chosen)
-    assert_valid(found, kin)
-    wanted = {(a, p) for a in with_both(kin) for p in reference.columns(kin.positive.tolist(), a)}
-    assert {(a, p) for a, p, _ in found} == wanted and len(found) == len(wanted)
-    for a, _, n in found:
-        if weights and kin.negative[a].sum() > 1 and not (weights["dim"] == 2 and distance[a, n] >= 2):
-            assert reference.distance_weights(distance[a].tolist(), kin.negative[a].tolist(), **weights)[n] > 0
-    again = function(distance, kin, generator=torch.Generator().manual_seed(5))
+    chosen = function(distance, relation, generator=torch.Generator().manual_seed(5))
+    listed = triplets(chosen)
+    assert_valid(listed, relation)
+    wanted = {(a, p) for a in with_both(relation) for p in reference.columns(relation.positive.tolist(), a)}
+    assert {(a, p) for a, p, _ in listed} == wanted and len(listed) == len(wanted)
+    for a, _, n in listed:
+        if weights and relation.negative[a].sum() > 1 and not (weights["dim"] == 2 and distance[a, n] >= 2):
+            assert reference.distance_weights(distance[a].tolist(), relation.negative[a].tolist(), **weights)[n] > 0
+    again = function(distance, relation, generator=torch.Generator().manual_seed(5))
     assert all(torch.equal(u, v) for u, v in zip(chosen, again, strict=True))
 
 
@@ -156,14 +159,14 @@ def assert_drawn(name, distance, kin):
 
 @pytest.mark.parametrize("name", TRIPLETS | PAIRS)
 def test_equals_the_loop_on_hundreds_of_batches(name):
-    for distance, kin in worlds_of_every_kind(300):
-        assert_equals_loop(name, distance, kin)
+    for distance, relation in worlds_of_every_kind(300):
+        assert_equals_loop(name, distance, relation)
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_draws_are_valid_on_hundreds_of_batches(name):
-    for distance, kin in worlds_of_every_kind(200):
-        assert_drawn(name, distance, kin)
+    for distance, relation in worlds_of_every_kind(200):
+        assert_drawn(name, distance, relation)
 
 
 def property_of(name, check, step=1.0):
@@ -189,31 +192,31 @@ def test_property_draws_are_valid(name):
 def test_property_strangers_to_the_selection_change_nothing(name):
     """Columns in neither mask, however near, and the order of the anchors."""
 
-    def check(name, distance, kin):
+    def check(name, distance, relation):
         deterministic = name not in DRAWN
         seeded = {} if deterministic else {"generator": torch.Generator().manual_seed(1)}
-        nobody = torch.zeros(len(distance), 2, dtype=torch.bool)
-        padded = torch.cat([distance, distance.new_zeros(nobody.shape)], 1)
-        more = Relation(*(torch.cat([mask, nobody], 1) for mask in kin[:2]))
+        none = torch.zeros(len(distance), 2, dtype=torch.bool)
+        padded = torch.cat([distance, distance.new_zeros(none.shape)], 1)
+        more = Relation(*(torch.cat([mask, none], 1) for mask in relation[:2]))
         chosen = EVERY[name](padded, more, **seeded)
         if name in PAIRS:
             assert not any(mask[:, -2:].any() for mask in chosen)
-            assert all(torch.equal(a[:, :-2], b) for a, b in zip(chosen, EVERY[name](distance, kin), strict=True))
+            assert all(torch.equal(a[:, :-2], b) for a, b in zip(chosen, EVERY[name](distance, relation), strict=True))
         elif deterministic:
-            assert triplets(chosen) == triplets(EVERY[name](distance, kin))
-            flipped = EVERY[name](distance.flip(0), Relation(*(mask.flip(0) for mask in kin[:2])))
+            assert triplets(chosen) == triplets(EVERY[name](distance, relation))
+            flipped = EVERY[name](distance.flip(0), Relation(*(mask.flip(0) for mask in relation[:2])))
             wanted = [(len(distance) - 1 - a, p, n) for a, p, n in triplets(chosen)]
             assert sorted(triplets(flipped)) == sorted(wanted)
         else:
-            assert_valid(triplets(chosen), kin)
+            assert_valid(triplets(chosen), relation)
 
     property_of(name, check, step=0.6)()
 
 
 @pytest.mark.parametrize("name", ["hard", "semihard", "batch_hard", "easy_positive", "hard_negatives"])
 def test_property_only_the_order_of_distances_counts(name):
-    def check(name, distance, kin):
-        for a, b in zip(EVERY[name](distance, kin), EVERY[name]((distance + 1) ** 3, kin), strict=True):
+    def check(name, distance, relation):
+        for a, b in zip(EVERY[name](distance, relation), EVERY[name]((distance + 1) ** 3, relation), strict=True):
             assert torch.equal(a, b)
 
     property_of(name, check)()
@@ -221,28 +224,28 @@ def test_property_only_the_order_of_distances_counts(name):
 
 @by_name
 @pytest.mark.parametrize("shape", [(0, 0), (0, 4), (3, 0), (1, 1), (1, 5)], ids=str)
-@pytest.mark.parametrize("kind", ["all kin", "all strangers", "nobody"])
+@pytest.mark.parametrize("kind", ["all positive", "all negative", "none"])
 def test_hardly_anyone(name, shape, kind):
     """Nobody to choose from is no triplet and no error; R = 0 and one anchor are ordinary."""
     mask = torch.ones(shape, dtype=torch.bool)
-    kin = Relation(mask & (kind == "all kin"), mask & (kind == "all strangers"))
-    chosen = EVERY[name](torch.rand(shape), kin)
+    relation = Relation(mask & (kind == "all positive"), mask & (kind == "all negative"))
+    chosen = EVERY[name](torch.rand(shape), relation)
     if isinstance(chosen, mining.Triplets):
         assert triplets(chosen) == []
         assert all(t.shape[0] == shape[0] for t in chosen)
     else:
         assert chosen.positive.shape == chosen.negative.shape == shape
-        assert not (chosen.negative & ~kin.negative).any()
+        assert not (chosen.negative & ~relation.negative).any()
     for value, mask in zip(*[iter(mining.as_pairs(chosen, torch.rand(shape)))] * 2, strict=True):
         assert value.shape == mask.shape
 
 
 @by_name
 def test_layout_and_precision_of_distances_do_not_matter(name):
-    distance, kin = torch.randint(0, 8, (9, 12)).double() / 8, relation("explicit", 9, 12)
+    distance, relation = torch.randint(0, 8, (9, 12)).double() / 8, make_relation("explicit", 9, 12)
     seeded = {"generator": torch.Generator().manual_seed(2)} if name in DRAWN else {}
-    wanted = EVERY[name](distance, kin, **seeded)
-    turned = Relation(*(mask.T.contiguous().T for mask in kin[:2]))
+    wanted = EVERY[name](distance, relation, **seeded)
+    turned = Relation(*(mask.T.contiguous().T for mask in relation[:2]))
     for other in (distance.T.contiguous().T, distance.float(), distance.half(), distance.clone().requires_grad_()):
         if name == "multi_similarity" and other.dtype == torch.half:
             continue  # 0.1 is another number there
@@ -254,18 +257,20 @@ def test_layout_and_precision_of_distances_do_not_matter(name):
 def test_semihard_by_hand():
     """Positives at 1 and 3; negatives at 1 (a tie is not farther), 2, 2 and 0."""
     distance = torch.tensor([[1.0, 3.0, 1.0, 2.0, 2.0, 0.0]])
-    kin = relations.explicit(torch.tensor([[True, True, False, False, False, False]]))
-    assert triplets(mining.semihard(distance, kin)) == [(0, 0, 3), (0, 1, 3)]  # 3: the first of the two farthest
-    assert triplets(mining.semihard(distance, kin, fallback="skip")) == [(0, 0, 3)]
-    assert triplets(mining.semihard(distance, kin, fallback="hardest")) == [(0, 0, 3), (0, 1, 5)]
-    assert triplets(mining.easy_positive(distance + 9 * ~kin.negative, kin, fallback="hardest")) == [(0, 0, 5)]
-    assert triplets(mining.hard(distance, kin)) == [(0, 0, 5), (0, 1, 5)]
-    assert triplets(mining.batch_hard(distance, kin)) == [(0, 1, 5)]
-    assert triplets(mining.easy_positive(distance, kin)) == [(0, 0, 3)]
-    assert mining.hard_negatives(distance, kin).negative.tolist() == [[False, False, True, False, False, True]]
+    relation = relations.explicit(torch.tensor([[True, True, False, False, False, False]]))
+    assert triplets(mining.semihard(distance, relation)) == [(0, 0, 3), (0, 1, 3)]  # 3: the first of the two farthest
+    assert triplets(mining.semihard(distance, relation, fallback="skip")) == [(0, 0, 3)]
+    assert triplets(mining.semihard(distance, relation, fallback="hardest")) == [(0, 0, 3), (0, 1, 5)]
+    assert triplets(mining.easy_positive(distance + 9 * ~relation.negative, relation, fallback="hardest")) == [
+        (0, 0, 5)
+    ]
+    assert triplets(mining.hard(distance, relation)) == [(0, 0, 5), (0, 1, 5)]
+    assert triplets(mining.batch_hard(distance, relation)) == [(0, 1, 5)]
+    assert triplets(mining.easy_positive(distance, relation)) == [(0, 0, 3)]
+    assert mining.hard_negatives(distance, relation).negative.tolist() == [[False, False, True, False, False, True]]
 
 
-# ---------------------------------------------------------------- nobody starves, and draws are distributed as said
+# ---------------------------------------------------------------- no anchor starves, and draws have their distribution
 
 
 @pytest.mark.parametrize("dim", [8, 64, 128, 512, 2048])
@@ -274,15 +279,15 @@ def test_a_near_duplicate_starves_nobody(dim):
     x = distances.unit(torch.randn(128, dim, dtype=torch.float64))
     x[4] = distances.unit(x[:1] + 1e-7 * x[4:5])[0]  # of another class, all but on top of the first
     x[8] = x[1]  # and exactly
-    distance, kin = distances.euclidean(x), relations.of(labels)
+    distance, relation = distances.euclidean(x), relations.of(labels)
     for name in (*mining.TRIPLET_SELECTIONS,):
-        chosen = mining.select(name, distance, kin, dim=dim)
-        found = triplets(chosen)
-        assert_valid(found, kin)
-        assert {a for a, _, _ in found} == set(range(128))
-    negatives = distance.masked_fill(~kin.negative, torch.inf)
+        chosen = mining.select(name, distance, relation, dim=dim)
+        listed = triplets(chosen)
+        assert_valid(listed, relation)
+        assert {a for a, _, _ in listed} == set(range(128))
+    negatives = distance.masked_fill(~relation.negative, torch.inf)
     has_near = negatives.min(1).values < 1.4
-    drawn = mining.distance_weighted(distance, kin, dim=dim)
+    drawn = mining.distance_weighted(distance, relation, dim=dim)
     far = (mining.pick(distance, drawn.negative) >= 1.4) & drawn.valid
     assert not bool(far[has_near].any())  # what has a negative within the cutoff draws none beyond
     assert bool((drawn.negative[0][drawn.valid[0]] == 4).all()) or dim == 8  # the near one outweighs all others
@@ -292,12 +297,12 @@ def frequencies(row, negatives, draws, **how):
     """How often each of the first columns was drawn for `draws` positives, in one call; rows of distances (B, N)."""
     rows = torch.tensor(row, dtype=torch.float64)
     distance = torch.cat([rows, torch.full((len(rows), draws), 0.1, dtype=torch.float64)], 1)
-    strangers = torch.cat([torch.tensor(negatives), torch.zeros(len(rows), draws, dtype=torch.bool)], 1)
-    kin = Relation(~strangers & (torch.arange(distance.shape[1]) >= rows.shape[1]), strangers)
+    masked = torch.cat([torch.tensor(negatives), torch.zeros(len(rows), draws, dtype=torch.bool)], 1)
+    relation = Relation(~masked & (torch.arange(distance.shape[1]) >= rows.shape[1]), masked)
     if "dim" in how:
-        chosen = mining.distance_weighted(distance, kin, **how)
+        chosen = mining.distance_weighted(distance, relation, **how)
     else:
-        chosen = mining.random(distance, kin, **how)
+        chosen = mining.random(distance, relation, **how)
     assert bool(chosen.valid[:, rows.shape[1] :].all())
     return chosen.negative[:, rows.shape[1] :]
 
@@ -379,17 +384,17 @@ def test_each_positive_draws_its_own_negative(how):
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_generator_decides(name):
     distance = 0.9 + 0.01 * torch.rand(20, 30, dtype=torch.float64)
-    kin = relations.explicit(torch.rand(20, 30) < 0.5)
+    relation = relations.explicit(torch.rand(20, 30) < 0.5)
 
     def draw(seed):
-        return triplets(EVERY[name](distance, kin, generator=torch.Generator().manual_seed(seed)))
+        return triplets(EVERY[name](distance, relation, generator=torch.Generator().manual_seed(seed)))
 
     assert draw(1) == draw(1) != draw(2)
     torch.manual_seed(3)
-    without = triplets(EVERY[name](distance, kin))
+    without = triplets(EVERY[name](distance, relation))
     torch.manual_seed(3)
     draw(4)
-    assert triplets(EVERY[name](distance, kin)) == without  # its own generator leaves torch's alone
+    assert triplets(EVERY[name](distance, relation)) == without  # its own generator leaves torch's alone
 
 
 # ---------------------------------------------------------------- cost: no B³, no loop over anchors, no stall
@@ -435,9 +440,9 @@ def test_the_watch_sees_stalls():
 def test_cost(name):
     calls = []
     for anchors, others in ((3, 5), (1500, 1700)):
-        distance, kin = torch.rand(anchors, others) * 1.5, relation("ids", anchors, others)
+        distance, relation = torch.rand(anchors, others) * 1.5, make_relation("ids", anchors, others)
         with Watch() as watch:
-            EVERY[name](distance, kin)
+            EVERY[name](distance, relation)
         assert watch.largest <= anchors * others
         calls.append(watch.calls)
     assert calls[0] == calls[1]
@@ -487,7 +492,7 @@ def test_every_loss_with_every_selection(taker, name):
         drawer = {"random": mining.random, "distance_weighted": mining.distance_weighted}[name]
         how = {"dim": DIM, "cutoff": cutoff} if name == "distance_weighted" else {}
         generator = torch.Generator().manual_seed(3)
-        by_hand = make(selection=lambda d, kin: drawer(d, kin, generator=generator, **how)).double()
+        by_hand = make(selection=lambda d, relation: drawer(d, relation, generator=generator, **how)).double()
         torch.testing.assert_close(value, by_hand(x, labels), rtol=0, atol=0)
     value.backward()
     assert float(value.detach()) > 0 and bool(x.grad.isfinite().all()) and bool(x.grad.any())
@@ -502,7 +507,7 @@ def test_an_unknown_selection_is_answered_with_the_known(taker):
         make(selection="batchhard")
     assert set(possible) <= set(str(error.value).split("known: ")[1].split(", "))
     with pytest.raises(ValueError, match="unknown selection"):
-        mining.select("batchhard", torch.rand(2, 2), relation("ids", 2, None), dim=3)
+        mining.select("batchhard", torch.rand(2, 2), make_relation("ids", 2, None), dim=3)
 
 
 @pytest.mark.parametrize("taker", TAKERS)
@@ -521,27 +526,27 @@ def test_a_selection_of_ones_own(taker):
     make, _, possible, _ = TAKERS[taker]
     x, labels = some_batch()
 
-    def nearest_kin_first_stranger(distance, kin):
-        _, positive = (-distance.masked_fill(~kin.positive, torch.inf)).max(1)
-        negative = kin.negative.to(torch.uint8).argmax(1)
+    def nearest_positive_first_negative(distance, relation):
+        _, positive = (-distance.masked_fill(~relation.positive, torch.inf)).max(1)
+        negative = relation.negative.to(torch.uint8).argmax(1)
         return mining.Triplets(
-            positive[:, None], negative[:, None], (kin.positive.any(1) & kin.negative.any(1))[:, None]
+            positive[:, None], negative[:, None], (relation.positive.any(1) & relation.negative.any(1))[:, None]
         )
 
-    def half_of_the_pairs(distance, kin):
+    def half_of_the_pairs(distance, relation):
         even = torch.arange(distance.shape[1]) % 2 == 0
-        return mining.Pairs(kin.positive & even, kin.negative & even)
+        return mining.Pairs(relation.positive & even, relation.negative & even)
 
     if "hard" in possible:
-        module = make(selection=nearest_kin_first_stranger)
+        module = make(selection=nearest_positive_first_negative)
         assert bool(module(x, labels) > 0)
         distance = distances.euclidean(x if "raw" in taker else distances.unit(x))
-        chosen = nearest_kin_first_stranger(distance, relations.of(labels))
-        replayed = make(selection=lambda distance, kin: chosen)
+        chosen = nearest_positive_first_negative(distance, relations.of(labels))
+        replayed = make(selection=lambda distance, relation: chosen)
         torch.testing.assert_close(module(x, labels), replayed(x, labels))
     else:
         with pytest.raises(ValueError, match="the loss weighs pairs, not triplets; possible: all, hard_negatives"):
-            make(selection=nearest_kin_first_stranger)(x, labels)
+            make(selection=nearest_positive_first_negative)(x, labels)
     if taker.startswith("Triplet"):
         with pytest.raises(TypeError, match="selection must return Triplets for a triplet loss, got Pairs"):
             make(selection=half_of_the_pairs)(x, labels)
@@ -550,22 +555,22 @@ def test_a_selection_of_ones_own(taker):
 
 
 def test_all_by_name_is_every_pair():
-    distance, kin = torch.rand(5, 7), relation("explicit", 5, 7)
-    chosen = mining.select("all", distance, kin, dim=3)
+    distance, relation = torch.rand(5, 7), make_relation("explicit", 5, 7)
+    chosen = mining.select("all", distance, relation, dim=3)
     assert isinstance(chosen, mining.Pairs)
-    assert torch.equal(chosen.positive, kin.positive) and torch.equal(chosen.negative, kin.negative)
+    assert torch.equal(chosen.positive, relation.positive) and torch.equal(chosen.negative, relation.negative)
     near, positive, far, negative = mining.as_pairs(chosen, distance)
-    assert near is far is distance and positive is kin.positive and negative is kin.negative
+    assert near is far is distance and positive is relation.positive and negative is relation.negative
 
 
 def test_bad_settings_are_told():
-    distance, kin = torch.rand(3, 3), relation("ids", 3, None)
+    distance, relation = torch.rand(3, 3), make_relation("ids", 3, None)
     for call, words in [
-        (lambda: mining.semihard(distance, kin, fallback="nearest"), 'unknown fallback "nearest"'),
-        (lambda: mining.easy_positive(distance, kin, negative="easy"), 'unknown negative "easy"'),
-        (lambda: mining.easy_positive(distance, kin, fallback="any"), 'unknown fallback "any"'),
-        (lambda: mining.distance_weighted(distance, kin, dim=1), "dim must be >= 2, got 1"),
-        (lambda: mining.distance_weighted(distance, kin, dim=8, clip=0), "clip must be > 0 and < 2, got 0"),
+        (lambda: mining.semihard(distance, relation, fallback="nearest"), 'unknown fallback "nearest"'),
+        (lambda: mining.easy_positive(distance, relation, negative="easy"), 'unknown negative "easy"'),
+        (lambda: mining.easy_positive(distance, relation, fallback="any"), 'unknown fallback "any"'),
+        (lambda: mining.distance_weighted(distance, relation, dim=1), "dim must be >= 2, got 1"),
+        (lambda: mining.distance_weighted(distance, relation, dim=8, clip=0), "clip must be > 0 and < 2, got 0"),
     ]:
         with pytest.raises(ValueError, match=words):
             call()

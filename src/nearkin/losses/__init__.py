@@ -1,7 +1,7 @@
 """Every loss of the canon: a function, and a thin module that holds its settings or its learned parameters.
 
 `loss(embeddings, labels)` in a batch; pair losses also take `references, reference_labels`: a memory, the embeddings of
-other ranks, another view.
+other processes, another view.
 """
 
 from nearkin.losses.angular import (
@@ -36,10 +36,8 @@ from nearkin.losses.pair import (
 from nearkin.losses.proxy import (
     ProxyAnchorLoss,
     ProxyNCALoss,
-    SoftTripleLoss,
     proxy_anchor_loss,
     proxy_nca_loss,
-    soft_triple_loss,
 )
 from nearkin.losses.quadruplet import (
     QuadrupletLoss,
@@ -58,6 +56,10 @@ from nearkin.losses.ratio import (
 from nearkin.losses.siamese import (
     SiameseLoss,
     siamese_loss,
+)
+from nearkin.losses.soft_triple import (
+    SoftTripleLoss,
+    soft_triple_loss,
 )
 from nearkin.losses.softmax import (
     AdaCosLoss,
@@ -143,10 +145,9 @@ __all__ = [
     "triplet_loss",
 ]
 
-_FUNCTIONS = {_name.replace("_", ""): _name for _name in __all__ if _name.endswith("_loss")}
 for _name in __all__:
     if isinstance(globals()[_name], type):
-        _describe(globals()[_name], globals()[_FUNCTIONS[_name.lower()]])
+        _describe(globals()[_name])
 
 
 def __dir__() -> list[str]:

@@ -2,19 +2,17 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nearkin.core import angles, checks, class_dense, class_softmax, distances, reduce
+from nearkin.core import angles, checks, class_dense, class_softmax, distances
 from nearkin.core.class_dense import OwnScore
-from nearkin.kernels.class_loss_ops import Form
-from nearkin.losses import class_shards, logits
-from nearkin.losses.class_routes import given, route, sample, sampling, show_sampled, whole
+from nearkin.losses import class_sampling, class_shards, logits
+from nearkin.losses.call import ClassCall, Form
 from nearkin.losses.class_shards import Shard
-from nearkin.losses.settings import hold, show
-from nearkin.losses.softmax import class_weight, classify, classify_streamed
+from nearkin.losses.module import LossModule
+from nearkin.losses.softmax import class_weight
 
 __all__ = [
     "ArcFaceLoss",
@@ -47,19 +45,19 @@ def cosface_loss(
     """
     checks.number("margin", margin)
     checks.positive("scale", scale)
-    value = whole(impl, embeddings, labels, weight, Form(scale, margin), reduction, max_memory, shard)
-    if value is not None:
+    call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard)
+    if (value := call.kernel(Form(scale, margin))) is not None:
         return value
-    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard)
-    streams = route(impl, embeddings, weight, max_memory, shard=shard)
-    if streams is not None:
-        found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
-        own = class_softmax.own_cosine(found)
-        found, target = class_shards.joined(shard, ids, found, scale * (own - margin))
-        return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
+    call.check_labels()
+    if (rivals := call.rivals(scale=scale)) is not None:
+        return call.streamed(rivals, scale * (class_softmax.own_cosine(rivals) - margin))
     x, w = distances.unit(embeddings), distances.unit(weight)
-    value = class_dense.cross_entropy(x, w, ids, scale=scale, own_score=lambda s, _: OwnScore(s - scale * margin))
-    return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+    bend = partial(_cosine_target, shift=scale * margin)
+    return call.dense(class_dense.cross_entropy(x, w, call.ids, scale=scale, own_score=bend))
+
+
+def _cosine_target(score: Tensor, _: Tensor, shift: float) -> OwnScore:
+    return OwnScore(score - shift)
 
 
 def arcface_loss(
@@ -81,64 +79,60 @@ def arcface_loss(
     l_i = -log softmax_y of s cos θ_c, but of the own class   s cos(θ_y + m) while θ_y < π - m,
     beyond it s (cos θ_y - m sin m), which goes on falling
 
-    Arguments as `normalized_softmax_loss`; m in radians. weight (C·K, D) with K = sub_centers rows a class: the nearest
-    speaks for its class and alone learns. Near 0 and π sin and cos of θ_y come from |x - w| and |x + w|, so value and
-    gradient are exact and finite from θ = 0 to π. The gradient is the true one; `straight_through=True` gives the
+    Arguments as `normalized_softmax_loss`; m in radians. weight (C·K, D) with K = sub_centers rows per class: only
+    the nearest scores for its class and learns. Near 0 and π sin and cos of θ_y come from |x - w| and |x + w|, so value
+    and gradient are exact and finite from θ = 0 to π. The gradient is the true one; `straight_through=True` gives the
     target the slope s of a plain cosine, as InsightFace's PyTorch code does. Deng et al. 2019, arXiv:1801.07698, eq. 3;
     m 0.5, s 64 from there; sub-centres Deng et al. 2020.
     """
     checks.integer("sub_centers", sub_centers, 1)
     checks.positive("scale", scale)
     checks.angle("margin", margin)
-    form = Form(scale, margin, "angle", straight_through, sub_centers)
-    value = whole(impl, embeddings, labels, weight, form, reduction, max_memory, shard)
-    if value is not None:
+    call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard, sub_centers)
+    if (value := call.kernel(Form(scale, margin, "angle", straight_through, sub_centers))) is not None:
         return value
-    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard, sub_centers)
-    streams = route(impl, embeddings, weight, max_memory, sub_centers, shard)
-    if streams is not None:
-        found = streams(embeddings, weight, ids, scale=scale, sub_centers=sub_centers, max_memory=max_memory)
-        target = scale * _widened(distances.unit(found.anchors), distances.unit(found.own), margin, straight_through)
-        found, target = class_shards.joined(shard, ids, found, target)
-        return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
+    call.check_labels()
+    if (rivals := call.rivals(scale=scale)) is not None:
+        x, own = distances.unit(rivals.anchors), distances.unit(rivals.own)
+        return call.streamed(rivals, scale * _cos_plus_margin(x, own, margin, straight_through))
     x, w = distances.unit(embeddings), distances.unit(weight)
-    picks = class_softmax.own_rows(x, w, ids, sub_centers, normalize=False)
-    if _far_from_poles(x, w, picks):
-        bend = partial(_bent, margin=margin, scale=scale, straight_through=straight_through)
-        value = class_dense.cross_entropy(x, w, ids, scale=scale, own_score=bend, centers=sub_centers)
+    own_rows = class_softmax.own_rows(x, w, call.ids, sub_centers, normalize=False)
+    if _far_from_poles(x, w, own_rows):
+        bend = partial(_arc_target, margin=margin, scale=scale, straight_through=straight_through)
+        value = class_dense.cross_entropy(x, w, call.ids, scale=scale, own_score=bend, centers=sub_centers)
     else:
-        target = scale * _widened(x, w[picks], margin, straight_through)
-        value = class_dense.cross_entropy(x, w, ids, target, scale=scale, centers=sub_centers)
-    return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+        target = scale * _cos_plus_margin(x, w[own_rows], margin, straight_through)
+        value = class_dense.cross_entropy(x, w, call.ids, target, scale=scale, centers=sub_centers)
+    return call.dense(value)
 
 
-def _far_from_poles(x: Tensor, w: Tensor, picks: Tensor) -> bool:
-    """Whether every angle to an own class is such that its cosine gives its sine; only asked where values are read."""
-    if not len(picks) or not distances.freely_read(x):
+def _far_from_poles(x: Tensor, w: Tensor, own_rows: Tensor) -> bool:
+    """Whether every angle to an own class is such that its cosine gives its sine; False where values are not read."""
+    if not len(own_rows) or not distances.freely_read(x):
         return False
     with torch.no_grad():
-        return float((x * w[picks]).sum(1).abs().max()) < 0.9
+        return float((x * w[own_rows]).sum(1).abs().max()) < 0.9
 
 
-def _bent(score: Tensor, _: Tensor, margin: float, scale: float, straight_through: bool) -> OwnScore:
+def _arc_target(score: Tensor, _: Tensor, margin: float, scale: float, straight_through: bool) -> OwnScore:
     """s cos(θ + m) from s cos θ, and its slope, where `_far_from_poles` holds."""
     cos = score / scale
     sin = (1 - cos * cos).sqrt()
-    bent = scale * _turned(cos, sin, margin)
+    target = scale * _add_margin(cos, sin, margin)
     if straight_through:
-        return OwnScore(score + (bent - score).detach())
+        return OwnScore(score + (target - score).detach())
     slope = math.cos(margin) + cos / sin * math.sin(margin)
-    return OwnScore(bent, torch.where(cos > -math.cos(margin), slope, 1.0))
+    return OwnScore(target, torch.where(cos > -math.cos(margin), slope, 1.0))
 
 
-def _widened(x: Tensor, own: Tensor, margin: float, straight_through: bool) -> Tensor:
-    """`_turned` of unit rows, (B,)."""
+def _cos_plus_margin(x: Tensor, own: Tensor, margin: float, straight_through: bool) -> Tensor:
+    """`_add_margin` of unit rows, (B,)."""
     cos, sin = angles.cos_sin(x, own)
-    target = _turned(cos, sin, margin)
+    target = _add_margin(cos, sin, margin)
     return cos + (target - cos).detach() if straight_through else target
 
 
-def _turned(cos: Tensor, sin: Tensor, margin: float) -> Tensor:
+def _add_margin(cos: Tensor, sin: Tensor, margin: float) -> Tensor:
     """cos(θ + m), and beyond π - m, where it would rise again, cos θ - m sin m."""
     beyond = cos - margin * math.sin(margin)
     return torch.where(cos > -math.cos(margin), cos * math.cos(margin) - sin * math.sin(margin), beyond)
@@ -167,23 +161,19 @@ def sphereface_loss(
     checks.integer("margin", margin, 1)
     if not isinstance(annealing, Tensor):
         checks.at_least("annealing", annealing, 0)
-    value = whole(impl, embeddings, labels, weight, Form(annealing, margin, "sphere"), reduction, max_memory, shard)
-    if value is not None:
+    call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard)
+    if (value := call.kernel(Form(annealing, margin, "sphere"))) is not None:
         return value
-    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard)
-    streams = route(impl, embeddings, weight, max_memory, shard=shard)
-    if streams is not None:
-        found = streams(embeddings, weight, ids, normalize=(False, True), max_memory=max_memory)
-        psi, _ = _annealed(class_softmax.own_cosine(found), margin, annealing)
-        target = distances.length(found.anchors) * psi
-        found, target = class_shards.joined(shard, ids, found, target)
-        return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
-    bend = partial(_multiplied, margin=margin, annealing=annealing)
-    value = class_dense.cross_entropy(distances.upcast(embeddings), distances.unit(weight), ids, own_score=bend)
-    return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+    call.check_labels()
+    if (rivals := call.rivals(normalize=(False, True))) is not None:
+        psi, _ = _annealed(class_softmax.own_cosine(rivals), margin, annealing)
+        return call.streamed(rivals, distances.length(rivals.anchors) * psi)
+    bend = partial(_sphere_target, margin=margin, annealing=annealing)
+    x, w = distances.upcast(embeddings), distances.unit(weight)
+    return call.dense(class_dense.cross_entropy(x, w, call.ids, own_score=bend))
 
 
-def _multiplied(score: Tensor, x: Tensor, margin: int, annealing: float | Tensor) -> OwnScore:
+def _sphere_target(score: Tensor, x: Tensor, margin: int, annealing: float | Tensor) -> OwnScore:
     """The target logit of `sphereface_loss` from |x| cos θ, (B, 1)."""
     length = distances.length(x)[:, None]
     alive = length > 0
@@ -199,11 +189,8 @@ def _annealed(cos: Tensor, margin: int, annealing: float | Tensor) -> tuple[Tens
     return (annealing * cos + psi) / (1 + annealing), (annealing + slope) / (1 + annealing)
 
 
-class CosFaceLoss(nn.Module):
+class CosFaceLoss(LossModule, function=cosface_loss):
     """`cosface_loss` with its class weights (C, D); sample_rate and shard as in `NormalizedSoftmaxLoss`."""
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -219,41 +206,28 @@ class CosFaceLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        self.shard = class_shards.split(shard, num_classes)
+        self.shard = class_shards.make_shard(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
-        class_shards.keep(self, weight=1)
-        self.sample_rate = sampling(sample_rate)
-        hold(
-            self,
-            cosface_loss,
-            self.weight,
-            margin=margin,
-            scale=scale,
-            reduction=reduction,
-            max_memory=max_memory,
-            **given(impl),
-        )
+        class_shards.register(self, weight=1)
+        self.num_classes, self.dim, self.margin, self.scale = num_classes, dim, margin, scale
+        self.reduction, self.sample_rate, self.impl, self.max_memory = reduction, sample_rate, impl, max_memory
+        self.finish_init()
 
-    extra_repr = show_sampled
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
-        labels, weight, shard = sample(self, embeddings, labels, shard)
-        return cosface_loss(embeddings, labels, weight, shard=shard, **self.settings)
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
+        labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
+        return cosface_loss(embeddings, labels, weight, shard=shard, **self.arguments())
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """s cos of every class, (B, C), without the margin; differentiable."""
-        return logits.of_cosines(self, embeddings, self.weight, self.settings["scale"])
+        return logits.of_cosines(self, embeddings, self.weight, self.scale)
 
 
-class ArcFaceLoss(nn.Module):
+class ArcFaceLoss(LossModule, function=arcface_loss):
     """`arcface_loss` with its class weights (C·K, D), K = sub_centers in a row for each class.
 
-    sample_rate and shard as in `NormalizedSoftmaxLoss`; a class is drawn, and held, with all its centres.
+    sample_rate and shard as in `NormalizedSoftmaxLoss`; a class is sampled, and sharded, with all its centres.
     """
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -272,45 +246,31 @@ class ArcFaceLoss(nn.Module):
     ) -> None:
         super().__init__()
         checks.integer("sub_centers", sub_centers, 1)
-        self.shard = class_shards.split(shard, num_classes)
+        self.shard = class_shards.make_shard(shard, num_classes)
         self.weight = class_weight(num_classes * sub_centers, dim, self.shard, sub_centers)
-        class_shards.keep(self, weight=sub_centers)
-        self.sample_rate = sampling(sample_rate)
-        hold(
-            self,
-            arcface_loss,
-            self.weight,
-            margin=margin,
-            scale=scale,
-            sub_centers=sub_centers,
-            straight_through=straight_through,
-            reduction=reduction,
-            max_memory=max_memory,
-            **given(impl),
-        )
+        class_shards.register(self, weight=sub_centers)
+        self.num_classes, self.dim, self.margin, self.scale = num_classes, dim, margin, scale
+        self.sub_centers, self.straight_through, self.reduction = sub_centers, straight_through, reduction
+        self.sample_rate, self.impl, self.max_memory = sample_rate, impl, max_memory
+        self.finish_init()
 
-    extra_repr = show_sampled
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
-        labels, weight, shard = sample(self, embeddings, labels, shard, self.settings["sub_centers"])
-        return arcface_loss(embeddings, labels, weight, shard=shard, **self.settings)
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
+        labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard, self.sub_centers)
+        return arcface_loss(embeddings, labels, weight, shard=shard, **self.arguments())
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """s cos of every class, (B, C), without the margin; of sub-centres the nearest counts. Differentiable."""
-        scale, each = self.settings["scale"], self.settings["sub_centers"]
-        return logits.of_cosines(self, embeddings, self.weight, scale, each)
+        return logits.of_cosines(self, embeddings, self.weight, self.scale, self.sub_centers)
 
 
-class SphereFaceLoss(nn.Module):
+class SphereFaceLoss(LossModule, function=sphereface_loss):
     """`sphereface_loss` with its class weights (C, D) and annealing.
 
     λ_t = max(floor, start / (1 + decay t)), t the training steps so far, counted in a buffer; without annealing the
     loss does not converge. 1000, 0.12 and 5 from the released code. shard as in `NormalizedSoftmaxLoss`.
     """
 
-    lr_scale = 1.0
-    settings: dict[str, Any]
     steps: Tensor
 
     def __init__(
@@ -328,35 +288,29 @@ class SphereFaceLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in (("start", start), ("decay", decay), ("floor", floor)):
-            checks.at_least(name, value, 0)
-        self.shard = class_shards.split(shard, num_classes)
+        self.shard = class_shards.make_shard(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
-        class_shards.keep(self, weight=1)
+        class_shards.register(self, weight=1)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.schedule = (start, decay, floor)
-        hold(
-            self,
-            sphereface_loss,
-            self.weight,
-            margin=margin,
-            reduction=reduction,
-            max_memory=max_memory,
-            **given(impl),
-        )
+        self.num_classes, self.dim, self.margin = num_classes, dim, margin
+        self.start, self.decay, self.floor = start, decay, floor
+        self.reduction, self.impl, self.max_memory = reduction, impl, max_memory
+        self.finish_init()
 
-    extra_repr = show
+    def check_settings(self) -> None:
+        for name, value in (("start", self.start), ("decay", self.decay), ("floor", self.floor)):
+            checks.at_least(name, value, 0)
+        super().check_settings()
 
     @property
     def annealing(self) -> Tensor:
-        """λ now."""
-        start, decay, floor = self.schedule
-        return (start / (1 + decay * self.steps.to(distances.wide(self.steps)))).clamp(min=floor)
+        """The present λ."""
+        return (self.start / (1 + self.decay * self.steps.to(distances.wide(self.steps)))).clamp(min=self.floor)
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         annealing = self.annealing
-        value = sphereface_loss(embeddings, labels, self.weight, annealing=annealing, shard=shard, **self.settings)
+        value = sphereface_loss(embeddings, labels, self.weight, annealing=annealing, shard=shard, **self.arguments())
         if self.training:
             self.steps = self.steps + 1  # a new tensor: a compiled backward may still read the old one
         return value

@@ -1,7 +1,6 @@
 """Center loss: softmax over classes, with every item drawn to the running centre of its class."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from nearkin.core import checks, distances, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.losses import class_shards, logits
 from nearkin.losses.class_shards import Shard
-from nearkin.losses.settings import hold, show
+from nearkin.losses.module import LossModule
 from nearkin.losses.softmax import class_weight
 
 __all__ = ["CenterLoss", "center_loss", "center_update"]
@@ -27,7 +26,7 @@ def center_loss(
     reduction: str = "mean",
     shard: Shard | None = None,
 ) -> Tensor:
-    r"""Softmax tells the classes apart, the centres keep each one together.
+    r"""Softmax separates the classes, the centres keep each one together.
 
     l_i = -log softmax_y(W x_i + b) + λ/2 |x_i - c_y|²,   λ = `pull`
 
@@ -36,15 +35,15 @@ def center_loss(
     shard as in `normalized_softmax_loss`, of biases and centres too.
     Wen et al. 2016, eq. 5; λ 0.003 from there (the released code: 0.008).
     """
-    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard)
+    ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     checks.at_least("pull", pull, 0)
     x = distances.upcast(embeddings)
     scores = distances.dot(x, weight) + bias  # (B, C)
-    apart = (x - centers.detach()[class_shards.held(shard, ids)]).square().sum(1)
+    distance = (x - centers.detach()[class_shards.clamped(shard, ids)]).square().sum(1)
     if shard is not None:
-        apart = torch.where(ids < shard.number, apart, 0.0)
-    apart, taint = class_shards.everywhere(shard, apart, torch.as_tensor(reduce.taint(weight, bias)))
-    value = class_shards.cross_entropy(shard, scores, ids) + spoilt.to(scores.dtype) + pull / 2 * apart
+        distance = torch.where(ids < shard.number, distance, 0.0)
+    distance, taint = class_shards.sum_over_processes(shard, distance, torch.as_tensor(reduce.taint(weight, bias)))
+    value = class_shards.cross_entropy(shard, scores, ids) + addend.to(scores.dtype) + pull / 2 * distance
     return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + taint
 
 
@@ -57,9 +56,9 @@ def center_update(
     Not the gradient: it knows no λ, is divided by 1 + n_j, and has its own rate. Rows with NaN or Inf do not count.
     Wen et al. 2016, eq. 4; α 0.5 from there.
     """
-    ids, known, _ = class_shards.classified(embeddings, labels, centers, shard)
+    ids, known, _ = class_shards.local_ids(embeddings, labels, centers, shard)
     known = known & (labels < (shard.total if shard else centers.shape[0])) & (labels >= 0) & (ids < centers.shape[0])
-    ids = class_shards.held(shard, ids)
+    ids = class_shards.clamped(shard, ids)
     x = distances.upcast(embeddings).to(centers.dtype)
     known = known & ~reduce.any_in_row(~(x.isfinite() & embeddings.isfinite()))
     towards = torch.where(known[:, None], x - centers[ids], 0.0)
@@ -68,14 +67,12 @@ def center_update(
     return centers + alpha * step / (1 + number)[:, None]
 
 
-class CenterLoss(nn.Module):
+class CenterLoss(LossModule, function=center_loss):
     """`center_loss` with its classifier (weight, bias), and centres, a buffer that each training step moves.
 
     shard as in `NormalizedSoftmaxLoss`.
     """
 
-    lr_scale = 1.0
-    settings: dict[str, Any]
     centers: Tensor
 
     def __init__(
@@ -89,22 +86,24 @@ class CenterLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        checks.at_least("alpha", alpha, 0)
-        self.shard = class_shards.split(shard, num_classes)
+        self.shard = class_shards.make_shard(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
         self.bias = nn.Parameter(torch.zeros(len(self.weight)))
         self.register_buffer("centers", torch.zeros_like(self.weight, requires_grad=False))
-        class_shards.keep(self, weight=1, bias=1, centers=1)
-        self.alpha = alpha
-        hold(self, center_loss, self.weight, self.bias, self.centers, pull=pull, reduction=reduction)
+        class_shards.register(self, weight=1, bias=1, centers=1)
+        self.num_classes, self.dim, self.pull, self.alpha, self.reduction = num_classes, dim, pull, alpha, reduction
+        self.finish_init()
 
-    extra_repr = show
+    def check_settings(self) -> None:
+        checks.at_least("alpha", self.alpha, 0)
+        super().check_settings()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         if self.training:
             refuse_transforms("CenterLoss")
-        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
-        value = center_loss(embeddings, labels, self.weight, self.bias, self.centers, shard=shard, **self.settings)
+        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
+        learned = (self.weight, self.bias, self.centers)
+        value = center_loss(embeddings, labels, *learned, shard=shard, **self.arguments())
         if self.training:
             self.centers = center_update(embeddings, labels, self.centers, alpha=self.alpha, shard=shard)
             class_shards.mark(self)

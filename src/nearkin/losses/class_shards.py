@@ -1,8 +1,9 @@
-"""Class weights split over processes: who holds which classes, and how their parts of a loss become one.
+"""Class weights split over processes: which process holds which classes, and how their parts of a loss are joined.
 
-Every process meets the embeddings of all with its own classes and makes a log-sum-exp an anchor; these and the terms of
-the own class, a few numbers an anchor, are exchanged, never scores. All processes then have the same loss. The gradient
-by its own class weights is complete on each; that by the embeddings is a part, which `world.gather_partial` sums.
+Every process compares the embeddings of all with its own classes and computes one log-sum-exp per anchor. These and the
+terms of the own class, a few numbers per anchor, are exchanged, never scores. All processes then have the same loss.
+The gradient by its own class weights is complete on each; that by the embeddings is a part, which
+`collectives.gather_partial` sums.
 """
 
 from collections.abc import Callable
@@ -17,14 +18,33 @@ from nearkin.core.autograd import HandGradient
 from nearkin.core.class_softmax import Rivals
 from nearkin.dist import collectives
 
+__all__ = [
+    "Shard",
+    "clamped",
+    "cross_entropy",
+    "gather_batch",
+    "init_weight",
+    "join_logsumexp",
+    "join_rivals",
+    "layout",
+    "local_ids",
+    "make_shard",
+    "mark",
+    "no_rivals",
+    "register",
+    "replicated",
+    "sum_over_processes",
+    "taint",
+]
+
 DRAWN = 2**20  # numbers that are drawn at once for class weights
 
 
 class Shard(NamedTuple):
     """The classes first..last-1 of `total`, which this process holds; all of them in a world of one.
 
-    The losses' functions take it as `shard`, with the class weights of these classes alone and the batch of all
-    processes, from `gather`. averaged: whether the processes' gradients are averaged afterwards, as by
+    The loss functions take it as `shard`, with the class weights of these classes alone and the batch of all processes,
+    from `gather_batch`. averaged: whether the processes' gradients are averaged afterwards, as by
     DistributedDataParallel, or summed.
     """
 
@@ -41,8 +61,8 @@ class Shard(NamedTuple):
         return self.last - self.first
 
 
-def split(shard: bool, num_classes: int) -> Shard | None:
-    """This process's part of the classes, or None where they are not to be shared; parts differ by one at the most."""
+def make_shard(shard: bool, num_classes: int) -> Shard | None:
+    """This process's part of the classes, or None with shard=False; parts differ by one class at the most."""
     if not isinstance(shard, bool):
         raise TypeError(f"shard must be True or False, got {shard!r}")
     if not shard:
@@ -53,16 +73,18 @@ def split(shard: bool, num_classes: int) -> Shard | None:
     return Shard(rank * num_classes // size, (rank + 1) * num_classes // size, num_classes, size)
 
 
-def draw(rows: int, dim: int, fill: Callable[[Tensor], Tensor], shard: Shard | None, each: int = 1) -> nn.Parameter:
-    """Class weights (rows, dim) as `fill` makes them of an empty tensor, or the shard's part of the very same.
+def init_weight(
+    rows: int, dim: int, fill: Callable[[Tensor], Tensor], shard: Shard | None, per_class: int = 1
+) -> nn.Parameter:
+    """Class weights (rows, dim) as `fill` makes them from an empty tensor, or the shard's part of the very same.
 
-    A shard is drawn a block at a time: torch's normal numbers on the CPU are the same in blocks of whole sixteens.
+    A shard is drawn in blocks: torch's normal numbers on the CPU are the same in blocks of multiples of sixteen.
     """
     checks.integer("num_classes", rows, 1)
     checks.integer("dim", dim, 1)
     if shard is None or shard.processes == 1:
         return nn.Parameter(fill(torch.empty(rows, dim)))
-    first, last = shard.first * each, shard.last * each
+    first, last = shard.first * per_class, shard.last * per_class
     own = torch.empty(last - first, dim)
     step = max(1, DRAWN // dim // 16) * 16 if own.device.type == "cpu" else rows
     start = 0
@@ -76,65 +98,66 @@ def draw(rows: int, dim: int, fill: Callable[[Tensor], Tensor], shard: Shard | N
     return nn.Parameter(own)
 
 
-def keep(module: nn.Module, **each: int) -> None:
-    """Marks what a module holds of its own classes only, `each` rows a class, for those who save or average it.
+def register(module: nn.Module, **per_class: int) -> None:
+    """Marks the tensors of which a module has only the shard's rows, `per_class` rows per class, for saving and
+    averaging.
 
     A parameter has `sharded` = True, `rows` = (first, last) and `total`, counted in rows; `layout` knows buffers too.
-    A state dict may hold the own rows, or all of which the own are taken.
+    A state dict may contain the shard's rows, or all rows, of which the shard's are taken.
     """
     shard: Shard | None = module.shard  # type: ignore[assignment]
     if shard is None:
         return
-    module.shares = each  # type: ignore[assignment]
+    module.shares = per_class  # type: ignore[assignment]
     mark(module)
-    module.register_load_state_dict_pre_hook(_take_own)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_load_own_rows)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(mark)  # type: ignore[no-untyped-call]
 
 
 def mark(module: nn.Module, *_: Any) -> None:
-    """Says of each sharded tensor of this module that it is one."""
-    for name, (first, last, total) in _own(module).items():
+    """Sets `sharded`, `rows` and `total` on each sharded tensor of this module."""
+    for name, (first, last, total) in _own_rows(module).items():
         tensor: Any = getattr(module, name)
         tensor.sharded, tensor.rows, tensor.total = True, (first, last), total
 
 
 def layout(module: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Of each entry of the module's state dict that is a shard: its first row, the row after its last, and of how many.
+    """For each sharded entry of the module's state dict: its first row, the row after its last, and the total.
 
     Also of a module around a loss, and of a copy, whose tensors have lost their marks.
     """
     every = module.named_modules()
-    return {f"{path}.{name}".lstrip("."): rows for path, part in every for name, rows in _own(part).items()}
+    return {f"{path}.{name}".lstrip("."): rows for path, part in every for name, rows in _own_rows(part).items()}
 
 
-def _own(module: nn.Module) -> dict[str, tuple[int, int, int]]:
+def _own_rows(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     shard, shares = getattr(module, "shard", None), getattr(module, "shares", {})
     if not isinstance(shard, Shard):
         return {}
     return {name: (shard.first * each, shard.last * each, shard.total * each) for name, each in shares.items()}
 
 
-def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, (first, last, total) in _own(module).items():
-        given = state.get(prefix + name)
-        if given is None:
+def _load_own_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, (first, last, total) in _own_rows(module).items():
+        entry = state.get(prefix + name)
+        if entry is None:
             continue
-        rows = given.shape[0] if given.dim() else 0
+        rows = entry.shape[0] if entry.dim() else 0
         if rows == total:
-            state[prefix + name] = given[first:last]
+            state[prefix + name] = entry[first:last]
         elif rows != last - first:
             raise ValueError(
                 f"{prefix}{name} must have {total} rows, or the {last - first} of this process, {first} to {last - 1}, "
-                f"got {tuple(given.shape)}"
+                f"got {tuple(entry.shape)}"
             )
 
 
-def gather(
+def gather_batch(
     shard: Shard | None, embeddings: Tensor, labels: Any, dim: int, relation: bool = False
 ) -> tuple[Tensor, Any, Shard | None]:
-    """The batch of all processes, in the order of their ranks, and the shard if there is more than one.
+    """The batch of all processes, in the order of their ranks, and the shard if there are several processes.
 
-    relation: whether labels are not only class ids. What is wrong with the batch of one process is said by all.
+    relation: labels may be more than class ids. A fault in the batch of one process is raised by all.
     """
     if shard is None:
         return embeddings, labels, None
@@ -163,65 +186,65 @@ def gather(
     return embeddings, labels, shard
 
 
-def classified(
-    embeddings: Tensor, labels: Any, weight: Tensor, shard: Shard | None, each: int = 1
+def local_ids(
+    embeddings: Tensor, labels: Any, weight: Tensor, shard: Shard | None, per_class: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `checks.classes` gives; ids are places among the own classes, their number for a class held elsewhere."""
+    """What `checks.classes` returns, with ids as indices among the shard's classes; their number for other classes."""
     if shard is None:
-        return checks.classes(embeddings, labels, weight.shape[0] // each, weight.shape[1])
-    ids, known, spoilt = checks.classes(embeddings, labels, shard.total, weight.shape[1])
-    here = (ids >= shard.first) & (ids < shard.last)
-    return torch.where(here, ids - shard.first, shard.number), known, spoilt
+        return checks.classes(embeddings, labels, weight.shape[0] // per_class, weight.shape[1])
+    ids, known, addend = checks.classes(embeddings, labels, shard.total, weight.shape[1])
+    local = (ids >= shard.first) & (ids < shard.last)
+    return torch.where(local, ids - shard.first, shard.number), known, addend
 
 
-def held(shard: Shard | None, ids: Tensor) -> Tensor:
-    """Ids from `classified` that may index: a class held elsewhere has that of some own one, and no say."""
+def clamped(shard: Shard | None, ids: Tensor) -> Tensor:
+    """Ids from `local_ids` that are safe to index with: a class of another process gets some local one, unused."""
     return ids if shard is None else ids.clamp(max=max(0, shard.number - 1))
 
 
-def nobody(embeddings: Tensor, weight: Tensor, ids: Tensor, **_: Any) -> Rivals:
-    """What a pass over no classes finds; on the graph, so that all processes go back together."""
+def no_rivals(embeddings: Tensor, weight: Tensor) -> Rivals:
+    """The result of a pass over no classes; on the graph, so that all processes go backward together."""
     anchors = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
     kind = class_softmax.kind_of(embeddings, weight)
-    still = (anchors.sum(1) * 0).to(kind) + weight.sum().to(kind) * 0
-    own = still[:, None].expand(anchors.shape)
-    return Rivals(torch.zeros_like(still), still + reduce.log_zero(still), anchors, own, still.new_zeros(()).detach())
+    zero = (anchors.sum(1) * 0).to(kind) + weight.sum().to(kind) * 0
+    own = zero[:, None].expand(anchors.shape)
+    return Rivals(torch.zeros_like(zero), zero + reduce.log_zero(zero), anchors, own, zero.new_zeros(()).detach())
 
 
-def joined(shard: Shard | None, ids: Tensor, found: Rivals, term: Tensor) -> tuple[Rivals, Tensor]:
-    """The rivals of all processes, and a term (B,) of the own class from where it is held."""
+def join_rivals(shard: Shard | None, ids: Tensor, rivals: Rivals, term: Tensor) -> tuple[Rivals, Tensor]:
+    """The rivals of all processes, and a term (B,) of the own class from the process that holds it."""
     if shard is None:
-        return found, term
-    peak, rest, term, taint = _joined(shard, ids, found.peak, found.rest, term, found.taint)
-    return found._replace(peak=peak, rest=rest, taint=taint), term
+        return rivals, term
+    peak, rest, term, taint = _join(shard, ids, rivals.peak, rivals.rest, term, rivals.taint)
+    return rivals._replace(peak=peak, rest=rest, taint=taint), term
 
 
-def pushed(shard: Shard | None, ids: Tensor, push: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where the rivals' log-sum-exp is one tensor (B,), `reduce.nothing` where there are none."""
+def join_logsumexp(shard: Shard | None, ids: Tensor, push: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where the rivals' log-sum-exp is one tensor (B,), `reduce.log_zero` where there are none."""
     if shard is None:
         return push, term
-    peak, rest, term = _joined(shard, ids, push.detach(), push - push.detach(), term)
+    peak, rest, term = _join(shard, ids, push.detach(), push - push.detach(), term)
     return peak + rest, term
 
 
 def cross_entropy(shard: Shard | None, logits: Tensor, ids: Tensor) -> Tensor:
-    """-log of the own class's part of the softmax, (B,), from logits (B, C) of all classes, or of those held here."""
+    """-log softmax of the own class, (B,), from logits (B, C) of all classes, or of the shard's."""
     if shard is None:
         return torch.nn.functional.cross_entropy(logits, ids, reduction="none")
     others = ids[:, None] != torch.arange(logits.shape[1], device=ids.device)
-    target = logits.gather(1, held(shard, ids)[:, None]).squeeze(1)
-    push, target = pushed(shard, ids, reduce.logsumexp(logits, others), target)
+    target = logits.gather(1, clamped(shard, ids)[:, None]).squeeze(1)
+    push, target = join_logsumexp(shard, ids, reduce.logsumexp(logits, others), target)
     return reduce.softplus(push - target)
 
 
-def _joined(shard: Shard, ids: Tensor, peak: Tensor, rest: Tensor, term: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+def _join(shard: Shard, ids: Tensor, peak: Tensor, rest: Tensor, term: Tensor, *summed: Tensor) -> tuple[Tensor, ...]:
     term = torch.where(ids < shard.number, term, 0.0).to(rest.dtype)
-    found: tuple[Tensor, ...] = _Join.call(shard.group, peak, rest, term, *more)
-    return found
+    joined: tuple[Tensor, ...] = _Join.call(shard.group, peak, rest, term, *summed)
+    return joined
 
 
 class _Join(HandGradient):
-    """Log-sum-exps of all processes as one, and sums of what else there is; each takes back its own part."""
+    """The log-sum-exp over the processes, and sums of the other tensors; in backward each process takes its part."""
 
     @staticmethod
     def forward(ctx: Any, group: collectives.Group, peak: Tensor, rest: Tensor, *terms: Tensor) -> tuple[Tensor, ...]:
@@ -229,13 +252,13 @@ class _Join(HandGradient):
         top = torch.where(none, -torch.inf, peak)
         top = collectives.largest(top, group) if top.numel() else top
         top = torch.where(top == -torch.inf, 0.0, top)
-        own = torch.where(none, 0.0, (peak - top).to(distances.wide(rest)) + rest).exp()
-        own = torch.where(none, 0.0, own)
-        total, *terms_found = _sums(group, own, *terms)
+        share = torch.where(none, 0.0, (peak - top).to(distances.wide(rest)) + rest).exp()
+        share = torch.where(none, 0.0, share)
+        total, *sums = _sums(group, share, *terms)
         rest, _ = class_softmax.finished(total, rest)
-        ctx.save_for_backward((own / torch.where(total == 0, 1.0, total)).to(rest.dtype))
+        ctx.save_for_backward((share / torch.where(total == 0, 1.0, total)).to(rest.dtype))
         ctx.mark_non_differentiable(top)
-        return top, rest, *terms_found
+        return top, rest, *sums
 
     @staticmethod
     @once_differentiable
@@ -243,12 +266,17 @@ class _Join(HandGradient):
         return None, None, by_rest * ctx.saved_tensors[0], *by_terms
 
 
-def everywhere(shard: Shard | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Sums over the processes of what each has a part of."""
+def sum_over_processes(shard: Shard | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Sums of tensors of which each process has a part."""
     if shard is None:
         return tensors
-    found: tuple[Tensor, ...] = _Sum.call(shard.group, *tensors)
-    return found
+    sums: tuple[Tensor, ...] = _Sum.call(shard.group, *tensors)
+    return sums
+
+
+def taint(shard: Shard | None, *tensors: Tensor) -> Tensor:
+    """`reduce.taint` of tensors that are split over processes."""
+    return sum_over_processes(shard, torch.as_tensor(reduce.taint(*tensors)))[0]
 
 
 class _Sum(HandGradient):
@@ -271,8 +299,8 @@ def _sums(group: collectives.Group, *tensors: Tensor) -> list[Tensor]:
     return [part.view(like.shape).to(like.dtype) for part, like in zip(parts, tensors, strict=True)]
 
 
-def alike(shard: Shard, x: Tensor) -> Tensor:
-    """The tensor for a computation that all processes do alike: its gradient counts once, not once a process."""
+def replicated(shard: Shard, x: Tensor) -> Tensor:
+    """The tensor for a computation that every process repeats: its gradient counts once, not once per process."""
     x = x.view_as(x)
     if x.requires_grad:
         x.register_hook(lambda gradient: gradient / shard.processes)  # type: ignore[no-untyped-call]

@@ -1,18 +1,18 @@
 """Facility location: the best clustering of the batch should be the true one."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nearkin import kernels
 from nearkin.core import checks, distances, facility, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.core.relations import UNKNOWN
-from nearkin.kernels import facility_ops as fused
-from nearkin.losses.class_routes import given
-from nearkin.losses.settings import hold, show
+from nearkin.kernels import facility_ops
+from nearkin.losses.call import facility_kernel
+from nearkin.losses.module import LossModule
 
 __all__ = ["FacilityLocationLoss", "facility_location", "facility_location_loss"]
 
@@ -42,7 +42,7 @@ def facility_location_loss(
     F~ = Σ_classes max_j -Σ_{i in class} D_ij,   |S| = number of classes in the batch,   g(S): nearest medoid
 
     labels (B,) class ids, -1 left out. D: Euclidean distance of unit vectors. S comes from `facility_location`; as in
-    the paper it is held fixed, so the gradient flows through the distances alone. The sum is not divided by B: γ is
+    the paper it is constant, so the gradient flows through the distances alone. The sum is not divided by B: γ is
     read against it. impl: "triton", which "auto" takes on a GPU, searches in one kernel; the choice is the same.
     Needs a batch of several classes with several items each (`samplers.ClassRatio`).
     Song et al. 2017, arXiv:1612.01213, eq. 5-8, algorithms 1 and 2; 5 sweeps from TensorFlow's version.
@@ -67,11 +67,13 @@ def _solve(
     if isinstance(gamma, Tensor):
         gamma = gamma.to(distance.dtype)
     with torch.no_grad():
-        found = facility_location(distance, labels, gamma=gamma, sweeps=sweeps, num_clusters=num_clusters, impl=impl)
-    return _bracket(distance, labels, found, gamma) + reduce.taint(embeddings), found
+        clustering = facility_location(
+            distance, labels, gamma=gamma, sweeps=sweeps, num_clusters=num_clusters, impl=impl
+        )
+    return _bracket(distance, labels, clustering, gamma) + reduce.taint(embeddings), clustering
 
 
-def _bracket(distance: Tensor, labels: Tensor, found: Clustering, gamma: float | Tensor) -> Tensor:
+def _bracket(distance: Tensor, labels: Tensor, clustering: Clustering, gamma: float | Tensor) -> Tensor:
     known = labels != UNKNOWN
     if distance.shape[0] == 0:
         return distance.sum()
@@ -79,9 +81,9 @@ def _bracket(distance: Tensor, labels: Tensor, found: Clustering, gamma: float |
     with torch.no_grad():  # the member that is nearest to its whole class
         cost = torch.where(same, distance, 0.0).sum(1)
         _, medoid = reduce.largest(-cost.expand_as(distance), same)
-    guessed = torch.where(known, distance.gather(1, found.assignment[:, None]).squeeze(1), 0.0).sum()
+    guessed = torch.where(known, distance.gather(1, clustering.assignment[:, None]).squeeze(1), 0.0).sum()
     true = torch.where(known, distance.gather(1, medoid[:, None]).squeeze(1), 0.0).sum()
-    return (gamma * found.disagreement - guessed + true).relu()
+    return (gamma * clustering.disagreement - guessed + true).relu()
 
 
 def facility_location(
@@ -96,7 +98,7 @@ def facility_location(
     """Loss-augmented inference: medoids S of large F(S) + γ (1 - NMI), |S| = number of classes.
 
     Greedy (algorithm 1), then `sweeps` rounds in which each medoid may change places with any other item, scored with
-    the whole objective and taken only when better, so the best seen is kept; of equals the first. One step scores every
+    the whole objective and taken only when better, so the best so far wins; of equals the first. One step scores every
     candidate at once in O(B²). On a GPU one kernel does it all, up to 4,096 items. Else ("torch" there)
     nothing may be read, so without `num_clusters` B steps run; those beyond the number of classes change nothing.
     """
@@ -109,30 +111,28 @@ def facility_location(
         return Clustering(labels != UNKNOWN, labels.long(), distance.sum(), distance.sum())
     with torch.no_grad():
         task = facility.problem(distance, labels, num_clusters)
-        weight = torch.ones_like(task.unit) * gamma  # wherever γ is, it comes without waiting
-        if (impl == "triton" or (impl == "auto" and distance.is_cuda)) and fused.serves(task):
-            near = fused.search(task, weight, sweeps)
+        weight = torch.ones_like(task.unit) * gamma  # wherever γ is, no device is waited for
+        if facility_kernel(impl, task):
+            near = facility_ops.search(task, weight, sweeps)
         elif distance.device.type == "cpu" and checks.reads_values(labels):
             near = facility.search_on_cpu(task, weight, sweeps)
         else:
             near = facility.search(task, weight, sweeps, size if num_clusters is None else min(num_clusters, size))
         owner = near & (2**task.bits - 1)
         chosen = (owner == torch.arange(size, device=owner.device)) & (near < facility.FAR)
-        apart = facility.disagreement(task, owner).to(distance.dtype)
-    spent = torch.where(labels != UNKNOWN, distance.gather(1, owner[:, None]).squeeze(1), 0.0).sum()
-    return Clustering(chosen, owner, gamma * apart - spent, apart)
+        disagreement = facility.disagreement(task, owner).to(distance.dtype)
+    cost = torch.where(labels != UNKNOWN, distance.gather(1, owner[:, None]).squeeze(1), 0.0).sum()
+    return Clustering(chosen, owner, gamma * disagreement - cost, disagreement)
 
 
-class FacilityLocationLoss(nn.Module):
+class FacilityLocationLoss(LossModule, function=facility_location_loss):
     """`facility_location_loss` with γ that decays as training goes on.
 
     γ_t = gamma · decay^(t / decay_steps), t the training steps so far (a buffer, so a checkpoint carries it). The paper
     decays γ exponentially at 0.94 and does not say how often; here it is every 1,000 steps. After a call `medoids`
-    (B,) bool and `assignment` (B,), each item's medoid, show the clustering found in the last batch.
+    (B,) bool and `assignment` (B,), each item's medoid, show the clustering of the last batch.
     """
 
-    lr_scale = 1.0
-    settings: dict[str, Any]
     steps: Tensor
 
     def __init__(
@@ -147,27 +147,33 @@ class FacilityLocationLoss(nn.Module):
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        settings = {"sweeps": sweeps, "num_clusters": num_clusters, "normalize": normalize, **given(impl)}
-        hold(self, facility_location_loss, **settings)
-        checks.at_least("gamma", gamma, 0)
-        checks.positive("decay", decay)
-        checks.integer("decay_steps", decay_steps, 1)
-        self.start, self.rate = gamma, math.log(decay) / decay_steps
+        self.gamma, self.sweeps, self.decay, self.decay_steps = gamma, sweeps, decay, decay_steps
+        self.num_clusters, self.normalize, self.impl = num_clusters, normalize, impl
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.medoids: Tensor | None = None
         self.assignment: Tensor | None = None
+        self.finish_init()
 
-    extra_repr = show
+    def check_settings(self) -> None:
+        checks.at_least("gamma", self._gamma, 0)
+        checks.positive("decay", self.decay)
+        checks.integer("decay_steps", self.decay_steps, 1)
+        super().check_settings()
 
     @property
     def gamma(self) -> Tensor:
-        """The weight of the clustering margin now."""
-        return self.start * (self.rate * self.steps.to(distances.wide(self.steps))).exp()
+        """The present weight of the clustering margin. Setting it changes that of the first step."""
+        rate = math.log(self.decay) / self.decay_steps
+        return self._gamma * (rate * self.steps.to(distances.wide(self.steps))).exp()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    @gamma.setter
+    def gamma(self, start: float) -> None:
+        self._gamma = start
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         refuse_transforms("FacilityLocationLoss", "searches step by step", "call it in a loop")
-        value, found = _solve(embeddings, labels, self.gamma, **self.settings)
-        self.medoids, self.assignment = found.chosen, found.assignment
+        value, clustering = _solve(embeddings, labels, self.gamma, **self.arguments())
+        self.medoids, self.assignment = clustering.chosen, clustering.assignment
         if self.training:
             self.steps = self.steps + 1
         return value

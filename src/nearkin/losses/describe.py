@@ -1,13 +1,13 @@
-"""What `help` says of a loss class: its function's formula, and every setting with its default.
+"""The help text of a loss class: its function's formula, and every setting with its default.
 
-Meanings that all losses share stand once in `SHARED`; what a setting means in one loss alone stands in `OWN`, with the
-source of the default. `losses/__init__.py` puts them together when the package is imported.
+Meanings that all losses share are in `SHARED`; what a setting means in one loss alone is in `OWN`, with the source of
+the default. `losses/__init__.py` puts them together when the package is imported.
 """
 
 import inspect
 import textwrap
-from collections.abc import Callable
-from typing import Any
+
+from nearkin.losses.module import LossModule
 
 __all__ = ["OWN", "SHARED", "describe", "meaning"]
 
@@ -19,13 +19,13 @@ SHARED = {
     "normalize": "embeddings are scaled to unit length first",
     "reduction": '"mean" over all terms, "active" over those above 0, "sum", or "none": one value per anchor',
     "generator": "random generator of selections that draw; None: torch's own",
-    "max_memory": "bytes that the loss may hold beside its arguments and gradients; None: blocks of about 1 GiB",
+    "max_memory": "bytes that the loss may use beside its arguments and gradients; None: blocks of about 1 GiB",
     "impl": '"torch" runs anywhere, "triton" takes a kernel where it serves, "auto" chooses',
-    "sample_rate": "share of the classes that a training step meets (Partial FC); 1: all",
+    "sample_rate": "share of the classes in a training step (Partial FC); 1: all",
     "shard": "each process of torch.distributed holds its own part of the classes",
 }
 
-_CLASS_MEMORY = "bytes of logits held at once; beyond it blocks of classes pass by. None: a modest size"
+_CLASS_MEMORY = "bytes of logits at once; beyond it blocks of classes pass by. None: a modest size"
 _SCALE = "s, what cosines are multiplied by"
 
 OWN: dict[str, dict[str, str]] = {
@@ -114,13 +114,13 @@ OWN: dict[str, dict[str, str]] = {
     "ProxyNCALoss": {
         "scale": "length to which embeddings and proxies are scaled; 3: temperature 1/9 of Proxy-NCA++",
         "form": '"softmax": the own proxy is in the sum (Proxy-NCA++); "original": it is not',
-        "assignment": '"static": proxies belong to classes; "dynamic": an item stands for its nearest proxy',
+        "assignment": '"static": proxies belong to classes; "dynamic": an item is replaced by its nearest proxy',
         "proxies_per_class": "K; 1: the paper's",
         "max_memory": _CLASS_MEMORY,
     },
     "QuadrupletLoss": {
         "margin": "how much nearer than its anchor's negative a positive must be; 0.2: FaceNet's",
-        "second_margin": "the same against two strangers of each other; 0.1, half of the first: ours",
+        "second_margin": "the same against a pair of two other classes; 0.1, half of the first: ours",
         "selection": 'which triplets count: "all", a triplet selection of `nearkin.mining`, or your own function',
     },
     "SiameseLoss": {},
@@ -137,7 +137,7 @@ OWN: dict[str, dict[str, str]] = {
         "max_memory": _CLASS_MEMORY,
     },
     "SphereFaceLoss": {
-        "margin": "m, a whole number; 4: the paper's",
+        "margin": "m, an integer; 4: the paper's",
         "start": "λ at the first step; 1000: the released code's",
         "decay": "how fast λ falls with the steps; 0.12: the released code's",
         "floor": "the least λ; 5: the released code's, 0 ends in the bare loss",
@@ -154,16 +154,16 @@ OWN: dict[str, dict[str, str]] = {
 
 
 def meaning(loss: str, setting: str) -> str:
-    """What a setting of a loss class means; nothing if nobody has said."""
+    """What a setting of a loss class means; "" if it is not documented."""
     return OWN.get(loss, {}).get(setting) or SHARED.get(setting, "")
 
 
-def describe(loss: type, function: Callable[..., Any]) -> None:
+def describe(loss: type[LossModule]) -> None:
     """Gives a loss class the docstring of its function, its own, and a line for each setting."""
     lines = []
     for name, parameter in list(inspect.signature(loss).parameters.items()):
         default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
         line = f"{name}{default}: {meaning(loss.__name__, name)}"
         lines.append(textwrap.fill(line, 116, initial_indent="  ", subsequent_indent="      "))
-    parts = [inspect.cleandoc(part) for part in (function.__doc__, loss.__doc__) if part]  # none under python -OO
+    parts = [inspect.cleandoc(part) for part in (loss.function.__doc__, loss.__doc__) if part]  # none under python -OO
     loss.__doc__ = "\n\n".join([*parts, "Settings\n\n" + "\n".join(lines)])

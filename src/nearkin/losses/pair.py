@@ -1,7 +1,7 @@
-"""Pair losses: every pair of an anchor and a reference pays by itself, or weighted by its anchor's other pairs.
+"""Pair losses: every pair of an anchor and a reference is a term of its own, or weighted by the anchor's other pairs.
 
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
-`impl`: "torch" runs anywhere, "triton" is one kernel a pass (`kernels/pair_ops.py`), "auto" takes it where it serves.
+`impl`: "torch" runs anywhere, "triton" is one kernel per pass (`kernels/pair_ops.py`), "auto" takes it where it serves.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from nearkin import mining
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import Labels, Relation
-from nearkin.kernels import pair_ops as fused
-from nearkin.kernels import triplet_ops
-from nearkin.losses.class_routes import given
-from nearkin.losses.settings import hold, show, tiling
+from nearkin.losses.call import PairCall, Plan
+from nearkin.losses.module import LossModule
 
 __all__ = [
     "CircleLoss",
@@ -48,55 +46,49 @@ def contrastive_loss(
     max_memory: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    r"""Kin are pulled together, strangers pushed out to the margin.
+    r"""Positives are pulled together, negatives pushed out to the margin.
 
     L = 1/2 mean_{positive pairs} D²  +  1/2 mean_{negative pairs} [margin - D]_+²,   D = Euclidean distance
 
     `balance=False` is the paper's own sum, 1/2 mean over all pairs of D² or [margin - D]_+²: a batch has many more
     negative pairs than positive ones, so these then have little weight. Balanced, both kinds weigh the same.
 
-    embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items a class. `positive_margin` m turns
-    D into [D - m]_+; `squared=False` drops both squares. Two embeddings at the same place do not repel each other.
-    `selection`: "all", or a pair or triplet selection of `mining`. Kin: `margin_loss` (learned boundary).
+    embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items per class. `positive_margin` m
+    turns D into [D - m]_+; `squared=False` drops both squares. Two equal embeddings do not repel each other.
+    `selection`: "all", or a pair or triplet selection of `mining`. See also `margin_loss` (learned boundary).
     Hadsell, Chopra, LeCun 2006, eq. 4; margin 1 and raw embeddings from there. `reduction` applies to each half, or
     without balance to all pairs together.
     """
-    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.at_least("margin", margin, 0)
     checks.at_least("positive_margin", positive_margin, 0)
     if not isinstance(balance, bool):
         raise TypeError(f"balance must be True or False, got {balance!r}")
-    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
-    if fused.serves(impl, batch, reduction, max_memory) and selection == "all":
+    value = None
+    if selection == "all":
         numbers = (margin, positive_margin, 0.0, 0.0 if balance else 1.0)
-        return fused.loss("contrastive", batch, numbers, reduction, flag=squared, normalize=normalize)
+        value = call.pair_kernel("contrastive", numbers, flag=squared, normalize=normalize)
+    elif selection == "distance_weighted":
+        options = (margin, squared, normalize, reduction, positive_margin, margin)
+        plan = Plan(selection, "contrastive", *options)._replace(balance=balance)
+        value = call.triplet_kernel(plan, generator=generator)
+    if value is not None:
+        return value
 
-    if selection == "distance_weighted" and triplet_ops.serves(
-        impl, batch, selection, reduction, normalize, max_memory
-    ):
-        plan = triplet_ops.Plan(
-            selection, "contrastive", margin, squared, normalize, reduction, positive_margin, margin
-        )
-        value = triplet_ops.loss(batch, plan._replace(balance=balance), generator=generator)
-        if value is not None:
-            return value
-
-    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+    def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
-        pairs = _pairs(selection, distance, kin, normalize, x.shape[1], margin, generator)
+        pairs = _select(selection, distance, relation, normalize, x.shape[1], margin, generator)
         near, positive, far, negative = mining.as_pairs(pairs, distance)
         pull = blockwise.hinges(near, positive, reduction, start=positive_margin, squared=squared)
         push = blockwise.hinges(far, negative, reduction, start=margin, falling=True, squared=squared)
         return *pull, *push
 
-    pull, kin, pulled, push, strangers, pushed = blockwise.run(
-        rows, batch, max_memory=max_memory, generator=generator, **tiling(selection)
-    )
+    pull, positives, pulled, push, negatives, pushed = call.run(rows, selection=selection, generator=generator)
     if balance:
-        both = reduce.total(pull, kin, pulled, reduction) + reduce.total(push, strangers, pushed, reduction)
+        both = reduce.total(pull, positives, pulled, reduction) + reduce.total(push, negatives, pushed, reduction)
     else:
-        both = reduce.total(pull + push, kin + strangers, pulled + pushed, reduction)
-    return both / 2 + reduce.taint(embeddings, references)
+        both = reduce.total(pull + push, positives + negatives, pulled + pushed, reduction)
+    return both / 2 + call.taint()
 
 
 def margin_loss(
@@ -117,7 +109,7 @@ def margin_loss(
     max_memory: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    r"""Kin nearer than a boundary β, strangers farther, each by the margin; β may be learned.
+    r"""Positives nearer than a boundary β, negatives farther, each by the margin; β may be learned.
 
     l_ap = [margin + D_ap - β_a]_+,  l_an = [margin - D_an + β_a]_+,  L = (Σ l_ap + Σ l_an + ν Σ_ap β_a) / active terms
 
@@ -125,38 +117,40 @@ def margin_loss(
     tensor, or (C,) one per class of the anchor; item_beta (N,), one per item, where items (B,) says which of the N each
     anchor is. Together they are the paper's β_0 + β_class + β_img, and ν Σ β_a holds all three back. The normaliser
     counts active pairs ("active"; none active, no loss), "mean" counts all, "sum" does not divide; a pair of a triplet
-    selection counts as often as it was drawn. Needs two items a class.
+    selection counts as often as it was drawn. Needs two items per class.
     Wu et al. 2017, arXiv:1706.07567, eq. 6-8; margin 0.2, β 1.2, ν 0 and the normaliser from the authors' code.
     """
-    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    references = call.batch.references
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
-    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     of_item = _of_items(item_beta, items, embeddings)  # (B,) or None
-    single = isinstance(beta, Tensor) and (beta.dim(), beta.dtype, beta.device) == (0, torch.float32, embeddings.device)
-    single = single and of_item is None
-    if selection == "all" and fused.serves(impl, batch, reduction, max_memory):
-        if not isinstance(beta, Tensor) and of_item is None:
-            return fused.loss("margin", batch, (margin, nu, beta), reduction, normalize=normalize)
-        if not isinstance(beta, Tensor) or beta.device == embeddings.device:
-            one = beta if single and isinstance(beta, Tensor) else None
-            learned = _boundary(beta, of_item, labels, embeddings, references).squeeze(1) if one is None else one
-            return fused.loss("margin", batch, (margin, nu), reduction, normalize=normalize, beta=learned)
-    if selection == "distance_weighted" and triplet_ops.serves(
-        impl, batch, selection, reduction, normalize, max_memory
-    ):
-        plan = triplet_ops.Plan(selection, "margin", margin, False, normalize, reduction, nu, margin)
-        one = beta if single and isinstance(beta, Tensor) else None
-        edge = _boundary(beta, of_item, labels, embeddings, references) if one is None else one
-        value = triplet_ops.loss(batch, plan, boundary=edge, generator=generator)
-        if value is not None:
-            return value
-    boundary = _boundary(beta, of_item, labels, embeddings, references)  # (B, 1)
+    single: Tensor | None = None  # one β for all, which the kernels take as it is
+    if isinstance(beta, Tensor) and of_item is None:
+        as_is = (beta.dim(), beta.dtype, beta.device) == (0, torch.float32, embeddings.device)
+        single = beta if as_is else None
 
-    def rows(x: Tensor, references: Tensor | None, kin: Relation, boundary: Tensor) -> tuple[Tensor, ...]:
+    def boundary() -> Tensor:
+        return _boundary(beta, of_item, labels, embeddings, references)  # (B, 1)
+
+    value = None
+    if selection == "all" and not isinstance(beta, Tensor) and of_item is None:
+        value = call.pair_kernel("margin", (margin, nu, beta), normalize=normalize)
+    elif selection == "all" and (not isinstance(beta, Tensor) or beta.device == embeddings.device):
+        edge = (lambda: boundary().squeeze(1)) if single is None else (lambda: single)
+        value = call.pair_kernel("margin", (margin, nu), normalize=normalize, beta=edge)
+    elif selection == "distance_weighted":
+        plan = Plan(selection, "margin", margin, False, normalize, reduction, nu, margin)
+        edge = boundary if single is None else (lambda: single)
+        value = call.triplet_kernel(plan, edge, generator)
+    if value is not None:
+        return value
+    edges = boundary()
+
+    def rows(x: Tensor, references: Tensor | None, relation: Relation, boundary: Tensor) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
         cutoff = (boundary.detach() + margin).squeeze(1)
-        pairs = _pairs(selection, distance, kin, normalize, x.shape[1], cutoff, generator)
+        pairs = _select(selection, distance, relation, normalize, x.shape[1], cutoff, generator)
         near, positive, far, negative = mining.as_pairs(pairs, distance)
         pull = torch.where(positive, (margin + near - boundary).relu(), 0.0)
         push = torch.where(negative, (margin - far + boundary).relu(), 0.0)
@@ -165,10 +159,7 @@ def margin_loss(
             sums = sums + nu * boundary.squeeze(1) * positive.sum(1)
         return sums, positive.sum(1) + negative.sum(1), (pull > 0).sum(1) + (push > 0).sum(1)
 
-    sums, counts, active = blockwise.run(
-        rows, batch, boundary, max_memory=max_memory, generator=generator, **tiling(selection)
-    )
-    return reduce.total(sums, counts, active, reduction) + reduce.taint(embeddings, references, boundary)
+    return call.total(*call.run(rows, edges, selection=selection, generator=generator), edges)
 
 
 def multi_similarity_loss(
@@ -190,36 +181,36 @@ def multi_similarity_loss(
 
     l_i = 1/α log(1 + Σ_{p} e^{-α (s_ip - λ)}) + 1/β log(1 + Σ_{n} e^{β (s_in - λ)}),   s = cosine, λ = `base`
 
-    p and n run over the pairs that the paper's own mining leaves (ε), or over all with `selection="all"`. Anchors that
-    meet nobody do not count. Kin: `supcon_loss`. Wang et al. 2019, arXiv:1904.06627, eq. 15; α 2, β 50, ε 0.1 from its
-    section 4, λ 0.5 from its released code (the paper prints 1).
+    p and n run over the pairs that the paper's own mining leaves (ε), or over all with `selection="all"`. Anchors
+    without any pair do not count. See also `supcon_loss`. Wang et al. 2019, arXiv:1904.06627, eq. 15; α 2, β 50, ε 0.1
+    from its section 4, λ 0.5 from its released code (the paper prints 1).
     """
-    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.positive("alpha", alpha)
     checks.positive("beta", beta)
     checks.number("base", base)
     checks.number("epsilon", epsilon)
-    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
-    if fused.serves(impl, batch, reduction, max_memory) and selection in ("all", "multi_similarity"):
-        mined = selection == "multi_similarity"
-        return fused.loss("multi_similarity", batch, (alpha, beta, base, epsilon), reduction, flag=mined)
+    mined = selection == "multi_similarity"
+    if mined or selection == "all":
+        value = call.pair_kernel("multi_similarity", (alpha, beta, base, epsilon), flag=mined)
+        if value is not None:
+            return value
 
-    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+    def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         similarity = distances.cosine(x, references)  # (B, R), larger is closer
-        pairs: mining.Triplets | mining.Pairs = mining.Pairs(kin.positive, kin.negative)
-        if selection == "multi_similarity":
-            pairs = mining.multi_similarity(1 - similarity, kin, epsilon=epsilon)
+        pairs: mining.Triplets | mining.Pairs = mining.Pairs(relation.positive, relation.negative)
+        if mined:
+            pairs = mining.multi_similarity(1 - similarity, relation, epsilon=epsilon)
         elif selection != "all":
-            pairs = mining.select(selection, 1 - similarity, kin, dim=x.shape[1])
+            pairs = mining.select(selection, 1 - similarity, relation, dim=x.shape[1])
         if isinstance(pairs, mining.Triplets):
             known = ("all", *mining.PAIR_SELECTIONS)
             checks.impossible("selection", selection, "the loss weighs pairs, not triplets", known)
         pull = reduce.softplus(reduce.logsumexp(-alpha * (similarity - base), pairs.positive)) / alpha
         push = reduce.softplus(reduce.logsumexp(beta * (similarity - base), pairs.negative)) / beta
-        return pull + push, reduce.any_in_row(kin.positive | kin.negative)
+        return pull + push, reduce.any_in_row(relation.positive | relation.negative)
 
-    value, met = blockwise.run(rows, batch, max_memory=max_memory, **tiling(selection))
-    return reduce.terms(value, met, reduction) + reduce.taint(embeddings, references)
+    return call.terms(*call.run(rows, selection=selection))
 
 
 def circle_loss(
@@ -238,35 +229,30 @@ def circle_loss(
 
     l_i = log(1 + Σ_n e^{γ α_n (s_n - m)} Σ_p e^{-γ α_p (s_p - 1 + m)}),  α_p = [1 + m - s_p]_+, α_n = [s_n + m]_+
 
-    s = cosine, γ = `scale`, m = `margin`; the weights α carry no gradient, as in the paper. Only anchors with both kin
-    and strangers count. Sun et al. 2020, arXiv:2002.10857, eq. 6-8; m 0.4 and γ 80 from its retrieval experiments
-    (faces: 0.25 and 256).
+    s = cosine, γ = `scale`, m = `margin`; the weights α carry no gradient, as in the paper. Only anchors
+    with both positives and negatives count. Sun et al. 2020, arXiv:2002.10857, eq. 6-8; m 0.4 and γ 80 from its
+    retrieval experiments (faces: 0.25 and 256).
     """
-    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.number("margin", margin)
     checks.positive("scale", scale)
-    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
-    if fused.serves(impl, batch, reduction, max_memory):
-        return fused.loss("circle", batch, (margin, scale), reduction)
+    if (value := call.pair_kernel("circle", (margin, scale))) is not None:
+        return value
 
-    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+    def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         similarity = distances.cosine(x, references)  # (B, R), larger is closer
-        held = similarity.detach()
-        pull = -scale * (1 + margin - held).relu() * (similarity - (1 - margin))
-        push = scale * (held + margin).relu() * (similarity - margin)
-        both = reduce.any_in_row(kin.positive) & reduce.any_in_row(kin.negative)
-        value = reduce.logsumexp(pull, kin.positive) + reduce.logsumexp(push, kin.negative)
+        weight = similarity.detach()
+        pull = -scale * (1 + margin - weight).relu() * (similarity - (1 - margin))
+        push = scale * (weight + margin).relu() * (similarity - margin)
+        both = reduce.any_in_row(relation.positive) & reduce.any_in_row(relation.negative)
+        value = reduce.logsumexp(pull, relation.positive) + reduce.logsumexp(push, relation.negative)
         return reduce.softplus(torch.where(both, value, 0.0)), both
 
-    value, both = blockwise.run(rows, batch, max_memory=max_memory)
-    return reduce.terms(value, both, reduction) + reduce.taint(embeddings, references)
+    return call.terms(*call.run(rows))
 
 
-class ContrastiveLoss(nn.Module):
+class ContrastiveLoss(LossModule, function=contrastive_loss):
     """Holds the settings of `contrastive_loss`; computes nothing itself."""
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -283,34 +269,13 @@ class ContrastiveLoss(nn.Module):
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        hold(
-            self,
-            contrastive_loss,
-            margin=margin,
-            positive_margin=positive_margin,
-            squared=squared,
-            balance=balance,
-            selection=selection,
-            normalize=normalize,
-            reduction=reduction,
-            generator=generator,
-            max_memory=max_memory,
-            **given(impl),
-        )
-
-    extra_repr = show
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Labels,
-        references: Tensor | None = None,
-        reference_labels: Labels | None = None,
-    ) -> Tensor:
-        return contrastive_loss(embeddings, labels, references, reference_labels, **self.settings)
+        self.margin, self.positive_margin, self.squared, self.balance = margin, positive_margin, squared, balance
+        self.selection, self.normalize, self.reduction, self.generator = selection, normalize, reduction, generator
+        self.max_memory, self.impl = max_memory, impl
+        self.finish_init()
 
 
-class MarginLoss(nn.Module):
+class MarginLoss(LossModule, function=margin_loss, learned=("beta",)):
     """`margin_loss` with a learned boundary β: one for all, or one per class with `num_classes`.
 
     `num_items` adds one per training item, which starts at 0: the loss is then called with `items=`, (B,), which of the
@@ -319,7 +284,6 @@ class MarginLoss(nn.Module):
     """
 
     lr_scale = 7.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -341,22 +305,12 @@ class MarginLoss(nn.Module):
             checks.integer("num_classes", num_classes, 1)
         if num_items is not None:
             checks.integer("num_items", num_items, 1)
-        hold(
-            self,
-            margin_loss,
-            margin=margin,
-            nu=nu,
-            selection=selection,
-            normalize=normalize,
-            reduction=reduction,
-            generator=generator,
-            max_memory=max_memory,
-            **given(impl),
-        )
+        self.num_classes, self.num_items, self.margin, self.nu = num_classes, num_items, margin, nu
+        self.selection, self.normalize, self.reduction, self.generator = selection, normalize, reduction, generator
+        self.max_memory, self.impl = max_memory, impl
         self.beta = nn.Parameter(torch.full(() if num_classes is None else (num_classes,), float(beta)))
         self.item_beta = None if num_items is None else nn.Parameter(torch.zeros(num_items))
-
-    extra_repr = show
+        self.finish_init()
 
     def forward(
         self,
@@ -368,14 +322,11 @@ class MarginLoss(nn.Module):
         items: Tensor | None = None,
     ) -> Tensor:
         learned: dict[str, Any] = {"beta": self.beta, "item_beta": self.item_beta, "items": items}
-        return margin_loss(embeddings, labels, references, reference_labels, **learned, **self.settings)
+        return margin_loss(embeddings, labels, references, reference_labels, **learned, **self.arguments())
 
 
-class MultiSimilarityLoss(nn.Module):
+class MultiSimilarityLoss(LossModule, function=multi_similarity_loss):
     """Holds the settings of `multi_similarity_loss`; computes nothing itself."""
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -390,36 +341,13 @@ class MultiSimilarityLoss(nn.Module):
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        hold(
-            self,
-            multi_similarity_loss,
-            alpha=alpha,
-            beta=beta,
-            base=base,
-            epsilon=epsilon,
-            selection=selection,
-            reduction=reduction,
-            max_memory=max_memory,
-            **given(impl),
-        )
-
-    extra_repr = show
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Labels,
-        references: Tensor | None = None,
-        reference_labels: Labels | None = None,
-    ) -> Tensor:
-        return multi_similarity_loss(embeddings, labels, references, reference_labels, **self.settings)
+        self.alpha, self.beta, self.base, self.epsilon = alpha, beta, base, epsilon
+        self.selection, self.reduction, self.max_memory, self.impl = selection, reduction, max_memory, impl
+        self.finish_init()
 
 
-class CircleLoss(nn.Module):
+class CircleLoss(LossModule, function=circle_loss):
     """Holds the settings of `circle_loss`; computes nothing itself."""
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -431,24 +359,15 @@ class CircleLoss(nn.Module):
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        hold(self, circle_loss, margin=margin, scale=scale, reduction=reduction, max_memory=max_memory, **given(impl))
-
-    extra_repr = show
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Labels,
-        references: Tensor | None = None,
-        reference_labels: Labels | None = None,
-    ) -> Tensor:
-        return circle_loss(embeddings, labels, references, reference_labels, **self.settings)
+        self.margin, self.scale = margin, scale
+        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
+        self.finish_init()
 
 
-def _pairs(
+def _select(
     selection: mining.Selection,
     distance: Tensor,
-    kin: Relation,
+    relation: Relation,
     normalize: bool,
     dim: int,
     cutoff: float | Tensor,
@@ -457,7 +376,7 @@ def _pairs(
     if selection == "distance_weighted" and not normalize:
         possible = ("all", *mining.TRIPLET_SELECTIONS[:-1], *mining.PAIR_SELECTIONS)
         checks.impossible("selection", selection, "it needs unit vectors, normalize=True", possible)
-    return mining.select(selection, distance, kin, dim=dim, cutoff=cutoff, generator=generator)
+    return mining.select(selection, distance, relation, dim=dim, cutoff=cutoff, generator=generator)
 
 
 def _boundary(
@@ -476,10 +395,10 @@ def _boundary(
     classes = labels.ids if isinstance(labels, Relation) else labels
     if not isinstance(classes, Tensor) or classes.dtype == torch.bool:
         raise TypeError(
-            "labels must be integer class ids, or a Relation with ids, where β is one a class (num_classes)"
+            "labels must be integer class ids, or a Relation with ids, where β is one per class (num_classes)"
         )
-    ids, _, spoilt = checks.in_range(classes, beta.shape[0])
-    return (beta[ids] + spoilt.to(beta.dtype))[:, None]
+    ids, _, addend = checks.in_range(classes, beta.shape[0])
+    return (beta[ids] + addend.to(beta.dtype))[:, None]
 
 
 def _of_items(item_beta: Tensor | None, items: Tensor | None, embeddings: Tensor) -> Tensor | None:

@@ -1,32 +1,19 @@
-"""Proxy losses: items meet learned stand-ins of the classes instead of each other."""
+"""Proxy losses: items are compared with learned proxies of the classes instead of each other."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nearkin import kernels
 from nearkin.core import checks, class_anchors, class_dense, class_softmax, distances, reduce, relations
-from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
 from nearkin.core.relations import Labels
 from nearkin.dist import collectives
-from nearkin.kernels import class_anchor_ops as fused_anchors
-from nearkin.kernels.class_loss_ops import Form
 from nearkin.losses import class_shards, logits
-from nearkin.losses.class_routes import given, roads, route, whole
+from nearkin.losses.call import ClassCall, Form
 from nearkin.losses.class_shards import Shard
-from nearkin.losses.settings import hold, show
-from nearkin.losses.softmax import classify
+from nearkin.losses.module import LossModule
 
-__all__ = [
-    "ProxyAnchorLoss",
-    "ProxyNCALoss",
-    "SoftTripleLoss",
-    "proxy_anchor_loss",
-    "proxy_nca_loss",
-    "soft_triple_loss",
-]
+__all__ = ["ProxyAnchorLoss", "ProxyNCALoss", "init_proxies", "proxy_anchor_loss", "proxy_nca_loss"]
 
 
 def proxy_nca_loss(
@@ -49,10 +36,10 @@ def proxy_nca_loss(
 
     z runs over the proxies of other classes (form="original": can be negative), and over p_y too (form="softmax":
     Proxy-NCA++, normalised softmax with s = 2·scale²). proxies (C·K, D), K = proxies_per_class in a row for each class;
-    p_y is the nearest of the K. assignment="dynamic" ties proxies to no class: each item stands for its nearest proxy,
-    and each pair of kin is a term, the anchor meeting the kin's proxy and those of its strangers in the batch, of which
-    it needs one; labels may then be any relation. impl, max_memory and shard as in `normalized_softmax_loss`, the first
-    two for the static assignment with one proxy a class; the others are dense.
+    p_y is the nearest of the K. assignment="dynamic" ties proxies to no class: each item is replaced by its nearest
+    proxy, and each positive pair is a term, in which the anchor is compared with the positive's proxy and those of its
+    negatives in the batch, of which it needs one; labels may then be any relation. impl, max_memory and shard as in
+    `normalized_softmax_loss`, the first two for the static assignment with one proxy per class; the others are dense.
     Movshovitz-Attias et al. 2017, arXiv:1703.07464, eq. 6; Teh et al. 2020, arXiv:2004.01113; scale 3: temperature 1/9.
     """
     checks.positive("scale", scale)
@@ -60,42 +47,35 @@ def proxy_nca_loss(
     checks.one_of("form", form, ("softmax", "original"))
     checks.one_of("assignment", assignment, ("static", "dynamic"))
     checks.integer("proxies_per_class", proxies_per_class, 1)
-    kernels.check(impl)
+    call = ClassCall(embeddings, labels, proxies, reduction, impl, max_memory, shard, proxies_per_class)
     if assignment == "dynamic":
         value = _dynamic(embeddings, labels, proxies, scale, form, reduction, shard)
-        return value + reduce.taint(embeddings) + _spoilt(shard, proxies)
-    num_classes = proxies.shape[0] // proxies_per_class if shard is None else shard.total
-    if proxies_per_class == 1 and isinstance(labels, Tensor):
-        told = Form(2 * scale**2, lost=scale**2, needs_others=True, soft=form == "softmax")
-        found_whole = whole(impl, embeddings, labels, proxies, told, reduction, max_memory, shard)
-        if found_whole is not None:
-            return found_whole
-    ids, known, spoilt = class_shards.classified(embeddings, labels, proxies, shard, proxies_per_class)
-    known = known & (num_classes > 1)  # with one class there is nobody to be told from
-    streams = route(impl, embeddings, proxies, max_memory, shard=shard)
-    if streams is not None and proxies_per_class == 1:
-        found = streams(embeddings, proxies, ids, scale=2 * scale**2, lost=scale**2, max_memory=max_memory)
-        near = (distances.unit(found.anchors) - distances.unit(found.own)).square().sum(1)
-        found, near = class_shards.joined(shard, ids, found, near)
-        value = torch.where(known, _told_from(found, near, scale, form), 0.0)
-        return classify(value, known, spoilt, reduction) + reduce.taint(embeddings) + found.taint
-    if proxies_per_class == 1:
-        value = torch.where(known, _dense(embeddings, proxies, ids, scale, form), 0.0)
-        return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, proxies)
+        return value + reduce.taint(embeddings) + class_shards.taint(shard, proxies)
+    single = proxies_per_class == 1
+    if single and isinstance(labels, Tensor):
+        kernel = Form(2 * scale**2, lost=scale**2, needs_others=True, soft=form == "softmax")
+        if (fused := call.kernel(kernel)) is not None:
+            return fused
+    call.check_labels()
+    ids, num_classes = call.ids, proxies.shape[0] // proxies_per_class if shard is None else shard.total
+    call.known = call.known & (num_classes > 1)  # with one class there are no others
+    rivals = call.rivals(scale=2 * scale**2, lost=scale**2) if single else None
+    if rivals is not None:
+        near = (distances.unit(rivals.anchors) - distances.unit(rivals.own)).square().sum(1)
+        rivals, near = call.join(rivals, near)
+        value = torch.where(call.known, _against_rivals(rivals, near, scale, form), 0.0)
+        return call.terms(value) + reduce.taint(embeddings) + rivals.taint
+    if single:
+        return call.dense(torch.where(call.known, _dense(embeddings, proxies, ids, scale, form), 0.0))
     distance = _scaled_distance(embeddings, proxies, scale)  # (B, C·K)
-    own = class_shards.held(shard, ids)[:, None] * proxies_per_class
+    own = class_shards.clamped(shard, ids)[:, None] * proxies_per_class
     own = own + torch.arange(proxies_per_class, device=ids.device)  # (B, K)
     near = distance.gather(1, own).min(1).values
-    strangers = torch.arange(distance.shape[1], device=ids.device) // proxies_per_class != ids[:, None]
-    push, near = class_shards.pushed(shard, ids, reduce.logsumexp(-distance, strangers), near)
+    others = torch.arange(distance.shape[1], device=ids.device) // proxies_per_class != ids[:, None]
+    push, near = class_shards.join_logsumexp(shard, ids, reduce.logsumexp(-distance, others), near)
     value = reduce.softplus(near + push) if form == "softmax" else near + push
-    value = torch.where(known, value, 0.0)
-    return classify(value, known, spoilt, reduction) + reduce.taint(embeddings) + _spoilt(shard, proxies)
-
-
-def _spoilt(shard: Shard | None, *tensors: Tensor) -> Tensor:
-    """`reduce.taint` of tensors that processes may share."""
-    return class_shards.everywhere(shard, torch.as_tensor(reduce.taint(*tensors)))[0]
+    value = torch.where(call.known, value, 0.0)
+    return call.terms(value) + reduce.taint(embeddings) + class_shards.taint(shard, proxies)
 
 
 def _dense(embeddings: Tensor, proxies: Tensor, ids: Tensor, scale: float, form: str) -> Tensor:
@@ -109,14 +89,14 @@ def _dense(embeddings: Tensor, proxies: Tensor, ids: Tensor, scale: float, form:
     return class_dense.cross_entropy(x, p, ids, target, scale=2 * scale**2, lost=scale**2, soft=form == "softmax")
 
 
-def _told_from(found: class_softmax.Rivals, near: Tensor, scale: float, form: str) -> Tensor:
-    """d(x, p_y) + log Σ e^{-d(x, p_z)}, (B,), where the others have passed by as 2·scale² cos; near: |x - p_y|².
+def _against_rivals(rivals: class_softmax.Rivals, near: Tensor, scale: float, form: str) -> Tensor:
+    """d(x, p_y) + log Σ e^{-d(x, p_z)}, (B,), where the others were scored as 2·scale² cos; near: |x - p_y|².
 
-    -d = scale² (2 cos - |x|² - |p|²), lengths 1, or 0 for a zero row: what all others share stands with the target.
+    -d = scale² (2 cos - |x|² - |p|²), lengths 1, or 0 for a zero row: what all others share is in the target's term.
     """
-    there = reduce.any_in_row(distances.unit(found.anchors.detach()) != 0).to(near.dtype)
-    apart = found.peak - scale**2 * (1 + there - near) + found.rest
-    return reduce.softplus(apart) if form == "softmax" else apart
+    nonzero = reduce.any_in_row(distances.unit(rivals.anchors.detach()) != 0).to(near.dtype)
+    logit_gap = rivals.peak - scale**2 * (1 + nonzero - near) + rivals.rest
+    return reduce.softplus(logit_gap) if form == "softmax" else logit_gap
 
 
 def _dynamic(
@@ -130,29 +110,30 @@ def _dynamic(
 ) -> Tensor:
     checks.batch(embeddings, labels, None, None)
     checks.dimensions("embeddings", embeddings, proxies.shape[1], "the proxies have")
-    kin = relations.of(labels)
+    relation = relations.of(labels)
     if shard is None:
         distance = _scaled_distance(embeddings, proxies, scale)  # (B, proxies)
-        stands_for = distance.detach().argmin(1)  # (B,)
-        met = distance[:, stands_for]  # (B, B): anchor to the proxy of each item
+        nearest = distance.detach().argmin(1)  # (B,)
+        to_proxy = distance[:, nearest]  # (B, B): anchor to the proxy of each item
     else:
-        met = _scaled_distance(class_shards.alike(shard, embeddings), _stand_ins(embeddings, proxies, shard), scale)
-    push = reduce.logsumexp(-met, kin.negative)[:, None]
-    valid = kin.positive & reduce.any_in_row(kin.negative, keepdim=True)
-    value = torch.where(valid, met + push, 0.0)
+        nearest = _nearest_proxies(embeddings, proxies, shard)  # (B, D)
+        to_proxy = _scaled_distance(class_shards.replicated(shard, embeddings), nearest, scale)
+    push = reduce.logsumexp(-to_proxy, relation.negative)[:, None]
+    valid = relation.positive & reduce.any_in_row(relation.negative, keepdim=True)
+    value = torch.where(valid, to_proxy + push, 0.0)
     return reduce.terms(reduce.softplus(value) if form == "softmax" else value, valid, reduction)
 
 
-def _stand_ins(embeddings: Tensor, proxies: Tensor, shard: Shard) -> Tensor:
-    """The nearest proxy of each item, (B, D), whichever process has it; of equals the first."""
+def _nearest_proxies(embeddings: Tensor, proxies: Tensor, shard: Shard) -> Tensor:
+    """The nearest proxy of each item, (B, D), from the process that holds it; of equals the first."""
     if not len(embeddings):
         return proxies[:0]
     with torch.no_grad():
-        least, place = _scaled_distance(embeddings, proxies, 1.0).min(1)
-        mine = least == -collectives.largest(-least, shard.group)
-        turn = torch.where(mine, -shard.first, -shard.total)
-        mine = turn == collectives.largest(turn, shard.group)
-    return class_shards.everywhere(shard, torch.where(mine[:, None], proxies[place], 0.0))[0]
+        least, index = _scaled_distance(embeddings, proxies, 1.0).min(1)
+        local = least == -collectives.largest(-least, shard.group)
+        order = torch.where(local, -shard.first, -shard.total)
+        local = order == collectives.largest(order, shard.group)
+    return class_shards.sum_over_processes(shard, torch.where(local[:, None], proxies[index], 0.0))[0]
 
 
 def _scaled_distance(embeddings: Tensor, proxies: Tensor, scale: float) -> Tensor:
@@ -178,36 +159,37 @@ def proxy_anchor_loss(
     0..C-1, -1 left out. impl, max_memory and shard as in `normalized_softmax_loss`. Kim et al. 2020, arXiv:2003.13911,
     eq. 4; α 32, δ 0.1 from there.
     """
-    ids, known, spoilt = class_shards.classified(embeddings, labels, proxies, shard)
+    call = ClassCall(embeddings, labels, proxies, "mean", impl, max_memory, shard)
+    call.check_labels()
+    ids, known, addend = call.ids, call.known, call.addend
     checks.number("margin", margin)
     checks.positive("scale", scale)
-    road = roads(impl, embeddings, proxies, max_memory, shard=shard, dense_first=True)
-    if road != "dense":
-        streams = fused_anchors.class_anchors if road == "triton" else class_anchors.class_anchors
-        found = streams(embeddings, proxies, ids, known, scale=scale, max_memory=max_memory)
-        pulls, number = _drawn(found, class_shards.held(shard, ids), known & (ids < len(proxies)), margin, scale)
-        pushes = reduce.softplus(found.peak + scale * margin + found.rest).sum()
-        pulls, number, pushes, taint = class_shards.everywhere(shard, pulls, number, pushes, found.taint)
+    if (others := call.anchors(scale)) is not None:
+        local = known & (ids < len(proxies))
+        pulls, number = _pull_own(others, class_shards.clamped(shard, ids), local, margin, scale)
+        pushes = reduce.softplus(others.peak + scale * margin + others.rest).sum()
+        sums = class_shards.sum_over_processes(shard, pulls, number, pushes, others.taint)
+        pulls, number, pushes, taint = sums
         value = pulls / number.clamp(min=1) + pushes / (shard.total if shard else len(proxies)) + taint
-        return value + spoilt.sum().to(value.dtype) + reduce.taint(embeddings)
+        return value + addend.sum().to(value.dtype) + reduce.taint(embeddings)
     similarity = distances.cosine(embeddings, proxies)  # (B, C)
     own = torch.zeros_like(similarity, dtype=torch.bool).scatter(1, ids[:, None], True)
     positive, negative = own & known[:, None], ~own & known[:, None]
     pulls = reduce.softplus(reduce.logsumexp(-scale * (similarity - margin), positive, dim=0))  # (C,)
     pushes = reduce.softplus(reduce.logsumexp(scale * (similarity + margin), negative, dim=0))
     value = pulls.sum() / reduce.any_in_row(positive, 0).sum().clamp(min=1) + pushes.sum() / proxies.shape[0]
-    return value + spoilt.sum().to(value.dtype) + reduce.taint(embeddings, proxies)
+    return value + addend.sum().to(value.dtype) + reduce.taint(embeddings, proxies)
 
 
-def _drawn(
-    found: class_anchors.Negatives, ids: Tensor, known: Tensor, margin: float, scale: float
+def _pull_own(
+    others: class_anchors.Negatives, ids: Tensor, known: Tensor, margin: float, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The sum over the proxies with an item of log(1 + Σ_{x of p} e^{-α (s_xp - δ)}), from each item's own proxy, and
     the number of these."""
-    own = (distances.unit(found.anchors) * distances.unit(found.own)).sum(1)
+    own = (distances.unit(others.anchors) * distances.unit(others.own)).sum(1)
     far = torch.where(known, -scale * (own - margin), -torch.inf)  # (B,)
-    nobody = torch.full_like(found.peak, -torch.inf, dtype=far.dtype)
-    top = nobody.scatter_reduce(0, ids, far.detach(), "amax")
+    empty = torch.full_like(others.peak, -torch.inf, dtype=far.dtype)
+    top = empty.scatter_reduce(0, ids, far.detach(), "amax")
     present = top > -torch.inf
     level = torch.where(present, top, 0.0)
     parts = torch.where(known, (torch.where(known, far, 0.0) - level[ids]).exp(), 0.0)
@@ -216,150 +198,22 @@ def _drawn(
     return torch.where(present, pulls, 0.0).sum(), present.sum()
 
 
-def soft_triple_loss(
-    embeddings: Tensor,
-    labels: Tensor,
-    centers: Tensor,
-    *,
-    centers_per_class: int = 10,
-    scale: float = 20.0,
-    gamma: float = 0.1,
-    margin: float = 0.01,
-    tau: float = 0.2,
-    reduction: str = "mean",
-    max_memory: int | None = None,
-    shard: Shard | None = None,
-) -> Tensor:
-    r"""Softmax over classes of several centres, each item leaning on those near it.
+def init_proxies(rows: int, dim: int, shard: Shard | None, per_class: int = 1) -> nn.Parameter:
+    """Proxies (rows, dim) from a normal distribution, or the shard's part of them."""
 
-    S_ic = Σ_k softmax_k(s_ick / γ) s_ick,   l_i = -log softmax_y( λ (S_ic - δ [c = y]) )  + τ R,   s = cosine
-    R = Σ_c Σ_{k<k'} |w_ck - w_ck'| / (C K (K-1)), which draws the centres of a class together
-
-    centers (C·K, D), K in a row for each class; labels (B,) in 0..C-1, -1 left out. λ = `scale`, δ = `margin`.
-    Qian et al. 2019, arXiv:1909.05235, eq. 7-10; K 10, λ 20, γ 0.1, δ 0.01, τ 0.2 from there. Each
-    distance in R is √(|w - w'|² + 1e-5), as in the released code; R stands once in each item's term. Beyond
-    `max_memory` bytes (without it, beyond a modest size) blocks of classes pass by, and again for the gradient. shard
-    as in `normalized_softmax_loss`.
-    """
-    checks.integer("centers_per_class", centers_per_class, 1)
-    checks.positive("scale", scale)
-    checks.positive("gamma", gamma)
-    checks.number("margin", margin)
-    checks.at_least("tau", tau, 0)
-    ids, known, spoilt = class_shards.classified(embeddings, labels, centers, shard, centers_per_class)
-    if not class_softmax.fits(embeddings, centers, max_memory):
-        size = class_softmax.block(embeddings, centers, centers_per_class, max_memory)
-        value, drawn = _leaning_blocks(embeddings, ids, centers, centers_per_class, scale, gamma, margin, size, shard)
-    else:
-        w = distances.unit(centers)
-        similarity = _leaning(distances.unit(embeddings), w, centers_per_class, gamma)  # (B, C)
-        own = class_shards.held(shard, ids)[:, None]
-        plain = similarity.gather(1, own)
-        target = plain - margin if shard is None else torch.where(ids[:, None] < shard.number, plain - margin, plain)
-        value = class_shards.cross_entropy(shard, scale * similarity.scatter(1, own, target), ids)
-        drawn = _within_class(w.view(-1, centers_per_class, w.shape[1])) if centers_per_class > 1 else w.new_zeros(())
-    value = value + spoilt.to(value.dtype)
-    if tau and centers_per_class > 1:
-        part = 1.0 if shard is None else shard.number / shard.total
-        value = value + tau * class_shards.everywhere(shard, drawn * part)[0]
-    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + _spoilt(shard, centers)
-
-
-def _leaning(x: Tensor, w: Tensor, each: int, gamma: float) -> Tensor:
-    """S_ic of `soft_triple_loss`, (B, C), from unit rows."""
-    cosine = distances.dot(x, w).view(len(x), len(w) // each, each)  # (B, C, K)
-    if traced():
-        return ((cosine / gamma).softmax(2) * cosine).sum(2)
-    found: Tensor = _Leaning.call(cosine, gamma)
-    return found
-
-
-class _Leaning(HandGradient):
-    """Σ_k softmax_k(c / γ) c_k over the last of (B, C, K), with the gradient by hand: p (1 + (c - S) / γ)."""
-
-    @staticmethod
-    def forward(ctx: Any, cosine: Tensor, gamma: float) -> Tensor:
-        # torch's softmax takes five times as long over so few entries
-        share = (cosine - cosine.amax(2, keepdim=True)).div_(gamma).exp_()
-        share /= share.sum(2, keepdim=True)
-        found = (share * cosine).sum(2)
-        ctx.save_for_backward(cosine, share, found)
-        ctx.gamma = gamma
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        cosine, share, found = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the cosines
-            share = torch.softmax(cosine / ctx.gamma, 2)
-            found = (share * cosine).sum(2)
-        return (1 + (cosine - found[:, :, None]) / ctx.gamma) * share * upstream[:, :, None], None
-
-
-def _leaning_blocks(
-    embeddings: Tensor,
-    ids: Tensor,
-    centers: Tensor,
-    each: int,
-    scale: float,
-    gamma: float,
-    margin: float,
-    size: int,
-    shard: Shard | None,
-) -> tuple[Tensor, Tensor]:
-    """The terms (B,) of `soft_triple_loss` and the R of these centres; what a block has is made again when its gradient
-    is wanted."""
-    x, classes = distances.unit(embeddings), len(centers) // each
-
-    def pass_by(x: Tensor, part: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        w = distances.unit(part)
-        scores = scale * _leaning(x, w, each, gamma)
-        others = (ids - start)[:, None] != torch.arange(scores.shape[1], device=ids.device)
-        parts = w.view(-1, each, w.shape[1])
-        drawn = _within_class(parts) * (len(parts) / classes) if each > 1 else w.new_zeros(())
-        return reduce.logsumexp(scores, others), drawn
-
-    found, start = [], 0
-    for part in torch.split(centers, size):
-        found.append(recomputed(pass_by, x, part, start))
-        start += len(part) // each
-    push = torch.stack([rivals for rivals, _ in found], 1)  # (B, blocks)
-    push = reduce.logsumexp(push, push.detach() > reduce.log_zero(push))
-    rows = (class_shards.held(shard, ids)[:, None] * each + torch.arange(each, device=ids.device)).flatten()
-    own = distances.unit(centers[rows]).view(len(ids), each, x.shape[1])
-    cosine = (own * x[:, None, :]).sum(2)  # (B, K)
-    target = scale * (((cosine / gamma).softmax(1) * cosine).sum(1) - margin)
-    push, target = class_shards.pushed(shard, ids, push, target)
-    return reduce.softplus(push - target), torch.stack([drawn for _, drawn in found]).sum()
-
-
-def _within_class(w: Tensor) -> Tensor:
-    """Mean distance of unit centres (C, K, D) to the others of their class, halved."""
-    classes, centers, _ = w.shape
-    with torch.autocast(device_type(w), enabled=False):
-        gram = w @ w.mT  # (C, K, K)
-    upper = torch.ones(centers, centers, dtype=torch.bool, device=w.device).triu(1)
-    square = (w * w).sum(2)  # not the diagonal: a compiler may write over a matrix while a view of it is still wanted
-    squared = (square[:, :, None] + square[:, None, :] - 2 * gram).clamp(min=0)
-    apart = torch.where(upper, squared + 1e-5, 1.0).sqrt()
-    return torch.where(upper, apart, 0.0).sum() / (classes * centers * (centers - 1))
-
-
-def _proxies(rows: int, dim: int, shard: Shard | None, each: int = 1) -> nn.Parameter:
     def fill(empty: Tensor) -> Tensor:
         return nn.init.normal_(empty, std=math.sqrt(2 / rows))  # Kaiming, fan out
 
-    return class_shards.draw(rows, dim, fill, shard, each)
+    return class_shards.init_weight(rows, dim, fill, shard, per_class)
 
 
-class ProxyNCALoss(nn.Module):
+class ProxyNCALoss(LossModule, function=proxy_nca_loss):
     """`proxy_nca_loss` with its proxies (C·K, D). `lr_scale` 50 as in Roth et al. 2020; papers go up to 1e5.
 
-    shard as in `NormalizedSoftmaxLoss`; the dynamic assignment also exchanges the proxies that items stand for.
+    shard as in `NormalizedSoftmaxLoss`; the dynamic assignment also exchanges each item's nearest proxy.
     """
 
     lr_scale = 50.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -377,47 +231,37 @@ class ProxyNCALoss(nn.Module):
     ) -> None:
         super().__init__()
         checks.integer("proxies_per_class", proxies_per_class, 1)
-        self.shard = class_shards.split(shard, num_classes)
-        self.proxies = _proxies(num_classes * proxies_per_class, dim, self.shard, proxies_per_class)
-        class_shards.keep(self, proxies=proxies_per_class)
-        hold(
-            self,
-            proxy_nca_loss,
-            self.proxies,
-            scale=scale,
-            form=form,
-            assignment=assignment,
-            proxies_per_class=proxies_per_class,
-            reduction=reduction,
-            max_memory=max_memory,
-            **given(impl),
-        )
+        self.shard = class_shards.make_shard(shard, num_classes)
+        self.proxies = init_proxies(num_classes * proxies_per_class, dim, self.shard, proxies_per_class)
+        class_shards.register(self, proxies=proxies_per_class)
+        self.num_classes, self.dim, self.scale, self.form = num_classes, dim, scale, form
+        self.assignment, self.proxies_per_class, self.reduction = assignment, proxies_per_class, reduction
+        self.impl, self.max_memory = impl, max_memory
+        self.finish_init()
 
-    extra_repr = show
-
-    def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
-        embeddings, labels, shard = class_shards.gather(
-            self.shard, embeddings, labels, self.proxies.shape[1], self.settings["assignment"] == "dynamic"
+    def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:  # type: ignore[override]
+        any_relation = self.assignment == "dynamic"
+        embeddings, labels, shard = class_shards.gather_batch(
+            self.shard, embeddings, labels, self.proxies.shape[1], any_relation
         )
-        return proxy_nca_loss(embeddings, labels, self.proxies, shard=shard, **self.settings)
+        return proxy_nca_loss(embeddings, labels, self.proxies, shard=shard, **self.arguments())
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """-d to the nearest proxy of every class, (B, C): the scores of the softmax form. Differentiable."""
-        if self.settings["assignment"] == "dynamic":
+        if self.assignment == "dynamic":
             raise ValueError('get_logits needs proxies that belong to classes, got assignment="dynamic"')
         x = logits.checked(self, embeddings, self.proxies)
-        distance = _scaled_distance(x, self.proxies, self.settings["scale"]) + logits.spoilt(x)
-        return logits.nearest(-distance, self.settings["proxies_per_class"])
+        distance = _scaled_distance(x, self.proxies, self.scale) + logits.nan_rows(x)
+        return logits.nearest(-distance, self.proxies_per_class)
 
 
-class ProxyAnchorLoss(nn.Module):
+class ProxyAnchorLoss(LossModule, function=proxy_anchor_loss):
     """`proxy_anchor_loss` with its proxies (C, D). `lr_scale` 100 from the released code.
 
     shard as in `NormalizedSoftmaxLoss`.
     """
 
     lr_scale = 100.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -431,81 +275,17 @@ class ProxyAnchorLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        self.shard = class_shards.split(shard, num_classes)
-        self.proxies = _proxies(num_classes, dim, self.shard)
-        class_shards.keep(self, proxies=1)
-        hold(
-            self,
-            proxy_anchor_loss,
-            self.proxies,
-            margin=margin,
-            scale=scale,
-            max_memory=max_memory,
-            **given(impl),
-        )
+        self.shard = class_shards.make_shard(shard, num_classes)
+        self.proxies = init_proxies(num_classes, dim, self.shard)
+        class_shards.register(self, proxies=1)
+        self.num_classes, self.dim, self.margin, self.scale = num_classes, dim, margin, scale
+        self.impl, self.max_memory = impl, max_memory
+        self.finish_init()
 
-    extra_repr = show
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.proxies.shape[1])
-        return proxy_anchor_loss(embeddings, labels, self.proxies, shard=shard, **self.settings)
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.proxies.shape[1])
+        return proxy_anchor_loss(embeddings, labels, self.proxies, shard=shard, **self.arguments())
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """α cos to the proxy of every class, (B, C), without the margin; differentiable."""
-        return logits.of_cosines(self, embeddings, self.proxies, self.settings["scale"])
-
-
-class SoftTripleLoss(nn.Module):
-    """`soft_triple_loss` with its centres (C·K, D). `lr_scale` 100 from the released code.
-
-    shard as in `NormalizedSoftmaxLoss`.
-    """
-
-    lr_scale = 100.0
-    settings: dict[str, Any]
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        margin: float = 0.01,
-        scale: float = 20.0,
-        *,
-        centers_per_class: int = 10,
-        gamma: float = 0.1,
-        tau: float = 0.2,
-        reduction: str = "mean",
-        max_memory: int | None = None,
-        shard: bool = False,
-    ) -> None:
-        super().__init__()
-        checks.integer("centers_per_class", centers_per_class, 1)
-        self.shard = class_shards.split(shard, num_classes)
-        self.centers = _proxies(num_classes * centers_per_class, dim, self.shard, centers_per_class)
-        class_shards.keep(self, centers=centers_per_class)
-        hold(
-            self,
-            soft_triple_loss,
-            self.centers,
-            centers_per_class=centers_per_class,
-            scale=scale,
-            gamma=gamma,
-            margin=margin,
-            tau=tau,
-            reduction=reduction,
-            max_memory=max_memory,
-        )
-
-    extra_repr = show
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.centers.shape[1])
-        return soft_triple_loss(embeddings, labels, self.centers, shard=shard, **self.settings)
-
-    def get_logits(self, embeddings: Tensor) -> Tensor:
-        """λ S of every class, (B, C), its centres weighed as in the loss, without the margin; differentiable."""
-        x = logits.checked(self, embeddings, self.centers)
-        each, gamma = self.settings["centers_per_class"], self.settings["gamma"]
-        similarity = _leaning(distances.unit(x), distances.unit(self.centers), each, gamma)
-        scale: float = self.settings["scale"]
-        return similarity * scale + logits.spoilt(x)
+        return logits.of_cosines(self, embeddings, self.proxies, self.scale)

@@ -1,20 +1,21 @@
-"""Quadruplet loss: a triplet, and strangers of two further classes that must be farther apart than the positive pair.
+"""Quadruplet loss: a triplet, and items of two further classes that must be farther apart than the positive pair.
 
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nearkin import mining
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import Labels, Relation
-from nearkin.losses.settings import hold, show, tiling
-from nearkin.losses.triplet import all_triplets, possible
+from nearkin.losses.call import PairCall
+from nearkin.losses.module import LossModule
+from nearkin.losses.triplet import all_triplets, check_selection
 
 __all__ = ["QuadrupletLoss", "quadruplet_loss"]
 
@@ -34,7 +35,7 @@ def quadruplet_loss(
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
 ) -> Tensor:
-    r"""A positive pair closer than its anchor's negative, and closer than two strangers are to each other.
+    r"""A positive pair closer than its anchor's negative, and closer than a pair of two other classes.
 
     L = mean_{(a,p,n)} [d_ap - d_an + margin]_+  +  mean_{(a,p,n,l)} [d_ap - d_ln + second_margin]_+
 
@@ -46,46 +47,42 @@ def quadruplet_loss(
     Chen et al. 2017, arXiv:1704.01719, eq. 6, there with a learned metric; the second margin is the smaller one, as the
     paper demands. margin 0.2 on squared distances of unit vectors as in FaceNet, second_margin half of it: ours.
     """
-    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.at_least("margin", margin, 0)
     checks.at_least("second_margin", second_margin, 0)
-    possible(selection, margin, False, normalize)
+    check_selection(selection, margin, False, normalize)
     own = _classes(labels)
-    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
     measure = distances.squared_euclidean if squared else distances.euclidean
-    rival = _rivals(batch, own, squared, normalize, max_memory)
+    rivals = _rivals(call.batch, own, squared, normalize, max_memory)
 
-    def rows(x: Tensor, references: Tensor | None, kin: Relation, ids: Tensor) -> tuple[Tensor, ...]:
+    def rows(x: Tensor, references: Tensor | None, relation: Relation, ids: Tensor) -> tuple[Tensor, ...]:
         distance = measure(x, references, normalize=normalize)  # (B, R)
         if selection == "all":
-            apart, there = rival.of(ids)  # (B, R): each negative's distance to its l
-            pairs = Relation(kin.positive, kin.negative & there)
-            return *all_triplets(distance, kin, margin), *all_triplets(distance, pairs, second_margin, apart)
+            gap, exists = rivals.of(ids)  # (B, R): each negative's distance to its l
+            pairs = Relation(relation.positive, relation.negative & exists)
+            return *all_triplets(distance, relation, margin), *all_triplets(distance, pairs, second_margin, gap)
         plain = distance.detach().sqrt() if squared else distance
-        chosen = mining.select(selection, plain, kin, dim=x.shape[1], generator=generator)
+        chosen = mining.select(selection, plain, relation, dim=x.shape[1], generator=generator)
         if isinstance(chosen, mining.Pairs):
             raise TypeError("selection must return Triplets for a quadruplet loss, got Pairs")
         near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
-        apart, there = rival.of(ids, chosen.negative)
+        gap, exists = rivals.of(ids, chosen.negative)
         first = blockwise.hinges(near - far, chosen.valid, reduction, start=-margin)
-        return *first, *blockwise.hinges(near - apart, chosen.valid & there, reduction, start=-second_margin)
+        return *first, *blockwise.hinges(near - gap, chosen.valid & exists, reduction, start=-second_margin)
 
-    sums, counts, active, more, further, stirred = blockwise.run(
-        rows, batch, own, max_memory=max_memory, generator=generator, **tiling(selection)
-    )
-    both = reduce.total(sums, counts, active, reduction) + reduce.total(more, further, stirred, reduction)
-    return both + reduce.taint(embeddings, references)
+    sums, counts, active, *second = call.run(rows, own, selection=selection, generator=generator)
+    return reduce.total(sums, counts, active, reduction) + call.total(*second)
 
 
 class _Rivals(NamedTuple):
     """Of each reference the nearest anchor of another class, and the nearest of yet another one: distance and class.
 
-    Whoever the anchor of a triplet is, one of the two is of a third class, if there is such an anchor at all.
+    Whatever the anchor of a triplet, one of the two is of a third class, if there is such an anchor at all.
     """
 
-    apart: Tensor  # (2, R), with gradient
+    gap: Tensor  # (2, R) distances, with gradient
     classes: Tensor  # (2, R) class ids
-    there: Tensor  # (2, R) bool
+    exists: Tensor  # (2, R) bool
 
     def of(self, own: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Of references, all or (B, T) columns: the distance to the nearest anchor that is neither of their class nor
@@ -93,14 +90,14 @@ class _Rivals(NamedTuple):
         if columns is None:
             first = self.classes[0] != own[:, None]
             return (
-                torch.where(first, self.apart[0], self.apart[1]),
-                torch.where(first, self.there[0], self.there[1]),
+                torch.where(first, self.gap[0], self.gap[1]),
+                torch.where(first, self.exists[0], self.exists[1]),
             )
-        number = self.apart.shape[1]
+        number = self.gap.shape[1]
         if not number:
-            return self.apart.sum().expand(columns.shape), torch.zeros_like(columns, dtype=torch.bool)
-        place = torch.where(self.classes[0][columns] != own[:, None], columns, columns + number)
-        return self.apart.flatten()[place], self.there.flatten()[place]
+            return self.gap.sum().expand(columns.shape), torch.zeros_like(columns, dtype=torch.bool)
+        index = torch.where(self.classes[0][columns] != own[:, None], columns, columns + number)
+        return self.gap.flatten()[index], self.exists.flatten()[index]
 
 
 def _classes(labels: Labels) -> Tensor:
@@ -112,30 +109,31 @@ def _classes(labels: Labels) -> Tensor:
 
 
 def _rivals(batch: blockwise.Batch, own: Tensor, squared: bool, normalize: bool, max_memory: int | None) -> _Rivals:
-    turned = blockwise.transposed(batch)
+    swapped = blockwise.transposed(batch)
 
-    def rows(x: Tensor, anchors: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+    def rows(x: Tensor, anchors: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, anchors, normalize=normalize)  # (R, B)
-        _, first = reduce.largest(-distance, kin.negative)
+        _, first = reduce.largest(-distance, relation.negative)
         if not distance.shape[1]:
-            return first, first, first > 0, first > 0  # nobody
-        beyond = kin.negative & (own[None, :] != own[first][:, None])
+            return first, first, first > 0, first > 0  # none
+        beyond = relation.negative & (own[None, :] != own[first][:, None])
         _, second = reduce.largest(-distance, beyond)
-        return first, second, reduce.any_in_row(kin.negative), reduce.any_in_row(beyond)
+        return first, second, reduce.any_in_row(relation.negative), reduce.any_in_row(beyond)
 
     with torch.no_grad():
-        first, second, some, more = blockwise.run(rows, turned, max_memory=max_memory)
-    nearest = torch.stack([first, second])  # (2, R) places among the anchors
-    there = torch.stack([some, more])
+        first, second, has_first, has_second = blockwise.run(rows, swapped, max_memory=max_memory)
+    nearest = torch.stack([first, second])  # (2, R) indices of anchors
+    exists = torch.stack([has_first, has_second])
     if not own.shape[0]:
-        return _Rivals(turned.embeddings.sum() + torch.zeros_like(there, dtype=turned.embeddings.dtype), nearest, there)
-    anchors, references = _wide(batch.embeddings, normalize), _wide(turned.embeddings, normalize)
+        zeros = torch.zeros_like(exists, dtype=swapped.embeddings.dtype)
+        return _Rivals(swapped.embeddings.sum() + zeros, nearest, exists)
+    anchors, references = _wide(batch.embeddings, normalize), _wide(swapped.embeddings, normalize)
     gap = (anchors[nearest] - references).square().sum(2)
-    apart = gap > 0
+    nonzero = gap > 0
     if not squared:
-        gap = torch.where(apart, torch.where(apart, gap, 1.0).sqrt(), 0.0)
-    kind = torch.promote_types(torch.promote_types(batch.embeddings.dtype, turned.embeddings.dtype), torch.float32)
-    return _Rivals(gap.to(kind), own[nearest], there)
+        gap = torch.where(nonzero, torch.where(nonzero, gap, 1.0).sqrt(), 0.0)
+    kind = torch.promote_types(torch.promote_types(batch.embeddings.dtype, swapped.embeddings.dtype), torch.float32)
+    return _Rivals(gap.to(kind), own[nearest], exists)
 
 
 def _wide(x: Tensor, normalize: bool) -> Tensor:
@@ -143,11 +141,8 @@ def _wide(x: Tensor, normalize: bool) -> Tensor:
     return distances.units(x, distances.wide(x))[0] if normalize else distances.upcast(x).to(distances.wide(x))
 
 
-class QuadrupletLoss(nn.Module):
+class QuadrupletLoss(LossModule, function=quadruplet_loss):
     """Holds the settings of `quadruplet_loss`; computes nothing itself."""
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -162,26 +157,6 @@ class QuadrupletLoss(nn.Module):
         max_memory: int | None = None,
     ) -> None:
         super().__init__()
-        hold(
-            self,
-            quadruplet_loss,
-            margin=margin,
-            second_margin=second_margin,
-            squared=squared,
-            selection=selection,
-            normalize=normalize,
-            reduction=reduction,
-            generator=generator,
-            max_memory=max_memory,
-        )
-
-    extra_repr = show
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Labels,
-        references: Tensor | None = None,
-        reference_labels: Labels | None = None,
-    ) -> Tensor:
-        return quadruplet_loss(embeddings, labels, references, reference_labels, **self.settings)
+        self.margin, self.second_margin, self.squared, self.selection = margin, second_margin, squared, selection
+        self.normalize, self.reduction, self.generator, self.max_memory = normalize, reduction, generator, max_memory
+        self.finish_init()

@@ -5,18 +5,15 @@
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nearkin import kernels
-from nearkin.core import blockwise, checks, distances, reduce
+from nearkin.core import checks, distances
 from nearkin.core.autograd import recomputed
 from nearkin.core.relations import Labels, Relation
-from nearkin.kernels import rank_ops as fused
-from nearkin.losses.class_routes import given
-from nearkin.losses.settings import hold, show
+from nearkin.kernels import rank_ops
+from nearkin.losses.call import PairCall, row_kernel
+from nearkin.losses.module import LossModule
 
 __all__ = ["FastAPLoss", "SmoothAPLoss", "fastap_loss", "smooth_ap_loss"]
 
@@ -37,38 +34,35 @@ def smooth_ap_loss(
 
     l_i = 1 - 1/|P_i| Σ_{p in P_i} (1 + Σ_{q in P_i, q != p} σ(s_iq - s_ip)) / (1 + Σ_{r != p} σ(s_ir - s_ip))
 
-    s = cosine, σ(x) = 1/(1 + e^{-x/t}), r over all kin and strangers of i. Anchors without kin do not count. Time
-    O(B² |P|); the comparisons are made a few positives at a time and made again for the gradient, so memory is O(B²).
-    The largest |P| is read off on the CPU, and on a GPU a kernel (impl "triton", or "auto" there) goes on as long as a
-    row has positives, up to 8,192 references in float32. Elsewhere reading would stall the device: without
-    `max_positives` (items a class less one) the time is O(B² R). More kin than that is an error, or NaN where unread.
-    Needs two items a class. Brown et al. 2020, arXiv:2007.12163, eq. 7; temperature 0.01 from there.
+    s = cosine, σ(x) = 1/(1 + e^{-x/t}), r over all positives and negatives of i. Anchors without positives do not
+    count. Time O(B² |P|); the comparisons are made a few positives at a time and made again for the gradient, so memory
+    is O(B²). The largest |P| is read off on the CPU, and on a GPU a kernel (impl "triton", or "auto" there) goes on as
+    long as a row has positives, up to 8,192 references in float32. Elsewhere reading would stall the device: without
+    `max_positives` (items per class less one) the time is O(B² R). More positives are an error, or NaN where not read.
+    Needs two items per class. Brown et al. 2020, arXiv:2007.12163, eq. 7; temperature 0.01 from there.
     """
-    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.positive("temperature", temperature)
-    kernels.check(impl)
 
-    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+    def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         scores = distances.cosine(x, references) / temperature  # (B, R), larger is closer
-        number = kin.positive.sum(1)
+        number = relation.positive.sum(1)
         slots = _slots(number, scores.shape[1], max_positives)
-        if fused.takes(impl, scores):
-            value = 1 - fused.precisions(scores, kin.positive, kin.negative) / number.clamp(min=1)
+        if row_kernel(impl, scores):
+            value = 1 - rank_ops.precisions(scores, relation.positive, relation.negative) / number.clamp(min=1)
             return torch.where(number > slots, torch.nan, value), number > 0
         # Columns with an anchor's positives first, so that only as many slots are visited as there may be positives.
-        order = kin.positive.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
-        precision = scores.sum(1) * 0  # on the graph even where nobody has kin
+        order = relation.positive.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+        precision = scores.sum(1) * 0  # on the graph even where no anchor has positives
         # Positives compared with all references at once: what fills 4M comparisons, where memory is not bounded.
         tile = 2 if max_memory is not None else max(2, 2**22 // max(scores.numel(), 1))
         for start in range(0, slots, tile):
             part = order[:, start : min(start + tile, slots)]
-            precision = precision + recomputed(_precisions, scores, kin.positive, kin.negative, part)
+            precision = precision + recomputed(_precisions, scores, relation.positive, relation.negative, part)
         value = 1 - precision / number.clamp(min=1)
         return torch.where(number > slots, torch.nan, value), number > 0
 
-    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
-    value, counts = blockwise.run(rows, batch, max_memory=max_memory)
-    return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
+    return call.terms(*call.run(rows))
 
 
 def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
@@ -80,7 +74,7 @@ def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
         return most
     largest = int(number.max())
     if max_positives is not None:
-        checks.enough("max_positives", max_positives, largest, "the most kin of an anchor")
+        checks.enough("max_positives", max_positives, largest, "the most positives of an anchor")
     return largest
 
 
@@ -89,9 +83,9 @@ def _precisions(scores: Tensor, positive: Tensor, negative: Tensor, columns: Ten
     own = scores.gather(1, columns)
     before = (scores[:, None, :] - own[:, :, None]).sigmoid()  # (B, T, R)
     # The column itself is a positive and contributes σ(0) = 1/2 to both sums; the other half makes its 1.
-    among_kin = (before * positive[:, None, :]).sum(2) + 0.5
-    among_all = among_kin + (before * negative[:, None, :]).sum(2)
-    return torch.where(positive.gather(1, columns), among_kin / among_all, 0.0).sum(1)
+    among_positives = (before * positive[:, None, :]).sum(2) + 0.5
+    among_all = among_positives + (before * negative[:, None, :]).sum(2)
+    return torch.where(positive.gather(1, columns), among_positives / among_all, 0.0).sum(1)
 
 
 def fastap_loss(
@@ -109,34 +103,31 @@ def fastap_loss(
 
     l_i = 1 - 1/|P_i| Σ_l h⁺_l H⁺_l / H_l,   h⁺: histogram of positives, H⁺, H: cumulative, of positives and of all
 
-    Summed as 1/|P_i| Σ_l h⁺_l H⁻_l / H_l, H⁻ of negatives: exactly 0 for an anchor whose kin all come first.
+    Summed as 1/|P_i| Σ_l h⁺_l H⁻_l / H_l, H⁻ of negatives: exactly 0 for an anchor whose positives all come first.
     Squared distances of unit vectors, in [0, 4], fall into the two nearest of bins + 1 equidistant centres by linear
-    interpolation. Anchors without kin do not count. Needs two items a class. impl: "triton", which "auto" takes on a
-    GPU, makes the histograms in a kernel, up to 8,192 references in float32.
-    Cakir et al. 2019, eq. 5 and 9; 10 bins from its released code.
+    interpolation. Anchors without positives do not count. Needs two items per class. impl: "triton", which "auto" takes
+    on a GPU, makes the histograms in a kernel, up to 8,192 references in float32. Cakir et al. 2019, eq. 5 and 9; 10
+    bins from its released code.
     """
-    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.integer("bins", bins, 1)
-    kernels.check(impl)
 
-    def rows(x: Tensor, references: Tensor | None, kin: Relation) -> tuple[Tensor, ...]:
+    def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         place = distances.squared_euclidean(x, references, normalize=True).clamp(0, 4) * (bins / 4)  # (B, R)
-        number = kin.positive.sum(1)
-        if fused.takes(impl, place):
-            missed = fused.histogram_misses(place, kin.positive, kin.negative, bins)
+        number = relation.positive.sum(1)
+        if row_kernel(impl, place):
+            missed = rank_ops.histogram_misses(place, relation.positive, relation.negative, bins)
             return missed / number.clamp(min=1), number > 0
         lower = place.detach().floor().clamp(max=bins - 1)
         index, share = lower.long(), place - lower  # the share of the upper of the two centres
-        positives = _histogram(index, share, kin.positive, bins)  # (B, bins + 1)
-        strangers = _histogram(index, share, kin.negative, bins).cumsum(1)
-        among_all = positives.cumsum(1) + strangers
+        positives = _histogram(index, share, relation.positive, bins)  # (B, bins + 1)
+        negatives = _histogram(index, share, relation.negative, bins).cumsum(1)
+        among_all = positives.cumsum(1) + negatives
         hit = among_all > 0
-        missed = torch.where(hit, positives * strangers, 0.0) / torch.where(hit, among_all, 1.0)
+        missed = torch.where(hit, positives * negatives, 0.0) / torch.where(hit, among_all, 1.0)
         return missed.sum(1) / number.clamp(min=1), number > 0
 
-    batch = blockwise.Batch(embeddings, labels, references, reference_labels)
-    value, counts = blockwise.run(rows, batch, max_memory=max_memory)
-    return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references)
+    return call.terms(*call.run(rows))
 
 
 def _histogram(index: Tensor, share: Tensor, mask: Tensor, bins: int) -> Tensor:
@@ -145,11 +136,8 @@ def _histogram(index: Tensor, share: Tensor, mask: Tensor, bins: int) -> Tensor:
     return lower.scatter_add(1, index + 1, torch.where(mask, share, 0.0))
 
 
-class SmoothAPLoss(nn.Module):
+class SmoothAPLoss(LossModule, function=smooth_ap_loss):
     """Holds the settings of `smooth_ap_loss`; computes nothing itself."""
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -161,47 +149,17 @@ class SmoothAPLoss(nn.Module):
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        hold(
-            self,
-            smooth_ap_loss,
-            temperature=temperature,
-            max_positives=max_positives,
-            reduction=reduction,
-            max_memory=max_memory,
-            **given(impl),
-        )
-
-    extra_repr = show
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Labels,
-        references: Tensor | None = None,
-        reference_labels: Labels | None = None,
-    ) -> Tensor:
-        return smooth_ap_loss(embeddings, labels, references, reference_labels, **self.settings)
+        self.temperature, self.max_positives = temperature, max_positives
+        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
+        self.finish_init()
 
 
-class FastAPLoss(nn.Module):
+class FastAPLoss(LossModule, function=fastap_loss):
     """Holds the settings of `fastap_loss`; computes nothing itself."""
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(
         self, bins: int = 10, *, reduction: str = "mean", max_memory: int | None = None, impl: str = "auto"
     ) -> None:
         super().__init__()
-        hold(self, fastap_loss, bins=bins, reduction=reduction, max_memory=max_memory, **given(impl))
-
-    extra_repr = show
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Labels,
-        references: Tensor | None = None,
-        reference_labels: Labels | None = None,
-    ) -> Tensor:
-        return fastap_loss(embeddings, labels, references, reference_labels, **self.settings)
+        self.bins, self.reduction, self.max_memory, self.impl = bins, reduction, max_memory, impl
+        self.finish_init()

@@ -6,17 +6,15 @@
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nearkin import kernels
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import LabelDistance, Labels
-from nearkin.kernels import rank_ops as fused
-from nearkin.losses.class_routes import given
-from nearkin.losses.settings import hold, show
+from nearkin.kernels import rank_ops
+from nearkin.losses.call import PairCall, row_kernel
+from nearkin.losses.module import LossModule
 
 __all__ = ["LogRatioLoss", "logratio_loss"]
 
@@ -43,33 +41,33 @@ def logratio_loss(
     x_i = log(D_ai + ε) - log Y_ai the mean over pairs is twice the unbiased variance of x: O(B²) for all anchors.
     anchors: only the first so many rows are anchors, as `samplers.LabelNeighbours` puts them, and all rows are their
     references; None: every row. anchors=1 is the paper's dense triplet mining: one anchor and all pairs of the others.
-    References at label distance 0 are left out: they say nothing of a ratio. ties="drop" leaves out two references at
+    References at label distance 0 are left out: they have no ratio. ties="drop" leaves out two references at
     the same label distance, as the paper's strict order does; "keep" takes them, as its code does. impl: "triton",
     which "auto" takes on a GPU, makes value and slope of a row of distances in one kernel.
     Kim et al. 2019, arXiv:1904.09626, eq. 3; ε 1e-6 stands for the official 1e-4/128.
     """
-    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, graded=True)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl, graded=True)
     if anchors is not None:
         checks.integer("anchors", anchors, 1)
     checks.positive("epsilon", epsilon)
     checks.one_of("ties", ties, ("drop", "keep"))
-    kernels.check(impl)
 
     def rows(x: Tensor, references: Tensor | None, gaps: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
         squared = distances.squared_euclidean(x, references, normalize=normalize)  # (B, R)
-        if fused.takes(impl, squared):
-            key, order, spoilt = _ordered(*gaps(), ties)
-            value, pairs = fused.spreads(squared, key, order, epsilon)
-            return value, pairs > 0, spoilt
+        if row_kernel(impl, squared):
+            key, order, addend = _ordered(*gaps(), ties)
+            value, pairs = rank_ops.spreads(squared, key, order, epsilon)
+            return value, pairs > 0, addend
         kind = torch.promote_types(x.dtype, torch.float32)
-        log_gaps, valid, groups, spoilt = _said(*gaps(), ties, kind)
+        log_gaps, valid, groups, addend = _log_gaps(*gaps(), ties, kind)
         ratio = (squared + epsilon).log() - log_gaps  # (B, R)
         sums, pairs = _between(ratio, valid, groups)
-        return sums / pairs.clamp(min=1), pairs > 0, spoilt
+        return sums / pairs.clamp(min=1), pairs > 0, addend
 
-    batch = _first(anchors, blockwise.Batch(embeddings, labels, references, reference_labels))
-    value, counts, spoilt = blockwise.run(rows, batch, max_memory=max_memory, graded=True)
-    return reduce.terms(value, counts, reduction) + reduce.taint(embeddings, references, spoilt)
+    taint = call.taint()
+    call.batch = _first(anchors, call.batch)
+    value, counts, addend = call.run(rows, graded=True)
+    return reduce.terms(value, counts, reduction) + taint + reduce.taint(addend)
 
 
 def _first(anchors: int | None, batch: blockwise.Batch) -> blockwise.Batch:
@@ -89,10 +87,12 @@ def _first(anchors: int | None, batch: blockwise.Batch) -> blockwise.Batch:
 
 
 @torch.no_grad()
-def _said(gaps: Tensor, valid: Tensor, ties: str, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """What the targets say: log Y, where they say it, who is tied with whom, (B, R) each; 0 or NaN an anchor, (B,).
+def _log_gaps(
+    gaps: Tensor, valid: Tensor, ties: str, kind: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """log Y, which entries count, and groups of tied references, (B, R) each; 0 or NaN per anchor, (B,).
 
-    The label distances themselves, in float64 the largest matrix of the loss, are let go here.
+    The label distances themselves, in float64 the largest matrix of the loss, are freed here.
     """
     groups = _tied(gaps, valid) if ties == "drop" else None
     log_gaps = 2 * torch.where(valid, gaps, 1.0).log().to(kind)
@@ -101,14 +101,14 @@ def _said(gaps: Tensor, valid: Tensor, ties: str, kind: torch.dtype) -> tuple[Te
 
 @torch.no_grad()
 def _ordered(gaps: Tensor, valid: Tensor, ties: str) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Label distances, inf where they say nothing, and where ties are to be found sorted, with whose they are."""
-    key, spoilt = gaps.masked_fill(~valid, torch.inf), (gaps * 0).sum(1)
-    return (*key.sort(1), spoilt) if ties == "drop" else (key, None, spoilt)
+    """Label distances, inf where they do not count; with ties="drop" sorted, with the order."""
+    key, addend = gaps.masked_fill(~valid, torch.inf), (gaps * 0).sum(1)
+    return (*key.sort(1), addend) if ties == "drop" else (key, None, addend)
 
 
 @torch.no_grad()
 def _tied(gaps: Tensor, valid: Tensor) -> Tensor:
-    """A name for each reference of a row, (B, R), shared by those at exactly the same label distance."""
+    """A group number for each reference of a row, (B, R), shared by those at exactly the same label distance."""
     if gaps.shape[1] == 0:
         return valid.long()
     key, order = gaps.masked_fill(~valid, torch.inf).sort(1)
@@ -129,17 +129,14 @@ def _between(x: Tensor, valid: Tensor, groups: Tensor | None) -> tuple[Tensor, T
     pairs = number * (number - 1) // 2
     if groups is None:
         return apart.square().sum(1) * number, pairs
-    size = torch.zeros_like(x).scatter_add_(1, groups, valid.to(x.dtype))  # (B, groups), whole numbers
+    size = torch.zeros_like(x).scatter_add_(1, groups, valid.to(x.dtype))  # (B, groups), integers
     others = number[:, None] - size.gather(1, groups)
     sums = (apart.square() * others).sum(1) + torch.zeros_like(x).scatter_add(1, groups, apart).square().sum(1)
     return sums, pairs - (size * (size - 1)).sum(1).long() // 2
 
 
-class LogRatioLoss(nn.Module):
+class LogRatioLoss(LossModule, function=logratio_loss):
     """Holds the settings of `logratio_loss`; computes nothing itself."""
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -153,25 +150,6 @@ class LogRatioLoss(nn.Module):
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        hold(
-            self,
-            logratio_loss,
-            **({} if anchors is None else {"anchors": anchors}),
-            epsilon=epsilon,
-            ties=ties,
-            normalize=normalize,
-            reduction=reduction,
-            max_memory=max_memory,
-            **given(impl),
-        )
-
-    extra_repr = show
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Labels,
-        references: Tensor | None = None,
-        reference_labels: Labels | None = None,
-    ) -> Tensor:
-        return logratio_loss(embeddings, labels, references, reference_labels, **self.settings)
+        self.anchors, self.epsilon, self.ties, self.normalize = anchors, epsilon, ties, normalize
+        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
+        self.finish_init()

@@ -1,6 +1,6 @@
-"""Where the settings of each loss are worth searching: what `nearkin compare` tunes before it compares.
+"""The ranges in which `nearkin compare` searches the settings of each loss.
 
-Around the values of the papers and those that Musgrave et al. 2020 (arXiv:2003.08505) found by search. A setting that
+Around the values of the papers and those of the search of Musgrave et al. 2020 (arXiv:2003.08505). A setting that
 is not listed stays at its default. A loss whose own parameters learn (proxies, class weights, β) also has the rate of
 these searched, `loss_scale`: how many times faster than the encoder.
 """

@@ -1,15 +1,15 @@
 """Siamese verification: a learned weighting of |u - v| says whether two items are the same."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nearkin.core import checks, distances, reduce, relations
+from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.autograd import HandGradient, recomputed, traced
 from nearkin.core.relations import Labels
-from nearkin.losses.settings import hold, show
+from nearkin.losses.call import PairCall
+from nearkin.losses.module import LossModule
 
 __all__ = ["SiameseLoss", "siamese_loss"]
 
@@ -30,16 +30,16 @@ def siamese_loss(
     L = 1/2 mean_{positive pairs} log(1 + e^{-z}) + 1/2 mean_{negative pairs} log(1 + e^z)
 
     All pairs of the batch; the two halves weigh the same however many there are of each. weight (D,), bias (). A pair
-    of an item with itself is never one of them. Needs two items a class. `reduction` applies to each half.
+    of an item with itself is never one of them. Needs two items per class. `reduction` applies to each half.
     Koch, Zemel, Salakhutdinov 2015, section 3.1.
     """
-    references, reference_labels = checks.batch(embeddings, labels, references, reference_labels)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction)
     checks.dimensions("embeddings", embeddings, weight.shape[0], "the weights have")
-    logits = weighted_l1(embeddings, references, weight) + bias  # (B, R)
-    kin = relations.of(labels, references, reference_labels)
-    halves = reduce.terms(reduce.softplus(-logits), kin.positive, reduction)
-    halves = halves + reduce.terms(reduce.softplus(logits), kin.negative, reduction)
-    return halves / 2 + reduce.taint(embeddings, references, weight, bias)
+    logits = weighted_l1(embeddings, call.batch.references, weight) + bias  # (B, R)
+    relation = blockwise.relation(call.batch)
+    halves = reduce.terms(reduce.softplus(-logits), relation.positive, reduction)
+    halves = halves + reduce.terms(reduce.softplus(logits), relation.negative, reduction)
+    return halves / 2 + call.taint(weight, bias)
 
 
 def weighted_l1(x: Tensor, references: Tensor | None, weight: Tensor) -> Tensor:
@@ -103,23 +103,22 @@ def _slices(x: Tensor, r: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, x.shape[1], step)]
 
 
-class SiameseLoss(nn.Module):
-    """`siamese_loss` with its head, one weight a dimension and a bias, and the head's answer for use.
+class SiameseLoss(LossModule, function=siamese_loss):
+    """`siamese_loss` with its head, one weight per dimension and a bias, and the head's probability for use.
 
     Weights start at -1/√D and the bias at 1: a larger difference means less alike before anything is learned.
     """
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(self, dim: int, *, reduction: str = "mean") -> None:
         super().__init__()
         checks.integer("dim", dim, 1)
         self.weight = nn.Parameter(torch.full((dim,), -(dim**-0.5)))
         self.bias = nn.Parameter(torch.ones(()))
-        hold(self, partial(siamese_loss, weight=torch.zeros(2), bias=torch.zeros(())), reduction=reduction)
+        self.dim, self.reduction = dim, reduction
+        self.finish_init()
 
-    extra_repr = show
+    def _try(self, *tensors: Any, **arguments: Any) -> Tensor:
+        return siamese_loss(*tensors, weight=torch.zeros(2), bias=torch.zeros(()), **arguments)
 
     def forward(
         self,
@@ -128,9 +127,8 @@ class SiameseLoss(nn.Module):
         references: Tensor | None = None,
         reference_labels: Labels | None = None,
     ) -> Tensor:
-        return siamese_loss(
-            embeddings, labels, references, reference_labels, weight=self.weight, bias=self.bias, **self.settings
-        )
+        head: dict[str, Any] = {"weight": self.weight, "bias": self.bias}
+        return siamese_loss(embeddings, labels, references, reference_labels, **head, **self.arguments())
 
     def probability(self, a: Tensor, b: Tensor) -> Tensor:
         """How likely row i of `a` and row i of `b` are the same, (N,) in [0, 1]."""

@@ -1,7 +1,6 @@
 """Class softmax on the sphere without a margin: normalised, heated-up, and with an adaptive scale."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +8,10 @@ from torch.nn.functional import batch_norm
 
 from nearkin.core import checks, class_dense, class_softmax, distances, reduce
 from nearkin.core.autograd import refuse_transforms
-from nearkin.kernels.class_loss_ops import Form
-from nearkin.losses import class_shards, logits
-from nearkin.losses.class_routes import given, route, sample, sampling, show_sampled, whole
+from nearkin.losses import class_sampling, class_shards, logits
+from nearkin.losses.call import ClassCall, Form
 from nearkin.losses.class_shards import Shard
-from nearkin.losses.settings import hold, show
+from nearkin.losses.module import LossModule
 
 __all__ = [
     "AdaCosLoss",
@@ -41,26 +39,22 @@ def normalized_softmax_loss(
 
     l_i = -log( e^{s cos_iy} / Σ_c e^{s cos_ic} )
 
-    embeddings (B, D), labels (B,) in 0..C-1, -1 left out, weight (C, D). Kin: `proxy_nca_loss` in its softmax form,
-    which is this with s = 2·scale². Beyond `max_memory` bytes (without it, beyond a modest size) the logits are never
-    held: blocks of classes pass by, in plain torch (impl="torch") or in a kernel ("triton"); "auto" chooses.
-    shard: where processes share the classes, which of them `weight` has; the batch is then that of all processes.
-    Wang et al. 2017 (NormFace), Zhai and Wu 2018, arXiv:1811.12649; scale 20 = their temperature 0.05.
+    embeddings (B, D), labels (B,) in 0..C-1, -1 left out, weight (C, D). See also `proxy_nca_loss`, whose
+    softmax form is this with s = 2·scale². Beyond `max_memory` bytes (without it, beyond a modest size) the logits are
+    never stored: blocks of classes pass by, in plain torch (impl="torch") or in a kernel ("triton"); "auto" chooses.
+    shard: where processes share the classes, which of them `weight` has; the batch is then that of all processes. Wang
+    et al. 2017 (NormFace), Zhai and Wu 2018, arXiv:1811.12649; scale 20 = their temperature 0.05.
     """
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
-    value = whole(impl, embeddings, labels, weight, Form(scale), reduction, max_memory, shard)
-    if value is not None:
+    call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard)
+    if (value := call.kernel(Form(scale))) is not None:
         return value
-    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard)
-    streams = route(impl, embeddings, weight, max_memory, shard=shard)
-    if streams is not None:
-        found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
-        target = scale * class_softmax.own_cosine(found)
-        found, target = class_shards.joined(shard, ids, found, target)
-        return classify_streamed(found, target, known, spoilt, reduction) + reduce.taint(embeddings)
-    value = class_dense.cross_entropy(distances.unit(embeddings), distances.unit(weight), ids, scale=scale)
-    return classify(value, known, spoilt, reduction) + reduce.taint(embeddings, weight)
+    call.check_labels()
+    if (rivals := call.rivals(scale=scale)) is not None:
+        return call.streamed(rivals, scale * class_softmax.own_cosine(rivals))
+    x, w = distances.unit(embeddings), distances.unit(weight)
+    return call.dense(class_dense.cross_entropy(x, w, call.ids, scale=scale))
 
 
 def heated_softmax_loss(
@@ -76,19 +70,18 @@ def heated_softmax_loss(
 ) -> Tensor:
     r"""Normalised softmax with biases, trained warm and finished hot (a smaller scale).
 
-    l_i = -log softmax_y( α <w_c/|w_c|, x> + b_c ),   x of unit length (normalize=True), or as given
+    l_i = -log softmax_y( α <w_c/|w_c|, x> + b_c ),   x of unit length (normalize=True), or as it is
 
     shard as in `normalized_softmax_loss`, of the biases too.
     Zhang et al. 2018, arXiv:1809.04157; scale 16, then 4 for the last quarter, from its released code.
     """
-    ids, known, spoilt = class_shards.classified(embeddings, labels, weight, shard)
+    ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
     x = distances.unit(embeddings) if normalize else embeddings
     scores = scale * distances.dot(x, distances.unit(weight)) + bias  # (B, C)
-    value = class_shards.cross_entropy(shard, scores, ids) + spoilt.to(scores.dtype)
-    (taint,) = class_shards.everywhere(shard, torch.as_tensor(reduce.taint(weight, bias)))
-    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + taint
+    value = class_shards.cross_entropy(shard, scores, ids) + addend.to(scores.dtype)
+    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + class_shards.taint(shard, weight, bias)
 
 
 def adacos_loss(
@@ -104,7 +97,7 @@ def adacos_loss(
 ) -> Tensor:
     r"""Normalised softmax whose scale follows from the number of classes, or from the batch.
 
-    l_i = -log( e^{s cos_iy} / Σ_c e^{s cos_ic} ),   s = √2 ln(C - 1) unless given
+    l_i = -log( e^{s cos_iy} / Σ_c e^{s cos_ic} ),   s = √2 ln(C - 1) by default
 
     `adacos_scale` gives the dynamic scale. Needs three classes or more: two give scale 0. impl, max_memory and shard as
     in `normalized_softmax_loss`.
@@ -131,17 +124,15 @@ def adacos_scale(
     r"""The next dynamic scale: ln(B_avg) / cos(min(π/4, θ_med)).
 
     B_avg = 1/N Σ_i Σ_{c != y_i} e^{s cos_ic} with the last scale s; θ_med: lower median of the angles to the own class.
-    A batch that says nothing leaves the scale as it was.
+    A batch without known items leaves the scale as it was.
     """
-    ids, known, _ = class_shards.classified(embeddings, labels, weight, shard)
-    streams = route(impl, embeddings, weight, max_memory, shard=shard)
-    if streams is not None:
-        found = streams(embeddings, weight, ids, scale=scale, max_memory=max_memory)
-        own_cosine = class_softmax.own_cosine(found)
-        found, own_cosine = class_shards.joined(shard, ids, found, own_cosine)
-        flat = reduce.logsumexp(
-            (found.peak + found.rest)[None], (known & (found.rest > reduce.log_zero(found.rest)))[None]
-        )
+    call = ClassCall(embeddings, labels, weight, "mean", impl, max_memory, shard)
+    call.check_labels()
+    ids, known = call.ids, call.known
+    if (rivals := call.rivals(scale=scale)) is not None:
+        rivals, own_cosine = call.join(rivals, class_softmax.own_cosine(rivals))
+        present = known & (rivals.rest > reduce.log_zero(rivals.rest))
+        flat = reduce.logsumexp((rivals.peak + rivals.rest)[None], present[None])
     else:
         cosine = distances.cosine(embeddings, weight)  # (B, C)
         own = torch.zeros_like(cosine, dtype=torch.bool).scatter_(1, ids[:, None], True)
@@ -158,39 +149,21 @@ def _fixed_scale(num_classes: int) -> float:
     return math.sqrt(2) * math.log(num_classes - 1)
 
 
-def classify(value: Tensor, known: Tensor, spoilt: Tensor, reduction: str) -> Tensor:
-    """Cross-entropies (B,) of the known rows; `checks.classes` gives the rest."""
-    if not checks.reads_values(known):  # else a bad id has been an error
-        value = value + spoilt.to(value.dtype)
-    return reduce.terms(value, known, reduction)
-
-
-def classify_streamed(
-    found: class_softmax.Rivals, target: Tensor, known: Tensor, spoilt: Tensor, reduction: str
-) -> Tensor:
-    """The same where the other classes have passed by, from the own class's logits (B,)."""
-    value = class_softmax.cross_entropy(found, target.to(found.rest.dtype))
-    return classify(value, known, spoilt, reduction) + found.taint
-
-
-def class_weight(rows: int, dim: int, shard: Shard | None = None, each: int = 1) -> nn.Parameter:
+def class_weight(rows: int, dim: int, shard: Shard | None = None, per_class: int = 1) -> nn.Parameter:
     """Class weights in random directions."""
-    return class_shards.draw(rows, dim, lambda empty: empty.normal_() / math.sqrt(dim), shard, each)
+    return class_shards.init_weight(rows, dim, lambda empty: empty.normal_() / math.sqrt(dim), shard, per_class)
 
 
-class NormalizedSoftmaxLoss(nn.Module):
+class NormalizedSoftmaxLoss(LossModule, function=normalized_softmax_loss):
     """`normalized_softmax_loss` with its class weights (C, D).
 
-    sample_rate below 1: in training each step meets the classes of the batch and others drawn at random, together that
-    part of all (Partial FC, An et al. 2022, arXiv:2203.15565). Evaluation meets all.
+    sample_rate below 1: each training step compares with the classes of the batch and others drawn at random, together
+    that part of all (Partial FC, An et al. 2022, arXiv:2203.15565). Evaluation compares with all.
 
     shard=True: each process of torch.distributed holds its part of the classes, and calls the loss with its own items,
     all processes together; loss and gradients are those of one process with all of them (the embeddings' times the
     number of processes, over which DistributedDataParallel averages). `losses/class_shards.py` says what is exchanged.
     """
-
-    lr_scale = 1.0
-    settings: dict[str, Any]
 
     def __init__(
         self,
@@ -205,33 +178,24 @@ class NormalizedSoftmaxLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        self.shard = class_shards.split(shard, num_classes)
+        self.shard = class_shards.make_shard(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
-        class_shards.keep(self, weight=1)
-        self.sample_rate = sampling(sample_rate)
-        hold(
-            self,
-            normalized_softmax_loss,
-            self.weight,
-            scale=scale,
-            reduction=reduction,
-            max_memory=max_memory,
-            **given(impl),
-        )
+        class_shards.register(self, weight=1)
+        self.num_classes, self.dim, self.scale, self.reduction = num_classes, dim, scale, reduction
+        self.sample_rate, self.impl, self.max_memory = sample_rate, impl, max_memory
+        self.finish_init()
 
-    extra_repr = show_sampled
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
-        labels, weight, shard = sample(self, embeddings, labels, shard)
-        return normalized_softmax_loss(embeddings, labels, weight, shard=shard, **self.settings)
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
+        labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
+        return normalized_softmax_loss(embeddings, labels, weight, shard=shard, **self.arguments())
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """s cos of every class, (B, C): softmax of it is the probability of each; differentiable."""
-        return logits.of_cosines(self, embeddings, self.weight, self.settings["scale"])
+        return logits.of_cosines(self, embeddings, self.weight, self.scale)
 
 
-class HeatedSoftmaxLoss(nn.Module):
+class HeatedSoftmaxLoss(LossModule, function=heated_softmax_loss):
     """`heated_softmax_loss` with class weights and biases, and its schedule.
 
     After `heat_after` training steps the scale drops from `scale` to `heated_scale` for good (the paper: the last
@@ -240,8 +204,6 @@ class HeatedSoftmaxLoss(nn.Module):
     scale by √D, about the length of such an embedding. shard as in `NormalizedSoftmaxLoss`.
     """
 
-    lr_scale = 1.0
-    settings: dict[str, Any]
     steps: Tensor
     running_mean: Tensor
     running_var: Tensor
@@ -259,35 +221,40 @@ class HeatedSoftmaxLoss(nn.Module):
         shard: bool = False,
     ) -> None:
         super().__init__()
-        checks.positive("scale", scale)
-        checks.positive("heated_scale", heated_scale)
-        checks.one_of("norm", norm, ("l2", "batch"))
-        if heat_after is not None:
-            checks.integer("heat_after", heat_after, 0)
-        self.shard = class_shards.split(shard, num_classes)
+        self.shard = class_shards.make_shard(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
         self.bias = nn.Parameter(torch.zeros(len(self.weight)))
-        class_shards.keep(self, weight=1, bias=1)
+        class_shards.register(self, weight=1, bias=1)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("running_mean", torch.zeros(dim))
         self.register_buffer("running_var", torch.ones(dim))
-        self.norm, self.heat_after, self.scales = norm, heat_after, (scale, heated_scale)
-        hold(self, heated_softmax_loss, self.weight, self.bias, reduction=reduction)
+        self.num_classes, self.dim, self.scale, self.heated_scale = num_classes, dim, scale, heated_scale
+        self.heat_after, self.norm, self.reduction = heat_after, norm, reduction
+        self.finish_init()
 
-    extra_repr = show
+    def check_settings(self) -> None:
+        checks.positive("scale", self._scale)
+        checks.positive("heated_scale", self.heated_scale)
+        checks.one_of("norm", self.norm, ("l2", "batch"))
+        if self.heat_after is not None:
+            checks.integer("heat_after", self.heat_after, 0)
+        super().check_settings()
 
     @property
     def scale(self) -> Tensor:
-        """The scale now: warm before the heat, hot after it."""
-        warm, hot = self.scales
+        """The scale now: warm before the heat, hot after it. Setting it changes the warm one."""
         heated = torch.zeros_like(self.steps, dtype=torch.bool)
         if self.heat_after is not None:
             heated = self.steps >= self.heat_after
-        return torch.where(heated, hot, warm).to(distances.wide(self.steps))
+        return torch.where(heated, self.heated_scale, self._scale).to(distances.wide(self.steps))
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
-        class_shards.classified(embeddings, labels, self.weight, shard)  # before anything is learned from a bad batch
+    @scale.setter
+    def scale(self, warm: float) -> None:
+        self._scale = warm
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
+        class_shards.local_ids(embeddings, labels, self.weight, shard)  # before anything is learned from a bad batch
         scale, x = self.scale, embeddings
         if self.norm == "batch":
             scale = scale / math.sqrt(self.weight.shape[1])
@@ -296,7 +263,7 @@ class HeatedSoftmaxLoss(nn.Module):
             self.steps = self.steps + 1
         normalize = self.norm == "l2"
         return heated_softmax_loss(
-            x, labels, self.weight, self.bias, scale=scale, normalize=normalize, shard=shard, **self.settings
+            x, labels, self.weight, self.bias, scale=scale, normalize=normalize, shard=shard, **self.arguments()
         ) + reduce.taint(embeddings)
 
     def _standardised(self, embeddings: Tensor) -> Tensor:
@@ -307,7 +274,7 @@ class HeatedSoftmaxLoss(nn.Module):
         x = distances.upcast(embeddings)
         learns = False
         if self.training and x.shape[0] > 1:  # a single row has no spread to learn from
-            learns = True  # said so for a compiler, to which the number of rows may be a symbol
+            learns = True  # set apart for a compiler, to which the number of rows may be a symbol
         mean, var = self.running_mean.to(x.dtype, copy=True), self.running_var.to(x.dtype, copy=True)
         y = batch_norm(x, mean, var, training=learns)
         if learns:
@@ -315,7 +282,7 @@ class HeatedSoftmaxLoss(nn.Module):
         return y
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
-        """α cos + b of every class, (B, C), with the scale of now; norm="batch" by the statistics learned so far."""
+        """α cos + b of every class, (B, C), with the present scale; norm="batch" by the statistics learned so far."""
         x = logits.checked(self, embeddings, self.weight)
         scale = self.scale.to(x.dtype)
         if self.norm == "l2":
@@ -324,12 +291,10 @@ class HeatedSoftmaxLoss(nn.Module):
         return scale / math.sqrt(self.weight.shape[1]) * distances.dot(y, distances.unit(self.weight)) + self.bias
 
 
-class AdaCosLoss(nn.Module):
-    """`adacos_loss` with its class weights (C, D); dynamic=True adapts the scale, kept in the state dict, to each batch
+class AdaCosLoss(LossModule, function=adacos_loss):
+    """`adacos_loss` with its class weights (C, D); dynamic=True adapts the scale, part of the state dict, to each batch
     in training. shard as in `NormalizedSoftmaxLoss`."""
 
-    lr_scale = 1.0
-    settings: dict[str, Any]
     scale: Tensor
 
     def __init__(
@@ -345,22 +310,22 @@ class AdaCosLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.register_buffer("scale", torch.tensor(_fixed_scale(num_classes)))
-        self.shard = class_shards.split(shard, num_classes)
+        self.shard = class_shards.make_shard(shard, num_classes)
         self.weight = class_weight(num_classes, dim, self.shard)
-        class_shards.keep(self, weight=1)
-        self.dynamic = dynamic
-        hold(self, normalized_softmax_loss, self.weight, reduction=reduction, max_memory=max_memory, **given(impl))
+        class_shards.register(self, weight=1)
+        self.num_classes, self.dim, self.dynamic = num_classes, dim, dynamic
+        self.reduction, self.impl, self.max_memory = reduction, impl, max_memory
+        self.finish_init()
 
-    extra_repr = show
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = class_shards.gather(self.shard, embeddings, labels, self.weight.shape[1])
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         if self.dynamic and self.training:
             refuse_transforms("AdaCosLoss")
-            way = {name: self.settings[name] for name in ("impl", "max_memory") if name in self.settings}
-            self.scale = adacos_scale(embeddings, labels, self.weight, self.scale, shard=shard, **way)
-        return adacos_loss(embeddings, labels, self.weight, scale=self.scale, shard=shard, **self.settings)
+            self.scale = adacos_scale(
+                embeddings, labels, self.weight, self.scale, impl=self.impl, max_memory=self.max_memory, shard=shard
+            )
+        return adacos_loss(embeddings, labels, self.weight, scale=self.scale, shard=shard, **self.arguments())
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
-        """s cos of every class, (B, C), with the scale of now; differentiable."""
+        """s cos of every class, (B, C), with the present scale; differentiable."""
         return logits.of_cosines(self, embeddings, self.weight, self.scale)

@@ -1,0 +1,255 @@
+"""One call of a loss: its checked batch, the kernel that computes it or the pass in plain torch, and its reduction.
+
+Here alone is decided between kernels and plain torch. impl: "torch" runs anywhere, "triton" takes a kernel where one
+serves, "auto" does so where it is faster. What a kernel can take, `kernels` says; the result is the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearkin import kernels, mining
+from nearkin.core import blockwise, checks, class_anchors, class_softmax, facility, reduce
+from nearkin.core.autograd import traced
+from nearkin.core.class_softmax import Rivals
+from nearkin.core.relations import Labels
+from nearkin.kernels import (
+    class_anchor_ops,
+    class_loss_ops,
+    class_softmax_ops,
+    facility_ops,
+    pair_ops,
+    rank_ops,
+    triplet_ops,
+)
+from nearkin.kernels.class_loss_ops import Form
+from nearkin.kernels.triplet_ops import Plan
+from nearkin.losses import class_shards
+from nearkin.losses.class_shards import Shard
+
+__all__ = ["KERNEL_FROM", "ClassCall", "Form", "PairCall", "Plan", "class_path", "facility_kernel", "row_kernel"]
+
+# B · C from which the class kernels are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of bfloat16 took 2.2 ms on
+# an H200, the dense form 5.0; with weights of float32 3.3 and 4.8. Not timed, and so to be asked for: other weights,
+# float32 that may be rounded to TF32, and GPUs without float64 on their matrix units.
+KERNEL_FROM: int | None = 2**23
+
+
+class PairCall:
+    """A loss of anchors × references. graded: labels are real-valued targets."""
+
+    def __init__(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        references: Tensor | None,
+        reference_labels: Labels | None,
+        reduction: str,
+        max_memory: int | None = None,
+        impl: str = "torch",
+        graded: bool = False,
+    ) -> None:
+        references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, graded)
+        kernels.check(impl)
+        self.batch = blockwise.Batch(embeddings, labels, references, reference_labels)
+        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
+
+    def pair_kernel(
+        self,
+        kind: str,
+        numbers: tuple[float, ...],
+        *,
+        flag: bool = False,
+        normalize: bool = True,
+        beta: Callable[[], Tensor] | None = None,
+    ) -> Tensor | None:
+        """The loss by the pair kernels (`pair_ops.loss`), or None where they do not serve. beta: made when it is."""
+        if not pair_ops.serves(self.impl, self.batch, self.reduction, self.max_memory):
+            return None
+        edge = None if beta is None else beta()
+        return pair_ops.loss(kind, self.batch, numbers, self.reduction, flag=flag, normalize=normalize, beta=edge)
+
+    def triplet_kernel(
+        self, plan: Plan, boundary: Callable[[], Tensor] | None = None, generator: torch.Generator | None = None
+    ) -> Tensor | None:
+        """The loss over a selection of triplets by kernels (`triplet_ops.loss`), or None where they do not serve."""
+        task = (plan.selection, self.reduction, plan.normalize)
+        if not triplet_ops.serves(self.impl, self.batch, *task, self.max_memory):
+            return None
+        edge = None if boundary is None else boundary()
+        return triplet_ops.loss(self.batch, plan, boundary=edge, generator=generator)
+
+    def fits(self) -> bool:
+        """Whether the matrix is made in one piece."""
+        return blockwise.fits(self.batch, self.max_memory)
+
+    def run(
+        self,
+        rows: blockwise.Rows,
+        *per_anchor: Tensor,
+        selection: mining.Selection = "all",
+        generator: torch.Generator | None = None,
+        all_rows: str | None = None,
+        graded: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """What `rows` computes of each anchor, in blocks where memory asks for it (`blockwise.run`).
+
+        all_rows: why all rows are needed at once, where they are; a selection may need them too.
+        """
+        if not isinstance(selection, str):
+            all_rows = "a selection of your own may look at every row"
+        elif selection == "hard_negatives":
+            all_rows = 'selection="hard_negatives" ranks the pairs of all rows'
+        return blockwise.run(
+            rows,
+            self.batch,
+            *per_anchor,
+            max_memory=self.max_memory,
+            graded=graded,
+            all_rows=all_rows,
+            draws=selection in ("random", "distance_weighted"),
+            generator=generator,
+        )
+
+    def terms(self, value: Tensor, counts: Tensor, *tainting: Tensor) -> Tensor:
+        """The loss from one term per anchor and which of them count, each (B,)."""
+        return reduce.terms(value, counts, self.reduction) + self.taint(*tainting)
+
+    def total(self, sums: Tensor, counts: Tensor, active: Tensor, *tainting: Tensor) -> Tensor:
+        """The loss from each anchor's sum of terms, their number, and the number of active ones, each (B,)."""
+        return reduce.total(sums, counts, active, self.reduction) + self.taint(*tainting)
+
+    def taint(self, *tensors: Tensor) -> Tensor | float:
+        """NaN where an input holds NaN or Inf, else 0."""
+        return reduce.taint(self.batch.embeddings, self.batch.references, *tensors)
+
+
+def row_kernel(impl: str, matrix: Tensor) -> bool:
+    """Whether the kernels over the rows of a (B, R) matrix (`rank_ops`) take this one."""
+    return rank_ops.takes(impl, matrix)
+
+
+def facility_kernel(impl: str, task: facility.Problem) -> bool:
+    """Whether the search for medoids runs in a kernel (`facility_ops`)."""
+    return (impl == "triton" or (impl == "auto" and task.keys.is_cuda)) and facility_ops.serves(task)
+
+
+class ClassCall:
+    """A loss of anchors over class weights (C·K, D), K = `per_class` in a row for each class."""
+
+    ids: Tensor  # (B,) indices among this process's classes
+    known: Tensor  # (B,) bool
+    addend: Tensor  # (B,) 0, or NaN for an id out of range
+
+    def __init__(
+        self,
+        embeddings: Tensor,
+        labels: Labels,
+        weight: Tensor,
+        reduction: str,
+        impl: str = "auto",
+        max_memory: int | None = None,
+        shard: Shard | None = None,
+        per_class: int = 1,
+    ) -> None:
+        kernels.check(impl)
+        self.embeddings, self.labels, self.weight, self.reduction = embeddings, labels, weight, reduction
+        self.impl, self.max_memory, self.shard, self.per_class = impl, max_memory, shard, per_class
+
+    def kernel(self, form: Form) -> Tensor | None:
+        """The loss by the kernels that compute all of it (`class_loss_ops`), or None where another path is taken."""
+        x, labels, weight, impl = self.embeddings, self.labels, self.weight, self.impl
+        if self.shard is not None or impl == "torch" or not isinstance(x, Tensor):
+            return None
+        if not (impl == "triton" or x.is_cuda) or not isinstance(labels, Tensor):
+            return None
+        if not class_loss_ops.serves(x, labels, weight, form, self.reduction, self.max_memory):
+            return None
+        if class_path(impl, x, weight, self.max_memory, form.centers) != "triton":
+            return None
+        return class_loss_ops.loss(x, labels, weight, form, self.reduction, self.max_memory)
+
+    def check_labels(self) -> None:
+        """Checks the batch and fills `ids`, `known` and `addend`."""
+        self.ids, self.known, self.addend = class_shards.local_ids(
+            self.embeddings, self.labels, self.weight, self.shard, self.per_class
+        )
+
+    def rivals(self, **options: Any) -> Rivals | None:
+        """What a pass over blocks of classes tells of the other classes; None where the dense form is small enough."""
+        x, weight, shard = self.embeddings, self.weight, self.shard
+        path = class_path(self.impl, x, weight, self.max_memory, self.per_class, shard)
+        if shard is not None and shard.number == 0:  # none of the sampled classes
+            return class_shards.no_rivals(x, weight)
+        if path == "dense":
+            return None
+        stream = class_softmax_ops.class_softmax if path == "triton" else class_softmax.class_softmax
+        if self.per_class > 1:
+            options["sub_centers"] = self.per_class
+        return stream(x, weight, self.ids, max_memory=self.max_memory, **options)
+
+    def join(self, rivals: Rivals, own: Tensor) -> tuple[Rivals, Tensor]:
+        """The rivals of all processes, and a term (B,) of the own class from the process that holds it."""
+        return class_shards.join_rivals(self.shard, self.ids, rivals, own)
+
+    def streamed(self, rivals: Rivals, target: Tensor) -> Tensor:
+        """The loss from the rivals and the own class's logit (B,)."""
+        rivals, target = self.join(rivals, target)
+        value = class_softmax.cross_entropy(rivals, target.to(rivals.rest.dtype))
+        return self.terms(value) + reduce.taint(self.embeddings) + rivals.taint
+
+    def dense(self, value: Tensor) -> Tensor:
+        """The loss from one term per anchor, (B,), computed from all classes at once."""
+        return self.terms(value) + reduce.taint(self.embeddings, self.weight)
+
+    def terms(self, value: Tensor) -> Tensor:
+        """The terms (B,) of the known rows, reduced."""
+        if not checks.reads_values(self.known):  # else a bad id has been an error
+            value = value + self.addend.to(value.dtype)
+        return reduce.terms(value, self.known, self.reduction)
+
+    def anchors(self, scale: float) -> class_anchors.Negatives | None:
+        """`class_anchors` of the batch in blocks of classes; None where the dense form is small enough."""
+        x, weight, shard = self.embeddings, self.weight, self.shard
+        path = class_path(self.impl, x, weight, self.max_memory, shard=shard, dense_first=True)
+        if path == "dense":
+            return None
+        stream = class_anchor_ops.class_anchors if path == "triton" else class_anchors.class_anchors
+        return stream(x, weight, self.ids, self.known, scale=scale, max_memory=self.max_memory)
+
+
+def class_path(
+    impl: str,
+    embeddings: Tensor,
+    weight: Tensor,
+    max_memory: int | None,
+    per_class: int = 1,
+    shard: Shard | None = None,
+    dense_first: bool = False,
+) -> str:
+    """Which of "dense", "torch" (blocks of classes) and "triton" a loss over class weights takes.
+
+    impl="torch" and "triton" never hold all logits, and neither does a shard; what the kernel cannot serve, plain torch
+    does. "auto" is dense within `max_memory` if that is set; else the kernel from KERNEL_FROM on, dense where small,
+    and blocks in plain torch. dense_first: the kernel wins only where the dense form is too large.
+    """
+    if impl != "auto":
+        return impl
+    fits = shard is None and class_softmax.fits(embeddings, weight, max_memory)
+    if fits and (dense_first or max_memory is not None):
+        return "dense"
+    if _kernel_wins(embeddings, weight) and class_softmax_ops.serves(embeddings, weight, per_class, max_memory):
+        return "triton"
+    return "dense" if fits else "torch"
+
+
+def _kernel_wins(embeddings: Tensor, weight: Tensor) -> bool:
+    if KERNEL_FROM is None or not embeddings.is_cuda or traced():
+        return False
+    if embeddings.shape[0] * weight.shape[0] < KERNEL_FROM:
+        return False
+    if weight.dtype == torch.float32:
+        return class_softmax_ops.precision() == "ieee" and kernels.has_float64_units(weight)
+    return embeddings.dtype == weight.dtype == torch.bfloat16

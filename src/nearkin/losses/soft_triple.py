@@ -1,0 +1,188 @@
+"""SoftTriple: softmax over classes of several centres each, the near ones weighted most."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearkin.core import checks, class_softmax, distances, reduce
+from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
+from nearkin.losses import class_shards, logits
+from nearkin.losses.class_shards import Shard
+from nearkin.losses.module import LossModule
+from nearkin.losses.proxy import init_proxies
+
+__all__ = ["SoftTripleLoss", "soft_triple_loss"]
+
+
+def soft_triple_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    centers: Tensor,
+    *,
+    centers_per_class: int = 10,
+    scale: float = 20.0,
+    gamma: float = 0.1,
+    margin: float = 0.01,
+    tau: float = 0.2,
+    reduction: str = "mean",
+    max_memory: int | None = None,
+    shard: Shard | None = None,
+) -> Tensor:
+    r"""Softmax over classes of several centres, the near ones weighted most.
+
+    S_ic = Σ_k softmax_k(s_ick / γ) s_ick,   l_i = -log softmax_y( λ (S_ic - δ [c = y]) )  + τ R,   s = cosine
+    R = Σ_c Σ_{k<k'} |w_ck - w_ck'| / (C K (K-1)), which draws the centres of a class together
+
+    centers (C·K, D), K in a row for each class; labels (B,) in 0..C-1, -1 left out. λ = `scale`, δ = `margin`.
+    Qian et al. 2019, arXiv:1909.05235, eq. 7-10; K 10, λ 20, γ 0.1, δ 0.01, τ 0.2 from there. Each
+    distance in R is √(|w - w'|² + 1e-5), as in the released code; R is once in each item's term. Beyond
+    `max_memory` bytes (without it, beyond a modest size) blocks of classes pass by, and again for the gradient. shard
+    as in `normalized_softmax_loss`.
+    """
+    checks.integer("centers_per_class", centers_per_class, 1)
+    checks.positive("scale", scale)
+    checks.positive("gamma", gamma)
+    checks.number("margin", margin)
+    checks.at_least("tau", tau, 0)
+    ids, known, addend = class_shards.local_ids(embeddings, labels, centers, shard, centers_per_class)
+    if not class_softmax.fits(embeddings, centers, max_memory):
+        size = class_softmax.block(embeddings, centers, centers_per_class, max_memory)
+        settings = (centers_per_class, scale, gamma, margin)
+        value, drawn = _soft_triple_blocks(embeddings, ids, centers, *settings, size, shard)
+    else:
+        w = distances.unit(centers)
+        similarity = _soft_maximum(distances.unit(embeddings), w, centers_per_class, gamma)  # (B, C)
+        own = class_shards.clamped(shard, ids)[:, None]
+        plain = similarity.gather(1, own)
+        target = plain - margin if shard is None else torch.where(ids[:, None] < shard.number, plain - margin, plain)
+        value = class_shards.cross_entropy(shard, scale * similarity.scatter(1, own, target), ids)
+        drawn = _within_class(w.view(-1, centers_per_class, w.shape[1])) if centers_per_class > 1 else w.new_zeros(())
+    value = value + addend.to(value.dtype)
+    if tau and centers_per_class > 1:
+        part = 1.0 if shard is None else shard.number / shard.total
+        value = value + tau * class_shards.sum_over_processes(shard, drawn * part)[0]
+    return reduce.terms(value, known, reduction) + reduce.taint(embeddings) + class_shards.taint(shard, centers)
+
+
+def _soft_maximum(x: Tensor, w: Tensor, per_class: int, gamma: float) -> Tensor:
+    """S_ic of `soft_triple_loss`, (B, C), from unit rows."""
+    cosine = distances.dot(x, w).view(len(x), len(w) // per_class, per_class)  # (B, C, K)
+    if traced():
+        return ((cosine / gamma).softmax(2) * cosine).sum(2)
+    value: Tensor = _SoftMaximum.call(cosine, gamma)
+    return value
+
+
+class _SoftMaximum(HandGradient):
+    """Σ_k softmax_k(c / γ) c_k over the last of (B, C, K), with the gradient by hand: p (1 + (c - S) / γ)."""
+
+    @staticmethod
+    def forward(ctx: Any, cosine: Tensor, gamma: float) -> Tensor:
+        # torch's softmax takes five times as long over so few entries
+        share = (cosine - cosine.amax(2, keepdim=True)).div_(gamma).exp_()
+        share /= share.sum(2, keepdim=True)
+        value = (share * cosine).sum(2)
+        ctx.save_for_backward(cosine, share, value)
+        ctx.gamma = gamma
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        cosine, share, value = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the cosines
+            share = torch.softmax(cosine / ctx.gamma, 2)
+            value = (share * cosine).sum(2)
+        return (1 + (cosine - value[:, :, None]) / ctx.gamma) * share * upstream[:, :, None], None
+
+
+def _soft_triple_blocks(
+    embeddings: Tensor,
+    ids: Tensor,
+    centers: Tensor,
+    per_class: int,
+    scale: float,
+    gamma: float,
+    margin: float,
+    size: int,
+    shard: Shard | None,
+) -> tuple[Tensor, Tensor]:
+    """The terms (B,) of `soft_triple_loss` and the R of these centres; a block is recomputed for its gradient."""
+    x, classes = distances.unit(embeddings), len(centers) // per_class
+
+    def block(x: Tensor, part: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        w = distances.unit(part)
+        scores = scale * _soft_maximum(x, w, per_class, gamma)
+        others = (ids - start)[:, None] != torch.arange(scores.shape[1], device=ids.device)
+        parts = w.view(-1, per_class, w.shape[1])
+        drawn = _within_class(parts) * (len(parts) / classes) if per_class > 1 else w.new_zeros(())
+        return reduce.logsumexp(scores, others), drawn
+
+    blocks, start = [], 0
+    for part in torch.split(centers, size):
+        blocks.append(recomputed(block, x, part, start))
+        start += len(part) // per_class
+    push = torch.stack([rivals for rivals, _ in blocks], 1)  # (B, blocks)
+    push = reduce.logsumexp(push, push.detach() > reduce.log_zero(push))
+    rows = class_shards.clamped(shard, ids)[:, None] * per_class + torch.arange(per_class, device=ids.device)
+    own = distances.unit(centers[rows.flatten()]).view(len(ids), per_class, x.shape[1])
+    cosine = (own * x[:, None, :]).sum(2)  # (B, K)
+    target = scale * (((cosine / gamma).softmax(1) * cosine).sum(1) - margin)
+    push, target = class_shards.join_logsumexp(shard, ids, push, target)
+    return reduce.softplus(push - target), torch.stack([drawn for _, drawn in blocks]).sum()
+
+
+def _within_class(w: Tensor) -> Tensor:
+    """Mean distance of unit centres (C, K, D) to the others of their class, halved."""
+    classes, centers, _ = w.shape
+    with torch.autocast(device_type(w), enabled=False):
+        gram = w @ w.mT  # (C, K, K)
+    upper = torch.ones(centers, centers, dtype=torch.bool, device=w.device).triu(1)
+    square = (w * w).sum(2)  # not the diagonal: a compiler may overwrite a matrix while a view of it is still used
+    squared = (square[:, :, None] + square[:, None, :] - 2 * gram).clamp(min=0)
+    apart = torch.where(upper, squared + 1e-5, 1.0).sqrt()
+    return torch.where(upper, apart, 0.0).sum() / (classes * centers * (centers - 1))
+
+
+class SoftTripleLoss(LossModule, function=soft_triple_loss):
+    """`soft_triple_loss` with its centres (C·K, D). `lr_scale` 100 from the released code.
+
+    shard as in `NormalizedSoftmaxLoss`.
+    """
+
+    lr_scale = 100.0
+
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int,
+        margin: float = 0.01,
+        scale: float = 20.0,
+        *,
+        centers_per_class: int = 10,
+        gamma: float = 0.1,
+        tau: float = 0.2,
+        reduction: str = "mean",
+        max_memory: int | None = None,
+        shard: bool = False,
+    ) -> None:
+        super().__init__()
+        checks.integer("centers_per_class", centers_per_class, 1)
+        self.shard = class_shards.make_shard(shard, num_classes)
+        self.centers = init_proxies(num_classes * centers_per_class, dim, self.shard, centers_per_class)
+        class_shards.register(self, centers=centers_per_class)
+        self.num_classes, self.dim, self.margin, self.scale = num_classes, dim, margin, scale
+        self.centers_per_class, self.gamma, self.tau = centers_per_class, gamma, tau
+        self.reduction, self.max_memory = reduction, max_memory
+        self.finish_init()
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.centers.shape[1])
+        return soft_triple_loss(embeddings, labels, self.centers, shard=shard, **self.arguments())
+
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """λ S of every class, (B, C), its centres weighed as in the loss, without the margin; differentiable."""
+        x = logits.checked(self, embeddings, self.centers)
+        centers = distances.unit(self.centers)
+        similarity = _soft_maximum(distances.unit(x), centers, self.centers_per_class, self.gamma)
+        return similarity * self.scale + logits.nan_rows(x)
