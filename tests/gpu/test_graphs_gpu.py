@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nearkin import models
-from nearkin.training.cuda_graphs import Graphed
+from nearkin.training.cuda_graphs import GraphedEncoder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
@@ -27,7 +27,7 @@ def test_graphs_give_what_the_encoder_gives(precision):
     torch.manual_seed(0)
     plain = models.build("small-cnn", dim=16, channels=1, size=32).cuda().train()
     other = copy.deepcopy(plain)
-    graphed = Graphed(other, precision)
+    graphed = GraphedEncoder(other, precision)
 
     def encode(images):
         with torch.autocast("cuda", precision, enabled=precision is not None):
@@ -47,7 +47,7 @@ def test_graphs_give_what_the_encoder_gives(precision):
 def test_graphs_see_weights_that_moved_and_other_shapes():
     torch.manual_seed(0)
     encoder = models.build("small-cnn", dim=16, channels=1, size=32).cuda().train()
-    graphed = Graphed(encoder, None)
+    graphed = GraphedEncoder(encoder, None)
     images = torch.rand(8, 1, 32, 32, device="cuda")
     before = graphed(images).detach().clone()
     with torch.no_grad():
