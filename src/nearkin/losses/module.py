@@ -80,13 +80,13 @@ class LossModule(nn.Module):
         return type(self).function(*tensors, **arguments)
 
     def arguments(self) -> dict[str, Any]:
-        """The settings that the function takes by keyword."""
+        """What the function takes by keyword: its settings, and in some losses learned tensors."""
         return {name: getattr(self, name) for name in self._by_keyword}
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that the function takes, as they are now, without choices left open. To change one, set it."""
-        arguments = self.arguments()
+        arguments = LossModule.arguments(self)
         return MappingProxyType({k: v for k, v in arguments.items() if k not in _UNSET or v != _UNSET[k]})
 
     def forward(

@@ -117,18 +117,11 @@ class SiameseLoss(LossModule, function=siamese_loss):
         self.dim, self.reduction = dim, reduction
         self.finish_init()
 
-    def _try(self, *tensors: Any, **arguments: Any) -> Tensor:
-        return siamese_loss(*tensors, weight=torch.zeros(2), bias=torch.zeros(()), **arguments)
+    def arguments(self) -> dict[str, Any]:
+        return {"weight": self.weight, "bias": self.bias, **super().arguments()}
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Labels,
-        references: Tensor | None = None,
-        reference_labels: Labels | None = None,
-    ) -> Tensor:
-        head: dict[str, Any] = {"weight": self.weight, "bias": self.bias}
-        return siamese_loss(embeddings, labels, references, reference_labels, **head, **self.arguments())
+    def _try(self, *tensors: Any, **arguments: Any) -> Tensor:
+        return siamese_loss(*tensors, **{**arguments, "weight": torch.zeros(2), "bias": torch.zeros(())})
 
     def probability(self, a: Tensor, b: Tensor) -> Tensor:
         """How likely row i of `a` and row i of `b` are the same, (N,) in [0, 1]."""

@@ -266,12 +266,7 @@ class NPairLoss(LossModule, function=npair_loss):
     """Holds the settings of `npair_loss`; computes nothing itself."""
 
     def __init__(
-        self,
-        penalty: float = 0.002,
-        *,
-        reduction: str = "mean",
-        max_memory: int | None = None,
-        impl: str = "auto",
+        self, penalty: float = 0.002, *, reduction: str = "mean", max_memory: int | None = None, impl: str = "auto"
     ) -> None:
         super().__init__()
         self.penalty, self.reduction, self.max_memory, self.impl = penalty, reduction, max_memory, impl
@@ -282,12 +277,7 @@ class SupConLoss(LossModule, function=supcon_loss):
     """Holds the settings of `supcon_loss`; computes nothing itself."""
 
     def __init__(
-        self,
-        temperature: float = 0.1,
-        *,
-        reduction: str = "mean",
-        max_memory: int | None = None,
-        impl: str = "auto",
+        self, temperature: float = 0.1, *, reduction: str = "mean", max_memory: int | None = None, impl: str = "auto"
     ) -> None:
         super().__init__()
         self.temperature, self.reduction, self.max_memory, self.impl = temperature, reduction, max_memory, impl
@@ -298,12 +288,7 @@ class InfoNCELoss(LossModule, function=infonce_loss):
     """Holds the settings of `infonce_loss`; computes nothing itself."""
 
     def __init__(
-        self,
-        temperature: float = 0.07,
-        *,
-        reduction: str = "mean",
-        max_memory: int | None = None,
-        impl: str = "auto",
+        self, temperature: float = 0.07, *, reduction: str = "mean", max_memory: int | None = None, impl: str = "auto"
     ) -> None:
         super().__init__()
         self.temperature, self.reduction, self.max_memory, self.impl = temperature, reduction, max_memory, impl
