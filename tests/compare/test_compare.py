@@ -640,4 +640,4 @@ def test_missing_optuna_is_one_sentence(source, tmp_path, monkeypatch):
 def test_interrupted_says_how_to_go_on(source, tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "train", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     said = CliRunner().invoke(app, command(source, tmp_path / "o", "--jobs", "1"))
-    assert said.exit_code == 130 and "the same command goes on" in said.output
+    assert said.exit_code == 130 and "the same command resumes" in said.output
