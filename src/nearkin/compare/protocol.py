@@ -17,7 +17,7 @@ from nearkin.core import checks
 from nearkin.data.items import Items
 from nearkin.data.splits import Parts
 from nearkin.training.build import new_encoder
-from nearkin.training.config.defaults import settle, settle_source, split
+from nearkin.training.config.defaults import settle, settle_source, split_items
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import LOSSES
 from nearkin.training.prepare import Prepared, check_recipe, fingerprint, item_rows
@@ -224,7 +224,7 @@ def _loaded(recipe: Recipe) -> tuple[Items, Parts]:
     items = data.load(options.source, root=root, partial=options.partial)
     if items.labels is None:
         raise ValueError(f"{items.name}: a comparison needs classes, the source has continuous targets only")
-    return items, split(items, recipe, [])
+    return items, split_items(items, recipe, [])
 
 
 def _in_numbers(items: Items, of: NDArray[np.int64]) -> NDArray[np.int64]:
