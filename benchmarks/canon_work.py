@@ -23,7 +23,7 @@ from nearkin.core.errors import Diverged
 from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts
 from nearkin.training import loop
-from nearkin.training.config.defaults import settle, settle_source, settle_split, split
+from nearkin.training.config.defaults import settle, settle_source, settle_split, split_items
 from nearkin.training.config.recipe import Recipe, read
 from nearkin.training.final_test import full_metrics, raw
 from nearkin.training.loader import ItemStore, embed
@@ -145,7 +145,7 @@ class Desk:
             seen = SEEN[job.subject]
             tested = np.flatnonzero(~trained & (labels >= seen))
             return Parts(np.flatnonzero(trained & (labels < seen)), nothing, tested)
-        parts = split(items, recipe, [])
+        parts = split_items(items, recipe, [])
         settle_split(recipe, items, parts)
         return parts
 

@@ -656,4 +656,4 @@ def test_missing_optuna_is_one_sentence(source, tmp_path, monkeypatch):
 def test_interrupted_says_how_to_go_on(source, tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "train", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     printed = CliRunner().invoke(app, command(source, tmp_path / "o", "--jobs", "1"))
-    assert printed.exit_code == 130 and "the same command goes on" in printed.output
+    assert printed.exit_code == 130 and "the same command resumes" in printed.output

@@ -17,8 +17,7 @@ from nearkin.core import checks
 from nearkin.data.item_set import Items
 from nearkin.data.splits import LEAST, Parts
 from nearkin.training.build import new_encoder
-from nearkin.training.config.defaults import settle, settle_source
-from nearkin.training.config.defaults import split as split_items
+from nearkin.training.config.defaults import settle, settle_source, split_items
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import LOSSES
 from nearkin.training.prepare import Prepared, check_recipe, fingerprint, item_rows

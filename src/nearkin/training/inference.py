@@ -21,7 +21,7 @@ from nearkin.models.io import fingerprint as encoder_fingerprint
 from nearkin.models.onnx_export import check_exportable
 from nearkin.training import run_dir
 from nearkin.training.config import recipe as recipes
-from nearkin.training.config.defaults import split
+from nearkin.training.config.defaults import split_items
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import fingerprint
 from nearkin.training.run_dir import start_of
@@ -195,7 +195,7 @@ def _opened(
     indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
     gallery = None
     if part != "all":
-        parts = split(items, recipe, bad)
+        parts = split_items(items, recipe, bad)
         trained_on = start_of(run).get("fingerprint") if own_source and same else None
         if trained_on is not None and trained_on != fingerprint(items, parts, digests):
             raise ValueError(

@@ -120,11 +120,11 @@ def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> 
         items = data.load(options.source, root=root, partial=options.partial)
         recipe, notes = defaults.settle_source(recipe, items)
         own = own.wrap(_example(recipe, items))
-        if items.pictures is not None and defaults.glimpses(items):  # files that are no images are named when decoded
-            parts = defaults.split(items, recipe, [])
+        if items.pictures is not None and defaults.sample_headers(items):  # else none is an image, as decoding says
+            parts = defaults.split_items(items, recipe, [])
             _check_build(defaults.settle(recipe, items, parts), items, parts, own)
         rows, digests, bad = item_rows(items, recipe, callback)
-    parts = defaults.split(items, recipe, bad)
+    parts = defaults.split_items(items, recipe, bad)
     recipe = defaults.settle(recipe, items, parts)
     report = data.inspect(items, parts, digests=digests or None, bad=bad)
     callback({"event": "data", "report": report, "lines": data.lines(report)})

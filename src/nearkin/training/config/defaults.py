@@ -21,7 +21,7 @@ from nearkin.data.splits import Parts, divide, source_split
 from nearkin.training.config.recipe import Recipe, no_effect
 from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, augmentation_of, encoder_settings, loss_settings
 
-__all__ = ["SAMPLERS_OF", "glimpses", "settle", "settle_images", "settle_source", "settle_split", "split"]
+__all__ = ["SAMPLERS_OF", "sample_headers", "settle", "settle_images", "settle_source", "settle_split", "split_items"]
 
 TEST = 0.25  # share of the classes, or items, of a source without a test part
 
@@ -66,7 +66,7 @@ def settle_source(recipe: Recipe, items: Items, shape: tuple[int, ...] | None = 
         return _settle_dataset(recipe, shape), []
     if items.pictures is None:
         return _settle_vectors(recipe), []
-    sides_and_grey = glimpses(items)
+    sides_and_grey = sample_headers(items)
     side = int(np.median([side for side, _ in sides_and_grey])) if sides_and_grey else SMALL
     grey = bool(sides_and_grey) and all(grey for _, grey in sides_and_grey)
     return settle_images(recipe, side, grey, recipe.device)
@@ -97,7 +97,7 @@ def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) ->
 # --- what is known of the data and the machine
 
 
-def glimpses(items: Items) -> list[tuple[int, bool]]:
+def sample_headers(items: Items) -> list[tuple[int, bool]]:
     """Shorter side and greyness of some images, from their headers; unreadable ones are left out."""
     assert items.pictures is not None
     sides_and_grey = []
@@ -194,7 +194,7 @@ def _encoder_for(side: int, size: int | None) -> tuple[str, list[str]]:
 # --- the split: [data] partial, official, closed, skip_single, val, test, seed
 
 
-def split(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
+def split_items(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
     """The parts of the readable items. The others keep their place: to close the gaps would copy every pixel."""
     options = recipe.data
     indices = np.setdiff1d(np.arange(len(items)), [i for i, _ in bad])
@@ -405,7 +405,7 @@ def _settle_training(recipe: Recipe, facts: Facts) -> Recipe:
 
 
 def _settle_heat(recipe: Recipe) -> Recipe:
-    """Heated softmax warms up in the last quarter of the steps, as in its paper."""
+    """Heated softmax changes its scale for the last quarter of the steps, as in its paper."""
     if recipe.loss["name"] != "heated-softmax" or "heat_after" in recipe.loss:
         return recipe
     assert recipe.training.epochs and recipe.training.batches
