@@ -62,7 +62,7 @@ def compile_only(sizes):
     kinds = {"scratch": "*i32", "gamma_at": "*fp64", "unit_at": "*fp64", "size": "i32", "sweeps": "i32"}
     for size in sizes:
         items = max(16, triton.next_power_of_2(size))
-        fixed = {"BITS": size.bit_length(), "C": max(1, tiles.TILE // items), "I": items}
+        fixed = {"BITS": size.bit_length(), "C": max(1, tiles.TILE // items), "N": items}
         names = tiles._search.arg_names
         signature = {name: "constexpr" if name in fixed else kinds.get(name, "*i64") for name in names}
         source = ASTSource(fn=tiles._search, signature=signature, constexprs=fixed)

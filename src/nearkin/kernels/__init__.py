@@ -15,6 +15,8 @@ from torch import Tensor
 from nearkin.core import checks
 from nearkin.core.autograd import traced
 
+__all__ = ["IMPLEMENTATIONS", "can_run", "check", "has_float64_units", "installed", "interpreted"]
+
 IMPLEMENTATIONS = ("auto", "torch", "triton")
 _FLOAT64_UNITS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: A100, H100 and H200, B200
 

@@ -12,6 +12,8 @@ from nearkin.core.autograd import HandGradient
 from nearkin.core.class_anchors import Negatives
 from nearkin.kernels import class_softmax_ops as fused
 
+__all__ = ["class_anchors"]
+
 
 def class_anchors(
     embeddings: Tensor, weight: Tensor, ids: Tensor, known: Tensor, *, scale: float, max_memory: int | None = None

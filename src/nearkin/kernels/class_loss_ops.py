@@ -20,6 +20,8 @@ from nearkin.core.autograd import HandGradient
 from nearkin.kernels import class_softmax_ops as passes
 from nearkin.kernels import eligible, launch
 
+__all__ = ["Form", "loss", "serves"]
+
 
 class Form(NamedTuple):
     """How the own class is treated. scale: of the cosines; a scalar tensor is read on its device."""

@@ -18,6 +18,8 @@ from nearkin.core import distances
 from nearkin.core.autograd import HandGradient
 from nearkin.core.class_softmax import Rivals
 
+__all__ = ["class_softmax", "gradients", "merged", "precision", "query_gradient", "serves"]
+
 RUN = 67_584  # class weights per run of the backward pass: full waves of tiles on 132 multiprocessors
 CHAIN = 4096  # the same where products are summed in float32: beside one large term a longer sum loses the others
 ROOM = 9 * 2**24  # bytes of a run, or of the partial sums of the forward pass, without max_memory

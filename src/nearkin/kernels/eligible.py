@@ -10,6 +10,8 @@ from nearkin import kernels
 from nearkin.core import blockwise
 from nearkin.core.autograd import traced
 
+__all__ = ["FLOATS", "IDS", "REDUCTIONS", "possible", "served"]
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 REDUCTIONS = ("mean", "active", "sum")

@@ -8,6 +8,8 @@ from torch import Tensor
 from nearkin import kernels
 from nearkin.core.facility import Problem
 
+__all__ = ["search", "serves"]
+
 LARGEST = 4096  # items: a program has a row of them in registers
 
 

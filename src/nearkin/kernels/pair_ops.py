@@ -16,6 +16,8 @@ from nearkin.core import blockwise
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import eligible, launch
 
+__all__ = ["KINDS", "loss", "serves"]
+
 KINDS = (
     "contrastive",
     "margin",

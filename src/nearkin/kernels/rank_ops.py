@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 from nearkin import kernels
 from nearkin.core.autograd import HandGradient
 
+__all__ = ["histogram_misses", "precisions", "spreads", "takes"]
+
 LARGEST = 8192  # references: a program has an anchor's row in registers
 
 

@@ -18,6 +18,8 @@ from nearkin.core import blockwise
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import eligible, launch
 
+__all__ = ["SELECTIONS", "Plan", "loss", "serves"]
+
 SELECTIONS = (
     *("all", "hard", "semihard", "semihard_or_hardest", "semihard_or_skip", "batch_hard", "easy_positive"),
     *("random", "distance_weighted"),

@@ -14,6 +14,8 @@ from nearkin.core.random import Ints
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Split
 
+__all__ = ["EpochSampler"]
+
 
 class EpochSampler(Sampler[list[int]]):
     """A torch batch sampler whose batches are a pure function of (arguments, epoch, index).

@@ -10,6 +10,8 @@ from nearkin.samplers.arguments import Labels, Split
 from nearkin.samplers.base import EpochSampler
 from nearkin.samplers.schedule import Groups, PickedBatches, RandomBatches, fill_turns, turns_needed
 
+__all__ = ["ClassBalanced", "ClassRatio"]
+
 
 class ClassSampler(EpochSampler):
     """Batches of `classes` different classes and `batch_size` items; a subclass decides how many of each."""

@@ -14,6 +14,8 @@ from nearkin.samplers.arguments import Embeddings, Labels, Split
 from nearkin.samplers.class_balanced import ClassBalanced
 from nearkin.samplers.schedule import PickedBatches
 
+__all__ = ["HardClasses", "PairPerClass", "on_grid"]
+
 # Unit vectors are rounded to multiples of 1/2048. Sums of products are then integers below 2^24: float32 holds
 # them exactly in any order of addition, so every BLAS on every machine sorts classes alike.
 _GRID = 2048

@@ -15,6 +15,8 @@ from nearkin.samplers.base import EpochSampler
 from nearkin.samplers.hard_classes import on_grid
 from nearkin.samplers.schedule import Groups
 
+__all__ = ["HardNegatives"]
+
 
 class HardNegatives(EpochSampler):
     """Random positive pairs and hard negatives of both their items: the batch of the lifted structure loss.

@@ -10,6 +10,8 @@ from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Targets
 from nearkin.samplers.base import EpochSampler
 
+__all__ = ["LabelNeighbours"]
+
 
 class LabelNeighbours(EpochSampler):
     """A = `anchors` random items, the k = `neighbours` nearest of each by label, and a random rest: for log-ratio.

@@ -11,6 +11,8 @@ import numpy as np
 
 from nearkin.core.random import Ints, Stream, shuffled, words
 
+__all__ = ["Groups", "PickedBatches", "RandomBatches", "fill_turns", "turns_needed"]
+
 
 class Groups:
     """Items by class, one array for all: those of class c are items[starts[c] : starts[c] + counts[c]]."""
