@@ -172,7 +172,7 @@ class ProgressCallback:
         else:
             self._print(f"resuming in epoch {event['epoch']} after step {event['step']}")
 
-    def on_moved(self, event: dict[str, Any]) -> None:
+    def on_step_end(self, event: dict[str, Any]) -> None:
         self._bar("training", self.epochs * self.batches, start=event["step"] - 1)
         self._advance(event["step"], "batches/s")
 
