@@ -18,6 +18,14 @@ def output_of(result, code=0):
     return result.output
 
 
+def noisy_vectors(path: Path, classes: int, per_class: int = 8, dim: int = 12) -> None:
+    """An .npz file of classes, each a random centre with noise around it."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(classes), per_class)
+    rows = rng.normal(size=(classes, dim))[labels] + 0.7 * rng.normal(size=(len(labels), dim))
+    np.savez(path, embeddings=rows.astype(np.float32), labels=labels)
+
+
 def photos(folder: Path, classes: int = 10, each: int = 6, seed: int = 0, contrast: int = 20) -> Path:
     """A bar of another place and brightness for each class, on noise."""
     rng = np.random.default_rng(seed)

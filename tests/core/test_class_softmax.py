@@ -13,6 +13,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import nearkin
+from interpreter import interpreted
 from nearkin import kernels, losses
 from nearkin.core import angles, class_softmax
 from nearkin.kernels import class_anchor_ops as fused_anchors
@@ -688,15 +689,7 @@ def fused_loss():
 
 
 def judged_by(judge):
-    if not kernels.installed():
-        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
-    code = f"import test_class_softmax; test_class_softmax.{judge}()"
-    keywords = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    positions = Path(__file__).parent
-    command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=keywords, cwd=positions)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return interpreted(__file__, judge)
 
 
 def test_kernel_is_as_exact_as_torch(kernel):

@@ -2,15 +2,12 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import reference
+from interpreter import interpreted
 from nearkin import kernels, losses
 from nearkin.core import checks, distances, facility
 from nearkin.kernels import facility_ops as fused
@@ -169,15 +166,7 @@ def judge_kernel():
 
 
 def test_kernel_finds_the_same():
-    if not kernels.installed():
-        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
-    code = "import test_facility; test_facility.judge_kernel()"
-    way = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=way, cwd=here)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = interpreted(__file__, "judge_kernel")
     assert len(result) > 15
     for name, case in result.items():
         assert case == [1, True], name

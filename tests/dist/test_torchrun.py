@@ -29,6 +29,7 @@ from nearkin.training.trainer import assemble
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
 from killing import ranks_of
+from commands import noisy_vectors
 
 SMALL = ["training.epochs=2", "training.batches=25", "training.log_steps=1", "encoder.hidden=[16, 16]"]
 SMALL += ["encoder.dim=8", "sampler.batch=21", "sampler.per_class=3", "training.workers=0", "evaluation.interval=false"]
@@ -40,10 +41,7 @@ SHARDED = ["loss.name=arcface", "loss.shard=true"]
 def place(tmp_path_factory):
     """A folder with an .npz of 20 classes of 8 noisy vectors."""
     home = tmp_path_factory.mktemp("torchrun")
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(20), 8)
-    rows = rng.normal(size=(20, 12))[labels] + 0.7 * rng.normal(size=(len(labels), 12))
-    np.savez(home / "vectors.npz", embeddings=rows.astype(np.float32), labels=labels)
+    noisy_vectors(home / "vectors.npz", 20)
     return home
 
 

@@ -22,6 +22,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import nearkin
 from calibrations import calibration_by_hand
+from commands import noisy_vectors
 from commands import run as call
 from nearkin import training
 from nearkin.core import files
@@ -74,10 +75,7 @@ def everything(place):
 def home(tmp_path_factory):
     """Vectors of classes, and a finished run."""
     place = tmp_path_factory.mktemp("runs")
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(40), 8)
-    rows = rng.normal(size=(40, 12))[labels] + 0.7 * rng.normal(size=(len(labels), 12))
-    np.savez(place / "vectors.npz", embeddings=rows.astype(np.float32), labels=labels)
+    noisy_vectors(place / "vectors.npz", 40)
     train(place, "done")
     return place
 

@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import worlds
+from commands import noisy_vectors
 from nearkin import dist, training
 from nearkin.dist import rendezvous
 from nearkin.training import run_dir
@@ -42,10 +43,7 @@ def stop_in(epoch):
 def home(tmp_path_factory):
     """A set of vectors; `done`, a run that was never stopped; `cut`, one that was after its second epoch."""
     place = tmp_path_factory.mktemp("runs")
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(24), 8)
-    rows = rng.normal(size=(24, 12))[labels] + 0.7 * rng.normal(size=(len(labels), 12))
-    np.savez(place / "vectors.npz", embeddings=rows.astype(np.float32), labels=labels)
+    noisy_vectors(place / "vectors.npz", 24)
     train(place, "done")
     with pytest.raises(KeyboardInterrupt):
         train(place, "cut", callback=stop_in(2))

@@ -5,15 +5,12 @@ The interpreter is chosen when triton is imported, so its tests run in a separat
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import kernel_cases
+from interpreter import interpreted
 from kernel_cases import PAIR_CASES
 from nearkin import kernels, losses
 from nearkin.core import blockwise, relations
@@ -90,15 +87,7 @@ def moved_on():
 
 @pytest.fixture(scope="module")
 def verdicts():
-    if not kernels.installed():
-        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
-    code = "import test_pair_kernels; test_pair_kernels.judge_kernels()"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    folder = Path(__file__).parent
-    command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    return interpreted(__file__, "judge_kernels")
 
 
 def test_as_exact_as_plain_torch(verdicts):

@@ -2,15 +2,12 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from nearkin import kernels, losses
+from interpreter import interpreted
+from nearkin import losses
 from nearkin.kernels import rank_ops as fused
 
 
@@ -106,15 +103,7 @@ def judge_kernel():
 
 @pytest.fixture(scope="module")
 def kernel():
-    if not kernels.installed():
-        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
-    code = "import test_rank_kernels; test_rank_kernels.judge_kernel()"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    folder = Path(__file__).parent
-    command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    return interpreted(__file__, "judge_kernel")
 
 
 def test_kernel_is_as_exact_as_the_plain_loss(kernel):

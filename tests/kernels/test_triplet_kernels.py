@@ -4,16 +4,13 @@ In a separate process: the interpreter is chosen when triton is imported. The ch
 """
 
 import json
-import os
-import subprocess
-import sys
 import traceback
-from pathlib import Path
 
 import pytest
 import torch
 
 import triplet_cases
+from interpreter import interpreted
 from nearkin import kernels, losses
 
 
@@ -32,15 +29,7 @@ def judge():
 
 @pytest.fixture(scope="module")
 def verdicts():
-    if not kernels.installed():
-        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
-    code = "import torch; torch.set_num_threads(1); import test_triplet_kernels; test_triplet_kernels.judge()"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    folder = Path(__file__).parent
-    command = [sys.executable, "-c", f"import sys; sys.path.append('..'); {code}"]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    return interpreted(__file__, "judge")
 
 
 @pytest.mark.parametrize("name", triplet_cases.CHECKS)
