@@ -14,8 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
+import nearkin
 from commands import output_of, photos, run
-from nearkin.cli.screen import results_table
+from nearkin.cli.compare import ComparisonCallback
+from nearkin.cli.screen import ProgressCallback, results_table
 from nearkin.gallery.items import encoder_info
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
@@ -307,3 +309,12 @@ def test_a_table_of_pictures_with_targets():
     assert "logratio, label-neighbours" in out and "ndcg@10" in out
     assert "ndcg@10" in output_of(run("evaluate", "run"))
     assert Path("run/report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("callback", [ProgressCallback, ComparisonCallback])
+def test_every_event_that_the_bars_show_is_sent(callback):
+    """A handler of an event that nobody sends any more would be a bar that stands still."""
+    source = Path(nearkin.__file__).parent
+    sent = {name for path in source.rglob("*.py") for name in re.findall(r'"event": "(\w+)"', path.read_text("utf-8"))}
+    handled = {name.removeprefix("on_") for name in vars(callback) if name.startswith("on_")}
+    assert len(handled) > 5 and handled <= sent, handled - sent
