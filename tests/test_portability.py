@@ -210,9 +210,7 @@ def test_a_hanging_rank_is_ended_where_there_is_no_sigkill(monkeypatch):
     monkeypatch.delattr(signal, "SIGKILL", raising=False)
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
     monkeypatch.setattr(heartbeat, "_started", lambda process: 7)
-    one = heartbeat.Watching(heartbeat.Pulse(), 0, 2, None)
-    one.places = {1: (heartbeat._machine(), 4711, 7)}
-    one._finish_off(1)
+    heartbeat._kill(heartbeat._Address(heartbeat._machine(), 4711, 7))
     assert sent == [(4711, signal.SIGTERM)]
 
 

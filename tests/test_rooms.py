@@ -130,7 +130,7 @@ OF_PYTHON_VALUES = {
     "distances.py: float((torch.finfo(kind).tiny * 1000000.0) ** 2)",
     "files.py: bool(getattr(path, 'is_junction', bool)())",
 }
-READS_ON_THE_CPU = {"facility_few.py: search"}  # functions that are called only where `checks.reads_values` holds
+READS_ON_THE_CPU = {"facility.py: search_on_cpu"}  # functions that are called only where `checks.reads_values` holds
 ASKS = {"freely_read", "reads_values"}  # a function that asks one of these first may read
 
 

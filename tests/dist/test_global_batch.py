@@ -91,7 +91,9 @@ def part(rows, counts, rank):
 def error(results, expected):
     """The largest difference over all tensors, relative to the largest entry."""
     assert [a is None for a in results] == [b is None for b in expected]
-    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(results, expected, strict=True) if a is not None]
+    pairs = [
+        (a.detach().double(), b.detach().double()) for a, b in zip(results, expected, strict=True) if a is not None
+    ]
     largest = max([float(b.abs().max()) for _, b in pairs if b.numel()], default=0.0)
     apart = max([float((a - b).abs().max()) for a, b in pairs if b.numel()], default=0.0)
     return apart / largest if largest > 0 else apart
@@ -516,15 +518,28 @@ def test_a_world_of_one_hands_its_arguments_on():
     loss = GlobalBatch(Given())
     for arguments in ((x, labels), (x, labels, x), (x, labels, x, labels)):
         loss(*arguments)
-        assert len(loss.loss.arguments) == len(arguments) and all(a is b for a, b in zip(loss.loss.arguments, arguments, strict=True))
+        assert len(loss.loss.arguments) == len(arguments) and all(
+            a is b for a, b in zip(loss.loss.arguments, arguments, strict=True)
+        )
     backwards = -torch.arange(ITEMS)
     loss(x, labels, order=backwards)
     assert torch.equal(loss.loss.arguments[0], x.flip(0)) and torch.equal(loss.loss.arguments[1], labels.flip(0))
     pair = losses.SupConLoss()
     torch.testing.assert_close(GlobalBatch(pair)(x, labels, x, labels, order=backwards), pair(x, labels))
-    for arguments in (collectives.gather(x), collectives.gather_partial(x), collectives.total(x), collectives.largest(x), collectives.broadcast(x)):
+    for arguments in (
+        collectives.gather(x),
+        collectives.gather_partial(x),
+        collectives.total(x),
+        collectives.largest(x),
+        collectives.broadcast(x),
+    ):
         assert arguments is x
-    assert collectives.size() == 1 and collectives.rank() == 0 and collectives.same(x) and collectives.counts(x) == (ITEMS,)
+    assert (
+        collectives.size() == 1
+        and collectives.rank() == 0
+        and collectives.same(x)
+        and collectives.counts(x) == (ITEMS,)
+    )
     assert GlobalBatch(losses.MarginLoss()).lr_scale == losses.MarginLoss.lr_scale
     with pytest.raises(TypeError, match="loss must be a torch module, got function"):
         GlobalBatch(losses.supcon_loss)
@@ -537,7 +552,9 @@ def test_digests_tell_tensors_apart():
     near += [torch.zeros(3, dtype=torch.bool), torch.tensor(1.0), torch.tensor([1.0])]
     assert len({tuple(collectives.digest(t).tolist()) for t in near}) == len(near)
     for view in (x.view(3, 4).T, x[1:], x[1:8:2]):
-        assert torch.equal(collectives.digest(view), collectives.digest(view.clone(memory_format=torch.contiguous_format)))
+        assert torch.equal(
+            collectives.digest(view), collectives.digest(view.clone(memory_format=torch.contiguous_format))
+        )
 
 
 LABELS = np.repeat(np.arange(24), 6)

@@ -20,11 +20,11 @@ import worlds
 from nearkin import dist, evaluation, gallery, training
 from nearkin.cli import app
 from nearkin.core import relations
+from nearkin.core.errors import RankFailed
 from nearkin.evaluation.protocols import runner
 from nearkin.evaluation.retrieval import by_counting
-from nearkin.evaluation.verification import pair_scan
-from nearkin.core.errors import RankFailed
 from nearkin.evaluation.retrieval.retrieval_metrics import METRICS
+from nearkin.evaluation.verification import pair_scan
 from nearkin.gallery.items import Encoding
 
 QUICK = ["training.epochs=1", "training.batches=2", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
@@ -201,7 +201,9 @@ def heartbeats(rank, world):
         with dist.ProcessGroup(patience=30) as group:
             patience.append(group.heartbeat.patience)
         os.environ["NEARKIN_RANK_TIMEOUT"] = "soon"
-        with pytest.raises(ValueError, match="NEARKIN_RANK_TIMEOUT must be a number of seconds from 2 to 3600, got 'soon'"):
+        with pytest.raises(
+            ValueError, match="NEARKIN_RANK_TIMEOUT must be a number of seconds from 2 to 3600, got 'soon'"
+        ):
             dist.ProcessGroup()
     finally:
         del os.environ["NEARKIN_RANK_TIMEOUT"]

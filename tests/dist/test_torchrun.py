@@ -23,18 +23,20 @@ from nearkin import dist, training
 from nearkin.dist import collectives, parallel, sync_batchnorm
 from nearkin.training import run_dir
 from nearkin.training.checkpoint.checkpoints import Checkpoints
-from nearkin.training.prepare import prepare
 from nearkin.training.config.recipe import read
+from nearkin.training.prepare import prepare
 from nearkin.training.trainer import assemble
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
 from killing import ranks_of
+
 from commands import noisy_vectors
 
 SMALL = ["training.epochs=2", "training.batches=25", "training.log_steps=1", "encoder.hidden=[16, 16]"]
 SMALL += ["encoder.dim=8", "sampler.batch=21", "sampler.per_class=3", "training.workers=0", "evaluation.interval=false"]
 SMALL += ["training.device=cpu"]
 SHARDED = ["loss.name=arcface", "loss.shard=true"]
+needs_cpu_fsdp = pytest.mark.skipif(not parallel.shards_on_cpu(), reason="FSDP on a CPU needs torch 2.7")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,9 @@ def recipe_of(home, *sets):
 def trained(rank, size, home, name, *sets):
     """Trains into home/name; a rank returns how many times it was told that a step was made."""
     step_ends = []
-    training.train(recipe_of(Path(home), *sets), Path(home) / name, lambda e: step_ends.append(e["event"] == "step_end"))
+    training.train(
+        recipe_of(Path(home), *sets), Path(home) / name, lambda e: step_ends.append(e["event"] == "step_end")
+    )
     return sum(step_ends)
 
 
@@ -133,8 +137,12 @@ def test_fifty_steps_of_two_ranks_are_those_of_one(place, alone):
 @pytest.mark.parametrize(
     "name, sets",
     [
-        ("fsdp", ["training.strategy=fsdp"]),
-        ("fsdp, chunks, average, clipped", ["training.strategy=fsdp", "training.chunk=4", "training.ema=0.9"]),
+        pytest.param("fsdp", ["training.strategy=fsdp"], marks=needs_cpu_fsdp),
+        pytest.param(
+            "fsdp, chunks, average, clipped",
+            ["training.strategy=fsdp", "training.chunk=4", "training.ema=0.9"],
+            marks=needs_cpu_fsdp,
+        ),
         ("chunks, average, clipped", ["training.chunk=4", "training.ema=0.9"]),
         ("sharded classes", SHARDED),
         ("memory", ["loss.name=contrastive", "memory.size=64"]),
@@ -154,7 +162,10 @@ def test_every_way_of_several_ranks_is_that_of_one(name, sets, place):
 
 def norms_agree(rank, size):
     """A synced batch norm of unequal parts, also an empty one, beside torch's of the whole batch, in float64."""
-    for shape, counts in (((9, 3, 2, 2), [9 * (r + 1) // size - 9 * r // size for r in range(size)]), ((size, 3), (0, *[1] * (size - 2), 2))):
+    for shape, counts in (
+        ((9, 3, 2, 2), [9 * (r + 1) // size - 9 * r // size for r in range(size)]),
+        ((size, 3), (0, *[1] * (size - 2), 2)),
+    ):
         torch.manual_seed(1)
         x, by = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
         plain = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3).double()
@@ -276,6 +287,8 @@ def saved(place):
     """Runs on 4 ranks, stopped at a signal to one of them."""
 
     def find(strategy):
+        if "training.strategy=fsdp" in STRATEGIES[strategy] and not parallel.shards_on_cpu():
+            pytest.skip("FSDP on a CPU needs torch 2.7")
         out = place / f"stopped {strategy}"
         if not out.exists():
             sentence, *codes = worlds.run(4, stopped, str(place), out.name, 7, *STRATEGIES[strategy])
@@ -298,9 +311,13 @@ def test_checkpoints_reshard(strategy, saved, place):
         spread = worlds.run(size, copied, str(out), str(copy)) if size > 1 else [copied(0, 1, out, copy)]
         same(all_tensors(copy), expected)
         rows[size] = np.array(spread)  # (ranks, weights): how many rows of each a rank holds
-    assert (rows[3][:, :-1].sum(0) if strategy in ("fsdp", "both") else rows[3][0, :-1]).tolist() == rows[1][0, :-1].tolist()
+    assert (rows[3][:, :-1].sum(0) if strategy in ("fsdp", "both") else rows[3][0, :-1]).tolist() == rows[1][
+        0, :-1
+    ].tolist()
     classes = rows[3][:, -1].tolist()
-    assert classes == ([4, 4, 4] if strategy in ("sharded", "both") else [rows[1][0, -1]] * 3 if strategy == "ddp" else classes)
+    assert classes == (
+        [4, 4, 4] if strategy in ("sharded", "both") else [rows[1][0, -1]] * 3 if strategy == "ddp" else classes
+    )
     again = place / f"{strategy} again"
     again.mkdir()
     for name in ("recipe.toml", "data.json"):
@@ -451,3 +468,9 @@ def test_ctrl_c_saves_and_ends_all(place):
     assert sum("stopped and saved at step" in line for line in lines) == 1, lines
     saved = Checkpoints(run.out / "checkpoints").newest()[1]["step"]
     assert f"stopped and saved at step {saved};" in lines[-1]
+
+
+def test_fsdp_on_a_cpu_is_refused_where_torch_cannot(monkeypatch):
+    monkeypatch.setattr(parallel, "shards_on_cpu", lambda: False)
+    with pytest.raises(ValueError, match=r"training\.strategy=fsdp needs torch 2\.7 or newer on a CPU, got"):
+        parallel.shard(nn.Linear(2, 2), torch.device("cpu"))

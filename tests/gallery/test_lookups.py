@@ -123,7 +123,7 @@ def test_identify_with_hits_searches_once(tmp_path, monkeypatch):
                 expected = gallery.search(rows[5] + 0.1, k)
                 alone = gallery.identify(rows[5] + 0.1)
                 searches.clear()
-                answer = client.post(f"/api/identify?hits={k}", json={"item": (rows[5] + 0.1).tolist()}).json()
+                answer = client.post(f"/api/vectors/identify?hits={k}", json={"item": (rows[5] + 0.1).tolist()}).json()
                 assert len(searches) == 1
                 assert [hit["id"] for hit in answer["hits"]] == [hit.id for hit in expected]
                 assert [candidate["id"] for candidate in answer["candidates"]] == [

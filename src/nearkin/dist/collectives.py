@@ -87,8 +87,8 @@ def gather(
     """The rows of all ranks, in the order of the ranks; ranks may hold different numbers of them, also none.
 
     For a loss that every rank computes in full: each rank's gradient of its own rows is then complete, and backward
-    returns it with no exchange. It is multiplied by the world size because DistributedDataParallel and FSDP average over
-    ranks what one process would sum; `averaged=False` where gradients are summed. counts: how many rows each rank
+    returns it with no exchange. It is multiplied by the world size because DDP and FSDP average over ranks
+    what one process would sum; `averaged=False` where gradients are summed. counts: how many rows each rank
     holds, where this is known; without it the ranks exchange the counts first.
     """
     return _gather(tensor, group, counts, averaged, partial=False)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import checks
-from nearkin.dist import collectives
 from nearkin.core.relations import LabelDistance, Relation
+from nearkin.dist import collectives
 
 __all__ = ["GlobalBatch", "average_gradients", "share_state"]
 
@@ -108,7 +108,7 @@ class GlobalBatch(nn.Module):
         return value
 
     def _refers_to_itself(self, embeddings: Any, labels: Any, references: Any, reference_labels: Any) -> bool:
-        """Whether a batch is its own references, which a loss knows by identity; gathered tensors are different ones."""
+        """Whether a batch is its own references, which a loss knows by identity; gathered tensors are others."""
         if references is not embeddings or (reference_labels is not None and reference_labels is not labels):
             return False
         return "references" in signature(self.loss.forward).parameters
@@ -137,8 +137,8 @@ def average_gradients(module: nn.Module, group: collectives.Group = None) -> Non
 
     For proxies, class weights, β and all other replicated parameters, after backward and before the optimiser's step,
     where DistributedDataParallel does not synchronise them. Each rank has computed the whole gradient already: the mean
-    only removes differences of rounding. Parameters of which each rank holds its own rows (`parameter.sharded`) are left
-    alone. A parameter without a gradient on all ranks keeps none; on some, it counts as 0 there.
+    only removes differences of rounding. Parameters of which each rank holds its own rows (`parameter.sharded`) are
+    left alone. A parameter without a gradient on all ranks keeps none; on some, it counts as 0 there.
     """
     if collectives.size(group) == 1:
         return

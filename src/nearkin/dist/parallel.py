@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from nearkin.dist import collectives
 from nearkin.dist.group import ProcessGroup
 
-__all__ = ["Parallel", "Scaler", "average_norms", "clip", "global_norm", "shard"]
+__all__ = ["Parallel", "Scaler", "average_norms", "clip", "global_norm", "shard", "shards_on_cpu"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -74,17 +74,21 @@ def shard(encoder: Module, device: torch.device) -> Module:
     Returns an unsharded copy, to be filled with complete weights for evaluation and saving.
     """
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:
-        raise ValueError(f"training.strategy=fsdp needs torch 2.6 or newer, got {torch.__version__}") from None
+    if device.type == "cpu" and not shards_on_cpu():
+        raise ValueError(f"training.strategy=fsdp needs torch 2.7 or newer on a CPU, got {torch.__version__}")
     plain = copy.deepcopy(encoder).requires_grad_(False)
     mesh = init_device_mesh(device.type, (collectives.size(),))
     for block in list(_blocks(encoder)):
         fully_shard(block, mesh=mesh)
     fully_shard(encoder, mesh=mesh)
     return plain
+
+
+def shards_on_cpu() -> bool:
+    """Whether torch's FSDP runs without a GPU: that of 2.6 records events that its CPU streams do not have."""
+    return hasattr(torch.cpu.Stream, "record_event")
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

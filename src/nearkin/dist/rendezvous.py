@@ -126,15 +126,17 @@ def _follow(store: Any, rank: int, seconds: float) -> str:
 
 def _give_up(rank: int, missing: str, seconds: float) -> NoReturn:
     raise ValueError(
-        f"rank {rank}: {missing} did not come within {seconds:.0f} s; a longer NEARKIN_RANK_TIMEOUT, of which this is 1.4 "
-        f"times, gives it more time"
+        f"rank {rank}: {missing} did not come within {seconds:.0f} s; a longer NEARKIN_RANK_TIMEOUT, of which this is "
+        f"1.4 times, gives it more time"
     )
 
 
 @cache
 def code_versions() -> dict[str, str]:
     """The versions that this rank runs, and a digest of nearkin's own source."""
-    versions = {name: version_of(name).partition("+")[0] for name in ("nearkin", "torch", "numpy", "safetensors")}  # without "+cpu", "+cu128"
+    versions = {
+        name: version_of(name).partition("+")[0] for name in ("nearkin", "torch", "numpy", "safetensors")
+    }  # without "+cpu", "+cu128"
     versions["Python"] = ".".join(platform.python_version_tuple()[:2])
     home, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(home.rglob("*.py"), key=lambda path: path.relative_to(home).as_posix()):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nearkin.dist import collectives
 from nearkin.core.autograd import HandGradient
+from nearkin.dist import collectives
 
 __all__ = ["SyncedNorm", "sync"]
 
@@ -69,7 +69,7 @@ class SyncedNorm(_BatchNorm):
 
 
 class _Normalize(HandGradient):
-    """(x - mean) / sqrt(variance + eps) of (C, n), both over the columns of all ranks; also returns mean, variance and count."""
+    """(x - mean) / sqrt(variance + eps) of (C, n), both over the columns of all ranks; and mean, variance, count."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
