@@ -1,6 +1,6 @@
 """The global batch: a loss over the items of all ranks, exactly as one process would compute it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -250,7 +250,7 @@ def _same_draws(loss: nn.Module, device: torch.device, group: collectives.Group)
 def _draws(module: nn.Module) -> bool:
     """Whether a module may draw: some selections and sampled classes do; a module of other origin might."""
     settings = getattr(module, "settings", None)
-    if not isinstance(settings, dict):
+    if not isinstance(settings, Mapping):
         home = type(module).__module__.split(".")[0]
         return home not in ("nearkin", "torch") or isinstance(module, nn.modules.dropout._DropoutNd)
     selection = settings.get("selection", "all")
@@ -260,5 +260,5 @@ def _draws(module: nn.Module) -> bool:
 
 def _generators(loss: nn.Module) -> list[torch.Generator]:
     settings_of = (getattr(module, "settings", {}) for module in loss.modules())
-    generators = (settings.get("generator") for settings in settings_of if isinstance(settings, dict))
+    generators = (settings.get("generator") for settings in settings_of if isinstance(settings, Mapping))
     return [generator for generator in generators if generator is not None]
