@@ -1,5 +1,6 @@
 """What tests of the command line share: a call, its output, and a folder of small photos."""
 
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from nearkin.cli import app
+
+
+def separate_runner():
+    """With stdout and stderr apart, also where click mixes them by default."""
+    apart = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner.__init__).parameters else {}
+    return CliRunner(**apart)
 
 
 def run(*arguments):

@@ -567,11 +567,11 @@ def test_what_the_command_line_cannot_do_with_own_objects_names_the_way_out(tmp_
     for arguments, sentence in (
         (["embed", "run", "glyphs", "--out", "x.npz"], 'safetensors.torch.load_file("run/model.safetensors")'),
         (["evaluate", "run"], "which only its own code can build"),
-        (["export", "run", "--onnx"], "which only its own code can build"),
+        (["export", "run", "--onnx"], "which only its own code can build|ONNX export needs torch"),
         (["train", "--resume", "run"], "training.resume(folder, dataset=…)"),
     ):
         result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 2 and sentence in result.output, result.output
+        assert result.exit_code == 2 and any(part in result.output for part in sentence.split("|")), result.output
         assert len(result.output.strip().splitlines()) == 1
 
 

@@ -107,7 +107,11 @@ def test_one_bit():
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bits_are_scaled_and_not_clipped(kind):
     deep = (np.arange(256, dtype=np.uint32).reshape(16, 16) * 257).astype(np.uint16)
-    assert np.array_equal(decode.decode(encoded(Image.fromarray(deep), kind)), deep // 257)
+    try:
+        data = encoded(Image.fromarray(deep), kind)
+    except OSError as error:  # Pillow 10 writes no such PPM; `test_big_endian_sixteen_bits` reads one
+        pytest.skip(str(error))
+    assert np.array_equal(decode.decode(data), deep // 257)
 
 
 def test_big_endian_sixteen_bits():

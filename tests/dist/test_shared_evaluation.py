@@ -17,6 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import worlds
+from commands import separate_runner
 from nearkin import dist, evaluation, gallery, training
 from nearkin.cli import app
 from nearkin.core import relations
@@ -422,7 +423,9 @@ def test_verbs_under_torchrun(home, monkeypatch):
     shared = torchrun(home, "evaluate", "run", "photos", "--interval", "--device", "cpu", "--json", "shared.json")
     assert shared.returncode == 0, shared.stderr
     assert shared.stdout.count("recall@1") == 1  # one rank prints
-    alone = CliRunner().invoke(app, ["evaluate", "run", "photos", "--interval", "--device", "cpu", "--json", "a.json"])
+    alone = separate_runner().invoke(
+        app, ["evaluate", "run", "photos", "--interval", "--device", "cpu", "--json", "a.json"]
+    )
     assert alone.exit_code == 0
     assert json.loads(Path("shared.json").read_text()) == json.loads(Path("a.json").read_text())
     assert shared.stdout.strip() == alone.stdout.strip()

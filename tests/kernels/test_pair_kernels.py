@@ -114,6 +114,8 @@ def test_a_queue_may_move_on_before_the_gradient_comes_by(verdicts):
 
 
 def test_who_is_served(monkeypatch):
+    if not kernels.installed():
+        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
     monkeypatch.setattr(eligible, "possible", lambda device, interpreted: True)
     x, ids = torch.randn(6, 4), torch.arange(6) // 2
 

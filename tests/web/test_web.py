@@ -761,6 +761,13 @@ def test_sigterm_ends_it_in_order(run, tmp_path):
     assert lines[-1]["event"] == "stopped" and any(line["event"] == "request" for line in lines)
 
 
+def test_what_other_libraries_log_is_json_too():
+    code = "import logging; from nearkin.web.request_log import capture_server_logs; capture_server_logs();"
+    code += "logging.getLogger('a.parser').warning('odd data')"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert json.loads(process.stderr)["text"] == "odd data"
+
+
 def test_the_command_refuses_in_one_sentence(run, tmp_path):
     from typer.testing import CliRunner
 

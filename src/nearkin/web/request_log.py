@@ -35,9 +35,7 @@ class RepeatFilter(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._written: dict[
-            str, tuple[float, int]
-        ] = {}  # first line → when it was written, how many were dropped since
+        self._written: dict[str, tuple[float, int]] = {}  # first line → when written, how many dropped since
 
     def filter(self, record: logging.LogRecord) -> bool:
         first_line, now = record.getMessage().split("\n")[0], time.monotonic()
@@ -70,12 +68,16 @@ def request_logger(stream: TextIO | None = None, quiet: bool = False) -> logging
 
 
 def capture_server_logs(stream: TextIO | None = None, quiet: bool = False) -> None:
-    """Logs of uvicorn and asyncio and all Python warnings go to the same log; `GuardMiddleware` logs the requests."""
+    """Logs of uvicorn, asyncio and other libraries and all Python warnings go to the same log.
+
+    `GuardMiddleware` logs the requests.
+    """
     logging.captureWarnings(True)  # a gallery warns of damaged rows
     handler = json_handler(stream)
     handler.addFilter(RepeatFilter())
     for name in ("uvicorn", "asyncio", "py.warnings"):
         _configure(name, handler, logging.WARNING if quiet else logging.INFO)
+    logging.lastResort = handler  # of loggers that have no handler, as the parser of forms
 
 
 def _configure(name: str, handler: logging.Handler, level: int) -> logging.Logger:
