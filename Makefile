@@ -6,19 +6,21 @@ FLOOR := .venv-floor
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check faults floor format bench clean
+.PHONY: demo test check rest faults floor format bench clean
 
 demo: $(VENV)/demo.stamp  ## train on half of the glyphs, be measured on the other half, read the report
 	$(BIN)/nearkin train glyphs
 
-test: $(VENV)/dev.stamp  ## the whole test suite
-	$(BIN)/python -m pytest -n 2
+test: $(VENV)/dev.stamp  ## the tests but the slow ones: under five minutes on two cores
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-check: $(VENV)/dev.stamp  ## what must be green before a commit
+check: test rest  ## what must be green before a commit: all tests, format, lint and types
+
+rest: $(VENV)/dev.stamp  ## what `make check` does beside `make test`
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m slow
 
 faults: $(VENV)/dev.stamp  ## damages, full disks and kills, ten times as many as the suite tries; about 15 minutes
 	NEARKIN_FAULTS=10 $(BIN)/python -m pytest -n 2 tests/faults
@@ -28,7 +30,7 @@ faults: $(VENV)/dev.stamp  ## damages, full disks and kills, ten times as many a
 	$(BIN)/python studies/kill_and_compare.py --kills 3 --source vectors
 
 floor: $(FLOOR)/test.stamp  ## the test suite with the oldest Python and packages that pyproject.toml allows
-	$(FLOOR)/bin/python -m pytest -n 2
+	TORCHINDUCTOR_CACHE_DIR=$(abspath $(FLOOR))/inductor $(FLOOR)/bin/python -m pytest -n 2
 
 format: $(VENV)/dev.stamp  ## rewrite in the house style
 	$(BIN)/ruff format .

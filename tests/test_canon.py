@@ -219,6 +219,7 @@ def test_the_best_recipe_is_chosen_among_candidates(tmp_path):
     assert read(tmp_path / "cub200-best.toml").encoder["pooling"] == CANDIDATES[name]["encoder.pooling"]
 
 
+@pytest.mark.slow
 def test_workers_do_the_plan_and_one_that_dies_is_replaced(tmp_path, monkeypatch):
     root = fashion(tmp_path / "set", np.random.default_rng(0))
     monkeypatch.setenv("PYTHONPATH", str(Path(canon.__file__).parent))

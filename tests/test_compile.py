@@ -18,6 +18,7 @@ COMPILED = [case for case in LOSSES if case.compiles]
 every = pytest.mark.parametrize("case", COMPILED, ids=str)
 # Compilers of every version have something to say of themselves.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "DeprecationWarning")]
+pytestmark += [pytest.mark.slow]
 # 19 rows fill no vector register. Classes of one member, a class that is missing, an item of no class;
 # then everybody alike, and everybody different as far as there are classes.
 MIXED = [0, 0, 3, 3, 3, 1, -1, 3, 0, 3, 0, 0, 3, 3, -1, 0, 3, 0, 0]

@@ -91,6 +91,7 @@ def frozen_differences(x, labels, settings, step=1e-6):
     return gradient
 
 
+@pytest.mark.slow
 @every
 def test_gradcheck(case):
     module = case.build().eval()

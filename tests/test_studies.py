@@ -12,6 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
+pytestmark = pytest.mark.slow
+
 STUDIES = Path(__file__).parents[1] / "studies"
 sys.path.insert(0, str(STUDIES))
 ground, showing = (importlib.import_module(name) for name in ("ground", "showing"))

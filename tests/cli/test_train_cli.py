@@ -88,6 +88,7 @@ def test_a_run_is_evaluated_embedded_and_resumed():
     assert Path("run/model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_export():
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -264,6 +265,7 @@ def command(*arguments):
     return [sys.executable, "-m", "nearkin", *map(str, arguments)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers, at", [(0, 3), (2, 7)])
 def test_kill_and_resume(workers, at):
     """Killed as soon as a given step is in the log; resumed; the weights are those of the run that was not."""

@@ -296,6 +296,7 @@ def test_the_plan_is_a_command():
 # The order in which trainings end
 
 
+@pytest.mark.slow
 def test_a_worker_without_its_source_says_so_and_a_pool_closes_in_the_middle(setup, source, tmp_path):
     missing = ProcessPool(2, _WorkerArguments({"data": {"source": str(tmp_path / "none.npz")}}, str(tmp_path), False))
     missing.submit(job())
@@ -450,6 +451,7 @@ def trainings_in(folder):
         return 0
 
 
+@pytest.mark.slow
 def test_killed_three_times_the_table_is_the_same(source, finished, tmp_path):
     """Kill -9 in the middle, three times, then two workers instead of one process."""
     out, saved = tmp_path / "out", 0
@@ -495,6 +497,7 @@ def test_another_comparison_in_the_same_folder_is_refused(source, finished, tmp_
     study.close()
 
 
+@pytest.mark.slow
 def test_a_budget_is_measured_kept_and_can_be_gone_on_from(source, finished, tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr(plan, "fit_to_budget", lambda *_: TINY)

@@ -349,6 +349,7 @@ def test_a_mask_may_not():
         value.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MarginLoss-classes", "LiftedStructureLoss", "NPairLoss", "LogRatioLoss"])
 def test_blocks_compile_whole(name):
     case = next(c for c in CASES if c.name == name)

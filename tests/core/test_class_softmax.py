@@ -391,6 +391,7 @@ print(measure.peak_mib(lambda: step(200_000, 256), "cpu"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
 def test_memory_is_the_gradient_and_a_block():
     """C = 200,000, B = 256, D = 64: one (B, C) matrix alone would be 195 MiB."""
@@ -692,6 +693,7 @@ def judged_by(judge):
     return interpreted(__file__, judge)
 
 
+@pytest.mark.slow
 def test_kernel_is_as_exact_as_torch(kernel):
     """As the dense loss; of bfloat16, whose derivatives are rounded once, as plain torch in that type."""
     cases = {name: case for name, case in kernel.items() if isinstance(case, list)}
@@ -714,6 +716,7 @@ def test_kernel_is_finite_or_tainted(kernel):
     assert not [name for name in judged if kernel[name] is not True]
 
 
+@pytest.mark.slow
 def test_whole_losses_are_as_exact_as_torch(fused_loss):
     cases = {name: case for name, case in fused_loss.items() if isinstance(case, list)}
     assert len(cases) == len(list(whole_cases()))
@@ -786,6 +789,7 @@ EVERY_SIZE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 1), (2, 5), (3, 1), (1000, 2), (10_000, 128), (1_000_000, 1)], ids=str)
 @pytest.mark.parametrize("name", EVERY_SIZE)
 def test_every_number_of_classes_and_dimensions(name, shape):

@@ -56,6 +56,7 @@ def blind(monkeypatch, *arguments, **more):
         return losses.facility_location(*arguments, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_reading_values_changes_nothing(dtype, monkeypatch):
     for seed in range(30):
@@ -165,6 +166,7 @@ def judge_kernel():
     print(json.dumps(result))
 
 
+@pytest.mark.slow
 def test_kernel_finds_the_same():
     result = interpreted(__file__, "judge_kernel")
     assert len(result) > 15

@@ -49,6 +49,7 @@ def assert_same(a: glyphs.Glyphs, b: glyphs.Glyphs) -> None:
     assert a.characters == b.characters
 
 
+@pytest.mark.slow
 def test_counts_shapes_and_types(glyph_set):
     classes = len(glyph_set.characters)
     assert 900 <= classes <= 1000

@@ -154,6 +154,7 @@ def train_all(rank, world, names):
     return results
 
 
+@pytest.mark.slow
 @sized
 def test_gradients_of_every_loss_and_selection_are_those_of_one_process(world):
     names = list(all_losses())
@@ -208,6 +209,7 @@ def any_parts(rank, world, seeds):
     return results
 
 
+@pytest.mark.slow
 @several
 def test_any_loss_of_any_parts_is_that_of_one_process(world):
     for results in worlds.run(world, any_parts, list(range(60 * world, 60 * world + 60))):
@@ -624,6 +626,7 @@ def fails(rank, world, how):
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [("raises", "rank 1 gives up"), ("dies", "rank 1 of 2: died"), ("sleeps", "rank 1 of 2: did not answer in time")],

@@ -124,6 +124,7 @@ def close(got, expected, what):
         assert np.abs(got - expected).max() <= 1e-12 * max(1.0, np.abs(expected).max()), what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_shards_train_as_one_process(world):
     ranks = worlds.run(world, trained, list(CASES), timeout=120)

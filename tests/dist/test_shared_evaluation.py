@@ -28,6 +28,8 @@ from nearkin.evaluation.retrieval.retrieval_metrics import METRICS
 from nearkin.evaluation.verification import pair_scan
 from nearkin.gallery.items import Encoding
 
+pytestmark = pytest.mark.slow
+
 QUICK = ["training.epochs=1", "training.batches=2", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
 QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0", "evaluation.interval=false"]
 

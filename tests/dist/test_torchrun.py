@@ -32,6 +32,8 @@ from killing import ranks_of
 
 from commands import noisy_vectors
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["training.epochs=2", "training.batches=25", "training.log_steps=1", "encoder.hidden=[16, 16]"]
 SMALL += ["encoder.dim=8", "sampler.batch=21", "sampler.per_class=3", "training.workers=0", "evaluation.interval=false"]
 SMALL += ["training.device=cpu"]

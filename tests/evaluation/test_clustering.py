@@ -69,6 +69,7 @@ def partitions(draw):
     return tuple((rng.permutation(n) if top > n else rng.integers(0, top, n)).tolist() for top in tops)
 
 
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
 @given(partitions())
 def test_agreement_equals_the_loop(case):

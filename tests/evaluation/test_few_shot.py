@@ -58,6 +58,7 @@ def oracle(x, labels, ways, shots, episodes, seed, queries, score):
     return mean, 1.959963984540054 * deviation / math.sqrt(episodes)
 
 
+@pytest.mark.slow
 @settings(max_examples=700, deadline=None)
 @given(
     st.integers(2, 5), st.integers(1, 3), st.integers(1, 2), st.sampled_from(few_shot.SCORES),

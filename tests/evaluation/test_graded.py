@@ -69,6 +69,7 @@ def sets(draw):
     return part, draw(st.booleans()), draw(st.sampled_from([1, 500, 2**20]))
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(sets())
 def test_equals_the_loop(case):

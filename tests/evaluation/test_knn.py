@@ -307,6 +307,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["random", "ties"])
 def test_memory_stays_within_the_budget(case):
     """Against a full matrix of 144 MB; two copies of the embeddings and the allocator's slack are allowed."""

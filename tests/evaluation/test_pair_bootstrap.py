@@ -165,6 +165,7 @@ def test_tar_at_a_far_that_few_pairs_of_classes_show_has_no_interval():
     assert all_pairs(*blobs(60, 3), fars=(1e-2,), interval=True, samples=50)["notes"] == []
 
 
+@pytest.mark.slow
 def test_tar_at_a_low_far_holds_the_truth_of_new_classes():
     """A small form of studies/interval_coverage.py."""
     truth = all_pairs(*coverage.verified("families", 800, 10**6), fars=(1e-3,))

@@ -80,6 +80,7 @@ cases = st.tuples(
 KS = (1, 2, 5, 30)
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(cases, st.integers(1, 6), st.integers(0, 2**31), st.booleans())
 def test_class_ids_equal_the_loops(case, classes, seed, unknowns):
@@ -115,6 +116,7 @@ def test_class_ids_equal_the_loops(case, classes, seed, unknowns):
     same(few, {n: v for n, v in expected.items() if n in few})
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(cases, st.integers(0, 2**31), st.booleans())
 def test_relations_and_multi_label_rows_equal_the_loops(case, seed, explicit):
@@ -137,6 +139,7 @@ def test_relations_and_multi_label_rows_equal_the_loops(case, seed, explicit):
     assert result.without_positives == without
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     cases,

@@ -127,6 +127,7 @@ def test_accuracy_over_folds_equals_the_loop(case, data):
     assert result["threshold"] == pytest.approx(slow_threshold(*case), rel=1e-12)
 
 
+@pytest.mark.slow
 @MANY
 @given(pair_lists() | anything)
 def test_curve_and_area_equal_sklearn(case):
@@ -180,6 +181,7 @@ def slow_balanced(scores, same):
     return best, max(t for t, (far, tar) in rates.items() if (1 + tar - far) / 2 > best - 1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(
     labelled_sets(), st.sampled_from([torch.float32, torch.float64]), st.sampled_from([2, 3, 5, 1024]),
@@ -358,6 +360,7 @@ def test_shipped_threshold_keeps_its_promise_on_new_impostors():
     assert 182 <= covered <= 200
 
 
+@pytest.mark.slow
 @MANY
 @given(pair_lists())
 def test_isotonic_equals_sklearn(case):

@@ -11,6 +11,8 @@ from torch import nn
 from nearkin import models
 from nearkin.models import factory
 
+pytestmark = pytest.mark.slow
+
 resource = pytest.importorskip("resource")
 MLP = {"name": "mlp", "features": 12, "hidden": [16], "dim": 8}
 HUGE = 10**9

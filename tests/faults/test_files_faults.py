@@ -30,6 +30,8 @@ from nearkin.data import cache_store, image_cache
 from nearkin.gallery import Gallery, calibrate, results
 from nearkin.training.config.recipe import read
 
+pytestmark = pytest.mark.slow
+
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
 NONSENSE = [b"", b"null", b"[]", b"7", b'"x"', b"{}", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{", bytes(64)]
 SMALL = ["training.epochs=2", "training.batches=4", "sampler.batch=16", "sampler.per_class=4", "encoder.hidden=[16]"]

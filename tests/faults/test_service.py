@@ -34,6 +34,8 @@ from nearkin.web.middleware import Limits
 from nearkin.web.queue import BatchQueue
 from nearkin.web.request_log import RepeatFilter, json_handler, request_logger
 
+pytestmark = pytest.mark.slow
+
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
 JSON = {"content-type": "application/json"}
 

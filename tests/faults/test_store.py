@@ -21,6 +21,8 @@ from nearkin.gallery.stores import hnsw, memory_index, repair, sqlite_file
 from nearkin.gallery.stores.matrix import Matrix
 from nearkin.gallery.stores.memory_index import Columns
 
+pytestmark = pytest.mark.slow
+
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
 LABELS = [f"class {i // 5}" for i in range(200)]
 

@@ -17,6 +17,8 @@ from nearkin.cli import app, screen
 from nearkin.core.text import visible
 from nearkin.gallery import Gallery
 
+pytestmark = pytest.mark.slow
+
 EVIL = "heron\x1b[2J\x1b]0;owned\x07\r\n\x9b31m\u202egood[bold red]x[/]"
 SAFE = "heron\\u001b[2J\\u001b]0;owned\\u0007\\u000d\\u000a\\u009b31m\\u202egood[bold red]x[/]"
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from nearkin.core import toml
 from nearkin.training.config.recipe import read
 
+pytestmark = pytest.mark.slow
+
 DEEP = {
     "brackets": "[loss]\nx = " + "[" * 5000 + "]" * 5000,
     "inline tables": "[loss]\nx = " + "{a=" * 3000 + "1" + "}" * 3000,

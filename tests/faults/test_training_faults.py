@@ -20,6 +20,8 @@ from nearkin.dist import rendezvous
 from nearkin.training import run_dir
 from nearkin.training.config.recipe import read
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["training.epochs=3", "training.batches=4", "sampler.batch=16", "sampler.per_class=4", "encoder.hidden=[16]"]
 SMALL += ["encoder.dim=8", "training.log_steps=2", "training.workers=0", "evaluation.interval=false"]
 ROUNDS = 12 * int(os.environ.get("NEARKIN_FAULTS", "1"))

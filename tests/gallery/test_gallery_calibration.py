@@ -21,6 +21,7 @@ def measured(rows, labels, seed=0):
 # ---- rates of new classes
 
 
+@pytest.mark.slow
 def test_a_far_holds_on_classes_that_were_not_calibrated_on():
     """Forty times 48 of 400 classes: at most one in twenty may be wrong, and it was two in three."""
     rows, labels = embeddings(400, 4, seed=1)

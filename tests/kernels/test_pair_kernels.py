@@ -16,6 +16,8 @@ from nearkin import kernels, losses
 from nearkin.core import blockwise, relations
 from nearkin.kernels import eligible, pair_ops
 
+pytestmark = pytest.mark.slow
+
 ALONE, MET = (37, None, 17), (20, 35, 40)  # several tiles with ragged ends; D = 40 comes in two chunks
 FIRST = [name for name in PAIR_CASES if "," not in name]  # a case of each kind
 ODD = [(1, None, 3), (1, 1, 1), (2, None, 4), (50, 7, 5)]

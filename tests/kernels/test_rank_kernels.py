@@ -10,6 +10,8 @@ from interpreter import interpreted
 from nearkin import losses
 from nearkin.kernels import rank_ops as fused
 
+pytestmark = pytest.mark.slow
+
 
 def graded(x, labels, *references, **settings):
     """Log-ratio of the class ids as if they were numbers: few of them, so that most label distances are tied."""

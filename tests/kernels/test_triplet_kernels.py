@@ -13,6 +13,8 @@ import triplet_cases
 from interpreter import interpreted
 from nearkin import kernels, losses
 
+pytestmark = pytest.mark.slow
+
 
 def judge():
     """The checks' verdicts as JSON: nothing, or what went wrong."""

@@ -295,6 +295,7 @@ def test_half_precision_is_kept_in_float32(kind):
     assert sorted(memory.embeddings.tolist()) == sorted(row.tolist() for row, _ in past)
 
 
+@pytest.mark.slow
 def test_nothing_grows_and_no_graph_is_kept():
     size, dim = 37, 5
     memory = CrossBatchMemory(losses.SupConLoss(), size, dim)
@@ -370,6 +371,7 @@ BACKENDS = [pytest.param(case, "aot_eager", id=f"{case}-aot_eager") for case in 
 BACKENDS += [pytest.param(case, "inductor", id=f"{case}-inductor") for case in COMPILED if case.name == "SupConLoss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, backend", BACKENDS)
 def test_compiles_whole_and_equals_eager(case, backend):
     if backend == "inductor" and shutil.which("c++") is None and shutil.which("g++") is None:

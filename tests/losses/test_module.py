@@ -315,6 +315,7 @@ def test_functional_call(name):
     assert torch.equal(value, other(x, labels)) and not torch.equal(value, module(x, labels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), [("TripletLoss", "margin"), ("SupConLoss", "temperature"),
                                                ("SphereFaceLoss", "floor"), ("HeatedSoftmaxLoss", "scale"),
                                                ("ArcFaceLoss", "margin"), ("ContrastiveLoss", "squared")])  # fmt: skip

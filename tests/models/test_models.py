@@ -680,6 +680,7 @@ def need_onnx():
         pytest.importorskip(package, reason="extra export is not installed")
 
 
+@pytest.mark.slow
 def test_onnx_gives_the_same_embeddings_for_any_number_of_rows(tmp_path):
     need_onnx()
     import onnxruntime

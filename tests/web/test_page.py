@@ -23,7 +23,7 @@ pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[se
 uvicorn = pytest.importorskip("uvicorn", reason="the service needs pip install 'nearkin[serve]'")
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium here"), pytest.mark.slow]
 KINDS, EACH = 4, 8
 LABELS = [f"kind {k}" for k in range(KINDS)]
 LONG = ["Black footed Albatross", "American Three-toed Woodpecker", "Ovenbird", "Schwarzkehlchenmännchen im Frühling"]

@@ -677,6 +677,7 @@ def crowd(address, clients, seconds):
     return statuses, np.array(times), broken
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_bombs_do_not_cost_memory(served):
     address, process, _ = served
@@ -747,6 +748,7 @@ def test_a_second_process_sees_and_is_seen(served, run):
     assert json.loads(ask(address, picture(500))[1])["label"] == "from elsewhere"
 
 
+@pytest.mark.slow
 def test_sigterm_ends_it_in_order(run, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "nearkin", "serve", run, "--gallery", tmp_path / "g.gallery", "--port", "0"],
@@ -787,6 +789,7 @@ def test_the_command_refuses_in_one_sentence(run, tmp_path):
     assert "leave --gallery out" in refusal("--demo", "--gallery", "x")
 
 
+@pytest.mark.slow
 def test_schemathesis_finds_no_fault(served, tmp_path):
     """Thousands of odd requests from the OpenAPI description: no 5xx but 503, every answer as described."""
     tool = Path(sys.executable).with_name("schemathesis")
