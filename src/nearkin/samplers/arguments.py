@@ -12,6 +12,24 @@ from torch import Tensor
 from nearkin.core import checks
 from nearkin.core.random import Ints
 
+__all__ = [
+    "Embeddings",
+    "Labels",
+    "Split",
+    "Targets",
+    "at_most",
+    "between_epochs",
+    "class_rows",
+    "classes_for_pairs",
+    "finite",
+    "labels",
+    "ranks",
+    "ratio",
+    "targets",
+    "warn_repeated_items",
+    "wrong_state",
+]
+
 Split = Literal["classes", "items"]
 Labels = Sequence[int] | NDArray[Any] | Tensor
 Targets = Sequence[float] | Sequence[Sequence[float]] | NDArray[Any] | Tensor
