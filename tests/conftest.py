@@ -1,4 +1,4 @@
-"""One thread a worker, so that two workers on two cores do not fight; the same random start for every test."""
+"""One thread per worker, so that two workers on two cores do not fight; the same random start for every test."""
 
 import os
 import signal

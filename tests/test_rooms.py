@@ -119,9 +119,11 @@ def test_help_of_a_loss_class_has_its_formula_and_settings(name):
     assert rest[-2] == "Settings"
     lines = rest[-1].replace("\n      ", " ").splitlines()
     for line, (setting, parameter) in zip(lines, inspect.signature(loss).parameters.items(), strict=True):
-        given = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
-        said, _, meaning = line.strip().partition(": ")
-        assert said == setting + given and len(meaning) > 10, f"{name}: {setting} has no meaning in losses/describe.py"
+        default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+        described, _, meaning = line.strip().partition(": ")
+        assert described == setting + default and len(meaning) > 10, (
+            f"{name}: {setting} has no meaning in losses/describe.py"
+        )
     assert not set(describe.OWN[name]) - set(inspect.signature(loss).parameters), f"{name} has no such settings"
 
 

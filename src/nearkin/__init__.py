@@ -50,9 +50,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'nearkin' has no attribute {name!r}")
     module = importlib.import_module(_ELSEWHERE.get(name, f"nearkin.{name}"))
-    found = getattr(module, name) if name == "strict" else module
-    globals()[name] = found
-    return found
+    value = getattr(module, name) if name == "strict" else module
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -78,7 +78,7 @@ def assert_equal_state(a, b):
 
 @every_pair
 def test_equals_the_references_given_by_hand(case):
-    """While it fills, when it is full, and after the cursor went round: 25 places, 10 rows a step."""
+    """While it fills, when it is full, and after the cursor went round: 25 places, 10 rows per step."""
     memory = CrossBatchMemory(case.build(), 25, DIM).double()
     past, alone = deque(maxlen=25), []
     for x, labels in stream(6):
