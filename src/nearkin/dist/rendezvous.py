@@ -27,7 +27,7 @@ from nearkin.dist.heartbeat import seconds_of_patience
 
 __all__ = ["code_versions", "difference", "join"]
 
-_JOIN = 28.0  # seconds that ranks have to find one another: torchrun takes 30 more to end one that hangs
+_JOIN = 24.0  # seconds that ranks have at least to find one another: torchrun takes 30 more to end one that hangs
 _EXCHANGE = 50.0  # seconds for an exchange of tensors on the CPU
 _NCCL = 600.0  # seconds for one on GPUs, the first of which may take minutes
 _POLL = 0.02  # seconds between two looks at the store
