@@ -1,6 +1,6 @@
 """A plain PyTorch loop: train on one half of the characters, recognise the unseen other half.
 
-    python examples/plain_loop.py
+    python examples/plain_loop.py        # needs nearkin[glyphs]
 
 About two minutes on two cores. Prints recall@1 on the unseen characters for raw pixels and for the network before and
 after training, and saves a picture of queries with their neighbours. Ctrl-C ends the training early.
