@@ -10,7 +10,7 @@ from nearkin import kernels
 from nearkin.core import blockwise
 from nearkin.core.autograd import traced
 
-__all__ = ["FLOATS", "IDS", "REDUCTIONS", "possible", "served"]
+__all__ = ["FLOATS", "IDS", "REDUCTIONS", "class_weights", "possible", "served"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -36,6 +36,25 @@ def served(impl: str, batch: blockwise.Batch, reduction: str, max_memory: int | 
     if max_memory is not None:
         blockwise.block(batch, max_memory)
     return True
+
+
+def class_weights(impl: str, x: Any, labels: Any, weight: Tensor, per_class: int = 1) -> bool:
+    """The same for a loss over class weights (C·K, D), whose kernels need no float64 units; `served` knows max_memory."""
+    return (
+        impl != "torch"
+        and isinstance(x, Tensor)
+        and (x.is_cuda or impl == "triton")
+        and x.dim() == 2
+        and _plain(x, labels, 2**31 - 1)
+        and labels.shape[0] == x.shape[0]
+        and type(weight) in (Tensor, nn.Parameter)
+        and weight.dtype in FLOATS
+        and weight.dim() == 2
+        and weight.shape[1] == x.shape[1] > 0
+        and per_class <= weight.shape[0] < 2**31
+        and x.device == labels.device == weight.device
+        and kernels.can_run(x)
+    )
 
 
 def _plain(x: Tensor, labels: Any, most: int) -> bool:

@@ -24,6 +24,7 @@ def center_loss(
     *,
     pull: float = 0.003,
     reduction: str = "mean",
+    impl: str = "auto",
     shard: Shard | None = None,
 ) -> Tensor:
     r"""Softmax separates the classes, the centres keep each one together.
@@ -32,11 +33,13 @@ def center_loss(
 
     embeddings (B, D), labels (B,) in 0..C-1, -1 left out; weight (C, D), bias (C,), centers (C, D). Both terms are
     reduced alike. O(B·D) beside the softmax. Centres get no gradient: they move by `center_update`.
-    shard as in `normalized_softmax_loss`, of biases and centres too.
+    impl and shard as in `normalized_softmax_loss`, the shard of biases and centres too; all logits are in memory.
     Wen et al. 2016, eq. 5; λ 0.003 from there (the released code: 0.008).
     """
-    ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     checks.at_least("pull", pull, 0)
+    if call.center_kernel(impl, shard, reduction, embeddings, labels, weight, bias, centers):
+        return center_ops.loss(embeddings, labels, weight, bias, centers, pull, reduction)
+    ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     x = distances.upcast(embeddings)
     scores = distances.dot(x, weight) + bias  # (B, C)
     distance = (x - centers.detach()[class_shards.clamped(shard, ids)]).square().sum(1)

@@ -1,0 +1,195 @@
+# mypy: ignore-errors
+"""The kernels of `center_ops` around its products: operands with the bias as one more coordinate, gradients, and the
+step of the centres."""
+
+import functools
+
+import torch
+
+from nearkin import kernels
+from nearkin.kernels.launch import CachedLauncher
+from nearkin.kernels.numerics import tl, triton
+from nearkin.kernels.row_kernels import BOUND_, clamped, options
+from nearkin.kernels.soft_triple_kernels import COUNTED
+
+ROWS = 4  # per program
+BESIDE = 64  # anchors at a time in the step of a centre
+
+
+@triton.jit
+def _operands(x, weight, bias, labels, centers, rows, weight_rows, pulls, num_rows, classes, dim, pull, pad,
+              M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Clamped rows and one coordinate more: of an anchor 1, of a class its bias, NaN where a row is not finite; and the
+    pull of each anchor's centre."""
+    first = tl.cdiv(num_rows, M)
+    program = tl.program_id(0)
+    if program < first:
+        i = program * M + tl.arange(0, M)
+        mask_m = i < num_rows
+        at = i.to(tl.int64)[:, None]
+        label = tl.load(labels + i, mask=mask_m, other=0).to(tl.int64)
+        own = tl.minimum(tl.maximum(label, 0), classes - 1)[:, None]
+        last = tl.full((M,), 1.0, tl.float32)
+        squared = tl.zeros((M,), tl.float64)
+        for start in range(0, dim, D):
+            d = start + tl.arange(0, D)
+            mask = mask_m[:, None] & (d < dim)[None, :]
+            value = tl.load(x + at * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            last += tl.sum(value * 0.0, 1)
+            value = clamped(value)
+            tl.store(rows + at * pad + d[None, :], value, mask=mask)
+            away = value - tl.load(centers + own * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            squared += tl.sum(away.to(tl.float64) * away, 1)
+        tl.store(pulls + i, squared * (pull * 0.5), mask=mask_m)
+        for d in range(dim, pad):
+            tl.store(rows + i.to(tl.int64) * pad + d, tl.where(d == dim, last, 0.0), mask=mask_m)
+    else:
+        i = (program - first) * M + tl.arange(0, M)
+        mask_m = i < classes
+        at = i.to(tl.int64)[:, None]
+        last = tl.load(bias + i, mask=mask_m, other=0.0).to(tl.float32)
+        for start in range(0, dim, D):
+            d = start + tl.arange(0, D)
+            mask = mask_m[:, None] & (d < dim)[None, :]
+            value = tl.load(weight + at * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            last += tl.sum(value * 0.0, 1)
+            tl.store(weight_rows + at * pad + d[None, :], clamped(value), mask=mask)
+        for d in range(dim, pad):
+            tl.store(weight_rows + i.to(tl.int64) * pad + d, tl.where(d == dim, last, 0.0), mask=mask_m)
+
+
+@triton.jit
+def _gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, gain, upstream, by_x, by_weight, by_bias,
+               num_rows, classes, dim, pull, pad, anchor_programs, OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr,
+               M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The gradients by embeddings, class weights and biases from those by the operands. A clamped coordinate has none.
+    anchor_programs: the programs over anchors, 0 where their gradient is not wanted."""
+    up = tl.load(gain) * tl.load(upstream).to(tl.float32)
+    program = tl.program_id(0)
+    if program < anchor_programs:
+        i = program * M + tl.arange(0, M)
+        mask_m = i < num_rows
+        at = i.to(tl.int64)[:, None]
+        label = tl.load(labels + i, mask=mask_m, other=0).to(tl.int64)
+        own = tl.minimum(tl.maximum(label, 0), classes - 1)[:, None]
+        counted = tl.load(facts + COUNTED * num_rows + i, mask=mask_m, other=0.0) > 0
+        for start in range(0, dim, D):
+            d = start + tl.arange(0, D)
+            mask = mask_m[:, None] & (d < dim)[None, :]
+            value = tl.load(x + at * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            away = clamped(value) - tl.load(centers + own * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            slope = tl.load(by_rows + at * pad + d[None, :], mask=mask, other=0.0)
+            slope += tl.where(counted[:, None], pull * away, 0.0)
+            slope = tl.where((value <= BOUND_) & (value >= -BOUND_), slope * up, 0.0)
+            tl.store(by_x + at * dim + d[None, :], slope.to(by_x.dtype.element_ty), mask=mask)
+    else:
+        i = (program - anchor_programs) * M + tl.arange(0, M)
+        mask_m = i < classes
+        at = i.to(tl.int64)[:, None]
+        if OF_BIAS:
+            slope = tl.load(by_weight_rows + i.to(tl.int64) * pad + dim, mask=mask_m, other=0.0)
+            tl.store(by_bias + i, (slope * up).to(by_bias.dtype.element_ty), mask=mask_m)
+        if OF_WEIGHT:
+            for start in range(0, dim, D):
+                d = start + tl.arange(0, D)
+                mask = mask_m[:, None] & (d < dim)[None, :]
+                value = tl.load(weight + at * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
+                slope = tl.load(by_weight_rows + at * pad + d[None, :], mask=mask, other=0.0) * up
+                slope = tl.where((value <= BOUND_) & (value >= -BOUND_), slope, 0.0)
+                tl.store(by_weight + at * dim + d[None, :], slope.to(by_weight.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _step(x, labels, centers, moved, num_rows, classes, dim, alpha, M: tl.constexpr, N: tl.constexpr,
+          D: tl.constexpr):  # fmt: skip
+    """The step of a centre, by the first anchor of its class, over all of them in the batch's order."""
+    i = tl.program_id(0)
+    label = tl.load(labels + i).to(tl.int64)
+    before = tl.zeros((M,), tl.int32)
+    for start in range(0, i, M):
+        j = start + tl.arange(0, M)
+        before += ((tl.load(labels + j, mask=j < i, other=-1).to(tl.int64) == label) & (j < i)).to(tl.int32)
+    if (label >= 0) & (label < classes) & (tl.sum(before, 0) == 0):
+        for low in range(0, dim, D):
+            axis = low + tl.arange(0, D)
+            center = tl.load(centers + label * dim + axis, mask=axis < dim, other=0.0)
+            step = tl.zeros((D,), tl.float32)
+            number = tl.zeros((), tl.float32)
+            for start in range(i, num_rows, N):
+                j = start + tl.arange(0, N)
+                same = (tl.load(labels + j, mask=j < num_rows, other=-1).to(tl.int64) == label) & (j < num_rows)
+                if tl.sum(same.to(tl.int32), 0) > 0:
+                    taint = tl.zeros((N,), tl.float32)
+                    for d0 in range(0, dim, D):
+                        d = d0 + tl.arange(0, D)
+                        mask = same[:, None] & (d < dim)[None, :]
+                        at = x + j.to(tl.int64)[:, None] * dim + d[None, :]
+                        taint += tl.sum(tl.load(at, mask=mask, other=0.0).to(tl.float32) * 0.0, 1)
+                    counts = same & (taint == 0.0)
+                    mask = counts[:, None] & (axis < dim)[None, :]
+                    at = x + j.to(tl.int64)[:, None] * dim + axis[None, :]
+                    value = clamped(tl.load(at, mask=mask, other=0.0))
+                    step += tl.sum(tl.where(mask, value - center[None, :], 0.0), 0)
+                    number += tl.sum(counts.to(tl.float32), 0)
+            tl.store(moved + label * dim + axis, center + alpha * step / (1.0 + number), mask=axis < dim)
+
+
+def operands(x, weight, bias, labels, centers, pull):
+    """Rows (B, P) and (C, P) for the products, P a little more than D, and the pulls (B,) of the centres."""
+    (num_rows, dim), classes = x.shape, weight.shape[0]
+    pad = -(-(dim + 1) // 4) * 4
+    rows = torch.empty(num_rows, pad, device=x.device, dtype=torch.float32)
+    weight_rows = torch.empty(classes, pad, device=x.device, dtype=torch.float32)
+    pulls = torch.empty(num_rows, device=x.device, dtype=torch.float64)
+    sources, written = (x, weight, bias, labels, centers), (rows, weight_rows, pulls)
+    grid = (-(-num_rows // ROWS) + -(-classes // ROWS), 1, 1)
+    _preparing(_width(dim))(grid, *sources, *written, num_rows, classes, dim, pull, pad)
+    return written
+
+
+def gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, gain, upstream, kinds, pull):
+    """The gradients by embeddings, class weights and biases, each in its type of `kinds`, or None without one."""
+    (num_rows, dim), classes = x.shape, weight.shape[0]
+    shapes = (x.shape, weight.shape, (classes,))
+    stored = [kind if kind is None or not kernels.interpreted() else torch.float32 for kind in kinds]
+    outs = [
+        None if kind is None else torch.empty(shape, device=x.device, dtype=kind)
+        for shape, kind in zip(shapes, stored, strict=True)
+    ]
+    of_x, of_weight, of_bias = (out is not None for out in outs)
+    anchor_programs = -(-num_rows // ROWS) if of_x else 0
+    programs = anchor_programs + (-(-classes // ROWS) if of_weight or of_bias else 0)
+    products = [gain if product is None else product for product in (by_rows, by_weight_rows)]
+    written = [gain if out is None else out for out in outs]
+    sizes = (num_rows, classes, dim, pull, by_rows.shape[1] if by_weight_rows is None else by_weight_rows.shape[1])
+    start = _finishing(_width(dim), of_weight, of_bias)
+    read = (*products, x, weight, labels, centers, facts, gain, upstream)
+    start((programs, 1, 1), *read, *written, *sizes, anchor_programs)
+    return [None if out is None else out.to(kind) for out, kind in zip(outs, kinds, strict=True)]
+
+
+def stepped(x, labels, centers, alpha):
+    """The centres after one step."""
+    num_rows, dim = x.shape
+    moved = centers.clone()
+    _stepping(_width(dim))((num_rows, 1, 1), x, labels, centers, moved, num_rows, centers.shape[0], dim, alpha)
+    return moved
+
+
+def _width(dim):
+    return min(128, max(16, triton.next_power_of_2(dim)))
+
+
+@functools.cache
+def _preparing(width):
+    return CachedLauncher(_operands, M=ROWS, D=width, **options())
+
+
+@functools.cache
+def _finishing(width, of_weight, of_bias):
+    return CachedLauncher(_gradients, OF_WEIGHT=of_weight, OF_BIAS=of_bias, M=ROWS, D=width, **options())
+
+
+@functools.cache
+def _stepping(width):
+    return CachedLauncher(_step, M=1024, N=BESIDE, D=width, num_warps=4, **options())

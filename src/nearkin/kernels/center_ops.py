@@ -1,0 +1,97 @@
+"""Softmax over classes and the pull of their centres as one node of the graph, and the step of the centres."""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nearkin.core import checks
+from nearkin.core import class_softmax as plain
+from nearkin.core.autograd import HandGradient
+from nearkin.kernels import eligible, launch
+
+__all__ = ["loss", "serves", "stepped"]
+
+def serves(impl: str, embeddings: Any, labels: Any, weight: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels take this batch. others: what the classes have besides, one row each."""
+    return eligible.class_weights(impl, embeddings, labels, weight) and all(
+        type(each) in (Tensor, nn.Parameter)
+        and each.dtype in eligible.FLOATS
+        and each.device == weight.device
+        and each.shape == weight.shape[: each.dim()]
+        for each in others
+    )
+
+
+def loss(
+    embeddings: Tensor, labels: Tensor, weight: Tensor, bias: Tensor, centers: Tensor, pull: float, reduction: str
+) -> Tensor:
+    """`losses.center_loss` of a batch that the kernels can serve."""
+    if checks.reads_values(labels):
+        checks.in_range(labels, weight.shape[0])
+    with launch.device_of(embeddings):
+        value: Tensor = _Loss.call(embeddings, weight, bias, labels, centers.detach(), float(pull), reduction)
+    return value
+
+
+def stepped(embeddings: Tensor, labels: Tensor, centers: Tensor, alpha: float) -> Tensor:
+    """`losses.center_update` of a batch that the kernels can serve; of float32 centres."""
+    with launch.device_of(embeddings):
+        moved: Tensor = _kernels()[0].stepped(
+            embeddings.contiguous(), labels.contiguous(), centers.contiguous(), float(alpha)
+        )
+    return moved
+
+
+@functools.cache
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    from nearkin.kernels import center_kernels, soft_triple_kernels
+
+    return center_kernels, soft_triple_kernels
+
+
+class _Loss(HandGradient):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        labels: Tensor,
+        centers: Tensor,
+        pull: float,
+        reduction: str,
+    ) -> Tensor:
+        center_kernels, entropy_kernels = _kernels()
+        kinds = (x.dtype, plain.gradient_kind(weight), plain.gradient_kind(bias))
+        x, weight, bias, centers = (t.contiguous() for t in (x, weight, bias, centers))
+        labels = labels.contiguous()
+        rows, weight_rows, pulls = center_kernels.operands(x, weight, bias, labels, centers, pull)
+        scores = torch.empty(len(x), len(weight), device=x.device, dtype=torch.float32)
+        torch.mm(rows, weight_rows.t(), out=scores)  # `out`: autocast leaves it alone
+        back = any(ctx.needs_input_grad)
+        facts = entropy_kernels.entropies(
+            scores, labels, pulls, 1, (1.0, 0.0, 1.0), reduction == "active", back
+        )
+        value, gain = entropy_kernels.total(facts, None, reduction)
+        if back:
+            ctx.save_for_backward(x, weight, labels, centers, rows, weight_rows, scores, facts, gain)
+            ctx.kinds, ctx.pull = kinds, pull
+        result: Tensor = value
+        return result
+
+    @staticmethod
+    @launch.once
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, labels, centers, rows, weight_rows, slopes, facts, gain = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants[:3], strict=True)]
+        by_rows = torch.mm(slopes, weight_rows, out=torch.empty_like(rows)) if wants[0] else None
+        by_weights = torch.mm(slopes.t(), rows, out=torch.empty_like(weight_rows)) if wants[1] or wants[2] else None
+        with launch.device_of(x):
+            by = _kernels()[0].gradients(
+                by_rows, by_weights, x, weight, labels, centers, facts, gain, upstream, kinds, ctx.pull
+            )
+        return *by, None, None, None, None

@@ -1,0 +1,201 @@
+# mypy: ignore-errors
+"""The kernels of `soft_triple_ops` between its products: cross-entropy of each anchor over classes of several centres,
+and how far the centres of each class are apart. `center_ops` uses the first with one centre per class."""
+
+import functools
+
+import torch
+
+from nearkin.kernels.launch import CachedLauncher
+from nearkin.kernels.numerics import sigmoid, softplus, tl, triton
+from nearkin.kernels.row_kernels import options
+
+ENTRIES = 2048  # similarities of an anchor that a program has in registers
+PROGRAMS = 1056  # over classes: each counts the labels once
+SUMMED = 1024  # anchors, or labels, at a time
+TERM, COUNTED = (tl.constexpr(row) for row in range(2))  # rows of `facts`, float64, one entry per anchor
+
+
+@triton.jit
+def _classes(scores, start, classes, sharpness, K: tl.constexpr, KP: tl.constexpr, N: tl.constexpr):
+    """Of a run of classes: where their similarities are, these, their weights in the class's mean, and that mean."""
+    c = start + tl.arange(0, N)
+    k = tl.arange(0, KP)
+    at = scores + c[:, None] * K + k[None, :]
+    exists = (c < classes)[:, None] & (k < K)[None, :]
+    value = tl.load(at, mask=exists, other=float("-inf"))
+    share = tl.where(exists, 1.0, 0.0)
+    if K > 1:
+        top = tl.max(value, 1)
+        share = tl.exp((value - tl.where(c < classes, top, 0.0)[:, None]) * sharpness)
+        share = share / tl.where(c < classes, tl.sum(share, 1), 1.0)[:, None]
+    return c, at, exists, value, share, tl.sum(tl.where(exists, share * value, 0.0), 1)
+
+
+@triton.jit
+def _entropy(scores, labels, extra, facts, num_rows, classes, scale, margin, sharpness, EXTRA: tl.constexpr,
+             ACTIVE: tl.constexpr, BACK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+             N: tl.constexpr):  # fmt: skip
+    """The term of an anchor, and in place of its similarities the derivatives, before the reduction."""
+    row = tl.program_id(0)
+    scores += row.to(tl.int64) * classes * K
+    label = tl.load(labels + row).to(tl.int64)
+    target = tl.zeros((N,), tl.float32)
+    peak = tl.full((N,), float("-inf"), tl.float32)
+    total = tl.zeros((N,), tl.float32)
+    taint = tl.zeros((N,), tl.float32)
+    for start in range(0, classes, N):
+        c, _, exists, value, share, mean = _classes(scores, start, classes, sharpness, K, KP, N)
+        taint += tl.sum(tl.where(exists, value * 0.0, 0.0), 1)
+        target += tl.where(c == label, mean, 0.0)
+        other = (c < classes) & (c != label)
+        top = tl.maximum(peak, tl.where(other, mean, float("-inf")))
+        level = tl.where(top > float("-inf"), top, 0.0)
+        total = total * tl.exp(scale * (peak - level)) + tl.where(other, tl.exp(scale * (mean - level)), 0.0)
+        peak = top
+    top = tl.max(peak, 0)
+    others = top > float("-inf")
+    level = tl.where(others, top, 0.0)
+    number = tl.sum(total.to(tl.float64) * tl.exp(scale * (peak - level)).to(tl.float64), 0)
+    number = tl.where(others, number, 1.0)
+    wide = tl.full((), 0.0, tl.float64) + scale
+    gap = wide * (level.to(tl.float64) - tl.sum(target.to(tl.float64), 0) + margin) + tl.log(number)
+    term = tl.where(others, softplus(gap), 0.0)
+    pull = tl.where(others, sigmoid(gap), 0.0)
+    if EXTRA:
+        term += tl.load(extra + row)
+    counted = label != -1
+    if ACTIVE:
+        counted = counted & ((term > 0) | (term != term))
+    bad = tl.where((label < -1) | (label >= classes), float("nan"), 0.0)
+    tl.store(facts + TERM * num_rows + row, tl.where(counted, term, 0.0) + tl.sum(taint, 0) + bad)
+    tl.store(facts + COUNTED * num_rows + row, tl.where(counted, 1.0, 0.0).to(tl.float64))
+    if BACK:
+        pull = tl.where(counted, pull * wide, 0.0)
+        by_target = -pull.to(tl.float32)
+        by_other = (pull / number).to(tl.float32)
+        for start in range(0, classes, N):
+            c, at, exists, value, share, mean = _classes(scores, start, classes, sharpness, K, KP, N)
+            slope = tl.where(c == label, by_target, by_other * tl.exp(scale * (mean - level)))
+            slope = slope[:, None] * share
+            if K > 1:
+                slope = slope * (1.0 + (value - mean[:, None]) * sharpness)
+            tl.store(at, slope, mask=exists)
+
+
+@triton.jit
+def _within(units, labels, by_units, parts, num_rows, classes, dim, weight, BACK: tl.constexpr, K: tl.constexpr,
+            KP: tl.constexpr, D: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Sums of `weight` · √(|w - w'|² + 1e-5) over the pairs of centres of each class; and the gradient by unit centres,
+    times the number of known labels, since each of their terms contains all of these."""
+    number = tl.full((), 1.0, tl.float32)
+    if BACK:
+        known = tl.zeros((N,), tl.int32)
+        for start in range(0, num_rows, N):
+            i = start + tl.arange(0, N)
+            known += (tl.load(labels + i, mask=i < num_rows, other=-1).to(tl.int64) != -1).to(tl.int32)
+        number = tl.sum(known, 0).to(tl.float32)
+    k = tl.arange(0, KP)
+    total = tl.zeros((KP,), tl.float64)
+    for c in range(tl.program_id(0), classes, tl.num_programs(0)):
+        first = units + tl.cast(c, tl.int64) * K * dim
+        inverse = tl.zeros((KP, KP), tl.float32)
+        for j in range(0, K):
+            squared = tl.zeros((KP,), tl.float32)
+            for start in range(0, dim, D):
+                d = start + tl.arange(0, D)
+                mask = (k < K)[:, None] & (d < dim)[None, :]
+                rows = tl.load(first + k[:, None] * dim + d[None, :], mask=mask, other=0.0)
+                beside = tl.load(first + j * dim + d, mask=d < dim, other=0.0)
+                away = tl.where(mask, rows - beside[None, :], 0.0)
+                squared += tl.sum(away * away, 1)
+            apart = tl.sqrt(squared + 1e-5)
+            total += tl.where(k < j, apart, 0.0).to(tl.float64)
+            inverse = tl.where(((k < K) & (k != j))[:, None] & (k == j)[None, :], (1.0 / apart)[:, None], inverse)
+        if BACK:
+            for start in range(0, dim, D):
+                d = start + tl.arange(0, D)
+                mask = (k < K)[:, None] & (d < dim)[None, :]
+                rows = tl.load(first + k[:, None] * dim + d[None, :], mask=mask, other=0.0)
+                gradient = tl.zeros((KP, D), tl.float32)
+                for j in range(0, K):
+                    beside = tl.load(first + j * dim + d, mask=d < dim, other=0.0)
+                    of_pair = tl.sum(tl.where((k == j)[None, :], inverse, 0.0), 1)
+                    gradient += of_pair[:, None] * (rows - beside[None, :])
+                at = by_units + tl.cast(c, tl.int64) * K * dim + k[:, None] * dim + d[None, :]
+                tl.store(at, gradient * (number * weight), mask=mask)
+    tl.store(parts + tl.program_id(0), tl.sum(total, 0) * weight)
+
+
+@triton.jit
+def _total(facts, parts, value, gain, num_rows, num_parts, MEAN: tl.constexpr, N: tl.constexpr):
+    """The loss and the factor of all derivatives. parts: whose sum is in each anchor's term."""
+    total = tl.zeros((N,), tl.float64)
+    counted = tl.zeros((N,), tl.float64)
+    apart = tl.zeros((N,), tl.float64)
+    for start in range(0, num_rows, N):
+        i = start + tl.arange(0, N)
+        total += tl.load(facts + TERM * num_rows + i, mask=i < num_rows, other=0.0)
+        counted += tl.load(facts + COUNTED * num_rows + i, mask=i < num_rows, other=0.0)
+    for start in range(0, num_parts, N):
+        i = start + tl.arange(0, N)
+        apart += tl.load(parts + i, mask=i < num_parts, other=0.0)
+    number = tl.sum(counted, 0)
+    scale = tl.full((), 1.0, tl.float64)
+    if MEAN:
+        scale = 1.0 / tl.maximum(number, 1.0)
+    tl.store(value, ((tl.sum(total, 0) + tl.sum(apart, 0) * number) * scale).to(tl.float32))
+    tl.store(gain, scale.to(tl.float32))
+
+
+def entropies(scores, labels, extra, centers, numbers, active, back):
+    """Terms (2, B): each anchor's, which may include `extra` (B,), and whether it counts; `back`: the derivatives take
+    the place of the similarities (B, C·K). numbers: scale, margin and 1 / γ."""
+    num_rows, columns = scores.shape
+    facts = torch.empty(2, num_rows, device=scores.device, dtype=torch.float64)
+    classes = columns // centers
+    start = _entropies(min(ENTRIES, triton.next_power_of_2(columns)), centers, extra is not None, active, back)
+    start((num_rows, 1, 1), scores, labels, facts if extra is None else extra, facts, num_rows, classes, *numbers)
+    return facts
+
+
+@functools.cache
+def _entropies(entries, centers, extra, active, back):
+    padded = triton.next_power_of_2(centers)
+    sizes = {"K": centers, "KP": padded, "N": max(16, entries // padded)}
+    warps = max(1, min(8, sizes["N"] * padded // 256))
+    return CachedLauncher(_entropy, EXTRA=extra, ACTIVE=active, BACK=back, **sizes, num_warps=warps, **options())
+
+
+def within(units, labels, centers, weight, back):
+    """Parts (P,) of the sum over the pairs of centres of a class, and the gradient by the unit centres, or None."""
+    num_centers, dim = units.shape
+    classes = num_centers // centers
+    programs = min(classes, PROGRAMS)
+    parts = torch.empty(programs, device=units.device, dtype=torch.float64)
+    by_units = torch.empty_like(units) if back else None
+    sizes = (labels.shape[0], classes, dim)
+    start = _withins(centers, min(128, max(16, triton.next_power_of_2(dim))), back)
+    start((programs, 1, 1), units, labels, by_units if back else parts, parts, *sizes, weight)
+    return parts, by_units
+
+
+@functools.cache
+def _withins(centers, width, back):
+    sizes = {"K": centers, "KP": triton.next_power_of_2(centers), "D": width, "N": SUMMED}
+    return CachedLauncher(_within, BACK=back, **sizes, num_warps=4, **options())
+
+
+def total(facts, parts, reduction):
+    """The loss, and the factor of all derivatives."""
+    value = torch.empty((), device=facts.device, dtype=torch.float32)
+    gain = torch.empty((), device=facts.device, dtype=torch.float32)
+    start = _totals(reduction != "sum")
+    number = 0 if parts is None else parts.shape[0]
+    start((1, 1, 1), facts, facts if parts is None else parts, value, gain, facts.shape[1], number)
+    return value, gain
+
+
+@functools.cache
+def _totals(mean):
+    return CachedLauncher(_total, MEAN=mean, N=SUMMED, num_warps=8, **options())
