@@ -1,0 +1,291 @@
+# mypy: ignore-errors
+"""What losses over class weights with all scores in memory share: rows and weights of unit length, and the gradients.
+
+    prepared = prepare(x, weight, factor=scale)              # one launch; or with labels and an Own, for its score
+    scores = prepared.scores()                               # (B, C) float32: factor · cosine, a cuBLAS product
+    ...                                                      # a kernel turns `scores` into the derivatives, in place
+    by_x, by_weight, _ = gradients(prepared, x, weight, scores, upstream, (x.dtype, weight.dtype))
+
+`gradients` takes two products and one launch; it multiplies by `upstream`, a scalar on the device, and by the number at
+`facts + GAIN`, which is 1 unless a kernel writes another. x and weight are contiguous; a type of None: not wanted.
+
+`facts` is one float64 buffer, since a view costs more than a kernel. It begins with the scalars COUNT, which is 0, GAIN
+and FACTOR; from SCALARS on it has ROW_FACTS rows of one entry per anchor, `padded(B)` long, at `row_fact`; then 1 / |w|
+of every weight, 0 for one without a direction, at `weight_facts`. A weight that is not finite is NaN in all scores; of
+an anchor that is not finite, TAINT is NaN.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from nearkin import kernels
+from nearkin.kernels.class_own_kernels import clamped, inverse_length, own_cosine, own_score
+from nearkin.kernels.launch import CachedLauncher
+from nearkin.kernels.numerics import tl, triton
+
+SCALARS, ROW_FACTS = tl.constexpr(16), tl.constexpr(7)
+COUNT, GAIN, FACTOR = map(tl.constexpr, range(3))
+# Of an anchor: 1 / its length; the gradient along its unit row, apart from that by the scores; 0 or NaN; the own class's
+# logit (later the term of the loss) and its slope; the row of its weight; whether the anchor counts.
+INVERSE, BY_LENGTH, TAINT, TARGET, SLOPE, PICK, COUNTED = map(tl.constexpr, range(7))
+ROWS = 4  # anchors or weights per program
+INTERPRETS = kernels.interpreted()
+
+
+class Own(NamedTuple):
+    """How the score of the own class is made. scale: of the cosines (SphereFace: its annealing), a number or a scalar
+    tensor on the device; lost: the score of a weight without a direction."""
+
+    scale: float | torch.Tensor = 1.0
+    margin: float = 0.0
+    kind: str = "cosine"  # or "angle", "sphere"
+    straight: bool = False  # an angle's slope is that of the plain cosine
+    centers: int = 1
+    lost: float = 0.0
+
+
+class Prepared(NamedTuple):
+    rows: torch.Tensor  # (B, D) float32, `factor` times the unit rows, or times x
+    units: torch.Tensor  # (C, D) float32
+    facts: torch.Tensor
+    normalize: bool
+
+    def scores(self) -> torch.Tensor:
+        """rows · unitsᵀ, (B, C); lines begin at multiples of 64 bytes."""
+        anchors, weights = len(self.rows), len(self.units)
+        scores = torch.empty(anchors, padded(weights), device=self.rows.device)
+        if scores.shape[1] != weights:
+            scores = scores[:, :weights]
+        return torch.mm(self.rows, self.units.t(), out=scores)  # `out`: autocast lets it be
+
+
+def padded(number: int) -> int:
+    return -(-number // 16) * 16
+
+
+@triton.jit
+def row_fact(facts, fact: tl.constexpr, width):
+    """Where the entries of the anchors begin."""
+    return facts + SCALARS + fact * width
+
+
+@triton.jit
+def weight_facts(facts, width):
+    return facts + SCALARS + ROW_FACTS * width
+
+
+@triton.jit
+def _squares(x, at, mask_m, dim, M: tl.constexpr, D: tl.constexpr):
+    """Squared lengths of clamped rows, (M,) float64, and 0 or NaN where they are not finite."""
+    squared = tl.zeros((M,), tl.float64)
+    taints = tl.zeros((M,), tl.float64)
+    for start in range(0, dim, D):
+        axis = start + tl.arange(0, D)
+        value = tl.load(x + at + axis[None, :], mask=mask_m[:, None] & (axis < dim)[None, :], other=0.0).to(tl.float64)
+        taints += tl.sum(value * 0.0, 1)
+        value = clamped(value)
+        squared += tl.sum(value * value, 1)
+    return squared, taints
+
+
+@triton.jit
+def _scaled(x, out, at, times, mask_m, dim, D: tl.constexpr):
+    """out = times · x, rounded once."""
+    for start in range(0, dim, D):
+        axis = start + tl.arange(0, D)
+        mask = mask_m[:, None] & (axis < dim)[None, :]
+        value = clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * times[:, None]
+        tl.store(out + at + axis[None, :], value.to(tl.float32), mask=mask)
+
+
+@triton.jit
+def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows, num_weights, width, dim, scale,
+             margin, along, across, lost, row_programs, SCALE_TENSOR: tl.constexpr, NORMALIZE: tl.constexpr,
+             MARGIN: tl.constexpr, STRAIGHT: tl.constexpr, TIMES: tl.constexpr, CENTERS: tl.constexpr,
+             BIAS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    pid = tl.program_id(0)
+    if pid >= row_programs:
+        c = (pid - row_programs) * M + tl.arange(0, M)
+        mask_c = c < num_weights
+        at = c.to(tl.int64)[:, None] * dim
+        squared, taints = _squares(weight, at, mask_c, dim, M, D)
+        inverse = inverse_length(squared)
+        _scaled(weight, units, at, inverse + taints, mask_c, dim, D)
+        tl.store(weight_facts(facts, width) + c, inverse, mask=mask_c)
+    else:
+        if pid == 0:
+            tl.store(facts + COUNT, 0.0)
+            tl.store(facts + GAIN, 1.0)
+            factor = tl.full((), 1.0, tl.float64)
+            if MARGIN != "sphere":
+                factor = factor * (tl.load(scale_tensor) if SCALE_TENSOR else scale)
+            tl.store(facts + FACTOR, factor)
+        i = pid * M + tl.arange(0, M)
+        mask_m = i < num_rows
+        at = i.to(tl.int64)[:, None] * dim
+        squared, taints = _squares(x, at, mask_m, dim, M, D)
+        inverse = inverse_length(squared)
+        scale_value = tl.full((), 0.0, tl.float64) + scale
+        if SCALE_TENSOR:
+            scale_value = tl.load(scale_tensor).to(tl.float64)
+        times = inverse * 0.0 + 1.0
+        if MARGIN != "sphere":
+            times = scale_value * (inverse if NORMALIZE else times)
+        _scaled(x, rows, at, times, mask_m, dim, D)
+        if MARGIN != "none":
+            classes = num_weights // CENTERS
+            label = tl.load(labels + i, mask=mask_m, other=-1).to(tl.int64)
+            own = tl.minimum(tl.maximum(label, 0), classes - 1)
+            taints += tl.where((label < -1) | (label >= classes), float("nan"), 0.0)
+            pick, cos, inverse_own, more = own_cosine(x, weight, at, own, inverse, mask_m, dim, CENTERS, M, D)
+            length = tl.where(squared > 0, tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)
+            if MARGIN == "cosine" and not NORMALIZE:
+                cos = cos * length
+            target, slope, by_length = own_score(
+                x, weight, at, pick, cos, inverse, inverse_own, length, scale_value, margin, along, across, lost,
+                mask_m, dim, MARGIN, STRAIGHT, TIMES, M, D)  # fmt: skip
+            if BIAS:
+                target += tl.load(bias + pick, mask=mask_m, other=0.0).to(tl.float64)
+            taints += more
+            tl.store(row_fact(facts, TARGET, width) + i, target, mask=mask_m)
+            tl.store(row_fact(facts, SLOPE, width) + i, slope, mask=mask_m)
+            tl.store(row_fact(facts, BY_LENGTH, width) + i, by_length, mask=mask_m)
+            tl.store(row_fact(facts, PICK, width) + i, pick.to(tl.float64), mask=mask_m)
+            tl.store(row_fact(facts, COUNTED, width) + i, tl.where(label != -1, 1.0, 0.0), mask=mask_m)
+        elif not NORMALIZE:
+            tl.store(row_fact(facts, BY_LENGTH, width) + i, inverse * 0.0, mask=mask_m)
+        tl.store(row_fact(facts, INVERSE, width) + i, inverse, mask=mask_m)
+        tl.store(row_fact(facts, TAINT, width) + i, taints, mask=mask_m)
+
+
+@triton.jit
+def _gradient(product, source, by, at, mask_m, dim, times, along, inverse, PROJECT: tl.constexpr, M: tl.constexpr,
+              D: tl.constexpr):  # fmt: skip
+    """times · product + along · unit row, 0 where clamped; PROJECT: without its part along the unit row."""
+    if PROJECT:
+        along = tl.zeros((M,), tl.float64)
+        for start in range(0, dim, D):
+            axis = start + tl.arange(0, D)
+            mask = mask_m[:, None] & (axis < dim)[None, :]
+            unit = clamped(tl.load(source + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
+            along -= tl.sum(tl.load(product + at + axis[None, :], mask=mask, other=0.0) * unit, 1)
+        along *= times
+    for start in range(0, dim, D):
+        axis = start + tl.arange(0, D)
+        mask = mask_m[:, None] & (axis < dim)[None, :]
+        value = tl.load(source + at + axis[None, :], mask=mask, other=0.0).to(tl.float64)
+        bounded = clamped(value)
+        gradient = tl.load(product + at + axis[None, :], mask=mask, other=0.0) * times[:, None]
+        gradient = tl.where(bounded == value, gradient + along[:, None] * (bounded * inverse[:, None]), 0.0)
+        tl.store(by + at + axis[None, :], gradient.to(tl.float32).to(by.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gradients(by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, num_rows, num_weights,
+               width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr,
+               D: tl.constexpr):  # fmt: skip
+    """The gradients by x and by the weights from those by prepared rows and unit weights; by biases from sums."""
+    pid = tl.program_id(0)
+    gain = tl.load(facts + GAIN) * tl.load(upstream).to(tl.float64)
+    if pid >= row_programs:
+        c = (pid - row_programs) * M + tl.arange(0, M)
+        mask_c = c < num_weights
+        at = c.to(tl.int64)[:, None] * dim
+        inverse = tl.load(weight_facts(facts, width) + c, mask=mask_c, other=0.0)
+        _gradient(by_units, weight, by_weight, at, mask_c, dim, gain * inverse, inverse, inverse, True, M, D)
+        if BIAS:
+            by = gain * tl.load(sums + c, mask=mask_c, other=0.0)
+            tl.store(by_bias + c, by.to(tl.float32).to(by_bias.dtype.element_ty), mask=mask_c)
+    else:
+        i = pid * M + tl.arange(0, M)
+        mask_m = i < num_rows
+        at = i.to(tl.int64)[:, None] * dim
+        inverse = tl.load(row_fact(facts, INVERSE, width) + i, mask=mask_m, other=0.0)
+        times = gain * tl.load(facts + FACTOR)
+        if NORMALIZE:
+            _gradient(by_rows, x, by_x, at, mask_m, dim, times * inverse, inverse, inverse, True, M, D)
+        else:
+            along = gain * tl.load(row_fact(facts, BY_LENGTH, width) + i, mask=mask_m, other=0.0)
+            _gradient(by_rows, x, by_x, at, mask_m, dim, times + inverse * 0.0, along, inverse, False, M, D)
+
+
+def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bias=None):
+    """Rows and weights for the scores. labels and own: also the own class's logit; its scale is then the factor.
+
+    bias: (C,), added to the own class's logit.
+    """
+    (anchors, dim), weights = x.shape, weight.shape[0]
+    rows, units = (torch.empty(number, dim, device=x.device) for number in (anchors, weights))
+    line = padded(anchors)
+    facts = torch.empty(16 + 7 * line + padded(weights), device=x.device, dtype=torch.float64)
+    chosen = own or Own(factor, kind="none")
+    scale, scale_tensor = (1.0, chosen.scale) if isinstance(chosen.scale, torch.Tensor) else (chosen.scale, None)
+    times = int(chosen.margin) if chosen.kind == "sphere" else 1
+    choices = (scale_tensor is not None, normalize, chosen.kind, chosen.straight, times, chosen.centers)
+    programs = -(-anchors // ROWS)
+    margin = float(chosen.margin)
+    _preparing(*choices, bias is not None, _chunk(dim))(
+        (programs - (-weights // ROWS), 1, 1),
+        x, weight, facts if labels is None else labels, facts if scale_tensor is None else scale_tensor,
+        facts if bias is None else bias, rows, units, facts, anchors, weights, line, dim, float(scale), margin,
+        math.cos(margin), math.sin(margin), float(chosen.lost), programs)  # fmt: skip
+    return Prepared(rows, units, facts, normalize)
+
+
+@functools.cache
+def _preparing(scale_tensor, normalize, kind, straight, times, centers, bias, chunk):
+    choices = {"SCALE_TENSOR": scale_tensor, "NORMALIZE": normalize, "MARGIN": kind, "STRAIGHT": straight}
+    choices |= {"TIMES": times, "CENTERS": centers, "BIAS": bias, "M": ROWS, "D": chunk}
+    return CachedLauncher(_prepare, **choices, **options())
+
+
+def gradients(prepared, x, weight, scores, upstream, kinds, bias_kind=None):
+    """The gradients by x, by the weights and by biases, in the types `kinds` and `bias_kind`; None where not wanted.
+
+    scores: by now the derivatives by the scores.
+    """
+    rows, units, facts, normalize = prepared
+    (anchors, dim), weights = x.shape, weight.shape[0]
+    by_x = by_weight = by_bias = by_rows = by_units = sums = facts
+    programs = weight_programs = 0
+    if kinds[0] is not None:
+        by_rows = torch.mm(scores, units, out=torch.empty_like(rows))
+        by_x, programs = _result(x, kinds[0]), -(-anchors // ROWS)
+    if kinds[1] is not None or bias_kind is not None:
+        by_units = torch.mm(scores.t(), rows, out=torch.empty_like(units))
+        by_weight, weight_programs = _result(weight, kinds[1] or weight.dtype), -(-weights // ROWS)
+    if bias_kind is not None:
+        sums = torch.sum(scores, 0)
+        by_bias = _result(sums, bias_kind)
+    _finishing(normalize, bias_kind is not None, _chunk(dim))(
+        (programs + weight_programs, 1, 1),
+        by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, anchors, weights,
+        padded(anchors), dim, programs)  # fmt: skip
+    return _typed(by_x, kinds[0]), _typed(by_weight, kinds[1]), _typed(by_bias, bias_kind)
+
+
+@functools.cache
+def _finishing(normalize, bias, chunk):
+    return CachedLauncher(_gradients, NORMALIZE=normalize, BIAS=bias, M=ROWS, D=chunk, **options())
+
+
+def _result(like, kind):
+    return torch.empty_like(like, dtype=torch.float32 if INTERPRETS else kind)
+
+
+def _typed(result, kind):
+    """The interpreter truncates to bfloat16: there the kernel writes float32."""
+    if kind is None:
+        return None
+    return result.to(kind) if INTERPRETS else result
+
+
+def _chunk(dim):
+    return max(16, min(1 << (dim - 1).bit_length(), 512))
+
+
+def options():
+    return {} if INTERPRETS else {"enable_fp_fusion": True}  # explicit, since the default changes
