@@ -7,20 +7,21 @@ import functools
 import torch
 
 from nearkin import kernels
+from nearkin.kernels.class_dense_kernels import COUNTED, GAIN, ROW_FACTS, SCALARS, SLOPE, TAINT, options, padded, row_fact
+from nearkin.kernels.class_own_kernels import BOUND
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import tl, triton
-from nearkin.kernels.row_kernels import BOUND_, clamped, options
-from nearkin.kernels.soft_triple_kernels import COUNTED
+from nearkin.kernels.row_kernels import clamped
 
 ROWS = 4  # per program
 BESIDE = 64  # anchors at a time in the step of a centre
 
 
 @triton.jit
-def _operands(x, weight, bias, labels, centers, rows, weight_rows, pulls, num_rows, classes, dim, pull, pad,
+def _operands(x, weight, bias, labels, centers, rows, weight_rows, facts, num_rows, width, classes, dim, pull, pad,
               M: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Clamped rows and one coordinate more: of an anchor 1, of a class its bias, NaN where a row is not finite; and the
-    pull of each anchor's centre."""
+    """Clamped rows and one coordinate more: of an anchor 1, of a class its bias, or NaN where that is not finite; and
+    the pull of each anchor's centre in place of the slope."""
     first = tl.cdiv(num_rows, M)
     program = tl.program_id(0)
     if program < first:
@@ -29,20 +30,21 @@ def _operands(x, weight, bias, labels, centers, rows, weight_rows, pulls, num_ro
         at = i.to(tl.int64)[:, None]
         label = tl.load(labels + i, mask=mask_m, other=0).to(tl.int64)
         own = tl.minimum(tl.maximum(label, 0), classes - 1)[:, None]
-        last = tl.full((M,), 1.0, tl.float32)
+        taints = tl.zeros((M,), tl.float32)
         squared = tl.zeros((M,), tl.float64)
         for start in range(0, dim, D):
             d = start + tl.arange(0, D)
             mask = mask_m[:, None] & (d < dim)[None, :]
             value = tl.load(x + at * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            last += tl.sum(value * 0.0, 1)
+            taints += tl.sum(value * 0.0, 1)
             value = clamped(value)
             tl.store(rows + at * pad + d[None, :], value, mask=mask)
             away = value - tl.load(centers + own * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
             squared += tl.sum(away.to(tl.float64) * away, 1)
-        tl.store(pulls + i, squared * (pull * 0.5), mask=mask_m)
+        tl.store(row_fact(facts, SLOPE, width) + i, squared * (pull * 0.5), mask=mask_m)
+        tl.store(row_fact(facts, TAINT, width) + i, taints.to(tl.float64), mask=mask_m)
         for d in range(dim, pad):
-            tl.store(rows + i.to(tl.int64) * pad + d, tl.where(d == dim, last, 0.0), mask=mask_m)
+            tl.store(rows + i.to(tl.int64) * pad + d, tl.where(d == dim, 1.0, 0.0) + taints, mask=mask_m)
     else:
         i = (program - first) * M + tl.arange(0, M)
         mask_m = i < classes
@@ -59,12 +61,12 @@ def _operands(x, weight, bias, labels, centers, rows, weight_rows, pulls, num_ro
 
 
 @triton.jit
-def _gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, gain, upstream, by_x, by_weight, by_bias,
-               num_rows, classes, dim, pull, pad, anchor_programs, OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr,
+def _gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, upstream, by_x, by_weight, by_bias, num_rows,
+               width, classes, dim, pull, pad, anchor_programs, OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr,
                M: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """The gradients by embeddings, class weights and biases from those by the operands. A clamped coordinate has none.
     anchor_programs: the programs over anchors, 0 where their gradient is not wanted."""
-    up = tl.load(gain) * tl.load(upstream).to(tl.float32)
+    up = (tl.load(facts + GAIN) * tl.load(upstream)).to(tl.float32)
     program = tl.program_id(0)
     if program < anchor_programs:
         i = program * M + tl.arange(0, M)
@@ -72,7 +74,7 @@ def _gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, gain,
         at = i.to(tl.int64)[:, None]
         label = tl.load(labels + i, mask=mask_m, other=0).to(tl.int64)
         own = tl.minimum(tl.maximum(label, 0), classes - 1)[:, None]
-        counted = tl.load(facts + COUNTED * num_rows + i, mask=mask_m, other=0.0) > 0
+        counted = tl.load(row_fact(facts, COUNTED, width) + i, mask=mask_m, other=0.0) > 0
         for start in range(0, dim, D):
             d = start + tl.arange(0, D)
             mask = mask_m[:, None] & (d < dim)[None, :]
@@ -80,7 +82,7 @@ def _gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, gain,
             away = clamped(value) - tl.load(centers + own * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
             slope = tl.load(by_rows + at * pad + d[None, :], mask=mask, other=0.0)
             slope += tl.where(counted[:, None], pull * away, 0.0)
-            slope = tl.where((value <= BOUND_) & (value >= -BOUND_), slope * up, 0.0)
+            slope = tl.where((value <= BOUND) & (value >= -BOUND), slope * up, 0.0)
             tl.store(by_x + at * dim + d[None, :], slope.to(by_x.dtype.element_ty), mask=mask)
     else:
         i = (program - anchor_programs) * M + tl.arange(0, M)
@@ -95,7 +97,7 @@ def _gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, gain,
                 mask = mask_m[:, None] & (d < dim)[None, :]
                 value = tl.load(weight + at * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
                 slope = tl.load(by_weight_rows + at * pad + d[None, :], mask=mask, other=0.0) * up
-                slope = tl.where((value <= BOUND_) & (value >= -BOUND_), slope, 0.0)
+                slope = tl.where((value <= BOUND) & (value >= -BOUND), slope, 0.0)
                 tl.store(by_weight + at * dim + d[None, :], slope.to(by_weight.dtype.element_ty), mask=mask)
 
 
@@ -135,19 +137,20 @@ def _step(x, labels, centers, moved, num_rows, classes, dim, alpha, M: tl.conste
 
 
 def operands(x, weight, bias, labels, centers, pull):
-    """Rows (B, P) and (C, P) for the products, P a little more than D, and the pulls (B,) of the centres."""
+    """Rows (B, P) and (C, P) for the products, P a little more than D, and the facts that `entropies` reads."""
     (num_rows, dim), classes = x.shape, weight.shape[0]
     pad = -(-(dim + 1) // 4) * 4
     rows = torch.empty(num_rows, pad, device=x.device, dtype=torch.float32)
     weight_rows = torch.empty(classes, pad, device=x.device, dtype=torch.float32)
-    pulls = torch.empty(num_rows, device=x.device, dtype=torch.float64)
-    sources, written = (x, weight, bias, labels, centers), (rows, weight_rows, pulls)
+    width = padded(num_rows)
+    facts = torch.empty(SCALARS.value + ROW_FACTS.value * width, device=x.device, dtype=torch.float64)
+    sources, written = (x, weight, bias, labels, centers), (rows, weight_rows, facts)
     grid = (-(-num_rows // ROWS) + -(-classes // ROWS), 1, 1)
-    _preparing(_width(dim))(grid, *sources, *written, num_rows, classes, dim, pull, pad)
+    _preparing(_width(dim))(grid, *sources, *written, num_rows, width, classes, dim, pull, pad)
     return written
 
 
-def gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, gain, upstream, kinds, pull):
+def gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, upstream, kinds, pull):
     """The gradients by embeddings, class weights and biases, each in its type of `kinds`, or None without one."""
     (num_rows, dim), classes = x.shape, weight.shape[0]
     shapes = (x.shape, weight.shape, (classes,))
@@ -159,11 +162,11 @@ def gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, gain, 
     of_x, of_weight, of_bias = (out is not None for out in outs)
     anchor_programs = -(-num_rows // ROWS) if of_x else 0
     programs = anchor_programs + (-(-classes // ROWS) if of_weight or of_bias else 0)
-    products = [gain if product is None else product for product in (by_rows, by_weight_rows)]
-    written = [gain if out is None else out for out in outs]
-    sizes = (num_rows, classes, dim, pull, by_rows.shape[1] if by_weight_rows is None else by_weight_rows.shape[1])
+    products = [facts if product is None else product for product in (by_rows, by_weight_rows)]
+    written = [facts if out is None else out for out in outs]
+    sizes = (num_rows, padded(num_rows), classes, dim, pull, by_rows.shape[1] if by_weight_rows is None else by_weight_rows.shape[1])
     start = _finishing(_width(dim), of_weight, of_bias)
-    read = (*products, x, weight, labels, centers, facts, gain, upstream)
+    read = (*products, x, weight, labels, centers, facts, upstream)
     start((programs, 1, 1), *read, *written, *sizes, anchor_programs)
     return [None if out is None else out.to(kind) for out, kind in zip(outs, kinds, strict=True)]
 

@@ -32,24 +32,25 @@ def loss(
     if checks.reads_values(labels):
         checks.in_range(labels, weight.shape[0])
     with launch.device_of(embeddings):
-        value: Tensor = _Loss.call(embeddings, weight, bias, labels, centers.detach(), float(pull), reduction)
+        back = eligible.learns(embeddings, weight, bias)
+        value: Tensor = _Loss.call(embeddings, weight, bias, labels, centers.detach(), float(pull), reduction, back)
     return value
 
 
 def stepped(embeddings: Tensor, labels: Tensor, centers: Tensor, alpha: float) -> Tensor:
     """`losses.center_update` of a batch that the kernels can serve; of float32 centres."""
     with launch.device_of(embeddings):
-        moved: Tensor = _kernels()[0].stepped(
+        moved: Tensor = _kernels()[1].stepped(
             embeddings.contiguous(), labels.contiguous(), centers.contiguous(), float(alpha)
         )
     return moved
 
 
 @functools.cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    from nearkin.kernels import center_kernels, soft_triple_kernels
+def _kernels() -> tuple[ModuleType, ModuleType, ModuleType]:
+    from nearkin.kernels import center_kernels, class_dense_kernels, soft_triple_kernels
 
-    return center_kernels, soft_triple_kernels
+    return class_dense_kernels, center_kernels, soft_triple_kernels
 
 
 class _Loss(HandGradient):
@@ -63,35 +64,32 @@ class _Loss(HandGradient):
         centers: Tensor,
         pull: float,
         reduction: str,
+        back: bool,
     ) -> Tensor:
-        center_kernels, entropy_kernels = _kernels()
+        dense, center_kernels, entropy_kernels = _kernels()
         kinds = (x.dtype, plain.gradient_kind(weight), plain.gradient_kind(bias))
         x, weight, bias, centers = (t.contiguous() for t in (x, weight, bias, centers))
         labels = labels.contiguous()
-        rows, weight_rows, pulls = center_kernels.operands(x, weight, bias, labels, centers, pull)
-        scores = torch.empty(len(x), len(weight), device=x.device, dtype=torch.float32)
-        torch.mm(rows, weight_rows.t(), out=scores)  # `out`: autocast leaves it alone
-        back = any(ctx.needs_input_grad)
-        facts = entropy_kernels.entropies(
-            scores, labels, pulls, 1, (1.0, 0.0, 1.0), reduction == "active", back
-        )
-        value, gain = entropy_kernels.total(facts, None, reduction)
+        rows, weight_rows, facts = center_kernels.operands(x, weight, bias, labels, centers, pull)
+        scores = dense.Prepared(rows, weight_rows, facts, False).scores()
+        active = reduction == "active"
+        entropy_kernels.entropies(scores, labels, facts, (1.0, 0.0, 1.0), pulled=True, active=active, back=back)
+        value: Tensor = entropy_kernels.total(facts, None, len(x), reduction)
         if back:
-            ctx.save_for_backward(x, weight, labels, centers, rows, weight_rows, scores, facts, gain)
+            ctx.save_for_backward(x, weight, labels, centers, rows, weight_rows, scores, facts)
             ctx.kinds, ctx.pull = kinds, pull
-        result: Tensor = value
-        return result
+        return value
 
     @staticmethod
     @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, labels, centers, rows, weight_rows, slopes, facts, gain = ctx.saved_tensors
+        x, weight, labels, centers, rows, weight_rows, slopes, facts = ctx.saved_tensors
         wants = ctx.needs_input_grad
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants[:3], strict=True)]
         by_rows = torch.mm(slopes, weight_rows, out=torch.empty_like(rows)) if wants[0] else None
         by_weights = torch.mm(slopes.t(), rows, out=torch.empty_like(weight_rows)) if wants[1] or wants[2] else None
         with launch.device_of(x):
-            by = _kernels()[0].gradients(
-                by_rows, by_weights, x, weight, labels, centers, facts, gain, upstream, kinds, ctx.pull
+            by = _kernels()[1].gradients(
+                by_rows, by_weights, x, weight, labels, centers, facts, upstream, kinds, ctx.pull
             )
-        return *by, None, None, None, None
+        return *by, *[None] * 5

@@ -242,27 +242,31 @@ def _preparing(scale_tensor, normalize, kind, straight, times, centers, bias, ch
     return CachedLauncher(_prepare, **choices, **options())
 
 
-def gradients(prepared, x, weight, scores, upstream, kinds, bias_kind=None):
+def gradients(prepared, x, weight, scores, upstream, kinds, bias_kind=None, by_units=None):
     """The gradients by x, by the weights and by biases, in the types `kinds` and `bias_kind`; None where not wanted.
 
-    scores: by now the derivatives by the scores.
+    scores: by now the derivatives by the scores. by_units: what else there is of the gradient by the unit weights.
     """
     rows, units, facts, normalize = prepared
     (anchors, dim), weights = x.shape, weight.shape[0]
-    by_x = by_weight = by_bias = by_rows = by_units = sums = facts
+    by_x = by_weight = by_bias = by_rows = product = sums = facts
     programs = weight_programs = 0
     if kinds[0] is not None:
         by_rows = torch.mm(scores, units, out=torch.empty_like(rows))
         by_x, programs = _result(x, kinds[0]), -(-anchors // ROWS)
     if kinds[1] is not None or bias_kind is not None:
-        by_units = torch.mm(scores.t(), rows, out=torch.empty_like(units))
+        product = torch.empty_like(units)
+        if by_units is None:
+            torch.mm(scores.t(), rows, out=product)
+        else:
+            torch.addmm(by_units, scores.t(), rows, out=product)
         by_weight, weight_programs = _result(weight, kinds[1] or weight.dtype), -(-weights // ROWS)
     if bias_kind is not None:
         sums = torch.sum(scores, 0)
         by_bias = _result(sums, bias_kind)
     _finishing(normalize, bias_kind is not None, _chunk(dim))(
         (programs + weight_programs, 1, 1),
-        by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, anchors, weights,
+        by_rows, product, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, anchors, weights,
         padded(anchors), dim, programs)  # fmt: skip
     return _typed(by_x, kinds[0]), _typed(by_weight, kinds[1]), _typed(by_bias, bias_kind)
 

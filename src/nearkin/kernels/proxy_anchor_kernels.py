@@ -5,9 +5,9 @@ import functools
 
 import torch
 
+from nearkin.kernels.class_dense_kernels import TAINT, options, padded, row_fact
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import LOG_ZERO, sigmoid, softplus, tl, triton
-from nearkin.kernels.row_kernels import options
 
 LONGEST = 2048  # anchors that a program has in registers
 SUMMED = 1024  # proxies, or anchors, at a time in the last kernel
@@ -78,7 +78,8 @@ def _terms(scores, labels, terms, num_anchors, num_proxies, scale, margin, BACK:
 
 
 @triton.jit
-def _total(scores, labels, terms, value, gain, num_anchors, num_proxies, BACK: tl.constexpr, N: tl.constexpr):
+def _total(scores, labels, terms, facts, value, num_anchors, width, num_proxies, BACK: tl.constexpr,
+           N: tl.constexpr):  # fmt: skip
     """The loss; and the derivatives by the anchors' own proxies divided by the number of those that are present."""
     pulls = tl.zeros((N,), tl.float64)
     pushes = tl.zeros((N,), tl.float64)
@@ -90,8 +91,12 @@ def _total(scores, labels, terms, value, gain, num_anchors, num_proxies, BACK: t
         present += tl.load(terms + PRESENT * num_proxies + c, mask=c < num_proxies, other=0.0)
     number = tl.maximum(tl.sum(present, 0), 1.0)
     if tl.program_id(0) == 0:
-        tl.store(value, (tl.sum(pulls, 0) / number + tl.sum(pushes, 0) / num_proxies).to(tl.float32))
-        tl.store(gain, 1.0)
+        taints = tl.zeros((N,), tl.float64)
+        for start in range(0, num_anchors, N):
+            i = start + tl.arange(0, N)
+            taints += tl.load(row_fact(facts, TAINT, width) + i, mask=i < num_anchors, other=0.0)
+        total = tl.sum(pulls, 0) / number + tl.sum(pushes, 0) / num_proxies + tl.sum(taints, 0)
+        tl.store(value, total.to(tl.float32))
     if BACK:
         i = tl.program_id(0) * N + tl.arange(0, N)
         label = tl.load(labels + i, mask=i < num_anchors, other=-1).to(tl.int64)
@@ -100,17 +105,16 @@ def _total(scores, labels, terms, value, gain, num_anchors, num_proxies, BACK: t
         tl.store(at, (tl.load(at, mask=own, other=0.0) / number).to(tl.float32), mask=own)
 
 
-def loss(scores, labels, scale, margin, back):
-    """The loss and the factor of all derivatives, which take the place of the similarities (C, B) if `back`."""
+def loss(scores, labels, facts, scale, margin, back):
+    """The loss; `back`: the derivatives take the place of the similarities (C, B). facts: of `class_dense_kernels`."""
     num_proxies, num_anchors = scores.shape
     terms = torch.empty(3, num_proxies, device=scores.device, dtype=torch.float64)
     value = torch.empty((), device=scores.device, dtype=torch.float32)
-    gain = torch.empty((), device=scores.device, dtype=torch.float32)
-    start_terms, start_total = _launchers(min(LONGEST, triton.next_power_of_2(max(num_anchors, 32))), back)
+    start_terms, start_total = _launchers(min(LONGEST, max(32, triton.next_power_of_2(num_anchors))), back)
     start_terms((num_proxies, 1, 1), scores, labels, terms, num_anchors, num_proxies, scale, margin)
-    programs = -(-num_anchors // SUMMED) if back else 1
-    start_total((programs, 1, 1), scores, labels, terms, value, gain, num_anchors, num_proxies)
-    return value, gain
+    grid = (-(-num_anchors // SUMMED) if back else 1, 1, 1)
+    start_total(grid, scores, labels, terms, facts, value, num_anchors, padded(num_anchors), num_proxies)
+    return value
 
 
 @functools.cache

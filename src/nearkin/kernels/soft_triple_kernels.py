@@ -6,14 +6,13 @@ import functools
 
 import torch
 
+from nearkin.kernels.class_dense_kernels import COUNTED, GAIN, SLOPE, TAINT, TARGET, options, padded, row_fact
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import sigmoid, softplus, tl, triton
-from nearkin.kernels.row_kernels import options
 
 ENTRIES = 2048  # similarities of an anchor that a program has in registers
 PROGRAMS = 1056  # over classes: each counts the labels once
 SUMMED = 1024  # anchors, or labels, at a time
-TERM, COUNTED = (tl.constexpr(row) for row in range(2))  # rows of `facts`, float64, one entry per anchor
 
 
 @triton.jit
@@ -33,12 +32,13 @@ def _classes(scores, start, classes, sharpness, K: tl.constexpr, KP: tl.constexp
 
 
 @triton.jit
-def _entropy(scores, labels, extra, facts, num_rows, classes, scale, margin, sharpness, EXTRA: tl.constexpr,
+def _entropy(scores, labels, facts, width, stride, classes, scale, margin, sharpness, PULLED: tl.constexpr,
              ACTIVE: tl.constexpr, BACK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
              N: tl.constexpr):  # fmt: skip
-    """The term of an anchor, and in place of its similarities the derivatives, before the reduction."""
+    """The term of an anchor, and in place of its similarities the derivatives, before the reduction. PULLED: the term
+    has another part, which is in place of the slope."""
     row = tl.program_id(0)
-    scores += row.to(tl.int64) * classes * K
+    scores += row.to(tl.int64) * stride
     label = tl.load(labels + row).to(tl.int64)
     target = tl.zeros((N,), tl.float32)
     peak = tl.full((N,), float("-inf"), tl.float32)
@@ -62,14 +62,15 @@ def _entropy(scores, labels, extra, facts, num_rows, classes, scale, margin, sha
     gap = wide * (level.to(tl.float64) - tl.sum(target.to(tl.float64), 0) + margin) + tl.log(number)
     term = tl.where(others, softplus(gap), 0.0)
     pull = tl.where(others, sigmoid(gap), 0.0)
-    if EXTRA:
-        term += tl.load(extra + row)
+    if PULLED:
+        term += tl.load(row_fact(facts, SLOPE, width) + row)
     counted = label != -1
     if ACTIVE:
         counted = counted & ((term > 0) | (term != term))
-    bad = tl.where((label < -1) | (label >= classes), float("nan"), 0.0)
-    tl.store(facts + TERM * num_rows + row, tl.where(counted, term, 0.0) + tl.sum(taint, 0) + bad)
-    tl.store(facts + COUNTED * num_rows + row, tl.where(counted, 1.0, 0.0).to(tl.float64))
+    bad = tl.where((label < -1) | (label >= classes), float("nan"), 0.0) + tl.sum(taint, 0)
+    term = tl.where(counted, term, 0.0) + bad + tl.load(row_fact(facts, TAINT, width) + row)
+    tl.store(row_fact(facts, TARGET, width) + row, term)
+    tl.store(row_fact(facts, COUNTED, width) + row, tl.where(counted, 1.0, 0.0).to(tl.float64))
     if BACK:
         pull = tl.where(counted, pull * wide, 0.0)
         by_target = -pull.to(tl.float32)
@@ -128,15 +129,15 @@ def _within(units, labels, by_units, parts, num_rows, classes, dim, weight, BACK
 
 
 @triton.jit
-def _total(facts, parts, value, gain, num_rows, num_parts, MEAN: tl.constexpr, N: tl.constexpr):
-    """The loss and the factor of all derivatives. parts: whose sum is in each anchor's term."""
+def _total(facts, parts, value, num_rows, width, num_parts, MEAN: tl.constexpr, N: tl.constexpr):
+    """The loss and the factor of all derivatives. parts: numbers whose sum is in each anchor's term."""
     total = tl.zeros((N,), tl.float64)
     counted = tl.zeros((N,), tl.float64)
     apart = tl.zeros((N,), tl.float64)
     for start in range(0, num_rows, N):
         i = start + tl.arange(0, N)
-        total += tl.load(facts + TERM * num_rows + i, mask=i < num_rows, other=0.0)
-        counted += tl.load(facts + COUNTED * num_rows + i, mask=i < num_rows, other=0.0)
+        total += tl.load(row_fact(facts, TARGET, width) + i, mask=i < num_rows, other=0.0)
+        counted += tl.load(row_fact(facts, COUNTED, width) + i, mask=i < num_rows, other=0.0)
     for start in range(0, num_parts, N):
         i = start + tl.arange(0, N)
         apart += tl.load(parts + i, mask=i < num_parts, other=0.0)
@@ -145,26 +146,24 @@ def _total(facts, parts, value, gain, num_rows, num_parts, MEAN: tl.constexpr, N
     if MEAN:
         scale = 1.0 / tl.maximum(number, 1.0)
     tl.store(value, ((tl.sum(total, 0) + tl.sum(apart, 0) * number) * scale).to(tl.float32))
-    tl.store(gain, scale.to(tl.float32))
+    tl.store(facts + GAIN, scale)
 
 
-def entropies(scores, labels, extra, centers, numbers, active, back):
-    """Terms (2, B): each anchor's, which may include `extra` (B,), and whether it counts; `back`: the derivatives take
+def entropies(scores, labels, facts, numbers, *, centers=1, pulled=False, active=False, back=True):
+    """Each anchor's term and whether it counts, in `facts` as `class_dense_kernels` has them; `back`: derivatives take
     the place of the similarities (B, C·K). numbers: scale, margin and 1 / γ."""
     num_rows, columns = scores.shape
-    facts = torch.empty(2, num_rows, device=scores.device, dtype=torch.float64)
-    classes = columns // centers
-    start = _entropies(min(ENTRIES, triton.next_power_of_2(columns)), centers, extra is not None, active, back)
-    start((num_rows, 1, 1), scores, labels, facts if extra is None else extra, facts, num_rows, classes, *numbers)
-    return facts
+    start = _entropies(min(ENTRIES, triton.next_power_of_2(columns)), centers, pulled, active, back)
+    sizes = (padded(num_rows), scores.stride(0), columns // centers)
+    start((num_rows, 1, 1), scores, labels, facts, *sizes, *numbers)
 
 
 @functools.cache
-def _entropies(entries, centers, extra, active, back):
-    padded = triton.next_power_of_2(centers)
-    sizes = {"K": centers, "KP": padded, "N": max(16, entries // padded)}
-    warps = max(1, min(8, sizes["N"] * padded // 256))
-    return CachedLauncher(_entropy, EXTRA=extra, ACTIVE=active, BACK=back, **sizes, num_warps=warps, **options())
+def _entropies(entries, centers, pulled, active, back):
+    each = triton.next_power_of_2(centers)
+    sizes = {"K": centers, "KP": each, "N": max(16, entries // each)}
+    warps = max(1, min(8, sizes["N"] * each // 256))
+    return CachedLauncher(_entropy, PULLED=pulled, ACTIVE=active, BACK=back, **sizes, num_warps=warps, **options())
 
 
 def within(units, labels, centers, weight, back):
@@ -186,14 +185,13 @@ def _withins(centers, width, back):
     return CachedLauncher(_within, BACK=back, **sizes, num_warps=4, **options())
 
 
-def total(facts, parts, reduction):
-    """The loss, and the factor of all derivatives."""
+def total(facts, parts, num_rows, reduction):
+    """The loss; the factor of all derivatives goes into `facts`."""
     value = torch.empty((), device=facts.device, dtype=torch.float32)
-    gain = torch.empty((), device=facts.device, dtype=torch.float32)
-    start = _totals(reduction != "sum")
     number = 0 if parts is None else parts.shape[0]
-    start((1, 1, 1), facts, facts if parts is None else parts, value, gain, facts.shape[1], number)
-    return value, gain
+    start = _totals(reduction != "sum")
+    start((1, 1, 1), facts, facts if parts is None else parts, value, num_rows, padded(num_rows), number)
+    return value
 
 
 @functools.cache

@@ -37,8 +37,6 @@ def center_loss(
     Wen et al. 2016, eq. 5; λ 0.003 from there (the released code: 0.008).
     """
     checks.at_least("pull", pull, 0)
-    if call.center_kernel(impl, shard, reduction, embeddings, labels, weight, bias, centers):
-        return center_ops.loss(embeddings, labels, weight, bias, centers, pull, reduction)
     ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     x = distances.upcast(embeddings)
     scores = distances.dot(x, weight) + bias  # (B, C)
