@@ -7,14 +7,24 @@ import functools
 import torch
 
 from nearkin import kernels
-from nearkin.kernels.class_dense_kernels import COUNTED, GAIN, ROW_FACTS, SCALARS, SLOPE, TAINT, options, padded, row_fact
+from nearkin.kernels.class_dense_kernels import (
+    COUNTED,
+    GAIN,
+    ROW_FACTS,
+    SCALARS,
+    SLOPE,
+    TAINT,
+    options,
+    padded,
+    row_fact,
+)
 from nearkin.kernels.class_own_kernels import BOUND
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import tl, triton
 from nearkin.kernels.row_kernels import clamped
 
 ROWS = 4  # per program
-BESIDE = 64  # anchors at a time in the step of a centre
+BESIDE = 32  # anchors at a time in the step of a centre
 
 
 @triton.jit
@@ -89,8 +99,8 @@ def _gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, upstr
         mask_m = i < classes
         at = i.to(tl.int64)[:, None]
         if OF_BIAS:
-            slope = tl.load(by_weight_rows + i.to(tl.int64) * pad + dim, mask=mask_m, other=0.0)
-            tl.store(by_bias + i, (slope * up).to(by_bias.dtype.element_ty), mask=mask_m)
+            last = tl.load(by_weight_rows + i.to(tl.int64) * pad + dim, mask=mask_m, other=0.0)
+            tl.store(by_bias + i, (last * up).to(by_bias.dtype.element_ty), mask=mask_m)
         if OF_WEIGHT:
             for start in range(0, dim, D):
                 d = start + tl.arange(0, D)
@@ -164,7 +174,14 @@ def gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, upstre
     programs = anchor_programs + (-(-classes // ROWS) if of_weight or of_bias else 0)
     products = [facts if product is None else product for product in (by_rows, by_weight_rows)]
     written = [facts if out is None else out for out in outs]
-    sizes = (num_rows, padded(num_rows), classes, dim, pull, by_rows.shape[1] if by_weight_rows is None else by_weight_rows.shape[1])
+    sizes = (
+        num_rows,
+        padded(num_rows),
+        classes,
+        dim,
+        pull,
+        by_rows.shape[1] if by_weight_rows is None else by_weight_rows.shape[1],
+    )
     start = _finishing(_width(dim), of_weight, of_bias)
     read = (*products, x, weight, labels, centers, facts, upstream)
     start((programs, 1, 1), *read, *written, *sizes, anchor_programs)

@@ -14,6 +14,7 @@ from nearkin.kernels import eligible, launch
 
 __all__ = ["loss", "serves", "stepped"]
 
+
 def serves(impl: str, embeddings: Any, labels: Any, weight: Tensor, *others: Tensor) -> bool:
     """Whether the kernels take this batch. others: what the classes have besides, one row each."""
     return eligible.class_weights(impl, embeddings, labels, weight) and all(
@@ -30,7 +31,7 @@ def loss(
 ) -> Tensor:
     """`losses.center_loss` of a batch that the kernels can serve."""
     if checks.reads_values(labels):
-        checks.in_range(labels, weight.shape[0])
+        checks.classes(embeddings, labels, weight.shape[0], weight.shape[1])
     with launch.device_of(embeddings):
         back = eligible.learns(embeddings, weight, bias)
         value: Tensor = _Loss.call(embeddings, weight, bias, labels, centers.detach(), float(pull), reduction, back)
@@ -39,6 +40,8 @@ def loss(
 
 def stepped(embeddings: Tensor, labels: Tensor, centers: Tensor, alpha: float) -> Tensor:
     """`losses.center_update` of a batch that the kernels can serve; of float32 centres."""
+    if checks.reads_values(labels):
+        checks.classes(embeddings, labels, *centers.shape)
     with launch.device_of(embeddings):
         moved: Tensor = _kernels()[1].stepped(
             embeddings.contiguous(), labels.contiguous(), centers.contiguous(), float(alpha)

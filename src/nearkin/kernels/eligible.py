@@ -40,7 +40,7 @@ def served(impl: str, batch: blockwise.Batch, reduction: str, max_memory: int | 
 
 
 def class_weights(impl: str, x: Any, labels: Any, weight: Tensor, per_class: int = 1) -> bool:
-    """The same for a loss over class weights (C·K, D), whose kernels need no float64 units; `served` knows max_memory."""
+    """The same for a loss over class weights (C·K, D), but for the memory bound; its kernels need no float64 units."""
     return (
         impl != "torch"
         and isinstance(x, Tensor)
@@ -53,6 +53,7 @@ def class_weights(impl: str, x: Any, labels: Any, weight: Tensor, per_class: int
         and weight.dim() == 2
         and weight.shape[1] == x.shape[1] > 0
         and per_class <= weight.shape[0] < 2**31
+        and weight.shape[0] % per_class == 0
         and x.device == labels.device == weight.device
         and kernels.can_run(x)
     )

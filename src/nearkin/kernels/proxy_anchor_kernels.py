@@ -47,11 +47,13 @@ def _terms(scores, labels, terms, num_anchors, num_proxies, scale, margin, BACK:
     other_total = tl.zeros((N,), tl.float32)
     taint = tl.zeros((N,), tl.float32)
     for start in range(0, num_anchors, N):
-        _, _, value, label, own, other = _entries(scores, labels, start, proxy, num_anchors, N)
+        i, exists, value, label, own, other = _entries(scores, labels, start, proxy, num_anchors, N)
         taint += value * 0.0 + tl.where((label < -1) | (label >= num_proxies), float("nan"), 0.0)
         peak = tl.maximum(own_peak, tl.where(own, -value, float("-inf")))
         level = tl.where(peak > float("-inf"), peak, 0.0)
-        own_total = own_total * tl.exp(scale * (own_peak - level)) + tl.where(own, tl.exp(scale * (-value - level)), 0.0)
+        own_total = own_total * tl.exp(scale * (own_peak - level)) + tl.where(
+            own, tl.exp(scale * (-value - level)), 0.0
+        )
         own_peak = peak
         peak = tl.maximum(other_peak, tl.where(other, value, float("-inf")))
         level = tl.where(peak > float("-inf"), peak, 0.0)
@@ -60,18 +62,18 @@ def _terms(scores, labels, terms, num_anchors, num_proxies, scale, margin, BACK:
         )
         other_peak = peak
     own_level, own_total, own_log, present = _logsumexp(own_peak, own_total, scale)
-    other_level, other_total, other_log, _ = _logsumexp(other_peak, other_total, scale)
+    other_level, other_total, other_log, others = _logsumexp(other_peak, other_total, scale)
     wide = tl.full((), 0.0, tl.float64) + scale
     pull = own_log + wide * (own_level.to(tl.float64) + margin)
     push = other_log + wide * (other_level.to(tl.float64) + margin)
     tl.store(terms + PULL * num_proxies + proxy, tl.where(present, softplus(pull), 0.0) + tl.sum(taint, 0))
-    tl.store(terms + PUSH * num_proxies + proxy, softplus(push))
+    tl.store(terms + PUSH * num_proxies + proxy, tl.where(others, softplus(push), 0.0))
     tl.store(terms + PRESENT * num_proxies + proxy, tl.where(present, 1.0, 0.0).to(tl.float64))
     if BACK:
         by_own = (-wide * sigmoid(pull) / own_total).to(tl.float32)
         by_other = (wide * sigmoid(push) / (other_total * num_proxies)).to(tl.float32)
         for start in range(0, num_anchors, N):
-            i, exists, value, _, own, other = _entries(scores, labels, start, proxy, num_anchors, N)
+            i, exists, value, label, own, other = _entries(scores, labels, start, proxy, num_anchors, N)
             slope = tl.where(own, by_own * tl.exp(scale * (-value - own_level)), 0.0)
             slope = tl.where(other, by_other * tl.exp(scale * (value - other_level)), slope)
             tl.store(scores + i, slope, mask=exists)

@@ -18,7 +18,7 @@ __all__ = ["loss"]
 def loss(embeddings: Tensor, labels: Tensor, proxies: Tensor, scale: float, margin: float) -> Tensor:
     """`losses.proxy_anchor_loss` of a batch that `eligible.class_matrix` admits."""
     if checks.reads_values(labels):
-        checks.in_range(labels, proxies.shape[0])
+        checks.classes(embeddings, labels, proxies.shape[0], proxies.shape[1])
     with launch.device_of(embeddings):
         value: Tensor = _Loss.call(
             embeddings, proxies, labels, float(scale), float(margin), eligible.learns(embeddings, proxies)

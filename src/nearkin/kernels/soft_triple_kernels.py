@@ -17,18 +17,24 @@ SUMMED = 1024  # anchors, or labels, at a time
 
 @triton.jit
 def _classes(scores, start, classes, sharpness, K: tl.constexpr, KP: tl.constexpr, N: tl.constexpr):
-    """Of a run of classes: where their similarities are, these, their weights in the class's mean, and that mean."""
+    """Of a run of classes: where their similarities are and which exist, 0 or NaN, the derivative of each class's mean
+    by its similarities, and that mean, summed below the highest of them to lose nothing."""
     c = start + tl.arange(0, N)
     k = tl.arange(0, KP)
     at = scores + c[:, None] * K + k[None, :]
     exists = (c < classes)[:, None] & (k < K)[None, :]
     value = tl.load(at, mask=exists, other=float("-inf"))
-    share = tl.where(exists, 1.0, 0.0)
+    taint = tl.sum(tl.where(exists, value * 0.0, 0.0), 1)
+    mean = tl.where(c < classes, tl.max(value, 1), 0.0)
+    slope = tl.where(exists, 1.0, 0.0)
     if K > 1:
-        top = tl.max(value, 1)
-        share = tl.exp((value - tl.where(c < classes, top, 0.0)[:, None]) * sharpness)
+        below = tl.where(exists, value - mean[:, None], 0.0)
+        share = tl.where(exists, tl.exp(below * sharpness), 0.0)
         share = share / tl.where(c < classes, tl.sum(share, 1), 1.0)[:, None]
-    return c, at, exists, value, share, tl.sum(tl.where(exists, share * value, 0.0), 1)
+        drop = tl.sum(share * below, 1)
+        mean += drop
+        slope = share * (1.0 + (below - drop[:, None]) * sharpness)
+    return c, at, exists, taint, slope, mean
 
 
 @triton.jit
@@ -45,8 +51,8 @@ def _entropy(scores, labels, facts, width, stride, classes, scale, margin, sharp
     total = tl.zeros((N,), tl.float32)
     taint = tl.zeros((N,), tl.float32)
     for start in range(0, classes, N):
-        c, _, exists, value, share, mean = _classes(scores, start, classes, sharpness, K, KP, N)
-        taint += tl.sum(tl.where(exists, value * 0.0, 0.0), 1)
+        c, at, exists, bad, slope, mean = _classes(scores, start, classes, sharpness, K, KP, N)
+        taint += bad
         target += tl.where(c == label, mean, 0.0)
         other = (c < classes) & (c != label)
         top = tl.maximum(peak, tl.where(other, mean, float("-inf")))
@@ -67,8 +73,9 @@ def _entropy(scores, labels, facts, width, stride, classes, scale, margin, sharp
     counted = label != -1
     if ACTIVE:
         counted = counted & ((term > 0) | (term != term))
-    bad = tl.where((label < -1) | (label >= classes), float("nan"), 0.0) + tl.sum(taint, 0)
-    term = tl.where(counted, term, 0.0) + bad + tl.load(row_fact(facts, TAINT, width) + row)
+    out_of_range = tl.where((label < -1) | (label >= classes), float("nan"), 0.0)
+    term = tl.where(counted, term, 0.0) + tl.load(row_fact(facts, TAINT, width) + row)
+    term += out_of_range + tl.sum(taint, 0)
     tl.store(row_fact(facts, TARGET, width) + row, term)
     tl.store(row_fact(facts, COUNTED, width) + row, tl.where(counted, 1.0, 0.0).to(tl.float64))
     if BACK:
@@ -76,12 +83,9 @@ def _entropy(scores, labels, facts, width, stride, classes, scale, margin, sharp
         by_target = -pull.to(tl.float32)
         by_other = (pull / number).to(tl.float32)
         for start in range(0, classes, N):
-            c, at, exists, value, share, mean = _classes(scores, start, classes, sharpness, K, KP, N)
-            slope = tl.where(c == label, by_target, by_other * tl.exp(scale * (mean - level)))
-            slope = slope[:, None] * share
-            if K > 1:
-                slope = slope * (1.0 + (value - mean[:, None]) * sharpness)
-            tl.store(at, slope, mask=exists)
+            c, at, exists, bad, slope, mean = _classes(scores, start, classes, sharpness, K, KP, N)
+            by_mean = tl.where(c == label, by_target, by_other * tl.exp(scale * (mean - level)))
+            tl.store(at, by_mean[:, None] * slope, mask=exists)
 
 
 @triton.jit
@@ -181,8 +185,9 @@ def within(units, labels, centers, weight, back):
 
 @functools.cache
 def _withins(centers, width, back):
-    sizes = {"K": centers, "KP": triton.next_power_of_2(centers), "D": width, "N": SUMMED}
-    return CachedLauncher(_within, BACK=back, **sizes, num_warps=4, **options())
+    each = triton.next_power_of_2(centers)
+    sizes = {"K": centers, "KP": each, "D": width, "N": SUMMED}
+    return CachedLauncher(_within, BACK=back, **sizes, num_warps=4 if each <= 16 else 8, **options())
 
 
 def total(facts, parts, num_rows, reduction):

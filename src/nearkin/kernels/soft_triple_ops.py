@@ -28,7 +28,7 @@ class Settings(NamedTuple):
 def loss(embeddings: Tensor, labels: Tensor, centers: Tensor, settings: Settings) -> Tensor:
     """`losses.soft_triple_loss` of a batch that `eligible.class_matrix` admits."""
     if checks.reads_values(labels):
-        checks.in_range(labels, centers.shape[0] // settings.centers_per_class)
+        checks.classes(embeddings, labels, centers.shape[0] // settings.centers_per_class, centers.shape[1])
     with launch.device_of(embeddings):
         value: Tensor = _Loss.call(embeddings, centers, labels, settings, eligible.learns(embeddings, centers))
     return value

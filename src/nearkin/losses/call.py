@@ -16,12 +16,16 @@ from nearkin.core.autograd import traced
 from nearkin.core.class_softmax import Rivals
 from nearkin.core.relations import Labels
 from nearkin.kernels import (
+    center_ops,
     class_anchor_ops,
     class_loss_ops,
     class_softmax_ops,
+    eligible,
     facility_ops,
     pair_ops,
+    proxy_anchor_ops,
     rank_ops,
+    soft_triple_ops,
     triplet_ops,
 )
 from nearkin.kernels.class_loss_ops import Form
@@ -29,7 +33,8 @@ from nearkin.kernels.triplet_ops import Plan
 from nearkin.losses import class_shards
 from nearkin.losses.class_shards import Shard
 
-__all__ = ["KERNEL_FROM", "ClassCall", "Form", "PairCall", "Plan", "class_path", "facility_kernel", "row_kernel"]
+__all__ = ["KERNEL_FROM", "ClassCall", "Form", "PairCall", "Plan", "center_kernel", "center_step_kernel", "class_path"]
+__all__ += ["facility_kernel", "row_kernel"]
 
 # B · C from which the class kernels are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of bfloat16 took 2.2 ms on
 # an H200, the dense form 5.0; with weights of float32 3.3 and 4.8. Not timed, and so to be asked for: other weights,
@@ -171,6 +176,32 @@ class ClassCall:
             return None
         return class_loss_ops.loss(x, labels, weight, form, self.reduction, self.max_memory)
 
+    def proxy_anchor_kernel(self, scale: float, margin: float) -> Tensor | None:
+        """Proxy-Anchor by kernels with all similarities in memory (`proxy_anchor_ops`), or None on another path."""
+        if self.impl != "auto" or not self._matrix_kernel():
+            return None
+        return proxy_anchor_ops.loss(self.embeddings, self.labels, self.weight, scale, margin)  # type: ignore[arg-type]
+
+    def soft_triple_kernel(self, scale: float, gamma: float, margin: float, tau: float) -> Tensor | None:
+        """SoftTriple by kernels with all similarities in memory (`soft_triple_ops`), or None on another path."""
+        each = self.per_class
+        if (
+            self.reduction not in eligible.REDUCTIONS
+            or each > soft_triple_ops.MOST_CENTERS
+            or not self._matrix_kernel()
+        ):
+            return None
+        settings = soft_triple_ops.Settings(each, scale, gamma, margin, tau, self.reduction)
+        return soft_triple_ops.loss(self.embeddings, self.labels, self.weight, settings)  # type: ignore[arg-type]
+
+    def _matrix_kernel(self) -> bool:
+        x, weight = self.embeddings, self.weight
+        return (
+            self.shard is None
+            and eligible.class_weights(self.impl, x, self.labels, weight, self.per_class)
+            and eligible.class_matrix(x, weight, self.max_memory)
+        )
+
     def check_labels(self) -> None:
         """Checks the batch and fills `ids`, `known` and `addend`."""
         self.ids, self.known, self.addend = class_shards.local_ids(
@@ -218,6 +249,35 @@ class ClassCall:
             return None
         stream = class_anchor_ops.class_anchors if path == "triton" else class_anchors.class_anchors
         return stream(x, weight, self.ids, self.known, scale=scale, max_memory=self.max_memory)
+
+
+def center_kernel(
+    embeddings: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    centers: Tensor,
+    pull: float,
+    reduction: str,
+    impl: str,
+    shard: Shard | None,
+) -> Tensor | None:
+    """Softmax + center by kernels (`center_ops`), or None where plain torch computes it."""
+    kernels.check(impl)
+    serves = shard is None and reduction in eligible.REDUCTIONS
+    if not serves or not center_ops.serves(impl, embeddings, labels, weight, bias, centers):
+        return None
+    return center_ops.loss(embeddings, labels, weight, bias, centers, pull, reduction)
+
+
+def center_step_kernel(
+    embeddings: Tensor, labels: Tensor, centers: Tensor, alpha: float, impl: str, shard: Shard | None
+) -> Tensor | None:
+    """The step of the centres by a kernel, or None where plain torch computes it."""
+    kernels.check(impl)
+    if shard is not None or centers.dtype != torch.float32 or not center_ops.serves(impl, embeddings, labels, centers):
+        return None
+    return center_ops.stepped(embeddings, labels, centers, alpha)
 
 
 def class_path(
