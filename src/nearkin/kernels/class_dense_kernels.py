@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """What losses over class weights with all scores in memory share: rows and weights of unit length, and the gradients.
 
-    prepared = prepare(x, weight, factor=scale)              # one launch; or with labels and an Own, for its score
+    prepared = prepare(x, weight, factor=scale)              # one launch; with labels and a Form its own class's score
     scores = prepared.scores()                               # (B, C) float32: factor · cosine, a cuBLAS product
     ...                                                      # a kernel turns `scores` into the derivatives, in place
     by_x, by_weight, _ = gradients(prepared, x, weight, scores, upstream, (x.dtype, weight.dtype))
@@ -22,29 +22,19 @@ from typing import NamedTuple
 import torch
 
 from nearkin import kernels
+from nearkin.kernels.class_loss_ops import Form
 from nearkin.kernels.class_own_kernels import clamped, inverse_length, own_cosine, own_score
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import tl, triton
 
-SCALARS, ROW_FACTS = tl.constexpr(16), tl.constexpr(7)
-COUNT, GAIN, FACTOR = map(tl.constexpr, range(3))
-# Of an anchor: 1 / its length; the gradient along its unit row, apart from that by the scores; 0 or NaN; the own class's
-# logit (later the term of the loss) and its slope; the row of its weight; whether the anchor counts.
-INVERSE, BY_LENGTH, TAINT, TARGET, SLOPE, PICK, COUNTED = map(tl.constexpr, range(7))
+SCALARS, ROW_FACTS = tl.constexpr(16), tl.constexpr(8)
+COUNT, GAIN, FACTOR, MEDIAN = map(tl.constexpr, range(4))
+# Of an anchor: 1 / its length; the gradient along its unit row, apart from that by the scores; 0 or NaN; the own
+# class's logit (later the term of the loss) and its slope; the row of its weight; whether the anchor counts; and the
+# log-sum-exp of the other classes, for an adaptive scale.
+INVERSE, BY_LENGTH, TAINT, TARGET, SLOPE, PICK, COUNTED, OTHERS = map(tl.constexpr, range(8))
 ROWS = 4  # anchors or weights per program
 INTERPRETS = kernels.interpreted()
-
-
-class Own(NamedTuple):
-    """How the score of the own class is made. scale: of the cosines (SphereFace: its annealing), a number or a scalar
-    tensor on the device; lost: the score of a weight without a direction."""
-
-    scale: float | torch.Tensor = 1.0
-    margin: float = 0.0
-    kind: str = "cosine"  # or "angle", "sphere"
-    straight: bool = False  # an angle's slope is that of the plain cosine
-    centers: int = 1
-    lost: float = 0.0
 
 
 class Prepared(NamedTuple):
@@ -213,26 +203,27 @@ def _gradients(by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_wei
 
 
 def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bias=None):
-    """Rows and weights for the scores. labels and own: also the own class's logit; its scale is then the factor.
+    """Rows and weights for the scores: `factor` times unit rows, or times x, and weights of unit length.
 
-    bias: (C,), added to the own class's logit.
+    labels and own, a `class_loss_ops.Form`: also the own class's logit; factor and normalize are then the Form's. bias:
+    (C,), added to that logit.
     """
+    form = own or Form(factor, kind="none", raw=not normalize)
     (anchors, dim), weights = x.shape, weight.shape[0]
     rows, units = (torch.empty(number, dim, device=x.device) for number in (anchors, weights))
     line = padded(anchors)
-    facts = torch.empty(16 + 7 * line + padded(weights), device=x.device, dtype=torch.float64)
-    chosen = own or Own(factor, kind="none")
-    scale, scale_tensor = (1.0, chosen.scale) if isinstance(chosen.scale, torch.Tensor) else (chosen.scale, None)
-    times = int(chosen.margin) if chosen.kind == "sphere" else 1
-    choices = (scale_tensor is not None, normalize, chosen.kind, chosen.straight, times, chosen.centers)
+    facts = torch.empty(16 + 8 * line + padded(weights), device=x.device, dtype=torch.float64)
+    scale, scale_tensor = (1.0, form.scale) if isinstance(form.scale, torch.Tensor) else (form.scale, None)
+    times = int(form.margin) if form.kind == "sphere" else 1
+    choices = (scale_tensor is not None, form.normalize, form.kind, form.straight, times, form.centers)
     programs = -(-anchors // ROWS)
-    margin = float(chosen.margin)
+    margin = float(form.margin)
     _preparing(*choices, bias is not None, _chunk(dim))(
         (programs - (-weights // ROWS), 1, 1),
         x, weight, facts if labels is None else labels, facts if scale_tensor is None else scale_tensor,
         facts if bias is None else bias, rows, units, facts, anchors, weights, line, dim, float(scale), margin,
-        math.cos(margin), math.sin(margin), float(chosen.lost), programs)  # fmt: skip
-    return Prepared(rows, units, facts, normalize)
+        math.cos(margin), math.sin(margin), float(form.lost), programs)  # fmt: skip
+    return Prepared(rows, units, facts, form.normalize)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from nearkin.core.autograd import HandGradient
 from nearkin.kernels import class_softmax_ops as passes
 from nearkin.kernels import eligible, launch
 
-__all__ = ["Form", "loss", "serves"]
+__all__ = ["Form", "loss", "readable", "serves"]
 
 
 class Form(NamedTuple):
@@ -28,18 +28,24 @@ class Form(NamedTuple):
 
     scale: float | Tensor = 1.0  # SphereFace: its annealing
     margin: float = 0.0
-    kind: str = "cosine"  # or "angle", "sphere"
+    kind: str = "cosine"  # or "angle", "sphere"; "none": the own class is like the others
     straight: bool = False  # an angle's slope is that of the plain cosine
     centers: int = 1
     lost: float = 0.0  # the score of a weight without a direction
     needs_others: bool = False  # an anchor counts only if there are others
     soft: bool = True  # the own class is in the sum too
+    raw: bool = False  # embeddings keep their length; SphereFace's always do
+
+    @property
+    def normalize(self) -> bool:
+        return not self.raw and self.kind != "sphere"
 
 
 def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reduction: str, max_memory: int | None) -> bool:
     """Whether `loss` computes it: what the passes serve, class ids, one value, no learned scale, no transform."""
     return (
         reduction in eligible.REDUCTIONS
+        and not form.raw
         and type(embeddings) in (Tensor, nn.Parameter)
         and type(weight) in (Tensor, nn.Parameter)
         and embeddings.dim() == weight.dim() == 2
@@ -49,12 +55,13 @@ def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reductio
         and labels.dtype in eligible.IDS
         and labels.shape == embeddings.shape[:1]
         and labels.device == embeddings.device
-        and (not isinstance(form.scale, Tensor) or _readable(form.scale, embeddings))
+        and (not isinstance(form.scale, Tensor) or readable(form.scale, embeddings))
         and passes.serves(embeddings, weight, form.centers, max_memory)
     )
 
 
-def _readable(scale: Tensor, embeddings: Tensor) -> bool:
+def readable(scale: Tensor, embeddings: Tensor) -> bool:
+    """Whether the kernels may read a scale on the device: a scalar that does not learn."""
     return scale.numel() == 1 and scale.is_floating_point() and scale.device == embeddings.device and not (
         scale.requires_grad and torch.is_grad_enabled()
     )  # fmt: skip
@@ -97,7 +104,7 @@ class _Loss(HandGradient):
         classes = weight_rows.shape[0] // form.centers
         value, gain = row_kernels.settle(peaks, sums, facts, stats, classes, form.needs_others, form.soft, reduction)
         ctx.save_for_backward(x, weight_rows, rows, inverse, places, facts, stats, gain)
-        ctx.constants, ctx.normalize, ctx.max_memory = constants, form.kind != "sphere", max_memory
+        ctx.constants, ctx.normalize, ctx.max_memory = constants, form.normalize, max_memory
         ctx.kind = plain.gradient_kind(weight)
         result: Tensor = value
         return result

@@ -1,0 +1,137 @@
+"""Softmax over class weights with all scores in memory: one node of the graph, a handful of launches.
+
+Forward: one kernel for rows and weights of unit length and the own class's score, a product of cuBLAS, one kernel for
+cross-entropy, its sum and the derivatives, written over the scores. Backward: two products and one kernel. Products are
+of float32, as torch's settings round it. For few classes these take less time than the launches of autograd's steps;
+for many, where the scores do not fit (`fits`), `class_loss_ops` computes them again and again.
+"""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from nearkin import kernels
+from nearkin.core import checks
+from nearkin.core import class_softmax as plain
+from nearkin.core.autograd import HandGradient
+from nearkin.kernels import eligible, launch
+from nearkin.kernels.class_loss_ops import Form, readable
+
+__all__ = ["fits", "loss", "serves"]
+
+MOST = 2**30  # bytes that all of it may take without max_memory
+
+
+def serves(
+    embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reduction: str, bias: Tensor | None = None
+) -> bool:
+    """Whether `loss` computes it: class ids, one value, no learned scale, no float64, no transform."""
+    return (
+        reduction in eligible.REDUCTIONS
+        and type(embeddings) in _PLAIN
+        and type(weight) in _PLAIN
+        and embeddings.dtype in eligible.FLOATS
+        and weight.dtype in eligible.FLOATS
+        and embeddings.dim() == weight.dim() == 2
+        and embeddings.shape[1] == weight.shape[1] > 0
+        and embeddings.shape[0] > 0
+        and 0 < form.centers <= weight.shape[0]
+        and weight.shape[0] % form.centers == 0
+        and isinstance(labels, Tensor)
+        and labels.dtype in eligible.IDS
+        and labels.shape == embeddings.shape[:1]
+        and labels.device == weight.device == embeddings.device
+        and (bias is None or (bias.dtype in eligible.FLOATS and bias.shape == weight.shape[:1]))
+        and (not isinstance(form.scale, Tensor) or readable(form.scale, embeddings))
+        and kernels.can_run(embeddings)
+    )
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def fits(embeddings: Tensor, weight: Tensor, max_memory: int | None) -> bool:
+    """Whether scores, rows, weights and gradients stay within `max_memory` bytes, or the default."""
+    if max_memory is not None:
+        checks.integer("max_memory", max_memory, 1)
+    (anchors, dim), weights = embeddings.shape, weight.shape[0]
+    needed = 4 * anchors * (weights + 15) + (12 * dim + 64) * (anchors + weights) + 2048
+    return needed <= (MOST if max_memory is None else max_memory)
+
+
+def loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    form: Form,
+    reduction: str,
+    bias: Tensor | None = None,
+    adapted: Tensor | None = None,
+) -> Tensor:
+    """The loss of a batch that the kernels can serve; labels in 0..C-1, -1 is left out.
+
+    bias: (C,), added to the logits. adapted: a scalar tensor that is filled with AdaCos's next scale, by which the loss
+    is computed; `form.scale` is then the scale before.
+    """
+    if checks.reads_values(labels):
+        checks.classes(embeddings, labels, weight.shape[0] // form.centers, weight.shape[1])
+    with launch.device_of(embeddings):
+        value: Tensor = _Loss.call(embeddings, weight, bias, labels, form, reduction, adapted)
+    return value
+
+
+@functools.cache
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    from nearkin.kernels import class_dense_kernels, class_entropy_kernels
+
+    return class_dense_kernels, class_entropy_kernels
+
+
+class _Loss(HandGradient):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        form: Form,
+        reduction: str,
+        adapted: Tensor | None,
+    ) -> Tensor:
+        dense, entropy = _kernels()
+        x, rows, labels = x.contiguous(), weight.contiguous(), labels.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        own = form if adapted is None else form._replace(scale=1.0)  # the scores are then cosines
+        prepared = dense.prepare(x, rows, labels, own, bias=bias)
+        scores = prepared.scores()
+        if adapted is not None:
+            entropy.adapt(scores, prepared.facts, form.scale, adapted)
+        wants = any(ctx.needs_input_grad)
+        value: Tensor = entropy.entropy(scores, prepared.facts, form, reduction, bias, adapted, wants)
+        ctx.save_for_backward(x, rows, scores, *prepared[:3])
+        ctx.normalize = prepared.normalize
+        ctx.kinds = (x.dtype, plain.gradient_kind(weight)), None if bias is None else bias.dtype
+        return value
+
+    @staticmethod
+    @launch.once
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        dense, _ = _kernels()
+        x, weight, scores, *prepared = ctx.saved_tensors
+        kinds, bias_kind = ctx.kinds
+        wants = ctx.needs_input_grad
+        kinds = tuple(kind if wanted else None for kind, wanted in zip(kinds, wants, strict=False))
+        with launch.device_of(x):
+            gradients = dense.gradients(
+                dense.Prepared(*prepared, ctx.normalize),
+                x,
+                weight,
+                scores,
+                upstream,
+                kinds,
+                bias_kind if wants[2] else None,
+            )
+        return *gradients, None, None, None, None

@@ -1,0 +1,263 @@
+# mypy: ignore-errors
+"""The kernels of `class_dense_ops`: one program per anchor passes over its line of scores, twice.
+
+The other classes are summed without the own one, beside which a small loss would lose its digits. The second pass
+writes the derivatives over the scores. The last program to finish sums the terms, always in the same order.
+"""
+
+import functools
+
+import torch
+
+from nearkin.kernels.class_dense_kernels import (
+    BY_LENGTH,
+    COUNT,
+    COUNTED,
+    GAIN,
+    INTERPRETS,
+    MEDIAN,
+    OTHERS,
+    PICK,
+    SLOPE,
+    TAINT,
+    TARGET,
+    options,
+    padded,
+    row_fact,
+    weight_facts,
+)
+from nearkin.kernels.launch import CachedLauncher
+from nearkin.kernels.numerics import LOG_ZERO, sigmoid, softplus, tl, triton
+
+SUMMED = 512  # anchors at a time in the last sum
+LARGEST = 16 if INTERPRETS else 4096  # scores at a time
+HALF_ROOT = tl.constexpr(0.7071067811865476)  # cos π/4
+
+
+@triton.jit
+def _class_scores(line, c, mask, times, bias, inverses, lost, LOST: tl.constexpr, BIAS: tl.constexpr,
+                  CENTERS: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    """Scores (N,) of the classes c, NaN if one of its centres is; and which of the centres it is."""
+    if CENTERS == 1:
+        best = c * 0
+        score = tl.load(line + c, mask=mask, other=0.0)
+    else:
+        k = tl.arange(0, K)
+        exists = mask[:, None] & (k < CENTERS)[None, :]
+        tile = tl.load(line + c[:, None] * CENTERS + k[None, :], mask=exists, other=float("-inf"))
+        score = tl.max(tile, 1)
+        best = tl.min(tl.where(tile == score[:, None], k[None, :], K), 1)  # the first of equals
+        score = tl.where(mask, score, 0.0) + tl.sum(tl.where(exists, tile * 0.0, 0.0), 1)
+    score = score * times
+    if LOST:
+        score += tl.where(tl.load(inverses + c, mask=mask, other=1.0) == 0.0, lost, 0.0)
+    if BIAS:
+        addend = tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
+        score += addend + addend * 0.0  # NaN if it is infinite
+    return score, best
+
+
+@triton.jit
+def _others(line, own, classes, times, bias, inverses, lost, LOST: tl.constexpr, BIAS: tl.constexpr,
+            CENTERS: tl.constexpr, K: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """The highest score of the other classes, and the sum of e^(score - that) in float64; 0 and 0 if there are none."""
+    peaks = tl.full((N,), LOG_ZERO, tl.float32)
+    sums = tl.zeros((N,), tl.float32)
+    for start in range(0, classes, N):
+        c = start + tl.arange(0, N)
+        mask = c < classes
+        score, _ = _class_scores(line, c, mask, times, bias, inverses, lost, LOST, BIAS, CENTERS, K)
+        other = mask & (c != own)
+        top = tl.maximum(peaks, tl.where(other, score, LOG_ZERO))
+        sums = sums * tl.exp(peaks - top) + tl.where(other, tl.exp(score - top), 0.0)
+        peaks = top
+    level = tl.max(peaks, 0)
+    total = tl.sum((sums * tl.exp(peaks - level)).to(tl.float64), 0)
+    return tl.where(total == 0, 0.0, level), total
+
+
+@triton.jit
+def _derivatives(line, own, pick, classes, times, level, pull, push, bias, inverses, lost, LOST: tl.constexpr,
+                 BIAS: tl.constexpr, CENTERS: tl.constexpr, K: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """pull · e^(score - level) in place of the others' scores, push in place of the own one."""
+    for start in range(0, classes, N):
+        c = start + tl.arange(0, N)
+        mask = c < classes
+        score, best = _class_scores(line, c, mask, times, bias, inverses, lost, LOST, BIAS, CENTERS, K)
+        slope = tl.where(c == own, push, pull * tl.exp(score - level))
+        if CENTERS == 1:
+            tl.store(line + c, slope, mask=mask)
+        else:
+            k = tl.arange(0, K)
+            chosen = tl.where(c == own, (pick - own * CENTERS).to(tl.int32), best)
+            slopes = tl.where(k[None, :] == chosen[:, None], slope[:, None], 0.0)
+            tl.debug_barrier()  # a thread may store what another has loaded
+            tl.store(line + c[:, None] * CENTERS + k[None, :], slopes, mask=mask[:, None] & (k < CENTERS)[None, :])
+
+
+@triton.jit
+def _last(facts, number):
+    """Whether all programs but this one are done; what they stored can then be loaded, past the nearest cache."""
+    return tl.atomic_add(facts + COUNT, 1.0, sem="acq_rel") == number - 1
+
+
+@triton.jit
+def _sum(facts, value, num_rows, width, MEAN: tl.constexpr, S: tl.constexpr):
+    """The loss, and the factor of every derivative."""
+    total = tl.zeros((S,), tl.float64)
+    counted = tl.zeros((S,), tl.float64)
+    for start in range(0, num_rows, S):
+        i = start + tl.arange(0, S)
+        mask = i < num_rows
+        total += tl.load(row_fact(facts, TARGET, width) + i, mask=mask, other=0.0, cache_modifier=".cg")
+        total += tl.load(row_fact(facts, TAINT, width) + i, mask=mask, other=0.0, cache_modifier=".cg")
+        counted += tl.load(row_fact(facts, COUNTED, width) + i, mask=mask, other=0.0, cache_modifier=".cg")
+    gain = tl.full((), 1.0, tl.float64)
+    if MEAN:
+        gain = 1.0 / tl.maximum(tl.sum(counted, 0), 1.0)
+    tl.store(value, (tl.sum(total, 0) * gain).to(tl.float32))
+    tl.store(facts + GAIN, gain)
+
+
+@triton.jit
+def _entropy(scores, bias, scale, facts, value, num_rows, classes, stride, width, lost, ADAPTED: tl.constexpr,
+             LOST: tl.constexpr, BIAS: tl.constexpr, SOFT: tl.constexpr, NEEDS_OTHERS: tl.constexpr,
+             ACTIVE: tl.constexpr, MEAN: tl.constexpr, SLOPES: tl.constexpr, CENTERS: tl.constexpr, K: tl.constexpr,
+             N: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """Cross-entropies and their sum. ADAPTED: scores are cosines, to be multiplied by `scale`; SOFT: the own class is
+    in the sum too; NEEDS_OTHERS: an anchor counts only if there are other classes; SLOPES: derivatives are wanted."""
+    i = tl.program_id(0)
+    line = scores + i.to(tl.int64) * stride
+    inverses = weight_facts(facts, width)
+    pick = tl.load(row_fact(facts, PICK, width) + i).to(tl.int64)
+    own = pick // CENTERS
+    times = tl.full((), 1.0, tl.float32)
+    target = tl.load(row_fact(facts, TARGET, width) + i)
+    if ADAPTED:
+        times = tl.load(scale).to(tl.float32)
+        target = target * times
+    level, total = _others(line, own, classes, times, bias, inverses, lost, LOST, BIAS, CENTERS, K, N)
+    others = total != 0  # NaN is one
+    log = level.to(tl.float64) + tl.log(tl.where(others, total, 1.0)) - target
+    counts = tl.load(row_fact(facts, COUNTED, width) + i) > 0
+    if SOFT:
+        term = tl.where(others, softplus(log), 0.0)
+        share = tl.where(others, sigmoid(log), 0.0)
+    else:
+        term = log
+        share = tl.where(others, 1.0, 0.0)
+    if NEEDS_OTHERS:
+        counts = counts & (classes > 1)
+    if ACTIVE:
+        counts = counts & ((term > 0) | (term != term))
+    taint = tl.load(row_fact(facts, TAINT, width) + i) + (total + target) * 0.0
+    share = tl.where(counts, share, 0.0)
+    by_length = -share * tl.load(row_fact(facts, BY_LENGTH, width) + i)
+    push = -share * tl.load(row_fact(facts, SLOPE, width) + i) * times
+    pull = share / tl.where(others, total, 1.0) * times
+    tl.store(row_fact(facts, BY_LENGTH, width) + i, by_length)
+    tl.store(row_fact(facts, TARGET, width) + i, tl.where(counts, term, 0.0))
+    tl.store(row_fact(facts, TAINT, width) + i, taint)
+    tl.store(row_fact(facts, COUNTED, width) + i, tl.where(counts, 1.0, 0.0))
+    if SLOPES:
+        _derivatives(line, own, pick, classes, times, level, pull.to(tl.float32), push.to(tl.float32), bias, inverses,
+                     lost, LOST, BIAS, CENTERS, K, N)  # fmt: skip
+    if _last(facts, num_rows):
+        _sum(facts, value, num_rows, width, MEAN, S)
+
+
+@triton.jit
+def _median(facts, i, cos, num_rows, width, S: tl.constexpr):
+    """Stores the own cosine of this anchor if its angle is the lower median of all anchors that count."""
+    before = tl.zeros((S,), tl.int32)
+    counted = tl.zeros((S,), tl.int32)
+    for start in range(0, num_rows, S):
+        j = start + tl.arange(0, S)
+        mask = j < num_rows
+        other = tl.load(row_fact(facts, TARGET, width) + j, mask=mask, other=0.0)
+        known = mask & (tl.load(row_fact(facts, COUNTED, width) + j, mask=mask, other=0.0) > 0) & (other == other)
+        counted += known.to(tl.int32)
+        before += (known & ((other > cos) | ((other == cos) & (j < i)))).to(tl.int32)
+    if tl.sum(before, 0) == (tl.sum(counted, 0) - 1) // 2:
+        tl.store(facts + MEDIAN, cos)
+
+
+@triton.jit
+def _adapt(scores, scale, adapted, facts, num_rows, classes, stride, width, N: tl.constexpr, S: tl.constexpr):
+    """AdaCos's next scale from cosines: ln(mean sum of e^(scale · cosine) of the others) / cos(min(π/4, median))."""
+    i = tl.program_id(0)
+    pick = tl.load(row_fact(facts, PICK, width) + i).to(tl.int64)
+    line = scores + i.to(tl.int64) * stride
+    level, total = _others(line, pick, classes, tl.load(scale).to(tl.float32), scale, scale, 0.0, False, False, 1, 1, N)
+    tl.store(row_fact(facts, OTHERS, width) + i, level.to(tl.float64) + tl.log(total))
+    if tl.load(row_fact(facts, COUNTED, width) + i) > 0:
+        _median(facts, i, tl.load(row_fact(facts, TARGET, width) + i), num_rows, width, S)
+    if _last(facts, num_rows):
+        _next_scale(scale, adapted, facts, num_rows, width, S)
+        tl.store(facts + COUNT, 0.0)
+
+
+@triton.jit
+def _next_scale(scale, adapted, facts, num_rows, width, S: tl.constexpr):
+    peak = tl.full((), float("-inf"), tl.float64)
+    for start in range(0, num_rows, S):
+        i = start + tl.arange(0, S)
+        known = tl.load(row_fact(facts, COUNTED, width) + i, mask=i < num_rows, other=0.0) > 0
+        log = tl.load(row_fact(facts, OTHERS, width) + i, mask=known, other=float("-inf"), cache_modifier=".cg")
+        peak = tl.maximum(peak, tl.max(log, 0))
+    total = tl.zeros((S,), tl.float64)
+    counted = tl.zeros((S,), tl.float64)
+    for start in range(0, num_rows, S):
+        i = start + tl.arange(0, S)
+        known = tl.load(row_fact(facts, COUNTED, width) + i, mask=i < num_rows, other=0.0) > 0
+        log = tl.load(row_fact(facts, OTHERS, width) + i, mask=known, other=0.0, cache_modifier=".cg")
+        total += tl.where(known, tl.exp(log - peak), 0.0)
+        counted += known.to(tl.float64)
+    before = tl.load(scale)
+    median = tl.load(facts + MEDIAN, cache_modifier=".cg")
+    following = (peak + tl.log(tl.sum(total, 0) / tl.sum(counted, 0))) / tl.maximum(tl.minimum(median, 1.0), HALF_ROOT)
+    sound = (following > 0) & (following < float("inf"))  # not with NaN, nor without a known label
+    tl.store(adapted, tl.where(sound, following.to(tl.float32), before.to(tl.float32)))
+
+
+def entropy(scores, facts, form, reduction, bias=None, adapted=None, slopes=True):
+    """The loss, a scalar; `scores` become the derivatives by them. adapted: a scale of cosines in `scores`."""
+    (anchors, weights), centers = scores.shape, form.centers
+    value = torch.empty((), device=scores.device)
+    choices = (adapted is not None, form.lost != 0, bias is not None, form.soft, form.needs_others)
+    arguments = (facts if bias is None else bias, facts if adapted is None else adapted, facts, value, anchors)
+    _settling(*choices, reduction, slopes, centers, _block(weights // centers, centers))(
+        (anchors, 1, 1), scores, *arguments, weights // centers, scores.stride(0), padded(anchors), float(form.lost)
+    )
+    return value
+
+
+@functools.cache
+def _settling(adapted, lost, bias, soft, needs_others, reduction, slopes, centers, block):
+    choices = {"ADAPTED": adapted, "LOST": lost, "BIAS": bias, "SOFT": soft, "NEEDS_OTHERS": needs_others}
+    choices |= {"ACTIVE": reduction == "active", "MEAN": reduction != "sum", "SLOPES": slopes, "CENTERS": centers}
+    choices |= {"K": triton.next_power_of_2(centers), "N": block, "S": SUMMED}
+    return CachedLauncher(_entropy, **choices, **_warps(block * choices["K"]), **options())
+
+
+def adapt(scores, facts, scale, adapted):
+    """Fills `adapted` with the next scale from cosines (B, C) and the scale before."""
+    anchors, classes = scores.shape
+    _adapting(_block(classes, 1))(
+        (anchors, 1, 1), scores, scale, adapted, facts, anchors, classes, scores.stride(0), padded(anchors)
+    )
+
+
+@functools.cache
+def _adapting(block):
+    return CachedLauncher(_adapt, N=block, S=SUMMED, **_warps(block), **options())
+
+
+def _block(classes, centers):
+    """Classes at a time."""
+    most = max(1, LARGEST // triton.next_power_of_2(centers))
+    return max(1, min(triton.next_power_of_2(classes), most), 0 if INTERPRETS else 128 // centers)
+
+
+def _warps(entries):
+    return {"num_warps": max(1, min(8, entries // 512))}
