@@ -119,8 +119,9 @@ class CenterLoss(LossModule, function=center_loss):
         learned = (self.weight, self.bias, self.centers)
         value = center_loss(embeddings, labels, *learned, shard=shard, **self.arguments())
         if self.training:
-            choices = {"alpha": self.alpha, "impl": self.impl, "shard": shard}
-            self.centers = center_update(embeddings, labels, self.centers, **choices)
+            self.centers = center_update(
+                embeddings, labels, self.centers, alpha=self.alpha, impl=self.impl, shard=shard
+            )
             class_shards.mark(self)
         return value
 
