@@ -76,7 +76,7 @@ def loss(
     is computed; `form.scale` is then the scale before.
     """
     if checks.reads_values(labels):
-        checks.classes(embeddings, labels, weight.shape[0] // form.centers, weight.shape[1])
+        checks.class_batch(embeddings, labels, weight.shape[0] // form.centers, weight.shape[1])
     with launch.device_of(embeddings):
         value: Tensor = _Loss.call(embeddings, weight, bias, labels, form, reduction, adapted)
     return value

@@ -17,6 +17,7 @@ from nearkin.core.class_softmax import Rivals
 from nearkin.core.relations import Labels
 from nearkin.kernels import (
     class_anchor_ops,
+    class_dense_ops,
     class_loss_ops,
     class_softmax_ops,
     facility_ops,
@@ -158,18 +159,30 @@ class ClassCall:
         self.embeddings, self.labels, self.weight, self.reduction = embeddings, labels, weight, reduction
         self.impl, self.max_memory, self.shard, self.per_class = impl, max_memory, shard, per_class
 
-    def kernel(self, form: Form) -> Tensor | None:
-        """The loss by the kernels that compute all of it (`class_loss_ops`), or None where another path is taken."""
+    def kernel(self, form: Form, bias: Tensor | None = None, adapted: Tensor | None = None) -> Tensor | None:
+        """The loss by kernels that compute all of it, or None where another path is taken.
+
+        With all scores in memory where they fit (`class_dense_ops`, which knows biases and AdaCos's `adapted` scale),
+        else block by block (`class_loss_ops`).
+        """
         x, labels, weight, impl = self.embeddings, self.labels, self.weight, self.impl
-        if self.shard is not None or impl == "torch" or not isinstance(x, Tensor):
+        if self.shard is not None or impl == "torch" or not isinstance(x, Tensor) or not isinstance(labels, Tensor):
             return None
-        if not (impl == "triton" or x.is_cuda) or not isinstance(labels, Tensor):
+        if not (impl == "triton" or x.is_cuda):
             return None
-        if not class_loss_ops.serves(x, labels, weight, form, self.reduction, self.max_memory):
+        streams = bias is None and adapted is None
+        task = (x, labels, weight, form, self.reduction)
+        if (
+            not (streams and _many_in_bfloat16(x, weight, form.centers))
+            and class_dense_ops.serves(*task, bias)
+            and class_dense_ops.fits(x, weight, self.max_memory)
+        ):
+            return class_dense_ops.loss(*task, bias, adapted)
+        if not streams or not class_loss_ops.serves(*task, self.max_memory):
             return None
         if class_path(impl, x, weight, self.max_memory, form.centers) != "triton":
             return None
-        return class_loss_ops.loss(x, labels, weight, form, self.reduction, self.max_memory)
+        return class_loss_ops.loss(*task, self.max_memory)
 
     def check_labels(self) -> None:
         """Checks the batch and fills `ids`, `known` and `addend`."""
@@ -243,6 +256,15 @@ def class_path(
     if _kernel_wins(embeddings, weight) and class_softmax_ops.serves(embeddings, weight, per_class, max_memory):
         return "triton"
     return "dense" if fits else "torch"
+
+
+def _many_in_bfloat16(embeddings: Tensor, weight: Tensor, centers: int) -> bool:
+    """Where products of bfloat16, block by block, take less time than those of float32."""
+    return embeddings.dtype == weight.dtype == torch.bfloat16 and (
+        centers in class_softmax_ops.CENTERS
+        and KERNEL_FROM is not None
+        and embeddings.shape[0] * weight.shape[0] >= KERNEL_FROM
+    )
 
 
 def _kernel_wins(embeddings: Tensor, weight: Tensor) -> bool:
