@@ -35,6 +35,7 @@ COUNT, GAIN, FACTOR, MEDIAN = map(tl.constexpr, range(4))
 INVERSE, BY_LENGTH, TAINT, TARGET, SLOPE, PICK, COUNTED, OTHERS = map(tl.constexpr, range(8))
 ROWS = 4  # anchors or weights per program
 INTERPRETS = kernels.interpreted()
+NUMBERS = ("num_rows", "num_weights", "classes", "row_programs")  # not to be compiled for again
 
 
 class Prepared(NamedTuple):
@@ -91,7 +92,7 @@ def _scaled(x, out, at, times, mask_m, dim, D: tl.constexpr):
         tl.store(out + at + axis[None, :], value.to(tl.float32), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows, num_weights, width, dim, scale,
              margin, along, across, lost, row_programs, SCALE_TENSOR: tl.constexpr, NORMALIZE: tl.constexpr,
              MARGIN: tl.constexpr, STRAIGHT: tl.constexpr, TIMES: tl.constexpr, CENTERS: tl.constexpr,
@@ -173,7 +174,7 @@ def _gradient(product, source, by, at, mask_m, dim, times, along, inverse, PROJE
         tl.store(by + at + axis[None, :], gradient.to(tl.float32).to(by.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _gradients(by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, num_rows, num_weights,
                width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr,
                D: tl.constexpr):  # fmt: skip
