@@ -30,12 +30,14 @@ from nearkin.kernels.triplet_ops import Plan
 from nearkin.losses import class_shards
 from nearkin.losses.class_shards import Shard
 
-__all__ = ["KERNEL_FROM", "ClassCall", "Form", "PairCall", "Plan", "class_path", "facility_kernel", "row_kernel"]
+__all__ = ["KERNEL_FROM", "ClassCall", "Form", "PairCall", "Plan", "class_path", "facility_kernel"]
+__all__ += ["again_plainly", "row_kernel"]
 
 # B · C from which the class kernels are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of bfloat16 took 2.2 ms on
 # an H200, the dense form 5.0; with weights of float32 3.3 and 4.8. Not timed, and so to be asked for: other weights,
 # float32 that may be rounded to TF32, and GPUs without float64 on their matrix units.
 KERNEL_FROM: int | None = 2**23
+PLAIN = "plain"  # the impl by which a loss over class weights computes itself again, for a second derivative
 
 
 class PairCall:
@@ -155,20 +157,24 @@ class ClassCall:
         shard: Shard | None = None,
         per_class: int = 1,
     ) -> None:
+        self.one_node = impl != PLAIN
+        impl = impl if self.one_node else "auto"
         kernels.check(impl)
         self.embeddings, self.labels, self.weight, self.reduction = embeddings, labels, weight, reduction
         self.impl, self.max_memory, self.shard, self.per_class = impl, max_memory, shard, per_class
 
-    def kernel(self, form: Form, bias: Tensor | None = None, adapted: Tensor | None = None) -> Tensor | None:
+    def kernel(
+        self, form: Form, again: class_dense_ops.Again, bias: Tensor | None = None, adapted: Tensor | None = None
+    ) -> Tensor | None:
         """The loss by kernels that compute all of it, or None where another path is taken.
 
         With all scores in memory where they fit (`class_dense_ops`, which knows biases and AdaCos's `adapted` scale),
-        else block by block (`class_loss_ops`).
+        else block by block (`class_loss_ops`). again: the loss of embeddings, weights and biases by impl=PLAIN.
         """
         x, labels, weight, impl = self.embeddings, self.labels, self.weight, self.impl
         if self.shard is not None or impl == "torch" or not isinstance(x, Tensor) or not isinstance(labels, Tensor):
             return None
-        if not (impl == "triton" or x.is_cuda):
+        if not (impl == "triton" or x.is_cuda) or not self.one_node:
             return None
         streams = bias is None and adapted is None
         task = (x, labels, weight, form, self.reduction)
@@ -177,7 +183,7 @@ class ClassCall:
             and class_dense_ops.serves(*task, bias)
             and class_dense_ops.fits(x, weight, self.max_memory)
         ):
-            return class_dense_ops.loss(*task, bias, adapted)
+            return class_dense_ops.loss(*task, again, bias, adapted)
         if not streams or not class_loss_ops.serves(*task, self.max_memory):
             return None
         if class_path(impl, x, weight, self.max_memory, form.centers) != "triton":
@@ -231,6 +237,14 @@ class ClassCall:
             return None
         stream = class_anchor_ops.class_anchors if path == "triton" else class_anchors.class_anchors
         return stream(x, weight, self.ids, self.known, scale=scale, max_memory=self.max_memory)
+
+
+def again_plainly(
+    function: Callable[..., Tensor], labels: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, **settings: Any
+) -> Tensor:
+    """`ClassCall.kernel`'s `again`, from a loss function and its settings."""
+    learned = (weight,) if bias is None else (weight, bias)
+    return function(x, labels, *learned, impl=PLAIN, **settings)
 
 
 def class_path(

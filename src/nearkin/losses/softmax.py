@@ -1,6 +1,7 @@
 """Class softmax on the sphere without a margin: normalised, heated-up, and with an adaptive scale."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.nn.functional import batch_norm
 from nearkin.core import checks, class_dense, class_softmax, distances, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.losses import class_sampling, class_shards, logits
-from nearkin.losses.call import ClassCall, Form
+from nearkin.losses.call import ClassCall, Form, again_plainly
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 
@@ -48,7 +49,8 @@ def normalized_softmax_loss(
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
     call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard)
-    if (value := call.kernel(Form(scale))) is not None:
+    again = partial(again_plainly, normalized_softmax_loss, labels, scale=scale, reduction=reduction)
+    if (value := call.kernel(Form(scale), again)) is not None:
         return value
     call.check_labels()
     if (rivals := call.rivals(scale=scale)) is not None:
@@ -79,7 +81,8 @@ def heated_softmax_loss(
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
     call = ClassCall(embeddings, labels, weight, reduction, impl, shard=shard)
-    if (value := call.kernel(Form(scale, raw=not normalize), bias)) is not None:
+    again = partial(again_plainly, heated_softmax_loss, labels, scale=scale, normalize=normalize, reduction=reduction)
+    if (value := call.kernel(Form(scale, raw=not normalize), again, bias)) is not None:
         return value
     ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     x = distances.unit(embeddings) if normalize else embeddings
@@ -331,7 +334,8 @@ class AdaCosLoss(LossModule, function=adacos_loss):
             refuse_transforms("AdaCosLoss")
             call = ClassCall(embeddings, labels, self.weight, self.reduction, self.impl, self.max_memory, shard)
             following = torch.empty_like(self.scale)
-            if (value := call.kernel(Form(self.scale), adapted=following)) is not None:
+            again = partial(again_plainly, adacos_loss, labels, scale=following, reduction=self.reduction)
+            if (value := call.kernel(Form(self.scale), again, adapted=following)) is not None:
                 self.scale = following
                 return value
             self.scale = adacos_scale(
