@@ -43,8 +43,10 @@ CLASS_CASES = {
 }
 
 
-def batch(shape: tuple[int, int, int], centers: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Anchors in float64, some near their class, one unknown, a zero row and a large one where there are several;
+def batch(
+    shape: tuple[int, int, int], centers: int = 1, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Anchors, some near their class, one unknown, a zero row and a large one where there are several;
     labels; class weights, one of them zero; biases."""
     number, classes, dim = shape
     g = torch.Generator().manual_seed(seed)
@@ -57,7 +59,8 @@ def batch(shape: tuple[int, int, int], centers: int = 1, seed: int = 0) -> tuple
         x[5] *= 30
     if classes > 9:
         weight[7] = 0
-    return x, labels, weight, torch.randn(classes, generator=g, dtype=torch.float64)
+    bias = torch.randn(classes, generator=g, dtype=torch.float64)
+    return x.to(dtype), labels, weight.to(dtype), bias.to(dtype)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def judge_exact():
 def judge_edges():
     """Facts by name, each True."""
     facts = {}
-    x, labels, weight, bias = (t.float() if t.is_floating_point() else t for t in batch((9, 11, 4)))
+    x, labels, weight, bias = batch((9, 11, 4), dtype=torch.float32)
     case, arguments = CLASS_CASES["arcface"], (x, labels, weight, bias)
     base = outcome(case, arguments, "mean", impl="triton")
     for kind in (torch.int32, torch.int16, torch.int8):
@@ -158,8 +158,7 @@ def modules():
         twin.load_state_dict(ours.state_dict())
         sound = True
         for step in range(3):
-            x, labels, _, _ = batch((9 + step, 8, 4), seed=step)
-            x = x.float()
+            x, labels, _, _ = batch((9 + step, 8, 4), seed=step, dtype=torch.float32)
             states = []
             for module in (ours, twin):
                 torch.manual_seed(step)
