@@ -6,10 +6,13 @@ is pytorch-metric-learning with the same loss and its own miner; `floor` is the 
 forward pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto` once more
 on a device that is kept busy (`busy`), as by an encoder; on the CPU in rounds, one step of each, so that other load on
 the machine hits all alike. Memory: the peak beyond what was allocated before, on the CPU in a separate process. --check
-compares values and gradients with float64 instead.
+compares values and gradients with float64 instead. --classes: losses over class weights alone, every number of classes
+with every batch, in rounds, beside the peer and `compiled`: torch.compile of the formula as one writes it
+(class_formulas.py), with dynamic shapes, so that it compiles once.
 """
 
 import argparse
+import functools
 import inspect
 import json
 import resource
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import class_formulas
 import measure
 from nearkin import losses
 
@@ -34,6 +38,8 @@ PATIENCE = 200.0  # ms: a peer that took longer is not run again at the next lar
 ONCE = 3000.0  # ms: a step on the CPU that takes longer is taken once
 CEILING = 12 * 2**30  # bytes a peer may ask for on the CPU
 CONTENDERS = ("auto", "torch", "peer", "floor")
+BATCHES, CLASSES = (128, 512, 2048, 4096), (100, 1000, 10_000)  # of --classes
+CLASS_CONTENDERS = ("auto", "peer", "compiled")
 
 
 class Case(NamedTuple):
@@ -108,7 +114,13 @@ CASES = [
         weighs=True,
     ),
     Case("SphereFace", "SphereFaceLoss", {}, "L.SphereFaceLoss(C, D)", weighs=True),
+    Case("AdaCos", "AdaCosLoss", {}, weighs=True),
+    Case("AdaCos, fixed", "AdaCosLoss", {"dynamic": False}, weighs=True),
+    Case("heated softmax", "HeatedSoftmaxLoss", {}, weighs=True),
+    Case("heated softmax, batch norm", "HeatedSoftmaxLoss", {"norm": "batch"}, weighs=True),
+    Case("softmax + center", "CenterLoss", {}, weighs=True),
     Case("Proxy-NCA", "ProxyNCALoss", {}, "L.ProxyNCALoss(C, D)", weighs=True),
+    Case("Proxy-NCA, original", "ProxyNCALoss", {"form": "original"}, weighs=True),
     Case("Proxy-Anchor", "ProxyAnchorLoss", {}, "L.ProxyAnchorLoss(C, D)", weighs=True),
     Case("SoftTriple", "SoftTripleLoss", {}, "L.SoftTripleLoss(C, D)", weighs=True),
 ]
@@ -141,9 +153,9 @@ def batch(size: int, device: str, case: Case | None = None) -> tuple[Tensor, Ten
     return x, (y.float() if case is not None and case.ours == "LogRatioLoss" else y).to(device)
 
 
-def ours(case: Case, size: int, device: str, **overrides: Any) -> torch.nn.Module:
+def ours(case: Case, size: int, device: str, classes: int | None = None, **overrides: Any) -> torch.nn.Module:
     constructor = getattr(losses, case.ours)
-    weights = (-(-size // EACH), D) if case.weighs else ()
+    weights = (classes or -(-size // EACH), D) if case.weighs else ()
     return constructor(*weights, **case.settings, **overrides).to(device)
 
 
@@ -156,14 +168,7 @@ def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> I
     x, y = batch(size, device, case)
 
     def step(loss: torch.nn.Module, *miner: Callable[..., Any]) -> Callable[[], None]:
-        learnt = [x, *loss.parameters()]
-
-        def once() -> None:
-            for each in learnt:
-                each.grad = None
-            loss(x, y, *(m(x, y) for m in miner)).backward()
-
-        return once
+        return learning_step(lambda: loss(x, y, *(m(x, y) for m in miner)), [x, *loss.parameters()])
 
     yield "auto", step(ours(case, size, device))
     if has_choice(case):
@@ -174,6 +179,66 @@ def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> I
         yield "peer", step(eval(case.peer, names).to(device), *miner)
     reference_rows = x.detach()[: -(-size // EACH)].clone() if case.weighs else x.detach()
     yield "floor", lambda: floor(x.detach(), reference_rows)
+
+
+def learning_step(value: Callable[[], Tensor], learnt: list[Tensor]) -> Callable[[], None]:
+    def once() -> None:
+        for each in learnt:
+            each.grad = None
+        value().backward()
+
+    return once
+
+
+def class_steps(
+    case: Case, size: int, classes: int, device: str, names: dict[str, Any] | None
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The contenders of --classes on the same batch, labels at random."""
+    x, _ = batch(size, device)
+    y = torch.randint(classes, (size,), generator=torch.Generator().manual_seed(classes)).to(device)
+    loss = ours(case, size, device, classes)
+    yield "auto", learning_step(lambda: loss(x, y), [x, *loss.parameters()])
+    if case.peer is not None and names is not None:
+        peer = eval(case.peer, names | {"C": classes, "D": D}).to(device)
+        yield "peer", learning_step(lambda: peer(x, y), [x, *peer.parameters()])
+    if case.name in class_formulas.FORMULAS:
+        weight = next(loss.parameters()).detach().clone().requires_grad_()
+        formula = compiled(case.name)
+        yield "compiled", learning_step(lambda: formula(x, y, weight), [x, weight])
+
+
+@functools.cache
+def compiled(name: str) -> Callable[..., Tensor]:
+    return torch.compile(class_formulas.FORMULAS[name], dynamic=True)
+
+
+def class_table(chosen: list[Case], sizes: list[int], device: str, seconds: float, out: Path | None) -> None:
+    """Milliseconds of each loss over class weights, by batch and classes."""
+    names = peer_names()
+    print(f"{measure.machine(device)}, torch {torch.__version__}, D = {D}, ms: {' / '.join(CLASS_CONTENDERS)}")
+    print(f"{'loss':28}{'B':>6}" + "".join(f"{f'C = {classes:,}':>32}" for classes in CLASSES))
+    rows: list[list[object]] = []
+    for case in (case for case in chosen if case.weighs):
+        for size in sizes:
+            line = ""
+            for classes in CLASSES:
+                figures: dict[str, Any] = {}
+                sound: dict[str, Callable[[], None]] = {}
+                for contender, once in class_steps(case, size, classes, device, names):
+                    failed = attempt(once) or attempt(once)
+                    if failed:
+                        figures[contender] = failed
+                    else:
+                        sound[contender] = once
+                taken = measure.medians_by_turns(list(sound.values()), device, seconds)
+                figures |= zip(sound, taken, strict=True)
+                cells = [shown(figures.get(contender, "-")) for contender in CLASS_CONTENDERS]
+                line += f"{' / '.join(cell[:12] for cell in cells):>32}"
+                rows.append([case.name, measure.machine(device), size, classes, D, *cells])
+            print(f"{case.name:28}{size:>6}{line}", flush=True)
+    if out is not None:
+        header = ["loss", "machine", "B", "C", "D", *(f"{contender}_ms" for contender in CLASS_CONTENDERS)]
+        measure.write_csv(out, header, rows)
 
 
 @torch.no_grad()
@@ -362,6 +427,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="time spent on a cell (default: 1)")
     parser.add_argument("--out", type=Path, help="default for a complete run: results/losses_cpu.csv or losses_gpu.csv")
     parser.add_argument("--check", action="store_true", help="accuracy instead of time")
+    parser.add_argument("--classes", action="store_true", help="losses over class weights, by batch and classes")
     parser.add_argument("--peaks", action="store_true", help="print the peaks of memory as JSON, and nothing else")
     args = parser.parse_args()
     chosen = [case for case in CASES if args.losses is None or case.name in args.losses]
@@ -372,6 +438,10 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (bound, resource.RLIM_INFINITY))
     if args.peaks:
         peaks(chosen, sizes[0], device)
+    elif args.classes:
+        if out is None and args.losses is None and args.sizes is None:
+            out = Path(__file__).parent / "results" / f"class_losses_{'cpu' if device == 'cpu' else 'gpu'}.csv"
+        class_table(chosen, args.sizes or list(BATCHES), device, min(args.seconds, 0.1), out)
     elif args.check:
         sys.exit(0 if check(chosen, [size for size in sizes if size <= 2048], device) else 1)
     else:

@@ -19,33 +19,18 @@ pytestmark = pytest.mark.slow
 OPS = (proxy_anchor_ops, soft_triple_ops, center_ops)
 
 
-def proxy_anchor(x, labels, proxies, *, impl="auto", margin=0.1, scale=32.0, **settings):
-    """The loss; impl="triton" computes it in blocks, so the kernel with all similarities is asked for here."""
-    if impl == "triton" and x.dtype != torch.float64:
-        return proxy_anchor_ops.loss(x, labels, proxies, scale, margin)
-    return losses.proxy_anchor_loss(x, labels, proxies, margin=margin, scale=scale, impl=impl, **settings)
-
-
-def soft_triple(x, labels, centers, **settings):
-    return losses.soft_triple_loss(x, labels, centers, **settings)
-
-
-def center(x, labels, weight, bias, centers, **settings):
-    return losses.center_loss(x, labels, weight, bias, centers, **settings)
-
-
 # function, settings, rows per class; softmax + center learns a bias and has centres too
 FORMS = {
-    "anchor": (proxy_anchor, {}, 1),
-    "anchor, sharp": (proxy_anchor, {"margin": 0.2, "scale": 80.0}, 1),
-    "triple": (soft_triple, {}, 10),
-    "triple, sum": (soft_triple, {"centers_per_class": 3, "reduction": "sum", "tau": 1.0}, 3),
-    "triple, active": (soft_triple, {"centers_per_class": 2, "reduction": "active", "gamma": 0.03}, 2),
-    "triple, no tau": (soft_triple, {"centers_per_class": 4, "tau": 0.0, "margin": 0.2}, 4),
-    "triple, one": (soft_triple, {"centers_per_class": 1, "reduction": "active"}, 1),
-    "center": (center, {}, 1),
-    "center, sum": (center, {"pull": 0.7, "reduction": "sum"}, 1),
-    "center, active": (center, {"pull": 0.0, "reduction": "active"}, 1),
+    "anchor": (losses.proxy_anchor_loss, {}, 1),
+    "anchor, sharp": (losses.proxy_anchor_loss, {"margin": 0.2, "scale": 80.0}, 1),
+    "triple": (losses.soft_triple_loss, {}, 10),
+    "triple, sum": (losses.soft_triple_loss, {"centers_per_class": 3, "reduction": "sum", "tau": 1.0}, 3),
+    "triple, active": (losses.soft_triple_loss, {"centers_per_class": 2, "reduction": "active", "gamma": 0.03}, 2),
+    "triple, no tau": (losses.soft_triple_loss, {"centers_per_class": 4, "tau": 0.0, "margin": 0.2}, 4),
+    "triple, one": (losses.soft_triple_loss, {"centers_per_class": 1, "reduction": "active"}, 1),
+    "center": (losses.center_loss, {}, 1),
+    "center, sum": (losses.center_loss, {"pull": 0.7, "reduction": "sum"}, 1),
+    "center, active": (losses.center_loss, {"pull": 0.0, "reduction": "active"}, 1),
 }
 SHAPES = [(1, 1, 3), (5, 3, 4), (19, 6, 20), (7, 40, 130)]  # B, C, D
 HALVES = (torch.bfloat16, torch.float16)
@@ -62,7 +47,7 @@ def batch(form, shape, seed=0, device="cpu"):
     if number > 3:
         labels[2], x[3] = -1, 0.0
     others = []
-    if FORMS[form][0] is center:
+    if FORMS[form][0] is losses.center_loss:
         others = [torch.randn(classes, generator=g), torch.randn(classes, dim, generator=g)]
     return [t.to(device) for t in (x, labels, weight, *others)]
 
@@ -162,12 +147,25 @@ def edges(form, served, device="cpu", impl="triton"):
         sound["without a gradient"] = torch.equal(function(*inputs, impl=impl, **settings), first[0])
     with torch.autocast(x.device.type, torch.bfloat16):
         sound["autocast"] = all(map(torch.equal, outcome(form, inputs, impl=impl), first))
+    sound["second derivative"] = second_derivatives(form, inputs, impl) < 1e-4
     served.clear()
     outcome(form, typed(inputs, torch.float64), impl=impl)
     function(x, labels, weight, *others, impl="torch", **settings)
-    function(x[:0], labels[:0], weight, *others, impl="auto" if function is proxy_anchor else impl, **settings)
+    function(x[:0], labels[:0], weight, *others, impl=impl, **settings)
     sound["not for the kernels"] = not served
     return sound | out_of_range(form, inputs, impl)
+
+
+def second_derivatives(form, inputs, impl):
+    """The error of a derivative of the gradient by the anchors, by float64."""
+    function, settings, _ = FORMS[form]
+    results = []
+    for kind, choice in ((torch.float32, impl), (torch.float64, "auto")):
+        x, labels, *others = typed(inputs, kind)
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(function(x, labels, *others, impl=choice, **settings), x, create_graph=True)
+        results.append(torch.autograd.grad((slope * slope.detach().sign()).sum(), x))
+    return max(errors(*results))
 
 
 def out_of_range(form, inputs, impl):

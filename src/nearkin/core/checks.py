@@ -19,7 +19,19 @@ from torch import Tensor
 from nearkin.core.autograd import traced
 from nearkin.core.labels import UNKNOWN, LabelDistance, Labels, Relation
 
-__all__ = ["angle", "at_least", "at_most", "batch", "between", "class_ids", "classes", "device", "dimensions", "enough"]
+__all__ = [
+    "angle",
+    "at_least",
+    "at_most",
+    "batch",
+    "between",
+    "class_batch",
+    "class_ids",
+    "classes",
+    "device",
+    "dimensions",
+    "enough",
+]
 __all__ += [
     "finite",
     "impossible",
@@ -229,6 +241,13 @@ def classes(embeddings: Tensor, labels: Labels, num_classes: int, dim: int) -> t
     """The same for losses over class weights of `dim` dimensions; checks the rest of the batch too."""
     dimensions("embeddings", rows("embeddings", embeddings), dim, "the class weights have")
     return in_range(class_ids("labels", labels, embeddings), num_classes)
+
+
+def class_batch(embeddings: Tensor, labels: Labels, num_classes: int, dim: int) -> None:
+    """The checks of `classes` alone."""
+    dimensions("embeddings", rows("embeddings", embeddings), dim, "the class weights have")
+    if reads_values(class_ids("labels", labels, embeddings)):
+        in_range(labels, num_classes)  # type: ignore[arg-type]
 
 
 def batch(

@@ -23,11 +23,12 @@ from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import tl, triton
 from nearkin.kernels.row_kernels import clamped
 
+NUMBERS = ("num_rows", "classes", "anchor_programs")  # not to be compiled for again
 ROWS = 4  # per program
 BESIDE = 32  # anchors at a time in the step of a centre
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _operands(x, weight, bias, labels, centers, rows, weight_rows, facts, num_rows, width, classes, dim, pull, pad,
               M: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """Clamped rows and one coordinate more: of an anchor 1, of a class its bias, or NaN where that is not finite; and
@@ -70,7 +71,7 @@ def _operands(x, weight, bias, labels, centers, rows, weight_rows, facts, num_ro
             tl.store(weight_rows + i.to(tl.int64) * pad + d, tl.where(d == dim, last, 0.0), mask=mask_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, upstream, by_x, by_weight, by_bias, num_rows,
                width, classes, dim, pull, pad, anchor_programs, OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr,
                M: tl.constexpr, D: tl.constexpr):  # fmt: skip
@@ -111,7 +112,7 @@ def _gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, upstr
                 tl.store(by_weight + at * dim + d[None, :], slope.to(by_weight.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _step(x, labels, centers, moved, num_rows, classes, dim, alpha, M: tl.constexpr, N: tl.constexpr,
           D: tl.constexpr):  # fmt: skip
     """The step of a centre, by the first anchor of its class, over all of them in the batch's order."""

@@ -11,6 +11,7 @@ from nearkin.core import checks
 from nearkin.core import class_softmax as plain
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import eligible, launch
+from nearkin.kernels.class_dense_ops import Again
 
 __all__ = ["loss", "serves", "stepped"]
 
@@ -27,21 +28,29 @@ def serves(impl: str, embeddings: Any, labels: Any, weight: Tensor, *others: Ten
 
 
 def loss(
-    embeddings: Tensor, labels: Tensor, weight: Tensor, bias: Tensor, centers: Tensor, pull: float, reduction: str
+    embeddings: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    centers: Tensor,
+    pull: float,
+    reduction: str,
+    again: Again,
 ) -> Tensor:
-    """`losses.center_loss` of a batch that the kernels can serve."""
+    """`losses.center_loss` of a batch that the kernels can serve; again: the same in plain torch."""
     if checks.reads_values(labels):
-        checks.classes(embeddings, labels, weight.shape[0], weight.shape[1])
+        checks.class_batch(embeddings, labels, *weight.shape)
     with launch.device_of(embeddings):
         back = eligible.learns(embeddings, weight, bias)
-        value: Tensor = _Loss.call(embeddings, weight, bias, labels, centers.detach(), float(pull), reduction, back)
+        choices = (float(pull), reduction, back, again)
+        value: Tensor = _Loss.call(embeddings, weight, bias, labels, centers.detach(), *choices)
     return value
 
 
 def stepped(embeddings: Tensor, labels: Tensor, centers: Tensor, alpha: float) -> Tensor:
     """`losses.center_update` of a batch that the kernels can serve; of float32 centres."""
     if checks.reads_values(labels):
-        checks.classes(embeddings, labels, *centers.shape)
+        checks.class_batch(embeddings, labels, *centers.shape)
     with launch.device_of(embeddings):
         moved: Tensor = _kernels()[1].stepped(
             embeddings.contiguous(), labels.contiguous(), centers.contiguous(), float(alpha)
@@ -68,31 +77,32 @@ class _Loss(HandGradient):
         pull: float,
         reduction: str,
         back: bool,
+        again: Again,
     ) -> Tensor:
         dense, center_kernels, entropy_kernels = _kernels()
-        kinds = (x.dtype, plain.gradient_kind(weight), plain.gradient_kind(bias))
-        x, weight, bias, centers = (t.contiguous() for t in (x, weight, bias, centers))
-        labels = labels.contiguous()
-        rows, weight_rows, facts = center_kernels.operands(x, weight, bias, labels, centers, pull)
+        labels, centers = labels.contiguous(), centers.contiguous()
+        learned = (x.contiguous(), weight.contiguous(), bias.contiguous())
+        rows, weight_rows, facts = center_kernels.operands(*learned, labels, centers, pull)
         scores = dense.Prepared(rows, weight_rows, facts, False).scores()
         active = reduction == "active"
         entropy_kernels.entropies(scores, labels, facts, (1.0, 0.0, 1.0), pulled=True, active=active, back=back)
         value: Tensor = entropy_kernels.total(facts, None, len(x), reduction)
         if back:
-            ctx.save_for_backward(x, weight, labels, centers, rows, weight_rows, scores, facts)
-            ctx.kinds, ctx.pull = kinds, pull
+            ctx.save_for_backward(x, weight, bias, labels, centers, rows, weight_rows, scores, facts)
+            ctx.kinds = (x.dtype, plain.gradient_kind(weight), plain.gradient_kind(bias))
+            ctx.pull, ctx.again = pull, again
         return value
 
     @staticmethod
-    @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, labels, centers, rows, weight_rows, slopes, facts = ctx.saved_tensors
-        wants = ctx.needs_input_grad
-        kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants[:3], strict=True)]
+        x, weight, bias, labels, centers, rows, weight_rows, slopes, facts = ctx.saved_tensors
+        wants = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            return *launch.gradients_again(ctx.again, (x, weight, bias), wants, upstream), *[None] * 6
+        kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         by_rows = torch.mm(slopes, weight_rows, out=torch.empty_like(rows)) if wants[0] else None
         by_weights = torch.mm(slopes.t(), rows, out=torch.empty_like(weight_rows)) if wants[1] or wants[2] else None
+        products = (by_rows, by_weights, x.contiguous(), weight.contiguous())
         with launch.device_of(x):
-            by = _kernels()[1].gradients(
-                by_rows, by_weights, x, weight, labels, centers, facts, upstream, kinds, ctx.pull
-            )
-        return *by, *[None] * 5
+            by = _kernels()[1].gradients(*products, labels, centers, facts, upstream, kinds, ctx.pull)
+        return *by, *[None] * 6

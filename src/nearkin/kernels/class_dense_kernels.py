@@ -4,7 +4,7 @@
     prepared = prepare(x, weight, factor=scale)              # one launch; with labels and a Form its own class's score
     scores = prepared.scores()                               # (B, C) float32: factor · cosine, a cuBLAS product
     ...                                                      # a kernel turns `scores` into the derivatives, in place
-    by_x, by_weight, _ = gradients(prepared, x, weight, scores, upstream, (x.dtype, weight.dtype))
+    by_x, by_weight, _ = gradients(prepared, x, weight, scores, upstream, (x.dtype, weight.dtype, None))
 
 `gradients` takes two products and one launch; it multiplies by `upstream`, a scalar on the device, and by the number at
 `facts + GAIN`, which is 1 unless a kernel writes another. x and weight are contiguous; a type of None: not wanted.
@@ -35,6 +35,7 @@ COUNT, GAIN, FACTOR, MEDIAN = map(tl.constexpr, range(4))
 INVERSE, BY_LENGTH, TAINT, TARGET, SLOPE, PICK, COUNTED, OTHERS = map(tl.constexpr, range(8))
 ROWS = 4  # anchors or weights per program
 INTERPRETS = kernels.interpreted()
+NUMBERS = ("num_rows", "num_weights", "classes", "row_programs")  # not to be compiled for again
 
 
 class Prepared(NamedTuple):
@@ -91,7 +92,7 @@ def _scaled(x, out, at, times, mask_m, dim, D: tl.constexpr):
         tl.store(out + at + axis[None, :], value.to(tl.float32), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows, num_weights, width, dim, scale,
              margin, along, across, lost, row_programs, SCALE_TENSOR: tl.constexpr, NORMALIZE: tl.constexpr,
              MARGIN: tl.constexpr, STRAIGHT: tl.constexpr, TIMES: tl.constexpr, CENTERS: tl.constexpr,
@@ -173,7 +174,7 @@ def _gradient(product, source, by, at, mask_m, dim, times, along, inverse, PROJE
         tl.store(by + at + axis[None, :], gradient.to(tl.float32).to(by.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _gradients(by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, num_rows, num_weights,
                width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr,
                D: tl.constexpr):  # fmt: skip
@@ -233,33 +234,34 @@ def _preparing(scale_tensor, normalize, kind, straight, times, centers, bias, ch
     return CachedLauncher(_prepare, **choices, **options())
 
 
-def gradients(prepared, x, weight, scores, upstream, kinds, bias_kind=None, by_units=None):
-    """The gradients by x, by the weights and by biases, in the types `kinds` and `bias_kind`; None where not wanted.
+def gradients(prepared, x, weight, scores, upstream, kinds, by_units=None):
+    """The gradients by x, by the weights and by biases, in the types `kinds`; None where not wanted.
 
     scores: by now the derivatives by the scores. by_units: what else there is of the gradient by the unit weights.
     """
     rows, units, facts, normalize = prepared
     (anchors, dim), weights = x.shape, weight.shape[0]
+    kind_x, kind_weight, kind_bias = (*kinds, None)[:3]
     by_x = by_weight = by_bias = by_rows = product = sums = facts
     programs = weight_programs = 0
-    if kinds[0] is not None:
+    if kind_x is not None:
         by_rows = torch.mm(scores, units, out=torch.empty_like(rows))
-        by_x, programs = _result(x, kinds[0]), -(-anchors // ROWS)
-    if kinds[1] is not None or bias_kind is not None:
+        by_x, programs = _result(x, kind_x), -(-anchors // ROWS)
+    if kind_weight is not None or kind_bias is not None:
         product = torch.empty_like(units)
         if by_units is None:
             torch.mm(scores.t(), rows, out=product)
         else:
             torch.addmm(by_units, scores.t(), rows, out=product)
-        by_weight, weight_programs = _result(weight, kinds[1] or weight.dtype), -(-weights // ROWS)
-    if bias_kind is not None:
+        by_weight, weight_programs = _result(weight, kind_weight or weight.dtype), -(-weights // ROWS)
+    if kind_bias is not None:
         sums = torch.sum(scores, 0)
-        by_bias = _result(sums, bias_kind)
-    _finishing(normalize, bias_kind is not None, _chunk(dim))(
+        by_bias = _result(sums, kind_bias)
+    _finishing(normalize, kind_bias is not None, _chunk(dim))(
         (programs + weight_programs, 1, 1),
         by_rows, product, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, anchors, weights,
         padded(anchors), dim, programs)  # fmt: skip
-    return _typed(by_x, kinds[0]), _typed(by_weight, kinds[1]), _typed(by_bias, bias_kind)
+    return _typed(by_x, kind_x), _typed(by_weight, kind_weight), _typed(by_bias, kind_bias)
 
 
 @functools.cache

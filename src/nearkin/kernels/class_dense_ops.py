@@ -7,9 +7,11 @@ for many, where the scores do not fit (`fits`), `class_loss_ops` computes them a
 """
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nearkin import kernels
@@ -19,8 +21,9 @@ from nearkin.core.autograd import HandGradient
 from nearkin.kernels import eligible, launch
 from nearkin.kernels.class_loss_ops import Form, readable
 
-__all__ = ["fits", "loss", "serves"]
+__all__ = ["Again", "fits", "loss", "serves"]
 
+Again = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of embeddings, weights and biases
 MOST = 2**30  # bytes that all of it may take without max_memory
 
 
@@ -52,13 +55,15 @@ def serves(
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def fits(embeddings: Tensor, weight: Tensor, max_memory: int | None) -> bool:
-    """Whether scores, rows, weights and gradients stay within `max_memory` bytes, or the default."""
+def fits(embeddings: Tensor, weight: Tensor, max_memory: int | None, most: int | None = None) -> bool:
+    """Whether scores, rows, weights and gradients stay within `max_memory` bytes, or the default, `most`."""
     if max_memory is not None:
         checks.integer("max_memory", max_memory, 1)
     (anchors, dim), weights = embeddings.shape, weight.shape[0]
     needed = 4 * anchors * (weights + 15) + (12 * dim + 64) * (anchors + weights) + 2048
-    return needed <= (MOST if max_memory is None else max_memory)
+    if max_memory is None:
+        max_memory = MOST if most is None else most
+    return needed <= max_memory
 
 
 def loss(
@@ -67,18 +72,19 @@ def loss(
     weight: Tensor,
     form: Form,
     reduction: str,
+    again: Again,
     bias: Tensor | None = None,
     adapted: Tensor | None = None,
 ) -> Tensor:
     """The loss of a batch that the kernels can serve; labels in 0..C-1, -1 is left out.
 
-    bias: (C,), added to the logits. adapted: a scalar tensor that is filled with AdaCos's next scale, by which the loss
-    is computed; `form.scale` is then the scale before.
+    again: the same loss in plain torch, for a second derivative. bias: (C,), added to the logits. adapted: a scalar
+    tensor that is filled with AdaCos's next scale, by which the loss is computed; `form.scale` is the scale before.
     """
     if checks.reads_values(labels):
-        checks.classes(embeddings, labels, weight.shape[0] // form.centers, weight.shape[1])
+        checks.class_batch(embeddings, labels, weight.shape[0] // form.centers, weight.shape[1])
     with launch.device_of(embeddings):
-        value: Tensor = _Loss.call(embeddings, weight, bias, labels, form, reduction, adapted)
+        value: Tensor = _Loss.call(embeddings, weight, bias, labels, form, reduction, again, adapted)
     return value
 
 
@@ -99,39 +105,42 @@ class _Loss(HandGradient):
         labels: Tensor,
         form: Form,
         reduction: str,
+        again: Again,
         adapted: Tensor | None,
     ) -> Tensor:
         dense, entropy = _kernels()
-        x, rows, labels = x.contiguous(), weight.contiguous(), labels.contiguous()
-        bias = None if bias is None else bias.contiguous()
+        addend = None if bias is None else bias.contiguous()
         own = form if adapted is None else form._replace(scale=1.0)  # the scores are then cosines
-        prepared = dense.prepare(x, rows, labels, own, bias=bias)
+        prepared = dense.prepare(x.contiguous(), weight.contiguous(), labels.contiguous(), own, bias=addend)
         scores = prepared.scores()
         if adapted is not None:
             entropy.adapt(scores, prepared.facts, form.scale, adapted)
         wants = any(ctx.needs_input_grad)
-        value: Tensor = entropy.entropy(scores, prepared.facts, form, reduction, bias, adapted, wants)
-        ctx.save_for_backward(x, rows, scores, *prepared[:3])
-        ctx.normalize = prepared.normalize
-        ctx.kinds = (x.dtype, plain.gradient_kind(weight)), None if bias is None else bias.dtype
+        value: Tensor = entropy.entropy(scores, prepared.facts, form, reduction, addend, adapted, wants)
+        ctx.save_for_backward(x, weight, bias, scores, *prepared[:3])
+        ctx.normalize, ctx.again = prepared.normalize, again
+        ctx.kinds = x.dtype, plain.gradient_kind(weight), None if bias is None else bias.dtype
         return value
 
     @staticmethod
-    @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        dense, _ = _kernels()
-        x, weight, scores, *prepared = ctx.saved_tensors
-        kinds, bias_kind = ctx.kinds
-        wants = ctx.needs_input_grad
-        kinds = tuple(kind if wanted else None for kind, wanted in zip(kinds, wants, strict=False))
-        with launch.device_of(x):
-            gradients = dense.gradients(
-                dense.Prepared(*prepared, ctx.normalize),
-                x,
-                weight,
-                scores,
-                upstream,
-                kinds,
-                bias_kind if wants[2] else None,
+        x, weight, bias, scores, *prepared = ctx.saved_tensors
+        wants = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # for a second derivative: through autograd's steps
+            inputs = (x, weight, bias)
+            gradients = iter(
+                torch.autograd.grad(
+                    ctx.again(*inputs),
+                    [t for t, wanted in zip(inputs, wants, strict=True) if wanted],
+                    upstream,
+                    create_graph=True,
+                )
             )
-        return *gradients, None, None, None, None
+            return *(next(gradients) if wanted else None for wanted in wants), *[None] * 5
+        dense, _ = _kernels()
+        kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
+        with launch.device_of(x):
+            by = dense.gradients(
+                dense.Prepared(*prepared, ctx.normalize), x.contiguous(), weight.contiguous(), scores, upstream, kinds
+            )
+        return *by, *[None] * 5

@@ -16,6 +16,7 @@ from nearkin.kernels.class_dense_kernels import (
     GAIN,
     INTERPRETS,
     MEDIAN,
+    NUMBERS,
     OTHERS,
     PICK,
     SLOPE,
@@ -119,7 +120,7 @@ def _sum(facts, value, num_rows, width, MEAN: tl.constexpr, S: tl.constexpr):
     tl.store(facts + GAIN, gain)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _entropy(scores, bias, scale, facts, value, num_rows, classes, stride, width, lost, ADAPTED: tl.constexpr,
              LOST: tl.constexpr, BIAS: tl.constexpr, SOFT: tl.constexpr, NEEDS_OTHERS: tl.constexpr,
              ACTIVE: tl.constexpr, MEAN: tl.constexpr, SLOPES: tl.constexpr, CENTERS: tl.constexpr, K: tl.constexpr,
@@ -182,7 +183,7 @@ def _median(facts, i, cos, num_rows, width, S: tl.constexpr):
         tl.store(facts + MEDIAN, cos)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _adapt(scores, scale, adapted, facts, num_rows, classes, stride, width, N: tl.constexpr, S: tl.constexpr):
     """AdaCos's next scale from cosines: ln(mean sum of e^(scale · cosine) of the others) / cos(min(π/4, median))."""
     i = tl.program_id(0)

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import kernels
-from nearkin.core import blockwise, checks, class_softmax
+from nearkin.core import blockwise
 from nearkin.core.autograd import traced
 
-__all__ = ["FLOATS", "IDS", "REDUCTIONS", "class_matrix", "class_weights", "learns", "possible", "served"]
+__all__ = ["FLOATS", "IDS", "REDUCTIONS", "class_weights", "learns", "possible", "served"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 REDUCTIONS = ("mean", "active", "sum")
 LONGEST = 2**14  # coordinates of a row
-COORDINATE = 20  # bytes per coordinate of an anchor or class weight: unit rows, products with them, gradients
 
 
 def served(impl: str, batch: blockwise.Batch, reduction: str, max_memory: int | None, most: int) -> bool:
@@ -57,16 +56,6 @@ def class_weights(impl: str, x: Any, labels: Any, weight: Tensor, per_class: int
         and x.device == labels.device == weight.device
         and kernels.can_run(x)
     )
-
-
-def class_matrix(x: Tensor, weight: Tensor, max_memory: int | None) -> bool:
-    """Whether the similarities of all anchors and class weights fit into memory, once; their gradient replaces them."""
-    if max_memory is None:
-        max_memory = class_softmax.DENSE_ON_DEVICE
-    else:
-        checks.integer("max_memory", max_memory, 1)
-    (anchors, dim), weights = x.shape, weight.shape[0]
-    return 4 * anchors * weights + COORDINATE * dim * (anchors + weights) <= max_memory
 
 
 def learns(*tensors: Tensor) -> bool:

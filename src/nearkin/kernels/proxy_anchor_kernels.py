@@ -9,6 +9,7 @@ from nearkin.kernels.class_dense_kernels import TAINT, options, padded, row_fact
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import LOG_ZERO, sigmoid, softplus, tl, triton
 
+NUMBERS = ("num_anchors", "num_proxies")  # not to be compiled for again
 LONGEST = 2048  # anchors that a program has in registers
 SUMMED = 1024  # proxies, or anchors, at a time in the last kernel
 PULL, PUSH, PRESENT = (tl.constexpr(row) for row in range(3))  # rows of `terms`, float64, one entry per proxy
@@ -35,12 +36,13 @@ def _logsumexp(peaks, totals, scale):
     return level, total, tl.where(some, tl.log(total), LOG_ZERO), some
 
 
-@triton.jit
-def _terms(scores, labels, terms, num_anchors, num_proxies, scale, margin, BACK: tl.constexpr, N: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def _terms(scores, labels, terms, num_anchors, stride, num_proxies, scale, margin, BACK: tl.constexpr,
+           N: tl.constexpr):  # fmt: skip
     """Both terms of a proxy, and in place of its similarities the derivatives; those of its own anchors are to be
     divided by the number of proxies that have one."""
     proxy = tl.program_id(0)
-    scores += proxy.to(tl.int64) * num_anchors
+    scores += proxy.to(tl.int64) * stride
     own_peak = tl.full((N,), float("-inf"), tl.float32)  # of negated similarities
     own_total = tl.zeros((N,), tl.float32)
     other_peak = tl.full((N,), float("-inf"), tl.float32)
@@ -79,8 +81,8 @@ def _terms(scores, labels, terms, num_anchors, num_proxies, scale, margin, BACK:
             tl.store(scores + i, slope, mask=exists)
 
 
-@triton.jit
-def _total(scores, labels, terms, facts, value, num_anchors, width, num_proxies, BACK: tl.constexpr,
+@triton.jit(do_not_specialize=NUMBERS)
+def _total(scores, labels, terms, facts, value, num_anchors, stride, num_proxies, BACK: tl.constexpr,
            N: tl.constexpr):  # fmt: skip
     """The loss; and the derivatives by the anchors' own proxies divided by the number of those that are present."""
     pulls = tl.zeros((N,), tl.float64)
@@ -96,14 +98,14 @@ def _total(scores, labels, terms, facts, value, num_anchors, width, num_proxies,
         taints = tl.zeros((N,), tl.float64)
         for start in range(0, num_anchors, N):
             i = start + tl.arange(0, N)
-            taints += tl.load(row_fact(facts, TAINT, width) + i, mask=i < num_anchors, other=0.0)
+            taints += tl.load(row_fact(facts, TAINT, stride) + i, mask=i < num_anchors, other=0.0)
         total = tl.sum(pulls, 0) / number + tl.sum(pushes, 0) / num_proxies + tl.sum(taints, 0)
         tl.store(value, total.to(tl.float32))
     if BACK:
         i = tl.program_id(0) * N + tl.arange(0, N)
         label = tl.load(labels + i, mask=i < num_anchors, other=-1).to(tl.int64)
         own = (label >= 0) & (label < num_proxies)
-        at = scores + label * num_anchors + i
+        at = scores + label * stride + i
         tl.store(at, (tl.load(at, mask=own, other=0.0) / number).to(tl.float32), mask=own)
 
 
@@ -113,9 +115,10 @@ def loss(scores, labels, facts, scale, margin, back):
     terms = torch.empty(3, num_proxies, device=scores.device, dtype=torch.float64)
     value = torch.empty((), device=scores.device, dtype=torch.float32)
     start_terms, start_total = _launchers(min(LONGEST, max(32, triton.next_power_of_2(num_anchors))), back)
-    start_terms((num_proxies, 1, 1), scores, labels, terms, num_anchors, num_proxies, scale, margin)
+    sizes = (num_anchors, padded(num_anchors), num_proxies)  # in the middle: the length of a line of scores, and facts
+    start_terms((num_proxies, 1, 1), scores, labels, terms, *sizes, scale, margin)
     grid = (-(-num_anchors // SUMMED) if back else 1, 1, 1)
-    start_total(grid, scores, labels, terms, facts, value, num_anchors, padded(num_anchors), num_proxies)
+    start_total(grid, scores, labels, terms, facts, value, *sizes)
     return value
 
 

@@ -11,18 +11,18 @@ from nearkin.core import checks
 from nearkin.core import class_softmax as plain
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import eligible, launch
+from nearkin.kernels.class_dense_ops import Again
 
 __all__ = ["loss"]
 
 
-def loss(embeddings: Tensor, labels: Tensor, proxies: Tensor, scale: float, margin: float) -> Tensor:
-    """`losses.proxy_anchor_loss` of a batch that `eligible.class_matrix` admits."""
+def loss(embeddings: Tensor, labels: Tensor, proxies: Tensor, scale: float, margin: float, again: Again) -> Tensor:
+    """`losses.proxy_anchor_loss` of a batch that `eligible.class_weights` admits; again: the same in plain torch."""
     if checks.reads_values(labels):
-        checks.classes(embeddings, labels, proxies.shape[0], proxies.shape[1])
+        checks.class_batch(embeddings, labels, *proxies.shape)
     with launch.device_of(embeddings):
-        value: Tensor = _Loss.call(
-            embeddings, proxies, labels, float(scale), float(margin), eligible.learns(embeddings, proxies)
-        )
+        back = eligible.learns(embeddings, proxies)
+        value: Tensor = _Loss.call(embeddings, proxies, labels, float(scale), float(margin), back, again)
     return value
 
 
@@ -36,25 +36,27 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 class _Loss(HandGradient):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, proxies: Tensor, labels: Tensor, scale: float, margin: float, back: bool
+        ctx: Any, x: Tensor, proxies: Tensor, labels: Tensor, scale: float, margin: float, back: bool, again: Again
     ) -> Tensor:
         dense, kernels = _kernels()
-        ctx.kinds = (x.dtype, plain.gradient_kind(proxies))
-        x, proxies, labels = x.contiguous(), proxies.contiguous(), labels.contiguous()
-        prepared = dense.prepare(x, proxies)
-        scores = torch.empty(len(proxies), len(x), device=x.device, dtype=torch.float32)
-        torch.mm(prepared.units, prepared.rows.t(), out=scores)  # `out`: autocast lets it be
-        value: Tensor = kernels.loss(scores, labels, prepared.facts, scale, margin, back)
+        prepared = dense.prepare(x.contiguous(), proxies.contiguous())
+        anchors = dense.Prepared(prepared.units, prepared.rows, prepared.facts, True)  # the proxies, here
+        scores = anchors.scores()  # (C, B)
+        value: Tensor = kernels.loss(scores, labels.contiguous(), prepared.facts, scale, margin, back)
         if back:
             ctx.save_for_backward(x, proxies, scores, *prepared[:3])
+            ctx.kinds, ctx.again = (x.dtype, plain.gradient_kind(proxies)), again
         return value
 
     @staticmethod
-    @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, proxies, slopes, *prepared = ctx.saved_tensors
+        wants = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():
+            return *launch.gradients_again(ctx.again, (x, proxies, None), (*wants, False), upstream), *[None] * 4
         dense, _ = _kernels()
-        kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, ctx.needs_input_grad, strict=False)]
+        kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
+        operands = dense.Prepared(*prepared, True), x.contiguous(), proxies.contiguous()
         with launch.device_of(x):
-            by = dense.gradients(dense.Prepared(*prepared, True), x, proxies, slopes.t(), upstream, kinds)
-        return by[0], by[1], None, None, None, None
+            by = dense.gradients(*operands, slopes.t(), upstream, kinds)
+        return by[0], by[1], *[None] * 5

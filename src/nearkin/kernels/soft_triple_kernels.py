@@ -10,6 +10,7 @@ from nearkin.kernels.class_dense_kernels import COUNTED, GAIN, SLOPE, TAINT, TAR
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import sigmoid, softplus, tl, triton
 
+NUMBERS = ("num_rows", "classes", "num_parts")  # not to be compiled for again
 ENTRIES = 2048  # similarities of an anchor that a program has in registers
 PROGRAMS = 1056  # over classes: each counts the labels once
 SUMMED = 1024  # anchors, or labels, at a time
@@ -37,7 +38,7 @@ def _classes(scores, start, classes, sharpness, K: tl.constexpr, KP: tl.constexp
     return c, at, exists, taint, slope, mean
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _entropy(scores, labels, facts, width, stride, classes, scale, margin, sharpness, PULLED: tl.constexpr,
              ACTIVE: tl.constexpr, BACK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
              N: tl.constexpr):  # fmt: skip
@@ -88,7 +89,7 @@ def _entropy(scores, labels, facts, width, stride, classes, scale, margin, sharp
             tl.store(at, by_mean[:, None] * slope, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _within(units, labels, by_units, parts, num_rows, classes, dim, weight, BACK: tl.constexpr, K: tl.constexpr,
             KP: tl.constexpr, D: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Sums of `weight` · √(|w - w'|² + 1e-5) over the pairs of centres of each class; and the gradient by unit centres,
@@ -132,7 +133,7 @@ def _within(units, labels, by_units, parts, num_rows, classes, dim, weight, BACK
     tl.store(parts + tl.program_id(0), tl.sum(total, 0) * weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _total(facts, parts, value, num_rows, width, num_parts, MEAN: tl.constexpr, N: tl.constexpr):
     """The loss and the factor of all derivatives. parts: numbers whose sum is in each anchor's term."""
     total = tl.zeros((N,), tl.float64)

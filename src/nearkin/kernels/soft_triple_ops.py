@@ -4,15 +4,18 @@ import functools
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import eligible, launch
+from nearkin.kernels.class_dense_ops import Again
 
-__all__ = ["MOST_CENTERS", "Settings", "loss"]
+__all__ = ["MOST", "MOST_CENTERS", "Settings", "loss"]
 
+MOST = 2**31  # bytes that all of it may take without max_memory: in blocks it takes many times as long
 MOST_CENTERS = 32  # per class, whose pairs a program has in registers
 
 
@@ -25,12 +28,13 @@ class Settings(NamedTuple):
     reduction: str
 
 
-def loss(embeddings: Tensor, labels: Tensor, centers: Tensor, settings: Settings) -> Tensor:
-    """`losses.soft_triple_loss` of a batch that `eligible.class_matrix` admits."""
+def loss(embeddings: Tensor, labels: Tensor, centers: Tensor, settings: Settings, again: Again) -> Tensor:
+    """`losses.soft_triple_loss` of a batch that `eligible.class_weights` admits; again: the same in plain torch."""
     if checks.reads_values(labels):
-        checks.classes(embeddings, labels, centers.shape[0] // settings.centers_per_class, centers.shape[1])
+        checks.class_batch(embeddings, labels, centers.shape[0] // settings.centers_per_class, centers.shape[1])
     with launch.device_of(embeddings):
-        value: Tensor = _Loss.call(embeddings, centers, labels, settings, eligible.learns(embeddings, centers))
+        back = eligible.learns(embeddings, centers)
+        value: Tensor = _Loss.call(embeddings, centers, labels, settings, back, again)
     return value
 
 
@@ -43,12 +47,13 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 
 class _Loss(HandGradient):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, centers: Tensor, labels: Tensor, settings: Settings, back: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, centers: Tensor, labels: Tensor, settings: Settings, back: bool, again: Again
+    ) -> Tensor:
         dense, kernels = _kernels()
         each, scale, gamma, margin, tau, reduction = settings
-        ctx.kinds = (x.dtype, plain.gradient_kind(centers))
-        x, centers, labels = x.contiguous(), centers.contiguous(), labels.contiguous()
-        prepared = dense.prepare(x, centers)
+        labels = labels.contiguous()
+        prepared = dense.prepare(x.contiguous(), centers.contiguous())
         parts = by_units = None
         if tau and each > 1:
             weight = tau / (len(centers) * (each - 1))
@@ -61,16 +66,18 @@ class _Loss(HandGradient):
         value: Tensor = kernels.total(prepared.facts, parts, len(x), reduction)
         if back:
             ctx.save_for_backward(x, centers, scores, by_units, *prepared[:3])
+            ctx.kinds, ctx.again = (x.dtype, plain.gradient_kind(centers)), again
         return value
 
     @staticmethod
-    @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, centers, slopes, by_units, *prepared = ctx.saved_tensors
+        wants = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():
+            return *launch.gradients_again(ctx.again, (x, centers, None), (*wants, False), upstream), *[None] * 3
         dense, _ = _kernels()
-        kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, ctx.needs_input_grad, strict=False)]
+        kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
+        operands = dense.Prepared(*prepared, True), x.contiguous(), centers.contiguous()
         with launch.device_of(x):
-            by = dense.gradients(
-                dense.Prepared(*prepared, True), x, centers, slopes, upstream, kinds, by_units=by_units
-            )
-        return by[0], by[1], None, None, None
+            by = dense.gradients(*operands, slopes, upstream, kinds, by_units)
+        return by[0], by[1], *[None] * 4

@@ -9,7 +9,7 @@ from torch import Tensor
 from nearkin.core import angles, checks, class_dense, class_softmax, distances
 from nearkin.core.class_dense import OwnScore
 from nearkin.losses import class_sampling, class_shards, logits
-from nearkin.losses.call import ClassCall, Form
+from nearkin.losses.call import ClassCall, Form, again_plainly
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 from nearkin.losses.softmax import class_weight
@@ -46,7 +46,8 @@ def cosface_loss(
     checks.number("margin", margin)
     checks.positive("scale", scale)
     call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard)
-    if (value := call.kernel(Form(scale, margin))) is not None:
+    again = partial(again_plainly, cosface_loss, labels, margin=margin, scale=scale, reduction=reduction)
+    if (value := call.kernel(Form(scale, margin), again)) is not None:
         return value
     call.check_labels()
     if (rivals := call.rivals(scale=scale)) is not None:
@@ -89,7 +90,9 @@ def arcface_loss(
     checks.positive("scale", scale)
     checks.angle("margin", margin)
     call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard, sub_centers)
-    if (value := call.kernel(Form(scale, margin, "angle", straight_through, sub_centers))) is not None:
+    again = partial(again_plainly, arcface_loss, labels, margin=margin, scale=scale, sub_centers=sub_centers)
+    again = partial(again, straight_through=straight_through, reduction=reduction)
+    if (value := call.kernel(Form(scale, margin, "angle", straight_through, sub_centers), again)) is not None:
         return value
     call.check_labels()
     if (rivals := call.rivals(scale=scale)) is not None:
@@ -162,7 +165,8 @@ def sphereface_loss(
     if not isinstance(annealing, Tensor):
         checks.at_least("annealing", annealing, 0)
     call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard)
-    if (value := call.kernel(Form(annealing, margin, "sphere"))) is not None:
+    again = partial(again_plainly, sphereface_loss, labels, margin=margin, annealing=annealing, reduction=reduction)
+    if (value := call.kernel(Form(annealing, margin, "sphere"), again)) is not None:
         return value
     call.check_labels()
     if (rivals := call.rivals(normalize=(False, True))) is not None:

@@ -18,6 +18,7 @@ from nearkin.core.relations import Labels
 from nearkin.kernels import (
     center_ops,
     class_anchor_ops,
+    class_dense_ops,
     class_loss_ops,
     class_softmax_ops,
     eligible,
@@ -33,13 +34,23 @@ from nearkin.kernels.triplet_ops import Plan
 from nearkin.losses import class_shards
 from nearkin.losses.class_shards import Shard
 
-__all__ = ["KERNEL_FROM", "ClassCall", "Form", "PairCall", "Plan", "center_kernel", "center_step_kernel", "class_path"]
-__all__ += ["facility_kernel", "row_kernel"]
+__all__ = [
+    "KERNEL_FROM",
+    "ClassCall",
+    "Form",
+    "PairCall",
+    "Plan",
+    "again_plainly",
+    "center_kernel",
+    "center_step_kernel",
+]
+__all__ += ["class_path", "facility_kernel", "row_kernel"]
 
 # B · C from which the class kernels are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of bfloat16 took 2.2 ms on
 # an H200, the dense form 5.0; with weights of float32 3.3 and 4.8. Not timed, and so to be asked for: other weights,
 # float32 that may be rounded to TF32, and GPUs without float64 on their matrix units.
 KERNEL_FROM: int | None = 2**23
+PLAIN = "plain"  # the impl by which a loss over class weights computes itself again, for a second derivative
 
 
 class PairCall:
@@ -159,47 +170,64 @@ class ClassCall:
         shard: Shard | None = None,
         per_class: int = 1,
     ) -> None:
+        self.one_node = impl != PLAIN
+        impl = impl if self.one_node else "auto"
         kernels.check(impl)
         self.embeddings, self.labels, self.weight, self.reduction = embeddings, labels, weight, reduction
         self.impl, self.max_memory, self.shard, self.per_class = impl, max_memory, shard, per_class
 
-    def kernel(self, form: Form) -> Tensor | None:
-        """The loss by the kernels that compute all of it (`class_loss_ops`), or None where another path is taken."""
+    def kernel(
+        self, form: Form, again: class_dense_ops.Again, bias: Tensor | None = None, adapted: Tensor | None = None
+    ) -> Tensor | None:
+        """The loss by kernels that compute all of it, or None where another path is taken.
+
+        With all scores in memory where they fit (`class_dense_ops`, which knows biases and AdaCos's `adapted` scale),
+        else block by block (`class_loss_ops`). again: the loss of embeddings, weights and biases by impl=PLAIN.
+        """
         x, labels, weight, impl = self.embeddings, self.labels, self.weight, self.impl
-        if self.shard is not None or impl == "torch" or not isinstance(x, Tensor):
+        if self.shard is not None or impl == "torch" or not isinstance(x, Tensor) or not isinstance(labels, Tensor):
             return None
-        if not (impl == "triton" or x.is_cuda) or not isinstance(labels, Tensor):
+        if not (impl == "triton" or x.is_cuda) or not self.one_node:
             return None
-        if not class_loss_ops.serves(x, labels, weight, form, self.reduction, self.max_memory):
+        streams = bias is None and adapted is None
+        task = (x, labels, weight, form, self.reduction)
+        if (
+            not (streams and _many_in_bfloat16(x, weight, form.centers))
+            and class_dense_ops.serves(*task, bias)
+            and class_dense_ops.fits(x, weight, self.max_memory)
+        ):
+            return class_dense_ops.loss(*task, again, bias, adapted)
+        if not streams or not class_loss_ops.serves(*task, self.max_memory):
             return None
         if class_path(impl, x, weight, self.max_memory, form.centers) != "triton":
             return None
-        return class_loss_ops.loss(x, labels, weight, form, self.reduction, self.max_memory)
+        return class_loss_ops.loss(*task, self.max_memory)
 
-    def proxy_anchor_kernel(self, scale: float, margin: float) -> Tensor | None:
+    def proxy_anchor_kernel(self, scale: float, margin: float, again: class_dense_ops.Again) -> Tensor | None:
         """Proxy-Anchor by kernels with all similarities in memory (`proxy_anchor_ops`), or None on another path."""
-        if self.impl != "auto" or not self._matrix_kernel():
+        x, weight = self.embeddings, self.weight
+        if not self._holds_matrix(class_dense_ops.MOST) or _many_in_bfloat16(x, weight, 1):
             return None
-        return proxy_anchor_ops.loss(self.embeddings, self.labels, self.weight, scale, margin)  # type: ignore[arg-type]
+        return proxy_anchor_ops.loss(x, self.labels, weight, scale, margin, again)  # type: ignore[arg-type]
 
-    def soft_triple_kernel(self, scale: float, gamma: float, margin: float, tau: float) -> Tensor | None:
+    def soft_triple_kernel(
+        self, scale: float, gamma: float, margin: float, tau: float, again: class_dense_ops.Again
+    ) -> Tensor | None:
         """SoftTriple by kernels with all similarities in memory (`soft_triple_ops`), or None on another path."""
-        each = self.per_class
-        if (
-            self.reduction not in eligible.REDUCTIONS
-            or each > soft_triple_ops.MOST_CENTERS
-            or not self._matrix_kernel()
-        ):
+        served = self.reduction in eligible.REDUCTIONS and self.per_class <= soft_triple_ops.MOST_CENTERS
+        if not served or not self._holds_matrix(soft_triple_ops.MOST):
             return None
-        settings = soft_triple_ops.Settings(each, scale, gamma, margin, tau, self.reduction)
-        return soft_triple_ops.loss(self.embeddings, self.labels, self.weight, settings)  # type: ignore[arg-type]
+        settings = soft_triple_ops.Settings(self.per_class, scale, gamma, margin, tau, self.reduction)
+        return soft_triple_ops.loss(self.embeddings, self.labels, self.weight, settings, again)  # type: ignore[arg-type]
 
-    def _matrix_kernel(self) -> bool:
+    def _holds_matrix(self, most: int) -> bool:
+        """Whether kernels take the batch and all its similarities fit into memory."""
         x, weight = self.embeddings, self.weight
         return (
             self.shard is None
+            and self.one_node
             and eligible.class_weights(self.impl, x, self.labels, weight, self.per_class)
-            and eligible.class_matrix(x, weight, self.max_memory)
+            and class_dense_ops.fits(x, weight, self.max_memory, most)
         )
 
     def check_labels(self) -> None:
@@ -251,6 +279,14 @@ class ClassCall:
         return stream(x, weight, self.ids, self.known, scale=scale, max_memory=self.max_memory)
 
 
+def again_plainly(
+    function: Callable[..., Tensor], labels: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, **settings: Any
+) -> Tensor:
+    """`ClassCall.kernel`'s `again`, from a loss function and its settings."""
+    learned = (weight,) if bias is None else (weight, bias)
+    return function(x, labels, *learned, impl=PLAIN, **settings)
+
+
 def center_kernel(
     embeddings: Tensor,
     labels: Tensor,
@@ -261,13 +297,16 @@ def center_kernel(
     reduction: str,
     impl: str,
     shard: Shard | None,
+    again: class_dense_ops.Again,
 ) -> Tensor | None:
     """Softmax + center by kernels (`center_ops`), or None where plain torch computes it."""
-    kernels.check(impl)
-    serves = shard is None and reduction in eligible.REDUCTIONS
-    if not serves or not center_ops.serves(impl, embeddings, labels, weight, bias, centers):
+    if impl == PLAIN:
         return None
-    return center_ops.loss(embeddings, labels, weight, bias, centers, pull, reduction)
+    kernels.check(impl)
+    served = shard is None and reduction in eligible.REDUCTIONS
+    if not served or not center_ops.serves(impl, embeddings, labels, weight, bias, centers):
+        return None
+    return center_ops.loss(embeddings, labels, weight, bias, centers, pull, reduction, again)
 
 
 def center_step_kernel(
@@ -303,6 +342,15 @@ def class_path(
     if _kernel_wins(embeddings, weight) and class_softmax_ops.serves(embeddings, weight, per_class, max_memory):
         return "triton"
     return "dense" if fits else "torch"
+
+
+def _many_in_bfloat16(embeddings: Tensor, weight: Tensor, centers: int) -> bool:
+    """Where products of bfloat16, block by block, take less time than those of float32."""
+    return embeddings.dtype == weight.dtype == torch.bfloat16 and (
+        centers in class_softmax_ops.CENTERS
+        and KERNEL_FROM is not None
+        and embeddings.shape[0] * weight.shape[0] >= KERNEL_FROM
+    )
 
 
 def _kernel_wins(embeddings: Tensor, weight: Tensor) -> bool:

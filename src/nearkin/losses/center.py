@@ -37,8 +37,13 @@ def center_loss(
     Wen et al. 2016, eq. 5; λ 0.003 from there (the released code: 0.008).
     """
     checks.at_least("pull", pull, 0)
-    fused = call.center_kernel(embeddings, labels, weight, bias, centers, pull, reduction, impl, shard)
-    if fused is not None:
+
+    def again(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        choices = {"reduction": reduction, "impl": call.PLAIN}
+        return center_loss(x, labels, w, bias if b is None else b, centers, pull=pull, **choices)
+
+    task = (embeddings, labels, weight, bias, centers, pull, reduction, impl, shard)
+    if (fused := call.center_kernel(*task, again)) is not None:
         return fused
     ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     x = distances.upcast(embeddings)

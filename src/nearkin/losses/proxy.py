@@ -1,6 +1,7 @@
 """Proxy losses: items are compared with learned proxies of the classes instead of each other."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from nearkin.core import checks, class_anchors, class_dense, class_softmax, dist
 from nearkin.core.relations import Labels
 from nearkin.dist import collectives
 from nearkin.losses import class_shards, logits
-from nearkin.losses.call import ClassCall, Form
+from nearkin.losses.call import ClassCall, Form, again_plainly
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 
@@ -54,7 +55,8 @@ def proxy_nca_loss(
     single = proxies_per_class == 1
     if single and isinstance(labels, Tensor):
         kernel = Form(2 * scale**2, lost=scale**2, needs_others=True, soft=form == "softmax")
-        if (fused := call.kernel(kernel)) is not None:
+        again = partial(again_plainly, proxy_nca_loss, labels, scale=scale, form=form, reduction=reduction)
+        if (fused := call.kernel(kernel, again)) is not None:
             return fused
     call.check_labels()
     ids, num_classes = call.ids, proxies.shape[0] // proxies_per_class if shard is None else shard.total
@@ -162,7 +164,8 @@ def proxy_anchor_loss(
     checks.number("margin", margin)
     checks.positive("scale", scale)
     call = ClassCall(embeddings, labels, proxies, "mean", impl, max_memory, shard)
-    if (fused := call.proxy_anchor_kernel(scale, margin)) is not None:
+    again = partial(again_plainly, proxy_anchor_loss, labels, margin=margin, scale=scale)
+    if (fused := call.proxy_anchor_kernel(scale, margin, again)) is not None:
         return fused
     call.check_labels()
     ids, known, addend = call.ids, call.known, call.addend

@@ -1,5 +1,6 @@
 """SoftTriple: softmax over classes of several centres each, the near ones weighted most."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from nearkin.core import checks, class_softmax, distances, reduce
 from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
 from nearkin.losses import class_shards, logits
-from nearkin.losses.call import ClassCall
+from nearkin.losses.call import ClassCall, again_plainly
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 from nearkin.losses.proxy import init_proxies
@@ -49,14 +50,17 @@ def soft_triple_loss(
     checks.number("margin", margin)
     checks.at_least("tau", tau, 0)
     call = ClassCall(embeddings, labels, centers, reduction, impl, max_memory, shard, centers_per_class)
-    if (fused := call.soft_triple_kernel(scale, gamma, margin, tau)) is not None:
+    settings = {"scale": scale, "gamma": gamma, "margin": margin, "tau": tau}
+    choices = {"centers_per_class": centers_per_class, "reduction": reduction}
+    again = partial(again_plainly, soft_triple_loss, labels, **settings, **choices)
+    if (fused := call.soft_triple_kernel(**settings, again=again)) is not None:
         return fused
     call.check_labels()
     ids, known, addend = call.ids, call.known, call.addend
     if not class_softmax.fits(embeddings, centers, max_memory):
         size = class_softmax.block(embeddings, centers, centers_per_class, max_memory)
-        settings = (centers_per_class, scale, gamma, margin)
-        value, drawn = _soft_triple_blocks(embeddings, ids, centers, *settings, size, shard)
+        numbers = (centers_per_class, scale, gamma, margin)
+        value, drawn = _soft_triple_blocks(embeddings, ids, centers, *numbers, size, shard)
     else:
         w = distances.unit(centers)
         similarity = _soft_maximum(distances.unit(embeddings), w, centers_per_class, gamma)  # (B, C)

@@ -1,6 +1,7 @@
 """Class softmax on the sphere without a margin: normalised, heated-up, and with an adaptive scale."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.nn.functional import batch_norm
 from nearkin.core import checks, class_dense, class_softmax, distances, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.losses import class_sampling, class_shards, logits
-from nearkin.losses.call import ClassCall, Form
+from nearkin.losses.call import ClassCall, Form, again_plainly
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 
@@ -48,7 +49,8 @@ def normalized_softmax_loss(
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
     call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard)
-    if (value := call.kernel(Form(scale))) is not None:
+    again = partial(again_plainly, normalized_softmax_loss, labels, scale=scale, reduction=reduction)
+    if (value := call.kernel(Form(scale), again)) is not None:
         return value
     call.check_labels()
     if (rivals := call.rivals(scale=scale)) is not None:
@@ -66,18 +68,23 @@ def heated_softmax_loss(
     scale: float | Tensor = 16.0,
     normalize: bool = True,
     reduction: str = "mean",
+    impl: str = "auto",
     shard: Shard | None = None,
 ) -> Tensor:
     r"""Normalised softmax with biases, trained warm and finished hot (a smaller scale).
 
     l_i = -log softmax_y( α <w_c/|w_c|, x> + b_c ),   x of unit length (normalize=True), or as it is
 
-    shard as in `normalized_softmax_loss`, of the biases too.
+    shard as in `normalized_softmax_loss`, of the biases too, and impl; all logits are in memory either way.
     Zhang et al. 2018, arXiv:1809.04157; scale 16, then 4 for the last quarter, from its released code.
     """
-    ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     if not isinstance(scale, Tensor):
         checks.positive("scale", scale)
+    call = ClassCall(embeddings, labels, weight, reduction, impl, shard=shard)
+    again = partial(again_plainly, heated_softmax_loss, labels, scale=scale, normalize=normalize, reduction=reduction)
+    if (value := call.kernel(Form(scale, raw=not normalize), again, bias)) is not None:
+        return value
+    ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     x = distances.unit(embeddings) if normalize else embeddings
     scores = scale * distances.dot(x, distances.unit(weight)) + bias  # (B, C)
     value = class_shards.cross_entropy(shard, scores, ids) + addend.to(scores.dtype)
@@ -218,6 +225,7 @@ class HeatedSoftmaxLoss(LossModule, function=heated_softmax_loss):
         *,
         norm: str = "l2",
         reduction: str = "mean",
+        impl: str = "auto",
         shard: bool = False,
     ) -> None:
         super().__init__()
@@ -229,7 +237,7 @@ class HeatedSoftmaxLoss(LossModule, function=heated_softmax_loss):
         self.register_buffer("running_mean", torch.zeros(dim))
         self.register_buffer("running_var", torch.ones(dim))
         self.num_classes, self.dim, self.scale, self.heated_scale = num_classes, dim, scale, heated_scale
-        self.heat_after, self.norm, self.reduction = heat_after, norm, reduction
+        self.heat_after, self.norm, self.reduction, self.impl = heat_after, norm, reduction, impl
         self.finish_init()
 
     def check_settings(self) -> None:
@@ -254,17 +262,20 @@ class HeatedSoftmaxLoss(LossModule, function=heated_softmax_loss):
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
-        class_shards.local_ids(embeddings, labels, self.weight, shard)  # before anything is learned from a bad batch
-        scale, x = self.scale, embeddings
-        if self.norm == "batch":
-            scale = scale / math.sqrt(self.weight.shape[1])
+        total, dim = self.num_classes, self.weight.shape[1]
+        checks.class_batch(embeddings, labels, total, dim)  # before anything is learned from a bad batch
+        scale: float | Tensor = self._scale if self.heat_after is None else self.scale
+        taint: float | Tensor = 0.0
+        x, normalize = embeddings, self.norm == "l2"
+        if not normalize:
+            scale, taint = scale / math.sqrt(dim), reduce.taint(embeddings)
             x = self._standardised(embeddings)
         if self.training:
             self.steps = self.steps + 1
-        normalize = self.norm == "l2"
-        return heated_softmax_loss(
+        value = heated_softmax_loss(
             x, labels, self.weight, self.bias, scale=scale, normalize=normalize, shard=shard, **self.arguments()
-        ) + reduce.taint(embeddings)
+        )
+        return value if normalize else value + taint
 
     def _standardised(self, embeddings: Tensor) -> Tensor:
         if self.training:
@@ -321,6 +332,12 @@ class AdaCosLoss(LossModule, function=adacos_loss):
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         if self.dynamic and self.training:
             refuse_transforms("AdaCosLoss")
+            call = ClassCall(embeddings, labels, self.weight, self.reduction, self.impl, self.max_memory, shard)
+            following = torch.empty_like(self.scale)
+            again = partial(again_plainly, adacos_loss, labels, scale=following, reduction=self.reduction)
+            if (value := call.kernel(Form(self.scale), again, adapted=following)) is not None:
+                self.scale = following
+                return value
             self.scale = adacos_scale(
                 embeddings, labels, self.weight, self.scale, impl=self.impl, max_memory=self.max_memory, shard=shard
             )
