@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-"""The kernels of `center_ops` around its products: operands with the bias as one more coordinate, gradients, and the
-step of the centres."""
+"""The kernels of `center_ops` around its products: clamped operands, gradients, and the step of the centres."""
 
 import functools
 
@@ -8,6 +7,7 @@ import torch
 
 from nearkin import kernels
 from nearkin.kernels.class_dense_kernels import (
+    COUNT,
     COUNTED,
     GAIN,
     ROW_FACTS,
@@ -22,94 +22,110 @@ from nearkin.kernels.class_own_kernels import BOUND
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import tl, triton
 from nearkin.kernels.row_kernels import clamped
+from nearkin.kernels.soft_triple_kernels import _width
 
 NUMBERS = ("num_rows", "classes", "anchor_programs")  # not to be compiled for again
 ROWS = 4  # per program
+COLUMNS = 8  # classes per program: as many derivatives are 32 bytes, which are read at once
+SUMMED = 256  # anchors at a time in the gradient by a bias
 BESIDE = 32  # anchors at a time in the step of a centre
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _operands(x, weight, bias, labels, centers, rows, weight_rows, facts, num_rows, width, classes, dim, pull, pad,
+def _operands(x, weight, labels, centers, rows, weight_rows, facts, num_rows, width, classes, dim, pull,
               M: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Clamped rows and one coordinate more: of an anchor 1, of a class its bias, or NaN where that is not finite; and
-    the pull of each anchor's centre in place of the slope."""
+    """Clamped rows, NaN where a class is not finite; and the pull of each anchor's centre in place of the slope."""
     first = tl.cdiv(num_rows, M)
     program = tl.program_id(0)
     if program < first:
+        if program == 0:
+            tl.store(facts + COUNT, 0.0)
         i = program * M + tl.arange(0, M)
         mask_m = i < num_rows
-        at = i.to(tl.int64)[:, None]
+        at = i.to(tl.int64)[:, None] * dim
         label = tl.load(labels + i, mask=mask_m, other=0).to(tl.int64)
-        own = tl.minimum(tl.maximum(label, 0), classes - 1)[:, None]
+        own = tl.minimum(tl.maximum(label, 0), classes - 1)[:, None] * dim
         taints = tl.zeros((M,), tl.float32)
         squared = tl.zeros((M,), tl.float64)
         for start in range(0, dim, D):
             d = start + tl.arange(0, D)
             mask = mask_m[:, None] & (d < dim)[None, :]
-            value = tl.load(x + at * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            value = tl.load(x + at + d[None, :], mask=mask, other=0.0).to(tl.float32)
             taints += tl.sum(value * 0.0, 1)
             value = clamped(value)
-            tl.store(rows + at * pad + d[None, :], value, mask=mask)
-            away = value - tl.load(centers + own * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            tl.store(rows + at + d[None, :], value, mask=mask)
+            away = value - tl.load(centers + own + d[None, :], mask=mask, other=0.0).to(tl.float32)
             squared += tl.sum(away.to(tl.float64) * away, 1)
         tl.store(row_fact(facts, SLOPE, width) + i, squared * (pull * 0.5), mask=mask_m)
         tl.store(row_fact(facts, TAINT, width) + i, taints.to(tl.float64), mask=mask_m)
-        for d in range(dim, pad):
-            tl.store(rows + i.to(tl.int64) * pad + d, tl.where(d == dim, 1.0, 0.0) + taints, mask=mask_m)
     else:
-        i = (program - first) * M + tl.arange(0, M)
-        mask_m = i < classes
-        at = i.to(tl.int64)[:, None]
-        last = tl.load(bias + i, mask=mask_m, other=0.0).to(tl.float32)
+        c = (program - first) * M + tl.arange(0, M)
+        mask_c = c < classes
+        at = c.to(tl.int64)[:, None] * dim
         for start in range(0, dim, D):
             d = start + tl.arange(0, D)
-            mask = mask_m[:, None] & (d < dim)[None, :]
-            value = tl.load(weight + at * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            last += tl.sum(value * 0.0, 1)
-            tl.store(weight_rows + at * pad + d[None, :], clamped(value), mask=mask)
-        for d in range(dim, pad):
-            tl.store(weight_rows + i.to(tl.int64) * pad + d, tl.where(d == dim, last, 0.0), mask=mask_m)
+            mask = mask_c[:, None] & (d < dim)[None, :]
+            value = tl.load(weight + at + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            tl.store(weight_rows + at + d[None, :], clamped(value) + value * 0.0, mask=mask)
+
+
+@triton.jit
+def _by_anchors(by_rows, x, labels, centers, facts, by_x, up, program, num_rows, width, classes, dim, pull,
+                M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    i = program * M + tl.arange(0, M)
+    mask_m = i < num_rows
+    at = i.to(tl.int64)[:, None] * dim
+    label = tl.load(labels + i, mask=mask_m, other=0).to(tl.int64)
+    own = tl.minimum(tl.maximum(label, 0), classes - 1)[:, None] * dim
+    counted = tl.load(row_fact(facts, COUNTED, width) + i, mask=mask_m, other=0.0) > 0
+    for start in range(0, dim, D):
+        d = start + tl.arange(0, D)
+        mask = mask_m[:, None] & (d < dim)[None, :]
+        value = tl.load(x + at + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        away = clamped(value) - tl.load(centers + own + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        slope = tl.load(by_rows + at + d[None, :], mask=mask, other=0.0)
+        slope += tl.where(counted[:, None], pull * away, 0.0)
+        slope = tl.where((value <= BOUND) & (value >= -BOUND), slope * up, 0.0)
+        tl.store(by_x + at + d[None, :], slope.to(by_x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _by_classes(by_weight_rows, slopes, weight, by_weight, by_bias, up, program, num_rows, stride, classes, dim,
+                OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+                S: tl.constexpr):  # fmt: skip
+    c = program * C + tl.arange(0, C)
+    mask_c = c < classes
+    at = c.to(tl.int64)[:, None] * dim
+    if OF_BIAS:
+        total = tl.zeros((S, C), tl.float32)
+        for start in range(0, num_rows, S):
+            i = start + tl.arange(0, S)
+            here = slopes + i.to(tl.int64)[:, None] * stride + c[None, :]
+            total += tl.load(here, mask=(i < num_rows)[:, None] & mask_c[None, :], other=0.0)
+        tl.store(by_bias + c, (tl.sum(total, 0) * up).to(by_bias.dtype.element_ty), mask=mask_c)
+    if OF_WEIGHT:
+        for start in range(0, dim, D):
+            d = start + tl.arange(0, D)
+            mask = mask_c[:, None] & (d < dim)[None, :]
+            value = tl.load(weight + at + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            slope = tl.load(by_weight_rows + at + d[None, :], mask=mask, other=0.0) * up
+            slope = tl.where((value <= BOUND) & (value >= -BOUND), slope, 0.0)
+            tl.store(by_weight + at + d[None, :], slope.to(by_weight.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, upstream, by_x, by_weight, by_bias, num_rows,
-               width, classes, dim, pull, pad, anchor_programs, OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr,
-               M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def _gradients(by_rows, by_weight_rows, slopes, x, weight, labels, centers, facts, upstream, by_x, by_weight, by_bias,
+               num_rows, width, stride, classes, dim, pull, anchor_programs, OF_WEIGHT: tl.constexpr,
+               OF_BIAS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, D: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """The gradients by embeddings, class weights and biases from those by the operands. A clamped coordinate has none.
     anchor_programs: the programs over anchors, 0 where their gradient is not wanted."""
     up = (tl.load(facts + GAIN) * tl.load(upstream)).to(tl.float32)
     program = tl.program_id(0)
     if program < anchor_programs:
-        i = program * M + tl.arange(0, M)
-        mask_m = i < num_rows
-        at = i.to(tl.int64)[:, None]
-        label = tl.load(labels + i, mask=mask_m, other=0).to(tl.int64)
-        own = tl.minimum(tl.maximum(label, 0), classes - 1)[:, None]
-        counted = tl.load(row_fact(facts, COUNTED, width) + i, mask=mask_m, other=0.0) > 0
-        for start in range(0, dim, D):
-            d = start + tl.arange(0, D)
-            mask = mask_m[:, None] & (d < dim)[None, :]
-            value = tl.load(x + at * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            away = clamped(value) - tl.load(centers + own * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            slope = tl.load(by_rows + at * pad + d[None, :], mask=mask, other=0.0)
-            slope += tl.where(counted[:, None], pull * away, 0.0)
-            slope = tl.where((value <= BOUND) & (value >= -BOUND), slope * up, 0.0)
-            tl.store(by_x + at * dim + d[None, :], slope.to(by_x.dtype.element_ty), mask=mask)
+        _by_anchors(by_rows, x, labels, centers, facts, by_x, up, program, num_rows, width, classes, dim, pull, M, D)
     else:
-        i = (program - anchor_programs) * M + tl.arange(0, M)
-        mask_m = i < classes
-        at = i.to(tl.int64)[:, None]
-        if OF_BIAS:
-            last = tl.load(by_weight_rows + i.to(tl.int64) * pad + dim, mask=mask_m, other=0.0)
-            tl.store(by_bias + i, (last * up).to(by_bias.dtype.element_ty), mask=mask_m)
-        if OF_WEIGHT:
-            for start in range(0, dim, D):
-                d = start + tl.arange(0, D)
-                mask = mask_m[:, None] & (d < dim)[None, :]
-                value = tl.load(weight + at * dim + d[None, :], mask=mask, other=0.0).to(tl.float32)
-                slope = tl.load(by_weight_rows + at * pad + d[None, :], mask=mask, other=0.0) * up
-                slope = tl.where((value <= BOUND) & (value >= -BOUND), slope, 0.0)
-                tl.store(by_weight + at * dim + d[None, :], slope.to(by_weight.dtype.element_ty), mask=mask)
+        _by_classes(by_weight_rows, slopes, weight, by_weight, by_bias, up, program - anchor_programs, num_rows, stride,
+                    classes, dim, OF_WEIGHT, OF_BIAS, C, D, S)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -147,45 +163,37 @@ def _step(x, labels, centers, moved, num_rows, classes, dim, alpha, M: tl.conste
             tl.store(moved + label * dim + axis, center + alpha * step / (1.0 + number), mask=axis < dim)
 
 
-def operands(x, weight, bias, labels, centers, pull):
-    """Rows (B, P) and (C, P) for the products, P a little more than D, and the facts that `entropies` reads."""
+def operands(x, weight, labels, centers, pull):
+    """Rows (B, D) and (C, D) for the products, and the facts that `soft_triple_kernels.loss` reads."""
     (num_rows, dim), classes = x.shape, weight.shape[0]
-    pad = -(-(dim + 1) // 4) * 4
-    rows = torch.empty(num_rows, pad, device=x.device, dtype=torch.float32)
-    weight_rows = torch.empty(classes, pad, device=x.device, dtype=torch.float32)
+    rows = torch.empty(num_rows, dim, device=x.device, dtype=torch.float32)
+    weight_rows = torch.empty(classes, dim, device=x.device, dtype=torch.float32)
     width = padded(num_rows)
     facts = torch.empty(SCALARS.value + ROW_FACTS.value * width, device=x.device, dtype=torch.float64)
-    sources, written = (x, weight, bias, labels, centers), (rows, weight_rows, facts)
+    written = (rows, weight_rows, facts)
     grid = (-(-num_rows // ROWS) + -(-classes // ROWS), 1, 1)
-    _preparing(_width(dim))(grid, *sources, *written, num_rows, width, classes, dim, pull, pad)
+    _preparing(_width(dim))(grid, x, weight, labels, centers, *written, num_rows, width, classes, dim, pull)
     return written
 
 
-def gradients(by_rows, by_weight_rows, x, weight, labels, centers, facts, upstream, kinds, pull):
+def gradients(by_rows, by_weight_rows, slopes, x, weight, labels, centers, facts, upstream, kinds, pull):
     """The gradients by embeddings, class weights and biases, each in its type of `kinds`, or None without one."""
     (num_rows, dim), classes = x.shape, weight.shape[0]
     shapes = (x.shape, weight.shape, (classes,))
-    stored = [kind if kind is None or not kernels.interpreted() else torch.float32 for kind in kinds]
+    stored = kinds if not kernels.interpreted() else [kind and torch.float32 for kind in kinds]  # it truncates bfloat16
     outs = [
         None if kind is None else torch.empty(shape, device=x.device, dtype=kind)
         for shape, kind in zip(shapes, stored, strict=True)
     ]
     of_x, of_weight, of_bias = (out is not None for out in outs)
     anchor_programs = -(-num_rows // ROWS) if of_x else 0
-    programs = anchor_programs + (-(-classes // ROWS) if of_weight or of_bias else 0)
+    programs = anchor_programs + (-(-classes // COLUMNS) if of_weight or of_bias else 0)
     products = [facts if product is None else product for product in (by_rows, by_weight_rows)]
     written = [facts if out is None else out for out in outs]
-    sizes = (
-        num_rows,
-        padded(num_rows),
-        classes,
-        dim,
-        pull,
-        by_rows.shape[1] if by_weight_rows is None else by_weight_rows.shape[1],
+    sizes = (num_rows, padded(num_rows), slopes.stride(0), classes, dim, pull, anchor_programs)
+    _finishing(_width(dim), of_weight, of_bias)(
+        (programs, 1, 1), *products, slopes, x, weight, labels, centers, facts, upstream, *written, *sizes
     )
-    start = _finishing(_width(dim), of_weight, of_bias)
-    read = (*products, x, weight, labels, centers, facts, upstream)
-    start((programs, 1, 1), *read, *written, *sizes, anchor_programs)
     return [None if out is None else out.to(kind) for out, kind in zip(outs, kinds, strict=True)]
 
 
@@ -197,10 +205,6 @@ def stepped(x, labels, centers, alpha):
     return moved
 
 
-def _width(dim):
-    return min(128, max(16, triton.next_power_of_2(dim)))
-
-
 @functools.cache
 def _preparing(width):
     return CachedLauncher(_operands, M=ROWS, D=width, **options())
@@ -208,7 +212,8 @@ def _preparing(width):
 
 @functools.cache
 def _finishing(width, of_weight, of_bias):
-    return CachedLauncher(_gradients, OF_WEIGHT=of_weight, OF_BIAS=of_bias, M=ROWS, D=width, **options())
+    sizes = {"M": ROWS, "C": COLUMNS, "D": width, "S": SUMMED}
+    return CachedLauncher(_gradients, OF_WEIGHT=of_weight, OF_BIAS=of_bias, **sizes, **options())
 
 
 @functools.cache

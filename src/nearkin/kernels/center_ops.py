@@ -81,12 +81,10 @@ class _Loss(HandGradient):
     ) -> Tensor:
         dense, center_kernels, entropy_kernels = _kernels()
         labels, centers = labels.contiguous(), centers.contiguous()
-        learned = (x.contiguous(), weight.contiguous(), bias.contiguous())
-        rows, weight_rows, facts = center_kernels.operands(*learned, labels, centers, pull)
+        rows, weight_rows, facts = center_kernels.operands(x.contiguous(), weight.contiguous(), labels, centers, pull)
         scores = dense.Prepared(rows, weight_rows, facts, False).scores()
-        active = reduction == "active"
-        entropy_kernels.entropies(scores, labels, facts, (1.0, 0.0, 1.0), pulled=True, active=active, back=back)
-        value: Tensor = entropy_kernels.total(facts, None, len(x), reduction)
+        addend = bias.contiguous()
+        value: Tensor = entropy_kernels.loss(scores, labels, facts, (1.0, 0.0, 1.0), reduction, bias=addend, back=back)
         if back:
             ctx.save_for_backward(x, weight, bias, labels, centers, rows, weight_rows, scores, facts)
             ctx.kinds = (x.dtype, plain.gradient_kind(weight), plain.gradient_kind(bias))
@@ -101,8 +99,8 @@ class _Loss(HandGradient):
             return *launch.gradients_again(ctx.again, (x, weight, bias), wants, upstream), *[None] * 6
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         by_rows = torch.mm(slopes, weight_rows, out=torch.empty_like(rows)) if wants[0] else None
-        by_weights = torch.mm(slopes.t(), rows, out=torch.empty_like(weight_rows)) if wants[1] or wants[2] else None
-        products = (by_rows, by_weights, x.contiguous(), weight.contiguous())
+        by_weights = torch.mm(slopes.t(), rows, out=torch.empty_like(weight_rows)) if wants[1] else None
+        products = (by_rows, by_weights, slopes, x.contiguous(), weight.contiguous())
         with launch.device_of(x):
             by = _kernels()[1].gradients(*products, labels, centers, facts, upstream, kinds, ctx.pull)
         return *by, *[None] * 6

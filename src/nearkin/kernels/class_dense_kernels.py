@@ -83,20 +83,27 @@ def _squares(x, at, mask_m, dim, M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _scaled(x, out, at, times, mask_m, dim, D: tl.constexpr):
+def ranked(c, num_weights, GROUP: tl.constexpr):
+    """The row of weight c among the unit weights: of GROUP weights per class the first of every class come first, so
+    that neighbouring classes have neighbouring scores."""
+    return (c % GROUP) * (num_weights // GROUP) + c // GROUP
+
+
+@triton.jit
+def _scaled(x, at, out, out_at, times, mask_m, dim, D: tl.constexpr):
     """out = times · x, rounded once."""
     for start in range(0, dim, D):
         axis = start + tl.arange(0, D)
         mask = mask_m[:, None] & (axis < dim)[None, :]
         value = clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * times[:, None]
-        tl.store(out + at + axis[None, :], value.to(tl.float32), mask=mask)
+        tl.store(out + out_at + axis[None, :], value.to(tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows, num_weights, width, dim, scale,
              margin, along, across, lost, row_programs, SCALE_TENSOR: tl.constexpr, NORMALIZE: tl.constexpr,
              MARGIN: tl.constexpr, STRAIGHT: tl.constexpr, TIMES: tl.constexpr, CENTERS: tl.constexpr,
-             BIAS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+             BIAS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0)
     if pid >= row_programs:
         c = (pid - row_programs) * M + tl.arange(0, M)
@@ -104,7 +111,8 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
         at = c.to(tl.int64)[:, None] * dim
         squared, taints = _squares(weight, at, mask_c, dim, M, D)
         inverse = inverse_length(squared)
-        _scaled(weight, units, at, inverse + taints, mask_c, dim, D)
+        place = ranked(c, num_weights, GROUP).to(tl.int64)[:, None] * dim
+        _scaled(weight, at, units, place, inverse + taints, mask_c, dim, D)
         tl.store(weight_facts(facts, width) + c, inverse, mask=mask_c)
     else:
         if pid == 0:
@@ -125,7 +133,7 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
         times = inverse * 0.0 + 1.0
         if MARGIN != "sphere":
             times = scale_value * (inverse if NORMALIZE else times)
-        _scaled(x, rows, at, times, mask_m, dim, D)
+        _scaled(x, at, rows, at, times, mask_m, dim, D)
         if MARGIN != "none":
             classes = num_weights // CENTERS
             label = tl.load(labels + i, mask=mask_m, other=-1).to(tl.int64)
@@ -153,31 +161,39 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
 
 
 @triton.jit
-def _gradient(product, source, by, at, mask_m, dim, times, along, inverse, PROJECT: tl.constexpr, M: tl.constexpr,
-              D: tl.constexpr):  # fmt: skip
-    """times · product + along · unit row, 0 where clamped; PROJECT: without its part along the unit row."""
+def _slope(product, plus, at, mask, PLUS: tl.constexpr):
+    slope = tl.load(product + at, mask=mask, other=0.0)
+    if PLUS:
+        slope += tl.load(plus + at, mask=mask, other=0.0)
+    return slope
+
+
+@triton.jit
+def _gradient(product, plus, place, source, by, at, mask_m, dim, times, along, inverse, PLUS: tl.constexpr,
+              PROJECT: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """times · (product + plus) + along · unit row, 0 where clamped; PROJECT: without its part along the unit row."""
     if PROJECT:
         along = tl.zeros((M,), tl.float64)
         for start in range(0, dim, D):
             axis = start + tl.arange(0, D)
             mask = mask_m[:, None] & (axis < dim)[None, :]
             unit = clamped(tl.load(source + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
-            along -= tl.sum(tl.load(product + at + axis[None, :], mask=mask, other=0.0) * unit, 1)
+            along -= tl.sum(_slope(product, plus, place + axis[None, :], mask, PLUS) * unit, 1)
         along *= times
     for start in range(0, dim, D):
         axis = start + tl.arange(0, D)
         mask = mask_m[:, None] & (axis < dim)[None, :]
         value = tl.load(source + at + axis[None, :], mask=mask, other=0.0).to(tl.float64)
         bounded = clamped(value)
-        gradient = tl.load(product + at + axis[None, :], mask=mask, other=0.0) * times[:, None]
+        gradient = _slope(product, plus, place + axis[None, :], mask, PLUS) * times[:, None]
         gradient = tl.where(bounded == value, gradient + along[:, None] * (bounded * inverse[:, None]), 0.0)
         tl.store(by + at + axis[None, :], gradient.to(tl.float32).to(by.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _gradients(by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, num_rows, num_weights,
-               width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr,
-               D: tl.constexpr):  # fmt: skip
+def _gradients(by_rows, by_units, plus, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, num_rows,
+               num_weights, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
+               GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """The gradients by x and by the weights from those by prepared rows and unit weights; by biases from sums."""
     pid = tl.program_id(0)
     gain = tl.load(facts + GAIN) * tl.load(upstream).to(tl.float64)
@@ -186,7 +202,9 @@ def _gradients(by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_wei
         mask_c = c < num_weights
         at = c.to(tl.int64)[:, None] * dim
         inverse = tl.load(weight_facts(facts, width) + c, mask=mask_c, other=0.0)
-        _gradient(by_units, weight, by_weight, at, mask_c, dim, gain * inverse, inverse, inverse, True, M, D)
+        place = ranked(c, num_weights, GROUP).to(tl.int64)[:, None] * dim
+        _gradient(by_units, plus, place, weight, by_weight, at, mask_c, dim, gain * inverse, inverse, inverse, PLUS,
+                  True, M, D)  # fmt: skip
         if BIAS:
             by = gain * tl.load(sums + c, mask=mask_c, other=0.0)
             tl.store(by_bias + c, by.to(tl.float32).to(by_bias.dtype.element_ty), mask=mask_c)
@@ -197,17 +215,19 @@ def _gradients(by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_wei
         inverse = tl.load(row_fact(facts, INVERSE, width) + i, mask=mask_m, other=0.0)
         times = gain * tl.load(facts + FACTOR)
         if NORMALIZE:
-            _gradient(by_rows, x, by_x, at, mask_m, dim, times * inverse, inverse, inverse, True, M, D)
+            _gradient(by_rows, plus, at, x, by_x, at, mask_m, dim, times * inverse, inverse, inverse, False, True, M,
+                      D)  # fmt: skip
         else:
             along = gain * tl.load(row_fact(facts, BY_LENGTH, width) + i, mask=mask_m, other=0.0)
-            _gradient(by_rows, x, by_x, at, mask_m, dim, times + inverse * 0.0, along, inverse, False, M, D)
+            _gradient(by_rows, plus, at, x, by_x, at, mask_m, dim, times + inverse * 0.0, along, inverse, False, False,
+                      M, D)  # fmt: skip
 
 
-def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bias=None):
+def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bias=None, group=1):
     """Rows and weights for the scores: `factor` times unit rows, or times x, and weights of unit length.
 
     labels and own, a `class_loss_ops.Form`: also the own class's logit; factor and normalize are then the Form's. bias:
-    (C,), added to that logit.
+    (C,), added to that logit. group: of so many weights per class the unit weights are in the order of `ranked`.
     """
     form = own or Form(factor, kind="none", raw=not normalize)
     (anchors, dim), weights = x.shape, weight.shape[0]
@@ -219,7 +239,7 @@ def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bia
     choices = (scale_tensor is not None, form.normalize, form.kind, form.straight, times, form.centers)
     programs = -(-anchors // ROWS)
     margin = float(form.margin)
-    _preparing(*choices, bias is not None, _chunk(dim))(
+    _preparing(*choices, bias is not None, group, _chunk(dim))(
         (programs - (-weights // ROWS), 1, 1),
         x, weight, facts if labels is None else labels, facts if scale_tensor is None else scale_tensor,
         facts if bias is None else bias, rows, units, facts, anchors, weights, line, dim, float(scale), margin,
@@ -228,45 +248,43 @@ def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bia
 
 
 @functools.cache
-def _preparing(scale_tensor, normalize, kind, straight, times, centers, bias, chunk):
+def _preparing(scale_tensor, normalize, kind, straight, times, centers, bias, group, chunk):
     choices = {"SCALE_TENSOR": scale_tensor, "NORMALIZE": normalize, "MARGIN": kind, "STRAIGHT": straight}
-    choices |= {"TIMES": times, "CENTERS": centers, "BIAS": bias, "M": ROWS, "D": chunk}
+    choices |= {"TIMES": times, "CENTERS": centers, "BIAS": bias, "GROUP": group, "M": ROWS, "D": chunk}
     return CachedLauncher(_prepare, **choices, **options())
 
 
-def gradients(prepared, x, weight, scores, upstream, kinds, by_units=None):
+def gradients(prepared, x, weight, scores, upstream, kinds, plus=None, group=1):
     """The gradients by x, by the weights and by biases, in the types `kinds`; None where not wanted.
 
-    scores: by now the derivatives by the scores. by_units: what else there is of the gradient by the unit weights.
+    scores: by now the derivatives by the scores. plus: what else there is of the gradient by the unit weights. group:
+    as for `prepare`.
     """
     rows, units, facts, normalize = prepared
     (anchors, dim), weights = x.shape, weight.shape[0]
     kind_x, kind_weight, kind_bias = (*kinds, None)[:3]
-    by_x = by_weight = by_bias = by_rows = product = sums = facts
+    by_x = by_weight = by_bias = by_rows = by_units = sums = facts
     programs = weight_programs = 0
     if kind_x is not None:
         by_rows = torch.mm(scores, units, out=torch.empty_like(rows))
         by_x, programs = _result(x, kind_x), -(-anchors // ROWS)
     if kind_weight is not None or kind_bias is not None:
-        product = torch.empty_like(units)
-        if by_units is None:
-            torch.mm(scores.t(), rows, out=product)
-        else:
-            torch.addmm(by_units, scores.t(), rows, out=product)
+        by_units = torch.mm(scores.t(), rows, out=torch.empty_like(units))
         by_weight, weight_programs = _result(weight, kind_weight or weight.dtype), -(-weights // ROWS)
     if kind_bias is not None:
         sums = torch.sum(scores, 0)
         by_bias = _result(sums, kind_bias)
-    _finishing(normalize, kind_bias is not None, _chunk(dim))(
+    _finishing(normalize, kind_bias is not None, plus is not None, group, _chunk(dim))(
         (programs + weight_programs, 1, 1),
-        by_rows, product, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, anchors, weights,
-        padded(anchors), dim, programs)  # fmt: skip
+        by_rows, by_units, facts if plus is None else plus, x, weight, sums, facts, upstream, by_x, by_weight, by_bias,
+        anchors, weights, padded(anchors), dim, programs)  # fmt: skip
     return _typed(by_x, kind_x), _typed(by_weight, kind_weight), _typed(by_bias, kind_bias)
 
 
 @functools.cache
-def _finishing(normalize, bias, chunk):
-    return CachedLauncher(_gradients, NORMALIZE=normalize, BIAS=bias, M=ROWS, D=chunk, **options())
+def _finishing(normalize, bias, plus, group, chunk):
+    choices = {"NORMALIZE": normalize, "BIAS": bias, "PLUS": plus, "GROUP": group, "M": ROWS, "D": chunk}
+    return CachedLauncher(_gradients, **choices, **options())
 
 
 def _result(like, kind):

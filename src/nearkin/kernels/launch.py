@@ -69,9 +69,9 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gradients_again(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], wanted: Sequence[bool], upstream: Tensor
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], wanted: Sequence[bool], upstream: Tensor
 ) -> list[Tensor | None]:
     """The gradients of a function by the inputs that are wanted, by autograd, to be differentiated once more."""
-    chosen = [tensor for tensor, wants in zip(inputs, wanted, strict=True) if wants]
+    chosen = [tensor for tensor, wants in zip(inputs, wanted, strict=True) if wants and tensor is not None]
     gradients = iter(torch.autograd.grad(function(*inputs), chosen, upstream, create_graph=True))
     return [next(gradients) if wants else None for wants in wanted]

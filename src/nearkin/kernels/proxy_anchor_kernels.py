@@ -1,129 +1,152 @@
 # mypy: ignore-errors
-"""The kernels of `proxy_anchor_ops` between its products: terms and derivatives of each proxy, and their sum."""
+"""The kernel of `proxy_anchor_ops` between its products: terms and derivatives of each proxy, and their sum."""
 
 import functools
 
 import torch
 
-from nearkin.kernels.class_dense_kernels import TAINT, options, padded, row_fact
+from nearkin.kernels.class_dense_kernels import COUNT, TAINT, options, padded, row_fact
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import LOG_ZERO, sigmoid, softplus, tl, triton
 
 NUMBERS = ("num_anchors", "num_proxies")  # not to be compiled for again
-LONGEST = 2048  # anchors that a program has in registers
-SUMMED = 1024  # proxies, or anchors, at a time in the last kernel
+LONGEST = 4096  # anchors that a program has in registers
+SUMMED = 1024  # proxies, or anchors, at a time in the last sum
 PULL, PUSH, PRESENT = (tl.constexpr(row) for row in range(3))  # rows of `terms`, float64, one entry per proxy
 
 
 @triton.jit
 def _entries(scores, labels, start, proxy, num_anchors, N: tl.constexpr):
-    """Similarities of a run of anchors with a proxy, their labels, and which of them are its own, and others'."""
+    """Of a run of anchors: similarities with a proxy, negated where it is theirs; which are its own, and others'."""
     i = start + tl.arange(0, N)
     exists = i < num_anchors
     label = tl.load(labels + i, mask=exists, other=-1).to(tl.int64)
     value = tl.load(scores + i, mask=exists, other=0.0)
-    return i, exists, value, label, label == proxy, (label != -1) & (label != proxy)
+    own = label == proxy
+    return i, exists, label, tl.where(own, -value, value), own, (label != -1) & (label != proxy)
 
 
 @triton.jit
-def _logsumexp(peaks, totals, scale):
-    """From a peak and a sum of e^(scale · (value - peak)) per slot: the peak of all, their sum and its logarithm."""
-    peak = tl.max(peaks, 0)
+def _peaks(value, own, other):
+    return tl.where(own, value, float("-inf")), tl.where(other, value, float("-inf"))
+
+
+@triton.jit
+def _level(peak):
+    return tl.where(peak > float("-inf"), peak, 0.0)
+
+
+@triton.jit
+def _share(value, own, own_level, other_level, scale):
+    """e^(scale · (value - the highest of its kind))."""
+    return tl.exp(scale * (value - tl.where(own, own_level, other_level)))
+
+
+@triton.jit
+def _term(peak, total, scale, margin):
+    """log(1 + Σ e^(scale · (value + margin))) from the highest value and the sum below it, and its sigmoid."""
     some = peak > float("-inf")
-    level = tl.where(some, peak, 0.0)
-    total = tl.sum(totals.to(tl.float64) * tl.exp(scale * (peaks - level)).to(tl.float64), 0)
-    total = tl.where(some, total, 1.0)
-    return level, total, tl.where(some, tl.log(total), LOG_ZERO), some
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _terms(scores, labels, terms, num_anchors, stride, num_proxies, scale, margin, BACK: tl.constexpr,
-           N: tl.constexpr):  # fmt: skip
-    """Both terms of a proxy, and in place of its similarities the derivatives; those of its own anchors are to be
-    divided by the number of proxies that have one."""
-    proxy = tl.program_id(0)
-    scores += proxy.to(tl.int64) * stride
-    own_peak = tl.full((N,), float("-inf"), tl.float32)  # of negated similarities
-    own_total = tl.zeros((N,), tl.float32)
-    other_peak = tl.full((N,), float("-inf"), tl.float32)
-    other_total = tl.zeros((N,), tl.float32)
-    taint = tl.zeros((N,), tl.float32)
-    for start in range(0, num_anchors, N):
-        i, exists, value, label, own, other = _entries(scores, labels, start, proxy, num_anchors, N)
-        taint += value * 0.0 + tl.where((label < -1) | (label >= num_proxies), float("nan"), 0.0)
-        peak = tl.maximum(own_peak, tl.where(own, -value, float("-inf")))
-        level = tl.where(peak > float("-inf"), peak, 0.0)
-        own_total = own_total * tl.exp(scale * (own_peak - level)) + tl.where(
-            own, tl.exp(scale * (-value - level)), 0.0
-        )
-        own_peak = peak
-        peak = tl.maximum(other_peak, tl.where(other, value, float("-inf")))
-        level = tl.where(peak > float("-inf"), peak, 0.0)
-        other_total = other_total * tl.exp(scale * (other_peak - level)) + tl.where(
-            other, tl.exp(scale * (value - level)), 0.0
-        )
-        other_peak = peak
-    own_level, own_total, own_log, present = _logsumexp(own_peak, own_total, scale)
-    other_level, other_total, other_log, others = _logsumexp(other_peak, other_total, scale)
     wide = tl.full((), 0.0, tl.float64) + scale
-    pull = own_log + wide * (own_level.to(tl.float64) + margin)
-    push = other_log + wide * (other_level.to(tl.float64) + margin)
-    tl.store(terms + PULL * num_proxies + proxy, tl.where(present, softplus(pull), 0.0) + tl.sum(taint, 0))
-    tl.store(terms + PUSH * num_proxies + proxy, tl.where(others, softplus(push), 0.0))
-    tl.store(terms + PRESENT * num_proxies + proxy, tl.where(present, 1.0, 0.0).to(tl.float64))
-    if BACK:
-        by_own = (-wide * sigmoid(pull) / own_total).to(tl.float32)
-        by_other = (wide * sigmoid(push) / (other_total * num_proxies)).to(tl.float32)
-        for start in range(0, num_anchors, N):
-            i, exists, value, label, own, other = _entries(scores, labels, start, proxy, num_anchors, N)
-            slope = tl.where(own, by_own * tl.exp(scale * (-value - own_level)), 0.0)
-            slope = tl.where(other, by_other * tl.exp(scale * (value - other_level)), slope)
-            tl.store(scores + i, slope, mask=exists)
+    log = tl.where(some, tl.log(tl.where(some, total, 1.0)) + wide * (_level(peak).to(tl.float64) + margin), LOG_ZERO)
+    return tl.where(some, softplus(log), 0.0), tl.where(some, wide * sigmoid(log) / tl.where(some, total, 1.0), 0.0)
+
+
+@triton.jit
+def _finish(scores, labels, terms, facts, value, num_anchors, stride, num_proxies, BACK: tl.constexpr,
+            S: tl.constexpr):  # fmt: skip
+    """The loss; and the derivatives by the anchors' own proxies divided by the number of those that are present."""
+    pulls = tl.zeros((S,), tl.float64)
+    pushes = tl.zeros((S,), tl.float64)
+    present = tl.zeros((S,), tl.float64)
+    for start in range(0, num_proxies, S):
+        c = start + tl.arange(0, S)
+        mask = c < num_proxies
+        pulls += tl.load(terms + PULL * num_proxies + c, mask=mask, other=0.0, cache_modifier=".cg")
+        pushes += tl.load(terms + PUSH * num_proxies + c, mask=mask, other=0.0, cache_modifier=".cg")
+        present += tl.load(terms + PRESENT * num_proxies + c, mask=mask, other=0.0, cache_modifier=".cg")
+    number = tl.maximum(tl.sum(present, 0), 1.0)
+    taints = tl.zeros((S,), tl.float64)
+    for start in range(0, num_anchors, S):
+        i = start + tl.arange(0, S)
+        taints += tl.load(row_fact(facts, TAINT, stride) + i, mask=i < num_anchors, other=0.0)
+        if BACK:
+            label = tl.load(labels + i, mask=i < num_anchors, other=-1).to(tl.int64)
+            own = (label >= 0) & (label < num_proxies)
+            at = scores + label * stride + i
+            slope = tl.load(at, mask=own, other=0.0, cache_modifier=".cg")
+            tl.store(at, (slope / number).to(tl.float32), mask=own)
+    total = tl.sum(pulls, 0) / number + tl.sum(pushes, 0) / num_proxies + tl.sum(taints, 0)
+    tl.store(value, total.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _total(scores, labels, terms, facts, value, num_anchors, stride, num_proxies, BACK: tl.constexpr,
-           N: tl.constexpr):  # fmt: skip
-    """The loss; and the derivatives by the anchors' own proxies divided by the number of those that are present."""
-    pulls = tl.zeros((N,), tl.float64)
-    pushes = tl.zeros((N,), tl.float64)
-    present = tl.zeros((N,), tl.float64)
-    for start in range(0, num_proxies, N):
-        c = start + tl.arange(0, N)
-        pulls += tl.load(terms + PULL * num_proxies + c, mask=c < num_proxies, other=0.0)
-        pushes += tl.load(terms + PUSH * num_proxies + c, mask=c < num_proxies, other=0.0)
-        present += tl.load(terms + PRESENT * num_proxies + c, mask=c < num_proxies, other=0.0)
-    number = tl.maximum(tl.sum(present, 0), 1.0)
-    if tl.program_id(0) == 0:
-        taints = tl.zeros((N,), tl.float64)
+def _terms(scores, labels, terms, facts, value, num_anchors, stride, num_proxies, scale, margin, BACK: tl.constexpr,
+           ONE: tl.constexpr, N: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """Both terms of a proxy, and in place of its similarities the derivatives; those of its own anchors are divided at
+    the end, by the program that is done last. ONE: a run has all anchors."""
+    proxy = tl.program_id(0)
+    line = scores + proxy.to(tl.int64) * stride
+    if ONE:
+        i, exists, label, entry, own, other = _entries(line, labels, 0, proxy, num_anchors, N)
+        taint = entry * 0.0 + tl.where((label < -1) | (label >= num_proxies), float("nan"), 0.0)
+        own_peaks, other_peaks = _peaks(entry, own, other)
+        own_peak, other_peak = tl.max(own_peaks, 0), tl.max(other_peaks, 0)
+        share = _share(entry, own, _level(own_peak), _level(other_peak), scale)
+        own_total = tl.sum(tl.where(own, share, 0.0).to(tl.float64), 0)
+        other_total = tl.sum(tl.where(other, share, 0.0).to(tl.float64), 0)
+    else:
+        own_peaks = tl.full((N,), float("-inf"), tl.float32)
+        other_peaks = own_peaks
+        taint = tl.zeros((N,), tl.float32)
         for start in range(0, num_anchors, N):
-            i = start + tl.arange(0, N)
-            taints += tl.load(row_fact(facts, TAINT, stride) + i, mask=i < num_anchors, other=0.0)
-        total = tl.sum(pulls, 0) / number + tl.sum(pushes, 0) / num_proxies + tl.sum(taints, 0)
-        tl.store(value, total.to(tl.float32))
+            i, exists, label, entry, own, other = _entries(line, labels, start, proxy, num_anchors, N)
+            taint += entry * 0.0 + tl.where((label < -1) | (label >= num_proxies), float("nan"), 0.0)
+            run_own, run_other = _peaks(entry, own, other)
+            own_peaks, other_peaks = tl.maximum(own_peaks, run_own), tl.maximum(other_peaks, run_other)
+        own_peak, other_peak = tl.max(own_peaks, 0), tl.max(other_peaks, 0)
+        own_totals = tl.zeros((N,), tl.float64)
+        other_totals = tl.zeros((N,), tl.float64)
+        for start in range(0, num_anchors, N):
+            i, exists, label, entry, own, other = _entries(line, labels, start, proxy, num_anchors, N)
+            share = _share(entry, own, _level(own_peak), _level(other_peak), scale)
+            own_totals += tl.where(own, share, 0.0).to(tl.float64)
+            other_totals += tl.where(other, share, 0.0).to(tl.float64)
+        own_total, other_total = tl.sum(own_totals, 0), tl.sum(other_totals, 0)
+    pull, by_own = _term(own_peak, own_total, scale, margin)
+    push, by_other = _term(other_peak, other_total, scale, margin)
+    tl.store(terms + PULL * num_proxies + proxy, pull + tl.sum(taint, 0))
+    tl.store(terms + PUSH * num_proxies + proxy, push)
+    tl.store(terms + PRESENT * num_proxies + proxy, tl.where(own_peak > float("-inf"), 1.0, 0.0).to(tl.float64))
     if BACK:
-        i = tl.program_id(0) * N + tl.arange(0, N)
-        label = tl.load(labels + i, mask=i < num_anchors, other=-1).to(tl.int64)
-        own = (label >= 0) & (label < num_proxies)
-        at = scores + label * stride + i
-        tl.store(at, (tl.load(at, mask=own, other=0.0) / number).to(tl.float32), mask=own)
+        by_own = -by_own.to(tl.float32)
+        by_other = (by_other / num_proxies).to(tl.float32)
+        if ONE:
+            slope = share * tl.where(own, by_own, tl.where(other, by_other, 0.0))
+            tl.store(line + i, tl.where(own | other, slope, 0.0), mask=exists)
+        else:
+            for start in range(0, num_anchors, N):
+                i, exists, label, entry, own, other = _entries(line, labels, start, proxy, num_anchors, N)
+                share = _share(entry, own, _level(own_peak), _level(other_peak), scale)
+                slope = share * tl.where(own, by_own, tl.where(other, by_other, 0.0))
+                tl.store(line + i, tl.where(own | other, slope, 0.0), mask=exists)
+    tl.debug_barrier()  # all threads have stored
+    if tl.atomic_add(facts + COUNT, 1.0, sem="acq_rel") == num_proxies - 1:
+        _finish(scores, labels, terms, facts, value, num_anchors, stride, num_proxies, BACK, S)
 
 
 def loss(scores, labels, facts, scale, margin, back):
     """The loss; `back`: the derivatives take the place of the similarities (C, B). facts: of `class_dense_kernels`."""
     num_proxies, num_anchors = scores.shape
-    terms = torch.empty(3, num_proxies, device=scores.device, dtype=torch.float64)
+    terms = torch.empty(3 * num_proxies, device=scores.device, dtype=torch.float64)
     value = torch.empty((), device=scores.device, dtype=torch.float32)
-    start_terms, start_total = _launchers(min(LONGEST, max(32, triton.next_power_of_2(num_anchors))), back)
-    sizes = (num_anchors, padded(num_anchors), num_proxies)  # in the middle: the length of a line of scores, and facts
-    start_terms((num_proxies, 1, 1), scores, labels, terms, *sizes, scale, margin)
-    grid = (-(-num_anchors // SUMMED) if back else 1, 1, 1)
-    start_total(grid, scores, labels, terms, facts, value, *sizes)
+    width = padded(num_anchors)  # of a line of scores, and of facts
+    _settling(min(LONGEST, max(32, 1 << (num_anchors - 1).bit_length())), num_anchors <= LONGEST, back)(
+        (num_proxies, 1, 1), scores, labels, terms, facts, value, num_anchors, width, num_proxies, scale, margin
+    )
     return value
 
 
 @functools.cache
-def _launchers(width, back):
-    warps = max(1, min(8, width // 256))
-    terms = CachedLauncher(_terms, BACK=back, N=width, num_warps=warps, **options())
-    return terms, CachedLauncher(_total, BACK=back, N=SUMMED, num_warps=8, **options())
+def _settling(run, one, back):
+    warps = max(4, min(8, run // 256))
+    return CachedLauncher(_terms, BACK=back, ONE=one, N=run, S=SUMMED, num_warps=warps, **options())

@@ -1,4 +1,4 @@
-"""Proxy-Anchor with all similarities in memory: one node of the graph, five launches and two products."""
+"""Proxy-Anchor with all similarities in memory: one node of the graph, three launches and three products."""
 
 import functools
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""SoftTriple with all similarities in memory: one node of the graph, five launches and three products."""
+"""SoftTriple with all similarities in memory: one node of the graph, three launches and three products."""
 
 import functools
 from types import ModuleType
@@ -52,21 +52,18 @@ class _Loss(HandGradient):
     ) -> Tensor:
         dense, kernels = _kernels()
         each, scale, gamma, margin, tau, reduction = settings
-        labels = labels.contiguous()
-        prepared = dense.prepare(x.contiguous(), centers.contiguous())
-        parts = by_units = None
-        if tau and each > 1:
-            weight = tau / (len(centers) * (each - 1))
-            parts, by_units = kernels.within(prepared.units, labels, each, weight, back and ctx.needs_input_grad[1])
+        prepared = dense.prepare(x.contiguous(), centers.contiguous(), group=each)
         scores = prepared.scores()
         numbers = (float(scale), float(margin), 1.0 / gamma)
-        # A term with distances between centres in it is always active.
-        active = reduction == "active" and parts is None
-        kernels.entropies(scores, labels, prepared.facts, numbers, centers=each, active=active, back=back)
-        value: Tensor = kernels.total(prepared.facts, parts, len(x), reduction)
+        choices: dict[str, Any] = {"centers": each, "back": back}
+        by_units = None
+        if tau and each > 1:
+            by_units = torch.empty_like(prepared.units) if back and ctx.needs_input_grad[1] else None
+            choices |= {"units": prepared.units, "by_units": by_units, "weight": tau / (len(centers) * (each - 1))}
+        value: Tensor = kernels.loss(scores, labels.contiguous(), prepared.facts, numbers, reduction, **choices)
         if back:
             ctx.save_for_backward(x, centers, scores, by_units, *prepared[:3])
-            ctx.kinds, ctx.again = (x.dtype, plain.gradient_kind(centers)), again
+            ctx.kinds, ctx.again, ctx.each = (x.dtype, plain.gradient_kind(centers)), again, each
         return value
 
     @staticmethod
@@ -79,5 +76,5 @@ class _Loss(HandGradient):
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         operands = dense.Prepared(*prepared, True), x.contiguous(), centers.contiguous()
         with launch.device_of(x):
-            by = dense.gradients(*operands, slopes, upstream, kinds, by_units)
+            by = dense.gradients(*operands, slopes, upstream, kinds, by_units, ctx.each)
         return by[0], by[1], *[None] * 4

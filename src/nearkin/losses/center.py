@@ -39,8 +39,8 @@ def center_loss(
     checks.at_least("pull", pull, 0)
 
     def again(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        choices = {"reduction": reduction, "impl": call.PLAIN}
-        return center_loss(x, labels, w, bias if b is None else b, centers, pull=pull, **choices)
+        inputs = (x, labels, w, bias if b is None else b, centers)
+        return center_loss(*inputs, pull=pull, reduction=reduction, impl=call.PLAIN)
 
     task = (embeddings, labels, weight, bias, centers, pull, reduction, impl, shard)
     if (fused := call.center_kernel(*task, again)) is not None:

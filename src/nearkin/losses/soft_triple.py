@@ -50,8 +50,8 @@ def soft_triple_loss(
     checks.number("margin", margin)
     checks.at_least("tau", tau, 0)
     call = ClassCall(embeddings, labels, centers, reduction, impl, max_memory, shard, centers_per_class)
-    settings = {"scale": scale, "gamma": gamma, "margin": margin, "tau": tau}
-    choices = {"centers_per_class": centers_per_class, "reduction": reduction}
+    settings: dict[str, Any] = {"scale": scale, "gamma": gamma, "margin": margin, "tau": tau}
+    choices: dict[str, Any] = {"centers_per_class": centers_per_class, "reduction": reduction}
     again = partial(again_plainly, soft_triple_loss, labels, **settings, **choices)
     if (fused := call.soft_triple_kernel(**settings, again=again)) is not None:
         return fused
