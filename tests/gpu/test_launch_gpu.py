@@ -30,14 +30,11 @@ def test_this_triton_was_tested_or_is_probed():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_pair_losses_are_the_same_by_search_and_by_compiled_form(shape, monkeypatch):
     inputs = tuple(None if t is None else t.cuda() for t in kernel_cases.batch(shape))
-    searched, cached = [], []
-    for case in PAIR_CASES.values():
-        for _ in range(3):  # the first launch of a form is a search in any case
-            cached.append(kernel_cases.outcome(case, inputs, "triton"))
+    cases = [case for case in PAIR_CASES.values() for _ in range(3)]  # the first launch of a form is a search
+    cached = [kernel_cases.outcome(case, inputs, "triton") for case in cases]
     with monkeypatch.context() as patch:
         patch.setattr(launch.CachedLauncher, "__call__", search)
-        for case in PAIR_CASES.values():
-            searched += [kernel_cases.outcome(case, inputs, "triton")] * 3
+        searched = [kernel_cases.outcome(case, inputs, "triton") for case in cases]
     for a, b in zip(cached, searched, strict=True):
         assert all(map(torch.equal, a, b))
 
