@@ -34,6 +34,8 @@ COUNT, GAIN, FACTOR, MEDIAN = map(tl.constexpr, range(4))
 # log-sum-exp of the other classes, for an adaptive scale.
 INVERSE, BY_LENGTH, TAINT, TARGET, SLOPE, PICK, COUNTED, OTHERS = map(tl.constexpr, range(8))
 ROWS = 4  # anchors or weights per program
+TILE = 16  # the same where it multiplies
+TILE_ = tl.constexpr(TILE)
 INTERPRETS = kernels.interpreted()
 NUMBERS = ("num_rows", "num_weights", "classes", "row_programs")  # not to be compiled for again
 
@@ -46,11 +48,15 @@ class Prepared(NamedTuple):
 
     def scores(self) -> torch.Tensor:
         """rows · unitsᵀ, (B, C); lines begin at multiples of 64 bytes."""
-        anchors, weights = len(self.rows), len(self.units)
-        scores = torch.empty(anchors, padded(weights), device=self.rows.device)
+        weights = len(self.units)
+        scores = self.empty_scores()
         if scores.shape[1] != weights:
             scores = scores[:, :weights]
         return torch.mm(self.rows, self.units.t(), out=scores)  # `out`: autocast lets it be
+
+    def empty_scores(self) -> torch.Tensor:
+        """(B, C) and a little wider."""
+        return torch.empty(len(self.rows), padded(len(self.units)), device=self.rows.device)
 
 
 def padded(number: int) -> int:
@@ -161,6 +167,82 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
 
 
 @triton.jit
+def _tile(source, i, number, stride, axis, size):
+    """Entries (rows i, axis) of a matrix in float64, 0 where there are none."""
+    mask = (i < number)[:, None] & (axis < size)[None, :]
+    return tl.load(source + i.to(tl.int64)[:, None] * stride + axis[None, :], mask=mask, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def tile_scores(rows, units, scores, first, num_rows, num_weights, stride, dim, R: tl.constexpr, D: tl.constexpr,
+                STEP: tl.constexpr):  # fmt: skip
+    """The scores of R anchors, products of float64; stored, for all threads of the program to read."""
+    i = first + tl.arange(0, R)
+    for start in range(0, num_weights, STEP):
+        c = start + tl.arange(0, STEP)
+        total = tl.zeros((R, STEP), tl.float64)
+        for d in range(0, dim, D):
+            axis = d + tl.arange(0, D)
+            left = _tile(rows, i, num_rows, dim, axis, dim)
+            total = tl.dot(left, tl.trans(_tile(units, c, num_weights, dim, axis, dim)), total, out_dtype=tl.float64)
+        mask = (i < num_rows)[:, None] & (c < num_weights)[None, :]
+        tl.store(scores + i.to(tl.int64)[:, None] * stride + c[None, :], total.to(tl.float32), mask=mask)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _settled(gradient, source, by, i, number, dim, times, along, inverse, PROJECT: tl.constexpr, D: tl.constexpr):
+    """`_gradient` of rows that are complete in registers, (R, D) float64."""
+    axis = tl.arange(0, D)
+    value = _tile(source, i, number, dim, axis, dim)
+    bounded = clamped(value)
+    unit = bounded * inverse[:, None]
+    if PROJECT:
+        along = -tl.sum(gradient * unit, 1) * times
+    gradient = tl.where(bounded == value, gradient * times[:, None] + along[:, None] * unit, 0.0)
+    mask = (i < number)[:, None] & (axis < dim)[None, :]
+    tl.store(by + i.to(tl.int64)[:, None] * dim + axis[None, :], gradient.to(tl.float32).to(by.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _tile_gradients(scores, rows, units, x, weight, facts, upstream, by_x, by_weight, by_bias, num_rows, num_weights,
+                    stride, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, D: tl.constexpr,
+                    STEP: tl.constexpr):  # fmt: skip
+    """Products and gradients at once, for few scores: one launch."""
+    pid = tl.program_id(0)
+    gain = tl.load(facts + GAIN) * tl.load(upstream).to(tl.float64)
+    axis = tl.arange(0, D)
+    total = tl.zeros((TILE_, D), tl.float64)
+    if pid >= row_programs:
+        c = (pid - row_programs) * TILE_ + tl.arange(0, TILE_)
+        sums = tl.zeros((TILE_,), tl.float64)
+        for start in range(0, num_rows, STEP):
+            j = start + tl.arange(0, STEP)
+            slopes = _tile(scores, j, num_rows, stride, c, num_weights)
+            sums += tl.sum(slopes, 0)
+            total = tl.dot(tl.trans(slopes), _tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
+        mask_c = c < num_weights
+        inverse = tl.load(weight_facts(facts, width) + c, mask=mask_c, other=0.0)
+        _settled(total, weight, by_weight, c, num_weights, dim, gain * inverse, inverse, inverse, True, D)
+        if BIAS:
+            tl.store(by_bias + c, (gain * sums).to(tl.float32).to(by_bias.dtype.element_ty), mask=mask_c)
+    else:
+        i = pid * TILE_ + tl.arange(0, TILE_)
+        for start in range(0, num_weights, STEP):
+            c = start + tl.arange(0, STEP)
+            slopes = _tile(scores, i, num_rows, stride, c, num_weights)
+            total = tl.dot(slopes, _tile(units, c, num_weights, dim, axis, dim), total, out_dtype=tl.float64)
+        mask_m = i < num_rows
+        inverse = tl.load(row_fact(facts, INVERSE, width) + i, mask=mask_m, other=0.0)
+        times = gain * tl.load(facts + FACTOR)
+        if NORMALIZE:
+            _settled(total, x, by_x, i, num_rows, dim, times * inverse, inverse, inverse, True, D)
+        else:
+            along = gain * tl.load(row_fact(facts, BY_LENGTH, width) + i, mask=mask_m, other=0.0)
+            _settled(total, x, by_x, i, num_rows, dim, times + inverse * 0.0, along, inverse, False, D)
+
+
+@triton.jit
 def _slope(product, plus, at, mask, PLUS: tl.constexpr):
     slope = tl.load(product + at, mask=mask, other=0.0)
     if PLUS:
@@ -190,11 +272,54 @@ def _gradient(product, plus, place, source, by, at, mask_m, dim, times, along, i
         tl.store(by + at + axis[None, :], gradient.to(tl.float32).to(by.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_own_rows(product, units, facts, i, mask_m, at, width, dim, D: tl.constexpr):
+    """Adds the gradient by prepared rows of their own classes' scores."""
+    push = tl.load(row_fact(facts, SLOPE, width) + i, mask=mask_m, other=0.0)
+    pick = tl.load(row_fact(facts, PICK, width) + i, mask=mask_m, other=0.0).to(tl.int64)
+    for start in range(0, dim, D):
+        axis = start + tl.arange(0, D)
+        mask = mask_m[:, None] & (axis < dim)[None, :]
+        unit = tl.load(units + pick[:, None] * dim + axis[None, :], mask=mask, other=0.0)
+        sum = tl.load(product + at + axis[None, :], mask=mask, other=0.0) + push[:, None] * unit
+        tl.store(product + at + axis[None, :], sum.to(tl.float32), mask=mask)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _add_own_units(product, rows, facts, sums, c, mask_c, at, num_rows, width, dim, BIAS: tl.constexpr,
+                   M: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """Adds the gradient by unit weights of the scores that are their anchors' own; by biases too."""
+    slopes = tl.zeros((M,), tl.float64)
+    for start in range(0, dim, D):
+        axis = start + tl.arange(0, D)
+        total = tl.zeros((M, D), tl.float64)
+        for first in range(0, num_rows, STEP):
+            j = first + tl.arange(0, STEP)
+            pick = tl.load(row_fact(facts, PICK, width) + j, mask=j < num_rows, other=-1.0).to(tl.int32)
+            own = pick[None, :] == c[:, None]
+            if tl.max(tl.max(own.to(tl.int32), 1), 0) > 0:
+                push = tl.load(row_fact(facts, SLOPE, width) + j, mask=j < num_rows, other=0.0)
+                push = tl.where(own, push[None, :], 0.0)
+                total = tl.dot(push, _tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
+                if start == 0:
+                    slopes += tl.sum(push, 1)
+        mask = mask_c[:, None] & (axis < dim)[None, :]
+        sum = tl.load(product + at + axis[None, :], mask=mask, other=0.0) + total
+        tl.store(product + at + axis[None, :], sum.to(tl.float32), mask=mask)
+    if BIAS:
+        sum = tl.load(sums + c, mask=mask_c, other=0.0) + slopes
+        tl.store(sums + c, sum.to(tl.float32), mask=mask_c)
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=NUMBERS)
-def _gradients(by_rows, by_units, plus, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, num_rows,
-               num_weights, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
-               GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """The gradients by x and by the weights from those by prepared rows and unit weights; by biases from sums."""
+def _gradients(rows, units, by_rows, by_units, plus, x, weight, sums, facts, upstream, by_x, by_weight, by_bias,
+               num_rows, num_weights, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
+               OWN: tl.constexpr, PLUS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+               D: tl.constexpr):  # fmt: skip
+    """The gradients by x and by the weights from those by prepared rows and unit weights; by biases from sums. OWN: the
+    own classes' scores, whose derivatives are in SLOPE, are not yet among these."""
     pid = tl.program_id(0)
     gain = tl.load(facts + GAIN) * tl.load(upstream).to(tl.float64)
     if pid >= row_programs:
@@ -202,6 +327,8 @@ def _gradients(by_rows, by_units, plus, x, weight, sums, facts, upstream, by_x, 
         mask_c = c < num_weights
         at = c.to(tl.int64)[:, None] * dim
         inverse = tl.load(weight_facts(facts, width) + c, mask=mask_c, other=0.0)
+        if OWN:
+            _add_own_units(by_units, rows, facts, sums, c, mask_c, at, num_rows, width, dim, BIAS, M, D, 64)
         place = ranked(c, num_weights, GROUP).to(tl.int64)[:, None] * dim
         _gradient(by_units, plus, place, weight, by_weight, at, mask_c, dim, gain * inverse, inverse, inverse, PLUS,
                   True, M, D)  # fmt: skip
@@ -214,6 +341,8 @@ def _gradients(by_rows, by_units, plus, x, weight, sums, facts, upstream, by_x, 
         at = i.to(tl.int64)[:, None] * dim
         inverse = tl.load(row_fact(facts, INVERSE, width) + i, mask=mask_m, other=0.0)
         times = gain * tl.load(facts + FACTOR)
+        if OWN:
+            _add_own_rows(by_rows, units, facts, i, mask_m, at, width, dim, D)
         if NORMALIZE:
             _gradient(by_rows, plus, at, x, by_x, at, mask_m, dim, times * inverse, inverse, inverse, False, True, M,
                       D)  # fmt: skip
@@ -239,7 +368,7 @@ def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bia
     choices = (scale_tensor is not None, form.normalize, form.kind, form.straight, times, form.centers)
     programs = -(-anchors // ROWS)
     margin = float(form.margin)
-    _preparing(*choices, bias is not None, group, _chunk(dim))(
+    _preparing(*choices, bias is not None, group, chunk(dim))(
         (programs - (-weights // ROWS), 1, 1),
         x, weight, facts if labels is None else labels, facts if scale_tensor is None else scale_tensor,
         facts if bias is None else bias, rows, units, facts, anchors, weights, line, dim, float(scale), margin,
@@ -254,37 +383,66 @@ def _preparing(scale_tensor, normalize, kind, straight, times, centers, bias, gr
     return CachedLauncher(_prepare, **choices, **options())
 
 
-def gradients(prepared, x, weight, scores, upstream, kinds, plus=None, group=1):
+def gradients(prepared, x, weight, scores, upstream, kinds, own=False, plus=None, group=1):
     """The gradients by x, by the weights and by biases, in the types `kinds`; None where not wanted.
 
-    scores: by now the derivatives by the scores. plus: what else there is of the gradient by the unit weights. group:
-    as for `prepare`.
+    scores: by now the derivatives by the scores. own: without those by the own classes' scores, which are in SLOPE; in
+    float32 they outweigh all others together, and beside them a sum would lose its digits. plus: what else there is of
+    the gradient by the unit weights. group: as for `prepare`.
     """
     rows, units, facts, normalize = prepared
     (anchors, dim), weights = x.shape, weight.shape[0]
     kind_x, kind_weight, kind_bias = (*kinds, None)[:3]
     by_x = by_weight = by_bias = by_rows = by_units = sums = facts
     programs = weight_programs = 0
+    size = TILE if own else ROWS
     if kind_x is not None:
         by_rows = torch.mm(scores, units, out=torch.empty_like(rows))
-        by_x, programs = _result(x, kind_x), -(-anchors // ROWS)
+        by_x, programs = _result(x, kind_x), -(-anchors // size)
     if kind_weight is not None or kind_bias is not None:
         by_units = torch.mm(scores.t(), rows, out=torch.empty_like(units))
-        by_weight, weight_programs = _result(weight, kind_weight or weight.dtype), -(-weights // ROWS)
+        by_weight, weight_programs = _result(weight, kind_weight or weight.dtype), -(-weights // size)
     if kind_bias is not None:
         sums = torch.sum(scores, 0)
         by_bias = _result(sums, kind_bias)
-    _finishing(normalize, kind_bias is not None, plus is not None, group, _chunk(dim))(
+    _finishing(normalize, kind_bias is not None, own, plus is not None, group, size, chunk(dim))(
         (programs + weight_programs, 1, 1),
-        by_rows, by_units, facts if plus is None else plus, x, weight, sums, facts, upstream, by_x, by_weight, by_bias,
-        anchors, weights, padded(anchors), dim, programs)  # fmt: skip
+        rows, units, by_rows, by_units, facts if plus is None else plus, x, weight, sums, facts, upstream, by_x,
+        by_weight, by_bias, anchors, weights, padded(anchors), dim, programs)  # fmt: skip
+    return _typed(by_x, kind_x), _typed(by_weight, kind_weight), _typed(by_bias, kind_bias)
+
+
+def tile_gradients(prepared, x, weight, scores, upstream, kinds):
+    """`gradients` of few scores (`empty_scores`) and dimensions by one kernel."""
+    rows, units, facts, normalize = prepared
+    (anchors, dim), weights = x.shape, weight.shape[0]
+    kind_x, kind_weight, kind_bias = kinds
+    by_x = by_weight = by_bias = facts
+    programs = weight_programs = 0
+    if kind_x is not None:
+        by_x, programs = _result(x, kind_x), -(-anchors // TILE)
+    if kind_weight is not None or kind_bias is not None:
+        by_weight, weight_programs = _result(weight, kind_weight or weight.dtype), -(-weights // TILE)
+    if kind_bias is not None:
+        by_bias = torch.empty(weights, device=x.device, dtype=torch.float32 if INTERPRETS else kind_bias)
+    _tiling(normalize, kind_bias is not None, chunk(dim))(
+        (programs + weight_programs, 1, 1),
+        scores, rows, units, x, weight, facts, upstream, by_x, by_weight, by_bias, anchors, weights,
+        scores.stride(0), padded(anchors), dim, programs)  # fmt: skip
     return _typed(by_x, kind_x), _typed(by_weight, kind_weight), _typed(by_bias, kind_bias)
 
 
 @functools.cache
-def _finishing(normalize, bias, plus, group, chunk):
-    choices = {"NORMALIZE": normalize, "BIAS": bias, "PLUS": plus, "GROUP": group, "M": ROWS, "D": chunk}
-    return CachedLauncher(_gradients, **choices, **options())
+def _tiling(normalize, bias, dims):
+    choices = {"NORMALIZE": normalize, "BIAS": bias, "D": dims, "STEP": step(dims)}
+    return CachedLauncher(_tile_gradients, **choices, num_warps=4, num_stages=2, **options())
+
+
+@functools.cache
+def _finishing(normalize, bias, own, plus, group, size, dims):
+    choices = {"NORMALIZE": normalize, "BIAS": bias, "OWN": own, "PLUS": plus, "GROUP": group, "M": size}
+    choices["D"] = min(dims, 128) if own else dims
+    return CachedLauncher(_gradients, **choices, num_stages=2, **options())
 
 
 def _result(like, kind):
@@ -298,8 +456,13 @@ def _typed(result, kind):
     return result.to(kind) if INTERPRETS else result
 
 
-def _chunk(dim):
+def chunk(dim):
     return max(16, min(1 << (dim - 1).bit_length(), 512))
+
+
+def step(dims):
+    """Rows that pass by at a time, for their tile to fit into shared memory."""
+    return 64 if dims <= 128 else 32
 
 
 def options():

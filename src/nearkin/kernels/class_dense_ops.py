@@ -25,6 +25,7 @@ __all__ = ["Again", "fits", "loss", "serves"]
 
 Again = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of embeddings, weights and biases
 MOST = 2**30  # bytes that all of it may take without max_memory
+FEW_WEIGHTS, FEW_SCORES, FEW_DIMENSIONS = 2048, 2**22, 256  # up to which kernels multiply, in float64
 
 
 def serves(
@@ -88,6 +89,17 @@ def loss(
     return value
 
 
+def _few(x: Tensor, weight: Tensor) -> bool:
+    """Whether launches take longer than products: then kernels multiply, in fewer launches than cuBLAS."""
+    weights = weight.shape[0]
+    return (
+        weights <= FEW_WEIGHTS
+        and x.shape[0] * weights <= FEW_SCORES
+        and x.shape[1] <= FEW_DIMENSIONS
+        and eligible.possible(x.device, kernels.interpreted())
+    )
+
+
 @functools.cache
 def _kernels() -> tuple[ModuleType, ModuleType]:
     from nearkin.kernels import class_dense_kernels, class_entropy_kernels
@@ -112,13 +124,14 @@ class _Loss(HandGradient):
         addend = None if bias is None else bias.contiguous()
         own = form if adapted is None else form._replace(scale=1.0)  # the scores are then cosines
         prepared = dense.prepare(x.contiguous(), weight.contiguous(), labels.contiguous(), own, bias=addend)
-        scores = prepared.scores()
+        few = _few(x, weight)
+        scores = prepared.empty_scores() if few else prepared.scores()
         if adapted is not None:
-            entropy.adapt(scores, prepared.facts, form.scale, adapted)
-        wants = any(ctx.needs_input_grad)
-        value: Tensor = entropy.entropy(scores, prepared.facts, form, reduction, addend, adapted, wants)
+            entropy.adapt(prepared, scores, form.scale, adapted, few)
+        slopes, product = any(ctx.needs_input_grad), few and adapted is None
+        value: Tensor = entropy.entropy(prepared, scores, form, reduction, addend, adapted, slopes, product, not few)
         ctx.save_for_backward(x, weight, bias, scores, *prepared[:3])
-        ctx.normalize, ctx.again = prepared.normalize, again
+        ctx.few, ctx.normalize, ctx.again = few, prepared.normalize, again
         ctx.kinds = x.dtype, plain.gradient_kind(weight), None if bias is None else bias.dtype
         return value
 
@@ -128,7 +141,7 @@ class _Loss(HandGradient):
         wants = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # for a second derivative: through autograd's steps
             inputs = (x, weight, bias)
-            gradients = iter(
+            slopes = iter(
                 torch.autograd.grad(
                     ctx.again(*inputs),
                     [t for t, wanted in zip(inputs, wants, strict=True) if wanted],
@@ -136,11 +149,10 @@ class _Loss(HandGradient):
                     create_graph=True,
                 )
             )
-            return *(next(gradients) if wanted else None for wanted in wants), *[None] * 5
+            return *(next(slopes) if wanted else None for wanted in wants), *[None] * 5
         dense, _ = _kernels()
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
+        gradients = dense.tile_gradients if ctx.few else functools.partial(dense.gradients, own=True)
+        prepared = dense.Prepared(*prepared, ctx.normalize)
         with launch.device_of(x):
-            by = dense.gradients(
-                dense.Prepared(*prepared, ctx.normalize), x.contiguous(), weight.contiguous(), scores, upstream, kinds
-            )
-        return *by, *[None] * 5
+            return *gradients(prepared, x.contiguous(), weight.contiguous(), scores, upstream, kinds), *[None] * 5

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernels of `class_dense_ops`: one program per anchor passes over its line of scores, twice.
+"""The kernels of `class_dense_ops`: a program passes over the line of scores of each of its anchors, twice.
 
 The other classes are summed without the own one, beside which a small loss would lose its digits. The second pass
 writes the derivatives over the scores. The last program to finish sums the terms, always in the same order.
@@ -22,9 +22,13 @@ from nearkin.kernels.class_dense_kernels import (
     SLOPE,
     TAINT,
     TARGET,
+    TILE,
+    chunk,
     options,
     padded,
     row_fact,
+    step,
+    tile_scores,
     weight_facts,
 )
 from nearkin.kernels.launch import CachedLauncher
@@ -36,12 +40,12 @@ HALF_ROOT = tl.constexpr(0.7071067811865476)  # cos π/4
 
 
 @triton.jit
-def _class_scores(line, c, mask, times, bias, inverses, lost, LOST: tl.constexpr, BIAS: tl.constexpr,
+def _class_scores(line, c, mask, stride, times, bias, inverses, lost, LOST: tl.constexpr, BIAS: tl.constexpr,
                   CENTERS: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """Scores (N,) of the classes c, NaN if one of its centres is; and which of the centres it is."""
     if CENTERS == 1:
         best = c * 0
-        score = tl.load(line + c, mask=mask, other=0.0)
+        score = tl.where(mask, tl.load(line + c, mask=c < stride, other=0.0), 0.0)  # lines are padded for wide loads
     else:
         k = tl.arange(0, K)
         exists = mask[:, None] & (k < CENTERS)[None, :]
@@ -59,7 +63,7 @@ def _class_scores(line, c, mask, times, bias, inverses, lost, LOST: tl.constexpr
 
 
 @triton.jit
-def _others(line, own, classes, times, bias, inverses, lost, LOST: tl.constexpr, BIAS: tl.constexpr,
+def _others(line, own, classes, stride, times, bias, inverses, lost, LOST: tl.constexpr, BIAS: tl.constexpr,
             CENTERS: tl.constexpr, K: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """The highest score of the other classes, and the sum of e^(score - that) in float64; 0 and 0 if there are none."""
     peaks = tl.full((N,), LOG_ZERO, tl.float32)
@@ -67,7 +71,7 @@ def _others(line, own, classes, times, bias, inverses, lost, LOST: tl.constexpr,
     for start in range(0, classes, N):
         c = start + tl.arange(0, N)
         mask = c < classes
-        score, _ = _class_scores(line, c, mask, times, bias, inverses, lost, LOST, BIAS, CENTERS, K)
+        score, _ = _class_scores(line, c, mask, stride, times, bias, inverses, lost, LOST, BIAS, CENTERS, K)
         other = mask & (c != own)
         top = tl.maximum(peaks, tl.where(other, score, LOG_ZERO))
         sums = sums * tl.exp(peaks - top) + tl.where(other, tl.exp(score - top), 0.0)
@@ -78,16 +82,16 @@ def _others(line, own, classes, times, bias, inverses, lost, LOST: tl.constexpr,
 
 
 @triton.jit
-def _derivatives(line, own, pick, classes, times, level, pull, push, bias, inverses, lost, LOST: tl.constexpr,
+def _derivatives(line, own, pick, classes, stride, times, level, pull, push, bias, inverses, lost, LOST: tl.constexpr,
                  BIAS: tl.constexpr, CENTERS: tl.constexpr, K: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """pull · e^(score - level) in place of the others' scores, push in place of the own one."""
     for start in range(0, classes, N):
         c = start + tl.arange(0, N)
         mask = c < classes
-        score, best = _class_scores(line, c, mask, times, bias, inverses, lost, LOST, BIAS, CENTERS, K)
+        score, best = _class_scores(line, c, mask, stride, times, bias, inverses, lost, LOST, BIAS, CENTERS, K)
         slope = tl.where(c == own, push, pull * tl.exp(score - level))
         if CENTERS == 1:
-            tl.store(line + c, slope, mask=mask)
+            tl.store(line + c, slope, mask=c < stride)
         else:
             k = tl.arange(0, K)
             chosen = tl.where(c == own, (pick - own * CENTERS).to(tl.int32), best)
@@ -120,24 +124,17 @@ def _sum(facts, value, num_rows, width, MEAN: tl.constexpr, S: tl.constexpr):
     tl.store(facts + GAIN, gain)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def _entropy(scores, bias, scale, facts, value, num_rows, classes, stride, width, lost, ADAPTED: tl.constexpr,
-             LOST: tl.constexpr, BIAS: tl.constexpr, SOFT: tl.constexpr, NEEDS_OTHERS: tl.constexpr,
-             ACTIVE: tl.constexpr, MEAN: tl.constexpr, SLOPES: tl.constexpr, CENTERS: tl.constexpr, K: tl.constexpr,
-             N: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Cross-entropies and their sum. ADAPTED: scores are cosines, to be multiplied by `scale`; SOFT: the own class is
-    in the sum too; NEEDS_OTHERS: an anchor counts only if there are other classes; SLOPES: derivatives are wanted."""
-    i = tl.program_id(0)
+@triton.jit
+def _anchor(scores, bias, facts, i, times, classes, stride, width, lost, LOST: tl.constexpr, BIAS: tl.constexpr,
+            SOFT: tl.constexpr, NEEDS_OTHERS: tl.constexpr, ACTIVE: tl.constexpr, SLOPES: tl.constexpr,
+            APART: tl.constexpr, CENTERS: tl.constexpr, K: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """The cross-entropy of anchor i, and its derivatives."""
     line = scores + i.to(tl.int64) * stride
     inverses = weight_facts(facts, width)
     pick = tl.load(row_fact(facts, PICK, width) + i).to(tl.int64)
     own = pick // CENTERS
-    times = tl.full((), 1.0, tl.float32)
-    target = tl.load(row_fact(facts, TARGET, width) + i)
-    if ADAPTED:
-        times = tl.load(scale).to(tl.float32)
-        target = target * times
-    level, total = _others(line, own, classes, times, bias, inverses, lost, LOST, BIAS, CENTERS, K, N)
+    target = tl.load(row_fact(facts, TARGET, width) + i) * times
+    level, total = _others(line, own, classes, stride, times, bias, inverses, lost, LOST, BIAS, CENTERS, K, N)
     others = total != 0  # NaN is one
     log = level.to(tl.float64) + tl.log(tl.where(others, total, 1.0)) - target
     counts = tl.load(row_fact(facts, COUNTED, width) + i) > 0
@@ -155,15 +152,39 @@ def _entropy(scores, bias, scale, facts, value, num_rows, classes, stride, width
     share = tl.where(counts, share, 0.0)
     by_length = -share * tl.load(row_fact(facts, BY_LENGTH, width) + i)
     push = -share * tl.load(row_fact(facts, SLOPE, width) + i) * times
-    pull = share / tl.where(others, total, 1.0) * times
+    pull = (share / tl.where(others, total, 1.0) * times).to(tl.float32)
     tl.store(row_fact(facts, BY_LENGTH, width) + i, by_length)
+    tl.store(row_fact(facts, SLOPE, width) + i, push)
     tl.store(row_fact(facts, TARGET, width) + i, tl.where(counts, term, 0.0))
     tl.store(row_fact(facts, TAINT, width) + i, taint)
     tl.store(row_fact(facts, COUNTED, width) + i, tl.where(counts, 1.0, 0.0))
     if SLOPES:
-        _derivatives(line, own, pick, classes, times, level, pull.to(tl.float32), push.to(tl.float32), bias, inverses,
-                     lost, LOST, BIAS, CENTERS, K, N)  # fmt: skip
-    if _last(facts, num_rows):
+        if APART:
+            push = push * 0.0
+        _derivatives(line, own, pick, classes, stride, times, level, pull, push.to(tl.float32), bias, inverses, lost,
+                     LOST, BIAS, CENTERS, K, N)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _entropy(rows, units, scores, bias, scale, facts, value, num_rows, num_weights, stride, width, dim, lost,
+             ADAPTED: tl.constexpr, LOST: tl.constexpr, BIAS: tl.constexpr, SOFT: tl.constexpr,
+             NEEDS_OTHERS: tl.constexpr, ACTIVE: tl.constexpr, MEAN: tl.constexpr, SLOPES: tl.constexpr,
+             PRODUCT: tl.constexpr, APART: tl.constexpr, CENTERS: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+             S: tl.constexpr, R: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """Cross-entropies of R anchors per program, and their sum. ADAPTED: scores are cosines, to be multiplied by
+    `scale`; SOFT: the own class is in the sum too; NEEDS_OTHERS: an anchor counts only if there are other classes;
+    SLOPES: derivatives are wanted, APART: but not by the own class; PRODUCT: the scores are still to be computed."""
+    first = tl.program_id(0) * R
+    if PRODUCT:
+        tile_scores(rows, units, scores, first, num_rows, num_weights, stride, dim, R, D, STEP)
+    times = tl.full((), 1.0, tl.float32)
+    if ADAPTED:
+        times = tl.load(scale).to(tl.float32)
+    for r in range(0, R):
+        if first + r < num_rows:
+            _anchor(scores, bias, facts, first + r, times, num_weights // CENTERS, stride, width, lost, LOST, BIAS,
+                    SOFT, NEEDS_OTHERS, ACTIVE, SLOPES, APART, CENTERS, K, N)  # fmt: skip
+    if _last(facts, tl.cdiv(num_rows, R)):
         _sum(facts, value, num_rows, width, MEAN, S)
 
 
@@ -184,16 +205,25 @@ def _median(facts, i, cos, num_rows, width, S: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _adapt(scores, scale, adapted, facts, num_rows, classes, stride, width, N: tl.constexpr, S: tl.constexpr):
+def _adapt(rows, units, scores, scale, adapted, facts, num_rows, num_weights, stride, width, dim,
+           PRODUCT: tl.constexpr, N: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+           STEP: tl.constexpr):  # fmt: skip
     """AdaCos's next scale from cosines: ln(mean sum of e^(scale · cosine) of the others) / cos(min(π/4, median))."""
-    i = tl.program_id(0)
-    pick = tl.load(row_fact(facts, PICK, width) + i).to(tl.int64)
-    line = scores + i.to(tl.int64) * stride
-    level, total = _others(line, pick, classes, tl.load(scale).to(tl.float32), scale, scale, 0.0, False, False, 1, 1, N)
-    tl.store(row_fact(facts, OTHERS, width) + i, level.to(tl.float64) + tl.log(total))
-    if tl.load(row_fact(facts, COUNTED, width) + i) > 0:
-        _median(facts, i, tl.load(row_fact(facts, TARGET, width) + i), num_rows, width, S)
-    if _last(facts, num_rows):
+    first = tl.program_id(0) * R
+    if PRODUCT:
+        tile_scores(rows, units, scores, first, num_rows, num_weights, stride, dim, R, D, STEP)
+    times = tl.load(scale).to(tl.float32)
+    for r in range(0, R):
+        i = first + r
+        if i < num_rows:
+            pick = tl.load(row_fact(facts, PICK, width) + i).to(tl.int64)
+            line = scores + i.to(tl.int64) * stride
+            level, total = _others(
+                line, pick, num_weights, stride, times, scale, scale, 0.0, False, False, 1, 1, N)  # fmt: skip
+            tl.store(row_fact(facts, OTHERS, width) + i, level.to(tl.float64) + tl.log(total))
+            if tl.load(row_fact(facts, COUNTED, width) + i) > 0:
+                _median(facts, i, tl.load(row_fact(facts, TARGET, width) + i), num_rows, width, S)
+    if _last(facts, tl.cdiv(num_rows, R)):
         _next_scale(scale, adapted, facts, num_rows, width, S)
         tl.store(facts + COUNT, 0.0)
 
@@ -221,44 +251,55 @@ def _next_scale(scale, adapted, facts, num_rows, width, S: tl.constexpr):
     tl.store(adapted, tl.where(sound, following.to(tl.float32), before.to(tl.float32)))
 
 
-def entropy(scores, facts, form, reduction, bias=None, adapted=None, slopes=True):
-    """The loss, a scalar; `scores` become the derivatives by them. adapted: a scale of cosines in `scores`."""
-    (anchors, weights), centers = scores.shape, form.centers
+def entropy(prepared, scores, form, reduction, bias=None, adapted=None, slopes=True, product=False, apart=False):
+    """The loss, a scalar; `scores` become the derivatives by them. adapted: a scale of cosines in `scores`; product:
+    these are still empty; apart: the derivatives by the own classes are not among them but in SLOPE."""
+    rows, units, facts, _ = prepared
+    (anchors, dim), weights, centers = rows.shape, units.shape[0], form.centers
     value = torch.empty((), device=scores.device)
     choices = (adapted is not None, form.lost != 0, bias is not None, form.soft, form.needs_others)
-    arguments = (facts if bias is None else bias, facts if adapted is None else adapted, facts, value, anchors)
-    _settling(*choices, reduction, slopes, centers, _block(weights // centers, centers))(
-        (anchors, 1, 1), scores, *arguments, weights // centers, scores.stride(0), padded(anchors), float(form.lost)
-    )
+    operands = (rows, units, scores, facts if bias is None else bias, facts if adapted is None else adapted)
+    _settling(*choices, reduction, slopes, product, apart, centers, _block(weights // centers, centers), chunk(dim))(
+        (-(-anchors // TILE) if product else anchors, 1, 1),
+        *operands, facts, value, anchors, weights, scores.stride(0), padded(anchors), dim, float(form.lost)
+    )  # fmt: skip
     return value
 
 
 @functools.cache
-def _settling(adapted, lost, bias, soft, needs_others, reduction, slopes, centers, block):
+def _settling(adapted, lost, bias, soft, needs_others, reduction, slopes, product, apart, centers, block, dims):
     choices = {"ADAPTED": adapted, "LOST": lost, "BIAS": bias, "SOFT": soft, "NEEDS_OTHERS": needs_others}
     choices |= {"ACTIVE": reduction == "active", "MEAN": reduction != "sum", "SLOPES": slopes, "CENTERS": centers}
+    choices |= {"PRODUCT": product, "APART": apart} | _tile(product, dims)
     choices |= {"K": triton.next_power_of_2(centers), "N": block, "S": SUMMED}
-    return CachedLauncher(_entropy, **choices, **_warps(block * choices["K"]), **options())
+    return CachedLauncher(_entropy, **choices, **_warps(block * choices["K"], product), **options())
 
 
-def adapt(scores, facts, scale, adapted):
+def adapt(prepared, scores, scale, adapted, product=False):
     """Fills `adapted` with the next scale from cosines (B, C) and the scale before."""
-    anchors, classes = scores.shape
-    _adapting(_block(classes, 1))(
-        (anchors, 1, 1), scores, scale, adapted, facts, anchors, classes, scores.stride(0), padded(anchors)
+    rows, units, facts, _ = prepared
+    (anchors, dim), classes = rows.shape, units.shape[0]
+    sizes = (anchors, classes, scores.stride(0), padded(anchors), dim)
+    _adapting(product, _block(classes, 1), chunk(dim))(
+        (-(-anchors // TILE) if product else anchors, 1, 1), rows, units, scores, scale, adapted, facts, *sizes
     )
 
 
 @functools.cache
-def _adapting(block):
-    return CachedLauncher(_adapt, N=block, S=SUMMED, **_warps(block), **options())
+def _adapting(product, block, dims):
+    choices = {"PRODUCT": product, "N": block, "S": SUMMED} | _tile(product, dims)
+    return CachedLauncher(_adapt, **choices, **_warps(block, product), **options())
+
+
+def _tile(product, dims):
+    return {"R": TILE, "D": dims, "STEP": step(dims)} if product else {"R": 1, "D": 16, "STEP": 16}
 
 
 def _block(classes, centers):
-    """Classes at a time."""
-    most = max(1, LARGEST // triton.next_power_of_2(centers))
-    return max(1, min(triton.next_power_of_2(classes), most), 0 if INTERPRETS else 128 // centers)
+    """Classes at a time, a power of two."""
+    centers = triton.next_power_of_2(centers)
+    return max(1, min(triton.next_power_of_2(classes), max(1, LARGEST // centers)), 0 if INTERPRETS else 128 // centers)
 
 
-def _warps(entries):
-    return {"num_warps": max(1, min(8, entries // 512))}
+def _warps(entries, product):
+    return {"num_warps": 4, "num_stages": 2} if product else {"num_warps": max(1, min(8, entries // 512))}

@@ -9,7 +9,8 @@ the factor times log2 e, the level, and the derivatives by the others' scores, b
 
 import torch
 
-from nearkin.kernels.class_kernels import INTERPRETS, TINY, _blocks, _options
+from nearkin.kernels.class_kernels import INTERPRETS, _blocks, _options
+from nearkin.kernels.class_own_kernels import SHORT, clamped, own_cosine, own_score
 from nearkin.kernels.numerics import sigmoid, softplus, tl, triton
 
 FACTS, STATS = 8, 5
@@ -18,38 +19,7 @@ STAT_FACTOR, LEVEL, PULL, PUSH, BY_LENGTH = map(tl.constexpr, range(STATS))  # o
 ROWS = 4  # anchors per program that prepares rows or makes their gradient
 SETTLED = 16  # anchors per program of the cross-entropy
 SUMMED = 1024  # anchors at a time in the last sum
-BOUND = tl.constexpr(torch.finfo(torch.float32).max ** (1 / 3))  # as in `distances.upcast`
-SHORT = tl.constexpr(TINY * TINY)
 LN2 = tl.constexpr(0.6931471805599453)
-PI = tl.constexpr(3.141592653589793)
-STEEPEST = tl.constexpr(2.0**23)  # of the sine by the cosine: float32 tells no nearer angles apart
-
-
-@triton.jit
-def _clamped(x):
-    """Coordinates in float64, clamped so that squares fit into float32; NaN stays NaN."""
-    x = x.to(tl.float64)
-    return tl.where(x > BOUND, BOUND, tl.where(x < -BOUND, -BOUND, x))
-
-
-@triton.jit
-def _psi(cos, MARGIN: tl.constexpr):
-    """SphereFace's ψ from cos θ, and its slope: `core.angles.psi_and_slope`."""
-    before = cos * 0.0 + 1.0
-    now = cos
-    slope_before = cos * 0.0
-    slope = slope_before + 1.0
-    turns = cos * 0.0
-    for j in tl.static_range(1, MARGIN):
-        later = 2.0 * cos * now - before
-        later_slope = 2.0 * now + 2.0 * cos * slope - slope_before
-        before = now
-        slope_before = slope
-        now = later
-        slope = later_slope
-        turns += tl.where(cos < tl.cos(cos * 0.0 + PI * j / MARGIN), 1.0, 0.0)
-    sign = 1.0 - 2.0 * (turns - 2.0 * tl.floor(turns / 2.0))
-    return sign * now - 2.0 * turns, sign * slope
 
 
 @triton.jit
@@ -69,7 +39,7 @@ def _prepare(x, weight, labels, scale_tensor, rows, own_classes, facts, stats, n
         axis = start + tl.arange(0, D)
         value = tl.load(x + at + axis[None, :], mask=mask_m[:, None] & (axis < dim)[None, :], other=0.0).to(tl.float64)
         taints += tl.sum(value * 0.0, 1)
-        value = _clamped(value)
+        value = clamped(value)
         squared += tl.sum(value * value, 1)
     has_direction = squared > SHORT
     some = squared > 0
@@ -93,59 +63,13 @@ def _prepare(x, weight, labels, scale_tensor, rows, own_classes, facts, stats, n
     for start in range(0, dim, D):
         axis = start + tl.arange(0, D)
         mask = mask_m[:, None] & (axis < dim)[None, :]
-        value = _clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * power[:, None]
+        value = clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * power[:, None]
         tl.store(rows + at + axis[None, :], value.to(tl.float32).to(rows.dtype.element_ty), mask=mask)
-    cos = tl.full((M,), float("-inf"), tl.float64)
-    pick = own * CENTERS
-    inverse_own = tl.zeros((M,), tl.float64)
-    for k in tl.static_range(0, CENTERS):  # of several centres the nearest counts
-        beside = (own * CENTERS + k)[:, None] * dim
-        inner = tl.zeros((M,), tl.float64)
-        size = tl.zeros((M,), tl.float64)
-        for start in range(0, dim, D):
-            axis = start + tl.arange(0, D)
-            mask = mask_m[:, None] & (axis < dim)[None, :]
-            value = _clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0))
-            w = tl.load(weight + beside + axis[None, :], mask=mask, other=0.0).to(tl.float64)
-            inner += tl.sum(value * w, 1)
-            size += tl.sum(w * w, 1)
-        taints += size * 0.0
-        inverse_this = tl.where(size > SHORT, 1.0 / tl.sqrt(tl.where(size > SHORT, size, 1.0)), 0.0)
-        this = inner * inverse * inverse_this
-        better = this > cos
-        pick = tl.where(better, own * CENTERS + k, pick)
-        inverse_own = tl.where(better, inverse_this, inverse_own)
-        cos = tl.where(better, this, cos)
-    upright = ~has_direction | (inverse_own == 0)
-    by_length = tl.zeros((M,), tl.float64)
-    if MARGIN == "sphere":
-        psi, slope = _psi(cos, TIMES)
-        psi = (scale_value * cos + psi) / (1.0 + scale_value)
-        slope = tl.where(has_direction, (scale_value + slope) / (1.0 + scale_value), 0.0)
-        target = tl.where(some, length, 0.0) * psi
-        by_length = psi - cos * slope
-    else:
-        if MARGIN == "angle":
-            far = tl.zeros((M,), tl.float64)  # the sine, exact near 0 and π: how far the unit row is from cos θ · w
-            beside = pick[:, None] * dim
-            for start in range(0, dim, D):
-                axis = start + tl.arange(0, D)
-                mask = mask_m[:, None] & (axis < dim)[None, :]
-                value = _clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
-                w = tl.load(weight + beside + axis[None, :], mask=mask, other=0.0).to(tl.float64)
-                value -= cos[:, None] * (w * inverse_own[:, None])
-                far += tl.sum(value * value, 1)
-            sin = tl.where(upright, 1.0, tl.sqrt(far))
-            steep = tl.where(sin > 1e-14, cos / tl.where(sin > 1e-14, sin, 1.0), 0.0)
-            steep = tl.minimum(tl.maximum(steep, -STEEPEST), STEEPEST)
-            within = cos > -along
-            target = scale_value * tl.where(within, cos * along - sin * across, cos - margin * across)
-            slope = tl.where(within, along + across * steep, 1.0)
-            if STRAIGHT:
-                slope = slope * 0.0 + 1.0
-        else:
-            target = scale_value * (cos - margin) + tl.where(inverse_own == 0, lost, 0.0)
-            slope = cos * 0.0 + 1.0
+    pick, cos, inverse_own, own_taints = own_cosine(x, weight, at, own, inverse, mask_m, dim, CENTERS, M, D)
+    taints += own_taints
+    target, slope, by_length = own_score(
+        x, weight, at, pick, cos, inverse, inverse_own, tl.where(some, length, 0.0), scale_value, margin, along, across,
+        lost, mask_m, dim, MARGIN, STRAIGHT, TIMES, M, D)  # fmt: skip
     tl.store(own_classes + i, own.to(tl.int32), mask=mask_m)
     tl.store(own_classes + width + i, pick.to(tl.int32), mask=mask_m)
     tl.store(facts + TARGET * width + i, target, mask=mask_m)
@@ -244,7 +168,7 @@ def _input_gradient(by_rows, x, facts, stats, gain, upstream, by_x, num_rows, wi
         for start in range(0, dim, D):
             axis = start + tl.arange(0, D)
             mask = mask_m[:, None] & (axis < dim)[None, :]
-            value = _clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
+            value = clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
             along_row += tl.sum(tl.load(by_rows + at + axis[None, :], mask=mask, other=0.0).to(tl.float64) * value, 1)
         along_row *= power
     else:
@@ -254,9 +178,9 @@ def _input_gradient(by_rows, x, facts, stats, gain, upstream, by_x, num_rows, wi
         axis = start + tl.arange(0, D)
         mask = mask_m[:, None] & (axis < dim)[None, :]
         value = tl.load(x + at + axis[None, :], mask=mask, other=0.0).to(tl.float64)
-        clamped = _clamped(value)
+        bounded = clamped(value)
         gradient = tl.load(by_rows + at + axis[None, :], mask=mask, other=0.0).to(tl.float64) * power[:, None]
-        gradient = tl.where(clamped == value, gradient - along_row[:, None] * (clamped * inverse[:, None]), 0.0)
+        gradient = tl.where(bounded == value, gradient - along_row[:, None] * (bounded * inverse[:, None]), 0.0)
         tl.store(by_x + at + axis[None, :], gradient.to(tl.float32).to(by_x.dtype.element_ty), mask=mask)
 
 

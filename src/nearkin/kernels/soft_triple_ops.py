@@ -76,5 +76,5 @@ class _Loss(HandGradient):
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         operands = dense.Prepared(*prepared, True), x.contiguous(), centers.contiguous()
         with launch.device_of(x):
-            by = dense.gradients(*operands, slopes, upstream, kinds, by_units, ctx.each)
+            by = dense.gradients(*operands, slopes, upstream, kinds, plus=by_units, group=ctx.each)
         return by[0], by[1], *[None] * 4
