@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from nearkin import kernels
-from nearkin.kernels.class_loss_ops import Form
+from nearkin.kernels.class_loss_ops import Annealing, Form
 from nearkin.kernels.class_own_kernels import clamped, inverse_length, own_cosine, own_score
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import tl, triton
@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 
     def scores(self) -> torch.Tensor:
         """rows · unitsᵀ, (B, C); lines begin at multiples of 64 bytes."""
-        weights = len(self.units)
+        weights = self.units.shape[0]
         scores = self.empty_scores()
         if scores.shape[1] != weights:
             scores = scores[:, :weights]
@@ -56,7 +56,8 @@ class Prepared(NamedTuple):
 
     def empty_scores(self) -> torch.Tensor:
         """(B, C) and a little wider."""
-        return torch.empty(len(self.rows), padded(len(self.units)), device=self.rows.device)
+        rows = self.rows
+        return torch.empty(rows.shape[0], padded(self.units.shape[0]), device=rows.device)
 
 
 def padded(number: int) -> int:
@@ -102,7 +103,7 @@ def _scaled(x, out, at, times, mask_m, dim, D: tl.constexpr):
 def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows, num_weights, width, dim, scale,
              margin, along, across, lost, row_programs, SCALE_TENSOR: tl.constexpr, NORMALIZE: tl.constexpr,
              MARGIN: tl.constexpr, STRAIGHT: tl.constexpr, TIMES: tl.constexpr, CENTERS: tl.constexpr,
-             BIAS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+             ANNEALED: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0)
     if pid >= row_programs:
         c = (pid - row_programs) * M + tl.arange(0, M)
@@ -128,6 +129,8 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
         scale_value = tl.full((), 0.0, tl.float64) + scale
         if SCALE_TENSOR:
             scale_value = tl.load(scale_tensor).to(tl.float64)
+        if ANNEALED:  # the tensor has steps, the numbers are start, decay and floor
+            scale_value = tl.maximum(across, scale / (1.0 + along * scale_value))
         times = inverse * 0.0 + 1.0
         if MARGIN != "sphere":
             times = scale_value * (inverse if NORMALIZE else times)
@@ -339,26 +342,31 @@ def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bia
     """
     form = own or Form(factor, kind="none", raw=not normalize)
     (anchors, dim), weights = x.shape, weight.shape[0]
-    rows, units = (torch.empty(number, dim, device=x.device) for number in (anchors, weights))
-    line = padded(anchors)
-    facts = torch.empty(16 + 8 * line + padded(weights), device=x.device, dtype=torch.float64)
-    scale, scale_tensor = (1.0, form.scale) if isinstance(form.scale, torch.Tensor) else (form.scale, None)
-    times = int(form.margin) if form.kind == "sphere" else 1
-    choices = (scale_tensor is not None, form.normalize, form.kind, form.straight, times, form.centers)
+    device, line = x.device, padded(anchors)
+    rows, units = torch.empty(anchors, dim, device=device), torch.empty(weights, dim, device=device)
+    facts = torch.empty(16 + 8 * line + padded(weights), device=device, dtype=torch.float64)
+    scale, margin, scale_tensor = form.scale, float(form.margin), None
+    along, across = math.cos(margin), math.sin(margin)
+    annealed = isinstance(scale, Annealing)
+    if annealed:
+        scale_tensor, scale, along, across = scale
+    elif isinstance(scale, torch.Tensor):
+        scale_tensor, scale = scale, 1.0
+    times = int(margin) if form.kind == "sphere" else 1
+    choices = (scale_tensor is not None, form.normalize, form.kind, form.straight, times, form.centers, annealed)
     programs = -(-anchors // ROWS)
-    margin = float(form.margin)
     _preparing(*choices, bias is not None, chunk(dim))(
         (programs - (-weights // ROWS), 1, 1),
         x, weight, facts if labels is None else labels, facts if scale_tensor is None else scale_tensor,
         facts if bias is None else bias, rows, units, facts, anchors, weights, line, dim, float(scale), margin,
-        math.cos(margin), math.sin(margin), float(form.lost), programs)  # fmt: skip
+        float(along), float(across), float(form.lost), programs)  # fmt: skip
     return Prepared(rows, units, facts, form.normalize)
 
 
 @functools.cache
-def _preparing(scale_tensor, normalize, kind, straight, times, centers, bias, chunk):
+def _preparing(scale_tensor, normalize, kind, straight, times, centers, annealed, bias, dims):
     choices = {"SCALE_TENSOR": scale_tensor, "NORMALIZE": normalize, "MARGIN": kind, "STRAIGHT": straight}
-    choices |= {"TIMES": times, "CENTERS": centers, "BIAS": bias, "M": ROWS, "D": chunk}
+    choices |= {"TIMES": times, "CENTERS": centers, "ANNEALED": annealed, "BIAS": bias, "M": ROWS, "D": dims}
     return CachedLauncher(_prepare, **choices, **options())
 
 

@@ -25,13 +25,13 @@ from nearkin.kernels import (
     rank_ops,
     triplet_ops,
 )
-from nearkin.kernels.class_loss_ops import Form
+from nearkin.kernels.class_loss_ops import Annealing, Form
 from nearkin.kernels.triplet_ops import Plan
 from nearkin.losses import class_shards
 from nearkin.losses.class_shards import Shard
 
-__all__ = ["KERNEL_FROM", "ClassCall", "Form", "PairCall", "Plan", "class_path", "facility_kernel"]
-__all__ += ["again_plainly", "row_kernel"]
+__all__ = ["KERNEL_FROM", "PLAIN", "Annealing", "ClassCall", "Form", "PairCall", "Plan", "again_plainly"]
+__all__ += ["class_path", "facility_kernel", "row_kernel"]
 
 # B · C from which the class kernels are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of bfloat16 took 2.2 ms on
 # an H200, the dense form 5.0; with weights of float32 3.3 and 4.8. Not timed, and so to be asked for: other weights,
