@@ -14,15 +14,18 @@ from nearkin.kernels.class_dense_kernels import (
     SCALARS,
     SLOPE,
     TAINT,
+    TILE,
+    chunk,
     options,
     padded,
     row_fact,
+    step,
+    tile,
 )
 from nearkin.kernels.class_own_kernels import BOUND
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import tl, triton
 from nearkin.kernels.row_kernels import clamped
-from nearkin.kernels.soft_triple_kernels import _width
 
 NUMBERS = ("num_rows", "classes", "anchor_programs")  # not to be compiled for again
 ROWS = 4  # per program
@@ -70,8 +73,9 @@ def _operands(x, weight, labels, centers, rows, weight_rows, facts, num_rows, wi
 
 
 @triton.jit
-def _by_anchors(by_rows, x, labels, centers, facts, by_x, up, program, num_rows, width, classes, dim, pull,
-                M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def _by_anchors(by_rows, weight_rows, slopes, x, labels, centers, facts, by_x, up, program, num_rows, width, stride,
+                classes, dim, pull, PRODUCT: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+                STEP: tl.constexpr):  # fmt: skip
     i = program * M + tl.arange(0, M)
     mask_m = i < num_rows
     at = i.to(tl.int64)[:, None] * dim
@@ -83,32 +87,48 @@ def _by_anchors(by_rows, x, labels, centers, facts, by_x, up, program, num_rows,
         mask = mask_m[:, None] & (d < dim)[None, :]
         value = tl.load(x + at + d[None, :], mask=mask, other=0.0).to(tl.float32)
         away = clamped(value) - tl.load(centers + own + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        slope = tl.load(by_rows + at + d[None, :], mask=mask, other=0.0)
+        if PRODUCT:
+            total = tl.zeros((M, D), tl.float64)
+            for c0 in range(0, classes, STEP):
+                c = c0 + tl.arange(0, STEP)
+                left = tile(slopes, i, num_rows, stride, c, classes)
+                total = tl.dot(left, tile(weight_rows, c, classes, dim, d, dim), total, out_dtype=tl.float64)
+            slope = total.to(tl.float32)
+        else:
+            slope = tl.load(by_rows + at + d[None, :], mask=mask, other=0.0)
         slope += tl.where(counted[:, None], pull * away, 0.0)
         slope = tl.where((value <= BOUND) & (value >= -BOUND), slope * up, 0.0)
         tl.store(by_x + at + d[None, :], slope.to(by_x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _by_classes(by_weight_rows, slopes, weight, by_weight, by_bias, up, program, num_rows, stride, classes, dim,
-                OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-                S: tl.constexpr):  # fmt: skip
+def _by_classes(by_weight_rows, rows, slopes, weight, by_weight, by_bias, up, program, num_rows, stride, classes, dim,
+                OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr, PRODUCT: tl.constexpr, C: tl.constexpr,
+                D: tl.constexpr, S: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     c = program * C + tl.arange(0, C)
     mask_c = c < classes
     at = c.to(tl.int64)[:, None] * dim
     if OF_BIAS:
-        total = tl.zeros((S, C), tl.float32)
+        sums = tl.zeros((S, C), tl.float32)
         for start in range(0, num_rows, S):
-            i = start + tl.arange(0, S)
-            here = slopes + i.to(tl.int64)[:, None] * stride + c[None, :]
-            total += tl.load(here, mask=(i < num_rows)[:, None] & mask_c[None, :], other=0.0)
-        tl.store(by_bias + c, (tl.sum(total, 0) * up).to(by_bias.dtype.element_ty), mask=mask_c)
+            j = start + tl.arange(0, S)
+            here = slopes + j.to(tl.int64)[:, None] * stride + c[None, :]
+            sums += tl.load(here, mask=(j < num_rows)[:, None] & mask_c[None, :], other=0.0)
+        tl.store(by_bias + c, (tl.sum(sums, 0) * up).to(by_bias.dtype.element_ty), mask=mask_c)
     if OF_WEIGHT:
         for start in range(0, dim, D):
             d = start + tl.arange(0, D)
             mask = mask_c[:, None] & (d < dim)[None, :]
             value = tl.load(weight + at + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            slope = tl.load(by_weight_rows + at + d[None, :], mask=mask, other=0.0) * up
+            if PRODUCT:
+                total = tl.zeros((C, D), tl.float64)
+                for i0 in range(0, num_rows, STEP):
+                    i = i0 + tl.arange(0, STEP)
+                    left = tl.trans(tile(slopes, i, num_rows, stride, c, classes))
+                    total = tl.dot(left, tile(rows, i, num_rows, dim, d, dim), total, out_dtype=tl.float64)
+                slope = total.to(tl.float32) * up
+            else:
+                slope = tl.load(by_weight_rows + at + d[None, :], mask=mask, other=0.0) * up
             slope = tl.where((value <= BOUND) & (value >= -BOUND), slope, 0.0)
             tl.store(by_weight + at + d[None, :], slope.to(by_weight.dtype.element_ty), mask=mask)
 
@@ -116,16 +136,19 @@ def _by_classes(by_weight_rows, slopes, weight, by_weight, by_bias, up, program,
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(by_rows, by_weight_rows, slopes, x, weight, labels, centers, facts, upstream, by_x, by_weight, by_bias,
                num_rows, width, stride, classes, dim, pull, anchor_programs, OF_WEIGHT: tl.constexpr,
-               OF_BIAS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, D: tl.constexpr, S: tl.constexpr):  # fmt: skip
+               OF_BIAS: tl.constexpr, PRODUCT: tl.constexpr, M: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+               S: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """The gradients by embeddings, class weights and biases from those by the operands. A clamped coordinate has none.
-    anchor_programs: the programs over anchors, 0 where their gradient is not wanted."""
+    anchor_programs: the programs over anchors, 0 where their gradient is not wanted. PRODUCT: instead of the gradients
+    by the operands, the operands themselves."""
     up = (tl.load(facts + GAIN) * tl.load(upstream)).to(tl.float32)
     program = tl.program_id(0)
     if program < anchor_programs:
-        _by_anchors(by_rows, x, labels, centers, facts, by_x, up, program, num_rows, width, classes, dim, pull, M, D)
+        _by_anchors(by_rows, by_weight_rows, slopes, x, labels, centers, facts, by_x, up, program, num_rows, width,
+                    stride, classes, dim, pull, PRODUCT, M, D, STEP)  # fmt: skip
     else:
-        _by_classes(by_weight_rows, slopes, weight, by_weight, by_bias, up, program - anchor_programs, num_rows, stride,
-                    classes, dim, OF_WEIGHT, OF_BIAS, C, D, S)  # fmt: skip
+        _by_classes(by_weight_rows, by_rows, slopes, weight, by_weight, by_bias, up, program - anchor_programs,
+                    num_rows, stride, classes, dim, OF_WEIGHT, OF_BIAS, PRODUCT, C, D, S, STEP)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -176,8 +199,11 @@ def operands(x, weight, labels, centers, pull):
     return written
 
 
-def gradients(by_rows, by_weight_rows, slopes, x, weight, labels, centers, facts, upstream, kinds, pull):
-    """The gradients by embeddings, class weights and biases, each in its type of `kinds`, or None without one."""
+def gradients(by_rows, by_weight_rows, slopes, x, weight, labels, centers, facts, upstream, kinds, pull, product):
+    """The gradients by embeddings, class weights and biases, each in its type of `kinds`, or None without one.
+
+    From the gradients by the operands (B, D) and (C, D); product: from the operands.
+    """
     (num_rows, dim), classes = x.shape, weight.shape[0]
     shapes = (x.shape, weight.shape, (classes,))
     stored = kinds if not kernels.interpreted() else [kind and torch.float32 for kind in kinds]  # it truncates bfloat16
@@ -186,13 +212,13 @@ def gradients(by_rows, by_weight_rows, slopes, x, weight, labels, centers, facts
         for shape, kind in zip(shapes, stored, strict=True)
     ]
     of_x, of_weight, of_bias = (out is not None for out in outs)
-    anchor_programs = -(-num_rows // ROWS) if of_x else 0
-    programs = anchor_programs + (-(-classes // COLUMNS) if of_weight or of_bias else 0)
-    products = [facts if product is None else product for product in (by_rows, by_weight_rows)]
+    rows, columns = (TILE, TILE) if product else (ROWS, COLUMNS)
+    anchor_programs = -(-num_rows // rows) if of_x else 0
+    programs = anchor_programs + (-(-classes // columns) if of_weight or of_bias else 0)
     written = [facts if out is None else out for out in outs]
     sizes = (num_rows, padded(num_rows), slopes.stride(0), classes, dim, pull, anchor_programs)
-    _finishing(_width(dim), of_weight, of_bias)(
-        (programs, 1, 1), *products, slopes, x, weight, labels, centers, facts, upstream, *written, *sizes
+    _finishing(chunk(dim) if product else _width(dim), rows, columns, of_weight, of_bias, product)(
+        (programs, 1, 1), by_rows, by_weight_rows, slopes, x, weight, labels, centers, facts, upstream, *written, *sizes
     )
     return [None if out is None else out.to(kind) for out, kind in zip(outs, kinds, strict=True)]
 
@@ -211,9 +237,13 @@ def _preparing(width):
 
 
 @functools.cache
-def _finishing(width, of_weight, of_bias):
-    sizes = {"M": ROWS, "C": COLUMNS, "D": width, "S": SUMMED}
-    return CachedLauncher(_gradients, OF_WEIGHT=of_weight, OF_BIAS=of_bias, **sizes, **options())
+def _finishing(width, rows, columns, of_weight, of_bias, product):
+    sizes = {"M": rows, "C": columns, "D": width, "S": SUMMED, "STEP": step(width), "PRODUCT": product}
+    return CachedLauncher(_gradients, OF_WEIGHT=of_weight, OF_BIAS=of_bias, **sizes, num_stages=2, **options())
+
+
+def _width(dim):
+    return min(128, max(16, 1 << (dim - 1).bit_length()))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
 from nearkin.core.autograd import HandGradient
-from nearkin.kernels import eligible, launch
+from nearkin.kernels import class_dense_ops, eligible, launch
 from nearkin.kernels.class_dense_ops import Again
 
 __all__ = ["loss", "serves", "stepped"]
@@ -82,13 +82,15 @@ class _Loss(HandGradient):
         dense, center_kernels, entropy_kernels = _kernels()
         labels, centers = labels.contiguous(), centers.contiguous()
         rows, weight_rows, facts = center_kernels.operands(x.contiguous(), weight.contiguous(), labels, centers, pull)
-        scores = dense.Prepared(rows, weight_rows, facts, False).scores()
-        addend = bias.contiguous()
-        value: Tensor = entropy_kernels.loss(scores, labels, facts, (1.0, 0.0, 1.0), reduction, bias=addend, back=back)
+        prepared = dense.Prepared(rows, weight_rows, facts, False)
+        few = class_dense_ops._few(x, weight)
+        scores = prepared.empty_scores() if few else prepared.scores()
+        choices: dict[str, Any] = {"bias": bias.contiguous(), "back": back, "product": few}
+        value: Tensor = entropy_kernels.loss(prepared, scores, labels, (1.0, 0.0, 1.0), reduction, **choices)
         if back:
             ctx.save_for_backward(x, weight, bias, labels, centers, rows, weight_rows, scores, facts)
             ctx.kinds = (x.dtype, plain.gradient_kind(weight), plain.gradient_kind(bias))
-            ctx.pull, ctx.again = pull, again
+            ctx.pull, ctx.again, ctx.few = pull, again, few
         return value
 
     @staticmethod
@@ -98,9 +100,11 @@ class _Loss(HandGradient):
         if torch.is_grad_enabled():
             return *launch.gradients_again(ctx.again, (x, weight, bias), wants, upstream), *[None] * 6
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
-        by_rows = torch.mm(slopes, weight_rows, out=torch.empty_like(rows)) if wants[0] else None
-        by_weights = torch.mm(slopes.t(), rows, out=torch.empty_like(weight_rows)) if wants[1] else None
-        products = (by_rows, by_weights, slopes, x.contiguous(), weight.contiguous())
+        products = (rows, weight_rows)  # the kernel multiplies itself
+        if not ctx.few:
+            by_rows = torch.mm(slopes, weight_rows, out=torch.empty_like(rows)) if wants[0] else facts
+            products = (by_rows, torch.mm(slopes.t(), rows, out=torch.empty_like(weight_rows)) if wants[1] else facts)
+        operands = (*products, slopes, x.contiguous(), weight.contiguous(), labels, centers, facts)
         with launch.device_of(x):
-            by = _kernels()[1].gradients(*products, labels, centers, facts, upstream, kinds, ctx.pull)
+            by = _kernels()[1].gradients(*operands, upstream, kinds, ctx.pull, ctx.few)
         return *by, *[None] * 6

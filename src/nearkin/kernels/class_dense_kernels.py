@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from nearkin import kernels
-from nearkin.kernels.class_loss_ops import Form
+from nearkin.kernels.class_loss_ops import Annealing, Form
 from nearkin.kernels.class_own_kernels import clamped, inverse_length, own_cosine, own_score
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import tl, triton
@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 
     def scores(self) -> torch.Tensor:
         """rows · unitsᵀ, (B, C); lines begin at multiples of 64 bytes."""
-        weights = len(self.units)
+        weights = self.units.shape[0]
         scores = self.empty_scores()
         if scores.shape[1] != weights:
             scores = scores[:, :weights]
@@ -56,7 +56,8 @@ class Prepared(NamedTuple):
 
     def empty_scores(self) -> torch.Tensor:
         """(B, C) and a little wider."""
-        return torch.empty(len(self.rows), padded(len(self.units)), device=self.rows.device)
+        rows = self.rows
+        return torch.empty(rows.shape[0], padded(self.units.shape[0]), device=rows.device)
 
 
 def padded(number: int) -> int:
@@ -96,6 +97,14 @@ def ranked(c, num_weights, GROUP: tl.constexpr):
 
 
 @triton.jit
+def unranked(row, num_weights, GROUP: tl.constexpr):
+    """The weight of a row of `ranked`; beyond the last row there is none."""
+    return tl.where(
+        row < num_weights, row % (num_weights // GROUP) * GROUP + row // (num_weights // GROUP), num_weights
+    )
+
+
+@triton.jit
 def _scaled(x, at, out, out_at, times, mask_m, dim, D: tl.constexpr):
     """out = times · x, rounded once."""
     for start in range(0, dim, D):
@@ -109,7 +118,8 @@ def _scaled(x, at, out, out_at, times, mask_m, dim, D: tl.constexpr):
 def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows, num_weights, width, dim, scale,
              margin, along, across, lost, row_programs, SCALE_TENSOR: tl.constexpr, NORMALIZE: tl.constexpr,
              MARGIN: tl.constexpr, STRAIGHT: tl.constexpr, TIMES: tl.constexpr, CENTERS: tl.constexpr,
-             BIAS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+             ANNEALED: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+             D: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0)
     if pid >= row_programs:
         c = (pid - row_programs) * M + tl.arange(0, M)
@@ -136,6 +146,8 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
         scale_value = tl.full((), 0.0, tl.float64) + scale
         if SCALE_TENSOR:
             scale_value = tl.load(scale_tensor).to(tl.float64)
+        if ANNEALED:  # the tensor has steps, the numbers are start, decay and floor
+            scale_value = tl.maximum(across, scale / (1.0 + along * scale_value))
         times = inverse * 0.0 + 1.0
         if MARGIN != "sphere":
             times = scale_value * (inverse if NORMALIZE else times)
@@ -167,7 +179,7 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
 
 
 @triton.jit
-def _tile(source, i, number, stride, axis, size):
+def tile(source, i, number, stride, axis, size):
     """Entries (rows i, axis) of a matrix in float64, 0 where there are none."""
     mask = (i < number)[:, None] & (axis < size)[None, :]
     return tl.load(source + i.to(tl.int64)[:, None] * stride + axis[None, :], mask=mask, other=0.0).to(tl.float64)
@@ -183,8 +195,8 @@ def tile_scores(rows, units, scores, first, num_rows, num_weights, stride, dim, 
         total = tl.zeros((R, STEP), tl.float64)
         for d in range(0, dim, D):
             axis = d + tl.arange(0, D)
-            left = _tile(rows, i, num_rows, dim, axis, dim)
-            total = tl.dot(left, tl.trans(_tile(units, c, num_weights, dim, axis, dim)), total, out_dtype=tl.float64)
+            left = tile(rows, i, num_rows, dim, axis, dim)
+            total = tl.dot(left, tl.trans(tile(units, c, num_weights, dim, axis, dim)), total, out_dtype=tl.float64)
         mask = (i < num_rows)[:, None] & (c < num_weights)[None, :]
         tl.store(scores + i.to(tl.int64)[:, None] * stride + c[None, :], total.to(tl.float32), mask=mask)
     tl.debug_barrier()
@@ -194,7 +206,7 @@ def tile_scores(rows, units, scores, first, num_rows, num_weights, stride, dim, 
 def _settled(gradient, source, by, i, number, dim, times, along, inverse, PROJECT: tl.constexpr, D: tl.constexpr):
     """`_gradient` of rows that are complete in registers, (R, D) float64."""
     axis = tl.arange(0, D)
-    value = _tile(source, i, number, dim, axis, dim)
+    value = tile(source, i, number, dim, axis, dim)
     bounded = clamped(value)
     unit = bounded * inverse[:, None]
     if PROJECT:
@@ -205,9 +217,9 @@ def _settled(gradient, source, by, i, number, dim, times, along, inverse, PROJEC
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _tile_gradients(scores, rows, units, x, weight, facts, upstream, by_x, by_weight, by_bias, num_rows, num_weights,
-                    stride, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, D: tl.constexpr,
-                    STEP: tl.constexpr):  # fmt: skip
+def _tile_gradients(scores, rows, units, plus, x, weight, facts, upstream, by_x, by_weight, by_bias, num_rows,
+                    num_weights, stride, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
+                    PLUS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """Products and gradients at once, for few scores: one launch."""
     pid = tl.program_id(0)
     gain = tl.load(facts + GAIN) * tl.load(upstream).to(tl.float64)
@@ -218,9 +230,12 @@ def _tile_gradients(scores, rows, units, x, weight, facts, upstream, by_x, by_we
         sums = tl.zeros((TILE_,), tl.float64)
         for start in range(0, num_rows, STEP):
             j = start + tl.arange(0, STEP)
-            slopes = _tile(scores, j, num_rows, stride, c, num_weights)
+            slopes = tile(scores, j, num_rows, stride, c, num_weights)
             sums += tl.sum(slopes, 0)
-            total = tl.dot(tl.trans(slopes), _tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
+            total = tl.dot(tl.trans(slopes), tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
+        if PLUS:
+            total += tile(plus, c, num_weights, dim, axis, dim)
+        c = unranked(c, num_weights, GROUP)
         mask_c = c < num_weights
         inverse = tl.load(weight_facts(facts, width) + c, mask=mask_c, other=0.0)
         _settled(total, weight, by_weight, c, num_weights, dim, gain * inverse, inverse, inverse, True, D)
@@ -230,8 +245,8 @@ def _tile_gradients(scores, rows, units, x, weight, facts, upstream, by_x, by_we
         i = pid * TILE_ + tl.arange(0, TILE_)
         for start in range(0, num_weights, STEP):
             c = start + tl.arange(0, STEP)
-            slopes = _tile(scores, i, num_rows, stride, c, num_weights)
-            total = tl.dot(slopes, _tile(units, c, num_weights, dim, axis, dim), total, out_dtype=tl.float64)
+            slopes = tile(scores, i, num_rows, stride, c, num_weights)
+            total = tl.dot(slopes, tile(units, c, num_weights, dim, axis, dim), total, out_dtype=tl.float64)
         mask_m = i < num_rows
         inverse = tl.load(row_fact(facts, INVERSE, width) + i, mask=mask_m, other=0.0)
         times = gain * tl.load(facts + FACTOR)
@@ -301,7 +316,7 @@ def _add_own_units(product, rows, facts, sums, c, mask_c, at, num_rows, width, d
             if tl.max(tl.max(own.to(tl.int32), 1), 0) > 0:
                 push = tl.load(row_fact(facts, SLOPE, width) + j, mask=j < num_rows, other=0.0)
                 push = tl.where(own, push[None, :], 0.0)
-                total = tl.dot(push, _tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
+                total = tl.dot(push, tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
                 if start == 0:
                     slopes += tl.sum(push, 1)
         mask = mask_c[:, None] & (axis < dim)[None, :]
@@ -360,26 +375,32 @@ def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bia
     """
     form = own or Form(factor, kind="none", raw=not normalize)
     (anchors, dim), weights = x.shape, weight.shape[0]
-    rows, units = (torch.empty(number, dim, device=x.device) for number in (anchors, weights))
-    line = padded(anchors)
-    facts = torch.empty(16 + 8 * line + padded(weights), device=x.device, dtype=torch.float64)
-    scale, scale_tensor = (1.0, form.scale) if isinstance(form.scale, torch.Tensor) else (form.scale, None)
-    times = int(form.margin) if form.kind == "sphere" else 1
-    choices = (scale_tensor is not None, form.normalize, form.kind, form.straight, times, form.centers)
+    device, line = x.device, padded(anchors)
+    rows, units = torch.empty(anchors, dim, device=device), torch.empty(weights, dim, device=device)
+    facts = torch.empty(16 + 8 * line + padded(weights), device=device, dtype=torch.float64)
+    scale, margin, scale_tensor = form.scale, float(form.margin), None
+    along, across = math.cos(margin), math.sin(margin)
+    annealed = isinstance(scale, Annealing)
+    if annealed:
+        scale_tensor, scale, along, across = scale
+    elif isinstance(scale, torch.Tensor):
+        scale_tensor, scale = scale, 1.0
+    times = int(margin) if form.kind == "sphere" else 1
+    choices = (scale_tensor is not None, form.normalize, form.kind, form.straight, times, form.centers, annealed)
     programs = -(-anchors // ROWS)
-    margin = float(form.margin)
     _preparing(*choices, bias is not None, group, chunk(dim))(
         (programs - (-weights // ROWS), 1, 1),
         x, weight, facts if labels is None else labels, facts if scale_tensor is None else scale_tensor,
         facts if bias is None else bias, rows, units, facts, anchors, weights, line, dim, float(scale), margin,
-        math.cos(margin), math.sin(margin), float(form.lost), programs)  # fmt: skip
+        float(along), float(across), float(form.lost), programs)  # fmt: skip
     return Prepared(rows, units, facts, form.normalize)
 
 
 @functools.cache
-def _preparing(scale_tensor, normalize, kind, straight, times, centers, bias, group, chunk):
+def _preparing(scale_tensor, normalize, kind, straight, times, centers, annealed, bias, group, dims):
     choices = {"SCALE_TENSOR": scale_tensor, "NORMALIZE": normalize, "MARGIN": kind, "STRAIGHT": straight}
-    choices |= {"TIMES": times, "CENTERS": centers, "BIAS": bias, "GROUP": group, "M": ROWS, "D": chunk}
+    choices |= {"TIMES": times, "CENTERS": centers, "ANNEALED": annealed, "BIAS": bias, "GROUP": group}
+    choices |= {"M": ROWS, "D": dims}
     return CachedLauncher(_prepare, **choices, **options())
 
 
@@ -412,11 +433,11 @@ def gradients(prepared, x, weight, scores, upstream, kinds, own=False, plus=None
     return _typed(by_x, kind_x), _typed(by_weight, kind_weight), _typed(by_bias, kind_bias)
 
 
-def tile_gradients(prepared, x, weight, scores, upstream, kinds):
+def tile_gradients(prepared, x, weight, scores, upstream, kinds, plus=None, group=1):
     """`gradients` of few scores (`empty_scores`) and dimensions by one kernel."""
     rows, units, facts, normalize = prepared
     (anchors, dim), weights = x.shape, weight.shape[0]
-    kind_x, kind_weight, kind_bias = kinds
+    kind_x, kind_weight, kind_bias = (*kinds, None)[:3]
     by_x = by_weight = by_bias = facts
     programs = weight_programs = 0
     if kind_x is not None:
@@ -425,16 +446,16 @@ def tile_gradients(prepared, x, weight, scores, upstream, kinds):
         by_weight, weight_programs = _result(weight, kind_weight or weight.dtype), -(-weights // TILE)
     if kind_bias is not None:
         by_bias = torch.empty(weights, device=x.device, dtype=torch.float32 if INTERPRETS else kind_bias)
-    _tiling(normalize, kind_bias is not None, chunk(dim))(
+    _tiling(normalize, kind_bias is not None, plus is not None, group, chunk(dim))(
         (programs + weight_programs, 1, 1),
-        scores, rows, units, x, weight, facts, upstream, by_x, by_weight, by_bias, anchors, weights,
-        scores.stride(0), padded(anchors), dim, programs)  # fmt: skip
+        scores, rows, units, facts if plus is None else plus, x, weight, facts, upstream, by_x, by_weight, by_bias,
+        anchors, weights, scores.stride(0), padded(anchors), dim, programs)  # fmt: skip
     return _typed(by_x, kind_x), _typed(by_weight, kind_weight), _typed(by_bias, kind_bias)
 
 
 @functools.cache
-def _tiling(normalize, bias, dims):
-    choices = {"NORMALIZE": normalize, "BIAS": bias, "D": dims, "STEP": step(dims)}
+def _tiling(normalize, bias, plus, group, dims):
+    choices = {"NORMALIZE": normalize, "BIAS": bias, "PLUS": plus, "GROUP": group, "D": dims, "STEP": step(dims)}
     return CachedLauncher(_tile_gradients, **choices, num_warps=4, num_stages=2, **options())
 
 

@@ -19,7 +19,7 @@ from nearkin.core import checks
 from nearkin.core import class_softmax as plain
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import eligible, launch
-from nearkin.kernels.class_loss_ops import Form, readable
+from nearkin.kernels.class_loss_ops import Annealing, Form, readable
 
 __all__ = ["Again", "fits", "loss", "serves"]
 
@@ -49,6 +49,7 @@ def serves(
         and labels.device == weight.device == embeddings.device
         and (bias is None or (bias.dtype in eligible.FLOATS and bias.shape == weight.shape[:1]))
         and (not isinstance(form.scale, Tensor) or readable(form.scale, embeddings))
+        and (not isinstance(form.scale, Annealing) or form.scale.steps.device == embeddings.device)
         and kernels.can_run(embeddings)
     )
 
@@ -96,8 +97,13 @@ def _few(x: Tensor, weight: Tensor) -> bool:
         weights <= FEW_WEIGHTS
         and x.shape[0] * weights <= FEW_SCORES
         and x.shape[1] <= FEW_DIMENSIONS
-        and eligible.possible(x.device, kernels.interpreted())
+        and _multiplies(x.device)
     )
+
+
+@functools.cache
+def _multiplies(device: torch.device) -> bool:
+    return eligible.possible(device, kernels.interpreted())
 
 
 @functools.cache

@@ -20,13 +20,22 @@ from nearkin.core.autograd import HandGradient
 from nearkin.kernels import class_softmax_ops as passes
 from nearkin.kernels import eligible, launch
 
-__all__ = ["Form", "loss", "readable", "serves"]
+__all__ = ["Annealing", "Form", "loss", "readable", "serves"]
+
+
+class Annealing(NamedTuple):
+    """max(floor, start / (1 + decay · steps)), computed where it is used."""
+
+    steps: Tensor  # a scalar
+    start: float
+    decay: float
+    floor: float
 
 
 class Form(NamedTuple):
     """How the own class is treated. scale: of the cosines; a scalar tensor is read on its device."""
 
-    scale: float | Tensor = 1.0  # SphereFace: its annealing
+    scale: float | Tensor | Annealing = 1.0  # SphereFace: its annealing
     margin: float = 0.0
     kind: str = "cosine"  # or "angle", "sphere"; "none": the own class is like the others
     straight: bool = False  # an angle's slope is that of the plain cosine
@@ -46,6 +55,7 @@ def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reductio
     return (
         reduction in eligible.REDUCTIONS
         and not form.raw
+        and not isinstance(form.scale, Annealing)
         and type(embeddings) in (Tensor, nn.Parameter)
         and type(weight) in (Tensor, nn.Parameter)
         and embeddings.dim() == weight.dim() == 2
@@ -92,6 +102,7 @@ class _Loss(HandGradient):
     ) -> Tensor:
         class_kernels, row_kernels = passes._kernels(), _row_kernels()
         x, weight_rows = x.contiguous(), weight.contiguous()
+        assert not isinstance(form.scale, Annealing)
         scale, scale_tensor = (1.0, form.scale) if isinstance(form.scale, Tensor) else (form.scale, None)
         times = int(form.margin) if form.kind == "sphere" else 1
         numbers = tuple(map(float, (scale, form.margin, math.cos(form.margin), math.sin(form.margin), form.lost)))

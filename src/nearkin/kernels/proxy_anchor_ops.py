@@ -10,7 +10,7 @@ from torch import Tensor
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
 from nearkin.core.autograd import HandGradient
-from nearkin.kernels import eligible, launch
+from nearkin.kernels import class_dense_ops, eligible, launch
 from nearkin.kernels.class_dense_ops import Again
 
 __all__ = ["loss"]
@@ -40,12 +40,15 @@ class _Loss(HandGradient):
     ) -> Tensor:
         dense, kernels = _kernels()
         prepared = dense.prepare(x.contiguous(), proxies.contiguous())
-        anchors = dense.Prepared(prepared.units, prepared.rows, prepared.facts, True)  # the proxies, here
-        scores = anchors.scores()  # (C, B)
-        value: Tensor = kernels.loss(scores, labels.contiguous(), prepared.facts, scale, margin, back)
+        few = class_dense_ops._few(x, proxies)
+        # (B, C); computed by cuBLAS, those of a proxy are a line in memory
+        scores = (
+            prepared.empty_scores() if few else prepared._replace(rows=prepared.units, units=prepared.rows).scores().t()
+        )
+        value: Tensor = kernels.loss(prepared, scores, labels.contiguous(), scale, margin, back, few)
         if back:
             ctx.save_for_backward(x, proxies, scores, *prepared[:3])
-            ctx.kinds, ctx.again = (x.dtype, plain.gradient_kind(proxies)), again
+            ctx.kinds, ctx.again, ctx.few = (x.dtype, plain.gradient_kind(proxies)), again, few
         return value
 
     @staticmethod
@@ -58,5 +61,5 @@ class _Loss(HandGradient):
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         operands = dense.Prepared(*prepared, True), x.contiguous(), proxies.contiguous()
         with launch.device_of(x):
-            by = dense.gradients(*operands, slopes.t(), upstream, kinds)
+            by = (dense.tile_gradients if ctx.few else dense.gradients)(*operands, slopes, upstream, kinds)
         return by[0], by[1], *[None] * 5

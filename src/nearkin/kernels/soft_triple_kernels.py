@@ -10,12 +10,27 @@ import functools
 
 import torch
 
-from nearkin.kernels.class_dense_kernels import COUNT, COUNTED, GAIN, SLOPE, TAINT, TARGET, options, padded, row_fact
+from nearkin.kernels.class_dense_kernels import (
+    COUNT,
+    COUNTED,
+    GAIN,
+    SLOPE,
+    TAINT,
+    TARGET,
+    TILE,
+    chunk,
+    options,
+    padded,
+    row_fact,
+    step,
+    tile_scores,
+)
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import sigmoid, softplus, tl, triton
 
 NUMBERS = ("num_rows", "classes", "num_parts")  # not to be compiled for again
-CLASSES = 1024  # at a time
+CLASSES = 256  # at a time
+LARGEST = 4096  # coordinates of the centres of a class that a program has in registers
 PROGRAMS = 1056  # over the centres of classes: each counts the labels once
 SUMMED = 1024  # anchors, or labels, at a time
 
@@ -100,9 +115,9 @@ def _entropy(line, label, bias, facts, row, width, classes, scale, margin, sharp
 
 @triton.jit
 def _within(units, labels, by_units, parts, part, num_parts, num_rows, classes, dim, weight, BACK: tl.constexpr,
-            K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, S: tl.constexpr):  # fmt: skip
+            ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """Sums of `weight` · √(|w - w'|² + 1e-5) over the pairs of centres of each class; and the gradient by unit centres,
-    times the number of known labels, since each of their terms contains all of these."""
+    times the number of known labels, since each of their terms contains all of these. ONE: a run has all dimensions."""
     number = tl.full((), 1.0, tl.float32)
     if BACK:
         known = tl.zeros((S,), tl.int32)
@@ -114,33 +129,48 @@ def _within(units, labels, by_units, parts, part, num_parts, num_rows, classes, 
     total = tl.zeros((KP,), tl.float64)
     for c in range(part, classes, num_parts):
         rows = (k.to(tl.int64) * classes + c)[:, None] * dim
-        inverse = tl.zeros((KP, KP), tl.float32)
-        for j in range(0, K):
-            beside_row = (tl.cast(j, tl.int64) * classes + c) * dim
-            squared = tl.zeros((KP,), tl.float32)
-            for start in range(0, dim, D):
-                d = start + tl.arange(0, D)
-                mask = (k < K)[:, None] & (d < dim)[None, :]
-                unit = tl.load(units + rows + d[None, :], mask=mask, other=0.0)
-                beside = tl.load(units + beside_row + d, mask=d < dim, other=0.0)
-                away = tl.where(mask, unit - beside[None, :], 0.0)
-                squared += tl.sum(away * away, 1)
-            apart = tl.sqrt(squared + 1e-5)
-            total += tl.where(k < j, apart, 0.0).to(tl.float64)
-            inverse = tl.where(((k < K) & (k != j))[:, None] & (k == j)[None, :], (1.0 / apart)[:, None], inverse)
-        if BACK:
-            for start in range(0, dim, D):
-                d = start + tl.arange(0, D)
-                mask = (k < K)[:, None] & (d < dim)[None, :]
-                unit = tl.load(units + rows + d[None, :], mask=mask, other=0.0)
-                gradient = tl.zeros((KP, D), tl.float32)
-                for j in range(0, K):
-                    beside_row = (tl.cast(j, tl.int64) * classes + c) * dim
-                    beside = tl.load(units + beside_row + d, mask=d < dim, other=0.0)
-                    of_pair = tl.sum(tl.where((k == j)[None, :], inverse, 0.0), 1)
-                    gradient += of_pair[:, None] * (unit - beside[None, :])
+        if ONE:
+            d = tl.arange(0, D)
+            mask = (k < K)[:, None] & (d < dim)[None, :]
+            unit = tl.load(units + rows + d[None, :], mask=mask, other=0.0)
+            gradient = tl.zeros((KP, D), tl.float32)
+            for j in range(0, K):
+                away = unit - _beside(units, j, classes, c, d, dim)[None, :]
+                apart = tl.sqrt(tl.sum(away * away, 1) + 1e-5)
+                total += tl.where(k < j, apart, 0.0).to(tl.float64)
+                gradient += away * (1.0 / apart)[:, None]  # 0 beside itself
+            if BACK:
                 tl.store(by_units + rows + d[None, :], gradient * (number * weight), mask=mask)
+        else:
+            inverse = tl.zeros((KP, KP), tl.float32)
+            for j in range(0, K):
+                squared = tl.zeros((KP,), tl.float32)
+                for start in range(0, dim, D):
+                    d = start + tl.arange(0, D)
+                    mask = (k < K)[:, None] & (d < dim)[None, :]
+                    away = tl.load(units + rows + d[None, :], mask=mask, other=0.0)
+                    away -= _beside(units, j, classes, c, d, dim)[None, :]
+                    squared += tl.sum(away * away, 1)
+                apart = tl.sqrt(squared + 1e-5)
+                total += tl.where(k < j, apart, 0.0).to(tl.float64)
+                inverse = tl.where((k == j)[None, :], (1.0 / apart)[:, None], inverse)
+            if BACK:
+                for start in range(0, dim, D):
+                    d = start + tl.arange(0, D)
+                    mask = (k < K)[:, None] & (d < dim)[None, :]
+                    unit = tl.load(units + rows + d[None, :], mask=mask, other=0.0)
+                    gradient = tl.zeros((KP, D), tl.float32)
+                    for j in range(0, K):
+                        of_pair = tl.sum(tl.where((k == j)[None, :], inverse, 0.0), 1)
+                        gradient += of_pair[:, None] * (unit - _beside(units, j, classes, c, d, dim)[None, :])
+                    tl.store(by_units + rows + d[None, :], gradient * (number * weight), mask=mask)
     tl.store(parts + part, tl.sum(total, 0) * weight)
+
+
+@triton.jit
+def _beside(units, j, classes, c, d, dim):
+    """Coordinates d of the unit centre j of class c."""
+    return tl.load(units + (tl.cast(j, tl.int64) * classes + c) * dim + d, mask=d < dim, other=0.0)
 
 
 @triton.jit
@@ -166,57 +196,62 @@ def _total(facts, parts, value, num_rows, width, num_parts, MEAN: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _settle(scores, labels, bias, units, by_units, facts, parts, value, num_rows, num_parts, width, stride, classes,
-            dim, scale, margin, sharpness, weight, BIAS: tl.constexpr, ACTIVE: tl.constexpr, MEAN: tl.constexpr,
-            BACK: tl.constexpr, BY_UNITS: tl.constexpr, WITHIN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-            N: tl.constexpr, D: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """A program per part of the classes, then one per anchor; the one that is done last sums."""
+def _settle(rows, scores, labels, bias, units, by_units, facts, parts, value, num_rows, num_parts, width, stride,
+            classes, dim, scale, margin, sharpness, weight, BIAS: tl.constexpr, ACTIVE: tl.constexpr,
+            MEAN: tl.constexpr, BACK: tl.constexpr, BY_UNITS: tl.constexpr, WITHIN: tl.constexpr, ONE: tl.constexpr,
+            PRODUCT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+            S: tl.constexpr, R: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """A program per part of the classes, then one per R anchors; the one that is done last sums. PRODUCT: similarities
+    are still to be computed."""
     program = tl.program_id(0)
     if program < num_parts:
         if WITHIN:
-            _within(units, labels, by_units, parts, program, num_parts, num_rows, classes, dim, weight, BY_UNITS, K, KP,
-                    D, S)  # fmt: skip
+            _within(units, labels, by_units, parts, program, num_parts, num_rows, classes, dim, weight, BY_UNITS, ONE,
+                    K, KP, W, S)  # fmt: skip
     else:
-        row = program - num_parts
-        line = scores + row.to(tl.int64) * stride
-        label = tl.load(labels + row).to(tl.int64)
-        _entropy(line, label, bias, facts, row, width, classes, scale, margin, sharpness, BIAS, ACTIVE, BACK, K, N)
-    if tl.atomic_add(facts + COUNT, 1.0, sem="acq_rel") == num_rows + num_parts - 1:
+        first = (program - num_parts) * R
+        if PRODUCT:
+            tile_scores(rows, units, scores, first, num_rows, classes * K, stride, dim, R, D, STEP)
+        for row in range(first, tl.minimum(first + R, num_rows)):
+            line = scores + tl.cast(row, tl.int64) * stride
+            label = tl.load(labels + row).to(tl.int64)
+            _entropy(line, label, bias, facts, row, width, classes, scale, margin, sharpness, BIAS, ACTIVE, BACK, K, N)
+    if tl.atomic_add(facts + COUNT, 1.0, sem="acq_rel") == tl.num_programs(0) - 1:
         _total(facts, parts, value, num_rows, width, num_parts, MEAN, S)
 
 
-def loss(scores, labels, facts, numbers, reduction, *, bias=None, centers=1, units=None, weight=0.0, by_units=None,
-         back=True):  # fmt: skip
+def loss(prepared, scores, labels, numbers, reduction, *, bias=None, centers=1, weight=0.0, by_units=None, back=True,
+         product=False):  # fmt: skip
     """The loss from similarities (B, C·K), which become the derivatives by them if `back`; the factor of these goes
-    into `facts`, which are as `class_dense_kernels` has them.
+    into the facts.
 
-    numbers: scale, margin and 1 / γ. units: unit centres, whose distances within a class are added with `weight`;
-    by_units: is filled with the gradient of that. bias: (C,); the terms then have a part in place of the slope.
+    prepared: of `class_dense_kernels`. numbers: scale, margin and 1 / γ. weight: of the distances within a class;
+    by_units: is filled with the gradient of these. bias: (C,); the terms then have a part in place of the slope.
+    product: the similarities are still missing.
     """
-    num_rows, columns = scores.shape
-    classes = columns // centers
-    num_parts = 0 if units is None else min(classes, PROGRAMS)
-    value = torch.empty((), device=scores.device, dtype=torch.float32)
-    parts = facts if units is None else torch.empty(num_parts, device=scores.device, dtype=torch.float64)
-    dim = 1 if units is None else units.shape[1]
+    rows, units, facts, _ = prepared
+    (num_rows, dim), classes, device = rows.shape, units.shape[0] // centers, rows.device
+    within = weight > 0
+    num_parts = min(classes, PROGRAMS) if within else 0
+    value = torch.empty((), device=device, dtype=torch.float32)
+    parts = torch.empty(num_parts, device=device, dtype=torch.float64) if within else facts
     # A term with distances between centres in it is always active.
-    active = reduction == "active" and units is None
-    choices = (bias is not None, active, reduction != "sum", back, by_units is not None, units is not None, centers)
-    tensors = [facts if tensor is None else tensor for tensor in (bias, units, by_units)]
-    _settling(*choices, min(CLASSES, max(32, 1 << (classes - 1).bit_length())), _width(dim))(
-        (num_rows + num_parts, 1, 1),
-        scores, labels, *tensors, facts, parts, value, num_rows, num_parts, padded(num_rows), scores.stride(0), classes,
-        dim, *numbers, weight)  # fmt: skip
+    active = reduction == "active" and not within
+    choices = (bias is not None, active, reduction != "sum", back, by_units is not None, within, product, centers)
+    tensors = (facts if bias is None else bias, units, facts if by_units is None else by_units)
+    programs = num_parts - (-num_rows // (TILE if product else 1))
+    _settling(*choices, min(CLASSES, max(32, 1 << (classes - 1).bit_length())), chunk(dim))(
+        (programs, 1, 1),
+        rows, scores, labels, *tensors, facts, parts, value, num_rows, num_parts, padded(num_rows), scores.stride(0),
+        classes, dim, *numbers, weight)  # fmt: skip
     return value
 
 
 @functools.cache
-def _settling(bias, active, mean, back, by_units, within, centers, run, width):
+def _settling(bias, active, mean, back, by_units, within, product, centers, run, dims):
     choices = {"BIAS": bias, "ACTIVE": active, "MEAN": mean, "BACK": back, "BY_UNITS": by_units, "WITHIN": within}
     each = 1 << (centers - 1).bit_length()
-    sizes = {"K": centers, "KP": each, "N": run, "D": width, "S": SUMMED}
-    return CachedLauncher(_settle, **choices, **sizes, num_warps=4 if each <= 16 else 8, **options())
-
-
-def _width(dim):
-    return min(128, max(16, 1 << (dim - 1).bit_length()))
+    one = each * dims <= LARGEST
+    choices |= {"ONE": one, "PRODUCT": product, "K": centers, "KP": each, "N": run, "W": dims if one else 128}
+    choices |= {"S": SUMMED, "R": TILE if product else 1, "D": dims, "STEP": step(dims)}
+    return CachedLauncher(_settle, **choices, num_warps=4, **options())

@@ -10,7 +10,7 @@ from torch import Tensor
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
 from nearkin.core.autograd import HandGradient
-from nearkin.kernels import eligible, launch
+from nearkin.kernels import class_dense_ops, eligible, launch
 from nearkin.kernels.class_dense_ops import Again
 
 __all__ = ["MOST", "MOST_CENTERS", "Settings", "loss"]
@@ -53,17 +53,19 @@ class _Loss(HandGradient):
         dense, kernels = _kernels()
         each, scale, gamma, margin, tau, reduction = settings
         prepared = dense.prepare(x.contiguous(), centers.contiguous(), group=each)
-        scores = prepared.scores()
+        few = class_dense_ops._few(x, centers)
+        scores = prepared.empty_scores() if few else prepared.scores()
         numbers = (float(scale), float(margin), 1.0 / gamma)
-        choices: dict[str, Any] = {"centers": each, "back": back}
+        choices: dict[str, Any] = {"centers": each, "back": back, "product": few}
         by_units = None
         if tau and each > 1:
             by_units = torch.empty_like(prepared.units) if back and ctx.needs_input_grad[1] else None
-            choices |= {"units": prepared.units, "by_units": by_units, "weight": tau / (len(centers) * (each - 1))}
-        value: Tensor = kernels.loss(scores, labels.contiguous(), prepared.facts, numbers, reduction, **choices)
+            choices |= {"by_units": by_units, "weight": tau / (len(centers) * (each - 1))}
+        value: Tensor = kernels.loss(prepared, scores, labels.contiguous(), numbers, reduction, **choices)
         if back:
             ctx.save_for_backward(x, centers, scores, by_units, *prepared[:3])
-            ctx.kinds, ctx.again, ctx.each = (x.dtype, plain.gradient_kind(centers)), again, each
+            ctx.kinds, ctx.again = (x.dtype, plain.gradient_kind(centers)), again
+            ctx.few, ctx.each = few, each
         return value
 
     @staticmethod
@@ -76,5 +78,6 @@ class _Loss(HandGradient):
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         operands = dense.Prepared(*prepared, True), x.contiguous(), centers.contiguous()
         with launch.device_of(x):
-            by = dense.gradients(*operands, slopes, upstream, kinds, plus=by_units, group=ctx.each)
+            gradients = dense.tile_gradients if ctx.few else dense.gradients
+            by = gradients(*operands, slopes, upstream, kinds, plus=by_units, group=ctx.each)
         return by[0], by[1], *[None] * 4

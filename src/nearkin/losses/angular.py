@@ -9,7 +9,7 @@ from torch import Tensor
 from nearkin.core import angles, checks, class_dense, class_softmax, distances
 from nearkin.core.class_dense import OwnScore
 from nearkin.losses import class_sampling, class_shards, logits
-from nearkin.losses.call import ClassCall, Form, again_plainly
+from nearkin.losses.call import PLAIN, Annealing, ClassCall, Form, again_plainly
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 from nearkin.losses.softmax import class_weight
@@ -309,14 +309,27 @@ class SphereFaceLoss(LossModule, function=sphereface_loss):
     @property
     def annealing(self) -> Tensor:
         """The present λ."""
-        return (self.start / (1 + self.decay * self.steps.to(distances.wide(self.steps)))).clamp(min=self.floor)
+        return self._annealing(self.steps)
+
+    def _annealing(self, steps: Tensor) -> Tensor:
+        return (self.start / (1 + self.decay * steps.to(distances.wide(steps)))).clamp(min=self.floor)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
-        annealing = self.annealing
-        value = sphereface_loss(embeddings, labels, self.weight, annealing=annealing, shard=shard, **self.arguments())
+        steps, weight, settings = self.steps, self.weight, self.arguments()
+        call = ClassCall(embeddings, labels, weight, self.reduction, self.impl, self.max_memory, shard)
+        form = Form(Annealing(steps, self.start, self.decay, self.floor), self.margin, "sphere")
+
+        def again(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+            annealing = self._annealing(steps)
+            return sphereface_loss(x, labels, weight, annealing=annealing, **settings | {"impl": PLAIN})
+
+        value = call.kernel(form, again)
+        if value is None:
+            annealing = self._annealing(steps)
+            value = sphereface_loss(embeddings, labels, weight, annealing=annealing, shard=shard, **settings)
         if self.training:
-            self.steps = self.steps + 1  # a new tensor: a compiled backward may still read the old one
+            self.steps = steps + 1  # a new tensor: a backward may still read the old one
         return value
 
     def get_logits(self, embeddings: Tensor) -> Tensor:

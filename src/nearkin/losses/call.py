@@ -29,21 +29,13 @@ from nearkin.kernels import (
     soft_triple_ops,
     triplet_ops,
 )
-from nearkin.kernels.class_loss_ops import Form
+from nearkin.kernels.class_loss_ops import Annealing, Form
 from nearkin.kernels.triplet_ops import Plan
 from nearkin.losses import class_shards
 from nearkin.losses.class_shards import Shard
 
-__all__ = [
-    "KERNEL_FROM",
-    "ClassCall",
-    "Form",
-    "PairCall",
-    "Plan",
-    "again_plainly",
-    "center_kernel",
-    "center_step_kernel",
-]
+__all__ = ["KERNEL_FROM", "PLAIN", "Annealing", "ClassCall", "Form", "PairCall", "Plan", "again_plainly"]
+__all__ += ["center_kernel", "center_step_kernel"]
 __all__ += ["class_path", "facility_kernel", "row_kernel"]
 
 # B · C from which the class kernels are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of bfloat16 took 2.2 ms on
