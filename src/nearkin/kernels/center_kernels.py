@@ -238,8 +238,23 @@ def _preparing(width):
 
 @functools.cache
 def _finishing(width, rows, columns, of_weight, of_bias, product):
-    sizes = {"M": rows, "C": columns, "D": width, "S": SUMMED, "STEP": step(width), "PRODUCT": product}
-    return CachedLauncher(_gradients, OF_WEIGHT=of_weight, OF_BIAS=of_bias, **sizes, num_stages=2, **options())
+    sizes = {
+        "M": rows,
+        "C": columns,
+        "D": width,
+        "S": 64 if product else SUMMED,
+        "STEP": step(width),
+        "PRODUCT": product,
+    }
+    return CachedLauncher(
+        _gradients,
+        OF_WEIGHT=of_weight,
+        OF_BIAS=of_bias,
+        **sizes,
+        num_warps=8 if product else 4,
+        num_stages=2,
+        **options(),
+    )
 
 
 def _width(dim):

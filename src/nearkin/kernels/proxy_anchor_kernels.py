@@ -11,6 +11,7 @@ from nearkin.kernels.numerics import LOG_ZERO, sigmoid, softplus, tl, triton
 
 NUMBERS = ("num_anchors", "num_proxies")  # not to be compiled for again
 LONGEST = 4096  # anchors that a program has in registers
+PER_WARP = 256  # anchors
 PROGRAMS = 1056  # at the most, each with some of the proxies
 SUMMED = 1024  # proxies, or anchors, at a time in the last sum
 PULL, PUSH, PRESENT = (tl.constexpr(row) for row in range(3))  # rows of `terms`, float64, one entry per proxy
@@ -39,8 +40,8 @@ def _entries(line, labels, start, proxy, num_anchors, by_anchor, N: tl.constexpr
     """Of a run of anchors: similarities with a proxy, negated where it is theirs; which are its own, and others'."""
     i = start + tl.arange(0, N)
     exists = i < num_anchors
-    label = tl.load(labels + i, mask=exists, other=-1).to(tl.int64)
-    value = tl.load(line + i.to(tl.int64) * by_anchor, mask=exists, other=0.0)
+    label = tl.load(labels + i, mask=exists, other=-1).to(tl.int32)
+    value = tl.load(line + i * by_anchor, mask=exists, other=0.0)
     own = label == proxy
     return i, exists, tl.where(own, -value, value), own, (label != -1) & (label != proxy)
 
@@ -119,8 +120,8 @@ def _short(scores, labels, terms, first, last, hop, num_anchors, num_proxies, by
     once, and those of the next proxy are loaded ahead."""
     i = tl.arange(0, N)
     exists = i < num_anchors
-    label = tl.load(labels + i, mask=exists, other=-1).to(tl.int64)
-    at = scores + i.to(tl.int64) * by_anchor
+    label = tl.load(labels + i, mask=exists, other=-1).to(tl.int32)
+    at = scores + i * by_anchor
     ahead = tl.cast(first, tl.int64)
     following = tl.load(at + ahead * by_proxy, mask=i < tl.where(ahead < last, num_anchors, 0), other=0.0)
     for proxy in range(first, last, hop):
@@ -171,7 +172,7 @@ def _long(scores, labels, terms, first, last, hop, num_anchors, num_proxies, by_
                 i, exists, entry, own, other = _entries(line, labels, start, proxy, num_anchors, by_anchor, N)
                 share = _share(entry, own, _level(own_peak), _level(other_peak), scale)
                 slope = _slopes(share, own, other, by_own, by_other, num_proxies)
-                tl.store(line + i.to(tl.int64) * by_anchor, slope, mask=exists)
+                tl.store(line + i * by_anchor, slope, mask=exists)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -219,4 +220,4 @@ def loss(prepared, scores, labels, scale, margin, back, product):
 def _settling(run, one, back, product, dims):
     choices = {"BACK": back, "ONE": one, "PRODUCT": product, "N": run, "S": SUMMED}
     choices |= {"C": TILE, "D": dims, "STEP": step(dims)}
-    return CachedLauncher(_settle, **choices, num_warps=8 if run > 2048 else 4, **options())
+    return CachedLauncher(_settle, **choices, num_warps=max(4, min(16, run // PER_WARP)), **options())
