@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 import test_class_matrix_kernels as judge
 
 from nearkin import kernels, losses
+from nearkin.kernels import class_dense_ops
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and kernels.installed()), reason="no CUDA device or no triton on this machine"
@@ -32,13 +33,15 @@ def served():
     [(form, shape) for form in judge.FORMS for shape in (SHAPES if "," not in form else SHAPES[2:4])],
     ids=str,
 )
-def test_as_exact_as_the_plain_loss(form, shape, served):
-    served.clear()
+def test_as_exact_as_the_plain_loss(form, shape, served, monkeypatch):
     seeds = 3 if shape[0] <= 5 else 1
-    got, plain = judge.compared(form, shape, seeds, "cuda", "auto")
-    assert len(served) == seeds
-    for ours, theirs in zip(got, plain, strict=True):
-        assert ours <= theirs + 1e-6, (got, plain)
+    for few in (class_dense_ops.FEW_WEIGHTS, 0):  # products within the kernels, and by cuBLAS
+        monkeypatch.setattr(class_dense_ops, "FEW_WEIGHTS", few)
+        served.clear()
+        got, plain = judge.compared(form, shape, seeds, "cuda", "auto")
+        assert len(served) == seeds
+        for ours, theirs in zip(got, plain, strict=True):
+            assert ours <= theirs + 1e-6, (few, got, plain)
 
 
 @pytest.mark.parametrize("kind", judge.HALVES, ids=str)
