@@ -392,7 +392,9 @@ def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bia
         (programs - (-weights // ROWS), 1, 1),
         x, weight, facts if labels is None else labels, facts if scale_tensor is None else scale_tensor,
         facts if bias is None else bias, rows, units, facts, anchors, weights, line, dim, float(scale), margin,
-        float(along), float(across), float(form.lost), programs)  # fmt: skip
+        float(along), float(across), float(form.lost), programs,
+        key=(dim, x.get_device(), kind_of(x), kind_of(weight), kind_of(labels), kind_of(scale_tensor), kind_of(bias))
+    )  # fmt: skip
     return Prepared(rows, units, facts, form.normalize)
 
 
@@ -429,7 +431,9 @@ def gradients(prepared, x, weight, scores, upstream, kinds, own=False, plus=None
     _finishing(normalize, kind_bias is not None, own, plus is not None, group, size, chunk(dim))(
         (programs + weight_programs, 1, 1),
         rows, units, by_rows, by_units, facts if plus is None else plus, x, weight, sums, facts, upstream, by_x,
-        by_weight, by_bias, anchors, weights, padded(anchors), dim, programs)  # fmt: skip
+        by_weight, by_bias, anchors, weights, padded(anchors), dim, programs,
+        key=(dim, x.get_device(), kind_of(x), kind_of(weight), kind_of(upstream), kind_x, kind_weight, kind_bias)
+    )  # fmt: skip
     return _typed(by_x, kind_x), _typed(by_weight, kind_weight), _typed(by_bias, kind_bias)
 
 
@@ -449,7 +453,9 @@ def tile_gradients(prepared, x, weight, scores, upstream, kinds, plus=None, grou
     _tiling(normalize, kind_bias is not None, plus is not None, group, chunk(dim))(
         (programs + weight_programs, 1, 1),
         scores, rows, units, facts if plus is None else plus, x, weight, facts, upstream, by_x, by_weight, by_bias,
-        anchors, weights, scores.stride(0), padded(anchors), dim, programs)  # fmt: skip
+        anchors, weights, scores.stride(0), padded(anchors), dim, programs,
+        key=(dim, x.get_device(), kind_of(x), kind_of(weight), kind_of(upstream), kind_x, kind_weight, kind_bias)
+    )  # fmt: skip
     return _typed(by_x, kind_x), _typed(by_weight, kind_weight), _typed(by_bias, kind_bias)
 
 
@@ -479,6 +485,11 @@ def _typed(result, kind):
 
 def chunk(dim):
     return max(16, min(1 << (dim - 1).bit_length(), 512))
+
+
+def kind_of(tensor):
+    """What a kernel is compiled for of a tensor that is not a new one, whose address is aligned."""
+    return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16)
 
 
 def step(dims):

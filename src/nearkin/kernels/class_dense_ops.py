@@ -86,7 +86,7 @@ def loss(
     if checks.reads_values(labels):
         checks.class_batch(embeddings, labels, weight.shape[0] // form.centers, weight.shape[1])
     with launch.device_of(embeddings):
-        value: Tensor = _Loss.call(embeddings, weight, bias, labels, form, reduction, again, adapted)
+        value: Tensor = _Loss.call(embeddings, weight, bias, labels, (form, reduction, again, adapted))
     return value
 
 
@@ -121,12 +121,10 @@ class _Loss(HandGradient):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        form: Form,
-        reduction: str,
-        again: Again,
-        adapted: Tensor | None,
+        choices: tuple[Form, str, Again, Tensor | None],
     ) -> Tensor:
         dense, entropy = _kernels()
+        form, reduction, again, adapted = choices
         addend = None if bias is None else bias.contiguous()
         own = form if adapted is None else form._replace(scale=1.0)  # the scores are then cosines
         prepared = dense.prepare(x.contiguous(), weight.contiguous(), labels.contiguous(), own, bias=addend)
@@ -155,10 +153,10 @@ class _Loss(HandGradient):
                     create_graph=True,
                 )
             )
-            return *(next(slopes) if wanted else None for wanted in wants), *[None] * 5
+            return *(next(slopes) if wanted else None for wanted in wants), None, None
         dense, _ = _kernels()
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         gradients = dense.tile_gradients if ctx.few else functools.partial(dense.gradients, own=True)
         prepared = dense.Prepared(*prepared, ctx.normalize)
         with launch.device_of(x):
-            return *gradients(prepared, x.contiguous(), weight.contiguous(), scores, upstream, kinds), *[None] * 5
+            return *gradients(prepared, x.contiguous(), weight.contiguous(), scores, upstream, kinds), None, None

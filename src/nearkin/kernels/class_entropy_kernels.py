@@ -24,6 +24,7 @@ from nearkin.kernels.class_dense_kernels import (
     TARGET,
     TILE,
     chunk,
+    kind_of,
     options,
     padded,
     row_fact,
@@ -35,7 +36,7 @@ from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import LOG_ZERO, sigmoid, softplus, tl, triton
 
 SUMMED = 512  # anchors at a time in the last sum
-LARGEST = 16 if INTERPRETS else 4096  # scores at a time
+LARGEST = 16 if INTERPRETS else 2048  # scores at a time; twice as many, by twice the threads, of several centres
 HALF_ROOT = tl.constexpr(0.7071067811865476)  # cos π/4
 
 
@@ -147,7 +148,7 @@ def _anchor(scores, bias, facts, i, times, classes, stride, width, lost, LOST: t
     if NEEDS_OTHERS:
         counts = counts & (classes > 1)
     if ACTIVE:
-        counts = counts & ((term > 0) | (term != term))
+        counts = counts & ((term.to(tl.float32) > 0) | (term != term))
     taint = tl.load(row_fact(facts, TAINT, width) + i) + (total + target) * 0.0
     share = tl.where(counts, share, 0.0)
     by_length = -share * tl.load(row_fact(facts, BY_LENGTH, width) + i)
@@ -261,7 +262,8 @@ def entropy(prepared, scores, form, reduction, bias=None, adapted=None, slopes=T
     operands = (rows, units, scores, facts if bias is None else bias, facts if adapted is None else adapted)
     _settling(*choices, reduction, slopes, product, apart, centers, _block(weights // centers, centers), chunk(dim))(
         (-(-anchors // TILE) if product else anchors, 1, 1),
-        *operands, facts, value, anchors, weights, scores.stride(0), padded(anchors), dim, float(form.lost)
+        *operands, facts, value, anchors, weights, scores.stride(0), padded(anchors), dim, float(form.lost),
+        key=(dim, rows.get_device(), kind_of(bias), kind_of(adapted))
     )  # fmt: skip
     return value
 
@@ -271,7 +273,7 @@ def _settling(adapted, lost, bias, soft, needs_others, reduction, slopes, produc
     choices = {"ADAPTED": adapted, "LOST": lost, "BIAS": bias, "SOFT": soft, "NEEDS_OTHERS": needs_others}
     choices |= {"ACTIVE": reduction == "active", "MEAN": reduction != "sum", "SLOPES": slopes, "CENTERS": centers}
     choices |= {"PRODUCT": product, "APART": apart} | _tile(product, dims)
-    choices |= {"K": triton.next_power_of_2(centers), "N": block, "S": SUMMED}
+    choices |= {"K": 1 << (centers - 1).bit_length(), "N": block, "S": SUMMED}
     return CachedLauncher(_entropy, **choices, **_warps(block * choices["K"], product), **options())
 
 
@@ -281,8 +283,9 @@ def adapt(prepared, scores, scale, adapted, product=False):
     (anchors, dim), classes = rows.shape, units.shape[0]
     sizes = (anchors, classes, scores.stride(0), padded(anchors), dim)
     _adapting(product, _block(classes, 1), chunk(dim))(
-        (-(-anchors // TILE) if product else anchors, 1, 1), rows, units, scores, scale, adapted, facts, *sizes
-    )
+        (-(-anchors // TILE) if product else anchors, 1, 1), rows, units, scores, scale, adapted, facts, *sizes,
+        key=(dim, rows.get_device(), kind_of(scale), kind_of(adapted))
+    )  # fmt: skip
 
 
 @functools.cache
@@ -296,10 +299,11 @@ def _tile(product, dims):
 
 
 def _block(classes, centers):
-    """Classes at a time, a power of two."""
-    centers = triton.next_power_of_2(centers)
-    return max(1, min(triton.next_power_of_2(classes), max(1, LARGEST // centers)), 0 if INTERPRETS else 128 // centers)
+    """Classes at a time, a power of two. Triton's own function for that takes as long as a launch."""
+    centers = 1 << (centers - 1).bit_length()
+    most = max(1, (LARGEST if centers == 1 else 2 * LARGEST) // centers)
+    return max(1, min(1 << (classes - 1).bit_length(), most), 0 if INTERPRETS else 128 // centers)
 
 
 def _warps(entries, product):
-    return {"num_warps": 4, "num_stages": 2} if product else {"num_warps": max(1, min(8, entries // 512))}
+    return {"num_warps": 4, "num_stages": 2} if product else {"num_warps": max(1, min(16, entries // 256))}
