@@ -1,0 +1,228 @@
+# mypy: ignore-errors
+"""Products of rows as exact sums of integers, for GPUs that do not multiply float64 on their matrix units.
+
+A row, less the batch's centre, is a power of two times 31-bit numbers, each of four digits of 8 bits. Products of
+digits are summed by the integer matrix units, which consumer cards have too, without any rounding: so inner products
+are exact but for the last bit of the rows, equal rows are at distance exactly 0, and the order of sums does not matter.
+Sums are put together as two float32 numbers. The gradient is a product of the same kind: slopes become four digits.
+
+The buffer of prepared rows is of bytes: a record per row (four planes of digits; squared length in two float32, the
+power of two and its inverse), the digits once more with rows as columns, the centre (float32), and the facts of
+`row_kernels` in float64. Distances to a near neighbour keep a relative error of 2⁻³⁰ / distance, with distances
+measured in lengths of centred rows.
+"""
+
+from nearkin.kernels.numerics import tl, triton
+
+HEADER = tl.constexpr(16)  # bytes after a row's digits
+ORIGIN = tl.constexpr(16)  # rows whose mean is the centre
+SMALLEST = tl.constexpr(2.0**-126)  # power of two of a row
+COLUMNS = tl.constexpr(128)  # the transposed digits have room for multiples of so many rows
+
+
+def length(dim: int) -> int:
+    """Digits per plane, as the integer units take them."""
+    return -(-dim // 32) * 32
+
+
+def size_in_bytes(size: int, dim: int) -> int:
+    """Of the buffer of `size` prepared rows."""
+    across = -(-size // COLUMNS.value) * COLUMNS.value
+    return size * (4 * length(dim) + HEADER.value) + 4 * length(dim) * (across + 1) + 32 * size
+
+
+@triton.jit
+def _stride(PAD: tl.constexpr):
+    return (PAD + 31) // 32 * 128 + HEADER
+
+
+@triton.jit
+def transposed_at(size, PAD: tl.constexpr):
+    """Where the transposed digits begin, and how far apart two of their rows are."""
+    return tl.cast(size, tl.int64) * _stride(PAD), (tl.cast(size, tl.int64) + COLUMNS - 1) // COLUMNS * COLUMNS
+
+
+@triton.jit
+def centre_at(rows, size, PAD: tl.constexpr):
+    first, across = transposed_at(size, PAD)
+    return rows + first + (PAD + 31) // 32 * 128 * across
+
+
+@triton.jit
+def centre(rows, axis, size, PAD: tl.constexpr):
+    """Coordinates of the centre, float64."""
+    at = centre_at(rows, size, PAD).to(tl.pointer_type(tl.float32)) + axis
+    return tl.load(at, mask=axis < PAD, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def facts_at(rows, size, PAD: tl.constexpr):
+    return (centre_at(rows, size, PAD) + (PAD + 31) // 32 * 128).to(tl.pointer_type(tl.float64))
+
+
+@triton.jit
+def header(rows, i, place: tl.constexpr, PAD: tl.constexpr):
+    """0 and 1: the two parts of the squared length; 2: the power of two; 3: its inverse."""
+    at = rows + i.to(tl.int64) * _stride(PAD) + (PAD + 31) // 32 * 128
+    return tl.load(at.to(tl.pointer_type(tl.float32)) + place)
+
+
+@triton.jit
+def planes(rows, i, first, PAD: tl.constexpr, K: tl.constexpr):
+    """K digits of each plane of rows that exist, four times (M, K)."""
+    P: tl.constexpr = (PAD + 31) // 32 * 32
+    at = rows + i.to(tl.int64)[:, None] * _stride(PAD) + (first + tl.arange(0, K))[None, :]
+    return tl.load(at), tl.load(at + P), tl.load(at + 2 * P), tl.load(at + 3 * P)
+
+
+@triton.jit
+def _columns(rows, j, first, PAD: tl.constexpr, K: tl.constexpr):
+    """The same as columns, four times (K, N)."""
+    P: tl.constexpr = (PAD + 31) // 32 * 32
+    at = rows + j.to(tl.int64)[None, :] * _stride(PAD) + (first + tl.arange(0, K))[:, None]
+    return tl.load(at), tl.load(at + P), tl.load(at + 2 * P), tl.load(at + 3 * P)
+
+
+@triton.jit
+def _dot(a, b, total):
+    return tl.dot(a, b, total, out_dtype=tl.int32)
+
+
+@triton.jit
+def _multiplied(total, a, b):
+    """Adds the products of digits, by their weight: the sum of two places."""
+    t0, t1, t2, t3, t4, t5, t6 = total
+    a0, a1, a2, a3 = a
+    b0, b1, b2, b3 = b
+    t0 = _dot(a0, b0, t0)
+    t1 = _dot(a1, b0, _dot(a0, b1, t1))
+    t2 = _dot(a2, b0, _dot(a1, b1, _dot(a0, b2, t2)))
+    t3 = _dot(a3, b0, _dot(a2, b1, _dot(a1, b2, _dot(a0, b3, t3))))
+    t4 = _dot(a3, b1, _dot(a2, b2, _dot(a1, b3, t4)))
+    t5 = _dot(a3, b2, _dot(a2, b3, t5))
+    t6 = _dot(a3, b3, t6)
+    return t0, t1, t2, t3, t4, t5, t6
+
+
+@triton.jit
+def joined(total):
+    """Two float32 whose sum is the exact one but for 1e-12. Every factor is a power of two, so that the compiler's
+    choice of instructions changes nothing: a row's product with an equal row is its squared length to the last bit."""
+    t0, t1, t2, t3, t4, t5, t6 = total
+    high = (t0 * 256 + t1 + (t2 >> 8)).to(tl.float32) * 2.0**-20
+    low = (t2 & 255).to(tl.float32) * 65536.0 + t3.to(tl.float32) * 256.0
+    low = low + t4.to(tl.float32) + (t5.to(tl.float32) + t6.to(tl.float32) * 0.00390625) * 0.00390625
+    return high, low * 2.0**-44
+
+
+@triton.jit
+def products(a, b, anchors, i, j, PAD: tl.constexpr, K: tl.constexpr):
+    """Inner products (M, N) of rows, each divided by its power of two, in two parts: of rows i and j that exist.
+
+    anchors: the planes of rows i, where K digits are all there are."""
+    zero = tl.zeros((i.shape[0], j.shape[0]), tl.int32)
+    total = (zero, zero, zero, zero, zero, zero, zero)
+    P: tl.constexpr = (PAD + 31) // 32 * 32
+    if K == P:
+        total = _multiplied(total, anchors, _columns(b, j, 0, PAD, K))
+    else:
+        for first in range(0, P, K):
+            total = _multiplied(total, planes(a, i, first, PAD, K), _columns(b, j, first, PAD, K))
+    return joined(total)
+
+
+@triton.jit
+def distances(inner, a, b, i, j, PAD: tl.constexpr, SELF: tl.constexpr):
+    """(M, N) squared distances in two parts and the length they are measured in: (high + low) · length²."""
+    high, low = inner
+    left, right = header(a, i, 2, PAD)[:, None], header(b, j, 2, PAD)[None, :]
+    shrink_left = tl.minimum(left * header(b, j, 3, PAD)[None, :], 1.0)
+    shrink_right = tl.minimum(right * header(a, i, 3, PAD)[:, None], 1.0)
+    both = -2.0 * shrink_left * shrink_right
+    shrink_left, shrink_right = shrink_left * shrink_left, shrink_right * shrink_right
+    high = header(a, i, 0, PAD)[:, None] * shrink_left + header(b, j, 0, PAD)[None, :] * shrink_right + both * high
+    low = header(a, i, 1, PAD)[:, None] * shrink_left + header(b, j, 1, PAD)[None, :] * shrink_right + both * low
+    far = high + low > 0
+    if SELF:
+        far = far & (i[:, None] != j[None, :])
+    return tl.where(far, high, 0.0), tl.where(far, low, 0.0), tl.maximum(left, right)
+
+
+@triton.jit
+def _power_above(x):
+    """The power of two above each positive float32, and its inverse."""
+    exponent = tl.minimum(tl.maximum((x.to(tl.int32, bitcast=True) >> 23) + 1, 1), 253)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def digit(number):
+    """The lowest digit of integers, -128 to 127, and the integers without it."""
+    low = ((number + 128) & 255) - 128
+    return low.to(tl.int8), (number - low) >> 8
+
+
+@triton.jit
+def weighted_init(M: tl.constexpr, D: tl.constexpr):
+    """Sums of weighted rows, in two parts, and of weights."""
+    return tl.zeros((M, D), tl.float32), tl.zeros((M, D), tl.float32), tl.zeros((M,), tl.float64)
+
+
+@triton.jit
+def weighted_add(state, weight, b, j, start, axis, others, PAD: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    """Adds weights (M, N) times rows j of b from `start` on, coordinates `axis`. Weights of rows that do not exist: 0.
+
+    Weights are rounded to 30 bits of the largest in each row of the tile, and their sum is of the same numbers: so
+    errors are in proportion to differences of rows, not to the rows."""
+    total, rest, weights = state
+    P: tl.constexpr = (PAD + 31) // 32 * 32
+    weight = weight * header(b, j, 2, PAD)[None, :]
+    peak, inverse = _power_above(tl.max(tl.abs(weight), 1))
+    number = tl.floor(weight * (inverse * 1073741824.0)[:, None] + 0.5).to(tl.int32)
+    unscaled = header(b, j, 3, PAD)[None, :] + weight * 0.0  # NaN stays NaN
+    upper = tl.sum((number >> 15).to(tl.float32) * unscaled, 1).to(tl.float64)
+    lower = tl.sum((number & 32767).to(tl.float32) * unscaled, 1).to(tl.float64)
+    weights += (upper * 32768.0 + lower) * (peak.to(tl.float64) * 2.0**-30)
+    w3, number = digit(number)
+    w2, number = digit(number)
+    w1, number = digit(number)
+    w0 = number.to(tl.int8)
+    first, across = transposed_at(others, PAD)
+    at = b + first + axis.to(tl.int64)[:, None] * across + (start + tl.arange(0, N))[None, :]
+    if P % D == 0:
+        x0, x1 = tl.trans(tl.load(at)), tl.trans(tl.load(at + P * across))
+        x2, x3 = tl.trans(tl.load(at + 2 * P * across)), tl.trans(tl.load(at + 3 * P * across))
+    else:
+        inside = (axis < P)[:, None]
+        x0 = tl.trans(tl.load(at, mask=inside, other=0))
+        x1 = tl.trans(tl.load(at + P * across, mask=inside, other=0))
+        x2 = tl.trans(tl.load(at + 2 * P * across, mask=inside, other=0))
+        x3 = tl.trans(tl.load(at + 3 * P * across, mask=inside, other=0))
+    zero = tl.zeros((weight.shape[0], D), tl.int32)
+    t0 = _dot(w0, x0, zero)
+    t1 = _dot(w1, x0, _dot(w0, x1, zero))
+    t2 = _dot(w2, x0, _dot(w1, x1, _dot(w0, x2, zero)))
+    t3 = _dot(w3, x0, _dot(w2, x1, _dot(w1, x2, _dot(w0, x3, zero))))
+    factor = (peak * 2.0**-20)[:, None]
+    t0 = t0 * 256 + t1
+    high = t0.to(tl.float32)
+    low = (t0 - high.to(tl.int32)).to(tl.float32)
+    low = (low + (t2.to(tl.float32) + t3.to(tl.float32) * 0.00390625) * 0.00390625) * factor
+    high = high * factor
+    larger = total + high
+    part = larger - total
+    rest += low + ((total - (larger - part)) + (high - part))
+    return larger, rest, weights
+
+
+@triton.jit
+def exact_rows(rows, i, axis, PAD: tl.constexpr):
+    """Coordinates of prepared rows that exist, less the centre, (M, D) float64."""
+    P: tl.constexpr = (PAD + 31) // 32 * 32
+    at = rows + i.to(tl.int64)[:, None] * _stride(PAD) + axis[None, :]
+    inside = (axis < P)[None, :]
+    number = tl.load(at, mask=inside, other=0).to(tl.int32)
+    number = number * 256 + tl.load(at + P, mask=inside, other=0).to(tl.int32)
+    number = number * 256 + tl.load(at + 2 * P, mask=inside, other=0).to(tl.int32)
+    number = number * 256 + tl.load(at + 3 * P, mask=inside, other=0).to(tl.int32)
+    return number.to(tl.float64) * (header(rows, i, 2, PAD).to(tl.float64) * 2.0**-30)[:, None]
