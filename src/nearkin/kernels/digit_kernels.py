@@ -163,6 +163,13 @@ def digit(number):
 
 
 @triton.jit
+def _numbered(weight):
+    """Of float32 (M, N): a power of two above each row, and the row as 31-bit integers in parts of it."""
+    peak, inverse = _power_above(tl.max(tl.abs(weight), 1))
+    return peak, tl.floor(weight * inverse[:, None] * 1073741824.0 + 0.5).to(tl.int32)
+
+
+@triton.jit
 def weighted_init(M: tl.constexpr, D: tl.constexpr):
     """Sums of weighted rows, in two parts, and of weights."""
     return tl.zeros((M, D), tl.float32), tl.zeros((M, D), tl.float32), tl.zeros((M,), tl.float64)
@@ -172,17 +179,14 @@ def weighted_init(M: tl.constexpr, D: tl.constexpr):
 def weighted_add(state, weight, b, j, start, axis, others, PAD: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
     """Adds weights (M, N) times rows j of b from `start` on, coordinates `axis`. Weights of rows that do not exist: 0.
 
-    Weights are rounded to 30 bits of the largest in each row of the tile, and their sum is of the same numbers: so
-    errors are in proportion to differences of rows, not to the rows."""
+    Weights are rounded to 30 bits of the largest in each row of the tile; their own sum is exact to as many."""
     total, rest, weights = state
     P: tl.constexpr = (PAD + 31) // 32 * 32
-    weight = weight * header(b, j, 2, PAD)[None, :]
-    peak, inverse = _power_above(tl.max(tl.abs(weight), 1))
-    number = tl.floor(weight * (inverse * 1073741824.0)[:, None] + 0.5).to(tl.int32)
-    unscaled = header(b, j, 3, PAD)[None, :] + weight * 0.0  # NaN stays NaN
-    upper = tl.sum((number >> 15).to(tl.float32) * unscaled, 1).to(tl.float64)
-    lower = tl.sum((number & 32767).to(tl.float32) * unscaled, 1).to(tl.float64)
+    peak, number = _numbered(weight)
+    upper, lower = tl.sum(number >> 15, 1).to(tl.float64), tl.sum(number & 32767, 1).to(tl.float64)
     weights += (upper * 32768.0 + lower) * (peak.to(tl.float64) * 2.0**-30)
+    weights += tl.sum(weight * 0.0, 1).to(tl.float64)  # NaN stays NaN
+    peak, number = _numbered(weight * header(b, j, 2, PAD)[None, :])
     w3, number = digit(number)
     w2, number = digit(number)
     w1, number = digit(number)
@@ -216,13 +220,39 @@ def weighted_add(state, weight, b, j, start, axis, others, PAD: tl.constexpr, N:
 
 
 @triton.jit
-def exact_rows(rows, i, axis, PAD: tl.constexpr):
-    """Coordinates of prepared rows that exist, less the centre, (M, D) float64."""
+def gathered_add(state, weight, b, column, axis, PAD: tl.constexpr):
+    """Adds weight (M,) times one row of b for each, coordinates `axis`; none where the column is below 0."""
+    total, rest, weights = state
+    weight = tl.where(column >= 0, weight, 0.0)
+    column = tl.maximum(column, 0)
+    number = _numbers(b, column, axis, PAD)
+    scale = (header(b, column, 2, PAD) * 2.0**-30)[:, None]
+    row = number.to(tl.float32)
+    row_rest = (number - row.to(tl.int32)).to(tl.float32) * scale
+    row = row * scale
+    factor = weight[:, None] + row * 0.0
+    high = factor * row
+    low = tl.fma(factor, row, -high) + factor * row_rest
+    larger = total + high
+    part = larger - total
+    rest += low + ((total - (larger - part)) + (high - part))
+    return larger, rest, weights + weight.to(tl.float64)
+
+
+@triton.jit
+def _numbers(rows, i, axis, PAD: tl.constexpr):
+    """Coordinates of rows that exist as 31-bit integers, (M, D)."""
     P: tl.constexpr = (PAD + 31) // 32 * 32
     at = rows + i.to(tl.int64)[:, None] * _stride(PAD) + axis[None, :]
     inside = (axis < P)[None, :]
     number = tl.load(at, mask=inside, other=0).to(tl.int32)
     number = number * 256 + tl.load(at + P, mask=inside, other=0).to(tl.int32)
     number = number * 256 + tl.load(at + 2 * P, mask=inside, other=0).to(tl.int32)
-    number = number * 256 + tl.load(at + 3 * P, mask=inside, other=0).to(tl.int32)
+    return number * 256 + tl.load(at + 3 * P, mask=inside, other=0).to(tl.int32)
+
+
+@triton.jit
+def exact_rows(rows, i, axis, PAD: tl.constexpr):
+    """Coordinates of prepared rows that exist, less the centre, (M, D) float64."""
+    number = _numbers(rows, i, axis, PAD)
     return number.to(tl.float64) * (header(rows, i, 2, PAD).to(tl.float64) * 2.0**-30)[:, None]

@@ -279,17 +279,18 @@ def class_ids(rows, i, mask_m, size, PAD: tl.constexpr):
 def inner_products(a, b, i, j, PAD: tl.constexpr, K: tl.constexpr):
     """Inner products (M, N) in float64 of prepared rows i of `a` and j of `b`; indices must be of rows that exist."""
     if a.dtype.element_ty == tl.int8:
-        high, low = digit_kernels.products(a, b, 0, i, j, PAD, 32)
+        high, low = digit_kernels.products(a, b, digit_kernels.planes(a, i, 0, PAD, 32), i, j, PAD, 32)
         scale = digit_kernels.header(a, i, 2, PAD)[:, None] * digit_kernels.header(b, j, 2, PAD)[None, :]
-        return (high.to(tl.float64) + low.to(tl.float64)) * scale.to(tl.float64)
-    total = tl.zeros((i.shape[0], j.shape[0]), tl.float64)
-    axis = tl.arange(0, K)
-    a += i.to(tl.int64)[:, None] * PAD + axis[None, :]
-    b += j.to(tl.int64)[None, :] * PAD + axis[:, None]
-    for _ in range(0, PAD, K):
-        total = tl.dot(tl.load(a), tl.load(b), total, out_dtype=tl.float64)
-        a += K
-        b += K
+        total = (high.to(tl.float64) + low.to(tl.float64)) * scale.to(tl.float64)
+    else:
+        total = tl.zeros((i.shape[0], j.shape[0]), tl.float64)
+        axis = tl.arange(0, K)
+        a += i.to(tl.int64)[:, None] * PAD + axis[None, :]
+        b += j.to(tl.int64)[None, :] * PAD + axis[:, None]
+        for _ in range(0, PAD, K):
+            total = tl.dot(tl.load(a), tl.load(b), total, out_dtype=tl.float64)
+            a += K
+            b += K
     return total
 
 
@@ -308,9 +309,11 @@ def squared_distances(inner, left, right, i, j, rounding, SELF: tl.constexpr):
 def _original(x, rows, i, mask_m, axis, size, dim, PAD: tl.constexpr, TRANSFORM: tl.constexpr):
     """Coordinates of rows before they were centred or cut into digits, float64, 0 where there are none."""
     if rows.dtype.element_ty == tl.int8:
-        return _scaled(x, fact(rows, INVERSE, i, mask_m, size, PAD), i, mask_m, axis, dim, TRANSFORM)
-    mask = mask_m[:, None] & (axis < dim)[None, :]
-    return tl.load(rows + i.to(tl.int64)[:, None] * PAD + axis[None, :], mask=mask, other=0.0)
+        original = _scaled(x, fact(rows, INVERSE, i, mask_m, size, PAD), i, mask_m, axis, dim, TRANSFORM)
+    else:
+        mask = mask_m[:, None] & (axis < dim)[None, :]
+        original = tl.load(rows + i.to(tl.int64)[:, None] * PAD + axis[None, :], mask=mask, other=0.0)
+    return original
 
 
 @triton.jit
