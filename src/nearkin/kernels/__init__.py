@@ -3,24 +3,22 @@
 Nothing here imports triton before a kernel is launched.
 """
 
-import functools
 import importlib.util
 import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
 from torch import Tensor
 
-from nearkin.core import checks
+from nearkin.core import checks, devices
 from nearkin.core.autograd import traced
+from nearkin.core.devices import float64_units, set_float64_units
 
 __all__ = ["IMPLEMENTATIONS", "can_run", "can_split", "check", "has_float64_units", "installed", "interpreted"]
 __all__ += ["float64_units", "set_float64_units"]
 
 IMPLEMENTATIONS = ("auto", "torch", "triton")
-_FLOAT64_UNITS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: A100, H100 and H200, B200
 _INTEGER_UNITS = (7, 5)  # compute capability from which on matrix units multiply integers of 8 bits
 
 
@@ -56,50 +54,16 @@ def check(impl: object) -> None:
         checks.impossible("impl", impl, because, IMPLEMENTATIONS[:2])
 
 
-def _from_environment() -> str | bool:
-    word = os.environ.get("NEARKIN_FLOAT64_UNITS", "auto")
-    checks.one_of("NEARKIN_FLOAT64_UNITS", word, ("auto", "0"))
-    return "auto" if word == "auto" else False
-
-
-_float64_units: str | bool = _from_environment()
-
-
-def set_float64_units(setting: str | bool) -> None:
-    """For tests and measurements: False makes every device compute as one without float64 on its matrix units.
-
-    "auto": each as it is. The environment variable NEARKIN_FLOAT64_UNITS ("auto" or "0") says the same from the start.
-    """
-    global _float64_units
-    if setting is not False:
-        checks.one_of("float64_units", setting, ("auto",))
-    _float64_units = setting
-
-
-def float64_units() -> str | bool:
-    """What `set_float64_units` has been told."""
-    return _float64_units
-
-
 def has_float64_units(tensor: Tensor) -> bool:
     """Whether the tensor's device multiplies float64 on its matrix units, as data-centre GPUs do, or is interpreted.
 
-    False wherever `set_float64_units(False)` has been called."""
-    if _float64_units is False:
-        return False
-    if tensor.is_cuda:
-        return _capability(tensor.device) in _FLOAT64_UNITS
-    return interpreted()
+    False everywhere after `set_float64_units(False)`."""
+    return devices.has_float64_units(tensor) and (tensor.is_cuda or interpreted())
 
 
 def can_split(tensor: Tensor) -> bool:
     """Whether the tensor's device multiplies integers of 8 bits on its matrix units (`digit_kernels`)."""
-    return _capability(tensor.device) >= _INTEGER_UNITS if tensor.is_cuda else interpreted()
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return devices.capability(tensor.device) >= _INTEGER_UNITS if tensor.is_cuda else interpreted()
 
 
 def can_run(tensor: Tensor) -> bool:
