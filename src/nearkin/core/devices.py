@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nearkin.core import checks
 
-__all__ = ["capability", "float64_units", "has_float64_units", "set_float64_units"]
+__all__ = ["capability", "float64_units", "has_float64_units", "is_capturing", "set_float64_units"]
 
 _FLOAT64_UNITS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: A100, H100 and H200, B200
 
@@ -49,3 +49,8 @@ def has_float64_units(tensor: Tensor) -> bool:
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, so that nothing may be read."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

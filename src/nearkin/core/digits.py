@@ -2,7 +2,8 @@
 
 A row, less the batch's centre, is a power of two times 31-bit numbers, each of four digits of 8 bits. Products of
 digits are whole numbers that float32 sums exactly, however a device rounds its operands (TF32 holds 8 bits) and in any
-order. So equal rows are at distance exactly 0, and others have an error of 2⁻³⁰ of the length of centred rows.
+order. So equal rows are at distance exactly 0, and others have an error of 2⁻³⁰ of the length of centred rows: too
+large for rows that are nearly equal, which are listed and compared once more, by their differences.
 `kernels.digit_kernels` does the same with 8-bit integers.
 """
 
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from nearkin.core.autograd import HandGradient, device_type
 
-__all__ = ["Digits", "Distances", "centre", "split"]
+__all__ = ["Distances"]
 
 EXACT = 1024  # products of two digits whose sum float32 holds
 ORIGIN = 16  # rows whose mean is the centre
 SMALLEST = 2.0**-126
+NEAR = 2.0**-9  # squared distance, by the sum of squared lengths of centred rows
+ROUNDING = 2 * torch.finfo(torch.float64).eps  # per coordinate, of squared lengths: what is nearer is equal
+LISTED = 2**22  # coordinates of listed pairs at a time
 
 
 class Digits(NamedTuple):
@@ -33,8 +37,11 @@ class Digits(NamedTuple):
 
 
 def centre(rows: Tensor) -> Tensor:
-    """The mean of the first rows (D,), as float32 rounds it, in their type."""
-    return rows[:ORIGIN].nan_to_num(0.0, 0.0, 0.0).mean(0).nan_to_num(0.0).float().to(rows.dtype)
+    """The mean of the first rows (D,), as float32 rounds it, in their type; 0 where it is not half as long as they."""
+    first = rows[:ORIGIN].nan_to_num(0.0, 0.0, 0.0)
+    middle = first.sum(0).div_(max(len(first), 1))
+    far = middle.square().sum() > 0.25 * first.square().sum() / max(len(first), 1)
+    return torch.where(far, middle, 0.0).float().to(rows.dtype)
 
 
 def split(rows: Tensor, sizes: Tensor) -> Digits:
@@ -84,18 +91,19 @@ def _own(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(1)
 
 
-def squared_distances(a: Digits, b: Digits) -> tuple[Tensor, Tensor]:
-    """(B, R) squared distances of the rows in a length, and these lengths: the larger of the two scales."""
+def squared_distances(a: Digits, b: Digits) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, R) squared distances of rows in a length, these lengths, and which pairs are near."""
     high, low = _joined(_sums(a, b, 7, _across))
     left, right = a.scale, b.scale.T
     shrink_left, shrink_right = (left / right).clamp_(max=1), (right / left).clamp_(max=1)
     both = shrink_left * shrink_right * -2
     shrink_left, shrink_right = shrink_left.square_(), shrink_right.square_()
-    high_a, low_a = (part[:, None] for part in _joined(_sums(a, a, 7, _own)))
-    high_b, low_b = (part[None, :] for part in (_joined(_sums(b, b, 7, _own)) if b is not a else (high_a.T[0], low_a.T[0])))
-    high = (high_a * shrink_left).add_(high_b * shrink_right).add_(high.mul_(both))
-    low = (low_a * shrink_left).add_(low_b * shrink_right).add_(low.mul_(both))
-    return high.add_(low), torch.maximum(left, right)
+    high_a, low_a = _joined(_sums(a, a, 7, _own))
+    high_b, low_b = (high_a, low_a) if b is a else _joined(_sums(b, b, 7, _own))
+    lengths = (high_a[:, None] * shrink_left).add_(high_b * shrink_right)
+    low = (low_a[:, None] * shrink_left).add_(low_b * shrink_right).add_(low.mul_(both))
+    squared = high.mul_(both).add_(lengths).add_(low)
+    return squared, torch.maximum(left, right), squared < lengths.mul_(NEAR)
 
 
 def weighted(weights: Tensor, rows: Digits, kind: torch.dtype) -> Tensor:
@@ -112,44 +120,72 @@ def weighted(weights: Tensor, rows: Digits, kind: torch.dtype) -> Tensor:
 
 
 class Distances(HandGradient):
-    """`distances._Distances` by digits: distances of wide rows, squared or not, with a hand-written gradient."""
+    """`distances._Distances` by digits: distances of wide rows, squared or not, with a hand-written gradient.
+
+    left, right: squared lengths (B, 1), (R, 1)."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor | None, root: bool, kind: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor | None, left: Tensor, right: Tensor | None, root: bool, kind: torch.dtype
+    ) -> Tensor:
         middle = centre(a)
         anchors = a - middle
         references = anchors if b is None else b - middle
         with torch.autocast(device_type(a), enabled=False):
-            left = split(anchors, anchors.norm(dim=1, keepdim=True))
-            right = left if b is None else split(references, references.norm(dim=1, keepdim=True))
-            squared, length = squared_distances(left, right)
-        squared = torch.where((squared > 0) & (length > 0), squared, 0.0)
-        result = (squared.sqrt_() * length if root else squared.mul_(length).mul_(length)).to(kind)
+            rows = split(anchors, anchors.norm(dim=1, keepdim=True))
+            columns = rows if b is None else split(references, references.norm(dim=1, keepdim=True))
+            squared, length, near = squared_distances(rows, columns)
+        distance = torch.where(squared > 0, squared, 0.0).sqrt_().mul_(length)
+        result = (distance if root else squared.mul_(length).mul_(length)).to(kind)
+        if b is None:
+            near.fill_diagonal_(False)
+        pairs = near.nonzero()
+        for part in pairs.split(max(1, LISTED // max(1, a.shape[1]))):
+            i, j = part.unbind(1)
+            exact = (anchors[i] - references[j]).square().sum(1)
+            distance[i, j] = exact.sqrt().to(distance.dtype)
+            result[i, j] = (exact.sqrt() if root else exact).to(kind)
+        hidden = torch.maximum(left, (left if right is None else right).T)
+        result = torch.where(distance > (hidden * (ROUNDING * a.shape[1])).sqrt().to(distance.dtype), result, 0.0)
         if b is None:
             result.fill_diagonal_(0.0)
-        ctx.root = root
-        ctx.digits = left, right
-        ctx.save_for_backward(a, b, anchors, references, result)
+        ctx.root, ctx.digits = root, (rows, columns)
+        ctx.save_for_backward(a, b, anchors, references, result, pairs)
         return result
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, anchors, references, result = ctx.saved_tensors
-        left, right = ctx.digits
+        a, b, anchors, references, result, pairs = ctx.saved_tensors
+        rows, columns = ctx.digits
         apart = result.sign()  # 1, or 0 where two rows are equal
         slope = (slope * apart).div_((1 - apart).add_(result)) if ctx.root else (slope * apart).mul_(2)
         with torch.autocast(device_type(a), enabled=False):
+            if torch.is_grad_enabled():  # for a second derivative
+                return *_plain_gradient(slope, a, b), None, None, None, None
             if b is None:
-                both = slope.T.contiguous().add_(slope)
-                return _pulled(both, anchors, left, a, a), None, None, None
-            by_a = _pulled(slope, anchors, right, a, b) if ctx.needs_input_grad[0] else None
-            by_b = _pulled(slope.T, references, left, b, a) if ctx.needs_input_grad[1] else None
-        return by_a, by_b, None, None
+                slope = slope.T.contiguous().add_(slope)
+            by_a = _pulled(slope, anchors, references, columns, pairs) if ctx.needs_input_grad[0] else None
+            if b is None or not ctx.needs_input_grad[1]:
+                return by_a, *(None,) * 5
+            return by_a, _pulled(slope.T, references, anchors, rows, pairs.flip(1)), *(None,) * 4
 
 
-def _pulled(slope: Tensor, rows: Tensor, others: Digits, a: Tensor, b: Tensor) -> Tensor:
-    """Σ_j slope_ij (rows_i - others_j). a, b: both before their centre was taken away."""
-    total = slope.sum(1, keepdim=True, dtype=a.dtype)
-    if torch.is_grad_enabled():  # for a second derivative
-        return a * total - slope.to(a.dtype) @ b
-    return rows * total - weighted(slope, others, a.dtype)
+def _pulled(slope: Tensor, rows: Tensor, others: Tensor, digits: Digits, pairs: Tensor) -> Tensor:
+    """Σ_j slope_ij (rows_i - others_j): by digits of the others, and of near pairs (P, 2) by their differences."""
+    i, j = pairs.unbind(1)
+    near = slope[i, j].to(rows.dtype)
+    slope = slope.index_put((i, j), slope.new_zeros(()))
+    total = rows * slope.sum(1, keepdim=True, dtype=rows.dtype) - weighted(slope, digits, rows.dtype)
+    size = max(1, LISTED // max(1, rows.shape[1]))
+    for part, pull in zip(pairs.split(size), near.split(size), strict=True):
+        i, j = part.unbind(1)
+        total.index_put_((i,), pull[:, None] * (rows[i] - others[j]), accumulate=True)  # in a fixed order
+    return total
+
+
+def _plain_gradient(slope: Tensor, a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    slope = slope.to(a.dtype)
+    if b is None:
+        both = slope + slope.T
+        return a * both.sum(1, keepdim=True) - both @ a, None
+    return a * slope.sum(1, keepdim=True) - slope @ b, b * slope.sum(0)[:, None] - slope.T @ a

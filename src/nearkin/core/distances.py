@@ -77,8 +77,8 @@ def _distances(x: Tensor, references: Tensor | None, normalize: bool, root: bool
     kind = _result_type(x, references)
     if traced():
         return _plain_distances(a, b, left, normalize, root, kind)
-    if kind == torch.float32 and not devices.has_float64_units(a):
-        by_digits: Tensor = digits.Distances.call(a, b, root, kind)
+    if kind == torch.float32 and not devices.has_float64_units(a) and not devices.is_capturing(a):
+        by_digits: Tensor = digits.Distances.call(a, b, left, right, root, kind)
         return by_digits
     result: Tensor = _Distances.call(a, b, left, right, normalize, root, kind)
     return result

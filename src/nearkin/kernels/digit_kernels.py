@@ -6,15 +6,20 @@ digits are summed by the integer matrix units, which consumer cards have too, wi
 are exact but for the last bit of the rows, equal rows are at distance exactly 0, and the order of sums does not matter.
 Sums are put together as two float32 numbers. The gradient is a product of the same kind: slopes become four digits.
 
-The buffer of prepared rows is of bytes: a record per row (four planes of digits; squared length in two float32, the
-power of two and its inverse), the digits once more with rows as columns, the centre (float32), and the facts of
-`row_kernels` in float64. Distances to a near neighbour keep a relative error of 2⁻³⁰ / distance, with distances
-measured in lengths of centred rows.
+The buffer of prepared rows is of bytes: a record per row (four planes of digits, a header, and 32 bits more of each
+number), the digits once more with rows as columns, the centre (float32), and the facts of `row_kernels` in float64.
+
+31 bits are too few for rows that are nearly equal: in a tile with such pairs (`NEAR`), these are computed again, one
+after the other, from differences of 63-bit numbers.
 """
 
 from nearkin.kernels.numerics import tl, triton
 
-HEADER = tl.constexpr(16)  # bytes after a row's digits
+# After a row's digits: its squared length in two parts, the power of two, its inverse, and the distance up to which
+# rounding hides a difference, as in `core.distances`.
+HEADER = tl.constexpr(32)  # bytes
+HIGH, LOW, SCALE, INVERSE_SCALE, HIDDEN = (tl.constexpr(place) for place in range(5))
+NEAR = tl.constexpr(2.0**-9)  # squared distance, by the sum of squared lengths of centred rows
 ORIGIN = tl.constexpr(16)  # rows whose mean is the centre
 SMALLEST = tl.constexpr(2.0**-126)  # power of two of a row
 COLUMNS = tl.constexpr(128)  # the transposed digits have room for multiples of so many rows
@@ -28,12 +33,12 @@ def length(dim: int) -> int:
 def size_in_bytes(size: int, dim: int) -> int:
     """Of the buffer of `size` prepared rows."""
     across = -(-size // COLUMNS.value) * COLUMNS.value
-    return size * (4 * length(dim) + HEADER.value) + 4 * length(dim) * (across + 1) + 32 * size
+    return size * (8 * length(dim) + HEADER.value) + 4 * length(dim) * (across + 1) + 32 * size
 
 
 @triton.jit
 def _stride(PAD: tl.constexpr):
-    return (PAD + 31) // 32 * 128 + HEADER
+    return (PAD + 31) // 32 * 256 + HEADER
 
 
 @triton.jit
@@ -62,7 +67,7 @@ def facts_at(rows, size, PAD: tl.constexpr):
 
 @triton.jit
 def header(rows, i, place: tl.constexpr, PAD: tl.constexpr):
-    """0 and 1: the two parts of the squared length; 2: the power of two; 3: its inverse."""
+    """HIGH to HIDDEN of rows that exist, float32."""
     at = rows + i.to(tl.int64) * _stride(PAD) + (PAD + 31) // 32 * 128
     return tl.load(at.to(tl.pointer_type(tl.float32)) + place)
 
@@ -132,20 +137,99 @@ def products(a, b, anchors, i, j, PAD: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def distances(inner, a, b, i, j, PAD: tl.constexpr, SELF: tl.constexpr):
-    """(M, N) squared distances in two parts and the length they are measured in: (high + low) · length²."""
+def distances(inner, a, b, i, j, PAD: tl.constexpr, N: tl.constexpr, SELF: tl.constexpr, REFINE: tl.constexpr):
+    """(M, N) squared distances in two parts, the length they are measured in ((high + low) · length²), and which pairs
+    are near: where they are (REFINE), from their differences."""
     high, low = inner
-    left, right = header(a, i, 2, PAD)[:, None], header(b, j, 2, PAD)[None, :]
-    shrink_left = tl.minimum(left * header(b, j, 3, PAD)[None, :], 1.0)
-    shrink_right = tl.minimum(right * header(a, i, 3, PAD)[:, None], 1.0)
+    left, right = header(a, i, SCALE, PAD)[:, None], header(b, j, SCALE, PAD)[None, :]
+    inverse_left, inverse_right = header(a, i, INVERSE_SCALE, PAD)[:, None], header(b, j, INVERSE_SCALE, PAD)[None, :]
+    shrink_left, shrink_right = tl.minimum(left * inverse_right, 1.0), tl.minimum(right * inverse_left, 1.0)
     both = -2.0 * shrink_left * shrink_right
     shrink_left, shrink_right = shrink_left * shrink_left, shrink_right * shrink_right
-    high = header(a, i, 0, PAD)[:, None] * shrink_left + header(b, j, 0, PAD)[None, :] * shrink_right + both * high
-    low = header(a, i, 1, PAD)[:, None] * shrink_left + header(b, j, 1, PAD)[None, :] * shrink_right + both * low
-    far = high + low > 0
+    lengths = header(a, i, HIGH, PAD)[:, None] * shrink_left + header(b, j, HIGH, PAD)[None, :] * shrink_right
+    high = lengths + both * high
+    low = (header(a, i, LOW, PAD)[:, None] * shrink_left + header(b, j, LOW, PAD)[None, :] * shrink_right) + both * low
+    near = high + low < NEAR * lengths
+    if SELF:
+        near = near & (i[:, None] != j[None, :])
+    if REFINE:
+        if tl.max(tl.max(near.to(tl.int32), 1), 0) > 0:
+            high, low = _refined(high, low, near, a, b, i, j, PAD, N)
+    hidden = tl.maximum(header(a, i, HIDDEN, PAD)[:, None], header(b, j, HIDDEN, PAD)[None, :])
+    hidden = hidden * tl.minimum(inverse_left, inverse_right)
+    far = high + low > hidden * hidden
     if SELF:
         far = far & (i[:, None] != j[None, :])
-    return tl.where(far, high, 0.0), tl.where(far, low, 0.0), tl.maximum(left, right)
+    return tl.where(far, high, 0.0), tl.where(far, low, 0.0), tl.maximum(left, right), near & far
+
+
+@triton.jit
+def _first(near, j, N: tl.constexpr):
+    """In each row of a tile its first near pair: which it is, and its column, j of the others' rows."""
+    n = tl.arange(0, N)[None, :]
+    chosen = near & (n == tl.min(tl.where(near, n, N), 1)[:, None])
+    return chosen, tl.sum(tl.where(chosen, j[None, :], 0), 1)
+
+
+@triton.jit
+def _refined(high, low, near, a, b, i, j, PAD: tl.constexpr, N: tl.constexpr):
+    """Squared distances, those of near pairs by differences."""
+    waiting = near
+    left = tl.max(tl.max(waiting.to(tl.int32), 1), 0)
+    while left > 0:
+        chosen, column = _first(waiting, j, N)
+        squared = tl.zeros(i.shape, tl.float32)
+        for start in range(0, (PAD + 31) // 32 * 32, 32):
+            difference, _ = _difference(a, b, i, column, start + tl.arange(0, 32), PAD)
+            squared += tl.sum(difference * difference, 1)
+        high = tl.where(chosen, squared[:, None], high)
+        low = tl.where(chosen, 0.0, low)
+        waiting = waiting & (chosen == 0)
+        left = tl.max(tl.max(waiting.to(tl.int32), 1), 0)
+    return high, low
+
+
+@triton.jit
+def _difference(a, b, i, column, axis, PAD: tl.constexpr):
+    """Coordinates of rows `column` of b less rows i of a, (M, D), by the larger of their powers of two, and these."""
+    left, right = header(a, i, SCALE, PAD), header(b, column, SCALE, PAD)
+    exponent, other = left.to(tl.int32, bitcast=True) >> 23, right.to(tl.int32, bitcast=True) >> 23
+    drop = tl.minimum(tl.maximum(other - exponent, 0), 62).to(tl.int64)
+    other_drop = tl.minimum(tl.maximum(exponent - other, 0), 62).to(tl.int64)
+    number = _long_numbers(a, i, axis, PAD) >> drop[:, None]
+    other_number = _long_numbers(b, column, axis, PAD) >> other_drop[:, None]
+    return (other_number - number).to(tl.float32) * 2.0**-62, tl.maximum(left, right)
+
+
+@triton.jit
+def _long_numbers(rows, i, axis, PAD: tl.constexpr):
+    """Coordinates of rows that exist as 63-bit integers, (M, D)."""
+    P: tl.constexpr = (PAD + 31) // 32 * 32
+    at = rows + i.to(tl.int64)[:, None] * _stride(PAD) + 4 * P + HEADER + 4 * axis[None, :]
+    rest = tl.load(at.to(tl.pointer_type(tl.int32)), mask=(axis < P)[None, :], other=0)
+    return (_numbers(rows, i, axis, PAD).to(tl.int64) << 32) + rest.to(tl.int64)
+
+
+@triton.jit
+def near_add(state, weight, near, a, b, i, j, axis, PAD: tl.constexpr, N: tl.constexpr):
+    """Adds what near pairs (M, N) contribute to the sums of `weighted_add`: weights times differences of rows, with
+    no weight, as the gradient takes the sum of weights times row i from them."""
+    total, rest, weights = state
+    if tl.max(tl.max(near.to(tl.int32), 1), 0) > 0:
+        rest = _near_added(rest, weight, near, a, b, i, j, axis, PAD, N)
+    return total, rest, weights
+
+
+@triton.jit
+def _near_added(rest, weight, near, a, b, i, j, axis, PAD: tl.constexpr, N: tl.constexpr):
+    left = tl.max(tl.max(near.to(tl.int32), 1), 0)
+    while left > 0:
+        chosen, column = _first(near, j, N)
+        difference, scale = _difference(a, b, i, column, axis, PAD)
+        rest += (tl.sum(tl.where(chosen, weight, 0.0), 1) * scale)[:, None] * difference
+        near = near & (chosen == 0)
+        left = tl.max(tl.max(near.to(tl.int32), 1), 0)
+    return rest
 
 
 @triton.jit
@@ -186,7 +270,7 @@ def weighted_add(state, weight, b, j, start, axis, others, PAD: tl.constexpr, N:
     upper, lower = tl.sum(number >> 15, 1).to(tl.float64), tl.sum(number & 32767, 1).to(tl.float64)
     weights += (upper * 32768.0 + lower) * (peak.to(tl.float64) * 2.0**-30)
     weights += tl.sum(weight * 0.0, 1).to(tl.float64)  # NaN stays NaN
-    peak, number = _numbered(weight * header(b, j, 2, PAD)[None, :])
+    peak, number = _numbered(weight * header(b, j, SCALE, PAD)[None, :])
     w3, number = digit(number)
     w2, number = digit(number)
     w1, number = digit(number)
@@ -220,23 +304,23 @@ def weighted_add(state, weight, b, j, start, axis, others, PAD: tl.constexpr, N:
 
 
 @triton.jit
-def gathered_add(state, weight, b, column, axis, PAD: tl.constexpr):
-    """Adds weight (M,) times one row of b for each, coordinates `axis`; none where the column is below 0."""
+def gathered_add(state, weight, a, b, i, column, axis, PAD: tl.constexpr):
+    """Adds weight (M,) times the difference of one row of b, none where the column is below 0, and row i of a: as
+    `near_add` does."""
     total, rest, weights = state
-    weight = tl.where(column >= 0, weight, 0.0)
-    column = tl.maximum(column, 0)
-    number = _numbers(b, column, axis, PAD)
-    scale = (header(b, column, 2, PAD) * 2.0**-30)[:, None]
-    row = number.to(tl.float32)
-    row_rest = (number - row.to(tl.int32)).to(tl.float32) * scale
-    row = row * scale
-    factor = weight[:, None] + row * 0.0
-    high = factor * row
-    low = tl.fma(factor, row, -high) + factor * row_rest
+    difference, scale = _difference(a, b, i, tl.maximum(column, 0), axis, PAD)
+    high = (tl.where(column >= 0, weight, 0.0) * scale)[:, None] * difference
     larger = total + high
     part = larger - total
-    rest += low + ((total - (larger - part)) + (high - part))
-    return larger, rest, weights + weight.to(tl.float64)
+    rest += (total - (larger - part)) + (high - part)
+    return larger, rest, weights
+
+
+@triton.jit
+def close_pairs(distance, a, b, i, j, PAD: tl.constexpr, SQUARED: tl.constexpr):
+    """Which pairs of a tile of distances are near, roughly: closer than √NEAR lengths."""
+    scale = tl.maximum(header(a, i, SCALE, PAD)[:, None], header(b, j, SCALE, PAD)[None, :])
+    return distance < (scale * scale * NEAR if SQUARED else scale * 0.0442)
 
 
 @triton.jit
@@ -255,4 +339,4 @@ def _numbers(rows, i, axis, PAD: tl.constexpr):
 def exact_rows(rows, i, axis, PAD: tl.constexpr):
     """Coordinates of prepared rows that exist, less the centre, (M, D) float64."""
     number = _numbers(rows, i, axis, PAD)
-    return number.to(tl.float64) * (header(rows, i, 2, PAD).to(tl.float64) * 2.0**-30)[:, None]
+    return number.to(tl.float64) * (header(rows, i, SCALE, PAD).to(tl.float64) * 2.0**-30)[:, None]

@@ -45,6 +45,9 @@ class Tile(NamedTuple):
 # By the most rows of the batch; few rows need small blocks to fill the device.
 FORWARD = {2048: Tile(16, 64, 128, 8, 3), 8192: Tile(32, 64, 128, 8, 3), 2**31: Tile(64, 64, 128, 8, 2)}
 BACKWARD = {2048: Tile(16, 64, 128, 8, 2), 2**31: Tile(32, 64, 128, 8, 2)}
+# Of rows as digits, within the 99 KiB of shared memory that consumer cards have.
+DIGIT_FORWARD = {2048: Tile(16, 64, 128, 8, 2), 2**31: Tile(32, 64, 128, 8, 2)}
+DIGIT_BACKWARD = {2048: Tile(16, 64, 128, 8, 2), 2**31: Tile(32, 64, 128, 8, 2)}
 INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, so that small tests have several tiles and ragged ends
 CHUNK = 256  # coordinates of a gradient that one program sums; longer rows are served in chunks
 SHORT = 128  # coordinates up to which the tables were chosen
@@ -89,12 +92,14 @@ def _products(a, b, anchors, i, j, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.
 
 @triton.jit
 def _measure(a, b, inner, left, right, i, j, dim, MEASURE: tl.constexpr, SELF: tl.constexpr, CENTRED: tl.constexpr,
-             PAD: tl.constexpr):  # fmt: skip
-    """Distances or similarities in float32 ("product": float64), also distances whose squares float32 does not hold."""
+             PAD: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Distances or similarities in float32 ("product": float64), also distances whose squares float32 does not hold.
+    And, of distances of digits, which pairs are near."""
     EUCLID: tl.constexpr = MEASURE == "distance" or MEASURE == "squared"
+    near = False
     if a.dtype.element_ty == tl.int8:
         if EUCLID or CENTRED:
-            high, low, unit = digit_kernels.distances(inner, a, b, i, j, PAD, SELF and EUCLID)
+            high, low, unit, near = digit_kernels.distances(inner, a, b, i, j, PAD, N, SELF and EUCLID, EUCLID)
         if MEASURE == "distance":
             value = tl.sqrt(high + low) * unit
         elif MEASURE == "squared":
@@ -108,7 +113,7 @@ def _measure(a, b, inner, left, right, i, j, dim, MEASURE: tl.constexpr, SELF: t
                 half_unit = unit * unit * 0.5
                 value = (half - high * half_unit) - low * half_unit
         else:
-            scale = digit_kernels.header(a, i, 2, PAD)[:, None] * digit_kernels.header(b, j, 2, PAD)[None, :]
+            scale = digit_kernels.header(a, i, digit_kernels.SCALE, PAD)[:, None] * digit_kernels.header(b, j, digit_kernels.SCALE, PAD)[None, :]
             value = (inner[0] + inner[1]) * scale
     elif MEASURE == "product":
         value = inner
@@ -123,7 +128,7 @@ def _measure(a, b, inner, left, right, i, j, dim, MEASURE: tl.constexpr, SELF: t
             scaled = tl.where(small, squared * 1208925819614629174706176.0, squared)  # 2^80
             root = tl.sqrt(scaled.to(tl.float32))
             value = tl.where(small, root * 9.094947017729282e-13, root)  # 2^-40
-    return value
+    return value, near
 
 
 @triton.jit
@@ -146,7 +151,7 @@ def _pass(a, b, extra, row_ids, left, anchors, i, mask_m, size, others, dim, fac
             passing = tl.minimum(j, others - 1)
             inner = _products(a, b, anchors, safe, passing, PAD, K, ONCE)
             right = fact(b, SQUARED, j, mask_n, others, PAD)
-            value = _measure(a, b, inner, left, right, safe, passing, dim, MEASURE, SELF, CENTRED, PAD)
+            value, _near = _measure(a, b, inner, left, right, safe, passing, dim, MEASURE, SELF, CENTRED, PAD, N)
             column = ()
             if COLUMN is not None:
                 column = COLUMN(extra, (j, mask_n, others), SELF)
@@ -296,7 +301,7 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
             else:
                 inner = inner_products(a, b, safe, passing, PAD, K)
         right = fact(b, SQUARED, j, mask_n, others, PAD)
-        value = _measure(a, b, inner, left, right, safe, passing, dim, MEASURE, SELF, CENTRED, PAD)
+        value, near = _measure(a, b, inner, left, right, safe, passing, dim, MEASURE, SELF, CENTRED, PAD, N)
         tile = (value, positive, negative)
         column_stats = ()
         if ROLE != "anchors" or PAIRED:
@@ -315,6 +320,9 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
         if EUCLID:
             slope = tl.where(value > 0, slope, 0.0)
         if DIGITS:
+            if EUCLID:
+                summed = digit_kernels.near_add(summed, slope, near & mask_n[None, :], a, b, safe, passing, axis, PAD, N)
+                slope = tl.where(near, 0.0, slope)
             summed = digit_kernels.weighted_add(summed, slope, b, passing, start, axis, others, PAD, N, D)
         else:
             slope = slope.to(tl.float64)
@@ -340,7 +348,8 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
 @functools.cache
 def _tile(stage: str, size: int, dim: int, kind: torch.dtype) -> tuple[Tile, dict]:
     """The tile, and the constants and options that follow from it. kind: of prepared rows."""
-    table = FORWARD if stage == "forward" else BACKWARD
+    tables = (DIGIT_FORWARD, DIGIT_BACKWARD) if kind == torch.int8 else (FORWARD, BACKWARD)
+    table = tables[stage == "backward"]
     tile = INTERPRETED if kernels.interpreted() else next(tile for most, tile in table.items() if size <= most)
     pad = row_kernels.padded(dim)
     long, steps = (digit_kernels.length(dim), (32, 64, 128)) if kind == torch.int8 else (pad, (16, 32, 64, 128, 256))

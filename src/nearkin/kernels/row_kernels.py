@@ -21,7 +21,7 @@ from nearkin.kernels.numerics import tl, triton
 BOUND = torch.finfo(torch.float32).max ** (1 / 3)  # where coordinates are clamped, as in `core.distances`
 TINY = torch.finfo(torch.float32).tiny * 1e6  # a row not longer than this has no direction
 EPS = torch.finfo(torch.float64).eps
-BOUND_, TINY_ = tl.constexpr(BOUND), tl.constexpr(TINY)
+BOUND_, TINY_, EPS_ = tl.constexpr(BOUND), tl.constexpr(TINY), tl.constexpr(EPS)
 
 
 @triton.jit
@@ -115,15 +115,25 @@ def _prepare(x, ids, out, size, dim, PAD: tl.constexpr, TRANSFORM: tl.constexpr,
 
 @triton.jit
 def _shares(origin, origins, dim, TRANSFORM: tl.constexpr, NORMALIZE: tl.constexpr, D: tl.constexpr):
-    """Of the first rows of `origin`: the factors (ORIGIN,) by which their sum is the centre."""
+    """Of the first rows of `origin`: the factors (ORIGIN,) by which their sum is the centre.
+
+    All 0 where their mean is not half as long as they are: away from it rows would be no shorter, and small rows beside
+    large ones would lose digits."""
     o = tl.arange(0, ORIGIN)
     squared, taint = _squared_lengths(origin, o, o < origins, dim, TRANSFORM, D)
     sound = (o < origins) & (taint == 0)
+    squared = tl.where(sound, squared, 0.0)
     share = tl.where(sound, 1.0, 0.0).to(tl.float64)
     share = share / tl.maximum(tl.sum(share, 0), 1.0)
+    mean_square = tl.sum(share * squared, 0)
     if NORMALIZE:
+        mean_square = tl.sum(share, 0)
         share = share * tl.where(sound, inverse_lengths(squared), 0.0)
-    return share
+    long = tl.sum(share, 0) * 0.0
+    for start in range(0, dim, D):
+        middle = tl.sum(_scaled(origin, share, o, share > 0, start + tl.arange(0, D), dim, TRANSFORM), 0)
+        long += tl.sum(middle * middle, 0)
+    return tl.where(long > 0.25 * mean_square, share, 0.0)
 
 
 @triton.jit
@@ -164,11 +174,15 @@ def _prepare_digits(x, origin, ids, out, size, origins, dim, PAD: tl.constexpr, 
     first, across = digit_kernels.transposed_at(size, PAD)
     zero = tl.zeros((M,), tl.int32)
     total = (zero, zero, zero, zero, zero, zero, zero)
-    record = out + i.to(tl.int64)[:, None] * (4 * P + digit_kernels.HEADER)
+    record = out + i.to(tl.int64)[:, None] * (8 * P + digit_kernels.HEADER)
+    hidden = tl.sqrt(squared * (2.0 * EPS_ * dim)).to(tl.float32)
     for start in range(0, P, D):
         axis = start + tl.arange(0, D)
         value, middle = _centred(x, origin, inverse, shares, i, mask_m, axis, origins, dim, TRANSFORM, CENTRE)
-        number = tl.floor(value / scale[:, None] * 1073741824.0 + 0.5).to(tl.int32)
+        value = value / scale[:, None] * 1073741824.0
+        number = tl.floor(value + 0.5)
+        rest = tl.floor((value - number) * 4294967296.0).to(tl.int32)
+        number = number.to(tl.int32)
         d3, number = digit(number)
         d2, number = digit(number)
         d1, number = digit(number)
@@ -179,16 +193,19 @@ def _prepare_digits(x, origin, ids, out, size, origins, dim, PAD: tl.constexpr, 
             tl.store(record + place * P + axis[None, :], digits[place], mask=mask)
             column = out + first + (place * P + axis).to(tl.int64)[None, :] * across + i[:, None]
             tl.store(column, digits[place], mask=mask)
+        rest_at = (record + 4 * P + digit_kernels.HEADER + 4 * axis[None, :]).to(tl.pointer_type(tl.int32))
+        tl.store(rest_at, rest, mask=mask)
         if tl.program_id(0) == 0:
             at = digit_kernels.centre_at(out, size, PAD).to(tl.pointer_type(tl.float32)) + axis
             tl.store(at, middle.to(tl.float32), mask=axis < P)
     high, low = joined(total)
     scale = tl.where(taint == 0, scale, taint.to(tl.float64)).to(tl.float32)
-    header = (out + i.to(tl.int64) * (4 * P + digit_kernels.HEADER) + 4 * P).to(tl.pointer_type(tl.float32))
+    header = (out + i.to(tl.int64) * (8 * P + digit_kernels.HEADER) + 4 * P).to(tl.pointer_type(tl.float32))
     tl.store(header, high, mask=mask_m)
     tl.store(header + 1, low, mask=mask_m)
     tl.store(header + 2, scale, mask=mask_m)
     tl.store(header + 3, 1.0 / scale, mask=mask_m)
+    tl.store(header + 4, hidden, mask=mask_m)
     if not CENTRE:  # the length that `inner_products` gives a row with itself
         squared = (high.to(tl.float64) + low.to(tl.float64)) * (scale.to(tl.float64) * scale.to(tl.float64))
     _store_facts(facts_at(out, size, PAD), ids, i, mask_m, size, squared, inverse, taint)
@@ -280,7 +297,7 @@ def inner_products(a, b, i, j, PAD: tl.constexpr, K: tl.constexpr):
     """Inner products (M, N) in float64 of prepared rows i of `a` and j of `b`; indices must be of rows that exist."""
     if a.dtype.element_ty == tl.int8:
         high, low = digit_kernels.products(a, b, digit_kernels.planes(a, i, 0, PAD, 32), i, j, PAD, 32)
-        scale = digit_kernels.header(a, i, 2, PAD)[:, None] * digit_kernels.header(b, j, 2, PAD)[None, :]
+        scale = digit_kernels.header(a, i, digit_kernels.SCALE, PAD)[:, None] * digit_kernels.header(b, j, digit_kernels.SCALE, PAD)[None, :]
         total = (high.to(tl.float64) + low.to(tl.float64)) * scale.to(tl.float64)
     else:
         total = tl.zeros((i.shape[0], j.shape[0]), tl.float64)

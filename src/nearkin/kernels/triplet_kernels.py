@@ -62,6 +62,7 @@ REDUCTIONS = ("sum", "mean", "active")
 SUM, TERMS, ACTIVE, NEGATIVE_SUM, NEGATIVE_TERMS, NEGATIVE_ACTIVE, TAINTED, SHARES = map(tl.constexpr, range(8))
 CHUNK = 256  # coordinates of a gradient per program; longer rows are served in chunks
 MANY = 16384  # rows from which on most tiles of the gradient are empty
+FEW = tl.constexpr(4)  # pairs of a row in a tile of the gradient that are added one by one, where rows are digits
 
 
 class Tile(NamedTuple):
@@ -94,7 +95,7 @@ def _tile(x, r, i, j, left, right, rounding, ROOT: tl.constexpr, SELF: tl.conste
     """Squared distances in float32, or distances (ROOT), as `core.distances` rounds them; rows i and j must exist."""
     if x.dtype.element_ty == tl.int8:
         inner = digit_kernels.products(x, r, digit_kernels.planes(x, i, 0, PAD, K), i, j, PAD, K)
-        high, low, unit = digit_kernels.distances(inner, x, r, i, j, PAD, SELF)
+        high, low, unit, _ = digit_kernels.distances(inner, x, r, i, j, PAD, j.shape[0], SELF, True)
         measured = tl.sqrt_rn(high + low) * unit if ROOT else (high + low) * (unit * unit)
     else:
         squared = squared_distances(inner_products(x, r, i, j, PAD, K), left, right, i, j, rounding, SELF)
@@ -714,10 +715,10 @@ def _push(lists, slot, at, anchors, capacity, mask, STORED: tl.constexpr):
 
 
 @triton.jit
-def _gather(summed, b, column, weight, axis, PAD: tl.constexpr):
+def _gather(summed, a, b, i, column, weight, axis, PAD: tl.constexpr):
     """Adds weight · row of each anchor's listed column, and the weight."""
     if b.dtype.element_ty == tl.int8:
-        summed = digit_kernels.gathered_add(summed, weight, b, column, axis, PAD)
+        summed = digit_kernels.gathered_add(summed, weight, a, b, i, column, axis, PAD)
     else:
         acc, total = summed
         mask_m = column >= 0
@@ -764,11 +765,11 @@ def _backward(x, a, b, lists, stats, upstream, out, by_edge, num_rows, num_colum
             if LISTED:  # the same pair with its roles exchanged
                 other = before - (column < i).to(tl.int32)
                 weight += _pull(lists, other, column, anchors, capacity, mask, STORED)
-            summed = _gather(summed, b, column, weight * pull_share, axis, PAD)
+            summed = _gather(summed, a, b, i, column, weight * pull_share, axis, PAD)
             if not EVERY:
                 column = _entry(lists, FIRST + capacity, slot, i, anchors, mask)
                 weight = _push(lists, slot, i, anchors, capacity, mask, STORED)
-                summed = _gather(summed, b, column, weight * -push_share, axis, PAD)
+                summed = _gather(summed, a, b, i, column, weight * -push_share, axis, PAD)
     if OTHER or EVERY:
         left = fact(a, LENGTH, i, mask_m, num_rows, PAD)
         row_ids = class_ids(a, i, mask_m, num_rows, PAD)
@@ -822,16 +823,23 @@ def _backward(x, a, b, lists, stats, upstream, out, by_edge, num_rows, num_colum
                 push = pushes * _slope(distance, SQUARED) * push_share
                 weight -= tl.where(pushes > 0, push, 0.0)
             weight = tl.where(mask_m[:, None], weight, 0.0)
-            any_weight = True
-            if SKIP:
-                any_weight = tl.max(tl.max((weight != 0).to(tl.int32), 1)) > 0
             if DIGITS:
-                if any_weight:
+                if EVERY:
+                    near = digit_kernels.close_pairs(distance, a, b, i, j, PAD, SQUARED) & (weight != 0)
+                else:  # all of them, where a row has few
+                    near = weight != 0
+                    near = near & (tl.max(tl.sum(near.to(tl.int32), 1), 0) <= FEW)
+                summed = digit_kernels.near_add(summed, weight, near, a, b, i, j, axis, PAD, N)
+                weight = tl.where(near, 0.0, weight)
+                if tl.max(tl.max((weight != 0).to(tl.int32), 1)) > 0:
                     summed = digit_kernels.weighted_add(summed, weight, b, j, start, axis, num_columns, PAD, N, D)
             else:
                 sums += weight.to(tl.float64)
                 rows = b + j.to(tl.int64)[:, None] * PAD + axis[None, :]
                 inside = tl.broadcast_to((axis < PAD)[None, :], (N, D))
+                any_weight = True
+                if SKIP:
+                    any_weight = tl.max(tl.max((weight != 0).to(tl.int32), 1)) > 0
                 if any_weight:
                     acc = tl.dot(weight.to(tl.float64), tl.load(rows, mask=inside, other=0.0), acc,
                                  out_dtype=tl.float64)  # fmt: skip
