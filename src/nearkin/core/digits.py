@@ -108,6 +108,8 @@ def squared_distances(a: Digits, b: Digits) -> tuple[Tensor, Tensor, Tensor]:
 
 def weighted(weights: Tensor, rows: Digits, kind: torch.dtype) -> Tensor:
     """weights (B, R) times rows (R, D), in type `kind`; exact to 2⁻³⁰ of the largest addend of each sum."""
+    if not weights.numel():
+        return torch.zeros(weights.shape[0], rows.planes[0].shape[1], device=weights.device, dtype=kind)
     scaled = weights * rows.scale.T
     factors = split(scaled, scaled.abs().amax(1, keepdim=True).clamp(min=SMALLEST))
     total = torch.zeros(weights.shape[0], rows.planes[0].shape[1], device=weights.device, dtype=kind)

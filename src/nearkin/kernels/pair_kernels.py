@@ -113,7 +113,10 @@ def _measure(a, b, inner, left, right, i, j, dim, MEASURE: tl.constexpr, SELF: t
                 half_unit = unit * unit * 0.5
                 value = (half - high * half_unit) - low * half_unit
         else:
-            scale = digit_kernels.header(a, i, digit_kernels.SCALE, PAD)[:, None] * digit_kernels.header(b, j, digit_kernels.SCALE, PAD)[None, :]
+            scale = (
+                digit_kernels.header(a, i, digit_kernels.SCALE, PAD)[:, None]
+                * digit_kernels.header(b, j, digit_kernels.SCALE, PAD)[None, :]
+            )
             value = (inner[0] + inner[1]) * scale
     elif MEASURE == "product":
         value = inner
@@ -321,7 +324,9 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
             slope = tl.where(value > 0, slope, 0.0)
         if DIGITS:
             if EUCLID:
-                summed = digit_kernels.near_add(summed, slope, near & mask_n[None, :], a, b, safe, passing, axis, PAD, N)
+                summed = digit_kernels.near_add(
+                    summed, slope, near & mask_n[None, :], a, b, safe, passing, axis, PAD, N
+                )
                 slope = tl.where(near, 0.0, slope)
             summed = digit_kernels.weighted_add(summed, slope, b, passing, start, axis, others, PAD, N, D)
         else:

@@ -297,7 +297,10 @@ def inner_products(a, b, i, j, PAD: tl.constexpr, K: tl.constexpr):
     """Inner products (M, N) in float64 of prepared rows i of `a` and j of `b`; indices must be of rows that exist."""
     if a.dtype.element_ty == tl.int8:
         high, low = digit_kernels.products(a, b, digit_kernels.planes(a, i, 0, PAD, 32), i, j, PAD, 32)
-        scale = digit_kernels.header(a, i, digit_kernels.SCALE, PAD)[:, None] * digit_kernels.header(b, j, digit_kernels.SCALE, PAD)[None, :]
+        scale = (
+            digit_kernels.header(a, i, digit_kernels.SCALE, PAD)[:, None]
+            * digit_kernels.header(b, j, digit_kernels.SCALE, PAD)[None, :]
+        )
         total = (high.to(tl.float64) + low.to(tl.float64)) * scale.to(tl.float64)
     else:
         total = tl.zeros((i.shape[0], j.shape[0]), tl.float64)
