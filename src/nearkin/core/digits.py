@@ -142,7 +142,7 @@ class Distances(HandGradient):
         if b is None:
             near.fill_diagonal_(False)
         pairs = near.nonzero()
-        for part in pairs.split(max(1, LISTED // max(1, a.shape[1]))):
+        for part in torch.split(pairs, max(1, LISTED // max(1, a.shape[1]))):
             i, j = part.unbind(1)
             exact = (anchors[i] - references[j]).square().sum(1)
             distance[i, j] = exact.sqrt().to(distance.dtype)
@@ -179,7 +179,7 @@ def _pulled(slope: Tensor, rows: Tensor, others: Tensor, digits: Digits, pairs: 
     slope = slope.index_put((i, j), slope.new_zeros(()))
     total = rows * slope.sum(1, keepdim=True, dtype=rows.dtype) - weighted(slope, digits, rows.dtype)
     size = max(1, LISTED // max(1, rows.shape[1]))
-    for part, pull in zip(pairs.split(size), near.split(size), strict=True):
+    for part, pull in zip(torch.split(pairs, size), torch.split(near, size), strict=True):
         i, j = part.unbind(1)
         total.index_put_((i,), pull[:, None] * (rows[i] - others[j]), accumulate=True)  # in a fixed order
     return total

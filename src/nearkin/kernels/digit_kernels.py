@@ -152,7 +152,7 @@ def distances(inner, a, b, i, j, PAD: tl.constexpr, N: tl.constexpr, SELF: tl.co
     near = high + low < NEAR * lengths
     if SELF:
         near = near & (i[:, None] != j[None, :])
-    if REFINE:
+    if REFINE:  # noqa: SIM102  a condition of the compiler and one of the tile
         if tl.max(tl.max(near.to(tl.int32), 1), 0) > 0:
             high, low = _refined(high, low, near, a, b, i, j, PAD, N)
     hidden = tl.maximum(header(a, i, HIDDEN, PAD)[:, None], header(b, j, HIDDEN, PAD)[None, :])
