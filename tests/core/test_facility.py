@@ -28,6 +28,31 @@ def batch(seed, size=None, dtype=torch.float64):
     return distances.euclidean(x.to(dtype)), labels
 
 
+# Items per class, how far the classes lie apart, and how many rows are copies of others.
+STRUCTURED = {
+    "classes of 4": (4, 0.3, 0),
+    "classes of 8": (8, 1.0, 0),
+    "classes of 32": (32, 0.5, 0),
+    "no structure": (4, 0.0, 0),
+    "copies": (4, 0.3, 20),
+    "all equal": (8, 0.0, 2**20),
+}
+
+
+def structured(name, size, seed=0):
+    """Distances and labels of unit rows; the last five rows in a class of their own, some labels unknown."""
+    per_class, spread, copies = STRUCTURED[name]
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.arange(size) // per_class
+    x = torch.randn(size, 16, generator=g) + spread * torch.randn(size, 16, generator=g)[labels]
+    order = torch.randperm(size, generator=g)
+    x, labels = x[order], labels[order]
+    labels[-5:] = size
+    labels[::17] = -1
+    x[torch.randint(size, (copies,), generator=g)] = x[0].clone()
+    return distances.euclidean(x, normalize=True), labels
+
+
 def by_hand(distance, labels, gamma, sweeps):
     return reference.facility_search(distance.tolist(), labels, gamma, sweeps, TIE)
 
@@ -78,7 +103,7 @@ def test_the_end_of_a_quiet_search_is_the_end(monkeypatch):
 
 
 def test_sums_equal_on_paper_are_equal():
-    table = facility._entropy_table(3000, torch.device("cpu")).tolist()
+    table = facility.entropy_table(3000, torch.device("cpu")).tolist()
     assert table[4] == 4 * table[2] and 6 * table[2] * 3 + 6 * table[3] * 2 == 6 * table[6]
     assert max(abs(v / facility.FINE - n * math.log(n)) for n, v in enumerate(table) if n) < 1e-8
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from nearkin.core import distances
 from nearkin.core.labels import UNKNOWN
 
-__all__ = ["FAR", "FINE", "Problem", "agreement", "disagreement", "owners", "problem", "search", "search_on_cpu"]
+__all__ = ["FAR", "FINE", "Problem", "agreement", "disagreement", "entropy_table", "owners", "problem"]
+__all__ += ["search", "search_on_cpu"]
 
 FINE = 2**40  # n log n is counted in parts of 1 / FINE
 FAR = 2**62  # the key of a missing medoid
@@ -59,7 +60,7 @@ def problem(distance: Tensor, labels: Tensor, num_clusters: int | None = None) -
     num_medoids = leads.sum()
     if num_clusters is not None:
         num_medoids = num_medoids.clamp(max=num_clusters)
-    table = _entropy_table(size, distance.device)
+    table = entropy_table(size, distance.device)
     classes = torch.where(leads, table[same.sum(1)], 0).sum()
     unit = above * 2.0 ** (bits - 61)
     kinds, total = torch.where(known, first, UNKNOWN), table.gather(0, known.sum()[None])[0]
@@ -67,7 +68,7 @@ def problem(distance: Tensor, labels: Tensor, num_clusters: int | None = None) -
 
 
 @functools.lru_cache(maxsize=16)  # a captured graph must not copy from the host
-def _entropy_table(size: int, device: torch.device) -> Tensor:
+def entropy_table(size: int, device: torch.device) -> Tensor:
     """n log n, 0 to `size`, in parts of FINE.
 
     A logarithm is the sum of those of its prime factors to the last digit: sums that are equal on paper are equal here.
