@@ -9,7 +9,7 @@ import torch
 import reference
 from interpreter import interpreted
 from nearkin import kernels, losses
-from nearkin.core import checks, distances, facility
+from nearkin.core import checks, distances, facility, facility_cpu
 from nearkin.kernels import facility_ops as fused
 
 TIE = 1e-9
@@ -93,8 +93,8 @@ def test_reading_values_changes_nothing(dtype, monkeypatch):
 def test_the_end_of_a_quiet_search_is_the_end(monkeypatch):
     """Nothing changed since each medoid was last tried: more rounds change nothing."""
     tried = []
-    few = facility._known_scores
-    monkeypatch.setattr(facility, "_known_scores", lambda *arguments: tried.append(1) or few(*arguments))
+    few = facility_cpu._scores
+    monkeypatch.setattr(facility_cpu, "_scores", lambda *arguments: tried.append(1) or few(*arguments))
     d, labels = batch(25, 40)
     long = losses.facility_location(d, labels, sweeps=100)
     number = int(long.chosen.sum())

@@ -90,8 +90,9 @@ def _plan(size, device, interpreted):
 
 @triton.jit
 def _search(
-    keys, kinds, table, table_parts, num_medoids_at, total_at, classes_at, gamma_at, unit_at, near_at, scores, counts,
-    size, sweeps, BITS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, V: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
+    keys, kinds, table, table_parts, num_medoids_at, total_at, classes_at, gamma_at, unit_at, near_at, scores,
+    counts, size, sweeps,
+    BITS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, V: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
     """near_at (2, B): keys of the nearest and the second nearest medoid, all FAR. counts: all 0."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -179,7 +180,8 @@ def _meet(arrivals, number):
 
 @triton.jit
 def _nearest(
-    keys, picks, near_at, second_at, num_medoids, slot, best, program, programs, size, C: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    keys, picks, near_at, second_at, num_medoids, slot, best, program, programs, size,
+    C: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """The two smallest keys of this program's items, with `best` as the medoid in `slot`."""
     s = tl.arange(0, N)
     medoid = tl.where(s == slot, best, tl.load(picks + s, mask=s < num_medoids, other=0))

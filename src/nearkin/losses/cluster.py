@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nearkin import kernels
-from nearkin.core import checks, distances, facility, reduce
+from nearkin.core import checks, distances, facility, facility_cpu, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.core.relations import UNKNOWN
 from nearkin.kernels import facility_ops
@@ -115,7 +115,7 @@ def facility_location(
         if facility_kernel(impl, task):
             near = facility_ops.search(task, weight, sweeps)
         elif distance.device.type == "cpu" and checks.reads_values(labels):
-            near = facility.search_on_cpu(task, weight, sweeps)
+            near = facility_cpu.search(task, weight, sweeps)
         else:
             near = facility.search(task, weight, sweeps, size if num_clusters is None else min(num_clusters, size))
         owner = near & (2**task.bits - 1)
