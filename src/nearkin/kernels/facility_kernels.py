@@ -22,6 +22,7 @@ from nearkin.kernels.launch import CachedLauncher, device_of
 from nearkin.kernels.numerics import tl, triton
 
 FAR = tl.constexpr(facility.FAR)
+ROUNDING = tl.constexpr(1e-9)  # of NMI, far above that of float64
 TILE = 4096  # candidates times items at once
 WARPS = 8
 SHARES = 128  # of the candidates, a power of two; each program has one or more
@@ -233,7 +234,8 @@ def _best(
     standing, first, stride, size, BITS: tl.constexpr, C: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """The candidate of the largest score among those from `first` on, of equals the first, and its score; -1 if none.
 
-    pick >= 0: in place of this medoid, and only if the score is above `standing`.
+    pick >= 0: in place of this medoid, and only if the score is above `standing`. Items are counted only for candidates
+    whose score may be the best: the distances are exact, and NMI is bounded by how many items move.
     """
     i = tl.arange(0, N)
     r = tl.arange(0, C)
@@ -272,8 +274,8 @@ def _best(
     cell_at = own + (2 + r[:, None]) * size + cell[None, :]
     owner_at = own + (2 + C + r[:, None]) * size + owner[None, :]
     kind_at = own + (2 + 2 * C + r[:, None]) * size + kind[None, :]
-    most = tl.where(gamma == gamma, tl.maximum(gamma, 0.0), float("inf"))  # what 1 - NMI can add
-    least = tl.where(gamma == gamma, tl.minimum(gamma, 0.0), float("-inf"))
+    cell_growth = tl.load(growth + tl.max(cell_size, 0))  # what n log n loses at most when an item leaves
+    owner_growth = tl.load(growth + tl.max(owner_size, 0))
     best = pick * 0 - 1
     best_score = tl.where(pick >= 0, standing, float("-inf"))
     for start in range(first, size, stride):
@@ -286,8 +288,16 @@ def _best(
         spent = tl.where(inside, tl.maximum(tl.where(moves, key, near[None, :]) >> BITS, 0), 0)
         cost = tl.sum(spent, 1).to(tl.float64) * unit
         valid = (number > 0) & (tl.load(kinds + c, mask=mask_c, other=-1) >= 0)
-        bar = tl.max(tl.where(valid, least - cost, float("-inf")), 0)  # one of them reaches this
-        hopeless = (most - cost < bar) | ((most - cost <= best_score) & ((best >= 0) | (pick >= 0)))
+        arrived = tl.load(table + number)
+        lowest = _agreement(joint - number * cell_growth, clusters + arrived, total_term, classes)
+        highest = tl.minimum(joint + arrived, classes)
+        highest = _agreement(highest, clusters + arrived - number * owner_growth, total_term, classes)
+        one = gamma * (1.0 + ROUNDING - lowest)
+        other = gamma * (1.0 - ROUNDING - highest)
+        most = tl.where(gamma == gamma, tl.maximum(one, other), float("inf")) - cost
+        least = tl.where(gamma == gamma, tl.minimum(one, other), float("-inf")) - cost
+        bar = tl.max(tl.where(valid, least, float("-inf")), 0)  # one of them reaches this
+        hopeless = (most < bar) | ((most <= best_score) & ((best >= 0) | (pick >= 0)))
         valid = valid & (hopeless == 0)
         if tl.max(valid.to(tl.int32), 0) > 0:
             moves = moves & valid[:, None]
@@ -299,7 +309,7 @@ def _best(
             grown -= tl.load(growth + cell_size[None, :] - gone, mask=leaves, other=0)
             shrunk = tl.load(growth + owner_size[None, :] - away, mask=leaves, other=0)
             in_cells = joint + tl.sum(grown, 1)
-            in_clusters = clusters - tl.sum(shrunk, 1) + tl.load(table + number)
+            in_clusters = clusters - tl.sum(shrunk, 1) + arrived
             agreed = _agreement(in_cells, in_clusters, total_term, classes)
             score = gamma * (1.0 - agreed) - cost
             score = tl.where(score == score, score, float("-inf"))
