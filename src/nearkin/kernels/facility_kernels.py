@@ -66,7 +66,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def _plan(size, device, interpreted):
-    items = max(16, triton.next_power_of_2(size))
+    items = max(16 if interpreted else 128, triton.next_power_of_2(size))  # no fewer than threads
     if interpreted:  # programs run one after the other, so one does all the shares
         programs, shares, candidates, options = 1, 8, 4, {}
     else:  # one program per multiprocessor, and all at the same time, since they wait for each other
