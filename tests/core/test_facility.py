@@ -90,6 +90,36 @@ def test_reading_values_changes_nothing(dtype, monkeypatch):
             assert same(losses.facility_location(d, labels, **more), blind(monkeypatch, d, labels, **more)), seed
 
 
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_bounds_drop_no_exchange(name, gamma, monkeypatch):
+    """The CPU, which scores few exchanges, against the search that scores all; with and without few medoids."""
+    d, labels = structured(name, 48)
+    every = blind(monkeypatch, d, labels, gamma=gamma, num_clusters=12)
+    for few in (0, 100):
+        monkeypatch.setattr(facility_cpu, "FEW", few)
+        assert same(losses.facility_location(d, labels, gamma=gamma, num_clusters=12), every)
+
+
+@pytest.mark.parametrize("weight", [-2.0, math.inf, -math.inf, math.nan])
+def test_bounds_hold_for_odd_weights(weight, monkeypatch):
+    d, labels = structured("copies", 40)
+    gamma = torch.tensor(weight, dtype=torch.float64)
+    every = blind(monkeypatch, d, labels, gamma=gamma, num_clusters=9)
+    result = losses.facility_location(d, labels, gamma=gamma, num_clusters=9)
+    assert same(result[:2], every[:2]) or (math.isnan(weight) and result.score.isnan())
+
+
+def test_parts_are_as_the_whole(monkeypatch):
+    """Large batches are scored in parts."""
+    d, labels = structured("classes of 4", 60)
+    whole = losses.facility_location(d, labels)
+    for entries in (1, 7 * 60):
+        monkeypatch.setattr(facility_cpu, "TOGETHER", entries)
+        monkeypatch.setattr(facility_cpu, "ONE_THREAD", entries)
+        assert same(whole, losses.facility_location(d, labels))
+
+
 def test_the_end_of_a_quiet_search_is_the_end(monkeypatch):
     """Nothing changed since each medoid was last tried: more rounds change nothing."""
     tried = []
@@ -163,6 +193,8 @@ def judge_kernel():
     cases["no sweeps"] = (*batch(3), {"sweeps": 0})
     cases["one item"] = (*batch(1, 1), {})
     cases["two medoids at most"] = (*batch(5, 12), {"num_clusters": 2})
+    cases["exchanges together"] = (*structured("classes of 4", 26), {})
+    cases["copies"] = (*structured("copies", 17), {"gamma": 5.0})
     d, labels = batch(4, 9)
     cases["int32"] = (d, labels.int(), {})
     cases["one class"] = (d, torch.zeros_like(labels), {})
@@ -185,10 +217,29 @@ def judge_kernel():
         x_ = x.clone().requires_grad_()
         (1.7 * losses.FacilityLocationLoss(impl=impl)(x_, labels)).backward()
         results.append(x_.grad)
+    result |= {name: [1, equal] for name, equal in derivatives().items()}
     served.clear()
     losses.FacilityLocationLoss()(x, labels)
     result["gradient; a CPU alone chooses plain torch"] = [1 - len(served), torch.equal(*results)]
     print(json.dumps(result))
+
+
+def derivatives():
+    """Whether loss, clustering and derivatives are those of plain torch: by embeddings, by gamma, and second ones."""
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    labels = torch.tensor([0, 1, 2, 0, 1, 2, -1, 3, 3, 0, 5, -1])
+    outcomes = []
+    for impl in ("torch", "triton"):
+        x_, gamma = x.clone().requires_grad_(), torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        loss = losses.facility_location_loss(x_, labels, gamma=gamma, num_clusters=4, impl=impl)
+        by_x, by_gamma = torch.autograd.grad(1.7 * loss**2, (x_, gamma), create_graph=True)
+        (second,) = torch.autograd.grad(by_x.square().sum(), x_)
+        module = losses.FacilityLocationLoss(impl=impl)
+        module(x.float().T.contiguous().T, labels.int())
+        assert module.medoids.dtype == torch.bool and loss > 0
+        outcomes.append([loss, by_x, by_gamma, second, module.medoids, module.assignment])
+    names = ["loss", "gradient", "gradient of gamma", "second derivative", "medoids", "assignment"]
+    return {name: torch.allclose(a, b, atol=1e-12) for name, a, b in zip(names, *outcomes, strict=True)}
 
 
 @pytest.mark.slow

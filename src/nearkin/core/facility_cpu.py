@@ -47,7 +47,7 @@ def search(p: Problem, gamma: Tensor, sweeps: int) -> Tensor:
     known = _Known(keys, kinds, len(names), row_of)
     state = _greedy(p, known, gamma, number)
     step = 0
-    while step < sweeps * number:
+    while step < sweeps * number and not gamma.isnan():  # a score of NaN is not above another
         slots = [(step + next_step) % number for next_step in range(min(number, sweeps * number - step))]
         exchange = _first_exchange(p, known, state, slots, gamma)
         if exchange is None:

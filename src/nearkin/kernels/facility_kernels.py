@@ -106,7 +106,7 @@ def _plan(size, device, dtype, interpreted):
     return _Plan(launcher, programs, longs, floats, ints, table, parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sweeps", "most"])  # one compiled form for all
 def _solve(
     distance, labels, gamma_at, table, table_parts, longs, floats, ints, values, indices, chosen, size, sweeps, most,
     BITS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, V: tl.constexpr, TOGETHER: tl.constexpr,
