@@ -80,30 +80,28 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def _plan(size, device, dtype, interpreted):
-    items = max(16 if interpreted else 128, triton.next_power_of_2(size))  # no fewer than threads
-    if interpreted:  # programs run one after the other, so one does all the shares
-        programs, shares, candidates, options = 1, 8, 4, {}
-    else:  # one program per multiprocessor, and all at the same time, since they wait for each other
-        programs = min(SHARES, torch.cuda.get_device_properties(device).multi_processor_count)
-        shares, candidates = SHARES, max(1, min(TILE, items * items // SHARES) // items)
-        options = {"launch_cooperative_grid": True, "num_warps": max(4, min(WARPS, candidates * items // 256))}
-    launcher = CachedLauncher(
-        _solve,
-        BITS=size.bit_length(),
-        C=candidates,
-        N=items,
-        V=shares,
-        TOGETHER=TOGETHER,
-        LARGEST=torch.finfo(dtype).max,
-        enable_fp_fusion=False,  # a choice must not depend on how a product and a sum are rounded
-        **options,
-    )
+    constants, options = choices(size, dtype, interpreted)
+    shares, candidates = constants["V"], constants["C"]
+    # One program per multiprocessor, so that all run at the same time; the interpreter runs one after the other.
+    programs = 1 if interpreted else min(shares, torch.cuda.get_device_properties(device).multi_processor_count)
     table = facility.entropy_table(size, device)
     logs = table // torch.arange(size + 1, device=device).clamp(min=1)
     parts = torch.stack([table.diff(prepend=table[:1]), logs])
     longs, floats = size * (size + 2) + 2 * shares, size + 3 * shares
     ints = 8 * size + 2 * shares + 1 + programs * (3 * candidates + 2) * size
-    return _Plan(launcher, programs, longs, floats, ints, table, parts)
+    return _Plan(CachedLauncher(_solve, **constants, **options), programs, longs, floats, ints, table, parts)
+
+
+def choices(size, dtype, interpreted=False):
+    """The constants of `_solve` and the compiler's options."""
+    items = max(16 if interpreted else 128, triton.next_power_of_2(size))  # no fewer than threads
+    shares = 8 if interpreted else SHARES
+    candidates = 4 if interpreted else max(1, min(TILE, items * items // SHARES) // items)
+    constants = {"BITS": size.bit_length(), "C": candidates, "N": items, "V": shares, "TOGETHER": TOGETHER}
+    options = {"enable_fp_fusion": False}  # a choice must not depend on how a product and a sum are rounded
+    if not interpreted:  # programs that wait for each other must all be launched
+        options |= {"launch_cooperative_grid": True, "num_warps": max(4, min(WARPS, candidates * items // 256))}
+    return constants | {"LARGEST": torch.finfo(dtype).max}, options
 
 
 @triton.jit(do_not_specialize=["sweeps", "most"])  # one compiled form for all

@@ -59,6 +59,7 @@ class _Loss(HandGradient):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values, indices, chosen = solve(distance, labels, gamma, sweeps, num_clusters)
         ctx.mark_non_differentiable(values, indices, chosen)
+        ctx.set_materialize_grads(False)  # no zeros for those
         ctx.save_for_backward(distance, labels, values, indices)
         return values[0], values, indices, chosen
 
