@@ -101,6 +101,28 @@ def test_bounds_drop_no_exchange(name, gamma, monkeypatch):
         assert same(losses.facility_location(d, labels, gamma=gamma, num_clusters=12), every)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_many_medoids_are_tried_at_once(seed, monkeypatch):
+    d, labels = structured("classes of 4", 100, seed)
+    assert same(losses.facility_location(d, labels), blind(monkeypatch, d, labels, num_clusters=26))
+
+
+def test_all_exchanges_at_once():
+    """Distance of all items and number of movers, for each row in place of each medoid, against one by one."""
+    d, _ = structured("copies", 30)
+    p = facility.problem(d, torch.arange(30) // 3)
+    picks = [3, 17, 8, 29, 11]
+    state = facility_cpu._State(picks, *facility_cpu._two_nearest(p.keys, picks), p.unit)
+    owner = state.near & (2**p.bits - 1)
+    slot = torch.tensor([picks.index(medoid) for medoid in owner.tolist()])
+    cost, moved = facility_cpu._moves(p, state, p.keys, slot)
+    for place in range(5):
+        others = p.keys[picks[:place] + picks[place + 1 :]].amin(0)
+        by_row = (torch.minimum(p.keys, others) >> p.bits).clamp(min=0).sum(1)
+        assert torch.equal(cost[:, place], by_row)
+        assert torch.equal(moved[:, place], (p.keys < others).sum(1))
+
+
 @pytest.mark.parametrize("weight", [-2.0, math.inf, -math.inf, math.nan])
 def test_bounds_hold_for_odd_weights(weight, monkeypatch):
     d, labels = structured("copies", 40)
@@ -193,7 +215,7 @@ def judge_kernel():
     cases["no sweeps"] = (*batch(3), {"sweeps": 0})
     cases["one item"] = (*batch(1, 1), {})
     cases["two medoids at most"] = (*batch(5, 12), {"num_clusters": 2})
-    cases["exchanges together"] = (*structured("classes of 4", 26), {})
+    cases["exchanges together"] = (*structured("classes of 4", 24, 9), {})
     cases["copies"] = (*structured("copies", 17), {"gamma": 5.0})
     d, labels = batch(4, 9)
     cases["int32"] = (d, labels.int(), {})
