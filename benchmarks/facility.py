@@ -59,16 +59,15 @@ def compile_only(sizes):
 
     from nearkin.kernels import facility_kernels as tiles
 
-    kinds = {"scratch": "*i32", "gamma_at": "*fp64", "unit_at": "*fp64", "size": "i32", "sweeps": "i32"}
+    kinds = {"distance": "*fp32", "values": "*fp32", "gamma_at": "*fp64", "floats": "*fp64", "ints": "*i32"}
+    kinds |= {"chosen": "*u8", "size": "i32", "sweeps": "i32", "most": "i32"}
     for size in sizes:
-        items = max(16, triton.next_power_of_2(size))
-        fixed = {"BITS": size.bit_length(), "C": max(1, tiles.TILE // items), "N": items}
-        names = tiles._search.arg_names
+        fixed, options = tiles.choices(size, torch.float32)
+        names = tiles._solve.arg_names
         signature = {name: "constexpr" if name in fixed else kinds.get(name, "*i64") for name in names}
-        source = ASTSource(fn=tiles._search, signature=signature, constexprs=fixed)
-        options = {"num_warps": tiles.WARPS, "enable_fp_fusion": False}
+        source = ASTSource(fn=tiles._solve, signature=signature, constexprs=fixed)
         built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        print(f"{size:5}: {fixed} shared {built.metadata.shared:,}", flush=True)
+        print(f"{size:5}: {fixed} {options} shared {built.metadata.shared:,}", flush=True)
 
 
 def main():

@@ -133,7 +133,12 @@ OF_PYTHON_VALUES = {
     "distances.py: float((torch.finfo(kind).tiny * 1000000.0) ** 2)",
     "files.py: bool(getattr(path, 'is_junction', bool)())",
 }
-READS_ON_THE_CPU = {"facility.py: search_on_cpu"}  # functions that are called only where `checks.reads_values` holds
+READS_ON_THE_CPU = {  # functions that are called only where `checks.reads_values` holds
+    "facility_cpu.py: _first_exchange",
+    "facility_cpu.py: _greedy",
+    "facility_cpu.py: _without",
+    "facility_cpu.py: search",
+}
 ASKS = {"freely_read", "reads_values"}  # a function that asks one of these first may read
 
 

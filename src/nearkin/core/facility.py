@@ -1,9 +1,8 @@
 """Loss-augmented inference of facility location: which items are medoids, by greedy choice and exchange (PAM).
 
 All sums are of integers: distances as multiples of a power of two, n log n as multiples of 2⁻⁴⁰. They are exact in any
-order, so that both searches here, and the kernel, choose the same items, ties included. `search` reads no values;
-`search_on_cpu` looks only at the few items that would move, and works in one thread: for a few thousand entries torch's
-threads wait for each other longer than they work.
+order, so that `search` here, which reads no values, that of `facility_cpu` and the kernel choose the same items, ties
+included.
 """
 
 import functools
@@ -16,12 +15,11 @@ from torch import Tensor
 from nearkin.core import distances
 from nearkin.core.labels import UNKNOWN
 
-__all__ = ["FAR", "FINE", "Problem", "agreement", "disagreement", "owners", "problem", "search", "search_on_cpu"]
+__all__ = ["FAR", "FINE", "Problem", "agreement", "disagreement", "entropy_table", "objective", "owners", "problem"]
+__all__ += ["search"]
 
 FINE = 2**40  # n log n is counted in parts of 1 / FINE
 FAR = 2**62  # the key of a missing medoid
-ONE_THREAD = 2**15 - 1  # up to so many entries torch works in one thread
-TOGETHER = 2**18  # entries of the matrix whose movers are found together
 
 
 class Problem(NamedTuple):
@@ -59,7 +57,7 @@ def problem(distance: Tensor, labels: Tensor, num_clusters: int | None = None) -
     num_medoids = leads.sum()
     if num_clusters is not None:
         num_medoids = num_medoids.clamp(max=num_clusters)
-    table = _entropy_table(size, distance.device)
+    table = entropy_table(size, distance.device)
     classes = torch.where(leads, table[same.sum(1)], 0).sum()
     unit = above * 2.0 ** (bits - 61)
     kinds, total = torch.where(known, first, UNKNOWN), table.gather(0, known.sum()[None])[0]
@@ -67,7 +65,7 @@ def problem(distance: Tensor, labels: Tensor, num_clusters: int | None = None) -
 
 
 @functools.lru_cache(maxsize=16)  # a captured graph must not copy from the host
-def _entropy_table(size: int, device: torch.device) -> Tensor:
+def entropy_table(size: int, device: torch.device) -> Tensor:
     """n log n, 0 to `size`, in parts of FINE.
 
     A logarithm is the sum of those of its prime factors to the last digit: sums that are equal on paper are equal here.
@@ -186,112 +184,3 @@ def _pooled(group: Tensor, weight: Tensor) -> Tensor:
 def _first_of_equals(ids: Tensor) -> Tensor:
     """For each entry the index of the first entry equal to it: dense group ids without a sort."""
     return (ids[:, None] == ids[None, :]).to(torch.uint8).argmax(1)
-
-
-class _Known(NamedTuple):
-    """The known items alone: rows in their order, columns by class, so that a row's movers come class by class."""
-
-    keys: Tensor  # (n, n)
-    kinds: Tensor  # (n,) of the columns, 0, 1, …
-    number: int  # of classes
-
-
-def search_on_cpu(p: Problem, gamma: Tensor, sweeps: int) -> Tensor:
-    """`search` where values may be read; ends when a full sweep changes nothing."""
-    number = int(p.num_medoids)
-    rows = (p.kinds >= 0).nonzero()[:, 0]
-    columns = rows[p.kinds[rows].argsort(stable=True)]
-    keys = p.keys[rows[:, None], columns]
-    names, kinds = p.kinds[columns].unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
-    known = _Known(keys, kinds, len(names))
-    row_of = torch.full_like(p.kinds, 0).scatter_(0, rows, torch.arange(len(rows)))  # of a medoid, its row
-    near = keys.new_full((len(rows),), FAR)
-    picks: list[int] = []
-    while len(picks) < number:
-        picks.append(int(_known_scores(p, known, near, row_of, gamma).argmax()))
-        near = torch.minimum(near, keys[picks[-1]])
-    quiet, step = 0, 0
-    while step < sweeps * number and quiet < number:
-        slot = step % number
-        without = _without(keys, near, picks, slot)
-        score = _known_scores(p, known, without, row_of, gamma)
-        best, current = int(score.argmax()), picks[slot]
-        if not score[best] > score[current]:
-            best = current
-        quiet = quiet + 1 if best == current else 0
-        picks[slot], near, step = best, torch.minimum(without, keys[best]), step + 1
-    chosen = torch.zeros_like(p.kinds, dtype=torch.bool)
-    chosen[rows[picks]] = True
-    return owners(p, chosen)
-
-
-def _without(keys: Tensor, near: Tensor, picks: list[int], slot: int) -> Tensor:
-    """`near` without the medoid in `slot`: its items go to the next nearest."""
-    orphans = (near == keys[picks[slot]]).nonzero().squeeze(1)
-    other_picks = torch.tensor(picks[:slot] + picks[slot + 1 :], dtype=torch.long)
-    far = keys.new_full((1, len(orphans)), FAR)
-    their_keys = keys.index_select(1, orphans).index_select(0, other_picks)  # (others, orphans)
-    return near.index_copy(0, orphans, torch.cat([their_keys, far]).amin(0))
-
-
-def _known_scores(p: Problem, known: _Known, near: Tensor, place: Tensor, gamma: Tensor) -> Tensor:
-    """The scores of the known items as candidates; near (n,): the keys of the columns' medoids."""
-    rows_at_once = max(1, TOGETHER // len(near))
-    parts = [_scores_of_rows(p, known, keys, near, place, gamma) for keys in torch.split(known.keys, rows_at_once)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _scores_of_rows(p: Problem, known: _Known, keys: Tensor, near: Tensor, place: Tensor, gamma: Tensor) -> Tensor:
-    """The same for the candidates of some rows, `keys` (rows, n): one entry per item that moves."""
-    (rows, size), classes = keys.shape, known.number
-    if near[0] == FAR:  # no medoid yet: all items move to any candidate
-        joint = _entropies(p, torch.bincount(known.kinds)).sum()
-        return objective(p, _distances_of(p, keys).sum(1), joint, p.table[size], gamma)
-    pairs = _movers(keys, near)
-    row = pairs // size
-    item = pairs - row * size
-    moved = torch.bincount(row, minlength=rows)
-    kind = known.kinds.index_select(0, item)
-    arrived, by_class = (row * classes + kind).unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-    joint = _sums_by_row(rows, arrived // classes, _entropies(p, by_class))
-    stay = _distances_of(p, near)
-    closer = _distances_of(p, keys.view(-1).index_select(0, pairs)) - stay.index_select(0, item)
-    spent = stay.sum() + _sums_by_row(rows, row, closer)
-    owner = place.index_select(0, near & (2**p.bits - 1))
-    names, cell, counts = (owner * classes + known.kinds).unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
-    left = (row * len(names) + cell.index_select(0, item)).sort().values
-    joint += _after_leaving(p, rows, left, counts)
-    row = left // len(names)
-    left = row * size + (names // classes).index_select(0, left - row * len(names))  # cells come owner by owner
-    clusters = _entropies(p, moved) + _after_leaving(p, rows, left, torch.bincount(owner, minlength=size))
-    return objective(p, spent, joint, clusters, gamma).masked_fill(moved == 0, -torch.inf)
-
-
-def _distances_of(p: Problem, keys: Tensor) -> Tensor:
-    """The distances in `keys`, >= 0."""
-    return (keys >> p.bits).clamp_(min=0)
-
-
-def _movers(keys: Tensor, near: Tensor) -> Tensor:
-    """Where a key is below that of the item's medoid, as places in the flat (n, n) matrix, in order."""
-    size = len(near)
-    rows = max(1, ONE_THREAD // size)  # parts too small for torch to wake its other threads
-    parts = [(part < near).view(-1).nonzero().squeeze(1) for part in torch.split(keys, rows)]
-    return parts[0] if len(parts) == 1 else torch.cat([part + i * rows * size for i, part in enumerate(parts)])
-
-
-def _after_leaving(p: Problem, size: int, left: Tensor, before: Tensor) -> Tensor:
-    """Σ n log n over groups after items have left them, (n,); left, sorted: row · groups + group, one per item."""
-    places, gone = left.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-    row = places // len(before)
-    count = before.index_select(0, places - row * len(before))
-    change = _entropies(p, count - gone) - _entropies(p, count)
-    return _entropies(p, before).sum() + _sums_by_row(size, row, change)
-
-
-def _entropies(p: Problem, count: Tensor) -> Tensor:
-    return p.table.index_select(0, count)  # indexing would wake all threads for a few thousand entries
-
-
-def _sums_by_row(size: int, row: Tensor, values: Tensor) -> Tensor:
-    return values.new_zeros(size).index_add_(0, row, values)

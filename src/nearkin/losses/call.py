@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nearkin import kernels, mining
-from nearkin.core import blockwise, checks, class_anchors, class_softmax, facility, reduce
+from nearkin.core import blockwise, checks, class_anchors, class_softmax, reduce
 from nearkin.core.autograd import traced
 from nearkin.core.class_softmax import Rivals
 from nearkin.core.relations import Labels
@@ -139,9 +139,9 @@ def row_kernel(impl: str, matrix: Tensor) -> bool:
     return rank_ops.takes(impl, matrix)
 
 
-def facility_kernel(impl: str, task: facility.Problem) -> bool:
+def facility_kernel(impl: str, distance: Tensor) -> bool:
     """Whether the search for medoids runs in a kernel (`facility_ops`)."""
-    return (impl == "triton" or (impl == "auto" and task.keys.is_cuda)) and facility_ops.serves(task)
+    return (impl == "triton" or (impl == "auto" and distance.is_cuda)) and facility_ops.serves(distance)
 
 
 class ClassCall:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nearkin import kernels
-from nearkin.core import checks, distances, facility, reduce
+from nearkin.core import checks, distances, facility, facility_cpu, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.core.relations import UNKNOWN
 from nearkin.kernels import facility_ops
@@ -66,6 +66,13 @@ def _solve(
     distance = distances.euclidean(embeddings, normalize=normalize)  # (B, B)
     if isinstance(gamma, Tensor):
         gamma = gamma.to(distance.dtype)
+    checks.integer("sweeps", sweeps, 0)
+    kernels.check(impl)
+    if num_clusters is not None:
+        checks.integer("num_clusters", num_clusters, 1)
+    if facility_kernel(impl, distance):
+        value, values, indices, chosen = facility_ops.loss(distance, labels, gamma, sweeps, num_clusters)
+        return value + reduce.taint(embeddings), Clustering(chosen, indices[0], values[1], values[2])
     with torch.no_grad():
         clustering = facility_location(
             distance, labels, gamma=gamma, sweeps=sweeps, num_clusters=num_clusters, impl=impl
@@ -109,18 +116,25 @@ def facility_location(
     size = distance.shape[0]
     if size == 0:
         return Clustering(labels != UNKNOWN, labels.long(), distance.sum(), distance.sum())
+    if facility_kernel(impl, distance):
+        values, (owner, _), chosen = facility_ops.solve(distance, labels, gamma, sweeps, num_clusters)
+        return _clustering(distance, labels, chosen, owner, gamma, values[2])
     with torch.no_grad():
         task = facility.problem(distance, labels, num_clusters)
         weight = torch.ones_like(task.unit) * gamma  # wherever γ is, no device is waited for
-        if facility_kernel(impl, task):
-            near = facility_ops.search(task, weight, sweeps)
-        elif distance.device.type == "cpu" and checks.reads_values(labels):
-            near = facility.search_on_cpu(task, weight, sweeps)
+        if distance.device.type == "cpu" and checks.reads_values(labels):
+            near = facility_cpu.search(task, weight, sweeps)
         else:
             near = facility.search(task, weight, sweeps, size if num_clusters is None else min(num_clusters, size))
         owner = near & (2**task.bits - 1)
         chosen = (owner == torch.arange(size, device=owner.device)) & (near < facility.FAR)
         disagreement = facility.disagreement(task, owner).to(distance.dtype)
+    return _clustering(distance, labels, chosen, owner, gamma, disagreement)
+
+
+def _clustering(
+    distance: Tensor, labels: Tensor, chosen: Tensor, owner: Tensor, gamma: float | Tensor, disagreement: Tensor
+) -> Clustering:
     cost = torch.where(labels != UNKNOWN, distance.gather(1, owner[:, None]).squeeze(1), 0.0).sum()
     return Clustering(chosen, owner, gamma * disagreement - cost, disagreement)
 
