@@ -126,11 +126,10 @@ def _steps(trainer: Trainer, steps: int, validated: list[int], clock: _Clock) ->
     for batch in trainer.loader.epoch(0, 0):
         step = batch.number + 1
         trainer.lr_schedule.set(trainer.optimizer, batch.number)
-        value, embeddings = trainer.forward_backward(batch)
+        logged = step in validated
+        value, embeddings, norm = trainer.train_step(batch, measure=logged)
         trainer.window += value
         trainer.state.counted, trainer.state.batch, trainer.state.step = trainer.state.counted + 1, step, step
-        logged = step in validated
-        norm = trainer.optimizer_step(measure=logged)
         if logged:
             clock.stop()
             trainer.log_line(norm, embeddings)

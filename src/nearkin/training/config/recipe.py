@@ -104,7 +104,8 @@ class Training(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
     deterministic: bool = True
-    graphs: bool | None = None  # the encoder's passes as CUDA graphs
+    # CUDA graphs: of whole steps where they can be captured (true), of the encoder's passes only, or none.
+    graphs: bool | Literal["auto", "encoder"] | None = None
     strategy: Literal["ddp", "fsdp"] | None = (
         None  # of several ranks: all weights on each, or a part of them; None: ddp
     )
