@@ -5,8 +5,8 @@
 All loops train the same encoder on the same pictures with the same warp, loss, optimiser and batches, by turns in one
 process: by hand, and the trainer, on a GPU also with other settings of `training.graphs`. The medians over rounds are
 printed and written to results/trainer_overhead.csv. The trainer's time runs from its first step to its last within an
-epoch: validation and checkpoints between epochs are not steps. small-cnn sees glyphs, EfficientNet-Lite0 drawn photos at
-96 px, which say nothing about accuracy; --freeze-norms as it is usual for pretrained weights.
+epoch: validation and checkpoints between epochs are not steps. small-cnn sees glyphs, EfficientNet-Lite0 drawn photos
+at 96 px, and its weights are random; --freeze-norms: batch norm as it is usual for pretrained ones.
 """
 
 import argparse

@@ -71,7 +71,7 @@ class GraphedStep:
         device = inputs[0].device
         if device.type != "cuda":
             return self._step_in_place(*inputs)
-        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         last = self._replay is None and self._runs == WARMUP  # before the capture, which it shows to be possible or not
         with torch.cuda.stream(self._stream), _synchronizations(last) as found:

@@ -4,8 +4,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from nearkin.core import files
 from nearkin.data import augment
 from nearkin.dist import collectives, parallel, sync_batchnorm
-from nearkin.dist.global_batch import GlobalBatch, average_gradients
+from nearkin.dist.global_batch import GlobalBatch
 from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.parallel import Parallel
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
-from nearkin.training import grad_cache, run_dir, validation
+from nearkin.training import grad_cache, run_dir, step, validation
 from nearkin.training.build import build_loss, build_sampler
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
@@ -31,11 +30,11 @@ from nearkin.training.checkpoint.state import State
 from nearkin.training.config.defaults import CAPTURABLE
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of
-from nearkin.training.cuda_graphs import GraphedEncoder, GraphedStep
+from nearkin.training.cuda_graphs import GraphedEncoder
 from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
-from nearkin.training.optimizers import DeviceRates, LRSchedule, build_optimizer, parameter_groups, update_average
+from nearkin.training.optimizers import DeviceRates, LRSchedule, build_optimizer, parameter_groups
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.validation import HeldOut, quick_metrics
 
@@ -78,7 +77,7 @@ class Trainer:
         graphs = self.recipe.training.graphs if alone else False
         self.rates = DeviceRates(self.optimizer, self.device) if alone and self.device.type == "cuda" else None
         self.graphed = GraphedEncoder(self.encoder, self.precision) if graphs == "encoder" else None
-        self.graphed_step = self._step_graph() if graphs is True else None
+        self.graphed_step = step.graphed(self) if graphs is True else None
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
         self.parallel = Parallel(self.encoder, strategy, self.group, unused=name.startswith(("timm:", "hf:", "own:")))
         self.global_loss = GlobalBatch(self.loss) if self.group.size > 1 else self.loss
@@ -109,12 +108,10 @@ class Trainer:
         """
         if self.graphed_step is None:
             return *self.forward_backward(batch), self.optimizer_step(measure)
-        rows, items, keys = self._load(batch)
-        if self.rates is not None:
-            self.rates.update()
-        value, embeddings, norm = self.graphed_step(self._augmented(rows, keys), items)
-        if self.average is not None:
-            self.average.n_averaged += 1
+        rows, items, keys = step.load(self, batch)
+        step.before(self)
+        value, embeddings, norm = self.graphed_step(step.augmented(self, rows, keys), items)
+        step.after(self)
         if self.graphed_step.reason is not None:
             self._leave_graph(self.graphed_step.reason)
         return value, embeddings, norm
@@ -125,104 +122,27 @@ class Trainer:
         Each rank encodes its part; the loss is that of the whole batch on all of them.
         """
         self.group.advance()
-        rows, items, keys = self._load(batch)
+        rows, items, keys = step.load(self, batch)
         chunk, most = self.recipe.training.chunk, max(batch.counts)
         if chunk is None or chunk >= most:
-            return self._learn(self._augmented(rows, keys), items, batch.counts)
+            return step.learn(self, step.augmented(self, rows, keys), items, batch.counts)
 
         def encode(part: slice) -> Tensor:
-            return self._encode(self._augmented(rows[part], None if keys is None else keys[part]))
+            return step.encode(self, step.augmented(self, rows[part], None if keys is None else keys[part]))
 
         def loss_of(embeddings: Tensor) -> Tensor:
-            return self._loss_of(embeddings, items, batch.counts)
+            return step.loss_of(self, embeddings, items, batch.counts)
 
         passes = None if self.group.size == 1 else -(-most // chunk)  # all ranks make as many
         sync = self.parallel.sync_gradients
         return grad_cache.backward(encode, len(rows), chunk, loss_of, self.encoder, self.scaler.scale, passes, sync)
 
-    def _load(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rows and numbers of this rank's items, on the device, and keys for their augmentation, which stay here."""
-        rows = batch.rows.to(self.device, non_blocking=True)
-        items = torch.from_numpy(batch.items[batch.part]).to(self.device, non_blocking=True)
-        if self.augmentation is None:
-            return rows, items, None
-        # Of all ranks' items: one that occurs twice is augmented twice.
-        return rows, items, augment.keys(self.state.epoch, batch.number, torch.from_numpy(batch.items))[batch.part]
-
-    def _augmented(self, rows: Tensor, keys: Tensor | None) -> Tensor:
-        if self.store.size is None:
-            return rows
-        if self.augmentation is None or keys is None:
-            return augment.centre(rows, self.store.size)
-        options: dict[str, Any] = {"size": self.store.size, "augmentation": self.augmentation}
-        return augment.warp(rows, keys, seed=self.recipe.training.seed, **options)
-
-    def _encode(self, inputs: Tensor) -> Tensor:
-        if self.graphed is not None:
-            embeddings = self.graphed(inputs)
-        else:
-            with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
-                embeddings = self.parallel(inputs)
-        self.group.advance()
-        return embeddings.float() if self.precision is not None else embeddings
-
-    def _loss_of(self, embeddings: Tensor, items: Tensor, counts: Sequence[int]) -> Tensor:
-        labels = self.labels[items]
-        item_ids = {"items": items} if self.takes_items else {}  # for a loss that learns something per training item
-        if self.group.size == 1:
-            return self.loss(embeddings, labels, **item_ids)  # type: ignore[no-any-return]
-        return self.global_loss(embeddings, labels, counts=counts, **item_ids)  # type: ignore[no-any-return]
-
-    def _learn(self, inputs: Tensor, items: Tensor, counts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        embeddings = self._encode(inputs)
-        value = self._loss_of(embeddings, items, counts)
-        self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
-        return value.detach(), embeddings.detach()
-
     def optimizer_step(self, measure: bool) -> Tensor | None:
         """One step of the optimiser, which clears the gradient; returns its norm if it was clipped or `measure`."""
-        if self.rates is not None:
-            self.rates.update()
-        norm = self._optimize(measure)
-        if self.average is not None:
-            self.average.n_averaged += 1
+        step.before(self)
+        norm = step.optimize(self, measure)
+        step.after(self)
         return norm
-
-    def _optimize(self, measure: bool) -> Tensor | None:
-        """`optimizer_step` without what the host must do at each step: this part may be replayed by a CUDA graph."""
-        norm, clip = None, self.recipe.optimizer.clip
-        several = self.group.size > 1
-        if several:
-            average_gradients(self.loss)
-            parallel.average_norms(self.encoder)
-        if clip or measure:
-            self.scaler.unscale_(self.optimizer)
-            if several:
-                norm = parallel.global_norm(self.parameters)
-                if clip:
-                    parallel.clip(self.parameters, clip, norm)
-            else:
-                with_gradient = [p for p in self.parameters if p.grad is not None]
-                norm = nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
-                if clip:
-                    nn.utils.clip_grads_with_norm_(with_gradient, clip, norm)
-        with nullcontext() if self.rates is None else self.rates.in_groups():
-            self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            update_average(self.average, self.encoder)
-        return norm
-
-    def _step_graph(self) -> GraphedStep:
-        def step(inputs: Tensor, items: Tensor) -> tuple[Tensor, ...]:
-            value, embeddings = self._learn(inputs, items)
-            norm = self._optimize(measure=True)
-            assert norm is not None
-            return value, embeddings, norm
-
-        generators = {part.generator for part in self.loss.modules() if hasattr(part, "generator")} - {None}
-        return GraphedStep(step, [self.encoder, self.loss], generators)
 
     def _leave_graph(self, reason: str) -> None:
         """Goes on without a graph of the whole step; the encoder's passes remain graphs, if it is one of ours."""

@@ -1,4 +1,4 @@
-"""Runs of the trainer, step by step, with everything they leave behind: for comparisons with and without CUDA graphs."""
+"""Runs of the trainer, step by step, and everything they leave behind: to compare them with and without graphs."""
 
 import numpy as np
 import torch

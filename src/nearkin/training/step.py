@@ -1,0 +1,119 @@
+"""The parts of a training step: a batch on the device, embeddings, loss and gradient, the optimiser; or all as a graph.
+
+`before` and `after` are the host's work at each step; what lies between them may be replayed by a CUDA graph.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from nearkin.data import augment
+from nearkin.dist import parallel
+from nearkin.dist.global_batch import average_gradients
+from nearkin.training.cuda_graphs import GraphedStep
+from nearkin.training.loader import Batch
+from nearkin.training.optimizers import update_average
+
+if TYPE_CHECKING:
+    from nearkin.training.trainer import Trainer
+
+__all__ = ["after", "augmented", "before", "encode", "graphed", "learn", "load", "loss_of", "optimize"]
+
+
+def load(trainer: "Trainer", batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows and numbers of this rank's items, on the device, and keys for their augmentation, on the CPU."""
+    rows = batch.rows.to(trainer.device, non_blocking=True)
+    items = torch.from_numpy(batch.items[batch.part]).to(trainer.device, non_blocking=True)
+    if trainer.augmentation is None:
+        return rows, items, None
+    # Of all ranks' items: one that occurs twice is augmented twice.
+    return rows, items, augment.keys(trainer.state.epoch, batch.number, torch.from_numpy(batch.items))[batch.part]
+
+
+def augmented(trainer: "Trainer", rows: Tensor, keys: Tensor | None) -> Tensor:
+    size = trainer.store.size
+    if size is None:
+        return rows
+    if trainer.augmentation is None or keys is None:
+        return augment.centre(rows, size)
+    return augment.warp(rows, keys, size=size, augmentation=trainer.augmentation, seed=trainer.recipe.training.seed)
+
+
+def encode(trainer: "Trainer", inputs: Tensor) -> Tensor:
+    """Embeddings in float32 at least."""
+    if trainer.graphed is not None:
+        embeddings = trainer.graphed(inputs)
+    else:
+        with torch.autocast(trainer.device.type, trainer.precision, enabled=trainer.precision is not None):
+            embeddings = trainer.parallel(inputs)
+    trainer.group.advance()
+    return embeddings.float() if trainer.precision is not None else embeddings
+
+
+def loss_of(trainer: "Trainer", embeddings: Tensor, items: Tensor, counts: Sequence[int]) -> Tensor:
+    labels = trainer.labels[items]
+    item_ids = {"items": items} if trainer.takes_items else {}  # for a loss that learns something per training item
+    if trainer.group.size == 1:
+        return trainer.loss(embeddings, labels, **item_ids)  # type: ignore[no-any-return]
+    return trainer.global_loss(embeddings, labels, counts=counts, **item_ids)  # type: ignore[no-any-return]
+
+
+def learn(trainer: "Trainer", inputs: Tensor, items: Tensor, counts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """Adds the gradient of a batch to the parameters; returns loss and embeddings, detached."""
+    embeddings = encode(trainer, inputs)
+    value = loss_of(trainer, embeddings, items, counts)
+    trainer.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
+    return value.detach(), embeddings.detach()
+
+
+def before(trainer: "Trainer") -> None:
+    if trainer.rates is not None:
+        trainer.rates.update()
+
+
+def optimize(trainer: "Trainer", measure: bool) -> Tensor | None:
+    """Clips the gradient, moves the weights and their average; returns the gradient's norm if asked for or clipped."""
+    norm, clip = None, trainer.recipe.optimizer.clip
+    several = trainer.group.size > 1
+    if several:
+        average_gradients(trainer.loss)
+        parallel.average_norms(trainer.encoder)
+    if clip or measure:
+        trainer.scaler.unscale_(trainer.optimizer)
+        if several:
+            norm = parallel.global_norm(trainer.parameters)
+            if clip:
+                parallel.clip(trainer.parameters, clip, norm)
+        else:
+            with_gradient = [p for p in trainer.parameters if p.grad is not None]
+            norm = nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
+            if clip:
+                nn.utils.clip_grads_with_norm_(with_gradient, clip, norm)
+    with nullcontext() if trainer.rates is None else trainer.rates.in_groups():
+        trainer.scaler.step(trainer.optimizer)
+    trainer.scaler.update()
+    trainer.optimizer.zero_grad(set_to_none=True)
+    if trainer.average is not None:
+        update_average(trainer.average, trainer.encoder)
+    return norm
+
+
+def after(trainer: "Trainer") -> None:
+    if trainer.average is not None:
+        trainer.average.n_averaged += 1
+
+
+def graphed(trainer: "Trainer") -> GraphedStep:
+    """`learn` and `optimize` of (inputs, items) as a graph, once it is captured: loss, embeddings and gradient norm."""
+
+    def step(inputs: Tensor, items: Tensor) -> tuple[Tensor, ...]:
+        value, embeddings = learn(trainer, inputs, items)
+        norm = optimize(trainer, measure=True)
+        assert norm is not None
+        return value, embeddings, norm
+
+    generators = (getattr(part, "generator", None) for part in trainer.loss.modules())
+    return GraphedStep(step, [trainer.encoder, trainer.loss], {g for g in generators if g is not None})
