@@ -70,6 +70,21 @@ def state_of(trainer):
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, values
 
 
+def interrupted(make_first, make_second, cut, steps, folder):
+    """Losses of a run of `steps` steps that was stopped after `cut` of them, and resumed by another trainer."""
+    folder.mkdir(parents=True)
+    started = make_first()
+    losses = advance(started, cut)
+    started.checkpoints.folder = folder
+    started.save()
+    resumed = make_second()
+    resumed.out.mkdir(exist_ok=True)
+    resumed.checkpoints.folder = folder
+    notes = resumed.restore()
+    assert not notes, notes
+    return losses + advance(resumed, steps - cut)
+
+
 def differences(one, other):
     """Names of the tensors that are not equal to the last bit, NaN included."""
     names = [name for name in one if not torch.equal(_bits(one[name]), _bits(other[name]))]

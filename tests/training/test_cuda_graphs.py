@@ -1,5 +1,7 @@
 """Steps as graphs, as far as a CPU shows it: a "graph" that repeats its function on its own tensors."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,14 @@ def test_a_step_that_cannot_be_captured_goes_on_without_and_says_so_once(sources
     assert sentence in graphed.log_line(None, embeddings)["notes"]
     graphed.notes, graphed.state.notes = [sentence], [sentence]  # resumed
     assert sentence not in graphed.log_line(None, embeddings)["notes"]
+
+
+@pytest.mark.parametrize("name", ["sphereface", "margin", "supcon, memory", "sgd", "rmsprop", "clip, ema"])
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_runs_resume_to_the_last_bit_with_and_without_graphs(name, first, second, sources, tmp_path, replays):
+    losses, _ = expected(sources, CASES[name])
+    makers = (partial(trainer_of, sources, CASES[name], graphs) for graphs in (first, second))
+    assert graph_runs.interrupted(*makers, WARMUP + 1, STEPS, tmp_path / "checkpoints") == losses
 
 
 class Counter(nn.Module):
