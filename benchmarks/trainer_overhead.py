@@ -13,6 +13,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -121,15 +122,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results)
     arguments = parser.parse_args()
     on = torch.device(arguments.device)
-    modes = ["true", "encoder", "false"] if on.type == "cuda" else ["false"]
+    modes = [True, "encoder", False] if on.type == "cuda" else [False]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sets = settings(arguments, folder)
         loops = {}
+        prepared = prepare(read(None, sets))
         for graphs in modes:
-            prepared = prepare(read(None, [*sets, f"training.graphs={graphs}"]))
             title = "trainer" if on.type == "cpu" else f"trainer, graphs={graphs}"
-            trainer, loops[title] = by_trainer(prepared, folder / graphs)
+            recipe = prepared.recipe.with_("training", graphs=graphs)
+            trainer, loops[title] = by_trainer(replace(prepared, recipe=recipe), folder / str(graphs))
         if arguments.loss == "supcon":
             batches = [trainer.sampler.batch(0, i) for i in range(arguments.steps)]
             loops["by hand"] = by_hand(prepared, on, trainer.precision, batches)
