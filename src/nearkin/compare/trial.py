@@ -13,6 +13,7 @@ from torch import Tensor
 from nearkin import models
 from nearkin.compare.protocol import Job, Setup
 from nearkin.core.errors import Diverged
+from nearkin.training.cuda_graphs import WARMUP
 from nearkin.training.loop import deterministic
 from nearkin.training.trainer import Trainer, assemble
 from nearkin.training.validation import quick_metrics
@@ -23,7 +24,8 @@ MAX_VALIDATIONS, MIN_VALIDATIONS = 10, 4  # per training
 STEPS_BETWEEN = 25  # two validations, at least: short trainings should not spend their time on validation
 PATIENCE = 4  # validations without improvement before it stops
 ENDS = ("end", "early", "hopeless")  # any other end: the training failed
-_WARM, _TIMED = 3, 0.5  # warm-up steps and timed seconds when the speed is measured
+# Warm-up steps (a CUDA graph is captured in the last) and timed seconds when the speed is measured.
+_WARM, _TIMED = WARMUP + 1, 0.5
 
 
 def validation_steps(steps: int) -> list[int]:

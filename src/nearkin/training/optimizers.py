@@ -87,7 +87,13 @@ class DeviceRates:
     """The learning rates of an optimiser on its device, where a captured step reads them: a graph repeats numbers.
 
     Steps that are not captured read them there too, so that both compute the same: kernels get them in float32.
+    For torch's optimisers, which count their steps on the device too; one that does either on the host has no use of
+    this, and cannot be captured.
     """
+
+    @staticmethod
+    def serve(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+        return device.type == "cuda" and type(optimizer) in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD)
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer

@@ -3,9 +3,10 @@
 `before` and `after` are the host's work at each step; what lies between them may be replayed by a CUDA graph.
 """
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -109,9 +110,11 @@ def after(trainer: "Trainer") -> None:
 def graphed(trainer: "Trainer") -> GraphedStep:
     """`learn` and `optimize` of (inputs, items) as a graph, once it is captured: loss, embeddings and gradient norm."""
 
+    owner: Any = weakref.proxy(trainer)  # which holds the graph: its memory is free when the trainer is gone
+
     def step(inputs: Tensor, items: Tensor) -> tuple[Tensor, ...]:
-        value, embeddings = learn(trainer, inputs, items)
-        norm = optimize(trainer, measure=True)
+        value, embeddings = learn(owner, inputs, items)
+        norm = optimize(owner, measure=True)
         assert norm is not None
         return value, embeddings, norm
 

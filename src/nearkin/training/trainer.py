@@ -30,7 +30,7 @@ from nearkin.training.checkpoint.state import State
 from nearkin.training.config.defaults import CAPTURABLE
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of
-from nearkin.training.cuda_graphs import GraphedEncoder
+from nearkin.training.cuda_graphs import GraphedEncoder, GraphedStep
 from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
@@ -73,11 +73,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
-        alone = self.group.size == 1
-        graphs = self.recipe.training.graphs if alone else False
-        self.rates = DeviceRates(self.optimizer, self.device) if alone and self.device.type == "cuda" else None
-        self.graphed = GraphedEncoder(self.encoder, self.precision) if graphs == "encoder" else None
-        self.graphed_step = step.graphed(self) if graphs is True else None
+        self.notes: list[str] = []  # for the next log line
+        self.rates: DeviceRates | None = None
+        self.graphed: GraphedEncoder | None = None
+        self.graphed_step: GraphedStep | None = None
+        if self.group.size == 1:
+            self._use_graphs(self.recipe.training.graphs)
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
         self.parallel = Parallel(self.encoder, strategy, self.group, unused=name.startswith(("timm:", "hf:", "own:")))
         self.global_loss = GlobalBatch(self.loss) if self.group.size > 1 else self.loss
@@ -86,7 +87,6 @@ class Trainer:
         self.epoch_loss = torch.zeros((), device=self.device)  # and since the epoch began
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.saved_at = self.logged_at = self.clock = time.monotonic()
-        self.notes: list[str] = []  # for the next log line
 
     @property
     def best_encoder(self) -> Encoder:
@@ -143,6 +143,16 @@ class Trainer:
         norm = step.optimize(self, measure)
         step.after(self)
         return norm
+
+    def _use_graphs(self, graphs: bool | str | None) -> None:
+        if DeviceRates.serve(self.optimizer, self.device):
+            self.rates = DeviceRates(self.optimizer, self.device)
+        if graphs is True and self.rates is not None:
+            self.graphed_step = step.graphed(self)
+        elif graphs is True:
+            self._leave_graph(f"{type(self.optimizer).__name__} computes a part of its step on the host")
+        elif graphs == "encoder":
+            self.graphed = GraphedEncoder(self.encoder, self.precision)
 
     def _leave_graph(self, reason: str) -> None:
         """Goes on without a graph of the whole step; the encoder's passes remain graphs, if it is one of ours."""
