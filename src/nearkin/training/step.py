@@ -21,7 +21,7 @@ from nearkin.training.optimizers import update_average
 if TYPE_CHECKING:
     from nearkin.training.trainer import Trainer
 
-__all__ = ["after", "augmented", "before", "encode", "graphed", "learn", "load", "loss_of", "optimize"]
+__all__ = ["after", "augmented", "before", "encode", "graph_note", "graphed", "learn", "load", "loss_of", "optimize"]
 
 
 def load(trainer: "Trainer", batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -120,3 +120,17 @@ def graphed(trainer: "Trainer") -> GraphedStep:
 
     generators = (getattr(part, "generator", None) for part in trainer.loss.modules())
     return GraphedStep(step, [trainer.encoder, trainer.loss], {g for g in generators if g is not None})
+
+
+def graph_note(trainer: "Trainer") -> list[str]:
+    """Why the steps of one process on a GPU are not graphs, where that was not the user's choice."""
+    recipe, options = trainer.recipe, trainer.recipe.training
+    chosen = "training.graphs" in recipe.explicit_keys or options.graphs is True
+    if chosen or trainer.device.type != "cuda" or trainer.group.size > 1:
+        return []
+    reason = f"it is not known whether a graph can repeat encoder {recipe.encoder['name']}; training.graphs=true tries"
+    if options.chunk is not None:
+        reason = "training.chunk encodes a batch in parts"
+    elif options.graphs == "encoder":
+        reason = "a graph does not repeat the Python code of your own loss; training.graphs=true tries"
+    return [f"steps are no CUDA graphs: {reason}"]
