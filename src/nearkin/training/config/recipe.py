@@ -30,7 +30,7 @@ __all__ = ["KEYS", "NAMED", "Recipe", "no_effect", "read"]
 NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend on what they name
 
 # Keys that may be edited before a run resumes: where things are, not what is learned.
-_FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy"), "loss": ("shard",)}
+_FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy", "graphs"), "loss": ("shard",)}
 
 
 class _Section(BaseModel):
