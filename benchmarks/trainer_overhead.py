@@ -102,7 +102,7 @@ def photos(folder: Path, classes: int = 48, each: int = 40) -> Path:
 def settings(arguments: argparse.Namespace, folder: Path) -> list[str]:
     sets = [f"training.batches={arguments.steps}", f"training.epochs={arguments.rounds + 2}", "training.patience=999"]
     sets += [f"loss.name={arguments.loss}", f"training.device={arguments.device}", "training.every=999"]
-    sets += ["training.deterministic=false"]
+    sets += ["training.deterministic=false", "training.on_collapse=warn"]
     if arguments.encoder == "efficientnet-lite0":
         sets += [f"data.source={photos(folder / 'photos')}", "data.size=96", "sampler.batch=128"]
         sets += ["encoder.name=efficientnet-lite0", "encoder.pretrained=false"]
