@@ -94,8 +94,11 @@ def test_steps_are_the_same_digit_for_digit(name, sources):
         assert graphed.graphed_step._replay is not None and not graphed.notes
 
 
-@pytest.mark.parametrize("name", ["arcface", "margin", "supcon, memory", "sgd", "rmsprop", "clip, ema", "fp16"])
-@pytest.mark.parametrize("cut", [1, WARMUP + 1, 11])
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [("arcface", 1), ("arcface", 11)]
+    + [(name, WARMUP + 2) for name in ("margin", "supcon, memory", "sgd", "rmsprop", "clip, ema", "fp16")],
+)
 def test_runs_resume_to_the_last_bit_with_and_without_graphs(name, cut, sources, tmp_path):
     """Stopped after `cut` steps with graphs, resumed without, and the reverse; and with graphs both times."""
     _, expected = run(sources, CASES[name], "true", 20)
