@@ -129,7 +129,7 @@ def test_pictures_give_the_same_weights_and_figures(tmp_path):
 
 
 def test_batches_of_other_shapes_are_run_between_those_of_the_graph():
-    """With a loss that counts its steps in a buffer, dropout, and an optimiser: all go on from where the other ended."""
+    """A loss that counts its steps in a buffer, dropout, an optimiser: each goes on from where the other ended."""
 
     def losses(graphs):
         torch.manual_seed(0)
