@@ -192,11 +192,9 @@ def test_checkpoints_fit_optimisers_that_compute_otherwise(name, sources):
 
 def test_rates_on_the_device_are_those_of_the_schedule(sources):
     """An optimiser that reads its rates from tensors: CPU tensors stand for those of a device."""
-    from nearkin.training.optimizers import DeviceRates
-
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([{"params": [weight], "lr": 0.1}])
-    rates = DeviceRates(optimizer, torch.device("cpu"))
+    rates = step.DeviceRates(optimizer, torch.device("cpu"))
     for rate in (0.5, 0.25):
         optimizer.param_groups[0]["lr"] = rate
         rates.update()
@@ -206,3 +204,22 @@ def test_rates_on_the_device_are_those_of_the_schedule(sources):
             optimizer.step()
         assert optimizer.param_groups[0]["lr"] == rate and isinstance(optimizer.param_groups[0]["lr"], float)
     assert np.allclose(weight.detach().numpy(), 0.25)
+
+
+def test_fused_sgd_takes_weights_that_learn_later():
+    """As unfrozen ones: torch's own fused step refuses a group of which some weights have momentum and some do not."""
+    from nearkin.training.optimizers import _add_momentum
+
+    ends = {}
+    for fused in (False, True):
+        weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+        optimizer = torch.optim.SGD(weights, lr=0.125, momentum=0.5, fused=fused)
+        if fused:
+            optimizer.register_step_pre_hook(_add_momentum)
+        for learns in (1, 1, 2, 2):
+            for weight in weights[:learns]:
+                weight.grad = torch.full((3,), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends[fused] = torch.stack(weights).tolist()
+    assert ends[True] == ends[False]

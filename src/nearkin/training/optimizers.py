@@ -1,17 +1,15 @@
 """Parameter groups with their own learning rates, the optimizer, and the learning-rate schedule."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch import nn
 
 from nearkin.training.config.recipe import Recipe, no_effect
 
-__all__ = ["DeviceRates", "LRSchedule", "build_optimizer", "parameter_groups", "update_average"]
+__all__ = ["LRSchedule", "build_optimizer", "parameter_groups"]
 
 
 def parameter_groups(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module) -> list[dict[str, Any]]:
@@ -61,15 +59,22 @@ def _check_weights(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: n
 
 
 def build_optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    options, groups = recipe.optimizer, list(parameters)
-    # One kernel for all weights: launches, not arithmetic, are what a step of a small encoder waits for.
-    fused = all(p.is_cuda for group in groups for p in group["params"]) or None
+    options = recipe.optimizer
     if options.name == "adamw":
         beta1, beta2 = options.betas or (0.9, 0.999)
-        return torch.optim.AdamW(groups, betas=(beta1, beta2), eps=options.eps or 1e-8, fused=fused)
+        groups = list(parameters)
+        on_gpu = all(p.is_cuda for group in groups for p in group["params"])
+        # One kernel for all weights: launches, not arithmetic, are what a step of a small encoder waits for.
+        return torch.optim.AdamW(groups, betas=(beta1, beta2), eps=options.eps or 1e-8, fused=on_gpu or None)
     if options.name == "rmsprop":
-        return torch.optim.RMSprop(groups, momentum=options.momentum or 0.0, eps=options.eps or 1e-8)
-    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=options.momentum or 0.0, fused=fused)
+        return torch.optim.RMSprop(list(parameters), momentum=options.momentum or 0.0, eps=options.eps or 1e-8)
+    return _sgd(list(parameters), options.momentum or 0.0)
+
+
+def _sgd(groups: list[dict[str, Any]], momentum: float) -> torch.optim.Optimizer:
+    """Fused on a GPU: only then does a captured step read its learning rate from the device. torch cannot shard that."""
+    fused = all(p.is_cuda and not hasattr(p, "to_local") for group in groups for p in group["params"])
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=momentum, fused=fused or None)
     if fused:
         optimizer.register_step_pre_hook(_add_momentum)
     return optimizer
@@ -81,61 +86,6 @@ def _add_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for p in group["params"] if group["momentum"] else ():
             if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-
-
-class DeviceRates:
-    """The learning rates of an optimiser on its device, where a captured step reads them: a graph repeats numbers.
-
-    Steps that are not captured read them there too, so that both compute the same: kernels get them in float32.
-    For torch's optimisers, which count their steps on the device too; one that does either on the host has no use of
-    this, and cannot be captured.
-    """
-
-    @staticmethod
-    def serve(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-        return device.type == "cuda" and type(optimizer) in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD)
-
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self.optimizer = optimizer
-        self.rates = torch.zeros(len(optimizer.param_groups), device=device)
-        for group in optimizer.param_groups:
-            if "capturable" in group:
-                group["capturable"] = True
-
-    def update(self) -> None:
-        """Copies the rates of the groups to the device, without waiting for it."""
-        rates = torch.tensor([group["lr"] for group in self.optimizer.param_groups])
-        self.rates.copy_(rates, non_blocking=True)
-
-    @contextmanager
-    def in_groups(self) -> Iterator[None]:
-        """The groups have the rates on the device as theirs; a checkpoint must find numbers again."""
-        numbers = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, self.rates.unbind(), strict=True):
-            group["lr"] = rate
-        try:
-            yield
-        finally:
-            for group, number in zip(self.optimizer.param_groups, numbers, strict=True):
-                group["lr"] = number
-
-
-@torch.no_grad()
-def update_average(average: AveragedModel, encoder: nn.Module) -> None:
-    """`average.update_parameters(encoder)` without counting, for which a captured step has no host: add 1 to
-    `average.n_averaged` after each step."""
-    weights: list[Tensor] = list(average.module.parameters())
-    current: list[Tensor] = list(encoder.parameters())
-    if average.n_averaged == 0:
-        for weight, now in zip(weights, current, strict=True):
-            weight.copy_(now)
-    elif weights:
-        assert average.multi_avg_fn is not None
-        average.multi_avg_fn(weights, current, average.n_averaged)
-    pairs = list(zip(average.module.buffers(), encoder.buffers(), strict=True))
-    for dtype in {buffer.dtype for buffer, _ in pairs}:
-        same = [pair for pair in pairs if pair[0].dtype == dtype]
-        torch._foreach_copy_([buffer for buffer, _ in same], [now for _, now in same])
 
 
 class LRSchedule:

@@ -4,24 +4,25 @@
 """
 
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from nearkin.data import augment
 from nearkin.dist import parallel
 from nearkin.dist.global_batch import average_gradients
 from nearkin.training.cuda_graphs import GraphedStep
 from nearkin.training.loader import Batch
-from nearkin.training.optimizers import update_average
 
 if TYPE_CHECKING:
     from nearkin.training.trainer import Trainer
 
-__all__ = ["after", "augmented", "before", "encode", "graph_note", "graphed", "learn", "load", "loss_of", "optimize"]
+__all__ = ["DeviceRates", "after", "augmented", "before", "encode", "graph_note", "graphed", "learn", "load", "loss_of"]
+__all__ += ["optimize", "update_average"]
 
 
 def load(trainer: "Trainer", batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -105,6 +106,61 @@ def optimize(trainer: "Trainer", measure: bool) -> Tensor | None:
 def after(trainer: "Trainer") -> None:
     if trainer.average is not None:
         trainer.average.n_averaged += 1
+
+
+class DeviceRates:
+    """The learning rates of an optimiser on its device, where a captured step reads them: a graph repeats numbers.
+
+    Steps that are not captured read them there too, so that both compute the same: kernels get them in float32.
+    For torch's optimisers, which count their steps on the device too; one that does either on the host has no use of
+    this, and cannot be captured.
+    """
+
+    @staticmethod
+    def serve(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+        return device.type == "cuda" and type(optimizer) in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.rates = torch.zeros(len(optimizer.param_groups), device=device)
+        for group in optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+
+    def update(self) -> None:
+        """Copies the rates of the groups to the device, without waiting for it."""
+        rates = torch.tensor([group["lr"] for group in self.optimizer.param_groups])
+        self.rates.copy_(rates, non_blocking=True)
+
+    @contextmanager
+    def in_groups(self) -> Iterator[None]:
+        """The groups have the rates on the device as theirs; a checkpoint must find numbers again."""
+        numbers = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, self.rates.unbind(), strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, number in zip(self.optimizer.param_groups, numbers, strict=True):
+                group["lr"] = number
+
+
+@torch.no_grad()
+def update_average(average: AveragedModel, encoder: nn.Module) -> None:
+    """`average.update_parameters(encoder)` without counting, for which a captured step has no host: add 1 to
+    `average.n_averaged` after each step."""
+    weights: list[Tensor] = list(average.module.parameters())
+    current: list[Tensor] = list(encoder.parameters())
+    if average.n_averaged == 0:
+        for weight, now in zip(weights, current, strict=True):
+            weight.copy_(now)
+    elif weights:
+        assert average.multi_avg_fn is not None
+        average.multi_avg_fn(weights, current, average.n_averaged)
+    pairs = list(zip(average.module.buffers(), encoder.buffers(), strict=True))
+    for dtype in {buffer.dtype for buffer, _ in pairs}:
+        same = [pair for pair in pairs if pair[0].dtype == dtype]
+        torch._foreach_copy_([buffer for buffer, _ in same], [now for _, now in same])
 
 
 def graphed(trainer: "Trainer") -> GraphedStep:

@@ -34,7 +34,7 @@ from nearkin.training.cuda_graphs import GraphedEncoder, GraphedStep
 from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
-from nearkin.training.optimizers import DeviceRates, LRSchedule, build_optimizer, parameter_groups
+from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.validation import HeldOut, quick_metrics
 
@@ -74,7 +74,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
         self.notes: list[str] = []  # for the next log line
-        self.rates: DeviceRates | None = None
+        self.rates: step.DeviceRates | None = None
         self.graphed: GraphedEncoder | None = None
         self.graphed_step: GraphedStep | None = None
         if self.group.size == 1:
@@ -145,8 +145,8 @@ class Trainer:
         return norm
 
     def _use_graphs(self, graphs: bool | str | None) -> None:
-        if DeviceRates.serve(self.optimizer, self.device):
-            self.rates = DeviceRates(self.optimizer, self.device)
+        if step.DeviceRates.serve(self.optimizer, self.device):
+            self.rates = step.DeviceRates(self.optimizer, self.device)
         if graphs is True and self.rates is not None:
             self.graphed_step = step.graphed(self)
         elif graphs is True:
