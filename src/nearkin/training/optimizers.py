@@ -72,7 +72,7 @@ def build_optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> tor
 
 
 def _sgd(groups: list[dict[str, Any]], momentum: float) -> torch.optim.Optimizer:
-    """Fused on a GPU: only then does a captured step read its learning rate from the device. torch cannot shard that."""
+    """Fused on a GPU, so that a captured step reads its learning rate there; not for sharded weights."""
     fused = all(p.is_cuda and not hasattr(p, "to_local") for group in groups for p in group["params"])
     optimizer = torch.optim.SGD(groups, lr=1.0, momentum=momentum, fused=fused or None)
     if fused:
