@@ -177,10 +177,9 @@ def _trained(prepared: Prepared) -> Trainer:
 def _step(trainer: Trainer, batch: Any) -> None:
     state = trainer.state
     trainer.lr_schedule.set(trainer.optimizer, state.step)
-    value, _ = trainer.forward_backward(batch)
+    value, _, _ = trainer.train_step(batch, measure=False)
     trainer.window += value
     state.counted, state.batch, state.step = state.counted + 1, batch.number + 1, state.step + 1
-    trainer.optimizer_step(measure=False)
 
 
 def _embedded(trainer: Trainer, indices: NDArray[np.int64]) -> torch.Tensor:

@@ -1,12 +1,18 @@
-"""Training through CUDA graphs: the numbers are the encoder's own. Skipped where there is no CUDA device."""
+"""Training through CUDA graphs: the numbers are those without. Skipped where there is no CUDA device."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
-from nearkin import models
-from nearkin.training.cuda_graphs import GraphedEncoder
+import graph_runs
+from nearkin import models, training
+from nearkin.losses import SphereFaceLoss
+from nearkin.training.config.recipe import read
+from nearkin.training.config.registry import LOSSES
+from nearkin.training.cuda_graphs import WARMUP, GraphedEncoder, GraphedStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
@@ -55,3 +61,126 @@ def test_graphs_see_weights_that_moved_and_other_shapes():
         encoder.head.projection.bias.mul_(-1)
     assert torch.allclose(graphed(images), -before, atol=1e-5)
     assert graphed(torch.rand(5, 1, 32, 32, device="cuda")).shape == (5, 16)
+
+
+# --- whole steps
+
+CASES = {name: [f"loss.name={name}"] for name in LOSSES} | graph_runs.VARIANTS
+STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    graph_runs.write_sources(folder)
+    return folder
+
+
+def run(folder, sets, graphs, steps=STEPS):
+    source = "targets.npz" if "loss.name=logratio" in sets else "vectors.npz"
+    trainer = graph_runs.trainer_of(folder, sets, graphs, source)
+    return trainer, graph_runs.advance(trainer, steps)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_the_same_digit_for_digit(name, sources):
+    plain, expected = run(sources, CASES[name], "false")
+    graphed, losses = run(sources, CASES[name], "true")
+    assert losses == expected
+    assert not graph_runs.differences(graph_runs.state_of(plain)[0], graph_runs.state_of(graphed)[0])
+    assert graphed.graphed_step._replay is not None and not graphed.notes  # captured, every one of them
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [("arcface", 1), ("arcface", 11)]
+    + [(name, WARMUP + 2) for name in ("margin", "supcon, memory", "sgd", "rmsprop", "clip, ema", "fp16")],
+)
+def test_runs_resume_to_the_last_bit_with_and_without_graphs(name, cut, sources, tmp_path):
+    """Stopped after `cut` steps with graphs, resumed without, and the reverse; and with graphs both times."""
+    _, expected = run(sources, CASES[name], "true", 20)
+    for first, second in (("true", "false"), ("false", "true"), ("true", "true")):
+        make_first, make_second = (
+            partial(graph_runs.trainer_of, sources, CASES[name], graphs) for graphs in (first, second)
+        )
+        assert graph_runs.interrupted(make_first, make_second, cut, 20, tmp_path / f"{first}-{second}") == expected
+
+
+def test_pictures_give_the_same_weights_and_figures(tmp_path):
+    """The whole of a training, with the batch norm and the frozen epochs of an encoder, and its test."""
+    from PIL import Image
+
+    pixels = torch.randint(0, 256, (24, 8, 20, 20, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for label, images in enumerate(pixels):
+        (tmp_path / "photos" / str(label)).mkdir(parents=True)
+        for i, image in enumerate(images):
+            Image.fromarray(image.numpy()).save(tmp_path / "photos" / str(label) / f"{i}.png")
+    sets = [f"data.source={tmp_path / 'photos'}", "encoder.name=small-cnn", "encoder.width=8", "data.size=16"]
+    sets += ["encoder.dim=8", "sampler.batch=16", "training.epochs=3", "training.batches=9", "schedule.frozen_epochs=1"]
+    sets += ["loss.name=arcface", "training.device=cuda", "training.log_steps=2", "training.on_collapse=warn"]
+    outcomes = [
+        training.train(read(None, [*sets, f"training.graphs={graphs}"]), tmp_path / graphs)
+        for graphs in ("false", "encoder", "true")
+    ]
+    keys = ("loss", "gradient", "lr", "val")
+    lines = [[[line.get(key) for key in keys] for line in outcome.history] for outcome in outcomes]
+    assert lines[0] == lines[2] and torch.equal(outcomes[0].embeddings, outcomes[2].embeddings)
+    assert not any("CUDA graph" in note for note in outcomes[2].notes)
+
+
+def test_batches_of_other_shapes_are_run_between_those_of_the_graph():
+    """A loss that counts its steps in a buffer, dropout, an optimiser: each goes on from where the other ended."""
+
+    def losses(graphs):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 4)).cuda()
+        loss = SphereFaceLoss(3, 4).cuda()
+        parameters = [*net.parameters(), *loss.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=0.01, fused=True, capturable=True)
+
+        def step(x, labels):
+            value = loss(net(x), labels)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return (value.detach(),)
+
+        graphed = GraphedStep(step, [net, loss])
+        values = []
+        for rows in [6] * (WARMUP + 2) + [5, 6, 1, 6, 6]:
+            x, labels = torch.linspace(-1, 1, 8 * rows, device="cuda").view(rows, 8), torch.arange(rows).cuda() % 3
+            values.append((graphed if graphs else step)(x, labels)[0].clone())
+        assert (graphed._replay is not None) == graphs
+        return [*torch.stack(values).tolist(), int(loss.steps)]
+
+    assert losses(True) == losses(False)
+
+
+def test_a_failed_capture_leaves_no_trace():
+    """What a graph cannot do ends the graph, not the training: digits, random numbers and later captures are intact."""
+
+    def losses(fault):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 4)).cuda()
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True, capturable=True)
+
+        def step(x):
+            optimizer.zero_grad(set_to_none=True)
+            value = net(x).square().mean()
+            if fault == "waits" or (fault == "waits at the capture" and torch.cuda.is_current_stream_capturing()):
+                value.item()
+            if fault == "raises" and torch.cuda.is_current_stream_capturing():
+                raise KeyError("nothing")
+            value.backward()
+            optimizer.step()
+            return (value.detach(),)
+
+        graphed = GraphedStep(step, [net])
+        values = [graphed(torch.full((6, 8), float(i), device="cuda"))[0].clone() for i in range(WARMUP + 4)]
+        assert graphed.reason is None if fault is None else reasons[fault] in graphed.reason
+        return torch.stack(values).tolist()
+
+    reasons = {"waits": "waits for the device", "raises": "nothing", "waits at the capture": "captur"}
+    expected = losses(None)
+    for fault in (*reasons, None):
+        assert losses(fault) == expected, fault

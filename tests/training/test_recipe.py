@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nearkin import models, training
 from nearkin.core import toml
 from nearkin.data import augment
+from nearkin.training.config import defaults
 from nearkin.training.config.recipe import KEYS, NAMED, Recipe, read
 from nearkin.training.config.registry import LOSSES, SAMPLERS, settings_of
 
@@ -472,6 +474,25 @@ def test_recipes_read_and_say_what_they_cost(file):
     assert lines[0].startswith("# nearkin train ") and lines[1].startswith("# ") and "expect" in lines[1] + lines[2]
     recipe = read(file)
     assert recipe.explicit_keys
+
+
+@pytest.mark.parametrize(
+    ("sets", "graphs"),
+    [
+        ([], True),
+        (["training.graphs=auto"], True),
+        (["training.graphs=false"], False),
+        (["training.graphs=encoder"], "encoder"),
+        (["training.chunk=4"], False),
+        (["encoder.name=timm:resnet18"], False),
+        (["loss.name=own:Loss"], "encoder"),
+    ],
+)
+def test_graphs_are_settled_by_encoder_and_loss(sets, graphs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    recipe = read(None, ["encoder.name=mlp", "loss.name=supcon", "sampler.batch=8", *sets])
+    facts = defaults.Facts(100, 10, None, False, torch.device("cuda"))
+    assert defaults._settle_training(recipe, facts).training.graphs == graphs
 
 
 def test_graphs_need_a_gpu(sources, tmp_path, monkeypatch):

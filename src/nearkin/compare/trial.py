@@ -13,6 +13,7 @@ from torch import Tensor
 from nearkin import models
 from nearkin.compare.protocol import Job, Setup
 from nearkin.core.errors import Diverged
+from nearkin.training.cuda_graphs import WARMUP
 from nearkin.training.loop import deterministic
 from nearkin.training.trainer import Trainer, assemble
 from nearkin.training.validation import quick_metrics
@@ -23,7 +24,8 @@ MAX_VALIDATIONS, MIN_VALIDATIONS = 10, 4  # per training
 STEPS_BETWEEN = 25  # two validations, at least: short trainings should not spend their time on validation
 PATIENCE = 4  # validations without improvement before it stops
 ENDS = ("end", "early", "hopeless")  # any other end: the training failed
-_WARM, _TIMED = 3, 0.5  # warm-up steps and timed seconds when the speed is measured
+# Warm-up steps (a CUDA graph is captured in the last) and timed seconds when the speed is measured.
+_WARM, _TIMED = WARMUP + 1, 0.5
 
 
 def validation_steps(steps: int) -> list[int]:
@@ -126,11 +128,10 @@ def _steps(trainer: Trainer, steps: int, validated: list[int], clock: _Clock) ->
     for batch in trainer.loader.epoch(0, 0):
         step = batch.number + 1
         trainer.lr_schedule.set(trainer.optimizer, batch.number)
-        value, embeddings = trainer.forward_backward(batch)
+        logged = step in validated
+        value, embeddings, norm = trainer.train_step(batch, measure=logged)
         trainer.window += value
         trainer.state.counted, trainer.state.batch, trainer.state.step = trainer.state.counted + 1, step, step
-        logged = step in validated
-        norm = trainer.optimizer_step(measure=logged)
         if logged:
             clock.stop()
             trainer.log_line(norm, embeddings)

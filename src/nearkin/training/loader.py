@@ -38,7 +38,7 @@ class ItemStore:
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
         """Rows on the CPU, or on the device where all rows are."""
         if self.resident is not None:
-            return self.resident[torch.from_numpy(indices).to(self.device)]
+            return self.resident[torch.from_numpy(indices).to(self.device, non_blocking=True)]
         if isinstance(self.rows, DatasetRows):
             rows = self.rows.take(indices)
         else:

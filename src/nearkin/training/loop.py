@@ -30,13 +30,12 @@ def fit(trainer: Trainer, callback: Callback) -> None:
                 if group.size > 1:  # ranks stop and save together, so they ask each other first
                     group.propose(signals[0] if signals else 0, _save_is_due(trainer))
                 trainer.lr_schedule.set(trainer.optimizer, state.step)
-                value, embeddings = trainer.forward_backward(batch)
+                log = (state.step + 1) % options.log_steps == 0 or state.step == 0
+                value, embeddings, norm = trainer.train_step(batch, measure=log)
                 trainer.window += value
                 trainer.epoch_loss += value
                 state.counted, state.batch, state.step = state.counted + 1, batch.number + 1, state.step + 1
                 state.epoch_steps += 1
-                log = state.step % options.log_steps == 0 or state.step == 1
-                norm = trainer.optimizer_step(measure=log)
                 callback({"event": "step_end", "epoch": state.epoch + 1, "step": state.step, "items": len(batch.items)})
                 if log:
                     _log(trainer, callback, trainer.log_line(norm, embeddings))

@@ -68,7 +68,24 @@ def build_optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> tor
         return torch.optim.AdamW(groups, betas=(beta1, beta2), eps=options.eps or 1e-8, fused=on_gpu or None)
     if options.name == "rmsprop":
         return torch.optim.RMSprop(list(parameters), momentum=options.momentum or 0.0, eps=options.eps or 1e-8)
-    return torch.optim.SGD(list(parameters), lr=1.0, momentum=options.momentum or 0.0)
+    return _sgd(list(parameters), options.momentum or 0.0)
+
+
+def _sgd(groups: list[dict[str, Any]], momentum: float) -> torch.optim.Optimizer:
+    """Fused on a GPU, so that a captured step reads its learning rate there; not for sharded weights."""
+    fused = all(p.is_cuda and not hasattr(p, "to_local") for group in groups for p in group["params"])
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=momentum, fused=fused or None)
+    if fused:
+        optimizer.register_step_pre_hook(_add_momentum)
+    return optimizer
+
+
+def _add_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Momentum of 0 for weights that learn for the first time, of which fused SGD must not find some among others."""
+    for group in optimizer.param_groups:
+        for p in group["params"] if group["momentum"] else ():
+            if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 class LRSchedule:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nearkin import models
 from nearkin.dist.group import ProcessGroup
 from nearkin.dist.rendezvous import join
-from nearkin.training import final_test, grad_cache, run_dir
+from nearkin.training import final_test, grad_cache, run_dir, step
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.final_test import raw
@@ -192,6 +192,7 @@ def _start(trainer: Trainer, prepared: Prepared, callback: Callback) -> None:
     """Writes the folder, with all that a run needs to be resumed from its first step."""
     trainer.group.on_rank0("starting", lambda: run_dir.write(trainer.out, prepared))
     trainer.state.notes += [*prepared.notes, *_pairs_note(prepared), *_chunk_note(trainer), *_rank_notes(trainer)]
+    trainer.state.notes += step.graph_note(trainer)
     for note in trainer.state.notes:
         callback({"event": "note", "text": note})
     trainer.save()

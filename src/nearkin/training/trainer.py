@@ -17,19 +17,20 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from nearkin.core import files
 from nearkin.data import augment
 from nearkin.dist import collectives, parallel, sync_batchnorm
-from nearkin.dist.global_batch import GlobalBatch, average_gradients
+from nearkin.dist.global_batch import GlobalBatch
 from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.parallel import Parallel
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
-from nearkin.training import grad_cache, run_dir, validation
+from nearkin.training import grad_cache, run_dir, step, validation
 from nearkin.training.build import build_loss, build_sampler
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.checkpoint.state import State
+from nearkin.training.config.defaults import CAPTURABLE
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of
-from nearkin.training.cuda_graphs import GraphedEncoder
+from nearkin.training.cuda_graphs import GraphedEncoder, GraphedStep
 from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
@@ -72,8 +73,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
-        graphs = self.recipe.training.graphs and self.group.size == 1
-        self.graphed = GraphedEncoder(self.encoder, self.precision) if graphs else None
+        self.notes: list[str] = []  # for the next log line
+        self.rates: step.DeviceRates | None = None
+        self.graphed: GraphedEncoder | None = None
+        self.graphed_step: GraphedStep | None = None
+        if self.group.size == 1:
+            self._use_graphs(self.recipe.training.graphs)
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
         self.parallel = Parallel(self.encoder, strategy, self.group, unused=name.startswith(("timm:", "hf:", "own:")))
         self.global_loss = GlobalBatch(self.loss) if self.group.size > 1 else self.loss
@@ -96,75 +101,66 @@ class Trainer:
         self.unsharded.load_state_dict(checkpoint_state.full_state(encoder))
         return self.unsharded
 
+    def train_step(self, batch: Batch, measure: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One step on a batch: its loss and embeddings, and the norm of its gradient if it was clipped or `measure`.
+
+        The next step may overwrite them.
+        """
+        if self.graphed_step is None:
+            return *self.forward_backward(batch), self.optimizer_step(measure)
+        rows, items, keys = step.load(self, batch)
+        step.before(self)
+        value, embeddings, norm = self.graphed_step(step.augmented(self, rows, keys), items)
+        step.after(self)
+        if self.graphed_step.reason is not None:
+            self._leave_graph(self.graphed_step.reason)
+        return value, embeddings, norm
+
     def forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Adds the gradient of one batch to the parameters; returns loss and embeddings, detached.
 
         Each rank encodes its part; the loss is that of the whole batch on all of them.
         """
         self.group.advance()
-        rows = batch.rows.to(self.device, non_blocking=True)
-        items = torch.from_numpy(batch.items[batch.part]).to(self.device)
-        labels = self.labels[items]
-        item_ids = {"items": items} if self.takes_items else {}  # for a loss that learns something per training item
-        keys = None
-        if self.augmentation is not None:  # of all ranks' items: one that occurs twice is augmented twice
-            keys = augment.keys(self.state.epoch, batch.number, torch.from_numpy(batch.items))[batch.part]
+        rows, items, keys = step.load(self, batch)
+        chunk, most = self.recipe.training.chunk, max(batch.counts)
+        if chunk is None or chunk >= most:
+            return step.learn(self, step.augmented(self, rows, keys), items, batch.counts)
 
         def encode(part: slice) -> Tensor:
-            inputs = rows[part]
-            if self.augmentation is not None:
-                assert self.store.size is not None and keys is not None
-                options: dict[str, Any] = {"size": self.store.size, "augmentation": self.augmentation}
-                inputs = augment.warp(inputs, keys[part], seed=self.recipe.training.seed, **options)
-            elif self.store.size is not None:
-                inputs = augment.centre(inputs, self.store.size)
-            if self.graphed is not None:
-                embeddings = self.graphed(inputs)
-            else:
-                with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
-                    embeddings = self.parallel(inputs)
-            self.group.advance()
-            return embeddings.float() if self.precision is not None else embeddings
+            return step.encode(self, step.augmented(self, rows[part], None if keys is None else keys[part]))
 
         def loss_of(embeddings: Tensor) -> Tensor:
-            if self.group.size == 1:
-                return self.loss(embeddings, labels, **item_ids)  # type: ignore[no-any-return]
-            return self.global_loss(embeddings, labels, counts=batch.counts, **item_ids)  # type: ignore[no-any-return]
+            return step.loss_of(self, embeddings, items, batch.counts)
 
-        chunk, most = self.recipe.training.chunk, max(batch.counts)
-        if chunk is not None and chunk < most:
-            passes = None if self.group.size == 1 else -(-most // chunk)  # all ranks make as many
-            sync = self.parallel.sync_gradients
-            return grad_cache.backward(encode, len(rows), chunk, loss_of, self.encoder, self.scaler.scale, passes, sync)
-        embeddings = encode(slice(None))
-        value = loss_of(embeddings)
-        self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
-        return value.detach(), embeddings.detach()
+        passes = None if self.group.size == 1 else -(-most // chunk)  # all ranks make as many
+        sync = self.parallel.sync_gradients
+        return grad_cache.backward(encode, len(rows), chunk, loss_of, self.encoder, self.scaler.scale, passes, sync)
 
     def optimizer_step(self, measure: bool) -> Tensor | None:
         """One step of the optimiser, which clears the gradient; returns its norm if it was clipped or `measure`."""
-        norm, clip = None, self.recipe.optimizer.clip
-        several = self.group.size > 1
-        if several:
-            average_gradients(self.loss)
-            parallel.average_norms(self.encoder)
-        if clip or measure:
-            self.scaler.unscale_(self.optimizer)
-            if several:
-                norm = parallel.global_norm(self.parameters)
-                if clip:
-                    parallel.clip(self.parameters, clip, norm)
-            else:
-                with_gradient = [p for p in self.parameters if p.grad is not None]
-                norm = nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
-                if clip:
-                    nn.utils.clip_grads_with_norm_(with_gradient, clip, norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            self.average.update_parameters(self.encoder)
+        step.before(self)
+        norm = step.optimize(self, measure)
+        step.after(self)
         return norm
+
+    def _use_graphs(self, graphs: bool | str | None) -> None:
+        if step.DeviceRates.serve(self.optimizer, self.device):
+            self.rates = step.DeviceRates(self.optimizer, self.device)
+        if graphs is True and self.rates is not None:
+            self.graphed_step = step.graphed(self)
+        elif graphs is True:
+            self._leave_graph(f"{type(self.optimizer).__name__} computes a part of its step on the host")
+        elif graphs == "encoder":
+            self.graphed = GraphedEncoder(self.encoder, self.precision)
+
+    def _leave_graph(self, reason: str) -> None:
+        """Goes on without a graph of the whole step; the encoder's passes remain graphs, if it is one of ours."""
+        self.graphed_step, left = None, "nothing"
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.recipe.encoder["name"] in CAPTURABLE:
+            self.graphed, left = GraphedEncoder(self.encoder, self.precision), "only the encoder"
+        self.notes.append(f"a step cannot be one CUDA graph, so {left} is: {reason}")
 
     def log_line(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
         """The log line of the steps since the last one; the only place in the loop that waits for the device."""
@@ -178,7 +174,9 @@ class Trainer:
         items = state.counted * len(embeddings) / max(1e-9, now - self.logged_at)
         self.window.zero_()
         state.counted, self.logged_at = 0, now
-        notes = self.monitor.check(state.step, loss, gradient, spread, rank, line_share)
+        notes = [note for note in self.notes if note not in state.notes]  # said before, by a run that was stopped
+        notes += self.monitor.check(state.step, loss, gradient, spread, rank, line_share)
+        self.notes = []
         line = {"event": "step", "epoch": state.epoch + 1, "step": state.step, "loss": loss}
         rates = {group["part"]: group["lr"] for group in self.optimizer.param_groups}
         line |= {"lr": rates, "gradient": gradient if math.isfinite(gradient) else None}
@@ -199,6 +197,8 @@ class Trainer:
         frozen = self.state.epoch < self.recipe.schedule.frozen_epochs
         self.encoder.freeze_backbone(frozen or bool(self.recipe.encoder.get("freeze_backbone")))
         self.parallel.refresh()
+        if self.graphed_step is not None:
+            self.graphed_step.refresh()
         return {name: p.detach().clone() for name, p in self.loss.named_parameters() if self.state.batch == 0}
 
     def end_epoch(self, before: dict[str, Tensor]) -> dict[str, Any]:
@@ -294,6 +294,8 @@ class Trainer:
         if not values["finished"]:
             notes += checkpoint_state.numerics_note(values.get("numerics", now), now)
         checkpoint_state.restore(self, tensors, values)
+        if self.graphed_step is not None:
+            self.graphed_step.reset()
         corrupt_lines = self.metrics_log.cut(self.state.step, self.state.epoch)
         return [*notes, *([corrupt_lines] if corrupt_lines else [])]
 

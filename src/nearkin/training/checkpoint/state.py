@@ -188,7 +188,12 @@ def _load_optimizer(trainer: "Trainer", tensors: CheckpointTensors, values: Mapp
     for name, value in values["rest"].items():
         index, _, entry = name.partition(".")
         state.setdefault(int(index), {})[entry] = value
-    trainer.optimizer.load_state_dict({"state": state, "param_groups": values["groups"]})
+    # How this process computes a step is no state: it may have been another device, or without a CUDA graph.
+    groups = [
+        saved | {key: group[key] for key in ("capturable", "fused", "foreach") if key in group}
+        for saved, group in zip(values["groups"], trainer.optimizer.param_groups, strict=True)
+    ]
+    trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _sharded_as(parameter: Tensor, rows: Tensor) -> Tensor:

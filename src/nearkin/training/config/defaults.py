@@ -29,6 +29,7 @@ _MANY = 300  # classes; of so many, a tenth is enough for validation
 _SAMPLED = 16  # images whose headers are read
 SMALL = 64  # images up to this side are small
 LEAST = 32  # smallest side that a pretrained encoder can see
+CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0")  # encoders that a CUDA graph can repeat; others may not be
 # Losses whose papers work on embeddings of free length.
 FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"}
 # The sampler that belongs to a loss, where it is not class-balanced.
@@ -390,11 +391,13 @@ def _settle_training(recipe: Recipe, facts: Facts) -> Recipe:
         settled["epochs"] = max(5, min(60, round(steps / batches)))
     if options.precision is None:
         settled["precision"] = "bf16" if facts.cuda and torch.cuda.is_bf16_supported() else "fp32"
-    if options.graphs and (not facts.cuda or options.chunk is not None):
+    automatic = options.graphs in (None, "auto")
+    if options.graphs and not automatic and (not facts.cuda or options.chunk is not None):
         no_effect("training.graphs", "training.chunk is set" if facts.cuda else "the device is not a CUDA one")
-    if options.graphs is None:
-        capturable = encoder in ("small-cnn", "mlp", "efficientnet-lite0")  # others may not be
-        settled["graphs"] = facts.cuda and capturable and options.chunk is None
+    if automatic:
+        settled["graphs"] = facts.cuda and encoder in CAPTURABLE and options.chunk is None
+        if settled["graphs"] and recipe.is_own("loss"):  # a graph would not repeat what its Python code does
+            settled["graphs"] = "encoder"
     if options.sync_norms and (encoder == "mlp" or recipe.encoder.get("freeze_norms")):
         no_effect(
             "training.sync_norms", "mlp has no batch norm" if encoder == "mlp" else "encoder.freeze_norms is true"

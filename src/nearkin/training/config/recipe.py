@@ -30,7 +30,7 @@ __all__ = ["KEYS", "NAMED", "Recipe", "no_effect", "read"]
 NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend on what they name
 
 # Keys that may be edited before a run resumes: where things are, not what is learned.
-_FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy"), "loss": ("shard",)}
+_FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy", "graphs"), "loss": ("shard",)}
 
 
 class _Section(BaseModel):
@@ -104,7 +104,8 @@ class Training(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
     deterministic: bool = True
-    graphs: bool | None = None  # the encoder's passes as CUDA graphs
+    # CUDA graphs: of whole steps where they can be captured (true), of the encoder's passes only, or none.
+    graphs: bool | Literal["auto", "encoder"] | None = None
     strategy: Literal["ddp", "fsdp"] | None = (
         None  # of several ranks: all weights on each, or a part of them; None: ddp
     )
