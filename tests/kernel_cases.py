@@ -47,6 +47,9 @@ PAIR_CASES = {
     "SupCon, active": Case(losses.supcon_loss, {"temperature": 0.4, "reduction": "active"}),
     "InfoNCE": Case(losses.infonce_loss, {}),
     "InfoNCE, sum": Case(losses.infonce_loss, {"temperature": 0.5, "reduction": "sum"}),
+    "Fast-AP": Case(losses.fastap_loss, {}),
+    "Fast-AP, 3 bins": Case(losses.fastap_loss, {"bins": 3, "reduction": "sum"}),
+    "Fast-AP, most bins": Case(losses.fastap_loss, {"bins": pair_ops.MOST_BINS, "reduction": "active"}),
     "lossless": Case(losses.lossless_triplet_loss, {}),
     "lossless, clamped": Case(losses.lossless_triplet_loss, {"sigmoid": False, "reduction": "sum"}),
 }

@@ -191,8 +191,10 @@ def _finish(a, b, stats, value, size, others, option, TALLY: tl.constexpr, MEAN:
 
 @triton.jit
 def _saved(stats, i, mask_m, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT rows of statistics from FIRST on, as a tuple, along AXIS of a tile."""
+    """COUNT rows of statistics from FIRST on, as a tuple, along AXIS of a tile; without any, where the table is."""
     rows = ()
+    if COUNT == 0:
+        rows = (stats, tl.expand_dims(i, AXIS), size)
     for k in tl.static_range(COUNT):
         row = load(stats, FIRST + k, (i, mask_m, size))
         rows = rows + (tl.expand_dims(row, AXIS),)  # noqa: RUF005  triton 3.4 knows no unpacking
@@ -291,9 +293,10 @@ def _tile(stage: str, size: int, dim: int) -> tuple[Tile, dict]:
 
 
 class Passes(NamedTuple):
-    """The kernels of a loss, in their order; rows: of a program."""
+    """The kernels of a loss, in their order; rows: of a program; statistics: rows of them, with those of a table."""
 
     rows: int
+    statistics: int
     firsts: CachedLauncher
     threats: CachedLauncher
     main: CachedLauncher
@@ -301,7 +304,7 @@ class Passes(NamedTuple):
 
 
 @functools.cache
-def _passes(kind: str, flag: bool, size: int, dim: int, alone: bool, reduction: str, beta: str) -> Passes:
+def _passes(kind: str, flag: int, size: int, dim: int, alone: bool, reduction: str, beta: str) -> Passes:
     tile, constants = _tile("forward", size, dim)
     pad, options = constants["PAD"], row_kernels.options()
     link = links.of(kind, flag)
@@ -317,6 +320,7 @@ def _passes(kind: str, flag: bool, size: int, dim: int, alone: bool, reduction: 
     finish = {"TALLY": link.tally, "MEAN": link.mean, "SELF": alone, "PAD": pad, "REDUCTION": reduction}
     return Passes(
         tile.rows,
+        STATISTICS + link.table,
         CachedLauncher(_firsts, PAD=pad, M=16, N=256, **options),
         main(links.of("lifted threats", False)),
         main(link),
@@ -331,10 +335,10 @@ def forward(kind, rows, columns, sizes, beta, settings, flag, reduction):
     scalar or (B,)."""
     size, others, dim = sizes
     alone = rows is columns
-    stats = torch.empty(STATISTICS * size + 2, device=rows.device, dtype=torch.float32)
-    value = torch.empty((), device=rows.device, dtype=torch.float32)
     beta_kind = "number" if beta is None else "anchor" if beta.dim() else "scalar"
     passes = _passes(kind, flag, size, dim, alone, reduction, beta_kind)
+    stats = torch.empty(passes.statistics * size + 2, device=rows.device, dtype=torch.float32)
+    value = torch.empty((), device=rows.device, dtype=torch.float32)
     anchors = (-(-size // passes.rows), 1, 1)
     column = extra = stats
     if beta is not None:

@@ -61,7 +61,7 @@ class PairCall:
         kind: str,
         numbers: tuple[float, ...],
         *,
-        flag: bool = False,
+        flag: int = False,
         normalize: bool = True,
         beta: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:

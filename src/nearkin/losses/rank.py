@@ -11,7 +11,7 @@ from torch import Tensor
 from nearkin.core import checks, distances
 from nearkin.core.autograd import recomputed
 from nearkin.core.relations import Labels, Relation
-from nearkin.kernels import rank_ops
+from nearkin.kernels import pair_ops, rank_ops
 from nearkin.losses.call import PairCall, row_kernel
 from nearkin.losses.module import LossModule
 
@@ -111,6 +111,9 @@ def fastap_loss(
     """
     call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.integer("bins", bins, 1)
+    value = call.pair_kernel("fastap", (bins,), flag=bins) if bins <= pair_ops.MOST_BINS else None
+    if value is not None:
+        return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         place = distances.squared_euclidean(x, references, normalize=True).clamp(0, 4) * (bins / 4)  # (B, R)

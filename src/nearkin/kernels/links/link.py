@@ -3,7 +3,9 @@
 
 Statistics are rows of a float32 buffer with one entry per anchor. The first three are the sum of an anchor's terms,
 their number and how many are active; three more hold the same of negatives where these are reduced by themselves. From
-SAVED on follows what the gradient needs, which each link fills in its own way and receives as a tuple in this order.
+SAVED on follows what the gradient needs, which each link fills in its own way and receives as a tuple in this order. A
+link with a table of its own, from which it loads by pair, has its rows behind the two scales, from stats + 2 + SCALES
+rows on.
 """
 
 from collections.abc import Callable
@@ -95,16 +97,16 @@ class Link(NamedTuple):
 
     tile: value, positive, negative, each (M, N). reference: which are known (N,), squared lengths (N,), and what
     `column` made. facts: what `facts` or the survey made of anchors. settings: four numbers, which each link names;
-    FLAG is its yes or no; ACTIVE: whether reduction is "active". anchor in `close`: class ids and squared lengths (M,).
+    FLAG is its yes or no, or its number of bins; ACTIVE: whether reduction is "active". anchor in `close`: class ids and squared lengths (M,).
     """
 
     init: Callable  # (M, N) -> state
     add: Callable  # (state, tile, reference, facts, settings, SELF, FLAG, ACTIVE) -> state
     close: Callable  # (stats, at, anchor, state, facts, settings, SELF, FLAG, ACTIVE), stores statistics
     slope: Callable  # (tile, anchor, reference, scales, settings, SELF, FLAG) -> derivative by each value
-    saved: (
-        int  # rows of statistics that `slope` receives as `anchor`, and as `reference` in a batch alone or if `paired`
-    )
+    # Rows of statistics that `slope` receives as `anchor`, and as `reference` in a batch alone or if `paired`; with 0 it
+    # receives the statistics themselves, the indices along its axis of the tile, and how many entries a row has.
+    saved: int
     measure: str = "similarity"  # or "product" (similarity in float64), "distance", "squared" distance
     facts: Callable | None = None  # (extra, stats, at, settings, SELF, BETA, M) -> tuple
     column: Callable | None = None  # (extra, at, SELF) -> tuple
@@ -112,6 +114,7 @@ class Link(NamedTuple):
     positives_only: bool = False  # the main pass skips tiles without a positive pair
     symmetric: bool = False  # the slope is the same with anchor and reference exchanged
     paired: bool = False
+    table: int = 0  # rows
     row_slope: Callable | None = None  # (known, row, scales, settings, ROLE) -> derivative along each row itself
     tally: Callable = tally  # (sums, stats, at, option, REDUCTION) -> sums
     mean: Callable = one_mean  # (sums, stats, size, option, REDUCTION) -> value and scales
