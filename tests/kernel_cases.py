@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearkin import losses
-from nearkin.kernels import pair_ops
+from nearkin.kernels import pair_ops, smooth_ap_ops
 
 
 class Case(NamedTuple):
@@ -47,6 +47,9 @@ PAIR_CASES = {
     "SupCon, active": Case(losses.supcon_loss, {"temperature": 0.4, "reduction": "active"}),
     "InfoNCE": Case(losses.infonce_loss, {}),
     "InfoNCE, sum": Case(losses.infonce_loss, {"temperature": 0.5, "reduction": "sum"}),
+    "Smooth-AP": Case(losses.smooth_ap_loss, {}),
+    "Smooth-AP, soft": Case(losses.smooth_ap_loss, {"temperature": 0.1, "reduction": "sum"}),
+    "Smooth-AP, active": Case(losses.smooth_ap_loss, {"temperature": 0.03, "reduction": "active"}),
     "Fast-AP": Case(losses.fastap_loss, {}),
     "Fast-AP, 3 bins": Case(losses.fastap_loss, {"bins": 3, "reduction": "sum"}),
     "Fast-AP, most bins": Case(losses.fastap_loss, {"bins": pair_ops.MOST_BINS, "reduction": "active"}),
@@ -118,11 +121,13 @@ def judged(case: Case, arguments: tuple[Any, ...], both: bool = True) -> dict[st
     exact = outcome(case, arguments, "torch", wide=True, both=both)
     plain = outcome(case, arguments, "torch", both=both)
     served: list[str] = []
-    original = pair_ops.loss
-    pair_ops.loss = lambda kind, *rest, **keywords: served.append(kind) or original(kind, *rest, **keywords)  # type: ignore
+    originals = {module: module.loss for module in (pair_ops, smooth_ap_ops)}
+    for module, original in originals.items():
+        module.loss = lambda *rest, original=original, **named: served.append("") or original(*rest, **named)  # type: ignore
     try:
         got = outcome(case, arguments, "triton", both=both)
     finally:
-        pair_ops.loss = original
+        for module, original in originals.items():
+            module.loss = original  # type: ignore
     assert [t.dtype for t in got] == [t.dtype for t in plain]
     return {"kernel": errors(got, exact), "torch": errors(plain, exact), "served": len(served)}

@@ -22,6 +22,7 @@ from nearkin.kernels import (
     facility_ops,
     pair_ops,
     rank_ops,
+    smooth_ap_ops,
     triplet_ops,
 )
 from nearkin.kernels.class_loss_ops import Form
@@ -70,6 +71,12 @@ class PairCall:
             return None
         edge = None if beta is None else beta()
         return pair_ops.loss(kind, self.batch, numbers, self.reduction, flag=flag, normalize=normalize, beta=edge)
+
+    def smooth_ap_kernel(self, temperature: float, max_positives: int | None) -> Tensor | None:
+        """The loss by the kernels of Smooth-AP (`smooth_ap_ops.loss`), or None where they do not serve."""
+        if not pair_ops.serves(self.impl, self.batch, self.reduction, self.max_memory):
+            return None
+        return smooth_ap_ops.loss(self.batch, temperature, max_positives, self.reduction)
 
     def triplet_kernel(
         self, plan: Plan, boundary: Callable[[], Tensor] | None = None, generator: torch.Generator | None = None

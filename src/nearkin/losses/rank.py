@@ -43,6 +43,10 @@ def smooth_ap_loss(
     """
     call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.positive("temperature", temperature)
+    if max_positives is not None:
+        checks.integer("max_positives", max_positives, 1)
+    if (value := call.smooth_ap_kernel(temperature, max_positives)) is not None:
+        return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         scores = distances.cosine(x, references) / temperature  # (B, R), larger is closer
@@ -68,7 +72,6 @@ def smooth_ap_loss(
 def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
     """How many positives of an anchor must be looked at, (B,) having `number` of them, without waiting for a device."""
     if max_positives is not None:
-        checks.integer("max_positives", max_positives, 1)
         most = min(most, max_positives)
     if not checks.reads_values(number) or number.numel() == 0:
         return most

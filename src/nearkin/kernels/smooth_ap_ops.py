@@ -1,0 +1,70 @@
+"""Smooth-AP, forward and backward, without a matrix of anchors × references in memory: `smooth_ap_kernels`."""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from nearkin.core import blockwise
+from nearkin.core.autograd import HandGradient
+from nearkin.kernels import launch
+
+__all__ = ["loss"]
+
+
+def loss(batch: blockwise.Batch, temperature: float, max_positives: int | None, reduction: str) -> Tensor:
+    """The loss of a batch that the pair kernels can serve (`pair_ops.serves`).
+
+    max_positives: an anchor with more makes the loss NaN; None: any number.
+    """
+    x, labels, references, reference_labels = batch
+    slots = x.shape[0] if references is None else references.shape[0]
+    slots = slots if max_positives is None else min(slots, max_positives)
+    with launch.device_of(x):
+        value: Tensor = _Loss.call(x, references, labels, reference_labels, (float(temperature), slots, reduction))
+    return value
+
+
+@functools.cache
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    from nearkin.kernels import row_kernels, smooth_ap_kernels
+
+    return smooth_ap_kernels, row_kernels
+
+
+class _Loss(HandGradient):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        references: Tensor | None,
+        labels: Tensor,
+        reference_labels: Tensor | None,
+        choices: tuple[float, int, str],
+    ) -> Tensor:
+        smooth_ap_kernels, row_kernels = _kernels()
+        x = x.contiguous()
+        rows = columns = row_kernels.prepare(x, labels.contiguous(), True)
+        num_columns = x.shape[0]
+        if references is not None and reference_labels is not None:
+            references = references.contiguous()
+            num_columns = references.shape[0]
+            columns = row_kernels.prepare(references, reference_labels.contiguous(), True)
+        task = smooth_ap_kernels.Task((x.shape[0], num_columns, x.shape[1]), references is None, *choices)
+        value, table, stats = smooth_ap_kernels.forward(task, rows, columns)
+        wants = ctx.needs_input_grad
+        inputs = (x if wants[0] else None, references if wants[1] else None)  # a queue may change before the backward
+        ctx.save_for_backward(*inputs, rows, columns, table, stats)
+        ctx.task = task
+        result: Tensor = value
+        return result
+
+    @staticmethod
+    @launch.once
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        smooth_ap_kernels, _ = _kernels()
+        x, references, rows, columns, table, stats = ctx.saved_tensors
+        sides = (smooth_ap_kernels.Side(x, rows), smooth_ap_kernels.Side(references, columns))
+        by_x, by_references = smooth_ap_kernels.backward(ctx.task, *sides, table, stats, upstream)
+        return by_x, by_references, None, None, None
