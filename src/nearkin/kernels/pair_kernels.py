@@ -190,11 +190,13 @@ def _finish(a, b, stats, value, size, others, option, TALLY: tl.constexpr, MEAN:
 
 
 @triton.jit
-def _saved(stats, i, mask_m, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT rows of statistics from FIRST on, as a tuple, along AXIS of a tile; without any, where the table is."""
+def _saved(stats, i, mask_m, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, TABLE: tl.constexpr):
+    """COUNT rows of statistics from FIRST on, as a tuple, along AXIS of a tile; or the TABLE, and its entries along it."""
     rows = ()
-    if COUNT == 0:
-        rows = (stats, tl.expand_dims(i, AXIS), size)
+    if TABLE > 0:
+        entry, at = tl.expand_dims(tl.arange(0, TABLE), 1 - AXIS), tl.expand_dims(i, AXIS)
+        table = tl.load(stats + 2 + (SCALES + entry) * size + at, mask=tl.expand_dims(mask_m, AXIS), other=0.0)
+        rows = (table, at)
     for k in tl.static_range(COUNT):
         row = load(stats, FIRST + k, (i, mask_m, size))
         rows = rows + (tl.expand_dims(row, AXIS),)  # noqa: RUF005  triton 3.4 knows no unpacking
@@ -203,11 +205,11 @@ def _saved(stats, i, mask_m, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUN
 
 @triton.jit
 def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim, p, q, u, s, SLOPE: tl.constexpr,
-              ROW_SLOPE: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, MEASURE: tl.constexpr,
-              SYMMETRIC: tl.constexpr, PAIRED: tl.constexpr, ROLE: tl.constexpr, FLAG: tl.constexpr,
-              NORMALIZE: tl.constexpr, TRANSFORM: tl.constexpr, ONE_CHUNK: tl.constexpr, BETA: tl.constexpr,
-              PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-              D: tl.constexpr):  # fmt: skip
+              ROW_SLOPE: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, TABLE: tl.constexpr,
+              MEASURE: tl.constexpr, SYMMETRIC: tl.constexpr, PAIRED: tl.constexpr, ROLE: tl.constexpr,
+              FLAG: tl.constexpr, NORMALIZE: tl.constexpr, TRANSFORM: tl.constexpr, ONE_CHUNK: tl.constexpr,
+              BETA: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr,
+              N: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """D coordinates of the gradient by M rows of x, prepared in a: all rows of b pass by, as references (ROLE
     "anchors"), as anchors ("references") or as both ("self"). stats are of a, column of b."""
     i = tl.program_id(0) * M + tl.arange(0, M)
@@ -227,7 +229,7 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
     settings = (p, q, u, s)
     row_stats = ()
     if ROLE != "references" or PAIRED:
-        row_stats = _saved(stats, i, mask_m, size, 1, FIRST, COUNT)
+        row_stats = _saved(stats, i, mask_m, size, 1, FIRST, COUNT, TABLE)
     gradient = tl.zeros((M, D), tl.float64)
     weight = tl.zeros((M, N), tl.float64)
     for start in range(0, others, N):
@@ -245,7 +247,7 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
         tile = (value, positive, negative)
         column_stats = ()
         if ROLE != "anchors" or PAIRED:
-            column_stats = _saved(column, j, mask_n, others, 0, FIRST, COUNT)
+            column_stats = _saved(column, j, mask_n, others, 0, FIRST, COUNT, TABLE)
         if ROLE != "references":
             slope = SLOPE(tile, row_stats, column_stats, scales, settings, SELF, FLAG)
         if SYMMETRIC and SELF:
@@ -368,7 +370,7 @@ def _last_pass(kind, flag, size, dim, role, normalize, transform, beta) -> tuple
     tile, constants = _tile("backward", size, dim)
     link = links.of(kind, flag)
     functions = {"SLOPE": link.slope, "ROW_SLOPE": link.row_slope, "COUNT": link.saved, "FIRST": SAVED}
-    functions |= {"MEASURE": link.measure, "SYMMETRIC": link.symmetric, "PAIRED": link.paired}
+    functions |= {"MEASURE": link.measure, "SYMMETRIC": link.symmetric, "PAIRED": link.paired, "TABLE": link.table}
     choices = {"ROLE": role, "FLAG": flag, "NORMALIZE": normalize, "TRANSFORM": transform, "BETA": beta}
     choices["ONE_CHUNK"] = dim <= constants["D"]
     return tile, constants["D"], CachedLauncher(_backward, **functions, **choices, **constants)

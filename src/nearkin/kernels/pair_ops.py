@@ -30,7 +30,7 @@ KINDS = (
     "lossless",
     "fastap",
 )
-MOST_BINS = 32  # of Fast-AP: a program has its histograms in registers
+MOST_BINS = 31  # of Fast-AP: a program has the sums of its 32 centres in registers
 LARGEST = 10**6 - 1  # rows; a slot of a tile counts up to 2^15 tiles
 
 

@@ -16,7 +16,7 @@ from nearkin import kernels
 from nearkin.kernels import row_kernels
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.links.link import ACTIVE_TERMS, PAID, SAVED, SCALES, STATISTICS, TERMS, mean, tally
-from nearkin.kernels.numerics import load, store, tl, triton
+from nearkin.kernels.numerics import add_column, column, load, store, tl, triton
 from nearkin.kernels.pair_kernels import FINISHED, _finish, _products, _rows, _tile
 from nearkin.kernels.row_kernels import class_ids, inner_products, pair_masks, store_gradient
 
@@ -74,13 +74,12 @@ def _collect(a, b, anchors, row_ids, i, mask_m, table, size, others, first, widt
 @triton.jit
 def _compare(sums, owns, logits):
     """Adds, of some of the references, σ and σ(1 - σ) to the two sums of each of the anchors' positives."""
-    added = ()
+    added = tl.zeros(sums.shape, tl.float32)
     for k in tl.static_range(AT_ONCE):
         before = _before(owns[k][:, None], logits)
-        ranks = sums[2 * k] + tl.sum(before, 1).to(tl.float64)
-        slopes = sums[2 * k + 1] + tl.sum(before * (1.0 - before), 1).to(tl.float64)
-        added = added + (ranks, slopes)
-    return added
+        added = add_column(added, k, tl.sum(before, 1))
+        added = add_column(added, AT_ONCE + k, tl.sum(before * (1.0 - before), 1))
+    return sums + added
 
 
 @triton.jit
@@ -109,12 +108,11 @@ def _ranks(a, b, table, stats, size, others, dim, first, width, sharpness, tempe
     missed = tl.zeros((M,), tl.float64)
     for some in range(0, tl.max(left, 0), AT_ONCE):
         owns = ()
-        zero = ()
         for k in tl.static_range(AT_ONCE):
             exists = some + k < left
             owns = owns + (_entry(table, LOGIT, some + k, i, exists, size, width, float("inf")),)  # noqa: RUF005
-            zero = zero + (tl.zeros((M,), tl.float64), tl.zeros((M,), tl.float64))
-        positives, negatives = zero, zero
+        positives = tl.zeros((M, 2 * AT_ONCE), tl.float64)
+        negatives = tl.zeros((M, 2 * AT_ONCE), tl.float64)
         for start in range(0, others, N):
             j = start + tl.arange(0, N)
             mask_n = j < others
@@ -126,16 +124,17 @@ def _ranks(a, b, table, stats, size, others, dim, first, width, sharpness, tempe
                 positives = _compare(positives, owns, tl.where(positive, logits, float("-inf")))
         for k in tl.static_range(AT_ONCE):
             exists = some + k < left
-            among_positives = positives[2 * k] + 0.5  # with itself, which contributed σ(0) = 1/2
-            among_all = among_positives + negatives[2 * k]
+            among_positives = column(positives, k) + 0.5  # with itself, which contributed σ(0) = 1/2
+            among_negatives = column(negatives, k)
+            among_all = among_positives + among_negatives
             missed += tl.where(exists, 1.0 - among_positives / among_all, 0.0)
-            by_positive = -factor * negatives[2 * k] / (among_all * among_all)
+            by_positive = -factor * among_negatives / (among_all * among_all)
             by_negative = factor * among_positives / (among_all * among_all)
-            own = -(by_positive * positives[2 * k + 1] + by_negative * negatives[2 * k + 1])
+            own = by_positive * column(positives, AT_ONCE + k) + by_negative * column(negatives, AT_ONCE + k)
             entry = table + (some + k) * size + i
             tl.store(entry + BY_POSITIVE * width * size, by_positive.to(tl.float32), mask=exists)
             tl.store(entry + BY_NEGATIVE * width * size, by_negative.to(tl.float32), mask=exists)
-            tl.store(entry + OWN * width * size, own.to(tl.float32), mask=exists)
+            tl.store(entry + OWN * width * size, -own.to(tl.float32), mask=exists)
     if VALUE:
         paid = (missed / divisor).to(tl.float32)
         if LATER:

@@ -3,9 +3,8 @@
 
 Statistics are rows of a float32 buffer with one entry per anchor. The first three are the sum of an anchor's terms,
 their number and how many are active; three more hold the same of negatives where these are reduced by themselves. From
-SAVED on follows what the gradient needs, which each link fills in its own way and receives as a tuple in this order. A
-link with a table of its own, from which it loads by pair, has its rows behind the two scales, from stats + 2 + SCALES
-rows on.
+SAVED on follows what the gradient needs, which each link fills in its own way and receives as a tuple in this order. Or
+a link has a table, whose rows follow the two scales, and gathers from it by pair.
 """
 
 from collections.abc import Callable
@@ -104,9 +103,9 @@ class Link(NamedTuple):
     add: Callable  # (state, tile, reference, facts, settings, SELF, FLAG, ACTIVE) -> state
     close: Callable  # (stats, at, anchor, state, facts, settings, SELF, FLAG, ACTIVE), stores statistics
     slope: Callable  # (tile, anchor, reference, scales, settings, SELF, FLAG) -> derivative by each value
-    # Rows of statistics that `slope` receives as `anchor`, and as `reference` in a batch alone or if `paired`; with 0 it
-    # receives the statistics themselves, the indices along its axis of the tile, and how many entries a row has.
-    saved: int
+    saved: (
+        int  # rows of statistics that `slope` receives as `anchor`, and as `reference` in a batch alone or if `paired`
+    )
     measure: str = "similarity"  # or "product" (similarity in float64), "distance", "squared" distance
     facts: Callable | None = None  # (extra, stats, at, settings, SELF, BETA, M) -> tuple
     column: Callable | None = None  # (extra, at, SELF) -> tuple
@@ -114,7 +113,7 @@ class Link(NamedTuple):
     positives_only: bool = False  # the main pass skips tiles without a positive pair
     symmetric: bool = False  # the slope is the same with anchor and reference exchanged
     paired: bool = False
-    table: int = 0  # rows
+    table: int = 0  # rows, a power of 2; `slope` receives it (M, rows) with indices (M, 1), or (rows, N) with (1, N)
     row_slope: Callable | None = None  # (known, row, scales, settings, ROLE) -> derivative along each row itself
     tally: Callable = tally  # (sums, stats, at, option, REDUCTION) -> sums
     mean: Callable = one_mean  # (sums, stats, size, option, REDUCTION) -> value and scales
