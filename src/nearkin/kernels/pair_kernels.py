@@ -191,7 +191,7 @@ def _finish(a, b, stats, value, size, others, option, TALLY: tl.constexpr, MEAN:
 
 @triton.jit
 def _saved(stats, i, mask_m, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, TABLE: tl.constexpr):
-    """COUNT rows of statistics from FIRST on, as a tuple, along AXIS of a tile; or the TABLE, and its entries along it."""
+    """COUNT rows of statistics from FIRST on, as a tuple, along AXIS of a tile; or the TABLE, and indices along it."""
     rows = ()
     if TABLE > 0:
         entry, at = tl.expand_dims(tl.arange(0, TABLE), 1 - AXIS), tl.expand_dims(i, AXIS)

@@ -51,8 +51,9 @@ def loss(
 ) -> Tensor:
     """The loss of a batch that the kernels can serve.
 
-    settings: up to four numbers, as the link of each kind names them (`links/`); flag: its yes or no, or number of bins. normalize: rows
-    of unit length. beta: of the margin loss, float32, a scalar or one per anchor (B,), where it is not a number.
+    settings: up to four numbers, as the link of each kind names them (`links/`); flag: its yes or no, or number of
+    bins. normalize: rows of unit length. beta: of the margin loss, float32, a scalar or one per anchor (B,), where it
+    is not a number.
     """
     x, labels, references, reference_labels = batch
     transform = "clamp" if kind != "lossless" else "sigmoid" if flag else "cube"

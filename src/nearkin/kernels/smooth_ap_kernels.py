@@ -91,7 +91,7 @@ def _ranks(a, b, table, stats, size, others, dim, first, width, sharpness, tempe
     i = tl.program_id(0) * M + tl.arange(0, M)
     mask_m = i < size
     at = (i, mask_m, size)
-    if LATER:
+    if LATER:  # noqa: SIM102  a constant
         if tl.max(load(stats, NUMBER, at), 0) <= first:
             return
     row_ids = class_ids(a, i, mask_m, size, PAD)
@@ -206,7 +206,7 @@ def _gradient(x, a, b, row_table, row_stats, column_table, column_stats, upstrea
     "anchors"), as anchors ("references") or as both ("self"). LATER: adds to what earlier windows stored."""
     scales = column_stats + SCALES * others if ROLE == "references" else row_stats + SCALES * size
     most = tl.minimum(tl.load(scales + 1).to(tl.int32) - first, width)
-    if LATER:
+    if LATER:  # noqa: SIM102
         if most <= 0:
             return
     i = tl.program_id(0) * M + tl.arange(0, M)

@@ -2,7 +2,8 @@
 """Fast-AP: average precision from soft histograms of squared distance. settings: bins, which FLAG is too.
 
 A distance is a place p on an axis of bins + 1 centres l = 0 … bins. Its share of centre l is max(0, 1 - |p - l|), its
-share of all centres up to l is min(max(l + 1 - p, 0), 1): of positives the pass sums the first, of negatives the second.
+share of all centres up to l is min(max(l + 1 - p, 0), 1). The pass sums the first of positives and the second of
+negatives.
 """
 
 from nearkin.kernels import pair_ops

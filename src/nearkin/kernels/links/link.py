@@ -96,7 +96,8 @@ class Link(NamedTuple):
 
     tile: value, positive, negative, each (M, N). reference: which are known (N,), squared lengths (N,), and what
     `column` made. facts: what `facts` or the survey made of anchors. settings: four numbers, which each link names;
-    FLAG is its yes or no, or its number of bins; ACTIVE: whether reduction is "active". anchor in `close`: class ids and squared lengths (M,).
+    FLAG is its yes or no, or its number of bins; ACTIVE: whether reduction is "active". anchor in `close`: class ids
+    and squared lengths (M,).
     """
 
     init: Callable  # (M, N) -> state
