@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import test_rank_kernels as judge
 
-from nearkin import kernels
+import kernel_cases
+from nearkin import kernels, losses
 from nearkin.kernels import rank_ops as fused
 
 pytestmark = pytest.mark.skipif(
@@ -37,3 +38,42 @@ def test_as_exact_as_the_plain_loss(form, shape, monkeypatch):
     assert served
     for ours, theirs in zip(kernel_errors, plain, strict=True):
         assert ours <= theirs + 1e-6, (kernel_errors, plain)
+
+
+def few_classes(shape, classes):
+    x, labels, references, reference_ids = kernel_cases.batch(shape)
+    ids = [t if t is None else torch.where(t < 0, t, t % classes) for t in (labels, reference_ids)]
+    return tuple(t if t is None else t.cuda() for t in (x, ids[0], references, ids[1]))
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["one window", "windows"])
+@pytest.mark.parametrize("shape", [(600, None, 128), (150, 300, 128), (70, 90, 300)], ids=str)
+@pytest.mark.parametrize("name", ["Smooth-AP", "Smooth-AP, soft"])
+def test_classes_of_hundreds(name, shape, narrow, monkeypatch):
+    from nearkin.kernels import smooth_ap_kernels
+
+    if narrow:
+        for room in ("KEPT", "PASSING"):
+            monkeypatch.setattr(smooth_ap_kernels, room, 1)  # tables of 16 positives, the fewest
+    verdict = kernel_cases.judged(kernel_cases.PAIR_CASES[name], few_classes(shape, 2))
+    assert verdict["served"] == 1
+    for ours, theirs in zip(verdict["kernel"], verdict["torch"], strict=True):
+        assert ours <= theirs + 1e-6, verdict
+
+
+def test_more_positives_than_the_bound_are_nan():
+    x, labels = torch.randn(64, 32, device="cuda", requires_grad=True), torch.arange(64, device="cuda") // 4
+    for reduction in ("mean", "active", "sum"):
+        assert bool(losses.smooth_ap_loss(x, labels, max_positives=2, reduction=reduction).isnan())
+        assert bool(losses.smooth_ap_loss(x, labels, max_positives=3, reduction=reduction).isfinite())
+
+
+@pytest.mark.parametrize(("make", "mib"), [(losses.SmoothAPLoss, 300), (losses.FastAPLoss, 128)])
+def test_memory_does_not_grow_with_the_pairs(make, mib):
+    """B = 65,536: one (B, B) matrix of float32 would be 16 GiB."""
+    x = torch.randn(65536, 128, device="cuda", requires_grad=True)
+    labels = torch.arange(65536, device="cuda") // 4
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    make()(x, labels).backward()
+    assert torch.cuda.max_memory_allocated() - before < mib * 2**20

@@ -12,7 +12,9 @@ import torch
 import kernel_cases
 from interpreter import interpreted
 from kernel_cases import PAIR_CASES
-from nearkin import losses
+from nearkin import kernels, losses
+from nearkin.core import blockwise
+from nearkin.kernels import smooth_ap_ops
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +39,7 @@ def judge_kernels():
             verdicts[f"{name} {shape}"] = kernel_cases.judged(PAIR_CASES[name], large_classes(shape, 2))
     half = large_classes((40, None, 5), 2, torch.bfloat16)
     verdicts["half precision"] = kernel_cases.judged(PAIR_CASES["Smooth-AP, soft"], half)
-    verdicts["windows"] = [len(smooth_ap_kernels.Task((45, 45, 5), True, 0.1, 45, "mean").windows[1])]
+    verdicts["windows"] = [len(smooth_ap_kernels.Task((45, 45, 5), True, 0.1, 45, "mean", None).windows[1])]
     verdicts["twice"] = twice()
     verdicts["max_positives"] = [bounded(most) for most in (2, 3)]
     print(json.dumps(verdicts))
@@ -61,6 +63,25 @@ def bounded(most):
         value.backward()
         values.append(value.item())
     return values, bool(x.grad.isfinite().all())
+
+
+def test_tables_stay_within_max_memory(monkeypatch):
+    if not kernels.installed():
+        pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
+    monkeypatch.setattr(kernels, "has_float64_units", lambda x: True)
+    from nearkin.kernels import smooth_ap_kernels
+
+    batch = blockwise.Batch(torch.zeros(2048, 128), torch.zeros(2048).long(), None, None)
+    assert smooth_ap_ops.room(batch, None) is None
+    for bound in (2**25, 2**26, 2**30):
+        room = smooth_ap_ops.room(batch, bound)
+        task = smooth_ap_kernels.Task((2048, 2048, 128), True, 0.1, 2048, "mean", room)
+        kept, later, width = task.windows
+        tables = kept + (width if later else 0)
+        assert 0 < 20 * 2048 * tables <= room < bound - 8 * 2048 * 132
+    assert smooth_ap_ops.room(batch, 2**21) == 0
+    monkeypatch.setattr(kernels, "has_float64_units", lambda x: False)
+    assert smooth_ap_ops.room(batch, None) == 0
 
 
 @pytest.fixture(scope="module")

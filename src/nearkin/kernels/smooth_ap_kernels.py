@@ -20,8 +20,8 @@ from nearkin.kernels.numerics import add_column, column, load, store, tl, triton
 from nearkin.kernels.pair_kernels import FINISHED, _finish, _products, _rows, _tile
 from nearkin.kernels.row_kernels import class_ids, inner_products, pair_masks, store_gradient
 
-KEPT = 2**25  # bytes of the table that is kept for the gradient
-PASSING = 3 * 2**25  # bytes of the table of later windows
+KEPT = 80 * 2**20  # bytes of the table that is kept for the gradient: all pairs up to 2,048 items
+PASSING = 96 * 2**20  # bytes of the table of later windows
 # Rows of the table, of `width` · B entries each: a positive's logit, its index among the references, the factors of the
 # slopes of positives and negatives that are compared with it, and its own slope.
 LOGIT, PLACE, BY_POSITIVE, BY_NEGATIVE, OWN = (tl.constexpr(row) for row in range(5))
@@ -269,13 +269,15 @@ class Task(NamedTuple):
     temperature: float
     slots: int
     reduction: str
+    room: int | None  # bytes of both tables
 
     @property
     def windows(self) -> tuple[int, range, int]:
         """Positives in the table that is kept, and the first positives of later windows and their width."""
         size, others, _ = self.sizes
         most = min(self.slots, others - self.alone)
-        kept, later = (_width(most, size, room) for room in (KEPT, PASSING))
+        half = KEPT + PASSING if self.room is None else self.room // 2
+        kept, later = (_width(most, size, min(room, half)) for room in (KEPT, PASSING))
         return kept, range(kept, most, later), later
 
     @property

@@ -6,23 +6,41 @@ from typing import Any
 
 from torch import Tensor
 
+from nearkin import kernels
 from nearkin.core import blockwise
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import launch
 
-__all__ = ["loss"]
+__all__ = ["loss", "room"]
+
+LEAST = 2 * 16 * 5 * 4  # bytes per anchor of two tables of 16 positives
 
 
-def loss(batch: blockwise.Batch, temperature: float, max_positives: int | None, reduction: str) -> Tensor:
+def room(batch: blockwise.Batch, max_memory: int | None) -> int | None:
+    """Bytes for the tables of positives within `max_memory`, None for any number; 0 where the kernels do not run."""
+    x, _, references, _ = batch
+    if not kernels.has_float64_units(x):  # which their products are on
+        return 0
+    if max_memory is None:
+        return None
+    rows = x.shape[0] if references is None else x.shape[0] + references.shape[0]
+    left = max_memory - 8 * rows * (x.shape[1] + 20) - 56 * x.shape[0]  # rows in float64, statistics
+    return left if left >= LEAST * x.shape[0] else 0
+
+
+def loss(
+    batch: blockwise.Batch, temperature: float, max_positives: int | None, reduction: str, table_bytes: int | None
+) -> Tensor:
     """The loss of a batch that the pair kernels can serve (`pair_ops.serves`).
 
-    max_positives: an anchor with more makes the loss NaN; None: any number.
+    max_positives: an anchor with more makes the loss NaN; None: any number. table_bytes: as `room` says.
     """
     x, labels, references, reference_labels = batch
     slots = x.shape[0] if references is None else references.shape[0]
     slots = slots if max_positives is None else min(slots, max_positives)
+    choices = (float(temperature), slots, reduction, table_bytes)
     with launch.device_of(x):
-        value: Tensor = _Loss.call(x, references, labels, reference_labels, (float(temperature), slots, reduction))
+        value: Tensor = _Loss.call(x, references, labels, reference_labels, choices)
     return value
 
 
@@ -41,7 +59,7 @@ class _Loss(HandGradient):
         references: Tensor | None,
         labels: Tensor,
         reference_labels: Tensor | None,
-        choices: tuple[float, int, str],
+        choices: tuple[Any, ...],
     ) -> Tensor:
         smooth_ap_kernels, row_kernels = _kernels()
         x = x.contiguous()

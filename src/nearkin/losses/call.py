@@ -76,7 +76,10 @@ class PairCall:
         """The loss by the kernels of Smooth-AP (`smooth_ap_ops.loss`), or None where they do not serve."""
         if not pair_ops.serves(self.impl, self.batch, self.reduction, self.max_memory):
             return None
-        return smooth_ap_ops.loss(self.batch, temperature, max_positives, self.reduction)
+        room = smooth_ap_ops.room(self.batch, self.max_memory)
+        if room == 0:
+            return None
+        return smooth_ap_ops.loss(self.batch, temperature, max_positives, self.reduction, room)
 
     def triplet_kernel(
         self, plan: Plan, boundary: Callable[[], Tensor] | None = None, generator: torch.Generator | None = None
