@@ -13,6 +13,7 @@ import test_rank_kernels as judge
 import kernel_cases
 from nearkin import kernels, losses
 from nearkin.kernels import rank_ops as fused
+from nearkin.kernels import smooth_ap_ops
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and kernels.installed()), reason="no CUDA device or no triton on this machine"
@@ -50,11 +51,8 @@ def few_classes(shape, classes):
 @pytest.mark.parametrize("shape", [(600, None, 128), (150, 300, 128), (70, 90, 300)], ids=str)
 @pytest.mark.parametrize("name", ["Smooth-AP", "Smooth-AP, soft"])
 def test_classes_of_hundreds(name, shape, narrow, monkeypatch):
-    from nearkin.kernels import smooth_ap_kernels
-
     if narrow:
-        for room in ("KEPT", "PASSING"):
-            monkeypatch.setattr(smooth_ap_kernels, room, 1)  # tables of 16 positives, the fewest
+        monkeypatch.setattr(smooth_ap_ops, "room", lambda batch, max_memory: 1)  # tables of 16 positives, the fewest
     verdict = kernel_cases.judged(kernel_cases.PAIR_CASES[name], few_classes(shape, 2))
     assert verdict["served"] == 1
     for ours, theirs in zip(verdict["kernel"], verdict["torch"], strict=True):

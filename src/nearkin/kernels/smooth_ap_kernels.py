@@ -20,8 +20,7 @@ from nearkin.kernels.numerics import add_column, column, load, store, tl, triton
 from nearkin.kernels.pair_kernels import FINISHED, _finish, _products, _rows, _tile
 from nearkin.kernels.row_kernels import class_ids, inner_products, pair_masks, store_gradient
 
-KEPT = 80 * 2**20  # bytes of the table that is kept for the gradient: all pairs up to 2,048 items
-PASSING = 96 * 2**20  # bytes of the table of later windows
+ONE_TABLE = 96 * 2**20  # bytes up to which there is one window: all pairs of 2,048 items
 # Rows of the table, of `width` · B entries each: a positive's logit, its index among the references, the factors of the
 # slopes of positives and negatives that are compared with it, and its own slope.
 LOGIT, PLACE, BY_POSITIVE, BY_NEGATIVE, OWN = (tl.constexpr(row) for row in range(5))
@@ -200,10 +199,12 @@ def _own_slopes(slope, table, some, i, j, left, size, width, AXIS: tl.constexpr)
 
 @triton.jit
 def _gradient(x, a, b, row_table, row_stats, column_table, column_stats, upstream, by_x, size, others, dim, first,
-              width, sharpness, ROLE: tl.constexpr, LATER: tl.constexpr, ONE_CHUNK: tl.constexpr, PAD: tl.constexpr,
-              K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+              width, sharpness, ROLE: tl.constexpr, APART: tl.constexpr, LATER: tl.constexpr, ONE_CHUNK: tl.constexpr,
+              PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+              D: tl.constexpr):  # fmt: skip
     """D coordinates of the gradient by M rows of x, prepared in a: all rows of b pass by, as references (ROLE
-    "anchors"), as anchors ("references") or as both ("self"). LATER: adds to what earlier windows stored."""
+    "anchors"), as anchors ("references") or as both ("self"). APART: row i of a and of b are the same item. LATER: adds
+    to what earlier windows stored."""
     scales = column_stats + SCALES * others if ROLE == "references" else row_stats + SCALES * size
     most = tl.minimum(tl.load(scales + 1).to(tl.int32) - first, width)
     if LATER:  # noqa: SIM102
@@ -215,7 +216,6 @@ def _gradient(x, a, b, row_table, row_stats, column_table, column_stats, upstrea
     row_ids = class_ids(a, i, mask_m, size, PAD)
     safe = tl.minimum(i, size - 1)
     rows = _rows(a, safe, axis, PAD, D)
-    SELF: tl.constexpr = ROLE == "self"
     row_left = tl.zeros((M,), tl.int32)
     if ROLE != "references":
         row_left = tl.minimum(load(row_stats, NUMBER, (i, mask_m, size)).to(tl.int32) - first, width)
@@ -227,7 +227,7 @@ def _gradient(x, a, b, row_table, row_stats, column_table, column_stats, upstrea
         for start in range(0, others, N):
             j = start + tl.arange(0, N)
             mask_n = j < others
-            positive, negative = pair_masks(row_ids, class_ids(b, j, mask_n, others, PAD), i, j, mask_m, mask_n, SELF)
+            positive, negative = pair_masks(row_ids, class_ids(b, j, mask_n, others, PAD), i, j, mask_m, mask_n, APART)
             passing = tl.minimum(j, others - 1)
             passing_rows = _rows(b, passing, axis, PAD, D)
             if ONCE:
@@ -262,22 +262,28 @@ def _gradient(x, a, b, row_table, row_stats, column_table, column_stats, upstrea
 
 
 class Task(NamedTuple):
-    """sizes: B, R and D; slots: an anchor's positives at most. alone: the batch is its own references."""
+    """sizes: B, R and D; slots: an anchor's positives at most.
+
+    alone: the batch is its own references. batch_first: the first references are the batch, and the others have no
+    gradient."""
 
     sizes: tuple[int, int, int]
     alone: bool
+    batch_first: bool
     temperature: float
     slots: int
     reduction: str
-    room: int | None  # bytes of both tables
+    room: int  # bytes of tables
 
     @property
     def windows(self) -> tuple[int, range, int]:
         """Positives in the table that is kept, and the first positives of later windows and their width."""
         size, others, _ = self.sizes
-        most = min(self.slots, others - self.alone)
-        half = KEPT + PASSING if self.room is None else self.room // 2
-        kept, later = (_width(most, size, min(room, half)) for room in (KEPT, PASSING))
+        most = min(self.slots, others - (self.alone or self.batch_first))
+        one = _width(most, size, ONE_TABLE)
+        if one >= most and 4 * ROWS * size * one <= self.room:
+            return one, range(0), 0
+        kept, later = _width(most, size, self.room // 3), _width(most, size, self.room * 2 // 3)
         return kept, range(kept, most, later), later
 
     @property
@@ -291,9 +297,9 @@ def _width(most, size, room):
 
 
 @functools.cache
-def _ranking(size, dim, alone, value, later):
+def _ranking(size, dim, apart, value, later):
     tile, constants = _tile("forward", size, dim)
-    start = CachedLauncher(_ranks, SELF=alone, VALUE=value, LATER=later, **constants)
+    start = CachedLauncher(_ranks, SELF=apart, VALUE=value, LATER=later, **constants)
     return -(-size // tile.rows), start
 
 
@@ -304,7 +310,7 @@ def _finishing(dim, alone, reduction):
 
 
 def _rank(task, rows, columns, table, stats, first, width, value):
-    programs, start = _ranking(task.sizes[0], task.sizes[2], task.alone, value, first > 0)
+    programs, start = _ranking(task.sizes[0], task.sizes[2], task.alone or task.batch_first, value, first > 0)
     numbers = (first, width, task.sharpness, task.temperature, float(task.slots))
     start((programs, 1, 1), rows, columns, table, stats, *task.sizes, *numbers)
 
@@ -330,49 +336,68 @@ def forward(task: Task, rows, columns):
 
 
 @functools.cache
-def _last_pass(size, dim, role, later):
+def _last_pass(size, dim, role, apart, later):
     tile, constants = _tile("backward", size, dim)
     chunk = constants["D"]
-    start = CachedLauncher(_gradient, ROLE=role, LATER=later, ONE_CHUNK=dim <= chunk, **constants)
+    start = CachedLauncher(_gradient, ROLE=role, APART=apart, LATER=later, ONE_CHUNK=dim <= chunk, **constants)
     return (-(-size // tile.rows), -(-dim // chunk), 1), start
 
 
 class Side(NamedTuple):
-    """Rows of one role, if their gradient is wanted, and the same prepared."""
+    """A gradient that is wanted: of rows x, prepared too, in a role, from the other rows."""
 
-    x: torch.Tensor | None
+    role: str
+    x: torch.Tensor
     rows: torch.Tensor
+    others: torch.Tensor
+    sizes: tuple[int, int]
 
 
-def backward(task: Task, anchors: Side, references: Side, table, stats, upstream):
-    """The gradients by anchors and by references, None where not wanted."""
+def _sides(task: Task, x, references, rows, columns) -> list[Side]:
+    size, others, _ = task.sizes
+    if task.alone:
+        return [Side("self", x, rows, rows, (size, size))]
+    sides = [] if x is None else [Side("anchors", x, rows, columns, (size, others))]
+    if task.batch_first:
+        return [*sides, Side("references", x, rows, rows, (size, size))]
+    return sides if references is None else [*sides, Side("references", references, columns, rows, (others, size))]
+
+
+def backward(task: Task, x, references, rows, columns, table, stats, upstream):
+    """The gradients by anchors x and by references, None where not wanted (None); these prepared in rows, columns."""
     kept, later, width = task.windows
-    sides = [("self" if task.alone else "anchors", anchors, references), ("references", references, anchors)]
-    sides = [side for side in sides if side[1].x is not None][: 1 if task.alone else 2]
-    one_chunk = task.sizes[2] <= _tile("backward", task.sizes[0], task.sizes[2])[1]["D"]
-    sums = {}
-    for role, mine, _ in sides:
-        kind = torch.float64 if not one_chunk else torch.float32 if later or kernels.interpreted() else mine.x.dtype
-        sums[role] = torch.empty_like(mine.x, dtype=kind)
+    sides, apart = _sides(task, x, references, rows, columns), task.alone or task.batch_first
+    dim = task.sizes[2]
+    one_chunk = dim <= _tile("backward", task.sizes[0], dim)[1]["D"]
+    narrow = not (later or task.batch_first or kernels.interpreted())  # stored once, and rounded as it should be
+    sums = []
+    for side in sides:
+        kind = torch.float64 if not one_chunk else side.x.dtype if narrow else torch.float32
+        sums.append(torch.empty_like(side.x, dtype=kind))
 
     def add(first, width, table):
-        for role, (x, rows), other in sides:
-            size, others = task.sizes[:2] if role != "references" else task.sizes[1::-1]
-            grid, start = _last_pass(size, task.sizes[2], role, first > 0)
-            operands = (x, rows, other.rows, table, stats, table, stats, upstream, sums[role])
-            start(grid, *operands, size, others, task.sizes[2], first, width, task.sharpness)
+        for side, total in zip(sides, sums, strict=True):
+            grid, start = _last_pass(side.sizes[0], dim, side.role, apart, first > 0)
+            operands = (side.x, side.rows, side.others, table, stats, table, stats, upstream, total)
+            start(grid, *operands, *side.sizes, dim, first, width, task.sharpness)
 
     add(0, kept, table)
     if later:
         passing = _table(stats, task.sizes[0], width)
         for first in later:
-            _rank(task, anchors.rows, references.rows, passing, stats, first, width, False)
+            _rank(task, rows, columns, passing, stats, first, width, False)
             add(first, width, passing)
-    gradients = {}
-    for role, (x, rows), _ in sides:
-        by_x = sums[role]
-        if not one_chunk:
-            by_x = torch.empty_like(x, dtype=torch.float32 if kernels.interpreted() else x.dtype)
-            row_kernels.long_gradient(x, rows, sums[role], by_x, True)
-        gradients[role] = by_x.to(x.dtype)
-    return gradients.get("self", gradients.get("anchors")), gradients.get("references")
+    gradients = [_by_x(side, total, one_chunk, narrow) for side, total in zip(sides, sums, strict=True)]
+    if task.batch_first:
+        return gradients[0].add_(gradients[1]).to(x.dtype), None
+    by_role = {side.role: by_x.to(side.x.dtype) for side, by_x in zip(sides, gradients, strict=True)}
+    return by_role.get("self", by_role.get("anchors")), by_role.get("references")
+
+
+def _by_x(side: Side, total, one_chunk, narrow):
+    """The gradient by rows of any length from its sums, in the type of the rows if `narrow`."""
+    if one_chunk:
+        return total
+    by_x = torch.empty_like(side.x, dtype=side.x.dtype if narrow else torch.float32)
+    row_kernels.long_gradient(side.x, side.rows, total, by_x, True)
+    return by_x

@@ -9,36 +9,39 @@ from torch import Tensor
 from nearkin import kernels
 from nearkin.core import blockwise
 from nearkin.core.autograd import HandGradient
-from nearkin.kernels import launch
+from nearkin.kernels import eligible, launch
 
 __all__ = ["loss", "room"]
 
+AUTOMATIC = 192 * 2**20  # default bytes of prepared rows, copies of references and tables
 LEAST = 2 * 16 * 5 * 4  # bytes per anchor of two tables of 16 positives
 
 
-def room(batch: blockwise.Batch, max_memory: int | None) -> int | None:
-    """Bytes for the tables of positives within `max_memory`, None for any number; 0 where the kernels do not run."""
+def room(batch: blockwise.Batch, max_memory: int | None) -> int:
+    """Bytes for the tables of positives within `max_memory`; 0 where the kernels do not run."""
     x, _, references, _ = batch
     if not kernels.has_float64_units(x):  # which their products are on
         return 0
+    size, dim = x.shape
+    others = 0 if references is None else references.shape[0]
+    left = AUTOMATIC if max_memory is None else max_memory
+    left -= 8 * (size + others) * (-(-dim // 16) * 16 + 4) + 4 * others * dim + 56 * size  # and statistics
     if max_memory is None:
-        return None
-    rows = x.shape[0] if references is None else x.shape[0] + references.shape[0]
-    left = max_memory - 8 * rows * (x.shape[1] + 20) - 56 * x.shape[0]  # rows in float64, statistics
-    return left if left >= LEAST * x.shape[0] else 0
+        return max(left, AUTOMATIC // 4)
+    return left if left >= LEAST * size else 0
 
 
 def loss(
-    batch: blockwise.Batch, temperature: float, max_positives: int | None, reduction: str, table_bytes: int | None
+    batch: blockwise.Batch, temperature: float, max_positives: int | None, reduction: str, table_bytes: int
 ) -> Tensor:
     """The loss of a batch that the pair kernels can serve (`pair_ops.serves`).
 
     max_positives: an anchor with more makes the loss NaN; None: any number. table_bytes: as `room` says.
     """
-    x, labels, references, reference_labels = batch
+    (x, labels, references, reference_labels), batch_first = eligible.without_batch_first(batch)
     slots = x.shape[0] if references is None else references.shape[0]
     slots = slots if max_positives is None else min(slots, max_positives)
-    choices = (float(temperature), slots, reduction, table_bytes)
+    choices = (batch_first, float(temperature), slots, reduction, table_bytes)
     with launch.device_of(x):
         value: Tensor = _Loss.call(x, references, labels, reference_labels, choices)
     return value
@@ -83,6 +86,6 @@ class _Loss(HandGradient):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         smooth_ap_kernels, _ = _kernels()
         x, references, rows, columns, table, stats = ctx.saved_tensors
-        sides = (smooth_ap_kernels.Side(x, rows), smooth_ap_kernels.Side(references, columns))
+        sides = (x, references, rows, columns)
         by_x, by_references = smooth_ap_kernels.backward(ctx.task, *sides, table, stats, upstream)
         return by_x, by_references, None, None, None

@@ -34,4 +34,6 @@ def of(kind: str, flag: int) -> Link:
         return fastap.link(flag)
     if kind == "multi_similarity":
         return multi_similarity.SELECTED if flag else multi_similarity.ALL
+    if kind == "npair" and flag:
+        return npair.ALONE
     return _LINKS[kind]
