@@ -81,4 +81,5 @@ def slope(tile, anchor, reference, scales, settings, SELF: tl.constexpr, FLAG: t
 
 
 def link(bins: int) -> Link:
-    return Link(init, add, close, slope, saved=0, measure="squared", table=triton.next_power_of_2(2 * bins))
+    rows = max(32, triton.next_power_of_2(2 * bins))  # of fewer than a warp's threads triton 3.6 gathers nothing
+    return Link(init, add, close, slope, saved=0, measure="squared", table=rows)
