@@ -30,7 +30,7 @@ def large_classes(shape, classes, kind=torch.float32):
 
 def judge_kernels():
     """What the tests below read, as JSON."""
-    from nearkin.kernels import smooth_ap_kernels
+    from nearkin.kernels import smooth_ap_passes
 
     smooth_ap_ops.room = lambda batch, max_memory: 1  # tables of 16 positives, the fewest
     verdicts = {}
@@ -39,7 +39,7 @@ def judge_kernels():
             verdicts[f"{name} {shape}"] = kernel_cases.judged(PAIR_CASES[name], large_classes(shape, 2))
     half = large_classes((40, None, 5), 2, torch.bfloat16)
     verdicts["half precision"] = kernel_cases.judged(PAIR_CASES["Smooth-AP, soft"], half)
-    verdicts["windows"] = [len(smooth_ap_kernels.Task((45, 45, 5), True, False, 0.1, 45, "mean", 1).windows[1])]
+    verdicts["windows"] = [len(smooth_ap_passes.Task((45, 45, 5), True, False, 0.1, 45, "mean", 1).windows[1])]
     verdicts["twice"] = twice()
     verdicts["max_positives"] = [bounded(most) for most in (2, 3)]
     print(json.dumps(verdicts))
@@ -69,12 +69,12 @@ def test_tables_stay_within_max_memory(monkeypatch):
     if not kernels.installed():
         pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
     monkeypatch.setattr(kernels, "has_float64_units", lambda x: True)
-    from nearkin.kernels import smooth_ap_kernels
+    from nearkin.kernels import smooth_ap_passes
 
     batch = blockwise.Batch(torch.zeros(2048, 128), torch.zeros(2048).long(), None, None)
     for bound in (None, 2**25, 2**26, 2**30):
         room = smooth_ap_ops.room(batch, bound)
-        task = smooth_ap_kernels.Task((2048, 2048, 128), True, False, 0.1, 2048, "mean", room)
+        task = smooth_ap_passes.Task((2048, 2048, 128), True, False, 0.1, 2048, "mean", room)
         kept, later, width = task.windows
         tables = kept + (width if later else 0)
         assert 0 < 20 * 2048 * tables <= room < (bound or smooth_ap_ops.AUTOMATIC) - 8 * 2048 * 132

@@ -1,4 +1,4 @@
-"""Smooth-AP, forward and backward, without a matrix of anchors × references in memory: `smooth_ap_kernels`."""
+"""Smooth-AP, forward and backward, without a matrix of anchors × references in memory: `smooth_ap_passes`."""
 
 import functools
 from types import ModuleType
@@ -49,9 +49,9 @@ def loss(
 
 @functools.cache
 def _kernels() -> tuple[ModuleType, ModuleType]:
-    from nearkin.kernels import row_kernels, smooth_ap_kernels
+    from nearkin.kernels import row_kernels, smooth_ap_passes
 
-    return smooth_ap_kernels, row_kernels
+    return smooth_ap_passes, row_kernels
 
 
 class _Loss(HandGradient):
@@ -64,7 +64,7 @@ class _Loss(HandGradient):
         reference_labels: Tensor | None,
         choices: tuple[Any, ...],
     ) -> Tensor:
-        smooth_ap_kernels, row_kernels = _kernels()
+        passes, row_kernels = _kernels()
         x = x.contiguous()
         rows = columns = row_kernels.prepare(x, labels.contiguous(), True)
         num_columns = x.shape[0]
@@ -72,8 +72,8 @@ class _Loss(HandGradient):
             references = references.contiguous()
             num_columns = references.shape[0]
             columns = row_kernels.prepare(references, reference_labels.contiguous(), True)
-        task = smooth_ap_kernels.Task((x.shape[0], num_columns, x.shape[1]), references is None, *choices)
-        value, table, stats = smooth_ap_kernels.forward(task, rows, columns)
+        task = passes.Task((x.shape[0], num_columns, x.shape[1]), references is None, *choices)
+        value, table, stats = passes.forward(task, rows, columns)
         wants = ctx.needs_input_grad
         inputs = (x if wants[0] else None, references if wants[1] else None)  # a queue may change before the backward
         ctx.save_for_backward(*inputs, rows, columns, table, stats)
@@ -84,8 +84,8 @@ class _Loss(HandGradient):
     @staticmethod
     @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        smooth_ap_kernels, _ = _kernels()
+        passes, _ = _kernels()
         x, references, rows, columns, table, stats = ctx.saved_tensors
         sides = (x, references, rows, columns)
-        by_x, by_references = smooth_ap_kernels.backward(ctx.task, *sides, table, stats, upstream)
+        by_x, by_references = passes.backward(ctx.task, *sides, table, stats, upstream)
         return by_x, by_references, None, None, None
