@@ -47,16 +47,26 @@ def few_classes(shape, classes):
     return tuple(t if t is None else t.cuda() for t in (x, ids[0], references, ids[1]))
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["one window", "windows"])
-@pytest.mark.parametrize("shape", [(600, None, 128), (150, 300, 128), (70, 90, 300)], ids=str)
-@pytest.mark.parametrize("name", ["Smooth-AP", "Smooth-AP, soft"])
-def test_classes_of_hundreds(name, shape, narrow, monkeypatch):
-    if narrow:
-        monkeypatch.setattr(smooth_ap_ops, "room", lambda batch, max_memory: 1)  # tables of 16 positives, the fewest
-    verdict = kernel_cases.judged(kernel_cases.PAIR_CASES[name], few_classes(shape, 2))
+def exact_enough(verdict):
     assert verdict["served"] == 1
     for ours, theirs in zip(verdict["kernel"], verdict["torch"], strict=True):
         assert ours <= theirs + 1e-6, verdict
+
+
+@pytest.mark.parametrize(
+    ("shape", "narrow"), [((600, None, 128), False), ((600, None, 128), True), ((150, 300, 128), True)], ids=str
+)
+def test_classes_of_hundreds(shape, narrow, monkeypatch):
+    if narrow:
+        monkeypatch.setattr(smooth_ap_ops, "room", lambda batch, max_memory: 1)  # tables of 16 positives, the fewest
+    for name in ("Smooth-AP", "Smooth-AP, soft"):
+        exact_enough(kernel_cases.judged(kernel_cases.PAIR_CASES[name], few_classes(shape, 2)))
+
+
+@pytest.mark.parametrize("name", kernel_cases.BIN_CASES)
+def test_any_number_of_bins(name):
+    inputs = tuple(t if t is None else t.cuda() for t in kernel_cases.batch((333, None, 128)))
+    exact_enough(kernel_cases.judged(kernel_cases.BIN_CASES[name], inputs))
 
 
 def test_more_positives_than_the_bound_are_nan():
