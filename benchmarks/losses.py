@@ -99,9 +99,9 @@ CASES = [
     Case("SupCon", "SupConLoss", {}, "L.SupConLoss()", large=True),
     Case("InfoNCE", "InfoNCELoss", {}, "L.NTXentLoss()", large=True),
     Case("log-ratio", "LogRatioLoss", large=True),
-    Case("Fast-AP", "FastAPLoss", {}, "L.FastAPLoss()"),
+    Case("Fast-AP", "FastAPLoss", {}, "L.FastAPLoss()", large=True),
     Case(
-        "Smooth-AP", "SmoothAPLoss", {"max_positives": EACH - 1}, "L.SmoothAPLoss()", most=2048
+        "Smooth-AP", "SmoothAPLoss", {"max_positives": EACH - 1}, "L.SmoothAPLoss()", large=True, most=2048
     ),  # B³ bytes of the host
     Case("normalised softmax", "NormalizedSoftmaxLoss", {}, "L.NormalizedSoftmaxLoss(C, D)", weighs=True),
     Case("CosFace", "CosFaceLoss", {}, "L.CosFaceLoss(C, D)", weighs=True),

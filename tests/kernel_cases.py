@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nearkin import kernels, losses
 from nearkin.core.labels import BatchFirst
-from nearkin.kernels import pair_ops
+from nearkin.kernels import pair_ops, smooth_ap_ops
 
 
 class Case(NamedTuple):
@@ -48,8 +48,17 @@ PAIR_CASES = {
     "SupCon, active": Case(losses.supcon_loss, {"temperature": 0.4, "reduction": "active"}),
     "InfoNCE": Case(losses.infonce_loss, {}),
     "InfoNCE, sum": Case(losses.infonce_loss, {"temperature": 0.5, "reduction": "sum"}),
+    "Smooth-AP": Case(losses.smooth_ap_loss, {}),
+    "Smooth-AP, soft": Case(losses.smooth_ap_loss, {"temperature": 0.1, "reduction": "sum"}),
+    "Smooth-AP, active": Case(losses.smooth_ap_loss, {"temperature": 0.03, "reduction": "active"}),
+    "Fast-AP": Case(losses.fastap_loss, {}),
     "lossless": Case(losses.lossless_triplet_loss, {}),
     "lossless, clamped": Case(losses.lossless_triplet_loss, {"sigmoid": False, "reduction": "sum"}),
+}
+BIN_CASES = {  # kernels are compiled for each number: not part of every test
+    "Fast-AP, 1 bin": Case(losses.fastap_loss, {"bins": 1}),
+    "Fast-AP, 3 bins": Case(losses.fastap_loss, {"bins": 3, "reduction": "sum"}),
+    "Fast-AP, most bins": Case(losses.fastap_loss, {"bins": pair_ops.MOST_BINS, "reduction": "active"}),
 }
 # (B, R, D): R = None is a batch alone
 PAIR_SHAPES = [(1, None, 3), (1, 1, 1), (2, None, 4), (5, 40, 3), (37, None, 17), (33, 50, 70), (50, 7, 5)]
@@ -156,11 +165,13 @@ def judged(case: Case, arguments: tuple[Any, ...], both: bool = True) -> dict[st
     finally:
         kernels.set_float64_units(setting)
     served: list[str] = []
-    original = pair_ops.loss
-    pair_ops.loss = lambda kind, *rest, **keywords: served.append(kind) or original(kind, *rest, **keywords)  # type: ignore
+    originals = {module: module.loss for module in (pair_ops, smooth_ap_ops)}
+    for module, original in originals.items():
+        module.loss = lambda *rest, original=original, **named: served.append("") or original(*rest, **named)  # type: ignore
     try:
         got = outcome(case, arguments, "triton", both=both)
     finally:
-        pair_ops.loss = original
+        for module, original in originals.items():
+            module.loss = original  # type: ignore
     assert [t.dtype for t in got] == [t.dtype for t in plain]
     return {"kernel": errors(got, exact), "torch": errors(plain, exact), "served": len(served)}

@@ -70,7 +70,7 @@ def test_references_that_start_with_the_batch(name, shape):
 
 MODULES = (losses.ContrastiveLoss, losses.MarginLoss, losses.MultiSimilarityLoss, losses.CircleLoss)
 MODULES += (losses.LiftedStructureLoss, losses.NPairLoss, losses.SupConLoss, losses.InfoNCELoss)
-MODULES += (losses.LosslessTripletLoss, losses.TripletLoss)
+MODULES += (losses.LosslessTripletLoss, losses.TripletLoss, losses.SmoothAPLoss, losses.FastAPLoss)
 
 
 @pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)

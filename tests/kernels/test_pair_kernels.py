@@ -11,7 +11,7 @@ import torch
 
 import kernel_cases
 from interpreter import interpreted
-from kernel_cases import PAIR_CASES
+from kernel_cases import BIN_CASES, PAIR_CASES
 from nearkin import kernels, losses
 from nearkin.core import blockwise, relations
 from nearkin.kernels import eligible, pair_ops
@@ -43,6 +43,8 @@ def judge_kernels():
             verdicts[f"{name} {kind}"] = kernel_cases.judged(
                 case, (x, labels.int(), references, reference_ids.int()), both=False
             )
+    for name, case in BIN_CASES.items():
+        verdicts[name] = kernel_cases.judged(case, kernel_cases.batch(ALONE))
     picky = kernel_cases.Case(losses.multi_similarity_loss, {"alpha": 1.0, "beta": 2.0, "epsilon": -0.2})
     verdicts["multi-similarity, few selected"] = kernel_cases.judged(picky, kernel_cases.batch(ALONE))
     for name in ("contrastive", "margin", "lifted"):
@@ -96,7 +98,7 @@ def verdicts():
 
 def test_as_exact_as_plain_torch(verdicts):
     judged = {name: case for name, case in verdicts.items() if isinstance(case, dict)}
-    assert len(judged) == 2 * len(PAIR_CASES) + len(FIRST) + 4 * len(ODD) + 8 + 3 + 1
+    assert len(judged) == 2 * len(PAIR_CASES) + len(FIRST) + 4 * len(ODD) + 8 + len(BIN_CASES) + 3 + 1
     for name, case in judged.items():
         assert case["served"] == 1, name
         for ours, theirs in zip(case["kernel"], case["torch"], strict=True):

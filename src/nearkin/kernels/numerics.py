@@ -38,6 +38,19 @@ def row_sum(slots):
 
 
 @triton.jit
+def column(columns, at: tl.constexpr):
+    """One column (M,) of a tensor (M, L)."""
+    return tl.sum(tl.where(tl.arange(0, columns.shape[1])[None, :] == at, columns, 0.0), 1)
+
+
+@triton.jit
+def add_column(columns, at: tl.constexpr, value):
+    """A tensor (M, L), with value (M,) added to one column. Sums of rows that are kept so take few registers: a vector
+    (M,) is held by every thread of its row."""
+    return columns + tl.where(tl.arange(0, columns.shape[1])[None, :] == at, value[:, None], 0.0)
+
+
+@triton.jit
 def stream_init(M: tl.constexpr, N: tl.constexpr):
     """Running log-sum-exps of nothing, one per slot of a tile: a peak, and a sum below it."""
     return tl.full((M, N), LOG_ZERO, tl.float32), tl.zeros((M, N), tl.float32)

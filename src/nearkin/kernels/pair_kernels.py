@@ -232,9 +232,13 @@ def _finish(a, b, stats, value, size, others, option, TALLY: tl.constexpr, MEAN:
 
 
 @triton.jit
-def _saved(stats, i, mask_m, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT rows of statistics from FIRST on, as a tuple, along AXIS of a tile."""
+def _saved(stats, i, mask_m, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, TABLE: tl.constexpr):
+    """COUNT rows of statistics from FIRST on, as a tuple, along AXIS of a tile; or the TABLE, and indices along it."""
     rows = ()
+    if TABLE > 0:
+        entry, at = tl.expand_dims(tl.arange(0, TABLE), 1 - AXIS), tl.expand_dims(i, AXIS)
+        table = tl.load(stats + 2 + (SCALES + entry) * size + at, mask=tl.expand_dims(mask_m, AXIS), other=0.0)
+        rows = (table, at)
     for k in tl.static_range(COUNT):
         row = load(stats, FIRST + k, (i, mask_m, size))
         rows = rows + (tl.expand_dims(row, AXIS),)  # noqa: RUF005  triton 3.4 knows no unpacking
@@ -256,11 +260,11 @@ def _from_digits(summed, a, i, axis, size, EUCLID: tl.constexpr, CENTRED: tl.con
 
 @triton.jit
 def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim, p, q, u, s, SLOPE: tl.constexpr,
-              ROW_SLOPE: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, MEASURE: tl.constexpr,
-              SYMMETRIC: tl.constexpr, PAIRED: tl.constexpr, ROLE: tl.constexpr, APART: tl.constexpr,
-              FLAG: tl.constexpr, NORMALIZE: tl.constexpr, TRANSFORM: tl.constexpr, ONE_CHUNK: tl.constexpr,
-              BETA: tl.constexpr, CENTRED: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr,
-              M: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+              ROW_SLOPE: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, TABLE: tl.constexpr,
+              MEASURE: tl.constexpr, SYMMETRIC: tl.constexpr, PAIRED: tl.constexpr, ROLE: tl.constexpr,
+              APART: tl.constexpr, FLAG: tl.constexpr, NORMALIZE: tl.constexpr, TRANSFORM: tl.constexpr,
+              ONE_CHUNK: tl.constexpr, BETA: tl.constexpr, CENTRED: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr,
+              ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """D coordinates of the gradient by M rows of x, prepared in a: all rows of b pass by, as references (ROLE
     "anchors"), as anchors ("references") or as both ("self"). APART: row i of a and of b are the same item, whose pair
     with itself is left out. stats are of a, column of b."""
@@ -285,7 +289,7 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
     settings = (p, q, u, s)
     row_stats = ()
     if ROLE != "references" or PAIRED:
-        row_stats = _saved(stats, i, mask_m, size, 1, FIRST, COUNT)
+        row_stats = _saved(stats, i, mask_m, size, 1, FIRST, COUNT, TABLE)
     if DIGITS:
         summed = digit_kernels.weighted_init(M, D)
     else:
@@ -309,7 +313,7 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
         tile = (value, positive, negative)
         column_stats = ()
         if ROLE != "anchors" or PAIRED:
-            column_stats = _saved(column, j, mask_n, others, 0, FIRST, COUNT)
+            column_stats = _saved(column, j, mask_n, others, 0, FIRST, COUNT, TABLE)
         if ROLE != "references":
             slope = SLOPE(tile, row_stats, column_stats, scales, settings, SELF, FLAG)
         if SYMMETRIC and SELF:
@@ -370,9 +374,10 @@ def _tile(stage: str, size: int, dim: int, kind: torch.dtype) -> tuple[Tile, dic
 
 
 class Passes(NamedTuple):
-    """The kernels of a loss, in their order; rows: of a program."""
+    """The kernels of a loss, in their order; rows: of a program; statistics: rows of them, with those of a table."""
 
     rows: int
+    statistics: int
     firsts: CachedLauncher
     threats: CachedLauncher
     main: CachedLauncher
@@ -382,7 +387,7 @@ class Passes(NamedTuple):
 @functools.cache
 def _passes(
     kind: str,
-    flag: bool,
+    flag: int,
     size: int,
     dim: int,
     alone: bool,
@@ -407,6 +412,7 @@ def _passes(
     finish = {"TALLY": link.tally, "MEAN": link.mean, "SELF": alone, "PAD": pad, "REDUCTION": reduction}
     return Passes(
         tile.rows,
+        STATISTICS + link.table,
         CachedLauncher(_firsts, PAD=pad, M=16, N=256, **options),
         main(links.of("lifted threats", False)),
         main(link),
@@ -421,10 +427,10 @@ def forward(kind, rows, columns, sizes, beta, settings, flag, reduction, batch_f
     scalar or (B,). batch_first: the first references are the anchors."""
     size, others, dim = sizes
     alone = rows is columns
-    stats = torch.empty(STATISTICS * size + 2, device=rows.device, dtype=torch.float32)
-    value = torch.empty((), device=rows.device, dtype=torch.float32)
     beta_kind = "number" if beta is None else "anchor" if beta.dim() else "scalar"
     passes = _passes(kind, flag, size, dim, alone, batch_first, reduction, beta_kind, rows.dtype)
+    stats = torch.empty(passes.statistics * size + 2, device=rows.device, dtype=torch.float32)
+    value = torch.empty((), device=rows.device, dtype=torch.float32)
     anchors = (-(-size // passes.rows), 1, 1)
     column = extra = stats
     if beta is not None:
@@ -456,7 +462,7 @@ def _last_pass(
     tile, constants = _tile("backward", size, dim, rows)
     link = links.of(kind, flag)
     functions = {"SLOPE": link.slope, "ROW_SLOPE": link.row_slope, "COUNT": link.saved, "FIRST": SAVED}
-    functions |= {"MEASURE": link.measure, "SYMMETRIC": link.symmetric, "PAIRED": link.paired}
+    functions |= {"MEASURE": link.measure, "SYMMETRIC": link.symmetric, "PAIRED": link.paired, "TABLE": link.table}
     choices = {"ROLE": role, "APART": apart, "FLAG": flag, "NORMALIZE": normalize, "TRANSFORM": transform, "BETA": beta}
     choices["CENTRED"] = kind in CENTRED
     choices["ONE_CHUNK"] = dim <= constants["D"]

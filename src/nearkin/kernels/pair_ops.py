@@ -16,7 +16,7 @@ from nearkin.core import blockwise
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import eligible, launch
 
-__all__ = ["KINDS", "loss", "serves"]
+__all__ = ["KINDS", "MOST_BINS", "loss", "serves"]
 
 KINDS = (
     "contrastive",
@@ -28,7 +28,9 @@ KINDS = (
     "supcon",
     "infonce",
     "lossless",
+    "fastap",
 )
+MOST_BINS = 31  # of Fast-AP: a program has the sums of its 32 centres in registers
 LARGEST = 10**6 - 1  # rows; a slot of a tile counts up to 2^15 tiles
 
 
@@ -43,15 +45,15 @@ def loss(
     settings: tuple[float, ...],
     reduction: str,
     *,
-    flag: bool = False,
+    flag: int = False,
     normalize: bool = True,
     beta: Tensor | None = None,
 ) -> Tensor:
     """The loss of a batch that the kernels can serve.
 
     settings: up to four numbers, as the link of each kind names them (`links/`); flag: its yes or no, of N-pair whether
-    the batch is alone. normalize: rows of unit length. beta: of the margin loss, float32, a scalar or one per anchor
-    (B,), where it is not a number.
+    the batch is alone, of Fast-AP its number of bins. normalize: rows of unit length. beta: of the margin loss,
+    float32, a scalar or one per anchor (B,), where it is not a number.
     """
     (x, labels, references, reference_labels), batch_first = eligible.without_batch_first(batch)
     transform = "clamp" if kind != "lossless" else "sigmoid" if flag else "cube"

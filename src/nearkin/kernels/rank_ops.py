@@ -1,4 +1,8 @@
-"""Triton twins of what rank and ratio losses compute per anchor: smooth ranks, histograms, spread of ratios."""
+"""Triton twins of what rank and ratio losses compute per anchor: smooth ranks, histograms, spread of ratios.
+
+From a (B, R) matrix and masks, so of any relation. Batches of class ids have passes without a matrix: `smooth_ap_ops`,
+and Fast-AP in `pair_ops`.
+"""
 
 import functools
 from types import ModuleType

@@ -358,15 +358,19 @@ def input_gradient(x, rows, gradient, along, i, mask_m, axis, size, dim, PAD: tl
 
 @triton.jit
 def store_gradient(x, rows, by_x, gradient, i, mask_m, axis, size, dim, PAD: tl.constexpr, TRANSFORM: tl.constexpr,
-                   NORMALIZE: tl.constexpr):  # fmt: skip
-    """Stores the gradient by `x` from that by prepared rows (M, D), float64, all coordinates at once."""
+                   NORMALIZE: tl.constexpr, ADDS: tl.constexpr = False):  # fmt: skip
+    """Stores the gradient by `x` from that by prepared rows (M, D), float64, all coordinates at once. ADDS: to what is
+    there."""
     along = tl.zeros((i.shape[0],), tl.float64)
     mask_d = axis < dim
     if NORMALIZE:
         unit = _original(x, rows, i, mask_m, axis, size, dim, PAD, TRANSFORM)
         along = tl.sum(tl.where(mask_m[:, None] & mask_d[None, :], gradient * unit, 0.0), 1)
     gradient = input_gradient(x, rows, gradient, along, i, mask_m, axis, size, dim, PAD, TRANSFORM, NORMALIZE)
-    tl.store(by_x + i.to(tl.int64)[:, None] * dim + axis[None, :], gradient, mask=mask_m[:, None] & mask_d[None, :])
+    out, inside = by_x + i.to(tl.int64)[:, None] * dim + axis[None, :], mask_m[:, None] & mask_d[None, :]
+    if ADDS:
+        gradient += tl.load(out, mask=inside, other=0.0)
+    tl.store(out, gradient, mask=inside)
 
 
 @triton.jit

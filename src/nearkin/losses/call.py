@@ -26,6 +26,7 @@ from nearkin.kernels import (
     pair_ops,
     proxy_anchor_ops,
     rank_ops,
+    smooth_ap_ops,
     soft_triple_ops,
     triplet_ops,
 )
@@ -69,7 +70,7 @@ class PairCall:
         kind: str,
         numbers: tuple[float, ...],
         *,
-        flag: bool = False,
+        flag: int = False,
         normalize: bool = True,
         beta: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:
@@ -78,6 +79,15 @@ class PairCall:
             return None
         edge = None if beta is None else beta()
         return pair_ops.loss(kind, self.batch, numbers, self.reduction, flag=flag, normalize=normalize, beta=edge)
+
+    def smooth_ap_kernel(self, temperature: float, max_positives: int | None) -> Tensor | None:
+        """The loss by the kernels of Smooth-AP (`smooth_ap_ops.loss`), or None where they do not serve."""
+        if not pair_ops.serves(self.impl, self.batch, self.reduction, self.max_memory):
+            return None
+        room = smooth_ap_ops.room(self.batch, self.max_memory)
+        if room == 0:
+            return None
+        return smooth_ap_ops.loss(self.batch, temperature, max_positives, self.reduction, room)
 
     def triplet_kernel(
         self, plan: Plan, boundary: Callable[[], Tensor] | None = None, generator: torch.Generator | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from nearkin.core import checks, distances
 from nearkin.core.autograd import recomputed
 from nearkin.core.relations import Labels, Relation
-from nearkin.kernels import rank_ops
+from nearkin.kernels import pair_ops, rank_ops
 from nearkin.losses.call import PairCall, row_kernel
 from nearkin.losses.module import LossModule
 
@@ -36,13 +36,19 @@ def smooth_ap_loss(
 
     s = cosine, σ(x) = 1/(1 + e^{-x/t}), r over all positives and negatives of i. Anchors without positives do not
     count. Time O(B² |P|); the comparisons are made a few positives at a time and made again for the gradient, so memory
-    is O(B²). The largest |P| is read off on the CPU, and on a GPU a kernel (impl "triton", or "auto" there) goes on as
-    long as a row has positives, up to 8,192 references in float32. Elsewhere reading would stall the device: without
-    `max_positives` (items per class less one) the time is O(B² R). More positives are an error, or NaN where not read.
-    Needs two items per class. Brown et al. 2020, arXiv:2007.12163, eq. 7; temperature 0.01 from there.
+    is O(B²). The largest |P| is read off on the CPU. On a GPU kernels (impl "triton", or "auto" there) compute all of
+    it in O(B) memory, as long as an anchor has positives: of class ids, in float32 or half precision, reduced. Of other
+    labels, or with reduction="none", a kernel makes the comparisons, up to 8,192 references in float32. Elsewhere
+    reading would stall the device: without `max_positives` (items per class less one) the time is O(B² R). More
+    positives are an error, or NaN where not read. Needs two items per class. Brown et al. 2020, arXiv:2007.12163, eq.
+    7; temperature 0.01 from there.
     """
     call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.positive("temperature", temperature)
+    if max_positives is not None:
+        checks.integer("max_positives", max_positives, 1)
+    if (value := call.smooth_ap_kernel(temperature, max_positives)) is not None:
+        return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         scores = distances.cosine(x, references) / temperature  # (B, R), larger is closer
@@ -68,7 +74,6 @@ def smooth_ap_loss(
 def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
     """How many positives of an anchor must be looked at, (B,) having `number` of them, without waiting for a device."""
     if max_positives is not None:
-        checks.integer("max_positives", max_positives, 1)
         most = min(most, max_positives)
     if not checks.reads_values(number) or number.numel() == 0:
         return most
@@ -106,11 +111,14 @@ def fastap_loss(
     Summed as 1/|P_i| Σ_l h⁺_l H⁻_l / H_l, H⁻ of negatives: exactly 0 for an anchor whose positives all come first.
     Squared distances of unit vectors, in [0, 4], fall into the two nearest of bins + 1 equidistant centres by linear
     interpolation. Anchors without positives do not count. Needs two items per class. impl: "triton", which "auto" takes
-    on a GPU, makes the histograms in a kernel, up to 8,192 references in float32. Cakir et al. 2019, eq. 5 and 9; 10
-    bins from its released code.
+    on a GPU, computes all of it in kernels in O(B) memory: of class ids, in float32 or half precision, reduced, up to
+    31 bins. Of other labels, with reduction="none" or more bins a kernel makes the histograms, up to 8,192 references
+    in float32. Cakir et al. 2019, eq. 5 and 9; 10 bins from its released code.
     """
     call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.integer("bins", bins, 1)
+    if bins <= pair_ops.MOST_BINS and (value := call.pair_kernel("fastap", (bins,), flag=bins)) is not None:
+        return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         place = distances.squared_euclidean(x, references, normalize=True).clamp(0, 4) * (bins / 4)  # (B, R)

@@ -3,6 +3,7 @@
 from nearkin.kernels.links import (
     circle,
     contrastive,
+    fastap,
     infonce,
     lifted,
     lossless,
@@ -28,7 +29,9 @@ _LINKS = {
 }
 
 
-def of(kind: str, flag: bool) -> Link:
+def of(kind: str, flag: int) -> Link:
+    if kind == "fastap":
+        return fastap.link(flag)
     if kind == "multi_similarity":
         return multi_similarity.SELECTED if flag else multi_similarity.ALL
     if kind == "npair" and flag:

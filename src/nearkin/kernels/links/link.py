@@ -3,7 +3,8 @@
 
 Statistics are rows of a float32 buffer with one entry per anchor. The first three are the sum of an anchor's terms,
 their number and how many are active; three more hold the same of negatives where these are reduced by themselves. From
-SAVED on follows what the gradient needs, which each link fills in its own way and receives as a tuple in this order.
+SAVED on follows what the gradient needs, which each link fills in its own way and receives as a tuple in this order. Or
+a link has a table, whose rows follow the two scales, and gathers from it by pair.
 """
 
 from collections.abc import Callable
@@ -95,7 +96,8 @@ class Link(NamedTuple):
 
     tile: value, positive, negative, each (M, N). reference: which are known (N,), squared lengths (N,), and what
     `column` made. facts: what `facts` or the survey made of anchors. settings: four numbers, which each link names;
-    FLAG is its yes or no; ACTIVE: whether reduction is "active". anchor in `close`: class ids and squared lengths (M,).
+    FLAG is its yes or no, or its number of bins; ACTIVE: whether reduction is "active". anchor in `close`: class ids
+    and squared lengths (M,).
     """
 
     init: Callable  # (M, N) -> state
@@ -112,6 +114,7 @@ class Link(NamedTuple):
     positives_only: bool = False  # the main pass skips tiles without a positive pair
     symmetric: bool = False  # the slope is the same with anchor and reference exchanged
     paired: bool = False
+    table: int = 0  # rows, a power of 2; `slope` receives it (M, rows) with indices (M, 1), or (rows, N) with (1, N)
     row_slope: Callable | None = None  # (known, row, scales, settings, ROLE) -> derivative along each row itself
     tally: Callable = tally  # (sums, stats, at, option, REDUCTION) -> sums
     mean: Callable = one_mean  # (sums, stats, size, option, REDUCTION) -> value and scales
