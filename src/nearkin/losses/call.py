@@ -22,6 +22,7 @@ from nearkin.kernels import (
     facility_ops,
     pair_ops,
     rank_ops,
+    ratio_ops,
     triplet_ops,
 )
 from nearkin.kernels.class_loss_ops import Form
@@ -80,6 +81,13 @@ class PairCall:
             return None
         edge = None if boundary is None else boundary()
         return triplet_ops.loss(self.batch, plan, boundary=edge, generator=generator)
+
+    def ratio_kernel(self, *, epsilon: float, ties: bool, normalize: bool) -> Tensor | None:
+        """The log-ratio loss by its kernels (`ratio_ops.loss`), or None where they do not serve."""
+        if not ratio_ops.serves(self.impl, self.batch, self.reduction, self.max_memory):
+            return None
+        options = {"epsilon": epsilon, "ties": ties, "normalize": normalize, "max_memory": self.max_memory}
+        return ratio_ops.loss(self.batch, self.reduction, **options)
 
     def fits(self) -> bool:
         """Whether the matrix is made in one piece."""
