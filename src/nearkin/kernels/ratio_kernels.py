@@ -43,7 +43,7 @@ def _search(values, y, gap, low, high, rising, steps, STRICT: tl.constexpr):
     return high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "shift", "others", "steps"])
 def _runs(queries, values, starts, ends, number, size, shift, others, steps, N: tl.constexpr):
     """Where each query would begin and end among the sorted values; from `shift` on, how many values differ from it."""
     i = tl.program_id(0) * N + tl.arange(0, N)
@@ -65,7 +65,7 @@ def _runs(queries, values, starts, ends, number, size, shift, others, steps, N: 
     tl.store(number + i - shift, different, mask=mask & (i >= shift))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "size", "tiles", "span"])
 def _ratios(a, b, gaps, ratios, inverse, sums, first, count, size, others, dim, tiles, span, epsilon,
             MATRIX: tl.constexpr, RUNNING: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr,
             M: tl.constexpr, T: tl.constexpr):  # fmt: skip
@@ -104,7 +104,7 @@ def _ratios(a, b, gaps, ratios, inverse, sums, first, count, size, others, dim, 
             tl.store(ratios + at, ratio, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _running(ratios, order, running, sums, others, tiles, R: tl.constexpr, T: tl.constexpr):
     """The running sums of a row in its own order, and the sums of R tiles."""
     row = tl.program_id(0).to(tl.int64)
@@ -116,7 +116,7 @@ def _running(ratios, order, running, sums, others, tiles, R: tl.constexpr, T: tl
     tl.store(sums + row * (tiles + 1) + tile + 1, tl.sum(ratio, 1), mask=tile < tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "tiles"])
 def _offsets(sums, mean, number, first, tiles, N: tl.constexpr):
     """Sums of tiles become running sums over all tiles of a row, from 0; and the mean of the row."""
     row = tl.program_id(0).to(tl.int64)
@@ -180,7 +180,7 @@ def _tied(values, starts, ends, running, sums, y, gap, ratio, j, valid, zero, be
     return number.to(tl.float64), total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "shift", "size", "tiles", "steps"])
 def _slopes(a, values, order, starts, ends, running, sums, mean, number, inverse, terms, first, shift, size, others,
             tiles, steps, MATRIX: tl.constexpr, TIES: tl.constexpr, BACK: tl.constexpr, PAD: tl.constexpr,
             T: tl.constexpr, N: tl.constexpr):  # fmt: skip
@@ -229,7 +229,7 @@ def _slopes(a, values, order, starts, ends, running, sums, mean, number, inverse
         tl.store(inverse + start + place, slope.to(tl.float32), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "segments"])
 def _close(terms, number, weights, value, pairs, factor, first, count, segments, WEIGHTED: tl.constexpr,
            M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Value and number of pairs of M anchors from their segments, and the factor of their slopes."""
@@ -256,7 +256,7 @@ def _close(terms, number, weights, value, pairs, factor, first, count, segments,
     tl.store(factor + k, slope, mask=mask_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_first", "count", "passing_first", "passing_count", "span", "out_first", "out_rows"])
 def _gradient(own, passing, slopes, factor, out, own_first, count, passing_first, passing_count, stride, passing_stride,
               span, out_first, out_rows, dim, ANCHORS: tl.constexpr, ADD: tl.constexpr, PAD: tl.constexpr,
               M: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
@@ -289,10 +289,10 @@ def _gradient(own, passing, slopes, factor, out, own_first, count, passing_first
     tl.store(out + at, gradient, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "others"])
 def _finish(a, b, values, value, pairs, loss, facts, size, others, MATRIX: tl.constexpr, SELF: tl.constexpr,
             PAD: tl.constexpr, REDUCTION: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """The loss from the anchors' values; as facts the factor of its gradient, and 0, or NaN if an input is not finite."""
+    """The loss from the anchors' values; as facts the factor of its gradient, and 0 or NaN if inputs are not finite."""
     total = tl.zeros((N,), tl.float64)
     terms = tl.zeros((N,), tl.float64)
     taint = tl.zeros((N,), tl.float64)

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nearkin import kernels
 from nearkin.core import blockwise
 from nearkin.core.autograd import HandGradient, traced
 from nearkin.core.labels import LabelDistance
-from nearkin.kernels import eligible, interpreted, launch
+from nearkin.kernels import eligible, launch
 
-__all__ = ["loss", "serves"]
+__all__ = ["Settings", "loss", "serves"]
 
 LARGEST = 10**6 - 1  # rows
 
@@ -34,7 +35,7 @@ def serves(impl: str, batch: blockwise.Batch, reduction: str, max_memory: int | 
         return False
     if not all(_plain(rows) for rows in (x, references) if rows is not None):
         return False
-    if not eligible.possible(x.device, interpreted()):
+    if not (eligible.possible(x.device, kernels.interpreted()) and kernels.has_float64_units(x)):
         return False
     if max_memory is not None:
         blockwise.block(batch, max_memory)
@@ -50,20 +51,23 @@ def _plain(rows: Tensor) -> bool:
     )
 
 
-def loss(
-    batch: blockwise.Batch,
-    reduction: str,
-    *,
-    epsilon: float,
-    ties: bool,
-    normalize: bool,
-    max_memory: int | None = None,
-) -> Tensor:
-    """The loss of a batch that the kernels can serve. ties: pairs at the same label distance are left out."""
-    most = 2**31 if max_memory is None else blockwise.block(batch, max_memory)
+class Settings(NamedTuple):
+    """ties: pairs of references at the same label distance are left out."""
+
+    epsilon: float
+    ties: bool
+    normalize: bool
+    reduction: str
+    most: int = 2**31  # anchors per block
+    distances: bool = False  # labels are label distances (B, R)
+
+
+def loss(batch: blockwise.Batch, settings: Settings, max_memory: int | None = None) -> Tensor:
+    """The loss of a batch that the kernels can serve."""
     x, labels, references, reference_labels = batch
+    most = settings.most if max_memory is None else blockwise.block(batch, max_memory)
     distances = isinstance(labels, LabelDistance)
-    settings = _Settings(float(epsilon), ties, normalize, reduction, most, distances)
+    settings = settings._replace(epsilon=float(settings.epsilon), most=most, distances=distances)
     with launch.device_of(x):
         targets = labels.distance if isinstance(labels, LabelDistance) else labels
         value: Tensor = _Loss.call(x, references, targets, reference_labels, settings)
@@ -77,15 +81,6 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
     return ratio_pass, row_kernels
 
 
-class _Settings(NamedTuple):
-    epsilon: float
-    ties: bool
-    normalize: bool
-    reduction: str
-    most: int  # anchors per block
-    distances: bool  # labels are label distances (B, R)
-
-
 class _Loss(HandGradient):
     @staticmethod
     def forward(
@@ -94,7 +89,7 @@ class _Loss(HandGradient):
         references: Tensor | None,
         labels: Tensor,
         reference_labels: Tensor | None,
-        settings: _Settings,
+        settings: Settings,
     ) -> Tensor:
         inputs = (x.contiguous(), None if references is None else references.contiguous(), labels, reference_labels)
         ctx.settings, ctx.kinds = settings, [None if t is None else t.dtype for t in inputs[:2]]
@@ -103,10 +98,11 @@ class _Loss(HandGradient):
             own = [t if t is None or settings.distances else t.clone() for t in inputs[2:]]  # labels may be overwritten
             ctx.save_for_backward(*inputs[:2], *own)
             wants = (False, False)
-        loss, share, *gradients = _computed(inputs, settings, wants)
+        value, share, *gradients = _computed(inputs, settings, wants)
         if settings.reduction != "none":
             ctx.save_for_backward(share, *gradients)
-        return loss
+        result: Tensor = value
+        return result
 
     @staticmethod
     @launch.once
@@ -123,34 +119,33 @@ class _Loss(HandGradient):
 
 
 def _computed(
-    inputs: tuple[Any, ...], settings: _Settings, wants: tuple[bool, bool], weights: Tensor | None = None
+    inputs: tuple[Any, ...], settings: Settings, wants: tuple[bool, bool], weights: Tensor | None = None
 ) -> tuple[Any, ...]:
     """The loss, the factor of its gradients, and these in float32 where wanted; weights: of each anchor's value."""
     ratio_pass, row_kernels = _kernels()
     x, references, labels, _ = inputs
-    epsilon, ties, normalize, reduction, most, distances = settings
     alone, order = references is None, None
-    if distances or labels.dim() == 2:
+    if settings.distances or labels.dim() == 2:
         task = ratio_pass.matrix_task(*inputs, settings)
     else:
         task, order = ratio_pass.sorted_task(*inputs, settings)
-        weights = weights[order] if alone and weights is not None else weights
-    sums = [
-        torch.zeros(rows.shape, device=x.device, dtype=torch.float64) if want else None
-        for rows, want in zip((x, references), wants, strict=True)
-    ]
-    value, pairs, taint = ratio_pass.run(task, weights, sums[0], sums[0] if alone else sums[1])
-    loss, facts = ratio_pass.finish(task, value, pairs, taint, reduction)
-    if reduction == "none":
-        loss = value.float() + facts[1]
-        loss = torch.empty_like(loss).index_copy_(0, order, loss) if alone and order is not None else loss
+    anchor_order = order if alone else None
+    weights = weights if weights is None or anchor_order is None else weights[anchor_order]
+    totals = [torch.zeros_like(t, dtype=torch.float64) if w else None for t, w in zip(inputs, wants, strict=False)]
+    value, pairs, taint = ratio_pass.run(task, weights, totals[0], totals[0] if alone else totals[1])
+    loss, facts = ratio_pass.finish(task, value, pairs, taint, settings.reduction)
+    if settings.reduction == "none":
+        loss = _unsorted(value.float() + facts[1], anchor_order)
     gradients: list[Tensor | None] = [None, None]
-    for k, (total, rows) in enumerate(zip(sums, (task.rows, task.columns), strict=True)):
-        if total is None:
-            continue
-        is_sorted = order is not None and (alone or k == 1)
-        own = inputs[k].index_select(0, order) if is_sorted else inputs[k]
-        gradient = torch.empty_like(total, dtype=torch.float32)
-        row_kernels.long_gradient(own, rows, total, gradient, normalize)
-        gradients[k] = torch.empty_like(gradient).index_copy_(0, order, gradient) if is_sorted else gradient
+    sides = ((x, task.rows, anchor_order), (references, task.columns, order))
+    for k, (total, (own, rows, own_order)) in enumerate(zip(totals, sides, strict=True)):
+        if total is not None:
+            own = own if own_order is None else own.index_select(0, own_order)
+            gradient = torch.empty_like(total, dtype=torch.float32)
+            row_kernels.long_gradient(own, rows, total, gradient, settings.normalize)
+            gradients[k] = _unsorted(gradient, own_order)
     return loss, facts[0], *gradients
+
+
+def _unsorted(rows: Tensor, order: Tensor | None) -> Tensor:
+    return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)

@@ -17,6 +17,9 @@ PAIRS = 2**23  # anchors × references at a time: 12 bytes each
 MATRIX_PAIRS = 2**20  # where each row has its own label distances, in float64, and sorts them: about 100 bytes each
 FILL = 264  # programs that keep a large GPU busy
 CHUNK = 128  # coordinates of a gradient per program
+RATIOS = {"rows": 32, "stages": 2}
+SEGMENT = {"width": 512, "warps": 4}
+GRADIENT = {"rows": 64, "columns": 32, "stages": 3}
 
 
 class Task(NamedTuple):
@@ -138,19 +141,19 @@ def _tile() -> int:
 
 def _segment() -> int:
     """References per program where tied ones are looked for."""
-    return 32 if kernels.interpreted() else 512
+    return 64 if kernels.interpreted() else SEGMENT["width"]
 
 
 def _ratios(task, scratch, gaps, out, first, count):
     """Ratios of a block into `out`: running sums, or the ratios themselves where each row will be sorted by itself."""
     pad = row_kernels.padded(task.dim)
     running = gaps is None or not task.ties
-    m = 16 if count <= 16 else 32 if count * task.others < 2**21 or kernels.interpreted() else 64
+    m = 16 if count <= 16 else RATIOS["rows"]
     grid_m = -(-count // m)
     span = -(-scratch.tiles // max(1, 4 * FILL // grid_m)) * _tile()
     step = max(step for step in (16, 32, 64, 128) if pad % step == 0)
     choices = {"MATRIX": gaps is not None, "RUNNING": running, "PAD": pad, "K": step, "ONCE": step == pad}
-    start = _launcher("_ratios", **choices, M=m, T=_tile(), num_warps=8, num_stages=2)
+    start = _launcher("_ratios", **choices, M=m, T=_tile(), num_warps=8, num_stages=RATIOS["stages"])
     start((grid_m, -(-task.others // span), 1), task.rows, task.columns, scratch.mean if gaps is None else gaps, out,
           scratch.inverse, scratch.sums, first, count, task.size, task.others, task.dim, scratch.tiles, span,
           task.epsilon)  # fmt: skip
@@ -185,7 +188,7 @@ def _close(task, scratch, values, order, weights, first, count, back):
         (count, 1, 1), scratch.sums, scratch.mean, task.number, first, scratch.tiles
     )
     choices = {"MATRIX": matrix, "TIES": task.ties, "BACK": back, "PAD": pad, "T": _tile(), "N": _segment()}
-    _launcher("_slopes", **choices, num_warps=4)(
+    _launcher("_slopes", **choices, num_warps=SEGMENT["warps"])(
         (count, scratch.segments, 1), task.rows, values, order, task.starts, task.ends, scratch.running, scratch.sums,
         scratch.mean, task.number, scratch.inverse, scratch.terms, first, task.shift, task.size, task.others,
         scratch.tiles, task.others.bit_length()
@@ -197,11 +200,13 @@ def _close(task, scratch, values, order, weights, first, count, back):
     )  # fmt: skip
 
 
-def _gradient(own, passing, scratch, out, first, count, passing_first, passing_count, stride, other_stride, dim, own_are_anchors):
+def _gradient(
+    own, passing, scratch, out, first, count, passing_first, passing_count, stride, other_stride, dim, own_are_anchors
+):
     """Adds the gradient by `count` own rows to `out`; in parts, summed afterwards, where few rows leave a GPU idle."""
     pad = row_kernels.padded(dim)
     chunk = min(triton.next_power_of_2(pad), 16 if kernels.interpreted() else CHUNK)
-    m, n = (16, 16) if kernels.interpreted() else (64, 32)
+    m, n = (16, 16) if kernels.interpreted() else (GRADIENT["rows"], GRADIENT["columns"])
     tiles, chunks = -(-count // m), -(-dim // chunk)
     parts = max(1, min(FILL // (tiles * chunks), passing_count // (8 * n)))
     span = -(-passing_count // (parts * n)) * n
@@ -210,7 +215,7 @@ def _gradient(own, passing, scratch, out, first, count, passing_first, passing_c
     target = out
     if parts > 1:
         target = torch.empty(parts, count, dim, device=out.device, dtype=out.dtype)
-    _launcher("_gradient", **choices, num_warps=8, num_stages=3)(
+    _launcher("_gradient", **choices, num_warps=8, num_stages=GRADIENT["stages"])(
         (tiles, parts, chunks), own, passing, scratch.inverse, scratch.factor, target, first, count, passing_first,
         passing_count, stride, other_stride, span, first if parts == 1 else 0, count, dim
     )  # fmt: skip

@@ -86,8 +86,8 @@ class PairCall:
         """The log-ratio loss by its kernels (`ratio_ops.loss`), or None where they do not serve."""
         if not ratio_ops.serves(self.impl, self.batch, self.reduction, self.max_memory):
             return None
-        options = {"epsilon": epsilon, "ties": ties, "normalize": normalize, "max_memory": self.max_memory}
-        return ratio_ops.loss(self.batch, self.reduction, **options)
+        settings = ratio_ops.Settings(epsilon, ties, normalize, self.reduction)
+        return ratio_ops.loss(self.batch, settings, self.max_memory)
 
     def fits(self) -> bool:
         """Whether the matrix is made in one piece."""
