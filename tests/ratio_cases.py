@@ -1,4 +1,4 @@
-"""Batches of the log-ratio loss with ties of every kind, and how its kernels are judged: by float64, beside plain torch.
+"""Batches of the log-ratio loss with ties of every kind, and how its kernels are judged: by float64, as plain torch is.
 
 The interpreter's tests and those on a GPU use the same table.
 """
