@@ -1,4 +1,4 @@
-"""The kernels of the log-ratio loss on a GPU, judged as the interpreter's tests judge them; skipped where there is none."""
+"""The kernels of the log-ratio loss on a GPU, judged as those of the interpreter are; skipped where there is none."""
 
 import math
 import sys
