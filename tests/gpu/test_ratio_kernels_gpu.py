@@ -18,7 +18,7 @@ from ratio_cases import LABELS, SETTINGS
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and kernels.installed()), reason="no CUDA device or no triton on this machine"
 )
-SHAPES = [(1, None, 3), (4, 1, 3), (333, None, 70), (1030, None, 128), (200, 777, 33), (3, 9000, 16), (129, 65, 300)]
+SHAPES = [(1, None, 3), (4, 1, 3), (333, None, 70), (1030, None, 128), (200, 777, 70), (3, 9000, 128), (129, 65, 300)]
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +69,8 @@ def test_half_precision_and_near_duplicates():
 
 @pytest.mark.parametrize("labels", ["mirrored", "vectors"])
 def test_blocks_of_anchors(labels, monkeypatch):
-    monkeypatch.setattr(ratio_pass, "PAIRS", 2**15)
-    monkeypatch.setattr(ratio_pass, "MATRIX_PAIRS", 2**15)
+    for name, value in (("SLOPES", 2**17), ("PAIRS", 2**15), ("SORTED_PAIRS", 2**15), ("SHORT", 64)):
+        monkeypatch.setattr(ratio_pass, name, value)
     exact_enough(ratio_cases.batch((777, None, 128), labels))
     exact_enough(ratio_cases.batch((100, 700, 128), labels), max_memory=2**23)
 

@@ -39,7 +39,21 @@ def judge_kernels():
     for name in ("few integers", "vectors"):
         verdicts[f"blocks, {name}"] = ratio_cases.judged(ratio_cases.batch((9, None, 4), name), max_memory=6000)
     verdicts["edges"] = edges()
+    verdicts |= in_many_pieces()
     print(json.dumps(verdicts))
+
+
+def in_many_pieces():
+    """Slopes of a few anchors, ties of fewer, and several programs to a row, as with a large batch."""
+    from nearkin.kernels import ratio_pass
+
+    ratio_pass.SLOPES, ratio_pass.PAIRS, ratio_pass.SORTED_PAIRS, ratio_pass.SHORT = 300, 90, 60, 16
+    ratio_pass.SEGMENT["spans"] = 1
+    verdicts = {}
+    for name in ("mirrored", "vectors"):
+        verdicts[f"pieces, {name}"] = ratio_cases.judged(ratio_cases.batch((40, None, 4), name))
+        verdicts[f"pieces, {name}, met"] = ratio_cases.judged(ratio_cases.batch((9, 70, 4), name), reduction="none")
+    return verdicts
 
 
 def edges():
@@ -122,7 +136,7 @@ def verdicts():
 
 def test_as_exact_as_plain_torch(verdicts):
     judged = {name: case for name, case in verdicts.items() if name != "edges"}
-    assert len(judged) == len(LABELS) + 4 + 2 * (len(SETTINGS) - 1) + len(ODD) + 2 + 3 + 2
+    assert len(judged) == len(LABELS) + 4 + 2 * (len(SETTINGS) - 1) + len(ODD) + 2 + 3 + 2 + 4
     for name, case in judged.items():
         assert case["served"] == 1, name
         for ours, theirs in zip(case["kernel"], case["torch"], strict=True):

@@ -75,10 +75,10 @@ def loss(batch: blockwise.Batch, settings: Settings, max_memory: int | None = No
 
 
 @functools.cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    from nearkin.kernels import ratio_pass, row_kernels
+def _kernels() -> ModuleType:
+    from nearkin.kernels import ratio_pass
 
-    return ratio_pass, row_kernels
+    return ratio_pass
 
 
 class _Loss(HandGradient):
@@ -92,60 +92,54 @@ class _Loss(HandGradient):
         settings: Settings,
     ) -> Tensor:
         inputs = (x.contiguous(), None if references is None else references.contiguous(), labels, reference_labels)
-        ctx.settings, ctx.kinds = settings, [None if t is None else t.dtype for t in inputs[:2]]
-        wants = ctx.needs_input_grad[:2]
-        if settings.reduction == "none":
-            own = [t if t is None or settings.distances else t.clone() for t in inputs[2:]]  # labels may be overwritten
+        each, wants = settings.reduction == "none", ctx.needs_input_grad[:2]
+        value, facts, sides = _computed(inputs, settings, (False, False) if each else wants)
+        ctx.settings, ctx.shared = settings, len(sides)
+        if not each:
+            ctx.save_for_backward(facts, *(tensor for side in sides for tensor in side))
+        elif any(wants):  # each anchor's value has an upstream of its own: the blocks are made again
+            own = [t if t is None or settings.distances else t.clone() for t in inputs[2:]]  # may be overwritten
             ctx.save_for_backward(*inputs[:2], *own)
-            wants = (False, False)
-        value, share, *gradients = _computed(inputs, settings, wants)
-        if settings.reduction != "none":
-            ctx.save_for_backward(share, *gradients)
-        result: Tensor = value
-        return result
+        return value
 
     @staticmethod
     @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        saved, settings = ctx.saved_tensors, ctx.settings
+        settings, facts = ctx.settings, None
         if settings.reduction == "none":
-            _, _, *gradients = _computed(saved, settings, ctx.needs_input_grad[:2], upstream.contiguous())
+            _, _, sides = _computed(ctx.saved_tensors, settings, ctx.needs_input_grad[:2], upstream.contiguous())
         else:
-            scale = saved[0] * upstream
-            gradients = [None if gradient is None else gradient * scale for gradient in saved[1:]]
-        typed = zip(gradients, ctx.kinds, strict=True)
-        by_x, by_references = (None if gradient is None else gradient.to(kind) for gradient, kind in typed)
-        return by_x, by_references, None, None, None
+            facts, *saved = ctx.saved_tensors
+            sides = [saved[4 * k : 4 * k + 4] for k in range(ctx.shared)]
+        ratio_pass = _kernels()
+        gradients = [
+            None if side[2] is None else ratio_pass.by_input(*side, upstream, facts, settings.normalize)
+            for side in sides
+        ]
+        return (*gradients, *[None] * (5 - len(gradients)))
 
 
 def _computed(
     inputs: tuple[Any, ...], settings: Settings, wants: tuple[bool, bool], weights: Tensor | None = None
-) -> tuple[Any, ...]:
-    """The loss, the factor of its gradients, and these in float32 where wanted; weights: of each anchor's value."""
-    ratio_pass, row_kernels = _kernels()
+) -> tuple[Tensor, Tensor, list[tuple[Tensor | None, ...]]]:
+    """The loss, with the factor of its gradient; and of anchors, and of references apart from them, what the gradient
+    is made of: the rows, prepared, the gradient by these if wanted, their order if they have one. weights: of each
+    anchor's value."""
+    ratio_pass = _kernels()
     x, references, labels, _ = inputs
-    alone, order = references is None, None
+    alone, order, in_order = references is None, None, None
     if settings.distances or labels.dim() == 2:
         task = ratio_pass.matrix_task(*inputs, settings)
     else:
-        task, order = ratio_pass.sorted_task(*inputs, settings)
-    anchor_order = order if alone else None
-    weights = weights if weights is None or anchor_order is None else weights[anchor_order]
-    totals = [torch.zeros_like(t, dtype=torch.float64) if w else None for t, w in zip(inputs, wants, strict=False)]
-    value, pairs, taint = ratio_pass.run(task, weights, totals[0], totals[0] if alone else totals[1])
-    loss, facts = ratio_pass.finish(task, value, pairs, taint, settings.reduction)
+        task, order, in_order = ratio_pass.sorted_task(*inputs, settings)
+    is_sorted = alone and order is not None
+    weights = weights[order] if is_sorted and weights is not None else weights
+    stats, gradients, taint = ratio_pass.run(task, weights, wants)
+    loss, facts = ratio_pass.finish(task, stats, taint)
     if settings.reduction == "none":
-        loss = _unsorted(value.float() + facts[1], anchor_order)
-    gradients: list[Tensor | None] = [None, None]
-    sides = ((x, task.rows, anchor_order), (references, task.columns, order))
-    for k, (total, (own, rows, own_order)) in enumerate(zip(totals, sides, strict=True)):
-        if total is not None:
-            own = own if own_order is None else own.index_select(0, own_order)
-            gradient = torch.empty_like(total, dtype=torch.float32)
-            row_kernels.long_gradient(own, rows, total, gradient, settings.normalize)
-            gradients[k] = _unsorted(gradient, own_order)
-    return loss, facts[0], *gradients
-
-
-def _unsorted(rows: Tensor, order: Tensor | None) -> Tensor:
-    return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)
+        loss = ratio_pass.anchor_values(task, stats).float() + facts[1]
+        loss = torch.empty_like(loss).index_copy_(0, order.long(), loss) if is_sorted else loss
+    sides = [(in_order, task.rows, gradients[0], order) if is_sorted else (x, task.rows, gradients[0], None)]
+    if not alone:
+        sides.append((references if order is None else in_order, task.columns, gradients[1], order))
+    return loss, facts, [side if side[2] is not None else (None,) * 4 for side in sides]

@@ -213,11 +213,7 @@ def _chunks(x, rows, by_rows, by_x, size, dim, PAD: tl.constexpr, TRANSFORM: tl.
 
 def long_gradient(x, rows, by_rows, by_x, normalize, transform="clamp"):
     """`store_gradient` for rows too long for one program: from `by_rows` (B, D), float64, into `by_x`."""
-    size, dim = x.shape
-    _chunking(dim, normalize, transform)(((size + 7) // 8, 1, 1), x, rows, by_rows, by_x, size, dim)
-
-
-@functools.cache
-def _chunking(dim, normalize, transform):
-    constants = {"PAD": padded(dim), "TRANSFORM": transform, "NORMALIZE": normalize, "M": 8, "D": 128}
-    return CachedLauncher(_chunks, **constants, **options())
+    (size, dim), pad = x.shape, padded(x.shape[1])
+    arguments = (x, rows, by_rows, by_x, size, dim)
+    constants = {"PAD": pad, "TRANSFORM": transform, "NORMALIZE": normalize, "M": 8, "D": 128, **options()}
+    _chunks[((size + 7) // 8,)](*arguments, **constants)
