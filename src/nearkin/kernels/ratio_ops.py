@@ -138,7 +138,7 @@ def _computed(
     loss, facts = ratio_pass.finish(task, stats, taint)
     if settings.reduction == "none":
         loss = ratio_pass.anchor_values(task, stats).float() + facts[1]
-        loss = torch.empty_like(loss).index_copy_(0, order.long(), loss) if is_sorted else loss
+        loss = torch.empty_like(loss).index_copy_(0, order.long(), loss) if order is not None and alone else loss
     sides = [(in_order, task.rows, gradients[0], order) if is_sorted else (x, task.rows, gradients[0], None)]
     if not alone:
         sides.append((references if order is None else in_order, task.columns, gradients[1], order))

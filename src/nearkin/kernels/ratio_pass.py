@@ -55,9 +55,10 @@ def sorted_task(x, references, labels, reference_labels, settings):
     values = torch.empty(others, device=x.device, dtype=torch.float64)
     order = torch.empty(others, device=x.device, dtype=torch.int32)
     runs = torch.empty(2 * total + size, device=x.device, dtype=torch.int32)
+    both = other_labels.contiguous(), labels.contiguous()
     _launcher("_ranks", ALONE=alone, M=32, N=128)(
-        (-(-total // 32), 1, 1), other_labels.contiguous(), labels.contiguous(), values, order, runs, others, size, total
-    )  # fmt: skip
+        (-(-total // 32), 1, 1), *both, values, order, runs, others, size, total
+    )
     in_order = (x if alone else references).index_select(0, order)
     columns = row_kernels.prepare(in_order, values.view(torch.int64), settings.normalize)
     rows = columns
