@@ -91,7 +91,7 @@ def moved_on():
     """References and labels are overwritten after the loss, as a momentum queue does: the gradient does not change."""
     gradients = []
     for moves in (False, True):
-        x, labels, references, others = ratio_cases.batch((5, 12, 3))
+        x, labels, references, others = (t.clone() for t in ratio_cases.batch((5, 12, 3)))
         x.requires_grad_()
         value = losses.logratio_loss(x, labels, references, others, impl="triton")
         if moves:

@@ -8,8 +8,8 @@ in float64. Where each row has its own label distances, each row has its own ord
 of two running sums, which start anew with each tile of T references; `sums` has those of whole tiles. Imported when the
 first kernel is launched.
 
-stats: rows of float64, one entry per anchor. runs: of sorted references, then of anchors apart from them (`total` of
-both), where the run of their equals starts and where it ends, and for anchors how many references differ.
+stats: rows of float64, one entry per anchor. runs: for each sorted reference where the run of its equals starts, and
+where it ends, (2, R). number: how many references count for each anchor, (B,).
 """
 
 from nearkin.kernels.numerics import tl, triton
@@ -17,18 +17,27 @@ from nearkin.kernels.pair_kernels import ROUNDING, _products, _rows, _taint
 from nearkin.kernels.row_kernels import ID, SQUARED, fact, input_gradient, squared_distances
 
 LN2 = tl.constexpr(0.6931471805599453)
+INFINITE = tl.constexpr(0x7FF0000000000000)  # bits of float64
 MEAN, FACTOR, VALUE, PAIRS = (tl.constexpr(row) for row in range(4))  # rows of stats
 STATISTICS = 4
 
 
 @triton.jit
-def _log(v):
-    """Logarithms of positive float64, as exact as float32 makes that of the leading digits."""
-    small = v < 2.2250738585072014e-308
-    bits = tl.where(small, v * 18446744073709551616.0, v).to(tl.int64, bitcast=True)  # 2^64
-    exponent = (bits >> 52).to(tl.int32) - tl.where(small, 1087, 1023)
-    leading = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
-    return exponent.to(tl.float64) * LN2 + tl.log(leading.to(tl.float32)).to(tl.float64)
+def _log_ratio(near, gap_bits):
+    """log(near) - 2 log(gap) of positive float64, gap as bits: exact to float32's last digit of that of the leading
+    digits, between log 1/4 and log 2."""
+    small = gap_bits < 0x10000000000000  # too small to have an exponent
+    gap_bits = tl.where(small, (gap_bits.to(tl.float64, bitcast=True) * 2.0**64).to(tl.int64, bitcast=True), gap_bits)
+    near_bits = near.to(tl.int64, bitcast=True)
+    exponent = (near_bits >> 52).to(tl.int32) - 2 * (gap_bits >> 52).to(tl.int32) + tl.where(small, 1151, 1023)
+    leading = _leading(gap_bits)
+    return exponent.to(tl.float64) * LN2 + tl.log(_leading(near_bits) / (leading * leading)).to(tl.float64)
+
+
+@triton.jit
+def _leading(bits):
+    """The digits of float64 bits as a number from 1 to 2, float32."""
+    return ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -36,10 +45,10 @@ def _label(labels, i, mask):
     return tl.load(labels + i, mask=mask, other=0).to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["others", "size", "total"])
-def _ranks(labels, anchor_labels, values, order, runs, others, size, total, ALONE: tl.constexpr, M: tl.constexpr,
+@triton.jit(do_not_specialize=["others", "total"])
+def _ranks(labels, anchor_labels, values, order, runs, number, others, total, ALONE: tl.constexpr, M: tl.constexpr,
            N: tl.constexpr):  # fmt: skip
-    """Sorts labels by counting, and fills `runs`; not-a-numbers come last, as in torch."""
+    """Sorts labels by counting, and fills `runs` and `number`; not-a-numbers come last, as in torch."""
     i = tl.program_id(0) * M + tl.arange(0, M)
     mask_m = i < total
     y = _label(labels, i, i < others)
@@ -58,14 +67,15 @@ def _ranks(labels, anchor_labels, values, order, runs, others, size, total, ALON
         smaller += (mask_n & (other < key)).to(tl.int32)
         equal += same.to(tl.int32)
         earlier += (same & (k[None, :] < i[:, None])).to(tl.int32)
-    first, number = tl.sum(smaller, 1), tl.sum(equal, 1)
-    place = tl.where(i < others, first + tl.sum(earlier, 1), i)
-    tl.store(runs + place, first, mask=mask_m)
-    tl.store(runs + total + place, first + number, mask=mask_m)
-    anchor = place - (total - size)
-    tl.store(runs + 2 * total + anchor, others - number, mask=mask_m & (anchor >= 0))
-    tl.store(values + place, y, mask=i < others)
-    tl.store(order + place, i, mask=i < others)
+    first, equals = tl.sum(smaller, 1), tl.sum(equal, 1)
+    place = first + tl.sum(earlier, 1)
+    mask = i < others
+    tl.store(runs + place, first, mask=mask)
+    tl.store(runs + others + place, first + equals, mask=mask)
+    tl.store(values + place, y, mask=mask)
+    tl.store(order + place, i, mask=mask)
+    anchor = place if ALONE else i - others
+    tl.store(number + anchor, others - equals, mask=mask_m & (anchor >= 0))
 
 
 @triton.jit(do_not_specialize=["first", "skip", "count", "size", "tiles", "span"])
@@ -97,9 +107,10 @@ def _ratios(a, b, gaps, ratios, inverse, sums, first, skip, count, size, others,
             gap = tl.load(gaps + at, mask=mask, other=0.0)
         else:
             gap = tl.abs(label[:, None] - fact(b, ID, j, mask_n, others, PAD)[None, :])
-        valid = mask & (gap > 0) & (gap < float("inf"))
+        gap_bits = gap.to(tl.int64, bitcast=True)
+        valid = mask & (gap_bits > 0) & (gap_bits < INFINITE)
         near = squared + epsilon
-        ratio = tl.where(valid, _log(near) - 2.0 * _log(tl.where(valid, gap, 1.0)), 0.0)
+        ratio = tl.where(valid, _log_ratio(near, gap_bits), 0.0)
         slope = tl.where(valid & (squared > 0), 1.0 / near.to(tl.float32), 0.0)
         tl.store(inverse + tl.cast(skip, tl.int64) * others + at, slope, mask=mask)
         if RUNNING:
@@ -134,31 +145,46 @@ def _accumulate(sums, tiles, N: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["first", "total", "size", "tiles"])
-def _means(sums, runs, stats, first, total, size, tiles, N: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "size", "tiles"])
+def _means(sums, number, stats, first, size, tiles, N: tl.constexpr):
     """The running sums over the tiles of one row, and its mean."""
     row = tl.program_id(0).to(tl.int64)
     i = first + tl.program_id(0)
-    number = tl.load(runs + 2 * total + i)
-    mean = _accumulate(sums + row * (tiles + 1), tiles, N) / tl.maximum(number, 1).to(tl.float64)
+    total = _accumulate(sums + row * (tiles + 1), tiles, N)
+    mean = total / tl.maximum(tl.load(number + i), 1).to(tl.float64)
     tl.store(stats + MEAN * size + i, mean)
 
 
 @triton.jit
-def _search(values, y, bound, low, high, width, STRICT: tl.constexpr):
-    """The first index from low to high whose value less y is at least `bound` (STRICT: above it), or high. width: a
-    power of two above the number of values."""
-    low -= 1
-    while width > 1:
-        width = width // 2
-        middle = low + width
-        difference = tl.load(values + middle, mask=middle < high, other=float("inf")) - y
+def _search(values, y, bound, first, length, STRICT: tl.constexpr):
+    """The first index, from `first` to first + length, whose value less y is at least `bound` (STRICT: above it)."""
+    first = tl.zeros(bound.shape, tl.int32) + first
+    length = tl.zeros((), tl.int32) + length
+    while length > 0:
+        half = (length + 1) // 2
+        difference = tl.load(values + first + half - 1) - y
         if STRICT:
-            before = (middle < high) & (difference <= bound)
+            before = difference <= bound
         else:
-            before = (middle < high) & (difference < bound)
-        low = tl.where(before, middle, low)
-    return low + 1
+            before = difference < bound
+        first = tl.where(before, first + half, first)
+        length -= half
+    return first
+
+
+@triton.jit
+def _search_one(values, y, bound, length, N: tl.constexpr):
+    """The same for one bound among the first `length` values, N of them at a time."""
+    first = tl.zeros((), tl.int32)
+    length = tl.zeros((), tl.int32) + length
+    while length > 0:
+        step = (length + N - 1) // N
+        last = (tl.arange(0, N) + 1) * step - 1
+        before = tl.load(values + first + last, mask=last < length, other=float("inf")) - y < bound
+        passed = tl.sum((before & (last < length)).to(tl.int32), 0) * step
+        first += passed
+        length = tl.minimum(length - passed, step - 1)
+    return first
 
 
 @triton.jit
@@ -169,41 +195,37 @@ def _sum_before(running, sums, j, mask, T: tl.constexpr):
 
 
 @triton.jit
-def _tied(values, runs, running, sums, y, signed, ratio, j, valid, zero, beyond, total, others, width,
+def _tied(values, runs, running, sums, y, signed, ratio, j, valid, mirror, mirror_length, others,
           OWN_ORDER: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The number and the sum of the entries at the label distance of entry j, itself among them.
 
-    signed: its value less y, whose size is the distance. zero to beyond: the references at distance 0."""
-    if OWN_ORDER:
-        low, high = j * 0, j * 0 + others
-        start, end = j, j + 1
-    else:
-        rising = j >= beyond
-        low, high = tl.where(rising, beyond, 0), tl.where(rising, others, zero)
+    signed: its value less y, whose size is the distance. mirror: where the values begin among which those on the other
+    side of y are."""
+    start, end = j, j + 1
+    if not OWN_ORDER:
         start = tl.load(runs + j, mask=valid, other=0)
-        end = tl.load(runs + total + j, mask=valid, other=0)
+        end = tl.load(runs + others + j, mask=valid, other=0)
     # Neighbours whose labels differ, and yet their distances are the same number.
-    before, after = valid & (start > low), valid & (end < high)
+    before, after = valid & (start > 0), valid & (end < others)
     wider = before & (tl.load(values + start - 1, mask=before, other=0.0) - y == signed)
     wider = wider | (after & (tl.load(values + end, mask=after, other=0.0) - y == signed))
     if tl.max(wider.to(tl.int32), 0) > 0:
-        start = tl.where(wider, _search(values, y, signed, low, high, width, False), start)
-        end = tl.where(wider, _search(values, y, signed, low, high, width, True), end)
+        start = tl.where(wider, _search(values, y, signed, 0, others, False), start)
+        end = tl.where(wider, _search(values, y, signed, 0, others, True), end)
     several = valid & (end - start > 1)
     summed = _sum_before(running, sums, end, several, T) - _sum_before(running, sums, start, several, T)
     summed = tl.where(several, summed, ratio)
     number = tl.where(valid, end - start, 0)
     if not OWN_ORDER:
-        low, high = tl.where(rising, 0, beyond), tl.where(rising, zero, others)  # the other side
-        start = _search(values, y, -signed, low, high, width, False)
-        found = valid & (start < high)
+        start = _search(values, y, -signed, mirror, mirror_length, False)
+        found = valid & (start < others)
         found = found & (tl.load(values + start, mask=found, other=0.0) - y == -signed)
         if tl.max(found.to(tl.int32), 0) > 0:
-            end = tl.load(runs + total + start, mask=found, other=0)
-            after = found & (end < high)
+            end = tl.load(runs + others + start, mask=found, other=0)
+            after = found & (end < others)
             wider = after & (tl.load(values + end, mask=after, other=0.0) - y == -signed)
             if tl.max(wider.to(tl.int32), 0) > 0:
-                end = tl.where(wider, _search(values, y, -signed, low, high, width, True), end)
+                end = tl.where(wider, _search(values, y, -signed, 0, others, True), end)
             summed += _sum_before(running, sums, end, found, T) - _sum_before(running, sums, start, found, T)
             number += tl.where(found, end - start, 0)
     return number.to(tl.float64), summed
@@ -223,9 +245,9 @@ def _conclude(stats, weights, i, mask, totals, untied, number, size, WEIGHTED: t
     tl.store(stats + FACTOR * size + i, factor, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first", "skip", "total", "size", "tiles", "span", "width"])
-def _slopes(a, values, order, runs, running, sums, inverse, stats, terms, weights, first, skip, total, size, others,
-            tiles, span, width, MATRIX: tl.constexpr, TIES: tl.constexpr, BACK: tl.constexpr, WHOLE: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "skip", "size", "tiles", "span"])
+def _slopes(a, values, order, runs, number, running, sums, inverse, stats, terms, weights, first, skip, size, others,
+            tiles, span, MATRIX: tl.constexpr, TIES: tl.constexpr, BACK: tl.constexpr, WHOLE: tl.constexpr,
             WEIGHTED: tl.constexpr, PAD: tl.constexpr, T: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Of one anchor and `span` references: the terms of the value, the number of untied pairs, each from either side,
     and in place of `inverse` the slopes by squared distances, but for a factor of the anchor. WHOLE: these are all of
@@ -236,26 +258,24 @@ def _slopes(a, values, order, runs, running, sums, inverse, stats, terms, weight
     inverse += (skip + row) * others
     running += start
     sums += row * (tiles + 1)
-    zero = 0
-    beyond = 0
     y = tl.zeros((), tl.float64)
-    number = tl.load(runs + 2 * total + i).to(tl.float64)
+    valid_number = tl.load(number + i).to(tl.float64)
     if MATRIX:
         values += start
         order += start
     else:
-        zero = tl.load(runs + total - size + i)
-        beyond = tl.load(runs + 2 * total - size + i)
         y = fact(a, ID, i, True, size, PAD)
     if WHOLE:
-        mean = _accumulate(sums, tiles, T) / tl.maximum(number, 1.0)
+        mean = _accumulate(sums, tiles, T) / tl.maximum(valid_number, 1.0)
         tl.debug_barrier()  # other threads read these sums
     else:
         mean = tl.load(stats + MEAN * size + i)
     totals = tl.zeros((N,), tl.float64)
     untied_pairs = tl.zeros((N,), tl.float64)
     begin = tl.program_id(1) * span
-    for first_j in range(begin, tl.minimum(begin + span, others), N):
+    end = tl.minimum(begin + span, others)
+    mirror_end = tl.zeros((), tl.int32) + others
+    for first_j in range(begin, end, N):
         j = first_j + tl.arange(0, N)
         mask = j < others
         signed = tl.load(values + j, mask=mask, other=0.0) - y
@@ -264,13 +284,18 @@ def _slopes(a, values, order, runs, running, sums, inverse, stats, terms, weight
         ratio -= tl.load(running + j - 1, mask=mask & (j % T != 0), other=0.0)
         off = tl.where(valid, ratio - mean, 0.0)
         if TIES:
-            tied, summed = _tied(values, runs, running, sums, y, signed, ratio, j, valid, zero, beyond, total, others,
-                                 width, MATRIX, T)  # fmt: skip
-            untied = tl.where(valid, number - tied, 0.0)
+            mirror = mirror_end * 0
+            if not MATRIX:  # the other side of y is passed from its end
+                last = tl.load(values + tl.minimum(first_j + N, others) - 1)
+                mirror = _search_one(values, y, y - last, mirror_end, N)
+            tied, summed = _tied(values, runs, running, sums, y, signed, ratio, j, valid, mirror, mirror_end - mirror,
+                                 others, MATRIX, T)  # fmt: skip
+            mirror_end = mirror
+            untied = tl.where(valid, valid_number - tied, 0.0)
             slope = untied * off + tl.where(valid, summed - tied * mean, 0.0)
         else:
-            untied = tl.where(valid, number - 1.0, 0.0)
-            slope = number * off
+            untied = tl.where(valid, valid_number - 1.0, 0.0)
+            slope = valid_number * off
         totals += slope * off
         untied_pairs += untied
         if BACK:
@@ -278,18 +303,18 @@ def _slopes(a, values, order, runs, running, sums, inverse, stats, terms, weight
             if MATRIX and TIES:
                 place = tl.load(order + j, mask=mask, other=0)
             scale = tl.load(inverse + place, mask=mask, other=0.0).to(tl.float64)
-            slope = slope * scale / tl.maximum(number * number, 1.0)
+            slope = slope * scale / tl.maximum(valid_number * valid_number, 1.0)
             tl.store(inverse + place, slope.to(tl.float32), mask=mask)
     if WHOLE:
-        _conclude(stats, weights, i, True, tl.sum(totals, 0), tl.sum(untied_pairs, 0), number, size, WEIGHTED)
+        _conclude(stats, weights, i, True, tl.sum(totals, 0), tl.sum(untied_pairs, 0), valid_number, size, WEIGHTED)
     else:
         segment = row * tl.num_programs(1) + tl.program_id(1)
         tl.store(terms + 2 * segment, tl.sum(totals, 0))
         tl.store(terms + 2 * segment + 1, tl.sum(untied_pairs, 0))
 
 
-@triton.jit(do_not_specialize=["first", "total", "count", "size", "segments"])
-def _close(terms, runs, stats, weights, first, total, count, size, segments, WEIGHTED: tl.constexpr, M: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "count", "size", "segments"])
+def _close(terms, number, stats, weights, first, count, size, segments, WEIGHTED: tl.constexpr, M: tl.constexpr,
            N: tl.constexpr):  # fmt: skip
     """Concludes M anchors from the terms of their segments."""
     k = tl.program_id(0) * M + tl.arange(0, M)
@@ -303,8 +328,8 @@ def _close(terms, runs, stats, weights, first, total, count, size, segments, WEI
         totals += tl.load(terms + at, mask=mask, other=0.0)
         untied += tl.load(terms + at + 1, mask=mask, other=0.0)
     i = first + k
-    number = tl.load(runs + 2 * total + i, mask=mask_m, other=0).to(tl.float64)
-    _conclude(stats, weights, i, mask_m, tl.sum(totals, 1), tl.sum(untied, 1), number, size, WEIGHTED)
+    valid_number = tl.load(number + i, mask=mask_m, other=0).to(tl.float64)
+    _conclude(stats, weights, i, mask_m, tl.sum(totals, 1), tl.sum(untied, 1), valid_number, size, WEIGHTED)
 
 
 @triton.jit

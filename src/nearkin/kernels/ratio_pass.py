@@ -20,16 +20,16 @@ SHORT = 4096  # references up to which one program takes a whole row, and torch 
 FILL = 264  # programs that keep a large GPU busy
 CHUNK = 128  # coordinates of a gradient per program
 LABELS = (torch.float32, torch.float64, torch.int64, torch.int32)  # as they are; others become float64
-RATIOS = {"rows": 32, "stages": 2, "programs": 2}
-SEGMENT = {"width": 512, "warps": 4, "spans": 4}
+RATIOS = {"rows": 16, "tile": 64, "warps": 8, "stages": 2, "programs": 2}
+SEGMENT = {"width": 512, "warps": 8, "spans": 4}
 GRADIENT = {"rows": 64, "columns": 32, "stages": 3}
 
 
 class Task(NamedTuple):
     """Prepared anchors and references, the same where the batch is alone, and how their label distances are told.
 
-    values: labels of the references (R,), sorted as the references are, and runs as `ratio_kernels` has them, `total`
-    of them. gaps: in place of these a batch whose label distances are made block by block.
+    values: labels of the references (R,), sorted as the references are; runs and number as `ratio_kernels` has them.
+    gaps: in place of values and runs a batch whose label distances are made block by block.
     """
 
     rows: torch.Tensor
@@ -40,7 +40,7 @@ class Task(NamedTuple):
     settings: NamedTuple
     values: torch.Tensor
     runs: torch.Tensor
-    total: int
+    number: torch.Tensor
     gaps: blockwise.Batch | None = None
 
 
@@ -54,30 +54,31 @@ def sorted_task(x, references, labels, reference_labels, settings):
     total = size if alone else others + size
     values = torch.empty(others, device=x.device, dtype=torch.float64)
     order = torch.empty(others, device=x.device, dtype=torch.int32)
-    runs = torch.empty(2 * total + size, device=x.device, dtype=torch.int32)
+    runs = torch.empty(2 * others, device=x.device, dtype=torch.int32)
+    number = torch.empty(size, device=x.device, dtype=torch.int32)
     both = other_labels.contiguous(), labels.contiguous()
-    _launcher("_ranks", ALONE=alone, M=32, N=128)(
-        (-(-total // 32), 1, 1), *both, values, order, runs, others, size, total
+    _launcher("_ranks", ALONE=alone, M=16, N=128)(
+        (-(-total // 16), 1, 1), *both, values, order, runs, number, others, total
     )
     in_order = (x if alone else references).index_select(0, order)
     columns = row_kernels.prepare(in_order, values.view(torch.int64), settings.normalize)
     rows = columns
     if not alone:
         rows = row_kernels.prepare(x, labels.double().view(torch.int64), settings.normalize)
-    return Task(rows, columns, size, others, x.shape[1], settings, values, runs, total), order, in_order
+    return Task(rows, columns, size, others, x.shape[1], settings, values, runs, number), order, in_order
 
 
 def matrix_task(x, references, labels, reference_labels, settings):
     """The task of labels (B, K), or of label distances (B, R)."""
     size, dim = x.shape
-    runs = torch.empty(size, device=x.device, dtype=torch.int32)
-    rows = columns = row_kernels.prepare(x, runs, settings.normalize)  # class ids that are not read
+    number = torch.empty(size, device=x.device, dtype=torch.int32)
+    rows = columns = row_kernels.prepare(x, number, settings.normalize)  # class ids that are not read
     others = size
     if references is not None:
         others = references.shape[0]
-        columns = row_kernels.prepare(references, runs.new_empty(others), settings.normalize)
+        columns = row_kernels.prepare(references, number.new_empty(others), settings.normalize)
     batch = blockwise.Batch(x, LabelDistance(labels) if settings.distances else labels, references, reference_labels)
-    return Task(rows, columns, size, others, dim, settings, rows, runs, 0, batch)
+    return Task(rows, columns, size, others, dim, settings, rows, number, number, batch)
 
 
 class Scratch(NamedTuple):
@@ -145,7 +146,7 @@ def run(task, weights, wants):
 
 def _tile() -> int:
     """References after which running sums start anew."""
-    return 16 if kernels.interpreted() else 64
+    return 16 if kernels.interpreted() else RATIOS["tile"]
 
 
 def _segment() -> int:
@@ -165,19 +166,19 @@ def _slopes(task, scratch, weights, first, skip, count, back):
     weights = weights if weighted else scratch.stats
     if not whole:
         _launcher("_means", N=1024)(
-            (count, 1, 1), scratch.sums, task.runs, scratch.stats, first, task.total, task.size, scratch.tiles
+            (count, 1, 1), scratch.sums, task.number, scratch.stats, first, task.size, scratch.tiles
         )
     choices = {"MATRIX": task.gaps is not None, "TIES": task.settings.ties, "BACK": back, "WHOLE": whole}
     choices |= {"WEIGHTED": weighted, "PAD": row_kernels.padded(task.dim), "T": _tile(), "N": _segment()}
     _launcher("_slopes", **choices, num_warps=SEGMENT["warps"])(
-        (count, scratch.segments, 1), task.rows, values, order, task.runs, scratch.running, scratch.sums,
-        scratch.inverse, scratch.stats, scratch.terms, weights, first, skip, task.total, task.size, task.others,
-        scratch.tiles, scratch.span, 1 << task.others.bit_length()
+        (count, scratch.segments, 1), task.rows, values, order, task.runs, task.number, scratch.running, scratch.sums,
+        scratch.inverse, scratch.stats, scratch.terms, weights, first, skip, task.size, task.others, scratch.tiles,
+        scratch.span
     )  # fmt: skip
     if not whole:
         _launcher("_close", WEIGHTED=weighted, M=16, N=16)(
-            (-(-count // 16), 1, 1), scratch.terms, task.runs, scratch.stats, weights, first, task.total, count,
-            task.size, scratch.segments
+            (-(-count // 16), 1, 1), scratch.terms, task.number, scratch.stats, weights, first, count, task.size,
+            scratch.segments
         )  # fmt: skip
     return addend
 
@@ -190,7 +191,7 @@ def _ratios(task, scratch, gaps, out, first, skip, count):
     span = -(-scratch.tiles // max(1, RATIOS["programs"] * FILL // grid)) * _tile()
     step = max(step for step in (16, 32, 64, 128) if pad % step == 0)
     choices = {"MATRIX": gaps is not None, "RUNNING": gaps is None or not task.settings.ties, "PAD": pad, "K": step}
-    choices |= {"ONCE": step == pad, "M": m, "T": _tile(), "num_warps": 8, "num_stages": RATIOS["stages"]}
+    choices |= {"ONCE": step == pad, "M": m, "T": _tile(), "num_warps": RATIOS["warps"], "num_stages": RATIOS["stages"]}
     _launcher("_ratios", **choices)(
         (grid, -(-task.others // span), 1), task.rows, task.columns, task.values if gaps is None else gaps, out,
         scratch.inverse, scratch.sums, first, skip, count, task.size, task.others, task.dim, scratch.tiles, span,
@@ -203,7 +204,7 @@ def _ratios_of_matrix(task, scratch, first, skip, count):
 
     The distances are those of plain torch, to the last bit: a fused multiplication would tell some ties apart."""
     gaps, valid = blockwise.gaps(task.gaps, first, first + count)
-    torch.sum(valid, 1, out=task.runs[first : first + count])
+    torch.sum(valid, 1, out=task.number[first : first + count])
     addend = (gaps * 0).sum()
     gaps = torch.where(valid, gaps.double(), torch.inf)
     del valid
