@@ -48,10 +48,11 @@ def in_many_pieces():
     from nearkin.kernels import ratio_pass
 
     ratio_pass.SLOPES, ratio_pass.PAIRS, ratio_pass.SORTED_PAIRS, ratio_pass.SHORT = 300, 90, 60, 16
-    ratio_pass.SEGMENT["spans"] = 1
     verdicts = {}
     for name in ("mirrored", "vectors"):
-        verdicts[f"pieces, {name}"] = ratio_cases.judged(ratio_cases.batch((40, None, 4), name))
+        ratio_pass.SEGMENT["spans"] = 2
+        verdicts[f"pieces, {name}"] = ratio_cases.judged(ratio_cases.batch((70, None, 4), name))
+        ratio_pass.SEGMENT["spans"] = 1
         verdicts[f"pieces, {name}, met"] = ratio_cases.judged(ratio_cases.batch((9, 70, 4), name), reduction="none")
     return verdicts
 
