@@ -52,6 +52,7 @@ class Case(NamedTuple):
     drawn: bool = False  # pairs are drawn at random: not to be compared draw by draw
     most: int = LARGEST_PEER  # the peer is not run beyond
     weighs: bool = False  # over class weights: `ours` takes num_classes and dim, and so does the peer, as C and D
+    continuous: bool = False  # labels are random numbers, not those of classes
 
 
 # The nearest the peer has, not always the same number: its contrastive loss knows no squares, its margin loss sums over
@@ -98,7 +99,8 @@ CASES = [
     Case("N-pair", "NPairLoss", {}, "L.NPairsLoss(distance=inner(), **penalty(0.001))"),
     Case("SupCon", "SupConLoss", {}, "L.SupConLoss()", large=True),
     Case("InfoNCE", "InfoNCELoss", {}, "L.NTXentLoss()", large=True),
-    Case("log-ratio", "LogRatioLoss", large=True),
+    Case("log-ratio", "LogRatioLoss", large=True),  # of whole numbers: nearly all label distances are tied
+    Case("log-ratio, continuous", "LogRatioLoss", large=True, continuous=True),
     Case("Fast-AP", "FastAPLoss", {}, "L.FastAPLoss()", large=True),
     Case(
         "Smooth-AP", "SmoothAPLoss", {"max_positives": EACH - 1}, "L.SmoothAPLoss()", large=True, most=2048
@@ -150,7 +152,9 @@ def batch(size: int, device: str, case: Case | None = None) -> tuple[Tensor, Ten
     y = torch.arange(size) // EACH
     x = torch.randn(size, D, generator=g) * 2 + torch.randn(size // EACH + 1, D, generator=g)[y]
     x = (x * (0.7 / (5 * D) ** 0.5)).to(device).requires_grad_()
-    return x, (y.float() if case is not None and case.ours == "LogRatioLoss" else y).to(device)
+    if case is not None and case.ours == "LogRatioLoss":
+        y = torch.randn(size, generator=g) if case.continuous else y.float()
+    return x, y.to(device)
 
 
 def ours(case: Case, size: int, device: str, classes: int | None = None, **overrides: Any) -> torch.nn.Module:

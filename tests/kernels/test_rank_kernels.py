@@ -1,4 +1,4 @@
-"""The kernels of Smooth-AP, FastAP and log-ratio, through Triton's interpreter, against the plain losses."""
+"""The kernels of Smooth-AP and FastAP, through Triton's interpreter, against the plain losses."""
 
 import json
 import math
@@ -13,31 +13,11 @@ from nearkin.kernels import rank_ops as fused
 pytestmark = pytest.mark.slow
 
 
-def graded(x, labels, *references, **settings):
-    """Log-ratio of the class ids as if they were numbers: few of them, so that most label distances are tied."""
-    inputs = [t if t.is_floating_point() else t.float() for t in references]
-    return losses.logratio_loss(x, labels.float(), *inputs, **settings)
-
-
-def spread_out(x, labels, *references, **settings):
-    """The same of labels (B, 2) of which hardly two distances are equal."""
-    inputs = [t if t.is_floating_point() else spread(t) for t in references]
-    return losses.logratio_loss(x, spread(labels), *inputs, **settings)
-
-
-def spread(labels):
-    place = torch.arange(len(labels), device=labels.device) + 0.37 * labels
-    return torch.where((labels == -1).all(), 0.0, torch.stack([place, place.square().sin()], 1))
-
-
 FORMS = {
     "smooth": (losses.smooth_ap_loss, {"temperature": 0.1}),
     "smooth, sharp": (losses.smooth_ap_loss, {}),
     "fast": (losses.fastap_loss, {}),
     "fast, 3 bins": (losses.fastap_loss, {"bins": 3}),
-    "ratio": (graded, {}),
-    "ratio, ties": (graded, {"ties": "keep", "normalize": True}),
-    "ratio, no ties": (spread_out, {"epsilon": 1e-3}),
 }
 SHAPES = {"1 item": (1, 0, 3), "19": (19, 0, 5), "3 of 40": (3, 40, 3), "4 of 1": (4, 1, 3)}
 
@@ -71,7 +51,7 @@ def errors(got, exact):
 def judge_kernel():
     """What the test below reads, as JSON: errors of kernel and plain form against float64, and who served."""
     served = []
-    for name in ("_Precisions", "_Histograms", "_Spreads"):
+    for name in ("_Precisions", "_Histograms"):
         apply = getattr(fused, name).apply
         getattr(fused, name).apply = lambda *inputs, apply=apply: served.append(1) or apply(*inputs)
     errors_by_case = {}
@@ -109,7 +89,7 @@ def kernel():
 
 
 def test_kernel_is_as_exact_as_the_plain_loss(kernel):
-    assert len(kernel[0]) == 3 * 5 + 4 * 3
+    assert len(kernel[0]) == 2 * 5 + 2 * 3
     for name, (got, plain, served) in kernel[0].items():
         assert served == 1, name
         for ours, theirs in zip(got, plain, strict=True):
@@ -122,7 +102,7 @@ def test_kernel_minds_the_edges(kernel):
 
 
 def test_modules_keep_the_choice():
-    for make in (losses.SmoothAPLoss, losses.FastAPLoss, losses.LogRatioLoss):
+    for make in (losses.SmoothAPLoss, losses.FastAPLoss):
         assert "impl" not in make().settings
         assert "impl='torch'" in repr(make(impl="torch"))
         with pytest.raises(ValueError, match='unknown impl "tritn"; did you mean "triton"'):

@@ -1,4 +1,4 @@
-"""Triton twins of what rank and ratio losses compute per anchor: smooth ranks, histograms, spread of ratios.
+"""Triton twins of what rank losses compute per anchor: smooth ranks and histograms.
 
 From a (B, R) matrix and masks, so of any relation. Batches of class ids have passes without a matrix: `smooth_ap_ops`,
 and Fast-AP in `pair_ops`.
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from nearkin import kernels
 from nearkin.core.autograd import HandGradient
 
-__all__ = ["histogram_misses", "precisions", "spreads", "takes"]
+__all__ = ["histogram_misses", "precisions", "takes"]
 
 LARGEST = 8192  # references: a program has an anchor's row in registers
 
@@ -42,16 +42,6 @@ def histogram_misses(place: Tensor, positive: Tensor, negative: Tensor, bins: in
     """Σ_l h⁺_l H⁻_l / H_l of FastAP, (B,), from places in 0..bins on the axis of the centres, (B, R)."""
     misses: Tensor = _Histograms.call(place.contiguous(), positive, negative, bins)
     return misses
-
-
-def spreads(squared: Tensor, gaps: Tensor, order: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Mean of (x_i - x_j)² over pairs of an anchor's references, and their number; x = log(squared + ε) - 2 log gap.
-
-    squared: (B, R); gaps: float64 (B, R), inf where a reference carries no information. order: the gaps have been
-    sorted, and this is their order; pairs with the same gap are then left out.
-    """
-    spread: tuple[Tensor, Tensor] = _Spreads.call(squared.contiguous(), gaps.contiguous(), order, epsilon)
-    return spread
 
 
 @functools.cache
@@ -92,18 +82,3 @@ class _Histograms(HandGradient):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         return _kernels().histograms_back(*ctx.saved_tensors, ctx.bins, slope.contiguous()), None, None, None
-
-
-class _Spreads(HandGradient):
-    @staticmethod
-    def forward(ctx: Any, squared: Tensor, gaps: Tensor, order: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
-        value, pairs, slope = _kernels().spreads(squared, gaps, order, epsilon, ctx.needs_input_grad[0])
-        ctx.save_for_backward(slope)
-        ctx.mark_non_differentiable(pairs)
-        return value, pairs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (slope,) = ctx.saved_tensors
-        return slope * upstream[:, None], None, None, None

@@ -26,6 +26,7 @@ from nearkin.kernels import (
     pair_ops,
     proxy_anchor_ops,
     rank_ops,
+    ratio_ops,
     smooth_ap_ops,
     soft_triple_ops,
     triplet_ops,
@@ -98,6 +99,13 @@ class PairCall:
             return None
         edge = None if boundary is None else boundary()
         return triplet_ops.loss(self.batch, plan, boundary=edge, generator=generator)
+
+    def ratio_kernel(self, *, epsilon: float, ties: bool, normalize: bool) -> Tensor | None:
+        """The log-ratio loss by its kernels (`ratio_ops.loss`), or None where they do not serve."""
+        if not ratio_ops.serves(self.impl, self.batch, self.reduction, self.max_memory):
+            return None
+        settings = ratio_ops.Settings(epsilon, ties, normalize, self.reduction)
+        return ratio_ops.loss(self.batch, settings, self.max_memory)
 
     def fits(self) -> bool:
         """Whether the matrix is made in one piece."""

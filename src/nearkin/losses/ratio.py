@@ -12,8 +12,7 @@ from torch import Tensor
 
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import LabelDistance, Labels
-from nearkin.kernels import rank_ops
-from nearkin.losses.call import PairCall, row_kernel
+from nearkin.losses.call import PairCall
 from nearkin.losses.module import LossModule
 
 __all__ = ["LogRatioLoss", "logratio_loss"]
@@ -43,7 +42,7 @@ def logratio_loss(
     references; None: every row. anchors=1 is the paper's dense triplet mining: one anchor and all pairs of the others.
     References at label distance 0 are left out: they have no ratio. ties="drop" leaves out two references at
     the same label distance, as the paper's strict order does; "keep" takes them, as its code does. impl: "triton",
-    which "auto" takes on a GPU, makes value and slope of a row of distances in one kernel.
+    which "auto" takes on a GPU, makes value and gradient in one pass, in bounded memory.
     Kim et al. 2019, arXiv:1904.09626, eq. 3; ε 1e-6 stands for the official 1e-4/128.
     """
     call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl, graded=True)
@@ -51,13 +50,13 @@ def logratio_loss(
         checks.integer("anchors", anchors, 1)
     checks.positive("epsilon", epsilon)
     checks.one_of("ties", ties, ("drop", "keep"))
+    call.batch = _first(anchors, call.batch)
+    loss = call.ratio_kernel(epsilon=epsilon, ties=ties == "drop", normalize=normalize)
+    if loss is not None:
+        return loss
 
     def rows(x: Tensor, references: Tensor | None, gaps: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
         squared = distances.squared_euclidean(x, references, normalize=normalize)  # (B, R)
-        if row_kernel(impl, squared):
-            key, order, addend = _ordered(*gaps(), ties)
-            value, pairs = rank_ops.spreads(squared, key, order, epsilon)
-            return value, pairs > 0, addend
         kind = torch.promote_types(x.dtype, torch.float32)
         log_gaps, valid, groups, addend = _log_gaps(*gaps(), ties, kind)
         ratio = (squared + epsilon).log() - log_gaps  # (B, R)
@@ -65,7 +64,6 @@ def logratio_loss(
         return sums / pairs.clamp(min=1), pairs > 0, addend
 
     taint = call.taint()
-    call.batch = _first(anchors, call.batch)
     value, counts, addend = call.run(rows, graded=True)
     return reduce.terms(value, counts, reduction) + taint + reduce.taint(addend)
 
@@ -97,13 +95,6 @@ def _log_gaps(
     groups = _tied(gaps, valid) if ties == "drop" else None
     log_gaps = 2 * torch.where(valid, gaps, 1.0).log().to(kind)
     return log_gaps, valid, groups, (gaps * 0).sum(1)
-
-
-@torch.no_grad()
-def _ordered(gaps: Tensor, valid: Tensor, ties: str) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Label distances, inf where they do not count; with ties="drop" sorted, with the order."""
-    key, addend = gaps.masked_fill(~valid, torch.inf), (gaps * 0).sum(1)
-    return (*key.sort(1), addend) if ties == "drop" else (key, None, addend)
 
 
 @torch.no_grad()
