@@ -95,13 +95,8 @@ def _few(x: Tensor, weight: Tensor) -> bool:
         weights <= FEW_WEIGHTS
         and x.shape[0] * weights <= FEW_SCORES
         and x.shape[1] <= FEW_DIMENSIONS
-        and _multiplies(x.device)
+        and kernels.has_float64_units(x)
     )
-
-
-@functools.cache
-def _multiplies(device: torch.device) -> bool:
-    return eligible.possible(device, kernels.interpreted())
 
 
 @functools.cache
