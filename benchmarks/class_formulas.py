@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
-Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
+Formula = Callable[..., Tensor]  # of embeddings, labels, the loss's parameters and buffers
 
 
 def normalized_softmax(x: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
@@ -59,10 +59,20 @@ def proxy_anchor(x: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
 
 
 def soft_triple(x: Tensor, labels: Tensor, weight: Tensor, centers: int = 10) -> Tensor:
-    cosine = (normalize(x) @ normalize(weight).T).view(len(x), -1, centers)
+    units = normalize(weight)
+    cosine = (normalize(x) @ units.T).view(len(x), -1, centers)
     relaxed = ((10 * cosine).softmax(2) * cosine).sum(2)
     own = relaxed.gather(1, labels[:, None])
-    return cross_entropy(20 * relaxed.scatter(1, labels[:, None], own - 0.01), labels)
+    groups = units.view(-1, centers, units.shape[1])
+    upper = torch.ones(centers, centers, dtype=torch.bool, device=weight.device).triu(1)
+    squared = torch.where(upper, (2 - 2 * groups @ groups.mT).clamp(min=0) + 1e-5, 1.0)
+    apart = torch.where(upper, squared.sqrt(), 0.0).sum() / (len(weight) * (centers - 1))
+    return cross_entropy(20 * relaxed.scatter(1, labels[:, None], own - 0.01), labels) + 0.2 * apart
+
+
+def softmax_center(x: Tensor, labels: Tensor, weight: Tensor, bias: Tensor, centers: Tensor) -> Tensor:
+    """Without the step of the centres."""
+    return cross_entropy(x @ weight.T + bias, labels) + 0.0015 * (x - centers[labels]).square().sum(1).mean()
 
 
 # By the name of the case in losses.py; a loss that is missing has no `compiled`.
@@ -75,4 +85,5 @@ FORMULAS: dict[str, Formula] = {
     "Proxy-NCA": proxy_nca,
     "Proxy-Anchor": proxy_anchor,
     "SoftTriple": soft_triple,
+    "softmax + center": softmax_center,
 }

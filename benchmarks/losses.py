@@ -202,9 +202,10 @@ def class_steps(
         peer = eval(case.peer, names | {"C": classes, "D": D}).to(device)
         yield "peer", learning_step(lambda: peer(x, y), [x, *peer.parameters()])
     if case.name in class_formulas.FORMULAS:
-        weight = next(loss.parameters()).detach().clone().requires_grad_()
+        learnt = [parameter.detach().clone().requires_grad_() for parameter in loss.parameters()]
+        inputs = (x, y, *learnt, *(buffer.clone() for buffer in loss.buffers()))
         formula = compiled(case.name)
-        yield "compiled", learning_step(lambda: formula(x, y, weight), [x, weight])
+        yield "compiled", learning_step(lambda: formula(*inputs), [x, *learnt])
 
 
 @functools.cache

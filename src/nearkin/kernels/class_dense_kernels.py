@@ -90,20 +90,36 @@ def _squares(x, at, mask_m, dim, M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _scaled(x, out, at, times, mask_m, dim, D: tl.constexpr):
+def ranked(c, num_weights, GROUP: tl.constexpr):
+    """The row of weight c among the unit weights: of GROUP weights per class the first of every class come first, so
+    that neighbouring classes have neighbouring scores."""
+    return (c % GROUP) * (num_weights // GROUP) + c // GROUP
+
+
+@triton.jit
+def unranked(row, num_weights, GROUP: tl.constexpr):
+    """The weight of a row of `ranked`; beyond the last row there is none."""
+    return tl.where(
+        row < num_weights, row % (num_weights // GROUP) * GROUP + row // (num_weights // GROUP), num_weights
+    )
+
+
+@triton.jit
+def _scaled(x, at, out, out_at, times, mask_m, dim, D: tl.constexpr):
     """out = times · x, rounded once."""
     for start in range(0, dim, D):
         axis = start + tl.arange(0, D)
         mask = mask_m[:, None] & (axis < dim)[None, :]
         value = clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * times[:, None]
-        tl.store(out + at + axis[None, :], value.to(tl.float32), mask=mask)
+        tl.store(out + out_at + axis[None, :], value.to(tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows, num_weights, width, dim, scale,
              margin, along, across, lost, row_programs, SCALE_TENSOR: tl.constexpr, NORMALIZE: tl.constexpr,
              MARGIN: tl.constexpr, STRAIGHT: tl.constexpr, TIMES: tl.constexpr, CENTERS: tl.constexpr,
-             ANNEALED: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+             ANNEALED: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+             D: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0)
     if pid >= row_programs:
         c = (pid - row_programs) * M + tl.arange(0, M)
@@ -111,7 +127,8 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
         at = c.to(tl.int64)[:, None] * dim
         squared, taints = _squares(weight, at, mask_c, dim, M, D)
         inverse = inverse_length(squared)
-        _scaled(weight, units, at, inverse + taints, mask_c, dim, D)
+        place = ranked(c, num_weights, GROUP).to(tl.int64)[:, None] * dim
+        _scaled(weight, at, units, place, inverse + taints, mask_c, dim, D)
         tl.store(weight_facts(facts, width) + c, inverse, mask=mask_c)
     else:
         if pid == 0:
@@ -134,7 +151,7 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
         times = inverse * 0.0 + 1.0
         if MARGIN != "sphere":
             times = scale_value * (inverse if NORMALIZE else times)
-        _scaled(x, rows, at, times, mask_m, dim, D)
+        _scaled(x, at, rows, at, times, mask_m, dim, D)
         if MARGIN != "none":
             classes = num_weights // CENTERS
             label = tl.load(labels + i, mask=mask_m, other=-1).to(tl.int64)
@@ -162,7 +179,7 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
 
 
 @triton.jit
-def _tile(source, i, number, stride, axis, size):
+def tile(source, i, number, stride, axis, size):
     """Entries (rows i, axis) of a matrix in float64, 0 where there are none."""
     mask = (i < number)[:, None] & (axis < size)[None, :]
     return tl.load(source + i.to(tl.int64)[:, None] * stride + axis[None, :], mask=mask, other=0.0).to(tl.float64)
@@ -178,8 +195,8 @@ def tile_scores(rows, units, scores, first, num_rows, num_weights, stride, dim, 
         total = tl.zeros((R, STEP), tl.float64)
         for d in range(0, dim, D):
             axis = d + tl.arange(0, D)
-            left = _tile(rows, i, num_rows, dim, axis, dim)
-            total = tl.dot(left, tl.trans(_tile(units, c, num_weights, dim, axis, dim)), total, out_dtype=tl.float64)
+            left = tile(rows, i, num_rows, dim, axis, dim)
+            total = tl.dot(left, tl.trans(tile(units, c, num_weights, dim, axis, dim)), total, out_dtype=tl.float64)
         mask = (i < num_rows)[:, None] & (c < num_weights)[None, :]
         tl.store(scores + i.to(tl.int64)[:, None] * stride + c[None, :], total.to(tl.float32), mask=mask)
     tl.debug_barrier()
@@ -189,7 +206,7 @@ def tile_scores(rows, units, scores, first, num_rows, num_weights, stride, dim, 
 def _settled(gradient, source, by, i, number, dim, times, along, inverse, PROJECT: tl.constexpr, D: tl.constexpr):
     """`_gradient` of rows that are complete in registers, (R, D) float64."""
     axis = tl.arange(0, D)
-    value = _tile(source, i, number, dim, axis, dim)
+    value = tile(source, i, number, dim, axis, dim)
     bounded = clamped(value)
     unit = bounded * inverse[:, None]
     if PROJECT:
@@ -200,9 +217,9 @@ def _settled(gradient, source, by, i, number, dim, times, along, inverse, PROJEC
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _tile_gradients(scores, rows, units, x, weight, facts, upstream, by_x, by_weight, by_bias, num_rows, num_weights,
-                    stride, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, D: tl.constexpr,
-                    STEP: tl.constexpr):  # fmt: skip
+def _tile_gradients(scores, rows, units, plus, x, weight, facts, upstream, by_x, by_weight, by_bias, num_rows,
+                    num_weights, stride, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
+                    PLUS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """Products and gradients at once, for few scores: one launch."""
     pid = tl.program_id(0)
     gain = tl.load(facts + GAIN) * tl.load(upstream).to(tl.float64)
@@ -213,9 +230,12 @@ def _tile_gradients(scores, rows, units, x, weight, facts, upstream, by_x, by_we
         sums = tl.zeros((TILE_,), tl.float64)
         for start in range(0, num_rows, STEP):
             j = start + tl.arange(0, STEP)
-            slopes = _tile(scores, j, num_rows, stride, c, num_weights)
+            slopes = tile(scores, j, num_rows, stride, c, num_weights)
             sums += tl.sum(slopes, 0)
-            total = tl.dot(tl.trans(slopes), _tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
+            total = tl.dot(tl.trans(slopes), tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
+        if PLUS:
+            total += tile(plus, c, num_weights, dim, axis, dim)
+        c = unranked(c, num_weights, GROUP)
         mask_c = c < num_weights
         inverse = tl.load(weight_facts(facts, width) + c, mask=mask_c, other=0.0)
         _settled(total, weight, by_weight, c, num_weights, dim, gain * inverse, inverse, inverse, True, D)
@@ -225,8 +245,8 @@ def _tile_gradients(scores, rows, units, x, weight, facts, upstream, by_x, by_we
         i = pid * TILE_ + tl.arange(0, TILE_)
         for start in range(0, num_weights, STEP):
             c = start + tl.arange(0, STEP)
-            slopes = _tile(scores, i, num_rows, stride, c, num_weights)
-            total = tl.dot(slopes, _tile(units, c, num_weights, dim, axis, dim), total, out_dtype=tl.float64)
+            slopes = tile(scores, i, num_rows, stride, c, num_weights)
+            total = tl.dot(slopes, tile(units, c, num_weights, dim, axis, dim), total, out_dtype=tl.float64)
         mask_m = i < num_rows
         inverse = tl.load(row_fact(facts, INVERSE, width) + i, mask=mask_m, other=0.0)
         times = gain * tl.load(facts + FACTOR)
@@ -238,23 +258,31 @@ def _tile_gradients(scores, rows, units, x, weight, facts, upstream, by_x, by_we
 
 
 @triton.jit
-def _gradient(product, source, by, at, mask_m, dim, times, along, inverse, PROJECT: tl.constexpr, M: tl.constexpr,
-              D: tl.constexpr):  # fmt: skip
-    """times · product + along · unit row, 0 where clamped; PROJECT: without its part along the unit row."""
+def _slope(product, plus, at, mask, PLUS: tl.constexpr):
+    slope = tl.load(product + at, mask=mask, other=0.0)
+    if PLUS:
+        slope += tl.load(plus + at, mask=mask, other=0.0)
+    return slope
+
+
+@triton.jit
+def _gradient(product, plus, place, source, by, at, mask_m, dim, times, along, inverse, PLUS: tl.constexpr,
+              PROJECT: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """times · (product + plus) + along · unit row, 0 where clamped; PROJECT: without its part along the unit row."""
     if PROJECT:
         along = tl.zeros((M,), tl.float64)
         for start in range(0, dim, D):
             axis = start + tl.arange(0, D)
             mask = mask_m[:, None] & (axis < dim)[None, :]
             unit = clamped(tl.load(source + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
-            along -= tl.sum(tl.load(product + at + axis[None, :], mask=mask, other=0.0) * unit, 1)
+            along -= tl.sum(_slope(product, plus, place + axis[None, :], mask, PLUS) * unit, 1)
         along *= times
     for start in range(0, dim, D):
         axis = start + tl.arange(0, D)
         mask = mask_m[:, None] & (axis < dim)[None, :]
         value = tl.load(source + at + axis[None, :], mask=mask, other=0.0).to(tl.float64)
         bounded = clamped(value)
-        gradient = tl.load(product + at + axis[None, :], mask=mask, other=0.0) * times[:, None]
+        gradient = _slope(product, plus, place + axis[None, :], mask, PLUS) * times[:, None]
         gradient = tl.where(bounded == value, gradient + along[:, None] * (bounded * inverse[:, None]), 0.0)
         tl.store(by + at + axis[None, :], gradient.to(tl.float32).to(by.dtype.element_ty), mask=mask)
 
@@ -288,7 +316,7 @@ def _add_own_units(product, rows, facts, sums, c, mask_c, at, num_rows, width, d
             if tl.max(tl.max(own.to(tl.int32), 1), 0) > 0:
                 push = tl.load(row_fact(facts, SLOPE, width) + j, mask=j < num_rows, other=0.0)
                 push = tl.where(own, push[None, :], 0.0)
-                total = tl.dot(push, _tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
+                total = tl.dot(push, tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
                 if start == 0:
                     slopes += tl.sum(push, 1)
         mask = mask_c[:, None] & (axis < dim)[None, :]
@@ -301,9 +329,10 @@ def _add_own_units(product, rows, facts, sums, c, mask_c, at, num_rows, width, d
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _gradients(rows, units, by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, num_rows,
-               num_weights, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, OWN: tl.constexpr,
-               M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def _gradients(rows, units, by_rows, by_units, plus, x, weight, sums, facts, upstream, by_x, by_weight, by_bias,
+               num_rows, num_weights, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
+               OWN: tl.constexpr, PLUS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+               D: tl.constexpr):  # fmt: skip
     """The gradients by x and by the weights from those by prepared rows and unit weights; by biases from sums. OWN: the
     own classes' scores, whose derivatives are in SLOPE, are not yet among these."""
     pid = tl.program_id(0)
@@ -315,7 +344,9 @@ def _gradients(rows, units, by_rows, by_units, x, weight, sums, facts, upstream,
         inverse = tl.load(weight_facts(facts, width) + c, mask=mask_c, other=0.0)
         if OWN:
             _add_own_units(by_units, rows, facts, sums, c, mask_c, at, num_rows, width, dim, BIAS, M, D, 64)
-        _gradient(by_units, weight, by_weight, at, mask_c, dim, gain * inverse, inverse, inverse, True, M, D)
+        place = ranked(c, num_weights, GROUP).to(tl.int64)[:, None] * dim
+        _gradient(by_units, plus, place, weight, by_weight, at, mask_c, dim, gain * inverse, inverse, inverse, PLUS,
+                  True, M, D)  # fmt: skip
         if BIAS:
             by = gain * tl.load(sums + c, mask=mask_c, other=0.0)
             tl.store(by_bias + c, by.to(tl.float32).to(by_bias.dtype.element_ty), mask=mask_c)
@@ -328,17 +359,19 @@ def _gradients(rows, units, by_rows, by_units, x, weight, sums, facts, upstream,
         if OWN:
             _add_own_rows(by_rows, units, facts, i, mask_m, at, width, dim, D)
         if NORMALIZE:
-            _gradient(by_rows, x, by_x, at, mask_m, dim, times * inverse, inverse, inverse, True, M, D)
+            _gradient(by_rows, plus, at, x, by_x, at, mask_m, dim, times * inverse, inverse, inverse, False, True, M,
+                      D)  # fmt: skip
         else:
             along = gain * tl.load(row_fact(facts, BY_LENGTH, width) + i, mask=mask_m, other=0.0)
-            _gradient(by_rows, x, by_x, at, mask_m, dim, times + inverse * 0.0, along, inverse, False, M, D)
+            _gradient(by_rows, plus, at, x, by_x, at, mask_m, dim, times + inverse * 0.0, along, inverse, False, False,
+                      M, D)  # fmt: skip
 
 
-def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bias=None):
+def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bias=None, group=1):
     """Rows and weights for the scores: `factor` times unit rows, or times x, and weights of unit length.
 
     labels and own, a `class_loss_ops.Form`: also the own class's logit; factor and normalize are then the Form's. bias:
-    (C,), added to that logit.
+    (C,), added to that logit. group: of so many weights per class the unit weights are in the order of `ranked`.
     """
     form = own or Form(factor, kind="none", raw=not normalize)
     (anchors, dim), weights = x.shape, weight.shape[0]
@@ -355,7 +388,7 @@ def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bia
     times = int(margin) if form.kind == "sphere" else 1
     choices = (scale_tensor is not None, form.normalize, form.kind, form.straight, times, form.centers, annealed)
     programs = -(-anchors // ROWS)
-    _preparing(*choices, bias is not None, chunk(dim))(
+    _preparing(*choices, bias is not None, group, chunk(dim))(
         (programs - (-weights // ROWS), 1, 1),
         x, weight, facts if labels is None else labels, facts if scale_tensor is None else scale_tensor,
         facts if bias is None else bias, rows, units, facts, anchors, weights, line, dim, float(scale), margin,
@@ -366,17 +399,19 @@ def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bia
 
 
 @functools.cache
-def _preparing(scale_tensor, normalize, kind, straight, times, centers, annealed, bias, dims):
+def _preparing(scale_tensor, normalize, kind, straight, times, centers, annealed, bias, group, dims):
     choices = {"SCALE_TENSOR": scale_tensor, "NORMALIZE": normalize, "MARGIN": kind, "STRAIGHT": straight}
-    choices |= {"TIMES": times, "CENTERS": centers, "ANNEALED": annealed, "BIAS": bias, "M": ROWS, "D": dims}
+    choices |= {"TIMES": times, "CENTERS": centers, "ANNEALED": annealed, "BIAS": bias, "GROUP": group}
+    choices |= {"M": ROWS, "D": dims}
     return CachedLauncher(_prepare, **choices, **options())
 
 
-def gradients(prepared, x, weight, scores, upstream, kinds, own=False):
+def gradients(prepared, x, weight, scores, upstream, kinds, own=False, plus=None, group=1):
     """The gradients by x, by the weights and by biases, in the types `kinds`; None where not wanted.
 
     scores: by now the derivatives by the scores. own: without those by the own classes' scores, which are in SLOPE; in
-    float32 they outweigh all others together, and beside them a sum would lose its digits.
+    float32 they outweigh all others together, and beside them a sum would lose its digits. plus: what else there is of
+    the gradient by the unit weights. group: as for `prepare`.
     """
     rows, units, facts, normalize = prepared
     (anchors, dim), weights = x.shape, weight.shape[0]
@@ -393,20 +428,20 @@ def gradients(prepared, x, weight, scores, upstream, kinds, own=False):
     if kind_bias is not None:
         sums = torch.sum(scores, 0)
         by_bias = _result(sums, kind_bias)
-    _finishing(normalize, kind_bias is not None, own, size, chunk(dim))(
+    _finishing(normalize, kind_bias is not None, own, plus is not None, group, size, chunk(dim))(
         (programs + weight_programs, 1, 1),
-        rows, units, by_rows, by_units, x, weight, sums, facts, upstream, by_x, by_weight, by_bias, anchors, weights,
-        padded(anchors), dim, programs,
+        rows, units, by_rows, by_units, facts if plus is None else plus, x, weight, sums, facts, upstream, by_x,
+        by_weight, by_bias, anchors, weights, padded(anchors), dim, programs,
         key=(dim, x.get_device(), kind_of(x), kind_of(weight), kind_of(upstream), kind_x, kind_weight, kind_bias)
     )  # fmt: skip
     return _typed(by_x, kind_x), _typed(by_weight, kind_weight), _typed(by_bias, kind_bias)
 
 
-def tile_gradients(prepared, x, weight, scores, upstream, kinds):
+def tile_gradients(prepared, x, weight, scores, upstream, kinds, plus=None, group=1):
     """`gradients` of few scores (`empty_scores`) and dimensions by one kernel."""
     rows, units, facts, normalize = prepared
     (anchors, dim), weights = x.shape, weight.shape[0]
-    kind_x, kind_weight, kind_bias = kinds
+    kind_x, kind_weight, kind_bias = (*kinds, None)[:3]
     by_x = by_weight = by_bias = facts
     programs = weight_programs = 0
     if kind_x is not None:
@@ -415,23 +450,25 @@ def tile_gradients(prepared, x, weight, scores, upstream, kinds):
         by_weight, weight_programs = _result(weight, kind_weight or weight.dtype), -(-weights // TILE)
     if kind_bias is not None:
         by_bias = torch.empty(weights, device=x.device, dtype=torch.float32 if INTERPRETS else kind_bias)
-    _tiling(normalize, kind_bias is not None, chunk(dim))(
+    _tiling(normalize, kind_bias is not None, plus is not None, group, chunk(dim))(
         (programs + weight_programs, 1, 1),
-        scores, rows, units, x, weight, facts, upstream, by_x, by_weight, by_bias, anchors, weights,
-        scores.stride(0), padded(anchors), dim, programs,
-        key=(dim, x.get_device(), kind_of(x), kind_of(weight), kind_of(upstream), *kinds))  # fmt: skip
+        scores, rows, units, facts if plus is None else plus, x, weight, facts, upstream, by_x, by_weight, by_bias,
+        anchors, weights, scores.stride(0), padded(anchors), dim, programs,
+        key=(dim, x.get_device(), kind_of(x), kind_of(weight), kind_of(upstream), kind_x, kind_weight, kind_bias)
+    )  # fmt: skip
     return _typed(by_x, kind_x), _typed(by_weight, kind_weight), _typed(by_bias, kind_bias)
 
 
 @functools.cache
-def _tiling(normalize, bias, dims):
-    choices = {"NORMALIZE": normalize, "BIAS": bias, "D": dims, "STEP": step(dims)}
+def _tiling(normalize, bias, plus, group, dims):
+    choices = {"NORMALIZE": normalize, "BIAS": bias, "PLUS": plus, "GROUP": group, "D": dims, "STEP": step(dims)}
     return CachedLauncher(_tile_gradients, **choices, num_warps=4, num_stages=2, **options())
 
 
 @functools.cache
-def _finishing(normalize, bias, own, size, dims):
-    choices = {"NORMALIZE": normalize, "BIAS": bias, "OWN": own, "M": size, "D": min(dims, 128) if own else dims}
+def _finishing(normalize, bias, own, plus, group, size, dims):
+    choices = {"NORMALIZE": normalize, "BIAS": bias, "OWN": own, "PLUS": plus, "GROUP": group, "M": size}
+    choices["D"] = min(dims, 128) if own else dims
     return CachedLauncher(_gradients, **choices, num_stages=2, **options())
 
 

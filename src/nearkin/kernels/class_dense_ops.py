@@ -57,13 +57,15 @@ def serves(
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def fits(embeddings: Tensor, weight: Tensor, max_memory: int | None) -> bool:
-    """Whether scores, rows, weights and gradients stay within `max_memory` bytes, or the default."""
+def fits(embeddings: Tensor, weight: Tensor, max_memory: int | None, most: int | None = None) -> bool:
+    """Whether scores, rows, weights and gradients stay within `max_memory` bytes, or the default, `most`."""
     if max_memory is not None:
         checks.integer("max_memory", max_memory, 1)
     (anchors, dim), weights = embeddings.shape, weight.shape[0]
     needed = 4 * anchors * (weights + 15) + (12 * dim + 64) * (anchors + weights) + 2048
-    return needed <= (MOST if max_memory is None else max_memory)
+    if max_memory is None:
+        max_memory = MOST if most is None else most
+    return needed <= max_memory
 
 
 def loss(

@@ -11,7 +11,7 @@ from nearkin.core import blockwise
 from nearkin.core.autograd import traced
 from nearkin.core.labels import BatchFirst
 
-__all__ = ["FLOATS", "IDS", "REDUCTIONS", "possible", "served", "without_batch_first"]
+__all__ = ["FLOATS", "IDS", "REDUCTIONS", "class_weights", "learns", "possible", "served", "without_batch_first"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -41,6 +41,31 @@ def served(
     if max_memory is not None:
         blockwise.block(batch, max_memory)
     return True
+
+
+def class_weights(impl: str, x: Any, labels: Any, weight: Tensor, per_class: int = 1) -> bool:
+    """The same for a loss over class weights (C·K, D), but for the memory bound; its kernels need no float64 units."""
+    return (
+        impl != "torch"
+        and isinstance(x, Tensor)
+        and (x.is_cuda or impl == "triton")
+        and x.dim() == 2
+        and _plain(x, labels, 2**31 - 1)
+        and labels.shape[0] == x.shape[0]
+        and type(weight) in (Tensor, nn.Parameter)
+        and weight.dtype in FLOATS
+        and weight.dim() == 2
+        and weight.shape[1] == x.shape[1] > 0
+        and per_class <= weight.shape[0] < 2**31
+        and weight.shape[0] % per_class == 0
+        and x.device == labels.device == weight.device
+        and kernels.can_run(x)
+    )
+
+
+def learns(*tensors: Tensor) -> bool:
+    """Whether a gradient by one of them may be asked for; inside an autograd function none is."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def without_batch_first(batch: blockwise.Batch) -> tuple[blockwise.Batch, bool]:

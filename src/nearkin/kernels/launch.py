@@ -11,7 +11,7 @@ it does not hold, triton searches.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 
-__all__ = ["CachedLauncher", "device_of", "once"]
+__all__ = ["CachedLauncher", "device_of", "gradients_again", "once"]
 
 TESTED = ("3.6",)
 
@@ -81,3 +81,12 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return guarded(ctx, upstream) if torch.is_grad_enabled() else backward(ctx, upstream)
 
     return chosen
+
+
+def gradients_again(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], wanted: Sequence[bool], upstream: Tensor
+) -> list[Tensor | None]:
+    """The gradients of a function by the inputs that are wanted, by autograd, to be differentiated once more."""
+    chosen = [tensor for tensor, wants in zip(inputs, wanted, strict=True) if wants and tensor is not None]
+    gradients = iter(torch.autograd.grad(function(*inputs), chosen, upstream, create_graph=True))
+    return [next(gradients) if wants else None for wants in wanted]

@@ -16,13 +16,17 @@ from nearkin.core.autograd import traced
 from nearkin.core.class_softmax import Rivals
 from nearkin.core.relations import Labels
 from nearkin.kernels import (
+    center_ops,
     class_anchor_ops,
     class_dense_ops,
     class_loss_ops,
     class_softmax_ops,
+    eligible,
     facility_ops,
     pair_ops,
+    proxy_anchor_ops,
     rank_ops,
+    soft_triple_ops,
     triplet_ops,
 )
 from nearkin.kernels.class_loss_ops import Annealing, Form
@@ -31,6 +35,7 @@ from nearkin.losses import class_shards
 from nearkin.losses.class_shards import Shard
 
 __all__ = ["KERNEL_FROM", "PLAIN", "Annealing", "ClassCall", "Form", "PairCall", "Plan", "again_plainly"]
+__all__ += ["center_kernel", "center_step_kernel"]
 __all__ += ["class_path", "facility_kernel", "row_kernel"]
 
 # B · C from which the class kernels are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of bfloat16 took 2.2 ms on
@@ -190,6 +195,33 @@ class ClassCall:
             return None
         return class_loss_ops.loss(*task, self.max_memory)
 
+    def proxy_anchor_kernel(self, scale: float, margin: float, again: class_dense_ops.Again) -> Tensor | None:
+        """Proxy-Anchor by kernels with all similarities in memory (`proxy_anchor_ops`), or None on another path."""
+        x, weight = self.embeddings, self.weight
+        if not self._holds_matrix(class_dense_ops.MOST) or _many_in_bfloat16(x, weight, 1):
+            return None
+        return proxy_anchor_ops.loss(x, self.labels, weight, scale, margin, again)  # type: ignore[arg-type]
+
+    def soft_triple_kernel(
+        self, scale: float, gamma: float, margin: float, tau: float, again: class_dense_ops.Again
+    ) -> Tensor | None:
+        """SoftTriple by kernels with all similarities in memory (`soft_triple_ops`), or None on another path."""
+        served = self.reduction in eligible.REDUCTIONS and self.per_class <= soft_triple_ops.MOST_CENTERS
+        if not served or not self._holds_matrix(soft_triple_ops.MOST):
+            return None
+        settings = soft_triple_ops.Settings(self.per_class, scale, gamma, margin, tau, self.reduction)
+        return soft_triple_ops.loss(self.embeddings, self.labels, self.weight, settings, again)  # type: ignore[arg-type]
+
+    def _holds_matrix(self, most: int) -> bool:
+        """Whether kernels take the batch and all its similarities fit into memory."""
+        x, weight = self.embeddings, self.weight
+        return (
+            self.shard is None
+            and self.one_node
+            and eligible.class_weights(self.impl, x, self.labels, weight, self.per_class)
+            and class_dense_ops.fits(x, weight, self.max_memory, most)
+        )
+
     def check_labels(self) -> None:
         """Checks the batch and fills `ids`, `known` and `addend`."""
         self.ids, self.known, self.addend = class_shards.local_ids(
@@ -245,6 +277,38 @@ def again_plainly(
     """`ClassCall.kernel`'s `again`, from a loss function and its settings."""
     learned = (weight,) if bias is None else (weight, bias)
     return function(x, labels, *learned, impl=PLAIN, **settings)
+
+
+def center_kernel(
+    embeddings: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    centers: Tensor,
+    pull: float,
+    reduction: str,
+    impl: str,
+    shard: Shard | None,
+    again: class_dense_ops.Again,
+) -> Tensor | None:
+    """Softmax + center by kernels (`center_ops`), or None where plain torch computes it."""
+    if impl == PLAIN:
+        return None
+    kernels.check(impl)
+    served = shard is None and reduction in eligible.REDUCTIONS
+    if not served or not center_ops.serves(impl, embeddings, labels, weight, bias, centers):
+        return None
+    return center_ops.loss(embeddings, labels, weight, bias, centers, pull, reduction, again)
+
+
+def center_step_kernel(
+    embeddings: Tensor, labels: Tensor, centers: Tensor, alpha: float, impl: str, shard: Shard | None
+) -> Tensor | None:
+    """The step of the centres by a kernel, or None where plain torch computes it."""
+    kernels.check(impl)
+    if shard is not None or centers.dtype != torch.float32 or not center_ops.serves(impl, embeddings, labels, centers):
+        return None
+    return center_ops.stepped(embeddings, labels, centers, alpha)
 
 
 def class_path(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nearkin.core import checks, distances, reduce
 from nearkin.core.autograd import refuse_transforms
-from nearkin.losses import class_shards, logits
+from nearkin.losses import call, class_shards, logits
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 from nearkin.losses.softmax import class_weight
@@ -24,6 +24,7 @@ def center_loss(
     *,
     pull: float = 0.003,
     reduction: str = "mean",
+    impl: str = "auto",
     shard: Shard | None = None,
 ) -> Tensor:
     r"""Softmax separates the classes, the centres keep each one together.
@@ -32,11 +33,19 @@ def center_loss(
 
     embeddings (B, D), labels (B,) in 0..C-1, -1 left out; weight (C, D), bias (C,), centers (C, D). Both terms are
     reduced alike. O(B·D) beside the softmax. Centres get no gradient: they move by `center_update`.
-    shard as in `normalized_softmax_loss`, of biases and centres too.
+    impl and shard as in `normalized_softmax_loss`, the shard of biases and centres too; all logits are in memory.
     Wen et al. 2016, eq. 5; λ 0.003 from there (the released code: 0.008).
     """
-    ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     checks.at_least("pull", pull, 0)
+
+    def again(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        inputs = (x, labels, w, bias if b is None else b, centers)
+        return center_loss(*inputs, pull=pull, reduction=reduction, impl=call.PLAIN)
+
+    task = (embeddings, labels, weight, bias, centers, pull, reduction, impl, shard)
+    if (fused := call.center_kernel(*task, again)) is not None:
+        return fused
+    ids, known, addend = class_shards.local_ids(embeddings, labels, weight, shard)
     x = distances.upcast(embeddings)
     scores = distances.dot(x, weight) + bias  # (B, C)
     distance = (x - centers.detach()[class_shards.clamped(shard, ids)]).square().sum(1)
@@ -49,13 +58,21 @@ def center_loss(
 
 @torch.no_grad()
 def center_update(
-    embeddings: Tensor, labels: Tensor, centers: Tensor, *, alpha: float = 0.5, shard: Shard | None = None
+    embeddings: Tensor,
+    labels: Tensor,
+    centers: Tensor,
+    *,
+    alpha: float = 0.5,
+    impl: str = "auto",
+    shard: Shard | None = None,
 ) -> Tensor:
     r"""The centres after one step: c_j - α Σ_{i of j} (c_j - x_i) / (1 + n_j).
 
     Not the gradient: it knows no λ, is divided by 1 + n_j, and has its own rate. Rows with NaN or Inf do not count.
     Wen et al. 2016, eq. 4; α 0.5 from there.
     """
+    if (moved := call.center_step_kernel(embeddings, labels, centers, alpha, impl, shard)) is not None:
+        return moved
     ids, known, _ = class_shards.local_ids(embeddings, labels, centers, shard)
     known = known & (labels < (shard.total if shard else centers.shape[0])) & (labels >= 0) & (ids < centers.shape[0])
     ids = class_shards.clamped(shard, ids)
@@ -83,6 +100,7 @@ class CenterLoss(LossModule, function=center_loss):
         alpha: float = 0.5,
         *,
         reduction: str = "mean",
+        impl: str = "auto",
         shard: bool = False,
     ) -> None:
         super().__init__()
@@ -91,7 +109,8 @@ class CenterLoss(LossModule, function=center_loss):
         self.bias = nn.Parameter(torch.zeros(len(self.weight)))
         self.register_buffer("centers", torch.zeros_like(self.weight, requires_grad=False))
         class_shards.register(self, weight=1, bias=1, centers=1)
-        self.num_classes, self.dim, self.pull, self.alpha, self.reduction = num_classes, dim, pull, alpha, reduction
+        self.num_classes, self.dim, self.pull, self.alpha = num_classes, dim, pull, alpha
+        self.reduction, self.impl = reduction, impl
         self.finish_init()
 
     def check_settings(self) -> None:
@@ -105,7 +124,9 @@ class CenterLoss(LossModule, function=center_loss):
         learned = (self.weight, self.bias, self.centers)
         value = center_loss(embeddings, labels, *learned, shard=shard, **self.arguments())
         if self.training:
-            self.centers = center_update(embeddings, labels, self.centers, alpha=self.alpha, shard=shard)
+            self.centers = center_update(
+                embeddings, labels, self.centers, alpha=self.alpha, impl=self.impl, shard=shard
+            )
             class_shards.mark(self)
         return value
 

@@ -161,11 +161,14 @@ def proxy_anchor_loss(
     0..C-1, -1 left out. impl, max_memory and shard as in `normalized_softmax_loss`. Kim et al. 2020, arXiv:2003.13911,
     eq. 4; α 32, δ 0.1 from there.
     """
-    call = ClassCall(embeddings, labels, proxies, "mean", impl, max_memory, shard)
-    call.check_labels()
-    ids, known, addend = call.ids, call.known, call.addend
     checks.number("margin", margin)
     checks.positive("scale", scale)
+    call = ClassCall(embeddings, labels, proxies, "mean", impl, max_memory, shard)
+    again = partial(again_plainly, proxy_anchor_loss, labels, margin=margin, scale=scale)
+    if (fused := call.proxy_anchor_kernel(scale, margin, again)) is not None:
+        return fused
+    call.check_labels()
+    ids, known, addend = call.ids, call.known, call.addend
     if (others := call.anchors(scale)) is not None:
         local = known & (ids < len(proxies))
         pulls, number = _pull_own(others, class_shards.clamped(shard, ids), local, margin, scale)

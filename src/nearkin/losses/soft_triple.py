@@ -1,5 +1,6 @@
 """SoftTriple: softmax over classes of several centres each, the near ones weighted most."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from nearkin.core import checks, class_softmax, distances, reduce
 from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
 from nearkin.losses import class_shards, logits
+from nearkin.losses.call import ClassCall, again_plainly
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 from nearkin.losses.proxy import init_proxies
@@ -26,6 +28,7 @@ def soft_triple_loss(
     margin: float = 0.01,
     tau: float = 0.2,
     reduction: str = "mean",
+    impl: str = "auto",
     max_memory: int | None = None,
     shard: Shard | None = None,
 ) -> Tensor:
@@ -37,19 +40,27 @@ def soft_triple_loss(
     centers (C·K, D), K in a row for each class; labels (B,) in 0..C-1, -1 left out. λ = `scale`, δ = `margin`.
     Qian et al. 2019, arXiv:1909.05235, eq. 7-10; K 10, λ 20, γ 0.1, δ 0.01, τ 0.2 from there. Each
     distance in R is √(|w - w'|² + 1e-5), as in the released code; R is once in each item's term. Beyond
-    `max_memory` bytes (without it, beyond a modest size) blocks of classes pass by, and again for the gradient. shard
-    as in `normalized_softmax_loss`.
+    `max_memory` bytes (without it, beyond a modest size) blocks of classes pass by, and again for the gradient. impl:
+    "triton" takes kernels where all similarities fit, "auto" does on a GPU, "torch" never. shard as in
+    `normalized_softmax_loss`.
     """
     checks.integer("centers_per_class", centers_per_class, 1)
     checks.positive("scale", scale)
     checks.positive("gamma", gamma)
     checks.number("margin", margin)
     checks.at_least("tau", tau, 0)
-    ids, known, addend = class_shards.local_ids(embeddings, labels, centers, shard, centers_per_class)
+    call = ClassCall(embeddings, labels, centers, reduction, impl, max_memory, shard, centers_per_class)
+    settings: dict[str, Any] = {"scale": scale, "gamma": gamma, "margin": margin, "tau": tau}
+    choices: dict[str, Any] = {"centers_per_class": centers_per_class, "reduction": reduction}
+    again = partial(again_plainly, soft_triple_loss, labels, **settings, **choices)
+    if (fused := call.soft_triple_kernel(**settings, again=again)) is not None:
+        return fused
+    call.check_labels()
+    ids, known, addend = call.ids, call.known, call.addend
     if not class_softmax.fits(embeddings, centers, max_memory):
         size = class_softmax.block(embeddings, centers, centers_per_class, max_memory)
-        settings = (centers_per_class, scale, gamma, margin)
-        value, drawn = _soft_triple_blocks(embeddings, ids, centers, *settings, size, shard)
+        numbers = (centers_per_class, scale, gamma, margin)
+        value, drawn = _soft_triple_blocks(embeddings, ids, centers, *numbers, size, shard)
     else:
         w = distances.unit(centers)
         similarity = _soft_maximum(distances.unit(embeddings), w, centers_per_class, gamma)  # (B, C)
@@ -163,6 +174,7 @@ class SoftTripleLoss(LossModule, function=soft_triple_loss):
         gamma: float = 0.1,
         tau: float = 0.2,
         reduction: str = "mean",
+        impl: str = "auto",
         max_memory: int | None = None,
         shard: bool = False,
     ) -> None:
@@ -173,7 +185,7 @@ class SoftTripleLoss(LossModule, function=soft_triple_loss):
         class_shards.register(self, centers=centers_per_class)
         self.num_classes, self.dim, self.margin, self.scale = num_classes, dim, margin, scale
         self.centers_per_class, self.gamma, self.tau = centers_per_class, gamma, tau
-        self.reduction, self.max_memory = reduction, max_memory
+        self.reduction, self.impl, self.max_memory = reduction, impl, max_memory
         self.finish_init()
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
