@@ -1,10 +1,10 @@
 """Softmax over class weights with all scores in memory: one node of the graph, a handful of launches.
 
-Of few scores (`_few`) three kernels: rows and weights of unit length with the own class's score; products, cross-entropy
-and its sum, with the derivatives written over the scores; and both gradients. Of more, cuBLAS multiplies: three products
-of float32, as torch's settings round it, between these kernels; the own classes are then left out of the products of the
-gradients, since beside them a sum in float32 loses the digits of all others. Where the scores do not fit (`fits`),
-`class_loss_ops` computes them again and again.
+Of few scores (`_few`) three kernels: rows and weights of unit length with the own class's score; products,
+cross-entropy and its sum, with the derivatives written over the scores; and both gradients. Of more, cuBLAS multiplies:
+three products of float32, as torch's settings round it, between these kernels; the own classes are then left out of the
+products of the gradients, since beside them a sum in float32 loses the digits of all others. Where the scores do not
+fit (`fits`), `class_loss_ops` computes them again and again.
 """
 
 import functools
