@@ -9,7 +9,7 @@ import torch
 import nearkin
 from class_cases import CLASS_CASES, batch, counted, errors, judged, outcome, without_kernels
 from interpreter import interpreted
-from nearkin import losses
+from nearkin import kernels, losses
 from nearkin.kernels import class_dense_ops
 
 F32, BF16, F16, MIXED = ("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")
@@ -35,6 +35,8 @@ def judge_exact():
     for few in (class_dense_ops.FEW_WEIGHTS, 0):
         class_dense_ops.FEW_WEIGHTS = few
         cases |= {f"{few} {' '.join(map(str, case))}": judged(*case) for case in exact_cases()}
+    kernels.has_float64_units = lambda tensor: False
+    cases |= {f"without float64, {name}": judged(name, (70, 21, 12), F32, "mean") for name in ("arcface", "heated")}
     print(json.dumps(cases))
 
 
@@ -214,7 +216,7 @@ def choices(arguments):
 @pytest.mark.slow
 def test_kernels_are_as_exact_as_torch():
     cases = interpreted(__file__, "judge_exact")
-    assert len(cases) == 2 * len(list(exact_cases()))
+    assert len(cases) == 2 * len(list(exact_cases())) + 2
     for name, case in cases.items():
         assert case["served"] == 1, name
         for ours, theirs in zip(case["kernel"], case["torch"], strict=True):

@@ -16,6 +16,7 @@ from nearkin.kernels.class_dense_kernels import (
     TAINT,
     TILE,
     chunk,
+    kind_of,
     options,
     padded,
     row_fact,
@@ -195,7 +196,9 @@ def operands(x, weight, labels, centers, pull):
     facts = torch.empty(SCALARS.value + ROW_FACTS.value * width, device=x.device, dtype=torch.float64)
     written = (rows, weight_rows, facts)
     grid = (-(-num_rows // ROWS) + -(-classes // ROWS), 1, 1)
-    _preparing(_width(dim))(grid, x, weight, labels, centers, *written, num_rows, width, classes, dim, pull)
+    read = (x, weight, labels, centers)
+    key = (dim, x.get_device(), *map(kind_of, read))
+    _preparing(_width(dim))(grid, *read, *written, num_rows, width, classes, dim, pull, key=key)
     return written
 
 
@@ -217,8 +220,10 @@ def gradients(by_rows, by_weight_rows, slopes, x, weight, labels, centers, facts
     programs = anchor_programs + (-(-classes // columns) if of_weight or of_bias else 0)
     written = [facts if out is None else out for out in outs]
     sizes = (num_rows, padded(num_rows), slopes.stride(0), classes, dim, pull, anchor_programs)
+    read = (x, weight, labels, centers)
+    key = (dim, x.get_device(), *map(kind_of, read), kind_of(upstream), *kinds)
     _finishing(chunk(dim) if product else _width(dim), rows, columns, of_weight, of_bias, product)(
-        (programs, 1, 1), by_rows, by_weight_rows, slopes, x, weight, labels, centers, facts, upstream, *written, *sizes
+        (programs, 1, 1), by_rows, by_weight_rows, slopes, *read, facts, upstream, *written, *sizes, key=key
     )
     return [None if out is None else out.to(kind) for out, kind in zip(outs, kinds, strict=True)]
 

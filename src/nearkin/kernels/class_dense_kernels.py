@@ -303,7 +303,7 @@ def _add_own_rows(product, units, facts, i, mask_m, at, width, dim, D: tl.conste
 
 @triton.jit
 def _add_own_units(product, rows, facts, sums, c, mask_c, at, num_rows, width, dim, BIAS: tl.constexpr,
-                   M: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+                   WIDE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """Adds the gradient by unit weights of the scores that are their anchors' own; by biases too."""
     slopes = tl.zeros((M,), tl.float64)
     for start in range(0, dim, D):
@@ -316,7 +316,11 @@ def _add_own_units(product, rows, facts, sums, c, mask_c, at, num_rows, width, d
             if tl.max(tl.max(own.to(tl.int32), 1), 0) > 0:
                 push = tl.load(row_fact(facts, SLOPE, width) + j, mask=j < num_rows, other=0.0)
                 push = tl.where(own, push[None, :], 0.0)
-                total = tl.dot(push, tile(rows, j, num_rows, dim, axis, dim), total, out_dtype=tl.float64)
+                anchors = tile(rows, j, num_rows, dim, axis, dim)
+                if WIDE:
+                    total = tl.dot(push, anchors, total, out_dtype=tl.float64)
+                else:
+                    total += tl.dot(push.to(tl.float32), anchors.to(tl.float32), input_precision="ieee")
                 if start == 0:
                     slopes += tl.sum(push, 1)
         mask = mask_c[:, None] & (axis < dim)[None, :]
@@ -331,10 +335,11 @@ def _add_own_units(product, rows, facts, sums, c, mask_c, at, num_rows, width, d
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(rows, units, by_rows, by_units, plus, x, weight, sums, facts, upstream, by_x, by_weight, by_bias,
                num_rows, num_weights, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
-               OWN: tl.constexpr, PLUS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+               OWN: tl.constexpr, WIDE: tl.constexpr, PLUS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
                D: tl.constexpr):  # fmt: skip
     """The gradients by x and by the weights from those by prepared rows and unit weights; by biases from sums. OWN: the
-    own classes' scores, whose derivatives are in SLOPE, are not yet among these."""
+    own classes' scores, whose derivatives are in SLOPE, are not yet among these; WIDE: they are multiplied in
+    float64."""
     pid = tl.program_id(0)
     gain = tl.load(facts + GAIN) * tl.load(upstream).to(tl.float64)
     if pid >= row_programs:
@@ -343,7 +348,7 @@ def _gradients(rows, units, by_rows, by_units, plus, x, weight, sums, facts, ups
         at = c.to(tl.int64)[:, None] * dim
         inverse = tl.load(weight_facts(facts, width) + c, mask=mask_c, other=0.0)
         if OWN:
-            _add_own_units(by_units, rows, facts, sums, c, mask_c, at, num_rows, width, dim, BIAS, M, D, 64)
+            _add_own_units(by_units, rows, facts, sums, c, mask_c, at, num_rows, width, dim, BIAS, WIDE, M, D, 64)
         place = ranked(c, num_weights, GROUP).to(tl.int64)[:, None] * dim
         _gradient(by_units, plus, place, weight, by_weight, at, mask_c, dim, gain * inverse, inverse, inverse, PLUS,
                   True, M, D)  # fmt: skip
@@ -428,7 +433,8 @@ def gradients(prepared, x, weight, scores, upstream, kinds, own=False, plus=None
     if kind_bias is not None:
         sums = torch.sum(scores, 0)
         by_bias = _result(sums, kind_bias)
-    _finishing(normalize, kind_bias is not None, own, plus is not None, group, size, chunk(dim))(
+    wide = own and kernels.has_float64_units(x)
+    _finishing(normalize, kind_bias is not None, own, wide, plus is not None, group, size, chunk(dim))(
         (programs + weight_programs, 1, 1),
         rows, units, by_rows, by_units, facts if plus is None else plus, x, weight, sums, facts, upstream, by_x,
         by_weight, by_bias, anchors, weights, padded(anchors), dim, programs,
@@ -466,8 +472,8 @@ def _tiling(normalize, bias, plus, group, dims):
 
 
 @functools.cache
-def _finishing(normalize, bias, own, plus, group, size, dims):
-    choices = {"NORMALIZE": normalize, "BIAS": bias, "OWN": own, "PLUS": plus, "GROUP": group, "M": size}
+def _finishing(normalize, bias, own, wide, plus, group, size, dims):
+    choices = {"NORMALIZE": normalize, "BIAS": bias, "OWN": own, "WIDE": wide, "PLUS": plus, "GROUP": group, "M": size}
     choices["D"] = min(dims, 128) if own else dims
     return CachedLauncher(_gradients, **choices, num_stages=2, **options())
 

@@ -1,9 +1,10 @@
 """Softmax over class weights with all scores in memory: one node of the graph, a handful of launches.
 
-Forward: one kernel for rows and weights of unit length and the own class's score, a product of cuBLAS, one kernel for
-cross-entropy, its sum and the derivatives, written over the scores. Backward: two products and one kernel. Products are
-of float32, as torch's settings round it. For few classes these take less time than the launches of autograd's steps;
-for many, where the scores do not fit (`fits`), `class_loss_ops` computes them again and again.
+Of few scores (`_few`) three kernels: rows and weights of unit length with the own class's score; products,
+cross-entropy and its sum, with the derivatives written over the scores; and both gradients. Of more, cuBLAS multiplies:
+three products of float32, as torch's settings round it, between these kernels; the own classes are then left out of the
+products of the gradients, since beside them a sum in float32 loses the digits of all others. Where the scores do not
+fit (`fits`), `class_loss_ops` computes them again and again.
 """
 
 import functools
@@ -97,13 +98,8 @@ def _few(x: Tensor, weight: Tensor) -> bool:
         weights <= FEW_WEIGHTS
         and x.shape[0] * weights <= FEW_SCORES
         and x.shape[1] <= FEW_DIMENSIONS
-        and _multiplies(x.device)
+        and kernels.has_float64_units(x)
     )
-
-
-@functools.cache
-def _multiplies(device: torch.device) -> bool:
-    return eligible.possible(device, kernels.interpreted())
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from nearkin.kernels.class_dense_kernels import (
     TARGET,
     TILE,
     chunk,
+    kind_of,
     options,
     padded,
     row_fact,
@@ -243,7 +244,7 @@ def loss(prepared, scores, labels, numbers, reduction, *, bias=None, centers=1, 
     _settling(*choices, min(CLASSES, max(32, 1 << (classes - 1).bit_length())), chunk(dim))(
         (programs, 1, 1),
         rows, scores, labels, *tensors, facts, parts, value, num_rows, num_parts, padded(num_rows), scores.stride(0),
-        classes, dim, *numbers, weight)  # fmt: skip
+        classes, dim, *numbers, weight, key=(dim, rows.get_device(), kind_of(labels), kind_of(bias)))  # fmt: skip
     return value
 
 

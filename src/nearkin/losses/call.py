@@ -40,9 +40,10 @@ __all__ = ["KERNEL_FROM", "PLAIN", "Annealing", "ClassCall", "Form", "PairCall",
 __all__ += ["center_kernel", "center_step_kernel"]
 __all__ += ["class_path", "facility_kernel", "row_kernel"]
 
-# B · C from which the class kernels are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of bfloat16 took 2.2 ms on
-# an H200, the dense form 5.0; with weights of float32 3.3 and 4.8. Not timed, and so to be asked for: other weights,
-# float32 that may be rounded to TF32, and GPUs without float64 on their matrix units.
+# B · C from which the class kernels that store no scores are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of
+# bfloat16 took 2.2 ms on an H200, the dense form in plain torch 5.0; with weights of float32 3.3 and 4.8. Not timed,
+# and so to be asked for: other weights, float32 that may be rounded to TF32, and GPUs without float64 on their matrix
+# units.
 KERNEL_FROM: int | None = 2**23
 PLAIN = "plain"  # the impl by which a loss over class weights computes itself again, for a second derivative
 
