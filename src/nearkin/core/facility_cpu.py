@@ -90,11 +90,19 @@ def _first_exchange(
     p: Problem, known: _Known, state: _State, slots: list[int], gamma: Tensor
 ) -> tuple[int, int, Tensor] | None:
     """The first of `slots` whose medoid can be exchanged for a better score: its place there, the row, the score."""
+    slot = _slots(p, known, state.picks, state.near)
+    if len(state.picks) <= FEW:
+        for nth, place in enumerate(slots):
+            near = torch.where(slot == place, state.second, state.near)
+            score = _scores(p, known, known.keys, near[None], None, gamma)
+            best = int(score.argmax())
+            if score[best] > state.score:
+                return nth, best, score[best]
+        return None
     order = torch.tensor(slots)
     hopeful = _hopeful(p, known, state, gamma)  # (medoids, n)
     tried, rows = hopeful.index_select(0, order).nonzero().unbind(1)
     ends = torch.bincount(tried, minlength=len(slots)).cumsum(0)
-    slot = _slots(p, known, state.picks, state.near)
     start = first = 0
     while start < len(rows):  # as many medoids at once as have n rows to score
         last = int(torch.searchsorted(ends, min(start + len(known.keys), len(rows))))
@@ -124,8 +132,6 @@ def _hopeful(p: Problem, known: _Known, state: _State, gamma: Tensor) -> Tensor:
     leaves, and that of clusters by nothing; NMI rises with the first and falls with the second.
     """
     number, size = len(state.picks), len(known.keys)
-    if number <= FEW:
-        return torch.ones(number, size, dtype=torch.bool)
     slot, next_slot = (_slots(p, known, state.picks, keys) for keys in (state.near, state.second))
     joint, largest = _without(p, slot, next_slot, known.kinds, known.number, number)
     clusters, _ = _without(p, slot, next_slot, torch.zeros_like(slot), 1, number)
