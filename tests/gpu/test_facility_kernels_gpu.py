@@ -53,7 +53,7 @@ def test_loss_and_gradient_are_those_of_the_cpu(dtype):
     x, labels = torch.randn(60, 8, generator=g).to(dtype), torch.randint(-1, 9, (60,), generator=g)
     outcomes = []
     for device in ("cpu", "cuda"):
-        inputs = x.to(device).requires_grad_()
+        inputs = x.clone().to(device).requires_grad_()
         loss = losses.FacilityLocationLoss(gamma=3.0).to(device)(inputs, labels.to(device))
         (1.7 * loss).backward()
         outcomes.append([t.detach().double().cpu() for t in (loss, inputs.grad)])

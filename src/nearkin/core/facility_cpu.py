@@ -64,10 +64,16 @@ def search(p: Problem, gamma: Tensor, sweeps: int) -> Tensor:
 
 def _greedy(p: Problem, known: _Known, gamma: Tensor, number: int) -> _State:
     near = second = known.keys.new_full((len(known.keys),), FAR)
+    tries = {2**power for power in range(32)}  # after so many steps: are few enough movers left for a list?
     picks: list[int] = []
-    score = gamma
+    score, pairs = gamma, None
     while len(picks) < number:
-        scores = _scores(p, known, known.keys, near[None], None, gamma)
+        if pairs is not None:  # an item that would not move to a row never will
+            pairs = pairs[known.keys.view(-1).index_select(0, pairs) < near.index_select(0, pairs % len(near))]
+        elif len(picks) in tries:
+            pairs = _movers(known.keys, near)
+            pairs = pairs if len(pairs) <= TOGETHER else None
+        scores = _scores(p, known, known.keys, near[None], None, gamma, pairs)
         picks.append(int(scores.argmax()))
         row, score = known.keys[picks[-1]], scores[picks[-1]]
         near, second = torch.minimum(near, row), torch.minimum(second, torch.maximum(near, row))
@@ -84,11 +90,19 @@ def _first_exchange(
     p: Problem, known: _Known, state: _State, slots: list[int], gamma: Tensor
 ) -> tuple[int, int, Tensor] | None:
     """The first of `slots` whose medoid can be exchanged for a better score: its place there, the row, the score."""
+    slot = _slots(p, known, state.picks, state.near)
+    if len(state.picks) <= FEW:
+        for nth, place in enumerate(slots):
+            near = torch.where(slot == place, state.second, state.near)
+            score = _scores(p, known, known.keys, near[None], None, gamma)
+            best = int(score.argmax())
+            if score[best] > state.score:
+                return nth, best, score[best]
+        return None
     order = torch.tensor(slots)
     hopeful = _hopeful(p, known, state, gamma)  # (medoids, n)
     tried, rows = hopeful.index_select(0, order).nonzero().unbind(1)
     ends = torch.bincount(tried, minlength=len(slots)).cumsum(0)
-    slot = _slots(p, known, state.picks, state.near)
     start = first = 0
     while start < len(rows):  # as many medoids at once as have n rows to score
         last = int(torch.searchsorted(ends, min(start + len(known.keys), len(rows))))
@@ -118,8 +132,6 @@ def _hopeful(p: Problem, known: _Known, state: _State, gamma: Tensor) -> Tensor:
     leaves, and that of clusters by nothing; NMI rises with the first and falls with the second.
     """
     number, size = len(state.picks), len(known.keys)
-    if number <= FEW:
-        return torch.ones(number, size, dtype=torch.bool)
     slot, next_slot = (_slots(p, known, state.picks, keys) for keys in (state.near, state.second))
     joint, largest = _without(p, slot, next_slot, known.kinds, known.number, number)
     clusters, _ = _without(p, slot, next_slot, torch.zeros_like(slot), 1, number)
@@ -167,22 +179,36 @@ def _moves(p: Problem, state: _State, keys: Tensor, slot: Tensor) -> tuple[Tenso
     return cost, moved + _sums_by_row(rows, row, nearer)[:, None]
 
 
-def _scores(p: Problem, known: _Known, keys: Tensor, near: Tensor, block: Tensor | None, gamma: Tensor) -> Tensor:
-    """The scores of candidates, `keys` (rows, n), each with the medoids whose keys are a row of `near` (blocks, n)."""
-    rows_at_once = max(1, TOGETHER // near.shape[1])
+def _scores(
+    p: Problem,
+    known: _Known,
+    keys: Tensor,
+    near: Tensor,
+    block: Tensor | None,
+    gamma: Tensor,
+    pairs: Tensor | None = None,
+) -> Tensor:
+    """The scores of candidates, `keys` (rows, n), each with the medoids whose keys are a row of `near` (blocks, n).
+
+    pairs: `_movers` of all rows, if known.
+    """
+    rows_at_once = max(1, TOGETHER // near.shape[1]) if pairs is None else max(1, len(keys))
     block = torch.zeros(len(keys), dtype=torch.long) if block is None else block
     parts = zip(torch.split(keys, rows_at_once), torch.split(block, rows_at_once), strict=True)
-    scores = [_scores_of_rows(p, known, *part, near, gamma) for part in parts]
+    scores = [_scores_of_rows(p, known, *part, near, gamma, pairs) for part in parts]
     return scores[0] if len(scores) == 1 else torch.cat(scores)
 
 
-def _scores_of_rows(p: Problem, known: _Known, keys: Tensor, block: Tensor, near: Tensor, gamma: Tensor) -> Tensor:
+def _scores_of_rows(
+    p: Problem, known: _Known, keys: Tensor, block: Tensor, near: Tensor, gamma: Tensor, pairs: Tensor | None
+) -> Tensor:
     """The same for some rows: one entry per item that moves."""
     (rows, size), classes, blocks = keys.shape, known.number, len(near)
     if near[0, 0] == FAR:  # no medoid: all items move to any candidate
         joint = _entropies(p, torch.bincount(known.kinds)).sum()
         return objective(p, _distances_of(p, keys).sum(1), joint, p.table[size], gamma)
-    pairs = _movers(keys, near[0] if blocks == 1 else near.index_select(0, block))
+    if pairs is None:
+        pairs = _movers(keys, near[0] if blocks == 1 else near.index_select(0, block))
     row = pairs // size
     item = pairs - row * size
     moved = torch.bincount(row, minlength=rows)

@@ -66,10 +66,7 @@ def _solve(
     distance = distances.euclidean(embeddings, normalize=normalize)  # (B, B)
     if isinstance(gamma, Tensor):
         gamma = gamma.to(distance.dtype)
-    checks.integer("sweeps", sweeps, 0)
-    kernels.check(impl)
-    if num_clusters is not None:
-        checks.integer("num_clusters", num_clusters, 1)
+    _check_search(sweeps, num_clusters, impl)
     if facility_kernel(impl, distance):
         value, values, indices, chosen = facility_ops.loss(distance, labels, gamma, sweeps, num_clusters)
         return value + reduce.taint(embeddings), Clustering(chosen, indices[0], values[1], values[2])
@@ -78,6 +75,13 @@ def _solve(
             distance, labels, gamma=gamma, sweeps=sweeps, num_clusters=num_clusters, impl=impl
         )
     return _bracket(distance, labels, clustering, gamma) + reduce.taint(embeddings), clustering
+
+
+def _check_search(sweeps: int, num_clusters: int | None, impl: str) -> None:
+    checks.integer("sweeps", sweeps, 0)
+    kernels.check(impl)
+    if num_clusters is not None:
+        checks.integer("num_clusters", num_clusters, 1)
 
 
 def _bracket(distance: Tensor, labels: Tensor, clustering: Clustering, gamma: float | Tensor) -> Tensor:
@@ -109,10 +113,7 @@ def facility_location(
     candidate at once in O(B²). On a GPU one kernel does it all, up to 4,096 items. Else ("torch" there)
     nothing may be read, so without `num_clusters` B steps run; those beyond the number of classes change nothing.
     """
-    checks.integer("sweeps", sweeps, 0)
-    kernels.check(impl)
-    if num_clusters is not None:
-        checks.integer("num_clusters", num_clusters, 1)
+    _check_search(sweeps, num_clusters, impl)
     size = distance.shape[0]
     if size == 0:
         return Clustering(labels != UNKNOWN, labels.long(), distance.sum(), distance.sum())
