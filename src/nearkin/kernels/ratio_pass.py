@@ -22,6 +22,8 @@ SHORT = 4096  # references up to which one program takes a whole row, and torch 
 FILL = 264  # programs that keep a large GPU busy
 CHUNK = 128  # coordinates of a gradient per program
 LABELS = (torch.float32, torch.float64, torch.int64, torch.int32)  # as they are; others become float64
+# Tiles, as measured on an H200 at B = 4,096 and 65,536. spans: segments that a program takes where rows are long;
+# programs: times FILL.
 RATIOS = {"rows": 64, "tile": 32, "warps": 8, "stages": 2, "programs": 2}
 SEGMENT = {"width": 512, "warps": 8, "spans": 4}
 GRADIENT = {"rows": 64, "columns": 32, "stages": 3}
