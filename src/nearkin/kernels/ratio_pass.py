@@ -126,6 +126,8 @@ def run(task, weights, wants):
     pairs = PAIRS if task.gaps is None or others <= SHORT else SORTED_PAIRS * LARGE // max(LARGE, others)
     most, block = (min(largest, max(1, number // others)) for number in (SLOPES, pairs))
     block = min(block, most)
+    if task.gaps is not None:  # sorting takes more than the bound on memory counts per pair
+        block = min(block, max(1, task.settings.most // 2))
     scratch = _scratch(task, most, block)
     taint = 0.0
     gradients = [None, None]
