@@ -46,9 +46,10 @@ def _label(labels, i, mask):
 
 
 @triton.jit(do_not_specialize=["others", "total"])
-def _ranks(labels, anchor_labels, values, order, runs, number, others, total, ALONE: tl.constexpr, M: tl.constexpr,
-           N: tl.constexpr):  # fmt: skip
-    """Sorts labels by counting, and fills `runs` and `number`; not-a-numbers come last, as in torch."""
+def _ranks(labels, anchor_labels, x, values, order, runs, number, in_order, others, total, dim, ALONE: tl.constexpr,
+           M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Sorts labels by counting, and the rows of x with them; fills `runs` and `number`. Not-a-numbers come last, as in
+    torch."""
     i = tl.program_id(0) * M + tl.arange(0, M)
     mask_m = i < total
     y = _label(labels, i, i < others)
@@ -76,6 +77,11 @@ def _ranks(labels, anchor_labels, values, order, runs, number, others, total, AL
     tl.store(order + place, i, mask=mask)
     anchor = place if ALONE else i - others
     tl.store(number + anchor, others - equals, mask=mask_m & (anchor >= 0))
+    for start in range(0, dim, N):
+        axis = start + tl.arange(0, N)
+        inside = mask[:, None] & (axis < dim)[None, :]
+        row = tl.load(x + i.to(tl.int64)[:, None] * dim + axis[None, :], mask=inside)
+        tl.store(in_order + place.to(tl.int64)[:, None] * dim + axis[None, :], row, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "skip", "count", "size", "tiles", "span"])
@@ -266,7 +272,7 @@ def _slopes(a, values, order, runs, number, running, sums, inverse, stats, terms
     else:
         y = fact(a, ID, i, True, size, PAD)
     if WHOLE:
-        mean = _accumulate(sums, tiles, T) / tl.maximum(valid_number, 1.0)
+        mean = _accumulate(sums, tiles, 128) / tl.maximum(valid_number, 1.0)
         tl.debug_barrier()  # other threads read these sums
     else:
         mean = tl.load(stats + MEAN * size + i)

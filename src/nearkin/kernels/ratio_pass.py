@@ -15,12 +15,16 @@ from nearkin.kernels.numerics import triton
 
 SLOPES = 2**24  # pairs at a time whose slopes are kept for the gradient: 4 bytes each
 PAIRS = 2**22  # pairs at a time whose ties are looked for: 8 bytes each
-SORTED_PAIRS = 2**20  # where each row has its own label distances, and sorts them: about 80 bytes each
+SORTED_PAIRS = 2**21  # where each row has its own label distances, and sorts them: about 80 bytes each
+LARGE = 2**15  # references beyond which that is fewer, since rows and gradients take their room
+MANY = 2**21  # pairs that fill a GPU with larger tiles
 SHORT = 4096  # references up to which one program takes a whole row, and torch sorts rows at once
 FILL = 264  # programs that keep a large GPU busy
 CHUNK = 128  # coordinates of a gradient per program
 LABELS = (torch.float32, torch.float64, torch.int64, torch.int32)  # as they are; others become float64
-RATIOS = {"rows": 16, "tile": 64, "warps": 8, "stages": 2, "programs": 2}
+# Tiles, as measured on an H200 at B = 4,096 and 65,536. spans: segments that a program takes where rows are long;
+# programs: times FILL.
+RATIOS = {"rows": 64, "tile": 32, "warps": 8, "stages": 2, "programs": 2}
 SEGMENT = {"width": 512, "warps": 8, "spans": 4}
 GRADIENT = {"rows": 64, "columns": 32, "stages": 3}
 
@@ -56,11 +60,12 @@ def sorted_task(x, references, labels, reference_labels, settings):
     order = torch.empty(others, device=x.device, dtype=torch.int32)
     runs = torch.empty(2 * others, device=x.device, dtype=torch.int32)
     number = torch.empty(size, device=x.device, dtype=torch.int32)
-    both = other_labels.contiguous(), labels.contiguous()
+    columns = x if alone else references
+    in_order = torch.empty_like(columns)
     _launcher("_ranks", ALONE=alone, M=16, N=128)(
-        (-(-total // 16), 1, 1), *both, values, order, runs, number, others, total
-    )
-    in_order = (x if alone else references).index_select(0, order)
+        (-(-total // 16), 1, 1), other_labels.contiguous(), labels.contiguous(), columns, values, order, runs, number,
+        in_order, others, total, x.shape[1]
+    )  # fmt: skip
     columns = row_kernels.prepare(in_order, values.view(torch.int64), settings.normalize)
     rows = columns
     if not alone:
@@ -118,9 +123,11 @@ def run(task, weights, wants):
     Where the batch is alone, the first gradient is all there is."""
     size, others, alone = task.size, task.others, task.rows is task.columns
     largest = min(size, task.settings.most)
-    pairs = PAIRS if task.gaps is None or others <= SHORT else SORTED_PAIRS
+    pairs = PAIRS if task.gaps is None or others <= SHORT else SORTED_PAIRS * LARGE // max(LARGE, others)
     most, block = (min(largest, max(1, number // others)) for number in (SLOPES, pairs))
     block = min(block, most)
+    if task.gaps is not None:  # sorting takes more than the bound on memory counts per pair
+        block = min(block, max(1, task.settings.most // 2))
     scratch = _scratch(task, most, block)
     taint = 0.0
     gradients = [None, None]
@@ -186,7 +193,7 @@ def _slopes(task, scratch, weights, first, skip, count, back):
 def _ratios(task, scratch, gaps, out, first, skip, count):
     """Ratios of a block into `out`: running sums, or the ratios themselves where each row will be sorted by itself."""
     pad = row_kernels.padded(task.dim)
-    m = 16 if count <= 16 else RATIOS["rows"]
+    m = RATIOS["rows"] if count * task.others >= MANY else 32
     grid = -(-count // m)
     span = -(-scratch.tiles // max(1, RATIOS["programs"] * FILL // grid)) * _tile()
     step = max(step for step in (16, 32, 64, 128) if pad % step == 0)
