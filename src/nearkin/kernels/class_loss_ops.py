@@ -91,7 +91,8 @@ class _Loss(HandGradient):
         choices = (numbers, form.kind, form.straight, times, form.centers, class_kernels.halves(x, weight_rows))
         rows, places, facts, stats = row_kernels.prepare(x, weight_rows, labels.contiguous(), scale_tensor, *choices)
         inverse = class_kernels.lengths(weight_rows)
-        constants = (form.centers, form.lost / math.log(2), False, passes.precision(), True)
+        bounded = scale_tensor is None and form.kind != "sphere" and max(form.scale, form.lost) <= class_kernels.BOUND
+        constants = (form.centers, form.lost / math.log(2), False, passes.precision(), True, bounded)
         operands = class_kernels.Operands(rows, stats[0], weight_rows, inverse, places[0], *constants)
         peaks, sums = class_kernels.scan(operands, passes._part_size(rows, weight_rows, max_memory))
         classes = weight_rows.shape[0] // form.centers

@@ -21,6 +21,8 @@ from nearkin import kernels
 
 __all__ = ["CachedLauncher", "device_of", "once"]
 
+DESCRIPTORS = set()  # classes of tensor descriptors, added by the kernels that take them: triton is not imported here
+
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Kernels run on the current device, which need not be that of the batch."""
@@ -40,11 +42,14 @@ class CachedLauncher:
 
     def __call__(self, grid, *arguments):
         """grid: three numbers."""
-        key = [arguments[0].get_device()]
+        first = arguments[0]
+        key = [(first.base if type(first) in DESCRIPTORS else first).get_device()]
         for value in arguments:
             kind = type(value)
             if kind is int:
                 key.append((value == 1) + 2 * (value % 16 == 0) + 4 * (-(2**31) <= value < 2**31))
+            elif kind in DESCRIPTORS:
+                key.append((value.base.dtype, *value.block_shape))
             elif kind is not float:
                 key.append((value.dtype, value.data_ptr() % 16))
         key = tuple(key)
