@@ -242,7 +242,7 @@ def _derive(
     scale = tl.load(factor + i, mask=mask_i, other=0.0)
     if COLUMNS:
         peak = tl.load(level + c, mask=c < num_weights, other=0.0)
-        share = tl.load(pull + c, mask=c < num_weights, other=0.0) * b
+        share = tl.load(pull + c, mask=c < num_weights, other=0.0) * gain * b
         part = _power(products * scale[None, :] - peak[:, None], TWO) * share[:, None] * scale[None, :]
         part = tl.where((own < 0)[None, :], 0.0, part)
     else:
