@@ -248,9 +248,13 @@ def _derive(
     else:
         peak = tl.load(level + i, mask=mask_i, other=0.0)
         share = tl.load(pull + i, mask=mask_i, other=0.0) * gain
-        if not OWN:
-            share *= scale
-        part = _power(products * scale[None, :] - peak[None, :], TWO) * share[None, :] * b[:, None]
+        if OWN and TWO:  # `pull` is at least 0: but for the sign of `gain` it is a part of the exponent
+            peak -= tl.log2(tl.abs(share))
+            part = _power(products * scale[None, :] - peak[None, :], TWO) * (b * tl.where(gain < 0, -1.0, 1.0))[:, None]
+        else:
+            if not OWN:
+                share *= scale
+            part = _power(products * scale[None, :] - peak[None, :], TWO) * share[None, :] * b[:, None]
     if CENTERS > 1:
         best = tl.argmax(tl.reshape(products * scale[None, :], (H // CENTERS, CENTERS, W)), 1)
         hit = best[:, None, :] == tl.arange(0, CENTERS)[None, :, None]
