@@ -205,7 +205,7 @@ def tune(classes, number, dim, dtype):
         scaled = plain.scaled_anchors(x.float(), w, 64.0, True)
         rows, factor = fused._operands(x, w, scaled)
         inverse = tiles.lengths(w)
-        operands = tiles.Operands(rows, 1.4427 * factor, w, inverse, y.int(), two=True, bounded=True)
+        operands = tiles.Operands(rows, 1.4427 * factor, w, inverse, y.int(), two=True)
         ones, out = torch.ones_like(factor), torch.empty_like(w)
         size = fused._run(rows, w, None)
         derivatives = torch.empty(
@@ -316,25 +316,23 @@ def build(kernel, tile, item, **constants):
 
     kind, copied = ("bf16" if item == 2 else "fp32"), {}
     fixed = {"H": tile.height, "W": tile.width, **constants}
-    if kernel not in (tiles._finish, tiles._restore):
+    if kernel is not tiles._finish:
         fixed |= {"D": tile.depth, "COPIES": tile.copies, "EVEN": True}
         fixed |= {"DOT": {2: tl.bfloat16, 4: tl.float32, 8: tl.float64}[item]}
         height, width, depth = tile.height, tile.width, tile.depth
         copied = {
             tiles._scan: {"rows": (height, depth), "weight": (width, depth)},
-            tiles._scan_columns: {"weight": (height, depth), "rows": (width, depth)},
             tiles._parts: {"weight": (height, depth), "rows": (width, depth), "out": (height, min(64, width))},
             tiles._gradient: dict.fromkeys(("weight", "by_weight"), (height, width))
-            | {"parts": (depth, height) if fixed.get("TURNED") else (height, depth), "rows": (depth, width)},
+            | {"parts": (height, depth), "rows": (depth, width)},
         }[kernel]
     index_types = dict.fromkeys(("ids", "picks", "order", "bounds"), "*i64")
     stored = dict.fromkeys(("rows", "weight", "by_weight", "parts", "out"), f"*{kind}")
     index_types |= {"ids": "*i32", "picks": "*i32"} if fixed.get("TWO") or fixed.get("OWN") is False else {}
-    numbers = ("anchors", "num_weights", "dim", "start", "run_size", "part_size", "stride", "chunk", "stored", "place")
+    numbers = ("anchors", "num_weights", "dim", "start", "run_size", "part_size", "stride")
     if tile.copies:
         stored |= {name: f"tensordesc<{kind}[{a}, {b}]>" for name, (a, b) in copied.items()}
-    kinds = {**index_types, **stored, **dict.fromkeys((*numbers, "heights", "chunks"), "i32"), "kept": "*i16"}
-    kinds |= dict.fromkeys(("lost", "unit", "per_unit"), "fp32")
+    kinds = {**index_types, **stored, **dict.fromkeys((*numbers, "heights"), "i32"), "lost": "fp32"}
     kinds |= dict.fromkeys(fixed, "constexpr")
     signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
     aligned = {
@@ -365,24 +363,19 @@ def compile_only():
     """Shared memory, registers and spills of every tile of the tables on Hopper."""
     from nearkin.kernels import class_kernels as tiles
 
-    score = {"CENTERS": 1, "PRECISION": "ieee", "GROUP": tiles.GROUP, "TWO": True}
+    score = {"COLUMNS": False, "CENTERS": 1, "PRECISION": "ieee", "GROUP": tiles.GROUP, "TWO": True}
     end = {"OWN": False, "PROJECT": True}
-    plain_scan = {"LOST": False, "KEEP": False, "BOUNDED": True}
     builds = [
-        (tiles._scan, item, tile, score | plain_scan | {"FLAT": tile.flat} | constants)
+        (tiles._scan, item, tile, score | {"LOST": False} | constants)
         for item, tile in tiles.SCAN.items()
-        for constants in (*centers(), {"LOST": True}, {"BOUNDED": False}, *([{"KEEP": True}] if item == 2 else []))
+        for constants in (*variants(), {"LOST": True})
     ]
-    by_columns = {"PRECISION": "ieee", "TWO": True}
-    builds += [(tiles._scan_columns, item, tile, by_columns) for item, tile in tiles.PARTS.items()]
     builds += [
-        (tiles._parts, item, tile, score | {"COLUMNS": False} | constants | {"HALVES": True, "OWN": True})
+        (tiles._parts, item, tile, score | constants | {"HALVES": True, "OWN": True})
         for item, tile in tiles.PARTS.items()
-        for constants in (*centers(), {"COLUMNS": True})
+        for constants in variants()
     ]
-    turned = ({"TURNED": False}, {"TURNED": True})
-    builds += [(tiles._gradient, item, tile, end | side) for item, tile in tiles.GRADIENT.items() for side in turned]
-    builds += [(tiles._restore, 2, tiles.RESTORE._replace(copies=False), {})]
+    builds += [(tiles._gradient, item, tile, end) for item, tile in tiles.GRADIENT.items()]
     builds += [(tiles._finish, item, tiles.FINISH._replace(copies=False), end | {"COPIES": False}) for item in (2, 4)]
     for kernel, item, tile, constants in builds:
         shared, registers, spilt = build(kernel, tile, item, **constants)
@@ -394,8 +387,8 @@ def compile_only():
         print(f"{kernel.fn.__name__:10}{item}: {tuple(tile)}{extra} {shown}{fits}", flush=True)
 
 
-def centers():
-    return {}, {"CENTERS": 2}, {"CENTERS": 8}
+def variants():
+    return {}, {"COLUMNS": True, "TWO": False}, {"CENTERS": 2}, {"CENTERS": 8}
 
 
 def main():
