@@ -39,7 +39,6 @@ class Tile(NamedTuple):
     stages: int
     copies: bool = True
     registers: int | None = None  # at most per thread, so that more programs share a multiprocessor
-    flat: bool = False  # whether the loop over tiles is one with the loop over steps, so that copies run ahead
 
 
 # By the bytes of a number in a product. Those of 2 bytes are the fastest on an H200 at C = 1,000,000, B = 1,024 and
@@ -50,7 +49,6 @@ PARTS = {2: Tile(128, 128, 64, 4, 3), 4: Tile(64, 128, 32, 4, 3), 8: Tile(64, 12
 GRADIENT = {2: Tile(128, 128, 64, 4, 3)}
 PLAIN = Tile(64, 128, 16, 8, 3, copies=False)  # float32 without matrix units: larger ones, or bulk copies, spill
 FINISH = Tile(32, 256, 0, 4, 1)
-RESTORE = Tile(32, 128, 0, 4, 1)  # anchors × class weights
 INTERPRETED = Tile(16, 32, 16, 4, 1)  # small, so that small tests have several tiles and ragged ends
 CANDIDATES = [
     Tile(128, 128, 64, 4, 3),
@@ -159,15 +157,11 @@ def _products(
 
 @triton.jit
 def _scan(
-    rows, factor, weight, inverse, ids, peaks, sums, kept, lost, per_unit, anchors, num_weights, dim, part_size, chunk,
-    stored, chunks, LOST: tl.constexpr, KEEP: tl.constexpr, FLAT: tl.constexpr, TWO: tl.constexpr,
-    BOUNDED: tl.constexpr, CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr,
-    EVEN: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Peak and sum of e^{score - peak} per anchor over `part_size` weights; the peak is 0 for BOUNDED scores.
-
-    KEEP: scores are kept as multiples of 1 / `per_unit`, those of the first `stored` class weights of each `chunk`, where the
-    gradient of the next chunk will be; of the last chunks, beyond `chunks`, none.
-    """
+    rows, factor, weight, inverse, ids, peaks, sums, lost, anchors, num_weights, dim, part_size, LOST: tl.constexpr,
+    TWO: tl.constexpr, BOUNDED: tl.constexpr, CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    COPIES: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr):  # fmt: skip
+    """Peak and sum of e^{score - peak} per anchor over `part_size` weights; the peak is 0 for BOUNDED scores."""
     row, part = _place(tl.cdiv(anchors, H), tl.cdiv(num_weights, part_size), GROUP)
     i0 = row * H
     i = i0 + tl.arange(0, H)
@@ -176,7 +170,7 @@ def _scan(
     peak = tl.full((H,), float("-inf"), tl.float32)
     total = tl.zeros((H,), tl.float32)
     first = part * part_size
-    for step in tl.range(0, tl.minimum(part_size, num_weights - first), W, flatten=FLAT):
+    for step in range(0, tl.minimum(part_size, num_weights - first), W):
         c0 = first + step
         c = c0 + tl.arange(0, W)
         b = tl.load(inverse + c, mask=c < num_weights, other=0.0)
@@ -185,13 +179,6 @@ def _scan(
         if LOST:
             absent += tl.where(b == 0, lost, 0.0)
         score = score * b[None, :] * scale[:, None] + absent[None, :]  # the weight first: it may be long
-        if KEEP:
-            k = c0 // chunk
-            j = c0 - k * chunk
-            if (j < stored) & (k < chunks):
-                at = (k + 1).to(tl.int64) * chunk * dim + i0.to(tl.int64) * stored + j
-                at += tl.arange(0, H)[:, None] * stored + tl.arange(0, W)[None, :]
-                tl.store(kept + at, tl.floor(score * per_unit + 0.5).to(tl.int16), mask=(i < anchors)[:, None])
         if CENTERS > 1:
             best = tl.argmax(tl.reshape(score, (H, W // CENTERS, CENTERS)), 2)
             hit = best[:, :, None] == tl.arange(0, CENTERS)[None, None, :]
@@ -325,43 +312,6 @@ def _parts(
 
 
 @triton.jit
-def _restore(
-    kept, factor, inverse, ids, level, pull, picks, push, gain, upstream, along, unit, anchors, dim, start, stored, place,
-    H: tl.constexpr, W: tl.constexpr):  # fmt: skip
-    """`_parts` from scores that `_scan` has kept: each becomes the derivative, as bfloat16 in the same two bytes.
-
-    They are (anchors, class weights), from the row `place` of the gradient on.
-    """
-    j = tl.program_id(0) * W + tl.arange(0, W)
-    c = start + j
-    b = tl.load(inverse + c)
-    scale_up = tl.load(gain) * tl.load(upstream)
-    sign = b * tl.where(scale_up < 0, -1.0, 1.0)
-    along_weight = tl.zeros((H, W), tl.float32)
-    for i0 in range(0, anchors, H):
-        i = i0 + tl.arange(0, H)
-        mask_i = i < anchors
-        own = tl.load(ids + i, mask=mask_i, other=-1)
-        scale = tl.load(factor + i, mask=mask_i, other=1.0)
-        share = tl.load(pull + i, mask=mask_i, other=0.0) * scale_up
-        peak = tl.load(level + i, mask=mask_i, other=0.0) - tl.log2(tl.abs(share))
-        at = kept + place.to(tl.int64) * dim + i.to(tl.int64)[:, None] * stored + j[None, :]
-        score = tl.load(at, mask=mask_i[:, None], other=0).to(tl.float32) * unit
-        part = tl.exp2(score - peak[:, None]) * sign[None, :]
-        if tl.max(tl.where((own >= tl.min(c)) & (own <= tl.max(c)), 1, 0)) > 0:  # few tiles contain an own class
-            picked = tl.load(picks + i, mask=mask_i, other=-1)
-            drawn = tl.load(push + i, mask=mask_i, other=0.0) * scale_up
-            part = tl.where(c[None, :] == own[:, None], 0.0, part)
-            part = tl.where(c[None, :] == picked[:, None], drawn[:, None] * b[None, :], part)
-        bits = part.to(tl.int32, bitcast=True)
-        bits = tl.where(part == part, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)  # to the nearest, ties to even
-        tl.store(at, bits.to(tl.int16), mask=mask_i[:, None])
-        rounded = (bits << 16).to(tl.float32, bitcast=True)
-        along_weight += rounded * score * (1.0 / tl.where(scale == 0, 1.0, scale))[:, None]
-    tl.store(along + j, tl.sum(along_weight, 0))
-
-
-@triton.jit
 def _write(
     gradient, weight, inverse, along, picks, order, bounds, by_own, by_weight, num_weights, dim, start, run_size,
     column, c0, d0, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, COPIES: tl.constexpr, H: tl.constexpr,
@@ -400,8 +350,8 @@ def _write(
 def _gradient(
     parts, rows, weight, inverse, along, picks, order, bounds, by_own, by_weight, anchors, num_weights, dim, start,
     run_size, stride, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, DOT: tl.constexpr, COPIES: tl.constexpr,
-    TURNED: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """A tile (class weights, coordinates) of parts · rows, finished. TURNED: parts are (anchors, class weights)."""
+    EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """A tile (class weights, coordinates) of parts · rows, finished."""
     tiles_across = tl.cdiv(dim, W)
     column = tl.program_id(0) // tiles_across
     d0 = tl.program_id(0) % tiles_across * W
@@ -409,10 +359,7 @@ def _gradient(
     acc = tl.zeros((H, W), tl.float32)
     if COPIES:
         for k in range(0, anchors, D):
-            if TURNED:
-                p = tl.trans(parts.load([k, column * H]))
-            else:
-                p = parts.load([column * H, k])
+            p = parts.load([column * H, k])
             x = rows.load([k, d0])
             acc = tl.dot(p.to(DOT), x.to(DOT), acc)
     else:
@@ -478,26 +425,7 @@ def lengths(weight):
     return inverse
 
 
-class Kept(NamedTuple):
-    """Scores kept from the forward pass in the memory that the gradient by the weights will take.
-
-    Of each chunk of class weights the first `stored`, as (anchors, stored) in the place of the next chunk's gradient:
-    that is written when they are no longer needed. Of the chunks from `chunks` on none, for want of a place.
-    """
-
-    by_weight: torch.Tensor
-    chunk: int
-    stored: int
-    chunks: int
-    unit: float  # scores are whole multiples of it in 16 bits
-
-    def derivatives(self, start, anchors):
-        """The scores of the chunk that begins at `start`, once `restore` has made derivatives of them."""
-        place = (start + self.chunk) * self.by_weight.shape[1]
-        return self.by_weight.view(-1)[place : place + anchors * self.stored].view(anchors, self.stored)
-
-
-def scan(operands, part_size, tile=None, kept=None):
+def scan(operands, part_size, tile=None):
     """Peaks and sums: (S, B) of S parts of `part_size` class weights, or, by columns, (1, C)."""
     (anchors, dim), num_weights = operands.rows.shape, operands.weight.shape[0]
     tile = tile or chosen(PARTS if operands.columns else SCAN, operands)
@@ -513,22 +441,10 @@ def scan(operands, part_size, tile=None, kept=None):
         start(_scan_columns, _blocks(num_weights, tile.height), (*arguments, anchors, num_weights, dim), constants)
         return peaks, sums
     del constants["COLUMNS"]
-    constants |= {"LOST": operands.lost != 0, "BOUNDED": operands.bounded, "KEEP": kept is not None, "FLAT": tile.flat}
-    memory, chunks, per_unit = sums, (0, 0, 0), 0.0
-    if kept is not None:
-        memory, chunks, per_unit = kept.by_weight.view(torch.int16), kept[1:4], 1.0 / kept.unit
-    sizes = (memory, float(operands.lost), per_unit, anchors, num_weights, dim, part_size, *chunks)
+    constants |= {"LOST": operands.lost != 0, "BOUNDED": operands.bounded}
+    sizes = (float(operands.lost), anchors, num_weights, dim, part_size)
     start(_scan, _blocks(anchors, tile.height) * shape[0], (*arguments, *sizes), constants)
     return peaks, sums
-
-
-def restore(operands, level, pull, begin, kept, along, own):
-    """Turns the scores that were kept of the chunk from `begin` into derivatives; fills `along` (1, stored)."""
-    tile = INTERPRETED if INTERPRETS else RESTORE
-    arguments = (kept.by_weight.view(torch.int16), operands.factor, operands.inverse, operands.ids, level, pull, *own)
-    sizes = (along, kept.unit, *operands.rows.shape, begin, kept.stored, begin + kept.chunk)
-    constants = {"H": tile.height, "W": tile.width} | _launch(tile)
-    start(_restore, kept.stored // tile.width, (*arguments, *sizes), constants)
 
 
 class Own(NamedTuple):
@@ -582,13 +498,10 @@ def ends(picks, by_own, num_weights, tile):
     return Ends(picks, order, torch.searchsorted(rows, starts), by_own.contiguous())
 
 
-def gradient(operands, derivatives, along, end, by_weight, begin, project, tile=None, descriptors=None, turned=False):
-    """Fills the run from `begin` of `by_weight`, each entry once and rounded once: derivatives · rows, finished.
-
-    turned: derivatives are (B, run).
-    """
+def gradient(operands, derivatives, along, end, by_weight, begin, project, tile=None, descriptors=None):
+    """Fills the run from `begin` of `by_weight`, each entry once and rounded once: derivatives · rows, finished."""
     rows = operands.rows
-    (anchors, dim), num_weights, run_size = rows.shape, operands.weight.shape[0], derivatives.shape[1 if turned else 0]
+    (anchors, dim), num_weights, run_size = rows.shape, operands.weight.shape[0], derivatives.shape[0]
     tile = tile or chosen(GRADIENT, operands)
     out = _rounded_later(by_weight)
     weight, filled = operands.weight, out
@@ -596,14 +509,14 @@ def gradient(operands, derivatives, along, end, by_weight, begin, project, tile=
     sources = derivatives, rows
     if copies:
         sources = (
-            _described(derivatives, *((tile.depth, tile.height) if turned else (tile.height, tile.depth)), descriptors),
+            _described(derivatives, tile.height, tile.depth, descriptors),
             _described(rows, tile.depth, tile.width, descriptors),
         )
         weight, filled = (_described(each, tile.height, tile.width, descriptors) for each in (weight, out))
     run = min(num_weights - begin, run_size)
     even = anchors % tile.depth == 0
     constants = {"H": tile.height, "W": tile.width, "D": tile.depth, "COPIES": copies, "EVEN": even, "DOT": _dot(rows)}
-    constants |= {"TURNED": turned, "OWN": end is not None, "PROJECT": project} | _launch(tile)
+    constants |= {"OWN": end is not None, "PROJECT": project} | _launch(tile)
     ends = end or Ends(along, along, along, along)
     sizes = (anchors, num_weights, dim, begin, run_size, derivatives.stride(0), along.shape[0])
     arguments = (*sources, weight, operands.inverse, along, *ends, filled, *sizes)
@@ -690,12 +603,6 @@ def _sources_and_constants(operands, tile, upright=False, descriptors=None):
     constants |= {"COPIES": copies, "EVEN": dim % tile.depth == 0, "GROUP": GROUP, "TWO": operands.two}
     constants |= {"H": tile.height, "W": tile.width, "D": tile.depth}
     return (rows, operands.factor, weight, operands.inverse), constants | _launch(tile)
-
-
-def copied(rows, weight):
-    """Whether the copy engine brings both in every pass."""
-    tiles = (INTERPRETED,) if INTERPRETS else (SCAN[2], GRADIENT[2])
-    return all(tile.copies for tile in tiles) and _copied(rows) and _copied(weight)
 
 
 def _copied(tensor):

@@ -94,15 +94,12 @@ class _Loss(HandGradient):
         bounded = scale_tensor is None and form.kind != "sphere" and max(form.scale, form.lost) <= class_kernels.BOUND
         constants = (form.centers, form.lost / math.log(2), False, passes.precision(), True, bounded)
         operands = class_kernels.Operands(rows, stats[0], weight_rows, inverse, places[0], *constants)
-        ctx.kind, kept = plain.gradient_kind(weight), None
-        if bounded and form.centers == 1 and ctx.needs_input_grad[1] and ctx.kind == weight.dtype:
-            kept = passes.keep(rows, weight_rows, form.scale, max_memory)
-        peaks, sums = class_kernels.scan(operands, passes._part_size(rows, weight_rows, max_memory), kept=kept)
+        peaks, sums = class_kernels.scan(operands, passes._part_size(rows, weight_rows, max_memory))
         classes = weight_rows.shape[0] // form.centers
         value, gain = row_kernels.settle(peaks, sums, facts, stats, classes, form.needs_others, form.soft, reduction)
         ctx.save_for_backward(x, weight_rows, rows, inverse, places, facts, stats, gain)
         ctx.constants, ctx.normalize, ctx.max_memory = constants, form.kind != "sphere", max_memory
-        ctx.kept = kept
+        ctx.kind = plain.gradient_kind(weight)
         result: Tensor = value
         return result
 
@@ -131,10 +128,7 @@ def gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]
             apart, pull = (picked, by_theirs), pull * scale_up
             if not operands.columns:
                 pull = pull / factor  # the pass multiplies by it
-        kept, ctx.kept = getattr(ctx, "kept", None), None  # used up: a second backward pass recomputes all scores
-        by_rows, by_weight = passes.gradients(
-            operands, level, pull, apart, True, wants, kind, ctx.max_memory, within, kept if kind is not None else None
-        )
+        by_rows, by_weight = passes.gradients(operands, level, pull, apart, True, wants, kind, ctx.max_memory, within)
         if by_rows is None:
             return None, by_weight
         if by_own is not None:

@@ -5,8 +5,6 @@ from their derivatives the gradients by anchors and by class weights. A run is s
 """
 
 import functools
-import math
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +18,7 @@ from nearkin.core import distances
 from nearkin.core.autograd import HandGradient
 from nearkin.core.class_softmax import Rivals
 
-__all__ = ["class_softmax", "gradients", "keep", "merged", "precision", "query_gradient", "serves"]
+__all__ = ["class_softmax", "gradients", "merged", "precision", "query_gradient", "serves"]
 
 RUN = 67_584  # class weights per run of the backward pass: full waves of tiles on 132 multiprocessors
 CHAIN = 4096  # the same where products are summed in float32: beside one large term a longer sum loses the others
@@ -28,8 +26,6 @@ ROOM = 9 * 2**24  # bytes of a run, or of the partial sums of the forward pass, 
 WALK = 1  # tiles of classes per program of the forward pass, at the least
 PROGRAMS = 1056  # of the forward pass: four waves on 132 multiprocessors, two on each
 FUSED = True  # whether the gradient by bfloat16 weights is multiplied by a kernel too, which finishes it before storing
-KEEP = True  # whether scores are kept for the backward pass where the gradient by bfloat16 weights will be
-KEPT_FROM = 4  # chunks, at the least, for that
 STEP = 256  # every run is a multiple of it: no tile is longer
 CENTERS = (1, 2, 4, 8)
 
@@ -171,12 +167,11 @@ def gradients(
     kind: torch.dtype | None,
     max_memory: int | None,
     inner: Any = None,
-    kept: Any = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients by `rows` and, in type `kind`, by the weights, of Σ pull e^{score - level}, run by run.
 
     own: which row of the weights represents each anchor's class, and the gradient by that row. inner: instead of it,
-    the own classes as `class_kernels.parts` takes them. kept: scores of the forward pass, which are used up.
+    the own classes as `class_kernels.parts` takes them.
     """
     passes, rows, weight = _kernels(), operands.rows, operands.weight
     anchors, num_weights = rows.shape[0], weight.shape[0]
@@ -188,68 +183,27 @@ def gradients(
         :, :anchors
     ]
     widths = -(-anchors // passes.chosen(passes.PARTS, operands).width)
-    along = torch.empty(widths, size if kept is None else max(size, kept.stored), device=rows.device)
+    along = torch.empty(widths, size, device=rows.device)
     by_rows, descriptors = None, {}  # type: tuple[Tensor | None, dict[Any, Any]]
-    by_weight = None if kind is None else torch.empty_like(weight, dtype=kind) if kept is None else kept.by_weight
+    by_weight = None if kind is None else torch.empty_like(weight, dtype=kind)
     end = None
     if by_weight is not None and own is not None:
         tile = passes.chosen(passes.GRADIENT, operands) if fused else passes.finishing()
         end = passes.ends(*own, num_weights, tile)
     with torch.autocast(rows.device.type, enabled=False):
-        for start, length, stored in _runs(num_weights, size, kept):
-            run = weight[start : start + length]
-            if stored:
-                passes.restore(operands, level, pull, start, kept, along, inner)
-                run_derivatives, part = kept.derivatives(start, anchors), along[:1]
-            else:
-                passes.parts(operands, level, pull, start, derivatives, along, inner, descriptors=descriptors)
-                run_derivatives, part = derivatives[:length].T, along
+        for start in range(0, num_weights, size):
+            passes.parts(operands, level, pull, start, derivatives, along, inner, descriptors=descriptors)
+            run = weight[start : start + size]
+            run_derivatives = derivatives[: len(run)]
             if wants_queries:
-                by_rows = _added(by_rows, run_derivatives, run)
+                by_rows = _added(by_rows, run_derivatives.T, run)
             if by_weight is None:
                 continue
             if fused:
-                of_run = run_derivatives if stored else derivatives
-                choices = {"descriptors": descriptors, "turned": stored}
-                passes.gradient(operands, of_run, part, end, by_weight, start, normalize, **choices)
+                passes.gradient(operands, derivatives, along, end, by_weight, start, normalize, descriptors=descriptors)
             else:
-                product = _product(run_derivatives.T, rows)
-                passes.finish(operands, product, along, end, by_weight, start, normalize)
+                passes.finish(operands, _product(run_derivatives, rows), along, end, by_weight, start, normalize)
     return by_rows, by_weight
-
-
-def _runs(num_weights: int, size: int, kept: Any) -> Iterator[tuple[int, int, bool]]:
-    """Begin and length of each run of classes, and whether its scores were kept."""
-    start = 0
-    while start < num_weights:
-        stored = kept is not None and start % kept.chunk == 0 and start // kept.chunk < kept.chunks
-        length = kept.stored if stored else size
-        if kept is not None and not stored:
-            length = min(length, kept.chunk - start % kept.chunk)  # up to the next chunk
-        length = min(length, num_weights - start)
-        yield start, length, stored
-        start += length
-
-
-def keep(rows: Tensor, weight: Tensor, scale: float, max_memory: int | None) -> Any:
-    """Where scores of at most `scale`, times log2 e, are kept for the backward pass; None where there are too few.
-
-    Of `chunk` class weights as many are stored as fit into their gradient's memory, the others are one run.
-    """
-    (anchors, dim), num_weights, passes = rows.shape, weight.shape[0], _kernels()
-    if not (KEEP and FUSED and passes.halves(rows, weight) and passes.copied(rows, weight)):
-        return None
-    size, step = _run(rows, weight, max_memory), passes.INTERPRETED.width if passes.INTERPRETS else STEP
-    if anchors > dim:
-        stored = min(size * dim // (anchors - dim), 4 * size) // step * step
-        chunk = stored + size
-    else:
-        chunk = stored = size
-    chunks = (num_weights * dim - anchors * stored) // (chunk * dim)  # each needs its place in a later chunk
-    if stored == 0 or num_weights < KEPT_FROM * chunk or chunks < 1:
-        return None
-    unit = 1.0001 * scale * math.log2(math.e) / 32767
-    return passes.Kept(torch.empty_like(weight), chunk, stored, chunks, unit)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
