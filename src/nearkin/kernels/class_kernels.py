@@ -39,6 +39,7 @@ class Tile(NamedTuple):
     stages: int
     copies: bool = True
     registers: int | None = None  # at most per thread, so that more programs share a multiprocessor
+    flat: bool = False  # whether the loop over tiles is one with the loop over steps, so that copies run ahead
 
 
 # By the bytes of a number in a product. Those of 2 bytes are the fastest on an H200 at C = 1,000,000, B = 1,024 and
@@ -158,9 +159,9 @@ def _products(
 @triton.jit
 def _scan(
     rows, factor, weight, inverse, ids, peaks, sums, lost, anchors, num_weights, dim, part_size, LOST: tl.constexpr,
-    TWO: tl.constexpr, BOUNDED: tl.constexpr, CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    COPIES: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    D: tl.constexpr):  # fmt: skip
+    FLAT: tl.constexpr, TWO: tl.constexpr, BOUNDED: tl.constexpr, CENTERS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, COPIES: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """Peak and sum of e^{score - peak} per anchor over `part_size` weights; the peak is 0 for BOUNDED scores."""
     row, part = _place(tl.cdiv(anchors, H), tl.cdiv(num_weights, part_size), GROUP)
     i0 = row * H
@@ -170,7 +171,7 @@ def _scan(
     peak = tl.full((H,), float("-inf"), tl.float32)
     total = tl.zeros((H,), tl.float32)
     first = part * part_size
-    for step in range(0, tl.minimum(part_size, num_weights - first), W):
+    for step in tl.range(0, tl.minimum(part_size, num_weights - first), W, flatten=FLAT):
         c0 = first + step
         c = c0 + tl.arange(0, W)
         b = tl.load(inverse + c, mask=c < num_weights, other=0.0)
@@ -183,7 +184,9 @@ def _scan(
             best = tl.argmax(tl.reshape(score, (H, W // CENTERS, CENTERS)), 2)
             hit = best[:, :, None] == tl.arange(0, CENTERS)[None, None, :]
             score = tl.where(tl.reshape(hit, (H, W)), score, float("-inf"))
-        if tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + W), 1, 0)) > 0:  # few tiles contain an anchor's own class
+        if FLAT:  # a branch would cost registers
+            score = tl.where((c // CENTERS * CENTERS)[None, :] == own[:, None], float("-inf"), score)
+        elif tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + W), 1, 0)) > 0:  # few tiles contain an own class
             score = tl.where((c // CENTERS * CENTERS)[None, :] == own[:, None], float("-inf"), score)
         if BOUNDED:
             total += tl.sum(_power(score, TWO), 1)
@@ -441,7 +444,7 @@ def scan(operands, part_size, tile=None):
         start(_scan_columns, _blocks(num_weights, tile.height), (*arguments, anchors, num_weights, dim), constants)
         return peaks, sums
     del constants["COLUMNS"]
-    constants |= {"LOST": operands.lost != 0, "BOUNDED": operands.bounded}
+    constants |= {"LOST": operands.lost != 0, "BOUNDED": operands.bounded, "FLAT": tile.flat}
     sizes = (float(operands.lost), anchors, num_weights, dim, part_size)
     start(_scan, _blocks(anchors, tile.height) * shape[0], (*arguments, *sizes), constants)
     return peaks, sums

@@ -44,6 +44,7 @@ class CachedLauncher:
         """grid: three numbers."""
         first = arguments[0]
         key = [(first.base if type(first) in DESCRIPTORS else first).get_device()]
+        values = []  # as the compiled form takes them: of a tensor only its address, which needs no look into it
         for value in arguments:
             kind = type(value)
             if kind is int:
@@ -51,11 +52,14 @@ class CachedLauncher:
             elif kind in DESCRIPTORS:
                 key.append((value.base.dtype, *value.block_shape))
             elif kind is not float:
-                key.append((value.dtype, value.data_ptr() % 16))
+                address = value.data_ptr()
+                key.append((value.dtype, address % 16))
+                value = address
+            values.append(value)
         key = tuple(key)
         compiled = self.compiled.get(key)
         if compiled is not None:
-            compiled[grid](*arguments, *self.constants)
+            compiled[grid](*values, *self.constants)
             return
         compiled = self.kernel[grid](*arguments, **self.choices)
         if not kernels.interpreted():
