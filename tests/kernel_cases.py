@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nearkin import losses
+from nearkin.core.labels import BatchFirst
 from nearkin.kernels import pair_ops
 
 
@@ -75,6 +76,14 @@ def batch(shape: tuple[int, int | None, int], kind: torch.dtype = torch.float32,
     return x[:number], labels[:number], x[number:], labels[number:]
 
 
+def batch_first(
+    shape: tuple[int, int | None, int], kind: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Any, ...]:
+    """A batch and a memory; its references are both."""
+    x, labels, memory, memory_labels = batch(shape, kind, seed)
+    return x, labels, memory, BatchFirst(torch.cat([labels, memory_labels]))
+
+
 def near(number: int, dim: int, apart: float) -> tuple[Any, ...]:
     """A collapsed batch: all items within `apart` of one point, in float32."""
     g = torch.Generator().manual_seed(1)
@@ -88,7 +97,9 @@ def outcome(case: Case, arguments: tuple[Any, ...], impl: str, wide: bool = Fals
     x, labels, references, reference_labels = arguments
     x = (x.double() if wide else x).detach().clone().requires_grad_()
     inputs, settings = [x], dict(case.settings)
-    if references is not None:
+    if isinstance(reference_labels, BatchFirst):
+        references = torch.cat([x, references.double() if wide else references])
+    elif references is not None:
         references = (references.double() if wide else references).detach().clone().requires_grad_(both)
         inputs += [references] if both else []
     if case.beta is not None:

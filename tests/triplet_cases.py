@@ -6,6 +6,7 @@ import torch
 
 from nearkin import kernels, losses, mining
 from nearkin.core import blockwise
+from nearkin.core.labels import BatchFirst
 from nearkin.kernels import triplet_ops
 
 CASES = {
@@ -67,14 +68,17 @@ def outcome(case, inputs, wants=(True, True), **overrides):
     function, settings = case
     x, labels, r, other = inputs
     x = x.detach().clone().requires_grad_(wants[0])
-    r = None if r is None else r.detach().clone().requires_grad_(wants[1])
+    if isinstance(other, BatchFirst):
+        r = torch.cat([x, r])
+    else:
+        r = None if r is None else r.detach().clone().requires_grad_(wants[1])
     beta = settings.get("beta")
     if beta is not None:
         beta = beta.to(x.device, torch.promote_types(x.dtype, torch.float32), copy=True).requires_grad_()
         settings = settings | {"beta": beta}
     value = function(x, labels, r, other, **(settings | overrides))
     (value * 1.7).backward()
-    return [value.detach(), *(t.grad for t in (x, r, beta) if t is not None and t.grad is not None)]
+    return [value.detach(), *(t.grad for t in (x, r, beta) if t is not None and t.is_leaf and t.grad is not None)]
 
 
 def served(case, inputs, wants=(True, True), **overrides):
@@ -97,7 +101,7 @@ def errors(got, exact):
 
 
 def wide(inputs):
-    return tuple(t.double() if t is not None and t.is_floating_point() else t for t in inputs)
+    return tuple(t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in inputs)
 
 
 def as_exact(case, inputs, exact=None, plain=None, **overrides):
@@ -121,6 +125,23 @@ def check_exactness(device):
         as_exact(CASES[name], batch(shape, device))
     for name in ("all", "all, Euclidean, active"):  # classes apart: the few active hinges are small
         as_exact(CASES[name], batch((36, None, 128), device, classes=9))
+
+
+def check_batch_first(device):
+    """References that start with the batch, as a memory gives them: no pair of an item with itself, and both roles."""
+    for k, name in enumerate(CASES):
+        shape = SHAPES[1] if k % 2 else (20, 7, 33)
+        as_exact(CASES[name], with_memory(batch(shape, device)))
+    for dtype in (torch.bfloat16, torch.float16):
+        as_exact(CASES["semihard"], with_memory(batch((20, 18, 24), device, dtype)))
+    spoilt = with_memory(batch((20, 12, 6), device))
+    spoilt[2][5, 1] = math.nan
+    assert bool(served(CASES["semihard"], spoilt)[0].isnan())
+
+
+def with_memory(inputs):
+    x, labels, memory, memory_labels = inputs
+    return x, labels, memory, BatchFirst(torch.cat([labels, memory_labels]))
 
 
 def check_half_precision(device):

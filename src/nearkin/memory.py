@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from nearkin.core import checks, reduce, relations
 from nearkin.core.autograd import refuse_transforms
-from nearkin.core.relations import UNKNOWN, LabelDistance, Labels, Relation
+from nearkin.core.labels import UNKNOWN, BatchFirst, LabelDistance, Labels, Relation
 
 __all__ = ["CrossBatchMemory"]
 
@@ -30,7 +30,9 @@ class CrossBatchMemory(nn.Module):
     loss: any loss that takes references. dim: dimensions of the embeddings. warmup: training steps before the memory is
     used, while it already fills; embeddings drift fast at first. label_kind: "ids" (B,); "rows" (B, label_dim) bool for
     multi-label; "targets" (B,) or (B, label_dim) real-valued, stored in float32. The memory never grows, follows the
-    embeddings' device, and is float32 also under half precision. A row with NaN or Inf is not stored: its slot stays
+    embeddings' device, and is float32 also under half precision. With class ids no matrix of the batch and the memory
+    is made where the loss has a kernel or `max_memory`; with other labels, or a loss that is not of this library, the
+    relation is two (B, B + size) masks. A row with NaN or Inf is not stored: its slot stays
     empty. `NPairLoss` takes every item for an anchor here, as it does with any references.
     Wang et al. 2020, arXiv:1912.06798.
     """
@@ -101,8 +103,13 @@ class CrossBatchMemory(nn.Module):
         own = embeddings if stored is None else stored.detach()
         references = torch.cat([own, self.embeddings])  # (B + size, D); a copy, which later storing leaves alone
         options = {} if items is None else {"items": items}
-        relation = self._relation(labels, references, stored is None)
-        value: Tensor = self.loss(embeddings, relation, references, **options)
+        if self.label_kind == "ids" and getattr(self.loss, "takes_batch_first", False):
+            ids = torch.cat([labels, torch.where(self._used(), self.labels, UNKNOWN)])
+            value: Tensor = self.loss(
+                embeddings, labels, references, BatchFirst(ids) if stored is None else ids, **options
+            )
+        else:
+            value = self.loss(embeddings, self._relation(labels, references, stored is None), references, **options)
         if self.training:
             self._store(own.detach(), labels)
         return value
@@ -140,13 +147,16 @@ class CrossBatchMemory(nn.Module):
             return labels.dtype != torch.bool and not labels.is_floating_point()
         return (labels.dtype == torch.bool) == (self.label_kind == "rows")
 
+    def _used(self) -> Tensor:
+        """Which slots are references of the present batch, (size,) bool."""
+        return self.known & (self.steps >= self.warmup)
+
     def _relation(self, labels: Tensor, references: Tensor, same: bool) -> Labels:
         """Of the batch with itself and with the memory, (B, B + size); empty slots are neither positive nor negative.
 
         same: the first B references are the anchors themselves, so that a pair of an item with itself is left out.
         """
-        others = torch.cat([labels, self.labels])
-        used = self.known & (self.steps >= self.warmup)
+        others, used = torch.cat([labels, self.labels]), self._used()
         valid = torch.cat([torch.ones(labels.shape[0], dtype=torch.bool, device=used.device), used])
         valid = valid.expand(labels.shape[0], -1)  # (B, B + size)
         if same:

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import kernel_cases
 from kernel_cases import PAIR_CASES
 from nearkin import kernels, losses
+from nearkin.core.labels import BatchFirst
+from nearkin.memory import CrossBatchMemory
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and kernels.installed()), reason="no CUDA device or no triton on this machine"
@@ -21,7 +23,9 @@ every_case = pytest.mark.parametrize("name", PAIR_CASES)
 
 
 def on_gpu(inputs):
-    return tuple(None if t is None else t.cuda() for t in inputs)
+    return tuple(
+        BatchFirst(t.ids.cuda()) if isinstance(t, BatchFirst) else None if t is None else t.cuda() for t in inputs
+    )
 
 
 def exact_enough(verdict, name=""):
@@ -50,6 +54,41 @@ def test_half_precision(name, kind):
     verdict = kernel_cases.judged(PAIR_CASES[name], (inputs[0], inputs[1].int(), inputs[2], inputs[3].int()))
     assert verdict["served"] == 1
     exact_enough(verdict)
+
+
+@every_case
+@pytest.mark.parametrize("shape", [(200, 777, 33), (64, 4000, 128)], ids=str)
+def test_references_that_start_with_the_batch(name, shape):
+    verdict = kernel_cases.judged(PAIR_CASES[name], on_gpu(kernel_cases.batch_first(shape)))
+    assert verdict["served"] == 1
+    exact_enough(verdict)
+
+
+MODULES = (losses.ContrastiveLoss, losses.MarginLoss, losses.MultiSimilarityLoss, losses.CircleLoss)
+MODULES += (losses.LiftedStructureLoss, losses.NPairLoss, losses.SupConLoss, losses.InfoNCELoss)
+MODULES += (losses.LosslessTripletLoss, losses.TripletLoss)
+
+
+@pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)
+def test_a_long_memory_takes_little(make):
+    """65,536 items beside a batch of 512, D = 128: under 200 MiB beyond the queue itself."""
+    size, rows = 65_536, 512
+    memory = CrossBatchMemory(make().cuda(), size, 128).cuda()
+    g = torch.Generator("cuda").manual_seed(0)
+    memory.embeddings = torch.randn(size, 128, device="cuda", generator=g)
+    memory.labels = torch.randint(size // 4, (size,), device="cuda", generator=g)
+    memory.known = torch.ones(size, dtype=torch.bool, device="cuda")
+    labels = torch.arange(rows, device="cuda") // 4
+    for step in range(2):
+        x = torch.randn(rows, 128, device="cuda", generator=g, requires_grad=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        value = memory(x, labels)
+        value.backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        assert bool(value.isfinite()) and bool(x.grad.any())
+        assert step == 0 or peak < 200 * 2**20, peak / 2**20
 
 
 @every_case

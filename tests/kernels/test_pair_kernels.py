@@ -31,6 +31,8 @@ def judge_kernels():
     }
     for name in FIRST:
         verdicts[f"{name} {MET}"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.batch(MET, seed=3))
+    for name, case in PAIR_CASES.items():
+        verdicts[f"{name} batch first"] = kernel_cases.judged(case, kernel_cases.batch_first(MET, seed=5))
     for shape in ODD:
         for name in ("contrastive", "lifted", "N-pair", "SupCon"):
             verdicts[f"{name} {shape}"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.batch(shape))
@@ -94,7 +96,7 @@ def verdicts():
 
 def test_as_exact_as_plain_torch(verdicts):
     judged = {name: case for name, case in verdicts.items() if isinstance(case, dict)}
-    assert len(judged) == len(PAIR_CASES) + len(FIRST) + 4 * len(ODD) + 8 + 3 + 1
+    assert len(judged) == 2 * len(PAIR_CASES) + len(FIRST) + 4 * len(ODD) + 8 + 3 + 1
     for name, case in judged.items():
         assert case["served"] == 1, name
         for ours, theirs in zip(case["kernel"], case["torch"], strict=True):

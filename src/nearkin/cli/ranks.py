@@ -1,6 +1,7 @@
 """Verbs under torchrun: the ranks that share the work, of which only the first writes and prints."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nearkin.dist.group import ProcessGroup
 
-__all__ = ["first", "joined", "refuse_torchrun"]
+__all__ = ["end_rank", "first", "joined", "refuse_torchrun"]
 
 
 @contextmanager
@@ -35,6 +36,17 @@ def refuse_torchrun(verb: str, instead: str) -> None:
 def first(group: "ProcessGroup | None") -> bool:
     """Whether this process writes and prints."""
     return group is None or group.first
+
+
+def end_rank(code: object) -> None:
+    """Ends a rank at once where there are several, without Python's own long way out.
+
+    A rank that has left its group is watched by none: if it were stopped on that way, torchrun would wait for ever.
+    """
+    if _ranks() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def _ranks() -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from nearkin.cli.ranks import end_rank
 from nearkin.core.errors import Diverged, Stopped, Terminated
 from nearkin.core.text import visible
 
@@ -58,7 +59,11 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal without × prints ?, and nothing fails
     before = warnings.formatwarning
     warnings.formatwarning = lambda *args, **options: visible(before(*args, **options), lines=True)
-    app(prog_name="nearkin")
+    try:
+        app(prog_name="nearkin")
+    except SystemExit as end:
+        end_rank(end.code)
+        raise
 
 
 @contextmanager

@@ -100,21 +100,25 @@ def train(
     with one_sentence(lambda: _after_interrupt(folder)):
         from nearkin import dist, training
 
-        with dist.join() as group, training_screen(quiet or json or not group.first) as screen:
-            _name_rank(screen, group)
+        with dist.join() as group:
+            with training_screen(quiet or json or not group.first) as screen:
+                _name_rank(screen, group)
 
-            def callback(event: dict[str, Any]) -> None:
-                nonlocal folder
-                if event["event"] == "folder":
-                    folder = Path(event["folder"])
-                screen(event)
+                def callback(event: dict[str, Any]) -> None:
+                    nonlocal folder
+                    if event["event"] == "folder":
+                        folder = Path(event["folder"])
+                    screen(event)
 
-            sets = [*_assignments(settings), *(set_ or [])]
-            outcome = training.train(
-                None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True, group=group
-            )
-    if not group.first:
-        return
+                sets = [*_assignments(settings), *(set_ or [])]
+                outcome = training.train(
+                    None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True, group=group
+                )
+            if group.first:
+                _print_outcome(outcome, quiet, json)
+
+
+def _print_outcome(outcome: Any, quiet: bool, json: bool) -> None:
     if json:
         echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False), lines=True)
     elif quiet:

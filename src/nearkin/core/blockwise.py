@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearkin.core import checks, distances, reduce, relations
 from nearkin.core.autograd import recomputed
-from nearkin.core.labels import LabelDistance, Labels, Relation
+from nearkin.core.labels import BatchFirst, LabelDistance, Labels, Relation
 
 __all__ = ["AUTOMATIC", "Batch", "Rows", "block", "blocks", "fits", "gaps", "hinges", "relation", "run"]
 __all__ += ["sums_and_counts", "transposed"]
@@ -108,6 +108,10 @@ def relation(batch: Batch, start: int = 0, stop: int | None = None) -> Relation:
     if stop is None:
         return relations.of(labels, references, reference_labels)
     part = _slice(labels, start, stop)
+    if isinstance(part, BatchFirst) or isinstance(reference_labels, BatchFirst):
+        sides: list[Any] = [side.ids if isinstance(side, BatchFirst) else side for side in (part, reference_labels)]
+        related = relations.of(sides[0], references, sides[1])
+        return Relation(_without_self(related.positive, start), _without_self(related.negative, start))
     if references is not None:
         return relations.of(part, references, reference_labels)
     if isinstance(part, Relation):  # the caller's own masks stay as they are
@@ -188,9 +192,10 @@ def _snapshot(batch: Batch) -> tuple[Batch, Callable[[], None]]:
     elif isinstance(labels, LabelDistance):
         large = (labels.distance,)
     elif references is not None and reference_labels is None:
+        assert isinstance(labels, Tensor)
         large = (labels,)
     else:
-        labels = labels.clone()
+        labels = _copied(labels)
     large = tuple(t for t in large if not t.is_inference())
     before = [t._version for t in large]
 
@@ -198,8 +203,13 @@ def _snapshot(batch: Batch) -> tuple[Batch, Callable[[], None]]:
         if [t._version for t in large] != before:
             raise RuntimeError("labels must not change in place between a loss and its backward, got a changed matrix")
 
-    reference_labels = reference_labels.clone() if isinstance(reference_labels, Tensor) else reference_labels
-    return Batch(batch.embeddings, labels, references, reference_labels), unchanged
+    return Batch(batch.embeddings, labels, references, _copied(reference_labels)), unchanged
+
+
+def _copied(labels: Any) -> Any:
+    if isinstance(labels, BatchFirst):
+        return BatchFirst(labels.ids.clone())
+    return labels.clone() if isinstance(labels, Tensor) else labels
 
 
 def _slice(labels: Labels, start: int, stop: int) -> Labels:
@@ -208,6 +218,8 @@ def _slice(labels: Labels, start: int, stop: int) -> Labels:
         return Relation(labels.positive[start:stop], labels.negative[start:stop], ids)
     if isinstance(labels, LabelDistance):
         return LabelDistance(labels.distance[start:stop])
+    if isinstance(labels, BatchFirst):
+        return BatchFirst(labels.ids[start:stop])
     return labels[start:stop]
 
 

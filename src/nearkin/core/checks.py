@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from nearkin.core.autograd import traced
-from nearkin.core.labels import UNKNOWN, LabelDistance, Labels, Relation
+from nearkin.core.labels import UNKNOWN, BatchFirst, LabelDistance, Labels, Relation
 
 __all__ = ["angle", "at_least", "at_most", "batch", "between", "class_ids", "classes", "device", "dimensions", "enough"]
 __all__ += [
@@ -273,6 +273,11 @@ def _relation(embeddings: Tensor, labels: Labels, references: Tensor | None, ref
     if references is not None:
         if reference_labels is None:
             raise ValueError("reference_labels must be given with references, got None")
+        if isinstance(reference_labels, BatchFirst):
+            reference_labels = reference_labels.ids
+            if references.shape[0] < embeddings.shape[0]:
+                rule = f"start with the {embeddings.shape[0]} embeddings where reference_labels is a BatchFirst"
+                raise ValueError(f"references must {rule}, got {references.shape[0]} rows")
         class_ids("reference_labels", reference_labels, references, "references")
 
 

@@ -1,10 +1,10 @@
-"""What the labels of a batch may be: class ids, multi-label rows, a `Relation`, or a `LabelDistance`."""
+"""What the labels of a batch may be: class ids, multi-label rows, a `Relation`, a `LabelDistance`, or `BatchFirst`."""
 
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["UNKNOWN", "LabelDistance", "Labels", "Relation"]
+__all__ = ["UNKNOWN", "BatchFirst", "LabelDistance", "Labels", "Relation"]
 
 UNKNOWN = -1  # a class id that makes no positive and no negative pair
 
@@ -26,4 +26,13 @@ class LabelDistance(NamedTuple):
     distance: Tensor
 
 
-Labels: TypeAlias = Tensor | Relation | LabelDistance
+class BatchFirst(NamedTuple):
+    """Class ids (R,) of references whose first B rows are the anchors: an anchor's pair with itself is left out.
+
+    Only as reference_labels, beside class ids. It says in R numbers what a `Relation` says in two (B, R) matrices.
+    """
+
+    ids: Tensor
+
+
+Labels: TypeAlias = Tensor | Relation | LabelDistance | BatchFirst

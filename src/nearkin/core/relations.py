@@ -1,11 +1,13 @@
 """Labels of every kind become masks of positive and negative pairs, or label distances; losses compare no labels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nearkin.core import distances
 from nearkin.core.autograd import device_type, traced
-from nearkin.core.labels import UNKNOWN, LabelDistance, Labels, Relation
+from nearkin.core.labels import UNKNOWN, BatchFirst, LabelDistance, Labels, Relation
 
 __all__ = ["UNKNOWN", "LabelDistance", "Labels", "Relation", "explicit", "label_distances", "multilabel", "of"]
 
@@ -31,17 +33,22 @@ def of(labels: Labels, references: Tensor | None = None, reference_labels: Label
     """The relation of a batch, in the order of a loss's arguments; a batch is its own reference, without self-pairs.
 
     labels: class ids (B,), where -1 is unknown; multi-label rows (B, K) bool; a `Relation`; or, with references and
-    without reference_labels, a (B, R) bool matrix of positive pairs.
+    without reference_labels, a (B, R) bool matrix of positive pairs. Of a `BatchFirst` self-pairs are left out too.
     """
-    relation = _plain(labels, references, reference_labels)
-    if references is not None:
+    batch_first = isinstance(labels, BatchFirst) or isinstance(reference_labels, BatchFirst)
+    relation = _plain(_ids(labels), references, _ids(reference_labels))
+    if references is not None and not batch_first:
         return relation
     if traced():  # an older compiler knows no diagonal of a size that is a symbol
-        others = ~torch.eye(relation.positive.shape[0], dtype=torch.bool, device=relation.positive.device)
+        others = ~torch.eye(*relation.positive.shape, dtype=torch.bool, device=relation.positive.device)
         return Relation(relation.positive & others, relation.negative & others)
     if isinstance(labels, Relation):  # the caller's own masks stay as they are
         relation = Relation(relation.positive.clone(), relation.negative.clone())
     return Relation(relation.positive.fill_diagonal_(False), relation.negative.fill_diagonal_(False))
+
+
+def _ids(labels: Any) -> Any:
+    return labels.ids if isinstance(labels, BatchFirst) else labels
 
 
 def label_distances(targets: Labels, reference_targets: Labels | None = None) -> Tensor:

@@ -4,7 +4,9 @@
 Triton's own search for a compiled form reads the environment, binds every argument by name and compares the constants
 of the module: several times as long as the launch itself, and with a batch of a thousand longer than the kernel runs.
 `CachedLauncher` looks it up by what triton compiles for: the types of arguments, whether addresses and integers divide
-by 16, and ones.
+by 16, and ones. That a compiled form takes the arguments in their order, constants last, is no promise of triton's: it
+holds in the versions of TESTED (`tests/gpu/test_launch_gpu.py`), in others it is tried once (`launch_probe`), and where
+it does not hold, triton searches.
 """
 
 import functools
@@ -21,6 +23,7 @@ from nearkin import kernels
 
 __all__ = ["CachedLauncher", "device_of", "once"]
 
+TESTED = ("3.6",)
 DESCRIPTORS = set()  # classes of tensor descriptors, added by the kernels that take them: triton is not imported here
 
 
@@ -62,8 +65,18 @@ class CachedLauncher:
             compiled[grid](*values, *self.constants)
             return
         compiled = self.kernel[grid](*arguments, **self.choices)
-        if not kernels.interpreted():
+        if _compiled_forms_launch():
             self.compiled[key] = compiled
+
+
+@functools.cache
+def _compiled_forms_launch() -> bool:
+    """Whether this triton's compiled forms may be launched by themselves."""
+    if kernels.interpreted():
+        return False
+    from nearkin.kernels import launch_probe
+
+    return launch_probe.version() in TESTED or launch_probe.succeeds()
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:

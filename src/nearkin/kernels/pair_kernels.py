@@ -202,12 +202,13 @@ def _saved(stats, i, mask_m, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUN
 @triton.jit
 def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim, p, q, u, s, SLOPE: tl.constexpr,
               ROW_SLOPE: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, MEASURE: tl.constexpr,
-              SYMMETRIC: tl.constexpr, PAIRED: tl.constexpr, ROLE: tl.constexpr, FLAG: tl.constexpr,
-              NORMALIZE: tl.constexpr, TRANSFORM: tl.constexpr, ONE_CHUNK: tl.constexpr, BETA: tl.constexpr,
-              PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-              D: tl.constexpr):  # fmt: skip
+              SYMMETRIC: tl.constexpr, PAIRED: tl.constexpr, ROLE: tl.constexpr, APART: tl.constexpr,
+              FLAG: tl.constexpr, NORMALIZE: tl.constexpr, TRANSFORM: tl.constexpr, ONE_CHUNK: tl.constexpr,
+              BETA: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr,
+              N: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """D coordinates of the gradient by M rows of x, prepared in a: all rows of b pass by, as references (ROLE
-    "anchors"), as anchors ("references") or as both ("self"). stats are of a, column of b."""
+    "anchors"), as anchors ("references") or as both ("self"). APART: row i of a and of b are the same item, whose pair
+    with itself is left out. stats are of a, column of b."""
     i = tl.program_id(0) * M + tl.arange(0, M)
     mask_m = i < size
     axis = tl.program_id(1) * D + tl.arange(0, D)
@@ -231,7 +232,7 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
     for start in range(0, others, N):
         j = start + tl.arange(0, N)
         mask_n = j < others
-        positive, negative = pair_masks(row_ids, class_ids(b, j, mask_n, others, PAD), i, j, mask_m, mask_n, SELF)
+        positive, negative = pair_masks(row_ids, class_ids(b, j, mask_n, others, PAD), i, j, mask_m, mask_n, APART)
         passing = tl.minimum(j, others - 1)
         passing_rows = _rows(b, passing, axis, PAD, D)
         if ONCE:
@@ -239,7 +240,7 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
         else:
             inner = inner_products(a, b, safe, passing, PAD, K)
         right = fact(b, SQUARED, j, mask_n, others, PAD)
-        value = _measure(inner, left, right, i, j, dim, MEASURE, SELF)
+        value = _measure(inner, left, right, i, j, dim, MEASURE, APART)
         tile = (value, positive, negative)
         column_stats = ()
         if ROLE != "anchors" or PAIRED:
@@ -301,7 +302,9 @@ class Passes(NamedTuple):
 
 
 @functools.cache
-def _passes(kind: str, flag: bool, size: int, dim: int, alone: bool, reduction: str, beta: str) -> Passes:
+def _passes(
+    kind: str, flag: bool, size: int, dim: int, alone: bool, batch_first: bool, reduction: str, beta: str
+) -> Passes:
     tile, constants = _tile("forward", size, dim)
     pad, options = constants["PAD"], row_kernels.options()
     link = links.of(kind, flag)
@@ -311,7 +314,7 @@ def _passes(kind: str, flag: bool, size: int, dim: int, alone: bool, reduction: 
         functions = dict(zip(("SURVEY_INIT", "SURVEY_ADD", "SURVEY_CLOSE"), survey, strict=True))
         functions |= {"INIT": link.init, "ADD": link.add, "CLOSE": link.close, "FACTS": link.facts}
         functions |= {"COLUMN": link.column, "POSITIVES_ONLY": link.positives_only, "MEASURE": link.measure}
-        choices = {"SELF": alone, "FLAG": flag, "ACTIVE": reduction == "active", "BETA": beta}
+        choices = {"SELF": alone or batch_first, "FLAG": flag, "ACTIVE": reduction == "active", "BETA": beta}
         return CachedLauncher(_forward, **functions, **choices, **constants)
 
     finish = {"TALLY": link.tally, "MEAN": link.mean, "SELF": alone, "PAD": pad, "REDUCTION": reduction}
@@ -324,17 +327,17 @@ def _passes(kind: str, flag: bool, size: int, dim: int, alone: bool, reduction: 
     )
 
 
-def forward(kind, rows, columns, sizes, beta, settings, flag, reduction):
+def forward(kind, rows, columns, sizes, beta, settings, flag, reduction, batch_first):
     """The value (), and the statistics of anchors and of references (the same where these have none).
 
     rows, columns: prepared anchors and references, the same where the batch is alone; sizes: B, R and D. beta: None, a
-    scalar or (B,)."""
+    scalar or (B,). batch_first: the first references are the anchors."""
     size, others, dim = sizes
     alone = rows is columns
     stats = torch.empty(STATISTICS * size + 2, device=rows.device, dtype=torch.float32)
     value = torch.empty((), device=rows.device, dtype=torch.float32)
     beta_kind = "number" if beta is None else "anchor" if beta.dim() else "scalar"
-    passes = _passes(kind, flag, size, dim, alone, reduction, beta_kind)
+    passes = _passes(kind, flag, size, dim, alone, batch_first, reduction, beta_kind)
     anchors = (-(-size // passes.rows), 1, 1)
     column = extra = stats
     if beta is not None:
@@ -360,31 +363,48 @@ def beta_slopes_and_scales(stats, size):
 
 
 @functools.cache
-def _last_pass(kind, flag, size, dim, role, normalize, transform, beta) -> tuple[Tile, int, CachedLauncher]:
+def _last_pass(kind, flag, size, dim, role, apart, normalize, transform, beta) -> tuple[Tile, int, CachedLauncher]:
     tile, constants = _tile("backward", size, dim)
     link = links.of(kind, flag)
     functions = {"SLOPE": link.slope, "ROW_SLOPE": link.row_slope, "COUNT": link.saved, "FIRST": SAVED}
     functions |= {"MEASURE": link.measure, "SYMMETRIC": link.symmetric, "PAIRED": link.paired}
-    choices = {"ROLE": role, "FLAG": flag, "NORMALIZE": normalize, "TRANSFORM": transform, "BETA": beta}
+    choices = {"ROLE": role, "APART": apart, "FLAG": flag, "NORMALIZE": normalize, "TRANSFORM": transform, "BETA": beta}
     choices["ONE_CHUNK"] = dim <= constants["D"]
     return tile, constants["D"], CachedLauncher(_backward, **functions, **choices, **constants)
 
 
 def backward(
-    kind, role, x, rows, stats, columns, column, others, upstream, by_beta, settings, flag, normalize, transform
-):
+    kind, role, x, rows, stats, columns, column, others, upstream, by_beta, settings, flag, normalize, transform,
+    apart=None, dtype=None,
+):  # fmt: skip
     """The gradient by `x`, in its type; `by_beta` () is filled with that by a scalar β where there is one.
 
-    rows: x prepared, and its statistics; columns: the `others` rows it is compared with, and theirs."""
+    rows: x prepared, and its statistics; columns: the `others` rows it is compared with, and theirs. apart: whether
+    rows and columns of the same place are the same item; without it, where they are the batch itself."""
     size, dim = x.shape
-    tile, chunk, main = _last_pass(kind, flag, size, dim, role, normalize, transform, by_beta is not None)
+    apart = role == "self" if apart is None else apart
+    tile, chunk, main = _last_pass(kind, flag, size, dim, role, apart, normalize, transform, by_beta is not None)
+    dtype = dtype or x.dtype
     one_chunk = dim <= chunk
     # The interpreter cuts numbers to bfloat16 where it should round them.
-    by_x = torch.empty_like(x, dtype=torch.float32 if kernels.interpreted() else x.dtype)
+    by_x = torch.empty_like(x, dtype=torch.float32 if kernels.interpreted() else dtype)
     out = by_x if one_chunk else torch.empty_like(x, dtype=torch.float64)
     slot = stats if by_beta is None else by_beta
     grid = (-(-size // tile.rows), -(-dim // chunk), 1)
     main(grid, x, rows, columns, stats, column, upstream, out, slot, size, others, dim, *settings)
     if not one_chunk:
         row_kernels.long_gradient(x, rows, out, by_x, normalize, transform)
-    return by_x if by_x.dtype == x.dtype else by_x.to(x.dtype)
+    return by_x if by_x.dtype == dtype else by_x.to(dtype)
+
+
+def backward_batch_first(
+    kind, x, rows, stats, columns, column, others, upstream, by_beta, settings, flag, normalize, transform
+):
+    """`backward` by a batch that is anchors and first references at once, with the same arguments."""
+    size = x.shape[0]
+    choices = (settings, flag, normalize, transform, True, torch.float32)
+    by_anchors = backward(kind, "anchors", x, rows, stats, columns, column, others, upstream, by_beta, *choices)
+    if column is not stats:  # the statistics of the first references
+        column = column[: STATISTICS * others].view(STATISTICS, others)[:, :size].flatten()
+    by_references = backward(kind, "references", x, rows, column, rows, stats, size, upstream, None, *choices)
+    return by_anchors.add_(by_references).to(x.dtype)

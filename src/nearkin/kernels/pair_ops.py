@@ -34,7 +34,7 @@ LARGEST = 10**6 - 1  # rows; a slot of a tile counts up to 2^15 tiles
 
 def serves(impl: str, batch: blockwise.Batch, reduction: str, max_memory: int | None = None) -> bool:
     """Whether the kernels compute the loss of this batch."""
-    return eligible.served(impl, batch, reduction, max_memory, LARGEST)
+    return eligible.served(impl, batch, reduction, max_memory, LARGEST, batch_first=True)
 
 
 def loss(
@@ -49,14 +49,15 @@ def loss(
 ) -> Tensor:
     """The loss of a batch that the kernels can serve.
 
-    settings: up to four numbers, as the link of each kind names them (`links/`); flag: its yes or no. normalize: rows
-    of unit length. beta: of the margin loss, float32, a scalar or one per anchor (B,), where it is not a number.
+    settings: up to four numbers, as the link of each kind names them (`links/`); flag: its yes or no, of N-pair whether
+    the batch is alone. normalize: rows of unit length. beta: of the margin loss, float32, a scalar or one per anchor
+    (B,), where it is not a number.
     """
-    x, labels, references, reference_labels = batch
+    (x, labels, references, reference_labels), batch_first = eligible.without_batch_first(batch)
     transform = "clamp" if kind != "lossless" else "sigmoid" if flag else "cube"
     numbers = (*map(float, settings), *[0.0] * (4 - len(settings)))
     with launch.device_of(x):
-        choices = (kind, numbers, flag, reduction, normalize, transform)
+        choices = (kind, numbers, flag, reduction, normalize, transform, batch_first)
         value: Tensor = _Loss.call(x, references, beta, labels, reference_labels, choices)
     return value
 
@@ -80,7 +81,7 @@ class _Loss(HandGradient):
         choices: tuple[Any, ...],
     ) -> Tensor:
         pair_kernels, row_kernels = _kernels()
-        kind, numbers, flag, reduction, normalize, transform = choices
+        kind, numbers, flag, reduction, normalize, transform, batch_first = choices
         x = x.contiguous()
         rows = columns = row_kernels.prepare(x, labels.contiguous(), normalize, transform)  # copies the labels too
         num_columns = x.shape[0]
@@ -90,7 +91,8 @@ class _Loss(HandGradient):
             columns = row_kernels.prepare(references, reference_labels.contiguous(), normalize, transform)
         sizes = (x.shape[0], num_columns, x.shape[1])
         beta = None if beta is None else beta.contiguous()
-        value, stats, column_stats = pair_kernels.forward(kind, rows, columns, sizes, beta, numbers, flag, reduction)
+        options = (numbers, flag, reduction, batch_first)
+        value, stats, column_stats = pair_kernels.forward(kind, rows, columns, sizes, beta, *options)
         wants = ctx.needs_input_grad
         inputs = (x if wants[0] else None, references if wants[1] else None)  # a queue may change before the backward
         ctx.save_for_backward(*inputs, rows, columns, stats, column_stats)
@@ -104,7 +106,7 @@ class _Loss(HandGradient):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         pair_kernels, _ = _kernels()
         x, references, rows, columns, stats, column_stats = ctx.saved_tensors
-        kind, numbers, flag, _, normalize, transform = ctx.choices
+        kind, numbers, flag, _, normalize, transform, batch_first = ctx.choices
         num_rows, num_columns, _ = ctx.sizes
         wants = ctx.needs_input_grad
         by_x = by_references = by_beta = None
@@ -117,7 +119,10 @@ class _Loss(HandGradient):
         if wants[0]:
             role, slot = "self" if ctx.alone else "anchors", by_beta if ctx.scalar else None
             operands = (rows, stats, columns, column_stats, num_columns, upstream, slot)
-            by_x = pair_kernels.backward(kind, role, x, *operands, *choices)
+            if batch_first:
+                by_x = pair_kernels.backward_batch_first(kind, x, *operands, *choices)
+            else:
+                by_x = pair_kernels.backward(kind, role, x, *operands, *choices)
         if wants[1]:
             operands = (columns, column_stats, rows, stats, num_rows, upstream, None)
             by_references = pair_kernels.backward(kind, "references", references, *operands, *choices)

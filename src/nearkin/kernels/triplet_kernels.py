@@ -426,12 +426,14 @@ def _term(lists, i, positives, slot, num_rows, capacity, near, negative_column, 
 
 @triton.jit
 def _taint(x, r, i, mask_m, num_rows, num_columns, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr):
-    """0 or NaN for the program's anchors, and for its share of the references."""
+    """0 or NaN for the program's anchors, and for its share of the references that are not anchors."""
     taint = fact(x, TAINT, i, mask_m, num_rows, PAD)
-    if not SELF:
-        for start in range(tl.program_id(0) * M, num_columns, tl.num_programs(0) * M):
-            j = start + tl.arange(0, M)
-            taint += fact(r, TAINT, j, j < num_columns, num_columns, PAD)
+    first = 0
+    if SELF:
+        first = num_rows
+    for start in range(first + tl.program_id(0) * M, num_columns, tl.num_programs(0) * M):
+        j = start + tl.arange(0, M)
+        taint += fact(r, TAINT, j, j < num_columns, num_columns, PAD)
     return tl.sum(taint)
 
 
@@ -869,13 +871,16 @@ def _passes(num_rows, dim, alone, selection, loss, squared, reduction, balance) 
     return Passes(size.rows, select, CachedLauncher(_finish, **sums, **options()))
 
 
-def forward(x, ids, r, other_ids, boundary, seed, capacity, plan):
-    """The loss, and what its gradient needs. Without r the batch itself; boundary: (B, 1) of any stride, or ()."""
+def forward(x, ids, r, other_ids, boundary, seed, capacity, plan, batch_first):
+    """The loss, and what its gradient needs. Without r the batch itself; boundary: (B, 1) of any stride, or ().
+
+    batch_first: the first rows of r are those of x, and no pair with themselves."""
     num_rows, dim = x.shape
     anchors = prepare(x, ids, plan.normalize)
     references = None if r is None else prepare(r, other_ids, plan.normalize)
     num_columns = num_rows if r is None else r.shape[0]
-    start = _passes(num_rows, dim, r is None, plan.selection, plan.loss, plan.squared, plan.reduction, plan.balance)
+    among = r is None or batch_first
+    start = _passes(num_rows, dim, among, plan.selection, plan.loss, plan.squared, plan.reduction, plan.balance)
     programs = -(-num_rows // start.rows)
     regions = 3 if plan.selection == "all" else 4 if _stores_weights(plan) else 2
     lists = torch.empty((FIRST.value + regions * capacity) * num_rows, device=x.device, dtype=torch.int32)
@@ -926,16 +931,17 @@ def _last_pass(
     return size.rows, block, CachedLauncher(_backward, **constants, **_form(dim, size), **options())
 
 
-def backward(saved, x, upstream, plan, role, edge=False):
+def backward(saved, x, upstream, plan, role, edge=False, dtype=None):
     """The gradient by anchors ("self", "anchors") or by references ("references"), and by each boundary (B,)."""
     num_rows, dim = x.shape
+    dtype = dtype or x.dtype
     a = saved.references if role == "references" else saved.anchors
     b = saved.references if role == "anchors" else saved.anchors
     num_columns = saved.num_columns if role == "anchors" else saved.num_rows
     kinds = (plan.selection == "all", saved.capacity == 1, _stores_weights(plan), edge, plan.squared, plan.normalize)
     rows, block, start = _last_pass(num_rows, dim, role, *kinds, num_columns > MANY)
     fused = dim <= block
-    kind = torch.float32 if kernels.interpreted() else x.dtype  # the interpreter cuts to bfloat16, unrounded
+    kind = torch.float32 if kernels.interpreted() else dtype  # the interpreter cuts to bfloat16, unrounded
     out = torch.empty_like(x, dtype=kind)
     by_rows = out if fused else torch.empty_like(x, dtype=torch.float64)
     by_edge = torch.empty(num_rows, device=x.device, dtype=torch.float32) if edge else None
@@ -944,4 +950,11 @@ def backward(saved, x, upstream, plan, role, edge=False):
           2 * dim * EPS)  # fmt: skip
     if not fused:
         long_gradient(x, a, by_rows, out, plan.normalize)
-    return out if kind == x.dtype else out.to(x.dtype), by_edge
+    return out if kind == dtype else out.to(dtype), by_edge
+
+
+def add_first_references(saved, x, by_x, upstream, plan):
+    """Adds to the gradient by anchors, float32, that by the first references, which are the same rows; in x's type."""
+    saved = saved._replace(references=saved.anchors)
+    by_references, _ = backward(saved, x, upstream, plan, "references", dtype=torch.float32)
+    return by_x.add_(by_references).to(x.dtype)

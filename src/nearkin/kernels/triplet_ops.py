@@ -25,6 +25,7 @@ SELECTIONS = (
     *("random", "distance_weighted"),
 )
 ROOM = 2**26  # listed positives: up to as many pairs all may be positive; beyond, the largest class is looked up
+ROOM_BESIDE_REFERENCES = ROOM // 8  # a queue is long, and few of its items are positives
 CLIP, CUTOFF = 0.5, 1.4  # of `mining.distance_weighted`
 
 
@@ -50,7 +51,7 @@ def serves(
     kernels.check(impl)
     if selection not in SELECTIONS or (selection == "distance_weighted" and not (normalize and batch[0].shape[1] > 1)):
         return False
-    return eligible.served(impl, batch, reduction, max_memory, ROOM)
+    return eligible.served(impl, batch, reduction, max_memory, ROOM, batch_first=True)
 
 
 def loss(
@@ -60,6 +61,7 @@ def loss(
 
     boundary: β of the margin loss, of each anchor (B, 1), or one for all ().
     """
+    batch, batch_first = eligible.without_batch_first(batch)
     x = batch.embeddings
     with launch.device_of(x):
         capacity = _capacity(batch, plan.selection)
@@ -69,7 +71,7 @@ def loss(
         if plan.selection in ("random", "distance_weighted"):
             seed = torch.empty(1, dtype=torch.int64, device=x.device).random_(generator=generator)
             plan = plan._replace(density=_density(x.shape[1]))
-        arguments = (batch.labels, batch.reference_labels, seed, capacity, plan)
+        arguments = (batch.labels, batch.reference_labels, seed, capacity, plan, batch_first)
         value: Tensor = _Loss.call(x, batch.references, boundary, *arguments)
     return value
 
@@ -84,7 +86,7 @@ def _capacity(batch: blockwise.Batch, selection: str) -> int | None:
     labels = batch.labels if batch.reference_labels is None else batch.reference_labels
     assert isinstance(labels, Tensor)
     num_rows, num_columns = batch.embeddings.shape[0], labels.shape[0]
-    if num_rows * num_columns <= ROOM:
+    if num_rows * num_columns <= (ROOM if batch.references is None else ROOM_BESIDE_REFERENCES):
         return num_columns
     if labels.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
@@ -119,15 +121,17 @@ class _Loss(HandGradient):
         seed: Tensor | None,
         capacity: int,
         plan: Plan,
+        batch_first: bool,
     ) -> Tensor:
         x, ids = x.contiguous(), labels.contiguous()
         references = None if references is None else references.contiguous()
         num_columns = None if reference_labels is None else reference_labels.contiguous()
-        value, ctx.forward_state = _kernels().forward(x, ids, references, num_columns, boundary, seed, capacity, plan)
+        arguments = (boundary, seed, capacity, plan, batch_first)
+        value, ctx.forward_state = _kernels().forward(x, ids, references, num_columns, *arguments)
         wants = ctx.needs_input_grad
         # Rows are saved as the kernels have prepared them: a queue may change before the backward pass.
         ctx.save_for_backward(x if wants[0] or wants[2] else None, references if wants[1] else None)
-        ctx.plan, ctx.together = plan, references is None
+        ctx.plan, ctx.together, ctx.batch_first = plan, references is None, batch_first
         ctx.single = boundary is not None and boundary.dim() == 0
         return value  # type: ignore[no-any-return]
 
@@ -140,10 +144,13 @@ class _Loss(HandGradient):
         with launch.device_of(upstream):
             if wants[0] or wants[2]:
                 role = "self" if ctx.together else "anchors"
-                by_x, by_edge = _kernels().backward(ctx.forward_state, x, upstream, ctx.plan, role, wants[2])
+                dtype = torch.float32 if ctx.batch_first else x.dtype
+                by_x, by_edge = _kernels().backward(ctx.forward_state, x, upstream, ctx.plan, role, wants[2], dtype)
+                if wants[0] and ctx.batch_first:
+                    by_x = _kernels().add_first_references(ctx.forward_state, x, by_x, upstream, ctx.plan)
                 gradients[0] = by_x if wants[0] else None
                 if wants[2]:
                     gradients[2] = by_edge.sum() if ctx.single else by_edge[:, None]
             if wants[1]:
                 gradients[1], _ = _kernels().backward(ctx.forward_state, references, upstream, ctx.plan, "references")
-        return *gradients, None, None, None, None, None
+        return *gradients, *[None] * 6

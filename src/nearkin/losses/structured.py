@@ -109,10 +109,11 @@ def npair_loss(
     """
     call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     checks.at_least("penalty", penalty, 0)
-    if (value := call.pair_kernel("npair", (1.0, 0.0, 0.0, penalty), normalize=False)) is not None:
-        return value
     references = call.batch.references
-    taint, alone = call.taint(), references is None
+    alone = references is None
+    if (value := call.pair_kernel("npair", (1.0, 0.0, 0.0, penalty), flag=alone, normalize=False)) is not None:
+        return value
+    taint = call.taint()
     if alone and isinstance(labels, Tensor) and labels.dim() == 1 and checks.reads_values(labels):
         # Anchors × references without the rest of the matrix, where that is made in one piece.
         anchors, others = _sides(labels.long()) if call.fits() else (labels[:0], labels[:0])

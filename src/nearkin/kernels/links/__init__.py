@@ -31,4 +31,6 @@ _LINKS = {
 def of(kind: str, flag: bool) -> Link:
     if kind == "multi_similarity":
         return multi_similarity.SELECTED if flag else multi_similarity.ALL
+    if kind == "npair" and flag:
+        return npair.ALONE
     return _LINKS[kind]

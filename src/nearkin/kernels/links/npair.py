@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 """N-pair: SupCon of dot products with a penalty on squared lengths; in a batch alone the first item of each class is
-its anchor and the others are references. settings: 1, -, -, penalty.
+its anchor and the others are references (ALONE). settings: 1, -, -, penalty; FLAG: the batch is alone.
 """
 
 from nearkin.kernels.links import supcon
@@ -14,20 +14,12 @@ supcon_init, supcon_add, supcon_close = supcon.init, supcon.add, supcon.close
 
 @triton.jit
 def facts(extra, stats, at, settings, SELF: tl.constexpr, BETA: tl.constexpr, M: tl.constexpr):
-    if SELF:
-        rows = (load(stats, FIRST, at) > 0,)
-    else:
-        rows = ()
-    return rows
+    return (load(stats, FIRST, at) > 0,)
 
 
 @triton.jit
 def column(extra, at, SELF: tl.constexpr):
-    if SELF:
-        rows = (load(extra, FIRST, at) == 0,)
-    else:
-        rows = ()
-    return rows
+    return (load(extra, FIRST, at) == 0,)
 
 
 @triton.jit
@@ -40,7 +32,7 @@ def add(state, tile, reference, facts, settings, SELF: tl.constexpr, FLAG: tl.co
     terms, references, squared = state
     value, positive, negative = tile
     is_reference = reference[0]
-    if SELF:
+    if FLAG:
         is_reference = is_reference & reference[2][0]
         positive = positive & facts[0][:, None] & is_reference[None, :]
         negative = negative & facts[0][:, None] & is_reference[None, :]
@@ -66,7 +58,7 @@ def slope(tile, anchor, reference, scales, settings, SELF: tl.constexpr, FLAG: t
     value, positive, negative = tile
     peak, per_positive, share, counted, _first = anchor
     met = (positive | negative) & (counted > 0)
-    if SELF:
+    if FLAG:
         met = met & (reference[4] == 0)
     softmax = share * tl.exp(value / settings[0] - peak) - tl.where(positive, per_positive, 0.0)
     return scales[0] / settings[0] * tl.where(met, softmax, 0.0)
@@ -105,5 +97,5 @@ def mean_penalized(sums, stats, size, option, REDUCTION: tl.constexpr):
     return value, share, share * terms * option * 0.5 / references
 
 
-CHOICES = {"facts": facts, "column": column, "row_slope": row_slope, "tally": tally, "mean": mean_penalized}
-LINK = Link(init, add, close, slope, saved=5, **CHOICES)
+LINK = Link(init, add, close, slope, saved=5, row_slope=row_slope, tally=tally, mean=mean_penalized)
+ALONE = LINK._replace(facts=facts, column=column)
