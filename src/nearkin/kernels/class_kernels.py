@@ -233,10 +233,21 @@ def _scan_columns(
 
 
 @triton.jit
+def _with_own(part, b, c, i, own, picks, push, gain, anchors, OWN: tl.constexpr, CENTERS: tl.constexpr):
+    """The derivatives of a tile with those by the own classes: 0, or `push` for the row that represents it."""
+    part = tl.where((c // CENTERS * CENTERS)[:, None] == own[None, :], 0.0, part)
+    if OWN:
+        picked = tl.load(picks + i, mask=i < anchors, other=-1)
+        drawn = tl.load(push + i, mask=i < anchors, other=0.0) * gain
+        part = tl.where(c[:, None] == picked[None, :], drawn[None, :] * b[:, None], part)
+    return part
+
+
+@triton.jit
 def _derive(
     products, b, c, c0, row, i0, factor, ids, level, pull, picks, push, gain, out, stride, anchors, num_weights,
     OWN: tl.constexpr, TWO: tl.constexpr, COLUMNS: tl.constexpr, CENTERS: tl.constexpr, COPIES: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    FLAT: tl.constexpr, H: tl.constexpr, W: tl.constexpr):  # fmt: skip
     """Stores the derivatives of a tile (class weights, anchors) of products; their part along each weight, (H,)."""
     i = i0 + tl.arange(0, W)
     mask_i = i < anchors
@@ -262,12 +273,10 @@ def _derive(
         best = tl.argmax(tl.reshape(products * scale[None, :], (H // CENTERS, CENTERS, W)), 1)
         hit = best[:, None, :] == tl.arange(0, CENTERS)[None, :, None]
         part = tl.where(tl.reshape(hit, (H, W)), part, 0.0)
-    if tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + H), 1, 0)) > 0:  # few tiles contain an anchor's own class
-        part = tl.where((c // CENTERS * CENTERS)[:, None] == own[None, :], 0.0, part)
-        if OWN:
-            picked = tl.load(picks + i, mask=mask_i, other=-1)
-            drawn = tl.load(push + i, mask=mask_i, other=0.0) * gain
-            part = tl.where(c[:, None] == picked[None, :], drawn[None, :] * b[:, None], part)
+    if FLAT:  # a branch would cost registers
+        part = _with_own(part, b, c, i, own, picks, push, gain, anchors, OWN, CENTERS)
+    elif tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + H), 1, 0)) > 0:  # few tiles contain an own class
+        part = _with_own(part, b, c, i, own, picks, push, gain, anchors, OWN, CENTERS)
     if COPIES:
         part = part.to(out.dtype)
         out.store([row * H, i0], part)
@@ -280,22 +289,13 @@ def _derive(
 
 
 @triton.jit
-def _parts(
-    rows, factor, weight, inverse, ids, level, pull, picks, push, gain, upstream, out, along, anchors, num_weights, dim,
-    start, run_size, stride, OWN: tl.constexpr, HALVES: tl.constexpr, TWO: tl.constexpr, COLUMNS: tl.constexpr,
-    CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr, EVEN: tl.constexpr,
-    GROUP: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """The derivative by each score of a run of classes, times factor_i · inverse_c; its part along each class weight.
-
-    Class weights are the rows of the tile: sums over anchors then stay within a thread. OWN: `pull` and `push` include
-    the factor, are multiplied by `gain` and `upstream`, and the own class receives `push`.
-    """
-    column, row = _place(tl.cdiv(anchors, W), tl.cdiv(tl.minimum(num_weights - start, run_size), H), GROUP)
+def _parts_tile(
+    column, row, rows, factor, weight, inverse, ids, level, pull, picks, push, scale_up, out, along, anchors,
+    num_weights, dim, start, run_size, stride, OWN: tl.constexpr, HALVES: tl.constexpr, TWO: tl.constexpr,
+    COLUMNS: tl.constexpr, CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr,
+    FLAT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
     i0 = column * W
     c0 = start + row * H
-    scale_up = 1.0
-    if OWN:
-        scale_up = tl.load(gain) * tl.load(upstream)
     products = _products(weight, rows, c0, i0, num_weights, anchors, dim, DOT, PRECISION, COPIES, EVEN, H, W, D)
     c = c0 + tl.arange(0, H)
     b = tl.load(inverse + c, mask=c < num_weights, other=0.0)
@@ -303,22 +303,53 @@ def _parts(
         first, second = tl.split(tl.permute(tl.reshape(products, (H, 2, W // 2)), (0, 2, 1)))
         along_weight = _derive(
             first, b, c, c0, row, i0, factor, ids, level, pull, picks, push, scale_up, out, stride, anchors,
-            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, H, W // 2)  # fmt: skip
+            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, FLAT, H, W // 2)  # fmt: skip
         along_weight += _derive(
             second, b, c, c0, row, i0 + W // 2, factor, ids, level, pull, picks, push, scale_up, out, stride, anchors,
-            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, H, W // 2)  # fmt: skip
+            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, FLAT, H, W // 2)  # fmt: skip
     else:
         along_weight = _derive(
             products, b, c, c0, row, i0, factor, ids, level, pull, picks, push, scale_up, out, stride, anchors,
-            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, H, W)  # fmt: skip
+            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, FLAT, H, W)  # fmt: skip
     tl.store(along + column * run_size + row * H + tl.arange(0, H), along_weight)
+
+
+@triton.jit
+def _parts(
+    rows, factor, weight, inverse, ids, level, pull, picks, push, gain, upstream, out, along, anchors, num_weights, dim,
+    start, run_size, stride, OWN: tl.constexpr, HALVES: tl.constexpr, TWO: tl.constexpr, COLUMNS: tl.constexpr,
+    CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr, FLAT: tl.constexpr,
+    EVEN: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The derivative by each score of a run of classes, times factor_i · inverse_c; its part along each class weight.
+
+    Class weights are the rows of the tile: sums over anchors then stay within a thread. OWN: `pull` and `push` include
+    the factor, are multiplied by `gain` and `upstream`, and the own class receives `push`. FLAT: a program takes one
+    tile after the other.
+    """
+    across = tl.cdiv(anchors, W)
+    down = tl.cdiv(tl.minimum(num_weights - start, run_size), H)
+    scale_up = 1.0
+    if OWN:
+        scale_up = tl.load(gain) * tl.load(upstream)
+    if FLAT:
+        for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0), flatten=True):
+            _parts_tile(
+                tile % across, tile // across, rows, factor, weight, inverse, ids, level, pull, picks, push, scale_up,
+                out, along, anchors, num_weights, dim, start, run_size, stride, OWN, HALVES, TWO, COLUMNS, CENTERS, DOT,
+                PRECISION, COPIES, FLAT, EVEN, H, W, D)  # fmt: skip
+    else:
+        column, row = _place(across, down, GROUP)
+        _parts_tile(
+            column, row, rows, factor, weight, inverse, ids, level, pull, picks, push, scale_up, out, along, anchors,
+            num_weights, dim, start, run_size, stride, OWN, HALVES, TWO, COLUMNS, CENTERS, DOT, PRECISION, COPIES, FLAT,
+            EVEN, H, W, D)  # fmt: skip
 
 
 @triton.jit
 def _write(
     gradient, weight, inverse, along, picks, order, bounds, by_own, by_weight, num_weights, dim, start, run_size,
-    column, c0, d0, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, COPIES: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr):  # fmt: skip
+    column, c0, d0, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, ALONG: tl.constexpr, COPIES: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr):  # fmt: skip
     """The last step of a tile of the gradient: removes the part along the weights, adds that of the own classes."""
     c = c0 + tl.arange(0, H)
     d = d0 + tl.arange(0, W)
@@ -329,11 +360,15 @@ def _write(
             w = weight.load([c0, d0]).to(tl.float32)
         else:
             w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-        along_weight = tl.zeros((H,), tl.float32)
-        for r in range(0, heights):
-            along_weight += tl.load(
-                along + r * run_size + (c0 - start) + tl.arange(0, H), mask=c < num_weights, other=0.0
-            )
+        at_along = along + (c0 - start) + tl.arange(0, H)
+        if ALONG > 0:  # all at once: a loop would keep the next tile's copies waiting
+            r = tl.arange(0, ALONG)
+            mask = (r < heights)[:, None] & (c < num_weights)[None, :]
+            along_weight = tl.sum(tl.load(at_along[None, :] + r[:, None] * run_size, mask=mask, other=0.0), 0)
+        else:
+            along_weight = tl.zeros((H,), tl.float32)
+            for r in range(0, heights):
+                along_weight += tl.load(at_along + r * run_size, mask=c < num_weights, other=0.0)
         # The weight first: `along_weight` includes one inverse length, and the square of a large one overflows float32.
         direction = w * tl.load(inverse + c, mask=c < num_weights, other=0.0)[:, None]
         gradient -= along_weight[:, None] * direction
@@ -350,14 +385,10 @@ def _write(
 
 
 @triton.jit
-def _gradient(
-    parts, rows, weight, inverse, along, picks, order, bounds, by_own, by_weight, anchors, num_weights, dim, start,
-    run_size, stride, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, DOT: tl.constexpr, COPIES: tl.constexpr,
-    EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """A tile (class weights, coordinates) of parts · rows, finished."""
-    tiles_across = tl.cdiv(dim, W)
-    column = tl.program_id(0) // tiles_across
-    d0 = tl.program_id(0) % tiles_across * W
+def _gradient_tile(
+    column, d0, parts, rows, weight, inverse, along, picks, order, bounds, by_own, by_weight, anchors, num_weights, dim,
+    start, run_size, stride, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, ALONG: tl.constexpr, DOT: tl.constexpr,
+    COPIES: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
     d = d0 + tl.arange(0, W)
     acc = tl.zeros((H, W), tl.float32)
     if COPIES:
@@ -383,13 +414,35 @@ def _gradient(
     column = c0 // H
     _write(
         acc, weight, inverse, along, picks, order, bounds, by_own, by_weight, num_weights, dim, start, run_size, column,
-        c0, d0, heights, OWN, PROJECT, COPIES, H, W)  # fmt: skip
+        c0, d0, heights, OWN, PROJECT, ALONG, COPIES, H, W)  # fmt: skip
+
+
+@triton.jit
+def _gradient(
+    parts, rows, weight, inverse, along, picks, order, bounds, by_own, by_weight, anchors, num_weights, dim, start,
+    run_size, stride, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, ALONG: tl.constexpr, DOT: tl.constexpr,
+    COPIES: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """A tile (class weights, coordinates) of parts · rows, finished. FLAT: one tile after the other."""
+    across = tl.cdiv(dim, W)
+    if FLAT:
+        down = tl.cdiv(tl.minimum(num_weights - start, run_size), H)
+        for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0), flatten=True):
+            _gradient_tile(
+                tile // across, tile % across * W, parts, rows, weight, inverse, along, picks, order, bounds, by_own,
+                by_weight, anchors, num_weights, dim, start, run_size, stride, heights, OWN, PROJECT, ALONG, DOT, COPIES, EVEN,
+                H, W, D)  # fmt: skip
+    else:
+        tile = tl.program_id(0)
+        _gradient_tile(
+            tile // across, tile % across * W, parts, rows, weight, inverse, along, picks, order, bounds, by_own,
+            by_weight, anchors, num_weights, dim, start, run_size, stride, heights, OWN, PROJECT, ALONG, DOT, COPIES, EVEN, H,
+            W, D)  # fmt: skip
 
 
 @triton.jit
 def _finish(
     product, weight, inverse, along, picks, order, bounds, by_own, by_weight, num_weights, dim, start, run_size,
-    heights, OWN: tl.constexpr, PROJECT: tl.constexpr, COPIES: tl.constexpr, H: tl.constexpr,
+    heights, OWN: tl.constexpr, PROJECT: tl.constexpr, ALONG: tl.constexpr, COPIES: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr):  # fmt: skip
     """The same from a product (class weights of the run, D) that was computed elsewhere."""
     tiles_across = tl.cdiv(dim, W)
@@ -403,7 +456,12 @@ def _finish(
     column = c0 // H
     _write(
         gradient, weight, inverse, along, picks, order, bounds, by_own, by_weight, num_weights, dim, start, run_size,
-        column, c0, d0, heights, OWN, PROJECT, COPIES, H, W)  # fmt: skip
+        column, c0, d0, heights, OWN, PROJECT, ALONG, COPIES, H, W)  # fmt: skip
+
+
+def _programs(tile, tiles):
+    """One per tile, or as many as run together: with four warps two on a multiprocessor."""
+    return min(tiles, 132 * 8 // tile.warps) if tile.flat and not INTERPRETS else tiles
 
 
 def _blocks(num_weights, size):
@@ -474,10 +532,10 @@ def parts(operands, level, pull, begin, out, along, own=None, tile=None, descrip
         if constants["COPIES"]
         else out
     )
-    programs = _blocks(anchors, tile.width) * _blocks(min(num_weights - begin, run_size), tile.height)
+    programs = _programs(tile, _blocks(anchors, tile.width) * _blocks(min(num_weights - begin, run_size), tile.height))
     arguments = (level, pull, *(own or (pull, pull, pull, pull)))
     sizes = (filled, along, anchors, num_weights, dim, begin, run_size, out.stride(0))
-    constants |= {"OWN": own is not None, "HALVES": split}
+    constants |= {"OWN": own is not None, "HALVES": split, "FLAT": tile.flat}
     start(_parts, programs, (*sources, operands.ids, *arguments, *sizes), constants)
     if INTERPRETS and halves(operands.rows, operands.weight):
         out.copy_(out.bfloat16())  # the interpreter truncates to bfloat16
@@ -519,11 +577,11 @@ def gradient(operands, derivatives, along, end, by_weight, begin, project, tile=
     run = min(num_weights - begin, run_size)
     even = anchors % tile.depth == 0
     constants = {"H": tile.height, "W": tile.width, "D": tile.depth, "COPIES": copies, "EVEN": even, "DOT": _dot(rows)}
-    constants |= {"OWN": end is not None, "PROJECT": project} | _launch(tile)
+    constants |= {"FLAT": tile.flat, "ALONG": _padded(along), "OWN": end is not None, "PROJECT": project} | _launch(tile)
     ends = end or Ends(along, along, along, along)
     sizes = (anchors, num_weights, dim, begin, run_size, derivatives.stride(0), along.shape[0])
     arguments = (*sources, weight, operands.inverse, along, *ends, filled, *sizes)
-    start(_gradient, _blocks(run, tile.height) * _blocks(dim, tile.width), arguments, constants)
+    start(_gradient, _programs(tile, _blocks(run, tile.height) * _blocks(dim, tile.width)), arguments, constants)
     _round(out, by_weight, begin, run)
 
 
@@ -534,11 +592,18 @@ def finish(operands, product, along, end, by_weight, begin, project):
     run = product.shape[0]
     out = _rounded_later(by_weight)
     constants = {"OWN": end is not None, "PROJECT": project, "COPIES": False, "H": tile.height, "W": tile.width}
+    constants |= {"ALONG": _padded(along)}
     ends = end or Ends(along, along, along, along)
     sizes = (num_weights, dim, begin, along.shape[1], along.shape[0])
     arguments = (product, operands.weight, operands.inverse, along, *ends, out, *sizes)
     start(_finish, _blocks(run, tile.height) * _blocks(dim, tile.width), arguments, constants | _launch(tile))
     _round(out, by_weight, begin, run)
+
+
+def _padded(along):
+    """The rows of `along` as a power of two, if they are few; else 0."""
+    rows = 1 << (along.shape[0] - 1).bit_length()
+    return rows if rows <= 16 else 0
 
 
 def start(kernel, programs, arguments, constants):
