@@ -545,7 +545,12 @@ def whole_cases():
     for shape in KERNEL_SHAPES:
         for kinds in (f16, mixed) if shape == KERNEL_SHAPES[3] else (f32,):
             yield shape, kinds, "arcface", "sum"
-    for shape, kinds in (((33, 40, 16), bf16), ((33, 40, 16), mixed), (KERNEL_SHAPES[0], f32), (KERNEL_SHAPES[4], bf16)):
+    for shape, kinds in (
+        ((33, 40, 16), bf16),
+        ((33, 40, 16), mixed),
+        (KERNEL_SHAPES[0], f32),
+        (KERNEL_SHAPES[4], bf16),
+    ):
         yield shape, kinds, "proxy-anchor", "mean"
     yield (5, 1, 4), f32, "proxy-nca, original", "mean"  # no other class
     yield KERNEL_SHAPES[4], bf16, "cosface", "active"
@@ -758,7 +763,9 @@ def test_whole_losses_at_the_edges(fused_loss):
 @pytest.mark.parametrize("shape", [(1, 1, 4), (1, 700, 64), (63, 1037, 72), (257, 40_001, 512)], ids=str)
 def test_whole_losses_on_a_gpu(shape, kinds):
     half = kinds[0] == kinds[1] == "bfloat16"
-    forms = ("normalized", "cosface", "arcface", "sphereface", "proxy-anchor") if half else (*WHOLE, "arcface, 2 centres")
+    forms = (
+        ("normalized", "cosface", "arcface", "sphereface", "proxy-anchor") if half else (*WHOLE, "arcface, 2 centres")
+    )
     for place, form in enumerate(forms):
         reduction = ("mean", "active")[place % 2] if half else ("mean", "active", "sum")[place % 3]
         if "adacos" in form and shape[1] < 3:

@@ -85,7 +85,7 @@ def decoded(state):
 
 
 def test_adam8bit_is_adam_of_its_own_moments():
-    """Each step, by float64, from the 8-bit moments before it; the moments after it are a neighbour of the exact ones."""
+    """Each step by float64, from the 8-bit moments before it; the moments after it are neighbours of the exact ones."""
     shape = (9, 300)
     weight = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     optimizer = ClassWeightOptimizer([weight], rule="adam8bit", **SETTINGS)
@@ -183,7 +183,7 @@ def test_state_is_small():
 
 def test_bad_arguments_are_one_sentence():
     weight = torch.nn.Parameter(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match='unknown rule "adam"; .*known: rowwise, adam8bit'):
+    with pytest.raises(ValueError, match=r'unknown rule "adam"; .*known: rowwise, adam8bit'):
         ClassWeightOptimizer([weight], rule="adam")
     for bad in (torch.zeros(3), torch.zeros(3, 2, dtype=torch.float16)):
         with pytest.raises(ValueError, match=r"class weights must be \(C, D\) of float32, float64 or bfloat16, got "):
@@ -202,7 +202,7 @@ def test_sampled_classes_in_a_loop_of_ones_own():
 
 
 def judge_kernel():
-    """Weights and states of the kernel and of plain torch, as JSON: the largest difference, and how many codes differ."""
+    """The largest differences in weights and states of the kernel and of plain torch, as JSON; who served."""
     results = {}
     in_a_kernel = class_weights._in_a_kernel
     for rule in RULES:

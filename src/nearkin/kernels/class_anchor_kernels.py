@@ -6,7 +6,7 @@ They share the buffers of `class_row_kernels.prepare`: an item's logit is α (co
 
 import torch
 
-from nearkin.kernels.class_kernels import _blocks, _options, start
+from nearkin.kernels.class_kernels import _blocks, _options, start_kernel
 from nearkin.kernels.class_row_kernels import COUNTED, FACTOR, LENGTH_SLOPE, LN2, PUSH, SLOPE, SUMMED, TAINT, TARGET
 from nearkin.kernels.numerics import sigmoid, softplus, tl, triton
 
@@ -95,7 +95,7 @@ def _total(facts, stats, partial, value, gain, num_rows, width, blocks, share, N
 def positives(own_classes, facts, stats, num_rows):
     """Own classes' terms into `facts`, their derivatives into `stats`; own classes of unknown items become -1."""
     arguments = (own_classes, facts, stats, num_rows, facts.shape[1])
-    start(_positives, _blocks(num_rows, ITEMS), arguments, {"M": ITEMS, "N": 128} | _options())
+    start_kernel(_positives, _blocks(num_rows, ITEMS), arguments, {"M": ITEMS, "N": 128} | _options())
 
 
 def negatives(peaks, sums, inverse, shift):
@@ -103,7 +103,7 @@ def negatives(peaks, sums, inverse, shift):
     num_weights = inverse.shape[0]
     partial = torch.empty(_blocks(num_weights, CLASSES), device=inverse.device, dtype=torch.float64)
     arguments = (peaks, sums, inverse, partial, num_weights, float(shift), 1.0 / num_weights)
-    start(_negatives, len(partial), arguments, {"N": CLASSES} | _options())
+    start_kernel(_negatives, len(partial), arguments, {"N": CLASSES} | _options())
     return partial
 
 
@@ -111,5 +111,5 @@ def total(facts, stats, partial, num_rows, num_weights):
     """The loss and 1, two scalars."""
     value, gain = (torch.empty((), device=facts.device, dtype=torch.float32) for _ in range(2))
     arguments = (facts, stats, partial, value, gain, num_rows, facts.shape[1], len(partial), 1.0 / num_weights)
-    start(_total, 1, arguments, {"N": SUMMED} | _options())
+    start_kernel(_total, 1, arguments, {"N": SUMMED} | _options())
     return value, gain

@@ -4,7 +4,6 @@ Both are the kernels of the class softmax, with tiles reduced over anchors.
 """
 
 import functools
-import math
 from types import ModuleType
 from typing import Any
 

@@ -60,6 +60,9 @@ CANDIDATES = [
     Tile(128, 256, 64, 8, 3),
     Tile(256, 128, 64, 8, 3),
     Tile(256, 128, 64, 8, 4),
+    Tile(128, 128, 64, 4, 3, flat=True),
+    Tile(128, 128, 64, 4, 2, flat=True),
+    Tile(128, 256, 64, 8, 3, flat=True),
 ]
 GROUP = 16  # tiles of anchors that share class weights in the cache before the next ones
 NORM_CLASSES = 32
@@ -184,9 +187,7 @@ def _scan(
             best = tl.argmax(tl.reshape(score, (H, W // CENTERS, CENTERS)), 2)
             hit = best[:, :, None] == tl.arange(0, CENTERS)[None, None, :]
             score = tl.where(tl.reshape(hit, (H, W)), score, float("-inf"))
-        if FLAT:  # a branch would cost registers
-            score = tl.where((c // CENTERS * CENTERS)[None, :] == own[:, None], float("-inf"), score)
-        elif tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + W), 1, 0)) > 0:  # few tiles contain an own class
+        if FLAT or tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + W), 1, 0)) > 0:  # a branch would cost registers
             score = tl.where((c // CENTERS * CENTERS)[None, :] == own[:, None], float("-inf"), score)
         if BOUNDED:
             total += tl.sum(_power(score, TWO), 1)
@@ -273,9 +274,7 @@ def _derive(
         best = tl.argmax(tl.reshape(products * scale[None, :], (H // CENTERS, CENTERS, W)), 1)
         hit = best[:, None, :] == tl.arange(0, CENTERS)[None, :, None]
         part = tl.where(tl.reshape(hit, (H, W)), part, 0.0)
-    if FLAT:  # a branch would cost registers
-        part = _with_own(part, b, c, i, own, picks, push, gain, anchors, OWN, CENTERS)
-    elif tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + H), 1, 0)) > 0:  # few tiles contain an own class
+    if FLAT or tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + H), 1, 0)) > 0:  # a branch would cost registers
         part = _with_own(part, b, c, i, own, picks, push, gain, anchors, OWN, CENTERS)
     if COPIES:
         part = part.to(out.dtype)
@@ -421,7 +420,8 @@ def _gradient_tile(
 def _gradient(
     parts, rows, weight, inverse, along, picks, order, bounds, by_own, by_weight, anchors, num_weights, dim, start,
     run_size, stride, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, ALONG: tl.constexpr, DOT: tl.constexpr,
-    COPIES: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    COPIES: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr):  # fmt: skip
     """A tile (class weights, coordinates) of parts · rows, finished. FLAT: one tile after the other."""
     across = tl.cdiv(dim, W)
     if FLAT:
@@ -429,14 +429,14 @@ def _gradient(
         for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0), flatten=True):
             _gradient_tile(
                 tile // across, tile % across * W, parts, rows, weight, inverse, along, picks, order, bounds, by_own,
-                by_weight, anchors, num_weights, dim, start, run_size, stride, heights, OWN, PROJECT, ALONG, DOT, COPIES, EVEN,
-                H, W, D)  # fmt: skip
+                by_weight, anchors, num_weights, dim, start, run_size, stride, heights, OWN, PROJECT, ALONG, DOT,
+                COPIES, EVEN, H, W, D)  # fmt: skip
     else:
         tile = tl.program_id(0)
         _gradient_tile(
             tile // across, tile % across * W, parts, rows, weight, inverse, along, picks, order, bounds, by_own,
-            by_weight, anchors, num_weights, dim, start, run_size, stride, heights, OWN, PROJECT, ALONG, DOT, COPIES, EVEN, H,
-            W, D)  # fmt: skip
+            by_weight, anchors, num_weights, dim, start, run_size, stride, heights, OWN, PROJECT, ALONG, DOT, COPIES,
+            EVEN, H, W, D)  # fmt: skip
 
 
 @triton.jit
@@ -482,7 +482,7 @@ def lengths(weight):
     pad = max(16, min(1 << (dim - 1).bit_length(), 256))  # what a warp loads of a row at once, 16 bytes per thread
     sizes = {"TINY": TINY, "EVEN": dim % pad == 0, "C": NORM_CLASSES, "D": pad}
     arguments = (weight, inverse, num_weights, dim)
-    start(_lengths, _blocks(num_weights, NORM_CLASSES), arguments, sizes | _options())
+    start_kernel(_lengths, _blocks(num_weights, NORM_CLASSES), arguments, sizes | _options())
     return inverse
 
 
@@ -499,12 +499,14 @@ def scan(operands, part_size, tile=None):
     if operands.columns:
         for name in ("COLUMNS", "CENTERS", "GROUP"):
             del constants[name]
-        start(_scan_columns, _blocks(num_weights, tile.height), (*arguments, anchors, num_weights, dim), constants)
+        start_kernel(
+            _scan_columns, _blocks(num_weights, tile.height), (*arguments, anchors, num_weights, dim), constants
+        )
         return peaks, sums
     del constants["COLUMNS"]
     constants |= {"LOST": operands.lost != 0, "BOUNDED": operands.bounded, "FLAT": tile.flat}
     sizes = (float(operands.lost), anchors, num_weights, dim, part_size)
-    start(_scan, _blocks(anchors, tile.height) * shape[0], (*arguments, *sizes), constants)
+    start_kernel(_scan, _blocks(anchors, tile.height) * shape[0], (*arguments, *sizes), constants)
     return peaks, sums
 
 
@@ -536,7 +538,7 @@ def parts(operands, level, pull, begin, out, along, own=None, tile=None, descrip
     arguments = (level, pull, *(own or (pull, pull, pull, pull)))
     sizes = (filled, along, anchors, num_weights, dim, begin, run_size, out.stride(0))
     constants |= {"OWN": own is not None, "HALVES": split, "FLAT": tile.flat}
-    start(_parts, programs, (*sources, operands.ids, *arguments, *sizes), constants)
+    start_kernel(_parts, programs, (*sources, operands.ids, *arguments, *sizes), constants)
     if INTERPRETS and halves(operands.rows, operands.weight):
         out.copy_(out.bfloat16())  # the interpreter truncates to bfloat16
 
@@ -577,11 +579,13 @@ def gradient(operands, derivatives, along, end, by_weight, begin, project, tile=
     run = min(num_weights - begin, run_size)
     even = anchors % tile.depth == 0
     constants = {"H": tile.height, "W": tile.width, "D": tile.depth, "COPIES": copies, "EVEN": even, "DOT": _dot(rows)}
-    constants |= {"FLAT": tile.flat, "ALONG": _padded(along), "OWN": end is not None, "PROJECT": project} | _launch(tile)
+    constants |= {"FLAT": tile.flat, "ALONG": _padded(along), "OWN": end is not None, "PROJECT": project} | _launch(
+        tile
+    )
     ends = end or Ends(along, along, along, along)
     sizes = (anchors, num_weights, dim, begin, run_size, derivatives.stride(0), along.shape[0])
     arguments = (*sources, weight, operands.inverse, along, *ends, filled, *sizes)
-    start(_gradient, _programs(tile, _blocks(run, tile.height) * _blocks(dim, tile.width)), arguments, constants)
+    start_kernel(_gradient, _programs(tile, _blocks(run, tile.height) * _blocks(dim, tile.width)), arguments, constants)
     _round(out, by_weight, begin, run)
 
 
@@ -596,7 +600,7 @@ def finish(operands, product, along, end, by_weight, begin, project):
     ends = end or Ends(along, along, along, along)
     sizes = (num_weights, dim, begin, along.shape[1], along.shape[0])
     arguments = (product, operands.weight, operands.inverse, along, *ends, out, *sizes)
-    start(_finish, _blocks(run, tile.height) * _blocks(dim, tile.width), arguments, constants | _launch(tile))
+    start_kernel(_finish, _blocks(run, tile.height) * _blocks(dim, tile.width), arguments, constants | _launch(tile))
     _round(out, by_weight, begin, run)
 
 
@@ -606,7 +610,7 @@ def _padded(along):
     return rows if rows <= 16 else 0
 
 
-def start(kernel, programs, arguments, constants):
+def start_kernel(kernel, programs, arguments, constants):
     """Launches a kernel. constants: those of the kernel and the compiler's options."""
     _launcher(kernel, tuple(constants.items()))((programs, 1, 1), *arguments)
 

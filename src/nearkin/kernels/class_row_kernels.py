@@ -9,7 +9,7 @@ the factor times log2 e, the level, and the derivatives by the others' scores, b
 
 import torch
 
-from nearkin.kernels.class_kernels import INTERPRETS, TINY, _blocks, _options, start
+from nearkin.kernels.class_kernels import INTERPRETS, TINY, _blocks, _options, start_kernel
 from nearkin.kernels.numerics import sigmoid, softplus, tl, triton
 
 FACTS, STATS = 8, 5
@@ -281,7 +281,7 @@ def prepare(x, weight, labels, scale_tensor, numbers, margin, straight, times, c
     read = (x, weight, labels, stats if scale_tensor is None else scale_tensor)
     sizes = (num_rows, width, dim, weight.shape[0] // centers)
     arguments = (*read, rows, own_classes, facts, stats, *sizes, *numbers)
-    start(_prepare, _blocks(num_rows, ROWS), arguments, choices)
+    start_kernel(_prepare, _blocks(num_rows, ROWS), arguments, choices)
     return rows, own_classes, facts, stats
 
 
@@ -291,10 +291,10 @@ def settle(peaks, sums, facts, stats, classes, needs_others, soft, reduction):
     width = facts.shape[1]
     choices = {"NEEDS_OTHERS": needs_others, "SOFT": soft, "ACTIVE": reduction == "active", "M": SETTLED, "S": 64}
     arguments = (peaks, sums, facts, stats, num_rows, width, parts, classes)
-    start(_settle, _blocks(num_rows, SETTLED), arguments, choices | _options())
+    start_kernel(_settle, _blocks(num_rows, SETTLED), arguments, choices | _options())
     value, gain = (torch.empty((), device=facts.device, dtype=torch.float32) for _ in range(2))
     choices = {"MEAN": reduction != "sum", "N": SUMMED}
-    start(_sum, 1, (facts, value, gain, num_rows, width), choices | _options())
+    start_kernel(_sum, 1, (facts, value, gain, num_rows, width), choices | _options())
     return value, gain
 
 
@@ -304,5 +304,5 @@ def input_gradient(by_rows, x, facts, stats, gain, upstream, normalize):
     by_x = torch.empty_like(x, dtype=torch.float32 if INTERPRETS else x.dtype)
     arguments = (by_rows, x, facts, stats, gain, upstream, by_x, num_rows, facts.shape[1], dim)
     choices = {"NORMALIZE": normalize, "M": ROWS, "D": _chunk(dim)}
-    start(_input_gradient, _blocks(num_rows, ROWS), arguments, choices | _options())
+    start_kernel(_input_gradient, _blocks(num_rows, ROWS), arguments, choices | _options())
     return by_x.to(x.dtype)  # the interpreter truncates to bfloat16
