@@ -365,9 +365,9 @@ def compile_only():
     from nearkin.kernels import class_kernels as tiles
 
     score = {"CENTERS": 1, "PRECISION": "ieee", "GROUP": tiles.GROUP, "TWO": True}
-    end = {"OWN": False, "PROJECT": True, "ALONG": 8}
+    end = {"OWN": False, "PROJECT": True}
     builds = [
-        (tiles._scan, item, tile, score | {"LOST": False, "BOUNDED": True, "FLAT": tile.flat} | constants)
+        (tiles._scan, item, tile, score | {"LOST": False, "BOUNDED": True} | constants)
         for item, tile in tiles.SCAN.items()
         for constants in (*centers(), {"LOST": True}, {"BOUNDED": False})
     ]
@@ -376,11 +376,11 @@ def compile_only():
     ]
     derive = score | {"COLUMNS": False, "HALVES": True, "OWN": True}
     builds += [
-        (tiles._parts, item, tile, derive | {"FLAT": tile.flat} | constants)
+        (tiles._parts, item, tile, derive | constants)
         for item, tile in tiles.PARTS.items()
         for constants in (*centers(), {"COLUMNS": True})
     ]
-    builds += [(tiles._gradient, item, tile, end | {"FLAT": tile.flat}) for item, tile in tiles.GRADIENT.items()]
+    builds += [(tiles._gradient, item, tile, end) for item, tile in tiles.GRADIENT.items()]
     builds += [(tiles._finish, item, tiles.FINISH._replace(copies=False), end | {"COPIES": False}) for item in (2, 4)]
     for kernel, item, tile, constants in builds:
         shared, registers, spilt = build(kernel, tile, item, **constants)

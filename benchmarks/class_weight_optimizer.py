@@ -58,7 +58,9 @@ def compare(classes, dim, device):
         except torch.cuda.OutOfMemoryError:
             state = extra = ms = float("nan")
         mib = weight.numel() * weight.element_size() / 2**20
-        print(f"C {classes:,} D {dim} {name:34} weights {mib:8.0f} state {state:9.1f} extra {extra:7.0f} MiB {ms:9.2f} ms")
+        print(
+            f"C {classes:,} D {dim} {name:34} weights {mib:8.0f} state {state:9.1f} extra {extra:7.0f} MiB {ms:9.2f} ms"
+        )
         yield [name, measure.machine(device), classes, dim, f"{mib:.0f}", f"{state:.1f}", f"{extra:.0f}", f"{ms:.2f}"]
         del weight, optimizer
 

@@ -39,7 +39,6 @@ class Tile(NamedTuple):
     stages: int
     copies: bool = True
     registers: int | None = None  # at most per thread, so that more programs share a multiprocessor
-    flat: bool = False  # whether the loop over tiles is one with the loop over steps, so that copies run ahead
 
 
 # By the bytes of a number in a product. Those of 2 bytes are the fastest on an H200 at C = 1,000,000, B = 1,024 and
@@ -60,9 +59,6 @@ CANDIDATES = [
     Tile(128, 256, 64, 8, 3),
     Tile(256, 128, 64, 8, 3),
     Tile(256, 128, 64, 8, 4),
-    Tile(128, 128, 64, 4, 3, flat=True),
-    Tile(128, 128, 64, 4, 2, flat=True),
-    Tile(128, 256, 64, 8, 3, flat=True),
 ]
 GROUP = 16  # tiles of anchors that share class weights in the cache before the next ones
 NORM_CLASSES = 32
@@ -162,9 +158,9 @@ def _products(
 @triton.jit
 def _scan(
     rows, factor, weight, inverse, ids, peaks, sums, lost, anchors, num_weights, dim, part_size, LOST: tl.constexpr,
-    FLAT: tl.constexpr, TWO: tl.constexpr, BOUNDED: tl.constexpr, CENTERS: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, COPIES: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    TWO: tl.constexpr, BOUNDED: tl.constexpr, CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    COPIES: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr):  # fmt: skip
     """Peak and sum of e^{score - peak} per anchor over `part_size` weights; the peak is 0 for BOUNDED scores."""
     row, part = _place(tl.cdiv(anchors, H), tl.cdiv(num_weights, part_size), GROUP)
     i0 = row * H
@@ -174,7 +170,7 @@ def _scan(
     peak = tl.full((H,), float("-inf"), tl.float32)
     total = tl.zeros((H,), tl.float32)
     first = part * part_size
-    for step in tl.range(0, tl.minimum(part_size, num_weights - first), W, flatten=FLAT):
+    for step in range(0, tl.minimum(part_size, num_weights - first), W):
         c0 = first + step
         c = c0 + tl.arange(0, W)
         b = tl.load(inverse + c, mask=c < num_weights, other=0.0)
@@ -187,7 +183,7 @@ def _scan(
             best = tl.argmax(tl.reshape(score, (H, W // CENTERS, CENTERS)), 2)
             hit = best[:, :, None] == tl.arange(0, CENTERS)[None, None, :]
             score = tl.where(tl.reshape(hit, (H, W)), score, float("-inf"))
-        if FLAT or tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + W), 1, 0)) > 0:  # a branch would cost registers
+        if tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + W), 1, 0)) > 0:  # few tiles contain an anchor's own class
             score = tl.where((c // CENTERS * CENTERS)[None, :] == own[:, None], float("-inf"), score)
         if BOUNDED:
             total += tl.sum(_power(score, TWO), 1)
@@ -234,21 +230,10 @@ def _scan_columns(
 
 
 @triton.jit
-def _with_own(part, b, c, i, own, picks, push, gain, anchors, OWN: tl.constexpr, CENTERS: tl.constexpr):
-    """The derivatives of a tile with those by the own classes: 0, or `push` for the row that represents it."""
-    part = tl.where((c // CENTERS * CENTERS)[:, None] == own[None, :], 0.0, part)
-    if OWN:
-        picked = tl.load(picks + i, mask=i < anchors, other=-1)
-        drawn = tl.load(push + i, mask=i < anchors, other=0.0) * gain
-        part = tl.where(c[:, None] == picked[None, :], drawn[None, :] * b[:, None], part)
-    return part
-
-
-@triton.jit
 def _derive(
     products, b, c, c0, row, i0, factor, ids, level, pull, picks, push, gain, out, stride, anchors, num_weights,
     OWN: tl.constexpr, TWO: tl.constexpr, COLUMNS: tl.constexpr, CENTERS: tl.constexpr, COPIES: tl.constexpr,
-    FLAT: tl.constexpr, H: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    H: tl.constexpr, W: tl.constexpr):  # fmt: skip
     """Stores the derivatives of a tile (class weights, anchors) of products; their part along each weight, (H,)."""
     i = i0 + tl.arange(0, W)
     mask_i = i < anchors
@@ -263,19 +248,19 @@ def _derive(
     else:
         peak = tl.load(level + i, mask=mask_i, other=0.0)
         share = tl.load(pull + i, mask=mask_i, other=0.0) * gain
-        if OWN and TWO:  # `pull` is at least 0: but for the sign of `gain` it is a part of the exponent
-            peak -= tl.log2(tl.abs(share))
-            part = _power(products * scale[None, :] - peak[None, :], TWO) * (b * tl.where(gain < 0, -1.0, 1.0))[:, None]
-        else:
-            if not OWN:
-                share *= scale
-            part = _power(products * scale[None, :] - peak[None, :], TWO) * share[None, :] * b[:, None]
+        if not OWN:
+            share *= scale
+        part = _power(products * scale[None, :] - peak[None, :], TWO) * share[None, :] * b[:, None]
     if CENTERS > 1:
         best = tl.argmax(tl.reshape(products * scale[None, :], (H // CENTERS, CENTERS, W)), 1)
         hit = best[:, None, :] == tl.arange(0, CENTERS)[None, :, None]
         part = tl.where(tl.reshape(hit, (H, W)), part, 0.0)
-    if FLAT or tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + H), 1, 0)) > 0:  # a branch would cost registers
-        part = _with_own(part, b, c, i, own, picks, push, gain, anchors, OWN, CENTERS)
+    if tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + H), 1, 0)) > 0:  # few tiles contain an anchor's own class
+        part = tl.where((c // CENTERS * CENTERS)[:, None] == own[None, :], 0.0, part)
+        if OWN:
+            picked = tl.load(picks + i, mask=mask_i, other=-1)
+            drawn = tl.load(push + i, mask=mask_i, other=0.0) * gain
+            part = tl.where(c[:, None] == picked[None, :], drawn[None, :] * b[:, None], part)
     if COPIES:
         part = part.to(out.dtype)
         out.store([row * H, i0], part)
@@ -288,13 +273,22 @@ def _derive(
 
 
 @triton.jit
-def _parts_tile(
-    column, row, rows, factor, weight, inverse, ids, level, pull, picks, push, scale_up, out, along, anchors,
-    num_weights, dim, start, run_size, stride, OWN: tl.constexpr, HALVES: tl.constexpr, TWO: tl.constexpr,
-    COLUMNS: tl.constexpr, CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr,
-    FLAT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def _parts(
+    rows, factor, weight, inverse, ids, level, pull, picks, push, gain, upstream, out, along, anchors, num_weights, dim,
+    start, run_size, stride, OWN: tl.constexpr, HALVES: tl.constexpr, TWO: tl.constexpr, COLUMNS: tl.constexpr,
+    CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr, EVEN: tl.constexpr,
+    GROUP: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The derivative by each score of a run of classes, times factor_i · inverse_c; its part along each class weight.
+
+    Class weights are the rows of the tile: sums over anchors then stay within a thread. OWN: `pull` and `push` include
+    the factor, are multiplied by `gain` and `upstream`, and the own class receives `push`.
+    """
+    column, row = _place(tl.cdiv(anchors, W), tl.cdiv(tl.minimum(num_weights - start, run_size), H), GROUP)
     i0 = column * W
     c0 = start + row * H
+    scale_up = 1.0
+    if OWN:
+        scale_up = tl.load(gain) * tl.load(upstream)
     products = _products(weight, rows, c0, i0, num_weights, anchors, dim, DOT, PRECISION, COPIES, EVEN, H, W, D)
     c = c0 + tl.arange(0, H)
     b = tl.load(inverse + c, mask=c < num_weights, other=0.0)
@@ -302,53 +296,22 @@ def _parts_tile(
         first, second = tl.split(tl.permute(tl.reshape(products, (H, 2, W // 2)), (0, 2, 1)))
         along_weight = _derive(
             first, b, c, c0, row, i0, factor, ids, level, pull, picks, push, scale_up, out, stride, anchors,
-            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, FLAT, H, W // 2)  # fmt: skip
+            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, H, W // 2)  # fmt: skip
         along_weight += _derive(
             second, b, c, c0, row, i0 + W // 2, factor, ids, level, pull, picks, push, scale_up, out, stride, anchors,
-            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, FLAT, H, W // 2)  # fmt: skip
+            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, H, W // 2)  # fmt: skip
     else:
         along_weight = _derive(
             products, b, c, c0, row, i0, factor, ids, level, pull, picks, push, scale_up, out, stride, anchors,
-            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, FLAT, H, W)  # fmt: skip
+            num_weights, OWN, TWO, COLUMNS, CENTERS, COPIES, H, W)  # fmt: skip
     tl.store(along + column * run_size + row * H + tl.arange(0, H), along_weight)
-
-
-@triton.jit
-def _parts(
-    rows, factor, weight, inverse, ids, level, pull, picks, push, gain, upstream, out, along, anchors, num_weights, dim,
-    start, run_size, stride, OWN: tl.constexpr, HALVES: tl.constexpr, TWO: tl.constexpr, COLUMNS: tl.constexpr,
-    CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr, FLAT: tl.constexpr,
-    EVEN: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """The derivative by each score of a run of classes, times factor_i · inverse_c; its part along each class weight.
-
-    Class weights are the rows of the tile: sums over anchors then stay within a thread. OWN: `pull` and `push` include
-    the factor, are multiplied by `gain` and `upstream`, and the own class receives `push`. FLAT: a program takes one
-    tile after the other.
-    """
-    across = tl.cdiv(anchors, W)
-    down = tl.cdiv(tl.minimum(num_weights - start, run_size), H)
-    scale_up = 1.0
-    if OWN:
-        scale_up = tl.load(gain) * tl.load(upstream)
-    if FLAT:
-        for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0), flatten=True):
-            _parts_tile(
-                tile % across, tile // across, rows, factor, weight, inverse, ids, level, pull, picks, push, scale_up,
-                out, along, anchors, num_weights, dim, start, run_size, stride, OWN, HALVES, TWO, COLUMNS, CENTERS, DOT,
-                PRECISION, COPIES, FLAT, EVEN, H, W, D)  # fmt: skip
-    else:
-        column, row = _place(across, down, GROUP)
-        _parts_tile(
-            column, row, rows, factor, weight, inverse, ids, level, pull, picks, push, scale_up, out, along, anchors,
-            num_weights, dim, start, run_size, stride, OWN, HALVES, TWO, COLUMNS, CENTERS, DOT, PRECISION, COPIES, FLAT,
-            EVEN, H, W, D)  # fmt: skip
 
 
 @triton.jit
 def _write(
     gradient, weight, inverse, along, picks, order, bounds, by_own, by_weight, num_weights, dim, start, run_size,
-    column, c0, d0, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, ALONG: tl.constexpr, COPIES: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    column, c0, d0, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, COPIES: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr):  # fmt: skip
     """The last step of a tile of the gradient: removes the part along the weights, adds that of the own classes."""
     c = c0 + tl.arange(0, H)
     d = d0 + tl.arange(0, W)
@@ -359,15 +322,11 @@ def _write(
             w = weight.load([c0, d0]).to(tl.float32)
         else:
             w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-        at_along = along + (c0 - start) + tl.arange(0, H)
-        if ALONG > 0:  # all at once: a loop would keep the next tile's copies waiting
-            r = tl.arange(0, ALONG)
-            mask = (r < heights)[:, None] & (c < num_weights)[None, :]
-            along_weight = tl.sum(tl.load(at_along[None, :] + r[:, None] * run_size, mask=mask, other=0.0), 0)
-        else:
-            along_weight = tl.zeros((H,), tl.float32)
-            for r in range(0, heights):
-                along_weight += tl.load(at_along + r * run_size, mask=c < num_weights, other=0.0)
+        along_weight = tl.zeros((H,), tl.float32)
+        for r in range(0, heights):
+            along_weight += tl.load(
+                along + r * run_size + (c0 - start) + tl.arange(0, H), mask=c < num_weights, other=0.0
+            )
         # The weight first: `along_weight` includes one inverse length, and the square of a large one overflows float32.
         direction = w * tl.load(inverse + c, mask=c < num_weights, other=0.0)[:, None]
         gradient -= along_weight[:, None] * direction
@@ -384,10 +343,14 @@ def _write(
 
 
 @triton.jit
-def _gradient_tile(
-    column, d0, parts, rows, weight, inverse, along, picks, order, bounds, by_own, by_weight, anchors, num_weights, dim,
-    start, run_size, stride, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, ALONG: tl.constexpr, DOT: tl.constexpr,
-    COPIES: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def _gradient(
+    parts, rows, weight, inverse, along, picks, order, bounds, by_own, by_weight, anchors, num_weights, dim, start,
+    run_size, stride, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, DOT: tl.constexpr, COPIES: tl.constexpr,
+    EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """A tile (class weights, coordinates) of parts · rows, finished."""
+    tiles_across = tl.cdiv(dim, W)
+    column = tl.program_id(0) // tiles_across
+    d0 = tl.program_id(0) % tiles_across * W
     d = d0 + tl.arange(0, W)
     acc = tl.zeros((H, W), tl.float32)
     if COPIES:
@@ -413,36 +376,13 @@ def _gradient_tile(
     column = c0 // H
     _write(
         acc, weight, inverse, along, picks, order, bounds, by_own, by_weight, num_weights, dim, start, run_size, column,
-        c0, d0, heights, OWN, PROJECT, ALONG, COPIES, H, W)  # fmt: skip
-
-
-@triton.jit
-def _gradient(
-    parts, rows, weight, inverse, along, picks, order, bounds, by_own, by_weight, anchors, num_weights, dim, start,
-    run_size, stride, heights, OWN: tl.constexpr, PROJECT: tl.constexpr, ALONG: tl.constexpr, DOT: tl.constexpr,
-    COPIES: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    D: tl.constexpr):  # fmt: skip
-    """A tile (class weights, coordinates) of parts · rows, finished. FLAT: one tile after the other."""
-    across = tl.cdiv(dim, W)
-    if FLAT:
-        down = tl.cdiv(tl.minimum(num_weights - start, run_size), H)
-        for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0), flatten=True):
-            _gradient_tile(
-                tile // across, tile % across * W, parts, rows, weight, inverse, along, picks, order, bounds, by_own,
-                by_weight, anchors, num_weights, dim, start, run_size, stride, heights, OWN, PROJECT, ALONG, DOT,
-                COPIES, EVEN, H, W, D)  # fmt: skip
-    else:
-        tile = tl.program_id(0)
-        _gradient_tile(
-            tile // across, tile % across * W, parts, rows, weight, inverse, along, picks, order, bounds, by_own,
-            by_weight, anchors, num_weights, dim, start, run_size, stride, heights, OWN, PROJECT, ALONG, DOT, COPIES,
-            EVEN, H, W, D)  # fmt: skip
+        c0, d0, heights, OWN, PROJECT, COPIES, H, W)  # fmt: skip
 
 
 @triton.jit
 def _finish(
     product, weight, inverse, along, picks, order, bounds, by_own, by_weight, num_weights, dim, start, run_size,
-    heights, OWN: tl.constexpr, PROJECT: tl.constexpr, ALONG: tl.constexpr, COPIES: tl.constexpr, H: tl.constexpr,
+    heights, OWN: tl.constexpr, PROJECT: tl.constexpr, COPIES: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr):  # fmt: skip
     """The same from a product (class weights of the run, D) that was computed elsewhere."""
     tiles_across = tl.cdiv(dim, W)
@@ -456,12 +396,7 @@ def _finish(
     column = c0 // H
     _write(
         gradient, weight, inverse, along, picks, order, bounds, by_own, by_weight, num_weights, dim, start, run_size,
-        column, c0, d0, heights, OWN, PROJECT, ALONG, COPIES, H, W)  # fmt: skip
-
-
-def _programs(tile, tiles):
-    """One per tile, or as many as run together: with four warps two on a multiprocessor."""
-    return min(tiles, 132 * 8 // tile.warps) if tile.flat and not INTERPRETS else tiles
+        column, c0, d0, heights, OWN, PROJECT, COPIES, H, W)  # fmt: skip
 
 
 def _blocks(num_weights, size):
@@ -504,7 +439,7 @@ def scan(operands, part_size, tile=None):
         )
         return peaks, sums
     del constants["COLUMNS"]
-    constants |= {"LOST": operands.lost != 0, "BOUNDED": operands.bounded, "FLAT": tile.flat}
+    constants |= {"LOST": operands.lost != 0, "BOUNDED": operands.bounded}
     sizes = (float(operands.lost), anchors, num_weights, dim, part_size)
     start_kernel(_scan, _blocks(anchors, tile.height) * shape[0], (*arguments, *sizes), constants)
     return peaks, sums
@@ -534,10 +469,10 @@ def parts(operands, level, pull, begin, out, along, own=None, tile=None, descrip
         if constants["COPIES"]
         else out
     )
-    programs = _programs(tile, _blocks(anchors, tile.width) * _blocks(min(num_weights - begin, run_size), tile.height))
+    programs = _blocks(anchors, tile.width) * _blocks(min(num_weights - begin, run_size), tile.height)
     arguments = (level, pull, *(own or (pull, pull, pull, pull)))
     sizes = (filled, along, anchors, num_weights, dim, begin, run_size, out.stride(0))
-    constants |= {"OWN": own is not None, "HALVES": split, "FLAT": tile.flat}
+    constants |= {"OWN": own is not None, "HALVES": split}
     start_kernel(_parts, programs, (*sources, operands.ids, *arguments, *sizes), constants)
     if INTERPRETS and halves(operands.rows, operands.weight):
         out.copy_(out.bfloat16())  # the interpreter truncates to bfloat16
@@ -579,13 +514,11 @@ def gradient(operands, derivatives, along, end, by_weight, begin, project, tile=
     run = min(num_weights - begin, run_size)
     even = anchors % tile.depth == 0
     constants = {"H": tile.height, "W": tile.width, "D": tile.depth, "COPIES": copies, "EVEN": even, "DOT": _dot(rows)}
-    constants |= {"FLAT": tile.flat, "ALONG": _padded(along), "OWN": end is not None, "PROJECT": project} | _launch(
-        tile
-    )
+    constants |= {"OWN": end is not None, "PROJECT": project} | _launch(tile)
     ends = end or Ends(along, along, along, along)
     sizes = (anchors, num_weights, dim, begin, run_size, derivatives.stride(0), along.shape[0])
     arguments = (*sources, weight, operands.inverse, along, *ends, filled, *sizes)
-    start_kernel(_gradient, _programs(tile, _blocks(run, tile.height) * _blocks(dim, tile.width)), arguments, constants)
+    start_kernel(_gradient, _blocks(run, tile.height) * _blocks(dim, tile.width), arguments, constants)
     _round(out, by_weight, begin, run)
 
 
@@ -596,18 +529,11 @@ def finish(operands, product, along, end, by_weight, begin, project):
     run = product.shape[0]
     out = _rounded_later(by_weight)
     constants = {"OWN": end is not None, "PROJECT": project, "COPIES": False, "H": tile.height, "W": tile.width}
-    constants |= {"ALONG": _padded(along)}
     ends = end or Ends(along, along, along, along)
     sizes = (num_weights, dim, begin, along.shape[1], along.shape[0])
     arguments = (product, operands.weight, operands.inverse, along, *ends, out, *sizes)
     start_kernel(_finish, _blocks(run, tile.height) * _blocks(dim, tile.width), arguments, constants | _launch(tile))
     _round(out, by_weight, begin, run)
-
-
-def _padded(along):
-    """The rows of `along` as a power of two, if they are few; else 0."""
-    rows = 1 << (along.shape[0] - 1).bit_length()
-    return rows if rows <= 16 else 0
 
 
 def start_kernel(kernel, programs, arguments, constants):

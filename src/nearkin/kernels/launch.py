@@ -11,6 +11,7 @@ it does not hold, triton searches.
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["CachedLauncher", "device_of", "once"]
 
 TESTED = ("3.6",)
 DESCRIPTORS = set()  # classes of tensor descriptors, added by the kernels that take them: triton is not imported here
+_THREAD = threading.local()
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
@@ -46,7 +48,10 @@ class CachedLauncher:
     def __call__(self, grid, *arguments):
         """grid: three numbers."""
         first = arguments[0]
-        key = [(first.base if type(first) in DESCRIPTORS else first).get_device()]
+        if type(first) in DESCRIPTORS:
+            first = first.base
+            _enter_thread(first)
+        key = [first.get_device()]
         values = []  # as the compiled form takes them: of a tensor only its address, which needs no look into it
         for value in arguments:
             kind = type(value)
@@ -67,6 +72,13 @@ class CachedLauncher:
         compiled = self.kernel[grid](*arguments, **self.choices)
         if _compiled_forms_launch():
             self.compiled[key] = compiled
+
+
+def _enter_thread(tensor):
+    """A thread of autograd has no context of the device before its first launch; to make a descriptor needs one."""
+    if tensor.is_cuda and not getattr(_THREAD, "entered", False):
+        torch.zeros(1, device=tensor.device)
+        _THREAD.entered = True
 
 
 @functools.cache
