@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -773,6 +774,21 @@ def test_whole_losses_on_a_gpu(shape, kinds):
         got, expected = loss_compared(form, shape, kinds, reduction, device="cuda")
         for ours, theirs in zip(got, expected, strict=True):
             assert ours <= theirs + 1e-6, (form, got, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_pass_on_a_gpu_starts_in_a_new_thread():
+    """As autograd's threads do, for a form that was compiled in another: no launch has made a context there."""
+    from nearkin.kernels import class_kernels
+
+    rows, weight = (torch.randn(n, 64, device="cuda").bfloat16() for n in (128, 1000))
+    ids = torch.zeros(128, device="cuda", dtype=torch.int32)
+    operands = class_kernels.Operands(rows, torch.ones(128, device="cuda"), weight, class_kernels.lengths(weight), ids)
+    results = [class_kernels.scan(operands, 256) for _ in range(2)]
+    thread = threading.Thread(target=lambda: results.append(class_kernels.scan(operands, 256)))
+    thread.start()
+    thread.join()
+    assert len(results) == 3 and all(map(torch.equal, results[0], results[2]))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
