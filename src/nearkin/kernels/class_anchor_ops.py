@@ -66,7 +66,7 @@ class _Loss(HandGradient):
         return result
 
     @staticmethod
-    @once_differentiable
+    @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         return *class_loss_ops.gradients(ctx, upstream), None, None, None, None
 

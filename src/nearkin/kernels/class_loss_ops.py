@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
@@ -104,7 +103,7 @@ class _Loss(HandGradient):
         return result
 
     @staticmethod
-    @once_differentiable
+    @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         return *gradients(ctx, upstream), None, None, None, None
 
