@@ -205,7 +205,7 @@ def tune(classes, number, dim, dtype):
         scaled = plain.scaled_anchors(x.float(), w, 64.0, True)
         rows, factor = fused._operands(x, w, scaled)
         inverse = tiles.lengths(w)
-        operands = tiles.Operands(rows, 1.4427 * factor, w, inverse, y.int(), two=True)
+        operands = tiles.Operands(rows, 1.4427 * factor, w, inverse, y.int(), two=True, bounded=True)
         ones, out = torch.ones_like(factor), torch.empty_like(w)
         size = fused._run(rows, w, None)
         derivatives = torch.empty(
@@ -322,6 +322,7 @@ def build(kernel, tile, item, **constants):
         height, width, depth = tile.height, tile.width, tile.depth
         copied = {
             tiles._scan: {"rows": (height, depth), "weight": (width, depth)},
+            tiles._scan_columns: {"weight": (height, depth), "rows": (width, depth)},
             tiles._parts: {"weight": (height, depth), "rows": (width, depth), "out": (height, min(64, width))},
             tiles._gradient: dict.fromkeys(("weight", "by_weight"), (height, width))
             | {"parts": (height, depth), "rows": (depth, width)},
@@ -363,17 +364,21 @@ def compile_only():
     """Shared memory, registers and spills of every tile of the tables on Hopper."""
     from nearkin.kernels import class_kernels as tiles
 
-    score = {"COLUMNS": False, "CENTERS": 1, "PRECISION": "ieee", "GROUP": tiles.GROUP, "TWO": True}
+    score = {"CENTERS": 1, "PRECISION": "ieee", "GROUP": tiles.GROUP, "TWO": True}
     end = {"OWN": False, "PROJECT": True}
     builds = [
-        (tiles._scan, item, tile, score | {"LOST": False} | constants)
+        (tiles._scan, item, tile, score | {"LOST": False, "BOUNDED": True} | constants)
         for item, tile in tiles.SCAN.items()
-        for constants in (*variants(), {"LOST": True})
+        for constants in (*centers(), {"LOST": True}, {"BOUNDED": False})
     ]
     builds += [
-        (tiles._parts, item, tile, score | constants | {"HALVES": True, "OWN": True})
+        (tiles._scan_columns, item, tile, {"PRECISION": "ieee", "TWO": True}) for item, tile in tiles.PARTS.items()
+    ]
+    derive = score | {"COLUMNS": False, "HALVES": True, "OWN": True}
+    builds += [
+        (tiles._parts, item, tile, derive | constants)
         for item, tile in tiles.PARTS.items()
-        for constants in variants()
+        for constants in (*centers(), {"COLUMNS": True})
     ]
     builds += [(tiles._gradient, item, tile, end) for item, tile in tiles.GRADIENT.items()]
     builds += [(tiles._finish, item, tiles.FINISH._replace(copies=False), end | {"COPIES": False}) for item in (2, 4)]
@@ -387,8 +392,8 @@ def compile_only():
         print(f"{kernel.fn.__name__:10}{item}: {tuple(tile)}{extra} {shown}{fits}", flush=True)
 
 
-def variants():
-    return {}, {"COLUMNS": True, "TWO": False}, {"CENTERS": 2}, {"CENTERS": 8}
+def centers():
+    return {}, {"CENTERS": 2}, {"CENTERS": 8}
 
 
 def main():

@@ -1,18 +1,74 @@
-"""The Triton twin of `core.class_anchors`: the kernels of the class softmax, with tiles reduced over anchors."""
+"""Proxy-Anchor over many classes, as one node of the graph, and the Triton twin of `core.class_anchors`.
 
+Both are the kernels of the class softmax, with tiles reduced over anchors.
+"""
+
+import functools
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nearkin.core import checks
 from nearkin.core import class_anchors as plain
 from nearkin.core import class_softmax as rules
 from nearkin.core.autograd import HandGradient
 from nearkin.core.class_anchors import Negatives
+from nearkin.kernels import class_loss_ops, launch
 from nearkin.kernels import class_softmax_ops as fused
 
-__all__ = ["class_anchors"]
+__all__ = ["class_anchors", "loss"]
+
+
+def loss(
+    embeddings: Tensor, labels: Tensor, weight: Tensor, margin: float, scale: float, max_memory: int | None
+) -> Tensor:
+    """Proxy-Anchor as one node of the graph, where `class_loss_ops.serves` it; labels in 0..C-1, -1 is left out."""
+    if checks.reads_values(labels):
+        checks.in_range(labels, weight.shape[0])
+    with launch.device_of(embeddings):
+        value: Tensor = _Loss.call(embeddings, weight, labels, margin, scale, max_memory)
+    return value
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from nearkin.kernels import class_anchor_kernels
+
+    return class_anchor_kernels
+
+
+class _Loss(HandGradient):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, margin: float, scale: float, max_memory: int | None
+    ) -> Tensor:
+        class_kernels, row_kernels, kernels = fused._kernels(), class_loss_ops._row_kernels(), _kernels()
+        x, weight_rows = x.contiguous(), weight.contiguous()
+        inverse = class_kernels.lengths(weight_rows)
+        halves = class_kernels.halves(x, weight_rows)
+        numbers = (float(scale), float(margin), 1.0, 0.0, 0.0)
+        rows, places, facts, stats = row_kernels.prepare(
+            x, weight_rows, labels.contiguous(), None, numbers, "cosine", False, 1, 1, halves
+        )
+        kernels.positives(places, facts, stats, len(x))
+        constants = (1, 0.0, True, fused.precision(), True)
+        operands = class_kernels.Operands(rows, stats[0], weight_rows, inverse, places[0], *constants)
+        level, pull = class_kernels.scan(operands, 1)
+        partial = kernels.negatives(level, pull, inverse, scale * margin)
+        value, gain = kernels.total(facts, stats, partial, len(x), len(weight_rows))
+        ctx.save_for_backward(x, weight_rows, rows, inverse, places, facts, stats, gain, level[0], pull[0])
+        ctx.constants, ctx.normalize, ctx.max_memory = constants, True, max_memory
+        ctx.kind = rules.gradient_kind(weight)
+        result: Tensor = value
+        return result
+
+    @staticmethod
+    @launch.once
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return *class_loss_ops.gradients(ctx, upstream), None, None, None, None
 
 
 def class_anchors(

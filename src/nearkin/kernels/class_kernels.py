@@ -7,6 +7,7 @@ reduced to a peak and a sum; `parts` is the same product again, whose tiles beco
 run of classes. Two further products make the gradients: one by cuBLAS, one here or by cuBLAS (`gradient`, `finish`).
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ except ImportError as error:
     raise ImportError('impl="triton" needs triton 3.4 or newer: pip install triton') from error
 
 from nearkin import kernels
+from nearkin.kernels.launch import DESCRIPTORS, CachedLauncher
+
+DESCRIPTORS.add(TensorDescriptor)
 
 
 class Tile(NamedTuple):
@@ -58,6 +62,7 @@ CANDIDATES = [
 ]
 GROUP = 16  # tiles of anchors that share class weights in the cache before the next ones
 NORM_CLASSES = 32
+BOUND = 80.0  # e^80 · 2^31 fits into float32, as does e^-80
 INTERPRETS = kernels.interpreted()  # triton reads it at import, too
 TINY = torch.finfo(torch.float32).tiny * 1e6  # shorter rows have no direction, as in `distances.unit`
 
@@ -75,6 +80,7 @@ class Operands(NamedTuple):
     columns: bool = False  # whether sums are over anchors per class, instead of over classes per anchor
     precision: str = "ieee"
     two: bool = False  # whether the factors include log2 e: peaks and sums are then those of powers of 2
+    bounded: bool = False  # whether no score exceeds BOUND in size, so that their powers need no peak
 
 
 @triton.jit
@@ -152,10 +158,10 @@ def _products(
 @triton.jit
 def _scan(
     rows, factor, weight, inverse, ids, peaks, sums, lost, anchors, num_weights, dim, part_size, LOST: tl.constexpr,
-    TWO: tl.constexpr, COLUMNS: tl.constexpr, CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    TWO: tl.constexpr, BOUNDED: tl.constexpr, CENTERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     COPIES: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     D: tl.constexpr):  # fmt: skip
-    """Peak and sum of e^{score - peak}: per anchor over `part_size` weights, or per class over a tile of anchors."""
+    """Peak and sum of e^{score - peak} per anchor over `part_size` weights; the peak is 0 for BOUNDED scores."""
     row, part = _place(tl.cdiv(anchors, H), tl.cdiv(num_weights, part_size), GROUP)
     i0 = row * H
     i = i0 + tl.arange(0, H)
@@ -179,24 +185,48 @@ def _scan(
             score = tl.where(tl.reshape(hit, (H, W)), score, float("-inf"))
         if tl.max(tl.where((own > c0 - CENTERS) & (own < c0 + W), 1, 0)) > 0:  # few tiles contain an anchor's own class
             score = tl.where((c // CENTERS * CENTERS)[None, :] == own[:, None], float("-inf"), score)
-        if COLUMNS:
-            score = tl.where((own < 0)[:, None], float("-inf"), score)
-            top = tl.max(score, 0)
-            level = tl.where(top == float("-inf"), 0.0, top)
-            out = row.to(tl.int64) * num_weights + c
-            tl.store(peaks + out, top, mask=c < num_weights)
-            tl.store(sums + out, tl.sum(_power(score - level[None, :], TWO), 0), mask=c < num_weights)
+        if BOUNDED:
+            total += tl.sum(_power(score, TWO), 1)
         else:
             top = tl.maximum(peak, tl.max(score, 1))
             level = tl.where(top == float("-inf"), 0.0, top)
             total = total * _power(peak - level, TWO) + tl.sum(_power(score - level[:, None], TWO), 1)
-            if CENTERS > 1:
-                total += tl.sum(b * 0.0)  # a centre that is not finite may not have been the best
             peak = top
-    if not COLUMNS:
-        out = part.to(tl.int64) * anchors + i
-        tl.store(peaks + out, peak, mask=i < anchors)
-        tl.store(sums + out, total, mask=i < anchors)
+        if CENTERS > 1:
+            total += tl.sum(b * 0.0)  # a centre that is not finite may not have been the best
+    out = part.to(tl.int64) * anchors + i
+    tl.store(peaks + out, tl.zeros((H,), tl.float32) if BOUNDED else peak, mask=i < anchors)
+    tl.store(sums + out, total, mask=i < anchors)
+
+
+@triton.jit
+def _scan_columns(
+    rows, factor, weight, inverse, ids, peaks, sums, anchors, num_weights, dim, TWO: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, COPIES: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr):  # fmt: skip
+    """Peak and sum of e^{score - peak} per class over all anchors. Class weights are the rows of the tile, so that
+    sums over anchors stay within a thread."""
+    c0 = tl.program_id(0) * H
+    c = c0 + tl.arange(0, H)
+    b = tl.load(inverse + c, mask=c < num_weights, other=0.0)
+    peak = tl.full((H,), float("-inf"), tl.float32)
+    total = tl.zeros((H,), tl.float32)
+    for step in range(0, anchors, W):
+        i0 = tl.minimum(step, anchors)  # the interpreter counts in Python: this is a tensor
+        i = i0 + tl.arange(0, W)
+        own = tl.load(ids + i, mask=i < anchors, other=-1).to(tl.int32)
+        scale = tl.load(factor + i, mask=i < anchors, other=0.0)
+        score = _products(weight, rows, c0, i0, num_weights, anchors, dim, DOT, PRECISION, COPIES, EVEN, H, W, D)
+        absent = tl.where(own < 0, float("-inf"), 0.0)
+        score = score * b[:, None] * scale[None, :] + absent[None, :]
+        if tl.max(tl.where((own >= c0) & (own < c0 + H), 1, 0)) > 0:  # few tiles contain an anchor's own class
+            score = tl.where(c[:, None] == own[None, :], float("-inf"), score)
+        top = tl.maximum(peak, tl.max(score, 1))
+        level = tl.where(top == float("-inf"), 0.0, top)
+        total = total * _power(peak - level, TWO) + tl.sum(_power(score - level[:, None], TWO), 1)
+        peak = top
+    tl.store(peaks + c, peak, mask=c < num_weights)
+    tl.store(sums + c, total, mask=c < num_weights)
 
 
 @triton.jit
@@ -212,7 +242,7 @@ def _derive(
     scale = tl.load(factor + i, mask=mask_i, other=0.0)
     if COLUMNS:
         peak = tl.load(level + c, mask=c < num_weights, other=0.0)
-        share = tl.load(pull + c, mask=c < num_weights, other=0.0) * b
+        share = tl.load(pull + c, mask=c < num_weights, other=0.0) * gain * b
         part = _power(products * scale[None, :] - peak[:, None], TWO) * share[:, None] * scale[None, :]
         part = tl.where((own < 0)[None, :], 0.0, part)
     else:
@@ -385,36 +415,33 @@ def lengths(weight):
     num_weights, dim = weight.shape
     inverse = torch.empty(num_weights, device=weight.device, dtype=torch.float32)
     pad = max(16, min(1 << (dim - 1).bit_length(), 256))  # what a warp loads of a row at once, 16 bytes per thread
-    grid = (_blocks(num_weights, NORM_CLASSES),)
-    sizes = {"EVEN": dim % pad == 0, "C": NORM_CLASSES, "D": pad}
-    _lengths[grid](weight, inverse, num_weights, dim, TINY=TINY, **sizes, **_options())
+    sizes = {"TINY": TINY, "EVEN": dim % pad == 0, "C": NORM_CLASSES, "D": pad}
+    arguments = (weight, inverse, num_weights, dim)
+    start_kernel(_lengths, _blocks(num_weights, NORM_CLASSES), arguments, sizes | _options())
     return inverse
 
 
 def scan(operands, part_size, tile=None):
-    """Peaks and sums: (S, B) of S parts of `part_size` class weights, or, by columns, (S, C) of S tiles of anchors."""
+    """Peaks and sums: (S, B) of S parts of `part_size` class weights, or, by columns, (1, C)."""
     (anchors, dim), num_weights = operands.rows.shape, operands.weight.shape[0]
-    tile = tile or chosen(SCAN, operands)
+    tile = tile or chosen(PARTS if operands.columns else SCAN, operands)
+    sources, constants = _sources_and_constants(operands, tile, upright=operands.columns)
     part_size = _blocks(min(part_size, num_weights), tile.width) * tile.width
-    heights = _blocks(anchors, tile.height)
-    shape = (heights, num_weights) if operands.columns else (_blocks(num_weights, part_size), anchors)
+    shape = (1, num_weights) if operands.columns else (_blocks(num_weights, part_size), anchors)
     peaks = torch.empty(shape, device=operands.rows.device, dtype=torch.float32)
     sums = torch.empty_like(peaks)
-    sources, constants = _sources_and_constants(operands, tile)
-    grid = (heights * _blocks(num_weights, part_size),)
-    _scan[grid](
-        *sources,
-        operands.ids,
-        peaks,
-        sums,
-        operands.lost,
-        anchors,
-        num_weights,
-        dim,
-        part_size,
-        LOST=operands.lost != 0,
-        **constants,
-    )
+    arguments = (*sources, operands.ids, peaks, sums)
+    if operands.columns:
+        for name in ("COLUMNS", "CENTERS", "GROUP"):
+            del constants[name]
+        start_kernel(
+            _scan_columns, _blocks(num_weights, tile.height), (*arguments, anchors, num_weights, dim), constants
+        )
+        return peaks, sums
+    del constants["COLUMNS"]
+    constants |= {"LOST": operands.lost != 0, "BOUNDED": operands.bounded}
+    sizes = (float(operands.lost), anchors, num_weights, dim, part_size)
+    start_kernel(_scan, _blocks(anchors, tile.height) * shape[0], (*arguments, *sizes), constants)
     return peaks, sums
 
 
@@ -428,8 +455,8 @@ class Own(NamedTuple):
     upstream: torch.Tensor
 
 
-def parts(operands, level, pull, start, out, along, own=None, tile=None, descriptors=None):
-    """Fills `out` (run, B) and `along` (anchor tiles, run) for the run of classes from `start` on.
+def parts(operands, level, pull, begin, out, along, own=None, tile=None, descriptors=None):
+    """Fills `out` (run, B) and `along` (anchor tiles, run) for the run of classes from `begin` on.
 
     descriptors: a dict that caches tensor descriptors from one run to the next.
     """
@@ -442,10 +469,11 @@ def parts(operands, level, pull, start, out, along, own=None, tile=None, descrip
         if constants["COPIES"]
         else out
     )
-    grid = (_blocks(anchors, tile.width) * _blocks(min(num_weights - start, run_size), tile.height),)
+    programs = _blocks(anchors, tile.width) * _blocks(min(num_weights - begin, run_size), tile.height)
     arguments = (level, pull, *(own or (pull, pull, pull, pull)))
-    sizes = (filled, along, anchors, num_weights, dim, start, run_size, out.stride(0))
-    _parts[grid](*sources, operands.ids, *arguments, *sizes, OWN=own is not None, HALVES=split, **constants)
+    sizes = (filled, along, anchors, num_weights, dim, begin, run_size, out.stride(0))
+    constants |= {"OWN": own is not None, "HALVES": split}
+    start_kernel(_parts, programs, (*sources, operands.ids, *arguments, *sizes), constants)
     if INTERPRETS and halves(operands.rows, operands.weight):
         out.copy_(out.bfloat16())  # the interpreter truncates to bfloat16
 
@@ -468,8 +496,8 @@ def ends(picks, by_own, num_weights, tile):
     return Ends(picks, order, torch.searchsorted(rows, starts), by_own.contiguous())
 
 
-def gradient(operands, derivatives, along, end, by_weight, start, project, tile=None, descriptors=None):
-    """Fills the run from `start` of `by_weight`, each entry once and rounded once: derivatives · rows, finished."""
+def gradient(operands, derivatives, along, end, by_weight, begin, project, tile=None, descriptors=None):
+    """Fills the run from `begin` of `by_weight`, each entry once and rounded once: derivatives · rows, finished."""
     rows = operands.rows
     (anchors, dim), num_weights, run_size = rows.shape, operands.weight.shape[0], derivatives.shape[0]
     tile = tile or chosen(GRADIENT, operands)
@@ -483,42 +511,39 @@ def gradient(operands, derivatives, along, end, by_weight, start, project, tile=
             _described(rows, tile.depth, tile.width, descriptors),
         )
         weight, filled = (_described(each, tile.height, tile.width, descriptors) for each in (weight, out))
-    run = min(num_weights - start, run_size)
-    grid = (_blocks(run, tile.height) * _blocks(dim, tile.width),)
+    run = min(num_weights - begin, run_size)
     even = anchors % tile.depth == 0
-    sizes = {"H": tile.height, "W": tile.width, "D": tile.depth, "COPIES": copies, "EVEN": even, "DOT": _dot(rows)}
-    choices = {"OWN": end is not None, "PROJECT": project}
-    own_ends = end or Ends(along, along, along, along)
-    arguments = (
-        weight,
-        operands.inverse,
-        along,
-        *own_ends,
-        filled,
-        anchors,
-        num_weights,
-        dim,
-        start,
-        run_size,
-        derivatives.stride(0),
-    )
-    _gradient[grid](*sources, *arguments, along.shape[0], **choices, **sizes, **_launch(tile))
-    _round(out, by_weight, start, run)
+    constants = {"H": tile.height, "W": tile.width, "D": tile.depth, "COPIES": copies, "EVEN": even, "DOT": _dot(rows)}
+    constants |= {"OWN": end is not None, "PROJECT": project} | _launch(tile)
+    ends = end or Ends(along, along, along, along)
+    sizes = (anchors, num_weights, dim, begin, run_size, derivatives.stride(0), along.shape[0])
+    arguments = (*sources, weight, operands.inverse, along, *ends, filled, *sizes)
+    start_kernel(_gradient, _blocks(run, tile.height) * _blocks(dim, tile.width), arguments, constants)
+    _round(out, by_weight, begin, run)
 
 
-def finish(operands, product, along, end, by_weight, start, project):
+def finish(operands, product, along, end, by_weight, begin, project):
     """The same where the product (run, D) was computed elsewhere, in float32."""
     num_weights, dim = operands.weight.shape
     tile = finishing()
     run = product.shape[0]
-    grid = (_blocks(run, tile.height) * _blocks(dim, tile.width),)
     out = _rounded_later(by_weight)
-    choices = {"OWN": end is not None, "PROJECT": project}
-    own_ends = end or Ends(along, along, along, along)
-    arguments = (operands.weight, operands.inverse, along, *own_ends, out, num_weights, dim, start, along.shape[1])
-    sizes = {"COPIES": False, "H": tile.height, "W": tile.width}
-    _finish[grid](product, *arguments, along.shape[0], **choices, **sizes, **_launch(tile))
-    _round(out, by_weight, start, run)
+    constants = {"OWN": end is not None, "PROJECT": project, "COPIES": False, "H": tile.height, "W": tile.width}
+    ends = end or Ends(along, along, along, along)
+    sizes = (num_weights, dim, begin, along.shape[1], along.shape[0])
+    arguments = (product, operands.weight, operands.inverse, along, *ends, out, *sizes)
+    start_kernel(_finish, _blocks(run, tile.height) * _blocks(dim, tile.width), arguments, constants | _launch(tile))
+    _round(out, by_weight, begin, run)
+
+
+def start_kernel(kernel, programs, arguments, constants):
+    """Launches a kernel. constants: those of the kernel and the compiler's options."""
+    _launcher(kernel, tuple(constants.items()))((programs, 1, 1), *arguments)
+
+
+@functools.cache
+def _launcher(kernel, constants):
+    return CachedLauncher(kernel, **dict(constants))
 
 
 def chosen(table, operands):

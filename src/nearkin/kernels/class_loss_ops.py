@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
@@ -20,7 +19,7 @@ from nearkin.core.autograd import HandGradient
 from nearkin.kernels import class_softmax_ops as passes
 from nearkin.kernels import eligible, launch
 
-__all__ = ["Annealing", "Form", "loss", "readable", "serves"]
+__all__ = ["Annealing", "Form", "gradients", "loss", "readable", "serves"]
 
 
 class Annealing(NamedTuple):
@@ -103,13 +102,14 @@ class _Loss(HandGradient):
         class_kernels, row_kernels = passes._kernels(), _row_kernels()
         x, weight_rows = x.contiguous(), weight.contiguous()
         assert not isinstance(form.scale, Annealing)
+        inverse = class_kernels.lengths(weight_rows)  # first: the longest before the scan, and the GPU may be idle
         scale, scale_tensor = (1.0, form.scale) if isinstance(form.scale, Tensor) else (form.scale, None)
         times = int(form.margin) if form.kind == "sphere" else 1
         numbers = tuple(map(float, (scale, form.margin, math.cos(form.margin), math.sin(form.margin), form.lost)))
         choices = (numbers, form.kind, form.straight, times, form.centers, class_kernels.halves(x, weight_rows))
         rows, places, facts, stats = row_kernels.prepare(x, weight_rows, labels.contiguous(), scale_tensor, *choices)
-        inverse = class_kernels.lengths(weight_rows)
-        constants = (form.centers, form.lost / math.log(2), False, passes.precision(), True)
+        bounded = scale_tensor is None and form.kind != "sphere" and max(form.scale, form.lost) <= class_kernels.BOUND
+        constants = (form.centers, form.lost / math.log(2), False, passes.precision(), True, bounded)
         operands = class_kernels.Operands(rows, stats[0], weight_rows, inverse, places[0], *constants)
         peaks, sums = class_kernels.scan(operands, passes._part_size(rows, weight_rows, max_memory))
         classes = weight_rows.shape[0] // form.centers
@@ -121,32 +121,37 @@ class _Loss(HandGradient):
         return result
 
     @staticmethod
-    @once_differentiable
+    @launch.once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rows, inverse, places, facts, stats, gain = ctx.saved_tensors
-        class_kernels = passes._kernels()
-        factor, level, pull, push, _ = stats
-        ids, picks = places
-        operands = class_kernels.Operands(rows, factor, weight, inverse, ids, *ctx.constants)
-        wants, kind = ctx.needs_input_grad[0], ctx.kind if ctx.needs_input_grad[1] else None
-        with launch.device_of(x):
-            if class_kernels.halves(rows, weight):
-                within, apart, by_own = class_kernels.Own(picks, push, gain, upstream), None, None
-            else:
-                scale_up, picked = gain * upstream, picks[: len(x)].long()
-                within, (by_own, by_theirs) = None, _own(operands, picked, push[: len(x)] * scale_up)
-                apart, pull = (picked, by_theirs), pull * scale_up / factor  # the pass multiplies by the factor
-            by_rows, by_weight = passes.gradients(
-                operands, level, pull, apart, True, wants, kind, ctx.max_memory, within
-            )
-            if by_rows is not None and by_own is not None:
-                by_rows += by_own
-            by_x = (
-                _row_kernels().input_gradient(by_rows, x, facts, stats, gain, upstream, ctx.normalize)
-                if wants
-                else None
-            )
-        return by_x, by_weight, None, None, None, None
+        return *gradients(ctx, upstream), None, None, None, None
+
+
+def gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """By embeddings and class weights, from what `_Loss` or a loss of the same buffers has saved."""
+    x, weight, rows, inverse, places, facts, stats, gain, *of_classes = ctx.saved_tensors
+    class_kernels = passes._kernels()
+    factor, level, pull, push, _ = stats
+    ids, picks = places
+    operands = class_kernels.Operands(rows, factor, weight, inverse, ids, *ctx.constants)
+    if operands.columns:
+        level, pull = of_classes
+    wants, kind = ctx.needs_input_grad[0], ctx.kind if ctx.needs_input_grad[1] else None
+    with launch.device_of(x):
+        if class_kernels.halves(rows, weight):
+            within, apart, by_own = class_kernels.Own(picks, push, gain, upstream), None, None
+        else:
+            scale_up, picked = gain * upstream, picks[: len(x)].long()
+            within, (by_own, by_theirs) = None, _own(operands, picked, push[: len(x)] * scale_up)
+            apart, pull = (picked, by_theirs), pull * scale_up
+            if not operands.columns:
+                pull = pull / factor  # the pass multiplies by it
+        by_rows, by_weight = passes.gradients(operands, level, pull, apart, True, wants, kind, ctx.max_memory, within)
+        if by_rows is None:
+            return None, by_weight
+        if by_own is not None:
+            by_rows += by_own
+        row_kernels = _row_kernels()
+        return row_kernels.input_gradient(by_rows, x, facts, stats, gain, upstream, ctx.normalize), by_weight
 
 
 def _own(operands: Any, picks: Tensor, push: Tensor) -> tuple[Tensor, Tensor]:

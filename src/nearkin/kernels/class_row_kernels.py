@@ -9,7 +9,7 @@ the factor times log2 e, the level, and the derivatives by the others' scores, b
 
 import torch
 
-from nearkin.kernels.class_kernels import INTERPRETS, _blocks, _options
+from nearkin.kernels.class_kernels import INTERPRETS, _blocks, _options, start_kernel
 from nearkin.kernels.class_own_kernels import SHORT, clamped, own_cosine, own_score
 from nearkin.kernels.numerics import sigmoid, softplus, tl, triton
 
@@ -201,12 +201,11 @@ def prepare(x, weight, labels, scale_tensor, numbers, margin, straight, times, c
     facts = torch.empty(FACTS, width, device=x.device, dtype=torch.float64)
     stats = torch.empty(STATS, width, device=x.device, dtype=torch.float32)
     choices = {"SCALE_TENSOR": scale_tensor is not None, "MARGIN": margin, "STRAIGHT": straight, "TIMES": times}
-    choices |= {"HALF": halves, "CENTERS": centers}
+    choices |= {"HALF": halves, "CENTERS": centers, "M": ROWS, "D": _chunk(dim)} | _options()
     read = (x, weight, labels, stats if scale_tensor is None else scale_tensor)
     sizes = (num_rows, width, dim, weight.shape[0] // centers)
-    _prepare[(_blocks(num_rows, ROWS),)](
-        *read, rows, own_classes, facts, stats, *sizes, *numbers, **choices, M=ROWS, D=_chunk(dim), **_options()
-    )
+    arguments = (*read, rows, own_classes, facts, stats, *sizes, *numbers)
+    start_kernel(_prepare, _blocks(num_rows, ROWS), arguments, choices)
     return rows, own_classes, facts, stats
 
 
@@ -214,11 +213,12 @@ def settle(peaks, sums, facts, stats, classes, needs_others, soft, reduction):
     """The loss, and the factor of its derivatives: two scalars."""
     parts, num_rows = peaks.shape
     width = facts.shape[1]
-    grid = (_blocks(num_rows, SETTLED),)
-    choices = {"NEEDS_OTHERS": needs_others, "SOFT": soft, "ACTIVE": reduction == "active"}
-    _settle[grid](peaks, sums, facts, stats, num_rows, width, parts, classes, **choices, M=SETTLED, S=64, **_options())
+    choices = {"NEEDS_OTHERS": needs_others, "SOFT": soft, "ACTIVE": reduction == "active", "M": SETTLED, "S": 64}
+    arguments = (peaks, sums, facts, stats, num_rows, width, parts, classes)
+    start_kernel(_settle, _blocks(num_rows, SETTLED), arguments, choices | _options())
     value, gain = (torch.empty((), device=facts.device, dtype=torch.float32) for _ in range(2))
-    _sum[(1,)](facts, value, gain, num_rows, width, MEAN=reduction != "sum", N=SUMMED, **_options())
+    choices = {"MEAN": reduction != "sum", "N": SUMMED}
+    start_kernel(_sum, 1, (facts, value, gain, num_rows, width), choices | _options())
     return value, gain
 
 
@@ -226,6 +226,7 @@ def input_gradient(by_rows, x, facts, stats, gain, upstream, normalize):
     """The gradient by the embeddings, in their type, from that by `rows`."""
     num_rows, dim = x.shape
     by_x = torch.empty_like(x, dtype=torch.float32 if INTERPRETS else x.dtype)
-    scale_tensor = (by_rows, x, facts, stats, gain, upstream, by_x, num_rows, facts.shape[1], dim)
-    _input_gradient[(_blocks(num_rows, ROWS),)](*scale_tensor, NORMALIZE=normalize, M=ROWS, D=_chunk(dim), **_options())
+    arguments = (by_rows, x, facts, stats, gain, upstream, by_x, num_rows, facts.shape[1], dim)
+    choices = {"NORMALIZE": normalize, "M": ROWS, "D": _chunk(dim)}
+    start_kernel(_input_gradient, _blocks(num_rows, ROWS), arguments, choices | _options())
     return by_x.to(x.dtype)  # the interpreter truncates to bfloat16

@@ -5,6 +5,7 @@ from their derivatives the gradients by anchors and by class weights. A run is s
 """
 
 import functools
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -190,7 +191,8 @@ def gradients(
     if by_weight is not None and own is not None:
         tile = passes.chosen(passes.GRADIENT, operands) if fused else passes.finishing()
         end = passes.ends(*own, num_weights, tile)
-    with torch.autocast(rows.device.type, enabled=False):
+    autocast = torch.is_autocast_enabled(rows.device.type)  # to leave it takes time
+    with torch.autocast(rows.device.type, enabled=False) if autocast else nullcontext():
         for start in range(0, num_weights, size):
             passes.parts(operands, level, pull, start, derivatives, along, inner, descriptors=descriptors)
             run = weight[start : start + size]
@@ -253,6 +255,8 @@ def _run(rows: Tensor, weight: Tensor, max_memory: int | None) -> int:
         return 64
     room = ROOM if max_memory is None else max_memory - _fixed(rows)
     most = RUN if _kernels().halves(rows, weight) else CHAIN
+    if most == RUN and max_memory is None and weight.shape[0] <= 2 * RUN:  # launching a second one takes longer
+        return -(-weight.shape[0] // STEP) * STEP
     fitting = max(1, min(most, room // _each(rows, weight)) // STEP)
     blocks = -(-weight.shape[0] // STEP)
     return -(-blocks // -(-blocks // fitting)) * STEP  # all runs as long as the last

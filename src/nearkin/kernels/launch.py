@@ -11,6 +11,7 @@ it does not hold, triton searches.
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,6 +25,8 @@ from nearkin import kernels
 __all__ = ["CachedLauncher", "device_of", "gradients_again", "once"]
 
 TESTED = ("3.6",)
+DESCRIPTORS = set()  # classes of tensor descriptors, added by the kernels that take them: triton is not imported here
+_THREAD = threading.local()
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
@@ -44,22 +47,44 @@ class CachedLauncher:
 
     def __call__(self, grid, *arguments, key=None):
         """grid: three numbers. key: what decides the form where the caller knows, for a shorter search."""
+        values = arguments
         if key is None:
-            key = [arguments[0].get_device()]
-            for value in arguments:
-                kind = type(value)
-                if kind is int:
-                    key.append((value == 1) + 2 * (value % 16 == 0) + 4 * (-(2**31) <= value < 2**31))
-                elif kind is not float:
-                    key.append((value.dtype, value.data_ptr() % 16))
-            key = tuple(key)
+            key, values = self._form(arguments)
         compiled = self.compiled.get(key)
         if compiled is not None:
-            compiled[grid](*arguments, *self.constants)
+            compiled[grid](*values, *self.constants)
             return
         compiled = self.kernel[grid](*arguments, **self.choices)
         if _compiled_forms_launch():
             self.compiled[key] = compiled
+
+    @staticmethod
+    def _form(arguments):
+        """What triton compiles for, and the values that the compiled form takes: of a tensor only its address."""
+        first = arguments[0]
+        if type(first) in DESCRIPTORS:
+            first = first.base
+            _enter_thread(first)
+        key, values = [first.get_device()], []
+        for value in arguments:
+            kind = type(value)
+            if kind is int:
+                key.append((value == 1) + 2 * (value % 16 == 0) + 4 * (-(2**31) <= value < 2**31))
+            elif kind in DESCRIPTORS:
+                key.append((value.base.dtype, *value.block_shape))
+            elif kind is not float:
+                address = value.data_ptr()
+                key.append((value.dtype, address % 16))
+                value = address
+            values.append(value)
+        return tuple(key), values
+
+
+def _enter_thread(tensor):
+    """A thread of autograd has no context of the device before its first launch; to make a descriptor needs one."""
+    if tensor.is_cuda and not getattr(_THREAD, "entered", False):
+        torch.zeros(1, device=tensor.device)
+        _THREAD.entered = True
 
 
 @functools.cache

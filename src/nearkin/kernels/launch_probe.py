@@ -30,7 +30,7 @@ def succeeds() -> bool:
         by_search, by_form = torch.zeros(2, 40, device="cuda")
         arguments, constants = (37, 1, 0.25), (3.0, 16)
         compiled = _affine[(3, 1, 1)](x, by_search, *arguments, SCALE=3.0, N=16)
-        compiled[(3, 1, 1)](x, by_form, *arguments, *constants)
+        compiled[(3, 1, 1)](x.data_ptr(), by_form.data_ptr(), *arguments, *constants)  # of tensors the addresses
         expected = torch.where(torch.arange(40, device="cuda") < 37, x * 3 + 0.25, 0.0)
         return bool(torch.equal(by_search, by_form) and torch.equal(by_form, expected))
     except Exception:

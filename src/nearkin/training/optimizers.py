@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nearkin.training.class_weights import ClassWeightOptimizer, load_small_state
 from nearkin.training.config.recipe import Recipe, no_effect
 
-__all__ = ["LRSchedule", "build_optimizer", "parameter_groups"]
+__all__ = ["EncoderAndClasses", "LRSchedule", "build_optimizer", "parameter_groups"]
 
 
 def parameter_groups(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module) -> list[dict[str, Any]]:
@@ -49,6 +50,8 @@ def _check_weights(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: n
     for key, (part, active) in concerned.items():
         if active and not has[part]:
             no_effect(key, f"the {part} has no weights")
+    if options.class_weights is not None and not any(p.dim() > 1 for p in loss.parameters()):
+        no_effect("optimizer.class_weights", f"loss {recipe.loss.get('name')} has no class weights")
     if options.loss_scale is not None and not learned:
         no_effect("optimizer.loss_scale", f"loss {recipe.loss.get('name')} has no weights")
     if not has["head"] and (frozen or not has["backbone"]):
@@ -59,6 +62,23 @@ def _check_weights(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: n
 
 
 def build_optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+    options, groups = recipe.optimizer, list(parameters)
+    if options.class_weights is None:
+        return _encoder_optimizer(recipe, groups)
+    of_classes = [group["part"] == "loss" and group["params"][0].dim() > 1 for group in groups]
+    encoder = _encoder_optimizer(recipe, [group for group, own in zip(groups, of_classes, strict=True) if not own])
+    beta1, beta2 = options.betas or (0.9, 0.999)
+    classes = ClassWeightOptimizer(
+        [group for group, own in zip(groups, of_classes, strict=True) if own],
+        rule=options.class_weights,
+        betas=(beta1, beta2),
+        eps=options.eps or 1e-8,
+        seed=recipe.training.seed,
+    )
+    return EncoderAndClasses(encoder, classes)
+
+
+def _encoder_optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
     options = recipe.optimizer
     if options.name == "adamw":
         beta1, beta2 = options.betas or (0.9, 0.999)
@@ -86,6 +106,29 @@ def _add_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for p in group["params"] if group["momentum"] else ():
             if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+class EncoderAndClasses(torch.optim.Optimizer):
+    """Two optimisers that share their groups and their state with this one, which stands for both."""
+
+    def __init__(self, encoder: torch.optim.Optimizer, classes: ClassWeightOptimizer) -> None:
+        self.parts = encoder, classes
+        super().__init__([*encoder.param_groups, *classes.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        encoder, classes = self.parts
+        number = len(encoder.param_groups)
+        encoder.param_groups, classes.param_groups = self.param_groups[:number], self.param_groups[number:]
+        encoder.state = classes.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_small_state(self, state_dict, super().load_state_dict)
+        self._share()
 
 
 class LRSchedule:

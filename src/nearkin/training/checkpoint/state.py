@@ -151,7 +151,7 @@ def _local_rows(tensor: Tensor, parameter: Tensor | None = None) -> Tensor | Loc
         each = -(-total // mesh.size())  # as torch divides rows: all alike but the last
         return LocalRows(tensor.to_local(), min(mesh.get_local_rank() * each, total), total)
     owner = tensor if parameter is None else parameter
-    if getattr(owner, "sharded", False) and tensor.dim() and tensor.shape == owner.shape:
+    if getattr(owner, "sharded", False) and tensor.dim() and len(tensor) == len(owner):
         return LocalRows(tensor, owner.rows[0], owner.total)  # type: ignore[attr-defined]
     return tensor
 

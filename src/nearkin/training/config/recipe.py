@@ -77,6 +77,7 @@ class Optimizer(_Section):
     backbone_scale: float | None = Field(default=None, ge=0)
     head_scale: float = Field(default=1.0, ge=0)
     loss_scale: float | None = Field(default=None, ge=0)  # None: what the loss asks for, `lr_scale`
+    class_weights: Literal["rowwise", "adam8bit"] | None = None  # their own rule (`ClassWeightOptimizer`); None: `name`
     clip: float = Field(default=0.0, ge=0)  # largest norm of the gradient; 0: any
 
 
