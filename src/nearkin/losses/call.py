@@ -215,11 +215,20 @@ class ClassCall:
         return class_loss_ops.loss(*task, self.max_memory)
 
     def proxy_anchor_kernel(self, scale: float, margin: float, again: class_dense_ops.Again) -> Tensor | None:
-        """Proxy-Anchor by kernels with all similarities in memory (`proxy_anchor_ops`), or None on another path."""
-        x, weight = self.embeddings, self.weight
-        if not self._holds_matrix(class_dense_ops.MOST) or _many_in_bfloat16(x, weight, 1):
+        """Proxy-Anchor by kernels, with all similarities in memory (`proxy_anchor_ops`) or over blocks of classes
+        (`class_anchor_ops`); None on another path."""
+        x, labels, weight, max_memory = self.embeddings, self.labels, self.weight, self.max_memory
+        if self._holds_matrix(class_dense_ops.MOST) and not _many_in_bfloat16(x, weight, 1):
+            return proxy_anchor_ops.loss(x, labels, weight, scale, margin, again)  # type: ignore[arg-type]
+        if self.shard is not None or not isinstance(labels, Tensor):
             return None
-        return proxy_anchor_ops.loss(x, self.labels, weight, scale, margin, again)  # type: ignore[arg-type]
+        if not eligible.class_weights(self.impl, x, labels, weight):
+            return None
+        if not class_loss_ops.serves(x, labels, weight, Form(), "mean", max_memory):
+            return None
+        if class_path(self.impl, x, weight, max_memory, dense_first=True) != "triton":
+            return None
+        return class_anchor_ops.loss(x, labels, weight, margin, scale, max_memory)
 
     def soft_triple_kernel(
         self, scale: float, gamma: float, margin: float, tau: float, again: class_dense_ops.Again

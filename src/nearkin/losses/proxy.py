@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from nearkin.core import checks, class_anchors, class_dense, class_softmax, distances, reduce, relations
 from nearkin.core.relations import Labels
 from nearkin.dist import collectives
-from nearkin.kernels import class_anchor_ops, class_loss_ops
 from nearkin.losses import class_shards, logits
-from nearkin.losses.call import ClassCall, Form, again_plainly, class_path
+from nearkin.losses.call import ClassCall, Form, again_plainly
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 
@@ -168,8 +167,6 @@ def proxy_anchor_loss(
     again = partial(again_plainly, proxy_anchor_loss, labels, margin=margin, scale=scale)
     if (fused := call.proxy_anchor_kernel(scale, margin, again)) is not None:
         return fused
-    if _anchor_kernel_serves(call):
-        return class_anchor_ops.loss(embeddings, labels, proxies, margin, scale, max_memory)
     call.check_labels()
     ids, known, addend = call.ids, call.known, call.addend
     if (others := call.anchors(scale)) is not None:
@@ -187,17 +184,6 @@ def proxy_anchor_loss(
     pushes = reduce.softplus(reduce.logsumexp(scale * (similarity + margin), negative, dim=0))
     value = pulls.sum() / reduce.any_in_row(positive, 0).sum().clamp(min=1) + pushes.sum() / proxies.shape[0]
     return value + addend.sum().to(value.dtype) + reduce.taint(embeddings, proxies)
-
-
-def _anchor_kernel_serves(call: ClassCall) -> bool:
-    """Whether one node of the graph computes all of Proxy-Anchor (`class_anchor_ops.loss`)."""
-    x, labels, weight, impl = call.embeddings, call.labels, call.weight, call.impl
-    if call.shard is not None or impl == "torch" or not isinstance(x, Tensor) or not (impl == "triton" or x.is_cuda):
-        return False
-    return (
-        class_loss_ops.serves(x, labels, weight, Form(), "mean", call.max_memory)
-        and class_path(impl, x, weight, call.max_memory, dense_first=True) == "triton"
-    )
 
 
 def _pull_own(
