@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearkin import losses
+from nearkin import kernels, losses
 from nearkin.core.labels import BatchFirst
 from nearkin.kernels import pair_ops, smooth_ap_ops
 
@@ -101,6 +101,29 @@ def near(number: int, dim: int, apart: float) -> tuple[Any, ...]:
     return x, torch.arange(number) % max(1, number // 4), None, None
 
 
+KINDS = ("pairs", "equal", "multiples", "mixed", "clusters", "tiny", "large")
+
+
+def rows(kind: str, number: int, dim: int) -> tuple[Any, ...]:
+    """Batches that try the numbers of a distance: near and equal pairs, multiples, lengths of all sizes, clusters."""
+    g = torch.Generator().manual_seed(2)
+    labels = torch.arange(number) // 4
+    x = torch.randn(number, dim, generator=g)
+    if kind == "pairs":
+        x[1::2] = x[::2] + 10.0 ** -torch.randint(1, 5, (number // 2, 1), generator=g) * x[1::2]
+    elif kind == "equal":
+        x[1::2] = x[::2]
+    elif kind == "multiples":
+        x[1::2] = x[::2] * (1 + 1e-4)
+    elif kind == "mixed":
+        x *= 10.0 ** torch.randint(-4, 5, (number, 1), generator=g)
+    elif kind == "clusters":
+        x = 10 * torch.randn(int(labels.max()) + 1, dim, generator=g)[labels] + 0.1 * x
+    else:
+        x *= {"tiny": 1e-18, "large": 1e11}[kind]
+    return x, labels, None, None
+
+
 def outcome(case: Case, arguments: tuple[Any, ...], impl: str, wide: bool = False, both: bool = True) -> list[Tensor]:
     """Value and gradients, by references too if there are and `both`, under an upstream that is not 1."""
     x, labels, references, reference_labels = arguments
@@ -131,9 +154,16 @@ def errors(got: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 
 def judged(case: Case, arguments: tuple[Any, ...], both: bool = True) -> dict[str, Any]:
-    """Errors of the kernel and of plain torch against float64, and how often the kernel served."""
-    exact = outcome(case, arguments, "torch", wide=True, both=both)
-    plain = outcome(case, arguments, "torch", both=both)
+    """Errors of the kernel and of plain torch against float64, and how often the kernel served.
+
+    Plain torch has float64 inside, whatever `kernels.set_float64_units` has set for the kernel."""
+    setting = kernels.float64_units()
+    kernels.set_float64_units("auto")
+    try:
+        exact = outcome(case, arguments, "torch", wide=True, both=both)
+        plain = outcome(case, arguments, "torch", both=both)
+    finally:
+        kernels.set_float64_units(setting)
     served: list[str] = []
     originals = {module: module.loss for module in (pair_ops, smooth_ap_ops)}
     for module, original in originals.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.core import checks
+from nearkin.core import checks, devices, digits
 from nearkin.core.autograd import HandGradient, device_type, traced
 
 __all__ = ["cosine", "dot", "euclidean", "freely_read", "length", "squared_euclidean"]
@@ -77,6 +77,9 @@ def _distances(x: Tensor, references: Tensor | None, normalize: bool, root: bool
     kind = _result_type(x, references)
     if traced():
         return _plain_distances(a, b, left, normalize, root, kind)
+    if kind == torch.float32 and not devices.has_float64_units(a) and not devices.is_capturing(a):
+        by_digits: Tensor = digits.Distances.call(a, b, left, right, root, kind)
+        return by_digits
     result: Tensor = _Distances.call(a, b, left, right, normalize, root, kind)
     return result
 

@@ -9,16 +9,17 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
 from torch import Tensor
 
-from nearkin.core import checks
+from nearkin.core import checks, devices
 from nearkin.core.autograd import traced
+from nearkin.core.devices import float64_units, set_float64_units
 
-__all__ = ["IMPLEMENTATIONS", "can_run", "check", "has_float64_units", "installed", "interpreted"]
+__all__ = ["IMPLEMENTATIONS", "can_run", "can_split", "check", "has_float64_units", "installed", "interpreted"]
+__all__ += ["float64_units", "set_float64_units"]
 
 IMPLEMENTATIONS = ("auto", "torch", "triton")
-_FLOAT64_UNITS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: A100, H100 and H200, B200
+_INTEGER_UNITS = (7, 5)  # compute capability from which on matrix units multiply integers of 8 bits
 
 
 def _recent() -> bool:
@@ -54,10 +55,15 @@ def check(impl: object) -> None:
 
 
 def has_float64_units(tensor: Tensor) -> bool:
-    """Whether the tensor's device multiplies float64 on its matrix units, as data-centre GPUs do, or is interpreted."""
-    if tensor.is_cuda:
-        return torch.cuda.get_device_capability(tensor.device) in _FLOAT64_UNITS
-    return interpreted()
+    """Whether the tensor's device multiplies float64 on its matrix units, as data-centre GPUs do, or is interpreted.
+
+    False everywhere after `set_float64_units(False)`."""
+    return devices.has_float64_units(tensor) and (tensor.is_cuda or interpreted())
+
+
+def can_split(tensor: Tensor) -> bool:
+    """Whether the tensor's device multiplies integers of 8 bits on its matrix units (`digit_kernels`)."""
+    return devices.capability(tensor.device) >= _INTEGER_UNITS if tensor.is_cuda else interpreted()
 
 
 def can_run(tensor: Tensor) -> bool:

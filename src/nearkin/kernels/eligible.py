@@ -70,4 +70,4 @@ def _plain(x: Tensor, labels: Any, most: int) -> bool:
 def possible(device: torch.device, interpreted: bool) -> bool:
     """Cached per device: the check takes longer than a kernel."""
     tensor = torch.empty(0, device=device)
-    return kernels.can_run(tensor) and kernels.has_float64_units(tensor)
+    return kernels.can_run(tensor) and (kernels.has_float64_units(tensor) or kernels.can_split(tensor))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from nearkin import kernels
-from nearkin.kernels import links, row_kernels
+from nearkin.kernels import digit_kernels, links, pair_ops, row_kernels
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.links import margin, npair
 from nearkin.kernels.links.link import SAVED, SCALES, STATISTICS
@@ -45,10 +45,14 @@ class Tile(NamedTuple):
 # By the most rows of the batch; few rows need small blocks to fill the device.
 FORWARD = {2048: Tile(16, 64, 128, 8, 3), 8192: Tile(32, 64, 128, 8, 3), 2**31: Tile(64, 64, 128, 8, 2)}
 BACKWARD = {2048: Tile(16, 64, 128, 8, 2), 2**31: Tile(32, 64, 128, 8, 2)}
+# Of rows as digits, within the 99 KiB of shared memory that consumer cards have.
+DIGIT_FORWARD = {2048: Tile(16, 64, 128, 8, 2), 2**31: Tile(32, 64, 128, 8, 2)}
+DIGIT_BACKWARD = {2048: Tile(16, 64, 128, 8, 2), 2**31: Tile(32, 64, 128, 8, 2)}
 INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, so that small tests have several tiles and ragged ends
 CHUNK = 256  # coordinates of a gradient that one program sums; longer rows are served in chunks
 SHORT = 128  # coordinates up to which the tables were chosen
 FINISHED = 1024  # anchors at a time in the last reduction
+CENTRED = frozenset(pair_ops.KINDS) - {"npair"}  # losses of distances, or of unit rows: digits may be less a centre
 
 
 @triton.jit
@@ -63,9 +67,23 @@ def _rows(a, i, axis, PAD: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _whole(a, i, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr):
+    """The rows i as a product takes them, where it takes them at once."""
+    if a.dtype.element_ty == tl.int8:
+        rows = digit_kernels.planes(a, i, 0, PAD, K)
+    elif ONCE:
+        rows = _rows(a, i, tl.arange(0, PAD), PAD, PAD)
+    else:
+        rows = 0.0
+    return rows
+
+
+@triton.jit
 def _products(a, b, anchors, i, j, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr):
     """Inner products (M, N) of prepared rows, K coordinates at a time, or at once with the rows `anchors` of a."""
-    if ONCE:
+    if a.dtype.element_ty == tl.int8:
+        inner = digit_kernels.products(a, b, anchors, i, j, PAD, K)
+    elif ONCE:
         inner = tl.dot(anchors, tl.trans(_rows(b, j, tl.arange(0, PAD), PAD, PAD)), out_dtype=tl.float64)
     else:
         inner = inner_products(a, b, i, j, PAD, K)
@@ -73,9 +91,34 @@ def _products(a, b, anchors, i, j, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.
 
 
 @triton.jit
-def _measure(inner, left, right, i, j, dim, MEASURE: tl.constexpr, SELF: tl.constexpr):
-    """Distances or similarities in float32, also distances whose squares float32 does not hold."""
-    if MEASURE == "product":
+def _measure(a, b, inner, left, right, i, j, dim, MEASURE: tl.constexpr, SELF: tl.constexpr, CENTRED: tl.constexpr,
+             PAD: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Distances or similarities in float32 ("product": float64), also distances whose squares float32 does not hold.
+    And, of distances of digits, which pairs are near."""
+    EUCLID: tl.constexpr = MEASURE == "distance" or MEASURE == "squared"
+    near = False
+    if a.dtype.element_ty == tl.int8:
+        if EUCLID or CENTRED:
+            high, low, unit, near = digit_kernels.distances(inner, a, b, i, j, PAD, N, SELF and EUCLID, EUCLID)
+        if MEASURE == "distance":
+            value = tl.sqrt(high + low) * unit
+        elif MEASURE == "squared":
+            value = (high + low) * unit * unit
+        elif CENTRED:  # of unit rows: half their squared lengths, 1 or 0, less half the squared distance
+            if MEASURE == "product":
+                squared = (high.to(tl.float64) + low.to(tl.float64)) * (unit * unit).to(tl.float64)
+                value = 0.5 * (left[:, None] + right[None, :]) - 0.5 * squared
+            else:
+                half = (0.5 * left).to(tl.float32)[:, None] + (0.5 * right).to(tl.float32)[None, :]
+                half_unit = unit * unit * 0.5
+                value = (half - high * half_unit) - low * half_unit
+        else:
+            scale = (
+                digit_kernels.header(a, i, digit_kernels.SCALE, PAD)[:, None]
+                * digit_kernels.header(b, j, digit_kernels.SCALE, PAD)[None, :]
+            )
+            value = (inner[0] + inner[1]) * scale
+    elif MEASURE == "product":
         value = inner
     elif MEASURE == "similarity":
         value = inner.to(tl.float32)
@@ -88,14 +131,14 @@ def _measure(inner, left, right, i, j, dim, MEASURE: tl.constexpr, SELF: tl.cons
             scaled = tl.where(small, squared * 1208925819614629174706176.0, squared)  # 2^80
             root = tl.sqrt(scaled.to(tl.float32))
             value = tl.where(small, root * 9.094947017729282e-13, root)  # 2^-40
-    return value
+    return value, near
 
 
 @triton.jit
 def _pass(a, b, extra, row_ids, left, anchors, i, mask_m, size, others, dim, facts, settings, INIT: tl.constexpr,
           ADD: tl.constexpr, COLUMN: tl.constexpr, POSITIVES_ONLY: tl.constexpr, MEASURE: tl.constexpr,
-          SELF: tl.constexpr, FLAG: tl.constexpr, ACTIVE: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr,
-          ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+          SELF: tl.constexpr, FLAG: tl.constexpr, ACTIVE: tl.constexpr, CENTRED: tl.constexpr, PAD: tl.constexpr,
+          K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """The state of a link after all references."""
     safe = tl.minimum(i, size - 1)
     state = INIT(M, N)
@@ -108,9 +151,10 @@ def _pass(a, b, extra, row_ids, left, anchors, i, mask_m, size, others, dim, fac
         if POSITIVES_ONLY:
             needed = tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0
         if needed:
-            inner = _products(a, b, anchors, safe, tl.minimum(j, others - 1), PAD, K, ONCE)
+            passing = tl.minimum(j, others - 1)
+            inner = _products(a, b, anchors, safe, passing, PAD, K, ONCE)
             right = fact(b, SQUARED, j, mask_n, others, PAD)
-            value = _measure(inner, left, right, i, j, dim, MEASURE, SELF)
+            value, _near = _measure(a, b, inner, left, right, safe, passing, dim, MEASURE, SELF, CENTRED, PAD, N)
             column = ()
             if COLUMN is not None:
                 column = COLUMN(extra, (j, mask_n, others), SELF)
@@ -123,26 +167,24 @@ def _pass(a, b, extra, row_ids, left, anchors, i, mask_m, size, others, dim, fac
 def _forward(a, b, extra, stats, size, others, dim, p, q, u, s, SURVEY_INIT: tl.constexpr, SURVEY_ADD: tl.constexpr,
              SURVEY_CLOSE: tl.constexpr, FACTS: tl.constexpr, COLUMN: tl.constexpr, INIT: tl.constexpr,
              ADD: tl.constexpr, CLOSE: tl.constexpr, POSITIVES_ONLY: tl.constexpr, MEASURE: tl.constexpr,
-             SELF: tl.constexpr, FLAG: tl.constexpr, ACTIVE: tl.constexpr, BETA: tl.constexpr, PAD: tl.constexpr,
-             K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+             SELF: tl.constexpr, FLAG: tl.constexpr, ACTIVE: tl.constexpr, BETA: tl.constexpr, CENTRED: tl.constexpr,
+             PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Statistics of M anchors, rows of a, from all references, rows of b. p, q, u, s: the settings of the link."""
     i = tl.program_id(0) * M + tl.arange(0, M)
     mask_m = i < size
     row_ids = class_ids(a, i, mask_m, size, PAD)
     left = fact(a, SQUARED, i, mask_m, size, PAD)
-    anchors = 0.0
-    if ONCE:
-        anchors = _rows(a, tl.minimum(i, size - 1), tl.arange(0, PAD), PAD, PAD)
+    anchors = _whole(a, tl.minimum(i, size - 1), PAD, K, ONCE)
     settings = (p, q, u, s)
     facts = ()
     if FACTS is not None:
         facts = FACTS(extra, stats, (i, mask_m, size), settings, SELF, BETA, M)
     if SURVEY_INIT is not None:
         state = _pass(a, b, extra, row_ids, left, anchors, i, mask_m, size, others, dim, facts, settings, SURVEY_INIT,
-                      SURVEY_ADD, None, False, MEASURE, SELF, FLAG, ACTIVE, PAD, K, ONCE, M, N)  # fmt: skip
+                      SURVEY_ADD, None, False, MEASURE, SELF, FLAG, ACTIVE, CENTRED, PAD, K, ONCE, M, N)  # fmt: skip
         facts = SURVEY_CLOSE(state, settings)
     state = _pass(a, b, extra, row_ids, left, anchors, i, mask_m, size, others, dim, facts, settings, INIT, ADD, COLUMN,
-                  POSITIVES_ONLY, MEASURE, SELF, FLAG, ACTIVE, PAD, K, ONCE, M, N)  # fmt: skip
+                  POSITIVES_ONLY, MEASURE, SELF, FLAG, ACTIVE, CENTRED, PAD, K, ONCE, M, N)  # fmt: skip
     CLOSE(stats, (i, mask_m, size), (row_ids, left), state, facts, settings, SELF, FLAG, ACTIVE)
 
 
@@ -204,12 +246,25 @@ def _saved(stats, i, mask_m, size, AXIS: tl.constexpr, FIRST: tl.constexpr, COUN
 
 
 @triton.jit
+def _from_digits(summed, a, i, axis, size, EUCLID: tl.constexpr, CENTRED: tl.constexpr, PAD: tl.constexpr):
+    """The gradient (M, D) by prepared rows from sums of weighted rows and of weights, and these rows; float64."""
+    high, low, weights = summed
+    gradient = high.to(tl.float64) + low.to(tl.float64)
+    rows = digit_kernels.exact_rows(a, i, axis, PAD)
+    if EUCLID:
+        gradient = weights[:, None] * rows - gradient
+    elif CENTRED:
+        gradient += weights[:, None] * digit_kernels.centre(a, axis, size, PAD)[None, :]
+    return gradient, rows
+
+
+@triton.jit
 def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim, p, q, u, s, SLOPE: tl.constexpr,
               ROW_SLOPE: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, TABLE: tl.constexpr,
               MEASURE: tl.constexpr, SYMMETRIC: tl.constexpr, PAIRED: tl.constexpr, ROLE: tl.constexpr,
               APART: tl.constexpr, FLAG: tl.constexpr, NORMALIZE: tl.constexpr, TRANSFORM: tl.constexpr,
-              ONE_CHUNK: tl.constexpr, BETA: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr,
-              M: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+              ONE_CHUNK: tl.constexpr, BETA: tl.constexpr, CENTRED: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr,
+              ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """D coordinates of the gradient by M rows of x, prepared in a: all rows of b pass by, as references (ROLE
     "anchors"), as anchors ("references") or as both ("self"). APART: row i of a and of b are the same item, whose pair
     with itself is left out. stats are of a, column of b."""
@@ -219,7 +274,11 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
     row_ids = class_ids(a, i, mask_m, size, PAD)
     left = fact(a, SQUARED, i, mask_m, size, PAD)
     safe = tl.minimum(i, size - 1)
-    rows = _rows(a, safe, axis, PAD, D)
+    DIGITS: tl.constexpr = a.dtype.element_ty == tl.int8
+    if DIGITS:
+        rows = _whole(a, safe, PAD, K, ONCE)
+    else:
+        rows = _rows(a, safe, axis, PAD, D)
     scales_at = column + SCALES * others if ROLE == "references" else stats + SCALES * size
     above = tl.load(upstream).to(tl.float32)
     scales = (above * tl.load(scales_at), above * tl.load(scales_at + 1))
@@ -231,20 +290,26 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
     row_stats = ()
     if ROLE != "references" or PAIRED:
         row_stats = _saved(stats, i, mask_m, size, 1, FIRST, COUNT, TABLE)
-    gradient = tl.zeros((M, D), tl.float64)
-    weight = tl.zeros((M, N), tl.float64)
+    if DIGITS:
+        summed = digit_kernels.weighted_init(M, D)
+    else:
+        gradient = tl.zeros((M, D), tl.float64)
+        weight = tl.zeros((M, N), tl.float64)
     for start in range(0, others, N):
         j = start + tl.arange(0, N)
         mask_n = j < others
         positive, negative = pair_masks(row_ids, class_ids(b, j, mask_n, others, PAD), i, j, mask_m, mask_n, APART)
         passing = tl.minimum(j, others - 1)
-        passing_rows = _rows(b, passing, axis, PAD, D)
-        if ONCE:
-            inner = tl.dot(rows, tl.trans(passing_rows), out_dtype=tl.float64)
+        if DIGITS:
+            inner = digit_kernels.products(a, b, rows, safe, passing, PAD, K)
         else:
-            inner = inner_products(a, b, safe, passing, PAD, K)
+            passing_rows = _rows(b, passing, axis, PAD, D)
+            if ONCE:
+                inner = tl.dot(rows, tl.trans(passing_rows), out_dtype=tl.float64)
+            else:
+                inner = inner_products(a, b, safe, passing, PAD, K)
         right = fact(b, SQUARED, j, mask_n, others, PAD)
-        value = _measure(inner, left, right, i, j, dim, MEASURE, APART)
+        value, near = _measure(a, b, inner, left, right, safe, passing, dim, MEASURE, APART, CENTRED, PAD, N)
         tile = (value, positive, negative)
         column_stats = ()
         if ROLE != "anchors" or PAIRED:
@@ -262,14 +327,25 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
             slope = 2.0 * slope
         if EUCLID:
             slope = tl.where(value > 0, slope, 0.0)
-        slope = slope.to(tl.float64)
-        if EUCLID and not NORMALIZE:
-            weight += slope
-        gradient = tl.dot(slope, passing_rows, gradient, out_dtype=tl.float64)
-    if not ONCE:
-        rows = _rows(a, safe, axis, PAD, D)
-    if EUCLID:  # of unit rows, what points along the row changes nothing
-        gradient = tl.sum(weight, 1)[:, None] * rows - gradient
+        if DIGITS:
+            if EUCLID:
+                summed = digit_kernels.near_add(
+                    summed, slope, near & mask_n[None, :], a, b, safe, passing, axis, PAD, N
+                )
+                slope = tl.where(near, 0.0, slope)
+            summed = digit_kernels.weighted_add(summed, slope, b, passing, start, axis, others, PAD, N, D)
+        else:
+            slope = slope.to(tl.float64)
+            if EUCLID and not NORMALIZE:
+                weight += slope
+            gradient = tl.dot(slope, passing_rows, gradient, out_dtype=tl.float64)
+    if DIGITS:
+        gradient, rows = _from_digits(summed, a, safe, axis, size, EUCLID, CENTRED, PAD)
+    else:
+        if not ONCE:
+            rows = _rows(a, safe, axis, PAD, D)
+        if EUCLID:  # of unit rows, what points along the row changes nothing
+            gradient = tl.sum(weight, 1)[:, None] * rows - gradient
     if ROW_SLOPE is not None:
         gradient += ROW_SLOPE((row_ids != -1)[:, None], row_stats, scales, settings, ROLE).to(tl.float64) * rows
     if ONE_CHUNK:
@@ -280,16 +356,18 @@ def _backward(x, a, b, stats, column, upstream, by_x, by_beta, size, others, dim
 
 
 @functools.cache
-def _tile(stage: str, size: int, dim: int) -> tuple[Tile, dict]:
-    """The tile, and the constants and options that follow from it."""
-    table = FORWARD if stage == "forward" else BACKWARD
+def _tile(stage: str, size: int, dim: int, kind: torch.dtype) -> tuple[Tile, dict]:
+    """The tile, and the constants and options that follow from it. kind: of prepared rows."""
+    tables = (DIGIT_FORWARD, DIGIT_BACKWARD) if kind == torch.int8 else (FORWARD, BACKWARD)
+    table = tables[stage == "backward"]
     tile = INTERPRETED if kernels.interpreted() else next(tile for most, tile in table.items() if size <= most)
     pad = row_kernels.padded(dim)
-    step = max(step for step in (16, 32, 64, 128, 256) if step <= tile.step and pad % step == 0)
+    long, steps = (digit_kernels.length(dim), (32, 64, 128)) if kind == torch.int8 else (pad, (16, 32, 64, 128, 256))
+    step = max(step for step in steps if step <= tile.step and long % step == 0)
     chunk = min(triton.next_power_of_2(pad), 32 if kernels.interpreted() else CHUNK)
     if chunk > SHORT and stage == "backward":  # sums and rows twice as long
         tile = tile._replace(columns=tile.columns // 2)
-    constants = {"PAD": pad, "K": step, "ONCE": step == pad, "M": tile.rows, "N": tile.columns}
+    constants = {"PAD": pad, "K": step, "ONCE": step == long, "M": tile.rows, "N": tile.columns}
     if stage == "backward":
         constants["D"] = chunk
     return tile, constants | {"num_warps": tile.warps, "num_stages": tile.stages, **row_kernels.options()}
@@ -308,9 +386,17 @@ class Passes(NamedTuple):
 
 @functools.cache
 def _passes(
-    kind: str, flag: int, size: int, dim: int, alone: bool, batch_first: bool, reduction: str, beta: str
+    kind: str,
+    flag: int,
+    size: int,
+    dim: int,
+    alone: bool,
+    batch_first: bool,
+    reduction: str,
+    beta: str,
+    rows: torch.dtype,
 ) -> Passes:
-    tile, constants = _tile("forward", size, dim)
+    tile, constants = _tile("forward", size, dim, rows)
     pad, options = constants["PAD"], row_kernels.options()
     link = links.of(kind, flag)
 
@@ -320,6 +406,7 @@ def _passes(
         functions |= {"INIT": link.init, "ADD": link.add, "CLOSE": link.close, "FACTS": link.facts}
         functions |= {"COLUMN": link.column, "POSITIVES_ONLY": link.positives_only, "MEASURE": link.measure}
         choices = {"SELF": alone or batch_first, "FLAG": flag, "ACTIVE": reduction == "active", "BETA": beta}
+        choices["CENTRED"] = kind in CENTRED
         return CachedLauncher(_forward, **functions, **choices, **constants)
 
     finish = {"TALLY": link.tally, "MEAN": link.mean, "SELF": alone, "PAD": pad, "REDUCTION": reduction}
@@ -341,7 +428,7 @@ def forward(kind, rows, columns, sizes, beta, settings, flag, reduction, batch_f
     size, others, dim = sizes
     alone = rows is columns
     beta_kind = "number" if beta is None else "anchor" if beta.dim() else "scalar"
-    passes = _passes(kind, flag, size, dim, alone, batch_first, reduction, beta_kind)
+    passes = _passes(kind, flag, size, dim, alone, batch_first, reduction, beta_kind, rows.dtype)
     stats = torch.empty(passes.statistics * size + 2, device=rows.device, dtype=torch.float32)
     value = torch.empty((), device=rows.device, dtype=torch.float32)
     anchors = (-(-size // passes.rows), 1, 1)
@@ -369,12 +456,15 @@ def beta_slopes_and_scales(stats, size):
 
 
 @functools.cache
-def _last_pass(kind, flag, size, dim, role, apart, normalize, transform, beta) -> tuple[Tile, int, CachedLauncher]:
-    tile, constants = _tile("backward", size, dim)
+def _last_pass(
+    kind, flag, size, dim, role, apart, normalize, transform, beta, rows
+) -> tuple[Tile, int, CachedLauncher]:
+    tile, constants = _tile("backward", size, dim, rows)
     link = links.of(kind, flag)
     functions = {"SLOPE": link.slope, "ROW_SLOPE": link.row_slope, "COUNT": link.saved, "FIRST": SAVED}
     functions |= {"MEASURE": link.measure, "SYMMETRIC": link.symmetric, "PAIRED": link.paired, "TABLE": link.table}
     choices = {"ROLE": role, "APART": apart, "FLAG": flag, "NORMALIZE": normalize, "TRANSFORM": transform, "BETA": beta}
+    choices["CENTRED"] = kind in CENTRED
     choices["ONE_CHUNK"] = dim <= constants["D"]
     return tile, constants["D"], CachedLauncher(_backward, **functions, **choices, **constants)
 
@@ -389,7 +479,8 @@ def backward(
     rows and columns of the same place are the same item; without it, where they are the batch itself."""
     size, dim = x.shape
     apart = role == "self" if apart is None else apart
-    tile, chunk, main = _last_pass(kind, flag, size, dim, role, apart, normalize, transform, by_beta is not None)
+    choices = (role, apart, normalize, transform, by_beta is not None, rows.dtype)
+    tile, chunk, main = _last_pass(kind, flag, size, dim, *choices)
     dtype = dtype or x.dtype
     one_chunk = dim <= chunk
     # The interpreter cuts numbers to bfloat16 where it should round them.

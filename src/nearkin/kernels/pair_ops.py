@@ -85,12 +85,13 @@ class _Loss(HandGradient):
         pair_kernels, row_kernels = _kernels()
         kind, numbers, flag, reduction, normalize, transform, batch_first = choices
         x = x.contiguous()
-        rows = columns = row_kernels.prepare(x, labels.contiguous(), normalize, transform)  # copies the labels too
+        centre = x if kind in pair_kernels.CENTRED else None
+        rows = columns = row_kernels.prepare(x, labels.contiguous(), normalize, transform, centre)  # copies the labels
         num_columns = x.shape[0]
         if references is not None and reference_labels is not None:
             references = references.contiguous()
             num_columns = references.shape[0]
-            columns = row_kernels.prepare(references, reference_labels.contiguous(), normalize, transform)
+            columns = row_kernels.prepare(references, reference_labels.contiguous(), normalize, transform, centre)
         sizes = (x.shape[0], num_columns, x.shape[1])
         beta = None if beta is None else beta.contiguous()
         options = (numbers, flag, reduction, batch_first)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from nearkin import kernels
+from nearkin.kernels import digit_kernels
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import tl, triton
 from nearkin.kernels.row_kernels import (
@@ -61,6 +62,7 @@ REDUCTIONS = ("sum", "mean", "active")
 SUM, TERMS, ACTIVE, NEGATIVE_SUM, NEGATIVE_TERMS, NEGATIVE_ACTIVE, TAINTED, SHARES = map(tl.constexpr, range(8))
 CHUNK = 256  # coordinates of a gradient per program; longer rows are served in chunks
 MANY = 16384  # rows from which on most tiles of the gradient are empty
+FEW = tl.constexpr(4)  # pairs of a row in a tile of the gradient that are added one by one, where rows are digits
 
 
 class Tile(NamedTuple):
@@ -91,8 +93,14 @@ def tile(table, num_rows: int) -> Tile:
 def _tile(x, r, i, j, left, right, rounding, ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr,
           K: tl.constexpr):  # fmt: skip
     """Squared distances in float32, or distances (ROOT), as `core.distances` rounds them; rows i and j must exist."""
-    squared = squared_distances(inner_products(x, r, i, j, PAD, K), left, right, i, j, rounding, SELF)
-    return tl.sqrt(squared).to(tl.float32) if ROOT else squared.to(tl.float32)
+    if x.dtype.element_ty == tl.int8:
+        inner = digit_kernels.products(x, r, digit_kernels.planes(x, i, 0, PAD, K), i, j, PAD, K)
+        high, low, unit, _ = digit_kernels.distances(inner, x, r, i, j, PAD, j.shape[0], SELF, True)
+        measured = tl.sqrt_rn(high + low) * unit if ROOT else (high + low) * (unit * unit)
+    else:
+        squared = squared_distances(inner_products(x, r, i, j, PAD, K), left, right, i, j, rounding, SELF)
+        measured = tl.sqrt(squared).to(tl.float32) if ROOT else squared.to(tl.float32)
+    return measured
 
 
 @triton.jit
@@ -709,13 +717,18 @@ def _push(lists, slot, at, anchors, capacity, mask, STORED: tl.constexpr):
 
 
 @triton.jit
-def _gather(acc, total, b, column, weight, axis, PAD: tl.constexpr):
+def _gather(summed, a, b, i, column, weight, axis, PAD: tl.constexpr):
     """Adds weight · row of each anchor's listed column, and the weight."""
-    mask_m = column >= 0
-    weight = tl.where(mask_m, weight, 0.0).to(tl.float64)
-    at = column.to(tl.int64)[:, None] * PAD + axis[None, :]
-    row = tl.load(b + at, mask=mask_m[:, None] & (axis < PAD)[None, :], other=0.0)
-    return acc + weight[:, None] * row, total + weight
+    if b.dtype.element_ty == tl.int8:
+        summed = digit_kernels.gathered_add(summed, weight, a, b, i, column, axis, PAD)
+    else:
+        acc, total = summed
+        mask_m = column >= 0
+        weight = tl.where(mask_m, weight, 0.0).to(tl.float64)
+        at = column.to(tl.int64)[:, None] * PAD + axis[None, :]
+        row = tl.load(b + at, mask=mask_m[:, None] & (axis < PAD)[None, :], other=0.0)
+        summed = (acc + weight[:, None] * row, total + weight)
+    return summed
 
 
 @triton.jit(do_not_specialize=["capacity", "programs"])
@@ -738,8 +751,11 @@ def _backward(x, a, b, lists, stats, upstream, out, by_edge, num_rows, num_colum
     upper = tl.load(upstream).to(tl.float64)
     pull_share = (tl.load(stats + SHARES * programs) * upper).to(tl.float32)
     push_share = (tl.load(stats + SHARES * programs + 1) * upper).to(tl.float32)
-    acc = tl.zeros((M, D), tl.float64)
-    total = tl.zeros((M,), tl.float64)
+    DIGITS: tl.constexpr = a.dtype.element_ty == tl.int8
+    if DIGITS:
+        summed = digit_kernels.weighted_init(M, D)
+    else:
+        summed = (tl.zeros((M, D), tl.float64), tl.zeros((M,), tl.float64))
     positives = tl.zeros((M,), tl.int32)
     if OWN:
         positives = tl.load(lists + POSITIVES * anchors + i, mask=mask_m, other=0)
@@ -751,11 +767,11 @@ def _backward(x, a, b, lists, stats, upstream, out, by_edge, num_rows, num_colum
             if LISTED:  # the same pair with its roles exchanged
                 other = before - (column < i).to(tl.int32)
                 weight += _pull(lists, other, column, anchors, capacity, mask, STORED)
-            acc, total = _gather(acc, total, b, column, weight * pull_share, axis, PAD)
+            summed = _gather(summed, a, b, i, column, weight * pull_share, axis, PAD)
             if not EVERY:
                 column = _entry(lists, FIRST + capacity, slot, i, anchors, mask)
                 weight = _push(lists, slot, i, anchors, capacity, mask, STORED)
-                acc, total = _gather(acc, total, b, column, weight * -push_share, axis, PAD)
+                summed = _gather(summed, a, b, i, column, weight * -push_share, axis, PAD)
     if OTHER or EVERY:
         left = fact(a, LENGTH, i, mask_m, num_rows, PAD)
         row_ids = class_ids(a, i, mask_m, num_rows, PAD)
@@ -765,7 +781,9 @@ def _backward(x, a, b, lists, stats, upstream, out, by_edge, num_rows, num_colum
             level1 = tl.where(positives > 1, _float(lists, FIRST + capacity, 1, i, anchors, positives > 1), low)
             level2 = tl.where(positives > 2, _float(lists, FIRST + capacity, 2, i, anchors, positives > 2), low)
             level3 = tl.where(positives > 3, _float(lists, FIRST + capacity, 3, i, anchors, positives > 3), low)
-        sums = tl.zeros((M, N), tl.float64)
+        if not DIGITS:
+            acc, total = summed
+            sums = tl.zeros((M, N), tl.float64)
         for start in range(0, num_columns, N):
             j = start + tl.arange(0, N)
             mask_n = j < num_columns
@@ -807,19 +825,37 @@ def _backward(x, a, b, lists, stats, upstream, out, by_edge, num_rows, num_colum
                 push = pushes * _slope(distance, SQUARED) * push_share
                 weight -= tl.where(pushes > 0, push, 0.0)
             weight = tl.where(mask_m[:, None], weight, 0.0)
-            sums += weight.to(tl.float64)
-            rows = b + j.to(tl.int64)[:, None] * PAD + axis[None, :]
-            inside = tl.broadcast_to((axis < PAD)[None, :], (N, D))
-            if SKIP:
+            if DIGITS:
+                if EVERY:
+                    near = digit_kernels.close_pairs(distance, a, b, i, j, PAD, SQUARED) & (weight != 0)
+                else:  # all of them, where a row has few
+                    near = weight != 0
+                    near = near & (tl.max(tl.sum(near.to(tl.int32), 1), 0) <= FEW)
+                summed = digit_kernels.near_add(summed, weight, near, a, b, i, j, axis, PAD, N)
+                weight = tl.where(near, 0.0, weight)
                 if tl.max(tl.max((weight != 0).to(tl.int32), 1)) > 0:
+                    summed = digit_kernels.weighted_add(summed, weight, b, j, start, axis, num_columns, PAD, N, D)
+            else:
+                sums += weight.to(tl.float64)
+                rows = b + j.to(tl.int64)[:, None] * PAD + axis[None, :]
+                inside = tl.broadcast_to((axis < PAD)[None, :], (N, D))
+                any_weight = True
+                if SKIP:
+                    any_weight = tl.max(tl.max((weight != 0).to(tl.int32), 1)) > 0
+                if any_weight:
                     acc = tl.dot(weight.to(tl.float64), tl.load(rows, mask=inside, other=0.0), acc,
                                  out_dtype=tl.float64)  # fmt: skip
-            else:
-                acc = tl.dot(weight.to(tl.float64), tl.load(rows, mask=inside, other=0.0), acc, out_dtype=tl.float64)
-        total += tl.sum(sums, 1)
+        if not DIGITS:
+            summed = (acc, total + tl.sum(sums, 1))
     inside = mask_m[:, None] & (axis < dim)[None, :]
-    row = tl.load(a + i.to(tl.int64)[:, None] * PAD + axis[None, :], mask=inside, other=0.0)
-    gradient = total[:, None] * row - acc
+    if DIGITS:
+        high, low, weights = summed
+        gradient = weights[:, None] * digit_kernels.exact_rows(a, i, axis, PAD) - high.to(tl.float64)
+        gradient = gradient - low.to(tl.float64)
+    else:
+        acc, total = summed
+        row = tl.load(a + i.to(tl.int64)[:, None] * PAD + axis[None, :], mask=inside, other=0.0)
+        gradient = total[:, None] * row - acc
     if FUSED:
         store_gradient(x, a, out, gradient, i, mask_m, axis, num_rows, dim, PAD, "clamp", NORMALIZE)
     else:
@@ -851,11 +887,11 @@ class Passes(NamedTuple):
 
 
 @functools.cache
-def _passes(num_rows, dim, alone, selection, loss, squared, reduction, balance) -> Passes:
+def _passes(num_rows, dim, alone, selection, loss, squared, reduction, balance, kind) -> Passes:
     size = tile(FORWARD, num_rows)
     root = not squared and selection != "distance_weighted"
     constants = {"LOSS": LOSSES.index(loss), "SQUARED": squared, "ROOT": root, "SELF": alone}
-    constants |= {"num_warps": size.warps, "num_stages": size.stages} | _form(dim, size) | options()
+    constants |= {"num_warps": size.warps, "num_stages": size.stages} | _form(dim, size, kind) | options()
     if selection in ("batch_hard", "easy_positive"):
         select = CachedLauncher(_extremes, EASY=selection == "easy_positive", **constants)
     else:
@@ -876,11 +912,11 @@ def forward(x, ids, r, other_ids, boundary, seed, capacity, plan, batch_first):
 
     batch_first: the first rows of r are those of x, and no pair with themselves."""
     num_rows, dim = x.shape
-    anchors = prepare(x, ids, plan.normalize)
-    references = None if r is None else prepare(r, other_ids, plan.normalize)
+    anchors = prepare(x, ids, plan.normalize, centre=x)
+    references = None if r is None else prepare(r, other_ids, plan.normalize, centre=x)
     num_columns = num_rows if r is None else r.shape[0]
-    among = r is None or batch_first
-    start = _passes(num_rows, dim, among, plan.selection, plan.loss, plan.squared, plan.reduction, plan.balance)
+    task = (plan.selection, plan.loss, plan.squared, plan.reduction, plan.balance)
+    start = _passes(num_rows, dim, r is None or batch_first, *task, anchors.dtype)
     programs = -(-num_rows // start.rows)
     regions = 3 if plan.selection == "all" else 4 if _stores_weights(plan) else 2
     lists = torch.empty((FIRST.value + regions * capacity) * num_rows, device=x.device, dtype=torch.int32)
@@ -906,10 +942,13 @@ def _float32(value):
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-def _form(dim, size):
-    """How prepared rows are read: their padded length, and coordinates at a time."""
+def _form(dim, size, kind):
+    """How prepared rows of this type are read: their padded length, and coordinates at a time."""
     pad = padded(dim)
-    return {"PAD": pad, "K": 16 if pad % 32 else 32, "M": size.rows, "N": size.columns}
+    step = 16 if pad % 32 else 32
+    if kind == torch.int8:
+        step = max(step for step in (32, 64, 128) if digit_kernels.length(dim) % step == 0)
+    return {"PAD": pad, "K": step, "M": size.rows, "N": size.columns}
 
 
 def _stores_weights(plan):
@@ -919,7 +958,7 @@ def _stores_weights(plan):
 
 @functools.cache
 def _last_pass(
-    num_rows, dim, role, every, unit, stored, edge, squared, normalize, skip
+    num_rows, dim, role, every, unit, stored, edge, squared, normalize, skip, kind
 ) -> tuple[int, int, CachedLauncher]:
     """Rows per program, coordinates of a gradient per program, and the kernel."""
     fused = dim <= CHUNK
@@ -928,7 +967,7 @@ def _last_pass(
     constants = {"OWN": role != "references", "OTHER": role != "anchors", "EVERY": every, "ONE": unit, "STORED": stored}
     constants |= {"EDGE": edge, "SQUARED": squared, "NORMALIZE": normalize, "SELF": role == "self", "FUSED": fused}
     constants |= {"SKIP": skip, "D": block, "num_warps": size.warps, "num_stages": size.stages}
-    return size.rows, block, CachedLauncher(_backward, **constants, **_form(dim, size), **options())
+    return size.rows, block, CachedLauncher(_backward, **constants, **_form(dim, size, kind), **options())
 
 
 def backward(saved, x, upstream, plan, role, edge=False, dtype=None):
@@ -939,7 +978,7 @@ def backward(saved, x, upstream, plan, role, edge=False, dtype=None):
     b = saved.references if role == "anchors" else saved.anchors
     num_columns = saved.num_columns if role == "anchors" else saved.num_rows
     kinds = (plan.selection == "all", saved.capacity == 1, _stores_weights(plan), edge, plan.squared, plan.normalize)
-    rows, block, start = _last_pass(num_rows, dim, role, *kinds, num_columns > MANY)
+    rows, block, start = _last_pass(num_rows, dim, role, *kinds, num_columns > MANY, a.dtype)
     fused = dim <= block
     kind = torch.float32 if kernels.interpreted() else dtype  # the interpreter cuts to bfloat16, unrounded
     out = torch.empty_like(x, dtype=kind)
