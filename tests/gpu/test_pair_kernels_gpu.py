@@ -33,14 +33,11 @@ def exact_enough(verdict, name=""):
         assert ours <= theirs + 1e-6, (name, verdict)
 
 
-@pytest.fixture(autouse=True, params=["float64", "digits"])
-def _prepared_rows(request):
-    """Products of float64, and of digits as on a GPU without float64 on its matrix units."""
-    if request.param == "float64" and not kernels.has_float64_units(torch.empty(0, device="cuda")):
-        pytest.skip("this GPU does not multiply float64 on its matrix units")
-    kernels.set_float64_units("auto" if request.param == "float64" else False)
-    yield
-    kernels.set_float64_units("auto")
+@pytest.fixture(autouse=True)
+def _a_device_that_serves():
+    """NEARKIN_FLOAT64_UNITS=0 runs all of this by digits; `test_digit_kernels_gpu` has some of it always."""
+    if not kernels.can_split(torch.empty(0, device="cuda")):
+        pytest.skip("this GPU has no matrix units for the kernels")
 
 
 @every_case
@@ -104,12 +101,6 @@ def test_odd_shapes(name):
 @every_case
 def test_near_duplicates(name):
     exact_enough(kernel_cases.judged(PAIR_CASES[name], on_gpu(kernel_cases.near(200, 128, 1e-4))))
-
-
-@pytest.mark.parametrize("kind", kernel_cases.KINDS)
-def test_near_and_far(kind):
-    for name in ("contrastive, raw", "contrastive, linear", "margin"):
-        exact_enough(kernel_cases.judged(PAIR_CASES[name], on_gpu(kernel_cases.rows(kind, 332, 70))), name)
 
 
 @every_case

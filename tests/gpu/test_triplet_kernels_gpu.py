@@ -18,14 +18,11 @@ pytestmark = pytest.mark.skipif(
 SHAPES = [(64, None, 128), (333, None, 70), (1000, None, 128), (200, 777, 33), (129, 65, 300), (256, None, 1030)]
 
 
-@pytest.fixture(autouse=True, params=["float64", "digits"])
-def _prepared_rows(request):
-    """Products of float64, and of digits as on a GPU without float64 on its matrix units."""
-    if request.param == "float64" and not kernels.has_float64_units(torch.empty(0, device="cuda")):
-        pytest.skip("this GPU does not multiply float64 on its matrix units")
-    kernels.set_float64_units("auto" if request.param == "float64" else False)
-    yield
-    kernels.set_float64_units("auto")
+@pytest.fixture(autouse=True)
+def _a_device_that_serves():
+    """NEARKIN_FLOAT64_UNITS=0 runs all of this by digits; `test_digit_kernels_gpu` has some of it always."""
+    if not kernels.can_split(torch.empty(0, device="cuda")):
+        pytest.skip("this GPU has no matrix units for the kernels")
 
 
 @pytest.mark.parametrize("name", triplet_cases.CHECKS)

@@ -15,23 +15,23 @@ from nearkin import kernels, losses
 pytestmark = pytest.mark.slow
 
 ALONE, MET = (37, None, 17), (20, 35, 40)
-MOST = [name for name in PAIR_CASES if not name.endswith(("active", "sum"))]
-CHECKS = ("half_precision", "many_positives", "ties", "draws", "poison")
+FIRST = [name for name in PAIR_CASES if "," not in name]  # a case of each kind
+CHECKS = ("many_positives", "ties", "duplicates", "spoilt", "extremes", "batch_first")
 
 
 def judge_pairs():
     kernels.set_float64_units(False)
     verdicts = {}
-    for place, name in enumerate(MOST):
-        inputs = kernel_cases.batch(MET, seed=3) if place % 3 == 0 else kernel_cases.batch(ALONE)
+    for place, name in enumerate(FIRST):
+        inputs = kernel_cases.batch(MET, seed=3) if place % 2 else kernel_cases.batch(ALONE)
         verdicts[name] = kernel_cases.judged(PAIR_CASES[name], inputs)
-    for name in ("contrastive", "lifted", "SupCon", "circle"):
+    for name in ("lifted", "SupCon", "circle"):
         verdicts[f"{name}, collapsed"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.near(12, 16, 1e-4))
     for kind in kernel_cases.KINDS:
         for name in ("contrastive, raw", "contrastive, linear"):
-            verdicts[f"{name}, {kind}"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.rows(kind, 36, 24))
-    x = torch.randn(20, 300).repeat_interleave(2, 0).requires_grad_()  # only duplicates are positive
-    value = losses.contrastive_loss(x, torch.arange(40) // 2, margin=1e-9, squared=False, impl="triton")
+            verdicts[f"{name}, {kind}"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.rows(kind, 20, 24))
+    x = torch.randn(10, 300).repeat_interleave(2, 0).requires_grad_()  # only duplicates are positive
+    value = losses.contrastive_loss(x, torch.arange(20) // 2, margin=1e-9, squared=False, impl="triton")
     value.backward()
     verdicts["duplicates"] = float(value.detach()) == 0 and not bool(x.grad.any())
     print(json.dumps(verdicts))
@@ -56,11 +56,11 @@ def judge_triplets():
 def near_and_far(_device):
     for place, kind in enumerate(kernel_cases.KINDS):
         names = ("all, raw", "batch_hard, Hermans", "semihard, raw")
-        triplet_cases.as_exact(triplet_cases.CASES[names[place % 3]], kernel_cases.rows(kind, 36, 24))
+        triplet_cases.as_exact(triplet_cases.CASES[names[place % 3]], kernel_cases.rows(kind, 20, 24))
 
 
 def some_selections(_device):
-    for place, name in enumerate(triplet_cases.CASES):
+    for place, name in enumerate(list(triplet_cases.CASES)[::2]):
         triplet_cases.as_exact(
             triplet_cases.CASES[name], triplet_cases.batch(((17, 37, 50), (33, None, 16))[place % 2])
         )
@@ -78,7 +78,7 @@ def triplets():
 
 def test_pairs_are_as_exact_as_with_float64(pairs):
     judged = {name: verdict for name, verdict in pairs.items() if isinstance(verdict, dict)}
-    assert len(judged) == len(MOST) + 4 + 2 * len(kernel_cases.KINDS)
+    assert len(judged) == len(FIRST) + 3 + 2 * len(kernel_cases.KINDS)
     for name, verdict in judged.items():
         assert verdict["served"] == 1, name
         for ours, theirs in zip(verdict["kernel"], verdict["torch"], strict=True):
@@ -90,5 +90,5 @@ def test_duplicates_are_at_distance_exactly_0(pairs):
 
 
 def test_triplets(triplets):
-    assert len(triplets) >= len(CHECKS) + 1
+    assert len(triplets) == len(CHECKS) + 2
     assert not any(triplets.values()), "\n".join(triplets.values())

@@ -19,7 +19,7 @@ __all__ = ["IMPLEMENTATIONS", "can_run", "can_split", "check", "has_float64_unit
 __all__ += ["float64_units", "set_float64_units"]
 
 IMPLEMENTATIONS = ("auto", "torch", "triton")
-_INTEGER_UNITS = (7, 5)  # compute capability from which on matrix units multiply integers of 8 bits
+_INTEGER_UNITS = (8, 0)  # compute capability from which on triton multiplies integers of 8 bits on matrix units
 
 
 def _recent() -> bool:

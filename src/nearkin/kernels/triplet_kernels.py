@@ -947,7 +947,7 @@ def _form(dim, size, kind):
     pad = padded(dim)
     step = 16 if pad % 32 else 32
     if kind == torch.int8:
-        step = max(step for step in (32, 64, 128) if digit_kernels.length(dim) % step == 0)
+        step = max(step for step in (32, 64) if digit_kernels.length(dim) % step == 0)
     return {"PAD": pad, "K": step, "M": size.rows, "N": size.columns}
 
 
