@@ -65,10 +65,9 @@ def bounded(most):
     return values, bool(x.grad.isfinite().all())
 
 
-def test_tables_stay_within_max_memory(monkeypatch):
+def test_tables_stay_within_max_memory():
     if not kernels.installed():
         pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
-    monkeypatch.setattr(kernels, "has_float64_units", lambda x: True)
     from nearkin.kernels import smooth_ap_passes
 
     batch = blockwise.Batch(torch.zeros(2048, 128), torch.zeros(2048).long(), None, None)
@@ -80,8 +79,6 @@ def test_tables_stay_within_max_memory(monkeypatch):
         assert 0 < 20 * 2048 * tables <= room < (bound or smooth_ap_ops.AUTOMATIC) - 8 * 2048 * 132
         assert bool(later) == (bound in (2**25, 2**26))
     assert smooth_ap_ops.room(batch, 2**21) == 0
-    monkeypatch.setattr(kernels, "has_float64_units", lambda x: False)
-    assert smooth_ap_ops.room(batch, None) == 0
 
 
 @pytest.fixture(scope="module")

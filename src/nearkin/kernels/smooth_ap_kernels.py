@@ -5,10 +5,11 @@ A table has the positives of each anchor, in the order of the references: `width
 Within a window a few positives at a time are compared with all references. `smooth_ap_passes` launches them.
 """
 
+from nearkin.kernels import digit_kernels
 from nearkin.kernels.links.link import ACTIVE_TERMS, PAID, SAVED, SCALES, TERMS, mean, tally
 from nearkin.kernels.numerics import add_column, column, load, store, tl, triton
-from nearkin.kernels.pair_kernels import _products, _rows
-from nearkin.kernels.row_kernels import class_ids, inner_products, pair_masks, store_gradient
+from nearkin.kernels.pair_kernels import _from_digits, _measure, _products, _rows, _whole
+from nearkin.kernels.row_kernels import SQUARED, class_ids, fact, inner_products, pair_masks, store_gradient
 
 # Rows of the table, of `width` · B entries each: a positive's logit, its index among the references, the factors of the
 # slopes of positives and negatives that are compared with it, and its own slope.
@@ -25,8 +26,11 @@ def _entry(table, row: tl.constexpr, k, i, exists, size, width, other):
 
 
 @triton.jit
-def _logits(inner, sharpness):
-    """Similarities by temperature, for powers of 2."""
+def _logits(a, b, inner, left, i, j, dim, others, sharpness, PAD: tl.constexpr, N: tl.constexpr):
+    """Similarities by temperature, for powers of 2, of rows that exist. left: squared lengths of rows i."""
+    if a.dtype.element_ty == tl.int8:
+        right = fact(b, SQUARED, j, j >= 0, others, PAD)
+        inner, _near = _measure(a, b, inner, left, right, i, j, dim, "similarity", False, True, PAD, N)
     return (inner * sharpness).to(tl.float32)
 
 
@@ -37,8 +41,9 @@ def _before(own, logits):
 
 
 @triton.jit
-def _collect(a, b, anchors, row_ids, i, mask_m, table, size, others, first, width, sharpness, SELF: tl.constexpr,
-             PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _collect(a, b, anchors, row_ids, lengths, i, mask_m, table, size, others, dim, first, width, sharpness,
+             SELF: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr, M: tl.constexpr,
+             N: tl.constexpr):  # fmt: skip
     """Fills the first two rows of the table; how many positives each anchor has, in all windows, (M,)."""
     safe = tl.minimum(i, size - 1)
     number = tl.zeros((M,), tl.int32)
@@ -48,7 +53,9 @@ def _collect(a, b, anchors, row_ids, i, mask_m, table, size, others, first, widt
         positive, _negative = pair_masks(row_ids, class_ids(b, j, mask_n, others, PAD), i, j, mask_m, mask_n, SELF)
         found = tl.sum(positive.to(tl.int32), 1)
         if tl.max(found, 0) > 0:
-            logits = _logits(_products(a, b, anchors, safe, tl.minimum(j, others - 1), PAD, K, ONCE), sharpness)
+            passing = tl.minimum(j, others - 1)
+            inner = _products(a, b, anchors, safe, passing, PAD, K, ONCE)
+            logits = _logits(a, b, inner, lengths, safe, passing, dim, others, sharpness, PAD, N)
             k = number[:, None] + tl.cumsum(positive.to(tl.int32), 1) - 1 - first
             inside = positive & (k >= 0) & (k < width)
             entry = table + k * size + i[:, None]
@@ -83,12 +90,11 @@ def ranks(a, b, table, stats, size, others, dim, first, width, sharpness, temper
         if tl.max(load(stats, NUMBER, at), 0) <= first:
             return
     row_ids = class_ids(a, i, mask_m, size, PAD)
-    anchors = 0.0
+    lengths = fact(a, SQUARED, i, mask_m, size, PAD)
     safe = tl.minimum(i, size - 1)
-    if ONCE:
-        anchors = _rows(a, safe, tl.arange(0, PAD), PAD, PAD)
-    number = _collect(a, b, anchors, row_ids, i, mask_m, table, size, others, first, width, sharpness, SELF, PAD, K,
-                      ONCE, M, N)  # fmt: skip
+    anchors = _whole(a, safe, PAD, K, ONCE)
+    number = _collect(a, b, anchors, row_ids, lengths, i, mask_m, table, size, others, dim, first, width, sharpness,
+                      SELF, PAD, K, ONCE, M, N)  # fmt: skip
     tl.debug_barrier()  # other threads wrote what this one reads
     left = tl.minimum(number - first, width)
     divisor = tl.maximum(number, 1).to(tl.float64)
@@ -106,7 +112,9 @@ def ranks(a, b, table, stats, size, others, dim, first, width, sharpness, temper
             mask_n = j < others
             column_ids = class_ids(b, j, mask_n, others, PAD)
             positive, negative = pair_masks(row_ids, column_ids, i, j, mask_m, mask_n, SELF)
-            logits = _logits(_products(a, b, anchors, safe, tl.minimum(j, others - 1), PAD, K, ONCE), sharpness)
+            passing = tl.minimum(j, others - 1)
+            inner = _products(a, b, anchors, safe, passing, PAD, K, ONCE)
+            logits = _logits(a, b, inner, lengths, safe, passing, dim, others, sharpness, PAD, N)
             negatives = _compare(negatives, owns, tl.where(negative, logits, float("-inf")))
             if tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0:
                 positives = _compare(positives, owns, tl.where(positive, logits, float("-inf")))
@@ -204,11 +212,17 @@ def slopes(x, a, b, row_table, row_stats, column_table, column_stats, upstream, 
     axis = tl.program_id(1) * D + tl.arange(0, D)
     row_ids = class_ids(a, i, mask_m, size, PAD)
     safe = tl.minimum(i, size - 1)
-    rows = _rows(a, safe, axis, PAD, D)
+    lengths = fact(a, SQUARED, i, mask_m, size, PAD)
+    DIGITS: tl.constexpr = a.dtype.element_ty == tl.int8
+    if DIGITS:
+        rows = _whole(a, safe, PAD, K, ONCE)
+        gradient = digit_kernels.weighted_init(M, D)
+    else:
+        rows = _rows(a, safe, axis, PAD, D)
+        gradient = tl.zeros((M, D), tl.float64)
     row_left = tl.zeros((M,), tl.int32)
     if ROLE != "references":
         row_left = tl.minimum(load(row_stats, NUMBER, (i, mask_m, size)).to(tl.int32) - first, width)
-    gradient = tl.zeros((M, D), tl.float64)
     for some in range(0, most, AT_ONCE):
         entries = ()
         if ROLE != "references":
@@ -218,12 +232,15 @@ def slopes(x, a, b, row_table, row_stats, column_table, column_stats, upstream, 
             mask_n = j < others
             positive, negative = pair_masks(row_ids, class_ids(b, j, mask_n, others, PAD), i, j, mask_m, mask_n, APART)
             passing = tl.minimum(j, others - 1)
-            passing_rows = _rows(b, passing, axis, PAD, D)
-            if ONCE:
-                inner = tl.dot(rows, tl.trans(passing_rows), out_dtype=tl.float64)
+            if DIGITS:
+                inner = digit_kernels.products(a, b, rows, safe, passing, PAD, K)
             else:
-                inner = inner_products(a, b, safe, passing, PAD, K)
-            logits = _logits(inner, sharpness)
+                passing_rows = _rows(b, passing, axis, PAD, D)
+                if ONCE:
+                    inner = tl.dot(rows, tl.trans(passing_rows), out_dtype=tl.float64)
+                else:
+                    inner = inner_products(a, b, safe, passing, PAD, K)
+            logits = _logits(a, b, inner, lengths, safe, passing, dim, others, sharpness, PAD, N)
             slope = tl.zeros((M, N), tl.float32)
             any_positive = tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0
             if ROLE != "references":
@@ -238,7 +255,12 @@ def slopes(x, a, b, row_table, row_stats, column_table, column_stats, upstream, 
                 if any_positive:
                     slope = _own_slopes(slope, column_table, some, j, i, left, others, width, 0)
             slope = tl.where(positive | negative, slope, 0.0)
-            gradient = tl.dot(slope.to(tl.float64), passing_rows, gradient, out_dtype=tl.float64)
+            if DIGITS:
+                gradient = digit_kernels.weighted_add(gradient, slope, b, passing, start, axis, others, PAD, N, D)
+            else:
+                gradient = tl.dot(slope.to(tl.float64), passing_rows, gradient, out_dtype=tl.float64)
+    if DIGITS:
+        gradient, _numbers = _from_digits(gradient, a, safe, axis, size, False, True, PAD)
     gradient = gradient * (tl.load(upstream).to(tl.float32) * tl.load(scales)).to(tl.float64)
     if ONE_CHUNK:
         store_gradient(x, a, by_x, gradient, i, mask_m, axis, size, dim, PAD, "clamp", True, LATER)

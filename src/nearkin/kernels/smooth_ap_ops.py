@@ -18,14 +18,13 @@ LEAST = 2 * 16 * 5 * 4  # bytes per anchor of two tables of 16 positives
 
 
 def room(batch: blockwise.Batch, max_memory: int | None) -> int:
-    """Bytes for the tables of positives within `max_memory`; 0 where the kernels do not run."""
+    """Bytes for the tables of positives within `max_memory`; 0 where there is none."""
     x, _, references, _ = batch
-    if not kernels.has_float64_units(x):  # which their products are on
-        return 0
     size, dim = x.shape
     others = 0 if references is None else references.shape[0]
     left = AUTOMATIC if max_memory is None else max_memory
-    left -= 8 * (size + others) * (-(-dim // 16) * 16 + 4) + 4 * others * dim + 56 * size  # and statistics
+    row = 8 * (-(-dim // 16) * 16 + 4) if kernels.has_float64_units(x) else 12 * (-(-dim // 32) * 32 + 8)
+    left -= (size + others) * row + 4 * others * dim + 56 * size  # prepared rows, and statistics
     if max_memory is None:
         return max(left, AUTOMATIC // 4)
     return left if left >= LEAST * size else 0
@@ -66,12 +65,12 @@ class _Loss(HandGradient):
     ) -> Tensor:
         passes, row_kernels = _kernels()
         x = x.contiguous()
-        rows = columns = row_kernels.prepare(x, labels.contiguous(), True)
+        rows = columns = row_kernels.prepare(x, labels.contiguous(), True, centre=x)
         num_columns = x.shape[0]
         if references is not None and reference_labels is not None:
             references = references.contiguous()
             num_columns = references.shape[0]
-            columns = row_kernels.prepare(references, reference_labels.contiguous(), True)
+            columns = row_kernels.prepare(references, reference_labels.contiguous(), True, centre=x)
         task = passes.Task((x.shape[0], num_columns, x.shape[1]), references is None, *choices)
         value, table, stats = passes.forward(task, rows, columns)
         wants = ctx.needs_input_grad

@@ -57,8 +57,8 @@ def _width(most, size, room):
 
 
 @functools.cache
-def _ranking(size, dim, apart, value, later):
-    tile, constants = _tile("forward", size, dim)
+def _ranking(size, dim, kind, apart, value, later):
+    tile, constants = _tile("forward", size, dim, kind)
     start = CachedLauncher(smooth_ap_kernels.ranks, SELF=apart, VALUE=value, LATER=later, **constants)
     return -(-size // tile.rows), start
 
@@ -75,7 +75,8 @@ def _finishing(dim, alone, reduction):
 
 
 def _rank(task, rows, columns, table, stats, first, width, value):
-    programs, start = _ranking(task.sizes[0], task.sizes[2], task.alone or task.batch_first, value, first > 0)
+    apart = task.alone or task.batch_first
+    programs, start = _ranking(task.sizes[0], task.sizes[2], rows.dtype, apart, value, first > 0)
     numbers = (first, width, task.sharpness, task.temperature, float(task.slots))
     start((programs, 1, 1), rows, columns, table, stats, *task.sizes, *numbers)
 
@@ -101,8 +102,8 @@ def forward(task: Task, rows, columns):
 
 
 @functools.cache
-def _last_pass(size, dim, role, apart, later):
-    tile, constants = _tile("backward", size, dim)
+def _last_pass(size, dim, kind, role, apart, later):
+    tile, constants = _tile("backward", size, dim, kind)
     chunk = constants["D"]
     start = CachedLauncher(
         smooth_ap_kernels.slopes, ROLE=role, APART=apart, LATER=later, ONE_CHUNK=dim <= chunk, **constants
@@ -135,7 +136,7 @@ def backward(task: Task, x, references, rows, columns, table, stats, upstream):
     kept, later, width = task.windows
     sides, apart = _sides(task, x, references, rows, columns), task.alone or task.batch_first
     dim = task.sizes[2]
-    one_chunk = dim <= _tile("backward", task.sizes[0], dim)[1]["D"]
+    one_chunk = dim <= _tile("backward", task.sizes[0], dim, rows.dtype)[1]["D"]
     narrow = not (later or task.batch_first or kernels.interpreted())  # stored once, and rounded as it should be
     sums = []
     for side in sides:
@@ -144,7 +145,7 @@ def backward(task: Task, x, references, rows, columns, table, stats, upstream):
 
     def add(first, width, table):
         for side, total in zip(sides, sums, strict=True):
-            grid, start = _last_pass(side.sizes[0], dim, side.role, apart, first > 0)
+            grid, start = _last_pass(side.sizes[0], dim, rows.dtype, side.role, apart, first > 0)
             operands = (side.x, side.rows, side.others, table, stats, table, stats, upstream, total)
             start(grid, *operands, *side.sizes, dim, first, width, task.sharpness)
 
