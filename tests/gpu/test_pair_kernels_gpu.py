@@ -28,9 +28,9 @@ def on_gpu(inputs):
     )
 
 
-def exact_enough(verdict, name=""):
+def exact_enough(verdict, name="", luck=0.0):
     for ours, theirs in zip(verdict["kernel"], verdict["torch"], strict=True):
-        assert ours <= theirs + 1e-6, (name, verdict)
+        assert ours <= theirs + 1e-6 + luck, (name, verdict)
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +94,11 @@ def test_a_long_memory_takes_little(make):
 
 @every_case
 def test_odd_shapes(name):
+    # Smooth-AP divides similarities by a temperature of 0.01: float32 is off by 2^-24 / 0.01 on either side, and with a
+    # handful of references it is chance which of both is nearer.
+    luck = 2**-24 / 0.01 if name == "Smooth-AP" else 0.0
     for shape in kernel_cases.PAIR_SHAPES:
-        exact_enough(kernel_cases.judged(PAIR_CASES[name], on_gpu(kernel_cases.batch(shape))), str(shape))
+        exact_enough(kernel_cases.judged(PAIR_CASES[name], on_gpu(kernel_cases.batch(shape))), str(shape), luck)
 
 
 @every_case

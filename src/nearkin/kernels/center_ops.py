@@ -102,6 +102,7 @@ class _Loss(HandGradient):
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         products = (rows, weight_rows)  # the kernel multiplies itself
         if not ctx.few:
+            launch.enter_thread(slopes)
             by_rows = torch.mm(slopes, weight_rows, out=torch.empty_like(rows)) if wants[0] else facts
             products = (by_rows, torch.mm(slopes.t(), rows, out=torch.empty_like(weight_rows)) if wants[1] else facts)
         operands = (*products, slopes, x.contiguous(), weight.contiguous(), labels, centers, facts)

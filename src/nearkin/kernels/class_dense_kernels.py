@@ -24,7 +24,7 @@ import torch
 from nearkin import kernels
 from nearkin.kernels.class_loss_ops import Annealing, Form
 from nearkin.kernels.class_own_kernels import clamped, inverse_length, own_cosine, own_score
-from nearkin.kernels.launch import CachedLauncher
+from nearkin.kernels.launch import CachedLauncher, enter_thread
 from nearkin.kernels.numerics import tl, triton
 
 SCALARS, ROW_FACTS = tl.constexpr(16), tl.constexpr(8)
@@ -424,6 +424,7 @@ def gradients(prepared, x, weight, scores, upstream, kinds, own=False, plus=None
     by_x = by_weight = by_bias = by_rows = by_units = sums = facts
     programs = weight_programs = 0
     size = TILE if own else ROWS
+    enter_thread(scores)
     if kind_x is not None:
         by_rows = torch.mm(scores, units, out=torch.empty_like(rows))
         by_x, programs = _result(x, kind_x), -(-anchors // size)

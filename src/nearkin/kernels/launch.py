@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 
-__all__ = ["CachedLauncher", "device_of", "gradients_again", "once"]
+__all__ = ["CachedLauncher", "device_of", "enter_thread", "gradients_again", "once"]
 
 TESTED = ("3.6",)
 DESCRIPTORS = set()  # classes of tensor descriptors, added by the kernels that take them: triton is not imported here
@@ -64,7 +64,7 @@ class CachedLauncher:
         first = arguments[0]
         if type(first) in DESCRIPTORS:
             first = first.base
-            _enter_thread(first)
+            enter_thread(first)
         key, values = [first.get_device()], []
         for value in arguments:
             kind = type(value)
@@ -80,8 +80,8 @@ class CachedLauncher:
         return tuple(key), values
 
 
-def _enter_thread(tensor):
-    """A thread of autograd has no context of the device before its first launch; to make a descriptor needs one."""
+def enter_thread(tensor):
+    """A thread of autograd has no context of the device before its first launch; descriptors and cuBLAS need one."""
     if tensor.is_cuda and not getattr(_THREAD, "entered", False):
         torch.zeros(1, device=tensor.device)
         _THREAD.entered = True
