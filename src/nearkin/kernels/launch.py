@@ -80,7 +80,7 @@ class CachedLauncher:
         return tuple(key), values
 
 
-def enter_thread(tensor):
+def enter_thread(tensor: Tensor) -> None:
     """A thread of autograd has no context of the device before its first launch; descriptors and cuBLAS need one."""
     if tensor.is_cuda and not getattr(_THREAD, "entered", False):
         torch.zeros(1, device=tensor.device)
