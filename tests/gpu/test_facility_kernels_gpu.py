@@ -61,6 +61,13 @@ def test_loss_and_gradient_are_those_of_the_cpu(dtype):
         torch.testing.assert_close(ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
+def test_a_module_that_was_not_moved_serves_a_batch_on_the_gpu():
+    x, labels = torch.randn(40, 8, device="cuda", requires_grad=True), torch.arange(40, device="cuda") // 4
+    value = losses.FacilityLocationLoss(gamma=3.0)(x, labels)
+    value.backward()
+    assert torch.equal(value, losses.FacilityLocationLoss(gamma=3.0).cuda()(x, labels))
+
+
 def test_a_captured_graph_replays_the_search():
     size = 60
     distance, labels = (t.cuda() for t in judge.structured("classes of 4", size))

@@ -29,7 +29,9 @@ def solve(
 
     The medoids are those that `core.facility.search` finds.
     """
-    if not isinstance(gamma, Tensor):
+    if isinstance(gamma, Tensor):
+        gamma = gamma.to(distance.device)
+    else:
         gamma = torch.full((), gamma, dtype=torch.float64, device=distance.device)
     distance, labels = distance.detach().contiguous(), labels.contiguous()
     return _kernels().solve(distance, labels, gamma.detach(), sweeps, num_clusters)  # type: ignore[no-any-return]

@@ -74,7 +74,7 @@ class CachedLauncher:
                 key.append((value.base.dtype, *value.block_shape))
             elif kind is not float:
                 address = value.data_ptr()
-                key.append((value.dtype, address % 16))
+                key.append((value.dtype, address % 16, value.get_device()))  # triton refuses those of another device
                 value = address
             values.append(value)
         return tuple(key), values

@@ -65,7 +65,7 @@ def _solve(
         checks.at_least("gamma", gamma, 0)
     distance = distances.euclidean(embeddings, normalize=normalize)  # (B, B)
     if isinstance(gamma, Tensor):
-        gamma = gamma.to(distance.dtype)
+        gamma = gamma.to(distance.device, distance.dtype)  # a module that was not moved keeps its own on the CPU
     _check_search(sweeps, num_clusters, impl)
     if facility_kernel(impl, distance):
         value, values, indices, chosen = facility_ops.loss(distance, labels, gamma, sweeps, num_clusters)
