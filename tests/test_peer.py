@@ -618,6 +618,10 @@ def test_ntxent_there_is_capped_by_underflow():
     assert losses.InfoNCELoss(0.01)(x, labels, r, others).item() == pytest.approx(200, rel=1e-3)
 
 
+# From torch 2.15 on a clamp has no slope at its bounds, which hides the next two.
+CLAMP_HAS_SLOPES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+
+
 def test_arcface_there_is_nan_where_an_item_stands_on_its_class():
     labels = torch.arange(3)
     theirs, ours = peer.ArcFaceLoss(3, 4, scale=8), losses.ArcFaceLoss(3, 4, scale=8.0)
@@ -625,7 +629,8 @@ def test_arcface_there_is_nan_where_an_item_stands_on_its_class():
     for loss, finite in ((theirs, False), (ours, True)):
         x = torch.eye(3, 4).requires_grad_()
         slopes = torch.autograd.grad(loss(x, labels), (x, *loss.parameters()))
-        assert all(bool(slope.isfinite().all()) == finite for slope in slopes)
+        if finite or CLAMP_HAS_SLOPES:
+            assert all(bool(slope.isfinite().all()) == finite for slope in slopes)
 
 
 def test_soft_triple_there_is_nan_where_two_centres_of_a_class_meet():
@@ -637,7 +642,8 @@ def test_soft_triple_there_is_nan_where_two_centres_of_a_class_meet():
     theirs.fc.data = ours.centers.data.T.clone()
     for loss, finite in ((theirs, False), (ours, True)):
         (slope,) = torch.autograd.grad(loss(x, labels), [*loss.parameters()])
-        assert bool(slope.isfinite().all()) == finite
+        if finite or CLAMP_HAS_SLOPES:
+            assert bool(slope.isfinite().all()) == finite
 
 
 def test_distance_weighted_there_starves_anchors():

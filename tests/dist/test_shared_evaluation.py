@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -381,7 +382,7 @@ def enrol_shared(rank, world, home, source, place, part):
 
 
 def _rows(path):
-    with sqlite3.connect(path) as link:
+    with closing(sqlite3.connect(path)) as link:
         names = [name for (name,) in link.execute("select name from sqlite_master where type = 'table' order by name")]
         tables = {name: link.execute(f"select * from {name} order by 1").fetchall() for name in names}
     return {name: rows for name, rows in tables.items() if rows and name not in ("meta", "facts", "sqlite_sequence")}

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import tracemalloc
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -561,7 +562,8 @@ def test_a_repair_that_is_killed_between_its_renames_is_finished_at_the_next_ope
         assert search_ids(gallery, vectors[0]) == near(vectors, vectors[0], 300, {7}) and gallery.check().whole
     names = {one.name for one in path.parent.iterdir()}
     assert names == {"g", "g.damaged-1"}
-    assert sqlite3.connect(path.with_name("g.damaged-1")).execute("SELECT count(*) FROM items").fetchone() == (200,)
+    with closing(sqlite3.connect(path.with_name("g.damaged-1"))) as damaged:
+        assert damaged.execute("SELECT count(*) FROM items").fetchone() == (200,)
 
 
 @pytest.mark.parametrize("scale", [2.0**660, 1e200, 1e-200, 5e-324])

@@ -169,7 +169,8 @@ def lossless_triplet_loss(
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         others = None if references is None else _into_cube(references, sigmoid)
         share = distances.squared_euclidean(_into_cube(x, sigmoid), others) / x.shape[1]  # (B, R) in [0, 1]
-        pull = -((1 - share).clamp(min=0) + epsilon).log()
+        rest = 1 - share
+        pull = -(torch.where(rest < 0, 0.0, rest) + epsilon).log()
         push = -(share + epsilon).log()
         positives, negatives = relation.positive.sum(1), relation.negative.sum(1)
         if reduction == "active":
@@ -189,7 +190,11 @@ def lossless_triplet_loss(
 
 def _into_cube(x: Tensor, sigmoid: bool) -> Tensor:
     x = distances.upcast(x)
-    return x.sigmoid() if sigmoid else x.clamp(0, 1)
+    if sigmoid:
+        return x.sigmoid()
+    return torch.where(
+        x < 0, 0.0, torch.where(x > 1, 1.0, x)
+    )  # with a slope at 0 and 1, where torch 2.15's clamp has none
 
 
 class TripletLoss(LossModule, function=triplet_loss):
