@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 ALONE, MET = (37, None, 17), (20, 35, 40)
 FIRST = [name for name in PAIR_CASES if "," not in name]  # a case of each kind
-CHECKS = ("many_positives", "ties", "duplicates", "spoilt", "extremes", "batch_first")
+CHECKS = ("many_positives", "ties")  # the rest does not depend on how distances are made
 
 
 def judge_pairs():
@@ -54,13 +54,13 @@ def judge_triplets():
 
 
 def near_and_far(_device):
-    for place, kind in enumerate(kernel_cases.KINDS):
-        names = ("all, raw", "batch_hard, Hermans", "semihard, raw")
-        triplet_cases.as_exact(triplet_cases.CASES[names[place % 3]], kernel_cases.rows(kind, 20, 24))
+    """Where lengths are mixed, hinges are decided by the last digit of a distance."""
+    for name, kind in (("all, raw", "pairs"), ("all, raw", "mixed"), ("batch_hard, Hermans", "equal")):
+        triplet_cases.as_exact(triplet_cases.CASES[name], kernel_cases.rows(kind, 20, 24))
 
 
 def some_selections(_device):
-    for place, name in enumerate(list(triplet_cases.CASES)[::2]):
+    for place, name in enumerate(list(triplet_cases.CASES)[::4]):
         triplet_cases.as_exact(
             triplet_cases.CASES[name], triplet_cases.batch(((17, 37, 50), (33, None, 16))[place % 2])
         )

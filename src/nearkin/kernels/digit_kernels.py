@@ -146,9 +146,12 @@ def distances(inner, a, b, i, j, PAD: tl.constexpr, N: tl.constexpr, SELF: tl.co
     shrink_left, shrink_right = tl.minimum(left * inverse_right, 1.0), tl.minimum(right * inverse_left, 1.0)
     both = -2.0 * shrink_left * shrink_right
     shrink_left, shrink_right = shrink_left * shrink_left, shrink_right * shrink_right
-    lengths = header(a, i, HIGH, PAD)[:, None] * shrink_left + header(b, j, HIGH, PAD)[None, :] * shrink_right
-    high = lengths + both * high
+    lengths, lost = _two_sum(
+        header(a, i, HIGH, PAD)[:, None] * shrink_left, header(b, j, HIGH, PAD)[None, :] * shrink_right
+    )
+    high, lost_too = _two_sum(lengths, both * high)  # what they lose between rows of different lengths
     low = (header(a, i, LOW, PAD)[:, None] * shrink_left + header(b, j, LOW, PAD)[None, :] * shrink_right) + both * low
+    low += lost + lost_too
     near = high + low < NEAR * lengths
     if SELF:
         near = near & (i[:, None] != j[None, :])
@@ -161,6 +164,14 @@ def distances(inner, a, b, i, j, PAD: tl.constexpr, N: tl.constexpr, SELF: tl.co
     if SELF:
         far = far & (i[:, None] != j[None, :])
     return tl.where(far, high, 0.0), tl.where(far, low, 0.0), tl.maximum(left, right), near & far
+
+
+@triton.jit
+def _two_sum(a, b):
+    """A sum, and what its rounding has lost."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
 
 
 @triton.jit
