@@ -224,16 +224,16 @@ def _tied(values, runs, running, sums, y, signed, ratio, j, valid, mirror, mirro
     number = tl.where(valid, end - start, 0)
     if not OWN_ORDER:
         start = _search(values, y, -signed, mirror, mirror_length, False)
-        found = valid & (start < others)
-        found = found & (tl.load(values + start, mask=found, other=0.0) - y == -signed)
-        if tl.max(found.to(tl.int32), 0) > 0:
-            end = tl.load(runs + others + start, mask=found, other=0)
-            after = found & (end < others)
+        mirrored = valid & (start < others)
+        mirrored = mirrored & (tl.load(values + start, mask=mirrored, other=0.0) - y == -signed)
+        if tl.max(mirrored.to(tl.int32), 0) > 0:
+            end = tl.load(runs + others + start, mask=mirrored, other=0)
+            after = mirrored & (end < others)
             wider = after & (tl.load(values + end, mask=after, other=0.0) - y == -signed)
             if tl.max(wider.to(tl.int32), 0) > 0:
                 end = tl.where(wider, _search(values, y, -signed, 0, others, True), end)
-            summed += _sum_before(running, sums, end, found, T) - _sum_before(running, sums, start, found, T)
-            number += tl.where(found, end - start, 0)
+            summed += _sum_before(running, sums, end, mirrored, T) - _sum_before(running, sums, start, mirrored, T)
+            number += tl.where(mirrored, end - start, 0)
     return number.to(tl.float64), summed
 
 

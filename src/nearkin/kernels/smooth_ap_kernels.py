@@ -51,8 +51,8 @@ def _collect(a, b, anchors, row_ids, lengths, i, mask_m, table, size, others, di
         j = start + tl.arange(0, N)
         mask_n = j < others
         positive, _negative = pair_masks(row_ids, class_ids(b, j, mask_n, others, PAD), i, j, mask_m, mask_n, SELF)
-        found = tl.sum(positive.to(tl.int32), 1)
-        if tl.max(found, 0) > 0:
+        in_tile = tl.sum(positive.to(tl.int32), 1)
+        if tl.max(in_tile, 0) > 0:
             passing = tl.minimum(j, others - 1)
             inner = _products(a, b, anchors, safe, passing, PAD, K, ONCE)
             logits = _logits(a, b, inner, lengths, safe, passing, dim, others, sharpness, PAD, N)
@@ -62,7 +62,7 @@ def _collect(a, b, anchors, row_ids, lengths, i, mask_m, table, size, others, di
             tl.store(entry, logits, mask=inside)
             place = tl.broadcast_to(j[None, :], (M, N)).to(tl.float32, bitcast=True)
             tl.store(entry + PLACE * width * size, place, mask=inside)
-            number += found
+            number += in_tile
     return number
 
 

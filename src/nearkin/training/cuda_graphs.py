@@ -74,10 +74,10 @@ class GraphedStep:
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         last = self._replay is None and self._runs == WARMUP  # before the capture, which it shows to be possible or not
-        with torch.cuda.stream(self._stream), _synchronizations(last) as found:
+        with torch.cuda.stream(self._stream), _synchronizations(last) as waits:
             outputs = self._step_in_place(*inputs)
         torch.cuda.current_stream(device).wait_stream(self._stream)
-        self.reason = self.reason or next(iter(found), None)
+        self.reason = self.reason or next(iter(waits), None)
         return outputs
 
     def _step_in_place(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -152,21 +152,21 @@ class GraphedStep:
 @contextmanager
 def _synchronizations(watched: bool) -> Iterator[list[str]]:
     """A list that gets a sentence for each line that waited for the device. Other warnings are passed on."""
-    found: list[str] = []
+    waits: list[str] = []
     if not watched:
-        yield found
+        yield waits
         return
     before = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-            yield found
+            yield waits
     finally:
         torch.cuda.set_sync_debug_mode(before)
     for warning in caught:
         if SYNCHRONIZES in str(warning.message):
-            found.append(f"{Path(warning.filename).name}, line {warning.lineno}, waits for the device")
+            waits.append(f"{Path(warning.filename).name}, line {warning.lineno}, waits for the device")
         elif "Synchronization debug mode" not in str(warning.message):
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 

@@ -28,14 +28,14 @@ def add(state, tile, reference, facts, settings, SELF: tl.constexpr, FLAG: tl.co
     for centre in tl.static_range(FLAG + 1):
         shares = add_column(shares, centre, tl.sum(tl.minimum(tl.maximum(centre + 1.0 - beyond, 0.0), 1.0), 1))
     negatives += shares
-    found = tl.sum(positive.to(tl.int32), 1)
-    if tl.max(found, 0) > 0:
+    in_tile = tl.sum(positive.to(tl.int32), 1)
+    if tl.max(in_tile, 0) > 0:
         beside = tl.where(positive, place, -2.0)
         shares = tl.zeros(negatives.shape, tl.float32)
         for centre in tl.static_range(FLAG + 1):
             shares = add_column(shares, centre, tl.sum(tl.maximum(1.0 - tl.abs(beside - centre), 0.0), 1))
         positives += shares
-    return positives, negatives, number + found
+    return positives, negatives, number + in_tile
 
 
 @triton.jit
