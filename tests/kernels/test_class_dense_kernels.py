@@ -223,6 +223,7 @@ def test_kernels_are_as_exact_as_torch():
             assert ours <= theirs + ULP, (name, case)
 
 
+@pytest.mark.slow
 def test_kernels_at_the_edges():
     facts = interpreted(__file__, "judge_edges")
     assert len(facts) >= 70

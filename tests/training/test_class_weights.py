@@ -221,6 +221,7 @@ def judge_kernel():
     print(json.dumps(results))
 
 
+@pytest.mark.slow
 def test_the_kernel_takes_the_same_steps():
     results = interpreted(__file__, "judge_kernel")
     assert len(results) == 12
