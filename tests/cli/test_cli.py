@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from nearkin import evaluation
-from nearkin.cli import app, screen
+from nearkin.cli import app, ranks, screen
 from nearkin.core import files
 from nearkin.data import vectors
 from nearkin.evaluation.protocols import results_table, runner
@@ -393,3 +393,21 @@ def test_two_classes_have_no_interval_and_a_sentence_says_why(tmp_path, monkeypa
     assert sentence[1:] in note and "Small figures" not in note
     findings.results["no_interval"] = None
     assert "intervals" not in run_report._results_note(findings)
+
+
+def test_a_rank_ends_at_once_and_a_process_by_itself_as_python_does(monkeypatch):
+    """On Python's own way out a rank is watched by none; stopped there, it would keep torchrun waiting."""
+    codes = []
+    monkeypatch.setattr(screen.warnings, "formatwarning", screen.warnings.formatwarning)  # which `main` replaces
+    monkeypatch.setattr(ranks.os, "_exit", codes.append)
+    monkeypatch.setattr(screen, "app", lambda **_: sys.exit(codes_of.pop()))
+    codes_of = [0, None, 3, 0]
+    with pytest.raises(SystemExit):
+        screen.main()
+    assert codes == []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for _ in range(3):
+        with pytest.raises(SystemExit):
+            screen.main()
+    assert codes == [3, 0, 0]

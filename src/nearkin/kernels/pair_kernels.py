@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from nearkin import kernels
-from nearkin.kernels import digit_kernels, links, pair_ops, row_kernels
+from nearkin.kernels import digit_kernels, links, row_kernels
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.links import margin, npair
 from nearkin.kernels.links.link import SAVED, SCALES, STATISTICS
@@ -52,7 +52,6 @@ INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, so that small tests have several 
 CHUNK = 256  # coordinates of a gradient that one program sums; longer rows are served in chunks
 SHORT = 128  # coordinates up to which the tables were chosen
 FINISHED = 1024  # anchors at a time in the last reduction
-CENTRED = frozenset(pair_ops.KINDS) - {"npair"}  # losses of distances, or of unit rows: digits may be less a centre
 
 
 @triton.jit
@@ -406,7 +405,7 @@ def _passes(
         functions |= {"INIT": link.init, "ADD": link.add, "CLOSE": link.close, "FACTS": link.facts}
         functions |= {"COLUMN": link.column, "POSITIVES_ONLY": link.positives_only, "MEASURE": link.measure}
         choices = {"SELF": alone or batch_first, "FLAG": flag, "ACTIVE": reduction == "active", "BETA": beta}
-        choices["CENTRED"] = kind in CENTRED
+        choices["CENTRED"] = link.centred
         return CachedLauncher(_forward, **functions, **choices, **constants)
 
     finish = {"TALLY": link.tally, "MEAN": link.mean, "SELF": alone, "PAD": pad, "REDUCTION": reduction}
@@ -464,7 +463,7 @@ def _last_pass(
     functions = {"SLOPE": link.slope, "ROW_SLOPE": link.row_slope, "COUNT": link.saved, "FIRST": SAVED}
     functions |= {"MEASURE": link.measure, "SYMMETRIC": link.symmetric, "PAIRED": link.paired, "TABLE": link.table}
     choices = {"ROLE": role, "APART": apart, "FLAG": flag, "NORMALIZE": normalize, "TRANSFORM": transform, "BETA": beta}
-    choices["CENTRED"] = kind in CENTRED
+    choices["CENTRED"] = link.centred
     choices["ONE_CHUNK"] = dim <= constants["D"]
     return tile, constants["D"], CachedLauncher(_backward, **functions, **choices, **constants)
 

@@ -16,20 +16,8 @@ from nearkin.core import blockwise
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import eligible, launch
 
-__all__ = ["KINDS", "MOST_BINS", "loss", "serves"]
+__all__ = ["MOST_BINS", "loss", "serves"]
 
-KINDS = (
-    "contrastive",
-    "margin",
-    "multi_similarity",
-    "circle",
-    "lifted",
-    "npair",
-    "supcon",
-    "infonce",
-    "lossless",
-    "fastap",
-)
 MOST_BINS = 31  # of Fast-AP: a program has the sums of its 32 centres in registers
 LARGEST = 10**6 - 1  # rows; a slot of a tile counts up to 2^15 tiles
 
@@ -85,7 +73,7 @@ class _Loss(HandGradient):
         pair_kernels, row_kernels = _kernels()
         kind, numbers, flag, reduction, normalize, transform, batch_first = choices
         x = x.contiguous()
-        centre = x if kind in pair_kernels.CENTRED else None
+        centre = x if pair_kernels.links.of(kind, flag).centred else None
         rows = columns = row_kernels.prepare(x, labels.contiguous(), normalize, transform, centre)  # copies the labels
         num_columns = x.shape[0]
         if references is not None and reference_labels is not None:

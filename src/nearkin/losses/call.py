@@ -196,9 +196,7 @@ class ClassCall:
         else block by block (`class_loss_ops`). again: the loss of embeddings, weights and biases by impl=PLAIN.
         """
         x, labels, weight, impl = self.embeddings, self.labels, self.weight, self.impl
-        if self.shard is not None or impl == "torch" or not isinstance(x, Tensor) or not isinstance(labels, Tensor):
-            return None
-        if not (impl == "triton" or x.is_cuda) or not self.one_node:
+        if not self._takes_kernels() or not isinstance(labels, Tensor):
             return None
         streams = bias is None and adapted is None
         task = (x, labels, weight, form, self.reduction)
@@ -220,9 +218,7 @@ class ClassCall:
         x, labels, weight, max_memory = self.embeddings, self.labels, self.weight, self.max_memory
         if self._holds_matrix(class_dense_ops.MOST) and not _many_in_bfloat16(x, weight, 1):
             return proxy_anchor_ops.loss(x, labels, weight, scale, margin, again)  # type: ignore[arg-type]
-        if self.shard is not None or not isinstance(labels, Tensor):
-            return None
-        if not eligible.class_weights(self.impl, x, labels, weight):
+        if not self._takes_kernels() or not isinstance(labels, Tensor):
             return None
         if not class_loss_ops.serves(x, labels, weight, Form(), "mean", max_memory):
             return None
@@ -240,12 +236,18 @@ class ClassCall:
         settings = soft_triple_ops.Settings(self.per_class, scale, gamma, margin, tau, self.reduction)
         return soft_triple_ops.loss(self.embeddings, self.labels, self.weight, settings, again)  # type: ignore[arg-type]
 
+    def _takes_kernels(self) -> bool:
+        """Whether a loss that is one node of the graph may be computed by kernels here at all."""
+        x, impl = self.embeddings, self.impl
+        if self.shard is not None or impl == "torch" or not self.one_node:
+            return False
+        return isinstance(x, Tensor) and (impl == "triton" or x.is_cuda)
+
     def _holds_matrix(self, most: int) -> bool:
         """Whether kernels take the batch and all its similarities fit into memory."""
         x, weight = self.embeddings, self.weight
         return (
-            self.shard is None
-            and self.one_node
+            self._takes_kernels()
             and eligible.class_weights(self.impl, x, self.labels, weight, self.per_class)
             and class_dense_ops.fits(x, weight, self.max_memory, most)
         )

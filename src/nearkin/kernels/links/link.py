@@ -114,6 +114,7 @@ class Link(NamedTuple):
     positives_only: bool = False  # the main pass skips tiles without a positive pair
     symmetric: bool = False  # the slope is the same with anchor and reference exchanged
     paired: bool = False
+    centred: bool = True  # a loss of distances, or of unit rows: digits of rows may be less a centre
     table: int = 0  # rows, a power of 2; `slope` receives it (M, rows) with indices (M, 1), or (rows, N) with (1, N)
     row_slope: Callable | None = None  # (known, row, scales, settings, ROLE) -> derivative along each row itself
     tally: Callable = tally  # (sums, stats, at, option, REDUCTION) -> sums

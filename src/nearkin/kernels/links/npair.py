@@ -97,5 +97,5 @@ def mean_penalized(sums, stats, size, option, REDUCTION: tl.constexpr):
     return value, share, share * terms * option * 0.5 / references
 
 
-LINK = Link(init, add, close, slope, saved=5, row_slope=row_slope, tally=tally, mean=mean_penalized)
+LINK = Link(init, add, close, slope, saved=5, centred=False, row_slope=row_slope, tally=tally, mean=mean_penalized)
 ALONE = LINK._replace(facts=facts, column=column)
