@@ -86,6 +86,17 @@ class Encoder(nn.Module):
         result: Tensor = self.head.pooling(self._map(x))
         return result
 
+    def pooled(self) -> "Encoder":
+        """The pooled features as an encoder of its own, of `head.width` dimensions: without LayerNorm and projection.
+
+        It shares backbone and pooling with this one.
+        """
+        head = Head(self.head.width, self.head.pooling, None, False, self.head.normalize)
+        settings = self.settings | {"dim": None, "layer_norm": False}
+        mean, std = self.mean.flatten(), self.std.flatten()
+        options: dict[str, Any] = {"shape": self.shape, "settings": settings, "pretrained": self.pretrained}
+        return Encoder(self.backbone, head, mean=mean, std=std, **options).train(self.training)
+
     def _map(self, x: Tensor) -> Tensor:
         self._check(x)
         # The mean of three channels broadcasts over a grey image and makes it an image of three equal channels.

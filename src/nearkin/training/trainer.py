@@ -255,10 +255,11 @@ class Trainer:
         name = f"{self.checkpoints.folder}: the {what} of step {self.state.step}"
         return files.explained(name, f"the previous one is intact: make room, then nearkin train --resume {self.out}")
 
-    def embed(self, indices: Any) -> Tensor:
-        """Embeddings (n, D) of these items by the present weights."""
+    def embed(self, indices: Any, encoder: Encoder | None = None) -> Tensor:
+        """Embeddings (n, D) of these items by the present weights, or by another encoder."""
         batch = max(64, min(512, self.recipe.training.chunk or 256))
-        return embed(self.best_encoder, self.store, indices, batch=batch, precision=self.precision, group=self.group)
+        encoder = self.best_encoder if encoder is None else encoder
+        return embed(encoder, self.store, indices, batch=batch, precision=self.precision, group=self.group)
 
     def refresh_sampler(self) -> None:
         """Gives a sampler that mines the embeddings of the training items, or the mean of each class."""

@@ -90,6 +90,7 @@ def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) ->
     recipe = _settle_training(recipe, facts)
     recipe = _settle_heat(recipe)
     recipe = _settle_memory(recipe)
+    recipe = _settle_interpolation(recipe, facts)
     if recipe.evaluation.clustering and items.labels is None:
         raise ValueError("evaluation.clustering needs class labels, the source has none")
     return recipe
@@ -419,6 +420,14 @@ def _settle_memory(recipe: Recipe) -> Recipe:
     if recipe.memory.size == 0 and recipe.memory.warmup is not None:
         no_effect("memory.warmup", "memory.size is 0")
     return recipe.with_("memory", warmup=recipe.memory.warmup or 0) if recipe.memory.size else recipe
+
+
+def _settle_interpolation(recipe: Recipe, facts: Facts) -> Recipe:
+    if facts.pretrained:
+        return recipe.with_("finetune", interpolate=recipe.finetune.interpolate is not False)
+    if recipe.finetune.interpolate is not None:
+        no_effect("finetune.interpolate", f'encoder "{recipe.encoder["name"]}" has no pretrained weights to start from')
+    return recipe
 
 
 def _defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:

@@ -119,6 +119,12 @@ class Training(_Section):
     tensorboard: bool = False
 
 
+class Finetune(_Section):
+    """How a pretrained encoder is fine-tuned."""
+
+    interpolate: bool | None = None  # at the end, between the pretrained and the trained weights, by validation
+
+
 class Evaluation(_Section):
     """What is measured at the end."""
 
@@ -141,6 +147,7 @@ class Recipe(BaseModel):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     training: Training = Training()
+    finetune: Finetune = Finetune()
     evaluation: Evaluation = Evaluation()
 
     @property
