@@ -81,6 +81,12 @@ class Optimizer(_Section):
     clip: float = Field(default=0.0, ge=0)  # largest norm of the gradient; 0: any
 
 
+class Finetune(_Section):
+    """How a pretrained encoder is fine-tuned."""
+
+    interpolate: bool | None = None  # at the end, between the pretrained and the trained weights, by validation
+
+
 class Schedule(_Section):
     """The learning rate over time: a straight warm-up, then a decay."""
 
@@ -119,12 +125,6 @@ class Training(_Section):
     tensorboard: bool = False
 
 
-class Finetune(_Section):
-    """How a pretrained encoder is fine-tuned."""
-
-    interpolate: bool | None = None  # at the end, between the pretrained and the trained weights, by validation
-
-
 class Evaluation(_Section):
     """What is measured at the end."""
 
@@ -145,9 +145,9 @@ class Recipe(BaseModel):
     memory: Memory = Memory()
     sampler: dict[str, Any] = {}
     optimizer: Optimizer = Optimizer()
+    finetune: Finetune = Finetune()
     schedule: Schedule = Schedule()
     training: Training = Training()
-    finetune: Finetune = Finetune()
     evaluation: Evaluation = Evaluation()
 
     @property
