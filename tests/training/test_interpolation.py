@@ -11,10 +11,13 @@ import torch
 
 import standin
 import worlds
+from commands import output_of
+from commands import run as command
 from nearkin import evaluation, models, training
 from nearkin.core.errors import UnfittingWeights
+from nearkin.dist import parallel
 from nearkin.evaluation.statistics import cluster_bootstrap
-from nearkin.gallery import Gallery
+from nearkin.gallery import Gallery, calibrate
 from nearkin.training import interpolation
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.config.recipe import read
@@ -196,16 +199,18 @@ def test_a_harmful_training_ends_at_the_frozen_encoder(tmp_path, hues):
 
 
 def test_the_frozen_encoder_is_used_as_any_other(tmp_path, hues):
-    """In a gallery, and exported: 12 dimensions everywhere."""
+    """In a calibrated gallery, and exported: 12 dimensions everywhere."""
     run(tmp_path / "run", *HARMFUL)
-    gallery = Gallery.create(tmp_path / "g.db", run=tmp_path / "run")
+    calibrate(tmp_path / "run")
     paths = sorted((hues / "hues").glob("class0[0-3]/*.png"))
-    gallery.enrol(paths, [path.parent.name for path in paths])
-    assert gallery.dim == 12 and gallery.search(paths[0], k=1)[0].similarity == pytest.approx(1, abs=1e-5)
+    with Gallery.open(tmp_path / "hues.gallery", run=tmp_path / "run") as gallery:
+        gallery.enrol(paths, [path.parent.name for path in paths])
+        assert gallery.stats()["dim"] == 12
+        assert gallery.search(paths[0], k=1)[0].similarity == pytest.approx(1, abs=1e-5)
+        assert gallery.verify(paths[0], paths[0]).same
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    difference, _ = training.export_onnx(tmp_path / "run", tmp_path / "encoder.onnx")
-    assert difference < 1e-4
+    assert training.inference.export_onnx(tmp_path / "run", tmp_path / "encoder.onnx")[0] < 1e-4
 
 
 def test_a_helpful_training_ends_better(tmp_path):
@@ -303,6 +308,15 @@ def test_a_saved_recipe_says_that_it_interpolates(tmp_path):
     assert read(tmp_path / "run" / "recipe.toml").plain() == outcome.recipe.plain()
 
 
+def test_the_command_prints_the_sentence_and_the_report_shows_the_curve(tmp_path):
+    sets = [part for text in standin.SETS[1:] for part in ("--set", text)]
+    out = output_of(command("train", "hues", *sets, "--out", tmp_path / "run"))
+    sentence = json.loads((tmp_path / "run" / "results.json").read_text())["interpolation"]["sentence"]
+    assert sentence in out and out.index(sentence) < out.index("Training helped")
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert sentence in page.replace("\u202f%", " %") and 'class="whisker main"' in page
+
+
 class Cut(BaseException):
     """The machine goes down."""
 
@@ -361,8 +375,17 @@ def ranked_resume(rank, size, home, out):
     return training.resume(out).results["interpolation"]
 
 
+needs_cpu_fsdp = pytest.mark.skipif(not parallel.shards_on_cpu(), reason="FSDP on a CPU needs torch 2.7")
+RANKED = {"helpful": [], "harmful": HARMFUL, "averaged": ["training.ema=0.9", "training.sync_norms=true"]}
+RANKED["averaged"] += ["encoder.freeze_norms=false"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sets", [[], HARMFUL], ids=["helpful", "harmful"])
+@pytest.mark.parametrize(
+    "sets",
+    [*RANKED.values(), pytest.param(["training.strategy=fsdp"], marks=needs_cpu_fsdp)],
+    ids=[*RANKED, "sharded"],
+)
 def test_two_ranks_choose_alike_and_as_one(sets, tmp_path, hues):
     """Of the same best weights the same choice, to the last bit; also of a run that was finished by one process."""
     first, second = worlds.run(2, ranked, str(hues), str(tmp_path / "two"), *sets)
