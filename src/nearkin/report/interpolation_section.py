@@ -27,7 +27,7 @@ def interpolation(findings: Findings) -> str:
     curve = [point for point in facts.get("curve") or () if finite(point.get("value")) is not None]
     if not curve:
         return f"<p>{sentence}</p>"
-    return f"<p>{sentence}</p>{_chart(facts, curve)}{_table(facts, curve)}"
+    return f'<p>{sentence}</p><div class="charts beside">{_chart(facts, curve)}{_table(facts, curve)}</div>'
 
 
 def _chart(facts: Mapping[str, Any], curve: list[Mapping[str, Any]]) -> str:
@@ -45,7 +45,7 @@ def _chart(facts: Mapping[str, Any], curve: list[Mapping[str, Any]]) -> str:
     marks = [Mark(point["a"], point["value"], f"saved: {metric_value(metric, point['value'])}") for point in saved]
     name = format.metric_name(metric)
     svg = charts.lines(drawn, title=f"{name} over a", x_label="a", form=format.percent, marks=marks, x_ticks=shares)
-    return f'<div class="charts"><figure><figcaption>{name} over a</figcaption>{svg}</figure></div>'
+    return f"<figure><figcaption>{name} over a</figcaption>{svg}</figure>"
 
 
 def _shifted(gain: Mapping[str, Any], frozen: float) -> tuple[float, float] | None:
@@ -69,7 +69,7 @@ def _table(facts: Mapping[str, Any], curve: list[Mapping[str, Any]]) -> str:
     body = "".join(
         f'<tr><th scope="row">{who}{" (saved)" if saved else ""}</th>'
         f'<td class="figure" data-column="{name}">{_share(facts["metric"], one)}</td>'
-        f'<td class="figure" data-column="gain over frozen">{"" if gain is None else _gain(gain)}</td></tr>'
+        f'<td class="figure" data-column="gain over frozen">{format.MISSING if gain is None else _gain(gain)}</td></tr>'
         for who, one, gain, saved in rows
     )
     return f'<table class="parts"><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table>'
