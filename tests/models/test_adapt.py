@@ -1,11 +1,10 @@
 """LoRA, what is frozen, and the depth of layers: on our encoders, on transformers, and on timm where it imports."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
+import tiny_vit
 from nearkin import models
 from nearkin.models import adapt, factory
 from nearkin.models.encoder import is_lora
@@ -23,20 +22,9 @@ def lite(**changes):
     return encoder
 
 
-def vit_folder(folder, **changes):
-    """A tiny ViT of transformers with random weights, saved as if it were published."""
-    transformers = pytest.importorskip("transformers", reason="extra hf is not installed")
-    plan = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
-    plan |= {"image_size": 32, "patch_size": 8}
-    torch.manual_seed(0)
-    transformers.ViTModel(transformers.ViTConfig(**(plan | changes))).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory):
-    return vit_folder(tmp_path_factory.mktemp("vit"))
+    return tiny_vit.save(tmp_path_factory.mktemp("vit"))
 
 
 def timm_vit(**changes):

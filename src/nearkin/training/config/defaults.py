@@ -30,8 +30,10 @@ TEST = 0.25  # share of the classes, or items, of a source without a test part
 _MANY = 300  # classes; of so many, a tenth is enough for validation
 _SAMPLED = 16  # images whose headers are read
 SMALL = 64  # images up to this side are small
+_LARGE = {"efficientnet-lite1": 240, "efficientnet-lite2": 260}  # sides they were trained on; others: 224
 LEAST = 32  # smallest side that a pretrained encoder can see
-CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0")  # encoders that a CUDA graph can repeat; others may not be
+# Encoders that a CUDA graph can repeat; others may not be.
+CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0", "efficientnet-lite1", "efficientnet-lite2")
 # Losses whose papers work on embeddings of free length.
 FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"}
 # The sampler that belongs to a loss, where it is not class-balanced.
@@ -167,7 +169,7 @@ def settle_images(recipe: Recipe, side: int, grey: bool, on: torch.device) -> tu
         if name == "small-cnn" or (recipe.is_own("encoder") and side <= SMALL):
             size = min(SMALL, max(16, -(-side // 8) * 8))
         else:
-            size = 224 if on.type == "cuda" else 128
+            size = _LARGE.get(str(name), 224) if on.type == "cuda" else 128
     stored = recipe.data.stored
     if stored is None:
         stored = size if side <= size and size <= SMALL else min(size * 8 // 7, max(side, 32))
