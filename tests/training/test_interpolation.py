@@ -48,6 +48,11 @@ def run(out, *sets, callback=lambda event: None, report=False):
     return training.train(read(None, [*standin.SETS, *sets]), out, callback, report=report)
 
 
+def run_plain(out, *sets):
+    """Without keys of [finetune], which an encoder without pretrained weights refuses."""
+    return training.train(read(None, [*(s for s in standin.SETS if not s.startswith("finetune.")), *sets]), out)
+
+
 def validation_map(out):
     """MAP@R of the saved encoder on the validation part, measured from its files."""
     embedded = training.embed_source(out, part="val")
@@ -213,8 +218,9 @@ def test_the_frozen_encoder_is_used_as_any_other(tmp_path, hues):
     assert training.inference.export_onnx(tmp_path / "run", tmp_path / "encoder.onnx")[0] < 1e-4
 
 
-def test_a_helpful_training_ends_better(tmp_path):
-    outcome = run(tmp_path / "run")
+@pytest.mark.parametrize("train", ["all", "lora", "head"])
+def test_a_helpful_training_ends_better(train, tmp_path):
+    outcome = run(tmp_path / "run", f"finetune.train={train}", "optimizer.lr=0.02")
     facts = outcome.results["interpolation"]
     assert facts["chosen"] == "finetuned" and facts["dim"] == 8 == outcome.embeddings.shape[1]
     chosen = next(point for point in facts["curve"] if point["a"] == facts["a"])
@@ -222,6 +228,10 @@ def test_a_helpful_training_ends_better(tmp_path):
     assert chosen["value"] > frozen_map() + 0.1 and facts["sentence"].startswith("Fine-tuning gained on 12 validation")
     assert facts["curve"][-1]["value"] == outcome.results["val"]["map@r"], "a = 1 is what was validated"
     assert outcome.results["verdict"]["helped"] is True
+    assert (
+        models.load(tmp_path / "run")[0].state_dict().keys() == models.build("timm:standin", dim=8).state_dict().keys()
+    )
+    assert len(facts["curve"]) == (1 if train == "head" else 5)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -256,7 +266,7 @@ def test_the_saved_weights_are_those_of_the_chosen_a(chosen, tmp_path, monkeypat
 
 def test_a_frozen_backbone_leaves_two_candidates(tmp_path):
     events = []
-    outcome = run(tmp_path / "run", "encoder.freeze_backbone=true", callback=events.append)
+    outcome = run(tmp_path / "run", "finetune.train=head", callback=events.append)
     assert [point["a"] for point in outcome.results["interpolation"]["curve"]] == [1.0]
     assert [event["what"] for event in events if event["event"] == "interpolating"] == [
         "frozen features",
@@ -288,10 +298,12 @@ def test_without_validation_items_the_trained_weights_are_saved(tmp_path):
 @pytest.mark.parametrize("value", ["true", "false"])
 @pytest.mark.parametrize("encoder", [["encoder.name=small-cnn"], ["encoder.pretrained=false"]])
 def test_encoders_without_pretrained_weights_refuse_the_key(value, encoder, tmp_path):
-    with pytest.raises(ValueError, match=r"finetune.interpolate would have no effect: encoder .* has no pretrained"):
-        run(tmp_path / "run", *encoder, f"finetune.interpolate={value}")
+    with pytest.raises(
+        ValueError, match=r"finetune.interpolate would have no effect: (small-cnn has no|.*pretrained is f)"
+    ):
+        run_plain(tmp_path / "run", *encoder, f"finetune.interpolate={value}")
     assert not (tmp_path / "run").exists()
-    outcome = run(tmp_path / "plain", *encoder, "training.epochs=1", "training.batches=2")
+    outcome = run_plain(tmp_path / "plain", *encoder, "training.epochs=1", "training.batches=2")
     assert "interpolation" not in outcome.results and "interpolate" not in (tmp_path / "plain/recipe.toml").read_text()
 
 
@@ -321,7 +333,7 @@ class Cut(BaseException):
     """The machine goes down."""
 
 
-@pytest.mark.parametrize("sets", [[], HARMFUL], ids=["helpful", "harmful"])
+@pytest.mark.parametrize("sets", [[], HARMFUL, ["finetune.train=lora"]], ids=["helpful", "harmful", "lora"])
 def test_a_run_cut_while_it_interpolates_ends_the_same(sets, tmp_path):
     reference = run(tmp_path / "reference", *sets)
     for at in ("frozen features", "a = 0.25", "a = 1.0", "interpolated"):
@@ -376,7 +388,12 @@ def ranked_resume(rank, size, home, out):
 
 
 needs_cpu_fsdp = pytest.mark.skipif(not parallel.shards_on_cpu(), reason="FSDP on a CPU needs torch 2.7")
-RANKED = {"helpful": [], "harmful": HARMFUL, "averaged": ["training.ema=0.9", "training.sync_norms=true"]}
+RANKED = {
+    "helpful": [],
+    "harmful": HARMFUL,
+    "lora": ["finetune.train=lora"],
+    "averaged": ["training.ema=0.9", "training.sync_norms=true"],
+}
 RANKED["averaged"] += ["encoder.freeze_norms=false"]
 
 

@@ -37,10 +37,13 @@ _KNOWN = {
             {**_HEAD, "pooling": "avg", "channels": 3, "size": 64, "width": small_cnn.WIDTH, "grid": small_cnn.GRID},
         ),
         Known("mlp", "layers for vectors", {**_HEAD, "features": None, "hidden": (512,), "dropout": 0.0}),
-        Known(
-            "efficientnet-lite0",
-            "4 million parameters, ImageNet weights (extra lite)",
-            {**_HEAD, "pooling": "avg", "channels": 3, "size": efficientnet_lite.SIZE, "pretrained": True},
+        *(
+            Known(
+                f"efficientnet-lite{number}",
+                f"{millions} million parameters, {variant.size} px, ImageNet weights (extra lite{number or ''})",
+                {**_HEAD, "pooling": "avg", "channels": 3, "size": variant.size, "pretrained": True},
+            )
+            for (number, variant), millions in zip(efficientnet_lite.VARIANTS.items(), (3.4, 4.1, 4.8), strict=True)
         ),
         Known(
             "timm:NAME",
@@ -157,7 +160,7 @@ def _build(
     make = {
         "small-cnn": _small_cnn,
         "mlp": _mlp,
-        "efficientnet-lite0": _lite,
+        **{f"efficientnet-lite{number}": _lite for number in efficientnet_lite.VARIANTS},
         "timm:NAME": _external,
         "hf:NAME": _external,
     }
@@ -241,9 +244,10 @@ def _mlp(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
 
 def _lite(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
     channels, size = _channels_and_size(chosen)
-    backbone = efficientnet_lite.EfficientNetLite0()
+    number = int(name.removeprefix("efficientnet-lite"))
+    backbone = efficientnet_lite.EfficientNetLite(number)
     if pretrained:
-        backbone.load_state_dict(efficientnet_lite.imagenet_weights())
+        backbone.load_state_dict(efficientnet_lite.imagenet_weights(number))
     return _Body(
         backbone,
         Pooling(chosen["pooling"]),

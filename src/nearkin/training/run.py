@@ -206,7 +206,7 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     assert state.best_file is not None
     with group.work("opening"):
         tensors, facts = trainer.checkpoints.open(state.best_file)
-        encoder = trainer.encoder if trainer.unsharded is None else trainer.unsharded
+        encoder = models.merge_lora(trainer.encoder if trainer.unsharded is None else trainer.unsharded)
         encoder.load_state_dict(tensors.section("encoder"))
     plain = encoder if group.size == 1 else final_test.unwrapped(encoder, prepared)
     if trainer.recipe.finetune.interpolate:
