@@ -242,3 +242,82 @@ def test_depths_of_timm():
 def test_depths_need_blocks():
     with pytest.raises(ValueError, match="has no numbered blocks"):
         adapt.depths(nn.Linear(2, 2))
+
+
+# ---- a ViT of timm as it is used: pictures of another size, poolings, published weights
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """timm's tiny ViT, with random weights in a file in place of those that would be downloaded."""
+    timm = pytest.importorskip("timm", reason="timm does not import here", exc_type=ImportError)
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, tmp_path / "vit.safetensors")
+    create = timm.create_model
+
+    def from_file(name, pretrained=False, **arguments):
+        if pretrained:
+            arguments["pretrained_cfg_overlay"] = {"file": str(tmp_path / "vit.safetensors")}
+        return create(name, pretrained=pretrained, **arguments)
+
+    monkeypatch.setattr(timm, "create_model", from_file)
+    return model.eval()
+
+
+def test_timm_position_embeddings_at_another_size(published, tmp_path):
+    """Weights for 224 px, pictures of 96: the grid of 14 x 14 positions is interpolated to 6 x 6, as timm does it."""
+    from timm.layers import resample_abs_pos_embed
+
+    encoder = models.build("timm:vit_tiny_patch16_224", size=96, dim=8).eval()
+    want = resample_abs_pos_embed(published.pos_embed, [6, 6], num_prefix_tokens=1)
+    assert encoder.pretrained and encoder.backbone.model.pos_embed.shape == (1, 37, 192)
+    assert torch.allclose(encoder.backbone.model.pos_embed, want, atol=1e-6)
+    x = torch.rand(2, 3, 96, 96)
+    models.save(encoder, tmp_path / "saved")
+    assert torch.equal(models.load(tmp_path / "saved")[0](x), encoder(x))
+
+
+@pytest.mark.parametrize("pooling", ["avg", "cls", "own", "gem"])
+def test_timm_poolings_of_tokens(published, pooling):
+    encoder = models.build("timm:vit_tiny_patch16_224", dim=None, pooling=pooling, normalize=False).eval()
+    x = torch.rand(2, *encoder.shape)
+    with torch.no_grad():
+        tokens = published.forward_features((x - encoder.mean) / encoder.std)
+        want = tokens[:, 0] if pooling in ("cls", "own") else models.Pooling(pooling)(tokens[:, 1:])
+        assert torch.allclose(encoder(x), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("sets", [["head"], ["lora"], ["all", "finetune.layer_decay=0.75", "schedule.frozen_epochs=1"]])
+def test_timm_trains(published, sets, tmp_path, monkeypatch):
+    """On a GPU where there is one: what is named learns, a stopped run ends the same, the encoder is a plain one."""
+    from commands import photos
+    from nearkin import training
+    from nearkin.training.config.recipe import read
+
+    monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
+    photos(tmp_path / "photos")
+    keys = [
+        f"data.source={tmp_path}/photos",
+        "encoder.name=timm:vit_tiny_patch16_224",
+        "data.size=32",
+        "data.stored=32",
+    ]
+    keys += ["encoder.dim=8", "sampler.batch=8", "sampler.per_class=2", "training.epochs=2", "training.batches=5"]
+    keys += ["training.log_steps=1", "evaluation.interval=false", "training.on_collapse=warn", "optimizer.lr=0.01"]
+    outcomes = {}
+    for graphs in ("false", "true") if torch.cuda.is_available() else ("false",):
+        whole = [*keys, f"finetune.train={sets[0]}", *sets[1:]]
+        whole += [f"training.graphs={graphs}"] if torch.cuda.is_available() else []
+        outcomes[graphs] = training.train(read(None, whole), tmp_path / graphs)
+    values = [[line["loss"] for line in run.history if line["event"] == "step"] for run in outcomes.values()]
+    assert all(run == values[0] for run in values), "a graph of the step changes nothing"
+    state, plain = models.load(tmp_path / "false")[0].state_dict(), published.state_dict()
+    changed = {
+        name for name in plain if not name.startswith("head.") and "pos_embed" not in name
+        and not torch.equal(state[f"backbone.model.{name}"].cpu(), plain[name])
+    }  # fmt: skip
+    attention = {name for name in plain if name.endswith(("attn.qkv.weight", "attn.proj.weight"))}
+    assert {"head": changed == set(), "lora": changed == attention, "all": len(changed) > 100}[sets[0]]

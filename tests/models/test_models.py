@@ -583,6 +583,12 @@ def test_timm_outputs_are_pooled_alike(fake_timm, kind, size):
     assert torch.allclose(encoder(x), want, atol=1e-6)
     own = models.build(f"timm:{kind}", pretrained=False, size=size, pooling="own", dim=None, normalize=False).eval()
     assert torch.allclose(own(x), want, atol=1e-6)
+    if kind != "tokens":
+        with pytest.raises(ValueError, match=r"^pooling cls needs a class token"):
+            models.build(f"timm:{kind}", pretrained=False, size=size, pooling="cls")
+        return
+    cls = models.build(f"timm:{kind}", pretrained=False, size=size, pooling="cls", dim=None, normalize=False).eval()
+    assert torch.equal(cls(x), torch.full((len(x), 4), 1e6))
 
 
 def test_timm_saved_loads_without_asking_anybody(fake_timm, tmp_path):
@@ -632,7 +638,7 @@ def tiny_vit(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("how", ["avg", "gem", "own"])
+@pytest.mark.parametrize("how", ["avg", "gem", "own", "cls"])
 @pytest.mark.parametrize("size", [None, 48])
 def test_hf_pools_patches_or_uses_its_own(tiny_vit, tmp_path, how, size, monkeypatch):
     import transformers
@@ -642,7 +648,10 @@ def test_hf_pools_patches_or_uses_its_own(tiny_vit, tmp_path, how, size, monkeyp
     x = items(encoder)
     model = transformers.ViTModel.from_pretrained(tiny_vit).eval()
     output = model(pixel_values=(x - 0.5) / 0.25, interpolate_pos_encoding=True)
-    want = output.pooler_output if how == "own" else models.Pooling(how)(output.last_hidden_state[:, 1:])
+    state = output.last_hidden_state
+    want = {"own": lambda: output.pooler_output, "cls": lambda: state[:, 0]}.get(
+        how, lambda: models.Pooling(how)(state[:, 1:])
+    )()
     assert torch.allclose(encoder.features(x), want, atol=1e-5)
     encoder(x)[:, 0].sum().backward()
     assert all(p.grad is not None for p in encoder.backbone.parameters())

@@ -116,8 +116,11 @@ class Setup:
         if count not in self._folds:
             labels, parts = self.labels, make_folds(self.items, self.usable, count, self.recipe.data.seed)
             smallest = min(parts, key=lambda fold: len(np.unique(labels[fold.train])))
-            sampler = self._settled(smallest).sampler
-            self._folds[count] = Folds(parts, self.recipe.with_("sampler", **sampler))
+            settled = self._settled(smallest)
+            recipe = self.recipe.with_("sampler", **settled.sampler)
+            if settled.finetune.train is not None:  # all folds train the same part of the encoder
+                recipe = recipe.with_("finetune", train=settled.finetune.train)
+            self._folds[count] = Folds(parts, recipe)
         return self._folds[count]
 
     @property

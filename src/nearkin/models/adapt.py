@@ -9,6 +9,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ class _LoRA(nn.Module):
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     lora_scale: float
+    plain: Any  # the class without LoRA
 
     @property
     def weight(self) -> Tensor:
@@ -49,7 +51,8 @@ class _LoRA(nn.Module):
 
 
 @functools.cache
-def _with_lora(plain: type[nn.Module]) -> type[nn.Module]:
+def _with_lora(plain: Any) -> Any:
+    """The class of a layer with LoRA; `plain` is its class without."""
     return type(f"LoRA{plain.__name__}", (_LoRA, plain), {"plain": plain})
 
 
@@ -75,7 +78,8 @@ def add_lora(encoder: Encoder, rank: int = RANK, alpha: float = ALPHA, layers: s
     for place, (_, layer) in enumerate(_chosen(encoder.backbone, layers)):
         weight, rest = layer._parameters.pop("weight"), dict(layer._parameters)
         assert weight is not None
-        layer.__class__ = _with_lora(type(layer))
+        plain: Any = type(layer)
+        layer.__class__ = _with_lora(plain)
         a = _start((rank, weight[0].numel()), seed, place).to(weight)
         new = {
             "original": weight,
@@ -90,11 +94,10 @@ def add_lora(encoder: Encoder, rank: int = RANK, alpha: float = ALPHA, layers: s
 
 def _chosen(backbone: nn.Module, layers: str) -> list[tuple[str, nn.Module]]:
     """The layers that get LoRA, in the order of the backbone."""
-    able = [(name, layer) for name, layer in backbone.named_modules() if _is_matrix(layer)]
+    able: list[tuple[str, nn.Module]] = [(name, part) for name, part in backbone.named_modules() if _is_matrix(part)]
     if layers == AUTO:
         attention = [(name, layer) for name, layer in able if _ATTENTION.search(name) and _BLOCK.match(name)]
-        convolutions = [(name, layer) for name, layer in able if isinstance(layer, nn.Conv2d)]
-        chosen = attention or convolutions or able
+        chosen = attention or [pair for pair in able if isinstance(pair[1], nn.Conv2d)] or able
     else:
         try:
             pattern = re.compile(layers)
@@ -132,7 +135,7 @@ def merge_lora(encoder: Encoder) -> Encoder:
         layer._parameters.clear()
         layer._parameters.update(plain)
         del layer.lora_scale
-        layer.__class__ = layer.plain  # type: ignore[assignment]
+        layer.__class__ = layer.plain
     return encoder.freeze_backbone(encoder.backbone_frozen) if adapted else encoder
 
 

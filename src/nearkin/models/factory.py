@@ -81,10 +81,10 @@ def build(
     """Builds the encoder of that name, on the CPU and in training mode.
 
     None stands for the encoder's own default. dim None or 0: no projection. pooling: avg, max, gem, avg+max; for timm
-    and hf also own, the model's own. layer_norm: False, True, or "plain" without learned scale and shift. pretrained:
-    start from weights of another task where the encoder has any. Random initial weights depend on `seed` alone, and no
-    other generator is affected. `encoders()` lists the options of each; an option that an encoder does not have is an
-    error.
+    and hf also own, the model's own, and cls, the class token. layer_norm: False, True, or "plain" without learned
+    scale and shift. pretrained: start from weights of another task where the encoder has any. Random initial weights
+    depend on `seed` alone, and no other generator is affected. `encoders()` lists the options of each; an option that
+    an encoder does not have is an error.
     """
     options |= {"pooling": pooling, "channels": channels, "size": size, "features": features}
     return _build("cpu", name, dim, layer_norm, normalize, pretrained, seed, **options)
@@ -262,14 +262,14 @@ def _external(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
     channels, size = _channels_and_size(chosen)
     family, _, model = name.partition(":")
     arguments: dict[str, Any] = {"pretrained": pretrained, "size": size, "config": chosen["config"]}
-    arguments["own_pooling"] = chosen["pooling"] == "own"
+    arguments["pooling"] = chosen["pooling"]
     if family == "hf":
         source = external.from_hf(model, mean=chosen["mean"], std=chosen["std"], **arguments)
         chosen |= {"mean": list(source.mean), "std": list(source.std)}
     else:
         source = external.from_timm(model, **arguments)
     chosen |= {"size": source.size, "config": source.config}
-    pool = Pooling("avg" if chosen["pooling"] == "own" else chosen["pooling"])  # vectors pass through it
+    pool = Pooling("avg" if chosen["pooling"] in ("own", "cls") else chosen["pooling"])  # vectors pass through it
     return _Body(source.backbone, pool, 0, (channels, source.size, source.size), source.mean, source.std)
 
 
@@ -282,6 +282,6 @@ def _channels_and_size(chosen: dict[str, Any]) -> tuple[int, int]:
         checks.integer("size", size, 32)
         if size > LARGEST:
             raise ValueError(f"size must be <= {LARGEST}, got {size}")
-    allowed = (*POOLINGS, "own") if "config" in chosen else POOLINGS
+    allowed = (*POOLINGS, "own", "cls") if "config" in chosen else POOLINGS
     checks.one_of("pooling", chosen["pooling"], allowed)
     return channels, size

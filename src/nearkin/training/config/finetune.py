@@ -43,23 +43,22 @@ def what_to_train(num_classes: int | None, images_per_class: float) -> Choice:
 def settle_finetune(recipe: Recipe, num_classes: int | None, items: int) -> tuple[Recipe, str | None]:
     """[finetune] of a settled encoder; and the sentence that says what was chosen, where the recipe left it open."""
     options = recipe.finetune
-    given = [key for key in type(options).model_fields if getattr(options, key) is not None]
+    set_keys = [key for key in type(options).model_fields if getattr(options, key) is not None]
     if not recipe.pretrained:
-        for key in given:
+        for key in set_keys:
             no_effect(f"finetune.{key}", _why_not(recipe))
         return recipe, None
     if recipe.encoder.get("freeze_backbone"):
         raise ValueError(
             "encoder.freeze_backbone must be false for an encoder with pretrained weights; use finetune.train=head"
         )
-    sentence = None
-    train = options.train
-    if train in (None, "auto"):
+    sentence, train = None, str(options.train)
+    if options.train in (None, "auto"):
         train, why = _choice(recipe, num_classes, items)
         sentence = f"trains {WORDS[train]}: {why} (finetune.train chooses otherwise)"
     settled: dict[str, Any] = {"train": train, "interpolate": options.interpolate is not False}
     for key in (*_LORA_KEYS, "layer_decay"):
-        if key in given and (train == "head" or (key in _LORA_KEYS and train != "lora")):
+        if key in set_keys and (train == "head" or (key in _LORA_KEYS and train != "lora")):
             no_effect(f"finetune.{key}", f"finetune.train is {train}")
     if train != "all" and not recipe.encoder.get("freeze_norms", True):
         no_effect("encoder.freeze_norms=false", f"finetune.train is {train}, which leaves batch norm as it is")
@@ -83,7 +82,7 @@ def _why_not(recipe: Recipe) -> str:
 
 def _choice(recipe: Recipe, num_classes: int | None, items: int) -> Choice:
     """The rule's, or what other keys ask for."""
-    options, explicit = recipe.finetune, recipe.explicit_keys
+    options = recipe.finetune
     for key in _LORA_KEYS:
         if getattr(options, key) is not None:
             return Choice("lora", f"finetune.{key} is set")
@@ -91,12 +90,12 @@ def _choice(recipe: Recipe, num_classes: int | None, items: int) -> Choice:
     backbone_keys = {
         "finetune.layer_decay": options.layer_decay,
         "optimizer.backbone_scale": recipe.optimizer.backbone_scale,
+        "schedule.frozen_epochs": recipe.schedule.frozen_epochs or None,
     }
-    backbone_keys["schedule.frozen_epochs"] = recipe.schedule.frozen_epochs or None
     for key, value in backbone_keys.items():
         if choice.train == "head" and value is not None:
             return Choice("all", f"{key} is set")
-    if choice.train != "all" and recipe.encoder.get("freeze_norms") is False and "encoder.freeze_norms" in explicit:
+    if choice.train != "all" and recipe.encoder.get("freeze_norms") is False:
         return Choice("all", "encoder.freeze_norms is false")
     if choice.train == "head" and not recipe.encoder.get("dim"):
         return Choice("lora", f"{choice.why}, and encoder.dim is 0, so there is no head to train")
