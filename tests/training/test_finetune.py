@@ -22,6 +22,7 @@ from nearkin.training.trainer import assemble
 SMALL = ["data.size=32", "data.stored=32", "encoder.dim=8", "sampler.batch=8", "sampler.per_class=2"]
 SMALL += ["training.epochs=3", "training.batches=3", "training.log_steps=1", "training.workers=0", "optimizer.lr=0.01"]
 SMALL += ["training.device=cpu", "evaluation.interval=false", "training.on_collapse=warn"]
+SMALL += ["finetune.interpolate=false"]  # so that the trained weights are saved, whatever they are worth
 
 
 @pytest.fixture(scope="module")
