@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin import evaluation
+from nearkin.core import devices
 
 __all__ = ["MAIN", "METRICS", "HeldOut", "graded_metrics", "graded_query_and_gallery", "query_and_gallery"]
 __all__ += ["quick_metrics"]
@@ -59,6 +60,7 @@ def graded_query_and_gallery(
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Queries, their targets, and as keyword arguments the gallery and its targets, where there is one."""
     assert held_out.targets is not None
+    device = devices.exact(device)
     count, targets = len(held_out.indices), torch.from_numpy(held_out.targets).to(device)
     if held_out.gallery is None:
         return rows[:count].to(device), targets, {}
@@ -72,6 +74,7 @@ def query_and_gallery(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Queries and their labels, gallery and its labels where there is one."""
     assert held_out.labels is not None
+    device = devices.exact(device)
     count = len(held_out.indices)
     queries, labels = rows[:count].to(device), torch.from_numpy(held_out.labels).to(device)
     if held_out.gallery is None:
