@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearkin import models, training
+from nearkin import evaluation, models, training
 from nearkin.core import toml
 from nearkin.data import augment
 from nearkin.training.config import defaults
@@ -192,6 +192,7 @@ CHANGES = {
     "evaluation.ks": (VECTORS, [1, 3]),
     "evaluation.interval": (VECTORS, False),
     "evaluation.clustering": (VECTORS, True),
+    "evaluation.views": (PHOTOS, 2),
 }
 
 
@@ -253,6 +254,7 @@ def test_every_key_makes_a_difference(key, sources, tmp_path, monkeypatch):
         (["memory.warmup=3"], "memory.warmup"),
         (["data.size=32"], "data.size"),
         (["data.fit=pad"], "data.fit"),
+        (["evaluation.views=2"], "evaluation.views"),
         (["augment.flip=0.5"], "augment.flip"),
         (["encoder.freeze_backbone=true", "optimizer.backbone_scale=0.1"], "optimizer.backbone_scale"),
         (["encoder.freeze_backbone=true", "schedule.frozen_epochs=1"], "schedule.frozen_epochs"),
@@ -295,6 +297,20 @@ def test_targets_have_no_classes_to_divide_by(key, sources, tmp_path, monkeypatc
 def test_an_augmentation_without_effect_is_refused(sets, key, sources, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"{key} would have no effect"):
         outcome_of([*PHOTOS, *sets], sources, tmp_path / "run", monkeypatch)
+
+
+def test_views_are_averaged_in_the_test(sources, tmp_path, monkeypatch):
+    outcome_of([*PHOTOS, "evaluation.views=2"], sources, tmp_path / "run", monkeypatch)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    for views, same in ((1, False), (2, True)):
+        embedded = training.embed_source(tmp_path / "run", views=views)
+        value = evaluation.retrieval(embedded.embeddings, embedded.labels)["map@r"]
+        assert (abs(results["test"]["trained"]["map@r"]["value"] - value) < 1e-9) is same
+
+
+def test_more_views_than_there_are_crops(sources, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"evaluation.views must be <= 14 without mirror images .* got 15"):
+        outcome_of([*PHOTOS, "augment.flip=0", "evaluation.views=15"], sources, tmp_path / "run", monkeypatch)
 
 
 @pytest.mark.parametrize(

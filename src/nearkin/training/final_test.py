@@ -48,20 +48,19 @@ def contenders(
 ) -> dict[str, Callable[[], Tensor]]:
     """What is tested: the trained encoder, the same one untrained, and what is to be had without training."""
     recipe, store, indices = trainer.recipe, trainer.store, held_out.everything
-    precision = PRECISIONS[recipe.training.precision or "fp32"]
+    options: dict[str, Any] = {"precision": PRECISIONS[recipe.training.precision or "fp32"], "group": trainer.group}
+    options["views"] = recipe.evaluation.views
 
     def trained() -> Tensor:
-        return embed(encoder, store, indices, precision=precision, group=trainer.group)
+        return embed(encoder, store, indices, **options)
 
     def untrained() -> Tensor:
-        return embed(
-            build_encoder(prepared).to(trainer.device), store, indices, precision=precision, group=trainer.group
-        )
+        return embed(build_encoder(prepared).to(trainer.device), store, indices, **options)
 
     def baseline() -> Tensor:
         if prepared.baseline == "frozen backbone":
             fresh = build_encoder(prepared).to(trainer.device)
-            return embed(fresh, store, indices, precision=precision, features=True, group=trainer.group)
+            return embed(fresh, store, indices, features=True, **options)
         return raw(store, indices)
 
     return {"trained": trained, "untrained": untrained, "baseline": baseline}

@@ -92,6 +92,7 @@ def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) ->
     recipe = _settle_memory(recipe)
     if recipe.evaluation.clustering and items.labels is None:
         raise ValueError("evaluation.clustering needs class labels, the source has none")
+    _check_views(recipe, items)
     return recipe
 
 
@@ -271,6 +272,18 @@ def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
     if name == "mlp" and options.get("dropout") and options.get("hidden") in ([], ()):
         no_effect("encoder.dropout", "encoder.hidden is empty")
     return recipe.with_("encoder", **encoder_settings(recipe))
+
+
+def _check_views(recipe: Recipe, items: Items) -> None:
+    if recipe.evaluation.views == 1:
+        return
+    if items.pictures is None:
+        no_effect("evaluation.views", "the source holds no pictures that we crop")
+    augmentation = augmentation_of(recipe)
+    if recipe.evaluation.views > 14 and (augmentation is None or augmentation.flip == 0):
+        raise ValueError(
+            f"evaluation.views must be <= 14 without mirror images (augment.flip is 0), got {recipe.evaluation.views}"
+        )
 
 
 def _check_augment(recipe: Recipe) -> None:
