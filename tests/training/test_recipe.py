@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tiny_vit
 from nearkin import evaluation, models, training
 from nearkin.core import toml
 from nearkin.data import augment
@@ -131,6 +132,7 @@ VECTORS += ["training.epochs=2", "training.batches=3", "training.log_steps=1", "
 PHOTOS = ["data.source=photos", "encoder.name=small-cnn", "encoder.width=4", "data.size=16", "data.stored=20"]
 PHOTOS += ["encoder.dim=4", "sampler.batch=8", "sampler.per_class=2", "training.epochs=1", "training.batches=2"]
 PHOTOS += ["training.log_steps=1", "training.workers=0"]
+PRETRAINED = ["data.source=photos", "encoder.name=hf:vit", "data.size=32", "data.stored=32", *PHOTOS[5:]]
 TARGETS = [text.replace("vectors.npz", "targets.npz") for text in VECTORS if "per_class" not in text]
 
 # For every key of the fixed sections: the recipe it stands in, and a value that must make a difference to the run.
@@ -164,6 +166,12 @@ CHANGES = {
     "optimizer.loss_scale": ([*VECTORS, "loss.name=proxy-anchor"], 0.5),
     "optimizer.class_weights": ([*VECTORS, "loss.name=proxy-anchor"], "rowwise"),
     "optimizer.clip": (VECTORS, 0.01),
+    "finetune.train": ([*PRETRAINED, "finetune.train=all"], "head"),
+    "finetune.layer_decay": ([*PRETRAINED, "finetune.train=all", "optimizer.backbone_scale=1"], 0.5),
+    "finetune.lora_rank": ([*PRETRAINED, "finetune.train=lora"], 2),
+    "finetune.lora_alpha": ([*PRETRAINED, "finetune.train=lora"], 4.0),
+    "finetune.lora_layers": ([*PRETRAINED, "finetune.train=lora"], "fc1"),
+    "finetune.interpolate": ([*PRETRAINED, "finetune.train=all"], False),
     "schedule.decay": (VECTORS, "constant"),
     "schedule.warmup": (VECTORS, 0.5),
     "schedule.floor": (VECTORS, 0.5),
@@ -226,6 +234,8 @@ def base_of(sets, sources, tmp_path, monkeypatch):
 @pytest.mark.parametrize("key", [key for key, (base, _) in CHANGES.items() if base is not None])
 def test_every_key_makes_a_difference(key, sources, tmp_path, monkeypatch):
     base, value = CHANGES[key]
+    if "encoder.name=hf:vit" in base:
+        tiny_vit.save(sources / "vit")
     section, name = key.split(".")
     text = json.dumps(value)
     if isinstance(value, str) and value.startswith("error: "):
@@ -261,12 +271,16 @@ def test_every_key_makes_a_difference(key, sources, tmp_path, monkeypatch):
         (["encoder.freeze_backbone=true", "encoder.dropout=0.1"], "encoder.dropout"),
         (["encoder.freeze_norms=true"], "encoder.freeze_norms"),
         (["encoder.hidden=[]", "encoder.dropout=0.1"], "encoder.dropout"),
+        (["finetune.train=head"], "finetune.train"),
+        (["finetune.layer_decay=0.75"], "finetune.layer_decay"),
+        (["finetune.lora_rank=4"], "finetune.lora_rank"),
         (["encoder.hidden=[]", "encoder.freeze_backbone=true"], "encoder.freeze_backbone"),
         (["encoder.hidden=[]", "schedule.frozen_epochs=1"], "schedule.frozen_epochs"),
         (["encoder.hidden=[]", "optimizer.backbone_scale=0.1"], "optimizer.backbone_scale"),
         (["encoder.dim=0", "optimizer.head_scale=0.1"], "optimizer.head_scale"),
         (["loss.name=supcon", "optimizer.loss_scale=0.1"], "optimizer.loss_scale"),
         (["loss.name=supcon", "optimizer.class_weights=rowwise"], "optimizer.class_weights"),
+        (["finetune.interpolate=true"], "finetune.interpolate"),
         (["data.partial=true"], "data.partial"),
         (["data.official=false"], "data.official"),
         (["data.source=split.npz", "data.test=0.3"], "data.test"),

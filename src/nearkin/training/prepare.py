@@ -14,7 +14,7 @@ from nearkin import data, models
 from nearkin.data import augment, image_cache
 from nearkin.data.item_set import Items, Pairs
 from nearkin.data.splits import Parts
-from nearkin.training.build import build_loss, build_sampler, new_encoder
+from nearkin.training.build import adapted, build_loss, build_sampler, new_encoder
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of, check_keys
@@ -125,6 +125,7 @@ def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> 
             _check_build(defaults.settle(recipe, items, parts), items, parts, own)
         rows, digests, bad = item_rows(items, recipe, callback)
     parts = defaults.split_items(items, recipe, bad)
+    notes = [*notes, *defaults.finetune_note(recipe, items, parts)]
     recipe = defaults.settle(recipe, items, parts)
     report = data.inspect(items, parts, digests=digests or None, bad=bad)
     callback({"event": "data", "report": report, "lines": data.lines(report)})
@@ -144,7 +145,7 @@ def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own) -> None:
 
     parts: as they are if every image can be read.
     """
-    encoder = new_encoder(recipe, None if items.vectors is None else items.vectors.shape[1:], own)
+    encoder = adapted(recipe, new_encoder(recipe, None if items.vectors is None else items.vectors.shape[1:], own))
     labels = classes = targets = None
     if recipe.takes_targets:
         assert items.targets is not None  # `defaults.settle` has refused it otherwise
