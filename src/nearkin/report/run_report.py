@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.core import files
-from nearkin.report import item_sections, number_sections, sampling
+from nearkin.report import interpolation_section, item_sections, number_sections, sampling
 from nearkin.report.findings import Findings, check
 from nearkin.report.format import count, escape, number, short
 from nearkin.report.item_sections import Context
@@ -78,6 +78,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
     advance(errors := item_sections.label_errors(context))
     sections: list[Section] = [
         ("results", "Results", _results_note(findings), numbers),
+        ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
         ("map", "Map", _map_note(context, plane[1]), plane[0]),
         ("training", "Training", _training_note(findings), curves),

@@ -21,9 +21,10 @@ from nearkin.dist.global_batch import GlobalBatch
 from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.parallel import Parallel
 from nearkin.models import Encoder
+from nearkin.models.adapt import plain_state
 from nearkin.samplers import EpochSampler, PairPerClass
 from nearkin.training import grad_cache, run_dir, step, validation
-from nearkin.training.build import build_loss, build_sampler
+from nearkin.training.build import adapted, build_loss, build_sampler
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.checkpoint.state import State
@@ -194,8 +195,8 @@ class Trainer:
         """
         self.encoder.train()
         self.loss.train()
-        frozen = self.state.epoch < self.recipe.schedule.frozen_epochs
-        self.encoder.freeze_backbone(frozen or bool(self.recipe.encoder.get("freeze_backbone")))
+        head_first = self.state.epoch < (self.recipe.schedule.frozen_epochs or 0)
+        self.encoder.freeze_backbone(head_first or self.recipe.head_only)
         self.parallel.refresh()
         if self.graphed_step is not None:
             self.graphed_step.refresh()
@@ -240,10 +241,10 @@ class Trainer:
             self.save()
 
     def save_best(self, value: float, figures: dict[str, float]) -> None:
-        """Saves the present weights, under a name that the next checkpoint refers to."""
+        """Saves the present weights, LoRA merged, under a name that the next checkpoint refers to."""
         state = self.state
         tensors = checkpoint_state.prefixed(
-            encoder=self.best_encoder.state_dict(), loss=checkpoint_state.local_state(self.loss, self.group)
+            encoder=plain_state(self.best_encoder), loss=checkpoint_state.local_state(self.loss, self.group)
         )
         facts = {"epoch": state.epoch, "step": state.step, "val": figures}
         with self._explained("best weights"):
@@ -255,10 +256,11 @@ class Trainer:
         name = f"{self.checkpoints.folder}: the {what} of step {self.state.step}"
         return files.explained(name, f"the previous one is intact: make room, then nearkin train --resume {self.out}")
 
-    def embed(self, indices: Any) -> Tensor:
-        """Embeddings (n, D) of these items by the present weights."""
+    def embed(self, indices: Any, encoder: Encoder | None = None) -> Tensor:
+        """Embeddings (n, D) of these items by the present weights, or by another encoder."""
         batch = max(64, min(512, self.recipe.training.chunk or 256))
-        return embed(self.best_encoder, self.store, indices, batch=batch, precision=self.precision, group=self.group)
+        encoder = self.best_encoder if encoder is None else encoder
+        return embed(encoder, self.store, indices, batch=batch, precision=self.precision, group=self.group)
 
     def refresh_sampler(self) -> None:
         """Gives a sampler that mines the embeddings of the training items, or the mean of each class."""
@@ -305,7 +307,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
     recipe, train_part, options = prepared.recipe, prepared.parts.train, prepared.recipe.training
     device, graded = group.device(recipe.device), recipe.takes_targets
     _seed_everything(options.seed)
-    encoder = (prepared.own.wrapped or build_encoder(prepared)).to(device)
+    encoder = adapted(recipe, prepared.own.wrapped or build_encoder(prepared)).to(device)
     if options.sync_norms and group.size > 1:
         sync_batchnorm.sync(encoder, device)
     labels, classes, targets = _labels_or_targets(prepared, graded)
