@@ -23,7 +23,8 @@ def resolve(value: "SamplingDim", selection: object, embeddings: Tensor, labels:
     if value is None:
         return embeddings.shape[1]
     if selection != "distance_weighted":
-        raise ValueError(f'sampling_dim must be left out unless selection="distance_weighted", got {value!r}')
+        shown = "fitted" if isinstance(value, RunningDim) else value
+        raise ValueError(f'sampling_dim must be left out unless selection="distance_weighted", got {shown!r}')
     if isinstance(value, RunningDim):
         dim: Tensor = value(embeddings, labels)
         return dim
