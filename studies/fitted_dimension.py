@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 scores[chosen.name][name][choice], rates[chosen.name][name][choice] = values, best
             dims[chosen.name][name] = [filled(loss) for loss in made[-len(seeds) :]]
     numbers = {
-        "map@r": {s: {n: {k: showing.spread(v) for k, v in q.items()} for n, q in p.items()} for s, p in scores.items()},
+        "map@r": {
+            s: {n: {k: showing.spread(v) for k, v in q.items()} for n, q in p.items()} for s, p in scores.items()
+        },
         "map@r of each seed": scores,
         "fitted dimension at the end": dims,
         "chosen rate": rates,

@@ -38,7 +38,9 @@ def load(options: ground.Options, names: Sequence[str] = ("cub", "glyphs", "omni
     return [makers[name](options) for name in names]
 
 
-def run(chosen: Set, whole: bool, loss: nn.Module, sampler: Callable[[Tensor, int], Any], lr: float, seed: int) -> float:
+def run(
+    chosen: Set, whole: bool, loss: nn.Module, sampler: Callable[[Tensor, int], Any], lr: float, seed: int
+) -> float:
     """MAP@R on the test classes after a training on all training classes, or on those left for choosing."""
     part, held_out = (chosen.train, chosen.test) if whole else (chosen.learn, chosen.check)
     torch.manual_seed(seed)  # random selections draw from torch's generator
@@ -100,7 +102,9 @@ def draw(title: str, scores: dict[str, dict[str, dict[str, list[float]]]], words
     return figure
 
 
-def _made(name: str, every: tuple[ground.Part, ground.Part], steps: int, new_encoder: Callable[[int], nn.Module]) -> Set:
+def _made(
+    name: str, every: tuple[ground.Part, ground.Part], steps: int, new_encoder: Callable[[int], nn.Module]
+) -> Set:
     train, test = every
     fourth = train.labels % 4 == 3
     return Set(name, train, test, train.where(~fourth), train.where(fourth), steps, new_encoder)
@@ -136,7 +140,7 @@ def _omniglot(options: ground.Options) -> Set:
 
 @torch.no_grad()
 def _features(options: ground.Options) -> tuple[Tensor, Tensor]:
-    """Frozen pooled features (N, F) of reduced CUB and class ids; kept in the cache. Quick: of few pictures, untrained."""
+    """Frozen pooled features (N, F) of reduced CUB, kept in the cache, and class ids. Quick: few pictures, untrained."""
     try:
         items = data.load("cub200", root=options.data / "CUB_200_2011", partial=True)
     except (ValueError, OSError) as error:
@@ -150,7 +154,9 @@ def _features(options: ground.Options) -> tuple[Tensor, Tensor]:
     stored = paths.cache_dir() / "studies" / f"cub-lite0-{SIDE}.npy"
     if not options.quick and stored.exists():
         return torch.from_numpy(np.load(stored)), labels
-    encoder = models.build("efficientnet-lite0", size=32 if options.quick else SIDE, pretrained=not options.quick).eval()
+    encoder = models.build(
+        "efficientnet-lite0", size=32 if options.quick else SIDE, pretrained=not options.quick
+    ).eval()
     rows = []
     for start in range(0, len(chosen), 64):
         side = 32 if options.quick else SIDE

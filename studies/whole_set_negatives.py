@@ -7,8 +7,8 @@ samplers:
 
     32 × 4      class-balanced
     64 × 2      class-balanced: as many positive pairs as the two below, or more
-    mined       32 pairs, and the nearest negatives of each item in the whole set, mined anew ten times in a run, without
-                those nearer than s_ap - 0.05 |s_ap|
+    mined       32 pairs, and the nearest negatives of each item in the whole set, mined anew nine times in a run,
+                without those nearer than s_ap - 0.05 |s_ap|
     unguarded   the same with those
 
 each with a triplet loss and a loss with proxies; the rate is the better of two by classes that belong to neither part;
@@ -69,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             rates[chosen.name][name] = {kind: lr for kind, (lr, _) in of_sampler.items()}
             scores[chosen.name][name] = {kind: values for kind, (_, values) in of_sampler.items()}
     numbers = {
-        "map@r": {s: {n: {k: showing.spread(v) for k, v in q.items()} for n, q in p.items()} for s, p in scores.items()},
+        "map@r": {
+            s: {n: {k: showing.spread(v) for k, v in q.items()} for n, q in p.items()} for s, p in scores.items()
+        },
         "map@r of each seed": scores,
         "chosen rate": rates,
     }

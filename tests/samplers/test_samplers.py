@@ -345,7 +345,7 @@ def test_negatives_of_lists_are_the_nearest_of_the_whole_set_within_the_guard(gu
 
 def test_an_item_of_two_pairs_has_the_lower_bound():
     """A class of three: the second pair repeats an item of the first."""
-    labels, rows, sampler = mined([3] * 12, 16, 5, k=33, unknown=0)
+    _, rows, sampler = mined([3] * 12, 16, 5, k=33, unknown=0)
     unit = unit_grid(rows)
     bounds, repeated = [], 0
     negatives = sampler._negatives
@@ -365,7 +365,7 @@ def test_batches_from_lists_are_shared_and_resumed(world, tmp_path):
     from safetensors.torch import load_file, save_file
 
     shape = ([5] * 12, 24)
-    labels, rows, single = mined(*shape, unknown=0)
+    labels, _, single = mined(*shape, unknown=0)
     ranks = [mined(*shape, unknown=0, rank=r, world_size=world)[2] for r in range(world)]
     for index in range(len(single)):
         parts = [rank.batch(1, index) for rank in ranks]

@@ -175,8 +175,12 @@ CONFIGURATIONS = {
     "mined pairs": ["loss.name=npair", "sampler.name=pair-per-class", "sampler.per_class=none"],
     "mined negatives": ["loss.name=lifted-structure", "sampler.name=hard-negatives", "sampler.per_class=none"],
     "negatives of the whole set": [
-        "loss.name=triplet", "sampler.name=hard-negatives", "sampler.per_class=none",
-        "sampler.every=2", "training.epochs=5", "training.patience=9",
+        "loss.name=triplet",
+        "sampler.name=hard-negatives",
+        "sampler.per_class=none",
+        "sampler.every=2",
+        "training.epochs=5",
+        "training.patience=9",
     ],
     "fp16": ["training.precision=fp16"],
 }
@@ -283,7 +287,13 @@ def test_continuous_labels_have_no_hard_negatives(tmp_path):
 
 def test_candidates_and_other_guards_have_their_effect(vectors, tmp_path):
     runs = {}
-    for sets in (["sampler.candidates=16"], ["sampler.guard=none"], ["sampler.guard=0.5"], ["sampler.neighbours=1"], []):
+    for sets in (
+        ["sampler.candidates=16"],
+        ["sampler.guard=none"],
+        ["sampler.guard=0.5"],
+        ["sampler.neighbours=1"],
+        [],
+    ):
         runs[str(sets)] = tmp_path / str(len(runs))
         training.train(read(None, [f'data.source="{vectors}"', *WHOLE_SET, *sets]), runs[str(sets)])
     assert len({weights(folder) for folder in runs.values()}) == 5

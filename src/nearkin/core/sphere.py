@@ -1,10 +1,10 @@
 """How many dimensions unit vectors fill: those of the sphere whose uniform points have their mean squared cosine.
 
-For u and v uniform on the unit sphere of n dimensions E<u, v>² = 1/n exactly: Σ_i E u_i² = 1, and by symmetry each of the
-n coordinates along v has the same share. The cosines of different pairs are pairwise independent, so a mean over M
-pairs has a relative deviation of √(2 (n - 1) / ((n + 2) M)), below √(2 / M), whatever space the sphere lies in. A squared
-cosine is at most 1: one near-duplicate among M pairs moves the mean by 1/M at most, where the likelihood of the density
-of distances, whose statistic is log(1 - cos²), would let it decide alone.
+For u and v uniform on the unit sphere of n dimensions E<u, v>² = 1/n exactly: Σ_i E u_i² = 1, and by symmetry each of
+the n directions has the same share, that of v too. The cosines of different pairs are pairwise independent, so a mean
+over M pairs has a relative deviation of √(2 (n - 1) / ((n + 2) M)), below √(2 / M), whatever space the sphere lies in.
+A squared cosine is at most 1: one near-duplicate among M pairs moves the mean by 1/M at most, where the likelihood of
+the density of distances, whose statistic is log(1 - cos²), would let it decide alone.
 """
 
 import torch

@@ -58,7 +58,8 @@ def contrastive_loss(
 
     embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items per class. `positive_margin` m
     turns D into [D - m]_+; `squared=False` drops both squares. Two equal embeddings do not repel each other.
-    `selection`: "all", or a pair or triplet selection of `mining`; `sampling_dim`: as in `margin_loss`. See also `margin_loss` (learned boundary).
+    `selection`: "all", or a pair or triplet selection of `mining`; `sampling_dim`: as in `margin_loss`. See also
+    `margin_loss` (learned boundary).
     Hadsell, Chopra, LeCun 2006, eq. 4; margin 1 and raw embeddings from there. `reduction` applies to each half, or
     without balance to all pairs together.
     """

@@ -22,8 +22,8 @@ from nearkin.dist import collectives, parallel, sync_batchnorm
 from nearkin.dist.global_batch import GlobalBatch
 from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.parallel import Parallel
-from nearkin.models import Encoder
 from nearkin.evaluation.arrays import Progress
+from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, HardNegatives, PairPerClass
 from nearkin.training import grad_cache, run_dir, step, validation
 from nearkin.training.build import build_loss, build_sampler
@@ -231,9 +231,9 @@ class Trainer:
                 state.finished = True
                 notes.append(f"stopped early: {state.waited} validations since epoch {state.best_epoch}, none better")
         state.finished = state.finished or state.epoch >= self.epochs
-        if hasattr(self.sampler, "refresh") and not state.finished:
-            if state.epoch % int(self.recipe.sampler.get("every", 1)) == 0:
-                self.refresh_sampler(mining)
+        mines = hasattr(self.sampler, "refresh") and state.epoch % int(self.recipe.sampler.get("every", 1)) == 0
+        if mines and not state.finished:
+            self.refresh_sampler(mining)
         return line | {"seconds": self.elapsed(), "notes": notes}
 
     def validate(self) -> tuple[float, dict[str, float]]:
