@@ -7,12 +7,12 @@ samplers:
 
     32 × 4      class-balanced
     64 × 2      class-balanced: as many positive pairs as the two below, or more
-    mined       32 pairs, and the nearest negatives of each item in the whole set, mined anew nine times in a run,
+    mined       32 pairs, and the nearest negatives of each item in the whole set, mined anew four times in a run,
                 without those nearer than s_ap - 0.05 |s_ap|
     unguarded   the same with those
 
 each with a triplet loss and a loss with proxies; the rate is the better of two by classes that belong to neither part;
-then other seeds. The first tenth of every run has random negatives. Moreira et al. 2024, arXiv:2407.15831, for the
+then other seeds. The first fifth of every run has random negatives. Moreira et al. 2024, arXiv:2407.15831, for the
 guard; Xiong et al. 2020, arXiv:2007.00808, for mining by the present encoder during training.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from nearkin import losses, samplers
 
-RATES, SEEDS, EVERY = {"reduced CUB, frozen features": (3e-4, 1e-3), "glyphs": (1e-3, 5e-3)}, (1, 2, 3), 10
+RATES, SEEDS, EVERY = {"reduced CUB, frozen features": (3e-4, 1e-3), "glyphs": (1e-3, 5e-3)}, (1, 2), 5
 SAMPLERS = {"32 × 4": "class-balanced 32 × 4", "64 × 2": "class-balanced 64 × 2"}
 SAMPLERS |= {"mined": "mined, guard 0.05", "unguarded": "mined, no guard"}
 LOSSES: dict[str, Callable[[int], nn.Module]] = {
