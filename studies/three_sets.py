@@ -33,7 +33,7 @@ class Set(NamedTuple):
     new_encoder: Callable[[int], nn.Module]  # by seed
 
 
-def load(options: ground.Options, names: Sequence[str] = ("cub", "omniglot", "glyphs")) -> Iterator[Set]:
+def load(options: ground.Options, names: Sequence[str] = ("omniglot", "glyphs", "cub")) -> Iterator[Set]:
     makers = {"cub": _cub, "glyphs": _glyphs, "omniglot": _omniglot}
     return (makers[name](options) for name in names)
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = ground.options(__doc__, argv)
     seeds = SEEDS[:1] if options.quick else SEEDS
     scores: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for chosen in three_sets.load(options, ("cub", "glyphs")):
+    for chosen in three_sets.load(options, ("glyphs", "cub")):
         scores[chosen.name] = {name: {kind: [] for kind in SAMPLERS} for name in LOSSES}
         for name, kind, seed in product(LOSSES, SAMPLERS, seeds):
             loss, sampler = LOSSES[name](chosen.train.classes), sampler_of(kind, chosen.steps, options.quick)
