@@ -116,6 +116,10 @@ def test_the_device_changes_nothing(kind):
     on_cpu, there = nearest(x, k=50, similarity=kind), nearest(x.cuda(), k=50, similarity=kind)
     assert torch.equal(on_cpu.indices, there.indices.cpu())
     torch.testing.assert_close(on_cpu.similarity, there.similarity.cpu(), rtol=1e-15, atol=0)  # the root of a cosine
+    labels = torch.arange(600) % 50
+    on_cpu, there = (nearest_negatives(x.to(on), labels.to(on), k=50, similarity=kind) for on in ("cpu", "cuda"))
+    assert torch.equal(on_cpu.indices, there.indices.cpu())
+    torch.testing.assert_close(on_cpu.similarity, there.similarity.cpu(), rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("kind", SIMILARITIES)
