@@ -23,7 +23,16 @@ FUNCTION_ONLY = {
     "HeatedSoftmaxLoss": {"normalize"},
     "AdaCosLoss": {"scale"},
 }
-FIXED = {"num_classes", "dim", "shard", "num_items", "sub_centers", "proxies_per_class", "centers_per_class"}
+FIXED = {
+    "num_classes",
+    "dim",
+    "shard",
+    "num_items",
+    "sub_centers",
+    "proxies_per_class",
+    "centers_per_class",
+    "sampling_dim",
+}
 LEARNED = {("MarginLoss", "beta")}
 
 # For each setting another legal value and an illegal one with its sentence; a class may have its own.

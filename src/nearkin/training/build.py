@@ -121,6 +121,9 @@ def build_sampler(
 ) -> EpochSampler:
     """The sampler over the training items, with `sampler.batch` items per batch."""
     settings, name = sampler_settings(recipe), str(recipe.sampler["name"])
+    every = settings.pop("every", 1)  # the trainer's
+    if every < 1:
+        raise ValueError(f"sampler.every must be >= 1, got {every}")
     batch = recipe.sampler.get("batch")
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 2:
         raise ValueError(f"sampler.batch must be a whole number >= 2, got {batch!r}")

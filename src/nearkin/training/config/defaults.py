@@ -328,10 +328,7 @@ def _settle_sampler(recipe: Recipe, facts: Facts) -> Recipe:
         options.setdefault("batch", min(128, facts.items))
         options.setdefault("ratio", min(0.25, classes / max(1, options["batch"])))
     elif name == "hard-negatives":
-        options.setdefault("batch", min(128, facts.items))
-        if isinstance(options["batch"], int):
-            options.setdefault("pairs", max(1, options["batch"] // 4))
-            options.setdefault("candidates", max(8192, options["batch"]))
+        return recipe.with_("sampler", **_hard_negatives(options, facts))
     else:
         options.setdefault("batch", min(150, facts.items))
         anchors = recipe.loss.get("anchors")
@@ -339,6 +336,22 @@ def _settle_sampler(recipe: Recipe, facts: Facts) -> Recipe:
         options.setdefault("neighbours", 0 if anchors in (None, "none") and "anchors" not in options else 5)
         options.setdefault("anchors", _anchors(options["batch"], options["neighbours"], anchors))
     return recipe.with_("sampler", **{"name": name, **_defaults(SAMPLERS[name].settings), **options})
+
+
+def _hard_negatives(options: dict[str, Any], facts: Facts) -> dict[str, Any]:
+    """From the whole set, unless `candidates` says among how many; nearer ones than the positive are left out."""
+    options = {"batch": min(128, facts.items), "guard": 0.05, **options}
+    if isinstance(options["batch"], int):
+        options.setdefault("pairs", max(1, options["batch"] // 4))
+    options.setdefault("neighbours", 0 if "candidates" in options else 32)
+    defaults = _defaults(SAMPLERS["hard-negatives"].settings)
+    if options["neighbours"] != 0:
+        if "candidates" in options:
+            no_effect("sampler.candidates", f"sampler.neighbours is {options['neighbours']}, from the whole set")
+        del defaults["candidates"]
+    elif isinstance(options["batch"], int):
+        options.setdefault("candidates", max(8192, options["batch"]))
+    return {**defaults, **options}
 
 
 def _per_class(batch: Any, classes: int, usual: int) -> int:
@@ -423,6 +436,9 @@ def _settle_training(recipe: Recipe, facts: Facts) -> Recipe:
         settled["precision"] = "bf16" if facts.cuda and torch.cuda.is_bf16_supported() else "fp32"
     if options.precision == "fp16" and facts.device.type == "mps":
         raise ValueError("training.precision must be fp32 or bf16 with training.device=mps, got fp16")
+    every, epochs = recipe.sampler.get("every", 1), options.epochs or settled["epochs"]
+    if isinstance(every, int) and every >= epochs and every > 1:
+        raise ValueError(f"sampler.every must be below training.epochs={epochs}, or nothing is mined, got {every}")
     automatic = options.graphs in (None, "auto")
     if options.graphs and not automatic and (not facts.cuda or options.chunk is not None):
         no_effect("training.graphs", "training.chunk is set" if facts.cuda else "the device is not a CUDA one")
