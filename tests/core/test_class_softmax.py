@@ -38,6 +38,8 @@ FORMS = {
     "arcface, 3 centres": (losses.arcface_loss, {"sub_centers": 3}, 3),
     "sphereface": (losses.sphereface_loss, {"annealing": 0.5}, 1),
     "sphereface, annealed": (losses.sphereface_loss, {"annealing": torch.tensor(3.0), "margin": 3}, 1),
+    "adaface": (losses.adaface_loss, {"mean": 2.0, "std": torch.tensor(1.0), "concentration": 0.7}, 1),
+    "magface": (losses.magface_loss, {"lower_length": 1.0, "upper_length": 4.0}, 1),
     "adacos": (losses.adacos_loss, {"scale": 9.0}, 1),
     "proxy-nca": (losses.proxy_nca_loss, {}, 1),
     "proxy-nca, original": (losses.proxy_nca_loss, {"form": "original", "scale": 2.0}, 1),

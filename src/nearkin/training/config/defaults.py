@@ -30,8 +30,9 @@ _SAMPLED = 16  # images whose headers are read
 SMALL = 64  # images up to this side are small
 LEAST = 32  # smallest side that a pretrained encoder can see
 CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0")  # encoders that a CUDA graph can repeat; others may not be
+BY_LENGTH = {"adaface", "magface"}  # losses whose margins follow the length of embeddings
 # Losses whose papers work on embeddings of free length.
-FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"}
+FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"} | BY_LENGTH
 # The sampler that belongs to a loss, where it is not class-balanced.
 SAMPLERS_OF = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
 # What won among losses tried on glyphs (from scratch) and on birds (tuned): docs/benchmarks.md.
@@ -264,6 +265,11 @@ def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
         head = {"normalize": recipe.loss["name"] not in FREE_LENGTH, "dim": 256 if name == "small-cnn" else 128}
         recipe = recipe.with_("encoder", **{**head, "freeze_norms": facts.pretrained, **recipe.encoder})
     options = recipe.encoder
+    if options.get("normalize") and recipe.loss["name"] in BY_LENGTH:
+        raise ValueError(
+            f"encoder.normalize must be false for loss {recipe.loss['name']}, whose margins follow the length of "
+            f"embeddings, got true"
+        )
     if name == "mlp" and options.get("freeze_norms"):
         no_effect("encoder.freeze_norms", "mlp has no batch norm")
     if name == "mlp" and options.get("dropout") and options.get("freeze_backbone"):
