@@ -222,10 +222,10 @@ def test_module_is_its_function(case):
     function, settings = function_of(module), dict(module.settings)
     tensors = dict(module.named_parameters()) | {"centers": getattr(module, "centers", None)}
     learned = [tensors[name] for name in ("weight", "bias", "proxies", "centers") if tensors.get(name) is not None]
-    if case.name.startswith(("Margin", "Siamese")):
+    if case.name.startswith(("Margin", "Siamese", "Sigmoid")):
         settings |= dict(module.named_parameters())
         learned = []
-    for name in ("gamma", "annealing", "scale"):
+    for name in ("gamma", "annealing", "scale", "mean", "std"):
         if hasattr(module, name) and name not in settings:
             settings[name] = getattr(module, name)
     if case.name == "HeatedSoftmaxLoss-batch":

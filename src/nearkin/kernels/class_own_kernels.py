@@ -117,8 +117,8 @@ def own_score(x, weight, at, pick, cos, inverse, inverse_own, length, scale, mar
             quality = along * (tl.minimum(tl.maximum(length, SHORTEST), LONGEST) - across) / (lost + EPSILON)
             quality = tl.minimum(tl.maximum(quality, -1.0), 1.0)
             turn = -margin * quality
-            below = (turn < EPSILON) & (cos >= tl.cos(EPSILON - turn))
-            beyond = (turn > -EPSILON) & (cos <= -tl.cos(EPSILON + turn))
+            below = (turn < EPSILON) & (cos >= tl.cos(-turn + EPSILON))
+            beyond = (turn > -EPSILON) & (cos <= -tl.cos(turn + EPSILON))
             bent = cos * tl.cos(turn) - sin * tl.sin(turn)
             furthest = tl.cos(by_length + EPSILON)
             bent = tl.where(below, furthest, tl.where(beyond, -furthest, bent))
