@@ -38,8 +38,8 @@ FORMS = {
     "arcface, 3 centres": (losses.arcface_loss, {"sub_centers": 3}, 3),
     "sphereface": (losses.sphereface_loss, {"annealing": 0.5}, 1),
     "sphereface, annealed": (losses.sphereface_loss, {"annealing": torch.tensor(3.0), "margin": 3}, 1),
-    "adaface": (losses.adaface_loss, {"mean": 2.0, "std": torch.tensor(1.0), "concentration": 0.7}, 1),
-    "magface": (losses.magface_loss, {"lower_length": 1.0, "upper_length": 4.0}, 1),
+    "adaface": (losses.adaface_loss, {"mean": 4.0, "std": torch.tensor(3.0), "concentration": 0.7}, 1),
+    "magface": (losses.magface_loss, {"lower_length": 1.0, "upper_length": 9.0}, 1),
     "adacos": (losses.adacos_loss, {"scale": 9.0}, 1),
     "proxy-nca": (losses.proxy_nca_loss, {}, 1),
     "proxy-nca, original": (losses.proxy_nca_loss, {"form": "original", "scale": 2.0}, 1),
@@ -492,14 +492,14 @@ def plain_torch(form, x, labels, weight, *, reduction, annealing=0.5):
         wide = torch.where(angle < math.pi - 0.5, (angle + 0.5).cos(), own_cosine - 0.5 * math.sin(0.5))
         logits, target = 64 * cosine, 64 * wide
     elif form == "adaface":
-        quality = (0.7 * (length.detach() - 2) / 1.001).clamp(-1, 1)
+        quality = (0.7 * (length.detach() - 4) / 3.001).clamp(-1, 1)
         angle = (own_cosine.clamp(-0.999, 0.999).acos() - 0.4 * quality).clamp(1e-3, math.pi - 1e-3)
         logits, target = 64 * cosine, 64 * (angle.cos() - 0.4 * quality - 0.4)
     elif form == "magface":
-        size, angle = length.clamp(1, 4), own_cosine.clamp(-0.999, 0.999).acos()
-        margin = 0.45 + 0.35 / 3 * (size - 1)
+        size, angle = length.clamp(1, 9), own_cosine.clamp(-0.999, 0.999).acos()
+        margin = 0.45 + 0.35 / 8 * (size - 1)
         wide = torch.where(angle < math.pi - margin, (angle + margin).cos(), own_cosine - margin * margin.sin())
-        cost = 35 * (size / 16 + 1 / size + (1 / 16 - 1) * (length - 1).clamp(max=0)).squeeze(1) * (labels >= 0)
+        cost = 35 * (size / 81 + 1 / size + (1 / 81 - 1) * (length - 1).clamp(max=0)).squeeze(1) * (labels >= 0)
         logits, target = 64 * cosine, 64 * wide
     else:
         logits = length * cosine
