@@ -366,7 +366,7 @@ def test_the_length_of_an_embedding_is_its_quality(place, tmp_path):
         assert gallery.export(tmp_path / "out.jsonl") == 5 and gallery.check().whole
         lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         assert [line["quality"] for line in lines] == pytest.approx(lengths[:5], rel=1e-5)
-        with pytest.raises(ValueError, match='metadata must not have the key "nearkin.quality"'):
+        with pytest.raises(ValueError, match=r'metadata must not have the key "nearkin\.quality"'):
             gallery.enrol(rows[5], "f", {"nearkin.quality": 1.0})
     with Gallery.open(place) as gallery:  # without the encoder: what is stored is known, the query is not
         hit = gallery.search(gallery.vectors([2])[0], 1)[0]

@@ -15,8 +15,17 @@ from nearkin.gallery import items as item_inputs
 from nearkin.gallery import opening, results
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
 from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
-from nearkin.gallery.schema import Facts, KnownRows, Row, check_label, metadata_json, parse_filter, read_metadata
-from nearkin.gallery.schema import shortened, unpack
+from nearkin.gallery.schema import (
+    Facts,
+    KnownRows,
+    Row,
+    check_label,
+    metadata_json,
+    parse_filter,
+    read_metadata,
+    shortened,
+    unpack,
+)
 from nearkin.gallery.stores import Report, Store
 
 __all__ = ["Enrolled", "Gallery"]

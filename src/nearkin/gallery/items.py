@@ -132,10 +132,10 @@ class Encoding:
         if not parts:
             return np.empty((0, self.dim), np.float32), []
         embeddings = np.concatenate(parts)
-        vectors, quality = unit(embeddings, "embeddings"), [None] * len(embeddings)
+        quality: list[float | None] = [None] * len(embeddings)
         if self.info.free_length:
             quality = np.linalg.norm(embeddings.astype(np.float64), axis=1).tolist()
-        return vectors, quality
+        return unit(embeddings, "embeddings"), quality
 
     def _loaded(self) -> models.Encoder:
         if self._encoder is None:

@@ -16,7 +16,6 @@ an anchor that is not finite, TAINT is NaN.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch

@@ -67,9 +67,13 @@ class Form(NamedTuple):
         """Mean and deviation, (2,) on the device of x."""
         if self.statistics is None:
             return None
-        like = {"dtype": torch.float32, "device": x.device}
-        parts = (v.to(**like).reshape(()) if isinstance(v, Tensor) else torch.full((), v, **like) for v in self.statistics)
-        return torch.stack(list(parts))
+        parts = [
+            part.to(x.device, torch.float32).reshape(())
+            if isinstance(part, Tensor)
+            else torch.full((), part, dtype=torch.float32, device=x.device)
+            for part in self.statistics
+        ]
+        return torch.stack(parts)
 
 
 def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reduction: str, max_memory: int | None) -> bool:
@@ -140,7 +144,11 @@ class _Loss(HandGradient):
         choices = (numbers, form.kind, form.straight, times, form.centers, class_kernels.halves(x, weight_rows))
         read = form.statistics_tensor(x) if form.statistics else scale_tensor
         rows, places, facts, stats = row_kernels.prepare(x, weight_rows, labels.contiguous(), read, *choices)
-        bounded = not isinstance(form.scale, Tensor) and form.kind != "sphere" and max(form.scale, form.lost) <= class_kernels.BOUND
+        bounded = (
+            not isinstance(form.scale, Tensor)
+            and form.kind != "sphere"
+            and max(form.scale, form.lost) <= class_kernels.BOUND
+        )
         constants = (form.centers, form.lost / math.log(2), False, passes.precision(), True, bounded)
         operands = class_kernels.Operands(rows, stats[0], weight_rows, inverse, places[0], *constants)
         peaks, sums = class_kernels.scan(operands, passes._part_size(rows, weight_rows, max_memory))

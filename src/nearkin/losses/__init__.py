@@ -39,16 +39,16 @@ from nearkin.losses.proxy import (
     proxy_anchor_loss,
     proxy_nca_loss,
 )
+from nearkin.losses.quadruplet import (
+    QuadrupletLoss,
+    quadruplet_loss,
+)
 from nearkin.losses.quality_margin import (
     AdaFaceLoss,
     MagFaceLoss,
     adaface_loss,
     adaface_statistics,
     magface_loss,
-)
-from nearkin.losses.quadruplet import (
-    QuadrupletLoss,
-    quadruplet_loss,
 )
 from nearkin.losses.rank import (
     FastAPLoss,

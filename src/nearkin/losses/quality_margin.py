@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nearkin.core import angles, checks, class_dense, class_softmax, distances, reduce
+from nearkin.core import angles, checks, class_dense, distances, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.core.labels import UNKNOWN
 from nearkin.losses import class_sampling, class_shards, logits
@@ -47,7 +47,7 @@ def adaface_loss(
     z -1 is ArcFace, 0 CosFace, 1 a negative angular margin beside a cosine margin of 2 m. mean and std: those of the
     lengths so far (`adaface_statistics`), numbers or scalars. h = `concentration`, ε = 0.001. Where an angle is clipped
     the own class has no slope. Cosines are not clipped, which in the released code takes the gradient of items nearer
-    than 2.6° to a class. Other arguments as `normalized_softmax_loss`. Kim et al. 2022, arXiv:2204.00964, eq. 13-17; m
+    than 2.6° to a class. Other arguments as `normalized_softmax_loss`. Kim et al. 2022, arXiv:2204.00964, section 3.3; m
     0.4, h 0.333, s 64 from there, mean 20 and std 100 at the start from its released code.
     """
     checks.positive("scale", scale)
@@ -126,7 +126,7 @@ def magface_loss(
     The gradient flows into the length by m and by g. Beyond u_a, where its slope is 0, g is level; below l_a it goes on
     along its tangent, so that short embeddings grow: the paper keeps a within [l_a, u_a], and its released code gives
     a shorter one no gradient by its length. Other arguments as `normalized_softmax_loss`; beyond θ = π - m as
-    `arcface_loss`. Meng et al. 2021, arXiv:2103.06627, eq. 3-4; l_m 0.45, u_m 0.8, l_a 10, u_a 110, λ = `penalty` 35
+    `arcface_loss`. Meng et al. 2021, arXiv:2103.06627, section 3; l_m 0.45, u_m 0.8, l_a 10, u_a 110, λ = `penalty` 35
     and s 64 from its experiments.
     """
     checks.positive("scale", scale)
@@ -241,12 +241,10 @@ class AdaFaceLoss(LossModule, function=adaface_loss, learned=("mean", "std")):
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         if self.training:
             checks.class_batch(embeddings, labels, self.num_classes, self.dim)  # before a bad batch is learned from
-            self.mean, self.std = adaface_statistics(
-                embeddings, labels, self.mean, self.std, momentum=self.momentum
-            )
+            self.mean, self.std = adaface_statistics(embeddings, labels, self.mean, self.std, momentum=self.momentum)
         labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
-        learned = {"mean": self.mean, "std": self.std}
-        return adaface_loss(embeddings, labels, weight, shard=shard, **learned, **self.arguments())
+        arguments = self.arguments() | {"mean": self.mean, "std": self.std}
+        return adaface_loss(embeddings, labels, weight, shard=shard, **arguments)
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """s cos of every class, (B, C), without the margin; differentiable."""

@@ -19,6 +19,8 @@ from nearkin.losses.module import LossModule
 
 __all__ = ["SigmoidLoss", "sigmoid_loss"]
 
+LOG_TEN = math.log(10.0)
+
 
 def sigmoid_loss(
     embeddings: Tensor,
@@ -26,7 +28,7 @@ def sigmoid_loss(
     references: Tensor | None = None,
     reference_labels: Labels | None = None,
     *,
-    log_scale: Tensor | float = math.log(10.0),
+    log_scale: Tensor | float = LOG_TEN,
     bias: Tensor | float = -10.0,
     reduction: str = "mean",
     max_memory: int | None = None,
@@ -40,7 +42,7 @@ def sigmoid_loss(
     numbers or scalar tensors. Every item of the anchor's class is a positive, and an item has no pair with itself;
     another view of the batch as `references` is the paper's setting. There is no softmax: an anchor's pairs do not
     compete, so the gradient of a pair needs no other one. Anchors without any pair do not count. See also
-    `infonce_loss`. Zhai et al. 2023, arXiv:2303.15343, eq. 2; t' log 10 and b -10 at the start from there.
+    `infonce_loss`. Zhai et al. 2023, arXiv:2303.15343, section 3; t' log 10 and b -10 at the start from there.
     """
     call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     kind = torch.promote_types(embeddings.dtype, torch.float32)
@@ -79,7 +81,7 @@ class SigmoidLoss(LossModule, function=sigmoid_loss, learned=("log_scale", "bias
 
     def __init__(
         self,
-        log_scale: float = math.log(10.0),
+        log_scale: float = LOG_TEN,
         bias: float = -10.0,
         *,
         reduction: str = "mean",

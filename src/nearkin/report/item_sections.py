@@ -182,10 +182,10 @@ def quality(context: Context) -> str:
     order = np.argsort(lengths, kind="stable")
     groups = []
     for title, places in (("Lowest", order[:QUALITY_SHOWN]), ("Highest", order[::-1][:QUALITY_SHOWN])):
-        cells = [
-            f"{context.picture(int(items[i]), f'quality {lengths[i]:.4g}')}<figcaption>{number(lengths[i])}</figcaption>"
-            for i in places
-        ]
+        cells = []
+        for item, length in zip(items[places].tolist(), lengths[places].tolist(), strict=True):
+            picture = context.picture(item, f"quality {number(length)}")
+            cells.append(f"{picture}<figcaption>{number(length)}</figcaption>")
         others = "".join(f'<figure class="graded">{cell}</figure>' for cell in cells[1:])
         groups.append(
             f'<h3>{title}</h3><div class="grid"><div class="row"><figure class="graded">{cells[0]}</figure>'

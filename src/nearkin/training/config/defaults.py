@@ -21,7 +21,16 @@ from nearkin.data.splits import Parts, divide, source_split
 from nearkin.training.config.recipe import Recipe, no_effect
 from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, augmentation_of, encoder_settings, loss_settings
 
-__all__ = ["BY_LENGTH", "SAMPLERS_OF", "sample_headers", "settle", "settle_images", "settle_source", "settle_split", "split_items"]
+__all__ = [
+    "BY_LENGTH",
+    "SAMPLERS_OF",
+    "sample_headers",
+    "settle",
+    "settle_images",
+    "settle_source",
+    "settle_split",
+    "split_items",
+]
 
 TEST = 0.25  # share of the classes, or items, of a source without a test part
 
