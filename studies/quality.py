@@ -4,10 +4,11 @@
 
 ORL faces and reduced CUB birds: the first half of the classes is learned, the others are tested. The features are those
 of EfficientNet-Lite0 with ImageNet weights, frozen and not centred; a linear head of free length learns with MagFace,
-AdaFace and, as a control whose loss does not see the length, ArcFace. Heads learn from the pictures as they are ("clean"), or from these
-with one blurred and one darkened copy of each, of random strength ("mixed"), under the same labels. The figure is the
-area under the ROC curve by which the length tells a test picture from degraded test pictures: the probability that the
-clean one of a random pair is longer, 0.5 by chance. The length of the frozen features themselves is beside it.
+AdaFace and, as a control whose loss does not see the length, ArcFace. Heads learn from the pictures as they are
+("clean"), or from these with one blurred and one darkened copy of each, of random strength ("mixed"), under the same
+labels. The figure is the area under the ROC curve by which the length tells a test picture from degraded test pictures:
+the probability that the clean one of a random pair is longer, 0.5 by chance. The length of the frozen features
+themselves is beside it.
 
 Meng et al. 2021 (MagFace), Kim et al. 2022 (AdaFace); both show it on faces of the web, for networks trained on
 millions of them, and neither names this experiment.
