@@ -91,6 +91,9 @@ def adaface_statistics(
     Lengths are clipped to [0.001, 100], the deviation is that of a sample (n - 1). Rows of label -1 and rows with NaN
     or Inf do not count; one row alone moves the mean and not the deviation. momentum 0.01: the paper's α 0.99.
     """
+    checks.rows("embeddings", embeddings)
+    checks.class_ids("labels", labels, embeddings)
+    _check_momentum(momentum)
     counts = (labels != UNKNOWN) & embeddings.isfinite().all(1)
     length = torch.where(counts, _length(embeddings).clamp(SHORTEST, LONGEST), 0.0)
     number = counts.sum().to(length.dtype)
@@ -100,6 +103,12 @@ def adaface_statistics(
     moved_mean = torch.where(number > 0, momentum * batch_mean + (1 - momentum) * mean.to(length.dtype), mean)
     moved_std = torch.where(number > 1, momentum * batch_std + (1 - momentum) * std.to(length.dtype), std)
     return moved_mean.to(mean), moved_std.to(std)
+
+
+def _check_momentum(momentum: float) -> None:
+    checks.number("momentum", momentum)
+    if not 0 <= momentum <= 1:
+        raise ValueError(f"momentum must be in [0, 1], got {momentum}")
 
 
 def magface_loss(
@@ -230,9 +239,7 @@ class AdaFaceLoss(LossModule, function=adaface_loss, learned=("mean", "std")):
         self.finish_init()
 
     def check_settings(self) -> None:
-        checks.number("momentum", self.momentum)
-        if not 0 <= self.momentum <= 1:
-            raise ValueError(f"momentum must be in [0, 1], got {self.momentum}")
+        _check_momentum(self.momentum)
         super().check_settings()
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
