@@ -47,8 +47,8 @@ def adaface_loss(
     z -1 is ArcFace, 0 CosFace, 1 a negative angular margin beside a cosine margin of 2 m. mean and std: those of the
     lengths so far (`adaface_statistics`), numbers or scalars. h = `concentration`, ε = 0.001. Where an angle is clipped
     the own class has no slope. Cosines are not clipped, which in the released code takes the gradient of items nearer
-    than 2.6° to a class. Other arguments as `normalized_softmax_loss`. Kim et al. 2022, arXiv:2204.00964, section 3.3; m
-    0.4, h 0.333, s 64 from there, mean 20 and std 100 at the start from its released code.
+    than 2.6° to a class. Other arguments as `normalized_softmax_loss`. Kim et al. 2022, arXiv:2204.00964, section 3.3;
+    m 0.4, h 0.333, s 64 from there, mean 20 and std 100 at the start from its released code.
     """
     checks.positive("scale", scale)
     checks.angle("margin", margin)
