@@ -84,6 +84,11 @@ class Encoder(nn.Module):
         """Dimensions of an embedding."""
         return int(self.settings["dim"] or self.head.width)
 
+    @property
+    def free_length(self) -> bool:
+        """Whether embeddings keep their length, which may say how good an item is, or have length 1."""
+        return not self.settings.get("normalize", True)
+
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.head(self._map(x))
         return result

@@ -22,8 +22,8 @@ from nearkin.training.config.finetune import HEAD_EPOCHS, settle_finetune
 from nearkin.training.config.recipe import Recipe, no_effect
 from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, augmentation_of, encoder_settings, loss_settings
 
-__all__ = ["SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source", "settle_split"]
-__all__ += ["split_items"]
+__all__ = ["BY_LENGTH", "SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
+__all__ += ["settle_split", "split_items"]
 
 TEST = 0.25  # share of the classes, or items, of a source without a test part
 
@@ -34,8 +34,9 @@ _LARGE = {"efficientnet-lite1": 240, "efficientnet-lite2": 260}  # sides they we
 LEAST = 32  # smallest side that a pretrained encoder can see
 # Encoders that a CUDA graph can repeat; others may not be.
 CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0", "efficientnet-lite1", "efficientnet-lite2")
+BY_LENGTH = {"adaface", "magface"}  # losses whose margins follow the length of embeddings
 # Losses whose papers work on embeddings of free length.
-FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"}
+FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"} | BY_LENGTH
 # The sampler that belongs to a loss, where it is not class-balanced.
 SAMPLERS_OF = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
 # What won among losses tried on glyphs (from scratch) and on birds (tuned): docs/benchmarks.md.
@@ -278,6 +279,11 @@ def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
         head = {"normalize": recipe.loss["name"] not in FREE_LENGTH, "dim": 256 if name == "small-cnn" else 128}
         recipe = recipe.with_("encoder", **{**head, "freeze_norms": facts.pretrained, **recipe.encoder})
     options = recipe.encoder
+    if options.get("normalize") and recipe.loss["name"] in BY_LENGTH:
+        raise ValueError(
+            f"encoder.normalize must be false for loss {recipe.loss['name']}, whose margins follow the length of "
+            f"embeddings, got true"
+        )
     if name == "mlp" and options.get("freeze_norms"):
         no_effect("encoder.freeze_norms", "mlp has no batch norm")
     if name == "mlp" and options.get("dropout") and options.get("freeze_backbone"):
