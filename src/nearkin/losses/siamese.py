@@ -109,6 +109,8 @@ class SiameseLoss(LossModule, function=siamese_loss):
     Weights start at -1/√D and the bias at 1: a larger difference means less alike before anything is learned.
     """
 
+    along_dim = ("weight",)
+
     def __init__(self, dim: int, *, reduction: str = "mean") -> None:
         super().__init__()
         checks.integer("dim", dim, 1)

@@ -19,7 +19,15 @@ from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts, divide, source_split
 from nearkin.training.config.recipe import Recipe, no_effect
-from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, augmentation_of, encoder_settings, loss_settings
+from nearkin.training.config.registry import (
+    LOSSES,
+    SAMPLERS,
+    Setting,
+    augmentation_of,
+    encoder_settings,
+    loss_settings,
+    matryoshka_dims,
+)
 
 __all__ = ["SAMPLERS_OF", "sample_headers", "settle", "settle_images", "settle_source", "settle_split", "split_items"]
 
@@ -270,7 +278,15 @@ def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
         no_effect("encoder.dropout", "encoder.freeze_backbone is true")
     if name == "mlp" and options.get("dropout") and options.get("hidden") in ([], ()):
         no_effect("encoder.dropout", "encoder.hidden is empty")
+    if isinstance(options.get("dim"), int) and options["dim"] > 0:  # else known once the encoder is built
+        recipe = _settle_matryoshka(recipe, options["dim"])
     return recipe.with_("encoder", **encoder_settings(recipe))
+
+
+def _settle_matryoshka(recipe: Recipe, dim: int) -> Recipe:
+    """The full length is one of the lengths, whether it was written or not."""
+    lengths = matryoshka_dims(recipe, dim)
+    return recipe if lengths is None else recipe.with_("loss", matryoshka=list(lengths))
 
 
 def _check_augment(recipe: Recipe) -> None:
