@@ -174,6 +174,7 @@ CONFIGURATIONS = {
     "mined pairs": ["loss.name=npair", "sampler.name=pair-per-class", "sampler.per_class=none"],
     "mined negatives": ["loss.name=lifted-structure", "sampler.name=hard-negatives", "sampler.per_class=none"],
     "fp16": ["training.precision=fp16"],
+    "short embeddings": ["loss.name=adacos", "loss.matryoshka=[4, 2]"],
 }
 
 
