@@ -76,7 +76,8 @@ class MatryoshkaLoss(nn.Module):
     @property
     def lr_scale(self) -> float:
         """That of the loss, whose parameters are the only ones."""
-        return float(getattr(self.loss, "lr_scale", 1.0))
+        scale: float = getattr(self.loss, "lr_scale", 1.0)
+        return scale
 
     @property
     def takes_references(self) -> bool:
@@ -86,7 +87,8 @@ class MatryoshkaLoss(nn.Module):
     @property
     def takes_batch_first(self) -> bool:
         """Whether the loss takes the ids of a `CrossBatchMemory`, which start with those of the batch."""
-        return bool(getattr(self.loss, "takes_batch_first", False))
+        takes: bool = getattr(self.loss, "takes_batch_first", False)
+        return takes
 
     @property
     def shard(self) -> Shard | None:

@@ -69,6 +69,8 @@ def short_embeddings(findings: Findings) -> str:
     if not dims:
         return ""
     metrics = [name for name in _LENGTH_METRICS if name in lengths[str(dims[0])]]
+    if not metrics:
+        return ""
     full = {name: _value(lengths[str(dims[0])][name])[0] for name in metrics}
     rows = []
     for dim in dims:
