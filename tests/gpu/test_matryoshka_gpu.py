@@ -9,12 +9,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "losses"))
 
+from test_matryoshka import build, double_of
+
 from cases import CLASSES, LOSSES
 from nearkin import kernels, losses
 from nearkin.kernels import launch
 from nearkin.losses import MatryoshkaLoss
 from test_contract import assert_same, value_and_gradients
-from test_matryoshka import build, double_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
