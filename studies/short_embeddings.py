@@ -1,13 +1,14 @@
 """Short embeddings: how much 64, 32 and 16 of 128 dimensions keep, trained for them (`loss.matryoshka`) and not.
 
-    python studies/short_embeddings.py --data FOLDER --out FOLDER [--seeds 2] [--quick]
+    python studies/short_embeddings.py --out FOLDER [--data FOLDER] [--sets glyphs birds] [--seeds 2] [--epochs 6]
+                                       [--device cpu] [--quick]
 
 Two sets, each trained plainly and with `loss.matryoshka = [128, 64, 32, 16]`, all else equal, and tested on classes
 that were not trained on:
 
-- glyphs: small-cnn from scratch, ArcFace (the default recipe with dim 128), 600 steps;
+- glyphs: small-cnn from scratch, ArcFace (the default recipe with dim 128);
 - birds: a linear head on frozen features (pooled, 1280 numbers) of efficientnet-lite0 for the reduced photos of
-  CUB-200-2011 in FOLDER/CUB_200_2011 at 128 px, Proxy-Anchor, 600 steps. The features are kept in the folder of --out.
+  CUB-200-2011 in FOLDER/CUB_200_2011 at 128 px, Proxy-Anchor. The features are kept in the folder of --out.
 
 A length keeps the share MAP@R(length) / MAP@R(128) of its own run. The full lengths of both runs are compared by a
 paired bootstrap over test classes. Prints the tables and writes short_embeddings.json into the folder of --out.
@@ -32,7 +33,7 @@ from nearkin.evaluation.statistics import cluster_bootstrap
 
 DIMS = (128, 64, 32, 16)
 SIZE, BATCH = 128, 64  # of the photos, and how many are encoded at a time
-COMMON = {"encoder.dim": DIMS[0], "training.patience": 100, "training.device": "cpu"}
+COMMON = {"encoder.dim": DIMS[0], "training.patience": 100}
 SETS: dict[str, dict[str, Any]] = {
     "glyphs": {"loss.name": "arcface", "loss.margin": 0.2, "loss.scale": 16.0},
     "birds": {"loss.name": "proxy-anchor", "encoder.name": "mlp", "encoder.hidden": []},
@@ -41,18 +42,23 @@ SETS: dict[str, dict[str, Any]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder with CUB_200_2011")
+    parser.add_argument("--data", type=Path, help="the folder with CUB_200_2011, for birds")
     parser.add_argument("--out", type=Path, required=True, help="where features, runs and figures are written")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS])
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=6, help="of 100 steps")
+    parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="a few steps on a few birds, to see that it runs")
     options = parser.parse_args(argv)
+    if "birds" in options.sets and options.data is None:
+        parser.error("birds need --data, the folder with CUB_200_2011")
     options.out.mkdir(parents=True, exist_ok=True)
     started, results = time.monotonic(), {}
-    for name in SETS:
+    for name in options.sets:
         source = name if name == "glyphs" else str(birds(options.data, options.out, options.quick))
-        results[name] = [compared(name, source, seed, options.out, options.quick) for seed in range(options.seeds)]
+        results[name] = [compared(name, source, seed, options) for seed in range(options.seeds)]
         print(table(name, results[name]), flush=True)
-    content = {"study": "short_embeddings", "quick": options.quick, "sets": results}
+    content = {"study": "short_embeddings", "quick": options.quick, "epochs": options.epochs, "sets": results}
     files.write_json(options.out / "short_embeddings.json", content | {"seconds": round(time.monotonic() - started)})
 
 
@@ -79,13 +85,13 @@ def birds(root: Path, out: Path, quick: bool) -> Path:
     return path
 
 
-def compared(name: str, source: str, seed: int, out: Path, quick: bool) -> dict[str, Any]:
+def compared(name: str, source: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One seed of a set: both runs at every length, and their full lengths against each other."""
-    runs = {}
+    runs, quick = {}, options.quick
     for how, lengths in (("plain", {}), ("matryoshka", {"loss.matryoshka": list(DIMS)})):
-        settings = {**COMMON, **SETS[name], **lengths, "training.seed": seed}
-        settings |= {"training.epochs": 1 if quick else 6, "training.batches": 5 if quick else 100}
-        folder = out / f"{name}-{how}-{seed}{'-quick' if quick else ''}"
+        settings = {**COMMON, **SETS[name], **lengths, "training.seed": seed, "training.device": options.device}
+        settings |= {"training.epochs": 1 if quick else options.epochs, "training.batches": 5 if quick else 100}
+        folder = options.out / f"{name}-{how}-{seed}{'-quick' if quick else ''}"
         runs[how] = tested(source, folder, settings)
     test = cluster_bootstrap.compare(
         runs["matryoshka"].pop("queries"), runs["plain"].pop("queries"), runs["plain"].pop("labels"), seed=seed
