@@ -20,7 +20,15 @@ from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts, divide, source_split
 from nearkin.training.config.finetune import HEAD_EPOCHS, settle_finetune
 from nearkin.training.config.recipe import Recipe, no_effect
-from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, augmentation_of, encoder_settings, loss_settings
+from nearkin.training.config.registry import (
+    LOSSES,
+    SAMPLERS,
+    Setting,
+    augmentation_of,
+    encoder_settings,
+    loss_settings,
+    matryoshka_dims,
+)
 
 __all__ = ["BY_LENGTH", "SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
 __all__ += ["settle_split", "split_items"]
@@ -290,6 +298,8 @@ def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
         no_effect("encoder.dropout", "encoder.freeze_backbone is true")
     if name == "mlp" and options.get("dropout") and options.get("hidden") in ([], ()):
         no_effect("encoder.dropout", "encoder.hidden is empty")
+    if isinstance(options.get("dim"), int) and options["dim"] > 0:  # else known once the encoder is built
+        recipe = _settle_matryoshka(recipe, options["dim"])
     return recipe.with_("encoder", **encoder_settings(recipe))
 
 
@@ -303,6 +313,12 @@ def _check_views(recipe: Recipe, items: Items) -> None:
         raise ValueError(
             f"evaluation.views must be <= 14 without mirror images (augment.flip is 0), got {recipe.evaluation.views}"
         )
+
+
+def _settle_matryoshka(recipe: Recipe, dim: int) -> Recipe:
+    """The full length is one of the lengths, whether it was written or not."""
+    lengths = matryoshka_dims(recipe, dim)
+    return recipe if lengths is None else recipe.with_("loss", matryoshka=list(lengths))
 
 
 def _check_augment(recipe: Recipe) -> None:
