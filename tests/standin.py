@@ -18,7 +18,7 @@ __all__ = ["SETS", "install", "pictures"]
 SETS = ["data.source=hues", "data.size=32", "data.stored=32", "data.val=0.4", "augment.preset=none", "loss.name=supcon"]
 SETS += ["encoder.name=timm:standin", "encoder.dim=8", "sampler.batch=32", "sampler.per_class=4", "training.epochs=2"]
 SETS += ["training.batches=15", "training.workers=0", "training.device=cpu", "optimizer.lr=0.01"]
-SETS += ["finetune.train=all"]
+SETS += ["finetune.train=all", "finetune.projection=random"]
 
 
 class StandIn(nn.Module):

@@ -116,6 +116,34 @@ def test_where_a_curve_reaches_a_target():
     assert reached([0, 10], [0.1, 0.2], 0.6) is None
 
 
+def test_the_cells_of_the_fine_tuning_study_share_no_class_with_the_test(shared_data, tmp_path):
+    study = importlib.import_module("finetune_rule")
+    study.tables("orl", shared_data("orl-faces").parent, tmp_path)
+    parts, tested = {}, []
+    for share, count in (("all", 30), ("quarter", 8), ("twentieth", 4)):
+        rows = [line.split(",") for line in (tmp_path / "tables" / f"orl-{share}.csv").read_text().split()[1:]]
+        parts[share] = {label for _, label, split in rows if split == "train"}
+        tested.append({label for _, label, split in rows if split == "test"})
+        assert len(parts[share]) == count and len(tested[-1]) == 10 and not parts[share] & tested[-1]
+        assert all((tmp_path / "tables" / path).is_file() for path, _, _ in rows)
+    assert parts["twentieth"] < parts["quarter"] < parts["all"] and tested[0] == tested[1] == tested[2]
+
+
+def test_a_cell_below_the_frozen_encoder_is_named(tmp_path):
+    study = importlib.import_module("finetune_rule")
+    run = tmp_path / "runs" / "orl-all"
+    run.mkdir(parents=True)
+    (run / "recipe.toml").write_text('[finetune]\ntrain = "all"\n')
+    against = {"other": 0.5, "trained": 0.4, "difference": -0.1, "low": -0.15, "high": -0.05}
+    values = {name: {"recall@1": {"value": 0.9}} for name in ("baseline", "trained")}
+    results = {"test": values, "verdict": {"against": {"baseline": against}}, "classes": {"train": 24}}
+    for high, below in ((-0.05, True), (0.01, False), (None, False)):
+        against["high"] = high
+        (run / "results.json").write_text(json.dumps(results))
+        row = study.figures(study.Cell("orl", "all"), run)
+        assert row["below"] is below and row["difference"] == -10 and row["kept"] == "as trained"
+
+
 def test_the_rule_of_interpolation_is_studied_with_few_classes():
     """Of an encoder that is no better than the frozen one, the mean chooses wrongly more often than the interval."""
     study = importlib.import_module("interpolation_rule")

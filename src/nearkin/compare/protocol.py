@@ -57,6 +57,7 @@ _FIXED_KEYS = {
     "evaluation.ks": "the table has MAP@R, R-precision and R@1",
     "evaluation.interval": "the table always has intervals",
     "evaluation.clustering": "the table has MAP@R, R-precision and R@1",
+    "evaluation.views": "the table compares single views",
 }
 
 

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin import evaluation, models
-from nearkin.core import devices, files
+from nearkin.core import devices, distances, files
 from nearkin.core.versions import version_of
 from nearkin.evaluation.statistics import cluster_bootstrap
+from nearkin.training.config.registry import matryoshka_dims
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.trainer import PRECISIONS, Trainer
@@ -48,20 +49,19 @@ def contenders(
 ) -> dict[str, Callable[[], Tensor]]:
     """What is tested: the trained encoder, the same one untrained, and what is to be had without training."""
     recipe, store, indices = trainer.recipe, trainer.store, held_out.everything
-    precision = PRECISIONS[recipe.training.precision or "fp32"]
+    options: dict[str, Any] = {"precision": PRECISIONS[recipe.training.precision or "fp32"], "group": trainer.group}
+    options["views"] = recipe.evaluation.views
 
     def trained() -> Tensor:
-        return embed(encoder, store, indices, precision=precision, group=trainer.group)
+        return embed(encoder, store, indices, **options)
 
     def untrained() -> Tensor:
-        return embed(
-            build_encoder(prepared).to(trainer.device), store, indices, precision=precision, group=trainer.group
-        )
+        return embed(build_encoder(prepared).to(trainer.device), store, indices, **options)
 
     def baseline() -> Tensor:
         if prepared.baseline == "frozen backbone":
             fresh = build_encoder(prepared).to(trainer.device)
-            return embed(fresh, store, indices, precision=precision, features=True, group=trainer.group)
+            return embed(fresh, store, indices, features=True, **options)
         return raw(store, indices)
 
     return {"trained": trained, "untrained": untrained, "baseline": baseline}
@@ -112,10 +112,21 @@ def results(
         content["no_interval"] = no_interval(tested["trained"], held_out)
     if trainer.group.size > 1:
         content["ranks"] = trainer.group.size
+    if (lengths := matryoshka_dims(recipe, rows["trained"].shape[1])) is not None:
+        unit = bool(trainer.encoder.settings["normalize"])
+        cut = {dim: _first(rows["trained"], dim, unit) for dim in lengths}
+        content["lengths"] = {
+            str(dim): full_metrics(x, held_out, trainer.graded, on, **options) for dim, x in cut.items()
+        }
     content |= extra_metrics(rows["trained"], held_out, prepared.test_pairs(), recipe, on)
     with explained(trainer, "results.json"):
         files.write_json(trainer.out / "results.json", content)
     return content
+
+
+def _first(rows: Tensor, dim: int, unit: bool) -> Tensor:
+    """The first dimensions of embeddings, as `Encoder.shorten` gives them."""
+    return distances.unit(rows[:, :dim]) if unit else rows[:, :dim].contiguous()
 
 
 def full_metrics(

@@ -89,6 +89,7 @@ class Finetune(_Section):
     lora_rank: int | None = Field(default=None, ge=1)
     lora_alpha: float | None = Field(default=None, gt=0)
     lora_layers: str | None = None  # a regular expression, or "auto"
+    projection: Literal["pca", "random"] | None = None  # what the head's projection is before training
     interpolate: bool | None = None  # at the end, between the pretrained and the trained weights, by validation
 
 
@@ -136,6 +137,9 @@ class Evaluation(_Section):
     ks: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
     interval: bool = True
     clustering: bool = False
+    views: int = Field(
+        default=1, ge=1, le=28
+    )  # crops and mirror images per test picture, whose embeddings are averaged
 
 
 class Recipe(BaseModel):
