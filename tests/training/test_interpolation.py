@@ -202,6 +202,14 @@ def test_a_harmful_training_ends_at_the_frozen_encoder(tmp_path, hues):
     assert description["settings"]["dim"] is None and description["pretrained"] is True
 
 
+@pytest.mark.parametrize("sets", [[], HARMFUL], ids=["helpful", "harmful"])
+def test_a_frozen_encoder_has_no_short_embeddings(sets, tmp_path):
+    """Nothing has trained its first dimensions to stand alone."""
+    outcome = run(tmp_path / "run", *sets, "loss.matryoshka=[4]")
+    lengths = json.loads((tmp_path / "run" / "encoder.json").read_text()).get("lengths")
+    assert (lengths is None) == (not outcome.results.get("lengths")) == (sets == HARMFUL)
+
+
 def test_the_frozen_encoder_is_used_as_any_other(tmp_path, hues):
     """In a calibrated gallery, and exported: 12 dimensions everywhere."""
     run(tmp_path / "run", *HARMFUL)
