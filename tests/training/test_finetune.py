@@ -22,6 +22,7 @@ from nearkin.training.trainer import assemble
 SMALL = ["data.size=32", "data.stored=32", "encoder.dim=8", "sampler.batch=8", "sampler.per_class=2"]
 SMALL += ["training.epochs=3", "training.batches=3", "training.log_steps=1", "training.workers=0", "optimizer.lr=0.01"]
 SMALL += ["training.device=cpu", "evaluation.interval=false", "training.on_collapse=warn"]
+SMALL += ["finetune.interpolate=false"]  # so that the trained weights are saved, whatever they are worth
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,8 @@ def recipe(home, monkeypatch):
     monkeypatch.setenv("NEARKIN_CACHE", str(home / "cache"))
 
     def of(*sets):
-        return read(None, [f"data.source={home}/photos", f"encoder.name=hf:{home}/vit", *SMALL, *sets])
+        head = [] if "encoder.dim=0" in sets else ["finetune.projection=random"]  # which has everything to learn
+        return read(None, [f"data.source={home}/photos", f"encoder.name=hf:{home}/vit", *SMALL, *head, *sets])
 
     return of
 
@@ -218,3 +220,30 @@ def test_a_batch_in_chunks_has_the_gradient_of_the_whole(recipe, tmp_path):
         outcome = training.train(recipe("finetune.train=lora", *chunk), tmp_path / f"run{len(chunk)}")
         values.append([line["loss"] for line in outcome.history if line["event"] == "step"])
     np.testing.assert_allclose(values[0], values[1], rtol=1e-4)
+
+
+# --- the first projection of the head
+
+
+def test_the_head_starts_with_the_principal_directions_of_the_features(recipe, tmp_path):
+    """Of the training items, once per run; a stopped and resumed run has the same."""
+    fitted = prepare(recipe("finetune.projection=pca"))
+    encoder, again = build_encoder(fitted), build_encoder(fitted)
+    assert fitted.recipe.finetune.projection == "pca" and list(fitted.memo) == ["features"]
+    assert all(torch.equal(a, b) for a, b in zip(encoder.state_dict().values(), again.state_dict().values(), strict=True))
+    weight = encoder.head.projection.weight.detach()
+    assert torch.allclose(weight @ weight.T, torch.eye(8), atol=1e-5)
+    random = build_encoder(prepare(recipe("finetune.projection=random")))
+    assert not torch.allclose(weight, random.head.projection.weight)
+    backbone = dict(random.backbone.named_parameters())
+    assert all(torch.equal(p, backbone[name]) for name, p in encoder.backbone.named_parameters())
+    assert encoder.training and not any(p.device.type != "cpu" for p in encoder.parameters())
+
+
+def test_the_fitted_projection_is_the_default_of_a_pretrained_encoder_with_a_head(home, monkeypatch):
+    monkeypatch.setenv("NEARKIN_CACHE", str(home / "cache"))
+    names = [f"data.source={home}/photos", f"encoder.name=hf:{home}/vit", *SMALL]
+    assert prepare(read(None, names)).recipe.finetune.projection == "pca"
+    assert prepare(read(None, [*names, "encoder.dim=0"])).recipe.finetune.projection is None
+    with pytest.raises(ValueError, match=r"finetune.projection would have no effect.*encoder.dim is 0"):
+        prepare(read(None, [*names, "encoder.dim=0", "finetune.projection=random"]))

@@ -53,9 +53,11 @@ _FIXED_KEYS = {
     "data.closed": "a comparison tests on unseen classes",
     "memory.size": "not every loss can use a memory",
     "memory.warmup": "not every loss can use a memory",
+    "finetune.interpolate": "the table compares the weights that each loss has trained",
     "evaluation.ks": "the table has MAP@R, R-precision and R@1",
     "evaluation.interval": "the table always has intervals",
     "evaluation.clustering": "the table has MAP@R, R-precision and R@1",
+    "evaluation.views": "the table compares single views",
 }
 
 

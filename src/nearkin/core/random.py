@@ -48,6 +48,7 @@ class Stream(IntEnum):
     LEFT_OUT_CLASSES = 25
     # models
     LORA = 48
+    PROJECTION = 49
     # report
     DIAGNOSIS = 100
     QUERIES = 101

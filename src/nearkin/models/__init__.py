@@ -6,9 +6,10 @@ from nearkin.models.factory import Known, build, encoders
 from nearkin.models.io import load, save
 from nearkin.models.onnx_export import export_onnx
 from nearkin.models.pooling import POOLINGS, Pooling
+from nearkin.models.projection import fit_projection
 
 __all__ = ["POOLINGS", "Encoder", "Known", "Pooling", "add_lora", "build", "encoders", "export_onnx", "load"]
-__all__ += ["merge_lora", "save"]
+__all__ += ["fit_projection", "merge_lora", "save"]
 
 
 def __dir__() -> list[str]:

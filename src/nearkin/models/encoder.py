@@ -84,6 +84,11 @@ class Encoder(nn.Module):
         """Dimensions of an embedding."""
         return int(self.settings["dim"] or self.head.width)
 
+    @property
+    def free_length(self) -> bool:
+        """Whether embeddings keep their length, which may say how good an item is, or have length 1."""
+        return not self.settings.get("normalize", True)
+
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.head(self._map(x))
         return result
@@ -92,6 +97,18 @@ class Encoder(nn.Module):
         """Pooled features of the backbone, (B, width), not normalised, without the head."""
         result: Tensor = self.head.pooling(self._map(x))
         return result
+
+    def pooled(self) -> "Encoder":
+        """The pooled features as an encoder of its own, of `head.width` dimensions: without LayerNorm and projection.
+
+        Of length 1, also where this one's embeddings are not: nothing has taught their length a meaning. It shares
+        backbone and pooling with this one.
+        """
+        head = Head(self.head.width, self.head.pooling, None, False, True)
+        settings = self.settings | {"dim": None, "layer_norm": False, "normalize": True}
+        mean, std = self.mean.flatten(), self.std.flatten()
+        options: dict[str, Any] = {"shape": self.shape, "settings": settings, "pretrained": self.pretrained}
+        return Encoder(self.backbone, head, mean=mean, std=std, **options).train(self.training)
 
     def _map(self, x: Tensor) -> Tensor:
         self._check(x)
@@ -124,6 +141,30 @@ class Encoder(nn.Module):
         std = torch.where(std > 1e-6 * mean.abs().clamp(min=1e-30), std, 1.0)
         self.mean.copy_(mean.reshape(self.mean.shape))
         self.std.copy_(std.reshape(self.std.shape))
+        return self
+
+    @torch.no_grad()
+    def shorten(self, dim: int) -> "Encoder":
+        """Keeps the first `dim` dimensions of the embeddings, scaled to unit length again where they were.
+
+        The projection loses its other rows, so this becomes a plain encoder of that dim. An encoder without a
+        projection gets one that selects.
+        """
+        checks.integer("dim", dim, 1)
+        checks.at_most("dim", dim, self.dim, "the dimensions of the encoder")
+        if dim == self.dim:
+            return self
+        full, width = self.head.projection, self.head.width
+        short = nn.Linear(width, dim, device=self.mean.device)
+        if isinstance(full, nn.Linear):
+            short.to(full.weight.dtype)
+            short.weight.copy_(full.weight[:dim])
+            short.bias.copy_(full.bias[:dim])
+        else:
+            short.weight.copy_(torch.eye(dim, width))
+            short.bias.zero_()
+        self.head.projection = short.requires_grad_(any(p.requires_grad for p in full.parameters()))
+        self.settings = self.settings | {"dim": dim}
         return self
 
     def freeze_backbone(self, frozen: bool = True) -> "Encoder":

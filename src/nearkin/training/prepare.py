@@ -2,7 +2,8 @@
 
 import hashlib
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = ["Prepared", "build_encoder", "check_recipe", "fingerprint", "item_row
 
 _MANY = 100_000  # classes; weights for more are not built twice
 _STANDARDIZED = 2048  # training items from which mean and deviation of the input are taken
+_FITTED_LEAST, _FITTED_MOST = 512, 2048  # and from which a projection is fitted
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Prepared:
     fingerprint: str
     notes: list[str]
     own: Own = NONE
+    memo: dict[str, torch.Tensor] = field(default_factory=dict)  # what is computed from the training items once
 
     @property
     def origin(self) -> dict[str, str]:
@@ -203,18 +206,36 @@ def build_encoder(prepared: Prepared) -> models.Encoder:
     shape = prepared.rows.shape[1:] if prepared.items.pictures is None else None
     encoder = new_encoder(prepared.recipe, shape)
     if not encoder.pretrained:
-        encoder.standardize(_typical(prepared))
+        [items] = _typical(prepared, _STANDARDIZED, batch=_STANDARDIZED)
+        encoder.standardize(items)
+    elif prepared.recipe.finetune.projection == "pca":
+        models.fit_projection(encoder, _features(prepared, encoder), prepared.recipe.training.seed)
     return encoder
 
 
-def _typical(prepared: Prepared) -> torch.Tensor:
-    """Training items, evenly taken, as the encoder sees them."""
-    train = prepared.parts.train
-    indices = train[np.unique(np.linspace(0, len(train) - 1, _STANDARDIZED).astype(np.int64))]
-    if isinstance(prepared.rows, DatasetRows):
-        return prepared.rows.take(indices)
-    rows = torch.from_numpy(np.ascontiguousarray(prepared.rows[indices]))
-    return rows if prepared.recipe.data.size is None else augment.centre(rows, prepared.recipe.data.size)
+def _features(prepared: Prepared, encoder: models.Encoder) -> torch.Tensor:
+    """Pooled features (N, F) of training items, evenly taken, by the encoder before training; computed once per run."""
+    if "features" not in prepared.memo:
+        count, device = max(_FITTED_LEAST, min(_FITTED_MOST, 8 * encoder.dim)), prepared.recipe.device
+        encoder.to(device).eval()
+        with torch.no_grad():
+            parts = [encoder.features(x.to(device)).float().cpu() for x in _typical(prepared, count, batch=64)]
+        encoder.to("cpu").train()
+        prepared.memo["features"] = torch.cat(parts)
+    return prepared.memo["features"]
+
+
+def _typical(prepared: Prepared, count: int, batch: int) -> Iterator[torch.Tensor]:
+    """At most `count` training items, evenly taken, as the encoder sees them, in batches."""
+    train, size = prepared.parts.train, prepared.recipe.data.size
+    indices = train[np.unique(np.linspace(0, len(train) - 1, count).astype(np.int64))]
+    for start in range(0, len(indices), batch):
+        some = indices[start : start + batch]
+        if isinstance(prepared.rows, DatasetRows):
+            yield prepared.rows.take(some)
+        else:
+            rows = torch.from_numpy(np.ascontiguousarray(prepared.rows[some]))
+            yield rows if size is None else augment.centre(rows, size)
 
 
 def fingerprint(items: Items, parts: Parts, digests: list[str]) -> str:

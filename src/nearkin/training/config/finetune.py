@@ -56,7 +56,11 @@ def settle_finetune(recipe: Recipe, num_classes: int | None, items: int) -> tupl
     if options.train in (None, "auto"):
         train, why = _choice(recipe, num_classes, items)
         sentence = f"trains {WORDS[train]}: {why} (finetune.train chooses otherwise)"
-    settled: dict[str, Any] = {"train": train}
+    settled: dict[str, Any] = {"train": train, "interpolate": options.interpolate is not False}
+    if not recipe.encoder.get("dim") and options.projection is not None:
+        no_effect("finetune.projection", "encoder.dim is 0, so there is no projection")
+    if recipe.encoder.get("dim"):
+        settled["projection"] = options.projection or "pca"
     for key in (*_LORA_KEYS, "layer_decay"):
         if key in set_keys and (train == "head" or (key in _LORA_KEYS and train != "lora")):
             no_effect(f"finetune.{key}", f"finetune.train is {train}")

@@ -82,13 +82,15 @@ class Optimizer(_Section):
 
 
 class Finetune(_Section):
-    """What of a pretrained encoder learns, and how fast; settled in `finetune.settle_finetune`."""
+    """What of a pretrained encoder learns, how fast, and which weights are saved; `finetune.settle_finetune`."""
 
     train: Literal["auto", "head", "lora", "all"] | None = None
     layer_decay: float | None = Field(default=None, gt=0, le=1)  # learning rates lr * layer_decay^(L - l); 1: all alike
     lora_rank: int | None = Field(default=None, ge=1)
     lora_alpha: float | None = Field(default=None, gt=0)
     lora_layers: str | None = None  # a regular expression, or "auto"
+    projection: Literal["pca", "random"] | None = None  # what the head's projection is before training
+    interpolate: bool | None = None  # at the end, between the pretrained and the trained weights, by validation
 
 
 class Schedule(_Section):
@@ -135,6 +137,9 @@ class Evaluation(_Section):
     ks: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
     interval: bool = True
     clustering: bool = False
+    views: int = Field(
+        default=1, ge=1, le=28
+    )  # crops and mirror images per test picture, whose embeddings are averaged
 
 
 class Recipe(BaseModel):
