@@ -142,3 +142,19 @@ def test_a_cell_below_the_frozen_encoder_is_named(tmp_path):
         (run / "results.json").write_text(json.dumps(results))
         row = study.figures(study.Cell("orl", "all"), run)
         assert row["below"] is below and row["difference"] == -10 and row["kept"] == "as trained"
+
+
+def test_the_rule_of_interpolation_is_studied_with_few_classes():
+    """Of an encoder that is no better than the frozen one, the mean chooses wrongly more often than the interval."""
+    study = importlib.import_module("interpolation_rule")
+    labels = torch.arange(40).repeat_interleave(6)
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(40, 8, generator=generator)[labels]
+    rows = {name: centres + 1.5 * torch.randn(240, 8, generator=generator) for name in ("frozen", "untrained", 0.5)}
+    rows[1.0] = centres + 0.8 * torch.randn(240, 8, generator=generator)
+    truth, *results = study.study(rows, labels, draws=20)
+    assert truth["truth"]["1.0"] > truth["truth"]["frozen"]
+    by = {(row["classes"], row["rule"]): row for row in results}
+    assert set(by) == {(number, rule) for number in study.NUMBERS for rule in ("interval", "mean")}
+    assert by[20, "interval"]["frozen"] == 0 and by[20, "interval"]["gain"] > 0, "twenty classes are proof enough"
+    assert by[2, "interval"]["frozen"] > by[2, "mean"]["frozen"]

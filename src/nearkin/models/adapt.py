@@ -60,7 +60,7 @@ def _start(shape: tuple[int, int], seed: int, place: int) -> Tensor:
     """A (rank, in), as nn.init.kaiming_uniform_(a=sqrt(5)) draws it, by words that are the same on every machine."""
     words = random.words(shape[0] * shape[1], seed, random.Stream.LORA, place)
     uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0  # in [-1, 1)
-    return torch.from_numpy(uniform.reshape(shape) / shape[1] ** 0.5)
+    return torch.from_numpy((uniform.reshape(shape) / shape[1] ** 0.5).astype(np.float32))
 
 
 def add_lora(encoder: Encoder, rank: int = RANK, alpha: float = ALPHA, layers: str = AUTO, seed: int = 0) -> Encoder:

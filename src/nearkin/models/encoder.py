@@ -96,10 +96,11 @@ class Encoder(nn.Module):
     def pooled(self) -> "Encoder":
         """The pooled features as an encoder of its own, of `head.width` dimensions: without LayerNorm and projection.
 
-        It shares backbone and pooling with this one.
+        Of length 1, also where this one's embeddings are not: nothing has taught their length a meaning. It shares
+        backbone and pooling with this one.
         """
-        head = Head(self.head.width, self.head.pooling, None, False, self.head.normalize)
-        settings = self.settings | {"dim": None, "layer_norm": False}
+        head = Head(self.head.width, self.head.pooling, None, False, True)
+        settings = self.settings | {"dim": None, "layer_norm": False, "normalize": True}
         mean, std = self.mean.flatten(), self.std.flatten()
         options: dict[str, Any] = {"shape": self.shape, "settings": settings, "pretrained": self.pretrained}
         return Encoder(self.backbone, head, mean=mean, std=std, **options).train(self.training)

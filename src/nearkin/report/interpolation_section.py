@@ -55,7 +55,7 @@ def _shifted(gain: Mapping[str, Any], frozen: float) -> tuple[float, float] | No
 
 
 def _is_saved(facts: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
-    return facts["chosen"] == "finetuned" and point["a"] == facts["a"]
+    return bool(facts["chosen"] == "finetuned" and point["a"] == facts["a"])
 
 
 def _table(facts: Mapping[str, Any], curve: list[Mapping[str, Any]]) -> str:

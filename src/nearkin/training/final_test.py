@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin import evaluation, models
-from nearkin.core import files
+from nearkin.core import devices, files
 from nearkin.core.versions import version_of
 from nearkin.evaluation.statistics import cluster_bootstrap
 from nearkin.training.loader import ItemStore, embed
@@ -96,7 +96,7 @@ def results(
         "val": facts["val"] | {"epoch": facts["epoch"], "step": facts["step"]},
         "items": {name: len(indices) for name, indices in prepared.part_indices().items()},
         "classes": prepared.class_counts(),
-        "device": torch.cuda.get_device_name() if on.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if on.type == "cuda" else on.type,
         "epochs": state.epoch,
         "steps": state.step,
         "seconds": state.seconds,
@@ -165,9 +165,10 @@ def extra_metrics(rows: Tensor, held_out: HeldOut, pairs: Any, recipe: Any, devi
     if recipe.evaluation.clustering:
         if held_out.labels is None:
             raise ValueError("evaluation.clustering needs class labels, the source has none")
-        labels = torch.from_numpy(held_out.labels).to(device)
+        place = devices.exact(device)
+        labels = torch.from_numpy(held_out.labels).to(place)
         clusters: Any = evaluation.clustering(
-            rows[: len(held_out.indices)].to(device), labels, seed=recipe.training.seed
+            rows[: len(held_out.indices)].to(place), labels, seed=recipe.training.seed
         )
         metrics["clustering"] = {name: _number(clusters[name]) for name in ("nmi", "ami", "f1")}
     if pairs is not None and unverifiable(pairs) is None:

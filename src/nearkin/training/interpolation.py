@@ -1,7 +1,7 @@
 """Weight interpolation after fine-tuning (WiSE-FT, Wortsman et al. 2022, arXiv:2109.01903), decided on validation.
 
 θ(a) = (1 - a) θ0 + a θ1, from the pretrained backbone θ0 to the trained one θ1, a of `SHARES`, all with the trained
-head: θ0 has only a random one. The encoder as it was is a candidate of its own, "frozen": the pooled features of θ0,
+head: that of θ0 is untrained. The encoder as it was is a candidate of its own, "frozen": the pooled features of θ0,
 without a head. BatchNorm's running statistics are interpolated as weights are, so that nothing depends on further
 passes over the training items; pretrained encoders freeze them by default, and then both ends have the same ones.
 """

@@ -32,7 +32,7 @@ from nearkin.training.config.defaults import CAPTURABLE
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of
 from nearkin.training.cuda_graphs import GraphedEncoder, GraphedStep
-from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
+from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed, on_device
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
 from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
@@ -344,7 +344,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         sampler=sampler,
         loader=BatchLoader(store, train_part, sampler, options.workers, group),
         store=store,
-        labels=torch.from_numpy(targets if graded else labels).to(device),
+        labels=on_device(torch.from_numpy(targets if graded else labels), device),
         augmentation=augmentation_of(recipe),
         held_out=prepared.held_out("val"),
         graded=graded,

@@ -8,20 +8,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin import evaluation
+from nearkin.core import devices
 from nearkin.evaluation.graded import per_query as graded_per_query
 from nearkin.evaluation.retrieval import retrieval_metrics
 
-__all__ = [
-    "MAIN",
-    "METRICS",
-    "WRITTEN",
-    "HeldOut",
-    "chance_units",
-    "graded_metrics",
-    "graded_query_and_gallery",
-    "main_per_query",
-]
-__all__ += ["points", "query_and_gallery", "quick_metrics"]
+__all__ = ["MAIN", "METRICS", "WRITTEN", "HeldOut", "chance_units", "graded_metrics", "graded_query_and_gallery"]
+__all__ += ["main_per_query", "points", "query_and_gallery", "quick_metrics"]
 
 MAIN = {False: "map@r", True: "ndcg@10"}  # what validation maximises: classes, continuous targets
 WRITTEN = {"map@r": "MAP@R", "ndcg@10": "nDCG@10"}
@@ -71,6 +63,7 @@ def graded_query_and_gallery(
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Queries, their targets, and as keyword arguments the gallery and its targets, where there is one."""
     assert held_out.targets is not None
+    device = devices.exact(device)
     count, targets = len(held_out.indices), torch.from_numpy(held_out.targets).to(device)
     if held_out.gallery is None:
         return rows[:count].to(device), targets, {}
@@ -84,6 +77,7 @@ def query_and_gallery(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Queries and their labels, gallery and its labels where there is one."""
     assert held_out.labels is not None
+    device = devices.exact(device)
     count = len(held_out.indices)
     queries, labels = rows[:count].to(device), torch.from_numpy(held_out.labels).to(device)
     if held_out.gallery is None:

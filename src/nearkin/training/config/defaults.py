@@ -421,6 +421,8 @@ def _settle_training(recipe: Recipe, facts: Facts) -> Recipe:
         settled["epochs"] = max(5, min(60, round(steps / batches)))
     if options.precision is None:
         settled["precision"] = "bf16" if facts.cuda and torch.cuda.is_bf16_supported() else "fp32"
+    if options.precision == "fp16" and facts.device.type == "mps":
+        raise ValueError("training.precision must be fp32 or bf16 with training.device=mps, got fp16")
     automatic = options.graphs in (None, "auto")
     if options.graphs and not automatic and (not facts.cuda or options.chunk is not None):
         no_effect("training.graphs", "training.chunk is set" if facts.cuda else "the device is not a CUDA one")

@@ -114,7 +114,7 @@ class Training(_Section):
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     ema: float = Field(default=0.0, ge=0, lt=1)  # decay of the average of the weights; 0: none
     seed: int = Field(default=0, ge=0, lt=2**63)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
     deterministic: bool = True
     # CUDA graphs: of whole steps where they can be captured (true), of the encoder's passes only, or none.
