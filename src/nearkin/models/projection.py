@@ -2,7 +2,8 @@
 
 A random projection to 128 of 1,280 dimensions loses what the backbone knows, and training has to win it back. The
 leading principal directions keep nearly all of it, so that training starts about where the frozen features are. The few
-directions that vary most would outweigh all others in a cosine; half-way to equal variances ranks better than either end.
+directions that vary most would outweigh all others in a cosine; half-way to equal variances ranks better than either
+end.
 """
 
 import math
@@ -25,15 +26,17 @@ FLOOR = 0.01  # of the mean variance, added to each: small ones are not known we
 def principal_directions(features: Tensor, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Weight (D, F) and bias (D,) float64 that project features (N, F) onto their `dim` leading principal directions.
 
-    Row i is direction i times ((v_1 + f) / (v_i + f))^`POWER` with v the variances and f = `FLOOR` · their mean; the bias
-    is -weight · mean, so the features are centred. N items are taken to show N / 2 directions; where these are fewer than
-    `dim`, the others are random, orthogonal to these and to one another, and scaled so that they keep the squared length
-    of what they see on average. D = min(dim, F).
+    Row i is direction i times ((v_1 + f) / (v_i + f))^`POWER` with v the variances and f = `FLOOR` · their mean; the
+    bias is -weight · mean, so the features are centred. N items are taken to show N / 2 directions; where these are
+    fewer than `dim`, the others are random, orthogonal to these and to one another, and scaled so that they keep the
+    squared length of what they see on average. D = min(dim, F).
     """
     checks.integer("dim", dim, 1)
     checks.integer("seed", seed, 0)
     if features.dim() != 2 or len(features) < 2:
-        raise ValueError(f"features must have shape (items, features) with at least 2 items, got {tuple(features.shape)}")
+        raise ValueError(
+            f"features must have shape (items, features) with at least 2 items, got {tuple(features.shape)}"
+        )
     checks.finite("features", features)
     x = features.detach().double().cpu().numpy()
     mean, width = x.mean(0), x.shape[1]
@@ -55,7 +58,7 @@ def principal_directions(features: Tensor, dim: int, seed: int = 0) -> tuple[Ten
 
 
 def _eigen(matrix: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Eigenvalues, the largest first, and eigenvectors as columns; by singular values where LAPACK does not converge."""
+    """Eigenvalues, the largest first, and eigenvectors as columns; by an SVD where LAPACK does not converge."""
     try:
         values, vectors = np.linalg.eigh(matrix)
         return values[::-1], vectors[:, ::-1]
