@@ -150,6 +150,16 @@ def test_fifty_steps_of_two_ranks_are_those_of_one(place, alone):
         ("sharded classes", SHARDED),
         ("memory", ["loss.name=contrastive", "memory.size=64"]),
         ("hard classes", ["sampler.name=hard-classes", "loss.name=proxy-anchor", "training.epochs=3"]),
+        (
+            "negatives of the whole set",
+            [
+                "sampler.name=hard-negatives",
+                "sampler.pairs=4",
+                "loss.name=triplet",
+                "training.epochs=5",
+                "sampler.every=2",
+            ],
+        ),
         ("a rank without items", ["sampler.batch=2", "sampler.per_class=2", "loss.name=arcface", "optimizer.lr=1e-4"]),
     ],
 )

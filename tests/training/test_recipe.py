@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_vit
-from nearkin import evaluation, models, training
+from nearkin import evaluation, models, report, training
 from nearkin.core import toml
-from nearkin.data import augment
+from nearkin.data import augment, vector_files, vectors
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import KEYS, NAMED, Recipe, read
 from nearkin.training.config.registry import LOSSES, SAMPLERS, settings_of
@@ -383,6 +383,34 @@ def test_losses_of_lengths_are_given_lengths(loss, unit, sources, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("loss", ["adaface", "magface"])
+def test_the_length_is_the_quality_of_an_item(loss, sources, tmp_path, monkeypatch):
+    """Margins follow it in training; the run's embeddings have it, each file of them, and its report shows it."""
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(sources)
+    outcome = training.train(read(None, [*VECTORS, f"loss.name={loss}"]), tmp_path / "run")
+    embedded = training.embed_source(tmp_path / "run")
+    assert embedded.quality is not None and embedded.quality.std() > 1e-3
+    np.testing.assert_allclose(embedded.quality, embedded.embeddings.double().norm(dim=1).numpy())
+    columns = (embedded.labels, embedded.targets, embedded.names, embedded.classes, embedded.quality)
+    for ending in (".npz", ".safetensors"):
+        vector_files.write(tmp_path / f"out{ending}", embedded.embeddings, *columns)
+        assert torch.equal(vectors.read(tmp_path / f"out{ending}").embeddings, embedded.embeddings)
+    with np.load(tmp_path / "out.npz") as archive:
+        assert np.array_equal(archive["quality"], embedded.quality)
+    assert np.array_equal(load_file(tmp_path / "out.safetensors")["quality"].numpy(), embedded.quality)
+    page = report.of_run(outcome).read_text()
+    assert 'id="quality"' in page and "blurred, dark and odd items should have short ones" in page
+
+
+def test_unit_length_is_no_quality(sources, tmp_path, monkeypatch):
+    monkeypatch.chdir(sources)
+    outcome = training.train(read(None, VECTORS), tmp_path / "run")
+    assert training.embed_source(tmp_path / "run").quality is None
+    assert 'id="quality"' not in report.of_run(outcome).read_text()
+
+
 def test_a_run_is_used_as_it_was_trained(sources, tmp_path, monkeypatch):
     """What it skipped, its limit of pixels and its wish for no cache hold when its source is read again."""
     import shutil
@@ -434,7 +462,8 @@ def test_losses_take_their_settings_and_no_others(name):
 @pytest.mark.parametrize(
     "sets, sentence",
     [
-        (["loss.name=arcfase"], 'unknown loss "arcfase"; did you mean "arcface"? known: adacos, arcface, center'),
+        (["loss.name=arcfase"], 'unknown loss "arcfase"; did you mean "arcface"? known: adacos, adaface, arcface'),
+        (["loss.name=adaface", "encoder.normalize=true"], "encoder.normalize must be false for loss adaface, whose"),
         (["loss.name=triplet", "loss.margin=wide"], "loss.margin must be a number or \"none\", got 'wide'"),
         (["loss.name=triplet", "loss.margin=-1"], "loss.margin must be"),
         (["loss.name=supcon", "loss.reduction=none"], "loss.reduction must give one number"),

@@ -84,6 +84,11 @@ class Encoder(nn.Module):
         """Dimensions of an embedding."""
         return int(self.settings["dim"] or self.head.width)
 
+    @property
+    def free_length(self) -> bool:
+        """Whether embeddings keep their length, which may say how good an item is, or have length 1."""
+        return not self.settings.get("normalize", True)
+
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.head(self._map(x))
         return result
@@ -136,6 +141,30 @@ class Encoder(nn.Module):
         std = torch.where(std > 1e-6 * mean.abs().clamp(min=1e-30), std, 1.0)
         self.mean.copy_(mean.reshape(self.mean.shape))
         self.std.copy_(std.reshape(self.std.shape))
+        return self
+
+    @torch.no_grad()
+    def shorten(self, dim: int) -> "Encoder":
+        """Keeps the first `dim` dimensions of the embeddings, scaled to unit length again where they were.
+
+        The projection loses its other rows, so this becomes a plain encoder of that dim. An encoder without a
+        projection gets one that selects.
+        """
+        checks.integer("dim", dim, 1)
+        checks.at_most("dim", dim, self.dim, "the dimensions of the encoder")
+        if dim == self.dim:
+            return self
+        full, width = self.head.projection, self.head.width
+        short = nn.Linear(width, dim, device=self.mean.device)
+        if isinstance(full, nn.Linear):
+            short.to(full.weight.dtype)
+            short.weight.copy_(full.weight[:dim])
+            short.bias.copy_(full.bias[:dim])
+        else:
+            short.weight.copy_(torch.eye(dim, width))
+            short.bias.zero_()
+        self.head.projection = short.requires_grad_(any(p.requires_grad for p in full.parameters()))
+        self.settings = self.settings | {"dim": dim}
         return self
 
     def freeze_backbone(self, frozen: bool = True) -> "Encoder":

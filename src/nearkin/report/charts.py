@@ -112,7 +112,15 @@ def lines(
     return _svg(title, WIDTH, HEIGHT, "".join(parts))
 
 
-def histogram(edges: Sequence[float], groups: Sequence[Bars], *, title: str, x_label: str, width: float = WIDTH) -> str:
+def histogram(
+    edges: Sequence[float],
+    groups: Sequence[Bars],
+    *,
+    title: str,
+    x_label: str,
+    width: float = WIDTH,
+    counted: str = "pairs",
+) -> str:
     """Filled steps of shares over common bins, with a legend above; "" where there are none."""
     groups = [group for group in groups if sum(group.counts)]
     if not groups:
@@ -129,7 +137,7 @@ def histogram(edges: Sequence[float], groups: Sequence[Bars], *, title: str, x_l
             x0, x1, y = frame.x(edges[i]), frame.x(edges[i + 1]), frame.y(group.shares[i])
             outline += [f"{x0:.1f},{y:.1f}", f"{x1:.1f},{y:.1f}"]
             between = f"{group.name}, {number(edges[i])} to {number(edges[i + 1])}"
-            tip = f"{between}: {share(group.shares[i])} ({number(group.counts[i])} pairs)"
+            tip = f"{between}: {share(group.shares[i])} ({number(group.counts[i])} {counted})"
             box = f'<rect x="{x0:.1f}" y="{y:.1f}" width="{x1 - x0:.1f}" height="{frame.base - y:.1f}"/>'
             bars += [_hover(box, tip)] if group.counts[i] else []
         outline.append(f"{frame.x(edges[last + 1]):.1f},{frame.base}")

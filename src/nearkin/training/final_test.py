@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin import evaluation, models
-from nearkin.core import devices, files
+from nearkin.core import devices, distances, files
 from nearkin.core.versions import version_of
 from nearkin.evaluation.statistics import cluster_bootstrap
+from nearkin.training.config.registry import matryoshka_dims
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.trainer import PRECISIONS, Trainer
@@ -111,10 +112,21 @@ def results(
         content["no_interval"] = no_interval(tested["trained"], held_out)
     if trainer.group.size > 1:
         content["ranks"] = trainer.group.size
+    if (lengths := matryoshka_dims(recipe, rows["trained"].shape[1])) is not None:
+        unit = bool(trainer.encoder.settings["normalize"])
+        cut = {dim: _first(rows["trained"], dim, unit) for dim in lengths}
+        content["lengths"] = {
+            str(dim): full_metrics(x, held_out, trainer.graded, on, **options) for dim, x in cut.items()
+        }
     content |= extra_metrics(rows["trained"], held_out, prepared.test_pairs(), recipe, on)
     with explained(trainer, "results.json"):
         files.write_json(trainer.out / "results.json", content)
     return content
+
+
+def _first(rows: Tensor, dim: int, unit: bool) -> Tensor:
+    """The first dimensions of embeddings, as `Encoder.shorten` gives them."""
+    return distances.unit(rows[:, :dim]) if unit else rows[:, :dim].contiguous()
 
 
 def full_metrics(

@@ -20,6 +20,7 @@ from nearkin.dist.rendezvous import join
 from nearkin.training import final_test, grad_cache, interpolation, run_dir, step
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.registry import matryoshka_dims
 from nearkin.training.final_test import raw
 from nearkin.training.loop import Callback, deterministic, fit
 from nearkin.training.own_objects import PREFIX, Own, own_objects
@@ -214,7 +215,8 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
             plain, facts["interpolation"] = interpolation.choose(trainer, prepared, plain, callback)
         encoder = plain
     with final_test.explained(trainer, "the encoder"):
-        group.on_rank0("writing", lambda: models.save(plain, trainer.out, prepared.preparation))
+        lengths = matryoshka_dims(trainer.recipe, plain.dim)
+        group.on_rank0("writing", lambda: models.save(plain, trainer.out, prepared.preparation, lengths))
     rows: dict[str, Tensor] = {}
     for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():
         callback({"event": "testing", "what": name})

@@ -20,10 +20,18 @@ from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts, divide, source_split
 from nearkin.training.config.finetune import HEAD_EPOCHS, settle_finetune
 from nearkin.training.config.recipe import Recipe, no_effect
-from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, augmentation_of, encoder_settings, loss_settings
+from nearkin.training.config.registry import (
+    LOSSES,
+    SAMPLERS,
+    Setting,
+    augmentation_of,
+    encoder_settings,
+    loss_settings,
+    matryoshka_dims,
+)
 
-__all__ = ["SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source", "settle_split"]
-__all__ += ["split_items"]
+__all__ = ["BY_LENGTH", "SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
+__all__ += ["settle_split", "split_items"]
 
 TEST = 0.25  # share of the classes, or items, of a source without a test part
 
@@ -34,8 +42,9 @@ _LARGE = {"efficientnet-lite1": 240, "efficientnet-lite2": 260}  # sides they we
 LEAST = 32  # smallest side that a pretrained encoder can see
 # Encoders that a CUDA graph can repeat; others may not be.
 CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0", "efficientnet-lite1", "efficientnet-lite2")
+BY_LENGTH = {"adaface", "magface"}  # losses whose margins follow the length of embeddings
 # Losses whose papers work on embeddings of free length.
-FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"}
+FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"} | BY_LENGTH
 # The sampler that belongs to a loss, where it is not class-balanced.
 SAMPLERS_OF = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
 # What won among losses tried on glyphs (from scratch) and on birds (tuned): docs/benchmarks.md.
@@ -278,12 +287,19 @@ def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
         head = {"normalize": recipe.loss["name"] not in FREE_LENGTH, "dim": 256 if name == "small-cnn" else 128}
         recipe = recipe.with_("encoder", **{**head, "freeze_norms": facts.pretrained, **recipe.encoder})
     options = recipe.encoder
+    if options.get("normalize") and recipe.loss["name"] in BY_LENGTH:
+        raise ValueError(
+            f"encoder.normalize must be false for loss {recipe.loss['name']}, whose margins follow the length of "
+            f"embeddings, got true"
+        )
     if name == "mlp" and options.get("freeze_norms"):
         no_effect("encoder.freeze_norms", "mlp has no batch norm")
     if name == "mlp" and options.get("dropout") and options.get("freeze_backbone"):
         no_effect("encoder.dropout", "encoder.freeze_backbone is true")
     if name == "mlp" and options.get("dropout") and options.get("hidden") in ([], ()):
         no_effect("encoder.dropout", "encoder.hidden is empty")
+    if isinstance(options.get("dim"), int) and options["dim"] > 0:  # else known once the encoder is built
+        recipe = _settle_matryoshka(recipe, options["dim"])
     return recipe.with_("encoder", **encoder_settings(recipe))
 
 
@@ -297,6 +313,12 @@ def _check_views(recipe: Recipe, items: Items) -> None:
         raise ValueError(
             f"evaluation.views must be <= 14 without mirror images (augment.flip is 0), got {recipe.evaluation.views}"
         )
+
+
+def _settle_matryoshka(recipe: Recipe, dim: int) -> Recipe:
+    """The full length is one of the lengths, whether it was written or not."""
+    lengths = matryoshka_dims(recipe, dim)
+    return recipe if lengths is None else recipe.with_("loss", matryoshka=list(lengths))
 
 
 def _check_augment(recipe: Recipe) -> None:
@@ -328,10 +350,7 @@ def _settle_sampler(recipe: Recipe, facts: Facts) -> Recipe:
         options.setdefault("batch", min(128, facts.items))
         options.setdefault("ratio", min(0.25, classes / max(1, options["batch"])))
     elif name == "hard-negatives":
-        options.setdefault("batch", min(128, facts.items))
-        if isinstance(options["batch"], int):
-            options.setdefault("pairs", max(1, options["batch"] // 4))
-            options.setdefault("candidates", max(8192, options["batch"]))
+        return recipe.with_("sampler", **_hard_negatives(options, facts))
     else:
         options.setdefault("batch", min(150, facts.items))
         anchors = recipe.loss.get("anchors")
@@ -339,6 +358,22 @@ def _settle_sampler(recipe: Recipe, facts: Facts) -> Recipe:
         options.setdefault("neighbours", 0 if anchors in (None, "none") and "anchors" not in options else 5)
         options.setdefault("anchors", _anchors(options["batch"], options["neighbours"], anchors))
     return recipe.with_("sampler", **{"name": name, **_defaults(SAMPLERS[name].settings), **options})
+
+
+def _hard_negatives(options: dict[str, Any], facts: Facts) -> dict[str, Any]:
+    """From the whole set, unless `candidates` says among how many; nearer ones than the positive are left out."""
+    options = {"batch": min(128, facts.items), "guard": 0.05, **options}
+    if isinstance(options["batch"], int):
+        options.setdefault("pairs", max(1, options["batch"] // 4))
+    options.setdefault("neighbours", 0 if "candidates" in options else 32)
+    defaults = _defaults(SAMPLERS["hard-negatives"].settings)
+    if options["neighbours"] != 0:
+        if "candidates" in options:
+            no_effect("sampler.candidates", f"sampler.neighbours is {options['neighbours']}, from the whole set")
+        del defaults["candidates"]
+    elif isinstance(options["batch"], int):
+        options.setdefault("candidates", max(8192, options["batch"]))
+    return {**defaults, **options}
 
 
 def _per_class(batch: Any, classes: int, usual: int) -> int:
@@ -423,6 +458,9 @@ def _settle_training(recipe: Recipe, facts: Facts) -> Recipe:
         settled["precision"] = "bf16" if facts.cuda and torch.cuda.is_bf16_supported() else "fp32"
     if options.precision == "fp16" and facts.device.type == "mps":
         raise ValueError("training.precision must be fp32 or bf16 with training.device=mps, got fp16")
+    every, epochs = recipe.sampler.get("every", 1), options.epochs or settled["epochs"]
+    if isinstance(every, int) and every >= epochs and every > 1:
+        raise ValueError(f"sampler.every must be below training.epochs={epochs}, or nothing is mined, got {every}")
     automatic = options.graphs in (None, "auto")
     if options.graphs and not automatic and (not facts.cuda or options.chunk is not None):
         no_effect("training.graphs", "training.chunk is set" if facts.cuda else "the device is not a CUDA one")
