@@ -7,9 +7,9 @@ from nearkin.training.config.recipe import Recipe, no_effect
 
 __all__ = ["HEAD_EPOCHS", "Choice", "settle_finetune", "what_to_train"]
 
-# The rule, as measured (docs/benchmarks.md, "What to train on few classes"). Below so many training classes nothing that
-# was tried gains, and the head alone loses least; from there on all weights gain as much as LoRA or more. Fewer pictures
-# per class than these were not measured: LoRA, which moves less, is a precaution.
+# The rule, as measured (docs/benchmarks.md, "What to train on few classes"). Below so many training classes nothing
+# that was tried gains, so little is trained; from there on all weights gain as much as LoRA or more. Fewer pictures per
+# class than these were not measured: LoRA, which moves less, is a precaution.
 HEAD_CLASSES = 5
 LORA_IMAGES = 8
 # The usual settings of the other keys.
