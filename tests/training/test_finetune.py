@@ -71,6 +71,14 @@ def test_the_rule_and_its_sentence():
     assert finetune.what_to_train(None, 100.0).train == "all"
 
 
+@pytest.mark.parametrize(
+    ("classes", "images", "train"),
+    [(2, 1000.0, "head"), (4, 2.0, "head"), (5, 8.0, "all"), (5, 7.9, "lora"), (100, 7.9, "lora"), (100, 58.0, "all")],
+)
+def test_the_rule_as_documented(classes, images, train):
+    assert finetune.what_to_train(classes, images).train == train
+
+
 def test_a_run_says_what_it_trains_and_why(recipe, tmp_path):
     outcome = training.train(recipe("training.epochs=1"), tmp_path / "run")
     choice = finetune.what_to_train(6, 6.0)
