@@ -71,6 +71,14 @@ def test_the_rule_and_its_sentence():
     assert finetune.what_to_train(None, 100.0).train == "all"
 
 
+@pytest.mark.parametrize(
+    ("classes", "images", "train"),
+    [(2, 1000.0, "head"), (4, 2.0, "head"), (5, 8.0, "all"), (5, 7.9, "lora"), (100, 7.9, "lora"), (100, 58.0, "all")],
+)
+def test_the_rule_as_documented(classes, images, train):
+    assert finetune.what_to_train(classes, images).train == train
+
+
 def test_a_run_says_what_it_trains_and_why(recipe, tmp_path):
     outcome = training.train(recipe("training.epochs=1"), tmp_path / "run")
     choice = finetune.what_to_train(6, 6.0)
@@ -234,7 +242,8 @@ def test_the_head_starts_with_the_principal_directions_of_the_features(recipe, t
         torch.equal(a, b) for a, b in zip(encoder.state_dict().values(), again.state_dict().values(), strict=True)
     )
     weight = encoder.head.projection.weight.detach()
-    assert torch.allclose(weight @ weight.T, torch.eye(8), atol=1e-5)
+    gram = weight @ weight.T
+    assert torch.allclose(gram, torch.diag(gram.diag()), atol=1e-4), "directions are orthogonal"
     random = build_encoder(prepare(recipe("finetune.projection=random")))
     assert not torch.allclose(weight, random.head.projection.weight)
     backbone = dict(random.backbone.named_parameters())
