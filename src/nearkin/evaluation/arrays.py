@@ -33,7 +33,7 @@ V = TypeVar("V")
 
 _ROWS = ("embeddings", "embeddings_a", "embeddings_b", "queries", "gallery", "pairs")
 _NUMBERS = (*_ROWS, "targets", "gallery_targets", "values", "a", "b")
-_IDS = ("labels", "gallery_labels", "groups", "classes", "assignment")
+_IDS = (("labels", "gallery_labels", "classes", "assignment"), ("groups", "gallery_groups"))  # numbered together
 
 
 class Scores(dict[str, V]):
@@ -95,7 +95,15 @@ def _convert(arguments: dict[str, Any]) -> list[str] | None:
     for name in _NUMBERS:
         if name in arguments:
             arguments[name] = tensor(name, arguments[name], device)
-    ids = {name: _id_array(name, arguments[name]) for name in _IDS if name in arguments}
+    names = [
+        _convert_ids({name: arguments[name] for name in kind if name in arguments}, arguments, device) for kind in _IDS
+    ]
+    return names[0]
+
+
+def _convert_ids(given: dict[str, Any], arguments: dict[str, Any], device: torch.device | None) -> list[str] | None:
+    """Converts ids that are numbered together, in `arguments`; returns their names, where they are names."""
+    ids = {name: _id_array(name, value) for name, value in given.items()}
     texts = [value for value in ids.values() if isinstance(value, np.ndarray) and value.dtype.kind == "U"]
     numbers = [value for value in ids.values() if isinstance(value, np.ndarray) and value.dtype.kind != "U"]
     if texts and (numbers or any(isinstance(value, Tensor) for value in ids.values())):
