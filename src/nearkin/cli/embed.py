@@ -58,7 +58,13 @@ def embed(
             )
         if first(group):
             vector_files.write(
-                out, embedded.embeddings, embedded.labels, embedded.targets, embedded.names, embedded.classes
+                out,
+                embedded.embeddings,
+                embedded.labels,
+                embedded.targets,
+                embedded.names,
+                embedded.classes,
+                embedded.groups,
             )
     if not quiet and first(group):
         rows, dimensions = embedded.embeddings.shape

@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.core.relations import LabelDistance, Relation
+from nearkin.core.relations import UNKNOWN, LabelDistance, Relation
 
-__all__ = ["Array", "Counts", "Ends", "Floats", "Ids", "Progress", "Scores", "Values", "takes_arrays", "tensor"]
+__all__ = ["Array", "Counts", "Ends", "Floats", "Ids", "Progress", "Scores", "Values", "group_numbers", "takes_arrays"]
+__all__ += ["tensor"]
 
 if TYPE_CHECKING:  # the bodies of the functions have tensors
     Array: TypeAlias = Any
@@ -84,6 +85,13 @@ def tensor(name: str, value: Any, on: torch.device | None = None) -> Any:
     if kind.kind == "u" and kind.itemsize > 1:
         value = value.astype(np.int64)
     return torch.from_numpy(np.require(value, value.dtype.newbyteorder("="), ["C", "W"])).to(on)
+
+
+def group_numbers(groups: Tensor) -> Tensor:
+    """Numbers (N,) from 0 to 2 N, equal where the groups are; an item of unknown group (-1) has one of its own."""
+    number = torch.unique(groups.long(), return_inverse=True)[1]
+    alone = len(groups) + torch.arange(len(groups), device=groups.device)
+    return torch.where(groups == UNKNOWN, alone, number)
 
 
 _PLAIN = (Tensor, str, bool, int, float, type(None))

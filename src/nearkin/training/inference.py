@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class Embedded(NamedTuple):
     targets: NDArray[np.float64] | None
     classes: list[str]
     names: list[str]
+    groups: list[str] | None = None
 
 
 class _Opened(NamedTuple):
@@ -85,9 +87,16 @@ def vectors_of(
     device: str,
     progress: Any = None,
     group: ProcessGroup | None = None,
+    group_pattern: str | None = None,
+    group_column: str | None = None,
 ) -> tuple[Vectors, Vectors | None]:
-    """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one."""
-    opened = _in_turn(group, partial(_opened, Path(run), source, root, None, "strict", device))
+    """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
+
+    group_pattern, group_column: as in `data.load`; they change no split. By default the run's own source has the groups
+    of its recipe.
+    """
+    grouped = {"group_pattern": group_pattern, "group_column": group_column}
+    opened = _in_turn(group, partial(_opened, Path(run), source, root, None, "strict", device, grouped=grouped))
     embedded = _embedded(opened, opened.indices, group, progress=progress)
     queries = _vectors(f"{run} on {source or 'its test part'}", embedded)
     if opened.gallery is None:
@@ -112,14 +121,15 @@ def _embedded(
     chosen = opened.items.take(indices)
     options: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "group": group}
     rows = embed(opened.encoder, opened.store, indices, **options)
-    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
+    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names, chosen.groups)
 
 
 def _vectors(name: str, embedded: Embedded) -> Vectors:
     labels, targets = embedded.labels, embedded.targets
     names = None if labels is None else np.array([embedded.classes[i] for i in labels], dtype=str)
+    groups = None if embedded.groups is None else np.array(embedded.groups, dtype=str)
     return Vectors(
-        name, embedded.embeddings, names, None if targets is None else torch.from_numpy(targets), embedded.names
+        name, embedded.embeddings, names, None if targets is None else torch.from_numpy(targets), embedded.names, groups
     )
 
 
@@ -178,6 +188,7 @@ def _opened(
     unreadable: str,
     device: str,
     same: bool = True,
+    grouped: dict[str, Any] | None = None,
 ) -> _Opened:
     _finished(run)
     on = checks.device(device)
@@ -190,7 +201,9 @@ def _opened(
     root = recipe.data.root if own_source and root is None else root
     if own_source and recipe.data.unreadable is not None and unreadable == "strict":
         unreadable = recipe.data.unreadable  # what training has skipped is skipped again
-    items = data.load(source, root=root, partial=recipe.data.partial, labelled=part != "all")
+    options: dict[str, Any] = {"root": root, "partial": recipe.data.partial, "labelled": part != "all"}
+    own_groups: dict[str, Any] = {"group_pattern": recipe.data.group_pattern, "group_column": recipe.data.group_column}
+    items = data.load(source, **options, **(own_groups if own_source else {}))
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
     indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
     gallery = None
@@ -206,6 +219,8 @@ def _opened(
         if indices is None:
             raise ValueError(f"{source}: it has no gallery of its own; its test items search one another")
         gallery = parts.gallery if part == "test" else None
+    if grouped is not None and any(grouped.values()):  # after the split, which is that of the run
+        items = replace(items, groups=data.load(source, **options, **grouped).groups)
     store = ItemStore(rows, on, preparation.get("size"), preparation.get("flip", True))
     return _Opened(encoder, store, items, indices, gallery)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearkin import evaluation
 
-__all__ = ["MAIN", "METRICS", "HeldOut", "graded_metrics", "graded_query_and_gallery", "query_and_gallery"]
+__all__ = ["MAIN", "METRICS", "HeldOut", "graded_metrics", "graded_query_and_gallery", "groups_of", "query_and_gallery"]
 __all__ += ["quick_metrics"]
 
 MAIN = {False: "map@r", True: "ndcg@10"}  # what validation maximises: classes, continuous targets
@@ -28,6 +28,8 @@ class HeldOut(NamedTuple):
     gallery: NDArray[np.int64] | None = None
     gallery_labels: NDArray[np.int64] | None = None
     gallery_targets: NDArray[np.float64] | None = None
+    groups: NDArray[np.int64] | None = None
+    gallery_groups: NDArray[np.int64] | None = None
 
     @property
     def everything(self) -> NDArray[np.int64]:
@@ -44,7 +46,8 @@ def quick_metrics(rows: Tensor, held_out: HeldOut, graded: bool, device: torch.d
         names = ("ndcg@10", "label_distance@10", "spearman")
     else:
         queries, labels, gallery, gallery_labels = query_and_gallery(rows, held_out, device)
-        metrics = evaluation.retrieval(queries, labels, gallery, gallery_labels, ks=(1,), metrics=METRICS)
+        options: dict[str, Any] = {"ks": (1,), "metrics": METRICS, **groups_of(held_out, device)}
+        metrics = evaluation.retrieval(queries, labels, gallery, gallery_labels, **options)
         names = ("map@r", "recall@1", "r_precision")
     return {name: float(metrics[name]) for name in names if np.isfinite(metrics[name])}
 
@@ -65,6 +68,12 @@ def graded_query_and_gallery(
     assert held_out.gallery_targets is not None
     gallery_targets = torch.from_numpy(held_out.gallery_targets).to(device)
     return rows[:count].to(device), targets, {"gallery": rows[count:].to(device), "gallery_targets": gallery_targets}
+
+
+def groups_of(held_out: HeldOut, device: torch.device) -> dict[str, Any]:
+    """The groups of queries and gallery as `evaluation.retrieval` takes them; nothing where there are none."""
+    sides = {"groups": held_out.groups, "gallery_groups": held_out.gallery_groups}
+    return {name: torch.from_numpy(ids).to(device) for name, ids in sides.items() if ids is not None}
 
 
 def query_and_gallery(

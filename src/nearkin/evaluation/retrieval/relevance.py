@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearkin.core import checks, relations
 from nearkin.core.relations import UNKNOWN, Labels, Relation
+from nearkin.evaluation.arrays import group_numbers
 from nearkin.evaluation.retrieval.exact import Space, slices
 
 __all__ = ["Relevance", "Sets", "check_groups", "with_known_labels"]
@@ -83,7 +84,8 @@ class Relevance:
     def __init__(self, sets: Sets, space: Space) -> None:
         self.self_search, self.size, self.labels = space.self_search, len(space.gallery), sets.labels
         self.gallery_labels = sets.labels if sets.gallery_labels is None else sets.gallery_labels
-        self.mask_bytes, self.junk = 0, None
+        self.mask_bytes = 0
+        self.junk: Tensor | None = None
         self._step = max(1, space.budget // (8 * 32 * max(self.size, 1)))  # queries whose masks are made at a time
         if isinstance(self.labels, Tensor) and self.labels.dtype != torch.bool:
             assert isinstance(self.gallery_labels, Tensor)
@@ -101,19 +103,12 @@ class Relevance:
         self.list_bytes = 64 * (int(self.counts.max()) + 1 if len(self.counts) else 1)
 
     def _set_groups(self, groups: Tensor, gallery_groups: Tensor) -> None:
-        """Sorts the items of each class by group: the items of a query's class and group then lie side by side.
-
-        An item of unknown group is alone in its group: unknown ones get numbers that no other item has.
-        """
-        size, mine = self.size, groups.long()
-        every = torch.cat([gallery_groups.long(), mine])
-        number = torch.unique(every, return_inverse=True)[1]
-        unknown = every == UNKNOWN
-        number[unknown] = len(every) + torch.arange(len(every), device=every.device)[unknown]
+        """Sorts the items of each class by group: the items of a query's class and group then lie side by side."""
+        size, number = self.size, group_numbers(torch.cat([gallery_groups.long(), groups.long()]))
         self.gallery_groups, self.groups = number[:size], number[:size] if self.self_search else number[size:]
         assert isinstance(self.labels, Tensor) and isinstance(self.gallery_labels, Tensor)
         class_number = torch.unique(torch.cat([self.gallery_labels, self.labels]), return_inverse=True)[1]
-        key = class_number * (2 * len(every)) + torch.cat([self.gallery_groups, self.groups])  # of class and group
+        key = class_number * (2 * len(number)) + torch.cat([self.gallery_groups, self.groups])  # of class and group
         pairs, self.sorted = key[:size].sort(stable=True)
         mine = key[size:].contiguous()
         self.junk_first = torch.searchsorted(pairs, mine)

@@ -123,7 +123,10 @@ def _samplers() -> dict[str, Choice]:
         if class_name != "EpochSampler":
             name = re.sub(r"(?<!^)(?=[A-Z])", "-", class_name).lower()
             make = getattr(samplers, class_name)
-            choices[name] = Choice(name, make, settings_of(make), make)
+            known = settings_of(make)
+            if "groups" in known:  # whether to use those of the source
+                known["groups"] = Setting("groups", bool, False)
+            choices[name] = Choice(name, make, known, make)
     return dict(sorted(choices.items()))
 
 
