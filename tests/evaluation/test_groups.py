@@ -11,9 +11,11 @@ from test_knn import grids
 from test_retrieval import ALL, line, naive, same
 
 from nearkin.core import relations
-from nearkin.evaluation import compare, retrieval
+from nearkin.evaluation import all_pairs, compare, one_shot, retrieval, verification
 from nearkin.evaluation.retrieval import by_counting, by_sorting, knn, relevance, retrieval_metrics
 from nearkin.evaluation.retrieval.exact import Space
+from nearkin.evaluation.verification import pair_scan
+from nearkin.evaluation.verification.verification_metrics import pair_scores
 
 KS = (1, 2, 5, 30)
 
@@ -213,3 +215,91 @@ def test_positives_skip_the_query_group():
     relation = relevance.Relevance(relevance.with_known_labels(x, labels, None, None, groups)[0], space)
     lists = [sorted(i for i in row if i >= 0) for row in relation.positives(torch.arange(6)).tolist()]
     assert lists == [[2, 5], [4], [0, 3, 5], [2, 5], [1], [0, 2, 3]]
+
+
+# --- pairs and episodes
+
+
+def pairs_counted(labels, groups):
+    """Every pair i < j but those of the same class and group, by a loop; -1 is no class, and no common group."""
+    pairs = []
+    for i in range(len(labels)):
+        for j in range(i + 1, len(labels)):
+            same_group = groups[i] == groups[j] and groups[i] != -1
+            if -1 in (labels[i], labels[j]) or (labels[i] == labels[j] and same_group):
+                continue
+            pairs.append((i, j))
+    return torch.tensor(pairs)
+
+
+@pytest.mark.parametrize("tile", [16, 1024])
+def test_all_pairs_leave_out_those_of_one_class_and_group(tile, monkeypatch):
+    monkeypatch.setattr(pair_scan, "TILE", tile)
+    x, labels, groups = clustered(120, groups=3)
+    labels = labels % 7
+    labels[::11], groups[::9] = -1, -1
+    pairs = pairs_counted(labels.tolist(), groups.tolist())
+    same = labels[pairs[:, 0]] == labels[pairs[:, 1]]
+    expected = verification(pair_scores(x, pairs), same)
+    result = all_pairs(x, labels, groups=groups, interval=True)
+    for name in ("genuine", "impostors", "eer", "auc", "tar@far=0.1", "tar@far=0.01"):
+        assert result[name] == pytest.approx(expected[name], abs=1e-12), name
+    every = int((labels >= 0).sum())
+    assert result["left_out"] == every * (every - 1) // 2 - len(pairs) > 0
+    assert all(low <= result[name] <= high for name, (low, high) in result.intervals.items() if not math.isnan(low))
+    alone = all_pairs(x, labels, groups=torch.arange(120))
+    assert {k: v for k, v in alone.items() if k != "left_out"} == dict(all_pairs(x, labels)) and alone["left_out"] == 0
+
+
+def test_a_list_of_pairs_leaves_out_those_of_one_class_and_group():
+    x, labels, groups = clustered(120, groups=3)
+    generator = torch.Generator().manual_seed(1)
+    pairs = torch.stack([torch.randperm(120, generator=generator) for _ in range(2)], 1).repeat(4, 1)
+    pairs[::2, 1] = (pairs[::2, 0] + 37) % 111  # the same class
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+    folds = torch.arange(len(pairs)) % 5
+    left, right = pairs.T
+    counted = (labels[left] != labels[right]) | (groups[left] != groups[right])
+    options = {"embeddings": x, "labels": labels, "interval": True, "samples": 100}
+    result = verification(pairs=pairs, folds=folds, groups=groups, **options)
+    expected = verification(pairs=pairs[counted], folds=folds[counted], **options)
+    assert result.pop("left_out") == int((~counted).sum()) > 0
+    assert result == expected and result.intervals == expected.intervals
+    with pytest.raises(ValueError, match="groups need embeddings, pairs and labels"):
+        verification(pair_scores(x, pairs), labels[left] == labels[right], groups=groups)
+
+
+def test_no_query_of_an_episode_shares_a_group_with_a_support():
+    """Near-copies within groups and nothing else in common: with groups an episode is pure chance."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(60, 16, generator=generator)
+    group = torch.arange(60).repeat_interleave(5)
+    x, labels = centres[group] + 0.01 * torch.randn(300, 16, generator=generator), group // 6
+    plain = one_shot(x, labels, ways=5, shots=1, episodes=300)["accuracy"]
+    grouped = one_shot(x, labels, ways=5, shots=1, episodes=300, groups=group)["accuracy"]
+    assert plain > 0.3 and abs(grouped - 0.2) < 0.06
+    for options in ({"shots": 2, "queries": 3}, {"score": "nearest"}):
+        expected = one_shot(x, labels, ways=5, episodes=50, **options)
+        assert one_shot(x, labels, ways=5, episodes=50, groups=torch.arange(300), **options) == expected
+    few, more = (one_shot(x, labels, ways=5, episodes=n, groups=group, budget=b) for n, b in ((50, 1), (50, 2**30)))
+    assert few == more
+    with pytest.raises(ValueError, match="shots \\+ queries = 7 or more groups: 0, got 5"):
+        one_shot(x, labels, ways=5, shots=6, groups=group)
+
+
+def test_episodes_draw_different_groups(monkeypatch):
+    from nearkin.evaluation import few_shot
+
+    labels, group = torch.arange(80) % 4, torch.arange(80) // 4 % 5
+    group[3] = -1
+    seen = []
+    original = few_shot._one_of_each
+    monkeypatch.setattr(few_shot, "_one_of_each", lambda *args: seen.append(original(*args)) or seen[-1])
+    members, *_ = few_shot._classes(labels, np.arange(80), 2, 3, group)
+    one_shot(torch.randn(80, 4), labels, ways=3, shots=2, queries=2, episodes=40, groups=group)
+    drawn = members[np.concatenate(seen)]  # (40, 3, 4)
+    assert drawn.shape == (40, 3, 4)
+    for row in drawn.reshape(-1, 4):
+        assert len(set(labels[row].tolist())) == 1
+        assert len({(g, -1) if g >= 0 else (g, i) for g, i in zip(group[row].tolist(), row.tolist(), strict=True)}) == 4
+    assert len(np.unique(drawn)) > 60

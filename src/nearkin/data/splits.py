@@ -136,7 +136,8 @@ def _official(
         if items.labels is None:
             train, validation = _hold_out_items(items, train, seed, share)
         elif np.isin(items.labels[tested], items.labels[train]).any():
-            train, validation = _hold_out_closed(items, train, seed, share, scope)
+            whole = scope == "set" and groups.spanning(items, train) is not None
+            train, validation = (_hold_out_items if whole else _hold_out_of_each_class)(items, train, seed, share)
             whose += f", train and test share classes; validation items out of training (seed {seed})"
         else:
             train, validation = _hold_out_classes(items, train, seed, share, scope=scope)
@@ -148,21 +149,13 @@ def _official(
 
 
 def _closed(items: Items, usable: Ints, seed: int, val: float, test: float, scope: str) -> Parts:
-    rest, tested = _hold_out_closed(items, usable, seed, test, scope, then=LEAST)
-    train, validation = _hold_out_closed(items, rest, seed, val, scope, only=np.unique(_labels(items)[tested]))
-    whose = f"seeded, every class in every part (seed {seed})"
-    if scope == "set" and groups.spanning(items, usable) is not None:
-        whose = f"seeded, group by group (seed {seed})"
-    return _parts(items, train, validation, tested, None, whose)
-
-
-def _hold_out_closed(
-    items: Items, of: Ints, seed: int, share: float, scope: str, then: int = 0, only: Ints | None = None
-) -> tuple[Ints, Ints]:
-    """Holds out some items of every class; groups that have items of several classes are held out as they are."""
-    if scope == "set" and groups.spanning(items, of) is not None:
-        return _hold_out_items(items, of, seed, share, then)
-    return _hold_out_of_each_class(items, of, seed, share, then, only)
+    if scope == "set" and groups.spanning(items, usable) is not None:  # a group is in one part with all its classes
+        rest, tested = _hold_out_items(items, usable, seed, test, then=LEAST)
+        train, validation = _hold_out_items(items, rest, seed, val)
+        return _parts(items, train, validation, tested, None, f"seeded, group by group (seed {seed})")
+    rest, tested = _hold_out_of_each_class(items, usable, seed, test, then=LEAST)
+    train, validation = _hold_out_of_each_class(items, rest, seed, val, only=np.unique(_labels(items)[tested]))
+    return _parts(items, train, validation, tested, None, f"seeded, every class in every part (seed {seed})")
 
 
 def _hold_out_classes(

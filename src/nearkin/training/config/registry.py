@@ -125,7 +125,7 @@ def _samplers() -> dict[str, Choice]:
             make = getattr(samplers, class_name)
             known = settings_of(make)
             if "groups" in known:  # whether to use those of the source
-                known["groups"] = Setting("groups", bool, False)
+                known["groups"] = Setting("groups", bool, None)
             choices[name] = Choice(name, make, known, make)
     return dict(sorted(choices.items()))
 
