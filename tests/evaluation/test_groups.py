@@ -14,7 +14,7 @@ from nearkin.core import relations
 from nearkin.evaluation import all_pairs, compare, one_shot, retrieval, verification
 from nearkin.evaluation.retrieval import by_counting, by_sorting, knn, relevance, retrieval_metrics
 from nearkin.evaluation.retrieval.exact import Space
-from nearkin.evaluation.verification import pair_scan
+from nearkin.evaluation.verification import class_rates, pair_scan
 from nearkin.evaluation.verification.verification_metrics import pair_scores
 
 KS = (1, 2, 5, 30)
@@ -303,3 +303,19 @@ def test_episodes_draw_different_groups(monkeypatch):
         assert len(set(labels[row].tolist())) == 1
         assert len({(g, -1) if g >= 0 else (g, i) for g, i in zip(group[row].tolist(), row.tolist(), strict=True)}) == 4
     assert len(np.unique(drawn)) > 60
+
+
+def test_genuine_scores_of_a_calibration_leave_bursts_out():
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(40, 6)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    classes = [np.arange(0, 12), np.arange(12, 40)]
+    bursts = generator.integers(0, 4, 40)
+    for group, scores in zip(classes, class_rates.genuine_groups(rows, classes, 1, 0, bursts), strict=True):
+        expected = [float(rows[i] @ rows[j]) for i in group for j in group if i != j and bursts[i] != bursts[j]]
+        np.testing.assert_allclose(np.sort(scores), np.sort(expected), atol=1e-6)
+        assert class_rates.most_others(group, bursts) == max((bursts[group] != bursts[i]).sum() for i in group)
+    for examples in (1, 3):
+        plain = class_rates.genuine_groups(rows, classes, examples, 0)
+        alone = class_rates.genuine_groups(rows, classes, examples, 0, np.arange(40))
+        assert all((a == b).all() for a, b in zip(plain, alone, strict=True))
