@@ -155,7 +155,7 @@ def _unique(table: Table) -> None:
 def _group_column(table: Table, asked: str | None) -> str | None:
     """The column of the groups, in which no cell may be empty; None if there is none."""
     if asked == IGNORED and "group" not in table.columns:
-        raise ValueError(f'{table.name}: group_column "{IGNORED}" would have no effect: there is no column "group"')
+        raise ValueError(f'{table.name}: group_column would have no effect: there is no column "group" to ignore')
     if asked in (IGNORED, UNUSED) or (asked is None and "group" not in table.columns):
         return None
     key = (asked or "group").strip().lower()

@@ -83,7 +83,7 @@ def read(
 def _group_entry(path: Path, arrays: dict[str, Any], asked: str | None) -> Any:
     """The groups of a file: its own, or the entry asked for."""
     if asked == IGNORED and "groups" not in arrays:
-        raise ValueError(f'{path}: group_column "{IGNORED}" would have no effect: there are no groups')
+        raise ValueError(f"{path}: group_column would have no effect: there are no groups to ignore")
     if asked in (None, IGNORED, UNUSED):
         return arrays.get("groups") if asked is None else None
     value = arrays[asked] if asked in arrays else vector_files.entry(path, asked)

@@ -78,6 +78,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
     advance(errors := item_sections.label_errors(context))
     sections: list[Section] = [
         ("results", "Results", _results_note(findings), numbers),
+        ("groups", "Groups", "", number_sections.groups(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
         ("map", "Map", _map_note(context, plane[1]), plane[0]),
         ("training", "Training", _training_note(findings), curves),
