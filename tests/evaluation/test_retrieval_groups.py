@@ -140,6 +140,25 @@ def test_faiss_changes_no_metric(kind):
         assert retrieval(x, labels, metrics=metrics, similarity=kind, groups=groups, backend="faiss") == expected
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("kind", knn.SIMILARITIES)
+def test_the_device_changes_no_metric(kind):
+    for items, classes in ((3000, 600), (3000, 5)):
+        x, _, groups = clustered(items)
+        labels = torch.arange(items) % classes
+        there = [part.cuda() for part in (x, labels)]
+        on_cpu = retrieval(x, labels, metrics=ALL, similarity=kind, groups=groups)
+        assert retrieval(*there, metrics=ALL, similarity=kind, groups=groups.cuda()) == on_cpu
+        assert retrieval(*there, metrics=ALL, similarity=kind, groups=groups.numpy()) == on_cpu
+    if kind != "euclidean":
+        pairs, alone = (
+            all_pairs(a, b, groups=c, similarity=kind) for a, b, c in ((*there, groups.cuda()), (x, labels, groups))
+        )
+        assert pairs["left_out"] == alone["left_out"] and pairs["eer"] == pytest.approx(alone["eer"], abs=1e-6)
+        few = one_shot(*there, ways=5, episodes=50, groups=groups.cuda())
+        assert few["accuracy"] == pytest.approx(one_shot(x, labels, ways=5, episodes=50, groups=groups)["accuracy"])
+
+
 @pytest.mark.parametrize("items", [60, 2000])
 def test_collapsed_embeddings_stay_exact(items):
     """Equal rows: most are dropped before the search, and a query's own group must not use up those that remain."""
