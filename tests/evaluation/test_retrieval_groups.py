@@ -169,6 +169,16 @@ def test_collapsed_embeddings_stay_exact(items):
     assert few == {name: every[name] for name in few}
 
 
+@pytest.mark.parametrize("others", [1, 500])
+def test_equal_rows_of_the_query_group_do_not_hide_its_positive(others):
+    """A gallery of equal rows: 30 of the query's class and group, then its positive, then another class."""
+    gallery_labels = torch.tensor([0] * 31 + [1] * others)
+    gallery_groups = torch.tensor([7] * 30 + [1] + [2] * others)
+    sides = torch.ones(1, 3), torch.tensor([0]), torch.ones(31 + others, 3), gallery_labels
+    result = retrieval(*sides, ks=(1,), groups=torch.tensor([7]), gallery_groups=gallery_groups)
+    assert result["recall@1"] == result["map@r"] == 1
+
+
 def test_by_hand():
     """The published example of mINP: 3 matches of which the last is at position 10 has 0.3, at position 5 has 0.6."""
     for last, expected in ((10, 0.3), (5, 0.6)):
