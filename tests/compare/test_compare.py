@@ -150,6 +150,8 @@ def test_models_are_tested_without_pairs_of_one_group(tmp_path):
         assert grouped[:, 0].mean() == pytest.approx(expected["map@r"])
         figures[sets] = expected["map@r"]
     assert len(set(figures.values())) == 2
+    with pytest.raises(ValueError, match=r"data\.group_scope would have no effect"):
+        open_setup(recipe(path, "data.group_column=none", "data.group_scope=class"))
 
 
 def test_too_few_classes_for_folds_is_one_sentence():

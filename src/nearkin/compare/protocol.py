@@ -18,7 +18,7 @@ from nearkin.data.item_set import Items
 from nearkin.data.splits import LEAST, Parts
 from nearkin.training.build import new_encoder
 from nearkin.training.config.defaults import settle, settle_source, split_items
-from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.recipe import Recipe, no_effect
 from nearkin.training.config.registry import LOSSES
 from nearkin.training.prepare import Prepared, check_recipe, fingerprint, item_rows, load_items
 from nearkin.training.validation import HeldOut
@@ -277,6 +277,8 @@ def _load(recipe: Recipe) -> tuple[Items, Parts]:
     items = load_items(recipe, root)
     if items.labels is None:
         raise ValueError(f"{items.name}: a comparison needs classes, the source has continuous targets only")
+    if options.group_scope is not None and items.groups is None:
+        no_effect("data.group_scope", f"{items.name} has no groups")
     return items, split_items(items, recipe, [])
 
 
