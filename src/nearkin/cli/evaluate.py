@@ -11,7 +11,7 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.ranks import first, joined
-from nearkin.cli.screen import app, bar_columns, echo, one_sentence, plain_bar
+from nearkin.cli.screen import app, bar_columns, echo, one_sentence, plain_bar, print_note
 from nearkin.core.text import visible
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ def evaluate(
         ),
     ] = None,
     root: options.RootOption = None,
+    dim: Annotated[
+        int | None,
+        typer.Option(help="Of RUN: measure the first so many dimensions alone.", metavar="D", show_default="all"),
+    ] = None,
     labels: Annotated[
         Path | None, typer.Option(help="Class of each row: .npy, or .csv/.txt with one per line.", metavar="FILE")
     ] = None,
@@ -168,10 +172,10 @@ def evaluate(
                     f"{embeddings}: a run brings its own labels; leave --labels, --targets, --groups, --gallery out"
                 )
             grouped = {"group_pattern": group_pattern, "group_column": group_column}
-            queries, searched = _of_run(embeddings, source, root, device.value, group, grouped)
+            queries, searched = _of_run(embeddings, source, root, dim, device.value, group, grouped)
         else:
-            if source is not None or root is not None:
-                raise ValueError(f"{embeddings}: SOURCE and --root are for the folder of a run, got a file")
+            if source is not None or root is not None or dim is not None:
+                raise ValueError(f"{embeddings}: SOURCE, --root and --dim are for the folder of a run, got a file")
             if group_pattern is not None:
                 raise ValueError(f"{embeddings}: --group-pattern is for the folder of a run; --groups FILE for a file")
             beside: dict[str, Any] = {"multi_label": True, "group_column": group_column}
@@ -195,16 +199,21 @@ def _of_run(
     run: Path,
     source: str | None,
     root: Path | None,
+    dim: int | None,
     device: str,
     group: "ProcessGroup | None",
     grouped: dict[str, Any],
 ) -> "tuple[Vectors, Vectors | None]":
     """Embeddings of a source by the encoder of a run; and of its gallery, if it has one."""
     from nearkin import training
+    from nearkin.training.inference import length_note
 
     with plain_bar("embedding", not first(group)) as progress:
-        options: dict[str, Any] = {"root": root, "device": device, "progress": progress, "group": group}
-        return training.vectors_of(run, source, **options, **grouped)
+        options: dict[str, Any] = {"root": root, "dim": dim, "device": device, "progress": progress, "group": group}
+        vectors = training.vectors_of(run, source, **options, **grouped)
+    if dim is not None and first(group) and (note := length_note(run, dim)) is not None:
+        print_note(note)
+    return vectors
 
 
 def _cut_offs(text: str) -> tuple[int, ...]:

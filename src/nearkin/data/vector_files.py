@@ -3,9 +3,10 @@
     .npz, .safetensors   `embeddings` (N, D) floats; `labels` (N,) integers or, npz, strings, or 0/1 rows (N, L) where
                          an item has several; `targets` (N,) or (N, K); `groups` (N,) as `labels`; `names` (N,) strings,
                          the names of the rows, in .safetensors as JSON in the header, where `classes` names the label
-                         ids and `groups` has the names of the groups
+                         ids and `groups` has the names of the groups; `quality` (N,), the lengths that an encoder of
+                         free length gave, is written and not read
     .npy                 the embeddings alone; labels and targets are separate files: .npy, or .csv/.txt, one per line
-    .parquet             columns `embedding` (lists of floats), `label`, `target`, `group`, `name`
+    .parquet             columns `embedding` (lists of floats), `label`, `target`, `group`, `name`, `quality`
 
 Nothing is ever unpickled, and a file that cannot be used is refused with one sentence that begins with its name.
 """
@@ -250,9 +251,10 @@ def write(
     targets: NDArray[np.float64] | None,
     names: list[str],
     classes: list[str],
+    quality: NDArray[np.float64] | None = None,
     groups: list[str] | None = None,
 ) -> None:
-    """One row per item: its embedding, the name of its class, its targets, its name, and its group if there are groups.
+    """One row per item: its embedding, the name of its class, its targets, its name, its quality and its group.
 
     A safetensors file has numbers only: labels are ids there, and the header has "classes", "names", "groups" as JSON.
     """
@@ -264,15 +266,16 @@ def write(
             content: dict[str, Any] = {"embeddings": rows, "names": np.array(names, dtype=str)}
             content |= {} if named is None else {"labels": named}
             content |= {} if targets is None else {"targets": targets}
+            content |= {} if quality is None else {"quality": quality}
             content |= {} if groups is None else {"groups": np.array(groups, dtype=str)}
             buffer = io.BytesIO()
             np.savez(buffer, **content)
             files.write_bytes(path, buffer.getvalue())
         elif ending == ".safetensors":
             header = {"names": names, "classes": classes} | ({} if groups is None else {"groups": groups})
-            files.write_bytes(path, _safetensors_bytes(embeddings, labels, targets, header))
+            files.write_bytes(path, _safetensors_bytes(embeddings, labels, targets, header, quality))
         else:
-            _write_parquet(path, rows, named, targets, names, groups)
+            _write_parquet(path, rows, named, targets, names, quality, groups)
     except OSError as error:
         raise ValueError(f"{path}: could not be written ({error.strerror})") from None
 
@@ -282,12 +285,14 @@ def _safetensors_bytes(
     labels: NDArray[np.int64] | None,
     targets: NDArray[np.float64] | None,
     header: dict[str, list[str]],
+    quality: NDArray[np.float64] | None,
 ) -> bytes:
     from safetensors.torch import save
 
     tensors = {"embeddings": embeddings.contiguous()}
     tensors |= {} if labels is None else {"labels": torch.from_numpy(labels).contiguous()}
     tensors |= {} if targets is None else {"targets": torch.from_numpy(targets).contiguous()}
+    tensors |= {} if quality is None else {"quality": torch.from_numpy(quality)}
     return save(tensors, metadata={key: json.dumps(names) for key, names in header.items()})
 
 
@@ -297,6 +302,7 @@ def _write_parquet(
     labels: NDArray[Any] | None,
     targets: NDArray[np.float64] | None,
     names: list[str],
+    quality: NDArray[np.float64] | None,
     groups: list[str] | None,
 ) -> None:
     pyarrow, parquet = arrow(path, "writing")
@@ -309,6 +315,8 @@ def _write_parquet(
         columns["label"] = pyarrow.array(labels.tolist())
     if targets is not None:
         columns["target"] = pyarrow.array(targets.tolist())
+    if quality is not None:
+        columns["quality"] = pyarrow.array(quality)
     if groups is not None:
         columns["group"] = pyarrow.array(groups)
     buffer = io.BytesIO()
