@@ -119,7 +119,7 @@ LABELS = np.array([0, 0, 1, 1, 2, 2])
 def test_vectors_with_groups_are_written_and_read(tmp_path, ending):
     path = tmp_path / f"x{ending}"
     names, of = [f"n{i}" for i in range(6)], ["a", "b", "a", "", "c", "c"]
-    vector_files.write(path, torch.from_numpy(X), LABELS, None, names, ["k", "l", "m"], of)
+    vector_files.write(path, torch.from_numpy(X), LABELS, None, names, ["k", "l", "m"], groups=of)
     assert vectors.read(path).groups.tolist() == of
     assert data.load(path).groups == of
     assert data.load(path, group_column="none").groups is None
