@@ -82,6 +82,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
         ("results", "Results", _results_note(findings), numbers),
         ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
         ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
+        ("groups", "Groups", "", number_sections.groups(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
         ("map", "Map", _map_note(context, plane[1]), plane[0]),
         ("training", "Training", _training_note(findings), curves),

@@ -144,6 +144,7 @@ def _facts(recipe: Recipe, items: Items, parts: Parts) -> Facts:
 
 def _settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
     unused = {"data.root", *(f"data.{key}" for key in _IMAGE_KEYS), *(f"augment.{key}" for key in recipe.augment)}
+    unused |= {"data.group_pattern", "data.group_column"}
     for key in sorted(recipe.explicit_keys & unused):
         no_effect(key, "the dataset is an object of your own, which prepares its items itself")
     recipe = recipe.with_("encoder", **{"name": "mlp" if len(shape) == 1 else "small-cnn", **recipe.encoder})
@@ -231,6 +232,7 @@ def split_items(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Par
         test=options.test or TEST,
         skip_single=options.skip_single,
         official=options.official,
+        group_scope=options.group_scope or "set",
     )
     return parts.among(indices) if bad else parts
 
@@ -250,8 +252,13 @@ def settle_split(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
             no_effect(f"data.{part}", f"{name} has its own {part} part, which data.official=false would ignore")
     if options.seed and {"val", "test"} <= set(parts.official):
         no_effect("data.seed", f"{name} has its own parts, which data.official=false would ignore")
+    if options.group_scope is not None and items.groups is None:
+        no_effect("data.group_scope", f"{name} has no groups; data.group_pattern or data.group_column names them")
     shares = {"val": options.val or _validation_share(items), "test": options.test or TEST}
-    return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.official})
+    settled: dict[str, Any] = {part: share for part, share in shares.items() if part not in parts.official}
+    if items.groups is not None:
+        settled["group_scope"] = options.group_scope or "set"
+    return recipe.with_("data", **settled)
 
 
 def _validation_share(items: Items) -> float:

@@ -127,6 +127,8 @@ def _samplers() -> dict[str, Choice]:
             settings = settings_of(make)
             if hasattr(make, "refresh"):
                 settings["every"] = Setting("every", int, 1)  # epochs between two refreshes, which the trainer makes
+            if "groups" in settings:
+                settings["groups"] = Setting("groups", bool, None)  # whether to use those of the source
             choices[name] = Choice(name, make, settings, make)
     return dict(sorted(choices.items()))
 
