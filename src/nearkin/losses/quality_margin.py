@@ -39,7 +39,7 @@ def adaface_loss(
     max_memory: int | None = None,
     shard: Shard | None = None,
 ) -> Tensor:
-    r"""The margin follows the length: long embeddings, good items, learn most where they are hard, short ones where easy.
+    r"""The margin follows the length: long embeddings (good items) learn most where hard, short ones where easy.
 
     z = clip(h (|x| - mean) / (std + ε), -1, 1),   |x| clipped to [0.001, 100], without gradient
     l_i = -log softmax_y of s cos θ_c, but of the own class   s (cos(clip(θ_y - m z, ε, π - ε)) - m z - m)
