@@ -134,7 +134,7 @@ def heated_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     scale, normalize = float(module.scale), True
     if module.norm == "batch":
         x = torch.stack([(c - c.mean()) / (c.var(correction=0) + 1e-5).sqrt() for c in x.T], 1)
-        scale, normalize = scale / DIM**0.5, False
+        scale, normalize = scale / x.shape[1] ** 0.5, False
     return reference.heated_softmax(
         x, labels, module.weight, module.bias, scale=scale, normalize=normalize, **_plain(module)
     )

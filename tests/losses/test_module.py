@@ -11,6 +11,7 @@ from nearkin import losses, mining
 from nearkin.losses.module import LossModule
 
 MODULES = {name: getattr(losses, name) for name in losses.__all__ if inspect.isclass(getattr(losses, name))}
+del MODULES["MatryoshkaLoss"]  # goes around another loss, whose settings remain its own; test_matryoshka.py has it
 SIZES = {"num_classes": CLASSES, "dim": DIM}
 # What only the module has: shapes, schedules, and what its learned tensors do.
 MODULE_ONLY = {"num_classes", "dim", "num_items", "sample_rate", "momentum"}
@@ -24,7 +25,16 @@ FUNCTION_ONLY = {
     "AdaCosLoss": {"scale"},
     "AdaFaceLoss": {"mean", "std"},
 }
-FIXED = {"num_classes", "dim", "shard", "num_items", "sub_centers", "proxies_per_class", "centers_per_class"}
+FIXED = {
+    "num_classes",
+    "dim",
+    "shard",
+    "num_items",
+    "sub_centers",
+    "proxies_per_class",
+    "centers_per_class",
+    "sampling_dim",
+}
 LEARNED = {("MarginLoss", "beta"), ("SigmoidLoss", "log_scale"), ("SigmoidLoss", "bias")}
 
 # For each setting another legal value and an illegal one with its sentence; a class may have its own.

@@ -18,7 +18,7 @@ __all__ += ["unit", "units", "upcast", "wide"]
 
 def wide(x: Tensor) -> torch.dtype:
     """The widest type of the tensor's device, for sums that must not cancel, overflow or vanish."""
-    return torch.float32 if x.device.type == "mps" else torch.float64
+    return torch.float64 if devices.has_float64(x.device) else torch.float32
 
 
 def upcast(x: Tensor) -> Tensor:

@@ -169,6 +169,7 @@ def _enrol_shared(
     encoding = gallery if isinstance(gallery, Encoding) else gallery._encoding
     if encoding is None:
         raise ValueError("ranks share the encoding, and this gallery was opened without a run; enrol in one process")
+    encoding.shorten(group.values(encoding.dim)[0])  # rank 0 knows the length of the gallery
     counts, size = Counted(0, 0, 0, []), len(source.items)
     for start in range(0, size, PICTURE_BATCH * group.size):
         first = min(start + PICTURE_BATCH * group.rank, size)

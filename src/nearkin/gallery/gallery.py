@@ -55,7 +55,8 @@ class Gallery:
         self._calibrator: Calibrator | None = None
         self._note = "the gallery was opened without a run, so there is only a similarity; open it with run=RUN"
         if encoding is not None:
-            self._calibrator, self._note = results.load_calibration(encoding.info.run, encoding.info.fingerprint)
+            info = encoding.info
+            self._calibrator, self._note = results.load_calibration(info.run, info.fingerprint, info.short)
 
     @classmethod
     def open(
@@ -72,8 +73,9 @@ class Gallery:
         """A gallery in a file, or in PostgreSQL (postgresql://…/db, with ?gallery=NAME if there are several).
 
         run: the folder of a run, whose encoder encodes the items; without it the gallery takes vectors only. dim: of a
-        new gallery of vectors. create: make it if it does not exist. timeout: seconds a writer waits for another. A
-        gallery made with another encoder is refused.
+        new gallery of vectors; with a run, a length that it was trained for, the full one by default. A gallery that
+        exists has its length, which the encoder takes. create: make it if it does not exist. timeout: seconds a writer
+        waits for another. A gallery made with another encoder is refused.
         """
         return cls(*opening.open_store(place, run, dim, create, timeout, device, max_pixels))
 
@@ -335,7 +337,8 @@ def _calibrator_of(facts: Facts) -> Calibrator | None:
     if facts.run is None or facts.fingerprint is None:
         return None
     try:
-        return results.load_calibration(Path(facts.run), facts.fingerprint)[0]
+        of_length = (results.load_calibration(Path(facts.run), facts.fingerprint, n)[0] for n in (None, facts.dim))
+        return next((calibrator for calibrator in of_length if calibrator is not None), None)
     except ValueError:
         return None
 

@@ -17,7 +17,7 @@ from nearkin.core.errors import LabelConflict, UnreadablePicture
 from nearkin.data import augment, decode
 from nearkin.gallery.schema import Floats, KnownRows, NewRow, new_row, pack, unit
 from nearkin.gallery.stores import Added, Store
-from nearkin.models.io import fingerprint
+from nearkin.models.io import check_length, fingerprint
 
 __all__ = [
     "Batch",
@@ -64,7 +64,8 @@ class RawItem(NamedTuple):
 class EncoderInfo(NamedTuple):
     """The content of encoder.json, read without the weights.
 
-    fingerprint: of weights, architecture and preparation; whatever changes an embedding changes it.
+    fingerprint: of weights, architecture and preparation; whatever changes an embedding changes it. lengths: to which
+    embeddings may be cut. short: the length to which they are cut, None: the full one.
     """
 
     run: Path
@@ -72,17 +73,22 @@ class EncoderInfo(NamedTuple):
     preparation: dict[str, Any]
     dim: int | None
     free_length: bool = False  # embeddings are not scaled to unit length: the length is the quality of an item
+    lengths: tuple[int, ...] = ()
+    short: int | None = None
 
 
-def encoder_info(run: str | Path) -> EncoderInfo:
+def encoder_info(run: str | Path, dim: int | None = None) -> EncoderInfo:
+    """dim: of embeddings that are cut to a length that the encoder was trained for."""
     folder = Path(run)
     path = folder / "encoder.json"
     if not path.is_file():
         raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
     try:
         plain = files.read_json(path)
-        identity, preparation = fingerprint(plain), plain["preparation"]
-        dim = plain["settings"].get("dim") or None
+        lengths = tuple(plain.get("lengths") or ())
+        full = plain["settings"].get("dim") or (lengths[0] if lengths else None)
+        short = None if dim == full else dim
+        identity, preparation = fingerprint(plain, short), plain["preparation"]
         free_length = plain["settings"].get("normalize") is False
         kind = preparation.get("kind")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -91,17 +97,29 @@ def encoder_info(run: str | Path) -> EncoderInfo:
         raise ValueError(
             f"{path}: does not say how items are prepared for the encoder; it must come from nearkin train"
         )
-    return EncoderInfo(folder, identity, preparation, dim, free_length)
+    if short is not None:
+        check_length(plain, short, run)
+    return EncoderInfo(folder, identity, preparation, short or full, free_length, lengths, short)
 
 
 class Encoding:
-    """The encoder of a run: pictures or features to vectors of length 1; the first item loads the weights."""
+    """The encoder of a run: pictures or features to vectors of length 1; the first item loads the weights.
 
-    def __init__(self, run: str | Path, device: str = "auto", max_pixels: int = decode.MAX_PIXELS) -> None:
+    dim: keeps so many dimensions, a length that the run was trained for.
+    """
+
+    def __init__(
+        self, run: str | Path, device: str = "auto", max_pixels: int = decode.MAX_PIXELS, dim: int | None = None
+    ) -> None:
         self.device = checks.device(device)
         checks.integer("max_pixels", max_pixels, 1)
-        self.info, self.max_pixels = encoder_info(run), max_pixels
+        self.info, self.max_pixels = encoder_info(run, dim), max_pixels
         self._encoder: models.Encoder | None = None
+
+    def shorten(self, dim: int) -> None:
+        """Keeps so many dimensions from now on, as `dim` does."""
+        if dim != self.dim:
+            self.info, self._encoder = encoder_info(self.info.run, dim), None
 
     @property
     def takes_pictures(self) -> bool:
@@ -140,6 +158,8 @@ class Encoding:
     def _loaded(self) -> models.Encoder:
         if self._encoder is None:
             self._encoder, _ = models.load(self.info.run, self.device)
+            if self.info.short is not None:
+                self._encoder.shorten(self.info.short)
         return self._encoder
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "Hit",
     "Identity",
     "Verification",
+    "calibration_file",
     "identify_uncalibrated",
     "load_calibration",
     "rounded_up",
@@ -314,11 +315,18 @@ def identify_uncalibrated(hits: Sequence[Hit], note: str, far: float | None) -> 
     return Identity(candidates[0].label, None, candidates[0].similarity, None, None, candidates, note)
 
 
-def load_calibration(run: Path, fingerprint: str) -> tuple[Calibrator | None, str]:
-    """The calibration in the folder of a run; or None, and a sentence that says why."""
-    path, again = run / FILE, f"nearkin gallery calibrate {run}"
+def calibration_file(run: Path, short: int | None = None) -> Path:
+    """Where the calibration of a run is; embeddings that are cut have their own per length."""
+    return run / (FILE if short is None else f"calibration-{short}.json")
+
+
+def load_calibration(run: Path, fingerprint: str, short: int | None = None) -> tuple[Calibrator | None, str]:
+    """The calibration in the folder of a run; or None, and a sentence that says why. short: the length of embeddings
+    that are cut."""
+    path, again = calibration_file(run, short), f"nearkin gallery calibrate {run}"
+    again += "" if short is None else f" --dim {short}"
     if not path.is_file():
-        return None, f"{run} has no {FILE}, so there is only a similarity; {again} makes it"
+        return None, f"{run} has no {path.name}, so there is only a similarity; {again} makes it"
     try:
         plain = files.read_json(path)
         if CHECKSUM in plain and plain.pop(CHECKSUM) != files.digest(plain):  # older files have none

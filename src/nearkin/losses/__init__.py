@@ -23,6 +23,10 @@ from nearkin.losses.cluster import (
     facility_location_loss,
 )
 from nearkin.losses.describe import describe as _describe
+from nearkin.losses.matryoshka import (
+    MatryoshkaLoss,
+)
+from nearkin.losses.module import LossModule as _LossModule
 from nearkin.losses.pair import (
     CircleLoss,
     ContrastiveLoss,
@@ -115,6 +119,7 @@ __all__ = [
     "LosslessTripletLoss",
     "MagFaceLoss",
     "MarginLoss",
+    "MatryoshkaLoss",
     "MultiSimilarityLoss",
     "NPairLoss",
     "NormalizedSoftmaxLoss",
@@ -164,7 +169,7 @@ __all__ = [
 ]
 
 for _name in __all__:
-    if isinstance(globals()[_name], type):
+    if isinstance(globals()[_name], type) and issubclass(globals()[_name], _LossModule):
         _describe(globals()[_name])
 
 

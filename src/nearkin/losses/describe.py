@@ -18,6 +18,7 @@ SHARED = {
     "squared": "squared distances (or hinges) instead of plain ones",
     "normalize": "embeddings are scaled to unit length first",
     "reduction": '"mean" over all terms, "active" over those above 0, "sum", or "none": one value per anchor',
+    "sampling_dim": 'dimensions that "distance_weighted" supposes; None: the vectors\', "fitted": those that they fill',
     "generator": "random generator of selections that draw; None: torch's own",
     "max_memory": "bytes that the loss may use beside its arguments and gradients; None: blocks of about 1 GiB",
     "impl": '"torch" runs anywhere, "triton" takes a kernel where it serves, "auto" chooses',

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.core import files
-from nearkin.report import item_sections, number_sections, sampling
+from nearkin.report import interpolation_section, item_sections, number_sections, sampling
 from nearkin.report.findings import Findings, check
 from nearkin.report.format import count, escape, number, short
 from nearkin.report.item_sections import Context
@@ -23,6 +23,7 @@ __all__ = ["Progress", "findings_of", "of_run", "page", "rehearse", "write"]
 Progress = Callable[[int, int], None]  # sections done, sections in total
 WAY_OUT = "make room, or choose another path"  # where a file cannot be written
 _REPEATED = ("precision@1",)  # the same number as recall@1
+LENGTHS = "The first dimensions of each test embedding alone, at the lengths that were trained for (--dim)."
 DISTANCES = "All pairs of test items; the farther apart the curves, the better."
 WORST = "By R-precision: the share of the R nearest neighbours in the item's class, which has R other items."
 CONFUSED = "Pairs of classes that are among each other's nearest neighbours."
@@ -79,6 +80,8 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
     advance(errors := item_sections.label_errors(context))
     sections: list[Section] = [
         ("results", "Results", _results_note(findings), numbers),
+        ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
+        ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
         ("map", "Map", _map_note(context, plane[1]), plane[0]),
         ("training", "Training", _training_note(findings), curves),
