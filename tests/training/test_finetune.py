@@ -15,7 +15,7 @@ from nearkin.models import adapt
 from nearkin.models.encoder import is_lora
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.config import finetune
-from nearkin.training.config.recipe import read
+from nearkin.training.config.recipe import Recipe, read
 from nearkin.training.prepare import build_encoder, prepare
 from nearkin.training.trainer import assemble
 
@@ -258,3 +258,13 @@ def test_the_fitted_projection_is_the_default_of_a_pretrained_encoder_with_a_hea
     assert prepare(read(None, [*names, "encoder.dim=0"])).recipe.finetune.projection is None
     with pytest.raises(ValueError, match=r"finetune.projection would have no effect.*encoder.dim is 0"):
         prepare(read(None, [*names, "encoder.dim=0", "finetune.projection=random"]))
+
+
+def test_where_the_length_counts_the_projection_is_not_centred():
+    """What is far from the usual picture, as a blurred one, would be long: studies/quality.py measured it."""
+    plain = Recipe().with_("encoder", name="efficientnet-lite0", pretrained=True, dim=128, freeze_norms=True)
+    for loss, projection in (("magface", "random"), ("adaface", "random"), ("arcface", "pca")):
+        settled, _ = finetune.settle_finetune(plain.with_("loss", name=loss), 100, 2000)
+        assert settled.finetune.projection == projection
+    asked = plain.with_("loss", name="magface").with_("finetune", projection="pca")
+    assert finetune.settle_finetune(asked, 100, 2000)[0].finetune.projection == "pca"

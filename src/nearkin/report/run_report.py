@@ -16,7 +16,7 @@ from nearkin.report.item_sections import Context
 from nearkin.report.template import Section, document
 from nearkin.report.thumbnails import Thumbnails
 from nearkin.training import Outcome
-from nearkin.training.config.defaults import BY_LENGTH
+from nearkin.training.config.registry import BY_LENGTH
 
 __all__ = ["Progress", "findings_of", "of_run", "page", "rehearse", "write"]
 

@@ -21,6 +21,7 @@ from nearkin.data.splits import Parts, divide, source_split
 from nearkin.training.config.finetune import HEAD_EPOCHS, settle_finetune
 from nearkin.training.config.recipe import Recipe, no_effect
 from nearkin.training.config.registry import (
+    BY_LENGTH,
     LOSSES,
     SAMPLERS,
     Setting,
@@ -30,7 +31,7 @@ from nearkin.training.config.registry import (
     matryoshka_dims,
 )
 
-__all__ = ["BY_LENGTH", "SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
+__all__ = ["SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
 __all__ += ["settle_split", "split_items"]
 
 TEST = 0.25  # share of the classes, or items, of a source without a test part
@@ -42,7 +43,6 @@ _LARGE = {"efficientnet-lite1": 240, "efficientnet-lite2": 260}  # sides they we
 LEAST = 32  # smallest side that a pretrained encoder can see
 # Encoders that a CUDA graph can repeat; others may not be.
 CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0", "efficientnet-lite1", "efficientnet-lite2")
-BY_LENGTH = {"adaface", "magface"}  # losses whose margins follow the length of embeddings
 # Losses whose papers work on embeddings of free length.
 FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"} | BY_LENGTH
 # The sampler that belongs to a loss, where it is not class-balanced.

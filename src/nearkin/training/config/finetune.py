@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from nearkin.models import adapt
 from nearkin.training.config.recipe import Recipe, no_effect
+from nearkin.training.config.registry import BY_LENGTH
 
 __all__ = ["HEAD_EPOCHS", "Choice", "settle_finetune", "what_to_train"]
 
@@ -62,7 +63,9 @@ def settle_finetune(recipe: Recipe, num_classes: int | None, items: int) -> tupl
     if not recipe.encoder.get("dim") and options.projection is not None:
         no_effect("finetune.projection", "encoder.dim is 0, so there is no projection")
     if recipe.encoder.get("dim"):
-        settled["projection"] = options.projection or "pca"
+        # Principal directions are centred: what is far from the usual picture, as a blurred one, would be long.
+        usual = "random" if recipe.loss.get("name") in BY_LENGTH else "pca"
+        settled["projection"] = options.projection or usual
     for key in (*_LORA_KEYS, "layer_decay"):
         if key in set_keys and (train == "head" or (key in _LORA_KEYS and train != "lora")):
             no_effect(f"finetune.{key}", f"finetune.train is {train}")

@@ -13,9 +13,10 @@ from nearkin.data import augment
 from nearkin.losses.matryoshka import check_lengths
 from nearkin.training.config.recipe import Recipe
 
-__all__ = ["LOSSES", "SAMPLERS", "Choice", "Setting", "augmentation_of", "check_keys", "encoder_settings"]
+__all__ = ["BY_LENGTH", "LOSSES", "SAMPLERS", "Choice", "Setting", "augmentation_of", "check_keys", "encoder_settings"]
 __all__ += ["loss_settings", "matryoshka_dims", "sampler_settings", "settings_of"]
 
+BY_LENGTH = {"adaface", "magface"}  # losses whose margins follow the length of embeddings
 # Set by the trainer, which knows the data, the encoder and the ranks.
 _FILLED = {"self", "labels", "targets", "num_classes", "dim", "generator", "seed", "rank", "world_size", "batches"}
 _FILLED |= {"split", "classes", "batch_size"}
