@@ -183,6 +183,7 @@ CONFIGURATIONS = {
         "training.patience=9",
     ],
     "fp16": ["training.precision=fp16"],
+    "short embeddings": ["loss.name=adacos", "loss.matryoshka=[4, 2]"],
 }
 NO_CLASSES = ("mined pairs", "mined negatives", "negatives of the whole set")  # samplers without sampler.per_class
 

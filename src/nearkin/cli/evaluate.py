@@ -11,7 +11,7 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.ranks import first, joined
-from nearkin.cli.screen import app, bar_columns, echo, one_sentence, plain_bar
+from nearkin.cli.screen import app, bar_columns, echo, one_sentence, plain_bar, print_note
 from nearkin.core.text import visible
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ def evaluate(
         ),
     ] = None,
     root: options.RootOption = None,
+    dim: Annotated[
+        int | None,
+        typer.Option(help="Of RUN: measure the first so many dimensions alone.", metavar="D", show_default="all"),
+    ] = None,
     labels: Annotated[
         Path | None, typer.Option(help="Class of each row: .npy, or .csv/.txt with one per line.", metavar="FILE")
     ] = None,
@@ -155,10 +159,10 @@ def evaluate(
         if embeddings.is_dir():
             if labels or targets or gallery:
                 raise ValueError(f"{embeddings}: a run brings its own labels; leave --labels, --targets, --gallery out")
-            queries, searched = _of_run(embeddings, source, root, device.value, group)
+            queries, searched = _of_run(embeddings, source, root, dim, device.value, group)
         else:
-            if source is not None or root is not None:
-                raise ValueError(f"{embeddings}: SOURCE and --root are for the folder of a run, got a file")
+            if source is not None or root is not None or dim is not None:
+                raise ValueError(f"{embeddings}: SOURCE, --root and --dim are for the folder of a run, got a file")
             queries = vectors.read(embeddings, labels, targets, multi_label=True)
             searched = (
                 None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, multi_label=True)
@@ -176,13 +180,17 @@ def evaluate(
 
 
 def _of_run(
-    run: Path, source: str | None, root: Path | None, device: str, group: "ProcessGroup | None"
+    run: Path, source: str | None, root: Path | None, dim: int | None, device: str, group: "ProcessGroup | None"
 ) -> "tuple[Vectors, Vectors | None]":
     """Embeddings of a source by the encoder of a run; and of its gallery, if it has one."""
     from nearkin import training
+    from nearkin.training.inference import length_note
 
     with plain_bar("embedding", not first(group)) as progress:
-        return training.vectors_of(run, source, root=root, device=device, progress=progress, group=group)
+        vectors = training.vectors_of(run, source, root=root, dim=dim, device=device, progress=progress, group=group)
+    if dim is not None and first(group) and (note := length_note(run, dim)) is not None:
+        print_note(note)
+    return vectors
 
 
 def _cut_offs(text: str) -> tuple[int, ...]:

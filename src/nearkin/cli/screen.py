@@ -196,6 +196,10 @@ class ProgressCallback:
     def on_saved(self, event: dict[str, Any]) -> None:
         self._print(f"saved at step {event['step']}")
 
+    def on_interpolating(self, event: dict[str, Any]) -> None:
+        self._bar("interpolating weights", event["total"])
+        self.bars.update(self.task, completed=event["done"], status=event["what"])
+
     def on_testing(self, event: dict[str, Any]) -> None:
         self._bar(f"testing: {event['what']}", None)
 

@@ -23,6 +23,10 @@ from nearkin.losses.cluster import (
     facility_location_loss,
 )
 from nearkin.losses.describe import describe as _describe
+from nearkin.losses.matryoshka import (
+    MatryoshkaLoss,
+)
+from nearkin.losses.module import LossModule as _LossModule
 from nearkin.losses.pair import (
     CircleLoss,
     ContrastiveLoss,
@@ -43,6 +47,13 @@ from nearkin.losses.quadruplet import (
     QuadrupletLoss,
     quadruplet_loss,
 )
+from nearkin.losses.quality_margin import (
+    AdaFaceLoss,
+    MagFaceLoss,
+    adaface_loss,
+    adaface_statistics,
+    magface_loss,
+)
 from nearkin.losses.rank import (
     FastAPLoss,
     SmoothAPLoss,
@@ -56,6 +67,10 @@ from nearkin.losses.ratio import (
 from nearkin.losses.siamese import (
     SiameseLoss,
     siamese_loss,
+)
+from nearkin.losses.siglip import (
+    SigmoidLoss,
+    sigmoid_loss,
 )
 from nearkin.losses.soft_triple import (
     SoftTripleLoss,
@@ -89,6 +104,7 @@ from nearkin.losses.triplet import (
 
 __all__ = [
     "AdaCosLoss",
+    "AdaFaceLoss",
     "ArcFaceLoss",
     "CenterLoss",
     "CircleLoss",
@@ -101,7 +117,9 @@ __all__ = [
     "LiftedStructureLoss",
     "LogRatioLoss",
     "LosslessTripletLoss",
+    "MagFaceLoss",
     "MarginLoss",
+    "MatryoshkaLoss",
     "MultiSimilarityLoss",
     "NPairLoss",
     "NormalizedSoftmaxLoss",
@@ -109,6 +127,7 @@ __all__ = [
     "ProxyNCALoss",
     "QuadrupletLoss",
     "SiameseLoss",
+    "SigmoidLoss",
     "SmoothAPLoss",
     "SoftTripleLoss",
     "SphereFaceLoss",
@@ -116,6 +135,8 @@ __all__ = [
     "TripletLoss",
     "adacos_loss",
     "adacos_scale",
+    "adaface_loss",
+    "adaface_statistics",
     "arcface_loss",
     "center_loss",
     "center_update",
@@ -130,6 +151,7 @@ __all__ = [
     "lifted_structure_loss",
     "logratio_loss",
     "lossless_triplet_loss",
+    "magface_loss",
     "margin_loss",
     "multi_similarity_loss",
     "normalized_softmax_loss",
@@ -138,6 +160,7 @@ __all__ = [
     "proxy_nca_loss",
     "quadruplet_loss",
     "siamese_loss",
+    "sigmoid_loss",
     "smooth_ap_loss",
     "soft_triple_loss",
     "sphereface_loss",
@@ -146,7 +169,7 @@ __all__ = [
 ]
 
 for _name in __all__:
-    if isinstance(globals()[_name], type):
+    if isinstance(globals()[_name], type) and issubclass(globals()[_name], _LossModule):
         _describe(globals()[_name])
 
 

@@ -35,6 +35,7 @@ class LossModule(nn.Module):
     """Holds the settings of a loss function; `loss.margin` reads one, `loss.margin = 0.3` checks and changes it."""
 
     lr_scale = 1.0
+    along_dim: tuple[str, ...] | None = None  # tensors whose last axis is the embedding's; None: all with two axes
     takes_batch_first = True  # reference_labels may be a `BatchFirst`, as `CrossBatchMemory` gives them
     function: ClassVar[Callable[..., Tensor]]
     _settings: ClassVar[tuple[str, ...]] = ()  # arguments of __init__

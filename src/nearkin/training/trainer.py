@@ -24,9 +24,10 @@ from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.parallel import Parallel
 from nearkin.evaluation.arrays import Progress
 from nearkin.models import Encoder
+from nearkin.models.adapt import plain_state
 from nearkin.samplers import EpochSampler, HardNegatives, PairPerClass
 from nearkin.training import grad_cache, run_dir, step, validation
-from nearkin.training.build import build_loss, build_sampler
+from nearkin.training.build import adapted, build_loss, build_sampler
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.checkpoint.state import State
@@ -34,7 +35,7 @@ from nearkin.training.config.defaults import CAPTURABLE
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of
 from nearkin.training.cuda_graphs import GraphedEncoder, GraphedStep
-from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
+from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed, on_device
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
 from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
@@ -197,8 +198,8 @@ class Trainer:
         """
         self.encoder.train()
         self.loss.train()
-        frozen = self.state.epoch < self.recipe.schedule.frozen_epochs
-        self.encoder.freeze_backbone(frozen or bool(self.recipe.encoder.get("freeze_backbone")))
+        head_first = self.state.epoch < (self.recipe.schedule.frozen_epochs or 0)
+        self.encoder.freeze_backbone(head_first or self.recipe.head_only)
         self.parallel.refresh()
         if self.graphed_step is not None:
             self.graphed_step.refresh()
@@ -249,10 +250,10 @@ class Trainer:
             self.save()
 
     def save_best(self, value: float, figures: dict[str, float]) -> None:
-        """Saves the present weights, under a name that the next checkpoint refers to."""
+        """Saves the present weights, LoRA merged, under a name that the next checkpoint refers to."""
         state = self.state
         tensors = checkpoint_state.prefixed(
-            encoder=self.best_encoder.state_dict(), loss=checkpoint_state.local_state(self.loss, self.group)
+            encoder=plain_state(self.best_encoder), loss=checkpoint_state.local_state(self.loss, self.group)
         )
         facts = {"epoch": state.epoch, "step": state.step, "val": figures}
         with self._explained("best weights"):
@@ -264,16 +265,16 @@ class Trainer:
         name = f"{self.checkpoints.folder}: the {what} of step {self.state.step}"
         return files.explained(name, f"the previous one is intact: make room, then nearkin train --resume {self.out}")
 
-    def embed(self, indices: Any, progress: Progress | None = None) -> Tensor:
-        """Embeddings (n, D) of these items by the present weights, without augmentation."""
+    def embed(self, indices: Any, encoder: Encoder | None = None, progress: Progress | None = None) -> Tensor:
+        """Embeddings (n, D) of these items by the present weights, or by another encoder, without augmentation."""
         options: dict[str, Any] = {"precision": self.precision, "group": self.group, "progress": progress}
         options["batch"] = max(64, min(512, self.recipe.training.chunk or 256))
-        return embed(self.best_encoder, self.store, indices, **options)
+        return embed(self.best_encoder if encoder is None else encoder, self.store, indices, **options)
 
     def refresh_sampler(self, mining: Callable[[str], Progress] = lambda _: _silent) -> None:
         """Gives a sampler that mines the embeddings of the training items, with the nearest negatives of each where it
         takes these, or the mean of each class."""
-        rows = self.embed(self.loader.indices, mining("embedding"))
+        rows = self.embed(self.loader.indices, progress=mining("embedding"))
         self.sampler.set_epoch(self.state.epoch)  # also after a resume in the middle of an epoch
         if isinstance(self.sampler, PairPerClass):
             ids = torch.from_numpy(self.sampler.class_ids)
@@ -321,7 +322,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
     recipe, train_part, options = prepared.recipe, prepared.parts.train, prepared.recipe.training
     device, graded = group.device(recipe.device), recipe.takes_targets
     _seed_everything(options.seed)
-    encoder = (prepared.own.wrapped or build_encoder(prepared)).to(device)
+    encoder = adapted(recipe, prepared.own.wrapped or build_encoder(prepared)).to(device)
     if options.sync_norms and group.size > 1:
         sync_batchnorm.sync(encoder, device)
     labels, classes, targets = _labels_or_targets(prepared, graded)
@@ -358,7 +359,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         sampler=sampler,
         loader=BatchLoader(store, train_part, sampler, options.workers, group),
         store=store,
-        labels=torch.from_numpy(targets if graded else labels).to(device),
+        labels=on_device(torch.from_numpy(targets if graded else labels), device),
         augmentation=augmentation_of(recipe),
         held_out=prepared.held_out("val"),
         graded=graded,
