@@ -288,7 +288,7 @@ def test_the_margin_loss_is_told_the_dimension_that_the_data_fill(vectors, tmp_p
     tensors = Checkpoints(tmp_path / "a" / "checkpoints").newest()[0]
     assert float(tensors["loss.running_dim.moments"][1]) > 0.5
     assert "loss.running_dim.moments" not in Checkpoints(tmp_path / "b" / "checkpoints").newest()[0]
-    with pytest.raises(ValueError, match='loss.sampling_dim must be left out unless selection="distance_weighted"'):
+    with pytest.raises(ValueError, match=r'loss.sampling_dim must be left out unless selection="distance_weighted"'):
         quickly(vectors, tmp_path / "e", "loss.name=triplet", "loss.sampling_dim=fitted")
 
 
