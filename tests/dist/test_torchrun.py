@@ -51,7 +51,8 @@ def place(tmp_path_factory):
 
 
 def recipe_of(home, *sets):
-    return read(None, [f'data.source="{home}/vectors.npz"', *SMALL, *sets])
+    small = [s for s in SMALL if "per_class" not in s or "sampler.name=hard-negatives" not in sets]
+    return read(None, [f'data.source="{home}/vectors.npz"', *small, *sets])
 
 
 def trained(rank, size, home, name, *sets):

@@ -285,7 +285,10 @@ def _settle_loss(recipe: Recipe, items: Items, facts: Facts) -> Recipe:
         raise ValueError(f'loss "{name}" needs continuous targets, {items.name} has none')
     if not recipe.takes_targets and items.labels is None:
         raise ValueError(f'loss "{name}" needs class labels, {items.name} has none; use logratio')
-    return recipe.with_("loss", **{**(_defaults(LOSSES[name].settings) if name in LOSSES else {}), **recipe.loss})
+    settled = {**(_defaults(LOSSES[name].settings) if name in LOSSES else {}), **recipe.loss}
+    if name == "margin" and settled["selection"] == "distance_weighted":
+        settled.setdefault("sampling_dim", "fitted")  # better than the vector's own on three sets: docs/claims.md
+    return recipe.with_("loss", **settled)
 
 
 def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
