@@ -27,6 +27,7 @@ from nearkin.training.config.registry import (
     encoder_settings,
     loss_settings,
     matryoshka_dims,
+    matryoshka_weights,
 )
 
 __all__ = ["SAMPLERS_OF", "sample_headers", "settle", "settle_images", "settle_source", "settle_split", "split_items"]
@@ -286,6 +287,8 @@ def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
 def _settle_matryoshka(recipe: Recipe, dim: int) -> Recipe:
     """The full length is one of the lengths, whether it was written or not."""
     lengths = matryoshka_dims(recipe, dim)
+    if lengths is not None:
+        matryoshka_weights(recipe, lengths)
     return recipe if lengths is None else recipe.with_("loss", matryoshka=list(lengths))
 
 
