@@ -14,6 +14,7 @@ VARIANTS = {
     "triplet, semihard": ["loss.name=triplet", "loss.selection=semihard"],
     "triplet, batch_hard": ["loss.name=triplet", "loss.selection=batch_hard"],
     "triplet, distance_weighted": ["loss.name=triplet", "loss.selection=distance_weighted"],
+    "margin, fitted": ["loss.name=margin", "loss.sampling_dim=fitted"],
     "triplet, random": ["loss.name=triplet", "loss.selection=random"],
     "contrastive, distance_weighted": [
         "loss.name=contrastive",

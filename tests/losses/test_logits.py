@@ -35,6 +35,8 @@ CASES = {
     "AdaCos": (lambda: losses.AdaCosLoss(C, D), lambda m, x: m.scale.double() * cosine(x, m.weight)),
     "CosFace": (lambda: losses.CosFaceLoss(C, D, 0.2, 30.0), lambda m, x: 30 * cosine(x, m.weight)),
     "ArcFace": (lambda: losses.ArcFaceLoss(C, D), lambda m, x: 64 * cosine(x, m.weight)),
+    "AdaFace": (lambda: losses.AdaFaceLoss(C, D, scale=30.0), lambda m, x: 30 * cosine(x, m.weight)),
+    "MagFace": (lambda: losses.MagFaceLoss(C, D, scale=30.0), lambda m, x: 30 * cosine(x, m.weight)),
     "ArcFace, sub-centres": (
         lambda: losses.ArcFaceLoss(C, D, sub_centers=3),
         lambda m, x: 64 * cosine(x, m.weight).view(len(x), C, 3).amax(2),

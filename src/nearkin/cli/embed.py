@@ -59,9 +59,8 @@ def embed(
                 group=group,
             )
         if first(group):
-            vector_files.write(
-                out, embedded.embeddings, embedded.labels, embedded.targets, embedded.names, embedded.classes
-            )
+            columns = (embedded.labels, embedded.targets, embedded.names, embedded.classes, embedded.quality)
+            vector_files.write(out, embedded.embeddings, *columns)
     if not quiet and first(group):
         rows, dimensions = embedded.embeddings.shape
         echo(f"{out}: {rows:,} × {dimensions}")

@@ -26,6 +26,7 @@ class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+    mps = "mps"
 
 
 RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)]
@@ -36,8 +37,8 @@ GalleryOption = Annotated[
 ]
 EncoderOption = Annotated[str | None, typer.Option(help="See `nearkin encoders`.", show_default="by the data")]
 BatchOption = Annotated[int | None, typer.Option(help="Items per batch.", show_default="by the data")]
-DeviceOption = Annotated[Device, typer.Option(help="auto takes cuda if available.")]
-OpenDeviceOption = Annotated[Device | None, typer.Option(help="auto takes cuda if available.")]
+DeviceOption = Annotated[Device, typer.Option(help="auto takes cuda if available; mps: an Apple GPU.")]
+OpenDeviceOption = Annotated[Device | None, typer.Option(help="auto takes cuda if available; mps: an Apple GPU.")]
 PartialFlag = Annotated[bool, typer.Option("--partial", help="Accept an incomplete benchmark data set.")]
 DimOption = Annotated[
     int | None,

@@ -138,10 +138,15 @@ def impossible(name: str, value: object, because: str, possible: Iterable[str]) 
 
 
 def device(choice: str, name: str = "device", instead: str = "--device cpu") -> torch.device:
-    """The device that "auto", "cpu" or "cuda" stands for on this machine."""
-    one_of(name, choice, ("auto", "cpu", "cuda"))
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{name} cuda is not available here; use {instead}")
+    """The device that "auto", "cpu", "cuda" or "mps" stands for on this machine; auto is cuda or cpu."""
+    one_of(name, choice, ("auto", "cpu", "cuda", "mps"))
+    missing = (choice == "cuda" and not torch.cuda.is_available()) or (
+        choice == "mps" and not torch.backends.mps.is_available()
+    )
+    if missing:
+        raise ValueError(f"{name} {choice} is not available here; use {instead}")
+    if choice == "mps":
+        return torch.device("mps")
     return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
 
 

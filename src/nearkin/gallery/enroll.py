@@ -244,7 +244,7 @@ def _gather_batches(
     thumbnails = np.frombuffer(b"".join(item.thumbnail for item in encoded.values()), np.uint8)
     all_vectors = iter(group.rows(torch.from_numpy(vectors)).numpy())
     all_thumbnails = io.BytesIO(group.rows(torch.from_numpy(thumbnails.copy())).numpy().tobytes())
-    lengths = [(i, len(item.thumbnail)) for i, item in encoded.items()]
+    lengths = [(i, len(item.thumbnail), item.quality) for i, item in encoded.items()]
     batches = []
     for rank, (positions, sizes, sentences) in enumerate(group.values([list(items), lengths, unreadable])):
         content_of = dict(zip(positions, contents[rank], strict=True))
@@ -252,7 +252,7 @@ def _gather_batches(
             i: RawItem(content_of[i], "") if mark == KNOWN else None
             for i, mark in zip(positions, marks[rank], strict=True)
         }
-        for i, length in sizes:
-            batch[i] = Seen(next(all_vectors), content_of[i], "", all_thumbnails.read(length))
+        for i, length, quality in sizes:
+            batch[i] = Seen(next(all_vectors), content_of[i], "", all_thumbnails.read(length), quality)
         batches.append((batch, sentences))
     return batches

@@ -45,6 +45,7 @@ class Seen(NamedTuple):
     content: bytes  # sha256: equal for equal items
     name: str
     thumbnail: bytes  # PNG or JPEG; empty for vectors
+    quality: float | None = None  # the length of the embedding, where the encoder leaves it free
 
 
 class RawItem(NamedTuple):
@@ -71,6 +72,7 @@ class EncoderInfo(NamedTuple):
     fingerprint: str
     preparation: dict[str, Any]
     dim: int | None
+    free_length: bool = False  # embeddings are not scaled to unit length: the length is the quality of an item
     lengths: tuple[int, ...] = ()
     short: int | None = None
 
@@ -87,6 +89,7 @@ def encoder_info(run: str | Path, dim: int | None = None) -> EncoderInfo:
         full = plain["settings"].get("dim") or (lengths[0] if lengths else None)
         short = None if dim == full else dim
         identity, preparation = fingerprint(plain, short), plain["preparation"]
+        free_length = plain["settings"].get("normalize") is False
         kind = preparation.get("kind")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: not the description of an encoder ({error})") from None
@@ -96,7 +99,7 @@ def encoder_info(run: str | Path, dim: int | None = None) -> EncoderInfo:
         )
     if short is not None:
         check_length(plain, short, run)
-    return EncoderInfo(folder, identity, preparation, short or full, lengths, short)
+    return EncoderInfo(folder, identity, preparation, short or full, free_length, lengths, short)
 
 
 class Encoding:
@@ -136,15 +139,21 @@ class Encoding:
             raise ValueError(f"{name} {error}") from None
 
     @torch.inference_mode()
-    def embed(self, rows: Sequence[NDArray[Any]]) -> Floats:
-        """Squares, or vectors of features, to (n, D) of length 1."""
+    def embed(self, rows: Sequence[NDArray[Any]]) -> tuple[Floats, list[float | None]]:
+        """Squares, or vectors of features, to (n, D) of length 1, and the quality of each."""
         encoder, parts = self._loaded(), []
         for start in range(0, len(rows), ENCODER_BATCH):
             batch = torch.from_numpy(np.stack(list(rows[start : start + ENCODER_BATCH]))).to(self.device)
             if self.takes_pictures:
                 batch = augment.centre(batch, self.info.preparation["size"])
             parts.append(encoder(batch).float().cpu().numpy())
-        return unit(np.concatenate(parts), "embeddings") if parts else np.empty((0, self.dim), np.float32)
+        if not parts:
+            return np.empty((0, self.dim), np.float32), []
+        embeddings = np.concatenate(parts)
+        quality: list[float | None] = [None] * len(embeddings)
+        if self.info.free_length:
+            quality = np.linalg.norm(embeddings.astype(np.float64), axis=1).tolist()
+        return unit(embeddings, "embeddings"), quality
 
     def _loaded(self) -> models.Encoder:
         if self._encoder is None:
@@ -212,10 +221,10 @@ def encode_items(
             inputs.append((i, item, item.features))
     if inputs:
         assert encoding is not None
-        vectors = encoding.embed([features for _, _, features in inputs])
-        for (i, item, features), vector in zip(inputs, vectors, strict=True):
+        embedded = encoding.embed([features for _, _, features in inputs])
+        for (i, item, features), vector, quality in zip(inputs, *embedded, strict=True):
             thumbnail = _thumbnail(features) if encoding.takes_pictures else b""
-            encoded[i] = Seen(vector, item.content, item.name, thumbnail)
+            encoded[i] = Seen(vector, item.content, item.name, thumbnail, quality)
     return encoded
 
 
@@ -380,5 +389,6 @@ def _new_rows(encoded: list[Seen], batch: Batch, new: list[int]) -> list[NewRow]
     for i, vector in zip(new, pack(np.stack([encoded[i].vector for i in new])), strict=True):
         item, name = encoded[i], batch.names[i]
         name = item.name if name is None else name
-        rows.append(new_row(item.content, batch.labels[i], name, batch.metadata[i], vector, item.thumbnail))
+        facts = (item.content, batch.labels[i], name, batch.metadata[i], vector, item.thumbnail)
+        rows.append(new_row(*facts, item.quality))
     return rows

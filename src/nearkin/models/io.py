@@ -12,6 +12,7 @@ import torch
 from nearkin.core import checks, files
 from nearkin.core.errors import UnfittingWeights
 from nearkin.core.versions import version_of
+from nearkin.models.adapt import plain_state
 from nearkin.models.encoder import PREFIX, Encoder, OwnEncoder
 from nearkin.models.factory import build, shapes
 
@@ -31,14 +32,14 @@ def save(
     """Writes both files into the folder, which is created if needed; previous files stay until both are complete.
 
     preparation: how inputs are prepared for the encoder (JSON); `load` returns it. lengths: to which embeddings may be
-    cut, where it was trained for several (`MatryoshkaLoss`). For an instant between the two
-    renames at the end the files do not belong together, which the checksum in encoder.json shows.
+    cut, where it was trained for several (`MatryoshkaLoss`). LoRA is merged into the weights. For an instant between
+    the two renames at the end the files do not belong together, which the checksum in encoder.json shows.
     """
     from safetensors.torch import save as to_bytes
 
     state = {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in (encoder.backbone if isinstance(encoder, OwnEncoder) else encoder).state_dict().items()
+        for name, tensor in plain_state(encoder.backbone if isinstance(encoder, OwnEncoder) else encoder).items()
     }
     weights = to_bytes(state, {"format": "pt"})
     description = {

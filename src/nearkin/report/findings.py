@@ -36,6 +36,7 @@ class Findings:
     names: list[str]  # (N,)
     picture: Callable[[int], NDArray[np.uint8]] | None = None  # item i as (H, W) or (H, W, 3)
     notes: list[str] = field(default_factory=list)
+    free_length: bool = False  # embeddings are not scaled to unit length: their lengths are shown as quality
 
 
 def check(findings: Findings) -> None:

@@ -9,13 +9,14 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.core import files
-from nearkin.report import item_sections, number_sections, sampling
+from nearkin.report import interpolation_section, item_sections, number_sections, sampling
 from nearkin.report.findings import Findings, check
 from nearkin.report.format import count, escape, number, short
 from nearkin.report.item_sections import Context
 from nearkin.report.template import Section, document
 from nearkin.report.thumbnails import Thumbnails
 from nearkin.training import Outcome
+from nearkin.training.config.defaults import BY_LENGTH
 
 __all__ = ["Progress", "findings_of", "of_run", "page", "rehearse", "write"]
 
@@ -79,11 +80,13 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
     advance(errors := item_sections.label_errors(context))
     sections: list[Section] = [
         ("results", "Results", _results_note(findings), numbers),
+        ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
         ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
         ("map", "Map", _map_note(context, plane[1]), plane[0]),
         ("training", "Training", _training_note(findings), curves),
         ("distances", "Distances", _sampled(context, DISTANCES), item_sections.distances(context)),
+        ("quality", "Quality", _quality_note(findings), item_sections.quality(context)),
         ("worst", "Worst classes", _sampled(context, WORST), item_sections.worst(context)),
         ("confused", "Most confused", _sampled(context, CONFUSED), item_sections.confused(context)),
         ("labels", "Suspect labels", _sampled(context, SUSPECT), errors),
@@ -161,6 +164,14 @@ def _map_note(context: Context, method: str) -> str:
     return f"{text} Coloured by target{f', the first of {columns}' if columns > 1 else ''}."
 
 
+def _quality_note(findings: Findings) -> str:
+    note = "The length of each test item's embedding: blurred, dark and odd items should have short ones."
+    name = (findings.recipe.get("loss") or {}).get("name")
+    if name not in BY_LENGTH:
+        note = f"The length of each test item's embedding. The loss {escape(str(name))} does not train it as a quality."
+    return note
+
+
 def _training_note(findings: Findings) -> str:
     length = number_sections.length(findings)
     return f"{length}." if length else ""
@@ -197,6 +208,7 @@ def findings_of(outcome: Outcome) -> Findings:
         names=items.names,
         picture=_picture(prepared.rows, held_out.everything) if prepared.baseline != "vectors" else None,
         notes=outcome.notes,
+        free_length=recipe.encoder.get("normalize") is False,
     )
 
 

@@ -25,7 +25,7 @@ from nearkin.training.config.registry import (
 )
 from nearkin.training.own_objects import NONE, Own
 
-__all__ = ["build_loss", "build_sampler", "new_encoder"]
+__all__ = ["adapted", "build_loss", "build_sampler", "new_encoder"]
 
 _SECTIONS = {"channels": "data.", "size": "data.", "features": ""}  # where a recipe has them; others: [encoder]
 _PER_CLASS = {"class-balanced": 0, "hard-classes": 0, "pair-per-class": 2}  # items per class; 0: sampler.per_class
@@ -55,6 +55,20 @@ def new_encoder(recipe: Recipe, shape: tuple[int, ...] | None, own: Own = NONE) 
     encoder.freeze_backbone(backbone)
     encoder.freeze_norms(norms)
     return encoder
+
+
+def adapted(recipe: Recipe, encoder: models.Encoder) -> models.Encoder:
+    """The encoder as it is trained: with LoRA layers, in place, if the recipe asks for them."""
+    options = recipe.finetune
+    if options.train != "lora":
+        return encoder
+    assert options.lora_rank and options.lora_alpha and options.lora_layers
+    try:
+        return models.add_lora(
+            encoder, options.lora_rank, options.lora_alpha, options.lora_layers, seed=recipe.training.seed
+        )
+    except ValueError as error:
+        raise ValueError(f"finetune.lora_{error}") from None
 
 
 def build_loss(
@@ -129,6 +143,9 @@ def build_sampler(
 ) -> EpochSampler:
     """The sampler over the training items, with `sampler.batch` items per batch."""
     settings, name = sampler_settings(recipe), str(recipe.sampler["name"])
+    every = settings.pop("every", 1)  # the trainer's
+    if every < 1:
+        raise ValueError(f"sampler.every must be >= 1, got {every}")
     batch = recipe.sampler.get("batch")
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 2:
         raise ValueError(f"sampler.batch must be a whole number >= 2, got {batch!r}")

@@ -34,13 +34,17 @@ Progress = Callable[[int, int], None]
 
 
 class Embedded(NamedTuple):
-    """Embeddings (n, D) float32 with the labels or targets and names of the items."""
+    """Embeddings (n, D) float32 with the labels or targets and names of the items.
+
+    quality: (n,), the length of each embedding, larger is better; None where the encoder scales to unit length.
+    """
 
     embeddings: Tensor
     labels: NDArray[np.int64] | None
     targets: NDArray[np.float64] | None
     classes: list[str]
     names: list[str]
+    quality: NDArray[np.float64] | None = None
 
 
 class _Opened(NamedTuple):
@@ -133,7 +137,8 @@ def _embedded(
     chosen = opened.items.take(indices)
     options: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "group": group}
     rows = embed(opened.encoder, opened.store, indices, **options)
-    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
+    quality = rows.double().norm(dim=1).cpu().numpy() if opened.encoder.free_length else None
+    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names, quality)
 
 
 def _vectors(name: str, embedded: Embedded) -> Vectors:

@@ -124,7 +124,10 @@ def _samplers() -> dict[str, Choice]:
         if class_name != "EpochSampler":
             name = re.sub(r"(?<!^)(?=[A-Z])", "-", class_name).lower()
             make = getattr(samplers, class_name)
-            choices[name] = Choice(name, make, settings_of(make), make)
+            settings = settings_of(make)
+            if hasattr(make, "refresh"):
+                settings["every"] = Setting("every", int, 1)  # epochs between two refreshes, which the trainer makes
+            choices[name] = Choice(name, make, settings, make)
     return dict(sorted(choices.items()))
 
 
