@@ -96,8 +96,9 @@ def test_the_full_length_is_added_and_the_key_is_known_without_a_name():
 def test_the_loss_of_a_recipe():
     loss = build_loss(recipe_of("loss.name=arcface", "loss.matryoshka=[4]"), 5, 8, 0)
     assert isinstance(loss, losses.MatryoshkaLoss) and loss.dims == (8, 4) and loss.normalize
-    weighted = recipe_of("loss.name=arcface", "loss.matryoshka=[4]", "loss.matryoshka_weights=[1, 0.5]")
-    assert build_loss(weighted, 5, 8, 0).weights == (1, 0.5)
+    assert loss.weights == (1, 0.5), "the share of the full length"
+    weighted = recipe_of("loss.name=arcface", "loss.matryoshka=[4]", "loss.matryoshka_weights=[1, 2]")
+    assert build_loss(weighted, 5, 8, 0).weights == (1, 2)
     free = recipe_of("loss.name=center", "loss.matryoshka=[4]", "encoder.normalize=false")
     assert not build_loss(free, 5, 8, 0).normalize
     memory = build_loss(recipe_of("loss.name=supcon", "loss.matryoshka=[4]", "memory.size=9"), 5, 8, 0)

@@ -177,10 +177,16 @@ def matryoshka_dims(recipe: Recipe, dim: int | None = None) -> tuple[int, ...] |
     return lengths
 
 
-def matryoshka_weights(recipe: Recipe, dims: tuple[int, ...]) -> tuple[float, ...] | None:
-    """What the loss of each length is multiplied by, None: as `MatryoshkaLoss` does it. dims: of `matryoshka_dims`."""
+def matryoshka_weights(recipe: Recipe, dims: tuple[int, ...]) -> tuple[float, ...]:
+    """What the loss of each length is multiplied by. dims: of `matryoshka_dims`.
+
+    By default the length's share of the full one: with equal weights the short lengths, whose gradients are larger,
+    cost the full one more (docs/losses.md).
+    """
     weights = _around(recipe)[1]
-    if weights is not None and len(weights) != len(dims):
+    if weights is None:
+        return tuple(dim / dims[0] for dim in dims)
+    if len(weights) != len(dims):
         raise ValueError(f"loss.matryoshka_weights must have one entry per length {list(dims)}, got {list(weights)}")
     return weights
 
