@@ -1,7 +1,7 @@
 """Short embeddings: how much 64, 32 and 16 of 128 dimensions keep, trained for them (`loss.matryoshka`) and not.
 
     python studies/short_embeddings.py --out FOLDER [--data FOLDER] [--sets glyphs birds] [--seeds 2] [--epochs 6]
-                                       [--device cpu] [--quick]
+                                       [--equal] [--device cpu] [--quick]
 
 Two sets, each trained plainly and with `loss.matryoshka = [128, 64, 32, 16]`, all else equal, and tested on classes
 that were not trained on:
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=6, help="of 100 steps")
+    parser.add_argument("--equal", action="store_true", help="all lengths weigh 1, not their share of the full one")
     parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="a few steps on a few birds, to see that it runs")
     options = parser.parse_args(argv)
@@ -89,7 +90,8 @@ def birds(root: Path, out: Path, quick: bool) -> Path:
 def compared(name: str, source: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One seed of a set: both runs at every length, and their full lengths against each other."""
     runs, quick = {}, options.quick
-    for how, lengths in (("plain", {}), ("matryoshka", {"loss.matryoshka": list(DIMS)})):
+    weights = {"loss.matryoshka_weights": [1.0] * len(DIMS)} if options.equal else {}
+    for how, lengths in (("plain", {}), ("matryoshka", {"loss.matryoshka": list(DIMS), **weights})):
         settings = {**COMMON, **SETS[name], **lengths, "training.seed": seed, "training.device": options.device}
         settings |= {"training.epochs": 1 if quick else options.epochs, "training.batches": 5 if quick else 100}
         folder = options.out / f"{name}-{how}-{seed}{'-quick' if quick else ''}"
