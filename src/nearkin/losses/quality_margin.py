@@ -211,6 +211,7 @@ class AdaFaceLoss(LossModule, function=adaface_loss, learned=("mean", "std")):
     processes they are those of the global batch. sample_rate and shard as in `NormalizedSoftmaxLoss`.
     """
 
+    reads_length = True
     mean: Tensor
     std: Tensor
 
@@ -249,7 +250,8 @@ class AdaFaceLoss(LossModule, function=adaface_loss, learned=("mean", "std")):
             refuse_transforms("AdaFaceLoss")
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         if self.training:
-            checks.class_batch(embeddings, labels, self.num_classes, self.dim)  # before a bad batch is learned from
+            dim = self.weight.shape[1]  # fewer in `MatryoshkaLoss`
+            checks.class_batch(embeddings, labels, self.num_classes, dim)  # before a bad batch is learned from
             self.mean, self.std = adaface_statistics(embeddings, labels, self.mean, self.std, momentum=self.momentum)
         labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
         arguments = self.arguments() | {"mean": self.mean, "std": self.std}
@@ -262,6 +264,8 @@ class AdaFaceLoss(LossModule, function=adaface_loss, learned=("mean", "std")):
 
 class MagFaceLoss(LossModule, function=magface_loss):
     """`magface_loss` with its class weights (C, D); sample_rate and shard as in `NormalizedSoftmaxLoss`."""
+
+    reads_length = True
 
     def __init__(
         self,

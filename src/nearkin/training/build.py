@@ -20,6 +20,7 @@ from nearkin.training.config.registry import (
     encoder_settings,
     loss_settings,
     matryoshka_dims,
+    matryoshka_weights,
     sampler_settings,
 )
 from nearkin.training.own_objects import NONE, Own
@@ -117,7 +118,10 @@ def _of_lengths(loss: nn.Module, recipe: Recipe, dim: int) -> nn.Module:
     if dims is None:
         return loss
     normalize = bool(recipe.encoder.get("normalize", recipe.loss["name"] not in FREE_LENGTH))
-    return losses.MatryoshkaLoss(loss, dims, normalize=normalize)
+    try:
+        return losses.MatryoshkaLoss(loss, dims, matryoshka_weights(recipe, dims), normalize=normalize)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"loss.matryoshka_{error}" if str(error).startswith("weights") else str(error)) from None
 
 
 def _with_memory(loss: nn.Module, recipe: Recipe, dim: int, targets: int | None) -> nn.Module:

@@ -29,6 +29,7 @@ from nearkin.training.config.registry import (
     encoder_settings,
     loss_settings,
     matryoshka_dims,
+    matryoshka_weights,
 )
 
 __all__ = ["SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
@@ -326,9 +327,12 @@ def _check_views(recipe: Recipe, items: Items) -> None:
 
 
 def _settle_matryoshka(recipe: Recipe, dim: int) -> Recipe:
-    """The full length is one of the lengths, whether it was written or not."""
+    """The full length is one of the lengths, whether it was written or not, and each has its weight."""
     lengths = matryoshka_dims(recipe, dim)
-    return recipe if lengths is None else recipe.with_("loss", matryoshka=list(lengths))
+    if lengths is None:
+        return recipe
+    weights = list(matryoshka_weights(recipe, lengths))
+    return recipe.with_("loss", matryoshka=list(lengths), matryoshka_weights=weights)
 
 
 def _check_augment(recipe: Recipe) -> None:
