@@ -107,9 +107,10 @@ def results(
         "peak_bytes": _peak(on),
         "notes": state.notes,
     }
+    frozen = facts.get("interpolation", {}).get("chosen") == "frozen"  # nothing has trained it for short embeddings
     if "interpolation" in facts:
         content["interpolation"] = facts["interpolation"]
-        if facts["interpolation"]["chosen"] == "frozen":
+        if frozen:
             content["verdict"] |= _kept(content["verdict"])
     if recipe.evaluation.interval:
         content["no_interval"] = no_interval(tested["trained"], held_out)
@@ -117,7 +118,7 @@ def results(
         content["ranks"] = trainer.group.size
     if held_out.groups is not None and not trainer.graded:
         content["groups"] = group_figures(rows, held_out, on)
-    if (lengths := matryoshka_dims(recipe, rows["trained"].shape[1])) is not None:
+    if not frozen and (lengths := matryoshka_dims(recipe, rows["trained"].shape[1])) is not None:
         unit = bool(trainer.encoder.settings["normalize"])
         cut = {dim: _first(rows["trained"], dim, unit) for dim in lengths}
         content["lengths"] = {
