@@ -51,7 +51,8 @@ def place(tmp_path_factory):
 
 
 def recipe_of(home, *sets):
-    return read(None, [f'data.source="{home}/vectors.npz"', *SMALL, *sets])
+    small = [s for s in SMALL if "per_class" not in s or "sampler.name=hard-negatives" not in sets]
+    return read(None, [f'data.source="{home}/vectors.npz"', *small, *sets])
 
 
 def trained(rank, size, home, name, *sets):
@@ -494,7 +495,13 @@ def test_fsdp_on_a_cpu_is_refused_where_torch_cannot(monkeypatch):
 
 FINETUNED = ["data.size=32", "data.stored=32", "data.cache=false", "encoder.dim=8", "sampler.batch=9"]
 FINETUNED += ["sampler.per_class=3", "training.epochs=2", "training.batches=4", "training.log_steps=1"]
-FINETUNED += ["training.workers=0", "evaluation.interval=false", "training.device=cpu", "training.on_collapse=warn"]
+FINETUNED += [
+    "finetune.interpolate=false",
+    "training.workers=0",
+    "evaluation.interval=false",
+    "training.device=cpu",
+    "training.on_collapse=warn",
+]
 
 
 def finetuned(rank, size, home, name, *sets, stop=None):

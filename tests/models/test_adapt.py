@@ -122,6 +122,17 @@ def test_head_first_freezes_lora_too(make):
     assert {is_lora(n) for n, p in encoder.backbone.named_parameters() if p.requires_grad} == {True}
 
 
+@pytest.mark.parametrize("pooling", ["avg", "cls"])
+def test_lora_at_another_picture_size(vit, pooling, tmp_path):
+    """Position embeddings of 4 x 4 patches, pictures of 6 x 6."""
+    encoder = trained(models.add_lora(models.build(f"hf:{vit}", size=48, pooling=pooling, dim=6))).eval()
+    x = torch.rand(2, 3, 48, 48)
+    models.save(encoder, tmp_path)
+    assert (models.load(tmp_path)[0](x) - encoder(x)).abs().max() <= 1e-6
+    encoder.train()(x)[:, 0].sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in encoder.parameters())
+
+
 def test_lora_layers_by_default(vit):
     def layers(encoder):
         return [name for name, _ in adapt._adapted(models.add_lora(encoder).backbone)]
@@ -310,6 +321,7 @@ def test_timm_trains(published, sets, tmp_path, monkeypatch):
     ]
     keys += ["encoder.dim=8", "sampler.batch=8", "sampler.per_class=2", "training.epochs=2", "training.batches=5"]
     keys += ["training.log_steps=1", "evaluation.interval=false", "training.on_collapse=warn", "optimizer.lr=0.01"]
+    keys += ["finetune.interpolate=false"]  # so that the trained weights are saved, whatever they are worth
     outcomes = {}
     for graphs in ("false", "true") if torch.cuda.is_available() else ("false",):
         whole = [*keys, f"finetune.train={sets[0]}", *sets[1:]]

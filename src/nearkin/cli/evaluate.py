@@ -58,12 +58,19 @@ def evaluate(
     targets: Annotated[
         Path | None, typer.Option(help="Real-valued targets of each row: .npy, .csv or .txt.", metavar="FILE")
     ] = None,
+    groups: Annotated[
+        Path | None,
+        typer.Option(help="Group of each row (burst, camera, writer): .npy, .csv or .txt.", metavar="FILE"),
+    ] = None,
+    group_pattern: options.GroupPatternOption = None,
+    group_column: options.GroupColumnOption = None,
     gallery: Annotated[
         Path | None,
         typer.Option(help="Embeddings to search; without it EMBEDDINGS search one another.", metavar="FILE"),
     ] = None,
     gallery_labels: Annotated[Path | None, typer.Option(help="As --labels, for the gallery.", metavar="FILE")] = None,
     gallery_targets: Annotated[Path | None, typer.Option(help="As --targets, for the gallery.", metavar="FILE")] = None,
+    gallery_groups: Annotated[Path | None, typer.Option(help="As --groups, for the gallery.", metavar="FILE")] = None,
     retrieval: Annotated[
         bool, typer.Option("--retrieval", help="Recall@k, R-precision, MAP@R (the default with labels).")
     ] = False,
@@ -115,7 +122,8 @@ def evaluate(
     """Evaluate stored embeddings, or the encoder of a run: prints a table, and writes JSON on request.
 
     Without a protocol flag: verification with --pairs; else retrieval with labels, graded with targets.
-    For retrieval, labels may be 0/1 rows (N, L): positives share a label.
+    For retrieval, labels may be 0/1 rows (N, L): positives share a label. With groups, pairs of the same class and
+    group are left out.
 
     Examples:
 
@@ -154,19 +162,27 @@ def evaluate(
         )
         if json is not None and first(group):
             results_table.writable(json)
-        if gallery is None and (gallery_labels or gallery_targets):
-            raise ValueError("--gallery-labels and --gallery-targets need --gallery FILE")
+        if gallery is None and (gallery_labels or gallery_targets or gallery_groups):
+            raise ValueError("--gallery-labels, --gallery-targets and --gallery-groups need --gallery FILE")
+        if groups is not None and (group_pattern or group_column):
+            raise ValueError("--groups FILE excludes --group-pattern and --group-column, got both")
         if embeddings.is_dir():
-            if labels or targets or gallery:
-                raise ValueError(f"{embeddings}: a run brings its own labels; leave --labels, --targets, --gallery out")
-            queries, searched = _of_run(embeddings, source, root, dim, device.value, group)
+            if labels or targets or gallery or groups:
+                raise ValueError(
+                    f"{embeddings}: a run brings its own labels; leave --labels, --targets, --groups, --gallery out"
+                )
+            grouped = {"group_pattern": group_pattern, "group_column": group_column}
+            queries, searched = _of_run(embeddings, source, root, dim, device.value, group, grouped)
         else:
             if source is not None or root is not None or dim is not None:
                 raise ValueError(f"{embeddings}: SOURCE, --root and --dim are for the folder of a run, got a file")
-            queries = vectors.read(embeddings, labels, targets, multi_label=True)
-            searched = (
-                None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, multi_label=True)
-            )
+            if group_pattern is not None:
+                raise ValueError(f"{embeddings}: --group-pattern is for the folder of a run; --groups FILE for a file")
+            beside: dict[str, Any] = {"multi_label": True, "group_column": group_column}
+            queries = vectors.read(embeddings, labels, targets, groups, **beside)
+            searched = None
+            if gallery is not None:
+                searched = vectors.read(gallery, gallery_labels, gallery_targets, gallery_groups, **beside)
         pair_list = None if pairs is None else pair_lists.read(pairs, len(queries.embeddings))
         with _bar("pairs" if pairs is None else "resamples", first(group)) as progress:
             results = runner.evaluate(queries, searched, settings, progress, pair_list, group)
@@ -180,14 +196,21 @@ def evaluate(
 
 
 def _of_run(
-    run: Path, source: str | None, root: Path | None, dim: int | None, device: str, group: "ProcessGroup | None"
+    run: Path,
+    source: str | None,
+    root: Path | None,
+    dim: int | None,
+    device: str,
+    group: "ProcessGroup | None",
+    grouped: dict[str, Any],
 ) -> "tuple[Vectors, Vectors | None]":
     """Embeddings of a source by the encoder of a run; and of its gallery, if it has one."""
     from nearkin import training
     from nearkin.training.inference import length_note
 
     with plain_bar("embedding", not first(group)) as progress:
-        vectors = training.vectors_of(run, source, root=root, dim=dim, device=device, progress=progress, group=group)
+        options: dict[str, Any] = {"root": root, "dim": dim, "device": device, "progress": progress, "group": group}
+        vectors = training.vectors_of(run, source, **options, **grouped)
     if dim is not None and first(group) and (note := length_note(run, dim)) is not None:
         print_note(note)
     return vectors
@@ -262,6 +285,7 @@ def _print(results: dict[str, Any], interval: bool) -> None:
         if vectors
     ]
     classes = f", {results['classes']:,} classes" if results["classes"] else ""
+    classes += f", {results['groups']:,} groups" if results["groups"] else ""
     echo(" against ".join(sets) + classes)
     grid = Table(box=SIMPLE_HEAD)
     for name in ("protocol", "metric"):

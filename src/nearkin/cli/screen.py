@@ -277,6 +277,10 @@ def results_table(results: dict[str, Any]) -> None:
         if metric != "precision@1":  # the same number as recall@1
             grid.add_row(metric, *(metric_cell(metric, tested[name][metric]) for name in columns))
     Console().print(grid)
+    if results.get("groups"):
+        pairs, test = results["groups"]["pairs_left_out"], results["groups"]["test"]
+        line = f"{test:,} test groups: {pairs:,} pairs of the same class and group are left out"
+        Console().print(line, soft_wrap=True, highlight=False, markup=False)
     if results.get("no_interval"):
         Console().print(visible(results["no_interval"]), soft_wrap=True, highlight=False, markup=False)
 

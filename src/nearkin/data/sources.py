@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nearkin.core import checks
-from nearkin.data import file_tree, folders, glyphs, tables, vector_files, vectors
+from nearkin.data import file_tree, folders, glyphs, groups, tables, vector_files, vectors
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.benchmarks import read as read_benchmark
 from nearkin.data.item_set import Arrays, Items
@@ -32,8 +32,12 @@ def sources() -> list[Source]:
             "glyphs", "letters and symbols in twelve typefaces, drawn here (the default)", "the extra nearkin[glyphs]"
         ),
         Source("FOLDER", "class folders, also under train, val, test", "FOLDER/heron/1.jpg (also in a .zip or .tar)"),
-        Source("TABLE", "a .csv, .tsv or .parquet", "path,label[,split], or path and numeric target columns"),
-        Source("VECTORS", "an .npz, .safetensors or .parquet", "embeddings with labels or targets, split if you like"),
+        Source("TABLE", "a .csv, .tsv or .parquet", "path,label[,split][,group], or path and numeric targets"),
+        Source(
+            "VECTORS",
+            "an .npz, .safetensors or .parquet",
+            "embeddings with labels or targets; split, groups if you like",
+        ),
         *sets,
     ]
 
@@ -45,15 +49,34 @@ def load(
     seed: int = 0,
     partial: bool = False,
     labelled: bool = True,
+    group_pattern: str | None = None,
+    group_column: str | None = None,
 ) -> Items:
     """The items of a source.
 
     root: the folder of a benchmark set, or where the paths of a table start. seed: of the drawings of `glyphs`.
     partial: read an incomplete benchmark set and say so in `note`; otherwise its counts must be the published ones.
     labelled: False also takes images without class folders, and tables and vectors without labels, as `embed` does.
+    group_pattern: where the group of an item (burst, camera, writer) is in its name, as "*_c{group}_*". group_column:
+    of a table or a file of vectors; by default "group" ("groups" beside vectors) if there is one; "none" ignores it.
     """
     checks.integer("seed", seed, 0)
+    if group_pattern is not None and group_column is not None:
+        raise ValueError("group_pattern and group_column exclude each other, got both")
+    items = _load(source, root, seed, partial, labelled, groups.UNUSED if group_pattern is not None else group_column)
+    return items if group_pattern is None else groups.by_pattern(items, group_pattern)
+
+
+def _load(
+    source: str | Path, root: str | Path | None, seed: int, partial: bool, labelled: bool, group_column: str | None
+) -> Items:
     name, base = os.fspath(source), None if root is None else Path(root).expanduser()
+    table = Path(name).suffix.lower() in (*tables.KINDS, *vector_files.READABLE) and not Path(name).is_dir()
+    if group_column not in (None, groups.UNUSED) and (name == "glyphs" or name in BENCHMARKS or not table):
+        raise ValueError(
+            f'{name}: group_column is for tables and files of vectors, got "{group_column}"; '
+            "group_pattern finds groups in file names"
+        )
     if name == "glyphs":
         _refuse_root(name, base)
         return _glyphs(seed)
@@ -70,10 +93,10 @@ def load(
     if folder:
         _refuse_root(name, base)
         return folders.read(path, name, labelled)
-    return _file(path, name, base, labelled)
+    return _file(path, name, base, labelled, group_column)
 
 
-def _file(path: Path, name: str, root: Path | None, labelled: bool) -> Items:
+def _file(path: Path, name: str, root: Path | None, labelled: bool, group_column: str | None) -> Items:
     ending = path.suffix.lower()
     if path.name.lower().endswith((*file_tree.KINDS, *file_tree.COMPRESSED)):
         _refuse_root(name, root)
@@ -85,8 +108,8 @@ def _file(path: Path, name: str, root: Path | None, labelled: bool) -> Items:
         raise ValueError(f"{name}: its permissions do not allow reading it")
     if ending in vector_files.READABLE and not (ending == ".parquet" and _has_paths(path)):
         _refuse_root(name, root)
-        return vectors.items(path, name, labelled)
-    return tables.read(path, name, root, labelled)
+        return vectors.items(path, name, labelled, group_column)
+    return tables.read(path, name, root, labelled, group_column)
 
 
 def _has_paths(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ class Embedded(NamedTuple):
     classes: list[str]
     names: list[str]
     quality: NDArray[np.float64] | None = None
+    groups: list[str] | None = None
 
 
 class _Opened(NamedTuple):
@@ -93,12 +95,17 @@ def vectors_of(
     device: str,
     progress: Any = None,
     group: ProcessGroup | None = None,
+    group_pattern: str | None = None,
+    group_column: str | None = None,
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
 
-    dim: the first so many dimensions, of any number: what is measured need not have been trained for.
+    dim: the first so many dimensions, of any number: what is measured need not have been trained for. group_pattern,
+    group_column: as in `data.load`; they change no split. By default the run's own source has the groups of its recipe.
     """
-    opened = _in_turn(group, partial(_opened, Path(run), source, root, None, "strict", device, dim=dim, measured=True))
+    grouped = {"group_pattern": group_pattern, "group_column": group_column}
+    options: dict[str, Any] = {"dim": dim, "measured": True, "grouped": grouped}
+    opened = _in_turn(group, partial(_opened, Path(run), source, root, None, "strict", device, **options))
     embedded = _embedded(opened, opened.indices, group, progress=progress)
     queries = _vectors(f"{run} on {source or 'its test part'}", embedded)
     if opened.gallery is None:
@@ -138,14 +145,15 @@ def _embedded(
     options: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "group": group}
     rows = embed(opened.encoder, opened.store, indices, **options)
     quality = rows.double().norm(dim=1).cpu().numpy() if opened.encoder.free_length else None
-    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names, quality)
+    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names, quality, chosen.groups)
 
 
 def _vectors(name: str, embedded: Embedded) -> Vectors:
     labels, targets = embedded.labels, embedded.targets
     names = None if labels is None else np.array([embedded.classes[i] for i in labels], dtype=str)
+    groups = None if embedded.groups is None else np.array(embedded.groups, dtype=str)
     return Vectors(
-        name, embedded.embeddings, names, None if targets is None else torch.from_numpy(targets), embedded.names
+        name, embedded.embeddings, names, None if targets is None else torch.from_numpy(targets), embedded.names, groups
     )
 
 
@@ -210,6 +218,7 @@ def _opened(
     same: bool = True,
     dim: int | None = None,
     measured: bool = False,
+    grouped: dict[str, Any] | None = None,
 ) -> _Opened:
     """same: the source must be as it was. dim: the first so many dimensions; measured: of any number."""
     _finished(run)
@@ -227,7 +236,9 @@ def _opened(
     root = recipe.data.root if own_source and root is None else root
     if own_source and recipe.data.unreadable is not None and unreadable == "strict":
         unreadable = recipe.data.unreadable  # what training has skipped is skipped again
-    items = data.load(source, root=root, partial=recipe.data.partial, labelled=part != "all")
+    options: dict[str, Any] = {"root": root, "partial": recipe.data.partial, "labelled": part != "all"}
+    own_groups: dict[str, Any] = {"group_pattern": recipe.data.group_pattern, "group_column": recipe.data.group_column}
+    items = data.load(source, **options, **(own_groups if own_source else {}))
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
     indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
     gallery = None
@@ -243,6 +254,8 @@ def _opened(
         if indices is None:
             raise ValueError(f"{source}: it has no gallery of its own; its test items search one another")
         gallery = parts.gallery if part == "test" else None
+    if grouped is not None and any(grouped.values()):  # after the split, which is that of the run
+        items = replace(items, groups=data.load(source, **options, **grouped).groups)
     store = ItemStore(rows, on, preparation.get("size"), preparation.get("flip", True))
     return _Opened(encoder, store, items, indices, gallery)
 

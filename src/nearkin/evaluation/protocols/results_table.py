@@ -10,7 +10,7 @@ from nearkin.core import files
 __all__ = ["Row", "table", "writable", "write"]
 
 _COUNTS = {"queries", "without_positives", "unknown", "genuine", "impostors", "classes", "clusters", "iterations"}
-_COUNTS |= {"spearman_skipped", "items", "k"}
+_COUNTS |= {"spearman_skipped", "items", "k", "left_out"}
 _PLAIN = {"spearman", "inertia"}  # neither a count nor a share
 
 

@@ -56,6 +56,10 @@ class Data(_Section):
     val: float | None = Field(default=None, gt=0, lt=1)
     test: float | None = Field(default=None, gt=0, lt=1)
     seed: int = Field(default=0, ge=0)
+    # Groups beside classes: where they are (in names, or in which column), and whether a group counts within its class.
+    group_pattern: str | None = None
+    group_column: str | None = None
+    group_scope: Literal["set", "class"] | None = None
 
 
 class Memory(_Section):
