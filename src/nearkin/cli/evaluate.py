@@ -48,6 +48,7 @@ def evaluate(
         ),
     ] = None,
     root: options.RootOption = None,
+    levels: options.LevelsOption = None,
     labels: Annotated[
         Path | None, typer.Option(help="Class of each row: .npy, or .csv/.txt with one per line.", metavar="FILE")
     ] = None,
@@ -155,14 +156,13 @@ def evaluate(
         if embeddings.is_dir():
             if labels or targets or gallery:
                 raise ValueError(f"{embeddings}: a run brings its own labels; leave --labels, --targets, --gallery out")
-            queries, searched = _of_run(embeddings, source, root, device.value, group)
+            queries, searched = _of_run(embeddings, source, root, device.value, group, options.names(levels))
         else:
             if source is not None or root is not None:
                 raise ValueError(f"{embeddings}: SOURCE and --root are for the folder of a run, got a file")
-            queries = vectors.read(embeddings, labels, targets, multi_label=True)
-            searched = (
-                None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, multi_label=True)
-            )
+            form: dict[str, Any] = {"multi_label": True, "levels": options.names(levels) or ()}
+            queries = vectors.read(embeddings, labels, targets, **form)
+            searched = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, **form)
         pair_list = None if pairs is None else pair_lists.read(pairs, len(queries.embeddings))
         with _bar("pairs" if pairs is None else "resamples", first(group)) as progress:
             results = runner.evaluate(queries, searched, settings, progress, pair_list, group)
@@ -176,13 +176,19 @@ def evaluate(
 
 
 def _of_run(
-    run: Path, source: str | None, root: Path | None, device: str, group: "ProcessGroup | None"
+    run: Path,
+    source: str | None,
+    root: Path | None,
+    device: str,
+    group: "ProcessGroup | None",
+    levels: list[str] | None,
 ) -> "tuple[Vectors, Vectors | None]":
     """Embeddings of a source by the encoder of a run; and of its gallery, if it has one."""
     from nearkin import training
 
     with plain_bar("embedding", not first(group)) as progress:
-        return training.vectors_of(run, source, root=root, device=device, progress=progress, group=group)
+        options: dict[str, Any] = {"root": root, "levels": levels, "device": device}
+        return training.vectors_of(run, source, progress=progress, group=group, **options)
 
 
 def _cut_offs(text: str) -> tuple[int, ...]:

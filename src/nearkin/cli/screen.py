@@ -268,6 +268,11 @@ def results_table(results: dict[str, Any]) -> None:
     for metric in tested["trained"]:
         if metric != "precision@1":  # the same number as recall@1
             grid.add_row(metric, *(metric_cell(metric, tested[name][metric]) for name in columns))
+    for level in results.get("levels", [])[1:]:  # the first is the classes themselves
+        grid.add_section()
+        for metric in level["test"]["trained"]:
+            cells = (metric_cell(metric, level["test"][name][metric]) for name in columns)
+            grid.add_row(Text(visible(f"{level['name']}: {metric}")), *cells)
     Console().print(grid)
     if results.get("no_interval"):
         Console().print(visible(results["no_interval"]), soft_wrap=True, highlight=False, markup=False)

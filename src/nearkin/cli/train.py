@@ -55,6 +55,7 @@ def train(
     partial: options.PartialFlag = False,
     skip_single: options.SkipSingleFlag = False,
     skip_unreadable: options.SkipUnreadableFlag = False,
+    levels: options.LevelsOption = None,
     closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class instead of classes.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="New folder for the run.", metavar="DIR", show_default="runs/SOURCE")
@@ -85,6 +86,7 @@ def train(
         "data.closed": closed or None,
         "data.partial": partial or None,
         "data.cache": False if no_cache else None,
+        "data.levels": options.names(levels),
         "loss.name": loss,
         "encoder.name": encoder,
         "training.epochs": epochs,

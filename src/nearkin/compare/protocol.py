@@ -51,6 +51,8 @@ _FIXED_KEYS = {
     "schedule.frozen_epochs": "a comparison counts steps, not epochs",
     "data.val": "--folds divides the training classes",
     "data.closed": "a comparison tests on unseen classes",
+    "data.levels": "the table has MAP@R, R-precision and R@1 of the finest classes",
+    "levels.weights": "every loss learns the finest classes",
     "memory.size": "not every loss can use a memory",
     "memory.warmup": "not every loss can use a memory",
     "evaluation.ks": "the table has MAP@R, R-precision and R@1",

@@ -2,6 +2,8 @@
 
 import difflib
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ from nearkin.data import file_tree, folders, glyphs, tables, vector_files, vecto
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.benchmarks import read as read_benchmark
 from nearkin.data.item_set import Arrays, Items
+from nearkin.data.levels import check_names, levels_of, refuse
 
 __all__ = ["Source", "load", "sources"]
 
@@ -45,20 +48,24 @@ def load(
     seed: int = 0,
     partial: bool = False,
     labelled: bool = True,
+    levels: Sequence[str] = (),
 ) -> Items:
     """The items of a source.
 
     root: the folder of a benchmark set, or where the paths of a table start. seed: of the drawings of `glyphs`.
     partial: read an incomplete benchmark set and say so in `note`; otherwise its counts must be the published ones.
     labelled: False also takes images without class folders, and tables and vectors without labels, as `embed` does.
+    levels: names of coarser levels of the classes, the finest first: columns of a table, entries of a file of vectors,
+    the folders around class folders from the inside out, "script" of `glyphs`, "alphabet" of `omniglot`.
     """
     checks.integer("seed", seed, 0)
     name, base = os.fspath(source), None if root is None else Path(root).expanduser()
+    check_names(name, levels)
     if name == "glyphs":
         _refuse_root(name, base)
-        return _glyphs(seed)
+        return _with_levels(_glyphs(seed), levels)
     if name in BENCHMARKS:
-        return read_benchmark(name, base, partial)
+        return _with_levels(read_benchmark(name, base, partial), levels)
     path = Path(name).expanduser()
     try:
         exists, folder = path.exists(), path.is_dir()
@@ -69,15 +76,15 @@ def load(
         raise _unknown(name, path)
     if folder:
         _refuse_root(name, base)
-        return folders.read(path, name, labelled)
-    return _file(path, name, base, labelled)
+        return folders.read(path, name, labelled, levels)
+    return _file(path, name, base, labelled, levels)
 
 
-def _file(path: Path, name: str, root: Path | None, labelled: bool) -> Items:
+def _file(path: Path, name: str, root: Path | None, labelled: bool, levels: Sequence[str]) -> Items:
     ending = path.suffix.lower()
     if path.name.lower().endswith((*file_tree.KINDS, *file_tree.COMPRESSED)):
         _refuse_root(name, root)
-        return folders.read(path, name, labelled)  # refuses a compressed archive, with advice
+        return folders.read(path, name, labelled, levels)  # refuses a compressed archive, with advice
     if ending not in FILES:
         what = f'"{path.suffix}"' if ending else "no ending"
         raise ValueError(f"{name}: a source must be a folder or a file that ends in {', '.join(FILES)}, got {what}")
@@ -85,8 +92,8 @@ def _file(path: Path, name: str, root: Path | None, labelled: bool) -> Items:
         raise ValueError(f"{name}: its permissions do not allow reading it")
     if ending in vector_files.READABLE and not (ending == ".parquet" and _has_paths(path)):
         _refuse_root(name, root)
-        return vectors.items(path, name, labelled)
-    return tables.read(path, name, root, labelled)
+        return vectors.items(path, name, labelled, levels)
+    return tables.read(path, name, root, labelled, levels)
 
 
 def _has_paths(path: Path) -> bool:
@@ -115,6 +122,17 @@ def _glyphs(seed: int) -> Items:
         pictures=Arrays(drawn.images),
         note=f"glyphs: {len(drawn.characters)} characters, {per_class} drawings each; half to train, half to test",
     )
+
+
+def _with_levels(items: Items, names: Sequence[str]) -> Items:
+    """The levels that follow from the names of a set's classes: of glyphs their script, of Omniglot their alphabet."""
+    known = {"glyphs": ("script", glyphs.script), "omniglot": ("alphabet", lambda kind: kind.split("/")[0])}
+    name, coarser = known.get(items.name, ("", str))
+    refuse(items.name, names, [name] if name else [])
+    if not names or items.labels is None:
+        return items
+    column = [coarser(items.classes[label]) for label in items.labels]
+    return replace(items, levels=levels_of(items.name, items.classes, items.labels, {name: column}))
 
 
 def _refuse_root(name: str, root: Path | None) -> None:

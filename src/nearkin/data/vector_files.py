@@ -29,7 +29,17 @@ from torch import Tensor
 from nearkin.core import checks, files
 from nearkin.core.errors import RefusedVectors
 
-__all__ = ["READABLE", "WRITABLE", "arrow", "column_beside", "contents", "lines_of", "numpy_file", "present"]
+__all__ = [
+    "READABLE",
+    "WRITABLE",
+    "arrow",
+    "column_beside",
+    "contents",
+    "entry_of",
+    "lines_of",
+    "numpy_file",
+    "present",
+]
 __all__ += ["split_of", "writable", "write"]
 
 READABLE = (".npz", ".npy", ".parquet", ".safetensors")
@@ -63,24 +73,29 @@ def contents(path: Path) -> dict[str, Any]:
 
 def split_of(path: Path) -> Any:
     """The entry `split` of a file that `contents` could read, or None."""
+    return entry_of(path, "split")
+
+
+def entry_of(path: Path, key: str) -> Any:
+    """Another entry of a file that `contents` could read, or None."""
     ending = path.suffix.lower()
     if ending == ".npz":
         with np.load(path, allow_pickle=False) as archive:
             try:
-                return archive["split"] if "split" in archive.files else None
+                return archive[key] if key in archive.files else None
             except ValueError:
                 raise ValueError(
-                    f"{path}: split holds Python objects, which are not read; store names as str"
+                    f"{path}: {key} holds Python objects, which are not read; store names as str"
                 ) from None
     if ending == ".safetensors":
         from safetensors import safe_open
 
         with safe_open(str(path), framework="np") as file:
-            return file.get_tensor("split") if "split" in file.keys() else None  # noqa: SIM118 - no mapping
+            return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 - no mapping
     if ending == ".parquet":
         _, parquet = arrow(path, "reading")
-        if "split" in parquet.read_schema(path).names:
-            return parquet.read_table(path, columns=["split"]).column("split").to_pylist()
+        if key in parquet.read_schema(path).names:
+            return parquet.read_table(path, columns=[key]).column(key).to_pylist()
     return None
 
 

@@ -5,6 +5,7 @@ gallery), or 0, 1, 2 for train, val, test where a file has numbers only.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,9 @@ from nearkin.core.labels import UNKNOWN
 from nearkin.data import vector_files
 from nearkin.data.folders import SPLIT_NAMES, numbered
 from nearkin.data.item_set import Items
+from nearkin.data.levels import levels_of
 
-__all__ = ["Vectors", "class_ids", "items", "read"]
+__all__ = ["Vectors", "class_ids", "items", "level_columns", "read"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CHUNK = 1 << 14  # rows checked at once
@@ -30,7 +32,7 @@ Labels = NDArray[Any]  # (N,), int64 or strings; (N, L) bool
 class Vectors(NamedTuple):
     """Embeddings (N, D), finite floats; labels (N,) int64 or strings, (N, L) bool; targets (N,) or (N, K) float64.
 
-    names (N,): of the rows, if the file has them.
+    names (N,): of the rows, if the file has them. levels: of each coarser level (N,) strings.
     """
 
     name: str
@@ -38,14 +40,20 @@ class Vectors(NamedTuple):
     labels: Labels | None = None
     targets: Tensor | None = None
     names: list[str] | None = None
+    levels: dict[str, NDArray[np.str_]] | None = None
 
 
 def read(
-    path: str | Path, labels: str | Path | None = None, targets: str | Path | None = None, *, multi_label: bool = False
+    path: str | Path,
+    labels: str | Path | None = None,
+    targets: str | Path | None = None,
+    *,
+    multi_label: bool = False,
+    levels: Sequence[str] = (),
 ) -> Vectors:
     """Reads embeddings with labels and targets; separate files for those take precedence over those in `path`.
 
-    multi_label: also takes 0/1 rows of labels, (N, L).
+    multi_label: also takes 0/1 rows of labels, (N, L). levels: names of entries that group the classes.
     """
     path = vector_files.present(Path(path), vector_files.READABLE, "embeddings")
     arrays = vector_files.contents(path)
@@ -63,6 +71,7 @@ def read(
         None if names is None else _labels(source, names, rows, multi_label),
         None if numbers is None else _targets(target_source, numbers, rows),
         _names(arrays["names"], rows) if "names" in arrays else None,
+        level_columns(path, levels, rows) if levels else None,
     )
 
 
@@ -82,8 +91,11 @@ def class_ids(*label_sets: Labels) -> tuple[list[Tensor], list[str]]:
     return [torch.from_numpy(names) for names in label_sets], [str(name) for name in distinct if name != UNKNOWN]
 
 
-def items(path: Path, name: str, labelled: bool = True) -> Items:
-    """One item per row; rows whose class is unknown (-1) are left out and counted."""
+def items(path: Path, name: str, labelled: bool = True, levels: Sequence[str] = ()) -> Items:
+    """One item per row; rows whose class is unknown (-1) are left out and counted.
+
+    levels: names of entries of the file, one value per row, that group the classes.
+    """
     vectors = read(path)
     if vectors.labels is None and vectors.targets is None and labelled:
         raise ValueError(f"{name}: it must hold labels or targets beside its vectors, or there is nothing to learn")
@@ -103,7 +115,30 @@ def items(path: Path, name: str, labelled: bool = True) -> Items:
         vectors=vectors.embeddings.float().numpy(),
         note=f"{name}: " + ("its own split" if split else "no split of its own"),
     )
-    return _without_unknown(every)
+    known = _without_unknown(every)
+    if not levels:
+        return known
+    if known.labels is None:
+        raise ValueError(f"{name}: levels need classes, and there are no labels")
+    assert vectors.labels is not None
+    kept = np.array([str(label) != str(UNKNOWN) for label in vectors.labels])
+    columns = {level: column[kept].tolist() for level, column in level_columns(path, levels, rows).items()}
+    return replace(known, levels=levels_of(name, known.classes, known.labels, columns))
+
+
+def level_columns(path: Path, names: Sequence[str], rows: int) -> dict[str, NDArray[np.str_]]:
+    """Entries of a file that group the classes of its rows, (N,) strings each."""
+    columns = {}
+    for name in names:
+        value = vector_files.entry_of(path, name)
+        if value is None:
+            raise ValueError(f'{path}: no "{name}" in it for the level of that name')
+        column = np.asarray(value)
+        if column.ndim != 1 or column.dtype.kind not in "biuU":
+            raise ValueError(f"{path}: {name} must be whole numbers or strings of shape (rows,), got {column.dtype}")
+        _one_per_row(str(path), name, len(column), rows)
+        columns[name] = column.astype(str)
+    return columns
 
 
 def _unique_names(names: list[str]) -> list[str]:

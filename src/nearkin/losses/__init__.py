@@ -23,6 +23,10 @@ from nearkin.losses.cluster import (
     facility_location_loss,
 )
 from nearkin.losses.describe import describe as _describe
+from nearkin.losses.hierarchy import (
+    HierarchyLoss,
+)
+from nearkin.losses.module import LossModule as _LossModule
 from nearkin.losses.pair import (
     CircleLoss,
     ContrastiveLoss,
@@ -97,6 +101,7 @@ __all__ = [
     "FacilityLocationLoss",
     "FastAPLoss",
     "HeatedSoftmaxLoss",
+    "HierarchyLoss",
     "InfoNCELoss",
     "LiftedStructureLoss",
     "LogRatioLoss",
@@ -146,7 +151,7 @@ __all__ = [
 ]
 
 for _name in __all__:
-    if isinstance(globals()[_name], type):
+    if isinstance(globals()[_name], type) and issubclass(globals()[_name], _LossModule):
         _describe(globals()[_name])
 
 

@@ -22,6 +22,10 @@ __all__ = ["Progress", "findings_of", "of_run", "page", "rehearse", "write"]
 Progress = Callable[[int, int], None]  # sections done, sections in total
 WAY_OUT = "make room, or choose another path"  # where a file cannot be written
 _REPEATED = ("precision@1",)  # the same number as recall@1
+LEVELS = (
+    "Items of one class of a level are positives there. Intervals: over the choice of the finest classes, which the "
+    "split holds out."
+)
 DISTANCES = "All pairs of test items; the farther apart the curves, the better."
 WORST = "By R-precision: the share of the R nearest neighbours in the item's class, which has R other items."
 CONFUSED = "Pairs of classes that are among each other's nearest neighbours."
@@ -78,6 +82,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
     advance(errors := item_sections.label_errors(context))
     sections: list[Section] = [
         ("results", "Results", _results_note(findings), numbers),
+        ("levels", "Levels", LEVELS, number_sections.levels(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
         ("map", "Map", _map_note(context, plane[1]), plane[0]),
         ("training", "Training", _training_note(findings), curves),

@@ -1,7 +1,7 @@
 """The encoder of a finished run: embeddings of any source, export to ONNX."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from nearkin import data, models
 from nearkin.core import checks
 from nearkin.data import augment, image_cache
 from nearkin.data.item_set import Items
+from nearkin.data.levels import Level
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
 from nearkin.models.io import fingerprint as encoder_fingerprint
@@ -85,14 +86,19 @@ def vectors_of(
     device: str,
     progress: Any = None,
     group: ProcessGroup | None = None,
+    levels: Sequence[str] | None = None,
 ) -> tuple[Vectors, Vectors | None]:
-    """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one."""
-    opened = _in_turn(group, partial(_opened, Path(run), source, root, None, "strict", device))
+    """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
+
+    levels: names of coarser levels of the source's classes; None: the run's, of its own source.
+    """
+    opened = _in_turn(group, partial(_opened, Path(run), source, root, None, "strict", device, levels=levels))
     embedded = _embedded(opened, opened.indices, group, progress=progress)
-    queries = _vectors(f"{run} on {source or 'its test part'}", embedded)
+    queries = _vectors(f"{run} on {source or 'its test part'}", embedded, opened.items.levels)
     if opened.gallery is None:
         return queries, None
-    return queries, _vectors(f"{run} on its gallery", _embedded(opened, opened.gallery, group, progress=progress))
+    searched = _embedded(opened, opened.gallery, group, progress=progress)
+    return queries, _vectors(f"{run} on its gallery", searched, opened.items.levels)
 
 
 def _in_turn(group: ProcessGroup | None, opened: Callable[[], _Opened]) -> _Opened:
@@ -115,12 +121,14 @@ def _embedded(
     return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
 
 
-def _vectors(name: str, embedded: Embedded) -> Vectors:
+def _vectors(name: str, embedded: Embedded, levels: Sequence[Level] = ()) -> Vectors:
     labels, targets = embedded.labels, embedded.targets
     names = None if labels is None else np.array([embedded.classes[i] for i in labels], dtype=str)
-    return Vectors(
-        name, embedded.embeddings, names, None if targets is None else torch.from_numpy(targets), embedded.names
-    )
+    columns = None
+    if labels is not None and levels:
+        columns = {level.name: np.array(level.classes, dtype=str)[level.of_class[labels]] for level in levels}
+    values = None if targets is None else torch.from_numpy(targets)
+    return Vectors(name, embedded.embeddings, names, values, embedded.names, columns)
 
 
 def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:
@@ -178,6 +186,7 @@ def _opened(
     unreadable: str,
     device: str,
     same: bool = True,
+    levels: Sequence[str] | None = None,
 ) -> _Opened:
     _finished(run)
     on = checks.device(device)
@@ -190,7 +199,10 @@ def _opened(
     root = recipe.data.root if own_source and root is None else root
     if own_source and recipe.data.unreadable is not None and unreadable == "strict":
         unreadable = recipe.data.unreadable  # what training has skipped is skipped again
-    items = data.load(source, root=root, partial=recipe.data.partial, labelled=part != "all")
+    labelled = part != "all"
+    if levels is None:
+        levels = (recipe.data.levels or ()) if own_source and labelled else ()
+    items = data.load(source, root=root, partial=recipe.data.partial, labelled=labelled, levels=levels)
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
     indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
     gallery = None

@@ -14,6 +14,7 @@ from nearkin import data, models
 from nearkin.data import augment, image_cache
 from nearkin.data.item_set import Items, Pairs
 from nearkin.data.splits import Parts
+from nearkin.training import level_loss
 from nearkin.training.build import build_loss, build_sampler, new_encoder
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
@@ -117,15 +118,18 @@ def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> 
         own = own.wrap(rows.take(np.array([0, len(rows) - 1])))
     else:
         root = None if options.root is None else Path(options.root)
-        items = data.load(options.source, root=root, partial=options.partial)
+        items = data.load(options.source, root=root, partial=options.partial, levels=options.levels or ())
         recipe, notes = defaults.settle_source(recipe, items)
         own = own.wrap(_example(recipe, items))
         if items.pictures is not None and defaults.sample_headers(items):  # else none is an image, as decoding says
             parts = defaults.split_items(items, recipe, [])
-            _check_build(defaults.settle(recipe, items, parts), items, parts, own)
+            settled = defaults.settle(recipe, items, parts)
+            level_loss.check_levels(settled, items)
+            _check_build(settled, items, parts, own)
         rows, digests, bad = item_rows(items, recipe, callback)
     parts = defaults.split_items(items, recipe, bad)
     recipe = defaults.settle(recipe, items, parts)
+    level_loss.check_levels(recipe, items)
     report = data.inspect(items, parts, digests=digests or None, bad=bad)
     callback({"event": "data", "report": report, "lines": data.lines(report)})
     callback({"event": "settled", "recipe": recipe})
@@ -156,7 +160,11 @@ def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own) -> None:
     unsharded = {key: value for key, value in recipe.loss.items() if key != "shard"}  # ranks prepare one by one
     alone = recipe.model_copy(update={"loss": unsharded})
     few = classes and min(classes, _MANY)
-    loss = build_loss(alone, few, encoder.dim, recipe.training.seed, width, len(parts.train), own)
+    if recipe.levels.weights is None:
+        loss = build_loss(alone, few, encoder.dim, recipe.training.seed, width, len(parts.train), own)
+    else:
+        ids = level_loss.training_labels(recipe, items, parts.train)
+        loss = level_loss.loss_of_levels(alone, ids, encoder.dim, recipe.training.seed, items=len(parts.train))
     parameter_groups(recipe, encoder.backbone, encoder.head, loss)
     with warnings.catch_warnings():  # noted when the sampler is built for the run
         warnings.simplefilter("ignore")
@@ -222,4 +230,6 @@ def fingerprint(items: Items, parts: Parts, digests: list[str]) -> str:
     columns = [items.labels, items.targets, items.vectors, parts.train, parts.val, parts.test, parts.gallery]
     for column in columns:
         digest.update(b"-" if column is None else np.ascontiguousarray(column).tobytes())
+    for level in items.levels:
+        digest.update("\n".join([level.name, *level.classes]).encode() + level.of_class.tobytes())
     return digest.hexdigest()

@@ -22,7 +22,7 @@ from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.parallel import Parallel
 from nearkin.models import Encoder
 from nearkin.samplers import EpochSampler, PairPerClass
-from nearkin.training import grad_cache, run_dir, step, validation
+from nearkin.training import grad_cache, level_loss, run_dir, step, validation
 from nearkin.training.build import build_loss, build_sampler
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
@@ -60,7 +60,8 @@ class Trainer:
     sampler: EpochSampler
     loader: BatchLoader
     store: ItemStore
-    labels: Tensor  # (n,) class ids or (n, K) targets of the training items, on the device
+    # Of the training items, on the device: (n,) class ids, (n, K) targets, or (n, L) class ids of levels.
+    labels: Tensor
     augmentation: augment.Augmentation | None
     held_out: HeldOut  # the validation part
     graded: bool
@@ -266,7 +267,8 @@ class Trainer:
         self.sampler.set_epoch(self.state.epoch)  # also after a resume in the middle of an epoch
         if isinstance(self.sampler, PairPerClass):
             ids = torch.from_numpy(self.sampler.class_ids)
-            sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, self.labels.cpu()), rows)
+            labels = (self.labels if self.labels.dim() == 1 else self.labels[:, 0]).cpu().contiguous()  # the finest
+            sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, labels), rows)
             self.sampler.refresh(sums)
         else:
             self.sampler.refresh(rows)  # type: ignore[attr-defined]
@@ -310,7 +312,13 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         sync_batchnorm.sync(encoder, device)
     labels, classes, targets = _labels_or_targets(prepared, graded)
     width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
-    loss = build_loss(recipe, classes, encoder.dim, options.seed, width, len(train_part), prepared.own).to(device)
+    targets_or_ids = targets if graded else labels
+    if recipe.levels.weights is None:
+        loss = build_loss(recipe, classes, encoder.dim, options.seed, width, len(train_part), prepared.own)
+    else:
+        targets_or_ids = level_loss.training_labels(recipe, prepared.items, train_part)
+        loss = level_loss.loss_of_levels(recipe, targets_or_ids, encoder.dim, options.seed, items=len(train_part))
+    loss = loss.to(device)
     with warnings.catch_warnings(record=True) as caught:  # a note of the run, not a line of Python's among the bars
         warnings.simplefilter("always")
         sampler = build_sampler(recipe, labels, targets)
@@ -342,7 +350,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         sampler=sampler,
         loader=BatchLoader(store, train_part, sampler, options.workers, group),
         store=store,
-        labels=torch.from_numpy(targets if graded else labels).to(device),
+        labels=torch.from_numpy(targets_or_ids).to(device),
         augmentation=augmentation_of(recipe),
         held_out=prepared.held_out("val"),
         graded=graded,

@@ -36,6 +36,14 @@ def table(report: Mapping[str, Any]) -> list[Row]:
             if ends is not None and ends[0] is not None:
                 interval = f"{_formatted(protocol, name, ends[0])} – {_formatted(protocol, name, ends[1])}"
             rows.append(Row(protocol.replace("_", "-"), name, _formatted(protocol, name, value), interval))
+        for level, figures in scores.get("levels", {}).items():
+            for name in ("recall@1", "map@r", "classes"):
+                ends = figures.get("intervals", {}).get(name)
+                interval = "" if ends is None else "–"
+                if ends is not None and ends[0] is not None:
+                    interval = f"{_formatted(protocol, name, ends[0])} – {_formatted(protocol, name, ends[1])}"
+                value = _formatted(protocol, name, figures[name])
+                rows.append(Row(protocol.replace("_", "-"), f"{level}: {name}", value, interval))
         if protocol == "diagnose":
             rows += _findings(scores, report["class_names"])
     return rows

@@ -56,6 +56,14 @@ class Data(_Section):
     val: float | None = Field(default=None, gt=0, lt=1)
     test: float | None = Field(default=None, gt=0, lt=1)
     seed: int = Field(default=0, ge=0)
+    # Coarser levels of the classes by name, the finest first: columns, entries, or the folders around class folders.
+    levels: list[str] | None = Field(default=None, min_length=1)
+
+
+class Levels(_Section):
+    """The loss at each level of the classes."""
+
+    weights: list[Annotated[float, Field(ge=0)]] | None = None  # of the classes, then of data.levels; None: no levels
 
 
 class Memory(_Section):
@@ -136,6 +144,7 @@ class Recipe(BaseModel):
     encoder: dict[str, Any] = {}
     augment: dict[str, Any] = {}
     loss: dict[str, Any] = {}
+    levels: Levels = Levels()
     memory: Memory = Memory()
     sampler: dict[str, Any] = {}
     optimizer: Optimizer = Optimizer()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_type_hints
 from nearkin import losses, models, samplers
 from nearkin.core import checks
 from nearkin.data import augment
+from nearkin.losses.module import LossModule
 from nearkin.training.config.recipe import Recipe
 
 __all__ = ["LOSSES", "SAMPLERS", "Choice", "Setting", "augmentation_of", "check_keys", "encoder_settings"]
@@ -103,7 +104,7 @@ def _losses() -> dict[str, Choice]:
     choices = {}
     for class_name in losses.__all__:
         make = getattr(losses, class_name)
-        if inspect.isclass(make):
+        if inspect.isclass(make) and issubclass(make, LossModule):  # others go around a loss
             function = functions[class_name.lower()]
             name = function.removesuffix("_loss").replace("_", "-")
             known = settings_of(make)
