@@ -49,6 +49,19 @@ def evaluate(
     ] = None,
     root: options.RootOption = None,
     levels: options.LevelsOption = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help="Part of the source as RUN splits it: train, val, test or all.", metavar="PART", show_default="test"
+        ),
+    ] = None,
+    label_errors: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write likely label errors as .csv or .json, for `nearkin train --without`; implies --diagnose.",
+            metavar="FILE",
+        ),
+    ] = None,
     labels: Annotated[
         Path | None, typer.Option(help="Class of each row: .npy, or .csv/.txt with one per line.", metavar="FILE")
     ] = None,
@@ -130,7 +143,7 @@ def evaluate(
         "verification": verification,
         "one_shot": one_shot,
         "graded": graded,
-        "diagnose": diagnose,
+        "diagnose": diagnose or label_errors is not None,
     }
     with one_sentence(), joined() as group:
         from nearkin.data import pair_lists, vectors
@@ -151,15 +164,18 @@ def evaluate(
         )
         if json is not None and first(group):
             results_table.writable(json)
+        if label_errors is not None and first(group):
+            results_table.writable(label_errors)
+            results_table.check_error_list(label_errors)
         if gallery is None and (gallery_labels or gallery_targets):
             raise ValueError("--gallery-labels and --gallery-targets need --gallery FILE")
         if embeddings.is_dir():
             if labels or targets or gallery:
                 raise ValueError(f"{embeddings}: a run brings its own labels; leave --labels, --targets, --gallery out")
-            queries, searched = _of_run(embeddings, source, root, device.value, group, options.names(levels))
+            queries, searched = _of_run(embeddings, source, root, device.value, group, options.names(levels), part)
         else:
-            if source is not None or root is not None:
-                raise ValueError(f"{embeddings}: SOURCE and --root are for the folder of a run, got a file")
+            if source is not None or root is not None or part is not None:
+                raise ValueError(f"{embeddings}: SOURCE, --root and --part are for the folder of a run, got a file")
             form: dict[str, Any] = {"multi_label": True, "levels": options.names(levels) or ()}
             queries = vectors.read(embeddings, labels, targets, **form)
             searched = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, **form)
@@ -168,11 +184,14 @@ def evaluate(
             results = runner.evaluate(queries, searched, settings, progress, pair_list, group)
         if json is not None and first(group):
             results_table.write(json, results)
+        if label_errors is not None and first(group):
+            results_table.write_label_errors(label_errors, results)
     if not first(group):
         return
     _print(results, interval)
-    if json is not None:
-        echo(f"wrote {json}", err=True)
+    for written in (json, label_errors):
+        if written is not None:
+            echo(f"wrote {written}", err=True)
 
 
 def _of_run(
@@ -182,12 +201,13 @@ def _of_run(
     device: str,
     group: "ProcessGroup | None",
     levels: list[str] | None,
+    part: str | None,
 ) -> "tuple[Vectors, Vectors | None]":
     """Embeddings of a source by the encoder of a run; and of its gallery, if it has one."""
     from nearkin import training
 
     with plain_bar("embedding", not first(group)) as progress:
-        options: dict[str, Any] = {"root": root, "levels": levels, "device": device}
+        options: dict[str, Any] = {"root": root, "levels": levels, "part": part, "device": device}
         return training.vectors_of(run, source, progress=progress, group=group, **options)
 
 

@@ -159,6 +159,12 @@ class ProgressCallback:
         self._bar("decoding images", event["total"])
         self._advance(event["done"], "images/s")
 
+    def on_near(self, event: dict[str, Any]) -> None:
+        self._bar("looking for near-duplicates", event["total"] or None)
+        if event["total"]:
+            self.bars.update(self.task, total=event["total"])
+            self._advance(event["done"], "pictures/s")
+
     def on_data(self, event: dict[str, Any]) -> None:
         for line in event["lines"]:
             self._print(line)

@@ -16,6 +16,7 @@ from nearkin import data
 from nearkin.core import checks
 from nearkin.data.item_set import Items
 from nearkin.data.splits import LEAST, Parts
+from nearkin.training import exclusions
 from nearkin.training.build import new_encoder
 from nearkin.training.config.defaults import settle, settle_source, split_items
 from nearkin.training.config.recipe import Recipe
@@ -52,6 +53,7 @@ _FIXED_KEYS = {
     "data.val": "--folds divides the training classes",
     "data.closed": "a comparison tests on unseen classes",
     "data.levels": "the table has MAP@R, R-precision and R@1 of the finest classes",
+    "data.near": "nearkin train lists near-duplicates, whose table data.without takes",
     "levels.weights": "every loss learns the finest classes",
     "memory.size": "not every loss can use a memory",
     "memory.warmup": "not every loss can use a memory",
@@ -270,7 +272,7 @@ def _load(recipe: Recipe) -> tuple[Items, Parts]:
     items = data.load(options.source, root=root, partial=options.partial)
     if items.labels is None:
         raise ValueError(f"{items.name}: a comparison needs classes, the source has continuous targets only")
-    return items, split_items(items, recipe, [])
+    return items, exclusions.listed(recipe, items, split_items(items, recipe, []))
 
 
 def _without_single_items(items: Items, of: NDArray[np.int64]) -> NDArray[np.int64]:

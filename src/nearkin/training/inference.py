@@ -20,7 +20,7 @@ from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
 from nearkin.models.io import fingerprint as encoder_fingerprint
 from nearkin.models.onnx_export import check_exportable
-from nearkin.training import run_dir
+from nearkin.training import exclusions, run_dir
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.defaults import split_items
 from nearkin.training.loader import ItemStore, embed
@@ -87,14 +87,17 @@ def vectors_of(
     progress: Any = None,
     group: ProcessGroup | None = None,
     levels: Sequence[str] | None = None,
+    part: str | None = None,
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
 
-    levels: names of coarser levels of the source's classes; None: the run's, of its own source.
+    levels: names of coarser levels of the source's classes; None: the run's, of its own source. part: as in
+    `embed_source`.
     """
-    opened = _in_turn(group, partial(_opened, Path(run), source, root, None, "strict", device, levels=levels))
+    opened = _in_turn(group, partial(_opened, Path(run), source, root, part, "strict", device, levels=levels))
     embedded = _embedded(opened, opened.indices, group, progress=progress)
-    queries = _vectors(f"{run} on {source or 'its test part'}", embedded, opened.items.levels)
+    measured = source or f"its {part or 'test'} part"
+    queries = _vectors(f"{run} on {measured}", embedded, opened.items.levels)
     if opened.gallery is None:
         return queries, None
     searched = _embedded(opened, opened.gallery, group, progress=progress)
@@ -208,6 +211,8 @@ def _opened(
     gallery = None
     if part != "all":
         parts = split_items(items, recipe, bad)
+        left = exclusions.again(items, parts, start_of(run)) if own_source else None
+        parts = parts if left is None else left.parts
         trained_on = start_of(run).get("fingerprint") if own_source and same else None
         if trained_on is not None and trained_on != fingerprint(items, parts, digests):
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from nearkin import data, models
 from nearkin.data import augment, image_cache
 from nearkin.data.item_set import Items, Pairs
 from nearkin.data.splits import Parts
-from nearkin.training import level_loss
+from nearkin.training import exclusions, level_loss
 from nearkin.training.build import build_loss, build_sampler, new_encoder
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
@@ -103,8 +104,13 @@ class Prepared:
         return Pairs(positions[both], pairs.same[both], pairs.fold[both]) if both.any() else None
 
 
-def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> Prepared:
-    """Loads, decodes, splits, settles. Everything that can be wrong with the data or the recipe is refused here."""
+def prepare(
+    recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE, start: Mapping[str, Any] | None = None
+) -> Prepared:
+    """Loads, decodes, splits, settles. Everything that can be wrong with the data or the recipe is refused here.
+
+    start: what a run that resumes has recorded (data.json): it leaves out what it left out when it began.
+    """
     options = recipe.data
     own.check(recipe)
     check_recipe(recipe)
@@ -123,17 +129,31 @@ def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> 
         own = own.wrap(_example(recipe, items))
         if items.pictures is not None and defaults.sample_headers(items):  # else none is an image, as decoding says
             parts = defaults.split_items(items, recipe, [])
+            parts = _known_exclusions(recipe, items, parts, start)
             settled = defaults.settle(recipe, items, parts)
             level_loss.check_levels(settled, items)
             _check_build(settled, items, parts, own)
         rows, digests, bad = item_rows(items, recipe, callback)
     parts = defaults.split_items(items, recipe, bad)
+    left = None if start is None else exclusions.again(items, parts, start)
+    if items.pictures is not None:
+        recipe = recipe.with_("data", near=exclusions.near_setting(recipe, len(items)))
+    if left is None:
+        pixels = None if items.pictures is None or isinstance(rows, DatasetRows) else rows
+        left = exclusions.exclude(recipe, items, parts, pixels, digests, callback)
+    parts = left.parts
     recipe = defaults.settle(recipe, items, parts)
     level_loss.check_levels(recipe, items)
-    report = data.inspect(items, parts, digests=digests or None, bad=bad)
+    report = data.inspect(items, parts, digests=digests or None, bad=bad) | left.record
     callback({"event": "data", "report": report, "lines": data.lines(report)})
     callback({"event": "settled", "recipe": recipe})
     return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own)
+
+
+def _known_exclusions(recipe: Recipe, items: Items, parts: Parts, start: Mapping[str, Any] | None) -> Parts:
+    """The parts without what is known to be left out before a picture is decoded."""
+    left = None if start is None else exclusions.again(items, parts, start)
+    return exclusions.listed(recipe, items, parts) if left is None else left.parts
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -41,7 +41,7 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "vectors": {"name": "supcon"},
     "targets": {"name": "logratio"},
 }
-_IMAGE_KEYS = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache")
+_IMAGE_KEYS = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache", "near")
 
 
 class Facts(NamedTuple):
