@@ -16,6 +16,7 @@ import nearkin
 from nearkin import compare, data, evaluation, gallery, losses, memory, mining, models, report, samplers, training
 from nearkin.dist import global_batch
 from nearkin.losses import describe
+from nearkin.losses.module import LossModule
 
 ROOT = Path(nearkin.__file__).parent
 DOCS = ROOT.parents[1] / "docs"
@@ -95,8 +96,18 @@ def test_public_names_are_documented(module):
         assert inspect.getdoc(thing), f"{name} has no docstring"
 
 
+CLASSES = [name for name in losses.__all__ if inspect.isclass(getattr(losses, name))]
+LOSS_CLASSES = [name for name in CLASSES if issubclass(getattr(losses, name), LossModule)]
+AROUND = [name for name in CLASSES if name not in LOSS_CLASSES]  # modules around a loss
+
+
+def test_what_goes_around_a_loss_is_in_the_docs():
+    table = (DOCS / "losses.md").read_text()
+    assert not [name for name in AROUND if f"`{name}" not in table]
+
+
 def test_every_loss_has_a_function_a_case_and_a_line_in_the_docs():
-    classes = [name for name in losses.__all__ if inspect.isclass(getattr(losses, name))]
+    classes = LOSS_CLASSES
     functions = {name.replace("_", "") for name in losses.__all__ if name.endswith("_loss")}
     judged = {case.name.split("-")[0] for case in cases.LOSSES}
     table = (DOCS / "losses.md").read_text()
@@ -106,9 +117,6 @@ def test_every_loss_has_a_function_a_case_and_a_line_in_the_docs():
         assert name in judged, f"{name} has no case in cases.py"
         assert f"`{name}`" in table, f"{name} is not in docs/losses.md"
     assert len(classes) == 26
-
-
-LOSS_CLASSES = [name for name in losses.__all__ if inspect.isclass(getattr(losses, name))]
 
 
 @pytest.mark.parametrize("name", LOSS_CLASSES)

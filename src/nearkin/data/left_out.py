@@ -78,7 +78,7 @@ def _from_json(name: str | Path, text: str) -> list[str]:
         raise ValueError(
             f'{name}: it must be a list of paths, or of objects with a "path", got {type(content).__name__}'
         )
-    paths = [entry.get("path") if isinstance(entry, dict) else entry for entry in content]
+    paths: list[Any] = [entry.get("path") if isinstance(entry, dict) else entry for entry in content]
     for number, path in enumerate(paths):
         if not isinstance(path, str) or not path:
             raise ValueError(f"{name}: entry {number} has no path")

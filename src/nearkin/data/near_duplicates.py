@@ -194,4 +194,6 @@ def _recall(name: str) -> NearPairs | None:
 def _remember(name: str, found: NearPairs) -> None:
     content: Mapping[str, Any] = {"pairs": found.pairs.tolist(), "similarity": found.similarity.tolist()}
     with suppress(OSError, RuntimeError):  # the next run searches again
-        files.write_json(cache_store.folder() / name, content)
+        folder = cache_store.folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_json(folder / name, content)

@@ -103,7 +103,8 @@ def leave_out(items: Items, parts: Parts, indices: Ints) -> Parts:
             )
         remaining[part] = kept
     whose = parts.note.partition(":")[0]
-    changed = _parts(items, *(remaining[part] for part in ("train", "val", "test")), remaining.get("gallery"), whose)
+    train, validation, tested = (remaining[part] for part in ("train", "val", "test"))
+    changed = _parts(items, train, validation, tested, remaining.get("gallery"), whose)
     return changed._replace(official=parts.official)
 
 
