@@ -22,7 +22,7 @@ from PIL import Image
 from nearkin import data, models
 from nearkin.data import image_cache, near_duplicates
 
-COPIED, SIDE = 200, 128
+COPIED, PICTURES, SIDE = 200, 2000, 128
 
 
 def copies_of(picture: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -117,10 +117,10 @@ def main() -> None:
     for text in [text for text in sys.argv[1:] if not text.startswith("by=")]:
         source, _, root = text.partition("=")
         items = data.load(source, root=root or None, partial=bool(root))
-        few = items.take(np.arange(0, len(items), max(1, len(items) // 4000)))
+        few = items.take(np.arange(0, len(items), max(1, len(items) // PICTURES)))
         side = 32 if source in ("glyphs", "fashion-mnist", "coil20") else SIDE
         pixels = np.asarray(image_cache.store(few.pictures, few.names, side=side, cache=False).pixels)
-        lines += measure(source, pixels, kinds)
+        lines += measure(source, pixels, [kind for kind in kinds if kind != "encoder" or side == SIDE])
     Path(__file__).with_name("results").joinpath("near_copies.json").write_text(json.dumps(lines, indent=1) + "\n")
 
 

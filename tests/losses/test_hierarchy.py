@@ -127,6 +127,21 @@ def test_state_travels_and_the_parameters_are_those_of_the_losses():
     assert loss.lr_scale == modules[0].lr_scale and HierarchyLoss(losses.SupConLoss(), WEIGHTS).lr_scale == 1.0
 
 
+@pytest.mark.parametrize("name", ["SupConLoss", "ArcFaceLoss"])
+def test_compiled_it_is_the_same(name):
+    modules, _ = levels_of(name)
+    loss = HierarchyLoss(modules, WEIGHTS)
+    x, labels = batch()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    values = []
+    for function in (loss, compiled):
+        leaf = x.clone().requires_grad_()
+        value = function(leaf, labels)
+        value.backward()
+        values.append((value.detach(), leaf.grad))
+    torch.testing.assert_close(values[1], values[0])
+
+
 def test_weights_are_a_setting():
     loss = HierarchyLoss(losses.SupConLoss(), WEIGHTS)
     x, labels = batch()

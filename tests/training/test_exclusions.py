@@ -153,6 +153,11 @@ def test_evaluate_measures_the_levels_of_a_run_and_of_a_file(vectors, tmp_path):
     assert "family: map@r" in result.output
     result = commands.run("evaluate", vectors, "--levels", "family,order", "--json", tmp_path / "f.json")
     assert result.exit_code == 0 and "order: recall@1" in result.output
+    run(vectors, tmp_path / "plain", *SMALL)
+    later = commands.run("evaluate", tmp_path / "plain", "--levels", "order")
+    assert later.exit_code == 0 and "order: map@r" in later.output, later.output
+    other = commands.run("evaluate", tmp_path / "run", "--levels", "order")
+    assert other.exit_code != 0 and "has its own levels, family, order; leave --levels out" in other.output
     refused = commands.run("evaluate", vectors, "--levels", "family", "--clustering")
     assert refused.exit_code != 0 and "levels are for --retrieval" in refused.output
 

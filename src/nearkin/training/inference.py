@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,8 +204,11 @@ def _opened(
     if own_source and recipe.data.unreadable is not None and unreadable == "strict":
         unreadable = recipe.data.unreadable  # what training has skipped is skipped again
     labelled = part != "all"
+    trained_levels = recipe.data.levels or []
+    if own_source and levels is not None and trained_levels and list(levels) != trained_levels:
+        raise ValueError(f"{source}: {run} has its own levels, {', '.join(trained_levels)}; leave --levels out")
     if levels is None:
-        levels = (recipe.data.levels or ()) if own_source and labelled else ()
+        levels = trained_levels if own_source and labelled else ()
     items = data.load(source, root=root, partial=recipe.data.partial, labelled=labelled, levels=levels)
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
     indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
@@ -214,7 +218,8 @@ def _opened(
         left = exclusions.again(items, parts, start_of(run)) if own_source else None
         parts = parts if left is None else left.parts
         trained_on = start_of(run).get("fingerprint") if own_source and same else None
-        if trained_on is not None and trained_on != fingerprint(items, parts, digests):
+        known = items if trained_levels else replace(items, levels=[])  # as the run has known them
+        if trained_on is not None and trained_on != fingerprint(known, parts, digests):
             raise ValueError(
                 f"{source}: it has changed since {run} started, so its {part} part may contain training items; "
                 f"measure on a source of its own"
