@@ -12,7 +12,7 @@ from PIL import Image
 
 import commands
 import worlds
-from nearkin import losses, training
+from nearkin import losses, report, training
 from nearkin.training.config.recipe import read
 from nearkin.training.prepare import prepare
 
@@ -87,6 +87,8 @@ def test_results_have_every_level(vectors, tmp_path):
             assert figure["value"] == wanted[name] and figure["low"] <= figure["value"] <= figure["high"]
         assert entry["classes"] == len(set(ids.tolist())) and set(entry["test"]) == {"trained", "untrained", "baseline"}
     assert json.loads((tmp_path / "run" / "results.json").read_text())["levels"] == outcome.results["levels"]
+    page = report.of_run(outcome).read_text(encoding="utf-8")
+    assert f"family, {family['classes']} classes" in page and f"order, {order['classes']} classes" in page
 
 
 def test_each_level_has_class_weights_of_its_own_and_the_finest_starts_as_without(vectors, tmp_path):
@@ -197,6 +199,28 @@ def test_a_bad_list_leaves_nothing_behind(text, sentence, vectors, tmp_path):
     with pytest.raises(ValueError, match=sentence):
         run(vectors, tmp_path / "run", *SMALL, f'data.without="{tmp_path}/errors.csv"')
     assert not (tmp_path / "run").exists()
+
+
+def test_a_comparison_obeys_a_list_and_refuses_the_rest(vectors, tmp_path):
+    from nearkin.compare.protocol import check_comparable, open_setup
+
+    (tmp_path / "errors.json").write_text('["row 0", "row 7", "row 30"]', encoding="utf-8")
+    base = [f'data.source="{vectors}"']
+    whole = open_setup(read(None, base))
+    fewer = open_setup(read(None, [*base, f'data.without="{tmp_path}/errors.json"']))
+    assert len(whole.items) + whole.test_size["items"] == len(fewer.items) + fewer.test_size["items"] + 3
+    for key in ('data.levels=["family"]', "levels.weights=[1,1]", "data.near=drop"):
+        with pytest.raises(ValueError, match=f"{key.partition('=')[0]} cannot be set in a comparison"):
+            check_comparable(read(None, [*base, key]))
+
+
+def test_a_corrupt_record_is_one_sentence(vectors, tmp_path):
+    (tmp_path / "errors.csv").write_text("path\nrow 3\n", encoding="utf-8")
+    run(vectors, tmp_path / "run", *SMALL, f'data.without="{tmp_path}/errors.csv"')
+    record = json.loads((tmp_path / "run" / "data.json").read_text())
+    (tmp_path / "run" / "data.json").write_text(json.dumps(record | {"left_out": {"items": 3}}), encoding="utf-8")
+    with pytest.raises(ValueError, match='"left_out" must list its items by name; start a new run'):
+        training.resume(tmp_path / "run")
 
 
 def test_likely_label_errors_are_a_table_that_training_obeys(tmp_path):
