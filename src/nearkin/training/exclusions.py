@@ -17,7 +17,7 @@ from nearkin.training.config.recipe import Recipe
 
 __all__ = ["COLUMNS", "Left", "again", "exclude", "listed", "near_setting"]
 
-LISTED = 20_000  # pictures up to which near-duplicates are looked for by default, in seconds
+LISTED = 10_000  # pictures up to which near-duplicates are looked for by default, in seconds
 SHOWN = 10_000  # pairs that are recorded; all are counted
 COLUMNS = ("path", "part", "copy", "copy_part", "similarity", "dropped")
 _ORDER = ("train", "val", "test")  # of two copies in different parts the one in the earlier part goes

@@ -58,7 +58,7 @@ class Data(_Section):
     seed: int = Field(default=0, ge=0)
     # Coarser levels of the classes by name, the finest first: columns, entries, or the folders around class folders.
     levels: list[str] | None = Field(default=None, min_length=1)
-    near: Literal["off", "list", "drop"] | None = None  # near-duplicates across parts; None: list up to 20,000 pictures
+    near: Literal["off", "list", "drop"] | None = None  # near-duplicates across parts; None: list up to 10,000 pictures
     without: str | None = None  # a list of items to leave out: .csv, .tsv, .json
 
 
