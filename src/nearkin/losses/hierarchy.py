@@ -60,8 +60,9 @@ class HierarchyLoss(nn.Module):
     @property
     def lr_scale(self) -> float:
         """The largest of the losses that have parameters."""
-        scales = [float(getattr(loss, "lr_scale", 1.0)) for loss in self.losses if any(True for _ in loss.parameters())]
-        return max(scales, default=1.0)
+        learned = [loss for loss in self.losses if any(True for _ in loss.parameters())]
+        scale: float = max((getattr(loss, "lr_scale", 1.0) for loss in learned), default=1.0)
+        return scale
 
     def extra_repr(self) -> str:
         return f"weights={self._weights}"
@@ -117,4 +118,4 @@ def _checked_weights(weights: Any) -> tuple[float, ...]:
         raise ValueError(f"weights must be at least 2, one per level, the finest first, got {len(weights)}")
     for weight in weights:
         checks.positive("weights", weight)
-    return tuple(float(weight) for weight in weights)
+    return tuple(1.0 * weight for weight in weights)
