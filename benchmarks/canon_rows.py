@@ -204,6 +204,8 @@ _TRIED: tuple[Row, ...] = (
 )
 _ATTRIBUTES = _row("log-ratio on attributes", "logratio", {"sampler.name": "label-neighbours", "loss.normalize": True})
 
+# All weights learn from a random head, and the trained ones are tested: what is compared is the loss.
+_PLAIN: dict[str, Any] = {"train": "all", "projection": "random", "interpolate": False}
 # The peer's settings; what it leaves open (schedule, a smaller rate for the backbone) is ours and the same for all.
 # The trainer always holds classes out to validate on: two, and nothing is chosen on them.
 BASES: dict[str, dict[str, dict[str, Any]]] = {
@@ -214,6 +216,7 @@ BASES: dict[str, dict[str, dict[str, Any]]] = {
         "loss": {},
         "sampler": {"name": "class-balanced", "batch": 128, "per_class": 4},
         "optimizer": {"name": "adamw", "lr": 6e-4, "weight_decay": 1e-4, "backbone_scale": 0.3},
+        "finetune": _PLAIN,
         "training": {"epochs": 30, "batches": 45, "every": 30, "on_collapse": "warn"},
         "evaluation": {"clustering": True},
     },
@@ -238,6 +241,7 @@ BEST: dict[str, dict[str, Any]] = {
     "loss": {"name": "proxy-anchor"},
     "sampler": {"name": "class-balanced", "batch": 120, "per_class": 4},
     "optimizer": {"name": "adamw", "lr": 5e-4, "weight_decay": 1e-4, "backbone_scale": 0.3},
+    "finetune": _PLAIN,
     "training": {"epochs": 15, "batches": 45, "every": 15, "ema": 0.99},
     "evaluation": {"clustering": True},
 }

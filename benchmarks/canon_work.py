@@ -63,6 +63,8 @@ def content_of(job: Job) -> dict[str, dict[str, Any]]:
     for name, value in setting.items():
         section, _, inner = name.partition(".")
         content.setdefault(section, {})[inner] = value
+    if content["encoder"]["name"] == "small-cnn":
+        content.pop("finetune", None)  # it has no pretrained weights
     if content["sampler"]["name"] == "label-neighbours":
         del content["sampler"]["per_class"]
         content["sampler"] = {"anchors": 1, "neighbours": 5} | content["sampler"]  # as docs/benchmarks.md was made

@@ -35,13 +35,15 @@ def arcface_3_centers(x: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
     return arcface(x, labels, weight, 3)
 
 
-def sphereface(x: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+def sphereface(x: Tensor, labels: Tensor, weight: Tensor, step: Tensor) -> Tensor:
+    share = (1000 / (1 + 0.12 * step)).clamp(min=5)  # of the plain cosine, annealed
     length = x.norm(dim=1, keepdim=True)
     cosine = normalize(x) @ normalize(weight).T
     own = cosine.gather(1, labels[:, None])
-    turns = sum((own < math.cos(j * math.pi / 4)).to(own.dtype) for j in (1, 2, 3))
+    first, second, third = ((own < math.cos(j * math.pi / 4)).to(own.dtype) for j in (1, 2, 3))
+    turns = first + second + third
     psi = (1 - 2 * (turns % 2)) * (8 * own**4 - 8 * own**2 + 1) - 2 * turns
-    return cross_entropy(length * cosine.scatter(1, labels[:, None], (1000 * own + psi) / 1001), labels)
+    return cross_entropy(length * cosine.scatter(1, labels[:, None], (share * own + psi) / (1 + share)), labels)
 
 
 def proxy_nca(x: Tensor, labels: Tensor, weight: Tensor) -> Tensor:

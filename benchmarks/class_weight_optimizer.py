@@ -41,6 +41,10 @@ def batch(classes, dim, kind, share, device):
     return weight
 
 
+def state_mib(values):
+    return sum(t.numel() * t.element_size() for t in values if isinstance(t, torch.Tensor)) / 2**20
+
+
 def compare(classes, dim, device):
     for name, kind, share, make in contenders():
         torch.manual_seed(0)
@@ -49,10 +53,10 @@ def compare(classes, dim, device):
             before = torch.cuda.memory_allocated() if device == "cuda" else 0
             optimizer = make(weight)
             optimizer.step()
-            tensors = [t for t in optimizer.state[weight].values() if isinstance(t, torch.Tensor)]
-            state = sum(t.numel() * t.element_size() for t in tensors) / 2**20
             if device == "cuda":
                 state = (torch.cuda.memory_allocated() - before) / 2**20
+            else:
+                state = state_mib(optimizer.state[weight].values())
             extra = measure.peak_mib(optimizer.step, device)
             ms = measure.median_ms(optimizer.step, device, 0.3)
         except torch.cuda.OutOfMemoryError:

@@ -212,6 +212,25 @@ def class_table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join([*lines, "", f"{setting}, torch {first['torch']}, {first['date']}."])
 
 
+def class_loss_table(rows: Sequence[dict[str, str]]) -> str:
+    """Ours / the peer's / torch.compile's milliseconds, a row per loss and batch."""
+    sizes = sorted({int(row["C"]) for row in rows})
+    cell = {(row["loss"], int(row["B"]), int(row["C"])): row for row in rows}
+    lines = ["| loss | B | " + " | ".join(f"C = {size:,}" for size in sizes) + " |", "|---" * (len(sizes) + 2) + "|"]
+    for loss, batch in dict.fromkeys((row["loss"], int(row["B"])) for row in rows):
+        texts = []
+        for size in sizes:
+            row = cell[loss, batch, size]
+            texts.append(
+                " / ".join(shortened(row[f"{name}_ms"].replace("-", "")) for name in ("auto", "peer", "compiled"))
+            )
+        lines.append(f"| {loss} | {batch:,} | " + " | ".join(texts) + " |")
+    first = rows[0]
+    return "\n".join(
+        [*lines, "", f"D = {first['D']}, float32, {first['machine']}, torch {first['torch']}, {first['date']}."]
+    )
+
+
 def shortened(text: str) -> str:
     value = figure(text)
     if value is None:
@@ -263,6 +282,9 @@ def main() -> None:
             save(draw(class_panels(rows), 2, (5, 4), "Softmax over C classes, log-log. Dotted: ∝ C.", False), stem, png)
             words = "Time and memory of a class softmax against C"
             page = put(page, f"classes {device}", f"{picture(stem, words)}\n\n{class_table(rows)}")
+    rows = rows_of("class_losses_gpu.csv")
+    if rows:
+        page = put(page, "class losses gpu", class_loss_table(rows))
     PAGE.write_text(page, encoding="utf-8")
 
 

@@ -102,6 +102,8 @@ def pair_twin(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             settings |= {"beta": module.beta, "classes": labels if module.beta.dim() else None}
         if function is reference.quadruplet:
             settings["classes"] = labels.tolist()
+        if function is reference.sigmoid:
+            settings |= {"log_scale": module.log_scale, "bias": module.bias}
         if function is reference.siamese:
             settings |= {"weight": module.weight, "bias": module.bias}
         return function(x, positive, negative, references, **settings)
@@ -132,7 +134,7 @@ def heated_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     scale, normalize = float(module.scale), True
     if module.norm == "batch":
         x = torch.stack([(c - c.mean()) / (c.var(correction=0) + 1e-5).sqrt() for c in x.T], 1)
-        scale, normalize = scale / DIM**0.5, False
+        scale, normalize = scale / x.shape[1] ** 0.5, False
     return reference.heated_softmax(
         x, labels, module.weight, module.bias, scale=scale, normalize=normalize, **_plain(module)
     )
@@ -143,6 +145,13 @@ def adacos_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     if module.dynamic and module.training:
         scale = reference.adacos_scale(x.detach(), labels, module.weight.detach(), float(scale))
     return reference.normalized_softmax(x, labels, module.weight, scale=float(scale), **_plain(module))
+
+
+def adaface_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    mean, std = module.mean, module.std
+    if module.training:
+        mean, std = reference.adaface_statistics(x, labels, mean, std, momentum=module.momentum)
+    return reference.adaface(x, labels, module.weight, mean=mean, std=std, **_plain(module))
 
 
 def _pair(name: str, make: Callable[[], nn.Module], function: Callable[..., Tensor], **more: Any) -> Case:
@@ -209,6 +218,8 @@ LOSSES = [
     _pair("FastAPLoss", lambda: C.FastAPLoss(), R.fastap),
     _pair("FastAPLoss-active", lambda: C.FastAPLoss(bins=4, reduction="active"), R.fastap),
     _pair("SiameseLoss", lambda: C.SiameseLoss(DIM), R.siamese),
+    _pair("SigmoidLoss", lambda: C.SigmoidLoss(), R.sigmoid),
+    _pair("SigmoidLoss-active", lambda: C.SigmoidLoss(1.0, 0.5, reduction="active"), R.sigmoid),
     Case("LogRatioLoss", lambda: C.LogRatioLoss(), graded_twin, pairs=True, graded=True),
     Case(
         "LogRatioLoss-keep", lambda: C.LogRatioLoss(ties="keep", normalize=True), graded_twin, pairs=True, graded=True
@@ -240,6 +251,19 @@ LOSSES = [
     Case("CosFaceLoss", lambda: C.CosFaceLoss(*size), class_twin(R.cosface, "weight")),
     Case("ArcFaceLoss", lambda: C.ArcFaceLoss(*size), class_twin(R.arcface, "weight")),
     Case("ArcFaceLoss-sub", lambda: C.ArcFaceLoss(*size, sub_centers=3), class_twin(R.arcface, "weight")),
+    Case("AdaFaceLoss", lambda: C.AdaFaceLoss(*size), adaface_twin, smooth=False),
+    Case(
+        "AdaFaceLoss-spread",
+        lambda: C.AdaFaceLoss(*size, 0.5, 16.0, concentration=0.8, momentum=1.0),
+        adaface_twin,
+        smooth=False,
+    ),
+    Case("MagFaceLoss", lambda: C.MagFaceLoss(*size), class_twin(R.magface, "weight")),
+    Case(
+        "MagFaceLoss-within",
+        lambda: C.MagFaceLoss(*size, scale=16.0, lower_length=2.5, upper_length=4.5, penalty=3.0),
+        class_twin(R.magface, "weight"),
+    ),
     Case("AdaCosLoss", lambda: C.AdaCosLoss(*size), adacos_twin),
     Case("AdaCosLoss-fixed", lambda: C.AdaCosLoss(*size, dynamic=False), adacos_twin),
 ]

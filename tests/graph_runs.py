@@ -14,6 +14,7 @@ VARIANTS = {
     "triplet, semihard": ["loss.name=triplet", "loss.selection=semihard"],
     "triplet, batch_hard": ["loss.name=triplet", "loss.selection=batch_hard"],
     "triplet, distance_weighted": ["loss.name=triplet", "loss.selection=distance_weighted"],
+    "margin, fitted": ["loss.name=margin", "loss.sampling_dim=fitted"],
     "triplet, random": ["loss.name=triplet", "loss.selection=random"],
     "contrastive, distance_weighted": [
         "loss.name=contrastive",
@@ -26,6 +27,10 @@ VARIANTS = {
     "heated": ["loss.name=heated-softmax", "loss.heat_after=7", "loss.norm=batch"],
     "supcon, memory": ["loss.name=supcon", "memory.size=256"],
     "contrastive, memory": ["loss.name=contrastive", "memory.size=100", "memory.warmup=5"],
+    "adacos, short": ["loss.name=adacos", "loss.matryoshka=[8, 4]"],
+    "center, short": ["loss.name=center", "loss.matryoshka=[8, 4]"],
+    "margin, short": ["loss.name=margin", "loss.matryoshka=[8, 4]"],
+    "supcon, memory, short": ["loss.name=supcon", "memory.size=256", "loss.matryoshka=[8, 4]"],
     "sgd": ["loss.name=supcon", "optimizer.name=sgd"],
     "rmsprop": ["loss.name=supcon", "optimizer.name=rmsprop"],
     "clip, ema": ["loss.name=supcon", "optimizer.clip=0.5", "training.ema=0.9"],

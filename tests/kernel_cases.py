@@ -18,6 +18,7 @@ class Case(NamedTuple):
     function: Callable[..., Tensor]
     settings: dict[str, Any]
     beta: str | None = None  # the margin loss's: one for all ("scalar"), or one per class
+    scalars: tuple[str, ...] = ()  # settings that are learned
 
 
 PAIR_CASES = {
@@ -48,6 +49,11 @@ PAIR_CASES = {
     "SupCon, active": Case(losses.supcon_loss, {"temperature": 0.4, "reduction": "active"}),
     "InfoNCE": Case(losses.infonce_loss, {}),
     "InfoNCE, sum": Case(losses.infonce_loss, {"temperature": 0.5, "reduction": "sum"}),
+    "sigmoid": Case(losses.sigmoid_loss, {"log_scale": 2.3, "bias": -10.0}, None, ("log_scale", "bias")),
+    "sigmoid, active": Case(
+        losses.sigmoid_loss, {"log_scale": 1.0, "bias": 0.5, "reduction": "active"}, None, ("log_scale", "bias")
+    ),
+    "sigmoid, sum": Case(losses.sigmoid_loss, {"log_scale": 0.3, "bias": -1.0, "reduction": "sum"}, None, ("bias",)),
     "Smooth-AP": Case(losses.smooth_ap_loss, {}),
     "Smooth-AP, soft": Case(losses.smooth_ap_loss, {"temperature": 0.1, "reduction": "sum"}),
     "Smooth-AP, active": Case(losses.smooth_ap_loss, {"temperature": 0.03, "reduction": "active"}),
@@ -139,6 +145,10 @@ def outcome(case: Case, arguments: tuple[Any, ...], impl: str, wide: bool = Fals
         beta = torch.tensor(1.15) if case.beta == "scalar" else torch.linspace(0.9, 1.3, number)
         settings["beta"] = beta.to(device=x.device, dtype=torch.float64 if wide else torch.float32).requires_grad_()
         inputs.append(settings["beta"])
+    for name in case.scalars:
+        kind = torch.float64 if wide else torch.float32
+        settings[name] = torch.tensor(settings[name], device=x.device, dtype=kind, requires_grad=True)
+        inputs.append(settings[name])
     value = case.function(x, labels, references, reference_labels, impl=impl, **settings)
     value.backward(torch.full_like(value, 0.7))
     return [value.detach(), *(t.grad for t in inputs)]

@@ -400,6 +400,17 @@ def infonce(x, positive, negative, references=None, *, temperature=0.07, reducti
     return reduced(x, terms, reduction)
 
 
+def sigmoid(x, positive, negative, references=None, *, log_scale, bias, reduction="mean"):
+    """One term per anchor, the sum of its pairs."""
+    s = table(cosine, x, references)
+    terms = []
+    for a in range(len(x)):
+        pairs = [(s[a][j], 1) for j in columns(positive, a)] + [(s[a][j], -1) for j in columns(negative, a)]
+        costs = [torch.nn.functional.softplus(-z * (log_scale.exp() * v + bias)) for v, z in pairs]
+        terms.append([sum(costs)] if costs else [])
+    return reduced(x, terms, reduction)
+
+
 def logratio(x, gaps, references=None, *, epsilon=1e-6, ties="drop", normalize=False, reduction="mean"):
     """gaps (B, R): plain label distances; 0 leaves a reference out."""
     d = distances(x, references, squared=True, normalize=normalize)
@@ -592,6 +603,70 @@ def sphereface(x, labels, weight, *, margin=4, annealing=5.0, reduction="mean"):
         return [length(x[i]) * target if c == y else score for c, score in enumerate(scores)]
 
     return classified(x, labels, logits, reduction)
+
+
+def quality(v, mean, std, concentration):
+    """AdaFace's z of one embedding."""
+    size = min(max(float(length(v)), 0.001), 100.0)
+    return min(max(concentration * (size - float(mean)) / (float(std) + 0.001), -1.0), 1.0)
+
+
+def adaface(
+    x, labels, weight, *, mean=20.0, std=100.0, margin=0.4, concentration=0.333, scale=64.0, reduction="mean", at=None
+):  # fmt: skip
+    """at: where the lengths, which have no gradient, are taken."""
+
+    def logits(i, y):
+        scores = [scale * cosine(x[i], w) for w in weight]
+        z = quality((x if at is None else at)[i].detach(), mean, std, concentration)
+        theta = (angle(x[i], weight[y]) - margin * z).clamp(0.001, math.pi - 0.001)
+        scores[y] = scale * (theta.cos() - (margin * z + margin))
+        return scores
+
+    return classified(x, labels, logits, reduction)
+
+
+def adaface_statistics(x, labels, mean, std, *, momentum=0.01):
+    lengths = [
+        min(max(float(length(v)), 0.001), 100.0)
+        for v, y in zip(x.detach(), labels.tolist(), strict=True)
+        if y >= 0 and all(math.isfinite(c) for c in v.tolist())
+    ]
+    if lengths:
+        middle = sum(lengths) / len(lengths)
+        mean = momentum * middle + (1 - momentum) * float(mean)
+    if len(lengths) > 1:
+        variance = sum((size - middle) ** 2 for size in lengths) / (len(lengths) - 1)
+        std = momentum * math.sqrt(variance) + (1 - momentum) * float(std)
+    return mean, std
+
+
+def magface(
+    x, labels, weight, *, lower_margin=0.45, upper_margin=0.8, scale=64.0, lower_length=10.0, upper_length=110.0,
+    penalty=35.0, reduction="mean",
+):  # fmt: skip
+    def logits(i, y):
+        scores = [scale * cosine(x[i], w) for w in weight]
+        part = (length(x[i]).clamp(lower_length, upper_length) - lower_length) / (upper_length - lower_length)
+        margin = lower_margin + part * (upper_margin - lower_margin)
+        theta = angle(x[i], weight[y])
+        beyond = theta >= math.pi - margin
+        scores[y] = scale * (theta.cos() - margin * margin.sin() if beyond else (theta + margin).cos())
+        return scores
+
+    def drawn(i, y):
+        def g(a):
+            return a / upper_length**2 + 1 / a
+
+        size = length(x[i])
+        if size > upper_length:
+            return penalty * g(upper_length) + 0 * size
+        if size >= lower_length:
+            return penalty * g(size)
+        slope = 1 / upper_length**2 - 1 / lower_length**2  # the tangent
+        return penalty * (g(lower_length) + slope * (size - lower_length))
+
+    return classified(x, labels, logits, reduction, drawn)
 
 
 def adacos(x, labels, weight, *, scale=None, reduction="mean"):

@@ -349,6 +349,7 @@ CALLS = {
     "bootstrap": lambda x, y: evaluation.bootstrap(x[:, 0], y, samples=50),
     "verification": lambda x, y: evaluation.verification(embeddings=x, pairs=pairs_like(x), labels=y),
     "nearest": lambda x, y: evaluation.nearest(x, k=2).indices.tolist(),
+    "nearest_negatives": lambda x, y: evaluation.nearest_negatives(x, y, k=2).indices.tolist(),
     "kmeans": lambda x, y: evaluation.kmeans.kmeans(x, 4).assignment.tolist(),
 }
 

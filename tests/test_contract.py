@@ -78,15 +78,24 @@ def test_references_are_a_concatenation(case):
     assert torch.equal(module(x, labels), module(x, labels, x, labels))  # a batch named as its own reference
 
 
-def frozen_differences(x, labels, settings, step=1e-6):
-    """Central differences of the Circle loss's loop, its weights fixed at x."""
+def loop_at(case, module, x, labels, at):
+    """The loop of a loss at x, with what has no gradient computed at `at`."""
+    if case.name == "CircleLoss":  # its weights
+        return reference.circle(x, *masks(labels), at=at, **module.settings)
+    assert case.name.startswith("AdaFaceLoss")  # its lengths
+    learned = {"mean": float(module.mean), "std": float(module.std)}
+    return reference.adaface(x, labels, module.weight.detach(), at=at, **learned, **module.settings)
+
+
+def frozen_differences(case, module, x, labels, step=1e-6):
+    """Central differences of a loop by the embeddings, with what has no gradient fixed at x."""
     gradient = torch.zeros_like(x)
     for i, j in torch.cartesian_prod(torch.arange(len(x)), torch.arange(DIM)).tolist():
         sides = []
         for sign in (1, -1):
             moved = x.clone()
             moved[i, j] += sign * step
-            sides.append(reference.circle(moved, *masks(labels), at=x, **settings))
+            sides.append(loop_at(case, module, moved, labels, x))
         gradient[i, j] = (sides[0] - sides[1]) / (2 * step)
     return gradient
 
@@ -97,9 +106,8 @@ def test_gradcheck(case):
     module = case.build().eval()
     x, labels = case.batch()
     if not case.smooth:  # part of it has no gradient: the loop is evaluated with that part frozen
-        assert case.name == "CircleLoss"
-        _, (gradient,) = value_and_gradients(module, module, x, labels)
-        assert_same((gradient, []), (frozen_differences(x, labels, module.settings), []), 1e-6)
+        _, (gradient, *_) = value_and_gradients(module, module, x, labels)
+        assert_same((gradient, []), (frozen_differences(case, module, x, labels), []), 1e-6)
         return
     inputs = (x.requires_grad_(), *module.parameters())
     assert gradcheck(lambda y, *_: module(y, labels), inputs, eps=1e-6, atol=1e-5)
@@ -214,10 +222,10 @@ def test_module_is_its_function(case):
     function, settings = function_of(module), dict(module.settings)
     tensors = dict(module.named_parameters()) | {"centers": getattr(module, "centers", None)}
     learned = [tensors[name] for name in ("weight", "bias", "proxies", "centers") if tensors.get(name) is not None]
-    if case.name.startswith(("Margin", "Siamese")):
+    if case.name.startswith(("Margin", "Siamese", "Sigmoid")):
         settings |= dict(module.named_parameters())
         learned = []
-    for name in ("gamma", "annealing", "scale"):
+    for name in ("gamma", "annealing", "scale", "mean", "std"):
         if hasattr(module, name) and name not in settings:
             settings[name] = getattr(module, name)
     if case.name == "HeatedSoftmaxLoss-batch":

@@ -114,3 +114,47 @@ def test_where_a_curve_reaches_a_target():
     assert reached([0, 10, 20], [0.0, 0.4, 0.8], 0.6) == 15
     assert reached([0, 10], [0.7, 0.8], 0.6) == 0
     assert reached([0, 10], [0.1, 0.2], 0.6) is None
+
+
+def test_the_cells_of_the_fine_tuning_study_share_no_class_with_the_test(shared_data, tmp_path):
+    study = importlib.import_module("finetune_rule")
+    study.tables("orl", shared_data("orl-faces").parent, tmp_path)
+    parts, tested = {}, []
+    for share, count in (("all", 30), ("quarter", 8), ("twentieth", 4)):
+        rows = [line.split(",") for line in (tmp_path / "tables" / f"orl-{share}.csv").read_text().split()[1:]]
+        parts[share] = {label for _, label, split in rows if split == "train"}
+        tested.append({label for _, label, split in rows if split == "test"})
+        assert len(parts[share]) == count and len(tested[-1]) == 10 and not parts[share] & tested[-1]
+        assert all((tmp_path / "tables" / path).is_file() for path, _, _ in rows)
+    assert parts["twentieth"] < parts["quarter"] < parts["all"] and tested[0] == tested[1] == tested[2]
+
+
+def test_a_cell_below_the_frozen_encoder_is_named(tmp_path):
+    study = importlib.import_module("finetune_rule")
+    run = tmp_path / "runs" / "orl-all"
+    run.mkdir(parents=True)
+    (run / "recipe.toml").write_text('[finetune]\ntrain = "all"\n')
+    against = {"other": 0.5, "trained": 0.4, "difference": -0.1, "low": -0.15, "high": -0.05}
+    values = {name: {"recall@1": {"value": 0.9}} for name in ("baseline", "trained")}
+    results = {"test": values, "verdict": {"against": {"baseline": against}}, "classes": {"train": 24}}
+    for high, below in ((-0.05, True), (0.01, False), (None, False)):
+        against["high"] = high
+        (run / "results.json").write_text(json.dumps(results))
+        row = study.figures(study.Cell("orl", "all"), run)
+        assert row["below"] is below and row["difference"] == -10 and row["kept"] == "as trained"
+
+
+def test_the_rule_of_interpolation_is_studied_with_few_classes():
+    """Of an encoder that is no better than the frozen one, the mean chooses wrongly more often than the interval."""
+    study = importlib.import_module("interpolation_rule")
+    labels = torch.arange(40).repeat_interleave(6)
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(40, 8, generator=generator)[labels]
+    rows = {name: centres + 1.5 * torch.randn(240, 8, generator=generator) for name in ("frozen", "untrained", 0.5)}
+    rows[1.0] = centres + 0.8 * torch.randn(240, 8, generator=generator)
+    truth, *results = study.study(rows, labels, draws=20)
+    assert truth["truth"]["1.0"] > truth["truth"]["frozen"]
+    by = {(row["classes"], row["rule"]): row for row in results}
+    assert set(by) == {(number, rule) for number in study.NUMBERS for rule in ("interval", "mean")}
+    assert by[20, "interval"]["frozen"] == 0 and by[20, "interval"]["gain"] > 0, "twenty classes are proof enough"
+    assert by[2, "interval"]["frozen"] > by[2, "mean"]["frozen"]

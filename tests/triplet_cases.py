@@ -34,6 +34,11 @@ DRAWN = {
     "random": (losses.triplet_loss, {"selection": "random"}),
     "random, raw": (losses.triplet_loss, {"selection": "random", "normalize": False, "squared": False}),
     "distance_weighted": (losses.triplet_loss, {"selection": "distance_weighted", "squared": False}),
+    "fitted dimension": (
+        losses.triplet_loss,
+        {"selection": "distance_weighted", "squared": False, "sampling_dim": "fitted"},
+    ),
+    "margin, fitted": (losses.margin_loss, {"beta": torch.tensor(1.2), "margin": 4.0, "sampling_dim": "fitted"}),
     "margin": (losses.margin_loss, {"beta": torch.tensor([0.9, 1.2, 1.1, 1.3, 1.0, 1.2, 1.15]), "margin": 4.0}),
     "margin, one beta": (losses.margin_loss, {"beta": torch.tensor(1.2), "margin": 4.0, "nu": 0.1}),
     "contrastive": (losses.contrastive_loss, {"selection": "distance_weighted", "normalize": True, "margin": 3.0}),
@@ -331,6 +336,7 @@ def check_draws(device):
             case = function, settings | ({"margin": None} if function is losses.triplet_loss else {})
             got, pairs = drawn(case, inputs, 3)
             same = case[0], case[1] | {"selection": lambda distance, related, pairs=pairs: pairs}
+            same[1].pop("sampling_dim", None)
             related = blockwise.relation(blockwise.Batch(*inputs))
             assert bool((related.positive & related.negative.any(1, keepdim=True)).sum() == pairs.valid.sum()), name
             a, p, n = pairs.indices()
@@ -353,12 +359,14 @@ def check_distribution(device):
     clipped = torch.tensor([0.02, 0.2, 0.4, 0.52, 0.54, 0.56, 0.58, 2.4])
     weighted = ("distance_weighted", common), ("distance_weighted", clipped), ("distance_weighted", 2.5 + common / 9)
     positives = 32 if device == "cpu" else 1000
-    for selection, angles in (("random", common), *weighted):
+    fitted = torch.tensor(16.0, device=device)
+    tries = [(selection, angles, None) for selection, angles in (("random", common), *weighted)]
+    for selection, angles, dim in (*tries, *((*each, fitted) for each in weighted)):
         x = torch.eye(1, 16, device=device).repeat(16, 1)
         negatives = torch.cat((angles[:, None].cos(), angles[:, None].sin(), torch.zeros(8, 14)), 1).to(device)
         r = torch.cat((negatives[:5], x[:1].expand(positives, 16), negatives[5:]))
         other = torch.tensor([1] * 5 + [0] * positives + [1] * 3, device=device)
-        case = losses.triplet_loss, {"selection": selection, "margin": None}
+        case = losses.triplet_loss, {"selection": selection, "margin": None, "sampling_dim": dim}
         _, pairs = drawn(case, (x, torch.zeros(16, dtype=torch.long, device=device), r, other), 1)
         _, _, columns = pairs.indices()
         counted = columns.cpu().bincount(minlength=positives + 8).double()

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from nearkin.core import checks, distances, reduce
+from nearkin.core import checks, distances, reduce, sphere
 from nearkin.core.relations import Relation
 
 __all__ = [
@@ -59,6 +59,7 @@ class Pairs(NamedTuple):
 
 
 Selection: TypeAlias = str | Callable[[Tensor, Relation], Triplets | Pairs]
+_MOST_FITTED = 4096  # dimensions, where the length of the vectors is not known
 FALLBACKS = ("farthest", "hardest", "skip")  # what replaces a semi-hard negative where there is none
 
 
@@ -142,7 +143,7 @@ def distance_weighted(
     distance: Tensor,
     relation: Relation,
     *,
-    dim: int,
+    dim: int | str | Tensor,
     clip: float = 0.5,
     cutoff: float | Tensor | None = 1.4,
     generator: torch.Generator | None = None,
@@ -152,14 +153,16 @@ def distance_weighted(
     P(n | a) ∝ min(λ, 1/q(d_an)),  q(d) ∝ d^(dim-2) (1 - d²/4)^((dim-3)/2),  λ = 1/q(clip)
 
     q is the density of distances between uniform points of the unit sphere, so embeddings must be of unit length.
+    dim="fitted" takes as many dimensions as these negatives fill, 1 / E cos² (`core/sphere.py`); a scalar tensor stays
+    on its device.
     Negatives at `cutoff` or beyond, where the loss is 0, are left out (a number, or (B,) one per anchor; None keeps
     all); an anchor whose negatives are all beyond draws uniformly. Weights are normalised row by row in logarithms: one
     near-duplicate in the batch cannot starve the other rows. Wu et al. 2017, eq. 5; clip 0.5 and cutoff 1.4 from the
     authors' code.
     """
-    checks.integer("dim", dim, 2)
     checks.between("clip", clip, 0, 2)
     distance = distance.detach()
+    dim = _sphere(dim, distance, relation)
     most = (2 - dim) * math.log(clip) - (dim - 3) / 2 * math.log(1 - clip**2 / 4)  # log λ
     log_weight = _log_inverse_density(distance, dim).clamp(max=most)
     near = relation.negative
@@ -215,7 +218,7 @@ def select(
     distance: Tensor,
     relation: Relation,
     *,
-    dim: int,
+    dim: int | Tensor,
     cutoff: float | Tensor | None = 1.4,
     generator: torch.Generator | None = None,
 ) -> Triplets | Pairs:
@@ -297,10 +300,25 @@ def _every_positive(distance: Tensor, negative: Tensor, relation: Relation) -> T
     return Triplets(_columns(distance), negative, relation.positive & reduce.any_in_row(relation.negative)[:, None])
 
 
-def _log_inverse_density(distance: Tensor, dim: int) -> Tensor:
+def _sphere(dim: int | str | Tensor, distance: Tensor, relation: Relation) -> int | Tensor:
+    """The dimensions of the sphere: a number, or a scalar tensor in the type of the weights."""
+    if isinstance(dim, str):
+        checks.one_of("dim", dim, ("fitted",))
+        cosine = 1 - distance.to(torch.promote_types(distance.dtype, torch.float32)).square() / 2
+        mean, _ = sphere.mean_squared_cosine(cosine, relation.negative)
+        return sphere.filled_dim(mean, _MOST_FITTED)
+    if isinstance(dim, Tensor):
+        return dim.detach().to(torch.promote_types(distance.dtype, torch.float32))
+    checks.integer("dim", dim, 2)
+    return dim
+
+
+def _log_inverse_density(distance: Tensor, dim: int | Tensor) -> Tensor:
     """-log q(d) up to a constant; finite at d = 0 and d >= 2, where the caller's clip takes over."""
     distance = distance.to(torch.promote_types(distance.dtype, torch.float32))  # 1e-12 is 0 in half precision
     near = distance.clamp(min=1e-12).log_().mul_(2 - dim)
+    if isinstance(dim, Tensor):
+        return near.sub_((1 - distance.square() / 4).clamp_(min=1e-12).log_().mul_((dim - 3) / 2))
     return near.sub_((1 - distance.square() / 4).clamp_(min=1e-12).log_(), alpha=(dim - 3) / 2)
 
 

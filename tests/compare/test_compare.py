@@ -630,6 +630,10 @@ def test_the_page_of_many_losses_with_names_that_bite(finished):
             ["--losses", "all", "--set", "sampler.name=hard-classes"],
             "sampler.name must be class-balanced or class-ratio",
         ),
+        (
+            ["--losses", "all", "--set", "finetune.interpolate=true"],
+            "finetune.interpolate cannot be set in a comparison",
+        ),
         (["--losses", "all", "--set", "training.seed=1"], "training.seed cannot be set in a comparison: --seed"),
         (["--losses", "all", "--set", "schedule.decay=step"], "schedule.decay must be cosine or constant"),
         (["--losses", "all", "--folds", "65"], "folds must be at most 64, got 65"),

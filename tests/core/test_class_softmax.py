@@ -38,6 +38,8 @@ FORMS = {
     "arcface, 3 centres": (losses.arcface_loss, {"sub_centers": 3}, 3),
     "sphereface": (losses.sphereface_loss, {"annealing": 0.5}, 1),
     "sphereface, annealed": (losses.sphereface_loss, {"annealing": torch.tensor(3.0), "margin": 3}, 1),
+    "adaface": (losses.adaface_loss, {"mean": 4.0, "std": torch.tensor(3.0), "concentration": 0.7}, 1),
+    "magface": (losses.magface_loss, {"lower_length": 1.0, "upper_length": 9.0}, 1),
     "adacos": (losses.adacos_loss, {"scale": 9.0}, 1),
     "proxy-nca": (losses.proxy_nca_loss, {}, 1),
     "proxy-nca, original": (losses.proxy_nca_loss, {"form": "original", "scale": 2.0}, 1),
@@ -118,6 +120,8 @@ def test_gradcheck(form, monkeypatch):
         pytest.skip("its gradient is not that of its value, on purpose")
     inputs = (x.requires_grad_(), weight.requires_grad_())
     keywords = {"impl": "torch", "reduction": "mean", **settings}
+    if form == "adaface":
+        keywords["concentration"] = 0.0  # else lengths count, which have no gradient; test_contract.py holds them fixed
     assert torch.autograd.gradcheck(lambda x, w: function(x, labels, w, **keywords), inputs)
 
 
@@ -476,7 +480,7 @@ def plain_torch(form, x, labels, weight, *, reduction, annealing=0.5):
     """What one writes without a library, in the same type: how exact bfloat16 has to be."""
     normal, ids = torch.nn.functional.normalize, labels.clamp(min=0)
     cosine = normal(x) @ normal(weight).T
-    own_cosine, length = cosine.gather(1, ids[:, None]), x.norm(dim=1, keepdim=True)
+    own_cosine, length, cost = cosine.gather(1, ids[:, None]), x.norm(dim=1, keepdim=True), 0.0
     if form in ("normalized", "cosface", "proxy-nca"):
         scale = {"normalized": 20, "cosface": 64, "proxy-nca": 18}[form]
         logits, target = scale * cosine, scale * (own_cosine - 0.35 * (form == "cosface"))
@@ -487,11 +491,21 @@ def plain_torch(form, x, labels, weight, *, reduction, annealing=0.5):
         angle = own_cosine.clamp(-0.999, 0.999).acos()
         wide = torch.where(angle < math.pi - 0.5, (angle + 0.5).cos(), own_cosine - 0.5 * math.sin(0.5))
         logits, target = 64 * cosine, 64 * wide
+    elif form == "adaface":
+        quality = (0.7 * (length.detach() - 4) / 3.001).clamp(-1, 1)
+        angle = (own_cosine.clamp(-0.999, 0.999).acos() - 0.4 * quality).clamp(1e-3, math.pi - 1e-3)
+        logits, target = 64 * cosine, 64 * (angle.cos() - 0.4 * quality - 0.4)
+    elif form == "magface":
+        size, angle = length.clamp(1, 9), own_cosine.clamp(-0.999, 0.999).acos()
+        margin = 0.45 + 0.35 / 8 * (size - 1)
+        wide = torch.where(angle < math.pi - margin, (angle + margin).cos(), own_cosine - margin * margin.sin())
+        cost = 35 * (size / 81 + 1 / size + (1 / 81 - 1) * (length - 1).clamp(max=0)).squeeze(1) * (labels >= 0)
+        logits, target = 64 * cosine, 64 * wide
     else:
         logits = length * cosine
         target = length * (annealing * own_cosine + angles.psi_and_slope(own_cosine, 4)[0]) / (1 + annealing)
     logits = logits.scatter(1, ids[:, None], target)
-    return torch.nn.functional.cross_entropy(logits.float(), ids, reduction="none") * (labels >= 0)
+    return torch.nn.functional.cross_entropy(logits.float(), ids, reduction="none") * (labels >= 0) + cost
 
 
 def plain_anchor(x, labels, weight):
@@ -541,7 +555,8 @@ def whole_cases():
     f32, bf16, f16, mixed = KERNEL_KINDS
     for place, form in enumerate([*WHOLE, "arcface, 2 centres"]):
         yield (17, 37, 12), f32, form, ("mean", "active", "sum")[place % 3]
-    for form in ("normalized", "cosface", "arcface", "arcface, 2 centres", "sphereface", "proxy-nca"):
+    halves = ("normalized", "cosface", "arcface", "arcface, 2 centres", "sphereface", "proxy-nca", "adaface", "magface")
+    for form in halves:
         yield (33, 40, 16), bf16, form, "mean"
     for shape in KERNEL_SHAPES:
         for kinds in (f16, mixed) if shape == KERNEL_SHAPES[3] else (f32,):
@@ -768,7 +783,9 @@ def test_whole_losses_on_a_gpu(shape, kinds, monkeypatch):
     monkeypatch.setattr(class_dense_ops, "MOST", 0)
     half = kinds[0] == kinds[1] == "bfloat16"
     forms = (
-        ("normalized", "cosface", "arcface", "sphereface", "proxy-anchor") if half else (*WHOLE, "arcface, 2 centres")
+        ("normalized", "cosface", "arcface", "sphereface", "adaface", "magface", "proxy-anchor")
+        if half
+        else (*WHOLE, "arcface, 2 centres")
     )
     for place, form in enumerate(forms):
         reduction = ("mean", "active")[place % 2] if half else ("mean", "active", "sum")[place % 3]
@@ -828,6 +845,8 @@ EVERY_SIZE = {
     "arcface, 3 centres": partial(losses.ArcFaceLoss, sub_centers=3),
     "arcface, 7 centres": partial(losses.ArcFaceLoss, sub_centers=7),
     "sphereface": losses.SphereFaceLoss,
+    "adaface": losses.AdaFaceLoss,
+    "magface": losses.MagFaceLoss,
     "center": losses.CenterLoss,
     "proxy-nca": losses.ProxyNCALoss,
     "proxy-nca, 3 proxies": partial(losses.ProxyNCALoss, proxies_per_class=3),

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cases
 import worlds
-from nearkin import losses, mining, samplers
+from nearkin import evaluation, losses, mining, samplers
 from nearkin.dist import collectives
 from nearkin.dist.global_batch import GlobalBatch, average_gradients, share_state
 from nearkin.memory import CrossBatchMemory
@@ -560,6 +560,15 @@ def test_digests_tell_tensors_apart():
 
 
 LABELS = np.repeat(np.arange(24), 6)
+MINED = {"neighbours": 5, "guard": 0.05}
+
+
+def _mined(sampler):
+    rows = torch.randn(len(LABELS), 6, generator=torch.Generator().manual_seed(0))
+    sampler.refresh(rows, evaluation.nearest_negatives(rows, LABELS, k=5).indices)
+    return sampler
+
+
 SAMPLERS = {
     "ClassBalanced": lambda **ranks: samplers.ClassBalanced(LABELS, 12, 4, **ranks),
     "ClassRatio": lambda **ranks: samplers.ClassRatio(LABELS, 48, 0.25, **ranks),
@@ -568,6 +577,7 @@ SAMPLERS = {
     "LabelNeighbours": lambda **ranks: samplers.LabelNeighbours(LABELS + 0.5, 24, 3, **ranks),
     "LabelNeighbours several": lambda **ranks: samplers.LabelNeighbours(LABELS + 0.5, 24, 3, anchors=6, **ranks),
     "HardNegatives": lambda **ranks: samplers.HardNegatives(LABELS, 24, **ranks),
+    "HardNegatives of the whole set": lambda **ranks: _mined(samplers.HardNegatives(LABELS, 24, **MINED, **ranks)),
 }
 
 

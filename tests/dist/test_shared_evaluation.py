@@ -87,6 +87,29 @@ def compare_retrieval(rank, world):
     return wrong
 
 
+def compare_negatives(rank, world):
+    x, labels = torch.randn(331, 12, generator=torch.Generator().manual_seed(3)), torch.arange(331) % 23
+    x[200:230] = x[:30]
+    labels[::7] = -1
+    wrong = []
+    with dist.ProcessGroup() as ranks:
+        for options in ({"k": 5}, {"k": 400}, {"k": 9, "budget": 60_000}, {"k": 3, "similarity": "euclidean"}):
+            alone = evaluation.nearest_negatives(x, labels, **options)
+            shared = evaluation.nearest_negatives(x, labels, **options, group=ranks)
+            if not all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True)):
+                wrong.append(str(options))
+        done = []
+        evaluation.nearest_negatives(x, labels, k=2, group=ranks, progress=lambda *at: done.append(at))
+        if rank == 0 and done[-1][0] != done[-1][1]:
+            wrong.append(str(done))
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_nearest_negatives_are_those_of_one_process(world):
+    assert worlds.run(world, compare_negatives) == [[]] * world
+
+
 def compare_others(rank, world):
     pair_scan.TILE = 64
     make = torch.Generator().manual_seed(5)

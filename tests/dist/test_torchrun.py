@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+import tiny_vit
 import worlds
 from nearkin import dist, training
 from nearkin.dist import collectives, parallel, sync_batchnorm
@@ -30,7 +31,7 @@ from nearkin.training.trainer import assemble
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
 from killing import ranks_of
 
-from commands import noisy_vectors
+from commands import noisy_vectors, photos
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +150,16 @@ def test_fifty_steps_of_two_ranks_are_those_of_one(place, alone):
         ("sharded classes", SHARDED),
         ("memory", ["loss.name=contrastive", "memory.size=64"]),
         ("hard classes", ["sampler.name=hard-classes", "loss.name=proxy-anchor", "training.epochs=3"]),
+        (
+            "negatives of the whole set",
+            [
+                "sampler.name=hard-negatives",
+                "sampler.pairs=4",
+                "loss.name=triplet",
+                "training.epochs=5",
+                "sampler.every=2",
+            ],
+        ),
         ("a rank without items", ["sampler.batch=2", "sampler.per_class=2", "loss.name=arcface", "optimizer.lr=1e-4"]),
     ],
 )
@@ -476,3 +487,51 @@ def test_fsdp_on_a_cpu_is_refused_where_torch_cannot(monkeypatch):
     monkeypatch.setattr(parallel, "shards_on_cpu", lambda: False)
     with pytest.raises(ValueError, match=r"training\.strategy=fsdp needs torch 2\.7 or newer on a CPU, got"):
         parallel.shard(nn.Linear(2, 2), torch.device("cpu"))
+
+
+# --- fine-tuning
+
+
+FINETUNED = ["data.size=32", "data.stored=32", "data.cache=false", "encoder.dim=8", "sampler.batch=9"]
+FINETUNED += ["sampler.per_class=3", "training.epochs=2", "training.batches=4", "training.log_steps=1"]
+FINETUNED += ["training.workers=0", "evaluation.interval=false", "training.device=cpu", "training.on_collapse=warn"]
+
+
+def finetuned(rank, size, home, name, *sets):
+    sources = [f"data.source={home}/pictures", f"encoder.name=hf:{home}/vit"]
+    training.train(read(None, [*sources, *FINETUNED, *sets]), Path(home) / name)
+
+
+@pytest.fixture(scope="module")
+def pretrained(place):
+    tiny_vit.save(place / "vit")
+    photos(place / "pictures")
+    return place
+
+
+@pytest.mark.parametrize(
+    "name, sets",
+    [
+        ("lora", ["finetune.train=lora", "training.ema=0.9"]),
+        ("head", ["finetune.train=head"]),
+        ("head first, lora", ["finetune.train=lora", "schedule.frozen_epochs=1", "finetune.layer_decay=0.75"]),
+        ("head first, all", ["finetune.train=all", "schedule.frozen_epochs=1", "training.chunk=2"]),
+        pytest.param("fsdp, lora", ["finetune.train=lora", "training.strategy=fsdp"], marks=needs_cpu_fsdp),
+        pytest.param("fsdp, head", ["finetune.train=head", "training.strategy=fsdp"], marks=needs_cpu_fsdp),
+        pytest.param(
+            "fsdp, rates",
+            ["finetune.train=all", "finetune.layer_decay=0.75", "training.strategy=fsdp", "training.ema=0.9"],
+            marks=needs_cpu_fsdp,
+        ),
+    ],
+)
+def test_fine_tuning_of_two_ranks_is_that_of_one(name, sets, pretrained):
+    """9 items are 4 and 5; the same curve, and the same plain encoder."""
+    finetuned(0, 1, pretrained, f"{name} of one", *[text for text in sets if "strategy" not in text])
+    worlds.run(2, finetuned, str(pretrained), f"{name} of two", *sets)
+    one, two = pretrained / f"{name} of one", pretrained / f"{name} of two"
+    assert len(curve(one)) == 8
+    np.testing.assert_allclose(curve(two), curve(one), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-4)
+    names = [json.loads((out / "encoder.json").read_text())["settings"] for out in (one, two)]
+    assert names[0] == names[1]

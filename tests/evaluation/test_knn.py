@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearkin.evaluation import Neighbours, nearest
+from nearkin.evaluation import Neighbours, nearest, nearest_negatives
 from nearkin.evaluation.retrieval import duplicate_rows, knn
 from nearkin.evaluation.retrieval.exact import Space, require_float64
 
@@ -62,6 +62,34 @@ def test_equals_rational_arithmetic(x, self_search, k, kind, rows):
         assert row == (expected + [-1] * k)[:k]
 
 
+@settings(max_examples=300, deadline=None)
+@given(grids(), st.integers(1, 20), st.sampled_from(SIMILARITIES), st.integers(1, 5), st.data())
+def test_negatives_equal_rational_arithmetic(x, k, kind, rows, data):
+    """Of another known class: -1 is unknown, finds nothing and is not found."""
+    labels = torch.tensor(data.draw(st.lists(st.integers(-1, 3), min_size=len(x), max_size=len(x))))
+    result = nearest_negatives(x, labels, k=k, similarity=kind, budget=rows * len(x) * 112)
+    for i, (row, order) in enumerate(zip(result.indices.tolist(), order_of(x, None, kind), strict=True)):
+        expected = [j for j in order if labels[i] >= 0 and labels[j] >= 0 and labels[i] != labels[j]]
+        assert row == (expected + [-1] * k)[:k]
+        assert (result.similarity[i] == -torch.inf).tolist() == [j < 0 for j in row]
+
+
+def test_negatives_in_tiles_are_those_of_one(monkeypatch):
+    base = torch.randn(150, 24)
+    x, labels = torch.cat([base, base, 2 * base]), torch.arange(450) % 7
+    expected = nearest_negatives(x, labels, k=9)
+    cosine = nearest(x, k=449)
+    for i in (0, 200, 449):
+        other = [j for j in cosine.indices[i].tolist() if labels[j] != labels[i]]
+        assert expected.indices[i].tolist() == other[:9]
+    done = []
+    for rows in (1, 7, 100):
+        budget = rows * len(x) * 112
+        result = nearest_negatives(x, labels, k=9, budget=budget, progress=lambda *at: done.append(at))
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+        assert done[-1] == (450, 450)
+
+
 @pytest.mark.parametrize("kind", SIMILARITIES)
 @pytest.mark.parametrize("self_search", [True, False])
 def test_tiles_and_threads_change_nothing(kind, self_search):
@@ -88,6 +116,10 @@ def test_the_device_changes_nothing(kind):
     on_cpu, there = nearest(x, k=50, similarity=kind), nearest(x.cuda(), k=50, similarity=kind)
     assert torch.equal(on_cpu.indices, there.indices.cpu())
     torch.testing.assert_close(on_cpu.similarity, there.similarity.cpu(), rtol=1e-15, atol=0)  # the root of a cosine
+    labels = torch.arange(600) % 50
+    on_cpu, there = (nearest_negatives(x.to(on), labels.to(on), k=50, similarity=kind) for on in ("cpu", "cuda"))
+    assert torch.equal(on_cpu.indices, there.indices.cpu())
+    torch.testing.assert_close(on_cpu.similarity, there.similarity.cpu(), rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("kind", SIMILARITIES)

@@ -344,6 +344,45 @@ def test_an_encoder_of_vectors(place, tmp_path):
             gallery.enrol("x.png", "a")
 
 
+def test_the_length_of_an_embedding_is_its_quality(place, tmp_path):
+    """Where the encoder leaves it free: of queries and of hits, whatever the metadata, and through an export."""
+    encoder = models.build("mlp", features=5, hidden=(8,), dim=4, seed=0, normalize=False)
+    models.save(encoder, tmp_path / "run", {"kind": "vectors", "features": 5})
+    rows = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    with torch.no_grad():
+        lengths = encoder.eval()(torch.from_numpy(rows)).norm(dim=1).tolist()
+    with Gallery.open(place, tmp_path / "run") as gallery:
+        gallery.enrol(rows[:3], list("abc"), {"colour": "red"})
+        gallery.enrol(rows[3:5], list("de"))
+        for i, expected in enumerate(lengths[:5]):
+            hit = gallery.search(rows[i], 1)[0]
+            assert hit.quality == pytest.approx(expected, rel=1e-5) and "nearkin.quality" not in hit.metadata
+            assert hit.metadata == ({"colour": "red"} if i < 3 else {})
+        assert gallery.identify(rows[5]).quality == pytest.approx(lengths[5], rel=1e-5)
+        assert gallery.verify(rows[5], rows[0]).qualities == pytest.approx((lengths[5], lengths[0]), rel=1e-5)
+        assert gallery.search(rows[0], 3, {"colour": "red"})[0].label == "a"
+        gallery.relabel([1], "z")
+        assert gallery.get(1).quality == pytest.approx(lengths[0], rel=1e-5)
+        assert gallery.export(tmp_path / "out.jsonl") == 5 and gallery.check().whole
+        lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert [line["quality"] for line in lines] == pytest.approx(lengths[:5], rel=1e-5)
+        with pytest.raises(ValueError, match=r'metadata must not have the key "nearkin\.quality"'):
+            gallery.enrol(rows[5], "f", {"nearkin.quality": 1.0})
+    with Gallery.open(place) as gallery:  # without the encoder: what is stored is known, the query is not
+        hit = gallery.search(gallery.vectors([2])[0], 1)[0]
+        assert hit.quality == pytest.approx(lengths[1], rel=1e-5)
+        assert gallery.identify(gallery.vectors([2])[0]).quality is None
+
+
+def test_unit_length_has_no_quality(place, run, tmp_path):
+    one = pictures(tmp_path / "p", 1)[0]
+    with Gallery.open(place, run) as gallery:
+        gallery.enrol(one, "a")
+        assert gallery.search(one, 1)[0].quality is None and gallery.identify(one).quality is None
+        assert gallery.verify(one, one).qualities == (None, None)
+        assert [row.metadata for row in gallery._store.scan()] == ["{}"]
+
+
 def test_an_empty_gallery_of_vectors_takes_an_encoder_a_full_one_does_not(place, run, vectors):
     Gallery.open(place, dim=8).close()
     Gallery.open(place, run).close()

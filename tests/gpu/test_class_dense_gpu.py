@@ -56,7 +56,9 @@ def test_auto_takes_them_unless_memory_is_short():
         losses.cosface_loss(x, labels, weight)
         losses.heated_softmax_loss(x, labels, weight, bias)
         losses.SphereFaceLoss(1000, 128).cuda()(x, labels)
-        assert len(served) == 3
+        losses.AdaFaceLoss(1000, 128).cuda()(x, labels)
+        losses.MagFaceLoss(1000, 128).cuda()(x, labels)
+        assert len(served) == 5
         served.clear()
         losses.cosface_loss(x, labels, weight, max_memory=2**21)
         losses.cosface_loss(x, labels, weight, reduction="none")

@@ -94,7 +94,7 @@ def test_steps_are_the_same_digit_for_digit(name, sources):
 @pytest.mark.parametrize(
     ("name", "cut"),
     [("arcface", 1), ("arcface", 11)]
-    + [(name, WARMUP + 2) for name in ("margin", "supcon, memory", "sgd", "rmsprop", "clip, ema", "fp16")],
+    + [(name, WARMUP + 2) for name in ("margin", "adaface", "supcon, memory", "sgd", "rmsprop", "clip, ema", "fp16")],
 )
 def test_runs_resume_to_the_last_bit_with_and_without_graphs(name, cut, sources, tmp_path):
     """Stopped after `cut` steps with graphs, resumed without, and the reverse; and with graphs both times."""

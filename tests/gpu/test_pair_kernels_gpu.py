@@ -108,7 +108,7 @@ def test_near_duplicates(name):
 
 @every_case
 def test_poison_and_silence(name):
-    function, settings, _ = PAIR_CASES[name]
+    function, settings, *_ = PAIR_CASES[name]
     x, labels, _, _ = on_gpu(kernel_cases.batch((70, None, 20)))
     for poison in (math.nan, math.inf):
         poisoned = x.clone()
@@ -138,7 +138,7 @@ def test_same_numbers_every_time_and_no_waiting(name):
 @pytest.mark.parametrize("name", ["contrastive", "margin", "lifted", "SupCon", "InfoNCE", "multi-similarity"])
 def test_memory_does_not_grow_with_the_pairs(name):
     """B = 16,384: one (B, B) matrix of float32 would be 1 GiB."""
-    function, settings, _ = PAIR_CASES[name]
+    function, settings, *_ = PAIR_CASES[name]
     x = torch.randn(16384, 128, device="cuda", requires_grad=True)
     labels = torch.arange(16384, device="cuda") // 4
     torch.cuda.reset_peak_memory_stats()

@@ -25,7 +25,7 @@ def exact_cases():
         for name in ("arcface, 3 centres", "sphereface", "proxy-nca, original", "heated"):
             yield name, shape, F32, "mean"
     for kinds in (BF16, F16, MIXED):
-        for name in ("arcface", "sphereface", "heated, raw"):
+        for name in ("arcface", "sphereface", "magface", "heated, raw"):
             yield name, (9, 11, 8), kinds, "mean"
 
 
@@ -126,7 +126,7 @@ def graph(arguments):
         others = [t.grad for place, t in enumerate(leaves) if place != learns]
         facts[f"only {learns} learns"] = others == [None, None] and torch.equal(leaves[learns].grad, base[1 + learns])
     facts["nothing learns"] = torch.equal(losses.heated_softmax_loss(x, labels, weight, bias, impl="triton"), base[0])
-    for name in ("normalized", "arcface", "sphereface", "heated", "proxy-nca"):
+    for name in ("normalized", "arcface", "sphereface", "adaface", "magface", "heated", "proxy-nca"):
         facts[f"twice differentiable: {name}"] = second(name, arguments)
     half = weight.bfloat16().requires_grad_()
     if hasattr(half, "grad_dtype"):
@@ -162,6 +162,8 @@ def modules():
         lambda: losses.HeatedSoftmaxLoss(8, 4, heat_after=1, impl="triton"),
         lambda: losses.HeatedSoftmaxLoss(8, 4, norm="batch", impl="triton"),
         lambda: losses.SphereFaceLoss(8, 4, impl="triton"),
+        lambda: losses.AdaFaceLoss(8, 4, momentum=0.4, impl="triton"),
+        lambda: losses.MagFaceLoss(8, 4, lower_length=1.0, upper_length=4.0, impl="triton"),
         lambda: losses.ArcFaceLoss(8, 4, sub_centers=3, sample_rate=0.5, impl="triton"),
     ):
         ours, twin = make(), make()

@@ -51,7 +51,7 @@ def judge_kernels():
         verdicts[f"{name} near"] = kernel_cases.judged(PAIR_CASES[name], kernel_cases.near(12, 16, 1e-4))
     x, labels, _, _ = kernel_cases.batch((9, None, 4))
     for name in FIRST:
-        function, settings, _ = PAIR_CASES[name]
+        function, settings, *_ = PAIR_CASES[name]
         poisoned = x.clone()
         poisoned[labels == -1] = math.inf  # in no pair
         verdicts[f"{name} poison"] = math.isnan(float(function(poisoned, labels, impl="triton", **settings)))

@@ -35,6 +35,8 @@ CASES = {
     "AdaCos": (lambda: losses.AdaCosLoss(C, D), lambda m, x: m.scale.double() * cosine(x, m.weight)),
     "CosFace": (lambda: losses.CosFaceLoss(C, D, 0.2, 30.0), lambda m, x: 30 * cosine(x, m.weight)),
     "ArcFace": (lambda: losses.ArcFaceLoss(C, D), lambda m, x: 64 * cosine(x, m.weight)),
+    "AdaFace": (lambda: losses.AdaFaceLoss(C, D, scale=30.0), lambda m, x: 30 * cosine(x, m.weight)),
+    "MagFace": (lambda: losses.MagFaceLoss(C, D, scale=30.0), lambda m, x: 30 * cosine(x, m.weight)),
     "ArcFace, sub-centres": (
         lambda: losses.ArcFaceLoss(C, D, sub_centers=3),
         lambda m, x: 64 * cosine(x, m.weight).view(len(x), C, 3).amax(2),
@@ -102,6 +104,7 @@ def test_every_class_loss_has_logits_and_says_what_does_not_fit():
     named = {type(make()).__name__ for make, _ in CASES.values()}
     assert named == {n for n in losses.__all__ if n.endswith("Loss") and hasattr(getattr(losses, n), "get_logits")}
     takers = [n for n in losses.__all__ if n.endswith("Loss") and hasattr(getattr(losses, n), "shard")]
+    takers.remove("MatryoshkaLoss")  # has that of the loss inside, whose logits they are
     assert all(getattr(losses, name).get_logits.__doc__ for name in named) and not set(takers) - named
     for make, _ in CASES.values():
         loss = make()

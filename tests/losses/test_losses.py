@@ -13,6 +13,7 @@ from nearkin import losses, mining, relations
 from nearkin.core import distances
 from nearkin.core.angles import cos_sin, psi_and_slope
 from nearkin.losses.cluster import facility_location
+from nearkin.training import grad_cache
 
 f64 = torch.float64
 
@@ -601,3 +602,120 @@ def test_a_scale_whose_square_no_float_holds_is_refused():
     value = losses.ProxyNCALoss(4, 3, scale=1e15)(x, torch.arange(4))
     value.backward()
     assert bool(value.isfinite()) and bool(x.grad.isfinite().all())
+
+
+# ---- margins by length
+
+
+def lengthy(*lengths, seed=0):
+    """Rows of these lengths in random directions, labels, class weights."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.nn.functional.normalize(torch.randn(len(lengths), 6, generator=g, dtype=torch.float64), dim=1)
+    x = x * torch.tensor(lengths, dtype=torch.float64)[:, None]
+    return x, torch.arange(len(lengths)) % 4, torch.randn(4, 6, generator=g, dtype=torch.float64)
+
+
+def test_adaface_is_cosface_at_the_mean_and_arcface_far_below_it():
+    x, labels, weight = lengthy(7.0, 7.0, 7.0, 7.0, 7.0)
+    at_mean = losses.adaface_loss(x, labels, weight, mean=7.0, std=2.0, margin=0.3)
+    torch.testing.assert_close(at_mean, losses.cosface_loss(x, labels, weight, margin=0.3))
+    below = losses.adaface_loss(x, labels, weight, mean=90.0, std=2.0, margin=0.3)
+    torch.testing.assert_close(below, losses.arcface_loss(x, labels, weight, margin=0.3))
+    any_length = losses.adaface_loss(lengthy(0.1, 9.0, 70.0)[0], labels[:3], weight, margin=0.3, concentration=0.0)
+    torch.testing.assert_close(
+        any_length, losses.cosface_loss(lengthy(0.1, 9.0, 70.0)[0], labels[:3], weight, margin=0.3)
+    )
+
+
+def test_adaface_has_no_slope_where_its_angle_is_clipped():
+    """A long embedding on its own class: θ - m z would be below 0."""
+    weight = torch.eye(3, dtype=torch.float64)
+    for height in (0.0, 0.2):
+        x = torch.tensor([[50.0, 50 * height, 0.0]], dtype=torch.float64, requires_grad=True)
+        value = losses.adaface_loss(x, torch.tensor([0]), weight, mean=1.0, std=0.1, scale=4.0)
+        target = 4 * (math.cos(1e-3) - 0.8)
+        others = 4 * torch.nn.functional.normalize(x.detach(), dim=1)[0, 1:]
+        wanted = torch.logsumexp(torch.cat([torch.tensor([target], dtype=torch.float64), others]), 0) - target
+        torch.testing.assert_close(value, wanted)
+        value.backward()
+        assert x.grad.isfinite().all() and bool(x.grad[0, 1] > 0)  # the others still push
+
+
+@pytest.mark.parametrize("momentum", [0.01, 0.4, 1.0])
+def test_adaface_statistics_are_the_loop(momentum):
+    x, labels, _ = lengthy(1e-5, 3.0, 8.0, 500.0, 9.0, 2.0)
+    labels[1] = -1
+    x[4, 2] = math.nan
+    mean, std = torch.tensor(20.0), torch.tensor(100.0)
+    for rows in (slice(0, 6), slice(2, 3), slice(1, 2), slice(0, 0)):  # two count, one, none, no row
+        wanted = reference.adaface_statistics(x[rows], labels[rows], mean, std, momentum=momentum)
+        mean, std = losses.adaface_statistics(x[rows], labels[rows], mean, std, momentum=momentum)
+        assert (float(mean), float(std)) == pytest.approx(
+            [float(part) for part in wanted], rel=1e-6
+        ) and mean.dtype == torch.float32
+    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\], got 2"):
+        losses.adaface_statistics(x, labels, mean, std, momentum=2)
+
+
+def test_adaface_moves_its_statistics_once_per_training_step_and_before_they_are_used():
+    x, labels, _ = lengthy(3.0, 5.0, 8.0, 6.0)
+    module = losses.AdaFaceLoss(4, 6, momentum=0.5).double()
+    wanted = reference.adaface_statistics(x, labels, 20.0, 100.0, momentum=0.5)
+    value = module(x, labels)
+    assert (float(module.mean), float(module.std)) == pytest.approx(wanted)
+    mean, std = module.mean, module.std
+    torch.testing.assert_close(value, losses.adaface_loss(x, labels, module.weight, mean=mean, std=std))
+    module.eval()
+    module(x, labels)
+    assert module.mean is mean and module.std is std
+    module.train()
+    with pytest.raises(ValueError, match=r"labels must be in 0\.\.3"):
+        module(x, labels + 9)
+    assert module.mean is mean  # nothing is learned from a bad batch
+    linear, whole = torch.nn.Linear(6, 6).double(), losses.AdaFaceLoss(4, 6, momentum=0.5).double()
+    grad_cache.backward(lambda part: linear(x[part]), 4, 2, lambda z: whole(z, labels), linear)
+    wanted = reference.adaface_statistics(linear(x), labels, 20.0, 100.0, momentum=0.5)
+    assert (float(whole.mean), float(whole.std)) == pytest.approx(wanted)
+
+
+def test_magface_of_one_margin_is_arcface():
+    x, labels, weight = lengthy(3.0, 15.0, 60.0, 200.0, 0.0)
+    level = {"lower_margin": 0.6, "upper_margin": 0.6, "penalty": 0.0}
+    for reduction in ("mean", "none", "active"):
+        ours = losses.magface_loss(x, labels, weight, **level, reduction=reduction)
+        torch.testing.assert_close(ours, losses.arcface_loss(x, labels, weight, margin=0.6, reduction=reduction))
+
+
+def test_magface_draws_short_embeddings_out_and_leaves_the_longest_alone():
+    """A class of its own each: no other class, no margin, only the penalty."""
+    x = torch.tensor([[0.01, 0, 0], [5.0, 0, 0], [30.0, 0, 0], [110.0, 0, 0], [500.0, 0, 0], [0, 0, 0]])
+    x = x.double().requires_grad_()
+    value = losses.magface_loss(x, torch.zeros(6, dtype=torch.long), torch.ones(1, 3).double(), reduction="none")
+    value.sum().backward()
+    at_ten = 35 * (1 / 110**2 - 1 / 100)
+    wanted = [at_ten, at_ten, 35 * (1 / 110**2 - 1 / 900), 0.0, 0.0, 0.0]
+    torch.testing.assert_close(x.grad[:, 0], torch.tensor(wanted).double(), rtol=1e-6, atol=1e-12)
+    g = [v / 110**2 + 1 / v for v in (10.0, 30.0, 110.0)]
+    assert value[1].item() == pytest.approx(35 * g[0] + at_ten * (5 - 10)) and value[2].item() == pytest.approx(
+        35 * g[1]
+    )
+    assert value[3].item() == pytest.approx(35 * g[2]) == value[4].item()
+
+
+def test_sigmoid_is_the_paper_of_two_views():
+    """Images and texts, one positive each: -Σ log σ(z (t s + b)) / B."""
+    g = torch.Generator().manual_seed(1)
+    images, texts = (torch.randn(5, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    unit = torch.nn.functional.normalize
+    logits = 10 * unit(images, dim=1) @ unit(texts, dim=1).T - 10
+    signs = 2 * torch.eye(5, dtype=torch.float64) - 1
+    wanted = -torch.nn.functional.logsigmoid(signs * logits).sum() / 5
+    ids = torch.arange(5)
+    torch.testing.assert_close(losses.sigmoid_loss(images, ids, texts, ids), wanted)
+    module = losses.SigmoidLoss().double()
+    module(images, ids, texts, ids).backward()
+    assert module.log_scale.grad.isfinite() and float(module.bias.grad) != 0
+    blocks = losses.sigmoid_loss(images, ids, texts, ids, max_memory=10 * 4 * 48 + 2 * 5 * 128)
+    torch.testing.assert_close(blocks, wanted)
+    with pytest.raises(ValueError, match=r"log_scale must be a number or a floating point scalar, got .*\(2,\)"):
+        losses.sigmoid_loss(images, ids, texts, ids, log_scale=torch.ones(2))

@@ -11,9 +11,10 @@ from nearkin import losses, mining
 from nearkin.losses.module import LossModule
 
 MODULES = {name: getattr(losses, name) for name in losses.__all__ if inspect.isclass(getattr(losses, name))}
+del MODULES["MatryoshkaLoss"]  # goes around another loss, whose settings remain its own; test_matryoshka.py has it
 SIZES = {"num_classes": CLASSES, "dim": DIM}
 # What only the module has: shapes, schedules, and what its learned tensors do.
-MODULE_ONLY = {"num_classes", "dim", "num_items", "sample_rate"}
+MODULE_ONLY = {"num_classes", "dim", "num_items", "sample_rate", "momentum"}
 MODULE_ONLY |= {"dynamic", "alpha", "heated_scale", "heat_after", "norm", "start", "decay", "floor", "decay_steps"}
 # What only the function has, because the module learns it, counts it, or gets it in `forward`.
 FUNCTION_ONLY = {
@@ -22,15 +23,31 @@ FUNCTION_ONLY = {
     "SphereFaceLoss": {"annealing"},
     "HeatedSoftmaxLoss": {"normalize"},
     "AdaCosLoss": {"scale"},
+    "AdaFaceLoss": {"mean", "std"},
 }
-FIXED = {"num_classes", "dim", "shard", "num_items", "sub_centers", "proxies_per_class", "centers_per_class"}
-LEARNED = {("MarginLoss", "beta")}
+FIXED = {
+    "num_classes",
+    "dim",
+    "shard",
+    "num_items",
+    "sub_centers",
+    "proxies_per_class",
+    "centers_per_class",
+    "sampling_dim",
+}
+LEARNED = {("MarginLoss", "beta"), ("SigmoidLoss", "log_scale"), ("SigmoidLoss", "bias")}
 
 # For each setting another legal value and an illegal one with its sentence; a class may have its own.
 FREE_SETTINGS = {
     "margin": (0.3, "x", "margin must be a number"),
     "second_margin": (0.4, -1, "second_margin must be >= 0, got -1"),
     "positive_margin": (0.5, -1.0, r"positive_margin must be >= 0, got -1\.0"),
+    "lower_margin": (0.3, -1, r"lower_margin must be an angle in \[0, π\) radians, got -1"),
+    "upper_margin": (0.9, 0.1, r"upper_margin must be >= 0\.45, got 0\.1"),
+    "lower_length": (2.0, 0, "lower_length must be > 0, got 0"),
+    "upper_length": (30.0, 10.0, "upper_length must be > lower_length = 10, got 10"),
+    "concentration": (0.8, -1, "concentration must be >= 0, got -1"),
+    "momentum": (0.5, 1.5, r"momentum must be in \[0, 1\], got 1\.5"),
     "scale": (7.0, 0, "scale must be > 0, got 0"),
     "heated_scale": (2.5, -4.0, r"heated_scale must be > 0, got -4\.0"),
     "heat_after": (0, -1, "heat_after must be >= 0, got -1"),

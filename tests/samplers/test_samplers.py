@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from nearkin import samplers
+from nearkin import evaluation, samplers
 from nearkin.samplers import ClassBalanced, ClassRatio, HardClasses, HardNegatives, LabelNeighbours, PairPerClass
 
 quick = settings(max_examples=40, deadline=None)
@@ -294,6 +294,105 @@ def test_hard_negatives_of_many_items_are_sought_among_candidates():
     assert len(set(batch)) == 128 and len(set(labels[batch[:64]])) == 32
 
 
+def mined(counts, size, pairs=None, k=6, guard=0.05, seed=0, unknown=3, dim=6, **options):
+    """Labels, embeddings that have something to do with them, and a sampler refreshed with exact lists."""
+    labels = shuffled_labels(counts, unknown)
+    rows = embeddings_of(len(labels), dim=dim)
+    rows = rows + 1.5 * embeddings_of(max(labels) + 2, seed=1, dim=dim)[labels]
+    sampler = HardNegatives(labels, size, pairs, seed, neighbours=k, guard=guard, **options)
+    sampler.refresh(rows, evaluation.nearest_negatives(rows, labels, k=k).indices)
+    return labels, rows, sampler
+
+
+@quick
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=2, max_size=10).filter(lambda sizes: max(sizes) > 1),
+    seed=seeds,
+    k=st.integers(1, 9),
+    guard=st.none() | st.floats(0, 3),
+    data=st.data(),
+)
+def test_batches_from_lists_have_the_promised_composition(counts, seed, k, guard, data):
+    size = data.draw(st.integers(2, sum(counts)))
+    pairs = data.draw(st.integers(1, min(size // 2, sum(-(-n // 2) for n in counts if n > 1))))
+    labels, _, sampler = mined(counts, size, pairs, k, guard, seed)
+    _, plain = paired(counts, size, pairs, seed)
+    for batch, random in zip(epoch_of(sampler), epoch_of(plain), strict=True):
+        assert len(batch) == len(set(batch)) == size and -1 not in labels[batch]
+        assert batch[:2] == random[:2], "the pairs are those of a sampler that does not mine"
+
+
+@pytest.mark.parametrize("guard", [None, 0.0, 0.05, 0.5])
+def test_negatives_of_lists_are_the_nearest_of_the_whole_set_within_the_guard(guard):
+    """By a loop over all items: as long as no item uses up its list, lists lose nothing."""
+    labels, rows, sampler = mined([6] * 20, 24, 4, k=120, guard=guard)
+    unit = unit_grid(rows)
+    similarity, left_out = unit @ unit.T, 0
+    for batch in epoch_of(sampler):
+        taken = set(batch[:8])
+        for place, item in enumerate(batch[8:]):
+            end, other = batch[place % 8], batch[(place % 8) ^ 1]
+            assert labels[end] == labels[other]
+            bound = np.inf if guard is None else similarity[end, other] - guard * abs(similarity[end, other])
+            free = [i for i in np.flatnonzero((labels != labels[end]) & (labels >= 0)) if i not in taken]
+            allowed = [i for i in free if similarity[end, i] <= bound]
+            left_out += len(allowed) < len(free)
+            if allowed:
+                assert similarity[end, item] == max(similarity[end, i] for i in allowed)
+            taken.add(item)
+    assert (left_out > 0) == (guard is not None)
+
+
+def test_an_item_of_two_pairs_has_the_lower_bound():
+    """A class of three: the second pair repeats an item of the first."""
+    _, rows, sampler = mined([3] * 12, 16, 5, k=33, unknown=0)
+    unit = unit_grid(rows)
+    bounds, repeated = [], 0
+    negatives = sampler._negatives
+    sampler._negatives = lambda ends, bound, *at: bounds.append((ends, bound)) or negatives(ends, bound, *at)
+    for epoch, index in ((epoch, index) for epoch in range(6) for index in range(len(sampler))):
+        sampler.batch(epoch, index)
+        drawn = sampler._paired[np.arange(5 * index, 5 * index + 5) % len(sampler._paired)]
+        for end, bound in zip(*bounds.pop(), strict=True):
+            pairs = [unit[a] @ unit[b] for a, b in drawn if end in (a, b)]
+            repeated += len(pairs) > 1
+            assert bound == min(s - 0.05 * abs(s) for s in pairs)
+    assert repeated
+
+
+@pytest.mark.parametrize("world", (1, 2, 3, 4))
+def test_batches_from_lists_are_shared_and_resumed(world, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shape = ([5] * 12, 24)
+    labels, _, single = mined(*shape, unknown=0)
+    ranks = [mined(*shape, unknown=0, rank=r, world_size=world)[2] for r in range(world)]
+    for index in range(len(single)):
+        parts = [rank.batch(1, index) for rank in ranks]
+        assert parts == [single.batch(1, index)[r::world] for r in range(world)]
+    run = [batch for _ in range(2) for batch in single]
+    single.resume(0, 3)
+    save_file(single.state_dict(), tmp_path / "sampler.safetensors")
+    again = HardNegatives(labels, 24, neighbours=6, guard=0.05)
+    again.load_state_dict(load_file(tmp_path / "sampler.safetensors"))
+    assert [batch for _ in range(2) for batch in again] == run[3:]
+    for other in ({"neighbours": 5, "guard": 0.05}, {"neighbours": 6}, {}):
+        with pytest.raises(ValueError, match="state must come from a HardNegatives with the same labels"):
+            HardNegatives(labels, 24, **other).load_state_dict(single.state_dict())
+
+
+def test_lists_of_many_items_take_bounded_memory():
+    labels = np.arange(100_000) // 2
+    sampler = HardNegatives(labels, 128, neighbours=16, guard=0.05)
+    lists = (np.arange(100_000)[:, None] + np.arange(2, 18)) % 100_000
+    tracemalloc.start()
+    sampler.refresh(embeddings_of(100_000, dim=16), lists)
+    batch = sampler.batch(0, 700)
+    assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    tracemalloc.stop()
+    assert len(set(batch)) == 128 and len(set(labels[batch[:64]])) == 32
+
+
 # --- the same everywhere
 
 
@@ -353,6 +452,7 @@ GOLDEN = {
     "LabelNeighbours several": [18, 5, 8, 28, 15, 6, 12, 39],
     "HardNegatives": [41, 53, 42, 18, 32, 15, 51, 3],
     "HardNegatives+": [41, 53, 42, 18, 58, 36, 25, 1],
+    "HardNegatives lists+": [41, 53, 42, 18, 12, 16, 10, 7],
 }
 
 
@@ -363,6 +463,11 @@ def golden_sampler(name):
         return LabelNeighbours(np.stack([np.arange(40) * 7 % 23, np.arange(40) % 5], 1), 8, 3, seed=7)
     if name == "LabelNeighbours several":
         return LabelNeighbours((np.arange(40) * 7 % 23).astype(float), 8, 2, seed=7, anchors=2)
+    if name == "HardNegatives lists+":
+        rows, labels = (np.arange(180) ** 2 % 17 - 8.0).reshape(60, 3), np.arange(60) % 12
+        sampler = HardNegatives(labels, 8, 2, seed=7, neighbours=4, guard=0.05)
+        sampler.refresh(rows, evaluation.nearest_negatives(rows, labels, k=4).indices)
+        return sampler
     if name.startswith("HardNegatives"):
         sampler = HardNegatives(np.arange(60) % 12, 8, 2, seed=7)
     else:
@@ -881,6 +986,33 @@ BAD = [
     (lambda: HardNegatives(TWO, 4, 3), "pairs must be at most half of batch_size: 2, got 3"),
     (lambda: HardNegatives([0, 0, 1, 2], 4, 2), "pairs must be at most the positive pairs of a pass: 1, got 2"),
     (lambda: HardNegatives(TWO, 4, candidates=3), "candidates must be >= 4, got 3"),
+    (lambda: HardNegatives(TWO, 4, neighbours=-1), "neighbours must be >= 0, got -1"),
+    (lambda: HardNegatives(TWO, 4, guard=-0.1), "guard must be >= 0, got -0.1"),
+    (
+        lambda: HardNegatives(TWO, 4).refresh(torch.ones(4, 2), torch.ones(4, 1).long()),
+        "neighbours must be left out of refresh where the sampler has neighbours=0, got lists",
+    ),
+    (
+        lambda: HardNegatives(TWO, 4, neighbours=2).refresh(torch.ones(4, 2)),
+        "neighbours must be lists of 2 items, as evaluation.nearest_negatives(embeddings, labels, k=2) finds them, "
+        "got None",
+    ),
+    (
+        lambda: HardNegatives(TWO, 4, neighbours=2).refresh(torch.ones(4, 2), torch.ones(4, 1).long()),
+        "neighbours must be whole numbers of shape (4, 2), got int64 (4, 1)",
+    ),
+    (
+        lambda: HardNegatives(TWO, 4, neighbours=1).refresh(torch.ones(4, 2), torch.ones(4, 1)),
+        "neighbours must be whole numbers of shape (4, 1), got float32 (4, 1)",
+    ),
+    (
+        lambda: HardNegatives(TWO, 4, neighbours=1).refresh(torch.ones(4, 2), torch.tensor([[2], [4], [0], [0]])),
+        "neighbours must be items in 0..3, or -1 for none, got 4",
+    ),
+    (
+        lambda: HardNegatives(TWO, 4, neighbours=1).refresh(torch.ones(4, 2), torch.tensor([[-1], [0], [0], [0]])),
+        "neighbours must be of known classes other than their item's, got others for item 1",
+    ),
     (lambda: HardNegatives(TWO, 4).refresh(torch.ones(3, 2)), "embeddings must have one row per item: 4, got 3"),
     (
         lambda: HardNegatives(TWO, 4).refresh(torch.full((4, 2), float("nan"))),

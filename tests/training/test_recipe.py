@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearkin import models, training
+import tiny_vit
+from nearkin import evaluation, models, report, training
 from nearkin.core import toml
-from nearkin.data import augment
+from nearkin.data import augment, vector_files, vectors
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import KEYS, NAMED, Recipe, read
 from nearkin.training.config.registry import LOSSES, SAMPLERS, settings_of
@@ -132,6 +133,7 @@ VECTORS += ["training.epochs=2", "training.batches=3", "training.log_steps=1", "
 PHOTOS = ["data.source=photos", "encoder.name=small-cnn", "encoder.width=4", "data.size=16", "data.stored=20"]
 PHOTOS += ["encoder.dim=4", "sampler.batch=8", "sampler.per_class=2", "training.epochs=1", "training.batches=2"]
 PHOTOS += ["training.log_steps=1", "training.workers=0"]
+PRETRAINED = ["data.source=photos", "encoder.name=hf:vit", "data.size=32", "data.stored=32", *PHOTOS[5:]]
 TARGETS = [text.replace("vectors.npz", "targets.npz") for text in VECTORS if "per_class" not in text]
 
 # For every key of the fixed sections: the recipe it stands in, and a value that must make a difference to the run.
@@ -169,6 +171,13 @@ CHANGES = {
     "optimizer.loss_scale": ([*VECTORS, "loss.name=proxy-anchor"], 0.5),
     "optimizer.class_weights": ([*VECTORS, "loss.name=proxy-anchor"], "rowwise"),
     "optimizer.clip": (VECTORS, 0.01),
+    "finetune.train": ([*PRETRAINED, "finetune.train=all"], "head"),
+    "finetune.layer_decay": ([*PRETRAINED, "finetune.train=all", "optimizer.backbone_scale=1"], 0.5),
+    "finetune.lora_rank": ([*PRETRAINED, "finetune.train=lora"], 2),
+    "finetune.lora_alpha": ([*PRETRAINED, "finetune.train=lora"], 4.0),
+    "finetune.lora_layers": ([*PRETRAINED, "finetune.train=lora"], "fc1"),
+    "finetune.projection": ([*PRETRAINED, "finetune.train=all"], "random"),
+    "finetune.interpolate": ([*PRETRAINED, "finetune.train=all"], False),
     "schedule.decay": (VECTORS, "constant"),
     "schedule.warmup": (VECTORS, 0.5),
     "schedule.floor": (VECTORS, 0.5),
@@ -197,6 +206,7 @@ CHANGES = {
     "evaluation.ks": (VECTORS, [1, 3]),
     "evaluation.interval": (VECTORS, False),
     "evaluation.clustering": (VECTORS, True),
+    "evaluation.views": (PHOTOS, 2),
 }
 
 
@@ -230,6 +240,8 @@ def base_of(sets, sources, tmp_path, monkeypatch):
 @pytest.mark.parametrize("key", [key for key, (base, _) in CHANGES.items() if base is not None])
 def test_every_key_makes_a_difference(key, sources, tmp_path, monkeypatch):
     base, value = CHANGES[key]
+    if "encoder.name=hf:vit" in base:
+        tiny_vit.save(sources / "vit")
     section, name = key.split(".")
     text = json.dumps(value)
     if isinstance(value, str) and value.startswith("error: "):
@@ -258,18 +270,24 @@ def test_every_key_makes_a_difference(key, sources, tmp_path, monkeypatch):
         (["memory.warmup=3"], "memory.warmup"),
         (["data.size=32"], "data.size"),
         (["data.fit=pad"], "data.fit"),
+        (["evaluation.views=2"], "evaluation.views"),
         (["augment.flip=0.5"], "augment.flip"),
         (["encoder.freeze_backbone=true", "optimizer.backbone_scale=0.1"], "optimizer.backbone_scale"),
         (["encoder.freeze_backbone=true", "schedule.frozen_epochs=1"], "schedule.frozen_epochs"),
         (["encoder.freeze_backbone=true", "encoder.dropout=0.1"], "encoder.dropout"),
         (["encoder.freeze_norms=true"], "encoder.freeze_norms"),
         (["encoder.hidden=[]", "encoder.dropout=0.1"], "encoder.dropout"),
+        (["finetune.train=head"], "finetune.train"),
+        (["finetune.layer_decay=0.75"], "finetune.layer_decay"),
+        (["finetune.lora_rank=4"], "finetune.lora_rank"),
         (["encoder.hidden=[]", "encoder.freeze_backbone=true"], "encoder.freeze_backbone"),
         (["encoder.hidden=[]", "schedule.frozen_epochs=1"], "schedule.frozen_epochs"),
         (["encoder.hidden=[]", "optimizer.backbone_scale=0.1"], "optimizer.backbone_scale"),
         (["encoder.dim=0", "optimizer.head_scale=0.1"], "optimizer.head_scale"),
         (["loss.name=supcon", "optimizer.loss_scale=0.1"], "optimizer.loss_scale"),
         (["loss.name=supcon", "optimizer.class_weights=rowwise"], "optimizer.class_weights"),
+        (["finetune.interpolate=true"], "finetune.interpolate"),
+        (["finetune.projection=pca"], "finetune.projection"),
         (["data.partial=true"], "data.partial"),
         (["data.official=false"], "data.official"),
         (["data.source=split.npz", "data.test=0.3"], "data.test"),
@@ -303,6 +321,20 @@ def test_targets_have_no_classes_to_divide_by(key, sources, tmp_path, monkeypatc
 def test_an_augmentation_without_effect_is_refused(sets, key, sources, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"{key} would have no effect"):
         outcome_of([*PHOTOS, *sets], sources, tmp_path / "run", monkeypatch)
+
+
+def test_views_are_averaged_in_the_test(sources, tmp_path, monkeypatch):
+    outcome_of([*PHOTOS, "evaluation.views=2"], sources, tmp_path / "run", monkeypatch)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    for views, same in ((1, False), (2, True)):
+        embedded = training.embed_source(tmp_path / "run", views=views)
+        value = evaluation.retrieval(embedded.embeddings, embedded.labels)["map@r"]
+        assert (abs(results["test"]["trained"]["map@r"]["value"] - value) < 1e-9) is same
+
+
+def test_more_views_than_there_are_crops(sources, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"evaluation.views must be <= 14 without mirror images .* got 15"):
+        outcome_of([*PHOTOS, "augment.flip=0", "evaluation.views=15"], sources, tmp_path / "run", monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -359,6 +391,34 @@ def test_losses_of_lengths_are_given_lengths(loss, unit, sources, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("loss", ["adaface", "magface"])
+def test_the_length_is_the_quality_of_an_item(loss, sources, tmp_path, monkeypatch):
+    """Margins follow it in training; the run's embeddings have it, each file of them, and its report shows it."""
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(sources)
+    outcome = training.train(read(None, [*VECTORS, f"loss.name={loss}"]), tmp_path / "run")
+    embedded = training.embed_source(tmp_path / "run")
+    assert embedded.quality is not None and embedded.quality.std() > 1e-3
+    np.testing.assert_allclose(embedded.quality, embedded.embeddings.double().norm(dim=1).numpy())
+    columns = (embedded.labels, embedded.targets, embedded.names, embedded.classes, embedded.quality)
+    for ending in (".npz", ".safetensors"):
+        vector_files.write(tmp_path / f"out{ending}", embedded.embeddings, *columns)
+        assert torch.equal(vectors.read(tmp_path / f"out{ending}").embeddings, embedded.embeddings)
+    with np.load(tmp_path / "out.npz") as archive:
+        assert np.array_equal(archive["quality"], embedded.quality)
+    assert np.array_equal(load_file(tmp_path / "out.safetensors")["quality"].numpy(), embedded.quality)
+    page = report.of_run(outcome).read_text()
+    assert 'id="quality"' in page and "blurred, dark and odd items should have short ones" in page
+
+
+def test_unit_length_is_no_quality(sources, tmp_path, monkeypatch):
+    monkeypatch.chdir(sources)
+    outcome = training.train(read(None, VECTORS), tmp_path / "run")
+    assert training.embed_source(tmp_path / "run").quality is None
+    assert 'id="quality"' not in report.of_run(outcome).read_text()
+
+
 def test_a_run_is_used_as_it_was_trained(sources, tmp_path, monkeypatch):
     """What it skipped, its limit of pixels and its wish for no cache hold when its source is read again."""
     import shutil
@@ -410,7 +470,8 @@ def test_losses_take_their_settings_and_no_others(name):
 @pytest.mark.parametrize(
     "sets, sentence",
     [
-        (["loss.name=arcfase"], 'unknown loss "arcfase"; did you mean "arcface"? known: adacos, arcface, center'),
+        (["loss.name=arcfase"], 'unknown loss "arcfase"; did you mean "arcface"? known: adacos, adaface, arcface'),
+        (["loss.name=adaface", "encoder.normalize=true"], "encoder.normalize must be false for loss adaface, whose"),
         (["loss.name=triplet", "loss.margin=wide"], "loss.margin must be a number or \"none\", got 'wide'"),
         (["loss.name=triplet", "loss.margin=-1"], "loss.margin must be"),
         (["loss.name=supcon", "loss.reduction=none"], "loss.reduction must give one number"),

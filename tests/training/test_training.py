@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -173,14 +174,24 @@ CONFIGURATIONS = {
     "mined classes": ["sampler.name=hard-classes", "training.epochs=4"],
     "mined pairs": ["loss.name=npair", "sampler.name=pair-per-class", "sampler.per_class=none"],
     "mined negatives": ["loss.name=lifted-structure", "sampler.name=hard-negatives", "sampler.per_class=none"],
+    "negatives of the whole set": [
+        "loss.name=triplet",
+        "sampler.name=hard-negatives",
+        "sampler.per_class=none",
+        "sampler.every=2",
+        "training.epochs=5",
+        "training.patience=9",
+    ],
     "fp16": ["training.precision=fp16"],
+    "short embeddings": ["loss.name=adacos", "loss.matryoshka=[4, 2]"],
 }
+NO_CLASSES = ("mined pairs", "mined negatives", "negatives of the whole set")  # samplers without sampler.per_class
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
     sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
-    if name in ("mined pairs", "mined negatives"):
+    if name in NO_CLASSES:
         base = [s for s in SMALL if "per_class" not in s]
         start = lambda out, callback: training.train(  # noqa: E731
             read(None, [f'data.source="{vectors}"', *base, *sets]), out, callback
@@ -201,6 +212,92 @@ def test_a_run_cut_anywhere_ends_in_the_same_weights(name, vectors, tmp_path):
         assert torch.equal(again.embeddings, reference.embeddings)
         lines = [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in again.history]
         assert lines == [(line["event"], line["step"], line.get("loss"), line.get("val")) for line in reference.history]
+
+
+WHOLE_SET = ["sampler.name=hard-negatives", *[s for s in SMALL if "per_class" not in s], "training.patience=9"]
+
+
+def test_negatives_of_the_whole_set_are_mined_every_so_many_epochs(vectors, tmp_path, monkeypatch):
+    """With progress; the state has embeddings and lists, and a run cut between two minings, in the middle of an epoch,
+    goes on with the lists that it had."""
+    seen, plain = [], evaluation.nearest_negatives
+
+    def search(rows, labels, **options):
+        assert options["k"] == 7
+        seen.append(rows.clone())
+        return plain(rows, labels, **options)
+
+    monkeypatch.setattr(evaluation, "nearest_negatives", search)
+    sets = [*WHOLE_SET, "training.epochs=7", "sampler.every=3", "sampler.neighbours=7", "encoder.dropout=0.3"]
+    recipe = read(None, [f'data.source="{vectors}"', *sets, "loss.name=proxy-anchor"])
+    events = []
+    training.train(recipe, tmp_path / "run", events.append)
+    assert len(seen) == 2, "after epochs 3 and 6 of 7"
+    mining = [(e["what"], e["done"], e["total"]) for e in events if e["event"] == "mining"]
+    assert mining == 2 * [("embedding", 112, 112), ("search", 112, 112)]
+
+    with pytest.raises(training.Stopped):
+        training.train(recipe, tmp_path / "cut", stop_at(4 * 4 + 2))  # in epoch 5, lists of epoch 3
+    tensors = Checkpoints(tmp_path / "cut" / "checkpoints").newest()[0]
+    rows = seen[2]
+    assert torch.equal(rows, seen[0]) and tensors["sampler.item_embeddings"].shape == rows.shape
+    lists = tensors["sampler.neighbours"]
+    assert lists.dtype == torch.int32 and lists.shape == (112, 7)
+    training.resume(tmp_path / "cut")
+    assert weights(tmp_path / "cut") == weights(tmp_path / "run")
+    assert len(seen) == 4 and torch.equal(seen[3], seen[1]), "mined once more, after epoch 6"
+
+
+@pytest.mark.parametrize("loss", ["arcface", "supcon", "lifted-structure"])
+def test_class_and_pair_losses_take_negatives_of_the_whole_set(loss, vectors, tmp_path):
+    recipe = read(None, [f'data.source="{vectors}"', *WHOLE_SET, f"loss.name={loss}"])
+    outcome = training.train(recipe, tmp_path / "run")
+    sampler = outcome.recipe.sampler
+    assert (sampler["neighbours"], sampler["guard"], sampler["every"]) == (32, 0.05, 1)
+    assert "candidates" not in sampler and outcome.results["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    "sets, sentence",
+    [
+        (["sampler.every=0"], "sampler.every must be >= 1, got 0"),
+        (["sampler.every=3"], "sampler.every must be below training.epochs=3, or nothing is mined, got 3"),
+        (["sampler.every=often"], "sampler.every must be a whole number, got 'often'"),
+        (["sampler.neighbours=-1"], "sampler.neighbours must be >= 0, got -1"),
+        (["sampler.guard=-1.0"], "sampler.guard must be >= 0, got -1.0"),
+        (
+            ["sampler.neighbours=5", "sampler.candidates=100"],
+            "sampler.candidates would have no effect: sampler.neighbours is 5, from the whole set; leave it out",
+        ),
+        (["sampler.name=class-balanced", "sampler.every=2"], 'unknown key "sampler.every" of sampler "class-balanced"'),
+        (["sampler.name=hard-classes", "sampler.every=3"], "sampler.every must be below training.epochs=3"),
+    ],
+)
+def test_bad_settings_of_mining_are_refused(sets, sentence, vectors, tmp_path):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        training.train(read(None, [f'data.source="{vectors}"', *WHOLE_SET, *sets]), tmp_path / "run")
+
+
+def test_continuous_labels_have_no_hard_negatives(tmp_path):
+    rows = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    np.savez(tmp_path / "graded.npz", embeddings=rows, targets=rows[:, :2].astype(np.float64))
+    recipe = read(None, [f'data.source="{tmp_path / "graded.npz"}"', *WHOLE_SET])
+    with pytest.raises(ValueError, match='sampler "hard-negatives" needs class labels, the source has none; use label'):
+        training.train(recipe, tmp_path / "run")
+
+
+def test_candidates_and_other_guards_have_their_effect(vectors, tmp_path):
+    runs = {}
+    for sets in (
+        ["sampler.candidates=16"],
+        ["sampler.guard=none"],
+        ["sampler.guard=0.5"],
+        ["sampler.neighbours=1"],
+        [],
+    ):
+        runs[str(sets)] = tmp_path / str(len(runs))
+        training.train(read(None, [f'data.source="{vectors}"', *WHOLE_SET, *sets]), runs[str(sets)])
+    assert len({weights(folder) for folder in runs.values()}) == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -234,7 +331,7 @@ def stop_at(step):
 @pytest.mark.parametrize("step", [6, 8], ids=["mid-epoch", "last batch of an epoch"])
 def test_a_run_stopped_within_an_epoch_ends_the_same(name, step, vectors, tmp_path):
     """Weights, figures, log lines and warnings: nothing tells that it was stopped."""
-    base = [s for s in SMALL if name not in ("mined pairs", "mined negatives") or "per_class" not in s]
+    base = [s for s in SMALL if name not in NO_CLASSES or "per_class" not in s]
     sets = [s for s in CONFIGURATIONS[name] if s != "sampler.per_class=none"]
     recipe = read(None, [f'data.source="{vectors}"', *base, *sets])
     reference = training.train(recipe, tmp_path / "reference")

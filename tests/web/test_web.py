@@ -237,7 +237,7 @@ def test_a_wrong_label_is_suspected_and_gone_after_relabelling(run, tmp_path):
 
 def test_an_empty_gallery_answers(run, tmp_path):
     with Gallery.open(tmp_path / "e.gallery", run) as gallery, client_of(gallery) as client:
-        assert client.post("/api/search", files=item(picture(1))).json() == {"hits": []}
+        assert client.post("/api/search", files=item(picture(1))).json() == {"hits": [], "quality": None}
         identity = client.post("/api/identify", files=item(picture(1))).json()
         assert identity["label"] is None and identity["note"] == "nothing is enrolled"
         assert client.get("/api/map").json()["ids"] == []

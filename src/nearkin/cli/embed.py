@@ -21,6 +21,7 @@ def embed(
     part: Annotated[
         str, typer.Option(help="all, or train, val or test as the run splits the source.", metavar="PART")
     ] = "all",
+    dim: options.DimOption = None,
     views: Annotated[int, typer.Option(help="Crops and flips to average over.")] = 1,
     batch: Annotated[int, typer.Option(help="Items per batch.")] = 256,
     skip_unreadable: options.SkipUnreadableFlag = False,
@@ -49,6 +50,7 @@ def embed(
                 source,
                 root=root,
                 part=part,
+                dim=dim,
                 views=views,
                 batch=batch,
                 unreadable="skip" if skip_unreadable else "strict",
@@ -57,9 +59,8 @@ def embed(
                 group=group,
             )
         if first(group):
-            vector_files.write(
-                out, embedded.embeddings, embedded.labels, embedded.targets, embedded.names, embedded.classes
-            )
+            columns = (embedded.labels, embedded.targets, embedded.names, embedded.classes, embedded.quality)
+            vector_files.write(out, embedded.embeddings, *columns)
     if not quiet and first(group):
         rows, dimensions = embedded.embeddings.shape
         echo(f"{out}: {rows:,} × {dimensions}")
@@ -70,8 +71,10 @@ def export(
     run: options.RunArgument,
     onnx: Annotated[bool, typer.Option("--onnx", help="ONNX, checked with onnxruntime on real inputs.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Output file.", metavar="FILE", show_default="RUN/model.onnx")
+        Path | None,
+        typer.Option(help="Output file.", metavar="FILE", show_default="RUN/model.onnx, RUN/model-D.onnx with --dim"),
     ] = None,
+    dim: options.DimOption = None,
 ) -> None:
     """Write the encoder of a run in another format, and check it on real inputs."""
     with one_sentence():
@@ -79,6 +82,6 @@ def export(
 
         if not onnx:
             raise ValueError("say which format: nearkin export RUN --onnx")
-        path = out or run / "model.onnx"
-        difference, items = training.export_onnx(run, path)
+        path = out or run / ("model.onnx" if dim is None else f"model-{dim}.onnx")
+        difference, items = training.export_onnx(run, path, dim=dim)
     echo(f"{path}: equal to the run's encoder within {difference:.1e} on {items} of its test items")

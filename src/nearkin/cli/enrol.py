@@ -31,6 +31,7 @@ def enrol(
     metadata: Annotated[
         str | None, typer.Option(help='Metadata of every item, as {"place": "pond"}.', metavar="JSON")
     ] = None,
+    dim: options.DimOption = None,
     skip_unreadable: options.SkipUnreadableFlag = False,
     device: options.DeviceOption = options.Device.auto,
     quiet: options.SilentFlag = False,
@@ -51,7 +52,7 @@ def enrol(
         from nearkin import gallery as room
 
         metadata_object = _json_object(metadata)
-        with _enrolling(gallery, run, device, group) as opened:
+        with _enrolling(gallery, run, device, dim, group) as opened:
             with plain_bar("enrolling", quiet or not first(group)) as progress:
                 result = room.enrol_source(
                     opened,
@@ -80,16 +81,16 @@ def enrol(
 
 @contextmanager
 def _enrolling(
-    place: str, run: Path, device: options.Device, group: "ProcessGroup | None"
+    place: str, run: Path, device: options.Device, dim: int | None, group: "ProcessGroup | None"
 ) -> "Iterator[Gallery | Encoding]":
     """The gallery in the process that writes it; the encoder alone in those that help."""
     if first(group):
-        with opened_gallery(place, run, device, create=True) as opened:
+        with opened_gallery(place, run, device, create=True, dim=dim) as opened:
             yield opened
     else:
         from nearkin.gallery.items import Encoding
 
-        yield Encoding(run, device.value)
+        yield Encoding(run, device.value, dim=dim)
 
 
 def _json_object(text: str | None) -> dict[str, Any] | None:

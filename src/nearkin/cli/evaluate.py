@@ -11,7 +11,7 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.ranks import first, joined
-from nearkin.cli.screen import app, bar_columns, echo, one_sentence, plain_bar
+from nearkin.cli.screen import app, bar_columns, echo, one_sentence, plain_bar, print_note
 from nearkin.core.text import visible
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ def evaluate(
             help="Write likely label errors as .csv or .json, for `nearkin train --without`; implies --diagnose.",
             metavar="FILE",
         ),
+    ] = None,
+    dim: Annotated[
+        int | None,
+        typer.Option(help="Of RUN: measure the first so many dimensions alone.", metavar="D", show_default="all"),
     ] = None,
     labels: Annotated[
         Path | None, typer.Option(help="Class of each row: .npy, or .csv/.txt with one per line.", metavar="FILE")
@@ -172,10 +176,12 @@ def evaluate(
         if embeddings.is_dir():
             if labels or targets or gallery:
                 raise ValueError(f"{embeddings}: a run brings its own labels; leave --labels, --targets, --gallery out")
-            queries, searched = _of_run(embeddings, source, root, device.value, group, options.names(levels), part)
+            queries, searched = _of_run(embeddings, source, root, dim, device.value, group, options.names(levels), part)
         else:
-            if source is not None or root is not None or part is not None:
-                raise ValueError(f"{embeddings}: SOURCE, --root and --part are for the folder of a run, got a file")
+            if source is not None or root is not None or dim is not None or part is not None:
+                raise ValueError(
+                    f"{embeddings}: SOURCE, --root, --dim and --part are for the folder of a run, got a file"
+                )
             form: dict[str, Any] = {"multi_label": True, "levels": options.names(levels) or ()}
             queries = vectors.read(embeddings, labels, targets, **form)
             searched = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, **form)
@@ -198,6 +204,7 @@ def _of_run(
     run: Path,
     source: str | None,
     root: Path | None,
+    dim: int | None,
     device: str,
     group: "ProcessGroup | None",
     levels: list[str] | None,
@@ -205,10 +212,14 @@ def _of_run(
 ) -> "tuple[Vectors, Vectors | None]":
     """Embeddings of a source by the encoder of a run; and of its gallery, if it has one."""
     from nearkin import training
+    from nearkin.training.inference import length_note
 
     with plain_bar("embedding", not first(group)) as progress:
-        options: dict[str, Any] = {"root": root, "levels": levels, "part": part, "device": device}
-        return training.vectors_of(run, source, progress=progress, group=group, **options)
+        options: dict[str, Any] = {"root": root, "dim": dim, "levels": levels, "part": part, "device": device}
+        vectors = training.vectors_of(run, source, progress=progress, group=group, **options)
+    if dim is not None and first(group) and (note := length_note(run, dim)) is not None:
+        print_note(note)
+    return vectors
 
 
 def _cut_offs(text: str) -> tuple[int, ...]:

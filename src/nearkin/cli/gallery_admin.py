@@ -85,6 +85,7 @@ def calibrate(
     part: Annotated[
         str, typer.Option(help="Part whose pairs are used: val, or test if val has few classes.", metavar="PART")
     ] = "val",
+    dim: options.DimOption = None,
     device: options.DeviceOption = options.Device.auto,
 ) -> None:
     """Calibrate the similarities of a run, so that `identify` and `verify` give probabilities."""
@@ -92,7 +93,7 @@ def calibrate(
         from nearkin import gallery as room
 
         with plain_bar("embedding") as progress:
-            calibration = room.calibrate(run, part=part, device=device.value, progress=progress)
+            calibration = room.calibrate(run, part=part, dim=dim, device=device.value, progress=progress)
     echo(
         f"{run}: calibrated on {calibration['classes']:,} classes of {part}, {calibration['genuine']:,} pairs of the "
         f"same class and {calibration['impostors']:,} of different ones; calibration error {calibration['error']:.3f}"
@@ -114,7 +115,11 @@ def calibrate(
 
 @contextmanager
 def opened_gallery(
-    place: str, run: Path | None = None, device: options.Device = options.Device.auto, create: bool = False
+    place: str,
+    run: Path | None = None,
+    device: options.Device = options.Device.auto,
+    create: bool = False,
+    dim: int | None = None,
 ) -> "Iterator[Gallery]":
     """The gallery, closed at the end; its warnings become notes."""
     from nearkin.gallery import Gallery
@@ -122,7 +127,7 @@ def opened_gallery(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
-            with Gallery.open(place, run, create=create, device=device.value) as opened:
+            with Gallery.open(place, run, dim=dim, create=create, device=device.value) as opened:
                 yield opened
         finally:
             for warning in caught:

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["BatchOption", "Device", "DeviceOption", "EncoderOption", "GalleryOption", "JsonFlag", "JsonResultsFlag"]
+__all__ = [
+    "BatchOption",
+    "Device",
+    "DeviceOption",
+    "DimOption",
+    "EncoderOption",
+    "GalleryOption",
+    "JsonFlag",
+    "JsonResultsFlag",
+]
 __all__ += [
     "LevelsOption",
     "OpenDeviceOption",
@@ -25,6 +34,7 @@ class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+    mps = "mps"
 
 
 RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)]
@@ -35,9 +45,15 @@ GalleryOption = Annotated[
 ]
 EncoderOption = Annotated[str | None, typer.Option(help="See `nearkin encoders`.", show_default="by the data")]
 BatchOption = Annotated[int | None, typer.Option(help="Items per batch.", show_default="by the data")]
-DeviceOption = Annotated[Device, typer.Option(help="auto takes cuda if available.")]
-OpenDeviceOption = Annotated[Device | None, typer.Option(help="auto takes cuda if available.")]
+DeviceOption = Annotated[Device, typer.Option(help="auto takes cuda if available; mps: an Apple GPU.")]
+OpenDeviceOption = Annotated[Device | None, typer.Option(help="auto takes cuda if available; mps: an Apple GPU.")]
 PartialFlag = Annotated[bool, typer.Option("--partial", help="Accept an incomplete benchmark data set.")]
+DimOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Keep the first so many dimensions, a length of loss.matryoshka.", metavar="D", show_default="all"
+    ),
+]
 SkipSingleFlag = Annotated[bool, typer.Option("--skip-single", help="Skip classes with a single item.")]
 SkipUnreadableFlag = Annotated[bool, typer.Option("--skip-unreadable", help="Skip unreadable files.")]
 SilentFlag = Annotated[bool, typer.Option("--quiet", help="Print nothing.")]

@@ -59,12 +59,19 @@ def search(
       nearkin search new.jpg --gallery birds.gallery --k 5
     """
     with one_sentence(), _gallery_with_encoder(gallery, run, device) as opened:
-        hits = opened.search(_item(item), k, _filter(filter))
+        seen = opened.see(_item(item))[0]
+        hits = opened.search(seen, k, _filter(filter))
     if json:
         print_json([hit._asdict() for hit in hits])
         return
-    rows = [(f"{hit.similarity:.4f}", hit.label, hit.name, str(hit.id)) for hit in hits]
-    print_table(("similarity", "label", "name", "id"), rows, "nothing found")
+    rated = any(hit.quality is not None for hit in hits)
+    rows = [
+        (f"{hit.similarity:.4f}", hit.label, hit.name, str(hit.id), *([_quality(hit.quality)] if rated else []))
+        for hit in hits
+    ]
+    print_table(("similarity", "label", "name", "id", *(["quality"] if rated else [])), rows, "nothing found")
+    if seen is not None and seen.quality is not None:
+        echo(f"quality of {item}: {_quality(seen.quality)}")
 
 
 @app.command(no_args_is_help=True)
@@ -95,6 +102,8 @@ def identify(
         text += f", similarity {answer.similarity:.4f}"
     if answer.threshold is not None:
         text += f" (threshold {answer.threshold:.4f}{_guarantee(answer.far, 'query', answer.classes)})"
+    if answer.quality is not None:
+        text += f", quality {_quality(answer.quality)}"
     echo(text)
     if answer.label is None and answer.candidates:
         nearest = [
@@ -137,6 +146,8 @@ def verify(
         word = "the same" if answer.same else "not the same"
         limit = f"threshold {answer.threshold:.4f}{_guarantee(answer.far, 'pair', answer.classes)}"
         echo(f"{word}: probability {answer.probability:.1%}, similarity {answer.similarity:.4f}, {limit}")
+    if None not in answer.qualities:
+        echo(f"quality {_quality(answer.qualities[0])} and {_quality(answer.qualities[1])}")
     print_note(answer.note)
 
 
@@ -179,6 +190,10 @@ def _filter(texts: list[str] | None) -> dict[str, Any] | None:
             read = value
         conditions.setdefault(key, []).append(value if isinstance(read, list | dict) else read)
     return conditions or None
+
+
+def _quality(quality: float | None) -> str:
+    return "" if quality is None else f"{quality:.4g}"
 
 
 def _guarantee(far: float | None, per: str, classes: int | None) -> str:

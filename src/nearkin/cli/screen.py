@@ -195,8 +195,16 @@ class ProgressCallback:
         best, mean = "  best" if event.get("best") else "", f"loss {event['loss']:.4g}"
         self._print(f"epoch {event['epoch']:>3}/{self.epochs}  {mean}{val}  {event['seconds']:.0f} s{best}")
 
+    def on_mining(self, event: dict[str, Any]) -> None:
+        self._bar(f"mining: {event['what']}", event["total"])
+        self._advance(event["done"], "items/s")
+
     def on_saved(self, event: dict[str, Any]) -> None:
         self._print(f"saved at step {event['step']}")
+
+    def on_interpolating(self, event: dict[str, Any]) -> None:
+        self._bar("interpolating weights", event["total"])
+        self.bars.update(self.task, completed=event["done"], status=event["what"])
 
     def on_testing(self, event: dict[str, Any]) -> None:
         self._bar(f"testing: {event['what']}", None)

@@ -26,6 +26,12 @@ def serve(
             help="Token that requests must have; better set in NEARKIN_TOKEN.", envvar="NEARKIN_TOKEN", metavar="T"
         ),
     ] = None,
+    dim: Annotated[
+        int | None,
+        typer.Option(
+            help="Length of a new gallery's embeddings, of loss.matryoshka.", metavar="D", show_default="the gallery's"
+        ),
+    ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="The glyphs of `make demo`, with a canvas to draw on.")] = False,
     device: options.DeviceOption = options.Device.auto,
     quiet: Annotated[bool, typer.Option("--quiet", help="Log warnings and errors only.")] = False,
@@ -47,8 +53,8 @@ def serve(
         run_folder: Path
         place: str | Path
         if demo:
-            if gallery is not None:
-                raise ValueError("--demo makes its own gallery; leave --gallery out")
+            if gallery is not None or dim is not None:
+                raise ValueError("--demo makes its own gallery; leave --gallery and --dim out")
             with plain_bar("enrolling", quiet) as progress:
                 run_folder, place = prepared(run, progress)
         elif run is None or gallery is None:
@@ -61,6 +67,7 @@ def serve(
             host=host,
             port=port,
             token=token,
+            dim=dim,
             device=device.value,
             drawing=demo,
             ready=lambda address: echo(f"{address}  (Ctrl-C ends it)"),

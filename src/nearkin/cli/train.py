@@ -139,6 +139,8 @@ def _print_outcome(outcome: Any, quiet: bool, json: bool) -> None:
         from nearkin.cli.screen import results_table
 
         results_table(outcome.results)
+        if "interpolation" in outcome.results:
+            echo(outcome.results["interpolation"]["sentence"])
         echo(outcome.results["verdict"]["sentence"])
         echo(f"report: {outcome.report}")
 

@@ -49,7 +49,8 @@ def make_executor(setup: Setup, models: Path, jobs: int | None) -> tuple[Executo
     """This process for one job at a time, a pool for more; by default one process per core or per GPU."""
     device = setup.requested.device
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; worker processes inherit it
-    count = jobs or (torch.cuda.device_count() if device.type == "cuda" else _available_cores())
+    on_gpu = 1 if device.type == "mps" else torch.cuda.device_count()
+    count = jobs or (_available_cores() if device.type == "cpu" else on_gpu)
     if count == 1:
         return InProcess(setup, models), 1
     arguments = _WorkerArguments(setup.requested.model_dump(exclude_unset=True), str(models), device.type == "cuda")

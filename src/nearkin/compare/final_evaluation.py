@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from nearkin import models
 from nearkin.compare.protocol import Job, Setup, TestSet
+from nearkin.core import devices
 from nearkin.evaluation.retrieval import retrieval_metrics
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import build_encoder
@@ -58,6 +59,7 @@ def evaluate_models(setup: Setup, test_set: TestSet, job: Job, home: Path) -> di
 def _per_query(rows: Tensor, held_out: HeldOut, device: torch.device) -> NDArray[np.float64]:
     """(Q, M); NaN where a query has nothing to find."""
     assert held_out.labels is not None
+    device = devices.exact(device)
     count, labels = len(held_out.indices), torch.from_numpy(held_out.labels).to(device)
     queries, gallery, gallery_labels = rows[:count].to(device), None, None
     if held_out.gallery is not None:

@@ -57,9 +57,11 @@ _FIXED_KEYS = {
     "levels.weights": "every loss learns the finest classes",
     "memory.size": "not every loss can use a memory",
     "memory.warmup": "not every loss can use a memory",
+    "finetune.interpolate": "the table compares the weights that each loss has trained",
     "evaluation.ks": "the table has MAP@R, R-precision and R@1",
     "evaluation.interval": "the table always has intervals",
     "evaluation.clustering": "the table has MAP@R, R-precision and R@1",
+    "evaluation.views": "the table compares single views",
 }
 
 
@@ -119,8 +121,11 @@ class Setup:
         if count not in self._folds:
             labels, parts = self.labels, make_folds(self.items, self.usable, count, self.recipe.data.seed)
             smallest = min(parts, key=lambda fold: len(np.unique(labels[fold.train])))
-            sampler = self._settled(smallest).sampler
-            self._folds[count] = Folds(parts, self.recipe.with_("sampler", **sampler))
+            settled = self._settled(smallest)
+            recipe = self.recipe.with_("sampler", **settled.sampler)
+            if settled.finetune.train is not None:  # all folds train the same part of the encoder
+                recipe = recipe.with_("finetune", train=settled.finetune.train)
+            self._folds[count] = Folds(parts, recipe)
         return self._folds[count]
 
     @property

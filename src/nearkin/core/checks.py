@@ -44,7 +44,7 @@ __all__ += [
     "reads_values",
     "rows",
 ]
-__all__ += ["rows", "same_device", "same_shape", "strict", "takes_references"]
+__all__ += ["has_references", "rows", "same_device", "same_shape", "strict", "takes_references"]
 
 _strict = False
 
@@ -138,10 +138,15 @@ def impossible(name: str, value: object, because: str, possible: Iterable[str]) 
 
 
 def device(choice: str, name: str = "device", instead: str = "--device cpu") -> torch.device:
-    """The device that "auto", "cpu" or "cuda" stands for on this machine."""
-    one_of(name, choice, ("auto", "cpu", "cuda"))
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{name} cuda is not available here; use {instead}")
+    """The device that "auto", "cpu", "cuda" or "mps" stands for on this machine; auto is cuda or cpu."""
+    one_of(name, choice, ("auto", "cpu", "cuda", "mps"))
+    missing = (choice == "cuda" and not torch.cuda.is_available()) or (
+        choice == "mps" and not torch.backends.mps.is_available()
+    )
+    if missing:
+        raise ValueError(f"{name} {choice} is not available here; use {instead}")
+    if choice == "mps":
+        return torch.device("mps")
     return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -200,8 +205,16 @@ def indices(values: ArrayLike, count: int) -> NDArray[np.int64]:
     return chosen.astype(np.int64)
 
 
+def has_references(loss: object) -> bool:
+    """Whether a loss takes references: as it says itself, or by its arguments."""
+    said = getattr(loss, "takes_references", None)  # of a module around a loss, whose arguments would fit either kind
+    if said is not None:
+        return bool(said)
+    return callable(getattr(loss, "forward", None)) and "references" in signature(loss.forward).parameters  # type: ignore[attr-defined]
+
+
 def takes_references(loss: object) -> None:
-    if not callable(getattr(loss, "forward", None)) or "references" not in signature(loss.forward).parameters:  # type: ignore[attr-defined]
+    if not has_references(loss):
         raise TypeError(
             "loss must take references, as the pair losses do: "
             f"forward(embeddings, labels, references, reference_labels), got {type(loss).__name__}"

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from nearkin.core import checks
 
-__all__ = ["capability", "float64_units", "has_float64_units", "is_capturing", "set_float64_units"]
+__all__ = ["capability", "exact", "float64_units", "has_float64", "has_float64_units", "is_capturing"]
+__all__ += ["set_float64_units"]
 
 _FLOAT64_UNITS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: A100, H100 and H200, B200
 
@@ -38,9 +39,19 @@ def float64_units() -> str | bool:
     return _setting
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether a device has float64 at all: Apple's GPUs (mps) do not."""
+    return device.type != "mps"
+
+
+def exact(device: torch.device) -> torch.device:
+    """Where metrics are computed, which decide in float64: the device itself, or the CPU beside one without."""
+    return device if has_float64(device) else torch.device("cpu")
+
+
 def has_float64_units(tensor: Tensor) -> bool:
     """Whether products of float64 are fast where the tensor is: on CPUs and on data-centre GPUs."""
-    if _setting is False or tensor.device.type == "mps":
+    if _setting is False or not has_float64(tensor.device):
         return False
     return not tensor.is_cuda or capability(tensor.device) in _FLOAT64_UNITS
 

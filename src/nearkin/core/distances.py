@@ -18,7 +18,7 @@ __all__ += ["unit", "units", "upcast", "wide"]
 
 def wide(x: Tensor) -> torch.dtype:
     """The widest type of the tensor's device, for sums that must not cancel, overflow or vanish."""
-    return torch.float32 if x.device.type == "mps" else torch.float64
+    return torch.float64 if devices.has_float64(x.device) else torch.float32
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ def unit(x: Tensor) -> Tensor:
     return units(x, _result_type(x, None))[0]
 
 
-def length(x: Tensor) -> Tensor:
-    """Euclidean length of each row, (B,); 0 has gradient 0."""
+def length(x: Tensor, kind: torch.dtype | None = None) -> Tensor:
+    """Euclidean length of each row, (B,), in type `kind` or that of the rows; 0 has gradient 0."""
     wider = upcast(x).to(wide(x))
     squared = (wider * wider).sum(1)
     alive = squared > 0
-    return torch.where(alive, torch.where(alive, squared, 1.0).sqrt(), 0.0).to(_result_type(x, None))
+    return torch.where(alive, torch.where(alive, squared, 1.0).sqrt(), 0.0).to(kind or _result_type(x, None))
 
 
 def dot(x: Tensor, references: Tensor | None = None) -> Tensor:

@@ -46,6 +46,9 @@ class Stream(IntEnum):
     COIN_WEIGHTS = 23
     CLASS_GROUPS = 24
     LEFT_OUT_CLASSES = 25
+    # models
+    LORA = 48
+    PROJECTION = 49
     # report
     DIAGNOSIS = 100
     QUERIES = 101

@@ -2,9 +2,10 @@
 
     .npz, .safetensors   `embeddings` (N, D) floats; `labels` (N,) integers or, npz, strings, or 0/1 rows (N, L) where
                          an item has several; `targets` (N,) or (N, K); `names` (N,) strings, the names of the rows, in
-                         .safetensors as JSON in the header, where `classes` names the label ids
+                         .safetensors as JSON in the header, where `classes` names the label ids; `quality` (N,), the
+                         lengths that an encoder of free length gave, is written and not read
     .npy                 the embeddings alone; labels and targets are separate files: .npy, or .csv/.txt, one per line
-    .parquet             columns `embedding` (lists of floats), `label`, `target`, `name`
+    .parquet             columns `embedding` (lists of floats), `label`, `target`, `name`, `quality`
 
 Nothing is ever unpickled, and a file that cannot be used is refused with one sentence that begins with its name.
 """
@@ -263,8 +264,9 @@ def write(
     targets: NDArray[np.float64] | None,
     names: list[str],
     classes: list[str],
+    quality: NDArray[np.float64] | None = None,
 ) -> None:
-    """One row per item: its embedding, the name of its class, its targets, and its name.
+    """One row per item: its embedding, the name of its class, its targets, its name, and its quality.
 
     A safetensors file has numbers only: labels are ids there, and the header has "classes" and "names" as JSON.
     """
@@ -276,13 +278,14 @@ def write(
             content: dict[str, Any] = {"embeddings": rows, "names": np.array(names, dtype=str)}
             content |= {} if named is None else {"labels": named}
             content |= {} if targets is None else {"targets": targets}
+            content |= {} if quality is None else {"quality": quality}
             buffer = io.BytesIO()
             np.savez(buffer, **content)
             files.write_bytes(path, buffer.getvalue())
         elif ending == ".safetensors":
-            files.write_bytes(path, _safetensors_bytes(embeddings, labels, targets, names, classes))
+            files.write_bytes(path, _safetensors_bytes(embeddings, labels, targets, names, classes, quality))
         else:
-            _write_parquet(path, rows, named, targets, names)
+            _write_parquet(path, rows, named, targets, names, quality)
     except OSError as error:
         raise ValueError(f"{path}: could not be written ({error.strerror})") from None
 
@@ -293,17 +296,24 @@ def _safetensors_bytes(
     targets: NDArray[np.float64] | None,
     names: list[str],
     classes: list[str],
+    quality: NDArray[np.float64] | None,
 ) -> bytes:
     from safetensors.torch import save
 
     tensors = {"embeddings": embeddings.contiguous()}
     tensors |= {} if labels is None else {"labels": torch.from_numpy(labels).contiguous()}
     tensors |= {} if targets is None else {"targets": torch.from_numpy(targets).contiguous()}
+    tensors |= {} if quality is None else {"quality": torch.from_numpy(quality)}
     return save(tensors, metadata={"names": json.dumps(names), "classes": json.dumps(classes)})
 
 
 def _write_parquet(
-    path: Path, rows: NDArray[Any], labels: NDArray[Any] | None, targets: NDArray[np.float64] | None, names: list[str]
+    path: Path,
+    rows: NDArray[Any],
+    labels: NDArray[Any] | None,
+    targets: NDArray[np.float64] | None,
+    names: list[str],
+    quality: NDArray[np.float64] | None,
 ) -> None:
     pyarrow, parquet = arrow(path, "writing")
     flat = pyarrow.array(np.ascontiguousarray(rows).reshape(-1))
@@ -315,6 +325,8 @@ def _write_parquet(
         columns["label"] = pyarrow.array(labels.tolist())
     if targets is not None:
         columns["target"] = pyarrow.array(targets.tolist())
+    if quality is not None:
+        columns["quality"] = pyarrow.array(quality)
     buffer = io.BytesIO()
     parquet.write_table(pyarrow.table(columns), buffer)
     files.write_bytes(path, buffer.getvalue())

@@ -214,6 +214,8 @@ class ProcessGroup:
 
     def device(self, wanted: torch.device) -> torch.device:
         """The device of this rank where each has its own."""
+        if self.size > 1 and wanted.type == "mps":
+            raise ValueError(f"training.device=mps takes one process, got {self.size} ranks; use training.device=cpu")
         if self.size == 1 or wanted.type != "cuda":
             return wanted
         if "LOCAL_RANK" not in os.environ:  # not by torchrun: the launcher has chosen the devices

@@ -5,6 +5,7 @@ from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.retrieval.knn import Neighbours, nearest
+from nearkin.evaluation.retrieval.nearest_negatives import nearest_negatives
 from nearkin.evaluation.retrieval.retrieval_metrics import retrieval
 from nearkin.evaluation.statistics.cluster_bootstrap import bootstrap
 from nearkin.evaluation.statistics.paired import compare
@@ -23,6 +24,7 @@ __all__ = [
     "diagnose",
     "graded",
     "nearest",
+    "nearest_negatives",
     "omniglot_accuracy",
     "one_shot",
     "operating_point",

@@ -40,27 +40,31 @@ class _Measure(NamedTuple):
     ratio: LogRatio
 
 
-def calibrate(run: str | Path, *, part: str = "val", device: str = "auto", progress: Any = None) -> dict[str, Any]:
+def calibrate(
+    run: str | Path, *, part: str = "val", dim: int | None = None, device: str = "auto", progress: Any = None
+) -> dict[str, Any]:
     """Writes calibration.json into the folder of a run: probabilities of similarities, and thresholds per FAR.
 
     part: whose classes, "val" by default: the encoder has not learned from them, and the test stays untouched. "test"
-    is for sources with few validation classes. Returns what was written.
+    is for sources with few validation classes. dim: of embeddings cut to a length that the run was trained for; their
+    file is calibration-DIM.json. Returns what was written.
     """
     folder = Path(run)
-    fingerprint = encoder_info(folder).fingerprint
-    embedded = training.embed_source(folder, part=part, device=device, progress=progress)
+    info = encoder_info(folder, dim)
+    embedded = training.embed_source(folder, part=part, dim=dim, device=device, progress=progress)
     if embedded.labels is None:
         raise ValueError(f"{run}: its source has no class labels, so there are no same and different pairs to measure")
     plain = measure(embedded.embeddings, torch.from_numpy(embedded.labels)) | {
         "format": results.FORMAT,
         "nearkin": version_of("nearkin"),
-        "encoder": fingerprint,
+        "encoder": info.fingerprint,
         "part": part,
         "items": len(embedded.labels),
     }
     plain[results.CHECKSUM] = files.digest(plain)
-    with files.explained(f"{folder / results.FILE}", "make room, or let it be written there"):
-        files.write_json(folder / results.FILE, plain)
+    path = results.calibration_file(folder, info.short)
+    with files.explained(f"{path}", "make room, or let it be written there"):
+        files.write_json(path, plain)
     return plain
 
 

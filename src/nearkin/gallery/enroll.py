@@ -169,6 +169,7 @@ def _enrol_shared(
     encoding = gallery if isinstance(gallery, Encoding) else gallery._encoding
     if encoding is None:
         raise ValueError("ranks share the encoding, and this gallery was opened without a run; enrol in one process")
+    encoding.shorten(group.values(encoding.dim)[0])  # rank 0 knows the length of the gallery
     counts, size = Counted(0, 0, 0, []), len(source.items)
     for start in range(0, size, PICTURE_BATCH * group.size):
         first = min(start + PICTURE_BATCH * group.rank, size)
@@ -243,7 +244,7 @@ def _gather_batches(
     thumbnails = np.frombuffer(b"".join(item.thumbnail for item in encoded.values()), np.uint8)
     all_vectors = iter(group.rows(torch.from_numpy(vectors)).numpy())
     all_thumbnails = io.BytesIO(group.rows(torch.from_numpy(thumbnails.copy())).numpy().tobytes())
-    lengths = [(i, len(item.thumbnail)) for i, item in encoded.items()]
+    lengths = [(i, len(item.thumbnail), item.quality) for i, item in encoded.items()]
     batches = []
     for rank, (positions, sizes, sentences) in enumerate(group.values([list(items), lengths, unreadable])):
         content_of = dict(zip(positions, contents[rank], strict=True))
@@ -251,7 +252,7 @@ def _gather_batches(
             i: RawItem(content_of[i], "") if mark == KNOWN else None
             for i, mark in zip(positions, marks[rank], strict=True)
         }
-        for i, length in sizes:
-            batch[i] = Seen(next(all_vectors), content_of[i], "", all_thumbnails.read(length))
+        for i, length, quality in sizes:
+            batch[i] = Seen(next(all_vectors), content_of[i], "", all_thumbnails.read(length), quality)
         batches.append((batch, sentences))
     return batches

@@ -19,7 +19,7 @@ LINES = ".jsonl"
 
 
 def write(gallery: "Gallery", path: Path) -> int:
-    """All rows or no file. .jsonl: id, label, name, metadata and vector per line."""
+    """All rows or no file. .jsonl: id, label, name, metadata, vector and, where it is known, quality per line."""
     if path.suffix.lower() == LINES:
         return _write_lines(gallery, path)
     if path.suffix.lower() not in vector_files.WRITABLE:
@@ -51,5 +51,7 @@ def _write_lines(gallery: "Gallery", path: Path) -> int:
                 "metadata": hit.metadata,
                 "vector": vector.tolist(),
             }
+            if hit.quality is not None:
+                fields["quality"] = hit.quality
             file.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
     return count

@@ -1,6 +1,5 @@
 """The gallery: enrol items under labels, then search, identify and verify."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +15,18 @@ from nearkin.gallery import items as item_inputs
 from nearkin.gallery import opening, results
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
 from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
-from nearkin.gallery.schema import Facts, KnownRows, Row, check_label, metadata_json, parse_filter, shortened, unpack
+from nearkin.gallery.schema import (
+    Facts,
+    KnownRows,
+    Row,
+    check_label,
+    metadata_json,
+    parse_filter,
+    read_metadata,
+    shortened,
+    unpack,
+)
 from nearkin.gallery.stores import Report, Store
-from nearkin.gallery.stores.matrix import similarities
 
 __all__ = ["Enrolled", "Gallery"]
 
@@ -47,7 +55,8 @@ class Gallery:
         self._calibrator: Calibrator | None = None
         self._note = "the gallery was opened without a run, so there is only a similarity; open it with run=RUN"
         if encoding is not None:
-            self._calibrator, self._note = results.load_calibration(encoding.info.run, encoding.info.fingerprint)
+            info = encoding.info
+            self._calibrator, self._note = results.load_calibration(info.run, info.fingerprint, info.short)
 
     @classmethod
     def open(
@@ -64,8 +73,9 @@ class Gallery:
         """A gallery in a file, or in PostgreSQL (postgresql://…/db, with ?gallery=NAME if there are several).
 
         run: the folder of a run, whose encoder encodes the items; without it the gallery takes vectors only. dim: of a
-        new gallery of vectors. create: make it if it does not exist. timeout: seconds a writer waits for another. A
-        gallery made with another encoder is refused.
+        new gallery of vectors; with a run, a length that it was trained for, the full one by default. A gallery that
+        exists has its length, which the encoder takes. create: make it if it does not exist. timeout: seconds a writer
+        waits for another. A gallery made with another encoder is refused.
         """
         return cls(*opening.open_store(place, run, dim, create, timeout, device, max_pixels))
 
@@ -179,12 +189,14 @@ class Gallery:
         hits = [_hit(row, near) for row, near in neighbours]
         nearest = hits[:NEAREST]
         if self._calibrator is None:
-            return results.identify_uncalibrated(nearest, self._note, far), hits[:k]
+            answer = results.identify_uncalibrated(nearest, self._note, far)
+            return answer._replace(quality=seen.quality), hits[:k]
         only = None if parsed is None or parsed.labels is None else set(parsed.labels)
         counts = self._store.counts_of(list({hit.label for hit in nearest} | (only or set())))
         sizes = self._store.label_sizes() if only is None else Counter(counts.get(label, 1) for label in only)
         same_id = next((row.id for row, _ in neighbours[:NEAREST] if row.content == seen.content), None)
-        return self._calibrator.identify(nearest, sizes, far, counts, same_id), hits[:k]
+        answer = self._calibrator.identify(nearest, sizes, far, counts, same_id)
+        return answer._replace(quality=seen.quality), hits[:k]
 
     def verify(self, a: Any, b: Any, *, far: float | None = None) -> Verification:
         """Whether two items are the same, how probable that is, and the FAR (per pair) of that decision.
@@ -196,8 +208,7 @@ class Gallery:
             raise ValueError(f"verify takes two items, got {len(first)} and {len(second)}")
         left, right = self.see([first[0], second[0]])
         assert left is not None and right is not None
-        similarity = float(similarities(left.vector[None], right.vector)[0])
-        return results.verify_similarity(self._calibrator, self._note, similarity, far)
+        return results.verify_items(self._calibrator, self._note, left, right, far)
 
     def get(self, id: int) -> Hit:
         """A row by its id; its similarity is 1, that with itself."""
@@ -326,13 +337,15 @@ def _calibrator_of(facts: Facts) -> Calibrator | None:
     if facts.run is None or facts.fingerprint is None:
         return None
     try:
-        return results.load_calibration(Path(facts.run), facts.fingerprint)[0]
+        of_length = (results.load_calibration(Path(facts.run), facts.fingerprint, n)[0] for n in (None, facts.dim))
+        return next((calibrator for calibrator in of_length if calibrator is not None), None)
     except ValueError:
         return None
 
 
 def _hit(row: Row, similarity: float) -> Hit:
-    return Hit(row.id, row.label, similarity, row.name, json.loads(row.metadata))
+    metadata, quality = read_metadata(row.metadata)
+    return Hit(row.id, row.label, similarity, row.name, metadata, quality)
 
 
 def _checked_ids(ids: Any) -> list[int]:

@@ -17,7 +17,7 @@ from nearkin.core.errors import LabelConflict, UnreadablePicture
 from nearkin.data import augment, decode
 from nearkin.gallery.schema import Floats, KnownRows, NewRow, new_row, pack, unit
 from nearkin.gallery.stores import Added, Store
-from nearkin.models.io import fingerprint
+from nearkin.models.io import check_length, fingerprint
 
 __all__ = [
     "Batch",
@@ -45,6 +45,7 @@ class Seen(NamedTuple):
     content: bytes  # sha256: equal for equal items
     name: str
     thumbnail: bytes  # PNG or JPEG; empty for vectors
+    quality: float | None = None  # the length of the embedding, where the encoder leaves it free
 
 
 class RawItem(NamedTuple):
@@ -63,24 +64,32 @@ class RawItem(NamedTuple):
 class EncoderInfo(NamedTuple):
     """The content of encoder.json, read without the weights.
 
-    fingerprint: of weights, architecture and preparation; whatever changes an embedding changes it.
+    fingerprint: of weights, architecture and preparation; whatever changes an embedding changes it. lengths: to which
+    embeddings may be cut. short: the length to which they are cut, None: the full one.
     """
 
     run: Path
     fingerprint: str
     preparation: dict[str, Any]
     dim: int | None
+    free_length: bool = False  # embeddings are not scaled to unit length: the length is the quality of an item
+    lengths: tuple[int, ...] = ()
+    short: int | None = None
 
 
-def encoder_info(run: str | Path) -> EncoderInfo:
+def encoder_info(run: str | Path, dim: int | None = None) -> EncoderInfo:
+    """dim: of embeddings that are cut to a length that the encoder was trained for."""
     folder = Path(run)
     path = folder / "encoder.json"
     if not path.is_file():
         raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
     try:
         plain = files.read_json(path)
-        identity, preparation = fingerprint(plain), plain["preparation"]
-        dim = plain["settings"].get("dim") or None
+        lengths = tuple(plain.get("lengths") or ())
+        full = plain["settings"].get("dim") or (lengths[0] if lengths else None)
+        short = None if dim == full else dim
+        identity, preparation = fingerprint(plain, short), plain["preparation"]
+        free_length = plain["settings"].get("normalize") is False
         kind = preparation.get("kind")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: not the description of an encoder ({error})") from None
@@ -88,17 +97,29 @@ def encoder_info(run: str | Path) -> EncoderInfo:
         raise ValueError(
             f"{path}: does not say how items are prepared for the encoder; it must come from nearkin train"
         )
-    return EncoderInfo(folder, identity, preparation, dim)
+    if short is not None:
+        check_length(plain, short, run)
+    return EncoderInfo(folder, identity, preparation, short or full, free_length, lengths, short)
 
 
 class Encoding:
-    """The encoder of a run: pictures or features to vectors of length 1; the first item loads the weights."""
+    """The encoder of a run: pictures or features to vectors of length 1; the first item loads the weights.
 
-    def __init__(self, run: str | Path, device: str = "auto", max_pixels: int = decode.MAX_PIXELS) -> None:
+    dim: keeps so many dimensions, a length that the run was trained for.
+    """
+
+    def __init__(
+        self, run: str | Path, device: str = "auto", max_pixels: int = decode.MAX_PIXELS, dim: int | None = None
+    ) -> None:
         self.device = checks.device(device)
         checks.integer("max_pixels", max_pixels, 1)
-        self.info, self.max_pixels = encoder_info(run), max_pixels
+        self.info, self.max_pixels = encoder_info(run, dim), max_pixels
         self._encoder: models.Encoder | None = None
+
+    def shorten(self, dim: int) -> None:
+        """Keeps so many dimensions from now on, as `dim` does."""
+        if dim != self.dim:
+            self.info, self._encoder = encoder_info(self.info.run, dim), None
 
     @property
     def takes_pictures(self) -> bool:
@@ -118,19 +139,27 @@ class Encoding:
             raise ValueError(f"{name} {error}") from None
 
     @torch.inference_mode()
-    def embed(self, rows: Sequence[NDArray[Any]]) -> Floats:
-        """Squares, or vectors of features, to (n, D) of length 1."""
+    def embed(self, rows: Sequence[NDArray[Any]]) -> tuple[Floats, list[float | None]]:
+        """Squares, or vectors of features, to (n, D) of length 1, and the quality of each."""
         encoder, parts = self._loaded(), []
         for start in range(0, len(rows), ENCODER_BATCH):
             batch = torch.from_numpy(np.stack(list(rows[start : start + ENCODER_BATCH]))).to(self.device)
             if self.takes_pictures:
                 batch = augment.centre(batch, self.info.preparation["size"])
             parts.append(encoder(batch).float().cpu().numpy())
-        return unit(np.concatenate(parts), "embeddings") if parts else np.empty((0, self.dim), np.float32)
+        if not parts:
+            return np.empty((0, self.dim), np.float32), []
+        embeddings = np.concatenate(parts)
+        quality: list[float | None] = [None] * len(embeddings)
+        if self.info.free_length:
+            quality = np.linalg.norm(embeddings.astype(np.float64), axis=1).tolist()
+        return unit(embeddings, "embeddings"), quality
 
     def _loaded(self) -> models.Encoder:
         if self._encoder is None:
             self._encoder, _ = models.load(self.info.run, self.device)
+            if self.info.short is not None:
+                self._encoder.shorten(self.info.short)
         return self._encoder
 
 
@@ -192,10 +221,10 @@ def encode_items(
             inputs.append((i, item, item.features))
     if inputs:
         assert encoding is not None
-        vectors = encoding.embed([features for _, _, features in inputs])
-        for (i, item, features), vector in zip(inputs, vectors, strict=True):
+        embedded = encoding.embed([features for _, _, features in inputs])
+        for (i, item, features), vector, quality in zip(inputs, *embedded, strict=True):
             thumbnail = _thumbnail(features) if encoding.takes_pictures else b""
-            encoded[i] = Seen(vector, item.content, item.name, thumbnail)
+            encoded[i] = Seen(vector, item.content, item.name, thumbnail, quality)
     return encoded
 
 
@@ -360,5 +389,6 @@ def _new_rows(encoded: list[Seen], batch: Batch, new: list[int]) -> list[NewRow]
     for i, vector in zip(new, pack(np.stack([encoded[i].vector for i in new])), strict=True):
         item, name = encoded[i], batch.names[i]
         name = item.name if name is None else name
-        rows.append(new_row(item.content, batch.labels[i], name, batch.metadata[i], vector, item.thumbnail))
+        facts = (item.content, batch.labels[i], name, batch.metadata[i], vector, item.thumbnail)
+        rows.append(new_row(*facts, item.quality))
     return rows

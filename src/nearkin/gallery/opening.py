@@ -28,8 +28,12 @@ def open_store(
         checks.integer("dim", dim, 1)
     store = _store_at(place, timeout)
     try:
-        encoding = None if run is None else Encoding(run, device, max_pixels)
         facts = store.facts()
+        if dim is not None and facts is not None and dim != facts.dim:
+            raise ValueError(f"{store.where}: has {facts.dim} dimensions, dim={dim} was asked for")
+        encoding = None if run is None else Encoding(run, device, max_pixels, dim)
+        if encoding is not None and facts is not None and facts.dim in encoding.info.lengths:
+            encoding.shorten(facts.dim)  # the length of its vectors, without being told
         if facts is None:
             if not create:
                 raise ValueError(
@@ -38,7 +42,7 @@ def open_store(
             store.create(_new_facts(store, encoding, dim))
             facts = store.facts()
             assert facts is not None
-        return store, _check_encoder(store, facts, encoding, dim), encoding
+        return store, _check_encoder(store, facts, encoding), encoding
     except BaseException:
         store.close()
         raise
@@ -86,10 +90,8 @@ def _store_at(place: str | Path, timeout: float) -> Store:
     return SqliteStore(Path(place).expanduser(), timeout)
 
 
-def _check_encoder(store: Store, facts: Facts, encoding: Encoding | None, dim: int | None) -> Facts:
+def _check_encoder(store: Store, facts: Facts, encoding: Encoding | None) -> Facts:
     """Raises where the vectors come from another encoder; an empty gallery takes the one that is used."""
-    if dim is not None and dim != facts.dim:
-        raise ValueError(f"{store.where}: has {facts.dim} dimensions, dim={dim} was asked for")
     if encoding is None or encoding.info.fingerprint == facts.fingerprint:
         return facts
     if facts.fingerprint is None and facts.rows == 0 and facts.dim == encoding.dim:

@@ -13,7 +13,7 @@ from nearkin.evaluation.arrays import Floats
 from nearkin.evaluation.verification import class_rates
 from nearkin.evaluation.verification.likelihood import LogRatio
 from nearkin.evaluation.verification.roc import FARS
-from nearkin.gallery.items import Encoding, encode_items, hash_items
+from nearkin.gallery.items import Encoding, Seen, encode_items, hash_items
 from nearkin.gallery.stores.matrix import similarities
 
 __all__ = [
@@ -26,11 +26,12 @@ __all__ = [
     "Hit",
     "Identity",
     "Verification",
+    "calibration_file",
     "identify_uncalibrated",
     "load_calibration",
     "rounded_up",
     "verify",
-    "verify_similarity",
+    "verify_items",
 ]
 
 FILE = "calibration.json"  # in the folder of a run
@@ -43,13 +44,18 @@ SAME_ITEM = 1 - 1e-6  # similarity from which on two embeddings are of one and t
 
 
 class Hit(NamedTuple):
-    """A row of a search result; similarity is the cosine."""
+    """A row of a search result; similarity is the cosine.
+
+    quality: the length of its embedding, larger is better; None where its encoder scales to unit length, for vectors,
+    and in rows of galleries that were written before there was one.
+    """
 
     id: int
     label: str
     similarity: float
     name: str
     metadata: dict[str, Any]
+    quality: float | None = None
 
 
 class Candidate(NamedTuple):
@@ -67,7 +73,8 @@ class Identity(NamedTuple):
     threshold: from this similarity on the nearest label is accepted. far: the upper bound of the share of queries of
     classes that are not enrolled which reach it in this gallery (per query, whatever the number of labels), with 95 %
     confidence on new classes, measured on `classes` calibration classes; None where they are too few. candidates: the
-    likeliest labels, also of "unknown". note: what is missing for a full answer, one sentence, or "".
+    likeliest labels, also of "unknown". note: what is missing for a full answer, one sentence, or "". quality: of the
+    query, as of a `Hit`.
     """
 
     label: str | None
@@ -78,6 +85,7 @@ class Identity(NamedTuple):
     candidates: list[Candidate]
     note: str
     classes: int | None = None
+    quality: float | None = None
 
     @property
     def unknown(self) -> bool:
@@ -90,6 +98,7 @@ class Verification(NamedTuple):
     probability: of the answer in `same`; same_probability: that they are the same; both for pairs of which half are the
     same. far: the upper bound of the share of pairs of different classes that pass (per pair), with 95 % confidence on
     new classes, measured on `classes` calibration classes. tar: the measured share of pairs of one class that pass.
+    qualities: of both items, as of a `Hit`.
     """
 
     same: bool | None
@@ -101,6 +110,7 @@ class Verification(NamedTuple):
     note: str
     classes: int | None = None
     same_probability: float | None = None
+    qualities: tuple[float | None, float | None] = (None, None)
 
 
 class Curves(NamedTuple):
@@ -281,16 +291,18 @@ def verify(
     calibrator, note = load_calibration(encoding.info.run, encoding.info.fingerprint)
     left, right = encode_items(hash_items([a, b], encoding, encoding.dim), encoding)
     assert left is not None and right is not None
-    return verify_similarity(calibrator, note, float(similarities(left.vector[None], right.vector)[0]), far)
+    return verify_items(calibrator, note, left, right, far)
 
 
-def verify_similarity(calibrator: Calibrator | None, note: str, similarity: float, far: float | None) -> Verification:
+def verify_items(calibrator: Calibrator | None, note: str, a: Seen, b: Seen, far: float | None) -> Verification:
     """With a calibration or without one; note: why there is none."""
-    if calibrator is not None:
-        return calibrator.verify(similarity, far)
-    if far is not None:
+    similarity = float(similarities(a.vector[None], b.vector)[0])
+    if calibrator is None and far is not None:
         raise ValueError(f"far needs a calibration: {note}")
-    return Verification(None, None, similarity, None, None, None, note)
+    answer = Verification(None, None, similarity, None, None, None, note)
+    if calibrator is not None:
+        answer = calibrator.verify(similarity, far)
+    return answer._replace(qualities=(a.quality, b.quality))
 
 
 def identify_uncalibrated(hits: Sequence[Hit], note: str, far: float | None) -> Identity:
@@ -303,11 +315,18 @@ def identify_uncalibrated(hits: Sequence[Hit], note: str, far: float | None) -> 
     return Identity(candidates[0].label, None, candidates[0].similarity, None, None, candidates, note)
 
 
-def load_calibration(run: Path, fingerprint: str) -> tuple[Calibrator | None, str]:
-    """The calibration in the folder of a run; or None, and a sentence that says why."""
-    path, again = run / FILE, f"nearkin gallery calibrate {run}"
+def calibration_file(run: Path, short: int | None = None) -> Path:
+    """Where the calibration of a run is; embeddings that are cut have their own per length."""
+    return run / (FILE if short is None else f"calibration-{short}.json")
+
+
+def load_calibration(run: Path, fingerprint: str, short: int | None = None) -> tuple[Calibrator | None, str]:
+    """The calibration in the folder of a run; or None, and a sentence that says why. short: the length of embeddings
+    that are cut."""
+    path, again = calibration_file(run, short), f"nearkin gallery calibrate {run}"
+    again += "" if short is None else f" --dim {short}"
     if not path.is_file():
-        return None, f"{run} has no {FILE}, so there is only a similarity; {again} makes it"
+        return None, f"{run} has no {path.name}, so there is only a similarity; {again} makes it"
     try:
         plain = files.read_json(path)
         if CHECKSUM in plain and plain.pop(CHECKSUM) != files.digest(plain):  # older files have none

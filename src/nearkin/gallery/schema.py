@@ -28,6 +28,7 @@ __all__ = [
     "pack",
     "parse_filter",
     "read_facts",
+    "read_metadata",
     "scalar_json",
     "shortened",
     "thumbnail_checksum",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 FORMAT = 1  # increase it when the readers of today could not understand a gallery
+QUALITY = "nearkin.quality"  # the key of the metadata under which a row has the quality of its item, where it is known
 MAX_METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
 MAX_NAME = 4096  # characters of an item's name
 MAX_DEPTH = 16  # levels of nested dicts and lists
@@ -118,9 +120,26 @@ def unit(rows: NDArray[Any], what: str = "vectors") -> Floats:
 # --- labels, names, metadata, filters
 
 
-def new_row(content: bytes, label: str, name: str, metadata: object, vector: bytes, thumbnail: bytes) -> NewRow:
+def new_row(
+    content: bytes,
+    label: str,
+    name: str,
+    metadata: object,
+    vector: bytes,
+    thumbnail: bytes,
+    quality: float | None = None,
+) -> NewRow:
     """The row of an item; name and metadata are limited to what both stores can keep."""
-    return NewRow(content, label, _storable_name(name) if name else "", metadata_json(metadata), vector, thumbnail)
+    text = metadata_json(metadata, quality)
+    return NewRow(content, label, _storable_name(name) if name else "", text, vector, thumbnail)
+
+
+def read_metadata(text: str) -> tuple[dict[str, Any], float | None]:
+    """The metadata of a row as they came in, and the quality of its item; None in a gallery that does not know it."""
+    metadata = json.loads(text)
+    quality = metadata.pop(QUALITY, None)
+    known = isinstance(quality, int | float) and not isinstance(quality, bool)
+    return metadata, float(quality) if known else None
 
 
 def check_label(label: object) -> str:
@@ -138,16 +157,21 @@ def _storable_name(name: str) -> str:
     return name[:MAX_NAME].replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
-def metadata_json(metadata: object) -> str:
+def metadata_json(metadata: object, quality: float | None = None) -> str:
+    """With the quality of the item among them, to six digits, where it is known."""
+    own = {} if quality is None else {QUALITY: float(f"{quality:.6g}")}
     if metadata is None or metadata == {}:
-        return "{}"
+        return json.dumps(own, separators=(",", ":"))
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) and key for key in metadata):
         raise TypeError(f"metadata must be a dict whose keys are text, got {shortened(metadata)}")
     bounded(metadata, "metadata")
     if "label" in metadata:
         raise ValueError('metadata must not have the key "label": in a filter it means the label of the item')
+    if QUALITY in metadata:
+        raise ValueError(f'metadata must not have the key "{QUALITY}", which the gallery itself writes')
     try:
-        text = json.dumps(dict(metadata), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        plain = dict(metadata) | own
+        text = json.dumps(plain, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata must be plain JSON values: {error}") from None
     if "\\u0000" in text or not _storable(text):

@@ -60,7 +60,8 @@ class _Loss(HandGradient):
         partial = kernels.negatives(level, pull, inverse, scale * margin)
         value, gain = kernels.total(facts, stats, partial, len(x), len(weight_rows))
         ctx.save_for_backward(x, weight_rows, rows, inverse, places, facts, stats, gain, level[0], pull[0])
-        ctx.constants, ctx.normalize, ctx.max_memory = constants, True, max_memory
+        ctx.constants, ctx.max_memory = constants, max_memory
+        ctx.normalize, ctx.by_length = True, False
         ctx.kind = rules.gradient_kind(weight)
         result: Tensor = value
         return result

@@ -16,7 +16,6 @@ an anchor that is not finite, TAINT is NaN.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -45,6 +44,7 @@ class Prepared(NamedTuple):
     units: torch.Tensor  # (C, D) float32
     facts: torch.Tensor
     normalize: bool
+    by_length: bool = False  # unit rows whose own score has a slope by the length of x, in BY_LENGTH
 
     def scores(self) -> torch.Tensor:
         """rows · unitsᵀ, (B, C); lines begin at multiples of 64 bytes."""
@@ -161,8 +161,11 @@ def _prepare(x, weight, labels, scale_tensor, bias, rows, units, facts, num_rows
             length = tl.where(squared > 0, tl.sqrt(tl.where(squared > 0, squared, 1.0)), 0.0)
             if MARGIN == "cosine" and not NORMALIZE:
                 cos = cos * length
+            third, fourth = across, lost
+            if MARGIN == "adaptive":  # the tensor has mean and deviation of the lengths
+                third, fourth = tl.load(scale_tensor).to(tl.float64), tl.load(scale_tensor + 1).to(tl.float64)
             target, slope, by_length = own_score(
-                x, weight, at, pick, cos, inverse, inverse_own, length, scale_value, margin, along, across, lost,
+                x, weight, at, pick, cos, inverse, inverse_own, length, scale_value, margin, along, third, fourth,
                 mask_m, dim, MARGIN, STRAIGHT, TIMES, M, D)  # fmt: skip
             if BIAS:
                 target += tl.load(bias + pick, mask=mask_m, other=0.0).to(tl.float64)
@@ -210,7 +213,7 @@ def _settled(gradient, source, by, i, number, dim, times, along, inverse, PROJEC
     bounded = clamped(value)
     unit = bounded * inverse[:, None]
     if PROJECT:
-        along = -tl.sum(gradient * unit, 1) * times
+        along -= tl.sum(gradient * unit, 1) * times
     gradient = tl.where(bounded == value, gradient * times[:, None] + along[:, None] * unit, 0.0)
     mask = (i < number)[:, None] & (axis < dim)[None, :]
     tl.store(by + i.to(tl.int64)[:, None] * dim + axis[None, :], gradient.to(tl.float32).to(by.dtype.element_ty), mask)
@@ -219,7 +222,8 @@ def _settled(gradient, source, by, i, number, dim, times, along, inverse, PROJEC
 @triton.jit(do_not_specialize=NUMBERS)
 def _tile_gradients(scores, rows, units, plus, x, weight, facts, upstream, by_x, by_weight, by_bias, num_rows,
                     num_weights, stride, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
-                    PLUS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+                    PLUS: tl.constexpr, GROUP: tl.constexpr, LENGTH: tl.constexpr, D: tl.constexpr,
+                    STEP: tl.constexpr):  # fmt: skip
     """Products and gradients at once, for few scores: one launch."""
     pid = tl.program_id(0)
     gain = tl.load(facts + GAIN) * tl.load(upstream).to(tl.float64)
@@ -238,7 +242,7 @@ def _tile_gradients(scores, rows, units, plus, x, weight, facts, upstream, by_x,
         c = unranked(c, num_weights, GROUP)
         mask_c = c < num_weights
         inverse = tl.load(weight_facts(facts, width) + c, mask=mask_c, other=0.0)
-        _settled(total, weight, by_weight, c, num_weights, dim, gain * inverse, inverse, inverse, True, D)
+        _settled(total, weight, by_weight, c, num_weights, dim, gain * inverse, inverse * 0.0, inverse, True, D)
         if BIAS:
             tl.store(by_bias + c, (gain * sums).to(tl.float32).to(by_bias.dtype.element_ty), mask=mask_c)
     else:
@@ -250,10 +254,12 @@ def _tile_gradients(scores, rows, units, plus, x, weight, facts, upstream, by_x,
         mask_m = i < num_rows
         inverse = tl.load(row_fact(facts, INVERSE, width) + i, mask=mask_m, other=0.0)
         times = gain * tl.load(facts + FACTOR)
-        if NORMALIZE:
-            _settled(total, x, by_x, i, num_rows, dim, times * inverse, inverse, inverse, True, D)
-        else:
+        along = inverse * 0.0
+        if LENGTH:
             along = gain * tl.load(row_fact(facts, BY_LENGTH, width) + i, mask=mask_m, other=0.0)
+        if NORMALIZE:
+            _settled(total, x, by_x, i, num_rows, dim, times * inverse, along, inverse, True, D)
+        else:
             _settled(total, x, by_x, i, num_rows, dim, times + inverse * 0.0, along, inverse, False, D)
 
 
@@ -270,13 +276,13 @@ def _gradient(product, plus, place, source, by, at, mask_m, dim, times, along, i
               PROJECT: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """times · (product + plus) + along · unit row, 0 where clamped; PROJECT: without its part along the unit row."""
     if PROJECT:
-        along = tl.zeros((M,), tl.float64)
+        along_row = tl.zeros((M,), tl.float64)
         for start in range(0, dim, D):
             axis = start + tl.arange(0, D)
             mask = mask_m[:, None] & (axis < dim)[None, :]
             unit = clamped(tl.load(source + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
-            along -= tl.sum(_slope(product, plus, place + axis[None, :], mask, PLUS) * unit, 1)
-        along *= times
+            along_row += tl.sum(_slope(product, plus, place + axis[None, :], mask, PLUS) * unit, 1)
+        along -= along_row * times
     for start in range(0, dim, D):
         axis = start + tl.arange(0, D)
         mask = mask_m[:, None] & (axis < dim)[None, :]
@@ -335,8 +341,8 @@ def _add_own_units(product, rows, facts, sums, c, mask_c, at, num_rows, width, d
 @triton.jit(do_not_specialize=NUMBERS)
 def _gradients(rows, units, by_rows, by_units, plus, x, weight, sums, facts, upstream, by_x, by_weight, by_bias,
                num_rows, num_weights, width, dim, row_programs, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
-               OWN: tl.constexpr, WIDE: tl.constexpr, PLUS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
-               D: tl.constexpr):  # fmt: skip
+               OWN: tl.constexpr, WIDE: tl.constexpr, PLUS: tl.constexpr, GROUP: tl.constexpr, LENGTH: tl.constexpr,
+               M: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """The gradients by x and by the weights from those by prepared rows and unit weights; by biases from sums. OWN: the
     own classes' scores, whose derivatives are in SLOPE, are not yet among these; WIDE: they are multiplied in
     float64."""
@@ -350,8 +356,8 @@ def _gradients(rows, units, by_rows, by_units, plus, x, weight, sums, facts, ups
         if OWN:
             _add_own_units(by_units, rows, facts, sums, c, mask_c, at, num_rows, width, dim, BIAS, WIDE, M, D, 64)
         place = ranked(c, num_weights, GROUP).to(tl.int64)[:, None] * dim
-        _gradient(by_units, plus, place, weight, by_weight, at, mask_c, dim, gain * inverse, inverse, inverse, PLUS,
-                  True, M, D)  # fmt: skip
+        _gradient(by_units, plus, place, weight, by_weight, at, mask_c, dim, gain * inverse, inverse * 0.0, inverse,
+                  PLUS, True, M, D)  # fmt: skip
         if BIAS:
             by = gain * tl.load(sums + c, mask=mask_c, other=0.0)
             tl.store(by_bias + c, by.to(tl.float32).to(by_bias.dtype.element_ty), mask=mask_c)
@@ -363,11 +369,13 @@ def _gradients(rows, units, by_rows, by_units, plus, x, weight, sums, facts, ups
         times = gain * tl.load(facts + FACTOR)
         if OWN:
             _add_own_rows(by_rows, units, facts, i, mask_m, at, width, dim, D)
+        along = inverse * 0.0
+        if LENGTH:
+            along = gain * tl.load(row_fact(facts, BY_LENGTH, width) + i, mask=mask_m, other=0.0)
         if NORMALIZE:
-            _gradient(by_rows, plus, at, x, by_x, at, mask_m, dim, times * inverse, inverse, inverse, False, True, M,
+            _gradient(by_rows, plus, at, x, by_x, at, mask_m, dim, times * inverse, along, inverse, False, True, M,
                       D)  # fmt: skip
         else:
-            along = gain * tl.load(row_fact(facts, BY_LENGTH, width) + i, mask=mask_m, other=0.0)
             _gradient(by_rows, plus, at, x, by_x, at, mask_m, dim, times + inverse * 0.0, along, inverse, False, False,
                       M, D)  # fmt: skip
 
@@ -383,24 +391,27 @@ def prepare(x, weight, labels=None, own=None, *, factor=1.0, normalize=True, bia
     device, line = x.device, padded(anchors)
     rows, units = torch.empty(anchors, dim, device=device), torch.empty(weights, dim, device=device)
     facts = torch.empty(16 + 8 * line + padded(weights), device=device, dtype=torch.float64)
-    scale, margin, scale_tensor = form.scale, float(form.margin), None
-    along, across = math.cos(margin), math.sin(margin)
+    scale, scale_tensor = form.scale, None
+    margin, along, across, lost = form.numbers()
     annealed = isinstance(scale, Annealing)
     if annealed:
         scale_tensor, scale, along, across = scale
     elif isinstance(scale, torch.Tensor):
         scale_tensor, scale = scale, 1.0
     times = int(margin) if form.kind == "sphere" else 1
-    choices = (scale_tensor is not None, form.normalize, form.kind, form.straight, times, form.centers, annealed)
+    scaled = scale_tensor is not None
+    if form.statistics is not None:
+        scale_tensor = form.statistics_tensor(x)
+    choices = (scaled, form.normalize, form.kind, form.straight, times, form.centers, annealed)
     programs = -(-anchors // ROWS)
     _preparing(*choices, bias is not None, group, chunk(dim))(
         (programs - (-weights // ROWS), 1, 1),
         x, weight, facts if labels is None else labels, facts if scale_tensor is None else scale_tensor,
         facts if bias is None else bias, rows, units, facts, anchors, weights, line, dim, float(scale), margin,
-        float(along), float(across), float(form.lost), programs,
+        float(along), float(across), lost, programs,
         key=(dim, x.get_device(), kind_of(x), kind_of(weight), kind_of(labels), kind_of(scale_tensor), kind_of(bias))
     )  # fmt: skip
-    return Prepared(rows, units, facts, form.normalize)
+    return Prepared(rows, units, facts, form.normalize, form.by_length)
 
 
 @functools.cache
@@ -418,7 +429,7 @@ def gradients(prepared, x, weight, scores, upstream, kinds, own=False, plus=None
     float32 they outweigh all others together, and beside them a sum would lose its digits. plus: what else there is of
     the gradient by the unit weights. group: as for `prepare`.
     """
-    rows, units, facts, normalize = prepared
+    rows, units, facts, normalize, by_length = prepared
     (anchors, dim), weights = x.shape, weight.shape[0]
     kind_x, kind_weight, kind_bias = (*kinds, None)[:3]
     by_x = by_weight = by_bias = by_rows = by_units = sums = facts
@@ -435,7 +446,8 @@ def gradients(prepared, x, weight, scores, upstream, kinds, own=False, plus=None
         sums = torch.sum(scores, 0)
         by_bias = _result(sums, kind_bias)
     wide = own and kernels.has_float64_units(x)
-    _finishing(normalize, kind_bias is not None, own, wide, plus is not None, group, size, chunk(dim))(
+    length = by_length or not normalize
+    _finishing(normalize, length, kind_bias is not None, own, wide, plus is not None, group, size, chunk(dim))(
         (programs + weight_programs, 1, 1),
         rows, units, by_rows, by_units, facts if plus is None else plus, x, weight, sums, facts, upstream, by_x,
         by_weight, by_bias, anchors, weights, padded(anchors), dim, programs,
@@ -446,7 +458,7 @@ def gradients(prepared, x, weight, scores, upstream, kinds, own=False, plus=None
 
 def tile_gradients(prepared, x, weight, scores, upstream, kinds, plus=None, group=1):
     """`gradients` of few scores (`empty_scores`) and dimensions by one kernel."""
-    rows, units, facts, normalize = prepared
+    rows, units, facts, normalize, by_length = prepared
     (anchors, dim), weights = x.shape, weight.shape[0]
     kind_x, kind_weight, kind_bias = (*kinds, None)[:3]
     by_x = by_weight = by_bias = facts
@@ -457,7 +469,8 @@ def tile_gradients(prepared, x, weight, scores, upstream, kinds, plus=None, grou
         by_weight, weight_programs = _result(weight, kind_weight or weight.dtype), -(-weights // TILE)
     if kind_bias is not None:
         by_bias = torch.empty(weights, device=x.device, dtype=torch.float32 if INTERPRETS else kind_bias)
-    _tiling(normalize, kind_bias is not None, plus is not None, group, chunk(dim))(
+    length = by_length or not normalize
+    _tiling(normalize, length, kind_bias is not None, plus is not None, group, chunk(dim))(
         (programs + weight_programs, 1, 1),
         scores, rows, units, facts if plus is None else plus, x, weight, facts, upstream, by_x, by_weight, by_bias,
         anchors, weights, scores.stride(0), padded(anchors), dim, programs,
@@ -467,14 +480,16 @@ def tile_gradients(prepared, x, weight, scores, upstream, kinds, plus=None, grou
 
 
 @functools.cache
-def _tiling(normalize, bias, plus, group, dims):
-    choices = {"NORMALIZE": normalize, "BIAS": bias, "PLUS": plus, "GROUP": group, "D": dims, "STEP": step(dims)}
+def _tiling(normalize, length, bias, plus, group, dims):
+    choices = {"NORMALIZE": normalize, "LENGTH": length, "BIAS": bias, "PLUS": plus, "GROUP": group, "D": dims}
+    choices["STEP"] = step(dims)
     return CachedLauncher(_tile_gradients, **choices, num_warps=4, num_stages=2, **options())
 
 
 @functools.cache
-def _finishing(normalize, bias, own, wide, plus, group, size, dims):
+def _finishing(normalize, length, bias, own, wide, plus, group, size, dims):
     choices = {"NORMALIZE": normalize, "BIAS": bias, "OWN": own, "WIDE": wide, "PLUS": plus, "GROUP": group, "M": size}
+    choices["LENGTH"] = length
     choices["D"] = min(dims, 128) if own else dims
     return CachedLauncher(_gradients, **choices, num_stages=2, **options())
 

@@ -20,7 +20,7 @@ from nearkin.core import checks
 from nearkin.core import class_softmax as plain
 from nearkin.core.autograd import HandGradient
 from nearkin.kernels import eligible, launch
-from nearkin.kernels.class_loss_ops import Annealing, Form, readable
+from nearkin.kernels.class_loss_ops import Annealing, Form, readable, readable_statistics
 
 __all__ = ["Again", "fits", "loss", "serves"]
 
@@ -51,6 +51,7 @@ def serves(
         and (bias is None or (bias.dtype in eligible.FLOATS and bias.shape == weight.shape[:1]))
         and (not isinstance(form.scale, Tensor) or readable(form.scale, embeddings))
         and (not isinstance(form.scale, Annealing) or form.scale.steps.device == embeddings.device)
+        and readable_statistics(form, embeddings)
         and kernels.can_run(embeddings)
     )
 
@@ -131,7 +132,7 @@ class _Loss(HandGradient):
         slopes, product = any(ctx.needs_input_grad), few and adapted is None
         value: Tensor = entropy.entropy(prepared, scores, form, reduction, addend, adapted, slopes, product, not few)
         ctx.save_for_backward(x, weight, bias, scores, *prepared[:3])
-        ctx.few, ctx.normalize, ctx.again = few, prepared.normalize, again
+        ctx.few, ctx.lengths, ctx.again = few, (prepared.normalize, prepared.by_length), again
         ctx.kinds = x.dtype, plain.gradient_kind(weight), None if bias is None else bias.dtype
         return value
 
@@ -153,6 +154,6 @@ class _Loss(HandGradient):
         dense, _ = _kernels()
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         gradients = dense.tile_gradients if ctx.few else functools.partial(dense.gradients, own=True)
-        prepared = dense.Prepared(*prepared, ctx.normalize)
+        prepared = dense.Prepared(*prepared, *ctx.lengths)
         with launch.device_of(x):
             return *gradients(prepared, x.contiguous(), weight.contiguous(), scores, upstream, kinds), None, None

@@ -255,7 +255,7 @@ def _next_scale(scale, adapted, facts, num_rows, width, S: tl.constexpr):
 def entropy(prepared, scores, form, reduction, bias=None, adapted=None, slopes=True, product=False, apart=False):
     """The loss, a scalar; `scores` become the derivatives by them. adapted: a scale of cosines in `scores`; product:
     these are still empty; apart: the derivatives by the own classes are not among them but in SLOPE."""
-    rows, units, facts, _ = prepared
+    rows, units, facts = prepared[:3]
     (anchors, dim), weights, centers = rows.shape, units.shape[0], form.centers
     value = torch.empty((), device=scores.device)
     choices = (adapted is not None, form.lost != 0, bias is not None, form.soft, form.needs_others)
@@ -279,7 +279,7 @@ def _settling(adapted, lost, bias, soft, needs_others, reduction, slopes, produc
 
 def adapt(prepared, scores, scale, adapted, product=False):
     """Fills `adapted` with the next scale from cosines (B, C) and the scale before."""
-    rows, units, facts, _ = prepared
+    rows, units, facts = prepared[:3]
     (anchors, dim), classes = rows.shape, units.shape[0]
     sizes = (anchors, classes, scores.stride(0), padded(anchors), dim)
     _adapting(product, _block(classes, 1), chunk(dim))(

@@ -19,7 +19,7 @@ from nearkin.core.autograd import HandGradient
 from nearkin.kernels import class_softmax_ops as passes
 from nearkin.kernels import eligible, launch
 
-__all__ = ["Annealing", "Form", "gradients", "loss", "readable", "serves"]
+__all__ = ["Annealing", "Form", "gradients", "loss", "readable", "readable_statistics", "serves"]
 
 
 class Annealing(NamedTuple):
@@ -36,17 +36,44 @@ class Form(NamedTuple):
 
     scale: float | Tensor | Annealing = 1.0  # SphereFace: its annealing
     margin: float = 0.0
-    kind: str = "cosine"  # or "angle", "sphere"; "none": the own class is like the others
+    kind: str = "cosine"  # or "angle", "sphere", "adaptive", "magnitude"; "none": the own class is like the others
     straight: bool = False  # an angle's slope is that of the plain cosine
     centers: int = 1
     lost: float = 0.0  # the score of a weight without a direction
     needs_others: bool = False  # an anchor counts only if there are others
     soft: bool = True  # the own class is in the sum too
     raw: bool = False  # embeddings keep their length; SphereFace's always do
+    bounds: tuple[float, ...] = ()  # AdaFace: h; MagFace: the upper margin, lower and upper length
+    statistics: tuple[float | Tensor, float | Tensor] | None = None  # AdaFace: mean and deviation of the lengths
 
     @property
     def normalize(self) -> bool:
         return not self.raw and self.kind != "sphere"
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the own class's score has a slope by the length of rows that are scaled to unit length."""
+        return self.kind == "magnitude"
+
+    def numbers(self) -> tuple[float, float, float, float]:
+        """What the kernels take beside the scale: margin, cosine and sine of it, and the score of a weight without a
+        direction; AdaFace: margin, h, -, -; MagFace: lower and upper margin, lower and upper length."""
+        if self.bounds:
+            first, *others = map(float, (self.margin, *self.bounds, 0.0, 0.0))
+            return first, others[0], others[1], others[2]
+        return float(self.margin), math.cos(self.margin), math.sin(self.margin), float(self.lost)
+
+    def statistics_tensor(self, x: Tensor) -> Tensor | None:
+        """Mean and deviation, (2,) on the device of x."""
+        if self.statistics is None:
+            return None
+        parts = [
+            part.to(x.device, torch.float32).reshape(())
+            if isinstance(part, Tensor)
+            else torch.full((), part, dtype=torch.float32, device=x.device)
+            for part in self.statistics
+        ]
+        return torch.stack(parts)
 
 
 def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reduction: str, max_memory: int | None) -> bool:
@@ -65,6 +92,7 @@ def serves(embeddings: Tensor, labels: Any, weight: Tensor, form: Form, reductio
         and labels.shape == embeddings.shape[:1]
         and labels.device == embeddings.device
         and (not isinstance(form.scale, Tensor) or readable(form.scale, embeddings))
+        and readable_statistics(form, embeddings)
         and passes.serves(embeddings, weight, form.centers, max_memory)
     )
 
@@ -74,6 +102,13 @@ def readable(scale: Tensor, embeddings: Tensor) -> bool:
     return scale.numel() == 1 and scale.is_floating_point() and scale.device == embeddings.device and not (
         scale.requires_grad and torch.is_grad_enabled()
     )  # fmt: skip
+
+
+def readable_statistics(form: Form, embeddings: Tensor) -> bool:
+    """The same of AdaFace's mean and deviation."""
+    return form.statistics is None or all(
+        not isinstance(part, Tensor) or readable(part, embeddings) for part in form.statistics
+    )
 
 
 def loss(
@@ -105,17 +140,23 @@ class _Loss(HandGradient):
         inverse = class_kernels.lengths(weight_rows)  # first: the longest before the scan, and the GPU may be idle
         scale, scale_tensor = (1.0, form.scale) if isinstance(form.scale, Tensor) else (form.scale, None)
         times = int(form.margin) if form.kind == "sphere" else 1
-        numbers = tuple(map(float, (scale, form.margin, math.cos(form.margin), math.sin(form.margin), form.lost)))
+        numbers = (float(scale), *form.numbers())
         choices = (numbers, form.kind, form.straight, times, form.centers, class_kernels.halves(x, weight_rows))
-        rows, places, facts, stats = row_kernels.prepare(x, weight_rows, labels.contiguous(), scale_tensor, *choices)
-        bounded = scale_tensor is None and form.kind != "sphere" and max(form.scale, form.lost) <= class_kernels.BOUND
+        read = form.statistics_tensor(x) if form.statistics else scale_tensor
+        rows, places, facts, stats = row_kernels.prepare(x, weight_rows, labels.contiguous(), read, *choices)
+        bounded = (
+            not isinstance(form.scale, Tensor)
+            and form.kind != "sphere"
+            and max(form.scale, form.lost) <= class_kernels.BOUND
+        )
         constants = (form.centers, form.lost / math.log(2), False, passes.precision(), True, bounded)
         operands = class_kernels.Operands(rows, stats[0], weight_rows, inverse, places[0], *constants)
         peaks, sums = class_kernels.scan(operands, passes._part_size(rows, weight_rows, max_memory))
         classes = weight_rows.shape[0] // form.centers
         value, gain = row_kernels.settle(peaks, sums, facts, stats, classes, form.needs_others, form.soft, reduction)
         ctx.save_for_backward(x, weight_rows, rows, inverse, places, facts, stats, gain)
-        ctx.constants, ctx.normalize, ctx.max_memory = constants, form.normalize, max_memory
+        ctx.constants, ctx.max_memory = constants, max_memory
+        ctx.normalize, ctx.by_length = form.normalize, form.by_length
         ctx.kind = plain.gradient_kind(weight)
         result: Tensor = value
         return result
@@ -151,7 +192,8 @@ def gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]
         if by_own is not None:
             by_rows += by_own
         row_kernels = _row_kernels()
-        return row_kernels.input_gradient(by_rows, x, facts, stats, gain, upstream, ctx.normalize), by_weight
+        choices = (ctx.normalize, ctx.by_length)
+        return row_kernels.input_gradient(by_rows, x, facts, stats, gain, upstream, *choices), by_weight
 
 
 def _own(operands: Any, picks: Tensor, push: Tensor) -> tuple[Tensor, Tensor]:

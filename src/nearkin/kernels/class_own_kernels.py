@@ -9,6 +9,7 @@ TINY = torch.finfo(torch.float32).tiny * 1e6  # shorter rows have no direction, 
 BOUND = tl.constexpr(torch.finfo(torch.float32).max ** (1 / 3))  # as in `distances.upcast`
 SHORT = tl.constexpr(TINY * TINY)
 PI = tl.constexpr(3.141592653589793)
+EPSILON, SHORTEST, LONGEST = tl.constexpr(1e-3), tl.constexpr(1e-3), tl.constexpr(100.0)  # `losses.quality_margin`
 STEEPEST = tl.constexpr(2.0**23)  # of the sine by the cosine: float32 tells no nearer angles apart
 
 
@@ -95,8 +96,10 @@ def own_score(x, weight, at, pick, cos, inverse, inverse_own, length, scale, mar
               D: tl.constexpr):  # fmt: skip
     """The own class's logit after its margin, its slope by the plain logit, and what an anchor's length adds to it.
 
-    MARGIN: "cosine" (of margin 0 it is the plain logit), "angle" or "sphere", whose `scale` is its annealing. along,
-    across: cosine and sine of an angle's margin. STRAIGHT: its slope is that of the plain cosine.
+    MARGIN: "cosine" (of margin 0 it is the plain logit), "angle", "sphere", whose `scale` is its annealing, "adaptive"
+    (AdaFace; along, across, lost: h, mean and deviation of the lengths) or "magnitude" (MagFace; from `margin` at
+    length `across` to `along` at `lost`). along, across: cosine and sine of an angle's margin. STRAIGHT: its slope is
+    that of the plain cosine.
     """
     by_length = tl.zeros((M,), tl.float64)
     slope = by_length + 1.0
@@ -106,14 +109,39 @@ def own_score(x, weight, at, pick, cos, inverse, inverse_own, length, scale, mar
         slope = tl.where(inverse > 0, (scale + steep) / (1.0 + scale), 0.0)
         target = length * psi
         by_length = psi - cos * slope
-    elif MARGIN == "angle":
+    elif MARGIN == "angle" or MARGIN == "adaptive" or MARGIN == "magnitude":
         sin = _sine(x, weight, at, pick, cos, inverse, inverse_own, mask_m, dim, M, D)
         steep = tl.where(sin > 1e-14, cos / tl.where(sin > 1e-14, sin, 1.0), 0.0)
         steep = tl.minimum(tl.maximum(steep, -STEEPEST), STEEPEST)
-        within = cos > -along
-        target = scale * tl.where(within, cos * along - sin * across, cos - margin * across)
-        if not STRAIGHT:
-            slope = tl.where(within, along + across * steep, 1.0)
+        if MARGIN == "adaptive":
+            quality = along * (tl.minimum(tl.maximum(length, SHORTEST), LONGEST) - across) / (lost + EPSILON)
+            quality = tl.minimum(tl.maximum(quality, -1.0), 1.0)
+            turn = -margin * quality
+            below = (turn < EPSILON) & (cos >= tl.cos(-turn + EPSILON))
+            beyond = (turn > -EPSILON) & (cos <= -tl.cos(turn + EPSILON))
+            bent = cos * tl.cos(turn) - sin * tl.sin(turn)
+            furthest = tl.cos(by_length + EPSILON)
+            bent = tl.where(below, furthest, tl.where(beyond, -furthest, bent))
+            target = scale * (bent - (margin + margin * quality))
+            slope = tl.where(below | beyond, 0.0, tl.cos(turn) + tl.sin(turn) * steep)
+        else:
+            if MARGIN == "magnitude":
+                rate = (by_length + along - margin) / (by_length + lost - across)
+                row_margin = margin + rate * (tl.minimum(tl.maximum(length, across), lost) - across)
+                rate = tl.where((length >= across) & (length <= lost), rate, 0.0)
+                cos_margin = tl.cos(row_margin)
+                sin_margin = tl.sin(row_margin)
+            else:
+                row_margin = margin
+                cos_margin = along
+                sin_margin = across
+            within = cos > -cos_margin
+            target = scale * tl.where(within, cos * cos_margin - sin * sin_margin, cos - row_margin * sin_margin)
+            if MARGIN == "magnitude":
+                turned = tl.where(within, sin * cos_margin + cos * sin_margin, sin_margin + row_margin * cos_margin)
+                by_length = -scale * rate * turned
+            if not STRAIGHT:
+                slope = tl.where(within, cos_margin + sin_margin * steep, 1.0)
     else:
         target = scale * (cos - margin) + tl.where(inverse_own == 0, lost, 0.0)
     return target, slope, by_length

@@ -67,9 +67,12 @@ def _prepare(x, weight, labels, scale_tensor, rows, own_classes, facts, stats, n
         tl.store(rows + at + axis[None, :], value.to(tl.float32).to(rows.dtype.element_ty), mask=mask)
     pick, cos, inverse_own, own_taints = own_cosine(x, weight, at, own, inverse, mask_m, dim, CENTERS, M, D)
     taints += own_taints
+    third, fourth = across, lost
+    if MARGIN == "adaptive":  # the tensor has mean and deviation of the lengths
+        third, fourth = tl.load(scale_tensor).to(tl.float64), tl.load(scale_tensor + 1).to(tl.float64)
     target, slope, by_length = own_score(
-        x, weight, at, pick, cos, inverse, inverse_own, tl.where(some, length, 0.0), scale_value, margin, along, across,
-        lost, mask_m, dim, MARGIN, STRAIGHT, TIMES, M, D)  # fmt: skip
+        x, weight, at, pick, cos, inverse, inverse_own, tl.where(some, length, 0.0), scale_value, margin, along, third,
+        fourth, mask_m, dim, MARGIN, STRAIGHT, TIMES, M, D)  # fmt: skip
     tl.store(own_classes + i, own.to(tl.int32), mask=mask_m)
     tl.store(own_classes + width + i, pick.to(tl.int32), mask=mask_m)
     tl.store(facts + TARGET * width + i, target, mask=mask_m)
@@ -155,7 +158,7 @@ def _sum(facts, value, gain, num_rows, width, MEAN: tl.constexpr, N: tl.constexp
 
 @triton.jit
 def _input_gradient(by_rows, x, facts, stats, gain, upstream, by_x, num_rows, width, dim, NORMALIZE: tl.constexpr,
-                    M: tl.constexpr, D: tl.constexpr):  # fmt: skip
+                    LENGTH: tl.constexpr, M: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """The gradient by the embeddings from that by `rows`."""
     i = tl.program_id(0) * M + tl.arange(0, M)
     mask_m = i < num_rows
@@ -171,7 +174,7 @@ def _input_gradient(by_rows, x, facts, stats, gain, upstream, by_x, num_rows, wi
             value = clamped(tl.load(x + at + axis[None, :], mask=mask, other=0.0)) * inverse[:, None]
             along_row += tl.sum(tl.load(by_rows + at + axis[None, :], mask=mask, other=0.0).to(tl.float64) * value, 1)
         along_row *= power
-    else:
+    if LENGTH:
         scale_up = (tl.load(gain) * tl.load(upstream)).to(tl.float64)
         along_row -= scale_up * tl.load(stats + BY_LENGTH * width + i, mask=mask_m, other=0.0).to(tl.float64)
     for start in range(0, dim, D):
@@ -191,8 +194,8 @@ def _chunk(dim):
 def prepare(x, weight, labels, scale_tensor, numbers, margin, straight, times, centers, halves):
     """Rows (B, D) for the products, own classes and their rows (2, B'), and the buffers; B' is B or a little more.
 
-    numbers: scale (SphereFace: its annealing), margin, cosine and sine of it, and the score of a class without a
-    direction. scale_tensor: replaces the first number.
+    numbers: scale (SphereFace: its annealing), and the four of `Form.numbers`. scale_tensor: replaces the first number;
+    AdaFace: mean and deviation of the lengths, (2,).
     """
     num_rows, dim = x.shape
     width = _blocks(num_rows, 16) * 16  # rows of the buffers are aligned for wide loads
@@ -200,7 +203,8 @@ def prepare(x, weight, labels, scale_tensor, numbers, margin, straight, times, c
     own_classes = torch.empty(2, width, device=x.device, dtype=torch.int32)
     facts = torch.empty(FACTS, width, device=x.device, dtype=torch.float64)
     stats = torch.empty(STATS, width, device=x.device, dtype=torch.float32)
-    choices = {"SCALE_TENSOR": scale_tensor is not None, "MARGIN": margin, "STRAIGHT": straight, "TIMES": times}
+    scaled = scale_tensor is not None and margin != "adaptive"
+    choices = {"SCALE_TENSOR": scaled, "MARGIN": margin, "STRAIGHT": straight, "TIMES": times}
     choices |= {"HALF": halves, "CENTERS": centers, "M": ROWS, "D": _chunk(dim)} | _options()
     read = (x, weight, labels, stats if scale_tensor is None else scale_tensor)
     sizes = (num_rows, width, dim, weight.shape[0] // centers)
@@ -222,11 +226,12 @@ def settle(peaks, sums, facts, stats, classes, needs_others, soft, reduction):
     return value, gain
 
 
-def input_gradient(by_rows, x, facts, stats, gain, upstream, normalize):
-    """The gradient by the embeddings, in their type, from that by `rows`."""
+def input_gradient(by_rows, x, facts, stats, gain, upstream, normalize, by_length):
+    """The gradient by the embeddings, in their type, from that by `rows`. by_length: also of unit rows the own class's
+    score has a slope by the length of x."""
     num_rows, dim = x.shape
     by_x = torch.empty_like(x, dtype=torch.float32 if INTERPRETS else x.dtype)
     arguments = (by_rows, x, facts, stats, gain, upstream, by_x, num_rows, facts.shape[1], dim)
-    choices = {"NORMALIZE": normalize, "M": ROWS, "D": _chunk(dim)}
+    choices = {"NORMALIZE": normalize, "LENGTH": by_length or not normalize, "M": ROWS, "D": _chunk(dim)}
     start_kernel(_input_gradient, _blocks(num_rows, ROWS), arguments, choices | _options())
     return by_x.to(x.dtype)  # the interpreter truncates to bfloat16

@@ -15,7 +15,7 @@ import torch
 from nearkin import kernels
 from nearkin.kernels import digit_kernels, links, row_kernels
 from nearkin.kernels.launch import CachedLauncher
-from nearkin.kernels.links import margin, npair
+from nearkin.kernels.links import margin, npair, sigmoid
 from nearkin.kernels.links.link import SAVED, SCALES, STATISTICS
 from nearkin.kernels.numerics import load, store, tl, triton
 from nearkin.kernels.row_kernels import (
@@ -452,6 +452,13 @@ def beta_slopes_and_scales(stats, size):
     """From the statistics of the margin loss: the slopes by each anchor's β (B,), and the two scales."""
     first = margin.BETA_SLOPE.value * size
     return stats[first : first + size], stats[STATISTICS * size :]
+
+
+def scale_and_bias_slopes(stats, size):
+    """From the statistics of the sigmoid loss: the slopes by its scale and its bias, (2,)."""
+    first = sigmoid.BY_SCALE.value * size
+    sums = stats[first : first + 2 * size].view(2, size).sum(1, dtype=torch.float64)
+    return sums.float() * stats[STATISTICS * size]
 
 
 @functools.cache

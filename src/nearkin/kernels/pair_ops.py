@@ -41,7 +41,7 @@ def loss(
 
     settings: up to four numbers, as the link of each kind names them (`links/`); flag: its yes or no, of N-pair whether
     the batch is alone, of Fast-AP its number of bins. normalize: rows of unit length. beta: of the margin loss,
-    float32, a scalar or one per anchor (B,), where it is not a number.
+    float32, a scalar or one per anchor (B,), where it is not a number; of the sigmoid loss its scale and bias, (2,).
     """
     (x, labels, references, reference_labels), batch_first = eligible.without_batch_first(batch)
     transform = "clamp" if kind != "lossless" else "sigmoid" if flag else "cube"
@@ -104,6 +104,8 @@ class _Loss(HandGradient):
         choices = (numbers, flag, normalize, transform)
         if wants[2] and ctx.scalar and wants[0]:
             by_beta = torch.empty((), device=stats.device, dtype=torch.float32)
+        elif wants[2] and kind == "sigmoid":
+            by_beta = pair_kernels.scale_and_bias_slopes(stats, num_rows) * upstream
         elif wants[2]:
             beta_slopes, scales = pair_kernels.beta_slopes_and_scales(stats, num_rows)
             by_beta = scales[1] * upstream if ctx.scalar else beta_slopes * (scales[0] * upstream)

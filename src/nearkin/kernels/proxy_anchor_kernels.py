@@ -213,7 +213,7 @@ def _settle(units, rows, scores, labels, terms, facts, value, num_anchors, num_p
 
 def loss(prepared, scores, labels, scale, margin, back, product):
     """The loss; `back`: the derivatives take the place of the similarities (B, C). product: these are still missing."""
-    rows, units, facts, _ = prepared
+    rows, units, facts = prepared[:3]
     (num_anchors, dim), num_proxies = rows.shape, units.shape[0]
     terms = torch.empty(3 * num_proxies, device=scores.device, dtype=torch.float64)
     value = torch.empty((), device=scores.device, dtype=torch.float32)

@@ -230,7 +230,7 @@ def loss(prepared, scores, labels, numbers, reduction, *, bias=None, centers=1, 
     by_units: is filled with the gradient of these. bias: (C,); the terms then have a part in place of the slope.
     product: the similarities are still missing.
     """
-    rows, units, facts, _ = prepared
+    rows, units, facts = prepared[:3]
     (num_rows, dim), classes, device = rows.shape, units.shape[0] // centers, rows.device
     within = weight > 0
     num_parts = min(classes, PROGRAMS) if within else 0

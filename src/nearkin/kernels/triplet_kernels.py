@@ -455,8 +455,13 @@ def _store_sum(sums, kind, value):
 def _select(x, r, boundary, seeds, lists, stats, num_rows, num_columns, capacity, stride, margin, extra, cutoff, power,
             bend, most, rounding, SELECTION: tl.constexpr, LOSS: tl.constexpr, SQUARED: tl.constexpr,
             ROOT: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-            K: tl.constexpr, L: tl.constexpr, FALLBACK: tl.constexpr):  # fmt: skip
-    """Selections over every positive of an anchor: lists, negatives, terms."""
+            K: tl.constexpr, L: tl.constexpr, FALLBACK: tl.constexpr, FITTED: tl.constexpr):  # fmt: skip
+    """Selections over every positive of an anchor: lists, negatives, terms. FITTED: `power` points to all three
+    numbers of the density, which the host does not know."""
+    if FITTED:
+        bend = tl.load(power + 1)
+        most = tl.load(power + 2)
+        power = tl.load(power)
     place = tl.program_id(0) * M + tl.arange(0, M)
     mask_m = place < num_rows
     i = tl.minimum(place, num_rows - 1)
@@ -887,7 +892,7 @@ class Passes(NamedTuple):
 
 
 @functools.cache
-def _passes(num_rows, dim, alone, selection, loss, squared, reduction, balance, kind) -> Passes:
+def _passes(num_rows, dim, alone, selection, loss, squared, reduction, balance, kind, fitted=False) -> Passes:
     size = tile(FORWARD, num_rows)
     root = not squared and selection != "distance_weighted"
     constants = {"LOSS": LOSSES.index(loss), "SQUARED": squared, "ROOT": root, "SELF": alone}
@@ -897,7 +902,12 @@ def _passes(num_rows, dim, alone, selection, loss, squared, reduction, balance, 
     else:
         fallback, selection = FALLBACKS.get(selection, 0), "semihard" if selection in FALLBACKS else selection
         select = CachedLauncher(
-            _select, SELECTION=SELECTIONS.index(selection), L=LABELS, FALLBACK=fallback, **constants
+            _select,
+            SELECTION=SELECTIONS.index(selection),
+            L=LABELS,
+            FALLBACK=fallback,
+            FITTED=fitted,
+            **constants,
         )
     sums = {
         "HALVES": (1 if balance else 2) if loss == "contrastive" else 0,
@@ -907,16 +917,17 @@ def _passes(num_rows, dim, alone, selection, loss, squared, reduction, balance, 
     return Passes(size.rows, select, CachedLauncher(_finish, **sums, **options()))
 
 
-def forward(x, ids, r, other_ids, boundary, seed, capacity, plan, batch_first):
+def forward(x, ids, r, other_ids, boundary, seed, capacity, plan, batch_first, fitted=None):
     """The loss, and what its gradient needs. Without r the batch itself; boundary: (B, 1) of any stride, or ().
 
+    fitted: (3,) what `plan.density` has, where only the device knows it.
     batch_first: the first rows of r are those of x, and no pair with themselves."""
     num_rows, dim = x.shape
     anchors = prepare(x, ids, plan.normalize, centre=x)
     references = None if r is None else prepare(r, other_ids, plan.normalize, centre=x)
     num_columns = num_rows if r is None else r.shape[0]
     task = (plan.selection, plan.loss, plan.squared, plan.reduction, plan.balance)
-    start = _passes(num_rows, dim, r is None or batch_first, *task, anchors.dtype)
+    start = _passes(num_rows, dim, r is None or batch_first, *task, anchors.dtype, fitted is not None)
     programs = -(-num_rows // start.rows)
     regions = 3 if plan.selection == "all" else 4 if _stores_weights(plan) else 2
     lists = torch.empty((FIRST.value + regions * capacity) * num_rows, device=x.device, dtype=torch.int32)
@@ -931,9 +942,10 @@ def forward(x, ids, r, other_ids, boundary, seed, capacity, plan, batch_first):
     else:
         edge = stats if boundary is None else boundary
         stride = boundary.stride(0) if boundary is not None and boundary.dim() else 0
+        density = plan.density if fitted is None else (fitted, 0.0, 0.0)
         extra = plan.margin - _float32(plan.margin) if plan.selection == "all" else plan.extra
         start.select(grid, *sides, edge, stats if seed is None else seed, lists, stats, num_rows, num_columns, capacity,
-                     stride, plan.margin, extra, plan.cutoff, *plan.density, rounding)  # fmt: skip
+                     stride, plan.margin, extra, plan.cutoff, *density, rounding)  # fmt: skip
     start.finish((1, 1, 1), stats, loss, programs)
     return loss, saved
 

@@ -55,10 +55,16 @@ def serves(
 
 
 def loss(
-    batch: blockwise.Batch, plan: Plan, *, boundary: Tensor | None = None, generator: torch.Generator | None = None
+    batch: blockwise.Batch,
+    plan: Plan,
+    dim: int | Tensor,
+    *,
+    boundary: Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor | None:
     """The loss of a batch that the kernels can serve; None where its lists would be too long.
 
+    dim: of the sphere that distance-weighted sampling supposes; a scalar tensor is read by the kernel, on the device.
     boundary: β of the margin loss, of each anchor (B, 1), or one for all ().
     """
     batch, batch_first = eligible.without_batch_first(batch)
@@ -67,11 +73,14 @@ def loss(
         capacity = _capacity(batch, plan.selection)
         if capacity is None:
             return None
-        seed = None
+        seed = fitted = None
         if plan.selection in ("random", "distance_weighted"):
             seed = torch.empty(1, dtype=torch.int64, device=x.device).random_(generator=generator)
-            plan = plan._replace(density=_density(x.shape[1]))
-        arguments = (batch.labels, batch.reference_labels, seed, capacity, plan, batch_first)
+            if isinstance(dim, Tensor):
+                fitted = torch.stack(_density(dim.to(x.device, torch.float32)))  # (3,)
+            else:
+                plan = plan._replace(density=_density(dim))
+        arguments = (batch.labels, batch.reference_labels, seed, capacity, plan, batch_first, fitted)
         value: Tensor = _Loss.call(x, batch.references, boundary, *arguments)
     return value
 
@@ -96,7 +105,7 @@ def _capacity(batch: blockwise.Batch, selection: str) -> int | None:
     return largest if num_rows * largest <= ROOM else None
 
 
-def _density(dim: int) -> tuple[float, float, float]:
+def _density(dim: Any) -> Any:
     """Of log weights of drawn negatives, as `mining.distance_weighted` has them: powers of d² and of 1 - d²/4, clip."""
     power, bend = (2 - dim) / 2, (dim - 3) / 2
     return power, bend, 2 * power * math.log(CLIP) - bend * math.log(1 - CLIP**2 / 4)
@@ -122,11 +131,12 @@ class _Loss(HandGradient):
         capacity: int,
         plan: Plan,
         batch_first: bool,
+        fitted: Tensor | None,
     ) -> Tensor:
         x, ids = x.contiguous(), labels.contiguous()
         references = None if references is None else references.contiguous()
         num_columns = None if reference_labels is None else reference_labels.contiguous()
-        arguments = (boundary, seed, capacity, plan, batch_first)
+        arguments = (boundary, seed, capacity, plan, batch_first, fitted)
         value, ctx.forward_state = _kernels().forward(x, ids, references, num_columns, *arguments)
         wants = ctx.needs_input_grad
         # Rows are saved as the kernels have prepared them: a queue may change before the backward pass.
@@ -153,4 +163,4 @@ class _Loss(HandGradient):
                     gradients[2] = by_edge.sum() if ctx.single else by_edge[:, None]
             if wants[1]:
                 gradients[1], _ = _kernels().backward(ctx.forward_state, references, upstream, ctx.plan, "references")
-        return *gradients, *[None] * 6
+        return *gradients, *[None] * 7

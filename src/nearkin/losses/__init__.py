@@ -26,6 +26,9 @@ from nearkin.losses.describe import describe as _describe
 from nearkin.losses.hierarchy import (
     HierarchyLoss,
 )
+from nearkin.losses.matryoshka import (
+    MatryoshkaLoss,
+)
 from nearkin.losses.module import LossModule as _LossModule
 from nearkin.losses.pair import (
     CircleLoss,
@@ -47,6 +50,13 @@ from nearkin.losses.quadruplet import (
     QuadrupletLoss,
     quadruplet_loss,
 )
+from nearkin.losses.quality_margin import (
+    AdaFaceLoss,
+    MagFaceLoss,
+    adaface_loss,
+    adaface_statistics,
+    magface_loss,
+)
 from nearkin.losses.rank import (
     FastAPLoss,
     SmoothAPLoss,
@@ -60,6 +70,10 @@ from nearkin.losses.ratio import (
 from nearkin.losses.siamese import (
     SiameseLoss,
     siamese_loss,
+)
+from nearkin.losses.siglip import (
+    SigmoidLoss,
+    sigmoid_loss,
 )
 from nearkin.losses.soft_triple import (
     SoftTripleLoss,
@@ -93,6 +107,7 @@ from nearkin.losses.triplet import (
 
 __all__ = [
     "AdaCosLoss",
+    "AdaFaceLoss",
     "ArcFaceLoss",
     "CenterLoss",
     "CircleLoss",
@@ -106,7 +121,9 @@ __all__ = [
     "LiftedStructureLoss",
     "LogRatioLoss",
     "LosslessTripletLoss",
+    "MagFaceLoss",
     "MarginLoss",
+    "MatryoshkaLoss",
     "MultiSimilarityLoss",
     "NPairLoss",
     "NormalizedSoftmaxLoss",
@@ -114,6 +131,7 @@ __all__ = [
     "ProxyNCALoss",
     "QuadrupletLoss",
     "SiameseLoss",
+    "SigmoidLoss",
     "SmoothAPLoss",
     "SoftTripleLoss",
     "SphereFaceLoss",
@@ -121,6 +139,8 @@ __all__ = [
     "TripletLoss",
     "adacos_loss",
     "adacos_scale",
+    "adaface_loss",
+    "adaface_statistics",
     "arcface_loss",
     "center_loss",
     "center_update",
@@ -135,6 +155,7 @@ __all__ = [
     "lifted_structure_loss",
     "logratio_loss",
     "lossless_triplet_loss",
+    "magface_loss",
     "margin_loss",
     "multi_similarity_loss",
     "normalized_softmax_loss",
@@ -143,6 +164,7 @@ __all__ = [
     "proxy_nca_loss",
     "quadruplet_loss",
     "siamese_loss",
+    "sigmoid_loss",
     "smooth_ap_loss",
     "soft_triple_loss",
     "sphereface_loss",

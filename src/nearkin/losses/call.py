@@ -92,14 +92,21 @@ class PairCall:
         return smooth_ap_ops.loss(self.batch, temperature, max_positives, self.reduction, room)
 
     def triplet_kernel(
-        self, plan: Plan, boundary: Callable[[], Tensor] | None = None, generator: torch.Generator | None = None
+        self,
+        plan: Plan,
+        dim: int | Tensor,
+        boundary: Callable[[], Tensor] | None = None,
+        generator: torch.Generator | None = None,
     ) -> Tensor | None:
-        """The loss over a selection of triplets by kernels (`triplet_ops.loss`), or None where they do not serve."""
+        """The loss over a selection of triplets by kernels (`triplet_ops.loss`), or None where they do not serve.
+
+        dim: of the sphere that distance-weighted sampling supposes.
+        """
         task = (plan.selection, self.reduction, plan.normalize)
         if not triplet_ops.serves(self.impl, self.batch, *task, self.max_memory):
             return None
         edge = None if boundary is None else boundary()
-        return triplet_ops.loss(self.batch, plan, boundary=edge, generator=generator)
+        return triplet_ops.loss(self.batch, plan, dim, boundary=edge, generator=generator)
 
     def ratio_kernel(self, *, epsilon: float, ties: bool, normalize: bool) -> Tensor | None:
         """The log-ratio loss by its kernels (`ratio_ops.loss`), or None where they do not serve."""

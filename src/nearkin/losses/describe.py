@@ -18,6 +18,7 @@ SHARED = {
     "squared": "squared distances (or hinges) instead of plain ones",
     "normalize": "embeddings are scaled to unit length first",
     "reduction": '"mean" over all terms, "active" over those above 0, "sum", or "none": one value per anchor',
+    "sampling_dim": 'dimensions that "distance_weighted" supposes; None: the vectors\', "fitted": those that they fill',
     "generator": "random generator of selections that draw; None: torch's own",
     "max_memory": "bytes that the loss may use beside its arguments and gradients; None: blocks of about 1 GiB",
     "impl": '"torch" runs anywhere, "triton" takes a kernel where it serves, "auto" chooses',
@@ -31,6 +32,13 @@ _SCALE = "s, what cosines are multiplied by"
 OWN: dict[str, dict[str, str]] = {
     "AdaCosLoss": {
         "dynamic": "the scale follows each batch (eq. 15); False: fixed at √2 ln(C - 1) (eq. 12)",
+        "max_memory": _CLASS_MEMORY,
+    },
+    "AdaFaceLoss": {
+        "margin": "m, an angle in radians and a cosine; 0.4: the paper's",
+        "scale": f"{_SCALE}; 64: the paper's",
+        "concentration": "h, how much of the lengths' spread the margins cover; 0.333: the paper's, 0: CosFace",
+        "momentum": "weight of a batch in the running mean and deviation of the lengths; 0.01: the paper's",
         "max_memory": _CLASS_MEMORY,
     },
     "ArcFaceLoss": {
@@ -87,6 +95,15 @@ OWN: dict[str, dict[str, str]] = {
         "sigmoid": "maps embeddings into the unit cube; False where the encoder ends in a sigmoid",
         "epsilon": "ε inside the logarithms; 1e-8: the blog's",
     },
+    "MagFaceLoss": {
+        "lower_margin": "l_m in radians, the margin at `lower_length` and below; 0.45: the paper's",
+        "upper_margin": "u_m in radians, the margin at `upper_length` and beyond; 0.8: the paper's",
+        "scale": f"{_SCALE}; 64: the paper's",
+        "lower_length": "l_a, the length below which embeddings are drawn out; 10: the paper's",
+        "upper_length": "u_a, the length from which the penalty is level; 110: the paper's",
+        "penalty": "λ_g, the weight of g(a) = a / u_a² + 1 / a; 35: the paper's",
+        "max_memory": _CLASS_MEMORY,
+    },
     "MarginLoss": {
         "margin": "α, how far on its side of β a pair must be; 0.2: the authors' code",
         "beta": "where the boundary β starts; 1.2: the authors' code",
@@ -124,6 +141,10 @@ OWN: dict[str, dict[str, str]] = {
         "selection": 'which triplets count: "all", a triplet selection of `nearkin.mining`, or your own function',
     },
     "SiameseLoss": {},
+    "SigmoidLoss": {
+        "log_scale": "where t', the logarithm of the scale, starts; log 10: the paper's",
+        "bias": "where the bias b starts; -10: the paper's",
+    },
     "SmoothAPLoss": {
         "temperature": "t of the sigmoid; 0.01: the paper's",
         "max_positives": "most positives of an anchor, where they cannot be counted without waiting; None: any",

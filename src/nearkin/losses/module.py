@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from nearkin.core.relations import Labels
 from nearkin.losses import class_sampling
 from nearkin.losses.class_shards import Shard
+from nearkin.losses.sampling_dim import RunningDim
 
 __all__ = ["LossModule"]
 
 # What decides the shapes of parameters and buffers, and so cannot change after construction.
 _PER_CLASS = ("sub_centers", "proxies_per_class", "centers_per_class")
-_FIXED = ("num_classes", "dim", "shard", "num_items", *_PER_CLASS)
+_FIXED = ("num_classes", "dim", "shard", "num_items", "sampling_dim", *_PER_CLASS)
 # Choices left open are not shown.
 _UNSET = {"impl": "auto", "max_memory": None, "anchors": None, "sample_rate": 1.0, "shard": None}
-_UNSET |= {"num_classes": None, "num_items": None}
+_UNSET |= {"num_classes": None, "num_items": None, "sampling_dim": None}
 _classes_with: Counter[str] = Counter()  # how many loss classes have a setting of this name
 
 
@@ -34,6 +35,7 @@ class LossModule(nn.Module):
     """Holds the settings of a loss function; `loss.margin` reads one, `loss.margin = 0.3` checks and changes it."""
 
     lr_scale = 1.0
+    along_dim: tuple[str, ...] | None = None  # tensors whose last axis is the embedding's; None: all with two axes
     takes_batch_first = True  # reference_labels may be a `BatchFirst`, as `CrossBatchMemory` gives them
     function: ClassVar[Callable[..., Tensor]]
     _settings: ClassVar[tuple[str, ...]] = ()  # arguments of __init__
@@ -62,6 +64,8 @@ class LossModule(nn.Module):
 
     def finish_init(self) -> None:
         """Checks the settings; from now on a change of one is checked too."""
+        if self.__dict__.get("sampling_dim") == "fitted":
+            self.running_dim = RunningDim()
         self.check_settings()
         self._ready = True
 
@@ -82,12 +86,15 @@ class LossModule(nn.Module):
 
     def arguments(self) -> dict[str, Any]:
         """What the function takes by keyword: its settings, and in some losses learned tensors."""
-        return {name: getattr(self, name) for name in self._by_keyword}
+        arguments = {name: getattr(self, name) for name in self._by_keyword}
+        if "running_dim" in self._modules:  # of sampling_dim="fitted"
+            arguments["sampling_dim"] = self._modules["running_dim"]
+        return arguments
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that the function takes, as they are now, without choices left open. To change one, set it."""
-        arguments = LossModule.arguments(self)
+        arguments = {name: getattr(self, name) for name in self._by_keyword}
         return MappingProxyType({k: v for k, v in arguments.items() if k not in _UNSET or v != _UNSET[k]})
 
     def forward(

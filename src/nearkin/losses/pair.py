@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from nearkin import mining
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import Labels, Relation
+from nearkin.losses import sampling_dim as sampling_dims
 from nearkin.losses.call import PairCall, Plan
 from nearkin.losses.module import LossModule
+from nearkin.losses.sampling_dim import SamplingDim
 
 __all__ = [
     "CircleLoss",
@@ -42,6 +44,7 @@ def contrastive_loss(
     selection: mining.Selection = "all",
     normalize: bool = False,
     reduction: str = "mean",
+    sampling_dim: SamplingDim = None,
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
     impl: str = "auto",
@@ -55,7 +58,8 @@ def contrastive_loss(
 
     embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items per class. `positive_margin` m
     turns D into [D - m]_+; `squared=False` drops both squares. Two equal embeddings do not repel each other.
-    `selection`: "all", or a pair or triplet selection of `mining`. See also `margin_loss` (learned boundary).
+    `selection`: "all", or a pair or triplet selection of `mining`; `sampling_dim`: as in `margin_loss`. See also
+    `margin_loss` (learned boundary).
     Hadsell, Chopra, LeCun 2006, eq. 4; margin 1 and raw embeddings from there. `reduction` applies to each half, or
     without balance to all pairs together.
     """
@@ -64,6 +68,7 @@ def contrastive_loss(
     checks.at_least("positive_margin", positive_margin, 0)
     if not isinstance(balance, bool):
         raise TypeError(f"balance must be True or False, got {balance!r}")
+    dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
     value = None
     if selection == "all":
         numbers = (margin, positive_margin, 0.0, 0.0 if balance else 1.0)
@@ -71,13 +76,13 @@ def contrastive_loss(
     elif selection == "distance_weighted":
         options = (margin, squared, normalize, reduction, positive_margin, margin)
         plan = Plan(selection, "contrastive", *options)._replace(balance=balance)
-        value = call.triplet_kernel(plan, generator=generator)
+        value = call.triplet_kernel(plan, dim, generator=generator)
     if value is not None:
         return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
-        pairs = _select(selection, distance, relation, normalize, x.shape[1], margin, generator)
+        pairs = _select(selection, distance, relation, normalize, dim, margin, generator)
         near, positive, far, negative = mining.as_pairs(pairs, distance)
         pull = blockwise.hinges(near, positive, reduction, start=positive_margin, squared=squared)
         push = blockwise.hinges(far, negative, reduction, start=margin, falling=True, squared=squared)
@@ -105,6 +110,7 @@ def margin_loss(
     selection: mining.Selection = "distance_weighted",
     normalize: bool = True,
     reduction: str = "active",
+    sampling_dim: SamplingDim = None,
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
     impl: str = "auto",
@@ -118,12 +124,17 @@ def margin_loss(
     anchor is. Together they are the paper's β_0 + β_class + β_img, and ν Σ β_a holds all three back. The normaliser
     counts active pairs ("active"; none active, no loss), "mean" counts all, "sum" does not divide; a pair of a triplet
     selection counts as often as it was drawn. Needs two items per class.
+
+    sampling_dim: dimensions of the sphere that "distance_weighted" supposes; None: those of the vectors. "fitted": as
+    many as the batch's items of different classes fill, 1 / E cos² (`core/sphere.py`); the Module takes a running mean.
+
     Wu et al. 2017, arXiv:1706.07567, eq. 6-8; margin 0.2, β 1.2, ν 0 and the normaliser from the authors' code.
     """
     call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
     references = call.batch.references
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
+    dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
     of_item = _of_items(item_beta, items, embeddings)  # (B,) or None
     single: Tensor | None = None  # one β for all, which the kernels take as it is
     if isinstance(beta, Tensor) and of_item is None:
@@ -142,7 +153,7 @@ def margin_loss(
     elif selection == "distance_weighted":
         plan = Plan(selection, "margin", margin, False, normalize, reduction, nu, margin)
         edge = boundary if single is None else (lambda: single)
-        value = call.triplet_kernel(plan, edge, generator)
+        value = call.triplet_kernel(plan, dim, edge, generator)
     if value is not None:
         return value
     edges = boundary()
@@ -150,7 +161,7 @@ def margin_loss(
     def rows(x: Tensor, references: Tensor | None, relation: Relation, boundary: Tensor) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
         cutoff = (boundary.detach() + margin).squeeze(1)
-        pairs = _select(selection, distance, relation, normalize, x.shape[1], cutoff, generator)
+        pairs = _select(selection, distance, relation, normalize, dim, cutoff, generator)
         near, positive, far, negative = mining.as_pairs(pairs, distance)
         pull = torch.where(positive, (margin + near - boundary).relu(), 0.0)
         push = torch.where(negative, (margin - far + boundary).relu(), 0.0)
@@ -264,11 +275,13 @@ class ContrastiveLoss(LossModule, function=contrastive_loss):
         selection: mining.Selection = "all",
         normalize: bool = False,
         reduction: str = "mean",
+        sampling_dim: int | str | None = None,
         generator: torch.Generator | None = None,
         max_memory: int | None = None,
         impl: str = "auto",
     ) -> None:
         super().__init__()
+        self.sampling_dim = sampling_dim
         self.margin, self.positive_margin, self.squared, self.balance = margin, positive_margin, squared, balance
         self.selection, self.normalize, self.reduction, self.generator = selection, normalize, reduction, generator
         self.max_memory, self.impl = max_memory, impl
@@ -296,6 +309,7 @@ class MarginLoss(LossModule, function=margin_loss, learned=("beta",)):
         num_items: int | None = None,
         normalize: bool = True,
         reduction: str = "active",
+        sampling_dim: int | str | None = None,
         generator: torch.Generator | None = None,
         max_memory: int | None = None,
         impl: str = "auto",
@@ -305,6 +319,7 @@ class MarginLoss(LossModule, function=margin_loss, learned=("beta",)):
             checks.integer("num_classes", num_classes, 1)
         if num_items is not None:
             checks.integer("num_items", num_items, 1)
+        self.sampling_dim = sampling_dim
         self.num_classes, self.num_items, self.margin, self.nu = num_classes, num_items, margin, nu
         self.selection, self.normalize, self.reduction, self.generator = selection, normalize, reduction, generator
         self.max_memory, self.impl = max_memory, impl
@@ -369,7 +384,7 @@ def _select(
     distance: Tensor,
     relation: Relation,
     normalize: bool,
-    dim: int,
+    dim: int | Tensor,
     cutoff: float | Tensor,
     generator: torch.Generator | None,
 ) -> mining.Triplets | mining.Pairs:

@@ -13,8 +13,10 @@ from torch import Tensor
 from nearkin import mining
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import Labels, Relation
+from nearkin.losses import sampling_dim as sampling_dims
 from nearkin.losses.call import PairCall
 from nearkin.losses.module import LossModule
+from nearkin.losses.sampling_dim import SamplingDim
 from nearkin.losses.triplet import all_triplets, check_selection
 
 __all__ = ["QuadrupletLoss", "quadruplet_loss"]
@@ -32,6 +34,7 @@ def quadruplet_loss(
     selection: mining.Selection = "semihard",
     normalize: bool = True,
     reduction: str = "mean",
+    sampling_dim: SamplingDim = None,
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
 ) -> Tensor:
@@ -43,7 +46,7 @@ def quadruplet_loss(
     neither a's nor n's: of the anchors of such classes the nearest to n, where the paper sums over every l. So nothing
     of size B³ is made: "all" takes O(B² log B) time, the other selections O(B²), and O(B²) memory. `reduction` applies
     to each half; a triplet without a third class has no second term. labels (B,) class ids, or a `Relation` with `ids`.
-    Needs two items per class, and three classes for the second half.
+    Needs two items per class, and three classes for the second half. `sampling_dim`: as in `margin_loss`.
     Chen et al. 2017, arXiv:1704.01719, eq. 6, there with a learned metric; the second margin is the smaller one, as the
     paper demands. margin 0.2 on squared distances of unit vectors as in FaceNet, second_margin half of it: ours.
     """
@@ -51,6 +54,7 @@ def quadruplet_loss(
     checks.at_least("margin", margin, 0)
     checks.at_least("second_margin", second_margin, 0)
     check_selection(selection, margin, False, normalize)
+    dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
     own = _classes(labels)
     measure = distances.squared_euclidean if squared else distances.euclidean
     rivals = _rivals(call.batch, own, squared, normalize, max_memory)
@@ -62,7 +66,7 @@ def quadruplet_loss(
             pairs = Relation(relation.positive, relation.negative & exists)
             return *all_triplets(distance, relation, margin), *all_triplets(distance, pairs, second_margin, gap)
         plain = distance.detach().sqrt() if squared else distance
-        chosen = mining.select(selection, plain, relation, dim=x.shape[1], generator=generator)
+        chosen = mining.select(selection, plain, relation, dim=dim, generator=generator)
         if isinstance(chosen, mining.Pairs):
             raise TypeError("selection must return Triplets for a quadruplet loss, got Pairs")
         near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
@@ -153,10 +157,12 @@ class QuadrupletLoss(LossModule, function=quadruplet_loss):
         selection: mining.Selection = "semihard",
         normalize: bool = True,
         reduction: str = "mean",
+        sampling_dim: int | str | None = None,
         generator: torch.Generator | None = None,
         max_memory: int | None = None,
     ) -> None:
         super().__init__()
+        self.sampling_dim = sampling_dim
         self.margin, self.second_margin, self.squared, self.selection = margin, second_margin, squared, selection
         self.normalize, self.reduction, self.generator, self.max_memory = normalize, reduction, generator, max_memory
         self.finish_init()

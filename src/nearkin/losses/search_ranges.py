@@ -33,6 +33,12 @@ _PROXIES = Range(5.0, 1000.0, log=True)
 # "loss_scale" is of the optimiser; every other key is an argument of the loss.
 RANGES: dict[str, dict[str, Searched]] = {
     "adacos": {"loss_scale": _WEIGHTS},
+    "adaface": {
+        "margin": Range(0.05, 0.6),
+        "scale": Range(8.0, 256.0, log=True),
+        "concentration": Range(0.1, 1.0, log=True),
+        "loss_scale": _WEIGHTS,
+    },
     "arcface": {"margin": Range(0.05, 0.6), "scale": Range(8.0, 256.0, log=True), "loss_scale": _WEIGHTS},
     "center": {"pull": Range(1e-4, 0.1, log=True), "loss_scale": _WEIGHTS},
     "circle": {"margin": Range(0.1, 0.6), "scale": Range(8.0, 256.0, log=True)},
@@ -49,6 +55,13 @@ RANGES: dict[str, dict[str, Searched]] = {
     "lifted-structure": {"margin": Range(0.3, 2.0), "form": Choices(("smooth", "max"))},
     "logratio": {"epsilon": Range(1e-8, 1e-2, log=True)},
     "lossless-triplet": {"epsilon": Range(1e-8, 1e-2, log=True)},
+    "magface": {
+        "lower_margin": Range(0.05, 0.5),
+        "upper_margin": Range(0.5, 1.0),
+        "scale": Range(8.0, 256.0, log=True),
+        "penalty": Range(3.0, 100.0, log=True),
+        "loss_scale": _WEIGHTS,
+    },
     "margin": {
         "margin": Range(0.05, 0.5),
         "beta": Range(0.6, 1.4),
@@ -71,6 +84,7 @@ RANGES: dict[str, dict[str, Searched]] = {
         "selection": _TRIPLETS,
     },
     "siamese": {"loss_scale": _WEIGHTS},
+    "sigmoid": {"log_scale": Range(1.0, 4.0), "bias": Range(-20.0, 0.0), "loss_scale": _WEIGHTS},
     "smooth-ap": {"temperature": Range(0.003, 0.1, log=True)},
     "soft-triple": {
         "margin": Range(0.001, 0.2, log=True),

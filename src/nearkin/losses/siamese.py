@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import blockwise, checks, distances, reduce
-from nearkin.core.autograd import HandGradient, recomputed, traced
+from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
 from nearkin.core.relations import Labels
 from nearkin.losses.call import PairCall
 from nearkin.losses.module import LossModule
@@ -50,7 +50,8 @@ def weighted_l1(x: Tensor, references: Tensor | None, weight: Tensor) -> Tensor:
     x, r, weight = x.to(kind), r.to(kind), weight.to(kind)
     if traced():
         return _plain_l1(x, r, weight)
-    value: Tensor = _WeightedL1.call(x, r, weight)
+    with torch.autocast(device_type(x), enabled=False):
+        value: Tensor = _WeightedL1.call(x, r, weight)
     return value
 
 
@@ -108,6 +109,8 @@ class SiameseLoss(LossModule, function=siamese_loss):
 
     Weights start at -1/√D and the bias at 1: a larger difference means less alike before anything is learned.
     """
+
+    along_dim = ("weight",)
 
     def __init__(self, dim: int, *, reduction: str = "mean") -> None:
         super().__init__()

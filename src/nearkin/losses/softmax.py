@@ -211,6 +211,7 @@ class HeatedSoftmaxLoss(LossModule, function=heated_softmax_loss):
     scale by √D, about the length of such an embedding. shard as in `NormalizedSoftmaxLoss`.
     """
 
+    along_dim = ("weight", "running_mean", "running_var")
     steps: Tensor
     running_mean: Tensor
     running_var: Tensor

@@ -15,8 +15,10 @@ from torch import Tensor
 from nearkin import mining
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import Labels, Relation
+from nearkin.losses import sampling_dim as sampling_dims
 from nearkin.losses.call import PairCall, Plan
 from nearkin.losses.module import LossModule
+from nearkin.losses.sampling_dim import SamplingDim
 
 __all__ = ["LosslessTripletLoss", "TripletLoss", "lossless_triplet_loss", "triplet_loss"]
 
@@ -33,6 +35,7 @@ def triplet_loss(
     selection: mining.Selection = "semihard",
     normalize: bool = True,
     reduction: str = "mean",
+    sampling_dim: SamplingDim = None,
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
     impl: str = "auto",
@@ -44,6 +47,7 @@ def triplet_loss(
     embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items per class. The mean is over the
     selected triplets, "active" over those above 0. selection="all" sums every triplet exactly by sorting, in
     O(B² log B) time and O(B²) memory; it needs a margin, and no `swap` (d_an replaced by the smaller of d_an and d_pn).
+    `sampling_dim`: as in `margin_loss`.
     Schroff et al. 2015, arXiv:1503.03832, eq. 2-4: squared, unit length, margin 0.2, semi-hard. Hermans et al. 2017,
     arXiv:1703.07737, is margin=None, squared=False, normalize=False, selection="batch_hard".
     """
@@ -51,10 +55,11 @@ def triplet_loss(
     if margin is not None:
         checks.at_least("margin", margin, 0)
     check_selection(selection, margin, swap, normalize)
+    dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
     if isinstance(selection, str) and not swap:
         link = "soft" if margin is None else "hinge"
         plan = Plan(selection, link, margin or 0.0, squared, normalize, reduction)
-        if (value := call.triplet_kernel(plan, generator=generator)) is not None:
+        if (value := call.triplet_kernel(plan, dim, generator=generator)) is not None:
             return value
     measure = distances.squared_euclidean if squared else distances.euclidean
 
@@ -64,7 +69,7 @@ def triplet_loss(
             assert margin is not None
             return all_triplets(distance, relation, margin)
         plain = distance.detach().sqrt() if squared else distance
-        chosen = mining.select(selection, plain, relation, dim=x.shape[1], generator=generator)
+        chosen = mining.select(selection, plain, relation, dim=dim, generator=generator)
         if isinstance(chosen, mining.Pairs):
             raise TypeError("selection must return Triplets for a triplet loss, got Pairs")
         near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
@@ -209,12 +214,14 @@ class TripletLoss(LossModule, function=triplet_loss):
         selection: mining.Selection = "semihard",
         normalize: bool = True,
         reduction: str = "mean",
+        sampling_dim: int | str | None = None,
         generator: torch.Generator | None = None,
         max_memory: int | None = None,
         impl: str = "auto",
     ) -> None:
         super().__init__()
         self.margin, self.squared, self.swap, self.selection = margin, squared, swap, selection
+        self.sampling_dim = sampling_dim
         self.normalize, self.reduction, self.generator = normalize, reduction, generator
         self.max_memory, self.impl = max_memory, impl
         self.finish_init()

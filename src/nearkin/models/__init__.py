@@ -1,12 +1,15 @@
 """Encoders: a backbone by name, pooling, projection, unit length; saved as safetensors and JSON, exported as ONNX."""
 
+from nearkin.models.adapt import add_lora, merge_lora
 from nearkin.models.encoder import Encoder
 from nearkin.models.factory import Known, build, encoders
 from nearkin.models.io import load, save
 from nearkin.models.onnx_export import export_onnx
 from nearkin.models.pooling import POOLINGS, Pooling
+from nearkin.models.projection import fit_projection
 
-__all__ = ["POOLINGS", "Encoder", "Known", "Pooling", "build", "encoders", "export_onnx", "load", "save"]
+__all__ = ["POOLINGS", "Encoder", "Known", "Pooling", "add_lora", "build", "encoders", "export_onnx", "load"]
+__all__ += ["fit_projection", "merge_lora", "save"]
 
 
 def __dir__() -> list[str]:

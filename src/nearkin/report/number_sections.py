@@ -9,9 +9,10 @@ from nearkin.report.charts import Line, Mark
 from nearkin.report.findings import Findings
 from nearkin.report.format import escape, finite, metric_value, name_html, number
 
-__all__ = ["data", "headline", "length", "levels", "recipe", "results", "training", "verdict"]
+__all__ = ["data", "headline", "length", "levels", "recipe", "results", "short_embeddings", "training", "verdict"]
 
 _MAIN = ("recall@1", "map@r", "ndcg@10", "ndcg@5", "ndcg@1", "spearman", "accuracy")
+_LENGTH_METRICS = ("recall@1", "map@r", "ndcg@10")  # of short embeddings; the last that there is decides
 _ORDER = ("trained", "baseline", "untrained")
 
 
@@ -53,7 +54,7 @@ def verdict(findings: Findings) -> str:
 
 def results(findings: Findings) -> str:
     """A table per measured part, each row with its intervals on one strip."""
-    parts = {name: _by_model(value) for name, value in findings.results.items()}
+    parts = {name: _by_model(value) for name, value in findings.results.items() if name != "lengths"}
     parts = {name: who for name, who in parts.items() if who}
     tables = [
         (f"<h3>{escape(name)}</h3>" if len(parts) > 1 else "") + _table(findings, who) for name, who in parts.items()
@@ -67,6 +68,38 @@ def levels(findings: Findings) -> str:
         f"<h3>{escape(str(level['name']))}, {format.count(level['classes'], 'class', 'classes')}</h3>"
         + _table(findings, _by_model(level["test"]))
         for level in findings.results.get("levels") or []
+    )
+
+
+def short_embeddings(findings: Findings) -> str:
+    """Each length that was trained for: two metrics with their intervals, and what it keeps of the full length."""
+    lengths = _by_model(findings.results.get("lengths"))
+    dims = sorted((int(dim) for dim in lengths if dim.isdecimal()), reverse=True)
+    if not dims:
+        return ""
+    metrics = [name for name in _LENGTH_METRICS if name in lengths[str(dims[0])]]
+    if not metrics:
+        return ""
+    full = {name: _value(lengths[str(dims[0])][name])[0] for name in metrics}
+    rows = []
+    for dim in dims:
+        values = {name: _value(lengths[str(dim)].get(name)) for name in metrics}
+        value, whole = values[metrics[-1]][0], full[metrics[-1]]
+        keeps = format.share(value / whole) if value is not None and whole else "–"
+        cells = "".join(_cell(name, "trained", *numbers) for name, numbers in values.items())
+        strip = charts.intervals([(f"{dim} dimensions", "trained", *values[metrics[-1]])], metrics[-1])
+        rows.append(f'<tr><th scope="row">{number(dim)}</th>{cells}<td>{keeps}</td><td class="strip">{strip}</td></tr>')
+    heads = [*map(format.metric_name, metrics), f"keeps of {format.metric_name(metrics[-1])}", ""]
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in ("dimensions", *heads))
+    drawn = [
+        Line(format.metric_name(name), dims[::-1], [_value(lengths[str(d)].get(name))[0] for d in dims[::-1]], style)
+        for name, style in zip(metrics, charts.STYLES, strict=False)
+    ]
+    chart = charts.lines(drawn, title="Metrics over lengths", x_label="dimensions", form=format.percent, from_zero=True)
+    return (
+        f'<table class="results" style="--who:{len(metrics) + 1}"><thead><tr>{head}</tr></thead>'
+        f'<tbody>{"".join(rows)}</tbody></table><div class="charts"><figure><figcaption>By length</figcaption>{chart}'
+        "</figure></div>"
     )
 
 

@@ -9,13 +9,14 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.core import files
-from nearkin.report import item_sections, number_sections, sampling
+from nearkin.report import interpolation_section, item_sections, number_sections, sampling
 from nearkin.report.findings import Findings, NearPair, check
 from nearkin.report.format import count, escape, number, short
 from nearkin.report.item_sections import Context
 from nearkin.report.template import Section, document
 from nearkin.report.thumbnails import Thumbnails
 from nearkin.training import Outcome
+from nearkin.training.config.defaults import BY_LENGTH
 
 __all__ = ["Progress", "findings_of", "of_run", "page", "rehearse", "write"]
 
@@ -28,6 +29,7 @@ LEVELS = (
     "Items of one class of a level are positives there. Intervals: over the choice of the finest classes, which the "
     "split holds out."
 )
+LENGTHS = "The first dimensions of each test embedding alone, at the lengths that were trained for (--dim)."
 DISTANCES = "All pairs of test items; the farther apart the curves, the better."
 WORST = "By R-precision: the share of the R nearest neighbours in the item's class, which has R other items."
 CONFUSED = "Pairs of classes that are among each other's nearest neighbours."
@@ -85,10 +87,13 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
     sections: list[Section] = [
         ("results", "Results", _results_note(findings), numbers),
         ("levels", "Levels", LEVELS, number_sections.levels(findings)),
+        ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
+        ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
         ("map", "Map", _map_note(context, plane[1]), plane[0]),
         ("training", "Training", _training_note(findings), curves),
         ("distances", "Distances", _sampled(context, DISTANCES), item_sections.distances(context)),
+        ("quality", "Quality", _quality_note(findings), item_sections.quality(context)),
         ("worst", "Worst classes", _sampled(context, WORST), item_sections.worst(context)),
         ("confused", "Most confused", _sampled(context, CONFUSED), item_sections.confused(context)),
         ("labels", "Suspect labels", _sampled(context, SUSPECT), errors),
@@ -172,6 +177,14 @@ def _near_note(findings: Findings) -> str:
     return f"Pictures of an earlier part that are nearly in a later one: {escape(str(facts))}." if facts else ""
 
 
+def _quality_note(findings: Findings) -> str:
+    note = "The length of each test item's embedding: blurred, dark and odd items should have short ones."
+    name = (findings.recipe.get("loss") or {}).get("name")
+    if name not in BY_LENGTH:
+        note = f"The length of each test item's embedding. The loss {escape(str(name))} does not train it as a quality."
+    return note
+
+
 def _training_note(findings: Findings) -> str:
     length = number_sections.length(findings)
     return f"{length}." if length else ""
@@ -209,6 +222,7 @@ def findings_of(outcome: Outcome) -> Findings:
         picture=_picture(prepared.rows, held_out.everything) if prepared.baseline != "vectors" else None,
         notes=outcome.notes,
         near=_near_pairs(outcome),
+        free_length=recipe.encoder.get("normalize") is False,
     )
 
 

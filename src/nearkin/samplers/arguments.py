@@ -23,6 +23,7 @@ __all__ = [
     "classes_for_pairs",
     "finite",
     "labels",
+    "negatives",
     "ranks",
     "ratio",
     "targets",
@@ -101,6 +102,34 @@ def class_rows(name: str, values: Embeddings, rows: int, what: str) -> Tensor:
     if len(array) != rows:
         raise ValueError(f"{name} must have one row per {what}: {rows}, got {len(array)}")
     return array
+
+
+def negatives(lists: Ints | Tensor | None, of_labels: Ints, k: int) -> NDArray[np.int32] | None:
+    """Lists (N, k) of items of other classes, one per item, -1 where there are no more; None where k is 0."""
+    if k == 0:
+        if lists is not None:
+            raise ValueError("neighbours must be left out of refresh where the sampler has neighbours=0, got lists")
+        return None
+    if lists is None:
+        raise ValueError(
+            f"neighbours must be lists of {k} items, as evaluation.nearest_negatives(embeddings, labels, k={k}) "
+            f"finds them, got None"
+        )
+    array = _array(lists)
+    shape = (len(of_labels), k)
+    if array.shape != shape or array.dtype.kind not in "iu":
+        raise ValueError(f"neighbours must be whole numbers of shape {shape}, got {array.dtype} {array.shape}")
+    for start in range(0, len(array), 16_384):
+        part, own = array[start : start + 16_384], of_labels[start : start + 16_384, None]
+        if part.size and (part.min() < -1 or part.max() >= len(array)):
+            worst = part.min() if part.min() < -1 else part.max()
+            raise ValueError(f"neighbours must be items in 0..{len(array) - 1}, or -1 for none, got {worst}")
+        other = of_labels[part]
+        wrong = (part >= 0) & ((other == own) | (other < 0))
+        if wrong.any():
+            row = start + int(wrong.any(1).argmax())
+            raise ValueError(f"neighbours must be of known classes other than their item's, got others for item {row}")
+    return array.astype(np.int32)
 
 
 def finite(name: str, values: Tensor, what: str = "classes") -> None:

@@ -8,15 +8,23 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from nearkin import models
+from nearkin import losses, models
 from nearkin.core import checks
 from nearkin.memory import CrossBatchMemory
 from nearkin.samplers import EpochSampler
+from nearkin.training.config.defaults import FREE_LENGTH
 from nearkin.training.config.recipe import Recipe
-from nearkin.training.config.registry import LOSSES, SAMPLERS, encoder_settings, loss_settings, sampler_settings
+from nearkin.training.config.registry import (
+    LOSSES,
+    SAMPLERS,
+    encoder_settings,
+    loss_settings,
+    matryoshka_dims,
+    sampler_settings,
+)
 from nearkin.training.own_objects import NONE, Own
 
-__all__ = ["build_loss", "build_sampler", "new_encoder"]
+__all__ = ["adapted", "build_loss", "build_sampler", "new_encoder"]
 
 _SECTIONS = {"channels": "data.", "size": "data.", "features": ""}  # where a recipe has them; others: [encoder]
 _PER_CLASS = {"class-balanced": 0, "hard-classes": 0, "pair-per-class": 2}  # items per class; 0: sampler.per_class
@@ -48,6 +56,20 @@ def new_encoder(recipe: Recipe, shape: tuple[int, ...] | None, own: Own = NONE) 
     return encoder
 
 
+def adapted(recipe: Recipe, encoder: models.Encoder) -> models.Encoder:
+    """The encoder as it is trained: with LoRA layers, in place, if the recipe asks for them."""
+    options = recipe.finetune
+    if options.train != "lora":
+        return encoder
+    assert options.lora_rank and options.lora_alpha and options.lora_layers
+    try:
+        return models.add_lora(
+            encoder, options.lora_rank, options.lora_alpha, options.lora_layers, seed=recipe.training.seed
+        )
+    except ValueError as error:
+        raise ValueError(f"finetune.lora_{error}") from None
+
+
 def build_loss(
     recipe: Recipe,
     classes: int | None,
@@ -57,13 +79,14 @@ def build_loss(
     items: int | None = None,
     own: Own = NONE,
 ) -> nn.Module:
-    """The loss, its learned parameters drawn from `seed`, inside a cross-batch memory if the recipe has one.
+    """The loss, its learned parameters drawn from `seed`, of several lengths and inside a cross-batch memory if the
+    recipe says so.
 
     classes, items: how many the training part has. targets: width of a continuous label, where the loss takes these.
     """
     settings = loss_settings(recipe)
     if own.loss is not None:
-        return _with_memory(own.loss, recipe, dim, targets)
+        return _with_memory(_of_lengths(own.loss, recipe, dim), recipe, dim, targets)
     make = LOSSES[recipe.loss["name"]].make
     parameters = inspect.signature(make).parameters
     required = "num_classes" in parameters and parameters["num_classes"].default is inspect.Parameter.empty
@@ -85,7 +108,16 @@ def build_loss(
             loss: nn.Module = make(**settings)
         except (TypeError, ValueError) as error:
             raise type(error)(f"loss.{error}") from None
-    return _with_memory(loss, recipe, dim, targets)
+    return _with_memory(_of_lengths(loss, recipe, dim), recipe, dim, targets)
+
+
+def _of_lengths(loss: nn.Module, recipe: Recipe, dim: int) -> nn.Module:
+    """The loss of each length of `loss.matryoshka`, scaled to unit length where the embeddings are."""
+    dims = matryoshka_dims(recipe, dim)
+    if dims is None:
+        return loss
+    normalize = bool(recipe.encoder.get("normalize", recipe.loss["name"] not in FREE_LENGTH))
+    return losses.MatryoshkaLoss(loss, dims, normalize=normalize)
 
 
 def _with_memory(loss: nn.Module, recipe: Recipe, dim: int, targets: int | None) -> nn.Module:
@@ -107,6 +139,9 @@ def build_sampler(
 ) -> EpochSampler:
     """The sampler over the training items, with `sampler.batch` items per batch."""
     settings, name = sampler_settings(recipe), str(recipe.sampler["name"])
+    every = settings.pop("every", 1)  # the trainer's
+    if every < 1:
+        raise ValueError(f"sampler.every must be >= 1, got {every}")
     batch = recipe.sampler.get("batch")
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 2:
         raise ValueError(f"sampler.batch must be a whole number >= 2, got {batch!r}")

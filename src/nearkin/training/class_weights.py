@@ -6,6 +6,7 @@ place, so the same run gives the same bits, resumed or not.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nearkin import kernels
-from nearkin.core import checks, random
+from nearkin.core import checks, distances, random
 from nearkin.core.random import Salt
 from nearkin.kernels import launch
 
@@ -186,8 +187,11 @@ def _adam8bit(
     mean = beta1 * mean + (1 - beta1) * gradient
     root = (beta2 * root.square() + (1 - beta2) * gradient.square()).sqrt()
     count = moments["count"] + 1
-    steps = count.double()[:, None]
-    correction1, correction2 = ((1 - beta**steps).to(mean.dtype) for beta in (beta1, beta2))
+    steps = count.to(distances.wide(mean))[:, None]
+    if steps.dtype == torch.float64:
+        correction1, correction2 = ((1 - beta**steps).to(mean.dtype) for beta in (beta1, beta2))
+    else:  # 1 - beta^steps without cancellation
+        correction1, correction2 = (-torch.expm1(steps * math.log(max(beta, 1e-30))) for beta in (beta1, beta2))
     update = mean / correction1 / (root / correction2.sqrt() + group["eps"])
     mean_codes, mean_scale = _encoded(mean.abs(), MEAN_BITS, noise & 0xFFFFF)
     root_codes, root_scale = _encoded(root, ROOT_BITS, (noise >> 20) & 0x7FFFF)

@@ -11,22 +11,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin import evaluation, models
-from nearkin.core import files
+from nearkin.core import devices, distances, files
 from nearkin.core.versions import version_of
 from nearkin.data.levels import FINEST, Level
-from nearkin.evaluation.graded import per_query as graded_per_query
-from nearkin.evaluation.retrieval import retrieval_metrics
 from nearkin.evaluation.retrieval.level_metrics import by_level
 from nearkin.evaluation.statistics import cluster_bootstrap
+from nearkin.training.config.registry import matryoshka_dims
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.trainer import PRECISIONS, Trainer
 from nearkin.training.validation import (
     MAIN,
     METRICS,
+    WRITTEN,
     HeldOut,
+    chance_units,
     graded_metrics,
-    graded_query_and_gallery,
+    main_per_query,
+    points,
     query_and_gallery,
 )
 
@@ -36,7 +38,6 @@ __all__ += ["level_results", "unwrapped", "verdict"]
 _PIXELS = 32  # side to which images are reduced before their pixels are compared
 KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
 _SAMPLES = 1000  # resamples of the test classes
-_WRITTEN = {"map@r": "MAP@R", "ndcg@10": "nDCG@10"}
 
 
 def explained(trainer: Trainer, what: str) -> AbstractContextManager[None]:
@@ -50,20 +51,19 @@ def contenders(
 ) -> dict[str, Callable[[], Tensor]]:
     """What is tested: the trained encoder, the same one untrained, and what is to be had without training."""
     recipe, store, indices = trainer.recipe, trainer.store, held_out.everything
-    precision = PRECISIONS[recipe.training.precision or "fp32"]
+    options: dict[str, Any] = {"precision": PRECISIONS[recipe.training.precision or "fp32"], "group": trainer.group}
+    options["views"] = recipe.evaluation.views
 
     def trained() -> Tensor:
-        return embed(encoder, store, indices, precision=precision, group=trainer.group)
+        return embed(encoder, store, indices, **options)
 
     def untrained() -> Tensor:
-        return embed(
-            build_encoder(prepared).to(trainer.device), store, indices, precision=precision, group=trainer.group
-        )
+        return embed(build_encoder(prepared).to(trainer.device), store, indices, **options)
 
     def baseline() -> Tensor:
         if prepared.baseline == "frozen backbone":
             fresh = build_encoder(prepared).to(trainer.device)
-            return embed(fresh, store, indices, precision=precision, features=True, group=trainer.group)
+            return embed(fresh, store, indices, features=True, **options)
         return raw(store, indices)
 
     return {"trained": trained, "untrained": untrained, "baseline": baseline}
@@ -99,23 +99,38 @@ def results(
         "val": facts["val"] | {"epoch": facts["epoch"], "step": facts["step"]},
         "items": {name: len(indices) for name, indices in prepared.part_indices().items()},
         "classes": prepared.class_counts(),
-        "device": torch.cuda.get_device_name() if on.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if on.type == "cuda" else on.type,
         "epochs": state.epoch,
         "steps": state.step,
         "seconds": state.seconds,
         "peak_bytes": _peak(on),
         "notes": state.notes,
     }
+    if "interpolation" in facts:
+        content["interpolation"] = facts["interpolation"]
+        if facts["interpolation"]["chosen"] == "frozen":
+            content["verdict"] |= _kept(content["verdict"])
     if recipe.evaluation.interval:
         content["no_interval"] = no_interval(tested["trained"], held_out)
     if trainer.group.size > 1:
         content["ranks"] = trainer.group.size
     if prepared.items.levels:
         content["levels"] = level_results(rows, held_out, prepared.items.levels, tested, on, recipe.evaluation.interval)
+    if (lengths := matryoshka_dims(recipe, rows["trained"].shape[1])) is not None:
+        unit = bool(trainer.encoder.settings["normalize"])
+        cut = {dim: _first(rows["trained"], dim, unit) for dim in lengths}
+        content["lengths"] = {
+            str(dim): full_metrics(x, held_out, trainer.graded, on, **options) for dim, x in cut.items()
+        }
     content |= extra_metrics(rows["trained"], held_out, prepared.test_pairs(), recipe, on)
     with explained(trainer, "results.json"):
         files.write_json(trainer.out / "results.json", content)
     return content
+
+
+def _first(rows: Tensor, dim: int, unit: bool) -> Tensor:
+    """The first dimensions of embeddings, as `Encoder.shorten` gives them."""
+    return distances.unit(rows[:, :dim]) if unit else rows[:, :dim].contiguous()
 
 
 def full_metrics(
@@ -204,9 +219,10 @@ def extra_metrics(rows: Tensor, held_out: HeldOut, pairs: Any, recipe: Any, devi
     if recipe.evaluation.clustering:
         if held_out.labels is None:
             raise ValueError("evaluation.clustering needs class labels, the source has none")
-        labels = torch.from_numpy(held_out.labels).to(device)
+        place = devices.exact(device)
+        labels = torch.from_numpy(held_out.labels).to(place)
         clusters: Any = evaluation.clustering(
-            rows[: len(held_out.indices)].to(device), labels, seed=recipe.training.seed
+            rows[: len(held_out.indices)].to(place), labels, seed=recipe.training.seed
         )
         metrics["clustering"] = {name: _number(clusters[name]) for name in ("nmi", "ami", "f1")}
     if pairs is not None and unverifiable(pairs) is None:
@@ -247,13 +263,12 @@ def verdict(
     for each of the two, differences as trained minus the other. "sentence": the same in words. baseline: its name.
     """
     metric = MAIN[graded]
-    values = {name: _per_query(x, held_out, graded, device, metric) for name, x in rows.items()}
-    by_class = held_out.labels is not None and not graded
-    groups = torch.from_numpy(held_out.labels) if by_class else torch.arange(len(held_out.indices))
+    values = {name: main_per_query(x, held_out, graded, device) for name, x in rows.items()}
+    groups, unit = chance_units(held_out, graded)
     names = {"untrained": "the untrained encoder", "baseline": f"the {baseline}"}
     against: dict[str, Any] = {}
     for other in names:
-        test = cluster_bootstrap.compare(values["trained"], values[other], groups.long(), samples=_SAMPLES, seed=seed)
+        test = cluster_bootstrap.compare(values["trained"], values[other], groups, samples=_SAMPLES, seed=seed)
         low, high = test["interval"] or (None, None)
         figures = {"trained": test["a"], "other": test["b"], "difference": test["difference"]}
         figures |= {"low": low, "high": high, "p": test["p"]}
@@ -267,34 +282,28 @@ def verdict(
         (other for other in names if against[other]["verdict"] == decisive),
         key=lambda other: float(against[other]["other"] or 0),  # 0 where no query has a value
     )
-    unit = "classes" if by_class else "items"
-    sentence = _sentence(helped, _WRITTEN[metric], against[strongest], names[strongest], unit)
+    sentence = _sentence(helped, WRITTEN[metric], against[strongest], names[strongest], unit)
     return {"helped": helped, "metric": metric, "sentence": sentence, "against": against}
-
-
-def _per_query(rows: Tensor, held_out: HeldOut, graded: bool, device: torch.device, metric: str) -> Tensor:
-    if graded:
-        queries, targets, gallery = graded_query_and_gallery(rows, held_out, device)
-        return graded_per_query(queries, targets, (10,), **gallery)[metric]
-    sides = query_and_gallery(rows, held_out, device)
-    return retrieval_metrics.per_query(*sides, metrics=(metric,))[metric]
 
 
 def _sentence(helped: bool | None, metric: str, figures: Mapping[str, Any], other: str, unit: str) -> str:
     if figures["difference"] is None:
         return f"It cannot be told whether training helped: no test item has anything to find, so there is no {metric}."
     low, high = figures["low"], figures["high"]
-    inside = f" (95 % interval {_points(low)} to {_points(high)})" if low is not None and high is not None else ""
+    inside = f" (95 % interval {points(low)} to {points(high)})" if low is not None and high is not None else ""
     values = f"{metric} {100 * figures['trained']:.1f} % beside {100 * figures['other']:.1f} % of {other}"
-    values += f", a difference of {_points(figures['difference'])} points{inside}"
+    values += f", a difference of {points(figures['difference'])} points{inside}"
     if helped is None:
         few = f"; {figures['classes']} test {unit} are too few to tell" if figures["classes"] < 6 else ""
         return f"It cannot be told whether training helped: {values}{few}."
     return f"Training {'helped' if helped else 'did not help'}: {values}."
 
 
-def _points(difference: float) -> str:
-    return f"{100 * difference:+.1f}".replace("-", "−")
+def _kept(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict on a run that saves the frozen encoder: it is its own baseline, so there is nothing to compare."""
+    value = verdict["against"]["baseline"]["other"]
+    figure = "" if value is None else f", with {WRITTEN[verdict['metric']]} {100 * value:.1f} %"
+    return {"helped": None, "sentence": f"Training changed nothing: the saved encoder is the frozen backbone{figure}."}
 
 
 def unwrapped(encoder: models.Encoder, prepared: Prepared) -> models.Encoder:

@@ -85,11 +85,15 @@ def _without_statistics(encoder: nn.Module) -> Iterator[None]:
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None, torch.device]:
-    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    on_gpu = None
+    if device.type in ("cuda", "mps"):
+        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.mps.get_rng_state()
     return torch.get_rng_state(), on_gpu, device
 
 
 def _set_random_state(state: tuple[Tensor, Tensor | None, torch.device]) -> None:
     torch.set_rng_state(state[0])
-    if state[1] is not None:
+    if state[1] is not None and state[2].type == "mps":
+        torch.mps.set_rng_state(state[1])
+    elif state[1] is not None:
         torch.cuda.set_rng_state(state[1], state[2])

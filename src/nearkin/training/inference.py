@@ -19,6 +19,7 @@ from nearkin.data.item_set import Items
 from nearkin.data.levels import Level
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
+from nearkin.models.io import check_length
 from nearkin.models.io import fingerprint as encoder_fingerprint
 from nearkin.models.onnx_export import check_exportable
 from nearkin.training import exclusions, run_dir
@@ -28,20 +29,24 @@ from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import fingerprint
 from nearkin.training.run_dir import start_of
 
-__all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "vectors_of"]
+__all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "length_note", "vectors_of"]
 
 PARTS = ("all", "train", "val", "test", "gallery")
 Progress = Callable[[int, int], None]
 
 
 class Embedded(NamedTuple):
-    """Embeddings (n, D) float32 with the labels or targets and names of the items."""
+    """Embeddings (n, D) float32 with the labels or targets and names of the items.
+
+    quality: (n,), the length of each embedding, larger is better; None where the encoder scales to unit length.
+    """
 
     embeddings: Tensor
     labels: NDArray[np.int64] | None
     targets: NDArray[np.float64] | None
     classes: list[str]
     names: list[str]
+    quality: NDArray[np.float64] | None = None
 
 
 class _Opened(NamedTuple):
@@ -58,6 +63,7 @@ def embed_source(
     *,
     root: str | Path | None = None,
     part: str | None = None,
+    dim: int | None = None,
     views: int = 1,
     batch: int = 256,
     unreadable: str = "strict",
@@ -68,12 +74,13 @@ def embed_source(
     """The items of a source through the encoder of a run.
 
     source None: the run's own. part: "all", or the items of a part as the run's recipe divides the source; by default
-    the test part of the run's own source, all of another. views: the mean over so many crops and flips. group: the
-    processes that share the work, whole batches each; all of them get all embeddings.
+    the test part of the run's own source, all of another. dim: the first so many dimensions, a length that the run was
+    trained for (`loss.matryoshka`), scaled to unit length again. views: the mean over so many crops and flips.
+    group: the processes that share the work, whole batches each; all of them get all embeddings.
     """
     checks.integer("views", views, 1)
     checks.integer("batch", batch, 1)
-    opened = _in_turn(group, partial(_opened, Path(run), source, root, part, unreadable, device))
+    opened = _in_turn(group, partial(_opened, Path(run), source, root, part, unreadable, device, dim=dim))
     if views > 1 and opened.store.size is None:
         raise ValueError(f"views must be 1 for vectors, got {views}")
     return _embedded(opened, opened.indices, group, batch=batch, views=views, progress=progress)
@@ -84,6 +91,7 @@ def vectors_of(
     source: str | None = None,
     *,
     root: str | Path | None = None,
+    dim: int | None = None,
     device: str,
     progress: Any = None,
     group: ProcessGroup | None = None,
@@ -92,10 +100,11 @@ def vectors_of(
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
 
-    levels: names of coarser levels of the source's classes; None: the run's, of its own source. part: as in
-    `embed_source`.
+    dim: the first so many dimensions, of any number: what is measured need not have been trained for. levels: names of
+    coarser levels of the source's classes; None: the run's, of its own source. part: as in `embed_source`.
     """
-    opened = _in_turn(group, partial(_opened, Path(run), source, root, part, "strict", device, levels=levels))
+    options: dict[str, Any] = {"dim": dim, "measured": True, "levels": levels}
+    opened = _in_turn(group, partial(_opened, Path(run), source, root, part, "strict", device, **options))
     embedded = _embedded(opened, opened.indices, group, progress=progress)
     measured = source or f"its {part or 'test'} part"
     queries = _vectors(f"{run} on {measured}", embedded, opened.items.levels)
@@ -103,6 +112,20 @@ def vectors_of(
         return queries, None
     searched = _embedded(opened, opened.gallery, group, progress=progress)
     return queries, _vectors(f"{run} on its gallery", searched, opened.items.levels)
+
+
+def length_note(run: str | Path, dim: int) -> str | None:
+    """A sentence where a run was not trained for embeddings of this length; None where it was."""
+    try:
+        check_length(_description(Path(run)), dim, run)
+    except ValueError:
+        return f"{run} was not trained for {dim} dimensions: these are what is left when the others are cut off"
+    return None
+
+
+def _description(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "encoder.json").read_text(encoding="utf-8"))
+    return content
 
 
 def _in_turn(group: ProcessGroup | None, opened: Callable[[], _Opened]) -> _Opened:
@@ -122,7 +145,8 @@ def _embedded(
     chosen = opened.items.take(indices)
     options: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "group": group}
     rows = embed(opened.encoder, opened.store, indices, **options)
-    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names)
+    quality = rows.double().norm(dim=1).cpu().numpy() if opened.encoder.free_length else None
+    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names, quality)
 
 
 def _vectors(name: str, embedded: Embedded, levels: Sequence[Level] = ()) -> Vectors:
@@ -135,15 +159,19 @@ def _vectors(name: str, embedded: Embedded, levels: Sequence[Level] = ()) -> Vec
     return Vectors(name, embedded.embeddings, names, values, embedded.names, columns)
 
 
-def export_onnx(run: str | Path, path: str | Path, count: int = 32) -> tuple[float, int]:
-    """Writes the encoder of a run as ONNX, checked on its test items: the largest difference, and on how many."""
+def export_onnx(run: str | Path, path: str | Path, count: int = 32, dim: int | None = None) -> tuple[float, int]:
+    """Writes the encoder of a run as ONNX, checked on its test items: the largest difference, and on how many.
+
+    dim: as in `embed_source`.
+    """
     _finished(Path(run))
     check_exportable(path)
-    opened = _opened(Path(run), None, None, None, "skip", "cpu", same=False)
+    opened = _opened(Path(run), None, None, None, "skip", "cpu", same=False, dim=dim)
     some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
     batch = opened.store.eval_view(opened.store.gather(some))
-    description = json.loads((Path(run) / "encoder.json").read_text(encoding="utf-8"))
-    metadata = {"nearkin.fingerprint": encoder_fingerprint(description)}
+    description = _description(Path(run))
+    short = None if dim == description["settings"].get("dim") else dim
+    metadata = {"nearkin.fingerprint": encoder_fingerprint(description, short)}
     metadata |= _preparation_facts(description["preparation"])
     return models.export_onnx(opened.encoder, path, batch, metadata=metadata), len(batch)
 
@@ -191,10 +219,17 @@ def _opened(
     device: str,
     same: bool = True,
     levels: Sequence[str] | None = None,
+    dim: int | None = None,
+    measured: bool = False,
 ) -> _Opened:
+    """same: the source must be as it was. dim: the first so many dimensions; measured: of any number."""
     _finished(run)
     on = checks.device(device)
+    if dim is not None and not measured:
+        check_length(_description(run), dim, run)
     encoder, preparation = models.load(run, on)
+    if dim is not None:
+        encoder.shorten(dim)
     recipe = run_dir.recipe_of(run)
     part = part or ("test" if source is None else "all")
     checks.one_of("part", part, PARTS)

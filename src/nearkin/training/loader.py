@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from nearkin.core import devices
 from nearkin.data import augment
 from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.samplers import EpochSampler
 from nearkin.training.own_objects import DatasetRows
 
-__all__ = ["Batch", "BatchLoader", "ItemStore", "embed"]
+__all__ = ["Batch", "BatchLoader", "ItemStore", "embed", "on_device"]
 
 _RESIDENT = 0.25  # share of a GPU's free memory that all rows may take, so that no batch crosses the bus
 _AHEAD = 4  # batches gathered before they are needed
@@ -47,8 +48,15 @@ class ItemStore:
 
     def eval_view(self, rows: Tensor) -> Tensor:
         """Gathered rows as the encoder gets them in evaluation: the centre, without augmentation."""
-        rows = rows.to(self.device, non_blocking=True)
+        rows = on_device(rows, self.device)
         return rows if self.size is None else augment.centre(rows, self.size)
+
+
+def on_device(rows: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it; float64 in float32 where the device has no float64."""
+    if rows.dtype == torch.float64 and not devices.has_float64(device):
+        rows = rows.float()
+    return rows.to(device, non_blocking=True)
 
 
 def copy_to_device(rows: NDArray[Any], device: torch.device, step: int = 4096) -> Tensor:

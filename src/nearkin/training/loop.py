@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def fit(trainer: Trainer, callback: Callback) -> None:
                     callback({"event": "saved", "step": state.step})
                 if stop:
                     raise Stopped(stop, state.step, how_to_resume(trainer.recipe, trainer.out))
-            _log(trainer, callback, trainer.end_epoch(before))
+            _log(trainer, callback, trainer.end_epoch(before, partial(_mining, callback)))
             trainer.save()
             stop = max(group.values(signals[0] if signals else 0))
             if stop:
@@ -56,6 +57,11 @@ def fit(trainer: Trainer, callback: Callback) -> None:
 
 def _save_is_due(trainer: Trainer) -> bool:
     return time.monotonic() - trainer.saved_at > 60 * trainer.recipe.training.save_minutes
+
+
+def _mining(callback: Callback, what: str) -> Callable[[int, int], None]:
+    """A progress function of a part of a sampler's refresh, whose calls become events."""
+    return lambda done, total: callback({"event": "mining", "what": what, "done": done, "total": total})
 
 
 def _log(trainer: Trainer, callback: Callback, line: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nearkin.core import devices
 from nearkin.core.errors import Diverged
 from nearkin.evaluation import diagnosis
 
@@ -28,7 +29,8 @@ def geometry(embeddings: Tensor) -> tuple[float, float, float]:
     smaller of rows x rows and D x D is decomposed on the CPU, in 2 ms at 128.
     """
     step = max(1, len(embeddings) // _ROWS)
-    rows = nn.functional.normalize(embeddings.detach()[::step][:_ROWS].double(), dim=1)
+    rows = embeddings.detach()[::step][:_ROWS].to(devices.exact(embeddings.device))
+    rows = nn.functional.normalize(rows.double(), dim=1)
     if not bool(rows.isfinite().all()):
         raise Diverged("the embeddings are not finite: try a smaller optimizer.lr, or training.precision=fp32")
     mean = rows.mean(0)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nearkin.models import adapt
+from nearkin.models.encoder import is_lora
 from nearkin.training.class_weights import ClassWeightOptimizer, load_small_state
 from nearkin.training.config.recipe import Recipe, no_effect
 
@@ -14,7 +16,7 @@ __all__ = ["EncoderAndClasses", "LRSchedule", "build_optimizer", "parameter_grou
 
 
 def parameter_groups(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module) -> list[dict[str, Any]]:
-    """Six groups at most: backbone, head and loss, each with and without weight decay.
+    """Backbone, head and loss, each with and without weight decay; the backbone by depth if its rates decay.
 
     "base" is the learning rate that the schedule multiplies. Biases, norms and single numbers (everything with fewer
     than two axes) do not decay.
@@ -25,27 +27,44 @@ def parameter_groups(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss:
     loss_scale = getattr(loss, "lr_scale", 1.0) if options.loss_scale is None else options.loss_scale
     backbone_scale = 1.0 if options.backbone_scale is None else options.backbone_scale
     scales = {"backbone": backbone_scale, "head": options.head_scale, "loss": float(loss_scale)}
+    parts = [*_backbone_parts(recipe, backbone), ("head", 1.0, list(head.parameters()))]
     groups = []
-    for name, part in (("backbone", backbone), ("head", head), ("loss", loss)):
+    for name, factor, members in (*parts, ("loss", 1.0, list(loss.parameters()))):
         for decays in (True, False):
-            parameters = [p for p in part.parameters() if (p.dim() > 1) == decays]
+            parameters = [p for p in members if (p.dim() > 1) == decays]
             if parameters:
-                base = options.lr * scales[name]
+                base = options.lr * scales[name] * factor
                 decay = options.weight_decay if decays else 0.0
                 groups.append({"params": parameters, "lr": base, "base": base, "weight_decay": decay, "part": name})
     return groups
 
 
+def _backbone_parts(recipe: Recipe, backbone: nn.Module) -> list[tuple[str, float, list[nn.Parameter]]]:
+    """The backbone's parameters, in groups of one depth if rates decay with it, lowest first, with their factors."""
+    lora, decay = recipe.finetune.train == "lora", recipe.finetune.layer_decay or 1.0
+    parameters = [(name, p) for name, p in backbone.named_parameters() if is_lora(name) or not lora]
+    if decay == 1.0:
+        return [("backbone", 1.0, [p for _, p in parameters])]
+    try:
+        depth, last = adapt.depths(backbone)
+    except ValueError as error:
+        raise ValueError(f"finetune.layer_decay must be 1 for encoder {recipe.encoder['name']}: {error}") from None
+    return [
+        ("backbone", decay ** (last - level), [p for name, p in parameters if depth[name] == level])
+        for level in sorted({depth[name] for name, _ in parameters})
+    ]
+
+
 def _check_weights(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: nn.Module) -> None:
     """Every part that a key concerns has weights, and some weights of the encoder can learn."""
-    options, frozen = recipe.optimizer, bool(recipe.encoder.get("freeze_backbone"))
+    options, frozen = recipe.optimizer, recipe.head_only
     has = {name: any(True for _ in p.parameters()) for name, p in (("backbone", backbone), ("head", head))}
     learned = any(True for _ in loss.parameters())
     concerned = {
         "optimizer.backbone_scale": ("backbone", options.backbone_scale not in (None, 1.0)),
         "optimizer.head_scale": ("head", options.head_scale != 1.0),
-        "encoder.freeze_backbone": ("backbone", frozen),
-        "schedule.frozen_epochs": ("backbone", recipe.schedule.frozen_epochs > 0),
+        "encoder.freeze_backbone": ("backbone", bool(recipe.encoder.get("freeze_backbone"))),
+        "schedule.frozen_epochs": ("backbone", (recipe.schedule.frozen_epochs or 0) > 0),
     }
     for key, (part, active) in concerned.items():
         if active and not has[part]:

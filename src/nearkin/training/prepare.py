@@ -2,8 +2,8 @@
 
 import hashlib
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from nearkin.data import augment, image_cache
 from nearkin.data.item_set import Items, Pairs
 from nearkin.data.splits import Parts
 from nearkin.training import exclusions, level_loss
-from nearkin.training.build import build_loss, build_sampler, new_encoder
+from nearkin.training.build import adapted, build_loss, build_sampler, new_encoder
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of, check_keys
@@ -29,6 +29,7 @@ __all__ = ["Prepared", "build_encoder", "check_recipe", "fingerprint", "item_row
 
 _MANY = 100_000  # classes; weights for more are not built twice
 _STANDARDIZED = 2048  # training items from which mean and deviation of the input are taken
+_FITTED_LEAST, _FITTED_MOST = 512, 2048  # and from which a projection is fitted
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Prepared:
     fingerprint: str
     notes: list[str]
     own: Own = NONE
+    memo: dict[str, torch.Tensor] = field(default_factory=dict)  # what is computed from the training items once
 
     @property
     def origin(self) -> dict[str, str]:
@@ -142,6 +144,7 @@ def prepare(
         pixels = None if items.pictures is None or isinstance(rows, DatasetRows) else rows
         left = exclusions.exclude(recipe, items, parts, pixels, digests, callback)
     parts = left.parts
+    notes = [*notes, *defaults.finetune_note(recipe, items, parts)]
     recipe = defaults.settle(recipe, items, parts)
     level_loss.check_levels(recipe, items)
     report = data.inspect(items, parts, digests=digests or None, bad=bad) | left.record
@@ -168,7 +171,7 @@ def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own) -> None:
 
     parts: as they are if every image can be read.
     """
-    encoder = new_encoder(recipe, None if items.vectors is None else items.vectors.shape[1:], own)
+    encoder = adapted(recipe, new_encoder(recipe, None if items.vectors is None else items.vectors.shape[1:], own))
     labels = classes = targets = None
     if recipe.takes_targets:
         assert items.targets is not None  # `defaults.settle` has refused it otherwise
@@ -230,18 +233,36 @@ def build_encoder(prepared: Prepared) -> models.Encoder:
     shape = prepared.rows.shape[1:] if prepared.items.pictures is None else None
     encoder = new_encoder(prepared.recipe, shape)
     if not encoder.pretrained:
-        encoder.standardize(_typical(prepared))
+        [items] = _typical(prepared, _STANDARDIZED, batch=_STANDARDIZED)
+        encoder.standardize(items)
+    elif prepared.recipe.finetune.projection == "pca":
+        models.fit_projection(encoder, _features(prepared, encoder), prepared.recipe.training.seed)
     return encoder
 
 
-def _typical(prepared: Prepared) -> torch.Tensor:
-    """Training items, evenly taken, as the encoder sees them."""
-    train = prepared.parts.train
-    indices = train[np.unique(np.linspace(0, len(train) - 1, _STANDARDIZED).astype(np.int64))]
-    if isinstance(prepared.rows, DatasetRows):
-        return prepared.rows.take(indices)
-    rows = torch.from_numpy(np.ascontiguousarray(prepared.rows[indices]))
-    return rows if prepared.recipe.data.size is None else augment.centre(rows, prepared.recipe.data.size)
+def _features(prepared: Prepared, encoder: models.Encoder) -> torch.Tensor:
+    """Pooled features (N, F) of training items, evenly taken, by the encoder before training; computed once per run."""
+    if "features" not in prepared.memo:
+        count, device = max(_FITTED_LEAST, min(_FITTED_MOST, 8 * encoder.dim)), prepared.recipe.device
+        encoder.to(device).eval()
+        with torch.no_grad():
+            parts = [encoder.features(x.to(device)).float().cpu() for x in _typical(prepared, count, batch=64)]
+        encoder.to("cpu").train()
+        prepared.memo["features"] = torch.cat(parts)
+    return prepared.memo["features"]
+
+
+def _typical(prepared: Prepared, count: int, batch: int) -> Iterator[torch.Tensor]:
+    """At most `count` training items, evenly taken, as the encoder sees them, in batches."""
+    train, size = prepared.parts.train, prepared.recipe.data.size
+    indices = train[np.unique(np.linspace(0, len(train) - 1, count).astype(np.int64))]
+    for start in range(0, len(indices), batch):
+        some = indices[start : start + batch]
+        if isinstance(prepared.rows, DatasetRows):
+            yield prepared.rows.take(some)
+        else:
+            rows = torch.from_numpy(np.ascontiguousarray(prepared.rows[some]))
+            yield rows if size is None else augment.centre(rows, size)
 
 
 def fingerprint(items: Items, parts: Parts, digests: list[str]) -> str:

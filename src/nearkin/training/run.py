@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from nearkin import models
 from nearkin.dist.group import ProcessGroup
 from nearkin.dist.rendezvous import join
-from nearkin.training import final_test, grad_cache, run_dir, step
+from nearkin.training import final_test, grad_cache, interpolation, run_dir, step
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.registry import matryoshka_dims
 from nearkin.training.final_test import raw
 from nearkin.training.loop import Callback, deterministic, fit
 from nearkin.training.own_objects import PREFIX, Own, own_objects
@@ -202,18 +203,23 @@ def _start(trainer: Trainer, prepared: Prepared, callback: Callback) -> None:
 
 
 def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome:
-    """Trains to the end; then loads the best weights, tests them and writes the files."""
+    """Trains to the end; then loads the best weights, of a pretrained encoder interpolates them, tests and saves."""
     started = time.monotonic()
     fit(trainer, callback)
     state, held_out, group = trainer.state, prepared.held_out("test"), trainer.group
     assert state.best_file is not None
     with group.work("opening"):
         tensors, facts = trainer.checkpoints.open(state.best_file)
-        encoder = trainer.encoder if trainer.unsharded is None else trainer.unsharded
+        encoder = models.merge_lora(trainer.encoder if trainer.unsharded is None else trainer.unsharded)
         encoder.load_state_dict(tensors.section("encoder"))
     plain = encoder if group.size == 1 else final_test.unwrapped(encoder, prepared)
+    if trainer.recipe.finetune.interpolate:
+        with deterministic(trainer.recipe.training.deterministic):
+            plain, facts["interpolation"] = interpolation.choose(trainer, prepared, plain, callback)
+        encoder = plain
     with final_test.explained(trainer, "the encoder"):
-        group.on_rank0("writing", lambda: models.save(plain, trainer.out, prepared.preparation))
+        lengths = matryoshka_dims(trainer.recipe, plain.dim)
+        group.on_rank0("writing", lambda: models.save(plain, trainer.out, prepared.preparation, lengths))
     rows: dict[str, Tensor] = {}
     for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():
         callback({"event": "testing", "what": name})

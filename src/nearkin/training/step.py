@@ -16,7 +16,7 @@ from nearkin.data import augment
 from nearkin.dist import parallel
 from nearkin.dist.global_batch import average_gradients
 from nearkin.training.cuda_graphs import GraphedStep
-from nearkin.training.loader import Batch
+from nearkin.training.loader import Batch, on_device
 
 if TYPE_CHECKING:
     from nearkin.training.trainer import Trainer
@@ -27,7 +27,7 @@ __all__ += ["optimize", "update_average"]
 
 def load(trainer: "Trainer", batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows and numbers of this rank's items, on the device, and keys for their augmentation, on the CPU."""
-    rows = batch.rows.to(trainer.device, non_blocking=True)
+    rows = on_device(batch.rows, trainer.device)
     items = torch.from_numpy(batch.items[batch.part]).to(trainer.device, non_blocking=True)
     if trainer.augmentation is None:
         return rows, items, None

@@ -4,6 +4,7 @@ import math
 import random
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from nearkin import evaluation
 from nearkin.core import files
 from nearkin.data import augment
 from nearkin.dist import collectives, parallel, sync_batchnorm
 from nearkin.dist.global_batch import GlobalBatch
 from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.parallel import Parallel
+from nearkin.evaluation.arrays import Progress
 from nearkin.models import Encoder
-from nearkin.samplers import EpochSampler, PairPerClass
+from nearkin.models.adapt import plain_state
+from nearkin.samplers import EpochSampler, HardNegatives, PairPerClass
 from nearkin.training import grad_cache, level_loss, run_dir, step, validation
-from nearkin.training.build import build_loss, build_sampler
+from nearkin.training.build import adapted, build_loss, build_sampler
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.checkpoint.state import State
@@ -31,7 +35,7 @@ from nearkin.training.config.defaults import CAPTURABLE
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of
 from nearkin.training.cuda_graphs import GraphedEncoder, GraphedStep
-from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed
+from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed, on_device
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
 from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
@@ -195,15 +199,20 @@ class Trainer:
         """
         self.encoder.train()
         self.loss.train()
-        frozen = self.state.epoch < self.recipe.schedule.frozen_epochs
-        self.encoder.freeze_backbone(frozen or bool(self.recipe.encoder.get("freeze_backbone")))
+        head_first = self.state.epoch < (self.recipe.schedule.frozen_epochs or 0)
+        self.encoder.freeze_backbone(head_first or self.recipe.head_only)
         self.parallel.refresh()
         if self.graphed_step is not None:
             self.graphed_step.refresh()
         return {name: p.detach().clone() for name, p in self.loss.named_parameters() if self.state.batch == 0}
 
-    def end_epoch(self, before: dict[str, Tensor]) -> dict[str, Any]:
-        """Validates on held-out classes, saves the best weights, and refreshes a sampler that mines."""
+    def end_epoch(
+        self, before: dict[str, Tensor], mining: Callable[[str], Progress] = lambda _: _silent
+    ) -> dict[str, Any]:
+        """Validates on held-out classes, saves the best weights, and refreshes a sampler that mines.
+
+        mining: makes a function that is told the progress of each part of the refresh.
+        """
         state, options = self.state, self.recipe.training
         self.check()
         notes = self.monitor.epoch(state.epoch + 1, before, self.loss)
@@ -224,8 +233,9 @@ class Trainer:
                 state.finished = True
                 notes.append(f"stopped early: {state.waited} validations since epoch {state.best_epoch}, none better")
         state.finished = state.finished or state.epoch >= self.epochs
-        if hasattr(self.sampler, "refresh") and not state.finished:
-            self.refresh_sampler()
+        mines = hasattr(self.sampler, "refresh") and state.epoch % int(self.recipe.sampler.get("every", 1)) == 0
+        if mines and not state.finished:
+            self.refresh_sampler(mining)
         return line | {"seconds": self.elapsed(), "notes": notes}
 
     def validate(self) -> tuple[float, dict[str, float]]:
@@ -241,10 +251,10 @@ class Trainer:
             self.save()
 
     def save_best(self, value: float, figures: dict[str, float]) -> None:
-        """Saves the present weights, under a name that the next checkpoint refers to."""
+        """Saves the present weights, LoRA merged, under a name that the next checkpoint refers to."""
         state = self.state
         tensors = checkpoint_state.prefixed(
-            encoder=self.best_encoder.state_dict(), loss=checkpoint_state.local_state(self.loss, self.group)
+            encoder=plain_state(self.best_encoder), loss=checkpoint_state.local_state(self.loss, self.group)
         )
         facts = {"epoch": state.epoch, "step": state.step, "val": figures}
         with self._explained("best weights"):
@@ -256,20 +266,27 @@ class Trainer:
         name = f"{self.checkpoints.folder}: the {what} of step {self.state.step}"
         return files.explained(name, f"the previous one is intact: make room, then nearkin train --resume {self.out}")
 
-    def embed(self, indices: Any) -> Tensor:
-        """Embeddings (n, D) of these items by the present weights."""
-        batch = max(64, min(512, self.recipe.training.chunk or 256))
-        return embed(self.best_encoder, self.store, indices, batch=batch, precision=self.precision, group=self.group)
+    def embed(self, indices: Any, encoder: Encoder | None = None, progress: Progress | None = None) -> Tensor:
+        """Embeddings (n, D) of these items by the present weights, or by another encoder, without augmentation."""
+        options: dict[str, Any] = {"precision": self.precision, "group": self.group, "progress": progress}
+        options["batch"] = max(64, min(512, self.recipe.training.chunk or 256))
+        return embed(self.best_encoder if encoder is None else encoder, self.store, indices, **options)
 
-    def refresh_sampler(self) -> None:
-        """Gives a sampler that mines the embeddings of the training items, or the mean of each class."""
-        rows = self.embed(self.loader.indices)
+    def refresh_sampler(self, mining: Callable[[str], Progress] = lambda _: _silent) -> None:
+        """Gives a sampler that mines the embeddings of the training items, with the nearest negatives of each where it
+        takes these, or the mean of each class."""
+        rows = self.embed(self.loader.indices, progress=mining("embedding"))
         self.sampler.set_epoch(self.state.epoch)  # also after a resume in the middle of an epoch
+        classes = self.labels if self.labels.dim() == 1 else self.labels[:, 0].contiguous()  # of levels the finest
         if isinstance(self.sampler, PairPerClass):
             ids = torch.from_numpy(self.sampler.class_ids)
-            labels = (self.labels if self.labels.dim() == 1 else self.labels[:, 0]).cpu().contiguous()  # the finest
-            sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, labels), rows)
+            sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, classes.cpu()), rows)
             self.sampler.refresh(sums)
+        elif isinstance(self.sampler, HardNegatives) and self.sampler.neighbours:
+            on = self.device if self.device.type == "cuda" else torch.device("cpu")  # one with float64
+            options: dict[str, Any] = {"k": self.sampler.neighbours, "progress": mining("search"), "group": self.group}
+            lists = evaluation.nearest_negatives(rows.to(on), classes.to(on), **options).indices
+            self.sampler.refresh(rows, lists)
         else:
             self.sampler.refresh(rows)  # type: ignore[attr-defined]
 
@@ -307,7 +324,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
     recipe, train_part, options = prepared.recipe, prepared.parts.train, prepared.recipe.training
     device, graded = group.device(recipe.device), recipe.takes_targets
     _seed_everything(options.seed)
-    encoder = (prepared.own.wrapped or build_encoder(prepared)).to(device)
+    encoder = adapted(recipe, prepared.own.wrapped or build_encoder(prepared)).to(device)
     if options.sync_norms and group.size > 1:
         sync_batchnorm.sync(encoder, device)
     labels, classes, targets = _labels_or_targets(prepared, graded)
@@ -350,7 +367,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         sampler=sampler,
         loader=BatchLoader(store, train_part, sampler, options.workers, group),
         store=store,
-        labels=torch.from_numpy(targets_or_ids).to(device),
+        labels=on_device(torch.from_numpy(targets_or_ids), device),
         augmentation=augmentation_of(recipe),
         held_out=prepared.held_out("val"),
         graded=graded,
@@ -361,6 +378,10 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         group=group,
         unsharded=unsharded,
     )
+
+
+def _silent(done: int, total: int) -> None:
+    """The progress that nobody looks at."""
 
 
 def _labels_or_targets(prepared: Prepared, graded: bool) -> tuple[Any, int | None, Any]:

@@ -8,11 +8,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin import evaluation
+from nearkin.core import devices
+from nearkin.evaluation.graded import per_query as graded_per_query
+from nearkin.evaluation.retrieval import retrieval_metrics
 
-__all__ = ["MAIN", "METRICS", "HeldOut", "graded_metrics", "graded_query_and_gallery", "query_and_gallery"]
-__all__ += ["quick_metrics"]
+__all__ = ["MAIN", "METRICS", "WRITTEN", "HeldOut", "chance_units", "graded_metrics", "graded_query_and_gallery"]
+__all__ += ["main_per_query", "points", "query_and_gallery", "quick_metrics"]
 
 MAIN = {False: "map@r", True: "ndcg@10"}  # what validation maximises: classes, continuous targets
+WRITTEN = {"map@r": "MAP@R", "ndcg@10": "nDCG@10"}
 METRICS = ("recall", "precision@1", "r_precision", "map@r")
 
 
@@ -59,6 +63,7 @@ def graded_query_and_gallery(
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Queries, their targets, and as keyword arguments the gallery and its targets, where there is one."""
     assert held_out.targets is not None
+    device = devices.exact(device)
     count, targets = len(held_out.indices), torch.from_numpy(held_out.targets).to(device)
     if held_out.gallery is None:
         return rows[:count].to(device), targets, {}
@@ -72,9 +77,31 @@ def query_and_gallery(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Queries and their labels, gallery and its labels where there is one."""
     assert held_out.labels is not None
+    device = devices.exact(device)
     count = len(held_out.indices)
     queries, labels = rows[:count].to(device), torch.from_numpy(held_out.labels).to(device)
     if held_out.gallery is None:
         return queries, labels, None, None
     assert held_out.gallery_labels is not None
     return queries, labels, rows[count:].to(device), torch.from_numpy(held_out.gallery_labels).to(device)
+
+
+def main_per_query(rows: Tensor, held_out: HeldOut, graded: bool, device: torch.device) -> Tensor:
+    """The main metric of each query (Q,); NaN where it has nothing to find."""
+    if graded:
+        queries, targets, gallery = graded_query_and_gallery(rows, held_out, device)
+        return graded_per_query(queries, targets, (10,), **gallery)[MAIN[True]]
+    sides = query_and_gallery(rows, held_out, device)
+    return retrieval_metrics.per_query(*sides, metrics=(MAIN[False],))[MAIN[False]]
+
+
+def chance_units(held_out: HeldOut, graded: bool) -> tuple[Tensor, str]:
+    """The unit of chance of each query (Q,), and its name: its class; with continuous targets the item itself."""
+    if held_out.labels is not None and not graded:
+        return torch.from_numpy(held_out.labels).long(), "classes"
+    return torch.arange(len(held_out.indices)), "items"
+
+
+def points(difference: float) -> str:
+    """A difference of two shares in points, signed."""
+    return f"{100 * difference:+.1f}".replace("-", "−")

@@ -61,6 +61,8 @@ FarQuery = Annotated[
     float | None, Field(description=f"Per query: {_BOUND} queries of unknown classes that get a label of this gallery.")
 ]
 FarPair = Annotated[float | None, Field(description=f"Per pair: {_BOUND} pairs of different classes that pass.")]
+_QUALITY = "The length of the embedding, larger is better; null where the encoder scales it to unit length."
+Quality = Annotated[float | None, Field(description=_QUALITY)]
 Classes = Annotated[int | None, Field(description="Number of classes behind the calibration.")]
 
 # Query parameters.
@@ -89,12 +91,14 @@ class Item(BaseModel):
     similarity: Similarity
     name: str
     metadata: dict[str, Any]
+    quality: Quality = None
 
 
 class Items(BaseModel):
-    """Nearest first."""
+    """Nearest first. quality: of the query."""
 
     hits: list[Item]
+    quality: Quality = None
 
 
 class Candidate(BaseModel):
@@ -118,6 +122,7 @@ class Identity(BaseModel):
     candidates: list[Candidate]
     note: str
     hits: list[Item]
+    quality: Quality = None
 
 
 class Verification(BaseModel):
@@ -132,6 +137,7 @@ class Verification(BaseModel):
     classes: Classes
     tar: float | None
     note: str
+    qualities: Annotated[tuple[float | None, float | None], Field(description=f"Of both. {_QUALITY}")] = (None, None)
 
 
 class Enrolled(BaseModel):

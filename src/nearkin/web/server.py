@@ -31,6 +31,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8765,
     token: str | None = None,
+    dim: int | None = None,
     device: str = "auto",
     limits: Limits | None = None,
     drawing: bool = False,
@@ -40,7 +41,8 @@ def serve(
     """Serves a gallery until SIGINT or SIGTERM; requests under way get up to 5 seconds to finish.
 
     port: 0 takes a free one. ready: called with the address once requests are accepted. A host that other machines can
-    reach needs a token. quiet: logs warnings and errors only. Returns whether all threads have ended.
+    reach needs a token. dim: of a new gallery, as in `Gallery.open`. quiet: logs warnings and errors only. Returns
+    whether all threads have ended.
     """
     try:
         import uvicorn
@@ -50,7 +52,7 @@ def serve(
     access, limits, log = Access(token, host), limits or Limits(), request_logger(quiet=quiet)
     access.check()
     pictures = encoder_info(run).preparation["kind"] == "pictures"
-    opening = {"timeout": WAIT, "device": device, "max_pixels": limits.pixels}
+    opening = {"dim": dim, "timeout": WAIT, "device": device, "max_pixels": limits.pixels}
     with _bind(host, port) as bound:
         capture_server_logs(quiet=quiet)
         gallery = Gallery.open(place, run, **opening)  # type: ignore[arg-type]

@@ -62,7 +62,11 @@ class Service:
 
     async def search(self, item: Item, k: int, filter: Any) -> dict[str, Any]:
         items = await self._decoded([item])
-        return {"hits": await self._model.submit(lambda seen: _plain(self.gallery.search(seen[0], k, filter)), items)}
+
+        def answer(seen: list[Any]) -> dict[str, Any]:
+            return {"hits": _plain(self.gallery.search(seen[0], k, filter)), "quality": seen[0].quality}
+
+        return await self._model.submit(answer, items)
 
     async def identify(self, item: Item, far: float | None, filter: Any, k: int) -> dict[str, Any]:
         def answer(seen: list[Any]) -> dict[str, Any]:

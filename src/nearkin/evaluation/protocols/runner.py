@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nearkin.core import checks
+from nearkin.core import checks, devices
 from nearkin.core.relations import UNKNOWN
 from nearkin.core.versions import version_of
 from nearkin.data import vectors
@@ -60,7 +60,7 @@ def evaluate(
     settings = settings or Settings()
     protocols = _chosen(items, gallery, settings, pairs)
     similarity = {name: _similarity(name, settings) for name in protocols}
-    device = checks.device(settings.device)
+    device = devices.exact(checks.device(settings.device))
     notes = _lengths([items] if gallery is None else [items, gallery], "cosine" in similarity.values())
     classes: list[str] = []
     ids: list[Tensor] = []

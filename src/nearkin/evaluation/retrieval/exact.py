@@ -35,6 +35,7 @@ class Space:
         self.similarity, self.budget, self._full_budget = similarity, budget, budget
         self._extra = 2 if similarity == "euclidean" else 0  # columns
         self.active: Tensor | None = None  # gallery items that take part, ascending; all where None
+        self.labels: Tensor | None = None  # (G,) of a set that searches itself for items of other classes
         self._left = _squared_lengths("embeddings" if self.self_search else "queries", self.queries)  # (Q,) float64
         self._right = self._left if self.self_search else _squared_lengths("gallery", self.gallery)
         longest = max(_top(self._left), _top(self._right))
@@ -73,6 +74,10 @@ class Space:
     def items(self, cols: Tensor) -> Tensor:
         """Gallery items of columns; -1 (none) stays -1."""
         return cols if self.active is None else torch.where(cols < 0, cols, self.active[cols])
+
+    def items_of(self, columns: slice) -> Tensor | slice:
+        """Gallery items of a range of columns."""
+        return columns if self.active is None else self.active[columns]
 
     def column(self, items: Tensor) -> Tensor:
         """Columns of gallery items, -1 for those that take no part."""

@@ -22,7 +22,7 @@ from nearkin.evaluation.arrays import Array, Progress, takes_arrays
 from nearkin.evaluation.retrieval.exact import CELL, LISTED, SIMILARITIES, Space, slices
 
 __all__ = [
-    "BACKENDS", "BUDGET", "SIMILARITIES", "Neighbours", "Searcher", "entries_above", "kth_floor", "nearest",
+    "BACKENDS", "BUDGET", "SIMILARITIES", "Neighbours", "Searcher", "cosines", "entries_above", "kth_floor", "nearest",
     "proposed_rows",
 ]  # fmt: skip
 
@@ -93,9 +93,12 @@ def nearest(
         indices[block], values[block] = search(rows, k)
         if progress is not None:
             progress(block.stop, len(queries))
-    if similarity == "cosine":
-        values = torch.where(indices < 0, values, values.sign() * values.abs().sqrt())
-    return Neighbours(indices, values)
+    return Neighbours(indices, cosines(indices, values) if similarity == "cosine" else values)
+
+
+def cosines(indices: Tensor, values: Tensor) -> Tensor:
+    """Cosines of signed squares, which `Space.exact` compares; -inf stays where there is no item."""
+    return torch.where(indices < 0, values, values.sign() * values.abs().sqrt())
 
 
 class Searcher:
@@ -196,6 +199,11 @@ def _fill(space: Space, rows: Tensor, left: Tensor, piece: slice, tile: Tensor) 
         self_column = space.column(rows) - piece.start
         row = ((self_column >= 0) & (self_column < tile.shape[1])).nonzero().flatten()
         tile[row, self_column[row]] = -torch.inf
+    if space.labels is not None:
+        own = space.labels[rows, None]
+        for part in slices(tile.shape[1], 4096):
+            columns = slice(piece.start + part.start, piece.start + part.stop)
+            tile[:, part].masked_fill_(own == space.labels[space.items_of(columns)], -torch.inf)
 
 
 def _faiss_index(space: Space) -> Any:

@@ -84,11 +84,12 @@ def compare(
     samples: int = 10_000,
     seed: int = 0,
     confidence: float = 0.95,
+    fewest: int = MIN_CLASSES,
 ) -> dict[str, Any]:
     """Whether the mean of a (Q,) or of b (Q,) is larger, values of the same queries of classes `groups` (Q,).
 
     "a", "b", "difference" (a - b), means over the queries where both count; "interval": of the difference, by Student's
-    t over the classes (variance and degrees of freedom as in `share_interval`; NaN with fewer than 5 classes);
+    t over the classes (variance and degrees of freedom as in `share_interval`; NaN with fewer than `fewest` classes);
     "classes", "queries": how many were compared. "p": the larger of two p-values. One is of this t, which allows for
     the other classes in the gallery. The other is of a sign-flip test, for few classes, where any two that agree would
     look certain: how often the difference is as far from 0 when a and b are swapped in each class by a coin flip; all
@@ -100,12 +101,13 @@ def compare(
     checks.integer("samples", samples, 1)
     checks.integer("seed", seed, 0)
     checks.between("confidence", confidence, 0, 1)
+    checks.integer("fewest", fewest, 2)
     valid = ~(a.isnan() | b.isnan()) & (groups.cpu() != UNKNOWN)
     a, b, groups = a[valid], b[valid], groups.cpu()[valid]
     difference, variance, freedom, classes = _spread(a - b, groups)
     low, high = binomial.NONE
     p = _sign_flips(_by_class(a - b, groups)[0], samples, seed)
-    if classes >= MIN_CLASSES:
+    if classes >= fewest:
         low, high = _student_interval(difference, variance, freedom, classes, confidence)
         p = max(p, binomial.student_p(difference / math.sqrt(variance), freedom) if variance > 0 else 0.0)
     better = "a" if low > 0 else "b" if high < 0 else "undecided"

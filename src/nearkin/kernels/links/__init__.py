@@ -10,6 +10,7 @@ from nearkin.kernels.links import (
     margin,
     multi_similarity,
     npair,
+    sigmoid,
     supcon,
 )
 from nearkin.kernels.links.link import Link
@@ -26,6 +27,7 @@ _LINKS = {
     "supcon": supcon.LINK,
     "infonce": infonce.LINK,
     "lossless": lossless.LINK,
+    "sigmoid": sigmoid.LINK,
 }
 
 

@@ -250,6 +250,8 @@ def _random_state(device: torch.device, group: ProcessGroup) -> tuple[dict[str, 
     }
     tensors = {"cpu": torch.get_rng_state()}
     if group.size == 1:
+        if device.type == "mps":
+            tensors["mps"] = torch.mps.get_rng_state()
         if torch.cuda.is_available():
             tensors |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
         return tensors, values
@@ -271,6 +273,8 @@ def _set_random_state(
     if group.size == 1:
         if "cpu" in tensors:
             torch.set_rng_state(tensors["cpu"])
+        if device.type == "mps" and "mps" in tensors:
+            torch.mps.set_rng_state(tensors["mps"])
         for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             if f"cuda{i}" in tensors:
                 torch.cuda.set_rng_state(tensors[f"cuda{i}"], i)

@@ -18,20 +18,33 @@ from nearkin.data import decode
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts, divide, source_split
+from nearkin.training.config.finetune import HEAD_EPOCHS, settle_finetune
 from nearkin.training.config.recipe import Recipe, no_effect
-from nearkin.training.config.registry import LOSSES, SAMPLERS, Setting, augmentation_of, encoder_settings, loss_settings
+from nearkin.training.config.registry import (
+    LOSSES,
+    SAMPLERS,
+    Setting,
+    augmentation_of,
+    encoder_settings,
+    loss_settings,
+    matryoshka_dims,
+)
 
-__all__ = ["SAMPLERS_OF", "sample_headers", "settle", "settle_images", "settle_source", "settle_split", "split_items"]
+__all__ = ["BY_LENGTH", "SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
+__all__ += ["settle_split", "split_items"]
 
 TEST = 0.25  # share of the classes, or items, of a source without a test part
 
 _MANY = 300  # classes; of so many, a tenth is enough for validation
 _SAMPLED = 16  # images whose headers are read
 SMALL = 64  # images up to this side are small
+_LARGE = {"efficientnet-lite1": 240, "efficientnet-lite2": 260}  # sides they were trained on; others: 224
 LEAST = 32  # smallest side that a pretrained encoder can see
-CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0")  # encoders that a CUDA graph can repeat; others may not be
+# Encoders that a CUDA graph can repeat; others may not be.
+CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0", "efficientnet-lite1", "efficientnet-lite2")
+BY_LENGTH = {"adaface", "magface"}  # losses whose margins follow the length of embeddings
 # Losses whose papers work on embeddings of free length.
-FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"}
+FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"} | BY_LENGTH
 # The sampler that belongs to a loss, where it is not class-balanced.
 SAMPLERS_OF = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
 # What won among losses tried on glyphs (from scratch) and on birds (tuned): docs/benchmarks.md.
@@ -73,6 +86,14 @@ def settle_source(recipe: Recipe, items: Items, shape: tuple[int, ...] | None = 
     return settle_images(recipe, side, grey, recipe.device)
 
 
+def finetune_note(recipe: Recipe, items: Items, parts: Parts) -> list[str]:
+    """What `settle` chooses to train of a pretrained encoder, as a sentence, where the recipe leaves it open."""
+    facts = _facts(recipe, items, parts)
+    settled = _settle_encoder(_settle_loss(recipe, items, facts), facts)
+    sentence = settle_finetune(settled, facts.classes, facts.items)[1]
+    return [] if sentence is None else [sentence]
+
+
 def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) -> Recipe:
     """Everything that `settle_source` left open; a recipe that cannot be trained by is refused.
 
@@ -85,6 +106,7 @@ def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) ->
     recipe = _settle_encoder(recipe, facts)
     _check_augment(recipe)
     recipe = _settle_sampler(recipe, facts)
+    recipe, _ = settle_finetune(recipe, facts.classes, facts.items)
     recipe = _settle_optimizer(recipe, facts)
     recipe = _settle_schedule(recipe)
     recipe = _settle_training(recipe, facts)
@@ -92,6 +114,7 @@ def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) ->
     recipe = _settle_memory(recipe)
     if recipe.evaluation.clustering and items.labels is None:
         raise ValueError("evaluation.clustering needs class labels, the source has none")
+    _check_views(recipe, items)
     return recipe
 
 
@@ -161,7 +184,7 @@ def settle_images(recipe: Recipe, side: int, grey: bool, on: torch.device) -> tu
         if name == "small-cnn" or (recipe.is_own("encoder") and side <= SMALL):
             size = min(SMALL, max(16, -(-side // 8) * 8))
         else:
-            size = 224 if on.type == "cuda" else 128
+            size = _LARGE.get(str(name), 224) if on.type == "cuda" else 128
     stored = recipe.data.stored
     if stored is None:
         stored = size if side <= size and size <= SMALL else min(size * 8 // 7, max(side, 32))
@@ -269,13 +292,38 @@ def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
         head = {"normalize": recipe.loss["name"] not in FREE_LENGTH, "dim": 256 if name == "small-cnn" else 128}
         recipe = recipe.with_("encoder", **{**head, "freeze_norms": facts.pretrained, **recipe.encoder})
     options = recipe.encoder
+    if options.get("normalize") and recipe.loss["name"] in BY_LENGTH:
+        raise ValueError(
+            f"encoder.normalize must be false for loss {recipe.loss['name']}, whose margins follow the length of "
+            f"embeddings, got true"
+        )
     if name == "mlp" and options.get("freeze_norms"):
         no_effect("encoder.freeze_norms", "mlp has no batch norm")
     if name == "mlp" and options.get("dropout") and options.get("freeze_backbone"):
         no_effect("encoder.dropout", "encoder.freeze_backbone is true")
     if name == "mlp" and options.get("dropout") and options.get("hidden") in ([], ()):
         no_effect("encoder.dropout", "encoder.hidden is empty")
+    if isinstance(options.get("dim"), int) and options["dim"] > 0:  # else known once the encoder is built
+        recipe = _settle_matryoshka(recipe, options["dim"])
     return recipe.with_("encoder", **encoder_settings(recipe))
+
+
+def _check_views(recipe: Recipe, items: Items) -> None:
+    if recipe.evaluation.views == 1:
+        return
+    if items.pictures is None:
+        no_effect("evaluation.views", "the source holds no pictures that we crop")
+    augmentation = augmentation_of(recipe)
+    if recipe.evaluation.views > 14 and (augmentation is None or augmentation.flip == 0):
+        raise ValueError(
+            f"evaluation.views must be <= 14 without mirror images (augment.flip is 0), got {recipe.evaluation.views}"
+        )
+
+
+def _settle_matryoshka(recipe: Recipe, dim: int) -> Recipe:
+    """The full length is one of the lengths, whether it was written or not."""
+    lengths = matryoshka_dims(recipe, dim)
+    return recipe if lengths is None else recipe.with_("loss", matryoshka=list(lengths))
 
 
 def _check_augment(recipe: Recipe) -> None:
@@ -307,10 +355,7 @@ def _settle_sampler(recipe: Recipe, facts: Facts) -> Recipe:
         options.setdefault("batch", min(128, facts.items))
         options.setdefault("ratio", min(0.25, classes / max(1, options["batch"])))
     elif name == "hard-negatives":
-        options.setdefault("batch", min(128, facts.items))
-        if isinstance(options["batch"], int):
-            options.setdefault("pairs", max(1, options["batch"] // 4))
-            options.setdefault("candidates", max(8192, options["batch"]))
+        return recipe.with_("sampler", **_hard_negatives(options, facts))
     else:
         options.setdefault("batch", min(150, facts.items))
         anchors = recipe.loss.get("anchors")
@@ -318,6 +363,22 @@ def _settle_sampler(recipe: Recipe, facts: Facts) -> Recipe:
         options.setdefault("neighbours", 0 if anchors in (None, "none") and "anchors" not in options else 5)
         options.setdefault("anchors", _anchors(options["batch"], options["neighbours"], anchors))
     return recipe.with_("sampler", **{"name": name, **_defaults(SAMPLERS[name].settings), **options})
+
+
+def _hard_negatives(options: dict[str, Any], facts: Facts) -> dict[str, Any]:
+    """From the whole set, unless `candidates` says among how many; nearer ones than the positive are left out."""
+    options = {"batch": min(128, facts.items), "guard": 0.05, **options}
+    if isinstance(options["batch"], int):
+        options.setdefault("pairs", max(1, options["batch"] // 4))
+    options.setdefault("neighbours", 0 if "candidates" in options else 32)
+    defaults = _defaults(SAMPLERS["hard-negatives"].settings)
+    if options["neighbours"] != 0:
+        if "candidates" in options:
+            no_effect("sampler.candidates", f"sampler.neighbours is {options['neighbours']}, from the whole set")
+        del defaults["candidates"]
+    elif isinstance(options["batch"], int):
+        options.setdefault("candidates", max(8192, options["batch"]))
+    return {**defaults, **options}
 
 
 def _per_class(batch: Any, classes: int, usual: int) -> int:
@@ -360,18 +421,22 @@ def _settle_optimizer(recipe: Recipe, facts: Facts) -> Recipe:
         settled["momentum"] = 0.9 if options.momentum is None else options.momentum
     if options.name != "sgd":
         settled["eps"] = options.eps or 1e-8
-    frozen = bool(recipe.encoder.get("freeze_backbone"))
-    if frozen and options.backbone_scale is not None:
-        no_effect("optimizer.backbone_scale", "encoder.freeze_backbone is true")
-    if options.backbone_scale is None and not frozen:
-        settled["backbone_scale"] = 0.3 if facts.pretrained else 1.0
+    if recipe.head_only and options.backbone_scale is not None:
+        no_effect("optimizer.backbone_scale", _frozen_by(recipe))
+    if options.backbone_scale is None and not recipe.head_only:
+        own_rates = recipe.finetune.train == "lora" or (recipe.finetune.layer_decay or 1.0) < 1.0
+        settled["backbone_scale"] = 0.3 if facts.pretrained and not own_rates else 1.0
     return recipe.with_("optimizer", **settled)
+
+
+def _frozen_by(recipe: Recipe) -> str:
+    return "finetune.train is head" if recipe.finetune.train == "head" else "encoder.freeze_backbone is true"
 
 
 def _settle_schedule(recipe: Recipe) -> Recipe:
     options = recipe.schedule
-    if options.frozen_epochs and recipe.encoder.get("freeze_backbone"):
-        no_effect("schedule.frozen_epochs", "encoder.freeze_backbone is true")
+    if options.frozen_epochs and recipe.head_only:
+        no_effect("schedule.frozen_epochs", _frozen_by(recipe))
     if options.frozen_epochs and recipe.training.strategy == "fsdp":
         raise ValueError("schedule.frozen_epochs must be 0 with training.strategy=fsdp, which holds what learns fixed")
     uses = {"cosine": {"floor"}, "step": {"every", "factor"}, "plateau": {"factor", "patience"}, "constant": set()}
@@ -396,6 +461,11 @@ def _settle_training(recipe: Recipe, facts: Facts) -> Recipe:
         settled["epochs"] = max(5, min(60, round(steps / batches)))
     if options.precision is None:
         settled["precision"] = "bf16" if facts.cuda and torch.cuda.is_bf16_supported() else "fp32"
+    if options.precision == "fp16" and facts.device.type == "mps":
+        raise ValueError("training.precision must be fp32 or bf16 with training.device=mps, got fp16")
+    every, epochs = recipe.sampler.get("every", 1), options.epochs or settled["epochs"]
+    if isinstance(every, int) and every >= epochs and every > 1:
+        raise ValueError(f"sampler.every must be below training.epochs={epochs}, or nothing is mined, got {every}")
     automatic = options.graphs in (None, "auto")
     if options.graphs and not automatic and (not facts.cuda or options.chunk is not None):
         no_effect("training.graphs", "training.chunk is set" if facts.cuda else "the device is not a CUDA one")
@@ -407,8 +477,14 @@ def _settle_training(recipe: Recipe, facts: Facts) -> Recipe:
         no_effect(
             "training.sync_norms", "mlp has no batch norm" if encoder == "mlp" else "encoder.freeze_norms is true"
         )
+    epochs = options.epochs or settled["epochs"]
     if options.patience is None:
-        settled["patience"] = max(3, (options.epochs or settled["epochs"]) // 2)
+        settled["patience"] = max(3, epochs // 2)
+    if recipe.schedule.frozen_epochs is None:
+        head_first = (
+            recipe.finetune.train in ("lora", "all") and recipe.encoder.get("dim") and options.strategy != "fsdp"
+        )
+        recipe = recipe.with_("schedule", frozen_epochs=min(HEAD_EPOCHS, epochs - 1) if head_first else 0)
     return recipe.with_("training", **settled)
 
 

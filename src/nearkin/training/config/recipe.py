@@ -91,6 +91,18 @@ class Optimizer(_Section):
     clip: float = Field(default=0.0, ge=0)  # largest norm of the gradient; 0: any
 
 
+class Finetune(_Section):
+    """What of a pretrained encoder learns, how fast, and which weights are saved; `finetune.settle_finetune`."""
+
+    train: Literal["auto", "head", "lora", "all"] | None = None
+    layer_decay: float | None = Field(default=None, gt=0, le=1)  # learning rates lr * layer_decay^(L - l); 1: all alike
+    lora_rank: int | None = Field(default=None, ge=1)
+    lora_alpha: float | None = Field(default=None, gt=0)
+    lora_layers: str | None = None  # a regular expression, or "auto"
+    projection: Literal["pca", "random"] | None = None  # what the head's projection is before training
+    interpolate: bool | None = None  # at the end, between the pretrained and the trained weights, by validation
+
+
 class Schedule(_Section):
     """The learning rate over time: a straight warm-up, then a decay."""
 
@@ -100,7 +112,7 @@ class Schedule(_Section):
     every: int | None = Field(default=None, ge=1)  # step: epochs between two cuts
     factor: float | None = Field(default=None, gt=0, lt=1)  # step, plateau: what a cut leaves
     patience: int | None = Field(default=None, ge=1)  # plateau: validations without a better one before a cut
-    frozen_epochs: int = Field(default=0, ge=0)  # epochs in which the backbone is frozen
+    frozen_epochs: int | None = Field(default=None, ge=0)  # head first: epochs in which the backbone is frozen
 
 
 class Training(_Section):
@@ -112,7 +124,7 @@ class Training(_Section):
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     ema: float = Field(default=0.0, ge=0, lt=1)  # decay of the average of the weights; 0: none
     seed: int = Field(default=0, ge=0, lt=2**63)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
     deterministic: bool = True
     # CUDA graphs: of whole steps where they can be captured (true), of the encoder's passes only, or none.
@@ -135,6 +147,9 @@ class Evaluation(_Section):
     ks: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
     interval: bool = True
     clustering: bool = False
+    views: int = Field(
+        default=1, ge=1, le=28
+    )  # crops and mirror images per test picture, whose embeddings are averaged
 
 
 class Recipe(BaseModel):
@@ -150,6 +165,7 @@ class Recipe(BaseModel):
     memory: Memory = Memory()
     sampler: dict[str, Any] = {}
     optimizer: Optimizer = Optimizer()
+    finetune: Finetune = Finetune()
     schedule: Schedule = Schedule()
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
@@ -172,6 +188,11 @@ class Recipe(BaseModel):
         """Whether the encoder starts from weights of another task."""
         own = self.is_own("encoder") or self.encoder["name"] in ("small-cnn", "mlp")
         return not own and bool(self.encoder.get("pretrained", True))
+
+    @property
+    def head_only(self) -> bool:
+        """Whether the backbone is frozen in all epochs."""
+        return bool(self.encoder.get("freeze_backbone")) or self.finetune.train == "head"
 
     @property
     def takes_targets(self) -> bool:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, get_type_hints
 from nearkin import losses, models, samplers
 from nearkin.core import checks
 from nearkin.data import augment
-from nearkin.losses.module import LossModule
+from nearkin.losses.matryoshka import check_lengths
 from nearkin.training.config.recipe import Recipe
 
 __all__ = ["LOSSES", "SAMPLERS", "Choice", "Setting", "augmentation_of", "check_keys", "encoder_settings"]
-__all__ += ["loss_settings", "sampler_settings", "settings_of"]
+__all__ += ["loss_settings", "matryoshka_dims", "sampler_settings", "settings_of"]
 
 # Set by the trainer, which knows the data, the encoder and the ranks.
 _FILLED = {"self", "labels", "targets", "num_classes", "dim", "generator", "seed", "rank", "world_size", "batches"}
@@ -104,7 +104,7 @@ def _losses() -> dict[str, Choice]:
     choices = {}
     for class_name in losses.__all__:
         make = getattr(losses, class_name)
-        if inspect.isclass(make) and issubclass(make, LossModule):  # others go around a loss
+        if inspect.isclass(make) and class_name.lower() in functions:  # others go around a loss
             function = functions[class_name.lower()]
             name = function.removesuffix("_loss").replace("_", "-")
             known = settings_of(make)
@@ -124,10 +124,15 @@ def _samplers() -> dict[str, Choice]:
         if class_name != "EpochSampler":
             name = re.sub(r"(?<!^)(?=[A-Z])", "-", class_name).lower()
             make = getattr(samplers, class_name)
-            choices[name] = Choice(name, make, settings_of(make), make)
+            settings = settings_of(make)
+            if hasattr(make, "refresh"):
+                settings["every"] = Setting("every", int, 1)  # epochs between two refreshes, which the trainer makes
+            choices[name] = Choice(name, make, settings, make)
     return dict(sorted(choices.items()))
 
 
+# Settings of [loss] that go around any loss.
+AROUND = {"matryoshka": Setting("matryoshka", tuple[int, ...] | None, None)}
 LOSSES = _losses()
 SAMPLERS = _samplers()
 
@@ -136,8 +141,8 @@ SAMPLERS = _samplers()
 
 
 def loss_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings of [loss] for its class, typed."""
-    options = {name: value for name, value in recipe.loss.items() if name != "name"}
+    """The settings of [loss] for its class, typed; not those that go around any loss."""
+    options = {name: value for name, value in recipe.loss.items() if name != "name" and name not in AROUND}
     name = str(recipe.loss.get("name"))
     if recipe.is_own("loss"):
         known = {"targets": Setting("targets", bool, False)}
@@ -146,6 +151,26 @@ def loss_settings(recipe: Recipe) -> dict[str, Any]:
     if options.get("reduction") == "none":
         raise ValueError('loss.reduction must give one number to train on, got "none"')
     return _accepts("loss", options, LOSSES[name].settings, f'loss "{name}"')
+
+
+def matryoshka_dims(recipe: Recipe, dim: int | None = None) -> tuple[int, ...] | None:
+    """The lengths of `loss.matryoshka`, longest first, with the full one where it is not among them; None without.
+
+    dim: of the embeddings, None where it is not known yet.
+    """
+    options = {name: value for name, value in recipe.loss.items() if name in AROUND}
+    dims = _accepts("loss", options, AROUND, "any loss").get("matryoshka")
+    if dims is None:
+        return None
+    lengths = check_lengths("loss.matryoshka", list(dims))
+    if dim is None:
+        return lengths
+    if lengths[0] > dim:
+        raise ValueError(f"loss.matryoshka must be at most the {dim} dimensions of encoder.dim, got {list(lengths)}")
+    lengths = lengths if lengths[0] == dim else (dim, *lengths)
+    if len(lengths) == 1:
+        raise ValueError(f"loss.matryoshka would have no effect: {dim} is the full length; name shorter ones, as 32")
+    return lengths
 
 
 def sampler_settings(recipe: Recipe) -> dict[str, Any]:
@@ -202,10 +227,11 @@ def augmentation_of(recipe: Recipe) -> augment.Augmentation | None:
 
 def check_keys(recipe: Recipe) -> None:
     """Names, keys and types, before anything is known of the data; where a name is open, any key that a choice has."""
+    matryoshka_dims(recipe)
     if "name" in recipe.loss:
         loss_settings(recipe)
     else:
-        _check_any("loss", recipe.loss, [choice.settings for choice in LOSSES.values()])
+        _check_any("loss", recipe.loss, [AROUND, *(choice.settings for choice in LOSSES.values())])
     if "name" in recipe.sampler:
         sampler_settings(recipe)
     else:

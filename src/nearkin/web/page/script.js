@@ -264,6 +264,7 @@
     const [hit, around] = await Promise.all([get(`items/${id}`), post("neighbours", { ids: [id], k: 12 })]);
     const dialog = $("item");
     const facts = Object.entries(hit.metadata).map(([key, value]) => h("p", { class: "small" }, `${key}: ${typeof value === "string" ? value : JSON.stringify(value)}`));
+    if (hit.quality !== null) facts.push(h("p", { class: "small" }, `quality: ${hit.quality.toPrecision(4)}`));
     const input = h("input", { value: hit.label, list: "labels", required: "", maxlength: 500, "aria-label": "Label", autocomplete: "off" });
     const relabel = h("form", { class: "line" }, input, h("button", { type: "submit" }, "Relabel"));
     relabel.addEventListener("submit", (e) => {
