@@ -105,6 +105,8 @@ def test_each_level_has_class_weights_of_its_own_and_the_finest_starts_as_withou
     assert trainer.labels.shape == (len(plain.labels), 3) and torch.equal(trainer.labels[:, 0], plain.labels)
     some = assemble(prepare(read(None, [*base, LEVELS[0], "levels.weights=[1,0,0.2]"])), tmp_path / "c")
     assert len(some.loss.losses) == 2 and some.labels.shape[1] == 2
+    short = assemble(prepare(read(None, [*base, *LEVELS, "loss.matryoshka=[4,2]"])), tmp_path / "d")
+    assert [type(level) for level in short.loss.losses] == 3 * [losses.MatryoshkaLoss]
 
 
 @pytest.mark.parametrize(
