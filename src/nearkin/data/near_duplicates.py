@@ -66,7 +66,7 @@ def find(
     every = np.concatenate([np.asarray(part, np.int64) for part in parts])
     total = 2 * len(every)
     thumbs = thumbnails(pixels, every, lambda done: None if progress is None else progress(done, total))
-    coarse = torch.cat([_unit(_resized(part, COARSE).flatten(1)) for part in thumbs.split(_CHUNK)])  # (n, 36)
+    coarse = torch.cat([_unit(_resized(part, COARSE).flatten(1)) for part in torch.split(thumbs, _CHUNK)])  # (n, 36)
     starts = np.cumsum([0, *(len(part) for part in parts)])
     found: list[tuple[Ints, NDArray[np.float32]]] = []
     for start, stop in pairwise(starts):
