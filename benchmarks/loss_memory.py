@@ -31,6 +31,7 @@ OURS = {
     "NPairLoss": ("NPairLoss()", "NPairsLoss()"),
     "SupConLoss": ("SupConLoss()", "SupConLoss()"),
     "InfoNCELoss": ("InfoNCELoss()", "NTXentLoss()"),
+    "SigmoidLoss": ("SigmoidLoss()", None),
     "SmoothAPLoss": ("SmoothAPLoss()", "SmoothAPLoss()"),
     "FastAPLoss": ("FastAPLoss()", "FastAPLoss()"),
     "SiameseLoss": (f"SiameseLoss({D})", None),
@@ -50,6 +51,8 @@ OURS = {
         f"ArcFaceLoss({CLASSES}, {D}, sub_centers=3)",
         f"SubCenterArcFaceLoss(num_classes={CLASSES}, embedding_size={D}, sub_centers=3)",
     ),
+    "AdaFaceLoss": (f"AdaFaceLoss({CLASSES}, {D})", None),
+    "MagFaceLoss": (f"MagFaceLoss({CLASSES}, {D})", None),
     "AdaCosLoss": (f"AdaCosLoss({CLASSES}, {D})", None),
 }
 

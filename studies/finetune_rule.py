@@ -15,14 +15,14 @@ a default cell is below the frozen features by more than the paired 95 % interva
 import argparse
 import csv
 import hashlib
+import io
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ def pictures(items: Items, folder: Path) -> list[str | None]:
             continue
         content = items.pictures.read(i)
         if not isinstance(content, bytes):
-            file = BytesIO()
+            file = io.BytesIO()
             Image.fromarray(content).save(file, "PNG")
             content, ending = file.getvalue(), ".png"
         else:
@@ -153,7 +153,7 @@ def figures(cell: Cell, run: Path) -> dict[str, Any]:
     recipe = toml.read_file(run / "recipe.toml")
     interpolation = results.get("interpolation") or {}
     saved = interpolation.get("chosen")
-    row = {"cell": cell.name, "source": cell.source, "share": cell.share, "asked": cell.train}
+    row: dict[str, Any] = {"cell": cell.name, "source": cell.source, "share": cell.share, "asked": cell.train}
     row |= {"trained": recipe.get("finetune", {}).get("train"), "classes": results["classes"]["train"]}
     row["kept"] = "as trained" if saved is None else saved if saved == "frozen" else f"a = {interpolation['a']:g}"
     values = [against["other"], against["trained"], against["difference"], against["low"], against["high"]]
@@ -164,21 +164,25 @@ def figures(cell: Cell, run: Path) -> dict[str, Any]:
 
 
 def write(rows: list[dict[str, Any]], out: Path) -> None:
+    """The finished cells as JSON and CSV, after each of them: what was done is there when the rest is cut off."""
     rows = [row for row in rows if "failed" not in row]
-    if not rows:
-        return
-    files.write_json(out / "finetune_rule.json", rows)
-    with (out / "finetune_rule.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, list(rows[0]))
+    if rows:
+        files.write_json(out / "finetune_rule.json", rows)
+        text = io.StringIO()
+        table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
+        files.write_text(out / "finetune_rule.csv", text.getvalue())
+
+
+def show(rows: list[dict[str, Any]]) -> None:
     print("\n| set | training classes | trained | saved | frozen MAP@R | tested MAP@R | difference | R@1 |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         interval = "" if row["low"] is None else f" ({row['low']:+.1f} to {row['high']:+.1f})"
         text = f"| {row['source']} | {row['classes']} ({row['share']}) | {row['trained']} | {row['kept']} "
         text += f"| {row['frozen']:.1f} | {row['tested']:.1f} | {row['difference']:+.1f}{interval} "
-        print(f"{text}| {row['frozen_r1']:.1f} → {row['tested_r1']:.1f} |".replace("-", "−"))
+        print(f"{text}| {row['frozen_r1']:.1f} → {row['tested_r1']:.1f} |")
 
 
 def main() -> None:
@@ -201,9 +205,15 @@ def main() -> None:
     cells = [Cell(*known[name], what) for what in options.train.split(",") for name in options.cells.split(",")]
     for source in dict.fromkeys(cell.source for cell in cells):
         tables(source, options.data, options.out)
+    rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        rows = list(pool.map(lambda cell: run(cell, options), cells))
+        for done in as_completed([pool.submit(run, cell, options) for cell in cells]):
+            rows.append(done.result())
+            write(rows, options.out)
+    order = [cell.name for cell in cells]
+    rows.sort(key=lambda row: order.index(row["cell"]))
     write(rows, options.out)
+    show([row for row in rows if "failed" not in row])
     failed = [f"{row['cell']}: {row['failed']}" for row in rows if "failed" in row]
     below = [row["cell"] for row in rows if row.get("below") and row["asked"] == AUTO]
     print(*failed, sep="\n")

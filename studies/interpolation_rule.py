@@ -4,8 +4,8 @@
 
 EfficientNet-Lite0 is fine-tuned on the training classes of CUB-200 at several learning rates, from harmless to harmful.
 Of the test classes some are drawn as if they were the validation classes of a small set, and both rules choose by them:
-"interval" (`training.interpolation.judge`: a candidate must be better than the frozen encoder beyond its 95 % paired
-interval) and "mean" (the highest MAP@R, the frozen encoder's included). Then all test classes say how much was gained.
+"interval" (`training.interpolation.judge`: the paired interval of a candidate's gain over the frozen encoder must lie
+above 0) and "mean" (the highest MAP@R, the frozen encoder's included). Then all test classes say how much was gained.
 OUT/interpolation_rule.json has a row per rate, number of classes and rule.
 """
 

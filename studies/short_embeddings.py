@@ -1,14 +1,15 @@
 """Short embeddings: how much 64, 32 and 16 of 128 dimensions keep, trained for them (`loss.matryoshka`) and not.
 
     python studies/short_embeddings.py --out FOLDER [--data FOLDER] [--sets glyphs birds] [--seeds 2] [--epochs 6]
-                                       [--device cpu] [--quick]
+                                       [--equal] [--device cpu] [--quick]
 
 Two sets, each trained plainly and with `loss.matryoshka = [128, 64, 32, 16]`, all else equal, and tested on classes
 that were not trained on:
 
 - glyphs: small-cnn from scratch, ArcFace (the default recipe with dim 128);
-- birds: a linear head on frozen features (pooled, 1280 numbers) of efficientnet-lite0 for the reduced photos of
-  CUB-200-2011 in FOLDER/CUB_200_2011 at 128 px, Proxy-Anchor. The features are kept in the folder of --out.
+- birds: an MLP of one hidden layer (the default recipe for vectors with dim 128, SupCon) on frozen features, pooled,
+  1280 numbers, of efficientnet-lite0 for reduced photos of CUB-200-2011 in FOLDER/CUB_200_2011, the first 12 per class,
+  at 128 px. The features are kept in the folder of --out.
 
 A length keeps the share MAP@R(length) / MAP@R(128) of its own run. The full lengths of both runs are compared by a
 paired bootstrap over test classes. Prints the tables and writes short_embeddings.json into the folder of --out.
@@ -32,11 +33,11 @@ from nearkin.evaluation.retrieval import retrieval_metrics
 from nearkin.evaluation.statistics import cluster_bootstrap
 
 DIMS = (128, 64, 32, 16)
-SIZE, BATCH = 128, 64  # of the photos, and how many are encoded at a time
+EACH, SIZE, BATCH = 12, 128, 64  # photos per class, their side, how many are encoded at a time
 COMMON = {"encoder.dim": DIMS[0], "training.patience": 100}
 SETS: dict[str, dict[str, Any]] = {
     "glyphs": {"loss.name": "arcface", "loss.margin": 0.2, "loss.scale": 16.0},
-    "birds": {"loss.name": "proxy-anchor", "encoder.name": "mlp", "encoder.hidden": []},
+    "birds": {"loss.name": "supcon", "encoder.name": "mlp"},
 }
 
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=6, help="of 100 steps")
+    parser.add_argument("--equal", action="store_true", help="all lengths weigh 1, not their share of the full one")
     parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="a few steps on a few birds, to see that it runs")
     options = parser.parse_args(argv)
@@ -69,8 +71,8 @@ def birds(root: Path, out: Path, quick: bool) -> Path:
         return path
     items = data.load("cub200", root=root / "CUB_200_2011")
     assert items.pictures is not None and items.labels is not None and items.split is not None
-    if quick:
-        items = items.take(np.flatnonzero(items.labels % 20 == 0)[::6])
+    position = np.arange(len(items)) - np.searchsorted(items.labels, items.labels)  # within its class
+    items = items.take(np.flatnonzero((position < 5) & (items.labels % 20 == 0) if quick else position < EACH))
     stored = image_cache.store(items.pictures, items.names, side=SIZE * 8 // 7, channels=3, cache=False)
     encoder = models.build("efficientnet-lite0", size=SIZE, channels=3).eval()
     parts = []
@@ -88,7 +90,8 @@ def birds(root: Path, out: Path, quick: bool) -> Path:
 def compared(name: str, source: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One seed of a set: both runs at every length, and their full lengths against each other."""
     runs, quick = {}, options.quick
-    for how, lengths in (("plain", {}), ("matryoshka", {"loss.matryoshka": list(DIMS)})):
+    weights = {"loss.matryoshka_weights": [1.0] * len(DIMS)} if options.equal else {}
+    for how, lengths in (("plain", {}), ("matryoshka", {"loss.matryoshka": list(DIMS), **weights})):
         settings = {**COMMON, **SETS[name], **lengths, "training.seed": seed, "training.device": options.device}
         settings |= {"training.epochs": 1 if quick else options.epochs, "training.batches": 5 if quick else 100}
         folder = options.out / f"{name}-{how}-{seed}{'-quick' if quick else ''}"

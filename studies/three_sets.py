@@ -5,7 +5,9 @@ with a hidden layer of 256. The other two train a narrow small CNN (width 8) fro
 characters, half of them to learn from, Omniglot 242. 150 steps, with the rates that `nearkin train` has by default.
 """
 
+import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +38,31 @@ class Set(NamedTuple):
 def load(options: ground.Options, names: Sequence[str] = ("omniglot", "glyphs", "cub")) -> Iterator[Set]:
     makers = {"cub": _cub, "glyphs": _glyphs, "omniglot": _omniglot}
     return (makers[name](options) for name in names)
+
+
+class Kept:
+    """Results of runs by name, each written to NAME.jsonl at once: a stopped study goes on from these."""
+
+    def __init__(self, options: ground.Options, name: str) -> None:
+        self.file = options.numbers / f"{name}.jsonl"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        self.known = {key: (value, seconds) for key, value, seconds in map(json.loads, lines)}
+        self.before = sum(seconds for _, seconds in self.known.values())
+
+    def __call__(self, key: str, measure: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            began = time.perf_counter()
+            self.known[key] = measure(), round(time.perf_counter() - began, 1)
+            print(key, self.known[key], flush=True)
+            with self.file.open("a") as log:
+                log.write(json.dumps([key, *self.known[key]], ensure_ascii=False) + "\n")
+        return self.known[key][0]
+
+    def done(self, options: ground.Options) -> ground.Options:
+        """The options with the seconds of earlier starts counted; the file is removed."""
+        self.file.unlink()
+        return options._replace(began=options.began - self.before)
 
 
 def run(chosen: Set, loss: nn.Module, sampler: Callable[[Tensor, int], Any], seed: int) -> float:

@@ -18,6 +18,7 @@ encoder during training.
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import ground
 import numpy as np
@@ -53,13 +54,17 @@ def sampler_of(name: str, steps: int, quick: bool) -> Callable[[Tensor, int], sa
 def main(argv: Sequence[str] | None = None) -> None:
     options = ground.options(__doc__, argv)
     seeds = SEEDS[:1] if options.quick else SEEDS
-    scores: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for chosen in three_sets.load(options, ("glyphs", "cub")):
-        scores[chosen.name] = {name: {kind: [] for kind in SAMPLERS} for name in LOSSES}
-        for name, kind, seed in product(LOSSES, SAMPLERS, seeds):
-            loss, sampler = LOSSES[name](chosen.train.classes), sampler_of(kind, chosen.steps, options.quick)
-            scores[chosen.name][name][kind].append(three_sets.run(chosen, loss, sampler, seed))
-            print(chosen.name, name, kind, seed, scores[chosen.name][name][kind][-1], flush=True)
+    kept = three_sets.Kept(options, "whole_set_negatives")
+    sets = list(three_sets.load(options, ("cub", "glyphs")))
+    scores: dict[str, Any] = {chosen.name: {n: {kind: [] for kind in SAMPLERS} for n in LOSSES} for chosen in sets}
+    for name, chosen, seed, kind in product(LOSSES, sets, seeds, SAMPLERS):
+
+        def measure(name: str = name, kind: str = kind, seed: int = seed, chosen: Any = chosen) -> float:
+            loss = LOSSES[name](chosen.train.classes)
+            return three_sets.run(chosen, loss, sampler_of(kind, chosen.steps, options.quick), seed)
+
+        scores[chosen.name][name][kind].append(kept(f"{chosen.name}, {name}, {kind}, {seed}", measure))
+    options = kept.done(options)
     numbers = {
         "map@r": {
             s: {n: {k: showing.spread(v) for k, v in q.items()} for n, q in p.items()} for s, p in scores.items()

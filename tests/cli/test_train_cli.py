@@ -320,3 +320,65 @@ def test_every_event_that_the_bars_show_is_sent(callback):
     sent = {name for path in source.rglob("*.py") for name in re.findall(r'"event": "(\w+)"', path.read_text("utf-8"))}
     handled = {name.removeprefix("on_") for name in vars(callback) if name.startswith("on_")}
     assert len(handled) > 5 and handled <= sent, handled - sent
+
+
+def burst_photos(folder, classes=10):
+    """Six bursts of two pictures per class."""
+    rng = np.random.default_rng(0)
+    for c in range(classes):
+        (folder / f"class{c}").mkdir(parents=True)
+        for burst in range(6):
+            pixels = rng.integers(0, 255, (16, 16, 3)).astype(np.uint8)
+            pixels[4:12, 4 : 5 + c] = 25 * c
+            for copy in range(2):
+                Image.fromarray(pixels + np.uint8(copy)).save(folder / f"class{c}" / f"c{c}b{burst}_{copy}.png")
+
+
+def test_groups_from_file_names_through_all_verbs():
+    burst_photos(Path("photos"))
+    out = output_of(run("train", "photos", *SETS, "--group-pattern", "{group}_*", "--out", "run"))
+    results = json.loads(Path("run/results.json").read_text())
+    assert "120 items, 60 groups, 10 classes" in out and "pairs of the same class and group are left out" in out
+    assert "minp" in out and results["groups"]["pairs_left_out"] == results["groups"]["test"]
+    assert 'group_pattern = "{group}_*"' in Path("run/recipe.toml").read_text()
+    grouped = output_of(run("evaluate", "run", "--json", "grouped.json"))
+    assert "groups" in grouped and "minp" in grouped
+    printed = json.loads(Path("grouped.json").read_text())
+    assert printed["groups"] == results["groups"]["test"]
+    for name in ("map@r", "minp", "recall@1"):
+        assert printed["results"]["retrieval"][name] == pytest.approx(results["test"]["trained"][name]["value"])
+    output_of(run("embed", "run", "photos", "--part", "test", "--out", "test.npz"))
+    output_of(run("evaluate", "test.npz", "--json", "file.json"))
+    assert json.loads(Path("file.json").read_text())["results"]["retrieval"] == printed["results"]["retrieval"]
+    output_of(run("evaluate", "test.npz", "--group-column", "none", "--json", "plain.json"))
+    plain = json.loads(Path("plain.json").read_text())
+    assert plain["groups"] is None and "minp" not in plain["results"]["retrieval"]
+    out = output_of(
+        run("evaluate", "run", "photos", "--group-pattern", "{group}_*", "--verification", "--clustering", "--one-shot",
+            "--ways", "5", "--json", "all.json")
+    )  # fmt: skip
+    everything = json.loads(Path("all.json").read_text())
+    assert everything["results"]["verification"]["left_out"] == 60 == everything["groups"]
+    assert everything["notes"] == ["groups are not used by --clustering: all pairs count there."]
+
+
+def test_groups_beside_embeddings_and_what_is_refused():
+    rng = np.random.default_rng(0)
+    np.save("x.npy", rng.normal(size=(40, 4)).astype(np.float32))
+    np.save("y.npy", np.repeat(np.arange(10), 4))
+    Path("g.csv").write_text("\n".join(f"burst {i // 2}" for i in range(40)))
+    command = ["evaluate", "x.npy", "--labels", "y.npy", "--groups", "g.csv"]
+    assert "20 groups" in output_of(run(*command))
+    np.savez("gallery.npz", embeddings=rng.normal(size=(40, 4)).astype(np.float32), labels=np.repeat(np.arange(10), 4))
+    assert "20 groups" in output_of(run(*command, "--gallery", "gallery.npz", "--gallery-groups", "g.csv"))
+    for words, sentence in (
+        ((*command, "--gallery", "gallery.npz"), "gallery.npz: it has no groups, the other set has"),
+        ((*command, "--gallery-groups", "g.csv"), "--gallery-groups need --gallery FILE"),
+        ((*command, "--group-column", "camera"), "--groups FILE excludes --group-pattern and --group-column"),
+        (("evaluate", "x.npy", "--labels", "y.npy", "--group-pattern", "{group}"), "--group-pattern is for the folder"),
+        (("evaluate", "gallery.npz", "--group-column", "camera"), 'it has no entry "camera" for group_column'),
+        (("train", "gallery.npz", "--group-pattern", "row {group}x"), 'data.group_pattern "row {group}x" must match'),
+        (("compare", "gallery.npz", "--losses", "triplet,supcon", "--group-column", "camera"), 'no entry "camera"'),
+    ):
+        result = run(*words)
+        assert result.exit_code != 0 and sentence in " ".join(result.output.split()), result.output

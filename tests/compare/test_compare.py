@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,45 @@ def test_folds_go_by_names_and_seed():
     again = [{two.classes[c] for c in two.labels[part.val]} for part in make_folds(two, np.arange(36), 3, 0)]
     other = [{one.classes[c] for c in one.labels[part.val]} for part in make_folds(one, np.arange(36), 3, 1)]
     assert first == again != other
+
+
+def test_folds_keep_groups_whole():
+    """Classes that share a group validate together; cameras of all classes need the scope of a class."""
+    one = items(12)
+    alone = replace(one, groups=[str(i) for i in range(36)])
+    assert all(
+        (a.val == b.val).all()
+        for a, b in zip(make_folds(one, np.arange(36), 3, 0), make_folds(alone, np.arange(36), 3, 0), strict=True)
+    )
+    shared = [str(i) for i in range(36)]
+    shared[0], shared[3], shared[33], shared[9] = "a", "a", "b", "b"  # classes 0 and 1, 11 and 3
+    for part in make_folds(replace(one, groups=shared), np.arange(36), 3, 0):
+        kinds = set(one.labels[part.val].tolist())
+        assert len(kinds & {0, 1}) != 1 and len(kinds & {3, 11}) != 1
+    cameras = replace(one, groups=[f"camera {i % 3}" for i in range(36)])
+    with pytest.raises(ValueError, match=r"its groups connect its classes.*data\.group_scope=class"):
+        make_folds(cameras, np.arange(36), 3, 0)
+    assert len(make_folds(cameras, np.arange(36), 3, 0, "class")) == 3
+
+
+def test_models_are_tested_without_pairs_of_one_group(tmp_path):
+    path = vectors(tmp_path / "v.npz")
+    arrays = dict(np.load(path))
+    np.savez(path, **arrays, groups=np.arange(192) // 2)
+    figures = {}
+    for sets in ((), ("data.group_column=none",)):
+        setup = open_setup(recipe(path, *sets))
+        test_set = setup.open_test_set()
+        rows = torch.from_numpy(test_set.prepared.rows[test_set.held_out.everything])
+        grouped = final_evaluation._per_query(rows, test_set.held_out, torch.device("cpu"))
+        groups = None if sets else torch.from_numpy(test_set.held_out.groups)
+        labels = torch.from_numpy(test_set.held_out.labels)
+        expected = retrieval(rows, labels, groups=groups)
+        assert grouped[:, 0].mean() == pytest.approx(expected["map@r"])
+        figures[sets] = expected["map@r"]
+    assert len(set(figures.values())) == 2
+    with pytest.raises(ValueError, match=r"data\.group_scope would have no effect"):
+        open_setup(recipe(path, "data.group_column=none", "data.group_scope=class"))
 
 
 def test_too_few_classes_for_folds_is_one_sentence():

@@ -66,6 +66,13 @@ def _sets():
         "faiss": ((x, few), {"backend": "faiss"}),
         "fewer queries than ranks": ((x[:2], few[:2] * 0, other, few[:140]), all_metrics),
         "one query": ((x[:1], few[:1], other, few[:140]), {}),
+        "groups": ((x, few), {"groups": few * 5 + torch.arange(330) % 2, **all_metrics}),
+        "groups of many kin": ((x, many), {"groups": torch.arange(330) % 7, "interval": True}),
+        "groups and a gallery": (
+            (x, few, other, few[:140]),
+            {"groups": torch.arange(330) % 4, "gallery_groups": torch.arange(140) % 4, **all_metrics},
+        ),
+        "groups and faiss": ((x, few), {"groups": torch.arange(330) % 4, "backend": "faiss"}),
         "misses": ((x[:100], few[:100], None, None), {"without_positives": "miss", "interval": True}),
     }
 
@@ -127,6 +134,7 @@ def compare_others(rank, world):
             "all pairs": lambda who: evaluation.all_pairs(
                 x, labels, interval=True, group=who, progress=lambda done, of: shown.append((done, of))
             ),
+            "groups": lambda who: evaluation.all_pairs(x, labels, groups=torch.arange(300) % 3, group=who),
             "few at once": lambda who: evaluation.all_pairs(x, labels, budget=30 << 20, similarity="dot", group=who),
         }.items():
             alone, shared = call(None), call(ranks)

@@ -51,7 +51,8 @@ def place(tmp_path_factory):
 
 
 def recipe_of(home, *sets):
-    return read(None, [f'data.source="{home}/vectors.npz"', *SMALL, *sets])
+    small = [s for s in SMALL if "per_class" not in s or "sampler.name=hard-negatives" not in sets]
+    return read(None, [f'data.source="{home}/vectors.npz"', *small, *sets])
 
 
 def trained(rank, size, home, name, *sets):
@@ -494,12 +495,30 @@ def test_fsdp_on_a_cpu_is_refused_where_torch_cannot(monkeypatch):
 
 FINETUNED = ["data.size=32", "data.stored=32", "data.cache=false", "encoder.dim=8", "sampler.batch=9"]
 FINETUNED += ["sampler.per_class=3", "training.epochs=2", "training.batches=4", "training.log_steps=1"]
-FINETUNED += ["training.workers=0", "evaluation.interval=false", "training.device=cpu", "training.on_collapse=warn"]
+FINETUNED += [
+    "finetune.interpolate=false",
+    "training.workers=0",
+    "evaluation.interval=false",
+    "training.device=cpu",
+    "training.on_collapse=warn",
+]
 
 
-def finetuned(rank, size, home, name, *sets):
+def finetuned(rank, size, home, name, *sets, stop=None):
+    def callback(event):
+        if event["event"] == "step_end" and event["step"] == stop and rank == size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     sources = [f"data.source={home}/pictures", f"encoder.name=hf:{home}/vit"]
-    training.train(read(None, [*sources, *FINETUNED, *sets]), Path(home) / name)
+    training.train(read(None, [*sources, *FINETUNED, *sets]), Path(home) / name, callback)
+
+
+def finetuning_stopped(rank, size, home, name, stop, *sets):
+    try:
+        finetuned(rank, size, home, name, *sets, stop=stop)
+    except (training.Stopped, SystemExit):
+        return True
+    raise AssertionError("it did not stop")
 
 
 @pytest.fixture(scope="module")
@@ -528,10 +547,26 @@ def pretrained(place):
 def test_fine_tuning_of_two_ranks_is_that_of_one(name, sets, pretrained):
     """9 items are 4 and 5; the same curve, and the same plain encoder."""
     finetuned(0, 1, pretrained, f"{name} of one", *[text for text in sets if "strategy" not in text])
-    worlds.run(2, finetuned, str(pretrained), f"{name} of two", *sets)
+    worlds.run(2, finetuned, str(pretrained), f"{name} of two", *sets, timeout=240)
     one, two = pretrained / f"{name} of one", pretrained / f"{name} of two"
     assert len(curve(one)) == 8
     np.testing.assert_allclose(curve(two), curve(one), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-4)
     names = [json.loads((out / "encoder.json").read_text())["settings"] for out in (one, two)]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    "name, sets, stop",
+    [
+        pytest.param("sharded lora", ["finetune.train=lora", "training.strategy=fsdp"], 3, marks=needs_cpu_fsdp),
+        ("the change", ["finetune.train=lora", "schedule.frozen_epochs=1"], 4),
+    ],
+)
+def test_fine_tuning_goes_on_with_another_number_of_ranks(name, sets, stop, pretrained):
+    finetuned(0, 1, pretrained, f"{name} at once", *[text for text in sets if "strategy" not in text])
+    assert all(worlds.run(2, finetuning_stopped, str(pretrained), f"{name} stopped", stop, *sets, timeout=240))
+    training.resume(pretrained / f"{name} stopped")
+    torch.testing.assert_close(
+        weights(pretrained / f"{name} stopped"), weights(pretrained / f"{name} at once"), rtol=0, atol=1e-4
+    )

@@ -26,10 +26,11 @@ def metrics_of(hits, ks):
         "map@r": sum(p for p, hit in zip(precision[:total], hits, strict=False) if hit) / total,
         "map": sum(p for p, hit in zip(precision, hits, strict=True) if hit) / total,
         "mrr": 1 / (hits.index(True) + 1),
+        "minp": total / (len(hits) - hits[::-1].index(True)),
     }
     for k in ks:
         gain = sum(1 / math.log2(i + 2) for i, hit in enumerate(hits[:k]) if hit)
-        expected[f"recall@{k}"] = float(any(hits[:k]))
+        expected[f"recall@{k}"] = expected[f"cmc@{k}"] = float(any(hits[:k]))
         expected[f"ndcg@{k}"] = gain / sum(1 / math.log2(i + 2) for i in range(min(k, total)))
     return expected
 

@@ -271,3 +271,21 @@ def test_a_far_that_nothing_can_show_is_refused_in_a_sentence():
             calibrator.verify(0.9, far)
         with pytest.raises(ValueError, match=r"far must be at least .* per query with 3 labels"):
             calibrator.identify([Hit(1, "a", 0.9, "", {})], {1: 3}, far)
+
+
+def test_pairs_of_one_class_and_group_are_left_out():
+    """Bursts of near-copies in classes that are otherwise alike: the true-accept rate falls to what it is."""
+    generator = np.random.default_rng(0)
+    centres = generator.normal(size=(40, 1, 1, 16)) + 1.2 * generator.normal(size=(40, 4, 1, 16))
+    rows = (centres + 0.05 * generator.normal(size=(40, 4, 3, 16))).reshape(-1, 16).astype(np.float32)
+    labels, bursts = np.repeat(np.arange(40), 12), [f"burst {i // 3}" for i in range(480)]
+    sides = torch.from_numpy(rows), torch.from_numpy(labels)
+    plain, grouped = calibration.measure(*sides), calibration.measure(*sides, groups=bursts)
+    alone = calibration.measure(*sides, groups=[str(i) for i in range(480)])
+    assert alone == plain
+    assert plain["genuine"] == 40 * 66 and grouped["genuine"] == 40 * (66 - 12)
+    assert grouped["impostors"] == plain["impostors"]
+    point, other = (next(p for p in m["operating_points"] if p["far"] == 0.1) for m in (plain, grouped))
+    assert other["tar"] < point["tar"] - 0.05
+    with pytest.raises(ValueError, match="4 of them of 2 groups or more, got 40 and 0"):
+        calibration.measure(*sides, groups=[str(label) for label in labels])

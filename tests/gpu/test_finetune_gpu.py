@@ -31,7 +31,12 @@ def recipe(tmp_path, monkeypatch):
 
     def weights(number=0):
         torch.manual_seed(7)
-        return efficientnet_lite.EfficientNetLite(number).state_dict()
+        model = efficientnet_lite.EfficientNetLite(number)
+        norms = [part for part in model.modules() if isinstance(part, torch.nn.BatchNorm2d)]
+        for norm in norms:
+            norm.momentum = 1.0
+        model(2 * torch.rand(8, 3, 32, 32) - 1)  # statistics with which something reaches the end of the network
+        return model.state_dict()
 
     monkeypatch.setattr(efficientnet_lite, "imagenet_weights", weights)
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
@@ -59,7 +64,7 @@ def test_graphs_change_nothing_and_runs_resume_at_the_change(name, recipe, tmp_p
         assert not any("CUDA graph" in note for note in outcomes[graphs].notes)
     assert numbers(outcomes["true"]) == numbers(outcomes["false"])
     assert torch.equal(outcomes["true"].embeddings, outcomes["false"].embeddings)
-    for step in (4, 6):  # among the head's epochs, and exactly at the change
+    for step in (4, 6) if "rates" in name else (6,):  # among the head's epochs, and exactly at the change
         with pytest.raises(training.Stopped):
             training.train(recipe(*CASES[name], "training.graphs=true"), tmp_path / f"run{step}", stop_at(step))
         again = training.resume(tmp_path / f"run{step}")

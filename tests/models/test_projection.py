@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nearkin import models
-from nearkin.models.projection import fit_projection, principal_directions
+from nearkin.models import projection
+from nearkin.models.projection import FLOOR, POWER, fit_projection, principal_directions
 
 
 def spread(rows, width, rank, seed=0, shift=3.0):
@@ -17,17 +18,21 @@ def spread(rows, width, rank, seed=0, shift=3.0):
 def test_the_leading_directions_are_those_of_the_covariance():
     x = spread(200, 12, 12) * torch.linspace(3, 0.1, 12)
     weight, bias = principal_directions(x, 5)
-    centred = x - x.mean(0)
-    values = torch.linalg.svdvals(centred)
-    assert torch.allclose(weight @ weight.T, torch.eye(5, dtype=torch.float64), atol=1e-10)
+    variances = torch.linalg.svdvals(x - x.mean(0))[:5] ** 2 / len(x)
+    floored = variances + FLOOR * variances.mean()
+    scales = (floored[0] / floored) ** POWER
+    assert scales[0] == 1 and scales[4] > 1.2
+    assert torch.allclose(weight @ weight.T, torch.diag(scales**2), atol=1e-9)
     projected = x @ weight.T + bias
     assert torch.allclose(projected.mean(0), torch.zeros(5, dtype=torch.float64), atol=1e-10)
-    assert torch.allclose(projected.norm(dim=0), values[:5], rtol=1e-8)  # each explains as much as it can
+    # Each explains as much as it can.
+    assert torch.allclose(projected.square().mean(0).sqrt(), variances.sqrt() * scales, rtol=1e-8)
     largest = weight[torch.arange(5), weight.abs().argmax(1)]
     assert (largest > 0).all()
 
 
-def test_distances_are_kept_where_the_directions_suffice():
+def test_distances_are_kept_where_the_directions_suffice(monkeypatch):
+    monkeypatch.setattr(projection, "POWER", 0.0)
     x = spread(50, 40, 6)
     weight, bias = principal_directions(x, 6)
     before, after = ((rows[:, None] - rows[None]).norm(dim=2) for rows in (x, x @ weight.T))
@@ -36,17 +41,17 @@ def test_distances_are_kept_where_the_directions_suffice():
 
 
 @pytest.mark.parametrize("rows, dim", [(5, 16), (2, 8), (40, 16)])
-def test_few_items_leave_random_directions(rows, dim):
+def test_few_items_leave_random_directions(rows, dim, monkeypatch):
+    monkeypatch.setattr(projection, "POWER", 0.0)
     x = spread(rows, 64, 8)
     weight, _ = principal_directions(x, dim, seed=3)
-    rank = min(rows - 1, 8, dim)
+    rank = min(rows // 2, 8, dim)
     assert weight.shape == (dim, 64)
     gram = weight @ weight.T
-    expected = torch.diag(torch.cat([torch.ones(rank), torch.full((dim - rank,), (64 - rank) / max(1, dim - rank))]))
+    expected = torch.diag(torch.cat([torch.ones(rank), torch.full((dim - rank,), (64 - rank) / (dim - rank))]))
     assert torch.allclose(gram, expected.double(), atol=1e-9)
     assert torch.equal(weight, principal_directions(x, dim, seed=3)[0])
-    if rank < dim:
-        assert not torch.equal(weight, principal_directions(x, dim, seed=4)[0])
+    assert not torch.equal(weight, principal_directions(x, dim, seed=4)[0])
 
 
 def test_more_dimensions_than_features():
@@ -72,12 +77,13 @@ def test_what_cannot_be_fitted_is_refused(features, dim, sentence):
         principal_directions(features, dim)
 
 
-def test_a_fitted_head_ranks_as_the_features_do():
-    encoder = models.build("efficientnet-lite0", dim=32, size=32, pretrained=False).eval()
+def test_a_fitted_head_ranks_as_the_features_do(monkeypatch):
+    monkeypatch.setattr(projection, "POWER", 0.0)
+    encoder = models.build("efficientnet-lite0", dim=35, size=32, pretrained=False).eval()
     pictures = torch.rand(24, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         features = encoder.features(pictures)
-        fit_projection(encoder, features)
+        fit_projection(encoder, features.repeat(3, 1))  # so that they show as many directions as they span
         centred = torch.nn.functional.normalize(features - features.mean(0), dim=1)
         rows = encoder(pictures)
     assert torch.allclose(rows @ rows.T, centred @ centred.T, atol=1e-4)

@@ -535,3 +535,18 @@ def test_close_classes_have_different_hues():
     nearest = [sorted(range(40), key=lambda j, i=i: ((middles[i] - middles[j]) ** 2).sum())[1:3] for i in range(40)]
     assert all(hue[i] != hue[j] for i in range(40) for j in nearest[i])
     assert max(np.bincount(hue)) <= 6
+
+
+def test_groups_are_explained_and_drawn():
+    plain = run_report.page(made())
+    assert "CMC" not in plain and "groups" not in number_sections.groups(made())
+    curve = [0.5, 0.7, 0.9]
+    figures = {"test": 12, "pairs_left_out": 1, "without_positives": 3}
+    figures["cmc"] = {"trained": curve, "untrained": [None, 0.1, 0.2], "baseline": curve}
+    results = made().results | {"groups": figures}
+    text = run_report.page(made(results=results))
+    offline(text)
+    assert "The test items are of 12 groups." in text and "1 pair is left out" in text
+    assert "3 test items have no item of" in text and "CMC: share of queries with a match" in text
+    for broken in ({}, {"cmc": None}, {"cmc": {"trained": "x"}}, [1], {"cmc": {"trained": [None]}}):
+        offline(run_report.page(made(results=made().results | {"groups": broken})))

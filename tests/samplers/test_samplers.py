@@ -1039,3 +1039,110 @@ BAD = [
 def test_bad_requests_are_answered_in_one_sentence(call, sentence):
     with pytest.raises((ValueError, TypeError), match=f"^{re.escape(sentence)}$"):
         call()
+
+
+# --- groups
+
+
+def groups_for(labels, most, seed=0):
+    """A few groups within each class, some items in none."""
+    return np.random.default_rng(seed).integers(-1, most, len(labels))
+
+
+GROUPED = ["ClassBalanced", "PairPerClass", "PairPerClass+", "HardClasses", "HardClasses+"]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@quick
+@given(request=requests(), seed=seeds, most=st.integers(1, 6))
+def test_items_of_a_class_are_of_different_groups_as_far_as_possible(name, request, seed, most):
+    """In every turn that a class fills with items of its own, by an exact count of the best division."""
+    labels, classes, per_class = request
+    groups = groups_for(labels, most)
+    each = 2 if name.startswith("PairPerClass") else per_class
+    sampler = make(name, labels, classes, per_class, seed, groups=groups)
+    plain = make(name, labels, classes, per_class, seed)
+    assert len(sampler) == len(plain)
+    drawn = np.zeros(len(labels), int)
+    for batch in epoch_of(sampler):
+        np.add.at(drawn, batch, 1)
+        for at in range(0, len(batch), each):
+            items = np.array(batch[at : at + each])
+            assert len(set(labels[items])) == 1
+            of_class = np.flatnonzero(labels == labels[items[0]])
+            assert len(set(items.tolist())) == min(each, len(of_class))
+            sizes = np.unique(groups[of_class][groups[of_class] >= 0], return_counts=True)[1]
+            turns = -(-len(of_class) // each)
+            numbers = [
+                (g, -1) if g >= 0 else (g, i) for g, i in zip(groups[items].tolist(), items.tolist(), strict=True)
+            ]
+            if len(of_class) >= each and (not len(sizes) or sizes.max() <= turns - 1):
+                own = len(of_class) - (turns - 1) * each  # of the last turn
+                assert len(set(numbers)) >= min(own, each)
+                if len(of_class) % each == 0:
+                    assert len(set(numbers)) == each
+    assert (drawn[labels >= 0] >= 1).all() and (drawn[labels < 0] == 0).all(), "every item is drawn"
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_pairs_cross_groups_where_both_have_as_many_items(name):
+    """Two cameras of equal size: every pair has one item of each; plain batches do not."""
+    labels, groups = np.repeat(np.arange(10), 12), np.tile([0, 0, 0, 1, 1, 1], 20)
+    for grouped in (groups, None):
+        sampler = make(name, labels, 5, 2, groups=grouped)
+        pairs = np.concatenate([np.array(batch).reshape(-1, 2) for batch in epoch_of(sampler)])
+        crossed = groups[pairs[:, 0]] != groups[pairs[:, 1]]
+        assert crossed.all() == (grouped is not None)
+
+
+def test_the_last_turn_is_filled_up_from_other_groups():
+    labels, groups = np.repeat([0, 1], 5), np.tile([0, 0, 0, 1, 2], 2)
+    for seed in range(20):
+        sampler = ClassBalanced(labels, 2, 2, seed, groups=groups)
+        for batch in epoch_of(sampler):
+            for pair in np.array(batch).reshape(-1, 2):
+                assert groups[pair[0]] != groups[pair[1]]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_batches_depend_on_seed_epoch_and_index_and_ranks_share_them(name):
+    labels = shuffled_labels([7, 12, 3, 9, 5, 8, 11, 4])
+    groups = groups_for(labels, 4)
+    one, other = (make(name, labels, 4, 2, 5, groups=groups, batches=7) for _ in range(2))
+    expected = [one.batch(epoch, index) for epoch in range(3) for index in range(7)]
+    assert [other.batch(epoch, index) for epoch in range(3) for index in range(7)] == expected
+    assert other.batch(1, 3) == expected[10] and other.batch(0, 2) == expected[2]
+    assert expected != [make(name, labels, 4, 2, 6, groups=groups, batches=7).batch(0, i) for i in range(7)]
+    for split in ("classes", "items"):
+        ranks = [
+            make(name, labels, 4, 2, 5, groups=groups, batches=7, split=split, rank=r, world_size=2) for r in range(2)
+        ]
+        for index in range(7):
+            parts = [rank.batch(0, index) for rank in ranks]
+            assert sorted(parts[0] + parts[1]) == sorted(expected[index])
+
+
+def test_a_state_belongs_to_its_groups():
+    labels = shuffled_labels([6] * 6)
+    groups = groups_for(labels, 3)
+    sampler = ClassBalanced(labels, 3, 2, groups=groups)
+    it = iter(sampler)
+    head = [next(it) for _ in range(2)]
+    again = ClassBalanced(labels, 3, 2, groups=groups)
+    again.load_state_dict(sampler.state_dict())
+    assert [*head, *again] == epoch_of(sampler)
+    for others in (None, groups[::-1].copy()):
+        with pytest.raises(ValueError, match="state must come from a ClassBalanced"):
+            ClassBalanced(labels, 3, 2, groups=others).load_state_dict(sampler.state_dict())
+
+
+def test_groups_are_checked_and_a_class_of_one_group_is_named():
+    labels = np.repeat([0, 1, 2], 4)
+    with pytest.raises(ValueError, match="groups must have one entry per item: 12 items"):
+        ClassBalanced(labels, 2, 2, groups=[0, 1])
+    with pytest.raises(TypeError, match="groups must be integers"):
+        ClassBalanced(labels, 2, 2, groups=np.zeros(12))
+    with pytest.raises(ValueError, match="groups must be >= 0, or -1"):
+        ClassBalanced(labels, 2, 2, groups=np.full(12, -2))
+    with pytest.warns(UserWarning, match="1 of 3 classes have items of one group only"):
+        ClassBalanced(labels, 2, 2, groups=[0, 0, 0, 0, 0, 1, 0, 1, 0, 1, 2, 3])

@@ -119,6 +119,8 @@ def sources(tmp_path_factory):
     np.savez(folder / "single.npz", embeddings=rows[:-5], labels=labels[:-5])
     split = np.array(["train" if c < 8 else "val" if c < 12 else "test" for c in labels])
     np.savez(folder / "split.npz", embeddings=rows, labels=labels, split=split)
+    camera, burst = np.arange(96) % 2, labels // 2 * 3 + np.arange(96) % 3
+    np.savez(folder / "groups.npz", embeddings=rows, labels=labels, groups=burst, camera=camera + 2 * labels)
     for c in range(10):
         (folder / "photos" / f"class{c}").mkdir(parents=True)
         for i in range(6):
@@ -133,6 +135,7 @@ VECTORS += ["training.epochs=2", "training.batches=3", "training.log_steps=1", "
 PHOTOS = ["data.source=photos", "encoder.name=small-cnn", "encoder.width=4", "data.size=16", "data.stored=20"]
 PHOTOS += ["encoder.dim=4", "sampler.batch=8", "sampler.per_class=2", "training.epochs=1", "training.batches=2"]
 PHOTOS += ["training.log_steps=1", "training.workers=0"]
+GROUPS = [text.replace("vectors", "groups") for text in VECTORS]
 PRETRAINED = ["data.source=photos", "encoder.name=hf:vit", "data.size=32", "data.stored=32", *PHOTOS[5:]]
 TARGETS = [text.replace("vectors.npz", "targets.npz") for text in VECTORS if "per_class" not in text]
 
@@ -158,6 +161,9 @@ CHANGES = {
     "data.near": (PHOTOS, "off"),
     "data.without": (VECTORS, "without.csv"),
     "levels.weights": ([*VECTORS, 'data.levels=["family"]'], [1.0, 0.5]),
+    "data.group_pattern": (PHOTOS, r"(?P<group>class\d(?:/(?=[3-5]))?)"),
+    "data.group_column": (GROUPS, "camera"),
+    "data.group_scope": (GROUPS, "class"),
     "memory.size": ([*VECTORS, "loss.name=contrastive"], 16),
     "memory.warmup": ([*VECTORS, "loss.name=contrastive", "memory.size=16"], 2),
     "optimizer.name": (VECTORS, "rmsprop"),
@@ -290,6 +296,8 @@ def test_every_key_makes_a_difference(key, sources, tmp_path, monkeypatch):
         (["finetune.projection=pca"], "finetune.projection"),
         (["data.partial=true"], "data.partial"),
         (["data.official=false"], "data.official"),
+        (["data.group_scope=class"], "data.group_scope"),
+        (["data.group_column=none"], "data.group_column"),
         (["data.source=split.npz", "data.test=0.3"], "data.test"),
         (["data.source=split.npz", "data.val=0.3"], "data.val"),
         (["data.source=split.npz", "data.seed=1"], "data.seed"),
@@ -357,6 +365,8 @@ def test_an_encoder_that_cannot_learn_is_refused(sets, sources, tmp_path, monkey
         VECTORS,
         TARGETS,
         PHOTOS,
+        GROUPS,
+        [*GROUPS, "sampler.groups=true", "data.group_column=camera"],
         [text.replace("vectors", "split") for text in VECTORS],
         ["data.source=photos"],
         [*VECTORS, "optimizer.name=sgd", "schedule.decay=plateau", "encoder.dim=none", "evaluation.ks=[1,3]"],

@@ -68,6 +68,22 @@ def test_bad_lengths_are_one_sentence(value, sentence, there, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("sets", "sentence"),
+    [
+        (["loss.matryoshka_weights=[1]"], r"loss.matryoshka_weights would have no effect: loss.matryoshka is not set"),
+        (["loss.matryoshka=[4]", "loss.matryoshka_weights=[1]"], r"one entry per length \[8, 4\], got \[1\]"),
+        (["loss.matryoshka=[4]", "loss.matryoshka_weights=[1, 0]"], r"loss.matryoshka_weights must be > 0, got 0"),
+        (["loss.matryoshka=[4]", "loss.matryoshka_weights=all"], r"loss.matryoshka_weights must be .*, got 'all'"),
+    ],
+)
+def test_bad_weights_are_one_sentence(sets, sentence, there, tmp_path):
+    settings = [*(f"{key}={json.dumps(v)}" for key, v in SMALL.items()), *sets]
+    with pytest.raises(ValueError, match=sentence):
+        training.train("vectors.npz", tmp_path / "run", settings=settings)
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_full_length_is_added_and_the_key_is_known_without_a_name():
     assert matryoshka_dims(recipe_of("loss.matryoshka=[4, 2]"), 8) == (8, 4, 2)
     assert matryoshka_dims(recipe_of("loss.matryoshka=[8, 2]"), 8) == (8, 2)
@@ -80,6 +96,9 @@ def test_the_full_length_is_added_and_the_key_is_known_without_a_name():
 def test_the_loss_of_a_recipe():
     loss = build_loss(recipe_of("loss.name=arcface", "loss.matryoshka=[4]"), 5, 8, 0)
     assert isinstance(loss, losses.MatryoshkaLoss) and loss.dims == (8, 4) and loss.normalize
+    assert loss.weights == (1, 0.5), "the share of the full length"
+    weighted = recipe_of("loss.name=arcface", "loss.matryoshka=[4]", "loss.matryoshka_weights=[1, 2]")
+    assert build_loss(weighted, 5, 8, 0).weights == (1, 2)
     free = recipe_of("loss.name=center", "loss.matryoshka=[4]", "encoder.normalize=false")
     assert not build_loss(free, 5, 8, 0).normalize
     memory = build_loss(recipe_of("loss.name=supcon", "loss.matryoshka=[4]", "memory.size=9"), 5, 8, 0)

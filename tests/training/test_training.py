@@ -278,6 +278,20 @@ def test_bad_settings_of_mining_are_refused(sets, sentence, vectors, tmp_path):
         training.train(read(None, [f'data.source="{vectors}"', *WHOLE_SET, *sets]), tmp_path / "run")
 
 
+def test_the_margin_loss_is_told_the_dimension_that_the_data_fill(vectors, tmp_path):
+    """By default, in the saved recipe; "none" is the vector's own, and other selections have none."""
+    sets = {"a": [], "b": ["loss.sampling_dim=none"], "c": ["loss.sampling_dim=3"], "d": ["loss.selection=hard"]}
+    runs = {name: quickly(vectors, tmp_path / name, "loss.name=margin", *extra) for name, extra in sets.items()}
+    chosen = {name: run.recipe.loss.get("sampling_dim") for name, run in runs.items()}
+    assert chosen == {"a": "fitted", "b": "none", "c": 3, "d": None}
+    assert len({weights(tmp_path / name) for name in sets}) == 4
+    tensors = Checkpoints(tmp_path / "a" / "checkpoints").newest()[0]
+    assert float(tensors["loss.running_dim.moments"][1]) > 0.5
+    assert "loss.running_dim.moments" not in Checkpoints(tmp_path / "b" / "checkpoints").newest()[0]
+    with pytest.raises(ValueError, match=r'loss.sampling_dim must be left out unless selection="distance_weighted"'):
+        quickly(vectors, tmp_path / "e", "loss.name=triplet", "loss.sampling_dim=fitted")
+
+
 def test_continuous_labels_have_no_hard_negatives(tmp_path):
     rows = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
     np.savez(tmp_path / "graded.npz", embeddings=rows, targets=rows[:, :2].astype(np.float64))

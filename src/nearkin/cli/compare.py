@@ -55,6 +55,8 @@ def compare(
         typer.Option(help="Trainings at a time; changes only the duration.", show_default="one per core or GPU"),
     ] = None,
     partial: options.PartialFlag = False,
+    group_pattern: options.GroupPatternOption = None,
+    group_column: options.GroupColumnOption = None,
     skip_single: options.SkipSingleFlag = False,
     skip_unreadable: options.SkipUnreadableFlag = False,
     out: Annotated[
@@ -80,6 +82,8 @@ def compare(
     """
     flags = {"root": root, "recipe": recipe, "set": set_, "encoder": encoder, "batch": batch, "lr": lr}
     flags |= {
+        "group-pattern": group_pattern,
+        "group-column": group_column,
         "partial": partial or None,
         "skip-single": skip_single or None,
         "skip-unreadable": skip_unreadable or None,
@@ -87,6 +91,8 @@ def compare(
     settings = {
         "data.source": source,
         "data.root": None if root is None else str(root),
+        "data.group_pattern": group_pattern,
+        "data.group_column": group_column,
         "data.skip_single": skip_single or None,
         "data.unreadable": "skip" if skip_unreadable else None,
         "data.partial": partial or None,

@@ -60,7 +60,7 @@ def embed(
             )
         if first(group):
             columns = (embedded.labels, embedded.targets, embedded.names, embedded.classes, embedded.quality)
-            vector_files.write(out, embedded.embeddings, *columns)
+            vector_files.write(out, embedded.embeddings, *columns, embedded.groups)
     if not quiet and first(group):
         rows, dimensions = embedded.embeddings.shape
         echo(f"{out}: {rows:,} × {dimensions}")

@@ -72,12 +72,19 @@ def evaluate(
     targets: Annotated[
         Path | None, typer.Option(help="Real-valued targets of each row: .npy, .csv or .txt.", metavar="FILE")
     ] = None,
+    groups: Annotated[
+        Path | None,
+        typer.Option(help="Group of each row (burst, camera, writer): .npy, .csv or .txt.", metavar="FILE"),
+    ] = None,
+    group_pattern: options.GroupPatternOption = None,
+    group_column: options.GroupColumnOption = None,
     gallery: Annotated[
         Path | None,
         typer.Option(help="Embeddings to search; without it EMBEDDINGS search one another.", metavar="FILE"),
     ] = None,
     gallery_labels: Annotated[Path | None, typer.Option(help="As --labels, for the gallery.", metavar="FILE")] = None,
     gallery_targets: Annotated[Path | None, typer.Option(help="As --targets, for the gallery.", metavar="FILE")] = None,
+    gallery_groups: Annotated[Path | None, typer.Option(help="As --groups, for the gallery.", metavar="FILE")] = None,
     retrieval: Annotated[
         bool, typer.Option("--retrieval", help="Recall@k, R-precision, MAP@R (the default with labels).")
     ] = False,
@@ -129,7 +136,8 @@ def evaluate(
     """Evaluate stored embeddings, or the encoder of a run: prints a table, and writes JSON on request.
 
     Without a protocol flag: verification with --pairs; else retrieval with labels, graded with targets.
-    For retrieval, labels may be 0/1 rows (N, L): positives share a label.
+    For retrieval, labels may be 0/1 rows (N, L): positives share a label. With groups, pairs of the same class and
+    group are left out.
 
     Examples:
 
@@ -171,20 +179,31 @@ def evaluate(
         if label_errors is not None and first(group):
             results_table.writable(label_errors)
             results_table.check_error_list(label_errors)
-        if gallery is None and (gallery_labels or gallery_targets):
-            raise ValueError("--gallery-labels and --gallery-targets need --gallery FILE")
+        if gallery is None and (gallery_labels or gallery_targets or gallery_groups):
+            raise ValueError("--gallery-labels, --gallery-targets and --gallery-groups need --gallery FILE")
+        if groups is not None and (group_pattern or group_column):
+            raise ValueError("--groups FILE excludes --group-pattern and --group-column, got both")
         if embeddings.is_dir():
-            if labels or targets or gallery:
-                raise ValueError(f"{embeddings}: a run brings its own labels; leave --labels, --targets, --gallery out")
-            queries, searched = _of_run(embeddings, source, root, dim, device.value, group, options.names(levels), part)
+            if labels or targets or gallery or groups:
+                raise ValueError(
+                    f"{embeddings}: a run brings its own labels; leave --labels, --targets, --groups, --gallery out"
+                )
+            chosen: dict[str, Any] = {"group_pattern": group_pattern, "group_column": group_column}
+            chosen |= {"levels": options.names(levels), "part": part}
+            queries, searched = _of_run(embeddings, source, root, dim, device.value, group, chosen)
         else:
             if source is not None or root is not None or dim is not None or part is not None:
                 raise ValueError(
                     f"{embeddings}: SOURCE, --root, --dim and --part are for the folder of a run, got a file"
                 )
-            form: dict[str, Any] = {"multi_label": True, "levels": options.names(levels) or ()}
-            queries = vectors.read(embeddings, labels, targets, **form)
-            searched = None if gallery is None else vectors.read(gallery, gallery_labels, gallery_targets, **form)
+            if group_pattern is not None:
+                raise ValueError(f"{embeddings}: --group-pattern is for the folder of a run; --groups FILE for a file")
+            beside: dict[str, Any] = {"multi_label": True, "group_column": group_column}
+            beside["levels"] = options.names(levels) or ()
+            queries = vectors.read(embeddings, labels, targets, groups, **beside)
+            searched = None
+            if gallery is not None:
+                searched = vectors.read(gallery, gallery_labels, gallery_targets, gallery_groups, **beside)
         pair_list = None if pairs is None else pair_lists.read(pairs, len(queries.embeddings))
         with _bar("pairs" if pairs is None else "resamples", first(group)) as progress:
             results = runner.evaluate(queries, searched, settings, progress, pair_list, group)
@@ -207,16 +226,15 @@ def _of_run(
     dim: int | None,
     device: str,
     group: "ProcessGroup | None",
-    levels: list[str] | None,
-    part: str | None,
+    chosen: dict[str, Any],
 ) -> "tuple[Vectors, Vectors | None]":
     """Embeddings of a source by the encoder of a run; and of its gallery, if it has one."""
     from nearkin import training
     from nearkin.training.inference import length_note
 
     with plain_bar("embedding", not first(group)) as progress:
-        options: dict[str, Any] = {"root": root, "dim": dim, "levels": levels, "part": part, "device": device}
-        vectors = training.vectors_of(run, source, progress=progress, group=group, **options)
+        options: dict[str, Any] = {"root": root, "dim": dim, "device": device, "progress": progress, "group": group}
+        vectors = training.vectors_of(run, source, **options, **chosen)
     if dim is not None and first(group) and (note := length_note(run, dim)) is not None:
         print_note(note)
     return vectors
@@ -291,6 +309,7 @@ def _print(results: dict[str, Any], interval: bool) -> None:
         if vectors
     ]
     classes = f", {results['classes']:,} classes" if results["classes"] else ""
+    classes += f", {results['groups']:,} groups" if results["groups"] else ""
     echo(" against ".join(sets) + classes)
     grid = Table(box=SIMPLE_HEAD)
     for name in ("protocol", "metric"):

@@ -16,6 +16,7 @@ __all__ = [
     "JsonFlag",
     "JsonResultsFlag",
 ]
+__all__ += ["GroupColumnOption", "GroupPatternOption"]
 __all__ += [
     "LevelsOption",
     "OpenDeviceOption",
@@ -48,6 +49,20 @@ BatchOption = Annotated[int | None, typer.Option(help="Items per batch.", show_d
 DeviceOption = Annotated[Device, typer.Option(help="auto takes cuda if available; mps: an Apple GPU.")]
 OpenDeviceOption = Annotated[Device | None, typer.Option(help="auto takes cuda if available; mps: an Apple GPU.")]
 PartialFlag = Annotated[bool, typer.Option("--partial", help="Accept an incomplete benchmark data set.")]
+GroupPatternOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the group of an item (burst, camera, writer) is in its name, as '*_c{group}_*'.", metavar="PATTERN"
+    ),
+]
+GroupColumnOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Column of the groups in a table or a file of vectors; none ignores them.",
+        metavar="NAME",
+        show_default="group, if there is one",
+    ),
+]
 DimOption = Annotated[
     int | None,
     typer.Option(

@@ -288,6 +288,10 @@ def results_table(results: dict[str, Any]) -> None:
             cells = (metric_cell(metric, level["test"][name][metric]) for name in columns)
             grid.add_row(Text(visible(f"{level['name']}: {metric}")), *cells)
     Console().print(grid)
+    if results.get("groups"):
+        pairs, test = results["groups"]["pairs_left_out"], results["groups"]["test"]
+        line = f"{test:,} test groups: {pairs:,} pairs of the same class and group are left out"
+        Console().print(line, soft_wrap=True, highlight=False, markup=False)
     if results.get("no_interval"):
         Console().print(visible(results["no_interval"]), soft_wrap=True, highlight=False, markup=False)
 

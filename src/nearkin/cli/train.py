@@ -53,6 +53,8 @@ def train(
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded images in memory only.")] = False,
     partial: options.PartialFlag = False,
+    group_pattern: options.GroupPatternOption = None,
+    group_column: options.GroupColumnOption = None,
     skip_single: options.SkipSingleFlag = False,
     skip_unreadable: options.SkipUnreadableFlag = False,
     levels: options.LevelsOption = None,
@@ -89,6 +91,8 @@ def train(
     flags = {
         "data.source": source,
         "data.root": None if root is None else str(root),
+        "data.group_pattern": group_pattern,
+        "data.group_column": group_column,
         "data.skip_single": skip_single or None,
         "data.unreadable": "skip" if skip_unreadable else None,
         "data.closed": closed or None,

@@ -15,7 +15,7 @@ from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import build_encoder
 from nearkin.training.run import raw
 from nearkin.training.trainer import PRECISIONS
-from nearkin.training.validation import HeldOut
+from nearkin.training.validation import HeldOut, groups_of
 
 __all__ = ["BASELINE", "METRICS", "UNTRAINED", "evaluate_models", "model_folder"]
 
@@ -65,5 +65,6 @@ def _per_query(rows: Tensor, held_out: HeldOut, device: torch.device) -> NDArray
     if held_out.gallery is not None:
         assert held_out.gallery_labels is not None
         gallery, gallery_labels = rows[count:].to(device), torch.from_numpy(held_out.gallery_labels).to(device)
-    figures = retrieval_metrics.per_query(queries, labels, gallery, gallery_labels, ks=(), metrics=METRICS)
+    grouped = groups_of(held_out, device)
+    figures = retrieval_metrics.per_query(queries, labels, gallery, gallery_labels, ks=(), metrics=METRICS, **grouped)
     return torch.stack([figures[name] for name in METRICS], dim=1).numpy()

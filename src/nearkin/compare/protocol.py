@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin import data
 from nearkin.core import checks
+from nearkin.data import groups
 from nearkin.data.item_set import Items
 from nearkin.data.splits import LEAST, Parts
 from nearkin.training import exclusions
 from nearkin.training.build import new_encoder
 from nearkin.training.config.defaults import settle, settle_source, split_items
-from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.recipe import Recipe, no_effect
 from nearkin.training.config.registry import LOSSES
-from nearkin.training.prepare import Prepared, check_recipe, fingerprint, item_rows
+from nearkin.training.prepare import Prepared, check_recipe, fingerprint, item_rows, load_items
 from nearkin.training.validation import HeldOut
 
 __all__ = [
@@ -119,7 +119,8 @@ class Setup:
     def folds(self, count: int) -> Folds:
         """The classes in `count` folds; the batch is settled for the fold with the fewest training classes."""
         if count not in self._folds:
-            labels, parts = self.labels, make_folds(self.items, self.usable, count, self.recipe.data.seed)
+            options, labels = self.recipe.data, self.labels
+            parts = make_folds(self.items, self.usable, count, options.seed, options.group_scope or "set")
             smallest = min(parts, key=lambda fold: len(np.unique(labels[fold.train])))
             settled = self._settled(smallest)
             recipe = self.recipe.with_("sampler", **settled.sampler)
@@ -205,7 +206,7 @@ def open_setup(recipe: Recipe, callback: Any = lambda _: None) -> Setup:
     return Setup(completed, training_items, rows, usable, digest, parts.note, test_size, notes, recipe)
 
 
-def make_folds(items: Items, of: NDArray[np.int64], count: int, seed: int) -> list[Parts]:
+def make_folds(items: Items, of: NDArray[np.int64], count: int, seed: int, scope: str = "set") -> list[Parts]:
     """Divides the items at the indices `of` into training and validation classes, `count` times; no test part.
 
     Classes are ordered by a hash of (seed, name): their order in the source does not matter, and one class more changes
@@ -216,18 +217,26 @@ def make_folds(items: Items, of: NDArray[np.int64], count: int, seed: int) -> li
         raise ValueError(f"folds must be at most {MAX_FOLDS}, got {count}")
     assert items.labels is not None
     labels = items.labels[of]
-    order = sorted(np.unique(labels).tolist(), key=lambda c: _hash(seed, items.classes[c]))
+    blocks = groups.class_blocks(items, of, scope)  # classes that share a group are in one fold
+    blocks = [block for _, block in sorted((min(_hash(seed, items.classes[c]) for c in b), b) for b in blocks)]
+    total = len(np.unique(labels))
     needed = max(LEAST * count, 2 * LEAST)
-    if len(order) < needed:
-        most = len(order) // LEAST
+    if total < needed:
+        most = total // LEAST
         way_out = f"use --folds {most}" if most >= 2 else "a comparison needs at least 4 training classes"
         raise ValueError(
             f"{items.name}: {count} folds need at least {needed} training classes, {LEAST} to validate each, "
-            f"got {len(order)}; {way_out}"
+            f"got {total}; {way_out}"
         )
     parts = []
     for fold in range(count):
-        validation = np.isin(labels, order[fold::count])
+        validating = [c for block in blocks[fold::count] for c in block]
+        if not LEAST <= len(validating) <= total - LEAST:
+            raise ValueError(
+                f"{items.name}: its groups connect its classes, so {count} folds that keep groups whole are not to be "
+                "had; data.group_scope=class keeps them whole within each class only"
+            )
+        validation = np.isin(labels, validating)
         note = f"fold {fold + 1} of {count}"
         parts.append(Parts(np.sort(of[~validation]), np.sort(of[validation]), np.empty(0, np.int64), note=note))
     return parts
@@ -274,9 +283,11 @@ def comparable(names: str) -> list[str]:
 def _load(recipe: Recipe) -> tuple[Items, Parts]:
     options = recipe.data
     root = None if options.root is None else Path(options.root)
-    items = data.load(options.source, root=root, partial=options.partial)
+    items = load_items(recipe, root)
     if items.labels is None:
         raise ValueError(f"{items.name}: a comparison needs classes, the source has continuous targets only")
+    if options.group_scope is not None and items.groups is None:
+        no_effect("data.group_scope", f"{items.name} has no groups")
     return items, exclusions.listed(recipe, items, split_items(items, recipe, []))
 
 

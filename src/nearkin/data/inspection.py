@@ -91,6 +91,9 @@ def _sizes(items: Items, of: NDArray[np.int64]) -> dict[str, Any]:
         counts["classes"] = len(kinds)
         for word, place in (("smallest", int(sizes.argmin())), ("largest", int(sizes.argmax()))):
             counts[word] = {"class": items.classes[kinds[place]], "items": int(sizes[place])}
+    if items.groups is not None:
+        groups = Counter(items.groups[i] for i in of)
+        counts["groups"] = len(groups) + max(groups[""] - 1, 0)  # "": each in a group of its own
     return counts
 
 
@@ -132,6 +135,8 @@ def _tally(values: list[Any]) -> list[int]:
 
 def _counts(sizes: dict[str, Any]) -> str:
     text = _count_of(sizes["items"], "item")
+    if "groups" in sizes:
+        text += f", {_count_of(sizes['groups'], 'group')}"
     if "classes" in sizes:
         small, large = sizes["smallest"], sizes["largest"]
         text += f", {_count_of(sizes['classes'], 'class', 'classes')}"

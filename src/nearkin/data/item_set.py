@@ -101,6 +101,8 @@ class Items:
     closed_split  (N,) the publisher's other split, in which every class is in every part, or None
     pictures      the images; None for vectors
     vectors       (N, D) float32; None for images
+    groups        (N,) names of the bursts, cameras, writers, … of the items; "" for an item that shares its group with
+                  none; None where there are no groups
     pairs         the pairs of a verification protocol, or None
     note          one line for reports: what was read, and with which split
     ignored       what was skipped, one line per reason
@@ -119,12 +121,14 @@ class Items:
     note: str = ""
     closed_split: list[str] | None = None
     ignored: list[str] = field(default_factory=list)
+    groups: list[str] | None = None
 
     levels: list[Level] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         columns: dict[str, Any] = {
-            key: getattr(self, key) for key in ("labels", "targets", "split", "closed_split", "pictures", "vectors")
+            key: getattr(self, key)
+            for key in ("labels", "targets", "split", "closed_split", "pictures", "vectors", "groups")
         }
         for key, column in columns.items():
             if column is not None and len(column) != len(self.names):
@@ -162,6 +166,7 @@ class Items:
             targets=None if self.targets is None else self.targets[chosen],
             split=pick(self.split),
             closed_split=pick(self.closed_split),
+            groups=pick(self.groups),
             pictures=None if self.pictures is None else self.pictures.take(chosen),
             vectors=None if self.vectors is None else self.vectors[chosen],
             pairs=None if self.pairs is None else _pairs_among(self.pairs, chosen, len(self)),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nearkin.core import checks
-from nearkin.data import file_tree, folders, glyphs, tables, vector_files, vectors
+from nearkin.data import file_tree, folders, glyphs, groups, tables, vector_files, vectors
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.benchmarks import read as read_benchmark
 from nearkin.data.item_set import Arrays, Items
@@ -35,8 +35,12 @@ def sources() -> list[Source]:
             "glyphs", "letters and symbols in twelve typefaces, drawn here (the default)", "the extra nearkin[glyphs]"
         ),
         Source("FOLDER", "class folders, also under train, val, test", "FOLDER/heron/1.jpg (also in a .zip or .tar)"),
-        Source("TABLE", "a .csv, .tsv or .parquet", "path,label[,split], or path and numeric target columns"),
-        Source("VECTORS", "an .npz, .safetensors or .parquet", "embeddings with labels or targets, split if you like"),
+        Source("TABLE", "a .csv, .tsv or .parquet", "path,label[,split][,group], or path and numeric targets"),
+        Source(
+            "VECTORS",
+            "an .npz, .safetensors or .parquet",
+            "embeddings with labels or targets; split, groups if you like",
+        ),
         *sets,
     ]
 
@@ -49,6 +53,8 @@ def load(
     partial: bool = False,
     labelled: bool = True,
     levels: Sequence[str] = (),
+    group_pattern: str | None = None,
+    group_column: str | None = None,
 ) -> Items:
     """The items of a source.
 
@@ -57,10 +63,34 @@ def load(
     labelled: False also takes images without class folders, and tables and vectors without labels, as `embed` does.
     levels: names of coarser levels of the classes, the finest first: columns of a table, entries of a file of vectors,
     the folders around class folders from the inside out, "script" of `glyphs`, "alphabet" of `omniglot`.
+    group_pattern: where the group of an item (burst, camera, writer) is in its name, as "*_c{group}_*". group_column:
+    of a table or a file of vectors; by default "group" ("groups" beside vectors) if there is one; "none" ignores it.
     """
     checks.integer("seed", seed, 0)
+    if group_pattern is not None and group_column is not None:
+        raise ValueError("group_pattern and group_column exclude each other, got both")
+    column = groups.UNUSED if group_pattern is not None else group_column
+    items = _load(source, root, seed, partial, labelled, levels, column)
+    return items if group_pattern is None else groups.by_pattern(items, group_pattern)
+
+
+def _load(
+    source: str | Path,
+    root: str | Path | None,
+    seed: int,
+    partial: bool,
+    labelled: bool,
+    levels: Sequence[str],
+    group_column: str | None,
+) -> Items:
     name, base = os.fspath(source), None if root is None else Path(root).expanduser()
     check_names(name, levels)
+    table = Path(name).suffix.lower() in (*tables.KINDS, *vector_files.READABLE) and not Path(name).is_dir()
+    if group_column not in (None, groups.UNUSED) and (name == "glyphs" or name in BENCHMARKS or not table):
+        raise ValueError(
+            f'{name}: group_column is for tables and files of vectors, got "{group_column}"; '
+            "group_pattern finds groups in file names"
+        )
     if name == "glyphs":
         _refuse_root(name, base)
         return _with_levels(_glyphs(seed), levels)
@@ -77,10 +107,12 @@ def load(
     if folder:
         _refuse_root(name, base)
         return folders.read(path, name, labelled, levels)
-    return _file(path, name, base, labelled, levels)
+    return _file(path, name, base, labelled, levels, group_column)
 
 
-def _file(path: Path, name: str, root: Path | None, labelled: bool, levels: Sequence[str]) -> Items:
+def _file(
+    path: Path, name: str, root: Path | None, labelled: bool, levels: Sequence[str], group_column: str | None
+) -> Items:
     ending = path.suffix.lower()
     if path.name.lower().endswith((*file_tree.KINDS, *file_tree.COMPRESSED)):
         _refuse_root(name, root)
@@ -92,8 +124,8 @@ def _file(path: Path, name: str, root: Path | None, labelled: bool, levels: Sequ
         raise ValueError(f"{name}: its permissions do not allow reading it")
     if ending in vector_files.READABLE and not (ending == ".parquet" and _has_paths(path)):
         _refuse_root(name, root)
-        return vectors.items(path, name, labelled, levels)
-    return tables.read(path, name, root, labelled, levels)
+        return vectors.items(path, name, labelled, levels, group_column)
+    return tables.read(path, name, root, labelled, levels, group_column)
 
 
 def _has_paths(path: Path) -> bool:

@@ -1,13 +1,18 @@
-"""Train, validation and test: split by classes, so that test classes are unseen; by items on request."""
+"""Train, validation and test: split by classes, so that test classes are unseen; by items on request.
+
+Where items have groups (bursts, cameras, writers), a group is in one part: see `divide`.
+"""
 
 import hashlib
 from collections.abc import Iterable
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import checks
+from nearkin.data import groups
 from nearkin.data.file_tree import by_bytes, printable
 from nearkin.data.item_set import Items
 
@@ -45,6 +50,7 @@ def divide(
     test: float = 0.25,
     skip_single: bool = False,
     official: bool = True,
+    group_scope: str = "set",
 ) -> Parts:
     """Parts that share no class, the official ones if there are any; `val` is a share of what is not test.
 
@@ -52,8 +58,14 @@ def divide(
     items of every class instead, and so does an official split whose parts share classes; items without classes are
     divided one by one. skip_single drops classes with a single item, in total or in their part. official=False ignores
     the source's split.
+
+    Items with groups: no group is in two parts. Classes that share a group stay together; where groups connect nearly
+    all classes, as cameras do, there is no such split by classes, and group_scope="class" keeps a group whole within
+    each class only: a class is in one part anyway. closed=True divides the groups of every class instead of its items,
+    or, where a group has items of several classes, all groups at once.
     """
     checks.integer("seed", seed, 0)
+    checks.one_of("group_scope", group_scope, groups.SCOPES)
     checks.between("val", val, 0, 1)
     checks.between("test", test, 0, 1)
     if len(items) == 0:
@@ -67,16 +79,19 @@ def divide(
         _require_two_classes(items.take(usable))
     column = source_split(items, closed) if official else None
     if column is not None:
-        return _official(items, usable, column, seed, val, skip_single)
-    if items.labels is None:
+        parts = _official(items, usable, column, seed, val, skip_single, group_scope)
+    elif items.labels is None:
         rest, tested = _hold_out_items(items, usable, seed, test, then=LEAST)
         train, validation = _hold_out_items(items, rest, seed, val)
-        return _parts(items, train, validation, tested, None, f"seeded, item by item (seed {seed})")
-    if closed:
-        return _closed(items, usable, seed, val, test)
-    rest, tested = _hold_out_classes(items, usable, seed, test, then=LEAST)
-    train, validation = _hold_out_classes(items, rest, seed, val)
-    return _parts(items, train, validation, tested, None, f"seeded, no class in two parts (seed {seed})")
+        unit = "item by item" if items.groups is None else "group by group"
+        parts = _parts(items, train, validation, tested, None, f"seeded, {unit} (seed {seed})")
+    elif closed:
+        parts = _closed(items, usable, seed, val, test, group_scope)
+    else:
+        rest, tested = _hold_out_classes(items, usable, seed, test, then=LEAST, scope=group_scope)
+        train, validation = _hold_out_classes(items, rest, seed, val, scope=group_scope)
+        parts = _parts(items, train, validation, tested, None, f"seeded, no class in two parts (seed {seed})")
+    return parts if items.groups is None else _with_groups(items, parts, group_scope)
 
 
 def leave_out(items: Items, parts: Parts, indices: Ints) -> Parts:
@@ -124,7 +139,9 @@ def _shares_classes(items: Items, column: list[str]) -> bool:
     return bool(np.isin(items.labels[marks != "train"], items.labels[marks == "train"]).any())
 
 
-def _official(items: Items, usable: Ints, column: list[str], seed: int, share: float, skip_single: bool) -> Parts:
+def _official(
+    items: Items, usable: Ints, column: list[str], seed: int, share: float, skip_single: bool, scope: str
+) -> Parts:
     marks = np.array(column)
     of = {mark: usable[marks[usable] == mark] for mark in ("train", "val", "test", "query", "gallery")}
     tested = np.sort(np.concatenate([of["test"], of["query"]]))
@@ -148,10 +165,11 @@ def _official(items: Items, usable: Ints, column: list[str], seed: int, share: f
         if items.labels is None:
             train, validation = _hold_out_items(items, train, seed, share)
         elif np.isin(items.labels[tested], items.labels[train]).any():
-            train, validation = _hold_out_of_each_class(items, train, seed, share)
+            whole = scope == "set" and groups.spanning(items, train) is not None
+            train, validation = (_hold_out_items if whole else _hold_out_of_each_class)(items, train, seed, share)
             whose += f", train and test share classes; validation items out of training (seed {seed})"
         else:
-            train, validation = _hold_out_classes(items, train, seed, share)
+            train, validation = _hold_out_classes(items, train, seed, share, scope=scope)
             whose += f"; validation classes out of training (seed {seed})"
     for part, places in (("training", train), ("validation", validation), ("test", tested)):
         if items.labels is not None and len(kinds := np.unique(items.labels[places])) < LEAST:
@@ -159,59 +177,134 @@ def _official(items: Items, usable: Ints, column: list[str], seed: int, share: f
     return _parts(items, train, validation, tested, gallery, whose)._replace(official=official)
 
 
-def _closed(items: Items, usable: Ints, seed: int, val: float, test: float) -> Parts:
+def _closed(items: Items, usable: Ints, seed: int, val: float, test: float, scope: str) -> Parts:
+    if scope == "set" and groups.spanning(items, usable) is not None:  # a group is in one part with all its classes
+        rest, tested = _hold_out_items(items, usable, seed, test, then=LEAST)
+        train, validation = _hold_out_items(items, rest, seed, val)
+        return _parts(items, train, validation, tested, None, f"seeded, group by group (seed {seed})")
     rest, tested = _hold_out_of_each_class(items, usable, seed, test, then=LEAST)
     train, validation = _hold_out_of_each_class(items, rest, seed, val, only=np.unique(_labels(items)[tested]))
     return _parts(items, train, validation, tested, None, f"seeded, every class in every part (seed {seed})")
 
 
-def _hold_out_classes(items: Items, of: Ints, seed: int, share: float, then: int = 0) -> tuple[Ints, Ints]:
+def _hold_out_classes(
+    items: Items, of: Ints, seed: int, share: float, then: int = 0, scope: str = "set"
+) -> tuple[Ints, Ints]:
     """Holds out whole classes: (rest, held out); `then` more classes must remain for a later part."""
     labels = _labels(items)[of]
-    kinds = np.unique(labels)
-    order = sorted(kinds.tolist(), key=lambda c: _hash(seed, items.classes[c]))
+    blocks = groups.class_blocks(items, of, scope)
+    order = sorted(((min(_hash(seed, items.classes[c]) for c in block), block) for block in blocks), key=lambda b: b[0])
+    total = len(np.unique(labels))
     needed = 2 * LEAST + then
-    if len(order) < needed:
+    if total < needed:
         parts = "training, validation and test" if then else "training and validation"
         raise ValueError(
-            f"{items.name}: {parts} need at least {needed} classes to share out, got {len(order)}. "
+            f"{items.name}: {parts} need at least {needed} classes to share out, got {total}. "
             "Use --closed to divide the images of every class instead"
         )
-    count = min(max(LEAST, round(share * len(order))), len(order) - LEAST - then)
-    chosen = np.isin(labels, order[:count])
+    most = total - LEAST - then
+    count = min(max(LEAST, round(share * total)), most)
+    held: list[int] = []
+    for _, block in order:
+        if len(held) < count and len(held) + len(block) <= most:
+            held += block
+    if len(held) < LEAST:
+        group, classes = groups.spanning(items, of) or ("", 0)
+        raise ValueError(
+            f'{items.name}: its groups connect its classes (group "{group}" has items of {classes} of {total}), so '
+            "no division by classes keeps every group whole. data.group_scope=class keeps them whole within each class "
+            "only; --closed divides groups instead of classes"
+        )
+    chosen = np.isin(labels, held)
     return of[~chosen], of[chosen]
 
 
 def _hold_out_of_each_class(
     items: Items, of: Ints, seed: int, share: float, then: int = 0, only: Ints | None = None
 ) -> tuple[Ints, Ints]:
-    """Holds out some items of every class: (rest, held out); a class too small for that stays in the rest."""
+    """Holds out some items of every class: (rest, held out); a class too small for that stays in the rest.
+
+    Whole groups of items, where there are groups.
+    """
     labels = _labels(items)[of]
     chosen: list[int] = []
     kinds = 0
     for kind, members in _members(labels):
-        if len(members) < 2 * LEAST + then or (only is not None and kind not in only):
+        units = _units(items, of[members], seed)
+        if len(units) < 2 * LEAST + then or (only is not None and kind not in only):
             continue
-        count = min(max(LEAST, round(share * len(members))), len(members) - LEAST - then)
-        order = sorted(of[members].tolist(), key=lambda i: _hash(seed, items.names[i]))
-        chosen += order[:count]
+        count = min(max(LEAST, round(share * len(units))), len(units) - LEAST - then)
+        chosen += [i for unit in units[:count] for i in unit]
         kinds += 1
     if kinds < LEAST:
+        what = "items" if items.groups is None else "groups"
         raise ValueError(
-            f"{items.name}: dividing the items of every class needs at least {LEAST} classes "
-            f"of {2 * LEAST + then} items or more, got {kinds}"
+            f"{items.name}: dividing the {what} of every class needs at least {LEAST} classes "
+            f"of {2 * LEAST + then} {what} or more, got {kinds}"
         )
     apart = np.isin(of, chosen)
     return of[~apart], of[apart]
 
 
 def _hold_out_items(items: Items, of: Ints, seed: int, share: float, then: int = 0) -> tuple[Ints, Ints]:
-    """Holds out single items: (rest, held out)."""
-    if len(of) < 2 * LEAST + then:
-        raise ValueError(f"{items.name}: it needs at least {2 * LEAST + then} items to be divided, got {len(of)}")
-    order = sorted(of.tolist(), key=lambda i: _hash(seed, items.names[i]))
-    chosen = np.isin(of, order[: min(max(LEAST, round(share * len(of))), len(of) - LEAST - then)])
+    """Holds out single items, or whole groups: (rest, held out)."""
+    units = _units(items, of, seed)
+    if len(units) < 2 * LEAST + then:
+        what = "items" if items.groups is None else "groups"
+        raise ValueError(f"{items.name}: it needs at least {2 * LEAST + then} {what} to be divided, got {len(units)}")
+    count = min(max(LEAST, round(share * len(units))), len(units) - LEAST - then)
+    chosen = np.isin(of, [i for unit in units[:count] for i in unit])
     return of[~chosen], of[chosen]
+
+
+def _units(items: Items, of: Ints, seed: int) -> list[list[int]]:
+    """What is divided, by a hash of (seed, name): the items, or their groups by the smallest hash of their items."""
+    ordered = sorted(of.tolist(), key=lambda i: _hash(seed, items.names[i]))
+    units: dict[tuple[str, int], list[int]] = {}
+    for i in ordered:
+        group = "" if items.groups is None else items.groups[i]
+        units.setdefault((group, -1 if group else i), []).append(i)
+    return list(units.values())
+
+
+def _with_groups(items: Items, parts: Parts, scope: str) -> Parts:
+    """Checks that no group is in two parts and that held-out items have something to find; completes the note."""
+    ids = groups.group_ids(items)
+    assert ids is not None
+    tested = parts.test if parts.gallery is None else np.union1d(parts.test, parts.gallery)
+    number = ids if scope == "set" or items.labels is None else ids * (len(items.classes) + 1) + items.labels
+    for (first, a), (second, b) in combinations((("train", parts.train), ("val", parts.val), ("test", tested)), 2):
+        shared = np.intersect1d(number[a[ids[a] >= 0]], number[b[ids[b] >= 0]])
+        if len(shared):
+            assert items.groups is not None
+            example = items.groups[int(np.flatnonzero((number == shared[0]) & (ids >= 0))[0])]
+            hint = "; data.group_scope=class counts a group within its class only" if scope == "set" else ""
+            raise ValueError(
+                f"{items.name}: a group must be in one part, {len(shared)} are in {first} and in {second}, such as "
+                f'"{example}"{hint}'
+            )
+    if items.labels is not None:
+        for part, queries, searched in (("validation", parts.val, parts.val), ("test", parts.test, parts.gallery)):
+            if not _finds(items.labels, ids, queries, queries if searched is None else searched):
+                raise ValueError(
+                    f"{items.name}: no {part} item has an item of its class in another group, and those of the same "
+                    "group are left out, so there is nothing to find"
+                )
+    whose, colon, counts = parts.note.partition(": ")
+    whole = "no group in two parts" if scope == "set" else "groups whole within each class"
+    return parts._replace(note=f"{whose}, {whole}{colon}{counts}")
+
+
+def _finds(labels: Ints, ids: Ints, queries: Ints, searched: Ints) -> bool:
+    """Whether a query has an item of its class in another group."""
+    alone = ids < 0
+    number = np.where(alone, ids.max() + 1 + np.arange(len(ids)), ids)
+    pairs = np.unique(np.stack([labels[searched], number[searched]]), axis=1)
+    several = np.bincount(pairs[0], minlength=labels.max() + 1)
+    only = np.full(labels.max() + 1, -1, np.int64)
+    only[pairs[0]] = pairs[1]
+    of = labels[queries]
+    return bool(((several[of] > 1) | ((several[of] == 1) & (only[of] != number[queries]))).any())
 
 
 def _members(labels: Ints) -> Iterable[tuple[int, Ints]]:

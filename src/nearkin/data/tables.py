@@ -1,9 +1,10 @@
-"""A table of pictures: CSV, TSV or Parquet with `path,label[,split]`, or with `path` and numeric target columns.
+"""A table of pictures: CSV, TSV or Parquet with `path,label[,split][,group]`, or `path` and numeric target columns.
 
 path      relative to the table's folder (or to `root`), or absolute
 label     the class, any text
 split     train, val, test, query or gallery
 LEVEL     with `levels`: columns of any name that group the classes, from finer to coarser
+group     the burst, camera, session, writer of the picture, any text; another column by `group_column`
 target…   numbers: `target`, or `target_1`, `target_2`, … Without a `label` and without such columns, every further
           column is a target and must be numeric
 """
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from nearkin.data import vector_files
 from nearkin.data.file_tree import Files, printable
 from nearkin.data.folders import SPLIT_NAMES, numbered
+from nearkin.data.groups import IGNORED, UNUSED
 from nearkin.data.item_set import Items
 from nearkin.data.levels import Level, levels_of
 
@@ -37,8 +39,18 @@ class Table(NamedTuple):
     rows: list[int]
 
 
-def read(path: Path, name: str, root: Path | None = None, labelled: bool = True, levels: Sequence[str] = ()) -> Items:
-    """One item per row; a ValueError names the rows that cannot be used."""
+def read(
+    path: Path,
+    name: str,
+    root: Path | None = None,
+    labelled: bool = True,
+    levels: Sequence[str] = (),
+    group_column: str | None = None,
+) -> Items:
+    """One item per row; a ValueError names the rows that cannot be used.
+
+    group_column: of the groups; None: "group", if there is one; "none": no groups. levels: columns above the classes.
+    """
     table = _parquet(path, name) if path.suffix.lower() == ".parquet" else _text(path, name)
     _require(table, "path")
     if not table.rows:
@@ -50,13 +62,15 @@ def read(path: Path, name: str, root: Path | None = None, labelled: bool = True,
     paths = [os.path.join(base, cell) for cell in columns["path"]]
     exists = dict(zip(columns["path"], map(os.path.isfile, paths), strict=True))
     _refuse(table, "path", f"name files that are not there (paths start at {base})", lambda cell: not exists[cell])
-    labels, targets = columns.get("label"), _targets(table) if labelled else None
+    group = _group_column(table, group_column)
+    labels, targets = columns.get("label"), _targets(table, group) if labelled else None
     if labels is None and targets is None and labelled:
         raise ValueError(f'{name}: it must have a column "label" or numeric target columns beside "path"')
     if labels is not None:
         _refuse(table, "label", "have no label", lambda cell: not cell)
     classes, ids = numbered(labels) if labels is not None else ([], None)
-    used = {"path", "label", "split", *_target_names(table), *(level.lower() for level in levels)}
+    used = {"path", "label", "split", *_target_names(table, group)} | ({group} if group else set())
+    used |= {level.lower() for level in levels}
     return Items(
         name=name,
         names=[printable(cell) for cell in columns["path"]],
@@ -66,6 +80,7 @@ def read(path: Path, name: str, root: Path | None = None, labelled: bool = True,
         split=_split(table),
         pictures=Files(paths),
         note=f"{name}: " + ("its own split" if "split" in columns else "no split of its own"),
+        groups=None if group is None else columns[group],
         ignored=[f'column "{key}", which is not used' for key in columns if key not in used],
         levels=_levels(table, levels, classes, ids),
     )
@@ -157,15 +172,29 @@ def _unique(table: Table) -> None:
         raise ValueError(f"{table.name}: {paths} listed more than once ({some(twice)})")
 
 
-def _target_names(table: Table) -> list[str]:
-    named = [key for key in table.columns if key == "target" or key.startswith("target_")]
+def _group_column(table: Table, asked: str | None) -> str | None:
+    """The column of the groups, in which no cell may be empty; None if there is none."""
+    if asked == IGNORED and "group" not in table.columns:
+        raise ValueError(f'{table.name}: group_column would have no effect: there is no column "group" to ignore')
+    if asked in (IGNORED, UNUSED) or (asked is None and "group" not in table.columns):
+        return None
+    key = (asked or "group").strip().lower()
+    _require(table, key)
+    if key in ("path", "label", "split"):
+        raise ValueError(f'{table.name}: group_column must be a column of its own, got "{key}"')
+    _refuse(table, key, f'have no group in column "{key}"', lambda cell: not cell)
+    return key
+
+
+def _target_names(table: Table, group: str | None = None) -> list[str]:
+    named = [key for key in table.columns if key != group and (key == "target" or key.startswith("target_"))]
     if named or "label" in table.columns:
         return named
-    return [key for key in table.columns if key not in ("path", "split")]
+    return [key for key in table.columns if key not in ("path", "split", "group", group)]
 
 
-def _targets(table: Table) -> NDArray[np.float64] | None:
-    names = _target_names(table)
+def _targets(table: Table, group: str | None) -> NDArray[np.float64] | None:
+    names = _target_names(table, group)
     for key in names:
         hint = "" if key.startswith("target") else ', and without a "label" column every further column is a target'
         _refuse(table, key, f'have no finite number in column "{key}"{hint}', lambda cell: not _is_number(cell))

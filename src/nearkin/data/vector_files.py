@@ -1,11 +1,12 @@
 """Files of vectors: .npz, .npy, .safetensors and .parquet read, all but .npy written; and text files beside them.
 
     .npz, .safetensors   `embeddings` (N, D) floats; `labels` (N,) integers or, npz, strings, or 0/1 rows (N, L) where
-                         an item has several; `targets` (N,) or (N, K); `names` (N,) strings, the names of the rows, in
-                         .safetensors as JSON in the header, where `classes` names the label ids; `quality` (N,), the
-                         lengths that an encoder of free length gave, is written and not read
+                         an item has several; `targets` (N,) or (N, K); `groups` (N,) as `labels`; `names` (N,) strings,
+                         the names of the rows, in .safetensors as JSON in the header, where `classes` names the label
+                         ids and `groups` has the names of the groups; `quality` (N,), the lengths that an encoder of
+                         free length gave, is written and not read
     .npy                 the embeddings alone; labels and targets are separate files: .npy, or .csv/.txt, one per line
-    .parquet             columns `embedding` (lists of floats), `label`, `target`, `name`, `quality`
+    .parquet             columns `embedding` (lists of floats), `label`, `target`, `group`, `name`, `quality`
 
 Nothing is ever unpickled, and a file that cannot be used is refused with one sentence that begins with its name.
 """
@@ -30,24 +31,14 @@ from torch import Tensor
 from nearkin.core import checks, files
 from nearkin.core.errors import RefusedVectors
 
-__all__ = [
-    "READABLE",
-    "WRITABLE",
-    "arrow",
-    "column_beside",
-    "contents",
-    "entry_of",
-    "lines_of",
-    "numpy_file",
-    "present",
-]
-__all__ += ["split_of", "writable", "write"]
+__all__ = ["READABLE", "WRITABLE", "arrow", "column_beside", "contents", "lines_of", "numpy_file", "present"]
+__all__ += ["entry", "writable", "write"]
 
 READABLE = (".npz", ".npy", ".parquet", ".safetensors")
 WRITABLE = (".npz", ".safetensors", ".parquet")
 BESIDE = (".npy", ".csv", ".txt")
 _UNREADABLE = (ValueError, KeyError, EOFError, OSError, SyntaxError, zipfile.BadZipFile, zlib.error)
-_TENSORS = ("embeddings", "labels", "targets")
+_TENSORS = ("embeddings", "labels", "targets", "groups")
 
 
 def present(path: Path, kinds: Iterable[str], what: str) -> Path:
@@ -65,20 +56,15 @@ def present(path: Path, kinds: Iterable[str], what: str) -> Path:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """The arrays of a file by name: embeddings, and labels, targets and names if present."""
+    """The arrays of a file by name: embeddings, and labels, targets, groups and names if present."""
     kind = path.suffix.lower()
     if kind == ".npy":
         return {"embeddings": numpy_file(path)}
     return _npz(path) if kind == ".npz" else _safetensors(path) if kind == ".safetensors" else _parquet(path)
 
 
-def split_of(path: Path) -> Any:
-    """The entry `split` of a file that `contents` could read, or None."""
-    return entry_of(path, "split")
-
-
-def entry_of(path: Path, key: str) -> Any:
-    """Another entry of a file that `contents` could read, or None."""
+def entry(path: Path, key: str) -> Any:
+    """An entry of a file that `contents` could read, such as "split"; None if there is none of that name."""
     ending = path.suffix.lower()
     if ending == ".npz":
         with np.load(path, allow_pickle=False) as archive:
@@ -115,7 +101,7 @@ def column_beside(path: Path, what: str, rows: int) -> Any:
             raise ValueError(f"{path}: targets must be numbers, as many in each line") from None
     widest = max((len(line) for line in lines), default=1)
     if widest > 1:
-        raise ValueError(f"{path}: labels must be one per line, got {widest} columns")
+        raise ValueError(f"{path}: {what} must be one per line, got {widest} columns")
     names = [line[0] for line in lines]
     try:
         return np.array([int(name) for name in names], dtype=np.int64)
@@ -195,12 +181,13 @@ def _safetensors(path: Path) -> dict[str, Any]:
 def _header_arrays(header: dict[str, str], labels: Any) -> dict[str, Any]:
     """Names of rows, and labels by name, from a header that `nearkin embed` wrote; a foreign header is ignored."""
     lists: dict[str, list[str]] = {}
-    for key in ("names", "classes"):
+    for key in ("names", "classes", "groups"):
         with suppress(ValueError):
             value = json.loads(header.get(key, ""))
             if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
                 lists[key] = value
     arrays: dict[str, Any] = {"names": lists["names"]} if "names" in lists else {}
+    arrays |= {"groups": np.array(lists["groups"], dtype=str)} if "groups" in lists else {}
     classes = lists.get("classes", [])
     ids = isinstance(labels, Tensor) and labels.dim() == 1 and labels.dtype == torch.int64 and len(labels) > 0
     if classes and ids and int(labels.min()) >= 0 and int(labels.max()) < len(classes):
@@ -213,7 +200,7 @@ def _parquet(path: Path) -> dict[str, Any]:
     try:
         keys = list(parquet.read_schema(path).names)
         _require(path, "embedding", keys, "columns")
-        columns = ("embedding", "label", "target", "name")
+        columns = ("embedding", "label", "target", "group", "name")
         table = parquet.read_table(path, columns=[key for key in columns if key in keys])
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable .parquet file ({_reason(error)})") from None
@@ -265,10 +252,11 @@ def write(
     names: list[str],
     classes: list[str],
     quality: NDArray[np.float64] | None = None,
+    groups: list[str] | None = None,
 ) -> None:
-    """One row per item: its embedding, the name of its class, its targets, its name, and its quality.
+    """One row per item: its embedding, the name of its class, its targets, its name, its quality and its group.
 
-    A safetensors file has numbers only: labels are ids there, and the header has "classes" and "names" as JSON.
+    A safetensors file has numbers only: labels are ids there, and the header has "classes", "names", "groups" as JSON.
     """
     named = None if labels is None else np.array([classes[i] for i in labels], dtype=str)
     ending = path.suffix.lower()
@@ -279,13 +267,15 @@ def write(
             content |= {} if named is None else {"labels": named}
             content |= {} if targets is None else {"targets": targets}
             content |= {} if quality is None else {"quality": quality}
+            content |= {} if groups is None else {"groups": np.array(groups, dtype=str)}
             buffer = io.BytesIO()
             np.savez(buffer, **content)
             files.write_bytes(path, buffer.getvalue())
         elif ending == ".safetensors":
-            files.write_bytes(path, _safetensors_bytes(embeddings, labels, targets, names, classes, quality))
+            header = {"names": names, "classes": classes} | ({} if groups is None else {"groups": groups})
+            files.write_bytes(path, _safetensors_bytes(embeddings, labels, targets, header, quality))
         else:
-            _write_parquet(path, rows, named, targets, names, quality)
+            _write_parquet(path, rows, named, targets, names, quality, groups)
     except OSError as error:
         raise ValueError(f"{path}: could not be written ({error.strerror})") from None
 
@@ -294,8 +284,7 @@ def _safetensors_bytes(
     embeddings: Tensor,
     labels: NDArray[np.int64] | None,
     targets: NDArray[np.float64] | None,
-    names: list[str],
-    classes: list[str],
+    header: dict[str, list[str]],
     quality: NDArray[np.float64] | None,
 ) -> bytes:
     from safetensors.torch import save
@@ -304,7 +293,7 @@ def _safetensors_bytes(
     tensors |= {} if labels is None else {"labels": torch.from_numpy(labels).contiguous()}
     tensors |= {} if targets is None else {"targets": torch.from_numpy(targets).contiguous()}
     tensors |= {} if quality is None else {"quality": torch.from_numpy(quality)}
-    return save(tensors, metadata={"names": json.dumps(names), "classes": json.dumps(classes)})
+    return save(tensors, metadata={key: json.dumps(names) for key, names in header.items()})
 
 
 def _write_parquet(
@@ -314,6 +303,7 @@ def _write_parquet(
     targets: NDArray[np.float64] | None,
     names: list[str],
     quality: NDArray[np.float64] | None,
+    groups: list[str] | None,
 ) -> None:
     pyarrow, parquet = arrow(path, "writing")
     flat = pyarrow.array(np.ascontiguousarray(rows).reshape(-1))
@@ -327,6 +317,8 @@ def _write_parquet(
         columns["target"] = pyarrow.array(targets.tolist())
     if quality is not None:
         columns["quality"] = pyarrow.array(quality)
+    if groups is not None:
+        columns["group"] = pyarrow.array(groups)
     buffer = io.BytesIO()
     parquet.write_table(pyarrow.table(columns), buffer)
     files.write_bytes(path, buffer.getvalue())

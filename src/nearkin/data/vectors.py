@@ -18,6 +18,7 @@ from torch import Tensor
 from nearkin.core.labels import UNKNOWN
 from nearkin.data import vector_files
 from nearkin.data.folders import SPLIT_NAMES, numbered
+from nearkin.data.groups import IGNORED, UNUSED
 from nearkin.data.item_set import Items
 from nearkin.data.levels import levels_of
 
@@ -32,7 +33,8 @@ Labels = NDArray[Any]  # (N,), int64 or strings; (N, L) bool
 class Vectors(NamedTuple):
     """Embeddings (N, D), finite floats; labels (N,) int64 or strings, (N, L) bool; targets (N,) or (N, K) float64.
 
-    names (N,): of the rows, if the file has them. levels: of each coarser level (N,) strings.
+    names (N,): of the rows, if the file has them. groups (N,) int64 or strings, where -1 and "" share theirs with none.
+    levels: of each coarser level (N,) strings.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Vectors(NamedTuple):
     labels: Labels | None = None
     targets: Tensor | None = None
     names: list[str] | None = None
+    groups: Labels | None = None
     levels: dict[str, NDArray[np.str_]] | None = None
 
 
@@ -47,11 +50,15 @@ def read(
     path: str | Path,
     labels: str | Path | None = None,
     targets: str | Path | None = None,
+    groups: str | Path | None = None,
     *,
     multi_label: bool = False,
+    group_column: str | None = None,
     levels: Sequence[str] = (),
 ) -> Vectors:
-    """Reads embeddings with labels and targets; separate files for those take precedence over those in `path`.
+    """Reads embeddings with labels, targets and groups; separate files for these take precedence over those in `path`.
+
+    group_column: the entry of `path` that has the groups; "none" ignores them.
 
     multi_label: also takes 0/1 rows of labels, (N, L). levels: names of entries that group the classes.
     """
@@ -65,14 +72,30 @@ def read(
         names, source = vector_files.column_beside(Path(labels), "labels", rows), str(labels)
     if targets is not None:
         numbers, target_source = vector_files.column_beside(Path(targets), "targets", rows), str(targets)
+    grouped, group_source = _group_entry(path, arrays, group_column), str(path)
+    if groups is not None:
+        grouped, group_source = vector_files.column_beside(Path(groups), "groups", rows), str(groups)
     return Vectors(
         str(path),
         embeddings,
         None if names is None else _labels(source, names, rows, multi_label),
         None if numbers is None else _targets(target_source, numbers, rows),
         _names(arrays["names"], rows) if "names" in arrays else None,
+        None if grouped is None else _labels(group_source, grouped, rows, False, "groups"),
         level_columns(path, levels, rows) if levels else None,
     )
+
+
+def _group_entry(path: Path, arrays: dict[str, Any], asked: str | None) -> Any:
+    """The groups of a file: its own, or the entry asked for."""
+    if asked == IGNORED and "groups" not in arrays:
+        raise ValueError(f"{path}: group_column would have no effect: there are no groups to ignore")
+    if asked in (None, IGNORED, UNUSED):
+        return arrays.get("groups") if asked is None else None
+    value = arrays[asked] if asked in arrays else vector_files.entry(path, asked)
+    if value is None:
+        raise ValueError(f'{path}: it has no entry "{asked}" for group_column')
+    return value if isinstance(value, Tensor) else np.asarray(value)
 
 
 def class_ids(*label_sets: Labels) -> tuple[list[Tensor], list[str]]:
@@ -91,12 +114,14 @@ def class_ids(*label_sets: Labels) -> tuple[list[Tensor], list[str]]:
     return [torch.from_numpy(names) for names in label_sets], [str(name) for name in distinct if name != UNKNOWN]
 
 
-def items(path: Path, name: str, labelled: bool = True, levels: Sequence[str] = ()) -> Items:
+def items(
+    path: Path, name: str, labelled: bool = True, levels: Sequence[str] = (), group_column: str | None = None
+) -> Items:
     """One item per row; rows whose class is unknown (-1) are left out and counted.
 
     levels: names of entries of the file, one value per row, that group the classes.
     """
-    vectors = read(path)
+    vectors = read(path, group_column=group_column)
     if vectors.labels is None and vectors.targets is None and labelled:
         raise ValueError(f"{name}: it must hold labels or targets beside its vectors, or there is nothing to learn")
     rows = len(vectors.embeddings)
@@ -114,6 +139,7 @@ def items(path: Path, name: str, labelled: bool = True, levels: Sequence[str] = 
         split=split,
         vectors=vectors.embeddings.float().numpy(),
         note=f"{name}: " + ("its own split" if split else "no split of its own"),
+        groups=None if vectors.groups is None else _group_names(vectors.groups),
     )
     known = _without_unknown(every)
     if not levels:
@@ -130,7 +156,7 @@ def level_columns(path: Path, names: Sequence[str], rows: int) -> dict[str, NDAr
     """Entries of a file that group the classes of its rows, (N,) strings each."""
     columns = {}
     for name in names:
-        value = vector_files.entry_of(path, name)
+        value = vector_files.entry(path, name)
         if value is None:
             raise ValueError(f'{path}: no "{name}" in it for the level of that name')
         column = np.asarray(value)
@@ -139,6 +165,10 @@ def level_columns(path: Path, names: Sequence[str], rows: int) -> dict[str, NDAr
         _one_per_row(str(path), name, len(column), rows)
         columns[name] = column.astype(str)
     return columns
+
+
+def _group_names(groups: Labels) -> list[str]:
+    return ["" if groups.dtype.kind == "i" and group == UNKNOWN else str(group) for group in groups.tolist()]
 
 
 def _unique_names(names: list[str]) -> list[str]:
@@ -161,7 +191,7 @@ def _without_unknown(items: Items) -> Items:
 
 
 def _split(path: Path, name: str, rows: int) -> list[str] | None:
-    value = vector_files.split_of(path)
+    value = vector_files.entry(path, "split")
     if value is None:
         return None
     marks = [str(mark) for mark in np.asarray(value).reshape(-1).tolist()]
@@ -188,23 +218,23 @@ def _embeddings(path: Path, value: Any) -> Tensor:
     return rows
 
 
-def _labels(source: str, value: Any, rows: int, multi_label: bool) -> Labels:
+def _labels(source: str, value: Any, rows: int, multi_label: bool, what: str = "labels") -> Labels:
     names = np.asarray(value.tolist() if isinstance(value, Tensor) else value)
     if names.dtype.kind == "S":
         names = np.char.decode(names, "utf-8", "replace")
     if names.dtype.kind not in "biuU":
         got = str(value.dtype).removeprefix("torch.")
-        hint = "; real-valued ones are called targets" if names.dtype.kind == "f" else ""
-        raise ValueError(f"{source}: labels must be whole numbers or strings, got {got}{hint}")
+        hint = "; real-valued ones are called targets" if names.dtype.kind == "f" and what == "labels" else ""
+        raise ValueError(f"{source}: {what} must be whole numbers or strings, got {got}{hint}")
     if multi_label and names.ndim == 2 and names.dtype.kind in "biu" and ((names == 0) | (names == 1)).all():
         _one_per_row(source, "labels", len(names), rows)
         return names.astype(bool)
     if names.ndim != 1:
         rows_too = ", or be 0/1 rows (rows, labels)" if multi_label else ""
-        raise ValueError(f"{source}: labels must have shape (rows,){rows_too}, got {names.shape}")
-    _one_per_row(source, "labels", len(names), rows)
+        raise ValueError(f"{source}: {what} must have shape (rows,){rows_too}, got {names.shape}")
+    _one_per_row(source, what, len(names), rows)
     if names.dtype.kind == "u" and int(names.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"{source}: labels must be below 2**63, got {int(names.max())}")
+        raise ValueError(f"{source}: {what} must be below 2**63, got {int(names.max())}")
     return names if names.dtype.kind == "U" else names.astype(np.int64)
 
 

@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.core.relations import LabelDistance, Relation
+from nearkin.core.relations import UNKNOWN, LabelDistance, Relation
 
-__all__ = ["Array", "Counts", "Ends", "Floats", "Ids", "Progress", "Scores", "Values", "takes_arrays", "tensor"]
+__all__ = ["Array", "Counts", "Ends", "Floats", "Ids", "Progress", "Scores", "Values", "group_numbers", "takes_arrays"]
+__all__ += ["tensor"]
 
 if TYPE_CHECKING:  # the bodies of the functions have tensors
     Array: TypeAlias = Any
@@ -33,7 +34,7 @@ V = TypeVar("V")
 
 _ROWS = ("embeddings", "embeddings_a", "embeddings_b", "queries", "gallery", "pairs")
 _NUMBERS = (*_ROWS, "targets", "gallery_targets", "values", "a", "b")
-_IDS = ("labels", "gallery_labels", "groups", "classes", "assignment")
+_IDS = (("labels", "gallery_labels", "classes", "assignment"), ("groups", "gallery_groups"))  # numbered together
 
 
 class Scores(dict[str, V]):
@@ -86,6 +87,13 @@ def tensor(name: str, value: Any, on: torch.device | None = None) -> Any:
     return torch.from_numpy(np.require(value, value.dtype.newbyteorder("="), ["C", "W"])).to(on)
 
 
+def group_numbers(groups: Tensor) -> Tensor:
+    """Numbers (N,) from 0 to 2 N, equal where the groups are; an item of unknown group (-1) has one of its own."""
+    number = torch.unique(groups.long(), return_inverse=True)[1]
+    alone = len(groups) + torch.arange(len(groups), device=groups.device)
+    return torch.where(groups == UNKNOWN, alone, number)
+
+
 _PLAIN = (Tensor, str, bool, int, float, type(None))
 
 
@@ -95,7 +103,15 @@ def _convert(arguments: dict[str, Any]) -> list[str] | None:
     for name in _NUMBERS:
         if name in arguments:
             arguments[name] = tensor(name, arguments[name], device)
-    ids = {name: _id_array(name, arguments[name]) for name in _IDS if name in arguments}
+    names = [
+        _convert_ids({name: arguments[name] for name in kind if name in arguments}, arguments, device) for kind in _IDS
+    ]
+    return names[0]
+
+
+def _convert_ids(given: dict[str, Any], arguments: dict[str, Any], device: torch.device | None) -> list[str] | None:
+    """Converts ids that are numbered together, in `arguments`; returns their names, where they are names."""
+    ids = {name: _id_array(name, value) for name, value in given.items()}
     texts = [value for value in ids.values() if isinstance(value, np.ndarray) and value.dtype.kind == "U"]
     numbers = [value for value in ids.values() if isinstance(value, np.ndarray) and value.dtype.kind != "U"]
     if texts and (numbers or any(isinstance(value, Tensor) for value in ids.values())):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nearkin.core import checks, distances, random
 from nearkin.core.relations import UNKNOWN
-from nearkin.evaluation.arrays import Array, Counts, Ids, Progress, Scores, takes_arrays
+from nearkin.evaluation.arrays import Array, Counts, Ids, Progress, Scores, group_numbers, takes_arrays
 from nearkin.evaluation.retrieval.knn import BUDGET
 from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
 
@@ -47,6 +47,7 @@ def one_shot(
     budget: int = BUDGET,
     interval: bool = False,
     progress: Progress | None = None,
+    groups: Ids | None = None,
 ) -> Scores[float]:
     """Mean accuracy over episodes, in each of which a query is assigned to one of `ways` classes.
 
@@ -65,6 +66,10 @@ def one_shot(
     interval: also `.intervals["accuracy"]`, the 95 % interval over the choice of classes, each with its queries of all
     episodes (`cluster_bootstrap.share_interval`). With more episodes the "interval" of the mean goes to 0; this one
     goes to what other classes would change. progress(done, total) is called with episodes.
+
+    groups (N,): of the items. All items that an episode draws from a class are then of different groups, so no query is
+    recognised by a support of its own group: shots + queries different groups of the class are drawn, and one item of
+    each. Classes with fewer groups cannot be drawn.
     """
     checks.finite("embeddings", checks.rows("embeddings", embeddings))
     checks.class_ids("labels", labels, embeddings)
@@ -72,8 +77,10 @@ def one_shot(
     for name, (value, low) in {**counts, "queries": (queries, 1), "budget": (budget, 1)}.items():
         checks.integer(name, value, low)
     checks.one_of("score", score, SCORES)
+    if groups is not None:
+        checks.class_ids("groups", groups, embeddings)
     known = (labels != UNKNOWN).nonzero().squeeze(1).cpu().numpy()
-    members, first, sizes = _classes(labels, known, ways, shots + queries)
+    members, first, sizes, starts = _classes(labels, known, ways, shots + queries, groups)
     drawn, wide = shots + queries, distances.wide(embeddings)
     right, class_of = np.empty((episodes, ways)), np.empty((episodes, ways), np.int64)
     episode_bytes = 8 * ways * (6 * drawn * embeddings.shape[1] + 4 * queries * ways * (shots + 2))
@@ -81,7 +88,7 @@ def one_shot(
     for at in range(0, episodes, step):
         some = range(at, min(at + step, episodes))
         places = _draw(some, seed, ways, drawn, first, sizes)
-        items = members[places]  # (E, ways, drawn)
+        items = members[places if starts is None else _one_of_each(places, starts, some, seed)]  # (E, ways, drawn)
         rows = distances.upcast(embeddings.detach()[torch.from_numpy(items).to(embeddings.device)].to(wide))
         right[at : at + step] = _accuracy(rows[:, :, :shots], rows[:, :, shots:], score).cpu().numpy()
         class_of[at : at + step] = np.searchsorted(first, places[:, :, 0], side="right")
@@ -134,18 +141,37 @@ def omniglot_accuracy(embed: Callable[[Tensor], Tensor], path: str | Path) -> di
     return {"accuracy": float(values.mean()), "interval": spread, **result}
 
 
-def _classes(labels: Tensor, known: Counts, ways: int, needed: int) -> tuple[Counts, Counts, Counts]:
-    """Items grouped by class, and where each class that has enough of them begins and how many it has."""
+def _classes(
+    labels: Tensor, known: Counts, ways: int, needed: int, groups: Tensor | None
+) -> tuple[Counts, Counts, Counts, Counts | None]:
+    """Items in the order of their classes, and where each class that has enough of them begins and how many it has.
+
+    With groups the last two count groups, and the fourth array says where the items of each group begin and end.
+    """
     ids = labels.cpu().numpy()[known]
-    members = known[np.argsort(ids, kind="stable")]
+    order, starts, what = np.argsort(ids, kind="stable"), None, "items"
+    if groups is not None:
+        of = group_numbers(groups.cpu()).numpy()[known]
+        order, what = np.lexsort((of, ids)), "groups"
+        new = np.flatnonzero((np.diff(ids[order]) != 0) | (np.diff(of[order]) != 0)) + 1
+        starts = np.concatenate([[0], new, [len(order)]])
+        ids = ids[order][starts[:-1]]  # the class of each group
     sizes = np.unique(ids, return_counts=True)[1]
     first, able = np.cumsum(sizes) - sizes, sizes >= needed
     if able.sum() < ways:
         raise ValueError(
-            f"ways must be at most the number of classes with shots + queries = {needed} or more items: "
+            f"ways must be at most the number of classes with shots + queries = {needed} or more {what}: "
             f"{int(able.sum())}, got {ways}"
         )
-    return members, first[able], sizes[able]
+    return known[order], first[able], sizes[able], starts
+
+
+def _one_of_each(places: Counts, starts: Counts, some: range, seed: int) -> Counts:
+    """Places of one random item of each of these groups, (E, ways, drawn)."""
+    count = places[0].size
+    words = np.stack([random.words(count, seed, random.Stream.EPISODES, episode, 1) for episode in some])
+    size = (starts[places + 1] - starts[places]).astype(np.uint64)
+    return starts[places] + (words.reshape(places.shape) % size).astype(np.int64)
 
 
 def _draw(some: range, seed: int, ways: int, drawn: int, first: Counts, sizes: Counts) -> Counts:

@@ -47,14 +47,15 @@ def calibrate(
 
     part: whose classes, "val" by default: the encoder has not learned from them, and the test stays untouched. "test"
     is for sources with few validation classes. dim: of embeddings cut to a length that the run was trained for; their
-    file is calibration-DIM.json. Returns what was written.
+    file is calibration-DIM.json. Pairs of the same class and group (bursts, cameras), where the run's source has
+    groups, are left out. Returns what was written.
     """
     folder = Path(run)
     info = encoder_info(folder, dim)
     embedded = training.embed_source(folder, part=part, dim=dim, device=device, progress=progress)
     if embedded.labels is None:
         raise ValueError(f"{run}: its source has no class labels, so there are no same and different pairs to measure")
-    plain = measure(embedded.embeddings, torch.from_numpy(embedded.labels)) | {
+    plain = measure(embedded.embeddings, torch.from_numpy(embedded.labels), groups=embedded.groups) | {
         "format": results.FORMAT,
         "nearkin": version_of("nearkin"),
         "encoder": info.fingerprint,
@@ -68,25 +69,32 @@ def calibrate(
     return plain
 
 
-def measure(embeddings: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> dict[str, Any]:
-    """The content of calibration.json, from the embeddings of classes that the encoder has not learned from."""
-    rows, groups = _select(embeddings.numpy(), labels.numpy(), seed)
-    thresholds = _thresholds(rows, groups, seed)
+def measure(
+    embeddings: torch.Tensor, labels: torch.Tensor, seed: int = 0, groups: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """The content of calibration.json, from the embeddings of classes that the encoder has not learned from.
+
+    groups: of the items; pairs of the same class and group are left out.
+    """
+    bursts = None if groups is None else _numbers(groups)
+    rows, classes = _select(embeddings.numpy(), labels.numpy(), seed, bursts)
+    thresholds = _thresholds(rows, classes, seed, bursts)
     measures: dict[int, _Measure] = {}
     for examples in EXAMPLES:
-        enough = [group for group in groups if len(group) > examples]
-        if len(enough) < max(3, MOST * len(groups)):
+        enough = [group for group in classes if class_rates.most_others(group, bursts) >= examples]
+        if len(enough) < (max(3, MOST * len(classes)) if examples > 1 else 3):
             break
-        measures[examples] = _measure(rows, enough, thresholds, examples, seed)
+        measures[examples] = _measure(rows, enough, thresholds, examples, seed, bursts)
     rates = measures[1].rates
-    sizes = np.array([len(group) for group in groups])
+    sizes = np.array([len(group) for group in classes])
+    able = [group for group in classes if class_rates.most_others(group, bursts)]
     return {
         "similarity": "cosine",
         "confidence": CONFIDENCE,
-        "classes": len(groups),
-        "genuine": int((sizes * (sizes - 1) // 2).sum()),
+        "classes": len(classes),
+        "genuine": sum(len(_genuine_scores(rows, group, bursts)) for group in able),
         "impostors": int((sizes.sum() ** 2 - (sizes**2).sum()) // 2),
-        "error": _error(rows, [group for group in groups if len(group) > 1], thresholds, seed),
+        "error": _error(rows, able, thresholds, seed, bursts),
         "largest_impostor": float(thresholds[rates.far > 0].max(initial=-1.0)),
         "thresholds": thresholds.tolist(),
         "examples": {
@@ -98,9 +106,16 @@ def measure(embeddings: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> di
             }
             for examples, measured in measures.items()
         },
-        "operating_points": _operating_points(measures[1], thresholds, len(groups)),
-        "note": _limit(float(rates.bound[-1]), len(groups)),
+        "operating_points": _operating_points(measures[1], thresholds, len(classes)),
+        "note": _limit(float(rates.bound[-1]), len(classes)),
     }
+
+
+def _numbers(groups: Sequence[str]) -> NDArray[np.int64]:
+    """A number per row, equal where the groups are; "" is a group of its own."""
+    numbers = np.unique(np.array(groups, dtype=str), return_inverse=True)[1].astype(np.int64)
+    alone = len(groups) + np.arange(len(groups))
+    return np.where(np.array(groups, dtype=str) == "", alone, numbers)
 
 
 def _limit(least: float, classes: int) -> str:
@@ -134,17 +149,20 @@ def _operating_points(measure: _Measure, thresholds: Floats, classes: int) -> li
     return points
 
 
-def _select(rows: Floats, labels: NDArray[np.int64], seed: int) -> tuple[NDArray[np.float32], Groups]:
+def _select(
+    rows: Floats, labels: NDArray[np.int64], seed: int, bursts: NDArray[np.int64] | None
+) -> tuple[NDArray[np.float32], Groups]:
     """Unit rows, and the row numbers per class in random order; of many a subset, equally many per class."""
     draw = np.random.default_rng(seed)
     _, codes = np.unique(labels, return_inverse=True)
     order = draw.permutation(len(codes))
     order = order[np.argsort(codes[order], kind="stable")]
     groups = np.split(order, np.cumsum(np.bincount(codes))[:-1])
-    genuine = sum(len(group) > 1 for group in groups)
+    genuine = sum(class_rates.most_others(group, bursts) > 0 for group in groups)
     if len(groups) < FEWEST or genuine < 4:
+        what = "items" if bursts is None else "groups"
         raise ValueError(
-            f"calibration needs at least {FEWEST} classes, 4 of them of 2 items or more, "
+            f"calibration needs at least {FEWEST} classes, 4 of them of 2 {what} or more, "
             f"got {len(groups)} and {genuine}; --part test may have more"
         )
     if len(groups) > CLASSES:
@@ -153,7 +171,7 @@ def _select(rows: Floats, labels: NDArray[np.int64], seed: int) -> tuple[NDArray
     return unit(rows), [group[:most] for group in groups]
 
 
-def _thresholds(rows: NDArray[np.float32], groups: Groups, seed: int) -> Floats:
+def _thresholds(rows: NDArray[np.float32], groups: Groups, seed: int, bursts: NDArray[np.int64] | None) -> Floats:
     """Ascending similarities: quantiles of both kinds of pairs, dense at rare ones; the last exceeds all impostors."""
     draw = np.random.default_rng([seed, 1])
     owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
@@ -165,7 +183,7 @@ def _thresholds(rows: NDArray[np.float32], groups: Groups, seed: int) -> Floats:
         nearest = max(nearest, float(near.max()))
         scores.append(near if share == 1 else near[draw.random(len(near)) < share])
     impostors = np.concatenate(scores)
-    genuine = np.concatenate([_genuine_scores(rows, group) for group in groups if len(group) > 1])
+    genuine = np.concatenate([_genuine_scores(rows, group, bursts) for group in groups if len(group) > 1])
     rare = np.geomspace(0.6, 1 / len(impostors), STEPS)
     quantiles = [np.quantile(impostors, 1 - rare), np.quantile(genuine, np.linspace(0.005, 0.995, STEPS // 3))]
     above = [nearest + 1e-6, 1.0]
@@ -173,14 +191,22 @@ def _thresholds(rows: NDArray[np.float32], groups: Groups, seed: int) -> Floats:
     return thresholds[thresholds <= 1.0]
 
 
-def _genuine_scores(rows: NDArray[np.float32], group: NDArray[np.int64]) -> Floats:
+def _genuine_scores(rows: NDArray[np.float32], group: NDArray[np.int64], bursts: NDArray[np.int64] | None) -> Floats:
     upper = np.triu_indices(len(group), 1)
-    return np.asarray((rows[group] @ rows[group].T)[upper], np.float64)
+    scores = np.asarray((rows[group] @ rows[group].T)[upper], np.float64)
+    return scores if bursts is None else scores[bursts[group][upper[0]] != bursts[group][upper[1]]]
 
 
-def _measure(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examples: int, seed: int) -> _Measure:
+def _measure(
+    rows: NDArray[np.float32],
+    groups: Groups,
+    thresholds: Floats,
+    examples: int,
+    seed: int,
+    bursts: NDArray[np.int64] | None,
+) -> _Measure:
     rates = class_rates.impostor_rates(class_rates.accepts(rows, groups, thresholds, examples), CONFIDENCE)
-    scores = class_rates.genuine_groups(rows, groups, examples, seed)
+    scores = class_rates.genuine_groups(rows, groups, examples, seed, bursts)
     return _Measure(
         rates, class_rates.true_accepts(scores, thresholds), _log_ratio(rates.far, scores, thresholds, len(groups))
     )
@@ -206,17 +232,19 @@ def _log_ratio(far: Floats, scores: Sequence[Floats], thresholds: Floats, classe
     return likelihood.fit(middle, same * classes, np.maximum(other, 0) * classes, apart)  # a class is one observation
 
 
-def _error(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, seed: int) -> float:
+def _error(
+    rows: NDArray[np.float32], groups: Groups, thresholds: Floats, seed: int, bursts: NDArray[np.int64] | None
+) -> float:
     """Expected error of P(same) on the half of the classes that it was not fitted on, both kinds weighing the same."""
     half = len(groups) // 2
     fitted, judged = groups[:half], groups[half:]
     far = class_rates.accepts(rows, fitted, thresholds).sum(1) / (2 * half * (half - 1))
-    ratio = _log_ratio(far, class_rates.genuine_groups(rows, fitted, 1, seed), thresholds, half)
+    ratio = _log_ratio(far, class_rates.genuine_groups(rows, fitted, 1, seed, bursts), thresholds, half)
     edges = np.concatenate([[-1.0], thresholds, [1.0]])
     chance = 1 / (1 + np.exp(-ratio.at((edges[1:] + edges[:-1]) / 2)))
     count = len(judged)
     strange = class_rates.accepts(rows, judged, thresholds).sum(1) / (2 * count * (count - 1))
     other = -np.diff(np.concatenate([[1.0], strange, [0.0]]))
-    tar = class_rates.true_accepts(class_rates.genuine_groups(rows, judged, 1, seed), thresholds).mean(0)
+    tar = class_rates.true_accepts(class_rates.genuine_groups(rows, judged, 1, seed, bursts), thresholds).mean(0)
     same = -np.diff(np.concatenate([[1.0], tar, [0.0]]))
     return score_calibration.expected_error(chance, same, other, 2)

@@ -14,6 +14,7 @@ import torch
 
 from nearkin import data
 from nearkin.core.errors import RankFailed
+from nearkin.data import groups
 from nearkin.data.item_set import Items
 from nearkin.dist.group import ProcessGroup
 from nearkin.gallery.gallery import PICTURE_BATCH, VECTOR_BATCH, Enrolled, Gallery
@@ -94,7 +95,7 @@ def enrol_source(
     processes that share the reading and encoding; rank 0 passes the gallery and writes, the others pass an `Encoding`
     of its run, and all return the same counts.
     """
-    items = data.load(source, root=root, labelled=False)
+    items = data.load(source, root=root, labelled=False, group_column=groups.UNUSED)
     if label is not None:
         labels = [label] * len(items)
     elif items.labels is None or not items.classes:

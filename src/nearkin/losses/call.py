@@ -38,7 +38,7 @@ from nearkin.losses.class_shards import Shard
 
 __all__ = ["KERNEL_FROM", "PLAIN", "Annealing", "ClassCall", "Form", "PairCall", "Plan", "again_plainly"]
 __all__ += ["center_kernel", "center_step_kernel"]
-__all__ += ["class_path", "facility_kernel", "row_kernel"]
+__all__ += ["class_path", "facility_kernel", "many_in_bfloat16", "row_kernel"]
 
 # B · C from which the class kernels that store no scores are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of
 # bfloat16 took 2.2 ms on an H200, the dense form in plain torch 5.0; with weights of float32 3.3 and 4.8. Not timed,
@@ -208,7 +208,7 @@ class ClassCall:
         streams = bias is None and adapted is None
         task = (x, labels, weight, form, self.reduction)
         if (
-            not (streams and _many_in_bfloat16(x, weight, form.centers))
+            not (streams and many_in_bfloat16(x, weight, form.centers))
             and class_dense_ops.serves(*task, bias)
             and class_dense_ops.fits(x, weight, self.max_memory)
         ):
@@ -223,7 +223,7 @@ class ClassCall:
         """Proxy-Anchor by kernels, with all similarities in memory (`proxy_anchor_ops`) or over blocks of classes
         (`class_anchor_ops`); None on another path."""
         x, labels, weight, max_memory = self.embeddings, self.labels, self.weight, self.max_memory
-        if self._holds_matrix(class_dense_ops.MOST) and not _many_in_bfloat16(x, weight, 1):
+        if self._holds_matrix(class_dense_ops.MOST) and not many_in_bfloat16(x, weight):
             return proxy_anchor_ops.loss(x, labels, weight, scale, margin, again)  # type: ignore[arg-type]
         if not self._takes_kernels() or not isinstance(labels, Tensor):
             return None
@@ -373,7 +373,7 @@ def class_path(
     return "dense" if fits else "torch"
 
 
-def _many_in_bfloat16(embeddings: Tensor, weight: Tensor, centers: int) -> bool:
+def many_in_bfloat16(embeddings: Tensor, weight: Tensor, centers: int = 1) -> bool:
     """Where products of bfloat16, block by block, take less time than those of float32."""
     return embeddings.dtype == weight.dtype == torch.bfloat16 and (
         centers in class_softmax_ops.CENTERS

@@ -47,6 +47,8 @@ class MatryoshkaLoss(nn.Module):
         if not isinstance(normalize, bool):
             raise TypeError(f"normalize must be True or False, got {normalize!r}")
         _check_loss(loss, self._dims[0])
+        if normalize and any(getattr(part, "reads_length", False) for part in loss.modules()):
+            raise ValueError(f"normalize must be False for {type(loss).__name__}, which reads the length, got True")
         self.loss, self._normalize = loss, normalize
         self._cut = frozenset(_along_dim(loss))  # names of the tensors whose last axis is cut
         self._buffer_names = tuple(name for name, _ in loss.named_buffers())

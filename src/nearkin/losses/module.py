@@ -36,6 +36,7 @@ class LossModule(nn.Module):
 
     lr_scale = 1.0
     along_dim: tuple[str, ...] | None = None  # tensors whose last axis is the embedding's; None: all with two axes
+    reads_length = False  # the margin depends on the embedding's length: scaled to 1 it would have no effect
     takes_batch_first = True  # reference_labels may be a `BatchFirst`, as `CrossBatchMemory` gives them
     function: ClassVar[Callable[..., Tensor]]
     _settings: ClassVar[tuple[str, ...]] = ()  # arguments of __init__

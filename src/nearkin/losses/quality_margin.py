@@ -13,7 +13,7 @@ from nearkin.core import angles, checks, class_dense, distances, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.core.labels import UNKNOWN
 from nearkin.losses import class_sampling, class_shards, logits
-from nearkin.losses.call import ClassCall, Form, again_plainly
+from nearkin.losses.call import ClassCall, Form, again_plainly, many_in_bfloat16
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
 from nearkin.losses.softmax import class_weight
@@ -39,7 +39,7 @@ def adaface_loss(
     max_memory: int | None = None,
     shard: Shard | None = None,
 ) -> Tensor:
-    r"""A long embedding, a good item, must win by an angle that grows with the angle; a short one by less and less.
+    r"""The margin follows the length: long embeddings (good items) learn most where hard, short ones where easy.
 
     z = clip(h (|x| - mean) / (std + ε), -1, 1),   |x| clipped to [0.001, 100], without gradient
     l_i = -log softmax_y of s cos θ_c, but of the own class   s (cos(clip(θ_y - m z, ε, π - ε)) - m z - m)
@@ -150,11 +150,13 @@ def magface_loss(
     if penalty and reduction == "active":
         reduction = "mean"  # every term is above 0
     bounds = (lower_margin, upper_margin, lower_length, upper_length)
-    value = _magnitude_entropy(embeddings, labels, weight, bounds, scale, reduction, impl, max_memory, shard)
+    x = embeddings
+    if penalty and isinstance(x, Tensor) and x.is_floating_point() and not many_in_bfloat16(x, weight):
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # both parts of the gradient are rounded together
+    value = _magnitude_entropy(x, labels, weight, bounds, scale, reduction, impl, max_memory, shard)
     if not penalty:
         return value
-    x = embeddings if shard is None else class_shards.replicated(shard, embeddings)
-    length = _length(x)
+    length = _length(x if shard is None else class_shards.replicated(shard, x))
     within = length.clamp(lower_length, upper_length)
     slope = 1 / upper_length**2 - 1 / lower_length**2
     cost = within / upper_length**2 + 1 / within + slope * (length - lower_length).clamp(max=0)
@@ -209,6 +211,7 @@ class AdaFaceLoss(LossModule, function=adaface_loss, learned=("mean", "std")):
     processes they are those of the global batch. sample_rate and shard as in `NormalizedSoftmaxLoss`.
     """
 
+    reads_length = True
     mean: Tensor
     std: Tensor
 
@@ -247,7 +250,8 @@ class AdaFaceLoss(LossModule, function=adaface_loss, learned=("mean", "std")):
             refuse_transforms("AdaFaceLoss")
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         if self.training:
-            checks.class_batch(embeddings, labels, self.num_classes, self.dim)  # before a bad batch is learned from
+            dim = self.weight.shape[1]  # fewer in `MatryoshkaLoss`
+            checks.class_batch(embeddings, labels, self.num_classes, dim)  # before a bad batch is learned from
             self.mean, self.std = adaface_statistics(embeddings, labels, self.mean, self.std, momentum=self.momentum)
         labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
         arguments = self.arguments() | {"mean": self.mean, "std": self.std}
@@ -260,6 +264,8 @@ class AdaFaceLoss(LossModule, function=adaface_loss, learned=("mean", "std")):
 
 class MagFaceLoss(LossModule, function=magface_loss):
     """`magface_loss` with its class weights (C, D); sample_rate and shard as in `NormalizedSoftmaxLoss`."""
+
+    reads_length = True
 
     def __init__(
         self,

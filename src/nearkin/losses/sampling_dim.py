@@ -42,6 +42,7 @@ def resolve(value: "SamplingDim", selection: object, embeddings: Tensor, labels:
 class RunningDim(nn.Module):
     """The dimension that the embeddings of past batches fill, by `sphere`: updated in training, stored in a buffer."""
 
+    along_dim = ()  # no tensor of it has the dimensions of an embedding: `MatryoshkaLoss`
     moments: Tensor  # (2,): decayed sums of the batches' mean squared cosines, and of 1
 
     def __init__(self) -> None:

@@ -37,6 +37,8 @@ _COUNTS |= {"spearman_skipped", "k"}
 _PLAIN = {"spearman", "inertia", "threshold"}  # neither a count nor a share
 _METRICS = {
     "map@r": "MAP@R",
+    "map": "mAP",
+    "minp": "mINP",
     "r_precision": "R-precision",
     "spearman": "Spearman",
     "nmi": "NMI",

@@ -13,8 +13,9 @@ __all__ = ["NOTE", "interpolation"]
 
 NOTE = (
     "On the validation items: the backbone from the pretrained weights (a = 0) to the trained ones (a = 1), with the "
-    "trained head, beside the frozen encoder, whose embeddings are its pooled features. Bars and small figures are "
-    "95\u202f% intervals. A bar is that of the gain over the frozen encoder: one that crosses its line proves none."
+    "trained head, beside the frozen encoder, whose embeddings are its pooled features. Small figures are intervals: "
+    "95\u202f% of a value, 80\u202f% of a gain (95\u202f% with fewer than 6 classes). The bars are those of the gains: "
+    "one that crosses the line of the frozen encoder proves none."
 )
 
 

@@ -9,7 +9,8 @@ from nearkin.report.charts import Line, Mark
 from nearkin.report.findings import Findings
 from nearkin.report.format import escape, finite, metric_value, name_html, number
 
-__all__ = ["data", "headline", "length", "levels", "recipe", "results", "short_embeddings", "training", "verdict"]
+__all__ = ["data", "groups", "headline", "length", "levels", "recipe", "results", "short_embeddings", "training"]
+__all__ += ["verdict"]
 
 _MAIN = ("recall@1", "map@r", "ndcg@10", "ndcg@5", "ndcg@1", "spearman", "accuracy")
 _LENGTH_METRICS = ("recall@1", "map@r", "ndcg@10")  # of short embeddings; the last that there is decides
@@ -69,6 +70,35 @@ def levels(findings: Findings) -> str:
         + _table(findings, _by_model(level["test"]))
         for level in findings.results.get("levels") or []
     )
+
+
+def groups(findings: Findings) -> str:
+    """What the groups change, and the CMC curve of every model; "" without groups."""
+    figures = findings.results.get("groups")
+    if not isinstance(figures, Mapping) or not isinstance(figures.get("cmc"), Mapping):
+        return ""
+    test, pairs, without = (
+        int(finite(figures.get(key)) or 0) for key in ("test", "pairs_left_out", "without_positives")
+    )
+    sentences = [
+        f"The test items are of {format.count(test, 'group', 'groups')}. An item of the query's class and group counts "
+        f"neither as found nor as missed: {format.count(pairs, 'pair is', 'pairs are')} left out."
+    ]
+    if without:
+        sentences.append(
+            f"{format.count(without, 'test item has', 'test items have')} no item of its class in another group, "
+            "and nothing to find."
+        )
+    sentences.append("The pictures, distances and lists below show all items.")
+    curves = {who: values for who, values in figures["cmc"].items() if isinstance(values, (list, tuple))}
+    drawn = [
+        Line(_model_name(findings, who), list(range(1, len(curves[who]) + 1)), [finite(y) for y in curves[who]], style)
+        for who, style in zip((who for who in _ORDER if who in curves), charts.STYLES, strict=False)
+    ]
+    title = "Share of queries with a match among the k nearest"
+    chart = charts.lines(drawn, title=f"CMC: {title.lower()}", x_label="k", form=format.percent)
+    figure = f"<figure><figcaption>CMC: {title.lower()}</figcaption>{chart}</figure>" if chart else ""
+    return f'<p>{escape(" ".join(sentences))}</p><div class="charts">{figure}</div>'
 
 
 def short_embeddings(findings: Findings) -> str:

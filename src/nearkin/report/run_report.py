@@ -16,7 +16,7 @@ from nearkin.report.item_sections import Context
 from nearkin.report.template import Section, document
 from nearkin.report.thumbnails import Thumbnails
 from nearkin.training import Outcome
-from nearkin.training.config.defaults import BY_LENGTH
+from nearkin.training.config.registry import BY_LENGTH
 
 __all__ = ["Progress", "findings_of", "of_run", "page", "rehearse", "write"]
 
@@ -89,6 +89,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
         ("levels", "Levels", LEVELS, number_sections.levels(findings)),
         ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
         ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
+        ("groups", "Groups", "", number_sections.groups(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
         ("map", "Map", _map_note(context, plane[1]), plane[0]),
         ("training", "Training", _training_note(findings), curves),

@@ -22,12 +22,14 @@ __all__ = [
     "class_rows",
     "classes_for_pairs",
     "finite",
+    "groups",
     "labels",
     "negatives",
     "ranks",
     "ratio",
     "targets",
     "warn_repeated_items",
+    "warn_single_groups",
     "wrong_state",
 ]
 
@@ -49,6 +51,19 @@ def labels(values: Labels) -> Ints:
         raise ValueError(f"labels must hold at least one item of a known class, got {array.size} items and no class")
     if array.min() < -1:
         raise ValueError(f"labels must be >= 0, or -1 for unknown, got {array.min()}")
+    return array
+
+
+def groups(values: Labels, items: int) -> Ints:
+    """Groups of the items as int64, -1 for an item that shares its group with none."""
+    array = _array(values)
+    if array.ndim != 1 or len(array) != items:
+        raise ValueError(f"groups must have one entry per item: {items} items, got shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"groups must be integers, got {array.dtype}")
+    array = array.astype(np.int64)
+    if array.min() < -1:
+        raise ValueError(f"groups must be >= 0, or -1 for none, got {array.min()}")
     return array
 
 
@@ -157,6 +172,14 @@ def warn_repeated_items(counts: Ints, per_class: int, rank: int) -> None:
     if small and rank == 0:
         warnings.warn(
             f"{small} of {len(counts)} classes have fewer than {per_class} items; their items are repeated in a batch",
+            stacklevel=3,
+        )
+
+
+def warn_single_groups(single: int, classes: int, rank: int) -> None:
+    if single and rank == 0:
+        warnings.warn(
+            f"{single} of {classes} classes have items of one group only; their positives are of the same group",
             stacklevel=3,
         )
 

@@ -1,5 +1,7 @@
 """Batches by class: a number of classes, and a number of items of each."""
 
+import zlib
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -8,7 +10,7 @@ from nearkin.core.random import Ints, Stream, shuffled, words
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Labels, Split
 from nearkin.samplers.base import EpochSampler
-from nearkin.samplers.schedule import Groups, PickedBatches, RandomBatches, fill_turns, turns_needed
+from nearkin.samplers.schedule import Groups, PickedBatches, RandomBatches, SpreadItems, fill_turns, turns_needed
 
 __all__ = ["ClassBalanced", "ClassRatio"]
 
@@ -27,9 +29,11 @@ class ClassSampler(EpochSampler):
         split: Split,
         batches: int | None,
         names: tuple[str, str] = ("classes", "classes * per_class"),
+        groups: Labels | None = None,
     ) -> None:
         known = arguments.labels(labels)
-        self._groups = Groups(known)
+        of = None if groups is None else arguments.groups(groups, len(known))
+        self._groups = Groups(known) if of is None else SpreadItems(known, of, batch_size // classes)
         arguments.at_most(names[0], classes, len(self._groups.ids), "the number of classes with items")
         shared = {"classes": (names[0], classes), "items": (names[1], batch_size)}
         arguments.ranks(rank, world_size, split, shared)
@@ -45,6 +49,8 @@ class ClassSampler(EpochSampler):
             data=known,
         )
         self._add_to_fingerprint(classes, batch_size)
+        if of is not None:
+            self._add_to_fingerprint("groups", zlib.crc32(of.astype("<i8").tobytes()))
         self._pass = -1  # the pass that is planned
 
     @property
@@ -81,6 +87,9 @@ class ClassBalanced(ClassSampler):
     evenly.
 
     labels: integers, one per item; -1 is unknown and never drawn. Order: class after class.
+    groups: of the items (camera, burst, writer), -1 for an item that shares its group with none. The K items of a class
+    are then of different groups as far as its items allow, so that positives are not near-copies; a class of one group
+    contributes items of that group, with one warning.
     Hermans, Beyer, Leibe 2017, arXiv:1703.07737, section 2; P = 32, K = 4 from the authors' code.
     """
 
@@ -95,12 +104,15 @@ class ClassBalanced(ClassSampler):
         *,
         split: Split = "classes",
         batches: int | None = None,
+        groups: Labels | None = None,
     ) -> None:
         checks.integer("classes", classes, 1)
         checks.integer("per_class", per_class, 1)
-        super().__init__(labels, classes, classes * per_class, seed, rank, world_size, split, batches)
+        super().__init__(labels, classes, classes * per_class, seed, rank, world_size, split, batches, groups=groups)
         self.per_class = per_class
         arguments.warn_repeated_items(self._groups.counts, per_class, rank)
+        if isinstance(self._groups, SpreadItems):
+            arguments.warn_single_groups(self._groups.single(), len(self._groups.ids), rank)
 
     def _plan(self, turns: Ints, pass_index: int) -> None:
         self._schedule: RandomBatches | PickedBatches = RandomBatches(

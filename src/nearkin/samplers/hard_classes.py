@@ -112,7 +112,8 @@ class PairPerClass(MinedClasses):
     per epoch, so mining changes which items meet, never how often an item is drawn. Before the first refresh classes
     are random. Refresh all ranks with the same rows.
 
-    labels as in `ClassBalanced`; a class of one item is paired with itself, with one warning. Order: pair after pair.
+    labels and groups as in `ClassBalanced`; a class of one item is paired with itself, with one warning. Order: pair
+    after pair.
     Sohn 2016, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective" (hard negative class mining).
     """
 
@@ -127,9 +128,10 @@ class PairPerClass(MinedClasses):
         candidates: int = 1024,
         split: Split = "classes",
         batches: int | None = None,
+        groups: Labels | None = None,
     ) -> None:
         checks.integer("candidates", candidates, classes)
-        super().__init__(labels, classes, 2, seed, rank, world_size, split=split, batches=batches)
+        super().__init__(labels, classes, 2, seed, rank, world_size, split=split, batches=batches, groups=groups)
         self.candidates = candidates
         self._add_to_fingerprint(candidates)
 

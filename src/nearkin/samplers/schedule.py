@@ -11,7 +11,7 @@ import numpy as np
 
 from nearkin.core.random import Ints, Stream, shuffled, words
 
-__all__ = ["Groups", "PickedBatches", "RandomBatches", "fill_turns", "turns_needed"]
+__all__ = ["Groups", "PickedBatches", "RandomBatches", "SpreadItems", "fill_turns", "turns_needed"]
 
 
 class Groups:
@@ -35,6 +35,61 @@ class Groups:
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         place = (np.repeat(offsets, sizes) + within) % np.repeat(self.counts[classes], sizes)
         taken: Ints = order[np.repeat(self.starts[classes], sizes) + place]
+        return taken
+
+
+class SpreadItems(Groups):
+    """Items by class whose turns, of `per_class` items each, have as many different groups (N,) as possible.
+
+    The items of a class, group after group, are dealt out over its turns: a group of fewer items than turns is in none
+    of them twice. The last turn is filled up with items of groups that it does not have, then with any.
+    """
+
+    def __init__(self, labels: Ints, groups: Ints, per_class: int) -> None:
+        super().__init__(labels)
+        self.of, self.per_class = np.where(groups < 0, groups.max() + 1 + np.arange(len(groups)), groups), per_class
+        self._turns = -(-self.counts // per_class)
+        self._starts = (np.cumsum(self._turns) - self._turns) * per_class
+
+    def single(self) -> int:
+        """How many classes have more than one item, and all of one group."""
+        pairs = np.unique(np.stack([self.class_of, self.of[self.items]]), axis=1)
+        return int(((np.bincount(pairs[0]) == 1) & (self.counts > 1)).sum())
+
+    def shuffled(self, seed: int, pass_index: int) -> Ints:
+        """The items turn after turn, each class filled up to whole turns; random for this pass."""
+        order, starts, size = super().shuffled(seed, pass_index), self.starts, self.per_class
+        dealt: Ints = np.empty(int(self._turns.sum()) * size, np.int64)
+        for c, (count, turns) in enumerate(zip(self.counts.tolist(), self._turns.tolist(), strict=True)):
+            items = order[starts[c] : starts[c] + count]
+            _, first, group = np.unique(self.of[items], return_index=True, return_inverse=True)
+            items = items[np.argsort(first[group], kind="stable")]  # group after group, in random order
+            last = count - (turns - 1) * size  # items of the last turn before it is filled up
+            place = np.arange(count)
+            late = place - last * turns
+            early = late < 0
+            turn = np.where(early, place % turns, late % max(turns - 1, 1))
+            slot = np.where(early, place // turns, last + late // max(turns - 1, 1))
+            part = dealt[self._starts[c] : self._starts[c] + turns * size]
+            part[turn * size + slot] = items
+            if last < size:
+                part[len(part) - size + last :] = self._others(part[len(part) - size :][:last], items, size - last)
+        return dealt
+
+    def _others(self, turn: Ints, items: Ints, missing: int) -> list[int]:
+        """So many items to fill up a turn with: of groups that it lacks, then any, then again."""
+        chosen, used = turn.tolist(), {int(self.of[i]) for i in turn}
+        for new_groups in (True, False):
+            for i in items.tolist():
+                if len(chosen) < len(turn) + missing and i not in chosen and (not new_groups or self.of[i] not in used):
+                    chosen.append(i)
+                    used.add(int(self.of[i]))
+        return [chosen[at % len(chosen)] for at in range(len(turn), len(turn) + missing)]
+
+    def take(self, order: Ints, classes: Ints, offsets: Ints, sizes: Ints) -> Ints:
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        place = (np.repeat(offsets, sizes) + within) % np.repeat(self._turns[classes] * self.per_class, sizes)
+        taken: Ints = order[np.repeat(self._starts[classes], sizes) + place]
         return taken
 
 

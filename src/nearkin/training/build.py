@@ -20,6 +20,7 @@ from nearkin.training.config.registry import (
     encoder_settings,
     loss_settings,
     matryoshka_dims,
+    matryoshka_weights,
     sampler_settings,
 )
 from nearkin.training.own_objects import NONE, Own
@@ -117,7 +118,10 @@ def _of_lengths(loss: nn.Module, recipe: Recipe, dim: int) -> nn.Module:
     if dims is None:
         return loss
     normalize = bool(recipe.encoder.get("normalize", recipe.loss["name"] not in FREE_LENGTH))
-    return losses.MatryoshkaLoss(loss, dims, normalize=normalize)
+    try:
+        return losses.MatryoshkaLoss(loss, dims, matryoshka_weights(recipe, dims), normalize=normalize)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"loss.matryoshka_{error}" if str(error).startswith("weights") else str(error)) from None
 
 
 def _with_memory(loss: nn.Module, recipe: Recipe, dim: int, targets: int | None) -> nn.Module:
@@ -135,9 +139,12 @@ def _with_memory(loss: nn.Module, recipe: Recipe, dim: int, targets: int | None)
 
 
 def build_sampler(
-    recipe: Recipe, labels: NDArray[np.int64] | None, targets: NDArray[np.float64] | None
+    recipe: Recipe,
+    labels: NDArray[np.int64] | None,
+    targets: NDArray[np.float64] | None,
+    groups: NDArray[np.int64] | None = None,
 ) -> EpochSampler:
-    """The sampler over the training items, with `sampler.batch` items per batch."""
+    """The sampler over the training items, with `sampler.batch` items per batch; groups: of the items, or None."""
     settings, name = sampler_settings(recipe), str(recipe.sampler["name"])
     every = settings.pop("every", 1)  # the trainer's
     if every < 1:
@@ -154,6 +161,10 @@ def build_sampler(
         settings["classes"] = _classes_per_batch(batch, _PER_CLASS[name] or settings.get("per_class", 4), labels)
     else:
         settings["batch_size"] = batch
+    if settings.pop("groups", False):
+        if groups is None:
+            raise ValueError("sampler.groups needs groups, the source has none; see data.group_pattern")
+        settings["groups"] = groups
     try:
         sampler: EpochSampler = SAMPLERS[name].make(targets if name == "label-neighbours" else labels, **settings)
     except (TypeError, ValueError) as error:

@@ -27,16 +27,19 @@ from nearkin.training.validation import (
     HeldOut,
     chance_units,
     graded_metrics,
+    groups_of,
     main_per_query,
     points,
     query_and_gallery,
 )
 
 __all__ = ["contenders", "explained", "extra_metrics", "full_metrics", "no_interval", "raw", "results", "unverifiable"]
-__all__ += ["level_results", "unwrapped", "verdict"]
+__all__ += ["group_figures", "level_results", "unwrapped", "verdict"]
 
 _PIXELS = 32  # side to which images are reduced before their pixels are compared
 KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
+GROUPED = ("map", "minp")  # metrics of re-identification, added where there are groups; its CMC is recall@k
+_CMC = 20  # positions of the curve
 _SAMPLES = 1000  # resamples of the test classes
 
 
@@ -106,17 +109,20 @@ def results(
         "peak_bytes": _peak(on),
         "notes": state.notes,
     }
+    frozen = facts.get("interpolation", {}).get("chosen") == "frozen"  # nothing has trained it for short embeddings
     if "interpolation" in facts:
         content["interpolation"] = facts["interpolation"]
-        if facts["interpolation"]["chosen"] == "frozen":
+        if frozen:
             content["verdict"] |= _kept(content["verdict"])
     if recipe.evaluation.interval:
         content["no_interval"] = no_interval(tested["trained"], held_out)
     if trainer.group.size > 1:
         content["ranks"] = trainer.group.size
+    if held_out.groups is not None and not trainer.graded:
+        content["groups"] = group_figures(rows, held_out, on)
     if prepared.items.levels:
         content["levels"] = level_results(rows, held_out, prepared.items.levels, tested, on, recipe.evaluation.interval)
-    if (lengths := matryoshka_dims(recipe, rows["trained"].shape[1])) is not None:
+    if not frozen and (lengths := matryoshka_dims(recipe, rows["trained"].shape[1])) is not None:
         unit = bool(trainer.encoder.settings["normalize"])
         cut = {dim: _first(rows["trained"], dim, unit) for dim in lengths}
         content["lengths"] = {
@@ -149,7 +155,9 @@ def full_metrics(
         metrics: Any = graded_metrics(rows, held_out, device, ks=ks, interval=interval, seed=seed)
     else:
         queries, labels, gallery, gallery_labels = query_and_gallery(rows, held_out, device)
-        options: dict[str, Any] = {"ks": ks, "metrics": METRICS, "interval": interval}
+        options: dict[str, Any] = {"ks": ks, "metrics": METRICS, "interval": interval, **groups_of(held_out, device)}
+        if held_out.groups is not None:
+            options["metrics"] = (*METRICS, *GROUPED)
         metrics = evaluation.retrieval(queries, labels, gallery, gallery_labels, **options)
     result = {}
     for name, value in metrics.items():
@@ -174,10 +182,9 @@ def level_results(
     if labels is None or "map@r" not in tested["trained"]:
         return []
 
-    def ids(kinds: NDArray[np.int64]) -> dict[str, Tensor]:
-        return {level.name: torch.from_numpy(level.of_class[kinds]).to(device) for level in levels}
+    def ids(kinds: NDArray[np.int64], beside: Tensor) -> dict[str, Tensor]:
+        return {level.name: torch.from_numpy(level.of_class[kinds]).to(beside.device) for level in levels}
 
-    others = None if held_out.gallery_labels is None else ids(held_out.gallery_labels)
     content: list[dict[str, Any]] = [
         {"name": FINEST, "classes": len(np.unique(labels)), "test": {who: {} for who in rows}}
     ]
@@ -185,7 +192,9 @@ def level_results(
     for who, x in rows.items():
         content[0]["test"][who] = {name: tested[who][name] for name in names if name in tested[who]}
         queries, finest, gallery, _ = query_and_gallery(x, held_out, device)
-        measured = by_level(queries, finest, ids(labels), gallery, others, interval=interval)
+        grouped = groups_of(held_out, device)
+        others = None if held_out.gallery_labels is None else ids(held_out.gallery_labels, queries)
+        measured = by_level(queries, finest, ids(labels, queries), gallery, others, interval=interval, **grouped)
         for entry in content[1:]:
             figures = measured[entry["name"]]
             ends = figures.get("intervals", {})
@@ -196,6 +205,28 @@ def level_results(
 
 def _figure(value: Any, ends: tuple[Any, Any]) -> dict[str, float | None]:
     return {"value": _number(value), "low": _number(ends[0]), "high": _number(ends[1])}
+
+
+def group_figures(rows: Mapping[str, Tensor], held_out: HeldOut, device: torch.device) -> dict[str, Any]:
+    """How many groups the test items have, how many pairs are left out, and the CMC curve of every contender."""
+    assert held_out.groups is not None and held_out.labels is not None
+    curves = {}
+    for name, x in rows.items():
+        sides = query_and_gallery(x, held_out, device)
+        options: dict[str, Any] = {"ks": range(1, _CMC + 1), "metrics": ("cmc",), **groups_of(held_out, device)}
+        values = evaluation.retrieval(*sides, **options)
+        curves[name] = [_number(values[f"cmc@{k}"]) for k in range(1, _CMC + 1)]
+        without = int(values["without_positives"])
+    ids, labels = held_out.groups, held_out.labels
+    if held_out.gallery_groups is not None and held_out.gallery_labels is not None:
+        ids, labels = np.append(ids, held_out.gallery_groups), np.append(labels, held_out.gallery_labels)
+    named = ids >= 0
+    pair, place = np.unique(np.stack([labels[named], ids[named]]), axis=1, return_inverse=True)
+    query = np.bincount(place.ravel()[: int(named[: len(held_out.indices)].sum())], minlength=pair.shape[1])
+    searched = np.bincount(place.ravel(), minlength=pair.shape[1]) - query
+    left_out = query * (query - 1) // 2 if held_out.gallery is None else query * searched
+    groups = len(np.unique(ids[named])) + int((~named).sum())
+    return {"test": groups, "pairs_left_out": int(left_out.sum()), "without_positives": without, "cmc": curves}
 
 
 def no_interval(tested: dict[str, dict[str, float | None]], held_out: HeldOut) -> str | None:

@@ -47,6 +47,7 @@ class Embedded(NamedTuple):
     classes: list[str]
     names: list[str]
     quality: NDArray[np.float64] | None = None
+    groups: list[str] | None = None
 
 
 class _Opened(NamedTuple):
@@ -97,13 +98,18 @@ def vectors_of(
     group: ProcessGroup | None = None,
     levels: Sequence[str] | None = None,
     part: str | None = None,
+    group_pattern: str | None = None,
+    group_column: str | None = None,
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
 
     dim: the first so many dimensions, of any number: what is measured need not have been trained for. levels: names of
     coarser levels of the source's classes; None: the run's, of its own source. part: as in `embed_source`.
+    group_pattern, group_column: as in `data.load`; they change no split. By default the run's own source has the groups
+    of its recipe.
     """
-    options: dict[str, Any] = {"dim": dim, "measured": True, "levels": levels}
+    grouped = {"group_pattern": group_pattern, "group_column": group_column}
+    options: dict[str, Any] = {"dim": dim, "measured": True, "grouped": grouped, "levels": levels}
     opened = _in_turn(group, partial(_opened, Path(run), source, root, part, "strict", device, **options))
     embedded = _embedded(opened, opened.indices, group, progress=progress)
     measured = source or f"its {part or 'test'} part"
@@ -146,7 +152,7 @@ def _embedded(
     options: dict[str, Any] = {"batch": batch, "views": views, "progress": progress, "group": group}
     rows = embed(opened.encoder, opened.store, indices, **options)
     quality = rows.double().norm(dim=1).cpu().numpy() if opened.encoder.free_length else None
-    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names, quality)
+    return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names, quality, chosen.groups)
 
 
 def _vectors(name: str, embedded: Embedded, levels: Sequence[Level] = ()) -> Vectors:
@@ -156,7 +162,8 @@ def _vectors(name: str, embedded: Embedded, levels: Sequence[Level] = ()) -> Vec
     if labels is not None and levels:
         columns = {level.name: np.array(level.classes, dtype=str)[level.of_class[labels]] for level in levels}
     values = None if targets is None else torch.from_numpy(targets)
-    return Vectors(name, embedded.embeddings, names, values, embedded.names, columns)
+    groups = None if embedded.groups is None else np.array(embedded.groups, dtype=str)
+    return Vectors(name, embedded.embeddings, names, values, embedded.names, groups, columns)
 
 
 def export_onnx(run: str | Path, path: str | Path, count: int = 32, dim: int | None = None) -> tuple[float, int]:
@@ -221,6 +228,7 @@ def _opened(
     levels: Sequence[str] | None = None,
     dim: int | None = None,
     measured: bool = False,
+    grouped: dict[str, Any] | None = None,
 ) -> _Opened:
     """same: the source must be as it was. dim: the first so many dimensions; measured: of any number."""
     _finished(run)
@@ -244,7 +252,9 @@ def _opened(
         raise ValueError(f"{source}: {run} has its own levels, {', '.join(trained_levels)}; leave --levels out")
     if levels is None:
         levels = trained_levels if own_source and labelled else ()
-    items = data.load(source, root=root, partial=recipe.data.partial, labelled=labelled, levels=levels)
+    options: dict[str, Any] = {"root": root, "partial": recipe.data.partial, "labelled": labelled, "levels": levels}
+    own_groups: dict[str, Any] = {"group_pattern": recipe.data.group_pattern, "group_column": recipe.data.group_column}
+    items = data.load(source, **options, **(own_groups if own_source else {}))
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
     indices = np.setdiff1d(np.arange(len(items), dtype=np.int64), [i for i, _ in bad])
     gallery = None
@@ -263,6 +273,8 @@ def _opened(
         if indices is None:
             raise ValueError(f"{source}: it has no gallery of its own; its test items search one another")
         gallery = parts.gallery if part == "test" else None
+    if grouped is not None and any(grouped.values()):  # after the split, which is that of the run
+        items = replace(items, groups=data.load(source, **options, **grouped).groups)
     store = ItemStore(rows, on, preparation.get("size"), preparation.get("flip", True))
     return _Opened(encoder, store, items, indices, gallery)
 

@@ -25,7 +25,9 @@ __all__ = ["FROZEN", "SHARES", "choose", "interpolated", "judge"]
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 FROZEN, UNTRAINED = "frozen", "untrained"
 _NAMES: dict[str | float, str] = {FROZEN: "frozen features", UNTRAINED: "untrained head"}
-_FEW = 6  # validation classes: with fewer, Student's interval is so wide that only a large gain counts
+# Of the interval of a gain, which has to lie above 0. docs/training.md has what 95 % costs; with few classes, of whose
+# spread little is known, it stays.
+_CONFIDENCE, _FEW_CONFIDENCE, _FEW = 0.8, 0.95, 6
 
 Weights = Mapping[str, Tensor]
 Values = Mapping[str | float, Tensor]
@@ -99,24 +101,30 @@ def _measured(trainer: Trainer, encoder: Encoder, start: Weights, end: Weights, 
 def judge(values: Values, groups: Tensor, metric: str, unit: str = "classes") -> dict[str, Any]:
     """Chooses by the metric of each validation query (Q,), the classes `groups` (Q,) being the unit of chance.
 
-    values: of FROZEN, of UNTRAINED, and of each a. A candidate can be chosen only if the 95 % paired interval of its
-    gain over the frozen features lies above 0. Of those, the highest mean is chosen, of equal ones the smallest a; if
-    there are none, the frozen features. So training has to prove itself: a gain that may be chance is no reason to give
-    up an encoder that is known, and with few validation classes the interval is wide. Among candidates that have
-    proved themselves nothing is at risk, and the highest mean is the best guess.
+    values: of FROZEN, of UNTRAINED, and of each a. A candidate can be chosen only if the 80 % paired interval of its
+    gain over the frozen features lies above 0 (95 % with fewer than 6 classes). Of those, the highest mean is chosen,
+    of equal ones the smallest a; if there are none, the frozen features. So training has to prove itself: a gain that
+    may be chance is no reason to give up an encoder that is known. Among candidates that have proved themselves nothing
+    is at risk, and the highest mean is the best guess.
     """
     facts: dict[str, Any] = {"metric": metric, "chosen": None, "a": None, "unit": unit}
     if not values or not bool(values[FROZEN].isfinite().any()):
         return facts | {"classes": 0}
+    classes = len(torch.unique(groups[values[FROZEN].isfinite()]))
+    facts |= {"classes": classes, "confidence": _CONFIDENCE if classes >= _FEW else _FEW_CONFIDENCE}
+    options: dict[str, Any] = {
+        "confidence": facts["confidence"],
+        "fewest": 2,
+        "samples": 1,
+    }  # its sign flips are not used
     tests = {
-        a: cluster_bootstrap.compare(one, values[FROZEN], groups, fewest=2, samples=1)  # without its sign flips
+        a: cluster_bootstrap.compare(one, values[FROZEN], groups, **options)
         for a, one in values.items()
         if isinstance(a, float)
     }
     better = [a for a, test in tests.items() if test["interval"][0] > 0]
     best = min(better, key=lambda a: (-tests[a]["a"], a), default=None)
     facts |= {"chosen": FROZEN if best is None else "finetuned", "a": 0.0 if best is None else best}
-    facts |= {"classes": max(test["classes"] for test in tests.values())}
     facts |= {name: _figure(values[name], groups) for name in (FROZEN, UNTRAINED)}
     facts["curve"] = []
     for a, test in sorted(tests.items()):
@@ -154,11 +162,11 @@ def _sentence(facts: Mapping[str, Any], metric: str, trained_dim: int, dim: int)
             f"The trained weights are saved as they are: no validation item has anything to find, so there is no "
             f"{metric} to compare them with the frozen encoder by."
         )
-    frozen, many = facts[FROZEN]["value"], f"{facts['classes']:,} validation {facts['unit']}"
+    many = f"{facts['classes']:,} validation {facts['unit']}"
     if facts["chosen"] == FROZEN:
         measured = [point for point in facts["curve"] if point["value"] is not None]
         best = max(measured, key=lambda point: point["value"], default=None)
-        at_best = f" (at best {_beside(best, metric, frozen)})" if best is not None else ""
+        at_best = f" (at best {_beside(best, metric, facts)})" if best is not None else ""
         few = ""
         if facts["classes"] < _FEW:
             few = "; of so few only a large gain is proof, and finetune.interpolate=false saves the trained weights"
@@ -172,15 +180,18 @@ def _sentence(facts: Mapping[str, Any], metric: str, trained_dim: int, dim: int)
     which = kind.get(facts["a"], f"the weights at a = {facts['a']:g} between the pretrained and the trained ones")
     alone = facts["curve"][-1]
     beside = "" if facts["a"] == 1 else f"; the trained weights alone have {_percent(alone['value'])}"
-    return f"Fine-tuning gained on {many}, with {which}: {_beside(point, metric, frozen)}{beside}."
+    return f"Fine-tuning gained on {many}, with {which}: {_beside(point, metric, facts)}{beside}."
 
 
-def _beside(point: Mapping[str, Any], metric: str, frozen: float) -> str:
+def _beside(point: Mapping[str, Any], metric: str, facts: Mapping[str, Any]) -> str:
     gain = point["gain"]
     ends = gain["low"], gain["high"]
-    inside = "" if None in ends else f", 95 % interval {points(ends[0])} to {points(ends[1])}"
+    inside = (
+        "" if None in ends else f", {100 * facts['confidence']:.0f} % interval {points(ends[0])} to {points(ends[1])}"
+    )
     difference = f"a difference of {points(gain['value'])} points{inside}"
-    return f"{metric} {_percent(point['value'])} beside {_percent(frozen)} of the frozen encoder, {difference}"
+    frozen = _percent(facts[FROZEN]["value"])
+    return f"{metric} {_percent(point['value'])} beside {frozen} of the frozen encoder, {difference}"
 
 
 def _percent(value: float | None) -> str:

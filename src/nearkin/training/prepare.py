@@ -1,6 +1,7 @@
 """From a source to what can be trained on: items loaded, images decoded, split made, recipe settled."""
 
 import hashlib
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from nearkin import data, models
 from nearkin.data import augment, image_cache
+from nearkin.data.groups import group_ids
 from nearkin.data.item_set import Items, Pairs
 from nearkin.data.splits import Parts
 from nearkin.training import exclusions, level_loss
@@ -25,7 +27,7 @@ from nearkin.training.optimizers import parameter_groups
 from nearkin.training.own_objects import NONE, DatasetRows, Own, items_of
 from nearkin.training.validation import HeldOut
 
-__all__ = ["Prepared", "build_encoder", "check_recipe", "fingerprint", "item_rows", "prepare"]
+__all__ = ["Prepared", "build_encoder", "check_recipe", "fingerprint", "item_rows", "load_items", "prepare"]
 
 _MANY = 100_000  # classes; weights for more are not built twice
 _STANDARDIZED = 2048  # training items from which mean and deviation of the input are taken
@@ -75,6 +77,7 @@ class Prepared:
         indices = getattr(self.parts, part)
         labels, targets = self.items.labels, self.items.targets
         gallery = self.parts.gallery if part == "test" else None
+        groups = group_ids(self.items)
         return HeldOut(
             indices,
             None if labels is None else labels[indices],
@@ -82,7 +85,14 @@ class Prepared:
             gallery,
             None if gallery is None or labels is None else labels[gallery],
             None if gallery is None or targets is None else targets[gallery],
+            None if groups is None else groups[indices],
+            None if gallery is None or groups is None else groups[gallery],
         )
+
+    def train_groups(self) -> NDArray[np.int64] | None:
+        """The groups of the training items, for a sampler that asks for them."""
+        groups = group_ids(self.items)
+        return None if groups is None else groups[self.parts.train]
 
     def part_indices(self) -> dict[str, NDArray[np.int64]]:
         parts = {"train": self.parts.train, "val": self.parts.val, "test": self.parts.test}
@@ -126,7 +136,7 @@ def prepare(
         own = own.wrap(rows.take(np.array([0, len(rows) - 1])))
     else:
         root = None if options.root is None else Path(options.root)
-        items = data.load(options.source, root=root, partial=options.partial, levels=options.levels or ())
+        items = load_items(recipe, root)
         recipe, notes = defaults.settle_source(recipe, items)
         own = own.wrap(_example(recipe, items))
         if items.pictures is not None and defaults.sample_headers(items):  # else none is an image, as decoding says
@@ -157,6 +167,16 @@ def _known_exclusions(recipe: Recipe, items: Items, parts: Parts, start: Mapping
     """The parts without what is known to be left out before a picture is decoded."""
     left = None if start is None else exclusions.again(items, parts, start)
     return exclusions.listed(recipe, items, parts) if left is None else left.parts
+
+
+def load_items(recipe: Recipe, root: Path | None) -> Items:
+    """The items of the recipe's source, with their groups and levels."""
+    options = recipe.data
+    grouped: dict[str, Any] = {"group_pattern": options.group_pattern, "group_column": options.group_column}
+    try:
+        return data.load(options.source, root=root, partial=options.partial, levels=options.levels or (), **grouped)
+    except ValueError as error:
+        raise ValueError(re.sub(r"\b(group_pattern|group_column)\b", r"data.\1", str(error))) from None
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -191,7 +211,8 @@ def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own) -> None:
     parameter_groups(recipe, encoder.backbone, encoder.head, loss)
     with warnings.catch_warnings():  # noted when the sampler is built for the run
         warnings.simplefilter("ignore")
-        build_sampler(recipe, labels, targets)
+        groups = group_ids(items)
+        build_sampler(recipe, labels, targets, None if groups is None else groups[parts.train])
 
 
 def _example(recipe: Recipe, items: Items) -> torch.Tensor:
@@ -273,4 +294,6 @@ def fingerprint(items: Items, parts: Parts, digests: list[str]) -> str:
         digest.update(b"-" if column is None else np.ascontiguousarray(column).tobytes())
     for level in items.levels:
         digest.update("\n".join([level.name, *level.classes]).encode() + level.of_class.tobytes())
+    if items.groups is not None:
+        digest.update("\n".join(items.groups).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()

@@ -218,7 +218,8 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
             plain, facts["interpolation"] = interpolation.choose(trainer, prepared, plain, callback)
         encoder = plain
     with final_test.explained(trainer, "the encoder"):
-        lengths = matryoshka_dims(trainer.recipe, plain.dim)
+        frozen = facts.get("interpolation", {}).get("chosen") == interpolation.FROZEN
+        lengths = None if frozen else matryoshka_dims(trainer.recipe, plain.dim)  # none were trained into the former
         group.on_rank0("writing", lambda: models.save(plain, trainer.out, prepared.preparation, lengths))
     rows: dict[str, Tensor] = {}
     for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():

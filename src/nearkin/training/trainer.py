@@ -338,7 +338,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
     loss = loss.to(device)
     with warnings.catch_warnings(record=True) as caught:  # a note of the run, not a line of Python's among the bars
         warnings.simplefilter("always")
-        sampler = build_sampler(recipe, labels, targets)
+        sampler = build_sampler(recipe, labels, targets, prepared.train_groups())
     assert options.epochs is not None
     average = unsharded = None
     if options.ema:

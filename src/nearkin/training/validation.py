@@ -13,7 +13,7 @@ from nearkin.evaluation.graded import per_query as graded_per_query
 from nearkin.evaluation.retrieval import retrieval_metrics
 
 __all__ = ["MAIN", "METRICS", "WRITTEN", "HeldOut", "chance_units", "graded_metrics", "graded_query_and_gallery"]
-__all__ += ["main_per_query", "points", "query_and_gallery", "quick_metrics"]
+__all__ += ["groups_of", "main_per_query", "points", "query_and_gallery", "quick_metrics"]
 
 MAIN = {False: "map@r", True: "ndcg@10"}  # what validation maximises: classes, continuous targets
 WRITTEN = {"map@r": "MAP@R", "ndcg@10": "nDCG@10"}
@@ -32,6 +32,8 @@ class HeldOut(NamedTuple):
     gallery: NDArray[np.int64] | None = None
     gallery_labels: NDArray[np.int64] | None = None
     gallery_targets: NDArray[np.float64] | None = None
+    groups: NDArray[np.int64] | None = None
+    gallery_groups: NDArray[np.int64] | None = None
 
     @property
     def everything(self) -> NDArray[np.int64]:
@@ -48,7 +50,8 @@ def quick_metrics(rows: Tensor, held_out: HeldOut, graded: bool, device: torch.d
         names = ("ndcg@10", "label_distance@10", "spearman")
     else:
         queries, labels, gallery, gallery_labels = query_and_gallery(rows, held_out, device)
-        metrics = evaluation.retrieval(queries, labels, gallery, gallery_labels, ks=(1,), metrics=METRICS)
+        options: dict[str, Any] = {"ks": (1,), "metrics": METRICS, **groups_of(held_out, device)}
+        metrics = evaluation.retrieval(queries, labels, gallery, gallery_labels, **options)
         names = ("map@r", "recall@1", "r_precision")
     return {name: float(metrics[name]) for name in names if np.isfinite(metrics[name])}
 
@@ -72,6 +75,13 @@ def graded_query_and_gallery(
     return rows[:count].to(device), targets, {"gallery": rows[count:].to(device), "gallery_targets": gallery_targets}
 
 
+def groups_of(held_out: HeldOut, device: torch.device) -> dict[str, Any]:
+    """The groups of queries and gallery as `evaluation.retrieval` takes them; nothing where there are none."""
+    sides = {"groups": held_out.groups, "gallery_groups": held_out.gallery_groups}
+    device = devices.exact(device)
+    return {name: torch.from_numpy(ids).to(device) for name, ids in sides.items() if ids is not None}
+
+
 def query_and_gallery(
     rows: Tensor, held_out: HeldOut, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -92,7 +102,7 @@ def main_per_query(rows: Tensor, held_out: HeldOut, graded: bool, device: torch.
         queries, targets, gallery = graded_query_and_gallery(rows, held_out, device)
         return graded_per_query(queries, targets, (10,), **gallery)[MAIN[True]]
     sides = query_and_gallery(rows, held_out, device)
-    return retrieval_metrics.per_query(*sides, metrics=(MAIN[False],))[MAIN[False]]
+    return retrieval_metrics.per_query(*sides, metrics=(MAIN[False],), **groups_of(held_out, device))[MAIN[False]]
 
 
 def chance_units(held_out: HeldOut, graded: bool) -> tuple[Tensor, str]:

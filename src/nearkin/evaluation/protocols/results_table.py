@@ -12,7 +12,7 @@ from nearkin.core import files
 __all__ = ["Row", "check_error_list", "table", "writable", "write", "write_label_errors"]
 
 _COUNTS = {"queries", "without_positives", "unknown", "genuine", "impostors", "classes", "clusters", "iterations"}
-_COUNTS |= {"spearman_skipped", "items", "k"}
+_COUNTS |= {"spearman_skipped", "items", "k", "left_out"}
 _PLAIN = {"spearman", "inertia"}  # neither a count nor a share
 
 

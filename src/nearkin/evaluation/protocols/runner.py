@@ -72,13 +72,25 @@ def evaluate(
         ids, classes = vectors.class_ids(*labelled)
         if set(protocols) - {"graded"}:
             _require_two_classes(items.name, classes)
+    groups = _groups(items, gallery, protocols, multi_label)
+    notes += _group_notes(protocols, items.labels is not None) if groups else []
     levels = _levels(items, gallery, protocols, multi_label, device)
-    first_ids = _moved(ids[0] if ids else None, device)
-    queries = Rows(items.embeddings.to(device), first_ids, _moved(items.targets, device), levels[0])
+    queries = Rows(
+        items.embeddings.to(device),
+        _moved(ids[0] if ids else None, device),
+        _moved(items.targets, device),
+        _moved(groups[0] if groups else None, device),
+        levels[0],
+    )
     searched = None
     if gallery is not None:
-        gallery_ids = _moved(ids[1] if len(ids) > 1 else None, device)
-        searched = Rows(gallery.embeddings.to(device), gallery_ids, _moved(gallery.targets, device), levels[-1])
+        searched = Rows(
+            gallery.embeddings.to(device),
+            _moved(ids[1] if len(ids) > 1 else None, device),
+            _moved(gallery.targets, device),
+            _moved(groups[1] if groups else None, device),
+            levels[-1],
+        )
     results = {}
     for name in protocols:
         report = None
@@ -98,6 +110,7 @@ def evaluate(
         "gallery": None if gallery is None else _summary(gallery),
         "pairs": None if pairs is None else {"file": pairs.name, "pairs": len(pairs.pairs)},
         "classes": len(classes) or (ids[0].shape[1] if multi_label else None),
+        "groups": _group_count(groups) if groups else None,
         "class_names": classes if ids and labelled[0].dtype.kind == "U" else None,
         "settings": _plain(asdict(settings)) | {"protocols": list(protocols), "device": str(device)},
         "results": results,
@@ -218,6 +231,35 @@ def _levels(
             assert own is not None
             own[name] = ids.to(device)
     return result
+
+
+def _groups(items: Vectors, gallery: Vectors | None, protocols: Sequence[str], multi_label: bool) -> list[Tensor]:
+    """Numbers of the groups of each set, the same in both; [] where there are none."""
+    sets = [items] if gallery is None else [items, gallery]
+    columns = [part.groups for part in sets if part.groups is not None]
+    if not columns:
+        return []
+    if len(columns) < len(sets):
+        missing = next(part.name for part in sets if part.groups is None)
+        raise ValueError(f"{missing}: it has no groups, the other set has; give them with --groups or --gallery-groups")
+    if multi_label and "retrieval" in protocols:
+        raise ValueError(f"{items.name}: groups need one label per row, got several; leave one of both out")
+    names = np.concatenate([groups.astype(str) for groups in columns])
+    unknown = np.concatenate([(groups == UNKNOWN) if groups.dtype.kind == "i" else groups == "" for groups in columns])
+    numbers = np.unique(names, return_inverse=True)[1].astype(np.int64)
+    numbers[unknown] = UNKNOWN
+    first = torch.from_numpy(numbers[: len(columns[0])])
+    return [first] if gallery is None else [first, torch.from_numpy(numbers[len(columns[0]) :])]
+
+
+def _group_count(groups: Sequence[Tensor]) -> int:
+    every = torch.cat(list(groups))
+    return len(torch.unique(every[every != UNKNOWN])) + int((every == UNKNOWN).sum())
+
+
+def _group_notes(protocols: Sequence[str], labelled: bool) -> list[str]:
+    unused = [_flag(name) for name in protocols if not labelled or name in ("clustering", "graded", "diagnose")]
+    return [f"groups are not used by {', '.join(unused)}: all pairs count there."] if unused else []
 
 
 def _require_two_classes(name: str, classes: list[str]) -> None:

@@ -17,13 +17,13 @@ from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.retrieval.level_metrics import by_level
-from nearkin.evaluation.retrieval.retrieval_metrics import retrieval
+from nearkin.evaluation.retrieval.retrieval_metrics import DEFAULT, retrieval
 from nearkin.evaluation.statistics import binomial
 from nearkin.evaluation.statistics.cluster_bootstrap import too_few
 from nearkin.evaluation.verification.all_pairs import all_pairs
 from nearkin.evaluation.verification.roc import FARS, OperatingPoint
 from nearkin.evaluation.verification.score_calibration import calibrate
-from nearkin.evaluation.verification.verification_metrics import pair_scores, verification
+from nearkin.evaluation.verification.verification_metrics import of_other_groups, pair_scores, verification
 
 __all__ = ["RUNS", "Rows", "Settings", "Task", "is_shared"]
 
@@ -49,11 +49,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Rows:
-    """One set on its device; labels are class ids (N,), or bool rows (N, L)."""
+    """One set on its device; labels are class ids (N,), or bool rows (N, L); groups are numbers (N,)."""
 
     embeddings: Tensor
     labels: Tensor | None
     targets: Tensor | None
+    groups: Tensor | None = None
     levels: dict[str, Tensor] | None = None  # class ids (N,) of coarser levels
 
 
@@ -87,15 +88,20 @@ def _retrieval(task: Task) -> dict[str, Any]:
         query_labels = torch.nn.functional.pad(query_labels, (0, 1))
     options |= {"similarity": task.similarity, "budget": task.settings.budget, "progress": task.progress}
     options["group"] = task.group
+    if task.queries.groups is not None:
+        options |= {"groups": task.queries.groups, "metrics": (*DEFAULT, "map", "minp")}
+        options["gallery_groups"] = None if task.gallery is None else task.gallery.groups
     scores = retrieval(task.queries.embeddings, query_labels, rows, labels, **options)
     if scores["without_positives"] == scores["queries"]:
         where = "the others" if task.gallery is None else "the gallery"
+        where += "" if task.queries.groups is None else " in another group"
         raise ValueError(f"retrieval needs queries with positives among {where}: none of {scores['queries']} has any")
     result = _with_intervals(scores, task)
     if task.queries.levels:
         gallery_levels = None if task.gallery is None else task.gallery.levels
         shared: dict[str, Any] = {"similarity": task.similarity, "budget": task.settings.budget, "group": task.group}
         shared |= {"progress": task.progress, "interval": task.settings.interval}
+        shared |= {key: options[key] for key in ("groups", "gallery_groups") if key in options}
         result["levels"] = by_level(
             task.queries.embeddings, query_labels, task.queries.levels, rows, gallery_levels, **shared
         )
@@ -115,6 +121,8 @@ def _verification(task: Task) -> dict[str, Any]:
     options: dict[str, Any] = {"fars": settings.fars or FARS, "similarity": task.similarity, "seed": settings.seed}
     options |= {"interval": settings.interval, "progress": task.progress}
     labels = task.queries.labels
+    if labels is not None:
+        options["groups"] = task.queries.groups
     if task.pairs is None:
         assert labels is not None
         options |= {"budget": settings.budget, "group": task.group}
@@ -131,6 +139,9 @@ def _verification(task: Task) -> dict[str, Any]:
             same = labels.cpu()[pairs[:, 0]] == labels.cpu()[pairs[:, 1]]
         if min(scores["genuine"], scores["impostors"]) > 1:
             similarities = pair_scores(task.queries.embeddings, pairs, task.similarity).cpu()
+            if labels is not None and task.queries.groups is not None:
+                counted = of_other_groups(task.queries.embeddings, pairs, labels.cpu()[pairs], task.queries.groups)
+                similarities, same = similarities[counted], same[counted]  # type: ignore[index]
             fitted = calibrate(similarities, same, seed=settings.seed)  # type: ignore[arg-type]
             scores |= {"calibration_error": fitted.error, "calibration": fitted.to_dict()}
     points: list[OperatingPoint] = scores["operating_points"]
@@ -151,7 +162,7 @@ def _one_shot(task: Task) -> dict[str, Any]:
     settings = task.settings
     counts = (settings.ways, settings.shots, settings.episodes, settings.seed)
     options: dict[str, Any] = {"score": "mean" if task.similarity == "cosine" else "nearest", "budget": settings.budget}
-    options |= {"interval": settings.interval, "progress": task.progress}
+    options |= {"interval": settings.interval, "progress": task.progress, "groups": task.queries.groups}
     scores = one_shot(task.queries.embeddings, task.queries.labels, *counts, **options)
     result = _with_intervals(scores, task)
     result["episode_half_width"] = result.pop("interval")

@@ -50,7 +50,7 @@ def _count(space: Space, relevance: Relevance, rows: Tensor, limit: int) -> Tens
     tile = knn.proposed_rows(space, rows)  # (q, G)
     left_out = relevance.left_out(rows)
     if left_out is not None:
-        tile.masked_fill_(left_out, -torch.inf)
+        tile.masked_fill_(left_out if space.active is None else left_out[:, space.active], -torch.inf)
     proposed = tile.gather(1, positive.clamp(min=0)).masked_fill_(~real, torch.inf)
     row, slot = real.nonzero(as_tuple=True)
     tile[row, positive[row, slot]] = -torch.inf  # negatives remain

@@ -1,4 +1,4 @@
-"""The nearest items of other classes, exactly: the search of `knn`, in which items of a query's own class have no part."""
+"""The nearest items of other classes, exactly: the search of `knn`, in which items of a query's class take no part."""
 
 from contextlib import nullcontext
 

@@ -10,6 +10,8 @@ index, a query never finds itself). Every metric is a function of these numbers:
     map@r         1/R sum_{j: r_j <= R} j / r_j     (Musgrave et al. 2020, arXiv:2003.08505, section 3)
     map           1/R sum_j j / r_j
     mrr           1 / r_1
+    cmc@k         as recall@k: re-identification's name for it, read beside `groups`
+    minp          R / r_R                           (Ye et al. 2020, arXiv:2001.04193, section 4)
     ndcg@k        sum_{j: r_j <= k} 1/log2(1 + r_j) / sum_{i <= min(k, R)} 1/log2(1 + i)
 """
 
@@ -30,13 +32,14 @@ from nearkin.evaluation.arrays import Array, Ids, Progress, Scores, takes_arrays
 from nearkin.evaluation.retrieval import by_counting, by_sorting, knn
 from nearkin.evaluation.retrieval.by_counting import BEYOND
 from nearkin.evaluation.retrieval.exact import Space
-from nearkin.evaluation.retrieval.relevance import Relevance, with_known_labels
+from nearkin.evaluation.retrieval.relevance import Relevance, check_groups, with_known_labels
 from nearkin.evaluation.statistics import cluster_bootstrap
 
-__all__ = ["DEFAULT", "METRICS", "Retrieval", "per_query", "retrieval"]
+__all__ = ["AT_KS", "DEFAULT", "METRICS", "Retrieval", "per_query", "retrieval"]
 
-METRICS = ("recall", "precision@1", "r_precision", "map@r", "map", "mrr", "ndcg")
+METRICS = ("recall", "precision@1", "r_precision", "map@r", "map", "mrr", "ndcg", "cmc", "minp")
 DEFAULT = ("recall", "precision@1", "r_precision", "map@r")
+AT_KS = ("recall", "ndcg", "cmc")
 
 
 class Retrieval(Scores[float]):
@@ -64,6 +67,8 @@ def retrieval(
     progress: Progress | None = None,
     interval: bool = False,
     group: ProcessGroup | None = None,
+    groups: Ids | None = None,
+    gallery_groups: Ids | None = None,
 ) -> Retrieval:
     """How well the nearest items match: {"recall@1", …, "precision@1", "r_precision", "map@r"}, means over queries.
 
@@ -71,9 +76,14 @@ def retrieval(
     labels: class ids, where -1 is unknown and such an item is neither a query nor ranked; multi-label bool rows,
     positive if they share a label; or a `Relation` (Q, G), whose pairs in neither mask are not ranked for that query.
 
-    metrics: of "recall" and "ndcg" (at each of ks), "precision@1", "r_precision", "map@r", "map", "mrr". The last two
-    need the position of every positive and take longer where positives are far. without_positives: a query with nothing
-    to find is left out of the means ("skip") or counts as 0 ("miss"); the result names these queries either way.
+    groups (Q,), gallery_groups (G,): of the items (camera, burst, writer), ids or names; -1 shares its group with none.
+    An item of the query's class and group is neither positive nor negative for it and is not ranked, as in
+    re-identification. Without a gallery `groups` are those of both sides.
+
+    metrics: of "recall", "cmc" and "ndcg" (at each of ks), "precision@1", "r_precision", "map@r", "map", "mrr", "minp".
+    The last three need the position of every positive and take longer where positives are far.
+    without_positives: a query with nothing to find is left out of the means ("skip") or counts as 0 ("miss"); the
+    result names these queries either way.
     similarity: "cosine", "dot", "euclidean". budget: bytes beyond the embeddings and the result. backend "faiss" lets
     faiss propose neighbours; no value depends on it, on the budget, the threads or the device.
     interval: also the 95 % interval of each metric over the choice of classes, as `.intervals[name]`, by
@@ -85,6 +95,7 @@ def retrieval(
     checks.one_of("without_positives", without_positives, ("skip", "miss"))
     options: dict[str, Any] = {"ks": ks, "metrics": metrics, "similarity": similarity, "budget": budget}
     options |= {"backend": backend, "progress": progress, "group": group}
+    options |= {"groups": groups, "gallery_groups": gallery_groups}
     values = per_query(embeddings, labels, gallery, gallery_labels, **options)
     positives = values.pop("positives")
     known, valid = positives != UNKNOWN, positives > 0
@@ -96,10 +107,10 @@ def retrieval(
     result["queries"], result["without_positives"] = int(known.sum()), len(result.without_positives)
     result["unknown"] = int((~known).sum())
     if interval:
-        groups = cluster_bootstrap.classes_of(labels, len(positives))
+        classes = cluster_bootstrap.classes_of(labels, len(positives))
         for name, value in values.items():
             missed = value if without_positives == "skip" else torch.where(known & ~valid, 0.0, value)
-            result.intervals[name] = cluster_bootstrap.share_interval(missed, groups)
+            result.intervals[name] = cluster_bootstrap.share_interval(missed, classes)
     return result
 
 
@@ -117,12 +128,18 @@ def per_query(
     backend: str = "torch",
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
+    groups: Ids | None = None,
+    gallery_groups: Ids | None = None,
 ) -> dict[str, Tensor]:
     """The metrics of `retrieval` for each query, (Q,) float64 on the CPU, NaN where there is nothing to find.
 
     "positives" (Q,) int64: how many positives each query has, -1 where its own label is unknown.
     """
+    itself = gallery is embeddings
     gallery, item_labels = _checked(embeddings, labels, gallery, gallery_labels)
+    if itself and gallery is None and gallery_groups is groups:
+        gallery_groups = None
+    check_groups(embeddings, labels, gallery, groups, gallery_groups)
     checks.one_of("backend", backend, knn.BACKENDS)
     for name in metrics:
         checks.one_of("metrics", name, METRICS)
@@ -131,15 +148,17 @@ def per_query(
     group = None if group is None or group.size == 1 else group
     if group is not None:  # all processes have the same items
         tensors = {"labels": labels} if isinstance(labels, Tensor) else labels._asdict()
+        tensors |= {"groups": groups, "gallery_groups": gallery_groups}
         group.agree(embeddings=embeddings, **tensors, gallery=gallery, gallery_labels=gallery_labels)
-    sets, index = with_known_labels(embeddings, labels, gallery, item_labels)
+    sets, index = with_known_labels(embeddings, labels, gallery, item_labels, groups, gallery_groups)
     space = Space(sets.queries, sets.gallery, similarity, budget)
     space.blocks()  # refuses a budget that is too small
     relevance = Relevance(sets, space)
     limits = _limits(len(space.gallery), ks, metrics)
     most_positives = int(relevance.counts.max()) if len(relevance.counts) else 0
     if not isinstance(sets.labels, Relation):  # a relation may exclude the equal rows before one
-        space.drop_duplicates(max(*limits, most_positives))
+        junk = 0 if relevance.junk is None or not len(index) else int(relevance.junk.max())  # equal rows not ranked
+        space.drop_duplicates(max(*limits, most_positives) + junk)
 
     def parts(report: Progress | None) -> Iterator[by_counting.Positions]:
         if backend != "torch":
@@ -188,8 +207,8 @@ def _checked(
 def _limits(size: int, ks: Sequence[int], metrics: Sequence[str]) -> by_counting.Limits:
     """Up to which positions these metrics need; those up to the number of positives are needed anyway."""
     deepest = max(ks, default=1)
-    others = size if "map" in metrics else deepest if "ndcg" in metrics else 1
-    return by_counting.Limits(size if {"map", "mrr"} & set(metrics) else deepest, others)
+    others = size if {"map", "minp"} & set(metrics) else deepest if "ndcg" in metrics else 1
+    return by_counting.Limits(size if {"map", "mrr", "minp"} & set(metrics) else deepest, others)
 
 
 def _from_lists(
@@ -202,21 +221,23 @@ def _from_lists(
     for block in blocks if group is None else blocks[group.rank :: group.size]:
         rows = order[block]
         left_out = relevance.left_out(rows)
-        if left_out is not None and bool(left_out.any()):
+        if relevance.junk is None and left_out is not None and bool(left_out.any()):
             checks.impossible("backend", backend, "the relation leaves pairs out", ("torch",))
         items = relevance.positives(rows)
+        junk = 0 if relevance.junk is None else int(relevance.junk[rows].max())
         positive = torch.zeros(len(rows), size + 1, dtype=torch.bool, device=rows.device)  # the last column: no item
         positive.scatter_(1, torch.where(items >= 0, items, size), True)[:, -1] = False
-        nearest, _ = searcher(rows, min(max(limit, int(relevance.counts[rows].max())), size))
+        nearest, _ = searcher(rows, min(max(limit, int(relevance.counts[rows].max())) + junk, size))
         hit = positive.gather(1, torch.where(nearest >= 0, nearest, size))
-        position = torch.arange(1, hit.shape[1] + 1, device=rows.device)
+        ranked = torch.ones_like(hit) if left_out is None else ~left_out.gather(1, nearest.clamp(min=0))
+        position = ranked.cumsum(1)
         yield by_counting.Positions(rows, torch.where(hit, position, BEYOND).sort(dim=1).values)
         if progress is not None:
             progress(block.stop, len(order))
 
 
 def _names(ks: Sequence[int], metrics: Sequence[str]) -> list[str]:
-    return [name for m in metrics for name in ([f"{m}@{k}" for k in ks] if m in ("recall", "ndcg") else [m])]
+    return [name for m in metrics for name in ([f"{m}@{k}" for k in ks] if m in AT_KS else [m])]
 
 
 def _metrics(positions: Tensor, counts: Tensor, ks: Sequence[int], metrics: Sequence[str]) -> dict[str, Tensor]:
@@ -233,13 +254,14 @@ def _metrics(positions: Tensor, counts: Tensor, ks: Sequence[int], metrics: Sequ
         "map@r": lambda: _sum(torch.where(within, share, 0.0)) / total,
         "map": lambda: _sum(share) / total,
         "mrr": lambda: 1 / first.double(),
+        "minp": lambda: total / positions.gather(1, (counts - 1).clamp(min=0)[:, None]).squeeze(1).double(),
     }
     result: dict[str, Tensor] = {}
     for name in _names(ks, metrics):
         if name in plain:
             value = plain[name]()
-        elif name.startswith("recall@"):
-            value = (first <= int(name[7:])).double()
+        elif name.startswith(("recall@", "cmc@")):
+            value = (first <= int(name.partition("@")[2])).double()
         else:
             k = int(name[5:])
             best = torch.where(order <= counts.clamp(max=k)[:, None], order, 0)

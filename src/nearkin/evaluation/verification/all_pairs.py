@@ -49,6 +49,7 @@ def all_pairs(
     seed: int = 0,
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
+    groups: Ids | None = None,
 ) -> Scores[Any]:
     """Verifies every pair i < j of embeddings (N, D): genuine where labels (N,) are equal; label -1 is left out.
 
@@ -66,16 +67,16 @@ def all_pairs(
 
     `budget` bounds the bytes of working memory beyond the embeddings; a smaller one means more passes and never changes
     a result. progress(done, total) is called with pairs, over all passes. group: processes that share the pairs, as in
-    `retrieval`.
+    `retrieval`. groups (N,): of the items; a pair of the same class and group is neither genuine nor an impostor, and
+    "left_out" says how many there are.
     """
-    scan = _checked(embeddings, labels, similarity, group)
+    scan = _checked(embeddings, labels, similarity, group, groups)
     tile, needed = pair_scan.tile_bytes(embeddings.shape[1]), pair_scan.TABLE + interval * _CELLS
     what = "a tile, a table and the counts of the groups" if interval else "a tile and a table"
     checks.enough("budget", budget, tile + needed, f"{what}, in bytes")
     checks.integer("points", points, 0)
     settings = {"samples": samples, "seed": seed, "confidence": confidence}
-    pairs = scan.genuine + scan.impostors
-    work = nullcontext(progress) if scan.group is None else scan.group.work("verification", progress, pairs)
+    work = nullcontext(progress) if scan.group is None else scan.group.work("verification", progress, scan.pairs)
     with work as scan.progress:
         return _measure(scan, fars, budget - tile, points, interval, settings)
 
@@ -98,6 +99,8 @@ def _measure(
     curve = pair_scan.sweep(scan, budget // pair_scan.KEY_BYTES, [shown, grid])
     tp, fp = zip(crossing.above, crossing.within, strict=True)
     result: Scores[Any] = Scores({"genuine": counts[0], "impostors": counts[1]})
+    if scan.groups is not None:
+        result["left_out"] = scan.left_out
     result |= {"auc": curve.auc, "eer": eer(tp, fp, *counts)}
     result |= {"balanced_accuracy": curve.balanced, "balanced_threshold": scan.score(curve.key)}
     result.update(far_entries(fars, operating_points))
@@ -108,15 +111,19 @@ def _measure(
     return result
 
 
-def _checked(embeddings: Tensor, labels: Tensor, similarity: str, group: ProcessGroup | None) -> Scan:
+def _checked(
+    embeddings: Tensor, labels: Tensor, similarity: str, group: ProcessGroup | None, groups: Tensor | None
+) -> Scan:
     checks.rows("embeddings", embeddings)
     checks.class_ids("labels", labels, embeddings)
     checks.one_of("similarity", similarity, ("cosine", "dot"))
     checks.finite("embeddings", embeddings)
-    scan = Scan(embeddings, labels.long(), similarity, group=group)
+    if groups is not None:
+        checks.class_ids("groups", groups, embeddings)
+    scan = Scan(embeddings, labels.long(), similarity, group=group, groups=groups)
     require_both_kinds(scan.genuine, scan.impostors)
     if scan.group is not None:
-        scan.group.agree(embeddings=embeddings, labels=labels)
+        scan.group.agree(embeddings=embeddings, labels=labels, groups=groups)
     return scan
 
 

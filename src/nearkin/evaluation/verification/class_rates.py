@@ -21,8 +21,8 @@ from nearkin.evaluation.arrays import Counts, Ends, Floats
 from nearkin.evaluation.statistics import binomial
 
 __all__ = [
-    "Rates", "accepts", "classes_needed", "genuine_groups", "impostor_rates", "mean_interval", "smallest_far",
-    "true_accepts",
+    "Rates", "accepts", "classes_needed", "genuine_groups", "impostor_rates", "mean_interval", "most_others",
+    "others_of", "smallest_far", "true_accepts",
 ]  # fmt: skip
 
 Groups = Sequence[Counts]  # the rows of each class
@@ -93,14 +93,32 @@ def accepts(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examp
     return sums
 
 
-def genuine_groups(rows: NDArray[np.float32], groups: Groups, examples: int, seed: int) -> list[Floats]:
-    """Per class, the similarities of its items to the nearest of `examples` others, which need one item more."""
+def others_of(group: Counts, item: int, bursts: Counts | None) -> NDArray[np.bool_]:
+    """Which items of a class an item of it is compared with: all others, or those of other bursts."""
+    mine = np.arange(len(group)) == item if bursts is None else bursts[group] == bursts[group[item]]
+    return np.asarray(~mine, dtype=bool)
+
+
+def most_others(group: Counts, bursts: Counts | None) -> int:
+    """With how many items of its class an item can be compared, of the one with the most."""
+    if bursts is None:
+        return len(group) - 1
+    return len(group) - int(np.unique(bursts[group], return_counts=True)[1].min())
+
+
+def genuine_groups(
+    rows: NDArray[np.float32], groups: Groups, examples: int, seed: int, bursts: Counts | None = None
+) -> list[Floats]:
+    """Per class, the similarities of its items to the nearest of `examples` others, of which there must be enough.
+
+    bursts: of the rows; items of one class and burst are not compared.
+    """
     draw, result = np.random.default_rng([seed, examples]), []
     for group in groups:
         near = rows[group] @ rows[group].T
         scores = []
         for item in range(len(group)):
-            others = draw.permutation(np.delete(near[item], item))
+            others = draw.permutation(near[item][others_of(group, item, bursts)])
             scores.append(others[: len(others) // examples * examples].reshape(-1, examples).max(1))
         result.append(np.concatenate(scores).astype(np.float64))
     return result

@@ -25,7 +25,7 @@ from torch import Tensor
 from nearkin.core import distances
 from nearkin.core.relations import UNKNOWN
 from nearkin.dist.group import ProcessGroup
-from nearkin.evaluation.arrays import Counts, Progress
+from nearkin.evaluation.arrays import Counts, Progress, group_numbers
 from nearkin.evaluation.verification.roc import Roc
 
 __all__ = ["KEY_BYTES", "TABLE", "TILE", "Levels", "Scan", "Search", "passes_of", "run", "sweep", "tile_bytes"]
@@ -54,7 +54,10 @@ def tile_side(dim: int) -> int:
 
 
 class Scan:
-    """The labelled rows in the order of their classes, so that genuine pairs lie near the diagonal."""
+    """The labelled rows in the order of their classes, so that genuine pairs lie near the diagonal.
+
+    groups: pairs of the same class and group are left out.
+    """
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Scan:
         similarity: str,
         progress: Progress | None = None,
         group: ProcessGroup | None = None,
+        groups: Tensor | None = None,
     ) -> None:
         known = (labels != UNKNOWN).nonzero().squeeze(1)
         order = known[labels[known].argsort(stable=True)]
@@ -74,11 +78,27 @@ class Scan:
         self.dtype = torch.float64 if embeddings.dtype == torch.float64 else torch.float32
         sizes = torch.bincount(self.number).tolist()
         self.genuine = sum(size * (size - 1) // 2 for size in sizes)
-        self.impostors = len(order) * (len(order) - 1) // 2 - self.genuine
+        self.pairs = len(order) * (len(order) - 1) // 2
+        self.impostors = self.pairs - self.genuine
+        self.left_out, self.groups = 0, None
+        if groups is not None:
+            self.groups = group_numbers(groups[order])
+            sizes = torch.unique(self.number * (2 * len(order)) + self.groups, return_counts=True)[1].tolist()
+            self.left_out = sum(size * (size - 1) // 2 for size in sizes)
+            self.genuine -= self.left_out
         self.progress, self.done, self.passes = progress, 0, 0
         self.group = group if group is not None and group.size > 1 else None
 
     def tiles(self, genuine_only: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """As `_all_tiles`, without the pairs of the same class and group."""
+        for key, left, right in self._all_tiles(genuine_only):
+            if self.groups is None:
+                yield key, left, right
+                continue
+            counted = self.is_impostor(left, right) | (self.groups[left] != self.groups[right])
+            yield key[counted], left[counted], right[counted]
+
+    def _all_tiles(self, genuine_only: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Keys of all pairs i < j, and both rows: flat, of one length.
 
         genuine_only: skips the tiles without a genuine pair. Otherwise the processes of a group take turns at the
@@ -137,7 +157,7 @@ class Scan:
         self.done += pairs
         if self.progress is not None:
             processes = 1 if self.group is None else self.group.size
-            self.progress(self.done, max(self.passes * (self.genuine + self.impostors) // processes, self.done))
+            self.progress(self.done, max(self.passes * self.pairs // processes, self.done))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nearkin.core import checks, distances
 from nearkin.core.relations import UNKNOWN
-from nearkin.evaluation.arrays import Array, Counts, Floats, Ids, Progress, Scores, Values, takes_arrays
+from nearkin.evaluation.arrays import Array, Counts, Floats, Ids, Progress, Scores, Values, group_numbers, takes_arrays
 from nearkin.evaluation.verification import pair_bootstrap
 from nearkin.evaluation.verification.roc import (
     FARS,
@@ -33,7 +33,7 @@ from nearkin.evaluation.verification.roc import (
     vector,
 )
 
-__all__ = ["operating_point", "pair_scores", "roc", "verification"]
+__all__ = ["of_other_groups", "operating_point", "pair_scores", "roc", "verification"]
 
 _CHUNK = 1 << 16  # pairs whose embeddings are gathered at once
 
@@ -55,11 +55,13 @@ def verification(
     classes: Values | None = None,
     samples: int = pair_bootstrap.SAMPLES,
     progress: Progress | None = None,
+    groups: Ids | None = None,
 ) -> Scores[Any]:
     """How well scores (M,) tell same from different pairs; `same` (M,) is bool or 0/1.
 
     Instead of scores: embeddings (N, D) with pairs (M, 2) of row numbers, scored by `pair_scores`; with `labels` (N,)
-    `same` is not needed. Returns
+    `same` is not needed, and with `groups` (N,) beside them pairs of the same class and group are left out
+    ("left_out": how many). Returns
 
     - "eer": where FAR and FRR = 1 - TAR cross on the straight lines between the curve's points; "auc": its area, ties
       counting half; "genuine", "impostors": how many pairs;
@@ -85,15 +87,24 @@ def verification(
     if embeddings is not None or pairs is not None:
         if scores is not None or embeddings is None or pairs is None:
             raise ValueError("verification needs either scores, or embeddings and pairs; got a mixture")
-        scores = pair_scores(embeddings, pairs, similarity)
+        scores, left_out = pair_scores(embeddings, pairs, similarity), 0
         if labels is not None:
             checks.class_ids("labels", labels, embeddings)
             sides: Tensor = labels.detach().cpu()[pairs.long().cpu()]
             classes, same = sides, sides[:, 0] == sides[:, 1] if same is None else same
+            if groups is not None:
+                counted = of_other_groups(embeddings, pairs, sides, groups)
+                scores, same, classes = scores[counted], torch.as_tensor(same)[counted], sides[counted]
+                folds = folds if isinstance(folds, int) else torch.as_tensor(folds)[counted]
+                left_out = int((~counted).sum())
+    if groups is not None and (embeddings is None or labels is None):
+        raise ValueError("groups need embeddings, pairs and labels: a pair of the same class and group is left out")
     values, is_genuine = check_pairs(scores, same)
     curve, tp, fp = cumulative_counts(values, is_genuine)
     genuine, impostors = int(tp[-1]), int(fp[-1])
     result: Scores[Any] = Scores({"genuine": genuine, "impostors": impostors})
+    if groups is not None:
+        result["left_out"] = left_out
     result["auc"] = float(np.dot(np.diff(fp), tp[1:] + tp[:-1]) / (2 * genuine * impostors))
     crossing = int(np.argmax(far_reaches_frr(tp, fp, genuine, impostors)))  # never 0
     result["eer"] = eer(tp[crossing - 1 : crossing + 1], fp[crossing - 1 : crossing + 1], genuine, impostors)
@@ -147,6 +158,13 @@ def pair_scores(embeddings: Array, pairs: Array, similarity: str = "cosine") -> 
         left, right = (prepare(embeddings[side].to(distances.wide(embeddings))) for side in chunk.unbind(1))
         parts.append((left * right).sum(1))
     return torch.cat(parts) if parts else embeddings.new_zeros(0)
+
+
+def of_other_groups(embeddings: Tensor, pairs: Tensor, classes: Tensor, groups: Tensor) -> Tensor:
+    """(M,) which pairs are counted: those of different classes or groups."""
+    checks.class_ids("groups", groups, embeddings)
+    sides = group_numbers(groups.cpu())[pairs.long().cpu()]
+    return torch.ne(classes[:, 0], classes[:, 1]) | torch.ne(sides[:, 0], sides[:, 1])
 
 
 def _most_accurate(values: NDArray[Any], genuine: NDArray[np.bool_]) -> float:

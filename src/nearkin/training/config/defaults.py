@@ -21,6 +21,7 @@ from nearkin.data.splits import Parts, divide, source_split
 from nearkin.training.config.finetune import HEAD_EPOCHS, settle_finetune
 from nearkin.training.config.recipe import Recipe, no_effect
 from nearkin.training.config.registry import (
+    BY_LENGTH,
     LOSSES,
     SAMPLERS,
     Setting,
@@ -28,9 +29,10 @@ from nearkin.training.config.registry import (
     encoder_settings,
     loss_settings,
     matryoshka_dims,
+    matryoshka_weights,
 )
 
-__all__ = ["BY_LENGTH", "SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
+__all__ = ["SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
 __all__ += ["settle_split", "split_items"]
 
 TEST = 0.25  # share of the classes, or items, of a source without a test part
@@ -42,7 +44,6 @@ _LARGE = {"efficientnet-lite1": 240, "efficientnet-lite2": 260}  # sides they we
 LEAST = 32  # smallest side that a pretrained encoder can see
 # Encoders that a CUDA graph can repeat; others may not be.
 CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0", "efficientnet-lite1", "efficientnet-lite2")
-BY_LENGTH = {"adaface", "magface"}  # losses whose margins follow the length of embeddings
 # Losses whose papers work on embeddings of free length.
 FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"} | BY_LENGTH
 # The sampler that belongs to a loss, where it is not class-balanced.
@@ -143,12 +144,8 @@ def _facts(recipe: Recipe, items: Items, parts: Parts) -> Facts:
 
 
 def _settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
-    unused = {
-        "data.root",
-        "data.levels",
-        *(f"data.{key}" for key in _IMAGE_KEYS),
-        *(f"augment.{key}" for key in recipe.augment),
-    }
+    unused = {"data.root", *(f"data.{key}" for key in _IMAGE_KEYS), *(f"augment.{key}" for key in recipe.augment)}
+    unused |= {"data.levels", "data.group_pattern", "data.group_column"}
     for key in sorted(recipe.explicit_keys & unused):
         no_effect(key, "the dataset is an object of your own, which prepares its items itself")
     recipe = recipe.with_("encoder", **{"name": "mlp" if len(shape) == 1 else "small-cnn", **recipe.encoder})
@@ -236,6 +233,7 @@ def split_items(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Par
         test=options.test or TEST,
         skip_single=options.skip_single,
         official=options.official,
+        group_scope=options.group_scope or "set",
     )
     return parts.among(indices) if bad else parts
 
@@ -255,8 +253,13 @@ def settle_split(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
             no_effect(f"data.{part}", f"{name} has its own {part} part, which data.official=false would ignore")
     if options.seed and {"val", "test"} <= set(parts.official):
         no_effect("data.seed", f"{name} has its own parts, which data.official=false would ignore")
+    if options.group_scope is not None and items.groups is None:
+        no_effect("data.group_scope", f"{name} has no groups; data.group_pattern or data.group_column names them")
     shares = {"val": options.val or _validation_share(items), "test": options.test or TEST}
-    return recipe.with_("data", **{part: share for part, share in shares.items() if part not in parts.official})
+    settled: dict[str, Any] = {part: share for part, share in shares.items() if part not in parts.official}
+    if items.groups is not None:
+        settled["group_scope"] = options.group_scope or "set"
+    return recipe.with_("data", **settled)
 
 
 def _validation_share(items: Items) -> float:
@@ -283,7 +286,10 @@ def _settle_loss(recipe: Recipe, items: Items, facts: Facts) -> Recipe:
         raise ValueError(f'loss "{name}" needs continuous targets, {items.name} has none')
     if not recipe.takes_targets and items.labels is None:
         raise ValueError(f'loss "{name}" needs class labels, {items.name} has none; use logratio')
-    return recipe.with_("loss", **{**(_defaults(LOSSES[name].settings) if name in LOSSES else {}), **recipe.loss})
+    settled = {**(_defaults(LOSSES[name].settings) if name in LOSSES else {}), **recipe.loss}
+    if name == "margin" and settled["selection"] == "distance_weighted":
+        settled.setdefault("sampling_dim", "fitted")  # better than the vector's own on three sets: docs/claims.md
+    return recipe.with_("loss", **settled)
 
 
 def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
@@ -321,9 +327,12 @@ def _check_views(recipe: Recipe, items: Items) -> None:
 
 
 def _settle_matryoshka(recipe: Recipe, dim: int) -> Recipe:
-    """The full length is one of the lengths, whether it was written or not."""
+    """The full length is one of the lengths, whether it was written or not, and each has its weight."""
     lengths = matryoshka_dims(recipe, dim)
-    return recipe if lengths is None else recipe.with_("loss", matryoshka=list(lengths))
+    if lengths is None:
+        return recipe
+    weights = list(matryoshka_weights(recipe, lengths))
+    return recipe.with_("loss", matryoshka=list(lengths), matryoshka_weights=weights)
 
 
 def _check_augment(recipe: Recipe) -> None:

@@ -56,6 +56,10 @@ class Data(_Section):
     val: float | None = Field(default=None, gt=0, lt=1)
     test: float | None = Field(default=None, gt=0, lt=1)
     seed: int = Field(default=0, ge=0)
+    # Groups beside classes: where they are (in names, or in which column), and whether a group counts within its class.
+    group_pattern: str | None = None
+    group_column: str | None = None
+    group_scope: Literal["set", "class"] | None = None
     # Coarser levels of the classes by name, the finest first: columns, entries, or the folders around class folders.
     levels: list[str] | None = Field(default=None, min_length=1)
     near: Literal["off", "list", "drop"] | None = None  # near-duplicates across parts; None: list up to 10,000 pictures

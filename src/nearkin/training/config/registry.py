@@ -11,11 +11,12 @@ from nearkin import losses, models, samplers
 from nearkin.core import checks
 from nearkin.data import augment
 from nearkin.losses.matryoshka import check_lengths
-from nearkin.training.config.recipe import Recipe
+from nearkin.training.config.recipe import Recipe, no_effect
 
-__all__ = ["LOSSES", "SAMPLERS", "Choice", "Setting", "augmentation_of", "check_keys", "encoder_settings"]
-__all__ += ["loss_settings", "matryoshka_dims", "sampler_settings", "settings_of"]
+__all__ = ["BY_LENGTH", "LOSSES", "SAMPLERS", "Choice", "Setting", "augmentation_of", "check_keys", "encoder_settings"]
+__all__ += ["loss_settings", "matryoshka_dims", "matryoshka_weights", "sampler_settings", "settings_of"]
 
+BY_LENGTH = {"adaface", "magface"}  # losses whose margins follow the length of embeddings
 # Set by the trainer, which knows the data, the encoder and the ranks.
 _FILLED = {"self", "labels", "targets", "num_classes", "dim", "generator", "seed", "rank", "world_size", "batches"}
 _FILLED |= {"split", "classes", "batch_size"}
@@ -127,12 +128,17 @@ def _samplers() -> dict[str, Choice]:
             settings = settings_of(make)
             if hasattr(make, "refresh"):
                 settings["every"] = Setting("every", int, 1)  # epochs between two refreshes, which the trainer makes
+            if "groups" in settings:
+                settings["groups"] = Setting("groups", bool, None)  # whether to use those of the source
             choices[name] = Choice(name, make, settings, make)
     return dict(sorted(choices.items()))
 
 
 # Settings of [loss] that go around any loss.
-AROUND = {"matryoshka": Setting("matryoshka", tuple[int, ...] | None, None)}
+AROUND = {
+    "matryoshka": Setting("matryoshka", tuple[int, ...] | None, None),
+    "matryoshka_weights": Setting("matryoshka_weights", tuple[float | int, ...] | None, None),
+}
 LOSSES = _losses()
 SAMPLERS = _samplers()
 
@@ -158,9 +164,10 @@ def matryoshka_dims(recipe: Recipe, dim: int | None = None) -> tuple[int, ...] |
 
     dim: of the embeddings, None where it is not known yet.
     """
-    options = {name: value for name, value in recipe.loss.items() if name in AROUND}
-    dims = _accepts("loss", options, AROUND, "any loss").get("matryoshka")
+    dims, weights = _around(recipe)
     if dims is None:
+        if weights is not None:
+            no_effect("loss.matryoshka_weights", "loss.matryoshka is not set")
         return None
     lengths = check_lengths("loss.matryoshka", list(dims))
     if dim is None:
@@ -171,6 +178,26 @@ def matryoshka_dims(recipe: Recipe, dim: int | None = None) -> tuple[int, ...] |
     if len(lengths) == 1:
         raise ValueError(f"loss.matryoshka would have no effect: {dim} is the full length; name shorter ones, as 32")
     return lengths
+
+
+def matryoshka_weights(recipe: Recipe, dims: tuple[int, ...]) -> tuple[float, ...]:
+    """What the loss of each length is multiplied by. dims: of `matryoshka_dims`.
+
+    By default the length's share of the full one: with equal weights the short lengths, whose gradients are larger,
+    cost the full one more (docs/losses.md).
+    """
+    weights = _around(recipe)[1]
+    if weights is None:
+        return tuple(dim / dims[0] for dim in dims)
+    if len(weights) != len(dims):
+        raise ValueError(f"loss.matryoshka_weights must have one entry per length {list(dims)}, got {list(weights)}")
+    return weights
+
+
+def _around(recipe: Recipe) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None]:
+    options = {name: value for name, value in recipe.loss.items() if name in AROUND}
+    typed = _accepts("loss", options, AROUND, "any loss")
+    return typed.get("matryoshka"), typed.get("matryoshka_weights")
 
 
 def sampler_settings(recipe: Recipe) -> dict[str, Any]:
