@@ -113,7 +113,8 @@ def sources(tmp_path_factory):
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(16), 6)
     rows = (rng.normal(size=(16, 5))[labels] + 0.5 * rng.normal(size=(96, 5))).astype(np.float32)
-    np.savez(folder / "vectors.npz", embeddings=rows, labels=labels)
+    np.savez(folder / "vectors.npz", embeddings=rows, labels=labels, family=labels % 4)
+    (folder / "without.csv").write_text("path\nrow 3\nrow 9\n", encoding="utf-8")
     np.savez(folder / "targets.npz", embeddings=rows, targets=rows[:, :2])
     np.savez(folder / "single.npz", embeddings=rows[:-5], labels=labels[:-5])
     split = np.array(["train" if c < 8 else "val" if c < 12 else "test" for c in labels])
@@ -156,6 +157,10 @@ CHANGES = {
     "data.val": (VECTORS, 0.4),
     "data.test": (VECTORS, 0.5),
     "data.seed": (VECTORS, 3),
+    "data.levels": (VECTORS, ["family"]),
+    "data.near": (PHOTOS, "off"),
+    "data.without": (VECTORS, "without.csv"),
+    "levels.weights": ([*VECTORS, 'data.levels=["family"]'], [1.0, 0.5]),
     "data.group_pattern": (PHOTOS, r"(?P<group>class\d(?:/(?=[3-5]))?)"),
     "data.group_column": (GROUPS, "camera"),
     "data.group_scope": (GROUPS, "class"),
@@ -296,6 +301,9 @@ def test_every_key_makes_a_difference(key, sources, tmp_path, monkeypatch):
         (["data.source=split.npz", "data.test=0.3"], "data.test"),
         (["data.source=split.npz", "data.val=0.3"], "data.val"),
         (["data.source=split.npz", "data.seed=1"], "data.seed"),
+        (["levels.weights=[1,0.5]"], "levels.weights"),
+        (['data.levels=["family"]', "levels.weights=[1,0]"], "levels.weights"),
+        (["data.near=drop"], "data.near"),
     ],
 )
 def test_a_key_without_effect_is_refused(sets, key, sources, tmp_path, monkeypatch):

@@ -48,6 +48,20 @@ def evaluate(
         ),
     ] = None,
     root: options.RootOption = None,
+    levels: options.LevelsOption = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help="Part of the source as RUN splits it: train, val, test or all.", metavar="PART", show_default="test"
+        ),
+    ] = None,
+    label_errors: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write likely label errors as .csv or .json, for `nearkin train --without`; implies --diagnose.",
+            metavar="FILE",
+        ),
+    ] = None,
     dim: Annotated[
         int | None,
         typer.Option(help="Of RUN: measure the first so many dimensions alone.", metavar="D", show_default="all"),
@@ -141,7 +155,7 @@ def evaluate(
         "verification": verification,
         "one_shot": one_shot,
         "graded": graded,
-        "diagnose": diagnose,
+        "diagnose": diagnose or label_errors is not None,
     }
     with one_sentence(), joined() as group:
         from nearkin.data import pair_lists, vectors
@@ -162,6 +176,9 @@ def evaluate(
         )
         if json is not None and first(group):
             results_table.writable(json)
+        if label_errors is not None and first(group):
+            results_table.writable(label_errors)
+            results_table.check_error_list(label_errors)
         if gallery is None and (gallery_labels or gallery_targets or gallery_groups):
             raise ValueError("--gallery-labels, --gallery-targets and --gallery-groups need --gallery FILE")
         if groups is not None and (group_pattern or group_column):
@@ -171,14 +188,18 @@ def evaluate(
                 raise ValueError(
                     f"{embeddings}: a run brings its own labels; leave --labels, --targets, --groups, --gallery out"
                 )
-            grouped = {"group_pattern": group_pattern, "group_column": group_column}
-            queries, searched = _of_run(embeddings, source, root, dim, device.value, group, grouped)
+            chosen: dict[str, Any] = {"group_pattern": group_pattern, "group_column": group_column}
+            chosen |= {"levels": options.names(levels), "part": part}
+            queries, searched = _of_run(embeddings, source, root, dim, device.value, group, chosen)
         else:
-            if source is not None or root is not None or dim is not None:
-                raise ValueError(f"{embeddings}: SOURCE, --root and --dim are for the folder of a run, got a file")
+            if source is not None or root is not None or dim is not None or part is not None:
+                raise ValueError(
+                    f"{embeddings}: SOURCE, --root, --dim and --part are for the folder of a run, got a file"
+                )
             if group_pattern is not None:
                 raise ValueError(f"{embeddings}: --group-pattern is for the folder of a run; --groups FILE for a file")
             beside: dict[str, Any] = {"multi_label": True, "group_column": group_column}
+            beside["levels"] = options.names(levels) or ()
             queries = vectors.read(embeddings, labels, targets, groups, **beside)
             searched = None
             if gallery is not None:
@@ -188,11 +209,14 @@ def evaluate(
             results = runner.evaluate(queries, searched, settings, progress, pair_list, group)
         if json is not None and first(group):
             results_table.write(json, results)
+        if label_errors is not None and first(group):
+            results_table.write_label_errors(label_errors, results)
     if not first(group):
         return
     _print(results, interval)
-    if json is not None:
-        echo(f"wrote {json}", err=True)
+    for written in (json, label_errors):
+        if written is not None:
+            echo(f"wrote {written}", err=True)
 
 
 def _of_run(
@@ -202,7 +226,7 @@ def _of_run(
     dim: int | None,
     device: str,
     group: "ProcessGroup | None",
-    grouped: dict[str, Any],
+    chosen: dict[str, Any],
 ) -> "tuple[Vectors, Vectors | None]":
     """Embeddings of a source by the encoder of a run; and of its gallery, if it has one."""
     from nearkin import training
@@ -210,7 +234,7 @@ def _of_run(
 
     with plain_bar("embedding", not first(group)) as progress:
         options: dict[str, Any] = {"root": root, "dim": dim, "device": device, "progress": progress, "group": group}
-        vectors = training.vectors_of(run, source, **options, **grouped)
+        vectors = training.vectors_of(run, source, **options, **chosen)
     if dim is not None and first(group) and (note := length_note(run, dim)) is not None:
         print_note(note)
     return vectors

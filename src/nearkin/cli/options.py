@@ -17,8 +17,16 @@ __all__ = [
     "JsonResultsFlag",
 ]
 __all__ += ["GroupColumnOption", "GroupPatternOption"]
-__all__ += ["OpenDeviceOption", "PartialFlag", "RootOption", "RunArgument", "SilentFlag", "SkipSingleFlag"]
-__all__ += ["SkipUnreadableFlag"]
+__all__ += [
+    "LevelsOption",
+    "OpenDeviceOption",
+    "PartialFlag",
+    "RootOption",
+    "RunArgument",
+    "SilentFlag",
+    "SkipSingleFlag",
+]
+__all__ += ["SkipUnreadableFlag", "names"]
 
 
 class Device(str, Enum):
@@ -66,3 +74,16 @@ SkipUnreadableFlag = Annotated[bool, typer.Option("--skip-unreadable", help="Ski
 SilentFlag = Annotated[bool, typer.Option("--quiet", help="Print nothing.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonResultsFlag = Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")]
+LevelsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Coarser levels of the classes, the finest first: columns, entries of a file of vectors, or names for the "
+        "folders around class folders, from the inside out.",
+        metavar="NAME,…",
+    ),
+]
+
+
+def names(text: str | None) -> list[str] | None:
+    """The names in "family,order"."""
+    return None if text is None else [name.strip() for name in text.split(",")]

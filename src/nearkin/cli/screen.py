@@ -159,6 +159,12 @@ class ProgressCallback:
         self._bar("decoding images", event["total"])
         self._advance(event["done"], "images/s")
 
+    def on_near(self, event: dict[str, Any]) -> None:
+        self._bar("looking for near-duplicates", event["total"] or None)
+        if event["total"]:
+            self.bars.update(self.task, total=event["total"])
+            self._advance(event["done"], "pictures/s")
+
     def on_data(self, event: dict[str, Any]) -> None:
         for line in event["lines"]:
             self._print(line)
@@ -276,6 +282,11 @@ def results_table(results: dict[str, Any]) -> None:
     for metric in tested["trained"]:
         if metric != "precision@1":  # the same number as recall@1
             grid.add_row(metric, *(metric_cell(metric, tested[name][metric]) for name in columns))
+    for level in results.get("levels", [])[1:]:  # the first is the classes themselves
+        grid.add_section()
+        for metric in level["test"]["trained"]:
+            cells = (metric_cell(metric, level["test"][name][metric]) for name in columns)
+            grid.add_row(Text(visible(f"{level['name']}: {metric}")), *cells)
     Console().print(grid)
     if results.get("groups"):
         pairs, test = results["groups"]["pairs_left_out"], results["groups"]["test"]

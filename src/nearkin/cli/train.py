@@ -57,6 +57,15 @@ def train(
     group_column: options.GroupColumnOption = None,
     skip_single: options.SkipSingleFlag = False,
     skip_unreadable: options.SkipUnreadableFlag = False,
+    levels: options.LevelsOption = None,
+    without: Annotated[
+        Path | None,
+        typer.Option(help="Leave out the items that this list names: .csv, .tsv or .json with path.", metavar="FILE"),
+    ] = None,
+    drop_near: Annotated[
+        bool,
+        typer.Option("--drop-near", help="Drop training and validation pictures that are nearly in a later part."),
+    ] = False,
     closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class instead of classes.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="New folder for the run.", metavar="DIR", show_default="runs/SOURCE")
@@ -89,6 +98,9 @@ def train(
         "data.closed": closed or None,
         "data.partial": partial or None,
         "data.cache": False if no_cache else None,
+        "data.levels": options.names(levels),
+        "data.without": None if without is None else str(without),
+        "data.near": "drop" if drop_near else None,
         "loss.name": loss,
         "encoder.name": encoder,
         "training.epochs": epochs,

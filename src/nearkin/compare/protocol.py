@@ -16,6 +16,7 @@ from nearkin.core import checks
 from nearkin.data import groups
 from nearkin.data.item_set import Items
 from nearkin.data.splits import LEAST, Parts
+from nearkin.training import exclusions
 from nearkin.training.build import new_encoder
 from nearkin.training.config.defaults import settle, settle_source, split_items
 from nearkin.training.config.recipe import Recipe, no_effect
@@ -51,6 +52,9 @@ _FIXED_KEYS = {
     "schedule.frozen_epochs": "a comparison counts steps, not epochs",
     "data.val": "--folds divides the training classes",
     "data.closed": "a comparison tests on unseen classes",
+    "data.levels": "the table has MAP@R, R-precision and R@1 of the finest classes",
+    "data.near": "nearkin train lists near-duplicates, whose table data.without takes",
+    "levels.weights": "every loss learns the finest classes",
     "memory.size": "not every loss can use a memory",
     "memory.warmup": "not every loss can use a memory",
     "finetune.interpolate": "the table compares the weights that each loss has trained",
@@ -284,7 +288,7 @@ def _load(recipe: Recipe) -> tuple[Items, Parts]:
         raise ValueError(f"{items.name}: a comparison needs classes, the source has continuous targets only")
     if options.group_scope is not None and items.groups is None:
         no_effect("data.group_scope", f"{items.name} has no groups")
-    return items, split_items(items, recipe, [])
+    return items, exclusions.listed(recipe, items, split_items(items, recipe, []))
 
 
 def _without_single_items(items: Items, of: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,6 +1,7 @@
 """A folder of class folders: `photos/heron/1.jpg`, also divided into `photos/train/heron/1.jpg` and so on."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 
 from nearkin.data.file_tree import Tree, by_bytes, is_image, open_tree, printable
 from nearkin.data.item_set import Items
+from nearkin.data.levels import levels_of
 
 __all__ = ["SPLIT_NAMES", "numbered", "read"]
 
@@ -15,9 +17,10 @@ _ALIASES = {"train": "training", "val": "valid validation dev", "test": "testing
 SPLIT_NAMES = {name: part for part, others in _ALIASES.items() for name in (part, *others.split())}
 
 
-def read(path: Path, name: str, labelled: bool = True) -> Items:
+def read(path: Path, name: str, labelled: bool = True, levels: Sequence[str] = ()) -> Items:
     """The class of an image is its first folder, or the second where the first ones are train, val, test.
 
+    levels: names of the folders around a class folder, from the inside out; then a class is a folder in so many others.
     labelled=False: also takes images outside class folders; then no image has a class.
     """
     tree = open_tree(path)
@@ -29,18 +32,19 @@ def read(path: Path, name: str, labelled: bool = True) -> Items:
     top = _common(images) if not path.is_dir() else ""  # archives often have one folder for everything
     steps = [image[len(top) :].split("/") for image in images]
     split = _is_split(steps)
-    depth = 2 if split else 1
+    first = 1 if split else 0  # of the folders that name classes
+    depth = first + 1 + len(levels)
     inside = [i for i, step in enumerate(steps) if len(step) > depth]
     if not labelled and len(inside) < len(images):
         return _unlabelled(tree, name, images)
     if not inside:
+        example = "/".join(["photos", *(f"{level.upper()}" for level in reversed(levels)), "heron", "1.jpg"])
         raise ValueError(
-            f"{name}: its {len(images)} images are in no class folder; a class is a folder of images, "
-            "as in photos/heron/1.jpg"
+            f"{name}: its {len(images)} images are in no class folder; a class is a folder of images, as in {example}"
         )
     chosen = [images[i] for i in inside]
-    classes, labels = numbered([steps[i][depth - 1] for i in inside])
-    if labelled and len(classes) == 1 and all(len(steps[i]) > depth + 1 for i in inside):
+    classes, labels = numbered(["/".join(steps[i][first:depth]) for i in inside])
+    if labelled and not levels and len(classes) == 1 and all(len(steps[i]) > depth + 1 for i in inside):
         deeper = os.path.join(name, top, *steps[inside[0]][:depth])
         raise ValueError(
             f'{name}: its one class folder "{classes[0]}" holds folders; did you mean "{printable(deeper)}"?'
@@ -55,6 +59,15 @@ def read(path: Path, name: str, labelled: bool = True) -> Items:
         pictures=tree.pictures(chosen),
         note=f"{name}: " + (f"its own split ({', '.join(sorted(set(marks)))})" if marks else "no split of its own"),
         ignored=_ignored(files, images, inside, tree.hidden),
+        levels=levels_of(
+            name,
+            [printable(kind) for kind in classes],
+            labels,
+            {
+                level: [printable("/".join(steps[i][first : depth - number])) for i in inside]
+                for number, level in enumerate(levels, 1)
+            },
+        ),
     )
 
 

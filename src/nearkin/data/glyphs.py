@@ -26,7 +26,7 @@ from nearkin.core.versions import version_of
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
-__all__ = ["Glyphs", "characters", "draw", "load", "plain", "typefaces"]
+__all__ = ["Glyphs", "characters", "draw", "load", "plain", "script", "typefaces"]
 
 RECIPE = 1  # increase whenever the pictures or the classes change: it is part of the cache file's name
 FACES = tuple(
@@ -43,6 +43,7 @@ BLOCKS = (
     (0x25A0, 0x26FF),  # shapes, signs
     (0x2D00, 0x2D2F),  # Georgian, ecclesiastical
 )
+SYMBOLS = ((0x2190, 0x21FF, "arrows"), (0x2200, 0x22FF, "mathematics"), (0x25A0, 0x25FF, "shapes"))
 CATEGORIES = frozenset({"Lu", "Ll", "Lo", "Nd", "Sm", "Sc", "So"})  # letters, digits, symbols
 ENOUGH_FACES = 8  # of the twelve
 ALIKE = 0.93  # cosine of two plain renderings from which on they count as one character
@@ -160,6 +161,21 @@ def characters() -> list[str]:
             looks[len(chosen)] = look
             chosen.append(character)
     return chosen
+
+
+def script(character: str) -> str:
+    """What a character belongs to: "Latin", "Greek", "Cyrillic", …, "digits", "currency", "arrows", "mathematics",
+    "shapes" or "signs"; the coarser level of the set.
+    """
+    category, code = unicodedata.category(character), ord(character)
+    if category[0] == "L":
+        return unicodedata.name(character).split()[0].capitalize()
+    if category in ("Nd", "Sc"):
+        return "digits" if category == "Nd" else "currency"
+    for first, last, name in SYMBOLS:
+        if first <= code <= last:
+            return name
+    return "mathematics" if category == "Sm" else "signs"
 
 
 def _is_candidate(code: int) -> bool:

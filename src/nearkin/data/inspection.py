@@ -60,11 +60,27 @@ def lines(report: dict[str, Any]) -> list[str]:
             kind = "different parts" if where == "across" else "the same part"
             out.append(f"  {_count_of(duplicates['pairs'], 'pair')} of exact duplicates in {kind}:")
             out += [f"    {a} ({in_a}) = {b} ({in_b})" for a, in_a, b, in_b in duplicates["shown"][:3]]
+    out += _left_out_lines(report)
     other = report.get("duplicates", {}).get("other_class", 0)
     if other:
         out.append(
             f"  {_count_of(other, 'pair')} of exact duplicates with different classes: one of the two labels is wrong"
         )
+    return out
+
+
+def _left_out_lines(report: dict[str, Any]) -> list[str]:
+    """What a run has left out, and the near-duplicates that it has found."""
+    out, near, left = [], report.get("near_duplicates"), report.get("left_out")
+    if near and near["pairs"]:
+        gone = f", {_count_of(near['dropped'], 'picture')} dropped" if near["dropped"] else ""
+        out.append(f"  {_count_of(near['pairs'], 'pair')} of near-duplicates in different parts{gone}:")
+        out += [f"    {e['path']} ({e['part']}) ≈ {e['copy']} ({e['copy_part']})" for e in near["shown"][:3]]
+    if left:
+        where = ", ".join(f"{number:,} in {part}" for part, number in left["parts"].items())
+        why = ", ".join(f"{number:,} {reason}" for reason, number in left["by"].items())
+        alone = f", {left['alone']:,} alone in their class then" if left["alone"] else ""
+        out.append(f"  left out: {_count_of(len(left['items']), 'item')} ({where or 'in no part'}): {why}{alone}")
     return out
 
 

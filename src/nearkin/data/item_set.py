@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nearkin.core import checks
+from nearkin.data.levels import Level
 
 __all__ = ["PARTS", "Arrays", "Items", "Pairs", "Pictures", "Several"]
 
@@ -105,6 +106,7 @@ class Items:
     pairs         the pairs of a verification protocol, or None
     note          one line for reports: what was read, and with which split
     ignored       what was skipped, one line per reason
+    levels        coarser levels of the classes, the finest first; [] where none was asked for
     """
 
     name: str
@@ -120,6 +122,8 @@ class Items:
     closed_split: list[str] | None = None
     ignored: list[str] = field(default_factory=list)
     groups: list[str] | None = None
+
+    levels: list[Level] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         columns: dict[str, Any] = {
@@ -138,6 +142,12 @@ class Items:
             and not 0 <= self.labels.min() <= self.labels.max() < len(self.classes)
         ):
             raise ValueError(f"{self.name}: labels must be from 0 to {len(self.classes) - 1}, got {self.labels.max()}")
+        for level in self.levels:
+            if len(level.of_class) != len(self.classes):
+                raise ValueError(
+                    f'{self.name}: level "{level.name}" must have one entry per class: {len(self.classes)} classes, '
+                    f"{len(level.of_class)} entries"
+                )
 
     def __len__(self) -> int:
         return len(self.names)

@@ -2,6 +2,8 @@
 
 import difflib
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ from nearkin.data import file_tree, folders, glyphs, groups, tables, vector_file
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.benchmarks import read as read_benchmark
 from nearkin.data.item_set import Arrays, Items
+from nearkin.data.levels import check_names, levels_of, refuse
 
 __all__ = ["Source", "load", "sources"]
 
@@ -49,6 +52,7 @@ def load(
     seed: int = 0,
     partial: bool = False,
     labelled: bool = True,
+    levels: Sequence[str] = (),
     group_pattern: str | None = None,
     group_column: str | None = None,
 ) -> Items:
@@ -57,20 +61,30 @@ def load(
     root: the folder of a benchmark set, or where the paths of a table start. seed: of the drawings of `glyphs`.
     partial: read an incomplete benchmark set and say so in `note`; otherwise its counts must be the published ones.
     labelled: False also takes images without class folders, and tables and vectors without labels, as `embed` does.
+    levels: names of coarser levels of the classes, the finest first: columns of a table, entries of a file of vectors,
+    the folders around class folders from the inside out, "script" of `glyphs`, "alphabet" of `omniglot`.
     group_pattern: where the group of an item (burst, camera, writer) is in its name, as "*_c{group}_*". group_column:
     of a table or a file of vectors; by default "group" ("groups" beside vectors) if there is one; "none" ignores it.
     """
     checks.integer("seed", seed, 0)
     if group_pattern is not None and group_column is not None:
         raise ValueError("group_pattern and group_column exclude each other, got both")
-    items = _load(source, root, seed, partial, labelled, groups.UNUSED if group_pattern is not None else group_column)
+    column = groups.UNUSED if group_pattern is not None else group_column
+    items = _load(source, root, seed, partial, labelled, levels, column)
     return items if group_pattern is None else groups.by_pattern(items, group_pattern)
 
 
 def _load(
-    source: str | Path, root: str | Path | None, seed: int, partial: bool, labelled: bool, group_column: str | None
+    source: str | Path,
+    root: str | Path | None,
+    seed: int,
+    partial: bool,
+    labelled: bool,
+    levels: Sequence[str],
+    group_column: str | None,
 ) -> Items:
     name, base = os.fspath(source), None if root is None else Path(root).expanduser()
+    check_names(name, levels)
     table = Path(name).suffix.lower() in (*tables.KINDS, *vector_files.READABLE) and not Path(name).is_dir()
     if group_column not in (None, groups.UNUSED) and (name == "glyphs" or name in BENCHMARKS or not table):
         raise ValueError(
@@ -79,9 +93,9 @@ def _load(
         )
     if name == "glyphs":
         _refuse_root(name, base)
-        return _glyphs(seed)
+        return _with_levels(_glyphs(seed), levels)
     if name in BENCHMARKS:
-        return read_benchmark(name, base, partial)
+        return _with_levels(read_benchmark(name, base, partial), levels)
     path = Path(name).expanduser()
     try:
         exists, folder = path.exists(), path.is_dir()
@@ -92,15 +106,17 @@ def _load(
         raise _unknown(name, path)
     if folder:
         _refuse_root(name, base)
-        return folders.read(path, name, labelled)
-    return _file(path, name, base, labelled, group_column)
+        return folders.read(path, name, labelled, levels)
+    return _file(path, name, base, labelled, levels, group_column)
 
 
-def _file(path: Path, name: str, root: Path | None, labelled: bool, group_column: str | None) -> Items:
+def _file(
+    path: Path, name: str, root: Path | None, labelled: bool, levels: Sequence[str], group_column: str | None
+) -> Items:
     ending = path.suffix.lower()
     if path.name.lower().endswith((*file_tree.KINDS, *file_tree.COMPRESSED)):
         _refuse_root(name, root)
-        return folders.read(path, name, labelled)  # refuses a compressed archive, with advice
+        return folders.read(path, name, labelled, levels)  # refuses a compressed archive, with advice
     if ending not in FILES:
         what = f'"{path.suffix}"' if ending else "no ending"
         raise ValueError(f"{name}: a source must be a folder or a file that ends in {', '.join(FILES)}, got {what}")
@@ -108,8 +124,8 @@ def _file(path: Path, name: str, root: Path | None, labelled: bool, group_column
         raise ValueError(f"{name}: its permissions do not allow reading it")
     if ending in vector_files.READABLE and not (ending == ".parquet" and _has_paths(path)):
         _refuse_root(name, root)
-        return vectors.items(path, name, labelled, group_column)
-    return tables.read(path, name, root, labelled, group_column)
+        return vectors.items(path, name, labelled, levels, group_column)
+    return tables.read(path, name, root, labelled, levels, group_column)
 
 
 def _has_paths(path: Path) -> bool:
@@ -138,6 +154,17 @@ def _glyphs(seed: int) -> Items:
         pictures=Arrays(drawn.images),
         note=f"glyphs: {len(drawn.characters)} characters, {per_class} drawings each; half to train, half to test",
     )
+
+
+def _with_levels(items: Items, names: Sequence[str]) -> Items:
+    """The levels that follow from the names of a set's classes: of glyphs their script, of Omniglot their alphabet."""
+    known = {"glyphs": ("script", glyphs.script), "omniglot": ("alphabet", lambda kind: kind.split("/")[0])}
+    name, coarser = known.get(items.name, ("", str))
+    refuse(items.name, names, [name] if name else [])
+    if not names or items.labels is None:
+        return items
+    column = [coarser(items.classes[label]) for label in items.labels]
+    return replace(items, levels=levels_of(items.name, items.classes, items.labels, {name: column}))
 
 
 def _refuse_root(name: str, root: Path | None) -> None:

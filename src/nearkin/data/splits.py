@@ -16,7 +16,7 @@ from nearkin.data import groups
 from nearkin.data.file_tree import by_bytes, printable
 from nearkin.data.item_set import Items
 
-__all__ = ["Parts", "divide", "source_split"]
+__all__ = ["Parts", "divide", "leave_out", "source_split"]
 
 Ints = NDArray[np.int64]
 LEAST = 2  # classes in a part, and items of a class in it: fewer cannot be ranked
@@ -92,6 +92,35 @@ def divide(
         train, validation = _hold_out_classes(items, rest, seed, val, scope=group_scope)
         parts = _parts(items, train, validation, tested, None, f"seeded, no class in two parts (seed {seed})")
     return parts if items.groups is None else _with_groups(items, parts, group_scope)
+
+
+def leave_out(items: Items, parts: Parts, indices: Ints) -> Parts:
+    """The parts without the items at `indices`; one that is then alone in its class in its part goes too.
+
+    Nothing moves from one part to another. A test item with a gallery needs no other item of its class beside it.
+    """
+    remaining: dict[str, Ints] = {}
+    for part in ("train", "val", "test", "gallery"):
+        places = getattr(parts, part)
+        if places is None:
+            continue
+        kept = places[~np.isin(places, indices)]
+        searched = part == "gallery" or (part == "test" and parts.gallery is not None)
+        if items.labels is not None and len(kept) < len(places) and not searched:
+            sizes = np.bincount(items.labels[kept], minlength=len(items.classes))
+            kept = kept[sizes[items.labels[kept]] > 1]
+        least = len(kept) if items.labels is None else len(np.unique(items.labels[kept]))
+        if len(places) and least < LEAST:
+            what = "items" if items.labels is None else "classes of 2 or more items"
+            raise ValueError(
+                f"{items.name}: without the {len(indices):,} items that are left out, the {part} part has {least} "
+                f"{what}, and needs at least {LEAST}"
+            )
+        remaining[part] = kept
+    whose = parts.note.partition(":")[0]
+    train, validation, tested = (remaining[part] for part in ("train", "val", "test"))
+    changed = _parts(items, train, validation, tested, remaining.get("gallery"), whose)
+    return changed._replace(official=parts.official)
 
 
 def source_split(items: Items, closed: bool) -> list[str] | None:

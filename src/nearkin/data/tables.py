@@ -3,6 +3,7 @@
 path      relative to the table's folder (or to `root`), or absolute
 label     the class, any text
 split     train, val, test, query or gallery
+LEVEL     with `levels`: columns of any name that group the classes, from finer to coarser
 group     the burst, camera, session, writer of the picture, any text; another column by `group_column`
 target…   numbers: `target`, or `target_1`, `target_2`, … Without a `label` and without such columns, every further
           column is a target and must be numeric
@@ -11,7 +12,7 @@ target…   numbers: `target`, or `target_1`, `target_2`, … Without a `label` 
 import csv
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from nearkin.data.file_tree import Files, printable
 from nearkin.data.folders import SPLIT_NAMES, numbered
 from nearkin.data.groups import IGNORED, UNUSED
 from nearkin.data.item_set import Items
+from nearkin.data.levels import Level, levels_of
 
 __all__ = ["KINDS", "read", "some"]
 
@@ -38,11 +40,16 @@ class Table(NamedTuple):
 
 
 def read(
-    path: Path, name: str, root: Path | None = None, labelled: bool = True, group_column: str | None = None
+    path: Path,
+    name: str,
+    root: Path | None = None,
+    labelled: bool = True,
+    levels: Sequence[str] = (),
+    group_column: str | None = None,
 ) -> Items:
     """One item per row; a ValueError names the rows that cannot be used.
 
-    group_column: of the groups; None: "group", if there is one; "none": no groups.
+    group_column: of the groups; None: "group", if there is one; "none": no groups. levels: columns above the classes.
     """
     table = _parquet(path, name) if path.suffix.lower() == ".parquet" else _text(path, name)
     _require(table, "path")
@@ -63,6 +70,7 @@ def read(
         _refuse(table, "label", "have no label", lambda cell: not cell)
     classes, ids = numbered(labels) if labels is not None else ([], None)
     used = {"path", "label", "split", *_target_names(table, group)} | ({group} if group else set())
+    used |= {level.lower() for level in levels}
     return Items(
         name=name,
         names=[printable(cell) for cell in columns["path"]],
@@ -74,7 +82,19 @@ def read(
         note=f"{name}: " + ("its own split" if "split" in columns else "no split of its own"),
         groups=None if group is None else columns[group],
         ignored=[f'column "{key}", which is not used' for key in columns if key not in used],
+        levels=_levels(table, levels, classes, ids),
     )
+
+
+def _levels(table: Table, names: Sequence[str], classes: list[str], ids: NDArray[np.int64] | None) -> list[Level]:
+    """The columns that group the classes, from finer to coarser."""
+    if names and ids is None:
+        raise ValueError(f'{table.name}: levels need classes, and there is no column "label"')
+    for name in names:
+        _require(table, name.lower())
+        _refuse(table, name.lower(), f'have no "{name}"', lambda cell: not cell)
+    columns = {name: table.columns[name.lower()] for name in names}
+    return [] if ids is None else levels_of(table.name, classes, ids, columns)
 
 
 def some(entries: list[str]) -> str:

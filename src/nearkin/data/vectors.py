@@ -5,6 +5,7 @@ gallery), or 0, 1, 2 for train, val, test where a file has numbers only.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ from nearkin.data import vector_files
 from nearkin.data.folders import SPLIT_NAMES, numbered
 from nearkin.data.groups import IGNORED, UNUSED
 from nearkin.data.item_set import Items
+from nearkin.data.levels import levels_of
 
-__all__ = ["Vectors", "class_ids", "items", "read"]
+__all__ = ["Vectors", "class_ids", "items", "level_columns", "read"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CHUNK = 1 << 14  # rows checked at once
@@ -32,6 +34,7 @@ class Vectors(NamedTuple):
     """Embeddings (N, D), finite floats; labels (N,) int64 or strings, (N, L) bool; targets (N,) or (N, K) float64.
 
     names (N,): of the rows, if the file has them. groups (N,) int64 or strings, where -1 and "" share theirs with none.
+    levels: of each coarser level (N,) strings.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Vectors(NamedTuple):
     targets: Tensor | None = None
     names: list[str] | None = None
     groups: Labels | None = None
+    levels: dict[str, NDArray[np.str_]] | None = None
 
 
 def read(
@@ -50,12 +54,13 @@ def read(
     *,
     multi_label: bool = False,
     group_column: str | None = None,
+    levels: Sequence[str] = (),
 ) -> Vectors:
     """Reads embeddings with labels, targets and groups; separate files for these take precedence over those in `path`.
 
     group_column: the entry of `path` that has the groups; "none" ignores them.
 
-    multi_label: also takes 0/1 rows of labels, (N, L).
+    multi_label: also takes 0/1 rows of labels, (N, L). levels: names of entries that group the classes.
     """
     path = vector_files.present(Path(path), vector_files.READABLE, "embeddings")
     arrays = vector_files.contents(path)
@@ -77,6 +82,7 @@ def read(
         None if numbers is None else _targets(target_source, numbers, rows),
         _names(arrays["names"], rows) if "names" in arrays else None,
         None if grouped is None else _labels(group_source, grouped, rows, False, "groups"),
+        level_columns(path, levels, rows) if levels else None,
     )
 
 
@@ -108,8 +114,13 @@ def class_ids(*label_sets: Labels) -> tuple[list[Tensor], list[str]]:
     return [torch.from_numpy(names) for names in label_sets], [str(name) for name in distinct if name != UNKNOWN]
 
 
-def items(path: Path, name: str, labelled: bool = True, group_column: str | None = None) -> Items:
-    """One item per row; rows whose class is unknown (-1) are left out and counted."""
+def items(
+    path: Path, name: str, labelled: bool = True, levels: Sequence[str] = (), group_column: str | None = None
+) -> Items:
+    """One item per row; rows whose class is unknown (-1) are left out and counted.
+
+    levels: names of entries of the file, one value per row, that group the classes.
+    """
     vectors = read(path, group_column=group_column)
     if vectors.labels is None and vectors.targets is None and labelled:
         raise ValueError(f"{name}: it must hold labels or targets beside its vectors, or there is nothing to learn")
@@ -130,7 +141,30 @@ def items(path: Path, name: str, labelled: bool = True, group_column: str | None
         note=f"{name}: " + ("its own split" if split else "no split of its own"),
         groups=None if vectors.groups is None else _group_names(vectors.groups),
     )
-    return _without_unknown(every)
+    known = _without_unknown(every)
+    if not levels:
+        return known
+    if known.labels is None:
+        raise ValueError(f"{name}: levels need classes, and there are no labels")
+    assert vectors.labels is not None
+    kept = np.array([str(label) != str(UNKNOWN) for label in vectors.labels])
+    columns = {level: column[kept].tolist() for level, column in level_columns(path, levels, rows).items()}
+    return replace(known, levels=levels_of(name, known.classes, known.labels, columns))
+
+
+def level_columns(path: Path, names: Sequence[str], rows: int) -> dict[str, NDArray[np.str_]]:
+    """Entries of a file that group the classes of its rows, (N,) strings each."""
+    columns = {}
+    for name in names:
+        value = vector_files.entry(path, name)
+        if value is None:
+            raise ValueError(f'{path}: no "{name}" in it for the level of that name')
+        column = np.asarray(value)
+        if column.ndim != 1 or column.dtype.kind not in "biuU":
+            raise ValueError(f"{path}: {name} must be whole numbers or strings of shape (rows,), got {column.dtype}")
+        _one_per_row(str(path), name, len(column), rows)
+        columns[name] = column.astype(str)
+    return columns
 
 
 def _group_names(groups: Labels) -> list[str]:

@@ -23,6 +23,9 @@ from nearkin.losses.cluster import (
     facility_location_loss,
 )
 from nearkin.losses.describe import describe as _describe
+from nearkin.losses.hierarchy import (
+    HierarchyLoss,
+)
 from nearkin.losses.matryoshka import (
     MatryoshkaLoss,
 )
@@ -113,6 +116,7 @@ __all__ = [
     "FacilityLocationLoss",
     "FastAPLoss",
     "HeatedSoftmaxLoss",
+    "HierarchyLoss",
     "InfoNCELoss",
     "LiftedStructureLoss",
     "LogRatioLoss",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,17 @@ from torch import Tensor
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN
 
-__all__ = ["Findings", "check", "usable"]
+__all__ = ["Findings", "NearPair", "check", "usable"]
+
+
+class NearPair(NamedTuple):
+    """Two pictures that are nearly the same, as pixels where they can be shown, and what is said of each."""
+
+    pictures: tuple[NDArray[np.uint8], NDArray[np.uint8]]
+    names: tuple[str, str]
+    parts: tuple[str, str]
+    similarity: float
+    dropped: bool
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Findings:
     names: list[str]  # (N,)
     picture: Callable[[int], NDArray[np.uint8]] | None = None  # item i as (H, W) or (H, W, 3)
     notes: list[str] = field(default_factory=list)
+    near: list[NearPair] = field(default_factory=list)  # near-duplicates across parts, the most similar first
     free_length: bool = False  # embeddings are not scaled to unit length: their lengths are shown as quality
 
 

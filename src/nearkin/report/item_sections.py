@@ -10,9 +10,9 @@ from nearkin.report.charts import Bars
 from nearkin.report.findings import Findings
 from nearkin.report.format import escape, name_html, number, share
 from nearkin.report.sampling import Ints, Row, Sample
-from nearkin.report.thumbnails import Thumbnails
+from nearkin.report.thumbnails import Thumbnails, encoded
 
-__all__ = ["Context", "confused", "distances", "grid", "label_errors", "plane", "quality", "worst"]
+__all__ = ["Context", "confused", "distances", "grid", "label_errors", "near", "plane", "quality", "worst"]
 
 QUALITY_BINS, QUALITY_SHOWN = 40, 9  # of the histogram; items of the lowest, and of the highest quality
 MAX_ERRORS = 12  # suspect labels shown
@@ -243,3 +243,18 @@ def label_errors(context: Context) -> str:
     return f'<ul class="cards">{"".join(cards)}</ul>' + (
         f'<p class="small soft">{note}</p>' if len(rows) > MAX_ERRORS else ""
     )
+
+
+def near(context: Context) -> str:
+    """Pairs of near-duplicates side by side, with their parts."""
+    cards = []
+    for pair in context.findings.near:
+        sides = "".join(
+            f'<span class="side"><img src="{encoded(pixels)}" alt="{escape(format.short(name))}" loading="lazy">'
+            f'<span class="what">{name_html(format.short(name, 60))} <small>{escape(part)}</small></span></span>'
+            for pixels, name, part in zip(pair.pictures, pair.names, pair.parts, strict=True)
+        )
+        gone = ", the first dropped" if pair.dropped else ""
+        much = f'<span class="much">{pair.similarity:.3f}<small>{gone}</small></span>'
+        cards.append(f'<li><span class="pair">{sides}</span>{much}</li>')
+    return f'<ol class="bars pairs">{"".join(cards)}</ol>' if cards else ""

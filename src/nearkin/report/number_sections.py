@@ -9,7 +9,8 @@ from nearkin.report.charts import Line, Mark
 from nearkin.report.findings import Findings
 from nearkin.report.format import escape, finite, metric_value, name_html, number
 
-__all__ = ["data", "groups", "headline", "length", "recipe", "results", "short_embeddings", "training", "verdict"]
+__all__ = ["data", "groups", "headline", "length", "levels", "recipe", "results", "short_embeddings", "training"]
+__all__ += ["verdict"]
 
 _MAIN = ("recall@1", "map@r", "ndcg@10", "ndcg@5", "ndcg@1", "spearman", "accuracy")
 _LENGTH_METRICS = ("recall@1", "map@r", "ndcg@10")  # of short embeddings; the last that there is decides
@@ -60,6 +61,15 @@ def results(findings: Findings) -> str:
         (f"<h3>{escape(name)}</h3>" if len(parts) > 1 else "") + _table(findings, who) for name, who in parts.items()
     ]
     return "".join(tables)
+
+
+def levels(findings: Findings) -> str:
+    """A table per level of the classes, the finest first; "" where there are none."""
+    return "".join(
+        f"<h3>{escape(str(level['name']))}, {format.count(level['classes'], 'class', 'classes')}</h3>"
+        + _table(findings, _by_model(level["test"]))
+        for level in findings.results.get("levels") or []
+    )
 
 
 def groups(findings: Findings) -> str:

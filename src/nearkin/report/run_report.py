@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin.core import files
 from nearkin.report import interpolation_section, item_sections, number_sections, sampling
-from nearkin.report.findings import Findings, check
+from nearkin.report.findings import Findings, NearPair, check
 from nearkin.report.format import count, escape, number, short
 from nearkin.report.item_sections import Context
 from nearkin.report.template import Section, document
@@ -22,7 +22,13 @@ __all__ = ["Progress", "findings_of", "of_run", "page", "rehearse", "write"]
 
 Progress = Callable[[int, int], None]  # sections done, sections in total
 WAY_OUT = "make room, or choose another path"  # where a file cannot be written
+_OWN_LINES = ("parts", "duplicates", "split", "near_duplicates", "left_out")  # of the facts about the data
+NEAR_SHOWN = 24  # pairs of near-duplicates with their pictures
 _REPEATED = ("precision@1",)  # the same number as recall@1
+LEVELS = (
+    "Items of one class of a level are positives there. Intervals: over the choice of the finest classes, which the "
+    "split holds out."
+)
 LENGTHS = "The first dimensions of each test embedding alone, at the lengths that were trained for (--dim)."
 DISTANCES = "All pairs of test items; the farther apart the curves, the better."
 WORST = "By R-precision: the share of the R nearest neighbours in the item's class, which has R other items."
@@ -80,6 +86,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
     advance(errors := item_sections.label_errors(context))
     sections: list[Section] = [
         ("results", "Results", _results_note(findings), numbers),
+        ("levels", "Levels", LEVELS, number_sections.levels(findings)),
         ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
         ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
         ("groups", "Groups", "", number_sections.groups(findings)),
@@ -91,6 +98,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
         ("worst", "Worst classes", _sampled(context, WORST), item_sections.worst(context)),
         ("confused", "Most confused", _sampled(context, CONFUSED), item_sections.confused(context)),
         ("labels", "Suspect labels", _sampled(context, SUSPECT), errors),
+        ("near", "Near-duplicates", _near_note(findings), item_sections.near(context)),
         ("data", "Data", "", number_sections.data(findings)),
         ("recipe", "Recipe", "", number_sections.recipe(findings)),
     ]
@@ -165,6 +173,11 @@ def _map_note(context: Context, method: str) -> str:
     return f"{text} Coloured by target{f', the first of {columns}' if columns > 1 else ''}."
 
 
+def _near_note(findings: Findings) -> str:
+    facts = findings.data.get("near-duplicates across parts", "")
+    return f"Pictures of an earlier part that are nearly in a later one: {escape(str(facts))}." if facts else ""
+
+
 def _quality_note(findings: Findings) -> str:
     note = "The length of each test item's embedding: blurred, dark and odd items should have short ones."
     name = (findings.recipe.get("loss") or {}).get("name")
@@ -209,8 +222,30 @@ def findings_of(outcome: Outcome) -> Findings:
         names=items.names,
         picture=_picture(prepared.rows, held_out.everything) if prepared.baseline != "vectors" else None,
         notes=outcome.notes,
+        near=_near_pairs(outcome),
         free_length=recipe.encoder.get("normalize") is False,
     )
+
+
+def _near_pairs(outcome: Outcome) -> list[NearPair]:
+    """The first pairs with their pictures."""
+    prepared = outcome.prepared
+    shown = prepared.report.get("near_duplicates", {}).get("shown", [])[:NEAR_SHOWN]
+    place = {name: i for i, name in enumerate(prepared.items.names)} if shown else {}
+    pairs = [(entry, place.get(entry["path"]), place.get(entry["copy"])) for entry in shown]
+    every = np.arange(len(prepared.items))
+    picture = _picture(prepared.rows, every) if shown and prepared.baseline != "vectors" else None
+    return [
+        NearPair(
+            (picture(a), picture(b)),
+            (entry["path"], entry["copy"]),
+            (entry["part"], entry["copy_part"]),
+            entry["similarity"],
+            entry["dropped"],
+        )
+        for entry, a, b in pairs
+        if picture is not None and a is not None and b is not None
+    ]
 
 
 def _history(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -231,7 +266,7 @@ def _data(report: dict[str, Any]) -> dict[str, Any]:
         }
         return {key: extremes.get(key, value) for key, value in part.items()}
 
-    facts = {key: value for key, value in sizes(report).items() if key not in ("parts", "duplicates", "split")}
+    facts = {key: value for key, value in sizes(report).items() if key not in _OWN_LINES}
     facts = {key: value for key, value in facts.items() if value not in ([], "", None)}
     facts["split"] = report["split"].split(":")[0]
     facts["parts"] = {name: sizes(part) for name, part in report["parts"].items()}
@@ -240,6 +275,14 @@ def _data(report: dict[str, Any]) -> dict[str, Any]:
         if pairs:
             names = {"across": "duplicates across parts", "within": "duplicates within parts"}
             facts[names.get(where, "duplicates of another class")] = f"{pairs} pairs"
+    near, left = report.get("near_duplicates"), report.get("left_out")
+    if near and near["pairs"]:
+        between = ", ".join(f"{pairs:,} {both}" for both, pairs in near["between"].items())
+        gone = f"; {count(near['dropped'], 'picture', 'pictures')} dropped" if near["dropped"] else ""
+        facts["near-duplicates across parts"] = f"{count(near['pairs'], 'pair', 'pairs')} ({between}){gone}"
+    if left:
+        where = ", ".join(f"{items:,} of {part}" for part, items in left["parts"].items())
+        facts["left out"] = f"{count(len(left['items']), 'item', 'items')} ({where})"
     return facts
 
 

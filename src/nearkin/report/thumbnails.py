@@ -14,7 +14,7 @@ from nearkin.report import sampling
 from nearkin.report.findings import Findings, check
 from nearkin.report.format import plain, short
 
-__all__ = ["Thumbnails", "write_picture"]
+__all__ = ["Thumbnails", "encoded", "write_picture"]
 
 SIDE = 96  # pixels of a thumbnail's longer side
 SMALL = 48  # up to here lossless PNG; above, JPEG has a fifth of its size
@@ -36,7 +36,7 @@ class Thumbnails:
         """A data: address, or None where there is no picture."""
         if (item, side) not in self._cache:
             pixels = self.pixels(item)
-            self._cache[item, side] = None if pixels is None else _encoded(pixels, side)
+            self._cache[item, side] = None if pixels is None else encoded(pixels, side)
         return self._cache[item, side]
 
     def pixels(self, item: int) -> NDArray[np.uint8] | None:
@@ -57,7 +57,8 @@ class Thumbnails:
         return pixels if pixels.size else None
 
 
-def _encoded(pixels: NDArray[np.uint8], side: int) -> str:
+def encoded(pixels: NDArray[np.uint8], side: int = SIDE) -> str:
+    """A picture as a data: address."""
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(pixels))

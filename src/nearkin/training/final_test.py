@@ -13,6 +13,8 @@ from torch import Tensor
 from nearkin import evaluation, models
 from nearkin.core import devices, distances, files
 from nearkin.core.versions import version_of
+from nearkin.data.levels import FINEST, Level
+from nearkin.evaluation.retrieval.level_metrics import by_level
 from nearkin.evaluation.statistics import cluster_bootstrap
 from nearkin.training.config.registry import matryoshka_dims
 from nearkin.training.loader import ItemStore, embed
@@ -32,7 +34,7 @@ from nearkin.training.validation import (
 )
 
 __all__ = ["contenders", "explained", "extra_metrics", "full_metrics", "no_interval", "raw", "results", "unverifiable"]
-__all__ += ["group_figures", "unwrapped", "verdict"]
+__all__ += ["group_figures", "level_results", "unwrapped", "verdict"]
 
 _PIXELS = 32  # side to which images are reduced before their pixels are compared
 KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
@@ -118,6 +120,8 @@ def results(
         content["ranks"] = trainer.group.size
     if held_out.groups is not None and not trainer.graded:
         content["groups"] = group_figures(rows, held_out, on)
+    if prepared.items.levels:
+        content["levels"] = level_results(rows, held_out, prepared.items.levels, tested, on, recipe.evaluation.interval)
     if not frozen and (lengths := matryoshka_dims(recipe, rows["trained"].shape[1])) is not None:
         unit = bool(trainer.encoder.settings["normalize"])
         cut = {dim: _first(rows["trained"], dim, unit) for dim in lengths}
@@ -160,8 +164,47 @@ def full_metrics(
         if name in ("queries", "without_positives", "unknown", "spearman_skipped"):
             continue
         low, high = metrics.intervals.get(name, (None, None)) if interval else (None, None)
-        result[name] = {"value": _number(value), "low": _number(low), "high": _number(high)}
+        result[name] = _figure(value, (low, high))
     return result
+
+
+def level_results(
+    rows: Mapping[str, Tensor],
+    held_out: HeldOut,
+    levels: Sequence[Level],
+    tested: Mapping[str, Any],
+    device: torch.device,
+    interval: bool,
+) -> list[dict[str, Any]]:
+    """R@1 and MAP@R of all contenders at each level, the classes themselves first: [{"name", "classes", "test"}, …]."""
+    names = ("recall@1", "map@r")
+    labels = held_out.labels
+    if labels is None or "map@r" not in tested["trained"]:
+        return []
+
+    def ids(kinds: NDArray[np.int64], beside: Tensor) -> dict[str, Tensor]:
+        return {level.name: torch.from_numpy(level.of_class[kinds]).to(beside.device) for level in levels}
+
+    content: list[dict[str, Any]] = [
+        {"name": FINEST, "classes": len(np.unique(labels)), "test": {who: {} for who in rows}}
+    ]
+    content += [{"name": level.name, "classes": 0, "test": {}} for level in levels]
+    for who, x in rows.items():
+        content[0]["test"][who] = {name: tested[who][name] for name in names if name in tested[who]}
+        queries, finest, gallery, _ = query_and_gallery(x, held_out, device)
+        grouped = groups_of(held_out, device)
+        others = None if held_out.gallery_labels is None else ids(held_out.gallery_labels, queries)
+        measured = by_level(queries, finest, ids(labels, queries), gallery, others, interval=interval, **grouped)
+        for entry in content[1:]:
+            figures = measured[entry["name"]]
+            ends = figures.get("intervals", {})
+            entry["classes"] = figures["classes"]
+            entry["test"][who] = {name: _figure(figures[name], ends.get(name, (None, None))) for name in names}
+    return content
+
+
+def _figure(value: Any, ends: tuple[Any, Any]) -> dict[str, float | None]:
+    return {"value": _number(value), "low": _number(ends[0]), "high": _number(ends[1])}
 
 
 def group_figures(rows: Mapping[str, Tensor], held_out: HeldOut, device: torch.device) -> dict[str, Any]:

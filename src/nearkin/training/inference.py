@@ -1,7 +1,7 @@
 """The encoder of a finished run: embeddings of any source, export to ONNX."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,13 @@ from nearkin import data, models
 from nearkin.core import checks
 from nearkin.data import augment, image_cache
 from nearkin.data.item_set import Items
+from nearkin.data.levels import Level
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
 from nearkin.models.io import check_length
 from nearkin.models.io import fingerprint as encoder_fingerprint
 from nearkin.models.onnx_export import check_exportable
-from nearkin.training import run_dir
+from nearkin.training import exclusions, run_dir
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.defaults import split_items
 from nearkin.training.loader import ItemStore, embed
@@ -95,22 +96,28 @@ def vectors_of(
     device: str,
     progress: Any = None,
     group: ProcessGroup | None = None,
+    levels: Sequence[str] | None = None,
+    part: str | None = None,
     group_pattern: str | None = None,
     group_column: str | None = None,
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
 
-    dim: the first so many dimensions, of any number: what is measured need not have been trained for. group_pattern,
-    group_column: as in `data.load`; they change no split. By default the run's own source has the groups of its recipe.
+    dim: the first so many dimensions, of any number: what is measured need not have been trained for. levels: names of
+    coarser levels of the source's classes; None: the run's, of its own source. part: as in `embed_source`.
+    group_pattern, group_column: as in `data.load`; they change no split. By default the run's own source has the groups
+    of its recipe.
     """
     grouped = {"group_pattern": group_pattern, "group_column": group_column}
-    options: dict[str, Any] = {"dim": dim, "measured": True, "grouped": grouped}
-    opened = _in_turn(group, partial(_opened, Path(run), source, root, None, "strict", device, **options))
+    options: dict[str, Any] = {"dim": dim, "measured": True, "grouped": grouped, "levels": levels}
+    opened = _in_turn(group, partial(_opened, Path(run), source, root, part, "strict", device, **options))
     embedded = _embedded(opened, opened.indices, group, progress=progress)
-    queries = _vectors(f"{run} on {source or 'its test part'}", embedded)
+    measured = source or f"its {part or 'test'} part"
+    queries = _vectors(f"{run} on {measured}", embedded, opened.items.levels)
     if opened.gallery is None:
         return queries, None
-    return queries, _vectors(f"{run} on its gallery", _embedded(opened, opened.gallery, group, progress=progress))
+    searched = _embedded(opened, opened.gallery, group, progress=progress)
+    return queries, _vectors(f"{run} on its gallery", searched, opened.items.levels)
 
 
 def length_note(run: str | Path, dim: int) -> str | None:
@@ -148,13 +155,15 @@ def _embedded(
     return Embedded(rows, chosen.labels, chosen.targets, chosen.classes, chosen.names, quality, chosen.groups)
 
 
-def _vectors(name: str, embedded: Embedded) -> Vectors:
+def _vectors(name: str, embedded: Embedded, levels: Sequence[Level] = ()) -> Vectors:
     labels, targets = embedded.labels, embedded.targets
     names = None if labels is None else np.array([embedded.classes[i] for i in labels], dtype=str)
+    columns = None
+    if labels is not None and levels:
+        columns = {level.name: np.array(level.classes, dtype=str)[level.of_class[labels]] for level in levels}
+    values = None if targets is None else torch.from_numpy(targets)
     groups = None if embedded.groups is None else np.array(embedded.groups, dtype=str)
-    return Vectors(
-        name, embedded.embeddings, names, None if targets is None else torch.from_numpy(targets), embedded.names, groups
-    )
+    return Vectors(name, embedded.embeddings, names, values, embedded.names, groups, columns)
 
 
 def export_onnx(run: str | Path, path: str | Path, count: int = 32, dim: int | None = None) -> tuple[float, int]:
@@ -216,6 +225,7 @@ def _opened(
     unreadable: str,
     device: str,
     same: bool = True,
+    levels: Sequence[str] | None = None,
     dim: int | None = None,
     measured: bool = False,
     grouped: dict[str, Any] | None = None,
@@ -236,7 +246,13 @@ def _opened(
     root = recipe.data.root if own_source and root is None else root
     if own_source and recipe.data.unreadable is not None and unreadable == "strict":
         unreadable = recipe.data.unreadable  # what training has skipped is skipped again
-    options: dict[str, Any] = {"root": root, "partial": recipe.data.partial, "labelled": part != "all"}
+    labelled = part != "all"
+    trained_levels = recipe.data.levels or []
+    if own_source and levels is not None and trained_levels and list(levels) != trained_levels:
+        raise ValueError(f"{source}: {run} has its own levels, {', '.join(trained_levels)}; leave --levels out")
+    if levels is None:
+        levels = trained_levels if own_source and labelled else ()
+    options: dict[str, Any] = {"root": root, "partial": recipe.data.partial, "labelled": labelled, "levels": levels}
     own_groups: dict[str, Any] = {"group_pattern": recipe.data.group_pattern, "group_column": recipe.data.group_column}
     items = data.load(source, **options, **(own_groups if own_source else {}))
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
@@ -244,8 +260,11 @@ def _opened(
     gallery = None
     if part != "all":
         parts = split_items(items, recipe, bad)
+        left = exclusions.again(items, parts, start_of(run)) if own_source else None
+        parts = parts if left is None else left.parts
         trained_on = start_of(run).get("fingerprint") if own_source and same else None
-        if trained_on is not None and trained_on != fingerprint(items, parts, digests):
+        known = items if trained_levels else replace(items, levels=[])  # as the run has known them
+        if trained_on is not None and trained_on != fingerprint(known, parts, digests):
             raise ValueError(
                 f"{source}: it has changed since {run} started, so its {part} part may contain training items; "
                 f"measure on a source of its own"

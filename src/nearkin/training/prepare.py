@@ -3,7 +3,7 @@
 import hashlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from nearkin.data import augment, image_cache
 from nearkin.data.groups import group_ids
 from nearkin.data.item_set import Items, Pairs
 from nearkin.data.splits import Parts
+from nearkin.training import exclusions, level_loss
 from nearkin.training.build import adapted, build_loss, build_sampler, new_encoder
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
@@ -115,8 +116,13 @@ class Prepared:
         return Pairs(positions[both], pairs.same[both], pairs.fold[both]) if both.any() else None
 
 
-def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> Prepared:
-    """Loads, decodes, splits, settles. Everything that can be wrong with the data or the recipe is refused here."""
+def prepare(
+    recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE, start: Mapping[str, Any] | None = None
+) -> Prepared:
+    """Loads, decodes, splits, settles. Everything that can be wrong with the data or the recipe is refused here.
+
+    start: what a run that resumes has recorded (data.json): it leaves out what it left out when it began.
+    """
     options = recipe.data
     own.check(recipe)
     check_recipe(recipe)
@@ -135,23 +141,40 @@ def prepare(recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE) -> 
         own = own.wrap(_example(recipe, items))
         if items.pictures is not None and defaults.sample_headers(items):  # else none is an image, as decoding says
             parts = defaults.split_items(items, recipe, [])
-            _check_build(defaults.settle(recipe, items, parts), items, parts, own)
+            parts = _known_exclusions(recipe, items, parts, start)
+            settled = defaults.settle(recipe, items, parts)
+            level_loss.check_levels(settled, items)
+            _check_build(settled, items, parts, own)
         rows, digests, bad = item_rows(items, recipe, callback)
     parts = defaults.split_items(items, recipe, bad)
+    left = None if start is None else exclusions.again(items, parts, start)
+    if items.pictures is not None:
+        recipe = recipe.with_("data", near=exclusions.near_setting(recipe, len(items)))
+    if left is None:
+        pixels = None if items.pictures is None or isinstance(rows, DatasetRows) else rows
+        left = exclusions.exclude(recipe, items, parts, pixels, digests, callback)
+    parts = left.parts
     notes = [*notes, *defaults.finetune_note(recipe, items, parts)]
     recipe = defaults.settle(recipe, items, parts)
-    report = data.inspect(items, parts, digests=digests or None, bad=bad)
+    level_loss.check_levels(recipe, items)
+    report = data.inspect(items, parts, digests=digests or None, bad=bad) | left.record
     callback({"event": "data", "report": report, "lines": data.lines(report)})
     callback({"event": "settled", "recipe": recipe})
     return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own)
 
 
+def _known_exclusions(recipe: Recipe, items: Items, parts: Parts, start: Mapping[str, Any] | None) -> Parts:
+    """The parts without what is known to be left out before a picture is decoded."""
+    left = None if start is None else exclusions.again(items, parts, start)
+    return exclusions.listed(recipe, items, parts) if left is None else left.parts
+
+
 def load_items(recipe: Recipe, root: Path | None) -> Items:
-    """The items of the recipe's source, with their groups."""
+    """The items of the recipe's source, with their groups and levels."""
     options = recipe.data
     grouped: dict[str, Any] = {"group_pattern": options.group_pattern, "group_column": options.group_column}
     try:
-        return data.load(options.source, root=root, partial=options.partial, **grouped)
+        return data.load(options.source, root=root, partial=options.partial, levels=options.levels or (), **grouped)
     except ValueError as error:
         raise ValueError(re.sub(r"\b(group_pattern|group_column)\b", r"data.\1", str(error))) from None
 
@@ -180,7 +203,11 @@ def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own) -> None:
     unsharded = {key: value for key, value in recipe.loss.items() if key != "shard"}  # ranks prepare one by one
     alone = recipe.model_copy(update={"loss": unsharded})
     few = classes and min(classes, _MANY)
-    loss = build_loss(alone, few, encoder.dim, recipe.training.seed, width, len(parts.train), own)
+    if recipe.levels.weights is None:
+        loss = build_loss(alone, few, encoder.dim, recipe.training.seed, width, len(parts.train), own)
+    else:
+        ids = level_loss.training_labels(recipe, items, parts.train)
+        loss = level_loss.loss_of_levels(alone, ids, encoder.dim, recipe.training.seed, items=len(parts.train))
     parameter_groups(recipe, encoder.backbone, encoder.head, loss)
     with warnings.catch_warnings():  # noted when the sampler is built for the run
         warnings.simplefilter("ignore")
@@ -265,6 +292,8 @@ def fingerprint(items: Items, parts: Parts, digests: list[str]) -> str:
     columns = [items.labels, items.targets, items.vectors, parts.train, parts.val, parts.test, parts.gallery]
     for column in columns:
         digest.update(b"-" if column is None else np.ascontiguousarray(column).tobytes())
+    for level in items.levels:
+        digest.update("\n".join([level.name, *level.classes]).encode() + level.of_class.tobytes())
     if items.groups is not None:
         digest.update("\n".join(items.groups).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()

@@ -135,7 +135,8 @@ def _train(recipe: Recipe, folder: Path, callback: Callback, own: Own, group: Pr
 
 def _resume(recipe: Recipe, folder: Path, callback: Callback, own: Own, group: ProcessGroup) -> Outcome:
     with _claimed(folder, group):
-        prepared = _prepare(recipe, callback, own, group)
+        start = group.on_rank0("looking", lambda: run_dir.start_of(folder))
+        prepared = _prepare(recipe, callback, own, group, start)
         prepared.own.read_initial(folder)
         run_dir.check_unchanged(folder, prepared)
         trainer = assemble(prepared, folder, group)
@@ -176,9 +177,11 @@ def _is_restart(folder: Path, restarted: bool) -> bool:
     return started and (restarted or run_dir.same_launch(folder))
 
 
-def _prepare(recipe: Recipe, callback: Callback, own: Own, group: ProcessGroup) -> Prepared:
+def _prepare(
+    recipe: Recipe, callback: Callback, own: Own, group: ProcessGroup, start: Mapping[str, Any] | None = None
+) -> Prepared:
     """One rank after the other where there is something to cache; all must find the same items."""
-    prepared = group.first_on_machine("preparing", lambda: prepare(recipe, callback, own), rank0_first=True)
+    prepared = group.first_on_machine("preparing", lambda: prepare(recipe, callback, own, start), rank0_first=True)
     first, *others = group.values([prepared.fingerprint, prepared.recipe.digest()])
     for rank, other in enumerate(others, 1):
         for what, ours, theirs in zip(("items", "settings"), first, other, strict=True):

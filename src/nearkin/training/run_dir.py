@@ -1,5 +1,7 @@
 """The folder of a run: claimed by one process, with the recipe and the items it was started with."""
 
+import csv
+import io
 import json
 import os
 import re
@@ -10,6 +12,7 @@ from typing import Any
 from nearkin.core import files
 from nearkin.core.files import Lock
 from nearkin.data.benchmarks import BENCHMARKS
+from nearkin.training import exclusions
 from nearkin.training.checkpoint.checkpoints import is_checkpoint_file
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
@@ -21,7 +24,7 @@ __all__ += ["same_launch", "start_of", "write"]
 
 LOCK, CHECKPOINTS = ".lock", "checkpoints"
 _FILES = ["recipe.toml", "data.json", "untrained.safetensors", "metrics.jsonl", "model.safetensors", "encoder.json"]
-_FILES += ["results.json", "report.html"]
+_FILES += ["results.json", "report.html", "near_duplicates.csv"]
 _HALF_WRITTEN = re.compile(files.TEMPORARY % "|".join(map(re.escape, _FILES)))
 
 
@@ -113,8 +116,20 @@ def write(folder: Path, prepared: Prepared) -> None:
         prepared.own.write_initial(folder)
         files.write_text(folder / "recipe.toml", prepared.recipe.to_toml())
         files.write_json(folder / "data.json", prepared.report | start)
+        pairs = prepared.report.get("near_duplicates", {}).get("shown")
+        if pairs:
+            files.write_text(folder / "near_duplicates.csv", _table(pairs))
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def _table(pairs: list[dict[str, Any]]) -> str:
+    """The pairs as CSV; its `path` is what `--without` reads."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, exclusions.COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(pairs)
+    return text.getvalue()
 
 
 def same_launch(folder: Path) -> bool:

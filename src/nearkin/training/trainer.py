@@ -26,7 +26,7 @@ from nearkin.evaluation.arrays import Progress
 from nearkin.models import Encoder
 from nearkin.models.adapt import plain_state
 from nearkin.samplers import EpochSampler, HardNegatives, PairPerClass
-from nearkin.training import grad_cache, run_dir, step, validation
+from nearkin.training import grad_cache, level_loss, run_dir, step, validation
 from nearkin.training.build import adapted, build_loss, build_sampler
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
@@ -64,7 +64,8 @@ class Trainer:
     sampler: EpochSampler
     loader: BatchLoader
     store: ItemStore
-    labels: Tensor  # (n,) class ids or (n, K) targets of the training items, on the device
+    # Of the training items, on the device: (n,) class ids, (n, K) targets, or (n, L) class ids of levels.
+    labels: Tensor
     augmentation: augment.Augmentation | None
     held_out: HeldOut  # the validation part
     graded: bool
@@ -276,14 +277,15 @@ class Trainer:
         takes these, or the mean of each class."""
         rows = self.embed(self.loader.indices, progress=mining("embedding"))
         self.sampler.set_epoch(self.state.epoch)  # also after a resume in the middle of an epoch
+        classes = self.labels if self.labels.dim() == 1 else self.labels[:, 0].contiguous()  # of levels the finest
         if isinstance(self.sampler, PairPerClass):
             ids = torch.from_numpy(self.sampler.class_ids)
-            sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, self.labels.cpu()), rows)
+            sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, classes.cpu()), rows)
             self.sampler.refresh(sums)
         elif isinstance(self.sampler, HardNegatives) and self.sampler.neighbours:
             on = self.device if self.device.type == "cuda" else torch.device("cpu")  # one with float64
             options: dict[str, Any] = {"k": self.sampler.neighbours, "progress": mining("search"), "group": self.group}
-            lists = evaluation.nearest_negatives(rows.to(on), self.labels.to(on), **options).indices
+            lists = evaluation.nearest_negatives(rows.to(on), classes.to(on), **options).indices
             self.sampler.refresh(rows, lists)
         else:
             self.sampler.refresh(rows)  # type: ignore[attr-defined]
@@ -327,7 +329,13 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         sync_batchnorm.sync(encoder, device)
     labels, classes, targets = _labels_or_targets(prepared, graded)
     width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
-    loss = build_loss(recipe, classes, encoder.dim, options.seed, width, len(train_part), prepared.own).to(device)
+    targets_or_ids = targets if graded else labels
+    if recipe.levels.weights is None:
+        loss = build_loss(recipe, classes, encoder.dim, options.seed, width, len(train_part), prepared.own)
+    else:
+        targets_or_ids = level_loss.training_labels(recipe, prepared.items, train_part)
+        loss = level_loss.loss_of_levels(recipe, targets_or_ids, encoder.dim, options.seed, items=len(train_part))
+    loss = loss.to(device)
     with warnings.catch_warnings(record=True) as caught:  # a note of the run, not a line of Python's among the bars
         warnings.simplefilter("always")
         sampler = build_sampler(recipe, labels, targets, prepared.train_groups())
@@ -359,7 +367,7 @@ def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> T
         sampler=sampler,
         loader=BatchLoader(store, train_part, sampler, options.workers, group),
         store=store,
-        labels=on_device(torch.from_numpy(targets if graded else labels), device),
+        labels=on_device(torch.from_numpy(targets_or_ids), device),
         augmentation=augmentation_of(recipe),
         held_out=prepared.held_out("val"),
         graded=graded,

@@ -1,5 +1,7 @@
 """The output of an evaluation: the lines of its table, and a JSON file that is written in full or not at all."""
 
+import csv
+import io
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any, NamedTuple
 
 from nearkin.core import files
 
-__all__ = ["Row", "table", "writable", "write"]
+__all__ = ["Row", "check_error_list", "table", "writable", "write", "write_label_errors"]
 
 _COUNTS = {"queries", "without_positives", "unknown", "genuine", "impostors", "classes", "clusters", "iterations"}
 _COUNTS |= {"spearman_skipped", "items", "k", "left_out"}
@@ -36,6 +38,14 @@ def table(report: Mapping[str, Any]) -> list[Row]:
             if ends is not None and ends[0] is not None:
                 interval = f"{_formatted(protocol, name, ends[0])} – {_formatted(protocol, name, ends[1])}"
             rows.append(Row(protocol.replace("_", "-"), name, _formatted(protocol, name, value), interval))
+        for level, figures in scores.get("levels", {}).items():
+            for name in ("recall@1", "map@r", "classes"):
+                ends = figures.get("intervals", {}).get(name)
+                interval = "" if ends is None else "–"
+                if ends is not None and ends[0] is not None:
+                    interval = f"{_formatted(protocol, name, ends[0])} – {_formatted(protocol, name, ends[1])}"
+                value = _formatted(protocol, name, figures[name])
+                rows.append(Row(protocol.replace("_", "-"), f"{level}: {name}", value, interval))
         if protocol == "diagnose":
             rows += _findings(scores, report["class_names"])
     return rows
@@ -52,10 +62,41 @@ def writable(path: Path) -> None:
         raise ValueError(f"{path}: the folder {path.parent} is not writable")
 
 
-def write(path: Path, report: Mapping[str, Any]) -> None:
+def write(path: Path, report: Any) -> None:
     """Replaces the file atomically: the complete new one or, whatever happens, the old one. NaN becomes null."""
     try:
         files.write_json(path, report)
+    except OSError as error:
+        raise ValueError(f"{path}: could not be written ({error.strerror})") from None
+
+
+def check_error_list(path: Path) -> None:
+    if path.suffix.lower() not in (".csv", ".json"):
+        got = f'"{path.suffix}"' if path.suffix else "no ending"
+        raise ValueError(f"{path}: a table of label errors must end in .csv or .json, got {got}")
+
+
+def write_label_errors(path: Path, report: Mapping[str, Any]) -> None:
+    """The likely label errors of a diagnosis, surest first: path, label, suggested, score."""
+    names = report["class_names"]
+    rows = [
+        {
+            "path": entry.get("name", f"row {entry['item']}"),
+            "label": _name(entry["class"], names),
+            "suggested": _name(entry["suggested"], names),
+            "score": round(entry["agreement"], 4),
+        }
+        for entry in report["results"]["diagnose"]["label_errors"]
+    ]
+    if path.suffix.lower() == ".json":
+        write(path, rows)
+        return
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ("path", "label", "suggested", "score"), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    try:
+        files.write_text(path, text.getvalue())
     except OSError as error:
         raise ValueError(f"{path}: could not be written ({error.strerror})") from None
 

@@ -15,6 +15,7 @@ from nearkin.core import checks, devices
 from nearkin.core.relations import UNKNOWN
 from nearkin.core.versions import version_of
 from nearkin.data import vectors
+from nearkin.data.levels import levels_of
 from nearkin.data.pair_lists import PairList
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
@@ -73,17 +74,23 @@ def evaluate(
             _require_two_classes(items.name, classes)
     groups = _groups(items, gallery, protocols, multi_label)
     notes += _group_notes(protocols, items.labels is not None) if groups else []
+    levels = _levels(items, gallery, protocols, multi_label, device)
     queries = Rows(
         items.embeddings.to(device),
         _moved(ids[0] if ids else None, device),
         _moved(items.targets, device),
         _moved(groups[0] if groups else None, device),
+        levels[0],
     )
     searched = None
     if gallery is not None:
-        gallery_ids = _moved(ids[1] if len(ids) > 1 else None, device)
-        gallery_groups = _moved(groups[1] if groups else None, device)
-        searched = Rows(gallery.embeddings.to(device), gallery_ids, _moved(gallery.targets, device), gallery_groups)
+        searched = Rows(
+            gallery.embeddings.to(device),
+            _moved(ids[1] if len(ids) > 1 else None, device),
+            _moved(gallery.targets, device),
+            _moved(groups[1] if groups else None, device),
+            levels[-1],
+        )
     results = {}
     for name in protocols:
         report = None
@@ -201,6 +208,28 @@ def _multi_labels(items: Vectors, gallery: Vectors | None, protocols: Sequence[s
     if len(shapes) > 1:
         got = " and ".join("one per row" if not shape else f"{shape[0]} columns" for shape in sorted(shapes))
         raise ValueError(f"labels of embeddings and gallery must have the same columns, got {got}")
+    return result
+
+
+def _levels(
+    items: Vectors, gallery: Vectors | None, protocols: Sequence[str], multi_label: bool, device: torch.device
+) -> list[dict[str, Tensor] | None]:
+    """Class ids of the coarser levels, of the items and of the gallery; each class is in one class of a level."""
+    if not items.levels:
+        return [None]
+    if "retrieval" not in protocols or multi_label or items.labels is None:
+        raise ValueError(f"{items.name}: levels are for --retrieval with one label per row, which is not asked for")
+    sets = [items] if gallery is None else [items, gallery]
+    labels, columns = [part.labels for part in sets], [part.levels or {} for part in sets]
+    kinds, of_item = np.unique(np.concatenate([np.asarray(part).astype(str) for part in labels]), return_inverse=True)
+    every = {name: np.concatenate([part[name] for part in columns]).tolist() for name in items.levels}
+    levels_of(items.name, [str(kind) for kind in kinds], of_item, every)
+    result: list[dict[str, Tensor] | None] = [{} for _ in sets]
+    for name in items.levels:
+        for place, ids in enumerate(vectors.class_ids(*(part[name] for part in columns))[0]):
+            own = result[place]
+            assert own is not None
+            own[name] = ids.to(device)
     return result
 
 

@@ -16,6 +16,7 @@ from nearkin.evaluation.clustering import clustering
 from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import one_shot
 from nearkin.evaluation.graded import graded
+from nearkin.evaluation.retrieval.level_metrics import by_level
 from nearkin.evaluation.retrieval.retrieval_metrics import DEFAULT, retrieval
 from nearkin.evaluation.statistics import binomial
 from nearkin.evaluation.statistics.cluster_bootstrap import too_few
@@ -54,6 +55,7 @@ class Rows:
     labels: Tensor | None
     targets: Tensor | None
     groups: Tensor | None = None
+    levels: dict[str, Tensor] | None = None  # class ids (N,) of coarser levels
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,16 @@ def _retrieval(task: Task) -> dict[str, Any]:
         where = "the others" if task.gallery is None else "the gallery"
         where += "" if task.queries.groups is None else " in another group"
         raise ValueError(f"retrieval needs queries with positives among {where}: none of {scores['queries']} has any")
-    return _with_intervals(scores, task)
+    result = _with_intervals(scores, task)
+    if task.queries.levels:
+        gallery_levels = None if task.gallery is None else task.gallery.levels
+        shared: dict[str, Any] = {"similarity": task.similarity, "budget": task.settings.budget, "group": task.group}
+        shared |= {"progress": task.progress, "interval": task.settings.interval}
+        shared |= {key: options[key] for key in ("groups", "gallery_groups") if key in options}
+        result["levels"] = by_level(
+            task.queries.embeddings, query_labels, task.queries.levels, rows, gallery_levels, **shared
+        )
+    return result
 
 
 def _clustering(task: Task) -> dict[str, Any]:

@@ -55,7 +55,7 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "vectors": {"name": "supcon"},
     "targets": {"name": "logratio"},
 }
-_IMAGE_KEYS = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache")
+_IMAGE_KEYS = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache", "near")
 
 
 class Facts(NamedTuple):
@@ -145,7 +145,7 @@ def _facts(recipe: Recipe, items: Items, parts: Parts) -> Facts:
 
 def _settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
     unused = {"data.root", *(f"data.{key}" for key in _IMAGE_KEYS), *(f"augment.{key}" for key in recipe.augment)}
-    unused |= {"data.group_pattern", "data.group_column"}
+    unused |= {"data.levels", "data.group_pattern", "data.group_column"}
     for key in sorted(recipe.explicit_keys & unused):
         no_effect(key, "the dataset is an object of your own, which prepares its items itself")
     recipe = recipe.with_("encoder", **{"name": "mlp" if len(shape) == 1 else "small-cnn", **recipe.encoder})

@@ -60,6 +60,16 @@ class Data(_Section):
     group_pattern: str | None = None
     group_column: str | None = None
     group_scope: Literal["set", "class"] | None = None
+    # Coarser levels of the classes by name, the finest first: columns, entries, or the folders around class folders.
+    levels: list[str] | None = Field(default=None, min_length=1)
+    near: Literal["off", "list", "drop"] | None = None  # near-duplicates across parts; None: list up to 10,000 pictures
+    without: str | None = None  # a list of items to leave out: .csv, .tsv, .json
+
+
+class Levels(_Section):
+    """The loss at each level of the classes."""
+
+    weights: list[Annotated[float, Field(ge=0)]] | None = None  # of the classes, then of data.levels; None: no levels
 
 
 class Memory(_Section):
@@ -155,6 +165,7 @@ class Recipe(BaseModel):
     encoder: dict[str, Any] = {}
     augment: dict[str, Any] = {}
     loss: dict[str, Any] = {}
+    levels: Levels = Levels()
     memory: Memory = Memory()
     sampler: dict[str, Any] = {}
     optimizer: Optimizer = Optimizer()
