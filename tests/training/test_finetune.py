@@ -238,7 +238,9 @@ def test_the_head_starts_with_the_principal_directions_of_the_features(recipe, t
     fitted = prepare(recipe("finetune.projection=pca"))
     encoder, again = build_encoder(fitted), build_encoder(fitted)
     assert fitted.recipe.finetune.projection == "pca" and list(fitted.memo) == ["features"]
-    assert all(torch.equal(a, b) for a, b in zip(encoder.state_dict().values(), again.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(encoder.state_dict().values(), again.state_dict().values(), strict=True)
+    )
     weight = encoder.head.projection.weight.detach()
     gram = weight @ weight.T
     assert torch.allclose(gram, torch.diag(gram.diag()), atol=1e-4), "directions are orthogonal"

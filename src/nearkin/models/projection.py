@@ -34,7 +34,9 @@ def principal_directions(features: Tensor, dim: int, seed: int = 0) -> tuple[Ten
     checks.integer("dim", dim, 1)
     checks.integer("seed", seed, 0)
     if features.dim() != 2 or len(features) < 2:
-        raise ValueError(f"features must have shape (items, features) with at least 2 items, got {tuple(features.shape)}")
+        raise ValueError(
+            f"features must have shape (items, features) with at least 2 items, got {tuple(features.shape)}"
+        )
     checks.finite("features", features)
     x = features.detach().double().cpu().numpy()
     mean, width = x.mean(0), x.shape[1]
