@@ -237,7 +237,7 @@ def recipes(subject: str, options: Options, done: Done, folder: Path) -> None:
         name = BEST if row is None else row.name
         if name not in written or name.endswith(("defaults", "on attributes")):
             continue
-        place = "cub200-best.toml" if row is None else f"cub200-96/{_slug(row.name)}.toml"
+        place = "cub200-128.toml" if row is None else f"cub200-96/{_slug(row.name)}.toml"
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         content = content_of(jobs[0])
         files.write_text(folder / place, _head(place, written[name]) + "\n" + toml.text(content))

@@ -216,7 +216,7 @@ def test_the_best_recipe_is_chosen_among_candidates(tmp_path):
     assert [job.stage for job in order] == ["search"] * len(CANDIDATES) + ["final"] * 2
     assert order[-1].setting == CANDIDATES[name]
     canon_tables.recipes("best", Options(), done, tmp_path)
-    assert read(tmp_path / "cub200-best.toml").encoder["pooling"] == CANDIDATES[name]["encoder.pooling"]
+    assert read(tmp_path / "cub200-128.toml").encoder["pooling"] == CANDIDATES[name]["encoder.pooling"]
 
 
 @pytest.mark.slow

@@ -56,9 +56,9 @@ def test_every_length_takes_its_kernels(make, monkeypatch):
     launches = []
     call = launch.CachedLauncher.__call__
 
-    def counted(self, *arguments):
+    def counted(self, *arguments, **settings):
         launches.append(self)
-        return call(self, *arguments)
+        return call(self, *arguments, **settings)
 
     monkeypatch.setattr(launch.CachedLauncher, "__call__", counted)
     x = torch.randn(24, 32, device="cuda", requires_grad=True)
