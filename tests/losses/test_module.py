@@ -11,7 +11,8 @@ from nearkin import losses, mining
 from nearkin.losses.module import LossModule
 
 MODULES = {name: getattr(losses, name) for name in losses.__all__ if inspect.isclass(getattr(losses, name))}
-del MODULES["MatryoshkaLoss"]  # goes around another loss, whose settings remain its own; test_matryoshka.py has it
+for _name in ("HierarchyLoss", "MatryoshkaLoss"):  # around other losses, whose settings remain theirs
+    del MODULES[_name]
 SIZES = {"num_classes": CLASSES, "dim": DIM}
 # What only the module has: shapes, schedules, and what its learned tensors do.
 MODULE_ONLY = {"num_classes", "dim", "num_items", "sample_rate", "momentum"}

@@ -786,7 +786,7 @@ def test_the_command_refuses_in_one_sentence(run, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "choose another with --port" in refusal(run, "--gallery", tmp_path / "g", "--port", port)
-    assert "leave --gallery out" in refusal("--demo", "--gallery", "x")
+    assert "leave --gallery and --dim out" in refusal("--demo", "--gallery", "x")
 
 
 @pytest.mark.slow
