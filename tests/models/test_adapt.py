@@ -210,6 +210,7 @@ def test_lora_under_autocast_is_merged_in_full_precision():
     assert (with_lora - plain).abs().max() < 0.02
 
 
+@pytest.mark.slow
 def test_an_exported_encoder_has_lora_merged(tmp_path):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="extra export is not installed")

@@ -208,7 +208,9 @@ def stop_at(step):
     return callback
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "head first, lora" else pytest.mark.slow) for n in RESUMED]
+)
 def test_a_run_stopped_anywhere_ends_the_same(name, recipe, tmp_path):
     """In the middle of the head's epochs (2), at the change (3 or 6), and after it (7)."""
     reference = training.train(recipe(*RESUMED[name]), tmp_path / "reference")
