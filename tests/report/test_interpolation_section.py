@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from nearkin.report import interpolation_section, run_report
+from nearkin.report import interpolation_section, number_sections, run_report
 from nearkin.report.findings import Findings
 from nearkin.training import interpolation
 from nearkin.training.interpolation import FROZEN, SHARES, UNTRAINED, judge
@@ -44,6 +44,8 @@ def test_the_curve_the_bars_and_the_saved_point():
     assert f"saved: {100 * facts['curve'][2]['value']:.1f}" in section and "a = 0.5 (saved)" in section
     assert re.findall(r'<text class="tick mid" [^>]*>([\d.]+)</text>', section) == ["0", "0.25", "0.5", "0.75", "1"]
     assert "frozen encoder</th>" in section and "untrained head</th>" in section
+    results = findings(interpolation=facts, test={"trained": {"recall@1": {"value": 0.5}}})
+    assert "interpolation" not in number_sections.results(results) and number_sections.results(results)
 
 
 def test_a_bar_crosses_the_frozen_line_where_the_gain_may_be_chance():

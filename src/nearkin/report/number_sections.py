@@ -13,6 +13,7 @@ __all__ = ["data", "groups", "headline", "length", "levels", "recipe", "results"
 __all__ += ["verdict"]
 
 _MAIN = ("recall@1", "map@r", "ndcg@10", "ndcg@5", "ndcg@1", "spearman", "accuracy")
+_OWN_SECTION = {"groups", "interpolation", "lengths", "levels"}  # results that are not of this table
 _LENGTH_METRICS = ("recall@1", "map@r", "ndcg@10")  # of short embeddings; the last that there is decides
 _ORDER = ("trained", "baseline", "untrained")
 
@@ -55,7 +56,7 @@ def verdict(findings: Findings) -> str:
 
 def results(findings: Findings) -> str:
     """A table per measured part, each row with its intervals on one strip."""
-    parts = {name: _by_model(value) for name, value in findings.results.items() if name != "lengths"}
+    parts = {name: _by_model(value) for name, value in findings.results.items() if name not in _OWN_SECTION}
     parts = {name: who for name, who in parts.items() if who}
     tables = [
         (f"<h3>{escape(name)}</h3>" if len(parts) > 1 else "") + _table(findings, who) for name, who in parts.items()
