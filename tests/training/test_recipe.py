@@ -181,7 +181,10 @@ CHANGES = {
     "finetune.layer_decay": ([*PRETRAINED, "finetune.train=all", "optimizer.backbone_scale=1"], 0.5),
     "finetune.lora_rank": ([*PRETRAINED, "finetune.train=lora"], 2),
     "finetune.lora_alpha": ([*PRETRAINED, "finetune.train=lora"], 4.0),
-    "finetune.lora_layers": ([*PRETRAINED, "finetune.train=lora"], "fc1"),
+    "finetune.lora_layers": (
+        [*PRETRAINED, "finetune.train=lora"],
+        "fc1|intermediate",
+    ),  # as newer and older transformers name it
     "finetune.projection": ([*PRETRAINED, "finetune.train=all"], "random"),
     "finetune.interpolate": ([*PRETRAINED, "finetune.train=all"], False),
     "schedule.decay": (VECTORS, "constant"),

@@ -232,7 +232,7 @@ def test_evaluate_measures_any_length_and_says_if_it_was_not_trained_for(there):
 def test_export_is_the_short_encoder(there, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    if torch.__version__.split(".")[:2] < ["2", "11"]:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
         pytest.skip("the exporter of an older torch")
     training.export_onnx("run", tmp_path / "model.onnx", dim=4)
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
