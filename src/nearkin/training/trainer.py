@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nearkin import evaluation
-from nearkin.core import files
+from nearkin.core import devices, files
 from nearkin.data import augment
 from nearkin.dist import collectives, parallel, sync_batchnorm
 from nearkin.dist.global_batch import GlobalBatch
@@ -283,7 +283,7 @@ class Trainer:
             sums = torch.zeros(len(ids), rows.shape[1]).index_add_(0, torch.searchsorted(ids, classes.cpu()), rows)
             self.sampler.refresh(sums)
         elif isinstance(self.sampler, HardNegatives) and self.sampler.neighbours:
-            on = self.device if self.device.type == "cuda" else torch.device("cpu")  # one with float64
+            on = devices.exact(self.device)
             options: dict[str, Any] = {"k": self.sampler.neighbours, "progress": mining("search"), "group": self.group}
             lists = evaluation.nearest_negatives(rows.to(on), classes.to(on), **options).indices
             self.sampler.refresh(rows, lists)
