@@ -19,7 +19,7 @@ def embed(
     out: Annotated[Path, typer.Option(help="An .npz, .parquet or .safetensors file.", metavar="FILE")],
     root: options.RootOption = None,
     part: Annotated[
-        str, typer.Option(help="all, or train, val or test as the run splits the source.", metavar="PART")
+        str, typer.Option(help="all, or train, val or test as the run splits the source; of an encoder's name, as train does.", metavar="PART")
     ] = "all",
     dim: options.DimOption = None,
     views: Annotated[int, typer.Option(help="Crops and flips to average over.")] = 1,
@@ -28,9 +28,11 @@ def embed(
     device: options.DeviceOption = options.Device.auto,
     quiet: options.SilentFlag = False,
 ) -> None:
-    """Embed a source with the encoder of a run, for `nearkin evaluate` or any index.
+    """Embed a source with the encoder of a run or a pretrained one, for `nearkin evaluate` or any index.
 
     Examples:
+
+      nearkin embed efficientnet-lite0 photos/ --out photos.npz
 
       nearkin embed runs/birds new-photos/ --out new.npz
 
@@ -82,6 +84,6 @@ def export(
 
         if not onnx:
             raise ValueError("say which format: nearkin export RUN --onnx")
-        path = out or run / ("model.onnx" if dim is None else f"model-{dim}.onnx")
+        path = out or Path(run) / ("model.onnx" if dim is None else f"model-{dim}.onnx")
         difference, items = training.export_onnx(run, path, dim=dim)
     echo(f"{path}: equal to the run's encoder within {difference:.1e} on {items} of its test items")

@@ -3,7 +3,6 @@
 import json as json_module
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,6 +43,8 @@ def enrol(
 
       nearkin enrol runs/birds photos/ --gallery birds.gallery
 
+      nearkin enrol efficientnet-lite0 photos/ --gallery photos.gallery
+
       nearkin enrol runs/birds heron.jpg-folder/ --label heron --gallery birds.gallery
 
       torchrun --nproc-per-node 8 -m nearkin enrol runs/birds photos/ --gallery birds.gallery
@@ -81,7 +82,7 @@ def enrol(
 
 @contextmanager
 def _enrolling(
-    place: str, run: Path, device: options.Device, dim: int | None, group: "ProcessGroup | None"
+    place: str, run: str, device: options.Device, dim: int | None, group: "ProcessGroup | None"
 ) -> "Iterator[Gallery | Encoding]":
     """The gallery in the process that writes it; the encoder alone in those that help."""
     if first(group):

@@ -116,7 +116,7 @@ def calibrate(
 @contextmanager
 def opened_gallery(
     place: str,
-    run: Path | None = None,
+    run: str | Path | None = None,
     device: options.Device = options.Device.auto,
     create: bool = False,
     dim: int | None = None,

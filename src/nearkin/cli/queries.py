@@ -3,7 +3,6 @@
 import json as json_module
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     from nearkin.gallery import Gallery
 
 _OtherRun = Annotated[
-    Path | None,
-    typer.Option("--run", help="Where its run is now.", metavar="RUN", show_default="where it was enrolled from"),
+    str | None,
+    typer.Option("--run", help="Where its run is now, or its encoder's name.", metavar="RUN", show_default="where it was enrolled from"),
 ]
 _FarPair = Annotated[
     float | None,
@@ -118,7 +117,7 @@ def identify(
 def verify(
     a: Annotated[str, typer.Argument(help="An image, or an .npy with one vector.", metavar="A", show_default=False)],
     b: Annotated[str, typer.Argument(help="The other.", metavar="B", show_default=False)],
-    run: Annotated[Path | None, typer.Option(help="The folder of a run.", metavar="RUN")] = None,
+    run: Annotated[str | None, typer.Option(help=options.RUN_HELP, metavar="RUN")] = None,
     gallery: Annotated[str | None, typer.Option(help="Or a gallery, whose encoder is used.", metavar="G")] = None,
     far: _FarPair = None,
     device: options.DeviceOption = options.Device.auto,
@@ -152,7 +151,7 @@ def verify(
 
 
 @contextmanager
-def _gallery_with_encoder(place: str, run: Path | None, device: options.Device) -> "Iterator[Gallery]":
+def _gallery_with_encoder(place: str, run: str | None, device: options.Device) -> "Iterator[Gallery]":
     """The gallery with the encoder of its run."""
     from nearkin import gallery as room
 
