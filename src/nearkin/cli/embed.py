@@ -16,10 +16,19 @@ def embed(
     source: Annotated[
         str, typer.Argument(help="What to embed, as in `nearkin train`; labels are written too, if any.")
     ],
-    out: Annotated[Path, typer.Option(help="An .npz, .parquet or .safetensors file.", metavar="FILE")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="An .npz, .parquet or .safetensors file.", metavar="FILE", show_default="SOURCE.npz, if there is none"
+        ),
+    ] = None,
     root: options.RootOption = None,
     part: Annotated[
-        str, typer.Option(help="all, or train, val or test as the run splits the source; of an encoder's name, as train does.", metavar="PART")
+        str,
+        typer.Option(
+            help="all, or train, val or test as the run splits the source; of an encoder's name, as train does.",
+            metavar="PART",
+        ),
     ] = "all",
     dim: options.DimOption = None,
     views: Annotated[int, typer.Option(help="Crops and flips to average over.")] = 1,
@@ -32,7 +41,7 @@ def embed(
 
     Examples:
 
-      nearkin embed efficientnet-lite0 photos/ --out photos.npz
+      nearkin embed efficientnet-lite0 photos/
 
       nearkin embed runs/birds new-photos/ --out new.npz
 
@@ -44,6 +53,7 @@ def embed(
         from nearkin import training
         from nearkin.data import vector_files
 
+        out = out or _beside(source)
         if first(group):
             vector_files.writable(out)
         with plain_bar("embedding", quiet or not first(group)) as progress:
@@ -66,6 +76,14 @@ def embed(
     if not quiet and first(group):
         rows, dimensions = embedded.embeddings.shape
         echo(f"{out}: {rows:,} × {dimensions}")
+
+
+def _beside(source: str) -> Path:
+    """The file for the embeddings of a source, in the current folder, under its name; one that exists is not lost."""
+    path = Path(f"{Path(source).absolute().name}.npz")
+    if path.exists():
+        raise ValueError(f"{path} is there already; name the file: --out FILE")
+    return path
 
 
 @app.command(no_args_is_help=True)

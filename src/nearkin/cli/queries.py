@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 _OtherRun = Annotated[
     str | None,
-    typer.Option("--run", help="Where its run is now, or its encoder's name.", metavar="RUN", show_default="where it was enrolled from"),
+    typer.Option(
+        "--run",
+        help="Where its run is now, or its encoder's name.",
+        metavar="RUN",
+        show_default="where it was enrolled from",
+    ),
 ]
 _FarPair = Annotated[
     float | None,
@@ -131,11 +136,16 @@ def verify(
     """
     with one_sentence():
         from nearkin import gallery as room
+        from nearkin.models.frozen import is_encoder_name
 
         chosen = run or (None if gallery is None else room.run_of(gallery))
         if chosen is None:
             raise ValueError("verify needs an encoder: --run RUN, or --gallery G of a gallery made with one")
-        answer = room.verify(chosen, _item(a), _item(b), far=far, device=device.value)
+        if gallery is not None and is_encoder_name(chosen):  # whose calibration is the gallery's
+            with opened_gallery(gallery, chosen, device) as opened:
+                answer = opened.verify(_item(a), _item(b), far=far)
+        else:
+            answer = room.verify(chosen, _item(a), _item(b), far=far, device=device.value)
     if json:
         print_json(answer._asdict())
         return

@@ -16,11 +16,12 @@ __all__ = ["BATCH", "mapped"]
 
 BATCH = 4  # pictures: 112 x 112 x 96 numbers of each are 19 MiB, and malloc returns blocks beyond 32 MiB to the system
 _starting = threading.Lock()
-P, R = TypeVar("P"), TypeVar("R")
+P = TypeVar("P")
+R = TypeVar("R")
 
 
 def mapped(function: Callable[[P], R], pieces: Sequence[P]) -> Iterator[R]:
-    """function(piece) of each, in order; by as many threads as torch uses here. The first error is raised in its turn."""
+    """function(piece) of each, in order; by as many threads as torch uses here. An error is raised in its turn."""
     workers = min(torch.get_num_threads(), len(pieces))
     if workers <= 1:
         yield from map(function, pieces)

@@ -222,9 +222,9 @@ def encode_items(
     if encoding is not None and encoding.takes_pictures:
         encoding.load()
         size = cpu_pool.BATCH if encoding.device.type == "cpu" else ENCODER_BATCH
-    encoded: list[Seen | None] = []
+    strict, encoded = unreadable is None, list[Seen | None]()
     pieces = [items[start : start + size] for start in range(0, len(items), size)]
-    for piece, sentences in cpu_pool.mapped(lambda piece: _encode(piece, encoding, unreadable is None), pieces):
+    for piece, sentences in cpu_pool.mapped(lambda piece: _encode(piece, encoding, strict), pieces):
         encoded += piece
         if unreadable is not None:
             unreadable += sentences

@@ -35,7 +35,7 @@ _FORMAT = 1  # increase it when the same name would give other embeddings
 def is_encoder_name(text: str | os.PathLike[str]) -> bool:
     """Whether the text names an encoder with pretrained weights, and not a folder."""
     name = os.fspath(text)
-    return name in LITE or name.partition(":")[0] in FAMILIES and ":" in name
+    return name in LITE or (":" in name and name.partition(":")[0] in FAMILIES)
 
 
 def is_run(text: str | os.PathLike[str]) -> bool:
@@ -75,7 +75,9 @@ def _no_run(name: str, folder: Path) -> str:
     """Why the text stands for no encoder, and what would."""
     known = ", ".join(known.name for known in encoders() if known.name not in UNTRAINED)
     if folder.is_dir():
-        pictures = "" if (folder / "recipe.toml").is_file() else f"; for a folder of pictures name an encoder: {DEFAULT}"
+        pictures = (
+            "" if (folder / "recipe.toml").is_file() else f"; for a folder of pictures name an encoder: {DEFAULT}"
+        )
         return f"{name}: not a finished run: there is no {DESCRIPTION} in it{pictures}"
     if name in UNTRAINED:
         return (

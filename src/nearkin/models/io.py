@@ -33,9 +33,9 @@ def save(
     """Writes both files into the folder, which is created if needed; previous files stay until both are complete.
 
     preparation: how inputs are prepared for the encoder (JSON); `load` returns it. lengths: to which embeddings may be
-    cut, where it was trained for several (`MatryoshkaLoss`). frozen: the name of a pretrained encoder, where nothing was
-    trained. LoRA is merged into the weights. For an instant between the two renames at the end the files do not belong
-    together, which the checksum in encoder.json shows.
+    cut, where it was trained for several (`MatryoshkaLoss`). frozen: the name of a pretrained encoder, where nothing
+    was trained. LoRA is merged into the weights. For an instant between the two renames at the end the files do not
+    belong together, which the checksum in encoder.json shows.
     """
     from safetensors.torch import save as to_bytes
 

@@ -180,7 +180,7 @@ def _embed_alone(
     try:
         for start in range(0, len(indices), batch):
             rows = store.gather(indices[start : start + batch])
-            embeddings += cpu_pool.mapped(forward, rows.split(cpu_pool.BATCH)) if large else [forward(rows)]
+            embeddings += cpu_pool.mapped(forward, torch.split(rows, cpu_pool.BATCH)) if large else [forward(rows)]
             if progress is not None:
                 progress(min(start + batch, len(indices)), len(indices))
     finally:
