@@ -39,7 +39,7 @@ def load(store: Store, facts: Facts) -> tuple[Calibrator | None, str]:
     """The calibration of a gallery; or None, and a sentence that says why."""
     again = f"nearkin gallery calibrate {store.where}"
     path = calibration_path(store, facts)
-    missing = f"{store.where} is not calibrated, so there is only a similarity; {again} does it, by its own labels"
+    missing = "the gallery is not calibrated, so there is only a similarity; nearkin gallery calibrate G does it"
     return results.read_calibration(path, facts.fingerprint or "", again, missing)
 
 
