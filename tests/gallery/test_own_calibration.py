@@ -152,7 +152,7 @@ def test_unlabelled_items_are_found_and_are_no_answer(tmp_path):
         assert "only similarities" in answer.note and len(hits) == 3
         with pytest.raises(ValueError, match="far needs labels"):
             gallery.identify(rows[0], far=0.1)
-        assert "none of its items has a label" in gallery.calibrate_if_changed()
+        assert "none of the gallery's items has a label" in gallery.calibrate_if_changed()
 
 
 def test_too_few_labels_are_one_sentence(tmp_path):

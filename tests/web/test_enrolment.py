@@ -118,7 +118,7 @@ def test_a_folder_without_labels_is_searched(place):
         enrolment = Enrolment(gallery, "one/class0", read_source("one/class0"))
         with client_of(gallery, enrolment) as client:
             enrolment.run()
-            assert "none of its items has a label" in enrolment.state["note"]
+            assert "none of the gallery's items has a label" in enrolment.state["note"]
             picture = {"item": ("a.png", (place / "one" / "class0" / "2.png").read_bytes())}
             answer = client.post("/api/identify?hits=3", files=picture).json()
             assert answer["label"] is None and "only similarities" in answer["note"]

@@ -105,5 +105,5 @@ def _sample(gallery: "Gallery", seed: int = 0) -> tuple[np.ndarray[Any, np.dtype
             labels.append(hit.label)
         seen[hit.label] += 1
     if not vectors:
-        raise ValueError(f"{gallery.place}: none of its items has a label, so there is nothing to calibrate by")
+        raise ValueError("none of the gallery's items has a label, so there is nothing to calibrate by")
     return np.stack(vectors), labels

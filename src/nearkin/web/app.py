@@ -52,6 +52,7 @@ SCRIPTS = (
     "keys",
     "map",
     "pad",
+    "progress",
     "script",
     "state",
     "tabs",

@@ -12,7 +12,7 @@ const apart = (low, high) => {
 };
 
 const headline = (identity) => {
-  if (!identity.candidates.length) return t("find.empty_answer");
+  if (!identity.candidates.length) return identity.similarity === null ? t("find.empty_answer") : t("find.unlabelled");
   if (identity.confidence === null) return t("find.uncalibrated", { similarity: digits(identity.similarity) });
   if (identity.label !== null) return t("find.sure", { p: percent(identity.confidence) });
   const nearest = identity.candidates.slice(0, NAMED).map((one) => t("find.candidate", { label: one.label, p: percent(one.confidence), similarity: digits(one.similarity) }));
@@ -28,7 +28,7 @@ const accepted = (identity) => {
 
 /* Why a picture is unknown, as sentences. */
 const reasons = (identity, stats) => {
-  if (!identity.candidates.length) return [t("why.empty")];
+  if (!identity.candidates.length) return [identity.similarity === null ? t("why.empty") : t("why.unlabelled")];
   const { label } = identity.candidates[0], similarity = digits(identity.similarity);
   if (identity.threshold === null) return [t("why.no_threshold", { label, similarity, n: stats.labels, classes: identity.classes }), t("why.calibrate")];
   const rate = identity.far === null ? t("why.no_far", { classes: identity.classes }) : t("why.far", { far: percent(identity.far), classes: identity.classes });
