@@ -1,0 +1,44 @@
+"""`nearkin doctor`, `nearkin runs`, `nearkin --version`, and how little `nearkin --help` loads."""
+
+import json
+import subprocess
+import sys
+
+from typer.testing import CliRunner
+
+import nearkin
+from nearkin.cli import app
+
+RUNNER = CliRunner()
+
+
+def test_doctor_prints_a_table_and_json():
+    table = RUNNER.invoke(app, ["doctor"])
+    assert table.exit_code == 0 and "torch 2." in table.output and "GiB free" in table.output
+    state = json.loads(RUNNER.invoke(app, ["doctor", "--json"]).stdout)
+    assert state["nearkin"] == nearkin.__version__ and isinstance(state["notes"], list)
+
+
+def test_runs_without_a_folder_is_one_sentence(tmp_path):
+    answer = RUNNER.invoke(app, ["runs", str(tmp_path / "none")])
+    assert answer.exit_code == 2 and answer.stderr.count("\n") == 1
+    empty = RUNNER.invoke(app, ["runs", str(tmp_path)])
+    assert empty.exit_code == 0 and "no run in it" in empty.output
+    assert json.loads(RUNNER.invoke(app, ["runs", str(tmp_path), "--json"]).stdout) == []
+
+
+def test_version():
+    answer = RUNNER.invoke(app, ["--version"])
+    assert answer.exit_code == 0 and answer.output == f"nearkin {nearkin.__version__}\n"
+
+
+def test_help_does_not_load_torch():
+    """So that it answers at once."""
+    code = (
+        "import sys; from nearkin.cli import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'pydantic', 'PIL'} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines()[-1] == "[]"
