@@ -1,4 +1,4 @@
-"""`nearkin doctor` and `nearkin runs`: what this installation offers, and which runs there are."""
+"""`nearkin runs`, `nearkin report` and `nearkin doctor`: which runs there are, their pages, what is installed."""
 
 import json as json_module
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from nearkin.cli import options
-from nearkin.cli.screen import app, echo, one_sentence, print_table, shown
+from nearkin.cli.screen import app, echo, one_sentence, print_table, shown, training_screen
 
 
 @app.command()
@@ -26,6 +26,20 @@ def runs(
         metrics = [name for name in ("recall@1", "map@r", "ndcg@10") if any(name in run["test"] for run in found)]
         names = ("run", "source", "encoder", "loss", *(f"{name}, %" for name in metrics), "state")
         print_table(names, [_run_cells(run, metrics) for run in found], f"{folder}: no run in it")
+
+
+@app.command()
+def report(run: options.RunArgument, silent: options.SilentFlag = False) -> None:
+    """Test a finished run again and write its report.html anew."""
+    with one_sentence(lambda: "the run is as it was"), training_screen(silent) as callback:
+        from nearkin import training
+
+        if not (run / "recipe.toml").is_file():
+            raise ValueError(f"{run}: not a run: there is no recipe.toml in it")
+        if not (run / "results.json").is_file():
+            raise ValueError(f"{run}: this run has not ended; nearkin train --resume {run} trains to the end")
+        outcome = training.resume(run, callback, report=True)
+        echo(f"report: {outcome.report}")
 
 
 @app.command()
