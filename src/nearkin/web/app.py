@@ -44,6 +44,7 @@ SCRIPTS = (
     "camera",
     "compare",
     "dom",
+    "enrolling",
     "explore",
     "find",
     "inputs",

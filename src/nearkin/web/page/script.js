@@ -2,6 +2,7 @@
 import { guarded } from "./api.js";
 import "./camera.js";
 import "./compare.js";
+import "./enrolling.js";
 import "./explore.js";
 import "./find.js";
 import "./keys.js";
