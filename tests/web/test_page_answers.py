@@ -140,7 +140,7 @@ def test_an_enrolment_is_followed_to_its_end(browser, served):
 
         page.route("**/api/stats", answer)
         page.reload()
-        says(page, "#enrolling-text", "10 of 40 pictures enrolled so far")
+        says(page, "#progress-text", "10 of 40 pictures enrolled so far")
         assert page.evaluate("[document.querySelector('progress').value, document.querySelector('progress').max]") == [
             10,
             40,
@@ -148,16 +148,16 @@ def test_an_enrolment_is_followed_to_its_end(browser, served):
         give(page, "#find-drop", drawing(1, 1))
         says(page, "#verdict .who", "kind 1")
         going["done"] = 40
-        says(page, "#enrolling-text", "All 40 pictures are enrolled")
-        expect(page.locator("#enrolling-close")).to_be_hidden()
+        says(page, "#progress-text", "All 40 pictures are enrolled")
+        expect(page.locator("#progress-close")).to_be_hidden()
         going |= {"running": False, "unreadable": 2, "note": "not calibrated: two labels are too few"}
-        says(page, "#enrolling-text", "40 pictures enrolled.")
-        says(page, "#enrolling-note", "2 files could not be read. not calibrated: two labels are too few")
-        expect(page.locator("#enrolling-bar")).to_be_hidden()
+        says(page, "#progress-text", "38 pictures enrolled.")
+        says(page, "#progress-note", "2 files could not be read. not calibrated: two labels are too few")
+        expect(page.locator("#progress-bar")).to_be_hidden()
         with page.expect_request(re.compile("identify")):
-            page.click("#enrolling-again")
-        page.click("#enrolling-close")
-        expect(page.locator("#enrolling")).to_be_hidden()
+            page.click("#progress-again")
+        page.click("#progress-close")
+        expect(page.locator("#progress")).to_be_hidden()
 
 
 def test_a_finished_enrolment_is_not_mentioned(browser, served):
@@ -166,4 +166,4 @@ def test_a_finished_enrolment_is_not_mentioned(browser, served):
         page.route("**/api/stats", lambda route: route.fulfill(json=route.fetch().json() | {"enrolling": done}))
         page.reload()
         says(page, "#summary", "32 items")
-        expect(page.locator("#enrolling")).to_be_hidden()
+        expect(page.locator("#progress")).to_be_hidden()

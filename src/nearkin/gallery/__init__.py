@@ -2,6 +2,7 @@
 
 from nearkin.core.errors import LabelConflict, MissingRow, StoreUnavailable
 from nearkin.gallery.calibration import calibrate
+from nearkin.gallery.embedder import Embedder, open_encoder
 from nearkin.gallery.enroll import enrol_source, enroll_source
 from nearkin.gallery.gallery import Enrolled, Gallery
 from nearkin.gallery.items import Seen
@@ -11,6 +12,7 @@ from nearkin.gallery.stores import Report
 
 __all__ = [
     "Candidate",
+    "Embedder",
     "Enrolled",
     "Gallery",
     "Hit",
@@ -24,6 +26,7 @@ __all__ = [
     "calibrate",
     "enrol_source",
     "enroll_source",
+    "open_encoder",
     "run_of",
     "verify",
 ]

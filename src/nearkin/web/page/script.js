@@ -2,11 +2,11 @@
 import { guarded } from "./api.js";
 import "./camera.js";
 import "./compare.js";
-import "./enrolling.js";
 import "./explore.js";
 import "./find.js";
 import "./keys.js";
 import "./pad.js";
+import "./progress.js";
 import { refresh } from "./state.js";
 import { open } from "./tabs.js";
 

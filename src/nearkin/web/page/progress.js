@@ -15,17 +15,18 @@ const look = () => {
 };
 const show = (enrolling) => {
   const { done, total, unreadable, note } = enrolling, going = isGoing(enrolling), ended = seen && !going;
-  const text = going ? (done < total ? t("enrolling.going", { n: done, all: total }) : t("enrolling.calibrating", { n: total })) : t("enrolling.ended", { n: done });
-  $("enrolling").hidden = closed || !(going || seen || note || unreadable);
-  $("enrolling-text").textContent = text;
-  $("enrolling-bar").hidden = !going;
-  $("enrolling-bar").max = total;
-  $("enrolling-bar").value = done;
-  const notes = [unreadable ? t("enrolling.unreadable", { n: unreadable }) : null, ...(note ? fill("service_note", { sentence: h("span", { lang: "en" }, note) }) : [])];
-  $("enrolling-note").replaceChildren(...notes.filter(Boolean).flatMap((one) => [one, " "]));
-  $("enrolling-again").hidden = !(ended && isShown());
-  $("enrolling-close").hidden = going;
-  if (ended) say(text);
+  const just = ended && !$("progress-bar").hidden;
+  const text = going ? (done < total ? t("progress.going", { n: done, all: total }) : t("progress.calibrating", { n: total })) : t("progress.ended", { n: done - unreadable });
+  $("progress").hidden = closed || !(going || seen || note || unreadable);
+  $("progress-text").textContent = text;
+  $("progress-bar").hidden = !going;
+  $("progress-bar").max = total;
+  $("progress-bar").value = done;
+  const notes = [unreadable ? t("progress.unreadable", { n: unreadable }) : null, ...(note ? fill("service_note", { sentence: h("span", { lang: "en" }, note) }) : [])];
+  $("progress-note").replaceChildren(...notes.filter(Boolean).flatMap((one) => [one, " "]));
+  $("progress-again").hidden = !(ended && isShown());
+  $("progress-close").hidden = going;
+  if (just) say(text);
   seen ||= going;
 };
 on("stats", (stats) => {
@@ -35,5 +36,5 @@ on("stats", (stats) => {
   rows = stats.rows;
   if (isGoing(stats.enrolling)) look();
 });
-$("enrolling-again").addEventListener("click", () => { $("enrolling-again").hidden = true; again(); });
-$("enrolling-close").addEventListener("click", () => { closed = true; $("enrolling").hidden = true; });
+$("progress-again").addEventListener("click", () => { $("progress-again").hidden = true; again(); });
+$("progress-close").addEventListener("click", () => { closed = true; $("progress").hidden = true; });
