@@ -787,6 +787,28 @@ def average_linkage_groups(rows, similarity):
         groups[pair[0]] |= groups.pop(pair[1])
 
 
+def smoothed(rows, neighbours, rounds):
+    """Rows moved towards their mutual neighbours, by loops in float64."""
+    unit = np.asarray(rows, np.float64)
+    unit = unit / np.sqrt((unit**2).sum(1, keepdims=True))
+    unit = unit - unit.mean(0)
+    unit = unit / np.sqrt((unit**2).sum(1, keepdims=True))
+    for _ in range(rounds):
+        near = []
+        for i in range(len(unit)):
+            others = sorted((-float(unit[i] @ unit[j]), j) for j in range(len(unit)) if j != i)
+            near.append([j for _, j in others[:neighbours]])
+        moved = []
+        for i in range(len(unit)):
+            row = unit[i].copy()
+            for j in near[i]:
+                if i in near[j]:
+                    row += max(float(unit[i] @ unit[j]), 0.0) ** 3 * unit[j]
+            moved.append(row / float(np.sqrt((row**2).sum())))
+        unit = np.stack(moved)
+    return unit
+
+
 def graph_components(rows, similarity):
     """Connected components of the graph of all pairs at the similarity, by a search from each item."""
     unit = [row / float(np.sqrt((row**2).sum())) for row in np.asarray(rows, np.float64)]

@@ -14,7 +14,6 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from nearkin import evaluation
 from tests import reference
 
-module = sys.modules["nearkin.evaluation.grouping"]
 
 
 def world(seed, classes=12, per_class=8, dim=16, noise=0.6):
@@ -128,6 +127,38 @@ def test_no_matrix_of_items_by_items_is_in_memory():
     assert peak < 4000 * 4000  # one byte per pair, of NumPy's own; torch's is bounded by the budget
 
 
+@pytest.mark.parametrize(("neighbours", "rounds"), [(1, 1), (4, 2), (7, 3), (200, 1)])
+def test_smoothed_rows_are_those_of_loops(neighbours, rounds):
+    rows, _ = world(7, classes=6, per_class=7)
+    expected = reference.smoothed(rows, min(neighbours, len(rows) - 1), rounds)
+    np.testing.assert_allclose(evaluation.smoothed(rows, neighbours=neighbours, rounds=rounds), expected, atol=1e-6)
+
+
+def test_smoothing_finds_groups_that_a_plain_threshold_does_not():
+    rows, labels = world(1, classes=40, per_class=10, dim=16, noise=0.75)
+    rows += 3.0  # as features that are all positive
+    told = evaluation.bcubed(labels, module_kmeans(rows, 40))["f"]
+    plain = max(
+        evaluation.bcubed(labels, evaluation.group(rows, similarity=t).assignment)["f"] for t in np.linspace(0.8, 1, 41)
+    )
+    smooth = evaluation.bcubed(labels, evaluation.group(evaluation.smoothed(rows), similarity=0.8).assignment)["f"]
+    assert smooth > plain
+    assert smooth > told
+
+
+def module_kmeans(rows, clusters):
+    from nearkin.evaluation.kmeans import kmeans
+
+    return kmeans(torch.from_numpy(rows), clusters).assignment
+
+
+def test_few_items_are_smoothed_by_a_twentieth_of_them():
+    rows, _ = world(7, classes=6, per_class=10)
+    assert torch.equal(evaluation.smoothed(rows), evaluation.smoothed(rows, neighbours=3))
+    assert evaluation.smoothed(rows[:1]).shape == (1, 16)
+    assert evaluation.smoothed(rows[:0]).shape == (0, 16)
+
+
 def test_hdbscan_is_that_of_scikit_learn():
     from sklearn.cluster import HDBSCAN
 
@@ -188,7 +219,7 @@ def test_bcubed_and_pairwise_are_those_of_loops(pairs):
 
 def test_bcubed_of_a_worked_table():
     """Three of a and one b together, one a alone: P = (3 · 3/4 + 1/4 + 1) / 5, R = (3 · 3/4 + 1/4 + 1) / 5."""
-    scores = evaluation.bcubed(["a", "a", "a", "b", "a"], [0, 0, 0, 0, 1])
+    scores = evaluation.bcubed(["a", "a", "a", "b", "a"], ["x", "x", "x", "x", "y"])
     assert scores == pytest.approx({"precision": 3.5 / 5, "recall": (3 * 0.75 + 1 + 0.25) / 5, "f": 0.7})
 
 

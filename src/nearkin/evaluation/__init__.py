@@ -5,7 +5,7 @@ from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.group_agreement import bcubed, bcubed_values, pairwise
-from nearkin.evaluation.grouping import Grouping, group
+from nearkin.evaluation.grouping import Grouping, group, smoothed
 from nearkin.evaluation.retrieval.knn import Neighbours, nearest
 from nearkin.evaluation.retrieval.nearest_negatives import nearest_negatives
 from nearkin.evaluation.retrieval.retrieval_metrics import retrieval
@@ -36,6 +36,7 @@ __all__ = [
     "operating_point",
     "pairwise",
     "retrieval",
+    "smoothed",
     "verification",
 ]
 

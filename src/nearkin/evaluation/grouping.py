@@ -23,10 +23,11 @@ from nearkin.core import checks
 from nearkin.evaluation.arrays import Array, Floats, Progress, takes_arrays
 from nearkin.evaluation.retrieval.knn import BUDGET, nearest
 
-__all__ = ["METHODS", "NEIGHBOURS", "Grouping", "group"]
+__all__ = ["METHODS", "NEIGHBOURS", "SMOOTHED", "Grouping", "group", "smoothed"]
 
 METHODS = ("average", "components", "hdbscan")
 NEIGHBOURS = 64  # listed per item
+SMOOTHED = 0.8  # the similarity for smoothed rows: chosen on validation classes, docs/grouping.md
 _ROUNDING = 1e-12  # of a mean cosine in float64
 _CELLS = 2**22  # numbers that are multiplied at a time: 32 MiB
 
@@ -63,7 +64,7 @@ def group(
         groups.assignment    # (N,), 0 is the largest group
 
     embeddings (N, D), tensors or NumPy arrays, compared by their cosine. similarity: from which on two items are
-    neighbours; a run's calibration knows it (`gallery.group_source`). neighbours: the nearest so many of an item are
+    neighbours; a run's calibration knows it (`gallery.group_source`), for `smoothed` rows 0.8 is a good one. neighbours: the nearest so many of an item are
     listed; memory grows with N x (neighbours + D), never with N x N. budget and exactness as in `nearest`.
 
     method: "average" joins groups while the mean cosine over all their pairs reaches `similarity`. "components" takes
@@ -97,6 +98,59 @@ def group(
     else:
         parts = _average_linkage(_unit(embeddings), first, second, value, similarity)
     return Grouping(_by_size(parts), len(first), capped)
+
+
+@takes_arrays
+def smoothed(
+    embeddings: Array,
+    *,
+    neighbours: int | None = None,
+    rounds: int = 2,
+    budget: int = BUDGET,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Embeddings (N, D) float64 of length 1, each moved towards its mutual neighbours: groups become denser.
+
+    The mean over all rows is subtracted first, so that 0 is the cosine of unrelated items also for features that are all
+    positive. Then, `rounds` times, x_i becomes the direction of x_i + sum_j max(cos_ij, 0)^3 x_j over the items j
+    among the nearest `neighbours` of i that have i among theirs. neighbours: 10 by default, a twentieth of the items
+    where they are fewer than 200; about the size of a group is best. Cosines of the result have no calibration: use
+    `group(smoothed(x), similarity=0.8)`. The mean of neighbours in place of a row is the database augmentation of
+    Turcot and Lowe 2009, the cubed cosines as weights are those of Radenovic et al. 2018 (arXiv:1711.02512, section 3.3).
+    """
+    checks.rows("embeddings", embeddings)
+    checks.integer("rounds", rounds, 1)
+    size = len(embeddings)
+    count = min(10, max(1, round(size / 20))) if neighbours is None else neighbours
+    checks.integer("neighbours", count, 1)
+    rows = _unit(embeddings)
+    if size < 2:
+        return torch.from_numpy(rows)
+    rows = _unit(torch.from_numpy(rows - rows.mean(0)))
+    for number in range(rounds):
+        step = None if progress is None else _later(progress, number, rounds)
+        listed = nearest(torch.from_numpy(rows).float(), k=min(count, size - 1), budget=budget, progress=step)
+        rows = _moved(rows, listed.indices.numpy(), listed.similarity.numpy())
+    return torch.from_numpy(rows)
+
+
+def _later(progress: Progress, number: int, rounds: int) -> Progress:
+    return lambda done, total: progress(number * total + done, rounds * total)
+
+
+def _moved(rows: Floats, near: Ints, cosines: Floats) -> Floats:
+    """One round. near, cosines (N, k): the neighbours of each."""
+    size, k = near.shape
+    forth = (np.arange(size)[:, None] * size + near).ravel()
+    back = (near * size + np.arange(size)[:, None]).ravel()
+    listed = np.sort(forth)
+    mutual = listed[np.searchsorted(listed, back).clip(max=len(listed) - 1)] == back
+    weight = np.where(mutual.reshape(size, k) & (near >= 0), np.maximum(cosines, 0.0) ** 3, 0.0)
+    moved, step = rows.copy(), max(1, _CELLS // max(k * rows.shape[1], 1))
+    for start in range(0, size, step):
+        part = slice(start, start + step)
+        moved[part] += np.einsum("nk,nkd->nd", weight[part], rows[near[part]])
+    return _unit(torch.from_numpy(moved))
 
 
 def _graph(

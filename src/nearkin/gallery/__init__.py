@@ -7,6 +7,7 @@ from nearkin.gallery.gallery import Enrolled, Gallery
 from nearkin.gallery.items import Seen
 from nearkin.gallery.opening import run_of
 from nearkin.gallery.results import Candidate, Hit, Identity, Verification, verify
+from nearkin.gallery.source_groups import SourceGroups, group_source, write_groups
 from nearkin.gallery.stores import Report
 
 __all__ = [
@@ -19,13 +20,16 @@ __all__ = [
     "MissingRow",
     "Report",
     "Seen",
+    "SourceGroups",
     "StoreUnavailable",
     "Verification",
     "calibrate",
     "enrol_source",
     "enroll_source",
+    "group_source",
     "run_of",
     "verify",
+    "write_groups",
 ]
 
 
