@@ -227,7 +227,7 @@ def _is_encoder(text: str) -> bool:
     from nearkin.models.frozen import is_encoder_name
 
     path = Path(text)
-    return is_encoder_name(text) or path.is_dir() or not (path.exists() or path.suffix or len(path.parts) > 1)
+    return is_encoder_name(text) or path.is_dir() or not (path.exists() or path.suffix)
 
 
 def _of_run(

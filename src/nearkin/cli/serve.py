@@ -1,8 +1,9 @@
 """`nearkin serve`: a gallery over HTTP, with a web page."""
 
+import difflib
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -92,7 +93,7 @@ def serve(
         place: str | Path
         if demo:
             if gallery is not None or dim is not None or run is not None:
-                raise ValueError("--demo makes its own gallery; leave --gallery, --run and --dim out")
+                raise ValueError("--demo makes its own gallery; leave --gallery and --dim out, and --run")
             with plain_bar("enrolling", quiet) as progress:
                 encoder, place = prepared(None if target is None else Path(target), progress)
         elif target is None or (is_run(target) and gallery is None):
@@ -130,15 +131,22 @@ def serve(
 def _of_photos(source: str, run: str | None, gallery: str | None) -> tuple[str | Path, str | Path]:
     """The encoder and the gallery of a folder of pictures: those of an earlier start, where there was one."""
     from nearkin.gallery import run_of
-    from nearkin.models.frozen import DEFAULT
-    from nearkin.web.enrolment import gallery_beside, read_source
+    from nearkin.gallery.embedder import gallery_beside
+    from nearkin.models.frozen import DEFAULT, LITE, encoder_folder
+    from nearkin.web.enrolment import read_source
 
+    if not Path(source).exists() and difflib.get_close_matches(source, LITE, 1):
+        encoder_folder(source)  # which refuses it, and says what it may have been
     read_source(source)  # before anything is made
     place = gallery or gallery_beside(source)
-    exists = "://" in str(place) or (Path(place).is_file() and Path(place).stat().st_size > 0)
-    if not exists and not os.access(Path(place).parent, os.W_OK):
-        raise ValueError(f"{place}: the folder {Path(place).parent} cannot be written; choose a place: --gallery FILE")
-    known = run_of(place) if exists and run is None and "://" not in str(place) else None
+    remote = "://" in str(place)
+    exists = remote or (Path(place).is_file() and Path(place).stat().st_size > 0)
+    if not exists and not os.access(Path(place).absolute().parent, os.W_OK):
+        raise ValueError(f"{place}: its folder cannot be written; choose a place for the gallery: --gallery FILE")
+    known = None
+    if exists and run is None:
+        with suppress(*([ValueError] if remote else [])):  # there may be none yet
+            known = run_of(place)
     return run or known or DEFAULT, place
 
 

@@ -43,6 +43,7 @@ def _started(workers: int) -> tuple[ThreadPoolExecutor, Callable[[], None]]:
     ready = threading.Barrier(workers + 1)
 
     def start() -> None:
+        torch.get_num_threads()  # a thread takes the number of all threads when it first asks, and only then its own
         torch.set_num_threads(1)
         ready.wait()
 

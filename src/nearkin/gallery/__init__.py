@@ -2,6 +2,7 @@
 
 from nearkin.core.errors import LabelConflict, MissingRow, StaleGroups, StoreUnavailable
 from nearkin.gallery.calibration import calibrate
+from nearkin.gallery.embedder import Embedder, open_encoder
 from nearkin.gallery.enroll import enrol_source, enroll_source
 from nearkin.gallery.gallery import Enrolled, Gallery
 from nearkin.gallery.group_edits import GroupEditor, Reviewed
@@ -13,6 +14,7 @@ from nearkin.gallery.stores import Report
 
 __all__ = [
     "Candidate",
+    "Embedder",
     "Enrolled",
     "Gallery",
     "GroupEditor",
@@ -31,6 +33,7 @@ __all__ = [
     "enrol_source",
     "enroll_source",
     "group_source",
+    "open_encoder",
     "run_of",
     "verify",
     "write_groups",

@@ -345,10 +345,15 @@ class Gallery:
         """Calibrates the gallery of a frozen encoder by its own labels, each judged by the others; see `stats`."""
         return own_calibration.calibrate_gallery(self)
 
+    @property
+    def calibration_is_current(self) -> bool:
+        """Whether there is a calibration by the labels as they are now."""
+        facts = self._store.facts()
+        return facts is not None and own_calibration.is_current(self._store, facts)
+
     def calibrate_if_changed(self) -> str:
         """`calibrate` where rows have changed since; returns why that could not be, or ""."""
-        facts = self._store.facts()
-        if facts is None or own_calibration.is_current(self._store, facts):
+        if self.calibration_is_current:
             return ""
         try:
             self.calibrate()

@@ -39,7 +39,7 @@ def load(store: Store, facts: Facts) -> tuple[Calibrator | None, str]:
     """The calibration of a gallery; or None, and a sentence that says why."""
     again = f"nearkin gallery calibrate {store.where}"
     path = calibration_path(store, facts)
-    missing = f"{store.where} is not calibrated, so there is only a similarity; {again} does it, by its own labels"
+    missing = "the gallery is not calibrated, so there is only a similarity; nearkin gallery calibrate G does it"
     return results.read_calibration(path, facts.fingerprint or "", again, missing)
 
 
@@ -105,5 +105,5 @@ def _sample(gallery: "Gallery", seed: int = 0) -> tuple[np.ndarray[Any, np.dtype
             labels.append(hit.label)
         seen[hit.label] += 1
     if not vectors:
-        raise ValueError(f"{gallery.place}: none of its items has a label, so there is nothing to calibrate by")
+        raise ValueError("none of the gallery's items has a label, so there is nothing to calibrate by")
     return np.stack(vectors), labels

@@ -32,8 +32,10 @@ __all__ = [
     "load_calibration",
     "read_calibration",
     "rounded_up",
+    "sigmoid",
     "verify",
     "verify_items",
+    "verify_with",
 ]
 
 FILE = "calibration.json"  # in the folder of a run
@@ -153,7 +155,7 @@ class Calibrator:
     def verify(self, similarity: float, far: float | None) -> Verification:
         target, note = self._pair_far(far)
         curves = self.curves[1]
-        same_probability = float(_sigmoid(curves.ratio.at(similarity)))
+        same_probability = float(sigmoid(curves.ratio.at(similarity)))
         if target is None:
             return Verification(None, None, similarity, None, None, None, note, self.classes, same_probability)
         at = int(np.argmax(curves.bound <= target))
@@ -303,7 +305,11 @@ def verify(
     max_pixels: int = decode.MAX_PIXELS,
 ) -> Verification:
     """Whether two items are the same, as in `Gallery.verify`, with the encoder of a run and without a gallery."""
-    encoding = Encoding(run, device, max_pixels)
+    return verify_with(Encoding(run, device, max_pixels), a, b, far)
+
+
+def verify_with(encoding: Encoding, a: Any, b: Any, far: float | None = None) -> Verification:
+    """`verify` with an open encoder."""
     info = encoding.info
     if info.frozen is None:
         calibrator, note = load_calibration(info.run, info.fingerprint)
@@ -405,7 +411,7 @@ def _ascending(name: str, values: Any, most: float) -> Floats:
     return array
 
 
-def _sigmoid(log_ratio: Floats) -> Floats:
+def sigmoid(log_ratio: Floats) -> Floats:
     return np.asarray(1 / (1 + np.exp(-np.clip(log_ratio, -700, 700))))
 
 

@@ -21,7 +21,7 @@ from nearkin.models import efficientnet_lite
 from nearkin.models.factory import build, encoders
 from nearkin.models.io import DESCRIPTION, save
 
-__all__ = ["DEFAULT", "encoder_folder", "full_name", "is_encoder_name", "is_run"]
+__all__ = ["DEFAULT", "LITE", "encoder_folder", "full_name", "is_encoder_name", "is_run"]
 
 DEFAULT = "efficientnet-lite0"
 FAMILIES = ("timm", "hf")
@@ -46,7 +46,7 @@ def is_run(text: str | os.PathLike[str]) -> bool:
 def full_name(name: str) -> str:
     """The name that means the same in every folder: hf: with the full path of a local model."""
     family, _, rest = name.partition(":")
-    if family == "hf" and Path(rest).expanduser().is_dir():
+    if family == "hf" and rest and Path(rest).expanduser().is_dir():
         return f"hf:{Path(rest).expanduser().resolve()}"
     return name
 
@@ -101,7 +101,7 @@ def _place(name: str) -> Path:
     if name in LITE:
         known.append(efficientnet_lite.VARIANTS[LITE.index(name)].digest)
     local = Path(name.partition(":")[2])
-    if name.startswith("hf:") and local.is_dir():
+    if name.startswith("hf:") and local.is_absolute() and local.is_dir():
         known += [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(local.iterdir()) if p.is_file()]
     short = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[-60:].strip("-.")
     return folder / f"{short}-{hashlib.sha256(repr(known).encode()).hexdigest()[:12]}"

@@ -53,6 +53,7 @@ SCRIPTS = (
     "keys",
     "map",
     "pad",
+    "progress",
     "script",
     "state",
     "tabs",

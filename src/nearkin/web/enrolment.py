@@ -6,20 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from nearkin import data
-from nearkin.core.errors import StoreUnavailable
+from nearkin.core.errors import EnrolmentStopped, StoreUnavailable
 from nearkin.data import groups
 from nearkin.data.item_set import Items
 from nearkin.gallery import Gallery, enrol_source
 from nearkin.gallery.enroll import Counted
 
-__all__ = ["Enrolment", "gallery_beside", "read_source"]
+__all__ = ["Enrolment", "read_source"]
 
 STEP = 32  # pictures per transaction: the first are found within a second, and a signal waits no longer
-ENDING = ".gallery"
-
-
-class _Stopped(Exception):
-    """The service ends; what is enrolled stays."""
 
 
 class Enrolment(threading.Thread):
@@ -60,12 +55,16 @@ class Enrolment(threading.Thread):
         return {"done": self.done, "total": self.total, "running": running, "unreadable": unreadable, "note": self.note}
 
     def run(self) -> None:
+        if self.gallery.frozen and not self.gallery.calibration_is_current:
+            self.gallery.use_calibration(
+                None, "confidences follow when all pictures are enrolled; until then similarities"
+            )
         options: dict[str, Any] = {"items": self.items, "step": STEP, "unlabelled": True, "skip_unreadable": True}
         try:
             self.counts = enrol_source(self.gallery, self.source, progress=self._report, **options)
             if self.gallery.frozen:
                 self.note = self.gallery.calibrate_if_changed()
-        except _Stopped:
+        except EnrolmentStopped:
             return
         except (ValueError, OSError, StoreUnavailable) as error:
             if self._stop_requested.is_set():
@@ -81,7 +80,7 @@ class Enrolment(threading.Thread):
         if self._progress is not None:
             self._progress(done, total)
         if self._stop_requested.is_set():
-            raise _Stopped
+            raise EnrolmentStopped
 
 
 def read_source(source: str) -> Items:
@@ -94,10 +93,3 @@ def read_source(source: str) -> Items:
                 f"{source}: not a finished run: there is no encoder.json in it; nor pictures: {error}"
             ) from None
         raise
-
-
-def gallery_beside(source: str) -> Path:
-    """The gallery of a folder of pictures: beside it, under its name."""
-    path = Path(source).expanduser().absolute()
-    resolved = path.resolve() if path.name in ("", "..") else path
-    return resolved.with_name((resolved.name or "photos") + ENDING)

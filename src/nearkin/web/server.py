@@ -64,8 +64,8 @@ def serve(
     with _bind(host, port) as bound:
         capture_server_logs(quiet=quiet)
         gallery = Gallery.open(place, run, **opening)  # type: ignore[arg-type]
+        enrolment = None
         try:
-            enrolment = None
             if source is not None and items is not None:
                 gallery.check_source_kind(items.vectors is not None, source)
                 enrolment = Enrolment(gallery, source, items, progress, enrolled)
@@ -96,9 +96,10 @@ def serve(
                 enrolment.start()
             with suppress(KeyboardInterrupt):  # uvicorn has shut down and raises the signal again
                 connections.server(settings, app.end, PATIENCE).run(sockets=[bound])
-            ended = app.work_ended() and (enrolment is None or enrolment.stop(REST))
+            ended = app.work_ended()
         finally:
-            closed = _close(gallery)
+            stopped = enrolment is None or enrolment.stop(REST)
+            closed = _close(gallery) and stopped
     fields = {} if ended and closed else {"text": "a thread did not end and was abandoned"}
     log.log(logging.WARNING if fields else logging.INFO, "stopped", extra={"fields": fields})
     return ended and closed

@@ -25,6 +25,7 @@ const start = async (device = null) => {
     video.srcObject = stream;
     await video.play();
     shoot.disabled = false;
+    shoot.focus();
     await list();
   } catch (error) {
     if (dialog.open) $("camera-error").textContent = t(`camera.error.${ERRORS[error.name] ?? "failed"}`);
