@@ -48,6 +48,7 @@ SCRIPTS = (
     "dom",
     "explore",
     "find",
+    "groups",
     "inputs",
     "items",
     "keys",
