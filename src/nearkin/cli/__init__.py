@@ -1,17 +1,17 @@
 """The verbs of the command line: they parse arguments, call the rooms below, and print."""
 
 from nearkin.cli import (
-    train,
     compare,
-    evaluate,
     embed,
     enrol,
+    evaluate,
+    gallery_admin,
+    listing,
     photo_groups,
     queries,
-    gallery_admin,
-    serve,
     runs,
-    listing,
+    serve,
+    train,
 )  # isort: skip  # the order in which --help lists the verbs
 from nearkin.cli.screen import app, main
 
