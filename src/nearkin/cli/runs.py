@@ -29,7 +29,10 @@ def runs(
 
 
 @app.command()
-def report(run: options.RunArgument, silent: options.SilentFlag = False) -> None:
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)],
+    silent: options.SilentFlag = False,
+) -> None:
     """Test a finished run again and write its report.html anew."""
     with one_sentence(lambda: "the run is as it was"), training_screen(silent) as callback:
         from nearkin import training
