@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -56,10 +56,26 @@ class _Verbs(TyperGroup):
 app = typer.Typer(
     cls=_Verbs,
     help="Deep metric learning: train encoders, evaluate embeddings, search and identify.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from nearkin.core.versions import version_of
+
+        echo(f"nearkin {version_of('nearkin')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the verb."""
 
 
 def main() -> None:

@@ -65,11 +65,18 @@ class LabelConflict(ValueError):
         )
 
 
-class MissingRow(ValueError):
-    """No row has this id."""
+class StaleGroups(ValueError):
+    """The groups have changed since the version that a step was decided on."""
 
-    def __init__(self, id: int) -> None:
-        super().__init__(f"no row has the id {id}")
+    def __init__(self, version: int, current: int) -> None:
+        super().__init__(f"the groups have changed meanwhile (version {current}, not {version}); look at them again")
+
+
+class MissingRow(ValueError):
+    """No row has this id, or no group this number."""
+
+    def __init__(self, id: int, what: str = "row") -> None:
+        super().__init__(f"no row has the id {id}" if what == "row" else f"there is no {what} {id}")
 
 
 class StoreUnavailable(OSError):

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data import decode
+from nearkin import data
+from nearkin.data import decode, groups
 from nearkin.gallery import items as item_inputs
 from nearkin.gallery import results
 from nearkin.gallery.enroll import enrol_source
@@ -67,9 +68,10 @@ class Embedder:
         photos/` uses too. What is enrolled already is not embedded again. The gallery of a pretrained encoder is
         calibrated by its own labels, where there are enough. `enroll` is the same method.
         """
+        items = data.load(source, labelled=False, group_column=groups.UNUSED)  # before a gallery is made
         opened = self.gallery(gallery_beside(source) if gallery is None else gallery)
         try:
-            options: dict[str, Any] = {"skip_unreadable": skip_unreadable, "progress": progress}
+            options: dict[str, Any] = {"items": items, "skip_unreadable": skip_unreadable, "progress": progress}
             enrol_source(opened, str(source), unlabelled=True, **options)
             if opened.frozen:
                 opened.calibrate_if_changed()

@@ -77,10 +77,10 @@ class Gallery:
     ) -> "Gallery":
         """A gallery in a file, or in PostgreSQL (postgresql://…/db, with ?gallery=NAME if there are several).
 
-        run: the folder of a run, whose encoder encodes the items; without it the gallery takes vectors only. dim: of a
-        new gallery of vectors; with a run, a length that it was trained for, the full one by default. A gallery that
-        exists has its length, which the encoder takes. create: make it if it does not exist. timeout: seconds a writer
-        waits for another. A gallery made with another encoder is refused.
+        run: the folder of a run, whose encoder encodes the items, or an encoder's name ("efficientnet-lite0"); without
+        it the gallery takes vectors only. dim: of a new gallery of vectors; with a run, a length that it was trained
+        for, the full one by default. A gallery that exists has its length, which the encoder takes. create: make it if
+        it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused.
         """
         return cls(*opening.open_store(place, run, dim, create, timeout, device, max_pixels))
 

@@ -26,6 +26,7 @@ __all__ = [
     "checksum",
     "metadata_json",
     "new_row",
+    "note_checksum",
     "pack",
     "parse_filter",
     "read_facts",
@@ -89,6 +90,10 @@ def bytes_checksum(id: int, content: bytes, label: bytes, name: bytes, metadata:
 
 def thumbnail_checksum(id: int, thumbnail: bytes) -> bytes:
     return sha256(struct.pack(">q", id) + thumbnail).digest()[:CHECKSUM_BYTES]
+
+
+def note_checksum(key: str, text: str) -> bytes:
+    return sha256(f"{len(key)} {key}{text}".encode()).digest()[:CHECKSUM_BYTES]
 
 
 def pack(rows: Floats) -> list[bytes]:

@@ -75,10 +75,11 @@ def embed_source(
 ) -> Embedded:
     """The items of a source through the encoder of a run.
 
-    source None: the run's own. part: "all", or the items of a part as the run's recipe divides the source; by default
-    the test part of the run's own source, all of another. dim: the first so many dimensions, a length that the run was
-    trained for (`loss.matryoshka`), scaled to unit length again. views: the mean over so many crops and flips.
-    group: the processes that share the work, whole batches each; all of them get all embeddings.
+    run: its folder, or the name of a pretrained encoder, which needs a source. source None: the run's own. part: "all",
+    or the items of a part as the run's recipe divides the source; by default the test part of the run's own source, all
+    of another. dim: the first so many dimensions, a length that the run was trained for (`loss.matryoshka`), scaled to
+    unit length again. views: the mean over so many crops and flips. group: the processes that share the work, whole
+    batches each; all of them get all embeddings.
     """
     checks.integer("views", views, 1)
     checks.integer("batch", batch, 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nearkin.core.errors import MalformedRequest, NoPicture, QueueFull, RequestTooLarge, UnsupportedMedia
 from nearkin.core.text import visible
 from nearkin.core.versions import version_of
-from nearkin.gallery import Gallery, LabelConflict, MissingRow, StoreUnavailable
+from nearkin.gallery import Gallery, LabelConflict, MissingRow, StaleGroups, StoreUnavailable
 from nearkin.web import request_log, routes
 from nearkin.web.access import Access
 from nearkin.web.enrolment import Enrolment
@@ -31,6 +31,7 @@ STATUS: dict[type[Exception], int] = {
     MissingRow: 404,
     NoPicture: 404,
     LabelConflict: 409,
+    StaleGroups: 409,
     MalformedRequest: 400,
     RequestTooLarge: 413,
     UnsupportedMedia: 415,
@@ -47,6 +48,7 @@ SCRIPTS = (
     "dom",
     "explore",
     "find",
+    "groups",
     "inputs",
     "items",
     "keys",
@@ -112,6 +114,7 @@ def build(
     _add_error_handlers(app, gallery.place, log)
     for router in (routes.searching, routes.searching_by_vector, routes.writing, routes.reading, routes.exploring):
         app.include_router(router(service))
+    app.include_router(routes.grouping(service))
     _add_page(app)
     _describe_token(app, access)
     guarded = GuardMiddleware(app, access, limits, log)

@@ -4,6 +4,7 @@ import "./camera.js";
 import "./compare.js";
 import "./explore.js";
 import "./find.js";
+import "./groups.js";
 import "./keys.js";
 import "./pad.js";
 import "./progress.js";
