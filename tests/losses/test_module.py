@@ -196,7 +196,9 @@ def test_an_illegal_value_is_refused_and_the_old_one_stays(name, setting):
 def test_a_changed_setting_changes_the_loss(name):
     """Of every loss at least one number."""
     numbers = [
-        s for n, s in FREE if n == name and s in ("invariance", "margin", "temperature", "scale", "epsilon", "penalty", "pull")
+        s
+        for n, s in FREE
+        if n == name and s in ("invariance", "margin", "temperature", "scale", "epsilon", "penalty", "pull")
     ]
     setting = (numbers or [s for n, s in FREE if n == name and s in ("bins", "gamma", "reduction")])[0]
     module = make(name).eval()
