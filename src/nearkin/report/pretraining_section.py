@@ -11,9 +11,10 @@ from nearkin.report.format import escape, finite, metric_value, number
 __all__ = ["NOTE", "pretraining"]
 
 NOTE = (
-    "Before the training, on pictures whose labels were not read. Whether it helped this run cannot be told from one "
-    "run: train once more without it."
+    "Before the training, on pictures whose labels were not read. The loss of InfoNCE rises while its queue of past views "
+    "fills. Whether it helped cannot be told from one run: train once more without it."
 )
+_METRICS = ("recall@1", "map@r", "ndcg@10")  # those that are shown, where they were measured
 _METHODS = {"infonce": "InfoNCE", "vicreg": "VICReg"}
 
 
@@ -44,22 +45,20 @@ def _sentence(facts: Mapping[str, Any]) -> str:
 def _table(findings: Findings, facts: Mapping[str, Any]) -> str:
     """The test of the encoder as it was, pretrained and trained."""
     tests = findings.results.get("test") or {}
-    columns = {"untrained": tests.get("untrained"), "pretrained": facts.get("test"), "trained": tests.get("trained")}
-    shown = {who: values for who, values in columns.items() if isinstance(values, Mapping)}
+    rows = {"untrained": tests.get("untrained"), "pretrained": facts.get("test"), "trained": tests.get("trained")}
+    shown = {who: values for who, values in rows.items() if isinstance(values, Mapping)}
     if "pretrained" not in shown:
         return ""
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("test", *shown))
-    rows = []
-    for metric in shown["pretrained"]:
-        if metric == "precision@1":  # the same number as recall@1
-            continue
-        name = format.metric_name(metric)
+    metrics = [name for name in _METRICS if name in shown["pretrained"]]
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("test", *map(format.metric_name, metrics)))
+    body = []
+    for who, values in shown.items():
         cells = "".join(
-            f'<td class="figure" data-column="{who}">{_figure(metric, values.get(metric))}</td>'
-            for who, values in shown.items()
+            f'<td class="figure" data-column="{format.metric_name(name)}">{_figure(name, values.get(name))}</td>'
+            for name in metrics
         )
-        rows.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
-    return f'<table class="parts"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+        body.append(f'<tr><th scope="row">{who}</th>{cells}</tr>')
+    return f'<table class="parts"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
 
 
 def _figure(metric: str, figure: Any) -> str:

@@ -12,7 +12,8 @@ from nearkin.training.config.registry import augmentation_of
 __all__ = ["check_unlabelled", "settle_unlabelled", "stage_recipe", "view_augmentation", "without_labels"]
 
 _OF = {"temperature": "infonce", "queue": "infonce"} | dict.fromkeys(("invariance", "variance", "covariance"), "vicreg")
-_DEFAULTS = {"temperature": 0.2, "queue": 4096, "invariance": 25.0, "variance": 25.0, "covariance": 1.0}
+_QUEUE = 4096
+_DEFAULTS = {"temperature": 0.2, "queue": _QUEUE, "invariance": 25.0, "variance": 25.0, "covariance": 1.0}
 _PROJECTORS = {"infonce": [512, 128], "vicreg": [1024, 1024]}
 _STEPS, _LEAST, _MOST = 1500, 5, 200  # steps of a pretraining on a GPU, about, and the bounds of its epochs
 _CPU_STEPS = {False: 1000, True: 300}  # of an encoder without, and with, pretrained weights
@@ -102,6 +103,8 @@ def settle_unlabelled(recipe: Recipe, count: int) -> Recipe:
         if of == method:
             value = getattr(options, name)
             settled[name] = _DEFAULTS[name] if value is None else value
+    if method == "infonce" and options.queue is None:
+        settled["queue"] = min(_QUEUE, count)  # of fewer pictures the same ones would come again, long outdated
     return recipe.with_("unlabelled", **settled)
 
 
