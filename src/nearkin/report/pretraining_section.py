@@ -11,8 +11,8 @@ from nearkin.report.format import escape, finite, metric_value, number
 __all__ = ["NOTE", "pretraining"]
 
 NOTE = (
-    "Before the training, on pictures whose labels were not read. The loss of InfoNCE rises while its queue of past views "
-    "fills. Whether it helped cannot be told from one run: train once more without it."
+    "Before the training, on pictures whose labels were not read. The loss of InfoNCE rises while its queue of past "
+    "views fills. Whether it helped cannot be told from one run: train once more without it."
 )
 _METRICS = ("recall@1", "map@r", "ndcg@10")  # those that are shown, where they were measured
 _METHODS = {"infonce": "InfoNCE", "vicreg": "VICReg"}
