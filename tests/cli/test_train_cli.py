@@ -401,5 +401,5 @@ def test_pictures_without_labels_are_pretrained_on():
     refused = run("train", "--unlabelled", "photos/", "--loss", "triplet")
     assert refused.exit_code == 2 and "loss.name would have no effect: there is no labelled source" in refused.output
     Path("recipe.toml").write_text('[unlabelled]\nfolder = "photos/"\n', encoding="utf-8")
-    refused = run("compare", "photos/", "--losses", "supcon", "--recipe", "recipe.toml")
+    refused = run("compare", "photos/", "--losses", "supcon,triplet", "--recipe", "recipe.toml")
     assert refused.exit_code == 2 and "unlabelled.folder cannot be set in a comparison" in refused.output
