@@ -205,6 +205,22 @@ def test_a_run_stopped_anywhere_ends_the_same(sets, step, stage, home, tmp_path)
         assert again.results["pretraining"][key] == reference.results["pretraining"][key]
 
 
+def test_a_restored_optimizer_has_the_layout_of_its_weights(home, tmp_path):
+    """Weights of a convolution are stored channels last; fused optimisers of a GPU refuse moments in another order."""
+    with pytest.raises(training.Stopped):
+        training.train(recipe_of(home, *INFONCE), tmp_path / "run", stop_at(2, "pretraining"))
+    trainer = pretraining.assemble_pretrainer(prepare(recipe_of(home, *INFONCE)), tmp_path / "run")
+    trainer.restore()
+    moments = [
+        (parameter, moment)
+        for parameter, entries in trainer.optimizer.state.items()
+        for moment in entries.values()
+        if moment.shape == parameter.shape
+    ]
+    assert moments and any(not parameter.is_contiguous() for parameter, _ in moments)
+    assert all(parameter.stride() == moment.stride() for parameter, moment in moments)
+
+
 class Cut(Exception):
     """The end of a process, as a kill has it: nothing is saved."""
 
