@@ -277,48 +277,53 @@ def _file(line: dict[str, Any]) -> str:
 
 
 def table(folder: Path) -> list[dict[str, Any]]:
-    """Per set, share and arm: means over the seeds that are done, and the paired difference to "none"."""
-    from nearkin.evaluation.statistics import cluster_bootstrap
-
-    lines = [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
-    by_name = {line["cell"]: line for line in lines}
+    """Per set, share and arm: means over the seeds that were run, and the paired difference to "none" over these."""
+    by_name = {line["cell"]: line for line in Book(folder / "cells.jsonl").lines()}
     rows = []
     for subject in SETS:
         for share in SHARES:
-            seeds = [s for s in SEEDS if all(Cell(subject, share, arm, s).name in by_name for arm in ARMS)]
-            if not seeds:
-                continue
-            values = {}
             for arm in ARMS:
-                stored = [np.load(folder / "values" / _file(by_name[Cell(subject, share, arm, s).name])) for s in seeds]
-                values[arm], labels = np.mean([one["values"] for one in stored], axis=0), stored[0]["labels"]
-            for arm in ARMS:
-                cells = [by_name[Cell(subject, share, arm, s).name] for s in seeds]
-                row: dict[str, Any] = {"set": subject, "share": share, "arm": arm, "seeds": len(seeds)}
-                row |= {key: cells[0][key] for key in ("labels", "trains", "device", "lr")}
-                for who in ("baseline", "untrained", "pretrained", "trained"):
-                    for name in ("recall@1", "map@r"):
-                        every = [100 * c[who][name]["value"] for c in cells if c[who]]
-                        row[f"{who} {name}"] = round(float(np.mean(every)), 2) if every else None
-                row["map@r by seed"] = [round(100 * c["trained"]["map@r"]["value"], 2) for c in cells]
-                if arm != "none":
-                    test = cluster_bootstrap.compare(values[arm], values["none"], labels, samples=2000, seed=0)
-                    ends = test["interval"] or (None, None)
-                    row["difference"] = [round(100 * float(x), 2) for x in (test["difference"], *ends) if x is not None]
-                    row["verdict"] = {"a": "better", "b": "worse"}.get(test["verdict"], "undecided")
-                rows.append(row)
+                names = {s: (Cell(subject, share, arm, s).name, Cell(subject, share, "none", s).name) for s in SEEDS}
+                seeds = [s for s, pair in names.items() if all(name in by_name for name in pair)]
+                row: dict[str, Any] = {"set": subject, "share": share, "arm": arm, "seeds": seeds}
+                rows.append(row | (figures(folder, by_name, [names[s] for s in seeds]) if seeds else {}))
     return rows
+
+
+def figures(folder: Path, by_name: dict[str, Any], pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """Of the cells of an arm and those of "none" beside them."""
+    from nearkin.evaluation.statistics import cluster_bootstrap
+
+    ours, plain = ([by_name[pair[side]] for pair in pairs] for side in (0, 1))
+    row: dict[str, Any] = {key: ours[0][key] for key in ("labels", "trains", "device", "lr")}
+    for who in ("baseline", "untrained", "pretrained", "trained"):
+        for name in ("recall@1", "map@r"):
+            every = [100 * cell[who][name]["value"] for cell in ours if cell[who]]
+            row[f"{who} {name}"] = round(float(np.mean(every)), 2) if every else None
+    row["map@r by seed"] = [round(100 * cell["trained"]["map@r"]["value"], 2) for cell in ours]
+    if ours[0]["arm"] == "none":
+        return row
+    loaded = [[np.load(folder / "values" / _file(line)) for line in lines] for lines in (ours, plain)]
+    mean, other = (np.mean([one["values"] for one in side], axis=0) for side in loaded)
+    test = cluster_bootstrap.compare(mean, other, loaded[0][0]["labels"], samples=2000, seed=0)
+    ends = test["interval"] or ()
+    row["difference"] = [round(100 * float(value), 2) for value in (test["difference"], *ends)]
+    row["verdict"] = {"a": "better", "b": "worse"}.get(test["verdict"], "undecided")
+    return row
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     print("| set | labels | arm | pretrained MAP@R | trained R@1 | trained MAP@R (by seed) | difference to none |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
+        if not row["seeds"]:
+            print(f"| {row['set']} | {row['share']} % | {row['arm']} | not run | | | |")
+            continue
         text = "" if "difference" not in row else "{:+.2f} ({:+.2f} to {:+.2f})".format(*row["difference"])
         seeds = ", ".join(f"{value:.2f}" for value in row["map@r by seed"])
-        before = "" if row["pretrained map@r"] is None else f"{row['pretrained map@r']:.2f}"
+        before = row["pretrained map@r"] if row["arm"] != "none" else row["untrained map@r"]
         print(
-            f"| {row['set']} | {row['share']} % ({row['labels']:,}) | {row['arm']} | {before} "
+            f"| {row['set']} | {row['share']} % ({row['labels']:,}) | {row['arm']} | {before:.2f} "
             f"| {row['trained recall@1']:.2f} | {row['trained map@r']:.2f} ({seeds}) | {text} |"
         )
 

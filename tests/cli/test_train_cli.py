@@ -388,7 +388,7 @@ def test_pictures_without_labels_are_pretrained_on():
     photos(Path("photos"))
     sets = ("--set", "unlabelled.epochs=2", "--set", "unlabelled.batch=8", "--set", "unlabelled.projector=[8]")
     out = output_of(run("train", "photos/", "--unlabelled", "photos/", *sets, *SETS))
-    assert "pretraining: infonce," in out and "pretrained in" in out and "epoch   2/2" in out
+    assert "pretraining: vicreg," in out and "pretrained in" in out and "epoch   2/2" in out
     assert re.search(
         r"note: pretrains on \d+ pictures without labels, of which \d+ are those of the training part", out
     )

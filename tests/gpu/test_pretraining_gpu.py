@@ -19,8 +19,8 @@ SETS += ["training.device=cuda", "training.epochs=1", "training.batches=3", "tra
 SETS += ["sampler.batch=16", "sampler.per_class=2", "data.cache=false", "training.precision=fp32"]
 SETS += ["unlabelled.own_part=true", "unlabelled.batch=32", "unlabelled.batches=10", "unlabelled.epochs=3"]
 METHODS = {
-    "infonce": ["unlabelled.queue=300"],
-    "vicreg": ["unlabelled.method=vicreg", "unlabelled.projector=[32,32]"],
+    "infonce": ["unlabelled.method=infonce", "unlabelled.queue=300"],
+    "vicreg": ["unlabelled.projector=[32,32]"],
 }
 
 

@@ -26,8 +26,8 @@ TINY = ["encoder.name=small-cnn", "encoder.width=4", "encoder.dim=4", "data.size
 TINY += ["sampler.batch=8", "sampler.per_class=2", "training.epochs=2", "training.batches=3", "training.log_steps=1"]
 TINY += ["training.workers=0", "data.cache=false", "evaluation.interval=false"]
 VIEWS = ["unlabelled.epochs=2", "unlabelled.batch=6", "unlabelled.batches=3", "unlabelled.projector=[8,6]"]
-INFONCE = [*VIEWS, "unlabelled.queue=20"]
-VICREG = [*VIEWS, "unlabelled.method=vicreg"]
+INFONCE = [*VIEWS, "unlabelled.method=infonce", "unlabelled.queue=20"]
+VICREG = VIEWS  # the default
 
 
 @pytest.fixture(scope="module")
@@ -307,9 +307,9 @@ def test_without_a_labelled_source_the_run_ends_with_its_pretraining(sets, home,
 @pytest.mark.parametrize(
     "sets, sentence",
     [
-        (["unlabelled.method=vicreg", "unlabelled.queue=9"], "unlabelled.queue would have no effect"),
+        (["unlabelled.queue=9"], "unlabelled.queue would have no effect"),
         (["unlabelled.method=vicreg", "unlabelled.temperature=0.5"], "unlabelled.temperature would have no effect"),
-        (["unlabelled.variance=3"], "unlabelled.variance would have no effect"),
+        (["unlabelled.method=infonce", "unlabelled.variance=3"], "unlabelled.variance would have no effect"),
         (["unlabelled.preset=strong"], 'unknown unlabelled.preset "strong"'),
         (["unlabelled.preset=none"], "unlabelled.preset must change pictures, or both views are the same"),
         (["unlabelled.batch=99"], "unlabelled.batch must be at most the 56 pictures"),

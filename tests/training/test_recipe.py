@@ -140,8 +140,8 @@ PHOTOS = ["data.source=photos", "encoder.name=small-cnn", "encoder.width=4", "da
 PHOTOS += ["encoder.dim=4", "sampler.batch=8", "sampler.per_class=2", "training.epochs=1", "training.batches=2"]
 PHOTOS += ["training.log_steps=1", "training.workers=0"]
 UNLABELLED = [*PHOTOS, "unlabelled.folder=more", "unlabelled.epochs=2", "unlabelled.batches=2", "unlabelled.batch=6"]
-UNLABELLED += ["unlabelled.projector=[6,4]", "unlabelled.queue=12"]
-VICREG = [text for text in UNLABELLED if "queue" not in text] + ["unlabelled.method=vicreg"]
+UNLABELLED += ["unlabelled.projector=[6,4]"]
+INFONCE = [*UNLABELLED, "unlabelled.method=infonce", "unlabelled.queue=12"]
 GROUPS = [text.replace("vectors", "groups") for text in VECTORS]
 PRETRAINED = ["data.source=photos", "encoder.name=hf:vit", "data.size=32", "data.stored=32", *PHOTOS[5:]]
 TARGETS = [text.replace("vectors.npz", "targets.npz") for text in VECTORS if "per_class" not in text]
@@ -171,18 +171,18 @@ CHANGES = {
     "unlabelled.own_part": ([text.replace("=more", "=more/class1") for text in UNLABELLED], False),
     "unlabelled.only": (None, "is what a run without a labelled source has: test_pretraining"),
     "unlabelled.held_out": (UNLABELLED, "keep"),
-    "unlabelled.method": ([text for text in UNLABELLED if "queue" not in text], "vicreg"),
+    "unlabelled.method": (UNLABELLED, "infonce"),
     "unlabelled.epochs": (UNLABELLED, 3),
     "unlabelled.batches": (UNLABELLED, 3),
     "unlabelled.batch": (UNLABELLED, 8),
     "unlabelled.lr": (UNLABELLED, 0.1),
     "unlabelled.preset": (UNLABELLED, "light"),
     "unlabelled.projector": (UNLABELLED, [5]),
-    "unlabelled.temperature": (UNLABELLED, 0.5),
-    "unlabelled.queue": ([*UNLABELLED, "unlabelled.epochs=3"], 0),
-    "unlabelled.invariance": (VICREG, 3.0),
-    "unlabelled.variance": (VICREG, 3.0),
-    "unlabelled.covariance": (VICREG, 30.0),
+    "unlabelled.temperature": (INFONCE, 0.5),
+    "unlabelled.queue": ([*INFONCE, "unlabelled.epochs=3"], 0),
+    "unlabelled.invariance": (UNLABELLED, 3.0),
+    "unlabelled.variance": (UNLABELLED, 3.0),
+    "unlabelled.covariance": (UNLABELLED, 30.0),
     "levels.weights": ([*VECTORS, 'data.levels=["family"]'], [1.0, 0.5]),
     "data.group_pattern": (PHOTOS, r"(?P<group>class\d(?:/(?=[3-5]))?)"),
     "data.group_column": (GROUPS, "camera"),

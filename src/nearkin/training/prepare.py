@@ -182,7 +182,7 @@ def prepare(
             unlabelled = gather_items(recipe, read, (items, parts, rows, digests))
             record = unlabelled.record
         recipe, report = settle_unlabelled(recipe, int(record["pictures"])), report | {"unlabelled": record}
-        notes = [*notes, note(record)]
+        notes = [*notes, note(record, recipe.pretrained)]
     callback({"event": "settled", "recipe": recipe})
     return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own, unlabelled)
 

@@ -12,10 +12,12 @@ from nearkin.training.config.registry import augmentation_of
 __all__ = ["check_unlabelled", "settle_unlabelled", "stage_recipe", "view_augmentation", "without_labels"]
 
 _OF = {"temperature": "infonce", "queue": "infonce"} | dict.fromkeys(("invariance", "variance", "covariance"), "vicreg")
+METHOD = "vicreg"  # what gained more on glyphs, the only set of two that gained: docs/training.md
 _QUEUE = 4096
 _DEFAULTS = {"temperature": 0.2, "queue": _QUEUE, "invariance": 25.0, "variance": 25.0, "covariance": 1.0}
 _PROJECTORS = {"infonce": [512, 128], "vicreg": [1024, 1024]}
 _STEPS, _LEAST, _MOST = 1500, 5, 200  # steps of a pretraining on a GPU, about, and the bounds of its epochs
+_PRETRAINED_RATE = 0.2  # of the training's, for weights that have learned already; better by validation on birds
 _CPU_STEPS = {False: 1000, True: 300}  # of an encoder without, and with, pretrained weights
 # What has an effect in a run that ends with its pretraining; sections that are not named here have one as a whole.
 _ALONE: dict[str, set[str]] = {"loss": set(), "levels": set(), "memory": set(), "sampler": set(), "evaluation": set()}
@@ -54,7 +56,7 @@ def check_unlabelled(recipe: Recipe, items: Items | None) -> None:
     key = "folder" if options.folder is not None else "own_part"
     if items is None or items.pictures is None:
         raise ValueError(f"unlabelled.{key} needs a source of pictures, which are seen in two views each")
-    method = options.method or "infonce"
+    method = options.method or METHOD
     for name, of in _OF.items():
         if getattr(options, name) is not None and of != method:
             no_effect(f"unlabelled.{name}", f"unlabelled.method is {method}")
@@ -87,7 +89,7 @@ def settle_unlabelled(recipe: Recipe, count: int) -> Recipe:
     options = recipe.unlabelled
     if count < 2:
         raise ValueError(f"unlabelled.folder must hold at least 2 different pictures to train on, got {count}")
-    method = options.method or "infonce"
+    method = options.method or METHOD
     batch = options.batch or min(count, 128 if recipe.pretrained else 256)
     if batch > count:
         raise ValueError(f"unlabelled.batch must be at most the {count} pictures without labels, got {batch}")
@@ -96,7 +98,8 @@ def settle_unlabelled(recipe: Recipe, count: int) -> Recipe:
     steps = _STEPS if recipe.device.type == "cuda" else _CPU_STEPS[recipe.pretrained]
     settled["epochs"] = options.epochs or max(_LEAST, min(_MOST, round(steps / batches)))
     settled["projector"] = _PROJECTORS[method] if options.projector is None else options.projector
-    settled["lr"] = options.lr or recipe.optimizer.lr
+    assert recipe.optimizer.lr is not None
+    settled["lr"] = options.lr or recipe.optimizer.lr * (_PRETRAINED_RATE if recipe.pretrained else 1.0)
     if not options.only:
         settled |= {"own_part": options.own_part is not False, "held_out": options.held_out or "drop"}
     for name, of in _OF.items():
