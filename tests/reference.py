@@ -339,6 +339,33 @@ def lossless_triplet(x, positive, negative, references=None, *, sigmoid=True, ep
     return reduced(x, terms, reduction)
 
 
+def vicreg(
+    x, positive, negative, references=None, *, invariance=25.0, variance=25.0, covariance=1.0, deviation=1.0,
+    epsilon=1e-4,
+):  # fmt: skip
+    """Items without a positive do not count; a batch alone is both of its sides."""
+    d, dim = distances(x, references, squared=True), x.shape[1]
+    pairs = [d[i][j] / dim for i in range(len(x)) for j in columns(positive, i)]
+    if not pairs:
+        return (x * 0).sum()
+    value = invariance * sum(pairs) / len(pairs)
+    left = [row for i, row in enumerate(x) if any(positive[i])]
+    right = left
+    if references is not None:
+        right = [row for j, row in enumerate(references) if any(positive[i][j] for i in range(len(x)))]
+    for side in (left, right):
+        degrees = max(1, len(side) - 1)
+        mean = sum(side) / len(side)
+        for j in range(dim):
+            spread = (sum((row[j] - mean[j]) ** 2 for row in side) / degrees + epsilon).sqrt()
+            value = value + variance * (deviation - spread).relu() / dim / 2
+            for k in range(dim):
+                if k != j:
+                    together = sum((row[j] - mean[j]) * (row[k] - mean[k]) for row in side) / degrees
+                    value = value + covariance * together**2 / dim
+    return value
+
+
 # ---------------------------------------------------------------- structured losses
 
 

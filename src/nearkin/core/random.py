@@ -35,6 +35,7 @@ class Stream(IntEnum):
     REST = 7
     PAIRS = 8
     NEGATIVES = 9
+    UNLABELLED = 10
     # evaluation
     KMEANS = 16
     EPISODES = 17
@@ -63,6 +64,7 @@ class Salt(IntEnum):
     EPOCH = 1
     STEP = 2
     SEED = 3
+    VIEWS = 4  # of pictures without labels
 
 
 def words(count: int, seed: int, stream: Stream, *place: int) -> Words:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.core import files
-from nearkin.report import interpolation_section, item_sections, number_sections, sampling
+from nearkin.report import interpolation_section, item_sections, number_sections, pretraining_section, sampling
 from nearkin.report.findings import Findings, NearPair, check
 from nearkin.report.format import count, escape, number, short
 from nearkin.report.item_sections import Context
@@ -22,7 +22,14 @@ __all__ = ["Progress", "findings_of", "of_run", "page", "rehearse", "write"]
 
 Progress = Callable[[int, int], None]  # sections done, sections in total
 WAY_OUT = "make room, or choose another path"  # where a file cannot be written
-_OWN_LINES = ("parts", "duplicates", "split", "near_duplicates", "left_out")  # of the facts about the data
+_OWN_LINES = (
+    "parts",
+    "duplicates",
+    "split",
+    "near_duplicates",
+    "left_out",
+    "unlabelled",
+)  # of the facts about the data
 NEAR_SHOWN = 24  # pairs of near-duplicates with their pictures
 _REPEATED = ("precision@1",)  # the same number as recall@1
 LEVELS = (
@@ -88,6 +95,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
         ("results", "Results", _results_note(findings), numbers),
         ("levels", "Levels", LEVELS, number_sections.levels(findings)),
         ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
+        ("pretraining", "Pretraining", pretraining_section.NOTE, pretraining_section.pretraining(findings)),
         ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
         ("groups", "Groups", "", number_sections.groups(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
