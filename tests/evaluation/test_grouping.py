@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.cluster.hierarchy import fcluster, linkage
 
+import reference
 from nearkin import evaluation
-from tests import reference
-
 
 
 def world(seed, classes=12, per_class=8, dim=16, noise=0.6):
@@ -189,7 +188,7 @@ def test_hdbscan_without_scikit_learn_is_one_sentence(monkeypatch):
         ({"similarity": 0.5, "neighbours": 0}, "neighbours must be"),
         ({"similarity": 0.5, "least": 3}, 'least is for method "hdbscan"'),
         ({"method": "hdbscan", "least": 1}, "least must be"),
-        ({"method": "hdbscan", "similarity": 0.5}, 'similarity is for the other methods'),
+        ({"method": "hdbscan", "similarity": 0.5}, "similarity is for the other methods"),
     ],
 )
 def test_bad_settings_are_one_sentence(options, message):

@@ -3,5 +3,5 @@
 from nearkin.cli import train, compare, evaluate, embed, enrol, photo_groups, queries, gallery_admin, serve, listing  # isort: skip  # the order in which --help lists the verbs
 from nearkin.cli.screen import app, main
 
-__all__ = ["app", "compare", "embed", "enrol", "evaluate", "gallery_admin", "listing", "main", "photo_groups", "queries", "serve"]
-__all__ += ["train"]
+__all__ = ["app", "compare", "embed", "enrol", "evaluate", "gallery_admin", "listing", "main", "queries", "serve"]
+__all__ += ["photo_groups", "train"]

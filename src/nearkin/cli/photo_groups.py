@@ -33,7 +33,8 @@ def group(
         Path, typer.Option(help="The table of the groups; the contact sheet is beside it, as .html.", metavar="CSV")
     ] = Path("groups.csv"),
     far: Annotated[
-        float | None, typer.Option(help="Near: at most this false-accept rate (FAR) per pair, by the run's calibration.")
+        float | None,
+        typer.Option(help="Near: at most this false-accept rate (FAR) per pair, by the run's calibration."),
     ] = None,
     similarity: Annotated[float | None, typer.Option(help="Near: at least this cosine.")] = None,
     method: Annotated[Method, typer.Option(help="How groups are joined; hdbscan needs scikit-learn.")] = Method.average,
@@ -140,11 +141,15 @@ def _number(value: float) -> float | None:
 
 def _print(groups: "SourceGroups", out: Path, sheet: Path) -> None:
     facts = _summary(groups)
-    echo(f"{facts['groups']:,} groups of {facts['items']:,} items, {facts['alone']:,} alone; largest {facts['largest']:,}")
+    counts = f"{facts['groups']:,} groups of {facts['items']:,} items, {facts['alone']:,} alone"
+    echo(f"{counts}; the largest has {facts['largest']:,}")
     rows = []
     for kind, name in (("bcubed", "B-cubed"), ("pairwise", "pairs")):
         if kind in groups.scores:
-            cells = [f"{v:.3f}" + ("" if low != low else f" ({low:.3f}–{high:.3f})") for v, (low, high) in groups.scores[kind].values()]
+            cells = [
+                f"{v:.3f}" + ("" if low != low else f" ({low:.3f}–{high:.3f})")
+                for v, (low, high) in groups.scores[kind].values()
+            ]
             rows.append((name, *cells))
     if rows:
         print_table(("agreement", "precision", "recall", "F (95 %)"), rows, "")

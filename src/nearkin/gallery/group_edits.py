@@ -90,7 +90,9 @@ class GroupEditor:
         labels = {row.id: row.label for row in self._store.rows(rows).values()}
         live = {n: [i for i in group if _open(state, labels.get(i))] for n, group in state.groups.items()}
         undo = state.steps[-1]["kind"] if state.steps else None
-        groups = dict(sorted(((n, group) for n, group in live.items() if group), key=lambda one: (-len(one[1]), one[0])))
+        groups = dict(
+            sorted(((n, group) for n, group in live.items() if group), key=lambda one: (-len(one[1]), one[0]))
+        )
         return Reviewed(state.version, state.scope, state.similarity, groups, state.alone, undo)
 
     def propose(
@@ -181,9 +183,7 @@ class GroupEditor:
 
     # --- internal
 
-    def _edit(
-        self, version: int, decide: Callable[[_State, LabelsOf], tuple[_State, dict[int, str]]]
-    ) -> Reviewed:
+    def _edit(self, version: int, decide: Callable[[_State, LabelsOf], tuple[_State, dict[int, str]]]) -> Reviewed:
         def change(note: str, labels_of: LabelsOf) -> tuple[Mapping[int, str], str]:
             state = _parsed(note)
             self._check_version(state, version)
@@ -213,7 +213,9 @@ class GroupEditor:
         counts = self._gallery.labels()
         total = counts.get(UNLABELLED, 0) if scope == "unlabelled" else sum(counts.values())
         if total > MAX_ROWS:
-            raise ValueError(f"at most {MAX_ROWS:,} rows are grouped in the page, got {total:,}; nearkin group takes more")
+            raise ValueError(
+                f"at most {MAX_ROWS:,} rows are grouped in the page, got {total:,}; nearkin group takes more"
+            )
         kept = [(hit.id, row) for hit, row in self._gallery.rows() if scope == "all" or hit.label == UNLABELLED]
         rows = np.stack([row for _, row in kept]) if kept else np.zeros((0, self._gallery.dim), np.float32)
         return np.array([id for id, _ in kept], np.int64), torch.from_numpy(rows)
