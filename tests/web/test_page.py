@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import socket
 import sys
@@ -112,10 +113,12 @@ class Watched:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.address, self.home = address, address.partition("#")[0]
+        self.address, self.home = address, re.split("[?#]", address)[0]
 
     def __enter__(self):
         self.page.goto(self.address)
+        if self.address.startswith("http"):
+            self.page.wait_for_selector("html[data-ready]")
         return self.page
 
     def __exit__(self, *raised):
@@ -472,3 +475,24 @@ def test_a_report_breaks_no_word_and_prints_no_name_over_another(browser, tmp_pa
         )
         assert len(strokes) == 3 == len(set(strokes)), "a colour for each metric"
         shoot(page, f"report-{size[0]}-{scheme}")
+
+
+# --- languages
+
+
+@pytest.mark.parametrize(
+    "locale, query, language",
+    [("en-GB", "", "en"), ("ko-KR", "", "ko"), ("de-DE", "", "en"), ("en-US", "?lang=ko", "ko")],
+)
+def test_the_page_speaks_the_language_of_the_browser(browser, served, locale, query, language):
+    with Watched(browser, served.address + query, locale=locale) as page:
+        says(page, "#summary", {"en": "32 items", "ko": "항목 32개"}[language])
+        assert page.get_attribute("html", "lang") == language
+        says(page, "#tab-find", {"en": "Find", "ko": "찾기"}[language])
+        give(page, "#find-drop", strange())
+        says(page, "#verdict .who", {"en": "unknown", "ko": "알 수 없음"}[language])
+        for tab in ("compare", "explore", "find"):
+            page.click(f"#tab-{tab}")
+            texts = page.evaluate("document.body.innerText")
+            assert (re.search("[가-힣]", texts) is not None) == (language == "ko")
+        assert page.evaluate("document.querySelector('meta[name=description]').content")

@@ -1,8 +1,10 @@
 """The ASGI app: routes, errors as one sentence each, the page, the OpenAPI description."""
 
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from html import escape
 from importlib.resources import files as resources
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ from nearkin.web.schemas import MALFORMED
 from nearkin.web.service import REST, Service
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from fastapi import FastAPI
 
 __all__ = ["build"]
@@ -35,7 +39,28 @@ STATUS: dict[type[Exception], int] = {
     StoreUnavailable: 503,
     QueueFull: 503,
 }
-PAGE = {"style.css": "text/css", "script.js": "text/javascript", "map.js": "text/javascript"}
+SCRIPTS = (
+    "api",
+    "compare",
+    "dom",
+    "explore",
+    "find",
+    "inputs",
+    "items",
+    "keys",
+    "map",
+    "pad",
+    "script",
+    "state",
+    "tabs",
+    "texts",
+)
+LANGUAGES = ("en", "ko")  # each has its file of texts
+PAGE = {
+    "style.css": "text/css",
+    **{f"{name}.js": "text/javascript" for name in SCRIPTS},
+    **{f"texts/{language}.json": "application/json" for language in LANGUAGES},
+}
 HTML = "text/html; charset=utf-8"
 MAX_MESSAGE = 1000  # characters of an error message
 UNAVAILABLE = "the gallery is unavailable at the moment; the log has the reason"
@@ -146,7 +171,7 @@ def _add_page(app: "FastAPI") -> None:
         f"/page/{name}": (folder.joinpath(name).read_bytes(), f"{kind}; charset=utf-8") for name, kind in PAGE.items()
     }
     contents |= {
-        "/": (folder.joinpath("index.html").read_bytes(), HTML),
+        "/": (_index(folder).encode(), HTML),
         "/page/report.css": (report_style, "text/css"),
     }
     contents["/favicon.ico"] = b"", "image/x-icon"
@@ -159,6 +184,14 @@ def _add_page(app: "FastAPI") -> None:
 
     for path, (content, kind) in contents.items():
         app.add_api_route(path, responder(content, kind), methods=["GET", "HEAD"], include_in_schema=False)
+
+
+def _index(folder: "Traversable") -> str:
+    """The page itself; what it says without JavaScript is put in here, in every language."""
+    texts = {one: json.loads(folder.joinpath("texts", f"{one}.json").read_text("utf-8")) for one in LANGUAGES}
+    needed = "".join(f'<p class="alert" lang="{one}">{escape(texts[one]["noscript"])}</p>' for one in LANGUAGES)
+    page = folder.joinpath("index.html").read_text("utf-8")
+    return page.replace("<noscript></noscript>", f"<noscript>{needed}</noscript>")
 
 
 def _describe_token(app: "FastAPI", access: Access) -> None:
