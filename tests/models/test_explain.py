@@ -43,6 +43,12 @@ def with_batch_norm(encoder):
     return encoder.eval()
 
 
+def with_layer_norm_after(encoder):
+    encoder.head.projection = nn.Sequential(encoder.head.projection, nn.LayerNorm(encoder.dim))
+    nn.init.normal_(encoder.head.projection[1].bias)
+    return encoder
+
+
 def with_principal_directions(encoder):
     with torch.no_grad():
         features = encoder.features(torch.rand(20, *encoder.shape, generator=torch.Generator().manual_seed(5)))
@@ -91,6 +97,7 @@ EXACT = {
     "plain LayerNorm": lambda: small(layer_norm="plain"),
     "BatchNorm after": lambda: with_batch_norm(lite()),
     "BatchNorm after, small-cnn": lambda: with_batch_norm(small()),
+    "LayerNorm after": lambda: with_layer_norm_after(lite()),
     "principal directions": lambda: with_principal_directions(lite()),
     "shortened": lambda: lite().shorten(3),
     "LoRA": lambda: with_lora(lite()),

@@ -5,6 +5,7 @@ from nearkin.gallery.calibration import calibrate
 from nearkin.gallery.enroll import enrol_source, enroll_source
 from nearkin.gallery.gallery import Enrolled, Gallery
 from nearkin.gallery.items import Seen
+from nearkin.gallery.matched_parts import Heat, Matched, RowPicture, explain
 from nearkin.gallery.opening import run_of
 from nearkin.gallery.results import Candidate, Hit, Identity, Verification, verify
 from nearkin.gallery.stores import Report
@@ -13,17 +14,21 @@ __all__ = [
     "Candidate",
     "Enrolled",
     "Gallery",
+    "Heat",
     "Hit",
     "Identity",
     "LabelConflict",
+    "Matched",
     "MissingRow",
     "Report",
+    "RowPicture",
     "Seen",
     "StoreUnavailable",
     "Verification",
     "calibrate",
     "enrol_source",
     "enroll_source",
+    "explain",
     "run_of",
     "verify",
 ]

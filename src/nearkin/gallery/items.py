@@ -155,6 +155,12 @@ class Encoding:
             quality = np.linalg.norm(embeddings.astype(np.float64), axis=1).tolist()
         return unit(embeddings, "embeddings"), quality
 
+    @property
+    def encoder(self) -> models.Encoder:
+        """The encoder itself."""
+        return self._loaded()
+
+    @torch.inference_mode(False)  # weights of inference mode could never be used for a gradient
     def _loaded(self) -> models.Encoder:
         if self._encoder is None:
             self._encoder, _ = models.load(self.info.run, self.device)
