@@ -16,15 +16,18 @@ from test_report import made
 from test_web import a_run
 
 from nearkin import web
-from nearkin.gallery import Gallery
+from nearkin.gallery import Gallery, results
 from nearkin.report import run_report
 from nearkin.web.request_log import request_logger
 
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
 uvicorn = pytest.importorskip("uvicorn", reason="the service needs pip install 'nearkin[serve]'")
-playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="the page is tested by playwright: pip install playwright"
+)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium here"), pytest.mark.slow]
+NO_BROWSER = "the page is tested in a real browser, and there is no chromium: apt install chromium"
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER), pytest.mark.slow]
 KINDS, EACH = 4, 8
 LABELS = [f"kind {k}" for k in range(KINDS)]
 LONG = ["Black footed Albatross", "American Three-toed Woodpecker", "Ovenbird", "Schwarzkehlchenmännchen im Frühling"]
@@ -51,9 +54,14 @@ def strange() -> bytes:
 class Served:
     """The service over a fresh gallery, in a thread."""
 
-    def __init__(self, folder: Path, full: bool = True, token: str | None = None, labels=LABELS) -> None:
+    def __init__(
+        self, folder: Path, full: bool = True, token: str | None = None, labels=LABELS, calibrated: bool = True
+    ) -> None:
         (folder / "run").mkdir(parents=True)
-        self.gallery = Gallery.open(folder / "g.gallery", a_run(folder / "run"), device="cpu")
+        run = a_run(folder / "run")
+        if not calibrated:
+            (run / results.FILE).unlink()
+        self.gallery = Gallery.open(folder / "g.gallery", run, device="cpu")
         if full:
             pictures = [drawing(k, n) for k in range(KINDS) for n in range(EACH)]
             labels = [labels[k] for k in range(KINDS) for _ in range(EACH)]

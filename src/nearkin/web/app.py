@@ -41,6 +41,7 @@ STATUS: dict[type[Exception], int] = {
 }
 SCRIPTS = (
     "api",
+    "camera",
     "compare",
     "dom",
     "explore",
@@ -54,6 +55,7 @@ SCRIPTS = (
     "state",
     "tabs",
     "texts",
+    "verdict",
 )
 LANGUAGES = ("en", "ko")  # each has its file of texts
 PAGE = {

@@ -44,7 +44,7 @@ export const call = async (path, options = {}, tries = 4) => {
     const sentence = (await answer.json().catch(() => ({}))).error;
     if (!sentence) throw failure([t("error.status", { status: String(answer.status) })], answer.status >= 500);
     const kind = KINDS[answer.status] ?? "failed";
-    throw failure(fill(`error.${kind}`, { sentence: h("span", { lang: "en" }, sentence) }), answer.status >= 500);
+    throw failure(fill(`error.service.${kind}`, { sentence: h("span", { lang: "en" }, sentence) }), answer.status >= 500);
   }
   return answer;
 };

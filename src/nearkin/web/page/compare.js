@@ -3,10 +3,11 @@ import { form, guarded, post, trouble } from "./api.js";
 import { $, bar, h, say } from "./dom.js";
 import { preview, takePictures, wire } from "./inputs.js";
 import { on } from "./state.js";
-import { percent, t } from "./texts.js";
+import { fill, percent, t } from "./texts.js";
 
 const sides = { a: null, b: null };
 let turn = 0;
+/* One picture goes to its side, two to both. */
 const take = (side) => ([file]) => {
   sides[side] = file;
   preview(`drop-${side}`, file);
@@ -31,16 +32,21 @@ const show = (answer) => {
   box.replaceChildren(
     h("div", {}, h("p", { class: `who ${answer.same === null ? "bare" : answer.same ? "same" : "not"}` }, word), h("p", { class: "sure" }, sure)),
     h("div", {}, answer.probability === null ? null : bar(answer.probability, !answer.same),
-      h("p", { class: "small soft" }, limit), answer.note ? h("p", { class: "small soft", lang: "en" }, answer.note) : null));
+      h("p", { class: "small soft" }, limit), answer.note ? h("p", { class: "small soft" }, ...fill("service_note", { sentence: h("span", { lang: "en" }, answer.note) })) : null));
   say(`${word}. ${sure}`);
 };
 wire("drop-a", take("a"));
 wire("drop-b", take("b"));
-takePictures("compare", (files) => take(sides.a ? "b" : "a")(files));
+takePictures("compare", (files) => {
+  if (files.length === 1) { take(sides.a ? "b" : "a")(files); return; }
+  sides.b = null;  // so that the first of two does not start a comparison
+  take("a")(files);
+  take("b")(files.slice(1));
+});
 $("compare-clear").addEventListener("click", () => {
   turn++;
   for (const side of ["a", "b"]) { sides[side] = null; preview(`drop-${side}`, null); }
   $("same").hidden = true;
   trouble(null);
 });
-on("stats", (stats) => { document.querySelector(".two").hidden = !stats.pictures; });
+on("stats", (stats) => { $("compare-inputs").hidden = !stats.pictures; });

@@ -1,79 +1,113 @@
-/* Find: the label of a picture, or why it is unknown, and its nearest items. */
-import { form, guarded, post } from "./api.js";
-import { $, bar, h, say, words } from "./dom.js";
+/* Find: the labels of pictures, or why one is unknown, and the nearest items; enrolment under a label. */
+import { form, guarded, post, trouble } from "./api.js";
+import { $, h, say } from "./dom.js";
 import { preview, takePictures, wire } from "./inputs.js";
 import { itemButton } from "./items.js";
-import { emit, on, written } from "./state.js";
-import { percent, t } from "./texts.js";
+import { emit, on, state, written } from "./state.js";
+import { t } from "./texts.js";
+import { verdict } from "./verdict.js";
 
 const HITS = 24;
-let query = null, turn = 0;
+/* The pictures of one drop, paste or choice, each with its answer or error; and which of them is shown. */
+let batch = [], current = null, turn = 0;
+const search = (file) => post(`identify?hits=${HITS}`, form([["item", file]]));
+
 /* drawn: the picture is on the drawing pad, not in the zone. */
-export const find = guarded(async (file, drawn = false) => {
-  query = file;
+export const find = guarded(async (files, drawn = false) => {
   const request = ++turn;
-  preview("find-drop", drawn ? null : file);
+  for (const one of batch) URL.revokeObjectURL(one.url);
+  batch = files.map((file) => ({ file, drawn, url: URL.createObjectURL(file), identity: null, error: null }));
+  current = batch[0];
   if (!drawn) emit("picture");
-  $("answer").classList.add("waiting");
-  say(t("find.searching"));
   $("enrol-note").textContent = "";
-  let identity;
-  try { identity = await post(`identify?hits=${HITS}`, form([["item", file]])); }
-  catch (error) { if (request === turn) { $("answer").hidden = true; throw error; } return; }
-  finally { if (request === turn) $("answer").classList.remove("waiting"); }
-  if (request !== turn) return;
-  $("answer").hidden = false;
-  show(identity);
+  listBatch();
+  display();
+  say(t("find.searching"));
+  for (const one of batch) {
+    try { one.identity = await search(one.file); } catch (error) { one.error = error; }
+    if (request !== turn) return;
+    if (one.error?.transient) { display(); throw one.error; }  // the service is gone: no use in asking for the next one
+    listBatch();
+    if (one === current) display();
+  }
 });
-export const forget = () => { turn++; query = null; $("answer").hidden = true; };
+export const forget = () => { turn++; batch = []; current = null; $("answer").hidden = true; };
 
-const reason = (identity) => {
-  if (!identity.candidates.length) return t("find.empty_answer");
-  if (identity.confidence === null) return t("find.uncalibrated");
-  if (identity.label !== null) return t("find.sure", { p: percent(identity.confidence) });
-  const nearest = identity.candidates.slice(0, 3).map((one) => t("find.candidate", { label: one.label, p: percent(one.confidence), similarity: one.similarity.toFixed(3) }));
-  return t("find.none", { p: percent(identity.confidence), nearest: nearest.join(", ") });
-};
-const limit = (identity) => {
-  if (identity.threshold === null || !identity.candidates.length) return "";
-  const values = { similarity: identity.similarity.toFixed(3), threshold: identity.threshold.toFixed(3) };
-  return identity.far === null ? t("find.accepted", values) : t("find.accepted_far", { ...values, far: percent(identity.far), classes: identity.classes });
-};
-const show = (identity) => {
-  const empty = !identity.candidates.length, bare = !empty && identity.confidence === null;
-  const who = identity.label ?? t("unknown"), why = reason(identity);
-  $("verdict").replaceChildren(
-    h("div", {},
-      h("p", { class: `who ${identity.label === null ? "unknown" : bare ? "bare" : ""}` }, who),
-      h("p", { class: "sure" }, why), h("p", { class: "small soft" }, limit(identity)),
-      identity.note && !empty ? h("p", { class: "small soft", lang: "en" }, identity.note) : null),
-    h("ol", { class: "bars", "aria-label": t("find.likeliest") }, ...identity.candidates.slice(0, 5).map((one) => h("li", {},
-      h("span", { class: "what", title: one.label }, h("span", {}, ...words(one.label))),
-      bar(one.confidence ?? one.similarity),
-      h("span", { class: "much" }, one.confidence === null ? one.similarity.toFixed(3) : percent(one.confidence))))));
+/* The current picture and its answer, as far as there is one. */
+const display = () => {
+  const { file, drawn, identity, error } = current;
+  preview("find-drop", drawn ? null : file);
+  $("answer").classList.toggle("waiting", !identity && !error);
+  if (error) { $("answer").hidden = true; trouble(error); return; }
+  if (!identity) return;
+  $("answer").hidden = false;
+  const { parts, spoken } = verdict(identity, state.stats);
+  $("verdict").replaceChildren(...parts);
   $("hits").replaceChildren(...(identity.hits.length ? identity.hits.map((hit) => itemButton(hit, identity.label)) : [h("p", { class: "soft" }, t("find.no_items"))]));
-  say(`${who}. ${why}`);
-  emit("answer", { file: query, identity });
+  say(spoken);
+  emit("answer", { file, identity });
 };
-wire("find-drop", ([file]) => find(file));
-takePictures("find", ([file]) => find(file));
 
+/* ---- several pictures: one button each, with its answer */
+const choose = (one) => { current = one; trouble(null); listBatch(); display(); };
+const listBatch = () => {
+  const several = batch.length > 1, focused = [...$("batch").children].indexOf(document.activeElement);
+  $("batch-part").hidden = $("enrol-all-part").hidden = !several;
+  if (!several) { $("batch").replaceChildren(); $("enrol-all").checked = false; return; }
+  const done = batch.filter((one) => one.identity || one.error).length;
+  $("batch-note").textContent = done < batch.length ? t("find.batch_going", { n: done, all: batch.length }) : t("find.batch", { n: batch.length });
+  $("enrol-all-text").textContent = t("enrol.all", { n: batch.length });
+  $("batch").replaceChildren(...batch.map((one) => {
+    const answer = one.error ? t("find.failed") : !one.identity ? "…" : one.identity.label ?? t("unknown");
+    return h("button", { class: "one", type: "button", title: one.file.name, "aria-pressed": String(one === current), onclick: () => choose(one) },
+      h("span", { class: "face smooth" }, h("img", { alt: one.file.name, src: one.url })), h("b", {}, h("span", { class: "word" }, answer)));
+  }));
+  $("batch").children[focused]?.focus();
+};
+
+/* ---- enrolment, in requests that the service takes */
+const portions = (files) => {
+  const { largest_upload: most, largest_body: bytes } = state.stats, lists = [];
+  let size = Infinity;
+  for (const file of files) {
+    if (size + file.size > 0.95 * bytes || lists.at(-1).length >= most) { lists.push([]); size = 0; }
+    lists.at(-1).push(file);
+    size += file.size;
+  }
+  return lists;
+};
+const enrol = guarded(async (label, chosen) => {
+  const request = turn;
+  let added = 0, id = null;
+  for (const files of portions(chosen.map((one) => one.file))) {
+    const enrolled = await post("enrol", form([...files.map((file) => ["items", file]), ["label", label]]));
+    added += enrolled.added;
+    id ??= String(enrolled.ids[0]);
+  }
+  $("enrol-label").value = "";
+  await written();
+  let recognised = true;
+  for (const one of chosen) {
+    one.error = null;
+    one.identity = await search(one.file);
+    recognised &&= one.identity.label === label;
+  }
+  if (request !== turn) return;
+  const several = { n: chosen.length, known: chosen.length - added, label };
+  const message = chosen.length > 1 ? t("enrol.several", several) : added ? t("enrol.enrolled", { label, id }) : t("enrol.known", { label, id });
+  listBatch();
+  display();
+  $("enrol-note").textContent = recognised ? `${message} ${t("enrol.recognised")}` : message;
+  say(message);
+});
 $("enrol").addEventListener("submit", (e) => {
   e.preventDefault();
-  guarded(async () => {
-    const label = $("enrol-label").value.trim();
-    if (!label || !query) return;
-    const enrolled = await post("enrol", form([["items", query], ["label", label]]));
-    const values = { label, id: String(enrolled.ids[0]) };
-    const message = enrolled.added ? t("find.enrolled", values) : t("find.known", values);
-    $("enrol-label").value = "";
-    await written();
-    const identity = await post(`identify?hits=${HITS}`, form([["item", query]]));
-    show(identity);
-    $("enrol-note").textContent = identity.label === label ? `${message} ${t("find.recognised")}` : message;
-    say(message);
-  })();
+  const label = $("enrol-label").value.trim();
+  if (label && current) enrol(label, $("enrol-all").checked ? batch : [current]);
 });
+
+wire("find-drop", (files) => find(files));
+takePictures("find", (files) => find(files));
 on("stats", (stats) => {
   $("find-empty").hidden = stats.rows > 0 || !stats.pictures;
   $("find-vectors").hidden = stats.pictures;

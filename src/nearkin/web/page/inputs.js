@@ -1,30 +1,47 @@
-/* Pictures by choice, drop and paste: each zone and each part takes files. */
+/* Pictures by choice, drop anywhere on the page, and paste. */
 import { trouble } from "./api.js";
 import { $ } from "./dom.js";
 import { state } from "./state.js";
 import { open, tab } from "./tabs.js";
 import { t } from "./texts.js";
 
+const NAMES = 3;
 const takers = {};
-/* Who takes pictures that are dropped beside a zone or pasted while a part is open; Find takes those of all other parts. */
+/* Who takes pictures that are dropped, pasted or photographed while a part is open; Find takes those of parts that take none. */
 export const takePictures = (part, take) => { takers[part] = take; };
-const give = (files) => {
+export const give = (files) => {
   if (!takers[tab()]) open("find");
   takers[tab()](files);
 };
-const isPicture = (file) => file.type.startsWith("image/");
 
-/* The zone of a file input; take is called with a list of files. */
+const isPicture = (file) => file.type.startsWith("image/") || (!file.type && /\.(jpe?g|png|gif|webp|bmp|avif)$/i.test(file.name));
+const complain = (text) => trouble(Object.assign(new Error(text), { sentence: true }));
+/* The pictures among some files; others are named. */
+const pictures = (files) => {
+  const others = files.filter((file) => !isPicture(file)).map((file) => file.name);
+  if (others.length) {
+    const names = others.slice(0, NAMES).join(", ");
+    setTimeout(() => complain(t("input.not_pictures", { n: others.length, names: others.length > NAMES ? `${names}, …` : names })));  // after the search has cleared older errors
+  }
+  return files.filter(isPicture);
+};
+const pass = (files, take) => {
+  const usable = pictures(files);
+  if (usable.length) take(usable);
+};
+
+/* The zone of a file input; take is called with a list of pictures. */
 export const wire = (id, take) => {
   const zone = $(id), input = zone.querySelector("input");
-  input.addEventListener("change", () => { if (input.files.length) take([...input.files]); input.value = ""; });
-  for (const kind of ["dragenter", "dragover"]) zone.addEventListener(kind, (e) => { e.preventDefault(); zone.classList.add("over"); });
+  input.addEventListener("change", () => { pass([...input.files], take); input.value = ""; });
+  zone.addEventListener("dragover", () => zone.classList.add("over"));
   for (const kind of ["dragleave", "drop"]) zone.addEventListener(kind, () => zone.classList.remove("over"));
   zone.addEventListener("drop", (e) => {
+    if (!e.dataTransfer.files.length) return;
     e.preventDefault();
     e.stopPropagation();
-    const file = [...e.dataTransfer.files].find(isPicture);
-    if (file) take([file]); else trouble(Object.assign(new Error(t("input.no_picture")), { sentence: true }));
+    endDrag();
+    pass([...e.dataTransfer.files], take);
   });
 };
 export const preview = (id, file) => {
@@ -38,11 +55,26 @@ export const preview = (id, file) => {
   image.alt = file.name;
   image.src = URL.createObjectURL(file);
 };
+
+/* ---- anywhere on the page; enter and leave come for every element on the way, so they are counted */
+let depth = 0;
+const endDrag = () => { depth = 0; $("drop-hint").hidden = true; };
+addEventListener("dragenter", (e) => {
+  depth++;
+  $("drop-hint").hidden = !(state.stats?.pictures && e.dataTransfer?.types.includes("Files"));
+});
+addEventListener("dragleave", () => { if (--depth <= 0) endDrag(); });
 addEventListener("dragover", (e) => e.preventDefault());
-addEventListener("drop", (e) => e.preventDefault());  // a picture beside the zone does not replace the page
+addEventListener("drop", (e) => {
+  e.preventDefault();  // a picture does not replace the page
+  endDrag();
+  if (!state.stats?.pictures) return;
+  const files = [...(e.dataTransfer?.files ?? [])];
+  if (files.length) pass(files, give); else if (e.dataTransfer?.types.includes("text/uri-list")) complain(t("input.address"));
+});
 addEventListener("paste", (e) => {
-  const files = [...(e.clipboardData?.files ?? [])].filter(isPicture);
-  if (!files.length || !state.stats?.pictures) return;
+  const files = [...(e.clipboardData?.files ?? [])];
+  if (!files.length || !state.stats?.pictures || document.querySelector("dialog[open]")) return;
   e.preventDefault();
-  give(files);
+  pass(files, give);
 });

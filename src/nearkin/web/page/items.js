@@ -14,7 +14,10 @@ export const picture = (id) => {
       thumbnails.delete(oldest);
       address.then((url) => url && URL.revokeObjectURL(url));
     }
-    const address = call(`items/${id}/thumbnail`).then((answer) => answer.blob()).then((blob) => URL.createObjectURL(blob)).catch(() => null);
+    const address = call(`items/${id}/thumbnail`).then((answer) => answer.blob()).then((blob) => URL.createObjectURL(blob)).catch((error) => {
+      if (error.transient) thumbnails.delete(id);  // asked for again the next time
+      return null;
+    });
     thumbnails.set(id, address);
   }
   return thumbnails.get(id);
@@ -44,12 +47,12 @@ export const openItem = guarded(async (id) => {
   if (hit.quality !== null) facts.push(h("p", { class: "small" }, t("item.quality", { quality: hit.quality.toPrecision(4) })));
   dialog.replaceChildren(
     h("div", { class: "head" }, face(id, hit.label),
-      h("div", {}, h("h2", {}, hit.label), h("p", { class: "small soft" }, t("item.name", { name: hit.name || t("item.unnamed"), id: String(id) })), ...facts)),
+      h("div", {}, h("h2", { id: "item-title", tabindex: -1, autofocus: "" }, hit.label), h("p", { class: "small soft" }, t("item.name", { name: hit.name || t("item.unnamed"), id: String(id) })), ...facts)),
     relabelForm(hit, dialog),
     h("h3", {}, t("item.nearest")),
     h("div", { class: "items" }, ...around.hits.map((one) => itemButton(one, hit.label))),
     h("p", { class: "line" }, h("button", { type: "button", onclick: () => dialog.close() }, t("close")), removeButton(id, dialog)));
-  if (!dialog.open) dialog.showModal();
+  if (dialog.open) $("item-title").focus(); else dialog.showModal();
 });
 const relabelForm = (hit, dialog) => {
   const input = h("input", { value: hit.label, list: "labels", required: "", maxlength: 500, "aria-label": t("item.label"), autocomplete: "off" });
@@ -63,10 +66,12 @@ const relabelForm = (hit, dialog) => {
 const removeButton = (id, dialog) => {
   let sure = false;
   const remove = guarded(async () => {
+    const opener = document.querySelector(`.items [data-id="${id}"]`), next = opener?.nextElementSibling ?? opener?.previousElementSibling;
     dialog.close();
     await post("remove", { ids: [id] });
     say(t("item.removed", { id: String(id) }));
     for (const one of document.querySelectorAll(`[data-id="${id}"]`)) one.remove();
+    next?.focus();
     await written();
     emit("changed");
   });

@@ -55,7 +55,7 @@ const findDrawing = () => {
   paint.fillRect(0, 0, SIDE, SIDE);
   paint.imageSmoothingQuality = "high";
   paint.drawImage(mask, ...box, (SIDE - w) / 2, (SIDE - tall) / 2, w, tall);
-  sheet.toBlob((blob) => find(new File([blob], "drawing.png", { type: "image/png" }), true));
+  sheet.toBlob((blob) => find([new File([blob], "drawing.png", { type: "image/png" })], true));
 };
 $("pad-clear").addEventListener("click", () => { wipe(); clearTimeout(later); forget(); });
 on("picture", wipe);

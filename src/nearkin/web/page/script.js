@@ -1,5 +1,6 @@
 /* The page: one module per part, each imported once, and the start. */
 import { guarded } from "./api.js";
+import "./camera.js";
 import "./compare.js";
 import "./explore.js";
 import "./find.js";
