@@ -161,9 +161,9 @@ def explain_row(
 
 
 def _thumbnail_note(id: int, changed: bool, matched: Matched) -> str:
-    why = "has changed since it was enrolled" if changed else "is not where it was enrolled from"
+    why = "has changed since it was enrolled" if changed else "is not available"
     return (
-        f"the file of row {id} {why}, so its thumbnail is shown, whose similarity is {matched.similarity:.4f}; "
+        f"the original of row {id} {why}, so its thumbnail is shown, whose similarity is {matched.similarity:.4f}; "
         f"that of the row is {matched.row_similarity:.4f}"
     )
 

@@ -44,6 +44,7 @@ SCRIPTS = (
     "camera",
     "compare",
     "dom",
+    "explain",
     "explore",
     "find",
     "inputs",
