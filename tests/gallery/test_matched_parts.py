@@ -111,7 +111,9 @@ def test_otherwise_from_its_thumbnail_and_says_so(gallery, photos, fate):
     matched = gallery.explain(photos / "kind0" / "0.png", id)
     check_sums(matched)
     why = "has changed since it was enrolled" if fate == "changed" else "is not available"
-    assert matched.source == "thumbnail" and f"the original of row {id} {why}, so its thumbnail is shown" in matched.note
+    assert (
+        matched.source == "thumbnail" and f"the original of row {id} {why}, so its thumbnail is shown" in matched.note
+    )
     hit = next(h for h in gallery.search(photos / "kind0" / "0.png", 4) if h.id == id)
     assert matched.row_similarity == pytest.approx(hit.similarity, abs=1e-5)
     assert f"{matched.similarity:.4f}" in matched.note and str(photos) not in matched.note

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from nearkin.core import files
 from nearkin.report.thumbnails import INK
 
-__all__ = ["colours", "faded", "overlay", "scale_of", "write_heat_maps"]
+__all__ = ["colours", "draw_heat", "faded", "overlay", "scale_of", "write_heat_maps"]
 
 Floats = NDArray[np.float64]
 Pixels = NDArray[np.uint8]
@@ -71,7 +71,8 @@ def write_heat_maps(
     axes = figure.subplots(2, len(pictures), squeeze=False)
     for i, (picture, heat) in enumerate(zip(pictures, heats, strict=True)):
         _plain(axes[0, i], picture, titles[i])
-        _mapped(axes[1, i], picture, heat, scale, captions[i])
+        draw_heat(axes[1, i], picture, heat, scale)
+        axes[1, i].set_xlabel(captions[i], fontsize=9, color=INK, parse_math=False)
     figure.suptitle(headline, fontsize=11, color=INK, fontweight="bold", parse_math=False)
     _scale_bar(figure, axes[1].tolist(), scale)
     out = io.BytesIO()
@@ -88,13 +89,13 @@ def _plain(axes: Any, picture: Pixels, title: str) -> None:
     axes.set_title(title, fontsize=9, color=INK, parse_math=False)
 
 
-def _mapped(axes: Any, picture: Pixels, heat: Floats, scale: float, caption: str) -> None:
+def draw_heat(axes: Any, picture: Pixels, heat: Floats, scale: float) -> None:
+    """The faded picture and the map over it, on axes of matplotlib."""
     height, width = picture.shape[:2]
     axes.set(xticks=[], yticks=[])
     axes.imshow(faded(picture), cmap="gray", vmin=0, vmax=255)
     smooth = _enlarged(colours(heat, scale), width, height)
     axes.imshow(smooth, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest")
-    axes.set_xlabel(caption, fontsize=9, color=INK, parse_math=False)
 
 
 def _enlarged(rgba: Pixels, width: int, height: int) -> Pixels:
