@@ -1,5 +1,7 @@
 """Heat maps of two pictures: their sum is the cosine, places are those of a float64 loop, what is missing is stated."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -323,6 +325,26 @@ def test_nothing_is_left_behind(context):
     assert all(torch.equal(state[name], tensor) for name, tensor in encoder.state_dict().items())
     assert not first.maps[0].requires_grad
     assert torch.equal(first.maps[0], models.explain(encoder.eval(), a, b).maps[0])
+
+
+def test_other_threads_may_use_the_encoder_meanwhile(tmp_path):
+    encoder = OwnEncoder(nn.Sequential(small().backbone, nn.Flatten(), nn.LayerNorm(128)), torch.rand(2, 1, 32, 32))
+    encoder.eval()
+    a, b = (torch.rand(2, 1, 32, 32, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    with torch.no_grad():
+        wanted, seen, stop = encoder(a), [], threading.Event()
+
+    def embed():
+        with torch.inference_mode():
+            while not stop.is_set():
+                seen.append(bool(torch.equal(encoder(a), wanted)))
+
+    thread = threading.Thread(target=embed)
+    thread.start()
+    maps = [models.explain(encoder, a, b).maps[0] for _ in range(20)]
+    stop.set()
+    thread.join()
+    assert seen and all(seen) and all(torch.equal(one, maps[0]) for one in maps)
 
 
 def test_weights_loaded_in_inference_mode():

@@ -1,6 +1,5 @@
-"""The page in a real browser: dropped files, clipboard, camera, keyboard, a phone, and why a picture is unknown."""
+"""The page in a real browser: dropped files, the clipboard, a camera, the keyboard, a phone, contrast."""
 
-import re
 import urllib.request
 from pathlib import Path
 
@@ -311,88 +310,3 @@ def test_every_text_has_contrast(browser, served, scheme):
         says(page, "#summary", "32")
         for view in views(page, False):
             assert wrong(page, "contrast") == [], view
-
-
-# ---- why unknown
-
-
-@pytest.mark.parametrize("language", ("en", "ko"))
-def test_unknown_says_why_with_the_numbers_of_the_answer(browser, served, language):
-    with Watched(browser, served.address, locale=LOCALES[language]) as page:
-        says(page, "#summary", "32")
-        with page.expect_response(re.compile("identify")) as answer:
-            give(page, "#find-drop", strange())
-        identity = answer.value.json()
-        assert identity["label"] is None and identity["similarity"] < identity["threshold"]
-        says(page, "#why", identity["candidates"][0]["label"])
-        says(page, "#why", f"{identity['similarity']:.3f}")
-        says(page, "#why", f"{identity['threshold']:.3f}")
-        says(page, "#why", f"{100 * identity['far']:.1f}")
-        says(page, "#why", str(identity["classes"]))
-        says(page, "#status", f"{identity['threshold']:.3f}")  # screen readers hear it
-        give(page, "#find-drop", drawing(1, 1))
-        expect(page.locator("#why")).to_have_count(0)
-
-
-def test_the_reason_follows_what_the_service_lacks(browser, served):
-    """Too few calibration classes for the false-accept rate, or for any threshold; and two nearly equal numbers."""
-    answer = {
-        "label": None,
-        "confidence": 0.8,
-        "similarity": 0.71,
-        "threshold": 0.9,
-        "far": None,
-        "classes": 7,
-        "candidates": [{"label": "kind 1", "similarity": 0.71, "confidence": 0.2, "id": 1}],
-        "note": "a note",
-        "hits": [],
-        "quality": None,
-    }
-    with Watched(browser, served.address) as page:
-        says(page, "#summary", "32")
-        for changes, words in (
-            ({}, "0.190 short"),
-            ({}, "The 7 classes of the calibration are too few to bound the false-accept rate"),
-            (
-                {"threshold": None},
-                "Among 4 labels no similarity below 1 is accepted: the calibration rests on 7 classes",
-            ),
-            ({"similarity": 0.89996}, "has a similarity of 0.89996. A label is accepted from 0.90000 on"),
-            ({"similarity": None, "threshold": None, "candidates": [], "confidence": None}, "Nothing is enrolled yet"),
-        ):
-            page.route("**/api/identify*", lambda route, _, changes=changes: route.fulfill(json=answer | changes))
-            give(page, "#find-drop", strange())
-            says(page, "#why", words)
-
-
-@pytest.mark.parametrize("language, words", [("en", "Nothing is calibrated"), ("ko", "보정되지 않아")])
-def test_without_a_calibration_there_is_a_similarity_and_a_note(browser, tmp_path, language, words):
-    served = Served(tmp_path / "bare", calibrated=False)
-    try:
-        with Watched(browser, served.address, locale=LOCALES[language]) as page:
-            says(page, "#summary", {"en": "not calibrated", "ko": "보정 안 됨"}[language])
-            give(page, "#find-drop", drawing(1, 1))
-            says(page, "#verdict .who", "kind 1")
-            says(page, "#verdict .sure", words)
-            says(page, "#verdict .sure", "1.000")
-            says(page, "#verdict", "calibration.json")
-            says(page, "#hits .one >> nth=0", "1.000")
-            page.click("#tab-compare")
-            give(page, "#drop-a", drawing(1, 1))
-            give(page, "#drop-b", drawing(2, 1))
-            says(page, "#same .who", {"en": "similarity", "ko": "유사도"}[language])
-    finally:
-        served.stop()
-
-
-def test_errors_in_korean_keep_the_sentence_of_the_service(browser, served):
-    with Watched(browser, served.address, locale="ko-KR") as page:
-        says(page, "#summary", "32")
-        give(page, "#find-drop", drawing(1, 1)[:120], "broken.png")
-        says(page, "#trouble", "서버가 요청을 처리하지 못했습니다.")
-        says(page, "#trouble [lang=en]", "broken.png is truncated")
-        says(page, "#trouble button", "닫기")
-        served.stop()
-        give(page, "#find-drop", drawing(2, 1))
-        says(page, "#trouble", "서버가 응답하지 않습니다.")
-        says(page, "#trouble button", "다시 시도")

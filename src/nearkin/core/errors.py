@@ -1,6 +1,7 @@
 """Every exception class of the package: caught by class, never recognised by name."""
 
-__all__ = ["CorruptCheckpoint", "Diverged", "ExcessiveText", "ForeignCheckpoint", "LabelConflict", "MalformedRequest"]
+__all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
+__all__ += ["LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
 __all__ += ["RequestTooLarge", "Stopped", "StoreUnavailable", "StoreUnreachable", "Terminated", "UnfittingWeights"]
 __all__ += ["UnreadablePicture", "UnsupportedMedia"]
@@ -77,6 +78,10 @@ class StoreUnavailable(OSError):
 
 class StoreUnreachable(StoreUnavailable, ValueError):
     """The database is down, does not answer, or refuses the statement."""
+
+
+class EnrolmentStopped(Exception):
+    """The service ends while it enrols; what is enrolled stays."""
 
 
 class OutOfTime(Exception):

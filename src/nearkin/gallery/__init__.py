@@ -2,6 +2,7 @@
 
 from nearkin.core.errors import LabelConflict, MissingRow, StoreUnavailable
 from nearkin.gallery.calibration import calibrate
+from nearkin.gallery.embedder import Embedder, open_encoder
 from nearkin.gallery.enroll import enrol_source, enroll_source
 from nearkin.gallery.gallery import Enrolled, Gallery
 from nearkin.gallery.items import Seen
@@ -12,6 +13,7 @@ from nearkin.gallery.stores import Report
 
 __all__ = [
     "Candidate",
+    "Embedder",
     "Enrolled",
     "Gallery",
     "Heat",
@@ -29,6 +31,7 @@ __all__ = [
     "enrol_source",
     "enroll_source",
     "explain",
+    "open_encoder",
     "run_of",
     "verify",
 ]

@@ -65,7 +65,8 @@ def explain(encoder: Encoder, a: Tensor, b: Tensor) -> Explanation:
     that pools by itself or returns its class token is searched for the last map on which its output depends.
     """
     pictures = _checked(encoder, a, b)
-    with torch.inference_mode(False), torch.enable_grad(), _evaluating(encoder):
+    with torch.inference_mode(False), torch.enable_grad():
+        encoder = _twin(encoder)
         traced = _traced(encoder, pictures.clone())
         layers = [*_flat(encoder.head.norm), *_flat(encoder.head.projection)]
         scales: dict[int, Tensor] = {}
@@ -117,16 +118,13 @@ def _check_lengths(length: Tensor) -> None:
         raise ValueError("embeddings must be finite and not all 0 to have a cosine; those of a or b are not")
 
 
-@contextmanager
-def _evaluating(encoder: Encoder) -> Iterator[None]:
-    was_training = encoder.training
-    if was_training:
-        encoder.eval()
-    try:
-        yield
-    finally:
-        if was_training:
-            encoder.train()
+def _twin(encoder: Encoder) -> Encoder:
+    """The same weights in modules of its own, in evaluation mode: other threads may use the encoder meanwhile, and see
+    neither hooks nor another mode."""
+    shared: dict[int, Any] = {id(x): x for x in (*encoder.parameters(), *encoder.buffers())}
+    twin = copy.copy(encoder)
+    twin._modules = {name: copy.deepcopy(module, shared) for name, module in encoder._modules.items()}
+    return twin.eval()
 
 
 # --- the feature map

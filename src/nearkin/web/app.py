@@ -14,6 +14,7 @@ from nearkin.core.versions import version_of
 from nearkin.gallery import Gallery, LabelConflict, MissingRow, StoreUnavailable
 from nearkin.web import request_log, routes
 from nearkin.web.access import Access
+from nearkin.web.enrolment import Enrolment
 from nearkin.web.middleware import GuardMiddleware, Limits
 from nearkin.web.schemas import MALFORMED
 from nearkin.web.service import REST, Service
@@ -52,6 +53,7 @@ SCRIPTS = (
     "keys",
     "map",
     "pad",
+    "progress",
     "script",
     "state",
     "tabs",
@@ -77,9 +79,11 @@ def build(
     log: logging.Logger | None = None,
     pictures: bool = True,
     drawing: bool = False,
+    enrolment: Enrolment | None = None,
 ) -> GuardMiddleware:
     """The app over an open gallery, which stays the caller's to close.
 
+    enrolment: of a folder into this gallery, whose progress the page shows.
     pictures: whether the encoder takes pictures (else vectors only). drawing: the page shows a drawing pad. log: by
     default JSON lines on stderr.
     """
@@ -90,7 +94,7 @@ def build(
 
     limits, access, log = limits or Limits(), access or Access(), log or request_log.request_logger()
     access.check()
-    service = Service(gallery, limits, pictures, drawing)
+    service = Service(gallery, limits, pictures, drawing, enrolment)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

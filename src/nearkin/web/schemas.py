@@ -13,6 +13,7 @@ __all__ = [
     "Count",
     "Diagnosis",
     "Enrolled",
+    "Enrolling",
     "Explained",
     "FilterText",
     "Health",
@@ -247,6 +248,16 @@ class Labels(BaseModel):
     labels: list[Label]
 
 
+class Enrolling(BaseModel):
+    """The enrolment of a folder while the service answers; note: why it ended early, or why nothing is calibrated."""
+
+    done: int
+    total: int
+    running: bool
+    unreadable: int
+    note: str
+
+
 class Stats(BaseModel):
     """What the gallery holds and what the service allows."""
 
@@ -263,6 +274,7 @@ class Stats(BaseModel):
     lost: int
     pictures: bool
     drawing: bool
+    enrolling: Enrolling | None = None
     version: str
     largest_body: int
     largest_upload: int

@@ -11,6 +11,7 @@ from nearkin.data import decode as decoding
 from nearkin.gallery import Gallery, Heat
 from nearkin.gallery.schema import bounded
 from nearkin.report import heatmaps, thumbnails
+from nearkin.web.enrolment import Enrolment
 from nearkin.web.explore import Explorer
 from nearkin.web.middleware import Limits
 from nearkin.web.queue import BatchQueue
@@ -31,9 +32,18 @@ class Service:
     Decoding, writing, reading and exploring have their own threads and do not delay it.
     """
 
-    def __init__(self, gallery: Gallery, limits: Limits, pictures: bool = True, drawing: bool = False) -> None:
+    def __init__(
+        self,
+        gallery: Gallery,
+        limits: Limits,
+        pictures: bool = True,
+        drawing: bool = False,
+        enrolment: Enrolment | None = None,
+    ) -> None:
         self.gallery, self.limits, self.pictures, self.drawing = gallery, limits, pictures, drawing
-        self.explorer = Explorer(gallery)
+        self.explorer, self.enrolment = Explorer(gallery), enrolment
+        if enrolment is not None:
+            enrolment.changed = self._count_change
         soon = limits.answer
         self._decoder = BatchQueue("decoder", queue=2 * limits.requests, threads=2, seconds=soon)
         self._large = BatchQueue("decoder of large pictures", queue=4, seconds=soon)
@@ -130,6 +140,7 @@ class Service:
             "damaged": len(stats["damaged"]),
             "pictures": self.pictures,
             "drawing": self.drawing,
+            "enrolling": None if self.enrolment is None else self.enrolment.state,
             "version": version_of("nearkin"),
             "largest_body": self.limits.body,
             "largest_upload": self.limits.pictures,
@@ -145,9 +156,12 @@ class Service:
         groups = await self._reader.submit(lambda _: self.explorer.neighbours(ids, k))
         return {key: _plain(hits) for key, hits in groups.items()}
 
+    def _count_change(self) -> None:
+        self.explorer.changes += 1
+
     async def _write(self, write: Callable[[], T]) -> T:
         result = await self._writer.submit(lambda _: write())
-        self.explorer.changes += 1
+        self._count_change()
         return result
 
     async def _decoded(self, items: Sequence[Item]) -> Sequence[Item]:

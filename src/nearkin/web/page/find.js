@@ -5,7 +5,7 @@ import { preview, takePictures, wire } from "./inputs.js";
 import { itemButton } from "./items.js";
 import { emit, on, state, written } from "./state.js";
 import { t } from "./texts.js";
-import { verdict } from "./verdict.js";
+import { title, verdict } from "./verdict.js";
 
 const HITS = 24;
 /* The pictures of one drop, paste or choice, each with its answer or error; and which of them is shown. */
@@ -31,6 +31,8 @@ export const find = guarded(async (files, drawn = false) => {
     if (one === current) display();
   }
 });
+export const isShown = () => current !== null;
+export const again = () => find(batch.map((one) => one.file), current.drawn);
 export const forget = () => { turn++; batch = []; current = null; $("answer").hidden = true; };
 
 /* The current picture and its answer, as far as there is one. */
@@ -58,7 +60,7 @@ const listBatch = () => {
   $("batch-note").textContent = done < batch.length ? t("find.batch_going", { n: done, all: batch.length }) : t("find.batch", { n: batch.length });
   $("enrol-all-text").textContent = t("enrol.all", { n: batch.length });
   $("batch").replaceChildren(...batch.map((one) => {
-    const answer = one.error ? t("find.failed") : !one.identity ? "…" : one.identity.label ?? t("unknown");
+    const answer = one.error ? t("find.failed") : one.identity ? title(one.identity) : "…";
     return h("button", { class: "one", type: "button", title: one.file.name, "aria-pressed": String(one === current), onclick: () => choose(one) },
       h("span", { class: "face smooth" }, h("img", { alt: one.file.name, src: one.url })), h("b", {}, h("span", { class: "word" }, answer)));
   }));

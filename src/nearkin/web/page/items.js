@@ -1,7 +1,7 @@
 /* Items of the gallery: their thumbnails, the button of a result, the dialog of one item. */
 import { call, get, guarded, post } from "./api.js";
 import { $, h, say, words } from "./dom.js";
-import { emit, written } from "./state.js";
+import { UNLABELLED, emit, written } from "./state.js";
 import { t } from "./texts.js";
 
 /* ---- thumbnails, which a plain <img> could not fetch with a token */
@@ -33,10 +33,13 @@ export const face = (id, alt) => {
   return frame;
 };
 
+/* What an item is called: its label, or the name of its file where it has none. */
+export const title = (hit) => (hit.label === UNLABELLED ? hit.name.split(/[\\/]/).at(-1) || t("item.unlabelled") : hit.label);
+
 /* The button of one item; match: the label that counts as right. */
 export const itemButton = (hit, match = null) => h("button", { class: "one", type: "button", "data-id": hit.id, title: hit.name, onclick: () => openItem(hit.id) },
-  face(hit.id, hit.label),
-  h("b", { class: match === hit.label ? "match" : "", title: hit.label }, ...words(hit.label)),
+  face(hit.id, title(hit)),
+  h("b", { class: match === hit.label ? "match" : hit.label === UNLABELLED ? "nameless" : "", title: title(hit) }, ...words(title(hit))),
   h("small", {}, hit.similarity === undefined ? "" : hit.similarity.toFixed(3)));
 
 /* ---- one item */
@@ -46,8 +49,8 @@ export const openItem = guarded(async (id) => {
   const facts = Object.entries(hit.metadata).map(([key, value]) => h("p", { class: "small" }, `${key}: ${typeof value === "string" ? value : JSON.stringify(value)}`));
   if (hit.quality !== null) facts.push(h("p", { class: "small" }, t("item.quality", { quality: hit.quality.toPrecision(4) })));
   dialog.replaceChildren(
-    h("div", { class: "head" }, face(id, hit.label),
-      h("div", {}, h("h2", { id: "item-title", tabindex: -1, autofocus: "" }, hit.label), h("p", { class: "small soft" }, t("item.name", { name: hit.name || t("item.unnamed"), id: String(id) })), ...facts)),
+    h("div", { class: "head" }, face(id, title(hit)),
+      h("div", {}, h("h2", { id: "item-title", tabindex: -1, autofocus: "" }, title(hit)), h("p", { class: "small soft" }, t("item.name", { name: hit.name || t("item.unnamed"), id: String(id) })), ...facts)),
     relabelForm(hit, dialog),
     h("h3", {}, t("item.nearest")),
     h("div", { class: "items" }, ...around.hits.map((one) => itemButton(one, hit.label))),
@@ -56,7 +59,7 @@ export const openItem = guarded(async (id) => {
   emit("item", { id, dialog });
 });
 const relabelForm = (hit, dialog) => {
-  const input = h("input", { value: hit.label, list: "labels", required: "", maxlength: 500, "aria-label": t("item.label"), autocomplete: "off" });
+  const input = h("input", { value: hit.label === UNLABELLED ? "" : hit.label, list: "labels", required: "", maxlength: 500, "aria-label": t("item.label"), autocomplete: "off" });
   const relabel = h("form", { class: "line" }, input, h("button", { type: "submit" }, t("item.relabel")));
   relabel.addEventListener("submit", (e) => {
     e.preventDefault();
@@ -90,7 +93,7 @@ export const changeLabel = async (ids, label) => {
   const { rows } = await post("relabel", { ids, label });
   say(t("item.relabelled", { n: rows, label }));
   for (const id of ids) {
-    for (const one of document.querySelectorAll(`.one[data-id="${id}"] b`)) { one.replaceChildren(...words(label)); one.title = label; }
+    for (const one of document.querySelectorAll(`.one[data-id="${id}"] b`)) { one.replaceChildren(...words(label)); one.title = label; one.classList.remove("nameless"); }
   }
   await written();
   emit("changed");

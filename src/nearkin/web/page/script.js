@@ -7,6 +7,7 @@ import "./explore.js";
 import "./find.js";
 import "./keys.js";
 import "./pad.js";
+import "./progress.js";
 import { refresh } from "./state.js";
 import { open } from "./tabs.js";
 

@@ -11,8 +11,14 @@ const apart = (low, high) => {
   return { similarity: low.toFixed(n), threshold: high.toFixed(n), missing: (high.toFixed(n) - low.toFixed(n)).toFixed(n) };
 };
 
+/* Where none of the nearest items has a label there are no candidates, but a similarity. */
+const isEmpty = (identity) => !identity.candidates.length && identity.similarity === null;
+const isUnlabelled = (identity) => !identity.candidates.length && identity.similarity !== null;
+export const title = (identity) => identity.label ?? (isUnlabelled(identity) ? t("compare.similarity", { similarity: digits(identity.similarity) }) : t("unknown"));
+
 const headline = (identity) => {
-  if (!identity.candidates.length) return t("find.empty_answer");
+  if (isEmpty(identity)) return t("find.empty_answer");
+  if (isUnlabelled(identity)) return t("find.unlabelled");
   if (identity.confidence === null) return t("find.uncalibrated", { similarity: digits(identity.similarity) });
   if (identity.label !== null) return t("find.sure", { p: percent(identity.confidence) });
   const nearest = identity.candidates.slice(0, NAMED).map((one) => t("find.candidate", { label: one.label, p: percent(one.confidence), similarity: digits(one.similarity) }));
@@ -44,17 +50,18 @@ const why = (identity, stats) => h("div", { class: "why", id: "why" }, h("h3", {
   identity.threshold === null ? null : scale(identity), ...reasons(identity, stats).map((one) => h("p", {}, one)));
 
 export const verdict = (identity, stats) => {
-  const empty = !identity.candidates.length, bare = !empty && identity.confidence === null, unknown = identity.label === null;
-  const who = identity.label ?? t("unknown"), sure = headline(identity);
-  const note = bare && identity.note ? h("p", { class: "small soft" }, ...fill("service_note", { sentence: h("span", { lang: "en" }, identity.note) })) : null;
-  const far = !unknown && !bare && identity.far === null ? h("p", { class: "small soft" }, t("why.no_far", { classes: identity.classes })) : null;
+  const empty = isEmpty(identity), bare = !empty && identity.confidence === null, unknown = identity.label === null && !bare;
+  const who = title(identity), sure = headline(identity);
+  const small = (...children) => h("p", { class: "small soft" }, ...children);
+  const note = bare && identity.label !== null && identity.note ? small(...fill("service_note", { sentence: h("span", { lang: "en" }, identity.note) })) : null;
+  const far = !unknown && !bare && identity.far === null ? small(t("why.no_far", { classes: identity.classes })) : null;
   const left = h("div", {},
     h("p", { class: `who ${unknown ? "unknown" : bare ? "bare" : ""}` }, who), h("p", { class: "sure" }, sure),
-    unknown ? null : h("p", { class: "small soft" }, accepted(identity)), far, note);
+    unknown ? null : small(accepted(identity)), far, note);
   const likeliest = h("ol", { class: "bars", "aria-label": t("find.likeliest") }, ...identity.candidates.slice(0, SHOWN).map((one) => h("li", {},
     h("span", { class: "what", title: one.label }, h("span", {}, ...words(one.label))),
     bar(one.confidence ?? one.similarity),
     h("span", { class: "much" }, one.confidence === null ? digits(one.similarity) : percent(one.confidence)))));
   const spoken = [`${who}.`, sure, ...(unknown && !empty ? reasons(identity, stats) : [])].join(" ");
-  return { parts: [left, likeliest, ...(unknown ? [why(identity, stats)] : [])], spoken };
+  return { parts: [left, ...(identity.candidates.length ? [likeliest] : []), ...(unknown ? [why(identity, stats)] : [])], spoken };
 };
