@@ -862,3 +862,25 @@ def bcubed(labels, groups):
         recall.append(both / len(in_class))
     p, r = math.fsum(precision) / len(labels), math.fsum(recall) / len(labels)
     return {"precision": p, "recall": r, "f": 2 * p * r / (p + r)}
+
+
+def cosine_places(map_a, map_b, weight, bias):
+    """Maps (C, H, W), averaged over their places and projected → the part of each place of a and of b in the cosine."""
+    vectors = []
+    for features in (map_a, map_b):
+        channels, rows, columns = features.shape
+        each = torch.zeros(rows, columns, len(weight), dtype=torch.float64)
+        for i in range(rows):
+            for j in range(columns):
+                for d in range(len(weight)):
+                    value = float(bias[d])
+                    for c in range(channels):
+                        value += float(weight[d, c]) * float(features[c, i, j])
+                    each[i, j, d] = value / (rows * columns)
+        vectors.append(each)
+    whole = [each.sum((0, 1)) for each in vectors]
+    lengths = [math.sqrt(float((e * e).sum())) for e in whole]
+    parts = []
+    for each, other in ((vectors[0], whole[1]), (vectors[1], whole[0])):
+        parts.append((each * other).sum(2) / (lengths[0] * lengths[1]))
+    return parts

@@ -14,6 +14,7 @@ from scipy.cluster.hierarchy import fcluster, linkage
 import reference
 from nearkin import evaluation
 
+
 def world(seed, classes=12, per_class=8, dim=16, noise=0.6):
     draw = np.random.default_rng(seed)
     labels = np.repeat(np.arange(classes), per_class)
