@@ -20,7 +20,7 @@ from nearkin.gallery import results
 from nearkin.gallery.items import encoder_info
 from nearkin.gallery.schema import unit
 
-__all__ = ["calibrate", "measure"]
+__all__ = ["calibrate", "group_numbers", "measure"]
 
 Groups = list[NDArray[np.int64]]
 CONFIDENCE = 0.95  # of every bound in the file
@@ -70,17 +70,21 @@ def calibrate(
 
 
 def measure(
-    embeddings: torch.Tensor, labels: torch.Tensor, seed: int = 0, groups: Sequence[str] | None = None
+    embeddings: torch.Tensor,
+    labels: torch.Tensor,
+    seed: int = 0,
+    groups: Sequence[str] | None = None,
+    numbers: Sequence[int] = EXAMPLES,
 ) -> dict[str, Any]:
     """The content of calibration.json, from the embeddings of classes that the encoder has not learned from.
 
-    groups: of the items; pairs of the same class and group are left out.
+    groups: of the items; pairs of the same class and group are left out. numbers: of examples per label, 1 first.
     """
-    bursts = None if groups is None else _numbers(groups)
+    bursts = None if groups is None else group_numbers(groups)
     rows, classes = _select(embeddings.numpy(), labels.numpy(), seed, bursts)
     thresholds = _thresholds(rows, classes, seed, bursts)
     measures: dict[int, _Measure] = {}
-    for examples in EXAMPLES:
+    for examples in numbers:
         enough = [group for group in classes if class_rates.most_others(group, bursts) >= examples]
         if len(enough) < (max(3, MOST * len(classes)) if examples > 1 else 3):
             break
@@ -111,7 +115,7 @@ def measure(
     }
 
 
-def _numbers(groups: Sequence[str]) -> NDArray[np.int64]:
+def group_numbers(groups: Sequence[str]) -> NDArray[np.int64]:
     """A number per row, equal where the groups are; "" is a group of its own."""
     numbers = np.unique(np.array(groups, dtype=str), return_inverse=True)[1].astype(np.int64)
     alone = len(groups) + np.arange(len(groups))

@@ -2,10 +2,12 @@
 
 from nearkin.report.comparison_page import write_comparison
 from nearkin.report.findings import Findings
+from nearkin.report.open_set_page import write_open_set
 from nearkin.report.run_report import findings_of, of_run, rehearse, write
 from nearkin.report.thumbnails import write_picture
 
-__all__ = ["Findings", "findings_of", "of_run", "rehearse", "write", "write_comparison", "write_picture"]
+__all__ = ["Findings", "findings_of", "of_run", "rehearse", "write", "write_comparison"]
+__all__ += ["write_open_set", "write_picture"]
 
 
 def __dir__() -> list[str]:

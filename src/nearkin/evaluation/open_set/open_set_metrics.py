@@ -135,11 +135,15 @@ def searches(
     cohort: Cohort | None = None,
     budget: int = BUDGET,
     progress: Progress | None = None,
+    labels: int | None = None,
 ) -> dict[str, Trials]:
-    """The searches of all draws together, by method; the same searches in the same order for each."""
+    """The searches of all draws together, by method; the same searches in the same order for each.
+
+    labels: that are enrolled at most, instead of half of the classes.
+    """
     parts: list[list[Trials]] = [[] for _ in methods]
     for repeat in range(repeats):
-        draw = draws.draw(known.classes, known.bursts, examples, repeat, seed)
+        draw = draws.draw(known.classes, known.bursts, examples, repeat, seed, labels)
         mated, classes = draw.mate >= 0, known.classes[draw.probes]
         draw = draw._replace(enrolled=known.rows[draw.enrolled], probes=known.rows[draw.probes])
         results = label_scores.search(embeddings, draw, methods, cohort, budget)

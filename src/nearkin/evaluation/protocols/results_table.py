@@ -12,7 +12,7 @@ from nearkin.core import files
 __all__ = ["Row", "check_error_list", "table", "writable", "write", "write_label_errors"]
 
 _COUNTS = {"queries", "without_positives", "unknown", "genuine", "impostors", "classes", "clusters", "iterations"}
-_COUNTS |= {"spearman_skipped", "items", "k", "left_out"}
+_COUNTS |= {"spearman_skipped", "items", "k", "left_out", "repeats", "cohort"}
 _PLAIN = {"spearman", "inertia"}  # neither a count nor a share
 
 
@@ -31,7 +31,7 @@ def table(report: Mapping[str, Any]) -> list[Row]:
     for protocol, scores in report["results"].items():
         intervals = scores.get("intervals", {})
         for name, value in scores.items():
-            if isinstance(value, bool | str | list | dict):
+            if isinstance(value, bool | str | list | dict) or (protocol == "open_set" and name == "rank"):
                 continue
             ends = intervals.get(name)
             interval = "" if ends is None else "–"  # requested, but there is none
@@ -46,6 +46,8 @@ def table(report: Mapping[str, Any]) -> list[Row]:
                     interval = f"{_formatted(protocol, name, ends[0])} – {_formatted(protocol, name, ends[1])}"
                 value = _formatted(protocol, name, figures[name])
                 rows.append(Row(protocol.replace("_", "-"), f"{level}: {name}", value, interval))
+        if protocol == "open_set":
+            rows += _open_set(scores)
         if protocol == "diagnose":
             rows += _findings(scores, report["class_names"])
     return rows
@@ -114,6 +116,36 @@ def _findings(diagnosis: Mapping[str, Any], names: list[str] | None) -> Iterator
     for entry in [error for error in diagnosis["label_errors"][:3] if "name" in error]:
         label, suggested = (_name(entry[key], names) for key in ("class", "suggested"))
         yield Row("diagnose", "suspect label", f"{entry['name']}: {label}, perhaps {suggested}", "")
+
+
+def _open_set(scores: Mapping[str, Any]) -> Iterator[Row]:
+    """Per number of examples the nearest item at each FPIR, and the best method; then what `identify` keeps."""
+    for entry in scores["examples"]:
+        figures, number = entry["methods"]["nearest"], entry["examples"]
+        of = f"{number} example{'s' * (number > 1)}"
+        yield Row("open-set", f"{of}: labels enrolled", f"{entry['labels']:,}", "")
+        for name in [*(f"fnir@fpir={fpir:g}" for fpir in scores["fpirs"]), "auroc"]:
+            ends = figures.get("intervals", {}).get(name) or (None, None)
+            inside = "–" if ends[0] is None else f"{_formatted('', name, ends[0])} – {_formatted('', name, ends[1])}"
+            yield Row("open-set", f"{of}: {name}", _formatted("", name, figures[name]), inside)
+        for choice in entry["choices"]:
+            yield Row("open-set", f"{of}: best at FPIR {choice['fpir']:g}", *_choice(choice))
+    for rate in (scores.get("identify") or {}).get("rates", []):
+        if rate["verdict"] is not None:
+            low, high = rate["interval"]
+            inside = "–" if low is None else f"{100 * low:.2f} % – {100 * high:.2f} %"
+            asked = "likeliest" if rate["requested"] is None else f"far {rate['requested']:g}"
+            value = f"{100 * rate['observed']:.2f} % of {100 * rate['stated']:.2g} % stated: {rate['verdict']}"
+            yield Row("open-set", f"identify, {rate['labels']} × {rate['examples']}, {asked}", value, inside)
+
+
+def _choice(choice: Mapping[str, Any]) -> tuple[str, str]:
+    """The best method with its DIR, and by how much it finds more than the nearest item."""
+    if choice["best"] == "nearest":
+        return f"nearest, DIR {100 * choice['dir']:.2f} %", ""
+    figures = choice["against"][choice["best"]]
+    low, high = figures["interval"]
+    return f"{choice['best']}, DIR {100 * figures['dir']:.2f} %", f"{100 * low:+.2f} – {100 * high:+.2f} points"
 
 
 def _name(number: int, names: list[str] | None) -> str:
