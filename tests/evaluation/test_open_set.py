@@ -171,6 +171,7 @@ def test_an_fpir_that_so_few_searches_cannot_show_is_not_quoted():
     for fpir in ("0.01", "0.001"):
         assert figures[f"fnir@fpir={fpir}"] is None and f"fnir@fpir={fpir}" not in figures["intervals"]
     assert any("60 searches of unknown classes can show 0.05 at the least" in note for note in scores["notes"])
+    assert len(scores["notes"]) == 2, "and there is no cohort"
     assert all(point["fpir"] >= entry["smallest_fpir"] for point in figures["curve"])
     assert [p["fnir"] for p in figures["curve"]] == sorted((p["fnir"] for p in figures["curve"]), reverse=True)
 

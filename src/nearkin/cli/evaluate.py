@@ -415,5 +415,7 @@ def _print(results: dict[str, Any], interval: bool) -> None:
         grid.add_row(*(Text(visible(cell, lines=True)) for cell in cells))  # a class may be called [red]
         last = row.protocol
     Console().print(grid)
+    for sentence in results_table.sentences(results):
+        echo(sentence)
     for note in results["notes"]:
         echo(f"note: {note}", err=True)

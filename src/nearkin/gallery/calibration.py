@@ -245,7 +245,7 @@ def _error(
     far = class_rates.accepts(rows, fitted, thresholds).sum(1) / (2 * half * (half - 1))
     ratio = _log_ratio(far, class_rates.genuine_groups(rows, fitted, 1, seed, bursts), thresholds, half)
     edges = np.concatenate([[-1.0], thresholds, [1.0]])
-    chance = 1 / (1 + np.exp(-ratio.at((edges[1:] + edges[:-1]) / 2)))
+    chance = 1 / (1 + np.exp(-np.clip(ratio.at((edges[1:] + edges[:-1]) / 2), -700, 700)))
     count = len(judged)
     strange = class_rates.accepts(rows, judged, thresholds).sum(1) / (2 * count * (count - 1))
     other = -np.diff(np.concatenate([[1.0], strange, [0.0]]))

@@ -15,6 +15,7 @@ __all__ = ["write_open_set"]
 
 Results = Mapping[str, Any]  # what `nearkin evaluate --open-set --json` writes
 PLAIN = "nearest"
+USUAL = 0.01
 _DRAWN = ("nearest", "template", "nearest+as-norm", "template+as-norm")  # as many as a chart has styles
 _VERDICTS = {"kept": "kept", "not shown": "not shown", "exceeded": "exceeded", None: "–"}
 _CURVES = (
@@ -65,10 +66,10 @@ def _headline(scores: Results) -> str:
 
 
 def _chief(scores: Results) -> tuple[Mapping[str, Any], float | None]:
-    """The most examples, and the strictest FPIR that is quoted for them."""
+    """The most examples, and the strictest FPIR that is quoted for them, but no stricter than 0.01."""
     entry = scores["examples"][-1]
     quoted = [f for f in scores["fpirs"] if entry["methods"][PLAIN][f"fnir@fpir={f:g}"] is not None]
-    return entry, min(quoted, default=None)
+    return entry, min((f for f in quoted if f >= USUAL), default=max(quoted, default=None))
 
 
 def _lede(scores: Results) -> str:

@@ -176,8 +176,8 @@ def _entry(
         below = ", ".join(f"{f:g}" for f in fpirs if f < smallest)
         most = math.ceil(-math.log(0.05) / min(fpirs))
         notes.append(
-            f"FPIR {below} is not quoted: with {examples} example{'s' * (examples > 1)}, {nonmated:,} searches of "
-            f"unknown classes can show {smallest:.2g} at the least; {min(fpirs):g} needs {most:,}"
+            f"FPIR {below} is not quoted: {nonmated:,} searches of unknown classes can show {smallest:.2g} at the "
+            f"least; {min(fpirs):g} needs {most:,}"
         )
     methods, resampled = {}, {}
     for name, part in trials.items():

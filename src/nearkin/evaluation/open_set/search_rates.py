@@ -133,8 +133,8 @@ class _Table:
 
     def resampled(self, trials: Trials, fpirs: Sequence[float], seed: int) -> tuple[Floats, Floats, Floats]:
         """(S, F) FNIR at each FPIR of the resample; (S, F) FPIR at the threshold of the sample itself; (S,) AUROC."""
-        fixed = [int(np.searchsorted(self.levels, operating_point(trials, f).threshold)) for f in fpirs]
-        fixed = [min(place, len(self.levels) - 1) for place in fixed]
+        thresholds = np.array([operating_point(trials, f).threshold for f in fpirs], np.float64)
+        fixed = np.minimum(np.searchsorted(self.levels, thresholds), len(self.levels) - 1)
         parts: list[tuple[Any, ...]] = []
         for drawn in self._samples(seed):
             known, unknown = drawn @ self.known_all, drawn @ self.unknown_all
@@ -142,9 +142,11 @@ class _Table:
             drawn, known, unknown = drawn[usable], known[usable, None], unknown[usable, None]
             fpir, found = drawn @ self.without / unknown, drawn @ self.known / known
             right = drawn @ self.right / known
-            within = [(fpir <= f * (1 + 1e-9)).argmax(1) for f in fpirs]  # the first: levels rise
-            row = np.arange(len(drawn))
-            parts.append((1 - np.stack([right[row, at] for at in within], 1), fpir[:, fixed], _area(fpir, found)))
+            fnir = np.empty((len(drawn), len(fpirs)))
+            for column, f in enumerate(fpirs):
+                at = (fpir <= f * (1 + 1e-9)).argmax(1)  # the first: levels rise
+                fnir[:, column] = 1 - right[np.arange(len(drawn)), at]
+            parts.append((fnir, fpir[:, fixed], _area(fpir, found)))
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))  # type: ignore[return-value]
 
     def _samples(self, seed: int) -> Iterator[Floats]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from nearkin.core import files
 
-__all__ = ["Row", "check_error_list", "table", "writable", "write", "write_label_errors"]
+__all__ = ["Row", "check_error_list", "sentences", "table", "writable", "write", "write_label_errors"]
 
 _COUNTS = {"queries", "without_positives", "unknown", "genuine", "impostors", "classes", "clusters", "iterations"}
 _COUNTS |= {"spearman_skipped", "items", "k", "left_out", "repeats", "cohort"}
@@ -119,7 +119,7 @@ def _findings(diagnosis: Mapping[str, Any], names: list[str] | None) -> Iterator
 
 
 def _open_set(scores: Mapping[str, Any]) -> Iterator[Row]:
-    """Per number of examples the nearest item at each FPIR, and the best method; then what `identify` keeps."""
+    """Per number of examples the nearest item at each FPIR; then what `identify` states and what was observed."""
     for entry in scores["examples"]:
         figures, number = entry["methods"]["nearest"], entry["examples"]
         of = f"{number} example{'s' * (number > 1)}"
@@ -128,24 +128,26 @@ def _open_set(scores: Mapping[str, Any]) -> Iterator[Row]:
             ends = figures.get("intervals", {}).get(name) or (None, None)
             inside = "–" if ends[0] is None else f"{_formatted('', name, ends[0])} – {_formatted('', name, ends[1])}"
             yield Row("open-set", f"{of}: {name}", _formatted("", name, figures[name]), inside)
-        for choice in entry["choices"]:
-            yield Row("open-set", f"{of}: best at FPIR {choice['fpir']:g}", *_choice(choice))
     for rate in (scores.get("identify") or {}).get("rates", []):
         if rate["verdict"] is not None:
             low, high = rate["interval"]
             inside = "–" if low is None else f"{100 * low:.2f} % – {100 * high:.2f} %"
-            asked = "likeliest" if rate["requested"] is None else f"far {rate['requested']:g}"
-            value = f"{100 * rate['observed']:.2f} % of {100 * rate['stated']:.2g} % stated: {rate['verdict']}"
-            yield Row("open-set", f"identify, {rate['labels']} × {rate['examples']}, {asked}", value, inside)
+            where = f"identify, {rate['labels']} × {rate['examples']}, stated {100 * rate['stated']:.2g} %"
+            yield Row("open-set", where, f"{100 * rate['observed']:.2f} %", inside)
 
 
-def _choice(choice: Mapping[str, Any]) -> tuple[str, str]:
-    """The best method with its DIR, and by how much it finds more than the nearest item."""
-    if choice["best"] == "nearest":
-        return f"nearest, DIR {100 * choice['dir']:.2f} %", ""
-    figures = choice["against"][choice["best"]]
-    low, high = figures["interval"]
-    return f"{choice['best']}, DIR {100 * figures['dir']:.2f} %", f"{100 * low:+.2f} – {100 * high:+.2f} points"
+def sentences(report: Mapping[str, Any]) -> list[str]:
+    """What is printed below the table: the best methods of open-set identification, and what identify keeps."""
+    scores = report["results"].get("open_set")
+    if scores is None:
+        return []
+    lines = []
+    for entry in scores["examples"]:
+        number = entry["examples"]
+        of = f"{number} example{'s' * (number > 1)} per label"
+        lines += [f"{of}: {choice['sentence']}" for choice in entry["choices"]]
+    checked = scores.get("identify")
+    return lines if checked is None else [*lines, checked["sentence"]]
 
 
 def _name(number: int, names: list[str] | None) -> str:
