@@ -27,7 +27,9 @@ def main() -> None:
     rows += 1.5 * torch.randn(chosen.items, chosen.dim, generator=generator)
     cohort = torch.randn(2000, chosen.dim, generator=generator)
     rows, labels, cohort = (part.to(chosen.device) for part in (rows, labels, cohort))
-    evaluation.open_set(rows[:400], torch.arange(400) // 8, repeats=1, fpirs=(0.1,))  # loads what the first call loads
+    evaluation.open_set(
+        rows[:400], torch.arange(400, device=rows.device) // 8, repeats=1, fpirs=(0.1,)
+    )  # loads what the first call loads
     cuda = chosen.device.startswith("cuda")
     if cuda:
         torch.cuda.reset_peak_memory_stats()

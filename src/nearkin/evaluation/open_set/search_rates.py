@@ -23,6 +23,7 @@ LEVELS = 240  # thresholds at which resamples are counted
 IDENTITIES = 4  # unknown classes that must be accepted at a threshold for it to have an interval
 POINTS = 60  # of a curve
 _NEW_GALLERY = 1.2  # as in cluster_bootstrap: new classes are also another gallery
+_FEW_LABELS = 10.0  # of AUROC: a gallery of five labels varies as much as the searches (studies/open_set_holds.py)
 _BLOCK = 2**22  # cells of a (samples, classes, levels) product at a time
 
 
@@ -100,11 +101,12 @@ def intervals(trials: Trials, fpirs: Sequence[float], *, seed: int, confidence: 
         enough = len(np.unique(trials.classes[~trials.mated & (trials.score >= point.threshold)])) >= IDENTITIES
         ends.append(_share(point.fnir, fnirs[:, column], known) if enough else binomial.NONE)
         own.append(_share(point.fpir, at[:, column], unknown))
-    return Intervals(ends, own, _share(auroc(trials), areas, min(known, unknown)), fnirs)
+    few = min(known, unknown)
+    return Intervals(ends, own, _share(auroc(trials), areas, few, _NEW_GALLERY + _FEW_LABELS / few), fnirs)
 
 
-def _share(value: float, drawn: Floats, classes: int) -> Ends:
-    variance = _NEW_GALLERY * float(np.nanvar(drawn))
+def _share(value: float, drawn: Floats, classes: int, factor: float = _NEW_GALLERY) -> Ends:
+    variance = factor * float(np.nanvar(drawn))
     return binomial.share(value, variance, freedom=classes - 1, classes=classes)
 
 
