@@ -19,7 +19,7 @@ def tensors(classes, each, seed):
 
 
 def calibrator_on(classes, seed):
-    return Calibrator(calibration.measure(*tensors(classes, 6, seed), numbers=(1, 2)))
+    return Calibrator(calibration.measure(*tensors(classes, 4, seed)))
 
 
 def identified(calibrator, rows, draw, far):
@@ -61,7 +61,7 @@ def test_a_calibration_on_other_classes_is_kept_and_one_that_lies_is_noticed():
     wide = torch.cat([far_apart, torch.zeros(480, 400)], 1)
     wide[:, 24:] = torch.nn.functional.one_hot(torch.arange(80).repeat_interleave(6), 400) * 30.0
     noise = 0.1 * torch.randn(480, 424, generator=torch.Generator().manual_seed(1))
-    lying = Calibrator(calibration.measure(wide + noise, torch.arange(80).repeat_interleave(6), numbers=(1,)))
+    lying = Calibrator(calibration.measure(wide + noise, torch.arange(80).repeat_interleave(6)))
     found = far_check.check_far(rows, labels, lying, examples=(1,), fars=(0.3,))
     assert found["kept"] is False and any(rate["verdict"] == "exceeded" for rate in found["rates"])
     assert "does not keep" in found["sentence"]

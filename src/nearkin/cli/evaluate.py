@@ -302,7 +302,7 @@ def _open_set_settings(
     return chosen
 
 
-def _cohort_of_run(run: Path, dim: int | None, device: str, group: "ProcessGroup | None") -> "Vectors | None":
+def _cohort_of_run(run: str | Path, dim: int | None, device: str, group: "ProcessGroup | None") -> "Vectors | None":
     """Embeddings of the run's training part; a note where there is none, as when its source has moved."""
     from nearkin import training
 
@@ -317,7 +317,7 @@ def _cohort_of_run(run: Path, dim: int | None, device: str, group: "ProcessGroup
 
 
 def _add_far_check(
-    results: dict[str, Any], queries: "Vectors", run: Path, settings: "Settings", dim: int | None
+    results: dict[str, Any], queries: "Vectors", run: str | Path, settings: "Settings", dim: int | None
 ) -> None:
     """Whether `identify` keeps its FAR on these classes, in the results of open-set identification."""
     from nearkin.gallery import far_check
@@ -325,7 +325,12 @@ def _add_far_check(
     with plain_bar("checking identify") as progress:
         options: dict[str, Any] = {"examples": settings.examples, "seed": settings.seed, "progress": progress}
         results["results"]["open_set"]["identify"] = far_check.of_vectors(
-            queries, run if run.is_dir() else None, dim=dim, device=settings.device, budget=settings.budget, **options
+            queries,
+            Path(run) if Path(run).is_dir() else None,
+            dim=dim,
+            device=settings.device,
+            budget=settings.budget,
+            **options,
         )
 
 

@@ -20,7 +20,7 @@ from nearkin.gallery import results
 from nearkin.gallery.items import encoder_info
 from nearkin.gallery.schema import unit
 
-__all__ = ["calibrate", "group_numbers", "measure"]
+__all__ = ["calibrate", "measure"]
 
 Groups = list[NDArray[np.int64]]
 CONFIDENCE = 0.95  # of every bound in the file
@@ -70,21 +70,17 @@ def calibrate(
 
 
 def measure(
-    embeddings: torch.Tensor,
-    labels: torch.Tensor,
-    seed: int = 0,
-    groups: Sequence[str] | None = None,
-    numbers: Sequence[int] = EXAMPLES,
+    embeddings: torch.Tensor, labels: torch.Tensor, seed: int = 0, groups: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """The content of calibration.json, from the embeddings of classes that the encoder has not learned from.
 
-    groups: of the items; pairs of the same class and group are left out. numbers: of examples per label, 1 first.
+    groups: of the items; pairs of the same class and group are left out.
     """
-    bursts = None if groups is None else group_numbers(groups)
+    bursts = None if groups is None else _numbers(groups)
     rows, classes = _select(embeddings.numpy(), labels.numpy(), seed, bursts)
     thresholds = _thresholds(rows, classes, seed, bursts)
     measures: dict[int, _Measure] = {}
-    for examples in numbers:
+    for examples in EXAMPLES:
         enough = [group for group in classes if class_rates.most_others(group, bursts) >= examples]
         if len(enough) < (max(3, MOST * len(classes)) if examples > 1 else 3):
             break
@@ -115,7 +111,7 @@ def measure(
     }
 
 
-def group_numbers(groups: Sequence[str]) -> NDArray[np.int64]:
+def _numbers(groups: Sequence[str]) -> NDArray[np.int64]:
     """A number per row, equal where the groups are; "" is a group of its own."""
     numbers = np.unique(np.array(groups, dtype=str), return_inverse=True)[1].astype(np.int64)
     alone = len(groups) + np.arange(len(groups))
@@ -245,7 +241,7 @@ def _error(
     far = class_rates.accepts(rows, fitted, thresholds).sum(1) / (2 * half * (half - 1))
     ratio = _log_ratio(far, class_rates.genuine_groups(rows, fitted, 1, seed, bursts), thresholds, half)
     edges = np.concatenate([[-1.0], thresholds, [1.0]])
-    chance = 1 / (1 + np.exp(-np.clip(ratio.at((edges[1:] + edges[:-1]) / 2), -700, 700)))
+    chance = 1 / (1 + np.exp(-ratio.at((edges[1:] + edges[:-1]) / 2)))
     count = len(judged)
     strange = class_rates.accepts(rows, judged, thresholds).sum(1) / (2 * count * (count - 1))
     other = -np.diff(np.concatenate([[1.0], strange, [0.0]]))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nearkin import training
 from nearkin.core import random
+from nearkin.core.relations import UNKNOWN
 from nearkin.data.vectors import Vectors, class_ids
 from nearkin.evaluation.arrays import Floats, Progress
 from nearkin.evaluation.open_set import draws
@@ -21,7 +22,7 @@ from nearkin.evaluation.retrieval.knn import BUDGET
 from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
 from nearkin.gallery import calibration, results
 from nearkin.gallery.items import encoder_info
-from nearkin.gallery.results import Calibrator
+from nearkin.gallery.results import Calibrator, Hit
 
 __all__ = ["calibrator_of", "check_far", "of_vectors"]
 
@@ -65,7 +66,9 @@ def of_vectors(
     (labels,), _ = class_ids(vectors.labels)
     groups = None
     if vectors.groups is not None:
-        groups = torch.from_numpy(calibration.group_numbers([str(group) for group in vectors.groups]))
+        names = vectors.groups.astype(str)
+        numbers = np.unique(names, return_inverse=True)[1].astype(np.int64)
+        groups = torch.from_numpy(np.where(np.isin(names, ("", str(UNKNOWN))), UNKNOWN, numbers))
     calibrator, note = (None, "") if run is None else calibrator_of(run, dim, device)
     note = note or "made on half of these classes and tested on the other half, five times"
     checked = check_far(vectors.embeddings, labels, calibrator, groups=groups, **options)
@@ -155,10 +158,13 @@ def _tests(
 
 
 def _measured(embeddings: Tensor, known: Classes, used: Any, examples: Sequence[int]) -> dict[str, Any]:
-    place = torch.from_numpy(known.rows[used])
-    bursts = [str(burst) for burst in known.bursts[used]]
-    classes = torch.from_numpy(known.classes[used])
-    return calibration.measure(embeddings.cpu()[place].float(), classes, groups=bursts, numbers=sorted({1, *examples}))
+    """On up to twice as many items of a class as are enrolled: what is measured for more examples is not asked for."""
+    order = np.flatnonzero(used)[np.argsort(known.classes[used], kind="stable")]
+    place = np.arange(len(order)) - np.searchsorted(known.classes[order], known.classes[order])
+    order = order[place < max(4, 2 * max(examples))]
+    rows = embeddings.cpu()[torch.from_numpy(known.rows[order])].float()
+    bursts = [str(burst) for burst in known.bursts[order]]
+    return calibration.measure(rows, torch.from_numpy(known.classes[order]), groups=bursts)
 
 
 def _rate(tested: Sequence[_Tested], examples: int, far: float | None) -> dict[str, Any]:
@@ -167,14 +173,15 @@ def _rate(tested: Sequence[_Tested], examples: int, far: float | None) -> dict[s
     classes, recognised, note = [], [], ""
     for by, labels, trials in tested:
         try:
-            threshold, bound = by.threshold(labels, {examples: labels}, examples, far)
+            answer = by.identify([Hit(1, "", 0.0, "", {})], {examples: labels}, far, {"": examples})
         except ValueError as error:
             note = str(error)
             continue
-        reached = trials.score >= threshold
+        bound = answer.far
+        reached = trials.score >= (math.inf if answer.threshold is None else answer.threshold)
         recognised.append((reached & trials.first)[trials.mated])
         if bound is None:
-            note = f"{by.classes} calibration classes are too few to bound the FAR"
+            note = answer.note
             continue
         stated.append(bound)
         accepted.append(reached[~trials.mated].astype(np.float64))

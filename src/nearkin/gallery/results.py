@@ -201,7 +201,7 @@ class Calibrator:
         order = sorted(range(len(best)), key=lambda i: (-shares[i], -best[i].similarity, best[i].id))
         candidates = [Candidate(best[i].label, best[i].similarity, float(shares[i]), best[i].id) for i in order]
         first = best[order[0]]
-        threshold, guaranteed = self.threshold(labels, sizes, counts.get(first.label, 1), far)
+        threshold, guaranteed = self._threshold(labels, sizes, counts.get(first.label, 1), far)
         known = same.any() or first.similarity >= threshold
         label, confidence = (first.label, float(shares[order[0]])) if known else (None, float(unknown))
         if threshold > 1:
@@ -226,7 +226,7 @@ class Calibrator:
         total = (1 - PRIOR_KNOWN) + PRIOR_KNOWN / labels * (ratios.sum() + rest)
         return PRIOR_KNOWN / labels * ratios / total, float((1 - PRIOR_KNOWN) / total)
 
-    def threshold(
+    def _threshold(
         self, labels: int, sizes: Mapping[int, int], examples: int, far: float | None
     ) -> tuple[float, float | None]:
         """The similarity from which on the nearest label is likelier than none, or that which guarantees `far`."""

@@ -23,7 +23,7 @@ LEVELS = 240  # thresholds at which resamples are counted
 IDENTITIES = 4  # unknown classes that must be accepted at a threshold for it to have an interval
 POINTS = 60  # of a curve
 _NEW_GALLERY = 1.2  # as in cluster_bootstrap: new classes are also another gallery
-_FEW_LABELS = 10.0  # of AUROC: a gallery of five labels varies as much as the searches (studies/open_set_holds.py)
+_FEW_LABELS = 20.0  # of AUROC: a gallery of five labels varies as much as the searches (studies/open_set_holds.py)
 _BLOCK = 2**22  # cells of a (samples, classes, levels) product at a time
 
 
