@@ -99,7 +99,9 @@ def test_vectors_need_no_run_and_json_is_complete(home):
 
 
 def test_the_calibrated_far_is_the_threshold(home):
-    assert "--far needs a calibration: run has no calibration.json" in refused("photos", "--run", "run", "--far", "0.01")
+    assert "--far needs a calibration: run has no calibration.json" in refused(
+        "photos", "--run", "run", "--far", "0.01"
+    )
     calibration = {"encoder": encoder_info("run").fingerprint} | calibration_by_hand(
         {0.9: (0.005, 0.9), 0.9999: (0.001, 0.5)}, {0.0: -20, 0.99: -4, 0.999: 9, 1.0: 14}
     )

@@ -175,7 +175,7 @@ def test_groups_that_another_browser_changed_are_shown_again(browser, served):  
 def test_groups_in_korean_on_a_phone_in_the_dark(browser, served, shoot):  # noqa: F811
     expect = playwright.expect
     with Watched(browser, served.address + "#groups", PHONE, "dark", locale="ko-KR") as page:
-        expect(page.locator("#groups h2")).to_have_text("함께 묶이는 항목은?")
+        expect(page.locator("#groups h2")).to_have_text("비슷한 항목 묶기")
         page.locator("#groups-propose [type=submit]").click()
         expect(cards(page)).to_have_count(KINDS)
         expect(page.locator("#groups-note")).to_have_text("그룹 4개")

@@ -27,6 +27,7 @@ playwright = pytest.importorskip(
 )
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NO_BROWSER = "the page is tested in a real browser, and there is no chromium: apt install chromium"
+playwright.expect.set_options(timeout=20_000)  # a busy machine
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER), pytest.mark.slow]
 KINDS, EACH = 4, 8
 LABELS = [f"kind {k}" for k in range(KINDS)]
@@ -116,7 +117,7 @@ class Watched:
             viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, reduced_motion="reduce", **options
         )
         self.page = self.context.new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(20_000)
         self.errors, self.requests = [], []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)

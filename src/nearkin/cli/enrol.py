@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearkin.cli import options
-from nearkin.cli.gallery_admin import opened_gallery
+from nearkin.cli.gallery_admin import opened_gallery, shown
 from nearkin.cli.ranks import first, joined
 from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_note
-from nearkin.gallery.stores.postgres_connection import shown
 
 if TYPE_CHECKING:
     from nearkin.dist.group import ProcessGroup

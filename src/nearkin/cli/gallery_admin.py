@@ -10,7 +10,6 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_note, print_table
-from nearkin.gallery.stores.postgres_connection import shown
 
 if TYPE_CHECKING:
     from nearkin.gallery import Gallery
@@ -167,3 +166,10 @@ def _share(value: float, interval: Sequence[float]) -> str:
 
 def _largest(counts: dict[str, int]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5])
+
+
+def shown(place: object) -> str:
+    """The place of a gallery, without a password; imported here, so that --help does without the gallery."""
+    from nearkin.gallery.stores import postgres_connection
+
+    return postgres_connection.shown(place)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nearkin.cli import options
+from nearkin.cli.gallery_admin import shown
 from nearkin.cli.screen import EnrolmentBar, app, echo, one_sentence, plain_bar, print_note
-from nearkin.gallery.stores.postgres_connection import shown
 
 if TYPE_CHECKING:
     from nearkin.web.enrolment import Enrolment

@@ -3,7 +3,7 @@ import { get, guarded, post } from "./api.js";
 import { $, bar, h, say, words } from "./dom.js";
 import { changeLabel, face, itemButton, openItem, picture } from "./items.js";
 import { GalleryMap } from "./map.js";
-import { on } from "./state.js";
+import { labelText, on } from "./state.js";
 import { tab } from "./tabs.js";
 import { fill, percent, t } from "./texts.js";
 
@@ -45,7 +45,7 @@ const showMap = (data) => {
 /* ---- confused labels, label errors */
 const side = (label, ids) => h("span", { class: "side" },
   h("span", { class: "thumbs" }, ...ids.slice(0, 2).map((id) => h("button", { type: "button", "aria-label": t("explore.open", { label, id: String(id) }), onclick: () => openItem(id) }, face(id, label)))),
-  h("span", { class: "what", title: label }, h("span", {}, ...words(label))));
+  h("span", { class: "what", title: label }, h("span", {}, ...words(labelText(label)))));
 const confusion = (row) => h("li", {},
   h("span", { class: "pair" }, side(row.labels[0], row.examples[0]), h("span", { class: "arrow", role: "img", "aria-label": t("explore.and") }, "↔"), side(row.labels[1], row.examples[1])),
   bar(row.share, true),
@@ -80,7 +80,7 @@ const showSelected = guarded(async (ids) => {
   const counts = new Map();
   for (const one of around.chosen) counts.set(one.label, (counts.get(one.label) ?? 0) + 1);
   const labels = [...counts].sort((a, b) => b[1] - a[1]);
-  const listed = labels.slice(0, LABELS).map(([label, n]) => `${label} × ${n}`).join(", ");
+  const listed = labels.slice(0, LABELS).map(([label, n]) => `${labelText(label)} × ${n}`).join(", ");
   const title = t("explore.selected", { n: ids.length });
   box.replaceChildren(
     h("h3", {}, title), ids.length > USED ? h("p", { class: "small soft" }, t("explore.used", { n: USED })) : "",

@@ -1,4 +1,5 @@
 /* The map of a gallery on a canvas: points by label, thumbnails when there is room, pan, zoom, lasso. */
+import { labelText } from "./state.js";
 import { t } from "./texts.js";
 
 export class GalleryMap {
@@ -183,7 +184,7 @@ export class GalleryMap {
     this.tip.hidden = i < 0;
     if (i < 0) return;
     const [x, y] = this.place(i), { w } = this.size;
-    this.tip.textContent = this.labels[this.label[i]];
+    this.tip.textContent = labelText(this.labels[this.label[i]]);
     this.tip.style.left = `${Math.max(4, Math.min(x + 12, w - this.tip.offsetWidth - 8))}px`; this.tip.style.top = `${Math.max(4, y - 34)}px`;
   }
   key(e) {

@@ -63,5 +63,5 @@ export const verdict = (identity, stats) => {
     bar(one.confidence ?? one.similarity),
     h("span", { class: "much" }, one.confidence === null ? digits(one.similarity) : percent(one.confidence)))));
   const spoken = [`${who}.`, sure, ...(unknown && !empty ? reasons(identity, stats) : [])].join(" ");
-  return { parts: [left, likeliest, ...(unknown ? [why(identity, stats)] : [])], spoken };
+  return { parts: [left, ...(identity.candidates.length ? [likeliest] : []), ...(unknown ? [why(identity, stats)] : [])], spoken };
 };
