@@ -364,6 +364,8 @@ OPERATIONS += [
     ("GET", f"/api/{name}")
     for name in ("items/1", "items/1/thumbnail", "labels", "stats", "health", "map", "diagnosis")
 ]
+OPERATIONS += [("POST", f"/api/groups/{name}") for name in ("propose", "name", "merge", "split", "undo")]
+OPERATIONS += [("GET", "/api/groups"), ("GET", "/api/groups/1")]
 OPERATIONS += [("GET", "/openapi.json")]
 
 
