@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.cluster.hierarchy import fcluster, linkage
 
+import reference
 from nearkin import evaluation
-from tests import reference
 
 
 def world(seed, classes=12, per_class=8, dim=16, noise=0.6):

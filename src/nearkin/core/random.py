@@ -47,6 +47,10 @@ class Stream(IntEnum):
     COIN_WEIGHTS = 23
     CLASS_GROUPS = 24
     LEFT_OUT_CLASSES = 25
+    OPEN_SET_CLASSES = 32
+    OPEN_SET_ITEMS = 33
+    OPEN_SET_COHORT = 34
+    OPEN_SET_CALIBRATION = 35
     # models
     LORA = 48
     PROJECTION = 49

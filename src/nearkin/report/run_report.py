@@ -9,7 +9,14 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.core import files
-from nearkin.report import interpolation_section, item_sections, number_sections, pretraining_section, sampling
+from nearkin.report import (
+    heat_section,
+    interpolation_section,
+    item_sections,
+    number_sections,
+    pretraining_section,
+    sampling,
+)
 from nearkin.report.findings import Findings, NearPair, check
 from nearkin.report.format import count, escape, number, short
 from nearkin.report.item_sections import Context
@@ -152,6 +159,11 @@ def _results_note(findings: Findings) -> str:
 
 
 def _grid_note(context: Context) -> str:
+    matched = "" if context.findings.explain is None else f"</p><p>{heat_section.NOTE}"
+    return _neighbours_note(context) + matched
+
+
+def _neighbours_note(context: Context) -> str:
     if context.findings.labels is not None:
         return (
             'Left a query, right its nearest neighbours among all test items. <span class="right">✓ framed</span>: '
@@ -231,6 +243,7 @@ def findings_of(outcome: Outcome) -> Findings:
         picture=_picture(prepared.rows, held_out.everything) if prepared.baseline != "vectors" else None,
         notes=outcome.notes,
         near=_near_pairs(outcome),
+        explain=heat_section.explainer(outcome.folder, prepared.rows, held_out.everything),
         free_length=recipe.encoder.get("normalize") is False,
     )
 
