@@ -6,6 +6,8 @@ from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.retrieval.knn import Neighbours, nearest
 from nearkin.evaluation.retrieval.nearest_negatives import nearest_negatives
+from nearkin.evaluation.retrieval.rerank_settings import DBA, AlphaQE, KReciprocal
+from nearkin.evaluation.retrieval.reranked import rerank
 from nearkin.evaluation.retrieval.retrieval_metrics import retrieval
 from nearkin.evaluation.statistics.cluster_bootstrap import bootstrap
 from nearkin.evaluation.statistics.paired import compare
@@ -14,7 +16,10 @@ from nearkin.evaluation.verification.score_calibration import Calibration, calib
 from nearkin.evaluation.verification.verification_metrics import operating_point, verification
 
 __all__ = [
+    "DBA",
+    "AlphaQE",
     "Calibration",
+    "KReciprocal",
     "Neighbours",
     "all_pairs",
     "bootstrap",
@@ -28,6 +33,7 @@ __all__ = [
     "omniglot_accuracy",
     "one_shot",
     "operating_point",
+    "rerank",
     "retrieval",
     "verification",
 ]
