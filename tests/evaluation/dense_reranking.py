@@ -1,8 +1,9 @@
 """Re-ranking as it is published, on dense matrices in float64, loop by loop: what the sparse passes are judged by.
 
-k-reciprocal (arXiv:1701.08398): sets as in its section 3.2, weights as in 3.3, the average as in 3.4. Where the authors' code
-differs from the paper it is followed: squared distances over the largest of the row, all queries among the neighbours, weights
-of sum 1, "more than" 2/3. Ties: itself first, then the lower index; in the result the nearer one, then the lower index.
+k-reciprocal (arXiv:1701.08398): sets as in its section 3.2, weights as in 3.3, the average as in 3.4. Where the
+authors' code differs from the paper it is followed: squared distances over the largest of the row, all queries among
+the neighbours, weights of sum 1, "more than" 2/3. Ties: itself first, then the lower index; in the result the nearer
+one, then the lower index.
 """
 
 import numpy as np
@@ -69,7 +70,7 @@ def k_reciprocal(queries, gallery, k1, k2, share, kind="cosine"):
 
 
 def ranking(final, d, itself):
-    """Indices by the final distance; then by the original one, then by index. itself: a row is not ranked for itself."""
+    """Indices by the final distance, then the original one, then by index. itself: a row is not ranked for itself."""
     final, d = np.round(final, DIGITS), np.round(d, DIGITS)
     return [
         sorted((j for j in range(final.shape[1]) if not (itself and i == j)), key=lambda j: (final[i, j], d[i, j], j))

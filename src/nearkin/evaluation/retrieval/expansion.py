@@ -23,8 +23,8 @@ def expanded(
 ) -> Tensor:
     """(Q, D) x + Σ_j max(cos(x, y_j), 0)^α y_j over the nearest gallery items j of each query x, of unit rows.
 
-    Without a gallery the queries are one another's. In the type of the queries, in float32 where that is shorter; summed
-    in float64, nearest last, in a fixed order.
+    Without a gallery the queries are one another's. In the type of the queries, or float32 where that is shorter;
+    summed in float64, nearest last, in a fixed order.
     """
     space = Space(queries, gallery, "cosine", budget)
     space.drop_duplicates(settings.neighbours)

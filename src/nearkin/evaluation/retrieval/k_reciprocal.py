@@ -1,18 +1,20 @@
 """k-reciprocal re-ranking (arXiv:1701.08398) from N × k1 neighbour lists: no matrix of all pairs is ever in memory.
 
-N(i, k): item i itself and its k nearest. R(i, k) = {j in N(i, k): i in N(j, k)}. R*(i) = R(i, k1) and R(j, k1/2) for each
-j in R(i, k1) that has more than 2/3 of R(j, k1/2) in R(i, k1). V_i has exp(-d_ij) on R*(i), divided by its sum; then the
-mean of V_j over the k2 first of N(i, ·). d_J(i, j) = 1 - Σ min(V_i, V_j) / Σ max(V_i, V_j), d* = (1 - λ) d_J + λ d.
+N(i, k): item i itself and its k nearest. R(i, k) = {j in N(i, k): i in N(j, k)}. R*(i) = R(i, k1) and R(j, k1/2) for
+each j in R(i, k1) that has more than 2/3 of R(j, k1/2) in R(i, k1). V_i has exp(-d_ij) on R*(i), divided by its sum;
+then the mean of V_j over the k2 first of N(i, ·). d_J(i, j) = 1 - Σ min(V_i, V_j) / Σ max(V_i, V_j), and
+d* = (1 - λ) d_J + λ d.
 
 As in the authors' code, whose figures others compare with: d_ij is the squared distance divided by the largest of i;
 the queries of one call are neighbours too, though they are not ranked; V is divided by its sum; "more than" 2/3. The
-paper has the squared distance itself, only gallery items, no division, "at least". Itself comes first in N(i, k) here, also
-among equal rows; k1/2 is rounded to even; if all items are equal, d is 0.
+paper has the squared distance itself, only gallery items, no division, "at least". Itself comes first in N(i, k) here,
+also among equal rows; k1/2 is rounded to even; if all items are equal, d is 0.
 
-Why lists are enough. V is sparse, and Σ min runs over inverted lists: which items have a weight at each column. Items that
-share no column have d_J = 1, so among them the order is that of d. Each item that is nearer by d than such an item also is
-nearer by d*, so the first k by d* are among the k nearest by d and the items with d_J < 1. Ties go to the nearer item by d,
-then to the lower index; d* is rounded to 2^-40, so that equal sums tie in whatever order they were added.
+Why lists are enough. V is sparse, and Σ min runs over inverted lists: which items have a weight at each column. Items
+that share no column have d_J = 1, so among them the order is that of d. Each item that is nearer by d than such an item
+also is nearer by d*, so the first k by d* are among the k nearest by d and the items with d_J < 1. Ties go to the
+nearer item by d, then to the lower index; d* is rounded to 2^-40, so that equal sums tie in whatever order they were
+added.
 
 The sparse part is NumPy on the CPU with a fixed order of summation: no budget, thread count or process changes a value.
 """
@@ -42,7 +44,7 @@ class _Sparse(NamedTuple):
     """Rows (or columns) of a sparse matrix: those of i are at start[i] : start[i + 1], ascending."""
 
     start: NDArray[np.int64]
-    index: Ints
+    at: Ints
     value: Floats
 
 
@@ -127,7 +129,7 @@ class Ranker:
     def _overlaps(
         self, queries: NDArray[np.int64], near: NDArray[np.int64], real: NDArray[np.bool_]
     ) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64], Floats], Floats]:
-        """Σ min(V_q, V_j): for all other items j where it is > 0, as (row, item, sum); and (q, k) for those in `near`."""
+        """Σ min(V_q, V_j): where it is > 0, as (row, item, sum), but (q, k) for the items in `near`."""
         mine = _averaged(self.vectors, self.lists[queries, : self.settings.k2])
         rows, items, sums = [], [], []
         of_near = np.zeros(near.shape)
@@ -149,7 +151,7 @@ class Ranker:
     def _tile(self, mine: _Sparse, number: int, block: slice) -> Floats:
         """(q, g): Σ min of some queries with a block of the gallery, column after column in ascending order."""
         inverted, width = self._columns(block), block.stop - block.start
-        length = np.diff(inverted.start)[mine.index]  # of the inverted list of each entry
+        length = np.diff(inverted.start)[mine.at]  # of the inverted list of each entry
         per_row = np.bincount(np.repeat(np.arange(number), np.diff(mine.start)), length, number).astype(np.int64)
         most = max(1, self.budget // 4 // _ENTRY)
         tile = np.zeros((number, width))
@@ -159,15 +161,15 @@ class Ranker:
             entries = slice(int(mine.start[first]), int(mine.start[last]))
             row = np.repeat(np.arange(first, last), np.diff(mine.start[first : last + 1]))
             for piece in _pieces(length[entries], most):
-                at = slice(entries.start + piece.start, entries.start + piece.stop)
-                each, place = _ranges(inverted.start[mine.index[at]], length[at])
-                weight = np.minimum(mine.value[at][each], inverted.value[place])
-                cell = (row[piece] - first)[each] * width + inverted.index[place]
-                part = tile[first:last].reshape(-1)
+                part = slice(entries.start + piece.start, entries.start + piece.stop)
+                each, place = _ranges(inverted.start[mine.at[part]], length[part])
+                weight = np.minimum(mine.value[part][each], inverted.value[place])
+                cell = (row[piece] - first)[each] * width + inverted.at[place]
+                cells = tile[first:last].reshape(-1)
                 if piece.stop - piece.start == len(row):
-                    part += np.bincount(cell, weight, len(part))
+                    cells += np.bincount(cell, weight, len(cells))
                 else:
-                    np.add.at(part, cell, weight)
+                    np.add.at(cells, cell, weight)
             first = last
         return tile
 
@@ -180,14 +182,14 @@ class Ranker:
         parts = [slice(block.start + part.start, block.start + part.stop) for part in self._row_blocks(block)]
         counts = np.zeros(size, np.int64)
         for part in parts:
-            counts += np.bincount(self._gallery_rows(part).index, minlength=size)
+            counts += np.bincount(self._gallery_rows(part).at, minlength=size)
         start = np.concatenate([[0], np.cumsum(counts)])
         index, value, free = np.empty(start[-1], np.int32), np.empty(start[-1]), start[:-1].copy()
         for part in parts:
             rows = self._gallery_rows(part)
             item = np.repeat(np.arange(part.start - block.start, part.stop - block.start), np.diff(rows.start))
-            order = np.argsort(rows.index, kind="stable")  # items ascend within a column
-            column = rows.index[order]
+            order = np.argsort(rows.at, kind="stable")  # items ascend within a column
+            column = rows.at[order]
             number = np.bincount(column, minlength=size)
             place = free[column] + np.arange(len(column)) - (np.cumsum(number) - number)[column]
             index[place], value[place] = item[order], rows.value[order]
@@ -202,10 +204,10 @@ class Ranker:
     def _bounds(self) -> NDArray[np.int64]:
         """(G,) how many entries an averaged row of the gallery has at most."""
         length = np.append(np.diff(self.vectors.start), 0)  # the last: no item, -1
-        return length[self.lists[self.offset :, : self.settings.k2]].sum(1)
+        return np.asarray(length[self.lists[self.offset :, : self.settings.k2]].sum(1))
 
     def _gallery_blocks(self) -> list[slice]:
-        """Blocks of the gallery whose inverted lists fit; one where memory allows, since each is made again per call."""
+        """Blocks of the gallery whose inverted lists fit; one where memory allows: several are made anew per call."""
         self.bounds = self._bounds()
         blocks = _pieces(self.bounds, max(1, self.budget // 2 // _STORED))
         return blocks or [slice(0, 0)]
@@ -260,7 +262,7 @@ def _averaged(vectors: _Sparse, members: Ints) -> _Sparse:
     row = np.broadcast_to(np.arange(len(members))[:, None], members.shape)[real]
     item = members[real]
     each, place = _ranges(vectors.start[item], np.diff(vectors.start)[item])
-    key = row[each] * np.int64(len(vectors.start)) + vectors.index[place]
+    key = row[each] * np.int64(len(vectors.start)) + vectors.at[place]
     order = np.argsort(key, kind="stable")
     key, value = key[order], vectors.value[place[order]]
     new = np.append(True, key[1:] != key[:-1])[: len(key)]
@@ -280,7 +282,7 @@ def _squared(similarity: Floats, kind: str) -> Floats:
     """Squared distances from exact similarities: of unit rows where these are signed squares of cosines."""
     if kind == "euclidean":
         return -similarity
-    return np.maximum(2 - 2 * np.sign(similarity) * np.sqrt(np.abs(similarity)), 0.0)
+    return np.asarray(np.maximum(2 - 2 * np.sign(similarity) * np.sqrt(np.abs(similarity)), 0.0))
 
 
 def _ranges(start: NDArray[np.int64], length: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

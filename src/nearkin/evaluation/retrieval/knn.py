@@ -107,7 +107,7 @@ def search_all(
     what: str = "searching",
     search: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
 ) -> Neighbours:
-    """The k nearest items of every query, (Q, k) each, as `nearest` has them; the processes of a group share the queries.
+    """The k nearest items of every query, (Q, k) each, as `nearest` has them; processes of a group share the queries.
 
     Similarities as `Space.exact` compares them. search: another way to find k items of some queries than the nearest.
     """

@@ -12,8 +12,8 @@ __all__ = ["DBA", "METHODS", "AlphaQE", "KReciprocal", "Rerank", "chosen_by", "f
 class KReciprocal:
     """k-reciprocal re-ranking (Zhong et al. 2017, arXiv:1701.08398): items that are among each other's neighbours.
 
-    d* = (1 - λ) d_J + λ d, where d_J is the Jaccard distance of the weighted k1-reciprocal neighbours of query and item,
-    each averaged over its k2 nearest, and d the squared distance over the largest one of the query.
+    d* = (1 - λ) d_J + λ d, where d_J is the Jaccard distance of the weighted k1-reciprocal neighbours of query and
+    item, each averaged over its k2 nearest, and d the squared distance over the largest one of the query.
     k1: how many neighbours; about the size of a class. k2: how many rows are averaged, itself included; 1: none; None:
     0.3 k1. lambda_: the share of the original distance. Defaults: section 4.1 of the paper, with its k2 = 6.
     """

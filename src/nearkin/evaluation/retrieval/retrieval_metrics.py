@@ -96,8 +96,8 @@ def retrieval(
     `Relation` without ids. (nan, nan) with fewer than 5 classes; one-sided where the metric is 0 or 1.
     group: a `dist.ProcessGroup` of processes that share the search. All of them call this with the same arguments, and
     all get the result, which is that of one process. Without it a process works alone, even under torchrun.
-    rerank: `KReciprocal`, `AlphaQE` or `DBA`, or a name as "k-reciprocal:k1=20": the order that is measured is that after
-    re-ranking, which reads no label; items of unknown class take no part in it. Exact, as `evaluation.rerank` is.
+    rerank: `KReciprocal`, `AlphaQE` or `DBA`, or a name as "k-reciprocal:k1=20": the order after re-ranking is
+    measured. It reads no label; items of unknown class take no part in it. Exact, as `evaluation.rerank` is.
     """
     checks.one_of("without_positives", without_positives, ("skip", "miss"))
     options: dict[str, Any] = {"ks": ks, "metrics": metrics, "similarity": similarity, "budget": budget}
