@@ -155,6 +155,17 @@ class Space:
                 row, slot = ((cols[part] >= piece.start) & (cols[part] < piece.stop)).nonzero(as_tuple=True)
                 out[part][row, slot] = tile[row, cols[part][row, slot] - piece.start]
 
+    def range_of(self, rows: Tensor, proposed: Tensor) -> tuple[Tensor, Tensor]:
+        """Between which two numbers the exact similarities lie, (n,) float64, of proposed ones of queries (n,)."""
+        error = self.error[rows].double()
+        ends = proposed.double() - error, proposed.double() + error
+        if self.similarity == "cosine":
+            low, high = (end * end.abs() for end in ends)
+        else:
+            unit = (2.0 if self.similarity == "euclidean" else 1.0) / self._scale**2
+            low, high = (end * unit for end in ends)
+        return low, high
+
     def exact(self, rows: Tensor, items: Tensor) -> Tensor:
         """The similarity that decides, float64, of pairs (P,) of queries and gallery items.
 

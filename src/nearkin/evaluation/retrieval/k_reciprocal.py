@@ -100,12 +100,8 @@ class Ranker:
         shared, near_shared = self._overlaps(queries, near, real)
         share = self.settings.lambda_
         score = np.where(real, _mixed(near_shared, np.where(real, distance, 0.0), share), np.inf)
-        # Other items with d_J < 1 that may be among the first k: d is at least that of the k-th nearest.
-        worst = np.where(real.all(1), score.max(1, initial=-np.inf), -np.inf)
         least = np.where(real[:, -1], distance[:, -1], 0.0)
-        r, j, overlap = shared
-        may = _mixed(overlap, least[r], share) <= worst[r]
-        r, j, overlap = r[may], j[may], overlap[may]
+        r, j, overlap = self._contenders(rows, k, score, least, *shared)
         pairs = torch.from_numpy(r).to(rows.device), torch.from_numpy(j).to(rows.device)
         d = self._distance(queries[r], self.space.exact(rows[pairs[0]], pairs[1]).cpu().numpy())
         place = np.nonzero(real)
@@ -121,6 +117,39 @@ class Ranker:
         scores[every_row[first], position[position < k]] = every_score[first]
         return torch.from_numpy(items).to(rows.device), torch.from_numpy(scores).to(rows.device)
 
+    def _contenders(
+        self,
+        rows: Tensor,
+        k: int,
+        score: Floats,
+        least: Floats,
+        r: NDArray[np.int64],
+        j: NDArray[np.int64],
+        overlap: Floats,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
+        """Those of the items (r, j) with d_J < 1 whose d* may be among the first k, by float32 products.
+
+        score (q, k): d* of the k nearest by d, inf where there are no more items. least (q,): the others have this d or
+        a larger one.
+        """
+        share, number, queries = self.settings.lambda_, len(rows), rows.cpu().numpy()
+        may = _mixed(overlap, least[r], share) <= score.max(1, initial=-np.inf)[r]
+        r, j, overlap = r[may], j[may], overlap[may]
+        counts = np.bincount(r, minlength=number)
+        slot = np.arange(len(r)) - np.repeat(np.cumsum(counts) - counts, counts)
+        items = torch.full((number, int(counts.max(initial=0))), -1, device=rows.device)
+        place = torch.from_numpy(r).to(rows.device), torch.from_numpy(slot).to(rows.device)
+        items[place] = torch.from_numpy(j).to(rows.device)
+        low, high = self.space.range_of(rows[place[0]], self.space.proposed(rows, items)[place])
+        known = (self.space.column(items)[place] >= 0).cpu().numpy()  # a duplicate that takes no part has no product
+        nearest = np.where(known, self._distance(queries[r], high.cpu().numpy()), least[r])
+        farthest = np.where(known, self._distance(queries[r], low.cpu().numpy()), 1.0)
+        surely = np.full(items.shape, np.inf)
+        surely[r, slot] = _mixed(overlap, farthest, share)
+        bound = np.partition(np.concatenate([score, surely], 1), k - 1, axis=1)[:, k - 1]  # the k-th d* is at most this
+        may = _mixed(overlap, nearest, share) <= bound[r]
+        return r[may], j[may], overlap[may]
+
     def _distance(self, queries: NDArray[np.int64], similarity: Floats) -> Floats:
         """d of queries with items, from exact similarities (q,) or (q, k)."""
         far = self.farthest[queries]
@@ -134,27 +163,29 @@ class Ranker:
         rows, items, sums = [], [], []
         of_near = np.zeros(near.shape)
         for block in self.gallery_blocks:
-            tile = self._tile(mine, len(queries), block)
+            tile, touched = self._tile(mine, len(queries), block)
             if self.space.self_search:
-                own = (queries >= block.start) & (queries < block.stop)
-                tile[own, queries[own] - block.start] = 0.0
+                own = np.flatnonzero((queries >= block.start) & (queries < block.stop))
+                touched[own, queries[own] - block.start] = False
             r, slot = np.nonzero(real & (near >= block.start) & (near < block.stop))
             column = near[r, slot] - block.start
             of_near[r, slot] = tile[r, column]
-            tile[r, column] = 0.0
-            flat = np.flatnonzero(tile)
+            touched[r, column] = False
+            flat = np.flatnonzero(touched)
             rows.append(flat // tile.shape[1])
             items.append(flat % tile.shape[1] + block.start)
             sums.append(tile.ravel()[flat])
-        return (np.concatenate(rows), np.concatenate(items), np.concatenate(sums)), of_near
+        row = np.concatenate(rows)
+        order = np.argsort(row, kind="stable")  # block after block so far
+        return (row[order], np.concatenate(items)[order], np.concatenate(sums)[order]), of_near
 
-    def _tile(self, mine: _Sparse, number: int, block: slice) -> Floats:
-        """(q, g): Σ min of some queries with a block of the gallery, column after column in ascending order."""
+    def _tile(self, mine: _Sparse, number: int, block: slice) -> tuple[Floats, NDArray[np.bool_]]:
+        """(q, g) Σ min of some queries with a block of the gallery, column after column; and where it is > 0."""
         inverted, width = self._columns(block), block.stop - block.start
         length = np.diff(inverted.start)[mine.at]  # of the inverted list of each entry
         per_row = np.bincount(np.repeat(np.arange(number), np.diff(mine.start)), length, number).astype(np.int64)
         most = max(1, self.budget // 4 // _ENTRY)
-        tile = np.zeros((number, width))
+        tile, touched = np.zeros((number, width)), np.zeros((number, width), np.bool_)
         first = 0
         while first < number:  # whole rows, as many as fit; a row that does not is added piece by piece, in order
             last = max(first + 1, first + int(np.searchsorted(np.cumsum(per_row[first:]), most, side="right")))
@@ -166,12 +197,13 @@ class Ranker:
                 weight = np.minimum(mine.value[part][each], inverted.value[place])
                 cell = (row[piece] - first)[each] * width + inverted.at[place]
                 cells = tile[first:last].reshape(-1)
+                touched[first:last].reshape(-1)[cell] = True
                 if piece.stop - piece.start == len(row):
-                    cells += np.bincount(cell, weight, len(cells))
+                    cells[:] = np.bincount(cell, weight, len(cells))
                 else:
                     np.add.at(cells, cell, weight)
             first = last
-        return tile
+        return tile, touched
 
     def _columns(self, block: slice) -> _Sparse:
         """Inverted lists of a block of the gallery, for each column the items of the block that have a weight there."""
