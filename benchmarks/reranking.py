@@ -1,9 +1,9 @@
 """k-reciprocal re-ranking from neighbour lists beside a dense one: python benchmarks/reranking.py
 
 60,502 × 512 float32 (Stanford Online Products' test set), `evaluation.retrieval` without and with rerank; and a dense
-version with N × N float32 matrices, as public implementations have it, at the sizes of --dense, where both are timed in the
-same run. Memory: what a call adds at its peak, in a process of its own that gives freed memory back at once. Processor
-seconds are written beside those of the clock: the machine may be shared.
+version with N × N float32 matrices, as public implementations have it, at the sizes of --dense, where both are timed in
+the same run. Memory: what a call adds at its peak, in a process of its own that gives freed memory back at once.
+Processor seconds are written beside those of the clock: the machine may be shared.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Matrix = NDArray[np.float32]
 
 
 def dense(x: Matrix, k1: int, k2: int, share: float) -> Matrix:
-    """d* (N, N) of a set that searches itself: distances, ranks, weights and their averages are matrices of all pairs."""
+    """d* (N, N) of a set that searches itself: distances, ranks, weights and averages are matrices of all pairs."""
     distance = np.maximum(2 - 2 * (x @ x.T), 0)
     distance /= distance.max(1, keepdims=True)
     order = np.argsort(distance, 1).astype(np.int32)

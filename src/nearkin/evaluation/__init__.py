@@ -6,6 +6,7 @@ from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.retrieval.knn import Neighbours, nearest
 from nearkin.evaluation.retrieval.nearest_negatives import nearest_negatives
+from nearkin.evaluation.retrieval.rerank_choice import ChosenRerank, choose_rerank
 from nearkin.evaluation.retrieval.rerank_settings import DBA, AlphaQE, KReciprocal
 from nearkin.evaluation.retrieval.reranked import rerank
 from nearkin.evaluation.retrieval.retrieval_metrics import retrieval
@@ -19,11 +20,13 @@ __all__ = [
     "DBA",
     "AlphaQE",
     "Calibration",
+    "ChosenRerank",
     "KReciprocal",
     "Neighbours",
     "all_pairs",
     "bootstrap",
     "calibrate",
+    "choose_rerank",
     "clustering",
     "compare",
     "diagnose",

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, TypeAlias
 
 from nearkin.core import checks
 
-__all__ = ["DBA", "METHODS", "AlphaQE", "KReciprocal", "Rerank", "chosen_by", "fields", "method_of", "settings_of"]
+__all__ = ["DBA", "METHODS", "AlphaQE", "KReciprocal", "Rerank", "check_similarity", "fields", "has_settings"]
+__all__ += ["method_of", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def method_of(rerank: "Rerank | str") -> str:
     return name
 
 
-def chosen_by(rerank: "Rerank | str") -> bool:
+def has_settings(rerank: "Rerank | str") -> bool:
     """Whether the settings come from the caller; a name alone leaves them open."""
     return not isinstance(rerank, str) or bool(rerank.partition(":")[2].strip())
 
@@ -113,3 +114,8 @@ def chosen_by(rerank: "Rerank | str") -> bool:
 def fields(rerank: Rerank) -> dict[str, Any]:
     """The settings by the names that a text has."""
     return {"lambda" if key == "lambda_" else key: value for key, value in asdict(rerank).items()}
+
+
+def check_similarity(settings: Rerank, similarity: str) -> None:
+    if similarity not in settings.similarities:
+        checks.impossible("similarity", similarity, f"{settings.name} re-ranks by others", settings.similarities)

@@ -9,9 +9,16 @@ from nearkin.evaluation.retrieval import expansion, knn
 from nearkin.evaluation.retrieval.exact import Space
 from nearkin.evaluation.retrieval.k_reciprocal import Ranker
 from nearkin.evaluation.retrieval.knn import Neighbours
-from nearkin.evaluation.retrieval.rerank_settings import DBA, AlphaQE, KReciprocal, Rerank, settings_of
+from nearkin.evaluation.retrieval.rerank_settings import (
+    DBA,
+    AlphaQE,
+    KReciprocal,
+    Rerank,
+    check_similarity,
+    settings_of,
+)
 
-__all__ = ["check_similarity", "rerank", "space_for"]
+__all__ = ["rerank", "space_for"]
 
 
 @takes_arrays
@@ -48,11 +55,6 @@ def rerank(
         return Neighbours(indices, -distances)
     indices, values = knn.search_all(space, k)
     return Neighbours(indices, knn.cosines(indices, values))
-
-
-def check_similarity(settings: Rerank, similarity: str) -> None:
-    if similarity not in settings.similarities:
-        checks.impossible("similarity", similarity, f"{settings.name} re-ranks by others", settings.similarities)
 
 
 def space_for(

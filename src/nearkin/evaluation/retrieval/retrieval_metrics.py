@@ -35,11 +35,11 @@ from nearkin.evaluation.retrieval.exact import Space
 from nearkin.evaluation.retrieval.k_reciprocal import Ranker
 from nearkin.evaluation.retrieval.knn import Searcher
 from nearkin.evaluation.retrieval.relevance import Relevance, check_groups, with_known_labels
-from nearkin.evaluation.retrieval.rerank_settings import KReciprocal, Rerank, settings_of
-from nearkin.evaluation.retrieval.reranked import check_similarity, space_for
+from nearkin.evaluation.retrieval.rerank_settings import KReciprocal, Rerank, check_similarity, settings_of
+from nearkin.evaluation.retrieval.reranked import space_for
 from nearkin.evaluation.statistics import cluster_bootstrap
 
-__all__ = ["AT_KS", "DEFAULT", "METRICS", "Retrieval", "per_query", "retrieval"]
+__all__ = ["AT_KS", "DEFAULT", "METRICS", "Retrieval", "per_query", "retrieval", "summary"]
 
 METRICS = ("recall", "precision@1", "r_precision", "map@r", "map", "mrr", "ndcg", "cmc", "minp")
 DEFAULT = ("recall", "precision@1", "r_precision", "map@r")
@@ -104,6 +104,13 @@ def retrieval(
     options |= {"backend": backend, "progress": progress, "group": group}
     options |= {"groups": groups, "gallery_groups": gallery_groups, "rerank": rerank}
     values = per_query(embeddings, labels, gallery, gallery_labels, **options)
+    return summary(values, labels, without_positives, interval)
+
+
+def summary(
+    values: dict[str, Tensor], labels: Labels, without_positives: str = "skip", interval: bool = False
+) -> Retrieval:
+    """The result of `retrieval` from what `per_query` returns, which it takes apart."""
     positives = values.pop("positives")
     known, valid = positives != UNKNOWN, positives > 0
     counted = int((valid if without_positives == "skip" else known).sum())
