@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.core import files
-from nearkin.report import interpolation_section, item_sections, number_sections, sampling
+from nearkin.report import interpolation_section, item_sections, number_sections, rerank_section, sampling
 from nearkin.report.findings import Findings, NearPair, check
 from nearkin.report.format import count, escape, number, short
 from nearkin.report.item_sections import Context
@@ -90,6 +90,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
         ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
         ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
         ("groups", "Groups", "", number_sections.groups(findings)),
+        ("rerank", "Re-ranking", rerank_section.NOTE, rerank_section.reranking(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
         ("map", "Map", _map_note(context, plane[1]), plane[0]),
         ("training", "Training", _training_note(findings), curves),

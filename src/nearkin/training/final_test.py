@@ -19,6 +19,7 @@ from nearkin.evaluation.statistics import cluster_bootstrap
 from nearkin.training.config.registry import matryoshka_dims
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, build_encoder
+from nearkin.training.rerank_test import rerank_results
 from nearkin.training.trainer import PRECISIONS, Trainer
 from nearkin.training.validation import (
     MAIN,
@@ -84,9 +85,14 @@ def raw(store: ItemStore, indices: NDArray[np.int64]) -> Tensor:
 
 
 def results(
-    trainer: Trainer, prepared: Prepared, held_out: HeldOut, rows: dict[str, Tensor], facts: dict[str, Any]
+    trainer: Trainer,
+    prepared: Prepared,
+    held_out: HeldOut,
+    rows: dict[str, Tensor],
+    facts: dict[str, Any],
+    validation: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Measures every contender and writes results.json."""
+    """Measures every contender and writes results.json. validation: embeddings on which re-ranking is chosen."""
     recipe, state, on = trainer.recipe, trainer.state, trainer.device
     options: dict[str, Any] = {"ks": recipe.evaluation.ks, "interval": recipe.evaluation.interval}
     options["seed"] = recipe.training.seed
@@ -128,6 +134,9 @@ def results(
         content["lengths"] = {
             str(dim): full_metrics(x, held_out, trainer.graded, on, **options) for dim, x in cut.items()
         }
+    if recipe.evaluation.rerank is not None:
+        val = prepared.held_out("val")
+        content["rerank"] = rerank_results(rows["trained"], held_out, validation, val, recipe, on)
     content |= extra_metrics(rows["trained"], held_out, prepared.test_pairs(), recipe, on)
     with explained(trainer, "results.json"):
         files.write_json(trainer.out / "results.json", content)

@@ -25,6 +25,7 @@ from nearkin.training.final_test import raw
 from nearkin.training.loop import Callback, deterministic, fit
 from nearkin.training.own_objects import PREFIX, Own, own_objects
 from nearkin.training.prepare import Prepared, prepare
+from nearkin.training.rerank_test import validation_rows
 from nearkin.training.trainer import Trainer, assemble
 from nearkin.training.validation import HeldOut
 
@@ -225,7 +226,10 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():
         callback({"event": "testing", "what": name})
         rows[name] = embed()
-    results = group.on_rank0("testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts))
+    validation = validation_rows(trainer, encoder, prepared)
+    results = group.on_rank0(
+        "testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts, validation)
+    )
     callback({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     history, notes = trainer.metrics_log.read(), list(state.notes)
     return Outcome(trainer.out, trainer.recipe, results, history, prepared, held_out, rows["trained"], notes)
