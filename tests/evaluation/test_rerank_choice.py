@@ -21,10 +21,10 @@ def clustered(classes=20, each=8, spread=1.0, seed=0):
 
 def test_candidates_follow_the_median_class_size():
     labels = torch.tensor([0] * 11 + [1] * 11 + [2] * 90 + [-1] * 500)
-    assert [one.k1 for one in rerank_choice.candidates(labels, "k-reciprocal")] == [5, 10, 15, 20, 30]
-    assert [one.k2 for one in rerank_choice.candidates(labels, "k-reciprocal")] == [2, 3, 4, 6, 9]
+    assert [one.k1 for one in rerank_choice.candidates(labels, "k-reciprocal")] == [2, 5, 10, 15, 20]
+    assert [one.k2 for one in rerank_choice.candidates(labels, "k-reciprocal")] == [1, 2, 3, 4, 6]
     assert [one.neighbours for one in rerank_choice.candidates(labels, "dba")] == [1, 2, 5, 10]
-    assert rerank_choice.candidates(torch.tensor([0, 0, 1, 1]), "k-reciprocal") == [KReciprocal(k) for k in (1, 2, 3)]
+    assert rerank_choice.candidates(torch.tensor([0, 0, 1, 1]), "k-reciprocal") == [KReciprocal(k) for k in (1, 2)]
 
 
 def test_the_best_on_validation_is_taken():

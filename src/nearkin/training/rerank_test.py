@@ -37,15 +37,13 @@ def rerank_results(
         settings = best.settings
         tried = [rerank_settings.fields(one) | {"map@r": value} for one, value in best.tried]
         chosen = {"items": len(on), "classes": len(torch.unique(labels)), "plain": best.plain, "tried": tried}
-    options: dict[str, Any] = {
-        "metrics": METRICS,
-        "interval": recipe.evaluation.interval,
-        **groups_of(held_out, device),
-    }
+    options: dict[str, Any] = {"metrics": METRICS, "interval": recipe.evaluation.interval}
+    options |= groups_of(held_out, device)
     if recipe.evaluation.ks is not None:
         options["ks"] = recipe.evaluation.ks
     result = rerank_choice.figures(*query_and_gallery(rows, held_out, device), settings, **options)
-    return {"chosen": chosen} | _plain(result)
+    content: dict[str, Any] = _plain(result)
+    return {"chosen": chosen} | content
 
 
 def _plain(value: Any) -> Any:

@@ -226,10 +226,8 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():
         callback({"event": "testing", "what": name})
         rows[name] = embed()
-    validation = validation_rows(trainer, encoder, prepared)
-    results = group.on_rank0(
-        "testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts, validation)
-    )
+    val = validation_rows(trainer, encoder, prepared)
+    results = group.on_rank0("testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts, val))
     callback({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     history, notes = trainer.metrics_log.read(), list(state.notes)
     return Outcome(trainer.out, trainer.recipe, results, history, prepared, held_out, rows["trained"], notes)

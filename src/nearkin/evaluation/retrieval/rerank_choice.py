@@ -25,7 +25,7 @@ from nearkin.evaluation.statistics import cluster_bootstrap
 
 __all__ = ["ChosenRerank", "candidates", "choose_rerank", "figures"]
 
-_FACTORS = {KReciprocal: (0.5, 1.0, 1.5, 2.0, 3.0), AlphaQE: (0.1, 0.25, 0.5, 1.0), DBA: (0.1, 0.25, 0.5, 1.0)}
+_FACTORS = {KReciprocal: (0.25, 0.5, 1.0, 1.5, 2.0), AlphaQE: (0.1, 0.25, 0.5, 1.0), DBA: (0.1, 0.25, 0.5, 1.0)}
 _COMPARED = {"map@r": ("map@r", "MAP@R"), "recall@1": ("precision@1", "R@1")}  # key, metric, written
 
 
@@ -52,7 +52,7 @@ def choose_rerank(
     """The settings of a method with the best MAP@R on validation items: classes that are not those of the test.
 
     embeddings (N, D), labels (N,) class ids: of the validation items, which search one another. What is tried follows
-    the median class size m: k1 = 0.5 to 3 (m - 1) with k2 = 0.3 k1 and λ = 0.3; for "alpha-qe" and "dba" 0.1 to 1
+    the median class size m: k1 = 0.25 to 2 (m - 1) with k2 = 0.3 k1 and λ = 0.3; for "alpha-qe" and "dba" 0.1 to 1
     (m - 1) neighbours with α = 3. The first of equal ones is taken. groups, similarity, budget, group: as in
     `retrieval`.
     """
