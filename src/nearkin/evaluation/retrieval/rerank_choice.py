@@ -25,7 +25,7 @@ from nearkin.evaluation.statistics import cluster_bootstrap
 
 __all__ = ["ChosenRerank", "candidates", "choose_rerank", "figures"]
 
-_FACTORS = {KReciprocal: (0.25, 0.5, 1.0, 1.5, 2.0), AlphaQE: (0.1, 0.25, 0.5, 1.0), DBA: (0.1, 0.25, 0.5, 1.0)}
+_FACTORS = {KReciprocal: (0.25, 0.5, 1.0, 1.5, 2.0), AlphaQE: (0.05, 0.1, 0.25, 0.5), DBA: (0.05, 0.1, 0.25, 0.5)}
 _COMPARED = {"map@r": ("map@r", "MAP@R"), "recall@1": ("precision@1", "R@1")}  # key, metric, written
 
 
@@ -52,8 +52,8 @@ def choose_rerank(
     """The settings of a method with the best MAP@R on validation items: classes that are not those of the test.
 
     embeddings (N, D), labels (N,) class ids: of the validation items, which search one another. What is tried follows
-    the median class size m: k1 = 0.25 to 2 (m - 1) with k2 = 0.3 k1 and λ = 0.3; for "alpha-qe" and "dba" 0.1 to 1
-    (m - 1) neighbours with α = 3. The first of equal ones is taken. groups, similarity, budget, group: as in
+    the median class size m: k1 = 0.25 to 2 (m - 1) with k2 = 0.3 k1 and λ = 0.3; for "alpha-qe" and "dba" 0.05 to
+    0.5 (m - 1) neighbours with α = 3. The first of equal ones is taken. groups, similarity, budget, group: as in
     `retrieval`.
     """
     checks.one_of("method", method, METHODS)
@@ -128,8 +128,10 @@ def figures(
 
 def sentence(against: Mapping[str, Mapping[str, Any]]) -> str:
     """Whether it helps, by MAP@R, and what happens to R@1."""
-    main = against["map@r"]["verdict"]
-    opening = {"better": "Re-ranking helps", "worse": "Re-ranking harms", "undecided": "Re-ranking may or may not help"}
+    main, first = (against.get(name, {}).get("verdict") for name in _COMPARED)
+    opening = {"better": "helps", "worse": "harms", "undecided": "may or may not help"}[str(main)]
+    if (main, first) == ("better", "worse"):
+        opening = "helps MAP@R and harms R@1"
     parts = []
     for name, (_, written) in _COMPARED.items():
         if name not in against:
@@ -139,7 +141,7 @@ def sentence(against: Mapping[str, Mapping[str, Any]]) -> str:
         ends = "" if math.isnan(low) else f", 95 % interval {_points(low)} to {_points(high)}"
         change = f"{_points(one['difference'])} points{ends}, {one['verdict']}"
         parts.append(f"{written} {100 * one['plain']:.1f} % becomes {100 * one['reranked']:.1f} % ({change})")
-    return f"{opening[main]}: {'; '.join(parts)}."
+    return f"Re-ranking {opening}: {'; '.join(parts)}."
 
 
 def _points(share: float) -> str:
