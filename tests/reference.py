@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from itertools import combinations
 
+import numpy as np
 import torch
 
 # ---------------------------------------------------------------- vectors, distances, sums
@@ -763,3 +764,74 @@ def soft_triple(
         return scores
 
     return classified(x, labels, logits, reduction, lambda i, y: tau * spread)
+
+
+# --- groups
+
+
+def average_linkage_groups(rows, similarity):
+    """Groups by average linkage over all pairs: the two groups of the largest mean cosine are joined, while it reaches
+    the similarity. Sets of items, from loops in float64."""
+    unit = [row / max(float(np.sqrt((row**2).sum())), 1e-300) for row in np.asarray(rows, np.float64)]
+    groups = [{i} for i in range(len(unit))]
+    while True:
+        best, pair = -2.0, None
+        for a in range(len(groups)):
+            for b in range(a + 1, len(groups)):
+                mean = math.fsum(float(unit[i] @ unit[j]) for i in groups[a] for j in groups[b])
+                mean /= len(groups[a]) * len(groups[b])
+                if mean > best:
+                    best, pair = mean, (a, b)
+        if pair is None or best < similarity - 1e-12:
+            return {frozenset(group) for group in groups}
+        groups[pair[0]] |= groups.pop(pair[1])
+
+
+def smoothed(rows, neighbours, rounds):
+    """Rows moved towards their mutual neighbours, by loops in float64."""
+    unit = np.asarray(rows, np.float64)
+    unit = unit / np.sqrt((unit**2).sum(1, keepdims=True))
+    unit = unit - unit.mean(0)
+    unit = unit / np.sqrt((unit**2).sum(1, keepdims=True))
+    for _ in range(rounds):
+        near = []
+        for i in range(len(unit)):
+            others = sorted((-float(unit[i] @ unit[j]), j) for j in range(len(unit)) if j != i)
+            near.append([j for _, j in others[:neighbours]])
+        moved = []
+        for i in range(len(unit)):
+            row = unit[i].copy()
+            for j in near[i]:
+                if i in near[j]:
+                    row += max(float(unit[i] @ unit[j]), 0.0) ** 3 * unit[j]
+            moved.append(row / float(np.sqrt((row**2).sum())))
+        unit = np.stack(moved)
+    return unit
+
+
+def graph_components(rows, similarity):
+    """Connected components of the graph of all pairs at the similarity, by a search from each item."""
+    unit = [row / float(np.sqrt((row**2).sum())) for row in np.asarray(rows, np.float64)]
+    left, groups = set(range(len(unit))), set()
+    while left:
+        group, waiting = set(), [min(left)]
+        while waiting:
+            item = waiting.pop()
+            group.add(item)
+            waiting += [j for j in left - group if float(unit[item] @ unit[j]) >= similarity and j not in waiting]
+        left -= group
+        groups.add(frozenset(group))
+    return groups
+
+
+def bcubed(labels, groups):
+    """B-cubed precision, recall and F from sums over pairs of items."""
+    precision, recall = [], []
+    for i in range(len(labels)):
+        in_group = [j for j in range(len(labels)) if groups[j] == groups[i]]
+        in_class = [j for j in range(len(labels)) if labels[j] == labels[i]]
+        both = len(set(in_group) & set(in_class))
+        precision.append(both / len(in_group))
+        recall.append(both / len(in_class))
+    p, r = math.fsum(precision) / len(labels), math.fsum(recall) / len(labels)
+    return {"precision": p, "recall": r, "f": 2 * p * r / (p + r)}

@@ -33,10 +33,11 @@ class Similarity(str, Enum):
 @app.command(no_args_is_help=True)
 def evaluate(
     embeddings: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="Embeddings: .npz or .safetensors with embeddings and labels (or targets); .npy with --labels; "
-            ".parquet with columns embedding and label (or target). Or the folder of a run.",
+            ".parquet with columns embedding and label (or target). Or the folder of a run, or an encoder's name: "
+            "efficientnet-lite0, timm:…, hf:…",
             metavar="EMBEDDINGS|RUN",
             show_default=False,
         ),
@@ -161,6 +162,8 @@ def evaluate(
 
       nearkin evaluate runs/birds new-photos/ --clustering --diagnose
 
+      nearkin evaluate efficientnet-lite0 photos/ --interval
+
       nearkin evaluate faces.npz --pairs pairs.csv --far 1e-3
 
       torchrun --nproc-per-node 8 -m nearkin evaluate runs/birds
@@ -205,7 +208,7 @@ def evaluate(
             raise ValueError("--gallery-labels, --gallery-targets and --gallery-groups need --gallery FILE")
         if groups is not None and (group_pattern or group_column):
             raise ValueError("--groups FILE excludes --group-pattern and --group-column, got both")
-        if embeddings.is_dir():
+        if _is_encoder(embeddings):
             if labels or targets or gallery or groups:
                 raise ValueError(
                     f"{embeddings}: a run brings its own labels; leave --labels, --targets, --groups, --gallery out"
@@ -222,7 +225,7 @@ def evaluate(
                 raise ValueError(f"{embeddings}: --group-pattern is for the folder of a run; --groups FILE for a file")
             beside: dict[str, Any] = {"multi_label": True, "group_column": group_column}
             beside["levels"] = options.names(levels) or ()
-            queries = vectors.read(embeddings, labels, targets, groups, **beside)
+            queries = vectors.read(Path(embeddings), labels, targets, groups, **beside)
             searched = None
             if gallery is not None:
                 searched = vectors.read(gallery, gallery_labels, gallery_targets, gallery_groups, **beside)
@@ -246,8 +249,16 @@ def evaluate(
             echo(f"wrote {written}", err=True)
 
 
+def _is_encoder(text: str) -> bool:
+    """Whether the argument is no file: a folder, an encoder's name, or what may be one mistyped."""
+    from nearkin.models.frozen import is_encoder_name
+
+    path = Path(text)
+    return is_encoder_name(text) or path.is_dir() or not (path.exists() or path.suffix)
+
+
 def _of_run(
-    run: Path,
+    run: str,
     source: str | None,
     root: Path | None,
     dim: int | None,

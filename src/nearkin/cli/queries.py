@@ -3,7 +3,6 @@
 import json as json_module
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +15,13 @@ if TYPE_CHECKING:
     from nearkin.gallery import Gallery
 
 _OtherRun = Annotated[
-    Path | None,
-    typer.Option("--run", help="Where its run is now.", metavar="RUN", show_default="where it was enrolled from"),
+    str | None,
+    typer.Option(
+        "--run",
+        help="Where its run is now, or its encoder's name.",
+        metavar="RUN",
+        show_default="where it was enrolled from",
+    ),
 ]
 _FarPair = Annotated[
     float | None,
@@ -125,7 +129,7 @@ def identify(
 def verify(
     a: Annotated[str, typer.Argument(help="An image, or an .npy with one vector.", metavar="A", show_default=False)],
     b: Annotated[str, typer.Argument(help="The other.", metavar="B", show_default=False)],
-    run: Annotated[Path | None, typer.Option(help="The folder of a run.", metavar="RUN")] = None,
+    run: Annotated[str | None, typer.Option(help=options.RUN_HELP, metavar="RUN")] = None,
     gallery: Annotated[str | None, typer.Option(help="Or a gallery, whose encoder is used.", metavar="G")] = None,
     far: _FarPair = None,
     device: options.DeviceOption = options.Device.auto,
@@ -139,11 +143,16 @@ def verify(
     """
     with one_sentence():
         from nearkin import gallery as room
+        from nearkin.models.frozen import is_encoder_name
 
         chosen = run or (None if gallery is None else room.run_of(gallery))
         if chosen is None:
             raise ValueError("verify needs an encoder: --run RUN, or --gallery G of a gallery made with one")
-        answer = room.verify(chosen, _item(a), _item(b), far=far, device=device.value)
+        if gallery is not None and is_encoder_name(chosen):  # whose calibration is the gallery's
+            with opened_gallery(gallery, chosen, device) as opened:
+                answer = opened.verify(_item(a), _item(b), far=far)
+        else:
+            answer = room.verify(chosen, _item(a), _item(b), far=far, device=device.value)
     if json:
         print_json(answer._asdict())
         return
@@ -159,7 +168,7 @@ def verify(
 
 
 @contextmanager
-def _gallery_with_encoder(place: str, run: Path | None, device: options.Device) -> "Iterator[Gallery]":
+def _gallery_with_encoder(place: str, run: str | None, device: options.Device) -> "Iterator[Gallery]":
     """The gallery with the encoder of its run."""
     from nearkin import gallery as room
 

@@ -7,8 +7,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -17,7 +17,17 @@ from nearkin.cli.ranks import end_rank
 from nearkin.core.errors import Diverged, Stopped, Terminated
 from nearkin.core.text import visible
 
-__all__ = ["app", "bar_columns", "echo", "main", "metric_cell", "one_sentence", "plain_bar", "print_json"]
+__all__ = [
+    "EnrolmentBar",
+    "app",
+    "bar_columns",
+    "echo",
+    "main",
+    "metric_cell",
+    "one_sentence",
+    "plain_bar",
+    "print_json",
+]
 __all__ += ["print_note", "print_table", "progress_bars", "results_table", "shown", "training_screen"]
 
 
@@ -46,10 +56,26 @@ class _Verbs(TyperGroup):
 app = typer.Typer(
     cls=_Verbs,
     help="Deep metric learning: train encoders, evaluate embeddings, search and identify.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from nearkin.core.versions import version_of
+
+        echo(f"nearkin {version_of('nearkin')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the verb."""
 
 
 def main() -> None:
@@ -122,6 +148,32 @@ def plain_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
             bars.update(task, completed=done, total=total or None, status=f"{speed:,.0f}/s" if speed else "")
 
         yield progress
+
+
+class EnrolmentBar:
+    """progress(done, total) from another thread: a bar that goes when all is done, or a line per quarter."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._shown, self._stack = quiet, 0, ExitStack()
+        self._bar: Callable[[int, int], None] | None = None
+
+    def __enter__(self) -> "EnrolmentBar":
+        if not self._quiet:
+            self._bar = self._stack.enter_context(plain_bar("enrolling"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar(done, total)
+            if done == total:
+                self._bar = None
+                self._stack.close()
+        elif not self._quiet and 4 * done // total > self._shown < 4:
+            self._shown = 4 * done // total
+            echo(f"enrolled {done:,} of {total:,}", err=True)
 
 
 @contextmanager

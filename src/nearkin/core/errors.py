@@ -1,6 +1,7 @@
 """Every exception class of the package: caught by class, never recognised by name."""
 
-__all__ = ["CorruptCheckpoint", "Diverged", "ExcessiveText", "ForeignCheckpoint", "LabelConflict", "MalformedRequest"]
+__all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
+__all__ += ["LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
 __all__ += ["RequestTooLarge", "Stopped", "StoreUnavailable", "StoreUnreachable", "Terminated", "UnfittingWeights"]
 __all__ += ["UnreadablePicture", "UnsupportedMedia"]
@@ -64,11 +65,18 @@ class LabelConflict(ValueError):
         )
 
 
-class MissingRow(ValueError):
-    """No row has this id."""
+class StaleGroups(ValueError):
+    """The groups have changed since the version that a step was decided on."""
 
-    def __init__(self, id: int) -> None:
-        super().__init__(f"no row has the id {id}")
+    def __init__(self, version: int, current: int) -> None:
+        super().__init__(f"the groups have changed meanwhile (version {current}, not {version}); look at them again")
+
+
+class MissingRow(ValueError):
+    """No row has this id, or no group this number."""
+
+    def __init__(self, id: int, what: str = "row") -> None:
+        super().__init__(f"no row has the id {id}" if what == "row" else f"there is no {what} {id}")
 
 
 class StoreUnavailable(OSError):
@@ -77,6 +85,10 @@ class StoreUnavailable(OSError):
 
 class StoreUnreachable(StoreUnavailable, ValueError):
     """The database is down, does not answer, or refuses the statement."""
+
+
+class EnrolmentStopped(Exception):
+    """The service ends while it enrols; what is enrolled stays."""
 
 
 class OutOfTime(Exception):

@@ -4,6 +4,8 @@ from nearkin.evaluation.clustering import clustering
 from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
+from nearkin.evaluation.group_agreement import bcubed, bcubed_values, pairwise
+from nearkin.evaluation.grouping import Grouping, group, smoothed
 from nearkin.evaluation.retrieval.knn import Neighbours, nearest
 from nearkin.evaluation.retrieval.nearest_negatives import nearest_negatives
 from nearkin.evaluation.retrieval.rerank_choice import ChosenRerank, choose_rerank
@@ -21,9 +23,12 @@ __all__ = [
     "AlphaQE",
     "Calibration",
     "ChosenRerank",
+    "Grouping",
     "KReciprocal",
     "Neighbours",
     "all_pairs",
+    "bcubed",
+    "bcubed_values",
     "bootstrap",
     "calibrate",
     "choose_rerank",
@@ -31,13 +36,16 @@ __all__ = [
     "compare",
     "diagnose",
     "graded",
+    "group",
     "nearest",
     "nearest_negatives",
     "omniglot_accuracy",
     "one_shot",
     "operating_point",
+    "pairwise",
     "rerank",
     "retrieval",
+    "smoothed",
     "verification",
 ]
 

@@ -1,31 +1,42 @@
 """Embeddings put to use: enrol items, then search, identify and verify them; in SQLite or PostgreSQL."""
 
-from nearkin.core.errors import LabelConflict, MissingRow, StoreUnavailable
+from nearkin.core.errors import LabelConflict, MissingRow, StaleGroups, StoreUnavailable
 from nearkin.gallery.calibration import calibrate
+from nearkin.gallery.embedder import Embedder, open_encoder
 from nearkin.gallery.enroll import enrol_source, enroll_source
 from nearkin.gallery.gallery import Enrolled, Gallery
+from nearkin.gallery.group_edits import GroupEditor, Reviewed
 from nearkin.gallery.items import Seen
 from nearkin.gallery.opening import run_of
 from nearkin.gallery.results import Candidate, Hit, Identity, Verification, verify
+from nearkin.gallery.source_groups import SourceGroups, group_source, write_groups
 from nearkin.gallery.stores import Report
 
 __all__ = [
     "Candidate",
+    "Embedder",
     "Enrolled",
     "Gallery",
+    "GroupEditor",
     "Hit",
     "Identity",
     "LabelConflict",
     "MissingRow",
     "Report",
+    "Reviewed",
     "Seen",
+    "SourceGroups",
+    "StaleGroups",
     "StoreUnavailable",
     "Verification",
     "calibrate",
     "enrol_source",
     "enroll_source",
+    "group_source",
+    "open_encoder",
     "run_of",
     "verify",
+    "write_groups",
 ]
 
 

@@ -1,6 +1,6 @@
 """Schemas of requests and answers; FastAPI makes the OpenAPI description from them."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, StrictStr
 from pydantic_core import PydanticCustomError
@@ -13,7 +13,11 @@ __all__ = [
     "Count",
     "Diagnosis",
     "Enrolled",
+    "Enrolling",
     "FilterText",
+    "GroupCard",
+    "GroupStep",
+    "Groups",
     "Health",
     "HitCount",
     "Identity",
@@ -24,12 +28,16 @@ __all__ = [
     "Labels",
     "Map",
     "MaxFar",
+    "MergeGroups",
+    "NameGroup",
     "Neighbours",
     "NewVectors",
     "Problem",
+    "Propose",
     "Relabel",
     "RerankText",
     "Rows",
+    "SplitGroup",
     "Stats",
     "Suspect",
     "VectorPair",
@@ -225,6 +233,16 @@ class Labels(BaseModel):
     labels: list[Label]
 
 
+class Enrolling(BaseModel):
+    """The enrolment of a folder while the service answers; note: why it ended early, or why nothing is calibrated."""
+
+    done: int
+    total: int
+    running: bool
+    unreadable: int
+    note: str
+
+
 class Stats(BaseModel):
     """What the gallery holds and what the service allows."""
 
@@ -241,6 +259,7 @@ class Stats(BaseModel):
     lost: int
     pictures: bool
     drawing: bool
+    enrolling: Enrolling | None = None
     version: str
     largest_body: int
     largest_upload: int
@@ -295,3 +314,66 @@ class Diagnosis(BaseModel):
     confusions: list[Confusion]
     suspects: list[Suspect]
     note: str
+
+
+# --- groups
+
+Version = Annotated[StrictInt, Field(ge=0, description="Of the groups that the step was decided on; another is a 409.")]
+GroupNumber = Annotated[StrictInt, Field(ge=1, lt=2**53, description="Of a group.")]
+
+
+class GroupCard(BaseModel):
+    """A group: its number, how many rows it has, some of them, the most typical first."""
+
+    group: int
+    rows: int
+    ids: list[int]
+
+
+class Groups(BaseModel):
+    """The groups under review, the largest first. undo: the kind of the last step; null where there is none.
+
+    ungrouped: rows in scope that are in no group: alone, or enrolled since.
+    """
+
+    version: int
+    scope: str
+    similarity: float | None
+    total: int
+    ungrouped: int
+    undo: str | None
+    groups: list[GroupCard]
+
+
+class GroupStep(_Body):
+    """A step, decided on a version of the groups."""
+
+    version: Version
+
+
+class Propose(GroupStep):
+    """Groups anew. scope: rows without a label, or all. size: about how many rows a group has."""
+
+    scope: Literal["unlabelled", "all"] = "unlabelled"
+    similarity: Annotated[float | None, Field(ge=-1, le=1, allow_inf_nan=False)] = None
+    size: Annotated[StrictInt | None, Field(ge=2, le=1000)] = None
+
+
+class NameGroup(GroupStep):
+    """The label of all rows of a group."""
+
+    group: GroupNumber
+    label: Annotated[StrictStr, Field(min_length=1, max_length=500)]
+
+
+class MergeGroups(GroupStep):
+    """Groups that become one."""
+
+    groups: Annotated[list[GroupNumber], Field(min_length=2, max_length=100)]
+
+
+class SplitGroup(GroupStep):
+    """Rows of a group that become a group of their own."""
+
+    group: GroupNumber
+    ids: Ids

@@ -1,13 +1,16 @@
 """Where the rows of a gallery are kept and searched: SQLite with an index in memory, or PostgreSQL."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from nearkin.core.errors import LabelConflict
 from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row, checksum, thumbnail_checksum
 
-__all__ = ["Added", "Report", "Store", "merge_sources", "plan_insert", "warn_damaged", "warn_lost"]
+__all__ = ["Added", "Decide", "Report", "Store", "merge_sources", "plan_insert", "warn_damaged", "warn_lost"]
+
+
+Decide = Callable[[str, Callable[[Sequence[int]], dict[int, str]]], tuple[Mapping[int, str], str]]
 
 
 class Added(NamedTuple):
@@ -76,6 +79,16 @@ class Store(Protocol):
 
     def remove(self, ids: Sequence[int]) -> int: ...
     def relabel(self, ids: Sequence[int], label: str) -> int: ...
+
+    def note(self, key: str) -> str:
+        """A text that is kept with the rows; "" where there is none, or it is damaged."""
+
+    def edit(self, key: str, decide: "Decide") -> None:
+        """Labels and a note in one transaction.
+
+        decide(note, labels_of) returns new labels by id, and the new note; labels_of(ids) has the labels of those that
+        exist. What it raises leaves everything as it was.
+        """
 
     def adopt(self, fingerprint: str, run: str) -> None:
         """Makes an empty gallery of vectors that of an encoder."""

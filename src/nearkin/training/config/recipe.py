@@ -252,12 +252,15 @@ KEYS: dict[str, list[str]] = {
 
 
 def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping[str, Any] | None = None) -> Recipe:
-    """A recipe from a TOML file, then `section.key=value` one after the other; an error is one sentence."""
+    """A recipe from a TOML file, then `section.key=value` one after the other; an error is one sentence.
+
+    file: a path, or the name of a recipe that comes with nearkin: "photos".
+    """
     content: dict[str, Any] = {section: dict(part) for section, part in (base or {}).items()}
     where = "recipe"
     if file is not None:
         where = str(file)
-        for section, part in _toml(Path(file)).items():
+        for section, part in _toml(_located(Path(file))).items():
             if not isinstance(part, dict):
                 raise ValueError(f"{where}: {section} = … is outside of a section; known: {', '.join(KEYS)}")
             _known_section(section, where)
@@ -273,11 +276,24 @@ def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping
         raise ValueError(f"{where}: {_sentence(error)}") from None
 
 
+def _located(file: Path) -> Path:
+    """A file that exists, else the packaged recipe of this name, else the same again."""
+    named = next((place / f"{file}.toml" for place in _places() if (place / f"{file}.toml").is_file()), file)
+    return file if file.exists() or len(file.parts) > 1 or file.suffix else named
+
+
+def _places() -> list[Path]:
+    """Where recipes are: in the package as it is installed, or beside src/ in a source tree."""
+    package = Path(__file__).parents[2]
+    return [package / "recipes", package.parents[1] / "recipes"]
+
+
 def _toml(file: Path) -> dict[str, Any]:
     try:
         return toml.read_file(file)
     except FileNotFoundError:
-        raise ValueError(f"{file}: there is no such recipe") from None
+        known = sorted({path.stem for place in _places() for path in place.glob("*.toml")})
+        raise ValueError(f"{file}: there is no such recipe; by name: {', '.join(known)}") from None
     except (OSError, UnicodeDecodeError, ExcessiveText) as error:
         raise ValueError(f"{file}: not a readable recipe ({error})") from None
     except ValueError as error:
