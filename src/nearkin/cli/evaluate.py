@@ -232,7 +232,7 @@ def evaluate(
         validation = None
         if rerank_validation is not None:
             validation = vectors.read(rerank_validation, group_column=group_column)
-        elif rerank is not None and not has_settings(rerank) and embeddings.is_dir():
+        elif rerank is not None and not has_settings(rerank) and Path(embeddings).is_dir():
             validation = _validation_of(embeddings, dim, device.value, group)
         pair_list = None if pairs is None else pair_lists.read(pairs, len(queries.embeddings))
         with _bar("pairs" if pairs is None else "resamples", first(group)) as progress:
@@ -278,7 +278,7 @@ def _of_run(
     return vectors
 
 
-def _validation_of(run: Path, dim: int | None, device: str, group: "ProcessGroup | None") -> "Vectors | None":
+def _validation_of(run: str, dim: int | None, device: str, group: "ProcessGroup | None") -> "Vectors | None":
     """Embeddings of the validation part of a run's own source; None where it has none."""
     from nearkin import training
 
