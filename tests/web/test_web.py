@@ -369,6 +369,7 @@ def test_bad_addresses(client):
 OPERATIONS = [
     ("POST", f"/api/{name}") for name in ("search", "identify", "verify", "enrol", "remove", "relabel", "neighbours")
 ]
+OPERATIONS += [("POST", "/api/explain")]
 OPERATIONS += [("POST", f"/api/vectors/{name}") for name in ("search", "identify", "verify", "enrol")]
 OPERATIONS += [
     ("GET", f"/api/{name}")

@@ -141,9 +141,8 @@ def _number(value: float) -> float | None:
 
 def _print(groups: "SourceGroups", out: Path, sheet: Path) -> None:
     facts = _summary(groups)
-    echo(
-        f"{facts['groups']:,} groups of {facts['items']:,} items, {facts['alone']:,} alone; largest {facts['largest']:,}"
-    )
+    counts = f"{facts['groups']:,} groups of {facts['items']:,} items, {facts['alone']:,} alone"
+    echo(f"{counts}; the largest has {facts['largest']:,}")
     rows = []
     for kind, name in (("bcubed", "B-cubed"), ("pairwise", "pairs")):
         if kind in groups.scores:

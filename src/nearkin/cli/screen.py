@@ -197,6 +197,8 @@ class ProgressCallback:
         self.task: Any = None
         self.description = ""
         self.epochs = self.batches = 0
+        self.settled: Any = None
+        self.stage = "training"
         self.loss = ""
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -222,21 +224,37 @@ class ProgressCallback:
             self._print(line)
 
     def on_settled(self, event: dict[str, Any]) -> None:
-        recipe = event["recipe"]
+        recipe = self.settled = event["recipe"]
         self.epochs, self.batches = recipe.training.epochs, recipe.training.batches
+        if recipe.unlabelled.only:
+            self._print(f"{recipe.encoder['name']}, pretraining only, {recipe.training.precision}")
+            return
         self._print(
             f"{recipe.encoder['name']}, {recipe.loss['name']}, {recipe.sampler['name']} × {recipe.sampler['batch']}, "
             f"{_count(self.epochs, 'epoch', 's')} of {_count(self.batches, 'batch', 'es')}, {recipe.training.precision}"
         )
 
+    def on_pretraining(self, event: dict[str, Any]) -> None:
+        self.stage, self.epochs, self.batches = "pretraining", event["epochs"], event["batches"]
+        self._print(
+            f"pretraining: {event['method']}, {event['pictures']:,} pictures × 2 views, {event['batch']} in a batch, "
+            f"{_count(self.epochs, 'epoch', 's')} of {_count(self.batches, 'batch', 'es')}"
+        )
+
+    def on_pretrained(self, event: dict[str, Any]) -> None:
+        options = self.settled.training
+        self.stage, self.epochs, self.batches = "training", options.epochs, options.batches
+        self._print(f"pretrained in {event['steps']:,} steps, {event['seconds']:.0f} s")
+
     def on_resumed(self, event: dict[str, Any]) -> None:
         if event["finished"]:
             self._print(f"training was finished at step {event['step']}; testing its best weights again")
         else:
-            self._print(f"resuming in epoch {event['epoch']} after step {event['step']}")
+            what = f"{event['stage']} " if "stage" in event else ""
+            self._print(f"resuming {what}in epoch {event['epoch']} after step {event['step']}")
 
     def on_step_end(self, event: dict[str, Any]) -> None:
-        self._bar("training", self.epochs * self.batches, start=event["step"] - 1)
+        self._bar(self.stage, self.epochs * self.batches, start=event["step"] - 1)
         self._advance(event["step"], "batches/s")
 
     def on_step(self, event: dict[str, Any]) -> None:

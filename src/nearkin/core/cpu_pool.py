@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["BATCH", "mapped"]
 
-BATCH = 4  # pictures: 112 x 112 x 96 numbers of each are 19 MiB, and malloc returns blocks beyond 32 MiB to the system
+BATCH = 2  # pictures: of EfficientNet-Lite0 each costs 16 ms of a core, 23 ms in batches of 4 and 30 ms in batches of 8
 _starting = threading.Lock()
 P = TypeVar("P")
 R = TypeVar("R")

@@ -6,6 +6,7 @@ from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.group_agreement import bcubed, bcubed_values, pairwise
 from nearkin.evaluation.grouping import Grouping, group, smoothed
+from nearkin.evaluation.open_set.open_set_metrics import open_set
 from nearkin.evaluation.retrieval.knn import Neighbours, nearest
 from nearkin.evaluation.retrieval.nearest_negatives import nearest_negatives
 from nearkin.evaluation.retrieval.rerank_choice import ChosenRerank, choose_rerank
@@ -41,6 +42,7 @@ __all__ = [
     "nearest_negatives",
     "omniglot_accuracy",
     "one_shot",
+    "open_set",
     "operating_point",
     "pairwise",
     "rerank",

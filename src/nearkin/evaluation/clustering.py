@@ -66,8 +66,8 @@ def class_intervals(
     seed: int,
     parts: int = 40,
 ) -> dict[str, Ends]:
-    """95 % intervals of what `measure(labels, assignment)` returns: a fortieth of the classes is left out at a time, with
-    the clustering unchanged.
+    """95 % intervals of what `measure(labels, assignment)` returns: a fortieth of the classes is left out at a time,
+    with the clustering unchanged.
 
     A bootstrap would draw classes twice, and a class twice in one cluster agrees with itself too well: for an F1 of
     0.205 it gave [0.22, 0.30]. The jackknife has no such copies; its variance is (g - 1)/g Σ (value without a part -

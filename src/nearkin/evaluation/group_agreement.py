@@ -19,8 +19,8 @@ def bcubed(labels: Ids, assignment: Ids, *, interval: bool = False, seed: int = 
 
     Precision is the mean over all items of the share of an item's group that is of its class, recall that of the share
     of its class that is in its group; an item counts itself. F = 2 P R / (P + R). labels (N,) class ids; items of label
-    -1 are left out. assignment (N,): the group of each item, whatever its number. Bagga and Baldwin 1998, "Algorithms for
-    scoring coreference chains"; Amigo et al. 2009, who show that it punishes what pairwise counts forgive.
+    -1 are left out. assignment (N,): the group of each item, whatever its number. Bagga and Baldwin 1998, "Algorithms
+    for scoring coreference chains".
 
     interval: 95 % intervals over the choice of classes, with the groups unchanged, as `.intervals`; how they are made
     and how often they hold is in docs/grouping.md.

@@ -1,9 +1,9 @@
 """Groups of unlabelled embeddings: neighbours at a similarity, joined by average linkage so that chains do not grow.
 
 The graph has an edge between two items whose cosine reaches the threshold. Its connected components are what single
-linkage finds: one pair that looks alike by chance joins two groups. Average linkage joins two groups only while the mean
-cosine over all their pairs reaches the threshold. That mean is the inner product of the means of their unit rows, so no
-matrix of N x N is needed.
+linkage finds: one pair that looks alike by chance joins two groups. Average linkage joins two groups only while the
+mean cosine over all their pairs reaches the threshold. That mean is the inner product of the means of their unit rows,
+so no matrix of N x N is needed.
 
 Nothing is lost by looking at edges only: the mean over the pairs of two groups is a weighted mean over those of their
 parts, so where it reaches the threshold, that of two parts does, down to a pair of items, which is an edge. Two groups
@@ -64,8 +64,9 @@ def group(
         groups.assignment    # (N,), 0 is the largest group
 
     embeddings (N, D), tensors or NumPy arrays, compared by their cosine. similarity: from which on two items are
-    neighbours; a run's calibration knows it (`gallery.group_source`), for `smoothed` rows 0.8 is a good one. neighbours: the nearest so many of an item are
-    listed; memory grows with N x (neighbours + D), never with N x N. budget and exactness as in `nearest`.
+    neighbours; a run's calibration knows it (`gallery.group_source`), for `smoothed` rows 0.8 is a good one.
+    neighbours: the nearest so many of an item are listed; memory grows with N x (neighbours + D), never with
+    N x N. budget and exactness as in `nearest`.
 
     method: "average" joins groups while the mean cosine over all their pairs reaches `similarity`. "components" takes
     the connected components of the graph: one chance pair joins two groups, so chains grow; for comparison. "hdbscan"
@@ -113,12 +114,12 @@ def smoothed(
 ) -> Tensor:
     """Embeddings (N, D) float64 of length 1, each moved towards its mutual neighbours: groups become denser.
 
-    The mean over all rows is subtracted first, so that 0 is the cosine of unrelated items also for features that are all
-    positive. Then, `rounds` times, x_i becomes the direction of x_i + sum_j max(cos_ij, 0)^3 x_j over the items j
+    The mean over all rows is subtracted first, so that 0 is the cosine of unrelated items also for features that are
+    all positive. Then, `rounds` times, x_i becomes the direction of x_i + sum_j max(cos_ij, 0)^3 x_j over the items j
     among the nearest `neighbours` of i that have i among theirs. neighbours: 10 by default, a twentieth of the items
     where they are fewer than 200; about the size of a group is best. Cosines of the result have no calibration: use
     `group(smoothed(x), similarity=0.8)`. The mean of neighbours in place of a row is the database augmentation of
-    Turcot and Lowe 2009, the cubed cosines as weights are those of Radenovic et al. 2018 (arXiv:1711.02512, section 3.3).
+    Turcot and Lowe 2009, the cubed cosines as weights those of Radenovic et al. 2018 (arXiv:1711.02512).
     """
     checks.rows("embeddings", embeddings)
     checks.integer("rounds", rounds, 1)
@@ -249,7 +250,7 @@ def _mean_cosines(sums: Floats, counts: Floats, first: Ints, second: Ints) -> Fl
 
 def _hdbscan(embeddings: Tensor, least: int) -> Ints:
     try:
-        from sklearn.cluster import HDBSCAN
+        from sklearn.cluster import HDBSCAN  # type: ignore[import-untyped]
     except ImportError:
         raise ModuleNotFoundError("method hdbscan needs scikit-learn 1.3: pip install 'nearkin[report]'") from None
     size = len(embeddings)

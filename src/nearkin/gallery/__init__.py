@@ -7,6 +7,7 @@ from nearkin.gallery.enroll import enrol_source, enroll_source
 from nearkin.gallery.gallery import Enrolled, Gallery
 from nearkin.gallery.group_edits import GroupEditor, Reviewed
 from nearkin.gallery.items import Seen
+from nearkin.gallery.matched_parts import Heat, Matched, RowPicture, explain
 from nearkin.gallery.opening import run_of
 from nearkin.gallery.results import Candidate, Hit, Identity, Verification, verify
 from nearkin.gallery.source_groups import SourceGroups, group_source, write_groups
@@ -18,12 +19,15 @@ __all__ = [
     "Enrolled",
     "Gallery",
     "GroupEditor",
+    "Heat",
     "Hit",
     "Identity",
     "LabelConflict",
+    "Matched",
     "MissingRow",
     "Report",
     "Reviewed",
+    "RowPicture",
     "Seen",
     "SourceGroups",
     "StaleGroups",
@@ -32,6 +36,7 @@ __all__ = [
     "calibrate",
     "enrol_source",
     "enroll_source",
+    "explain",
     "group_source",
     "open_encoder",
     "run_of",

@@ -13,8 +13,9 @@ from nearkin.core.errors import MissingRow
 from nearkin.data import decode as decoding
 from nearkin.evaluation.retrieval.rerank_settings import Rerank
 from nearkin.gallery import items as item_inputs
-from nearkin.gallery import opening, own_calibration, results, shortlist
+from nearkin.gallery import matched_parts, opening, own_calibration, results, shortlist
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
+from nearkin.gallery.matched_parts import Matched, RowPicture
 from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
 from nearkin.gallery.schema import (
     UNLABELLED,
@@ -239,6 +240,22 @@ class Gallery:
         left, right = self.see([first[0], second[0]])
         assert left is not None and right is not None
         return results.verify_items(self._calibrator, self._note, left, right, far)
+
+    def explain(self, item: Any, id: int, pictures: Sequence[tuple[Any, str]] | None = None) -> Matched:
+        """Which part of a picture and of a row matched: a heat map over each, whose sum is the similarity.
+
+        The picture of the row is its original, where that still is at its path and embeds as it did when it was
+        enrolled; else its thumbnail, and `note` says so. pictures: those of `row_pictures` and their sources, as
+        `decode` returns them.
+        """
+        matched_parts.check_takes_pictures(self._encoding)
+        assert self._encoding is not None
+        (decoded,) = self.decode([item])
+        return matched_parts.explain_row(self._encoding, self._store, decoded, _checked_ids(id)[0], pictures)
+
+    def row_pictures(self, id: int) -> list[RowPicture]:
+        """The files from which the picture of a row can be read, the best first; a `NoPicture` where there is none."""
+        return matched_parts.row_pictures(self._store, _checked_ids(id)[0])
 
     def get(self, id: int) -> Hit:
         """A row by its id; its similarity is 1, that with itself."""

@@ -164,6 +164,12 @@ class Encoding:
         """Loads the weights now, and not with the first item."""
         self._loaded()
 
+    @property
+    def encoder(self) -> models.Encoder:
+        """The encoder itself."""
+        return self._loaded()
+
+    @torch.inference_mode(False)  # weights of inference mode could never be used for a gradient
     def _loaded(self) -> models.Encoder:
         if self._encoder is None:
             self._encoder, _ = models.load(self.info.run, self.device)

@@ -17,15 +17,16 @@ __all__ = ["write_contact_sheet"]
 GROUPS, ITEMS, SINGLE = 400, 12, 48  # shown: groups, items of each, items that are alone
 SIDE = 72  # pixels of a thumbnail
 STYLE = """
-.sheet { list-style: none; padding: 0; display: grid; grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 20px; }
+.sheet, .sheet ul, .alone { list-style: none; padding: 0; margin: 0; display: grid; gap: 8px; }
+.sheet { grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 20px; }
 .sheet > li { border: 1px solid var(--rule); border-radius: 6px; padding: 12px; min-width: 0; }
 .sheet h3 { margin: 0 0 8px; font-size: 0.9375rem; display: flex; justify-content: space-between; }
-.sheet ul { list-style: none; padding: 0; margin: 0; display: grid; grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 6px; }
+.sheet ul { grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 6px; }
 .sheet li li { min-width: 0; } .sheet p { margin-top: 8px; font-size: 0.8125rem; color: var(--soft); }
-.sheet img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; background: var(--wash); border-radius: 4px; }
+.sheet img, .alone img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; border-radius: 4px; }
+.sheet img, .alone img { background: var(--wash); }
 .sheet .noimg { aspect-ratio: 1; overflow-wrap: anywhere; }
-.alone { list-style: none; padding: 0; display: grid; grid-template-columns: repeat(auto-fill, minmax(72px, 1fr)); gap: 8px; }
-.alone img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; background: var(--wash); border-radius: 4px; }
+.alone { grid-template-columns: repeat(auto-fill, minmax(72px, 1fr)); }
 """
 
 
@@ -43,7 +44,7 @@ def write_contact_sheet(
 ) -> int:
     """Writes the sheet; returns how many pictures could not be read.
 
-    groups (n,): of each item, 0 the largest. central (n,): how near an item is to its group; the nearest are shown first.
+    groups (n,): of each item, 0 the largest. central (n,): how near an item is to its group; the nearest come first.
     picture(i): pixels (H, W[, 3]) uint8 of an item; without it names are shown. how: one sentence about the grouping.
     """
     sizes = np.bincount(groups) if len(groups) else np.zeros(0, np.int64)

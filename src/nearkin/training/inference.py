@@ -102,17 +102,20 @@ def vectors_of(
     part: str | None = None,
     group_pattern: str | None = None,
     group_column: str | None = None,
+    per_class: int | None = None,
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
 
     dim: the first so many dimensions, of any number: what is measured need not have been trained for. levels: names of
     coarser levels of the source's classes; None: the run's, of its own source. part: as in `embed_source`.
     group_pattern, group_column: as in `data.load`; they change no split. By default the run's own source has the groups
-    of its recipe.
+    of its recipe. per_class: embed only the first so many items of each class.
     """
     grouped = {"group_pattern": group_pattern, "group_column": group_column}
     options: dict[str, Any] = {"dim": dim, "measured": True, "grouped": grouped, "levels": levels}
     opened = _in_turn(group, partial(_opened, run, source, root, part, "strict", device, **options))
+    if per_class is not None and opened.items.labels is not None:
+        opened = opened._replace(indices=_first_of_classes(opened.items.labels, opened.indices, per_class))
     embedded = _embedded(opened, opened.indices, group, progress=progress)
     measured = source or f"its {part or 'test'} part"
     queries = _vectors(f"{run} on {measured}", embedded, opened.items.levels)
@@ -120,6 +123,12 @@ def vectors_of(
         return queries, None
     searched = _embedded(opened, opened.gallery, group, progress=progress)
     return queries, _vectors(f"{run} on its gallery", searched, opened.items.levels)
+
+
+def _first_of_classes(labels: NDArray[np.int64], indices: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+    order = indices[np.argsort(labels[indices], kind="stable")]
+    place = np.arange(len(order)) - np.searchsorted(labels[order], labels[order])
+    return np.sort(order[place < number])
 
 
 def length_note(run: str | Path, dim: int) -> str | None:

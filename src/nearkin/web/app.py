@@ -46,6 +46,7 @@ SCRIPTS = (
     "camera",
     "compare",
     "dom",
+    "explain",
     "explore",
     "find",
     "groups",

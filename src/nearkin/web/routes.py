@@ -28,7 +28,7 @@ REFUSALS = {
 
 
 def searching(service: Service) -> "APIRouter":
-    """search, identify, verify by pictures in a form: `curl -F item=@new.jpg`."""
+    """search, identify, verify, explain by pictures in a form: `curl -F item=@new.jpg`."""
     from fastapi import Depends, UploadFile
 
     router = _router("search", service)
@@ -52,6 +52,11 @@ def searching(service: Service) -> "APIRouter":
     async def verify(a: UploadFile, b: UploadFile, far: schemas.MaxFar = None) -> Any:
         """Whether two pictures show the same, with its probability and the false-accept rate per pair."""
         return await service.verify(await parsing.picture(a), await parsing.picture(b), far)
+
+    @router.post("/explain", response_model=schemas.Explained, dependencies=only_item)
+    async def explain(item: UploadFile, id: schemas.RowId) -> Any:
+        """Which part of a picture and of a row matched: a heat map over each, whose sum is the similarity."""
+        return await service.explain(await parsing.picture(item), id)
 
     return router
 

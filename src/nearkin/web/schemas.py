@@ -14,11 +14,13 @@ __all__ = [
     "Diagnosis",
     "Enrolled",
     "Enrolling",
+    "Explained",
     "FilterText",
     "GroupCard",
     "GroupStep",
     "Groups",
     "Health",
+    "HeatMap",
     "HitCount",
     "Identity",
     "Item",
@@ -36,6 +38,7 @@ __all__ = [
     "Propose",
     "Relabel",
     "RerankText",
+    "RowId",
     "Rows",
     "SplitGroup",
     "Stats",
@@ -76,6 +79,7 @@ Classes = Annotated[int | None, Field(description="Number of classes behind the 
 
 # Query parameters.
 K = Annotated[int, Field(ge=1, le=1000, description="Number of rows.")]
+RowId = Annotated[int, Field(ge=1, lt=2**63, description="Of a row.")]
 HitCount = Annotated[int, Field(ge=0, le=1000, description="Number of nearest rows to return as well.")]
 MaxFar = Annotated[
     float | None,
@@ -159,6 +163,29 @@ class Enrolled(BaseModel):
     ids: list[int]
     added: int
     known: int
+
+
+class HeatMap(BaseModel):
+    """What each place of a picture adds to the similarity: similarity = sum + missing."""
+
+    heat: Annotated[list[list[float]], Field(description="One number per place, row by row.")]
+    sum: Annotated[float, Field(description="Of all numbers in heat.")]
+    bias: Annotated[float, Field(description="The part of the sum that is the bias of the head, spread evenly.")]
+    missing: Annotated[float, Field(description="Similarity minus sum.")]
+    picture: Annotated[str, Field(description="What the encoder sees, small, in light grey; a data: address.")]
+    overlay: Annotated[str, Field(description="heat in colours, to be laid over the picture; a data: address.")]
+
+
+class Explained(BaseModel):
+    """Heat maps over the query and over the picture of a row."""
+
+    similarity: Similarity
+    query: HeatMap
+    row: HeatMap
+    exact: Annotated[bool, Field(description="Nothing but rounding is missing; otherwise gradient times input.")]
+    source: Annotated[str, Field(description="The picture of the row: original or thumbnail.")]
+    row_similarity: Annotated[float, Field(description="As a search finds it, from the row's own vector.")]
+    note: str
 
 
 class _Body(BaseModel):

@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from nearkin.core.errors import MissingRow, QueueFull, RequestTooLarge, UnreadablePicture
 from nearkin.core.versions import version_of
 from nearkin.data import decode as decoding
-from nearkin.gallery import Gallery, GroupEditor, Reviewed
+from nearkin.gallery import Gallery, GroupEditor, Heat, Reviewed
 from nearkin.gallery.schema import UNLABELLED, bounded
+from nearkin.report import heatmaps, thumbnails
 from nearkin.web.enrolment import Enrolment
 from nearkin.web.explore import Explorer
 from nearkin.web.middleware import Limits
@@ -21,6 +23,7 @@ Item = tuple[Any, "str | None"]  # a picture or a vector, and its name
 LIGHT = 64 * 2**20  # bytes of pixels; larger requests have their own decoder, so that no other request waits for them
 STATS = ["store", "rows", "labels", "dim", "encoder", "calibrated", "calibration_classes", "fars", "index", "lost"]
 FIRST_GROUPS, FACES = 60, 12  # groups of an answer to a step, and rows of each
+QUERY_SIDE, ROW_SIDE = 224, 96  # pixels of pictures below heat maps; of a row no more than its thumbnail has
 REST = 1.0  # seconds that threads get to finish
 
 
@@ -91,6 +94,22 @@ class Service:
     async def verify(self, a: Item, b: Item, far: float | None) -> dict[str, Any]:
         items = await self._decoded([a, b])
         return await self._model.submit(lambda seen: self.gallery.verify(seen[0], seen[1], far=far)._asdict(), items)
+
+    async def explain(self, item: Item, id: int) -> dict[str, Any]:
+        """Reading and decoding have their own threads; the encoder's thread computes the heat maps."""
+        ((decoded, _),) = await self._decoded([item])
+        pictures = []
+        for content, source in await self._reader.submit(lambda _: self.gallery.row_pictures(id)):
+            with suppress(ValueError, RequestTooLarge):  # an original that is no picture any more, or too large
+                pictures.append(((await self._decoded([(content, source)]))[0][0], source))
+
+        def answer(_: Any) -> dict[str, Any]:
+            matched = self.gallery.explain(decoded, id, pictures)
+            scale = heatmaps.scale_of(matched.a.heat, matched.b.heat)
+            query, row = _heat_map(matched.a, scale, QUERY_SIDE), _heat_map(matched.b, scale, ROW_SIDE)
+            return matched._asdict() | {"query": query, "row": row}
+
+        return await self._model.submit(answer)
 
     async def enrol(self, items: Sequence[Item], label: str, metadata: Any) -> dict[str, Any]:
         seen = await self._model.submit(lambda items: items, await self._decoded(items))
@@ -221,6 +240,18 @@ class Service:
             return [error] if len(items) == 1 else [self._encode([item])[0] for item in items]
         sentences = iter(bad)
         return [ValueError(next(sentences)) if item is None else item for item in seen]
+
+
+def _heat_map(side: Heat, scale: float, most: int) -> dict[str, Any]:
+    """most: pixels of the picture's side."""
+    return {
+        "heat": side.heat.tolist(),
+        "sum": float(side.heat.sum()),
+        "bias": side.bias,
+        "missing": side.missing,
+        "picture": thumbnails.encoded(heatmaps.faded(side.picture), most),
+        "overlay": heatmaps.overlay(side.heat, scale),
+    }
 
 
 def _plain(hits: Sequence[Any]) -> list[dict[str, Any]]:

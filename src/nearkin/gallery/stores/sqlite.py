@@ -154,9 +154,8 @@ class SqliteStore:
                 writer.execute("UPDATE items SET label = ?, sum = ? WHERE id = ?", (labels[row.id], total, row.id))
             self._record_changes(writer, facts, list(rows))
             writer.execute(NOTES)
-            writer.execute(
-                "INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (key, text, schema.note_checksum(key, text))
-            )
+            note = (key, text, schema.note_checksum(key, text))
+            writer.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", note)
 
     def adopt(self, fingerprint: str, run: str) -> None:
         with self.transaction() as (writer, facts):

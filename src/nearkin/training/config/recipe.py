@@ -30,7 +30,12 @@ __all__ = ["KEYS", "NAMED", "Recipe", "no_effect", "read"]
 NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend on what they name
 
 # Keys that may be edited before a run resumes: where things are, not what is learned.
-_FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy", "graphs"), "loss": ("shard",)}
+_FREE = {
+    "data": ("source", "root"),
+    "unlabelled": ("folder",),
+    "training": ("device", "workers", "strategy", "graphs"),
+    "loss": ("shard",),
+}
 
 
 class _Section(BaseModel):
@@ -64,6 +69,27 @@ class Data(_Section):
     levels: list[str] | None = Field(default=None, min_length=1)
     near: Literal["off", "list", "drop"] | None = None  # near-duplicates across parts; None: list up to 10,000 pictures
     without: str | None = None  # a list of items to leave out: .csv, .tsv, .json
+
+
+class Unlabelled(_Section):
+    """Pictures without labels, on which the encoder is pretrained first; `unlabelled.settle_unlabelled`."""
+
+    folder: str | None = None  # a folder, or any other source of pictures, whose labels are not read
+    own_part: bool | None = None  # the pictures of the training part too
+    only: bool | None = None  # there is no labelled source: the run ends with the pretraining
+    held_out: Literal["drop", "keep"] | None = None  # files that are also in validation or test
+    method: Literal["infonce", "vicreg"] | None = None
+    epochs: int | None = Field(default=None, ge=1)
+    batches: int | None = Field(default=None, ge=1)  # per epoch
+    batch: int | None = Field(default=None, ge=2)  # pictures, each in two views
+    lr: float | None = Field(default=None, gt=0)
+    preset: str | None = None  # the augmentation of the views; None: [augment]
+    projector: list[Annotated[int, Field(ge=1)]] | None = None  # widths of the layers between encoder and loss
+    temperature: float | None = Field(default=None, gt=0)  # infonce
+    queue: int | None = Field(default=None, ge=0)  # infonce: past views as negatives
+    invariance: float | None = Field(default=None, ge=0)  # vicreg: the weights of its terms
+    variance: float | None = Field(default=None, ge=0)
+    covariance: float | None = Field(default=None, ge=0)
 
 
 class Levels(_Section):
@@ -163,6 +189,7 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     data: Data = Data()
+    unlabelled: Unlabelled = Unlabelled()
     encoder: dict[str, Any] = {}
     augment: dict[str, Any] = {}
     loss: dict[str, Any] = {}
@@ -200,6 +227,11 @@ class Recipe(BaseModel):
         return bool(self.encoder.get("freeze_backbone")) or self.finetune.train == "head"
 
     @property
+    def pretrains(self) -> bool:
+        """Whether the encoder is pretrained on pictures without labels."""
+        return self.unlabelled.folder is not None or self.unlabelled.own_part is True
+
+    @property
     def takes_targets(self) -> bool:
         """Whether the loss learns from continuous labels."""
         return self.loss.get("name") == "logratio" or self.loss.get("targets") is True  # the latter: own losses
@@ -232,6 +264,8 @@ class Recipe(BaseModel):
                 sections[section] = {name: "none" if value is None else _listed(value) for name, value in part.items()}
             else:
                 sections[section] = {name: value for name, value in part.model_dump().items() if value is not None}
+        if not sections["unlabelled"]:  # as in runs of versions that did not know it
+            del sections["unlabelled"]
         return sections
 
     def to_toml(self) -> str:

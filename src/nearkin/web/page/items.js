@@ -56,6 +56,7 @@ export const openItem = guarded(async (id) => {
     h("div", { class: "items" }, ...around.hits.map((one) => itemButton(one, hit.label))),
     h("p", { class: "line" }, h("button", { type: "button", onclick: () => dialog.close() }, t("close")), removeButton(id, dialog)));
   if (dialog.open) $("item-title").focus(); else dialog.showModal();
+  emit("item", { id, dialog });
 });
 const relabelForm = (hit, dialog) => {
   const input = h("input", { value: hit.label === UNLABELLED ? "" : hit.label, list: "labels", required: "", maxlength: 500, "aria-label": t("item.label"), autocomplete: "off" });

@@ -26,11 +26,11 @@ addEventListener("keydown", (e) => {
 });
 
 /* ---- arrows between the buttons of a list of items: one of them is reached by Tab, the others by arrows */
-const LISTS = ".items";
-const members = (list) => [...list.querySelectorAll(":scope > .one")];
+const LISTS = ".items, .picks", MEMBERS = ".items > .one, .picks > .pick";
+const members = (list) => [...list.children].filter((one) => one.matches(MEMBERS));
 const columns = (all) => all.filter((one) => one.offsetTop === all[0].offsetTop).length;
 addEventListener("keydown", (e) => {
-  const list = e.target.closest(`${LISTS} > .one`)?.parentElement;
+  const list = e.target.closest(MEMBERS)?.parentElement;
   if (!list || e.ctrlKey || e.metaKey || e.altKey) return;
   const all = members(list), at = all.indexOf(e.target), across = columns(all);
   const to = { ArrowRight: at + 1, ArrowLeft: at - 1, ArrowDown: at + across, ArrowUp: at - across, Home: 0, End: all.length - 1 }[e.key];
@@ -39,7 +39,7 @@ addEventListener("keydown", (e) => {
   all[to]?.focus();
 });
 addEventListener("focusin", (e) => {
-  const list = e.target.closest(`${LISTS} > .one`)?.parentElement;
+  const list = e.target.closest(MEMBERS)?.parentElement;
   if (list) for (const one of members(list)) one.tabIndex = one === e.target ? 0 : -1;
 });
 const rove = () => {

@@ -2,6 +2,7 @@
 import { guarded } from "./api.js";
 import "./camera.js";
 import "./compare.js";
+import "./explain.js";
 import "./explore.js";
 import "./find.js";
 import "./groups.js";

@@ -1,6 +1,6 @@
 /* What the parts of the page share: the statistics of the gallery, and events. on("stats", (stats) => …) after each reading,
    "written" after a change, "tab" with the name of the part that was opened, "answer" with {file, identity} when an answer
-   is shown. */
+   is shown, "item" with {id, dialog} when an item is. */
 import { get } from "./api.js";
 import { $, h } from "./dom.js";
 import { t } from "./texts.js";
