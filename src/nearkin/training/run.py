@@ -28,6 +28,7 @@ from nearkin.training.final_test import raw
 from nearkin.training.loop import Callback, deterministic, fit
 from nearkin.training.own_objects import PREFIX, Own, own_objects
 from nearkin.training.prepare import Prepared, prepare
+from nearkin.training.rerank_test import validation_rows
 from nearkin.training.run_notes import chunk_note, pairs_note, rank_notes
 from nearkin.training.trainer import Trainer, assemble
 from nearkin.training.validation import HeldOut
@@ -254,6 +255,7 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():
         callback({"event": "testing", "what": name})
         rows[name] = embed()
+    val = validation_rows(trainer, encoder, prepared)
     pretrained = None
     if trainer.recipe.pretrains:
         callback({"event": "testing", "what": "pretrained"})
@@ -261,7 +263,7 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
         start = pretraining.pretrained_encoder(prepared, trainer.out, group).to(trainer.device)
         pretrained = final_test.embedded(trainer, start, held_out)
     results = group.on_rank0(
-        "testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts, pretrained)
+        "testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts, pretrained, val)
     )
     callback({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     history, notes = trainer.metrics_log.read(), list(state.notes)
