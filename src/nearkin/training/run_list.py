@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,10 @@ def _progress(folder: Path, recipe: dict[str, Any]) -> str:
 def _is_running(folder: Path) -> bool:
     """Whether the process that claimed the folder lives, as far as this machine can tell."""
     try:
-        holder = json.loads((folder / LOCK).read_text())
+        holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
         if holder["host"] != socket.gethostname():
             return False
-        if os.name != "nt":  # where signal 0 would end the process
+        if sys.platform != "win32":  # where signal 0 is Ctrl-C
             os.kill(holder["pid"], 0)
     except PermissionError:
         return True  # it lives, and is another user's
