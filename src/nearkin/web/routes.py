@@ -35,9 +35,11 @@ def searching(service: Service) -> "APIRouter":
     only_item = [Depends(parsing.only_parts("item"))]
 
     @router.post("/search", response_model=schemas.Items, dependencies=only_item)
-    async def search(item: UploadFile, k: schemas.K = 10, filter: schemas.FilterText = None) -> Any:
-        """The k nearest rows, nearest first."""
-        return await service.search(await parsing.picture(item), k, parsing.json_object(filter, "filter"))
+    async def search(
+        item: UploadFile, k: schemas.K = 10, filter: schemas.FilterText = None, rerank: schemas.RerankText = None
+    ) -> Any:
+        """The k nearest rows, nearest first; or in the order after re-ranking."""
+        return await service.search(await parsing.picture(item), k, parsing.json_object(filter, "filter"), rerank)
 
     @router.post("/identify", response_model=schemas.Identity, dependencies=only_item)
     async def identify(
@@ -64,9 +66,14 @@ def searching_by_vector(service: Service) -> "APIRouter":
     router = _router("vectors", service, "/api/vectors")
 
     @router.post("/search", response_model=schemas.Items)
-    async def search_vector(query: schemas.VectorQuery, k: schemas.K = 10, filter: schemas.FilterText = None) -> Any:
-        """The k nearest rows, nearest first."""
-        return await service.search(_item(query.item), k, parsing.json_object(filter, "filter"))
+    async def search_vector(
+        query: schemas.VectorQuery,
+        k: schemas.K = 10,
+        filter: schemas.FilterText = None,
+        rerank: schemas.RerankText = None,
+    ) -> Any:
+        """The k nearest rows, nearest first; or in the order after re-ranking."""
+        return await service.search(_item(query.item), k, parsing.json_object(filter, "filter"), rerank)
 
     @router.post("/identify", response_model=schemas.Identity)
     async def identify_vector(
