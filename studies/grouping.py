@@ -1,4 +1,4 @@
-"""How well are the classes of a run's test part found without labels? Ways to group, beside k-means that is told how many.
+"""How well are the classes of a run's test part found without labels? Beside k-means that is told how many there are.
 
     python studies/grouping.py RUN
 
@@ -57,7 +57,9 @@ def main(run: str) -> None:
         "k-means, told the number": lambda rows: kmeans(rows, len(labels.unique()), seed=0, starts=3).assignment,
         "smoothed, average (default)": lambda rows: torch.from_numpy(group_vectors(rows)[0]),
         "average": lambda rows: evaluation.group(rows, similarity=chosen["average"]).assignment,
-        "components": lambda rows: evaluation.group(rows, similarity=chosen["components"], method="components").assignment,
+        "components": lambda rows: (
+            evaluation.group(rows, similarity=chosen["components"], method="components").assignment
+        ),
         "hdbscan": lambda rows: evaluation.group(rows, method="hdbscan", least=3).assignment,
     }
     for name, way in ways.items():

@@ -415,8 +415,8 @@ def test_a_device_that_is_not_there():
 
 
 def test_a_mistyped_verb_lists_the_verbs_and_a_mistyped_flag_is_named():
-    known = "known: train, compare, evaluate, embed, export, enrol, search, identify, verify, explain, serve, "
-    known += "losses, encoders, sources, gallery"
+    known = "known: train, compare, evaluate, embed, export, enrol, group, search, identify, verify, explain, serve, "
+    known += "runs, report, doctor, losses, encoders, sources, gallery"
     assert bad("evalute", "a.npz") == f'unknown verb "evalute"; did you mean "evaluate"? {known}'
     assert bad("zzz") == f'unknown verb "zzz"; {known}'
     printed = run("evaluate", "a.npz", "--retreival")

@@ -353,6 +353,8 @@ def _cohort_of_run(run: str | Path, dim: int | None, device: str, group: "Proces
     """Embeddings of the run's training part; a note where there is none, as when its source has moved."""
     from nearkin import training
 
+    if not Path(run).is_dir():  # an encoder's name: it was trained elsewhere
+        return None
     options: dict[str, Any] = {"dim": dim, "device": device, "group": group, "part": "train", "per_class": PER_CLASS}
     try:
         with plain_bar("embedding the training part", not first(group)) as progress:

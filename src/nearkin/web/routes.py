@@ -214,10 +214,10 @@ def grouping(service: Service) -> "APIRouter":
         """The groups under review, the largest first."""
         return await service.groups(start, most)
 
-    @router.get("/groups/{group}", response_model=schemas.GroupCard)
-    async def one_group(group: Annotated[int, Path(ge=1, lt=2**53)]) -> Any:
+    @router.get("/groups/{id}", response_model=schemas.GroupCard)
+    async def one_group(id: Annotated[int, Path(ge=1, lt=2**53, description="Of a group.")]) -> Any:
         """A group with the ids of all its rows."""
-        return await service.one_group(group)
+        return await service.one_group(id)
 
     @router.post("/groups/propose", response_model=schemas.Groups)
     async def propose(step: schemas.Propose) -> Any:
