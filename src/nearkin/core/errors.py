@@ -1,7 +1,16 @@
 """Every exception class of the package: caught by class, never recognised by name."""
 
-__all__ = ["CorruptCheckpoint", "Diverged", "ExcessiveText", "ForeignCheckpoint", "LabelConflict", "MalformedRequest"]
-__all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
+__all__ = ["CorruptBackup", "CorruptCheckpoint", "Diverged", "ExcessiveText", "ForeignCheckpoint", "LabelConflict"]
+__all__ += [
+    "MalformedRequest",
+    "MissingRow",
+    "NoPicture",
+    "OutOfTime",
+    "QueueFull",
+    "RankFailed",
+    "RefusedBody",
+    "RefusedVectors",
+]
 __all__ += ["RequestTooLarge", "Stopped", "StoreUnavailable", "StoreUnreachable", "Terminated", "UnfittingWeights"]
 __all__ += ["UnreadablePicture", "UnsupportedMedia"]
 
@@ -20,6 +29,10 @@ class Stopped(Exception):
 
 class CorruptCheckpoint(ValueError):
     """The checkpoint file is incomplete or corrupt."""
+
+
+class CorruptBackup(ValueError):
+    """A point of a gallery's backup is incomplete or corrupt; the message begins with its file."""
 
 
 class ForeignCheckpoint(ValueError):

@@ -289,6 +289,14 @@ class Gallery:
         """Removes damaged rows; returns how many rows are left, and where the previous state is kept."""
         return self._store.repair()
 
+    def vacuum(self) -> tuple[int, int]:
+        """Frees the space of removed rows; returns the bytes before and after.
+
+        A file becomes smaller, and needs its size again in free space meanwhile. PostgreSQL reuses the space for later
+        rows. Others read and write on; a writer of a file waits.
+        """
+        return self._store.vacuum()
+
     def close(self) -> None:
         self._store.close()
 

@@ -10,7 +10,7 @@ from nearkin.gallery.stores import Store, hnsw
 from nearkin.gallery.stores.postgres_connection import shown
 from nearkin.gallery.stores.sqlite import SqliteStore
 
-__all__ = ["describe_index", "open_store", "run_of"]
+__all__ = ["describe_index", "existing_facts", "open_store", "run_of", "store_at"]
 
 
 def open_store(
@@ -26,7 +26,7 @@ def open_store(
     checks.positive("timeout", timeout)
     if dim is not None:
         checks.integer("dim", dim, 1)
-    store = _store_at(place, timeout)
+    store = store_at(place, timeout)
     try:
         facts = store.facts()
         if dim is not None and facts is not None and dim != facts.dim:
@@ -50,16 +50,22 @@ def open_store(
 
 def run_of(place: str | Path, timeout: float = 30.0) -> Path | None:
     """The run whose encoder a gallery was made with; None for a gallery of vectors."""
-    store = _store_at(place, timeout)
+    store = store_at(place, timeout)
     try:
-        facts = store.facts()
+        facts = existing_facts(store)
     finally:
         store.close()
-    if facts is None:
-        raise ValueError(f"{store.where}: no such gallery; nearkin enrol RUN SOURCE --gallery {store.where} makes it")
     if facts.run is not None and not Path(facts.run).is_dir():
         raise ValueError(f"{store.where}: its run is not at {facts.run} any more; pass its folder with --run RUN")
     return None if facts.run is None else Path(facts.run)
+
+
+def existing_facts(store: Store) -> Facts:
+    """Of a gallery that exists; otherwise a ValueError."""
+    facts = store.facts()
+    if facts is None:
+        raise ValueError(f"{store.where}: no such gallery; nearkin enrol RUN SOURCE --gallery {store.where} makes it")
+    return facts
 
 
 def describe_index(facts: Facts) -> str:
@@ -77,7 +83,7 @@ def _new_facts(store: Store, encoding: Encoding | None, dim: int | None) -> Fact
     return Facts(encoding.dim, encoding.info.fingerprint, str(encoding.info.run.resolve()))
 
 
-def _store_at(place: str | Path, timeout: float) -> Store:
+def store_at(place: str | Path, timeout: float) -> Store:
     text = str(place)
     if text.startswith(("postgresql://", "postgres://")):
         from nearkin.gallery.stores.postgres import PostgresStore

@@ -19,10 +19,12 @@ __all__ = [
     "KnownRows",
     "NewRow",
     "Row",
+    "StoredRow",
     "bounded",
     "bytes_checksum",
     "check_label",
     "checksum",
+    "facts_of_text",
     "metadata_json",
     "new_row",
     "pack",
@@ -71,6 +73,19 @@ class Row(NamedTuple):
     name: str
     metadata: str
     vector: bytes
+
+
+class StoredRow(NamedTuple):
+    """A row as backup, restore and copy move it: texts as bytes, with its checksum and its thumbnail."""
+
+    id: int
+    content: bytes
+    label: bytes
+    name: bytes
+    metadata: bytes
+    vector: bytes
+    sum: bytes
+    thumbnail: bytes
 
 
 def checksum(id: int, content: bytes, label: str, name: str, metadata: str, vector: bytes) -> bytes:
@@ -300,6 +315,11 @@ def _parse_facts(where: str, text: object, total: object) -> Facts:
     if fields["format"] != FORMAT:
         raise ValueError(f"{where}: has format {fields['format']}, this version of nearkin reads format {FORMAT}")
     return Facts(**fields)
+
+
+def facts_of_text(where: str, text: str) -> Facts:
+    """Of a text whose integrity was verified otherwise."""
+    return _parse_facts(where, text, _facts_checksum(text))
 
 
 def _facts_checksum(text: str) -> bytes:
