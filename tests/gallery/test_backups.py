@@ -1,5 +1,6 @@
 """Backup, restore, copy and vacuum on both stores: every point comes back as it was, whole, or not at all."""
 
+import json
 import os
 import random
 import shutil
@@ -464,3 +465,66 @@ def test_a_reader_in_the_middle_of_a_vacuum_sees_one_state(tmp_path, vectors):
             gallery.vacuum()
             assert sum(len(batch.rows) for batch in rows) == 30
         assert gallery.check().whole and sqlite_bulk._size(tmp_path / "g") > 0 and repair.REPLACED
+
+
+# ---- export
+
+
+def test_parquet_has_everything(place, tmp_path, vectors):
+    pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    from nearkin.data import vector_files
+
+    with Gallery.open(place, dim=DIM) as gallery:
+        gallery.enrol(vectors[:20], [f"label {i % 4}" for i in range(20)], [{"n": i} for i in range(20)])
+        gallery._store.add(rows_with_thumbnails([5, 6]), False)
+        gallery.remove([3])
+        assert gallery.export(tmp_path / "all.parquet") == 21
+        rows, hits = parquet.read_table(tmp_path / "all.parquet").to_pylist(), list(gallery.rows())
+    assert [(row["id"], row["label"], json.loads(row["metadata"])) for row in rows] == [
+        (hit.id, hit.label, hit.metadata) for hit, _ in hits
+    ]
+    np.testing.assert_array_equal(np.array([row["embedding"] for row in rows]), np.stack([row for _, row in hits]))
+    assert rows[-1]["thumbnail"] == b"\x89PNG6" and rows[0]["thumbnail"] is None and rows[0]["quality"] is None
+    assert rows[-1]["name"] == "é6"
+    read = vector_files.contents(tmp_path / "all.parquet")
+    assert read["embeddings"].shape == (21, DIM) and read["labels"].tolist()[:2] == ["label 0", "label 1"]
+
+
+def test_faiss_finds_what_the_gallery_finds(place, tmp_path, vectors):
+    faiss = pytest.importorskip("faiss")
+    with Gallery.open(place, dim=DIM) as gallery:
+        gallery.enrol(vectors, [f"label {i % 4}" for i in range(60)], [{"n": i} for i in range(60)])
+        gallery.remove([3, 4])
+        assert gallery.export(tmp_path / "all.faiss") == 58
+        index = faiss.read_index(str(tmp_path / "all.faiss"))
+        lines = [json.loads(line) for line in (tmp_path / "all.faiss.jsonl").read_text("utf-8").splitlines()]
+        assert [(one["id"], one["label"], one["metadata"]) for one in lines] == [
+            (hit.id, hit.label, hit.metadata) for hit, _ in gallery.rows()
+        ]
+        for query in np.random.default_rng(4).normal(size=(10, DIM)):
+            scores, ids = getattr(index, "search_numpy", index.search)(unit(query[None]), 10)
+            hits = gallery.search(query, 10)
+            assert ids[0].tolist() == [hit.id for hit in hits]
+            np.testing.assert_allclose(scores[0], [hit.similarity for hit in hits], atol=1e-6)
+    assert sorted(path.name for path in tmp_path.glob("all*")) == ["all.faiss", "all.faiss.jsonl"]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "faiss"])
+def test_an_export_that_fails_leaves_no_file(tmp_path, vectors, monkeypatch, ending):
+    pytest.importorskip({"parquet": "pyarrow", "faiss": "faiss", "jsonl": "json"}[ending])
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    with Gallery.open(tmp_path / "g", dim=DIM) as gallery:
+        gallery.enrol(vectors, "a")
+        monkeypatch.setattr(files.os, "fsync", full)
+        with pytest.raises(
+            ValueError, match=rf"all.{ending} could not be written \(No space left on device\); make room"
+        ):
+            gallery.export(tmp_path / f"all.{ending}")
+        assert not list(tmp_path.glob("*all*"))
+        with pytest.raises(ValueError, match=r"the folder .* does not exist"):
+            gallery.export(tmp_path / "none" / f"all.{ending}")

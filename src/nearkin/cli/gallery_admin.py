@@ -39,9 +39,9 @@ def stats(gallery: GalleryArgument, json: options.JsonFlag = False) -> None:
 @verbs.command(no_args_is_help=True)
 def export(
     gallery: GalleryArgument,
-    out: Annotated[Path, typer.Option(help="An .npz, .safetensors, .parquet or .jsonl file.", metavar="FILE")],
+    out: Annotated[Path, typer.Option(help="An .npz, .safetensors, .parquet, .jsonl or .faiss file.", metavar="FILE")],
 ) -> None:
-    """Write all rows to one file, for `nearkin evaluate` or any index."""
+    """Write all rows to a file, for `nearkin evaluate`, FAISS or any other program."""
     with one_sentence(), opened_gallery(gallery) as opened:
         count = opened.export(out)
     echo(f"{out}: {count:,} rows")

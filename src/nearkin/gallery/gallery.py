@@ -268,7 +268,7 @@ class Gallery:
         }
 
     def export(self, path: str | Path) -> int:
-        """Writes all rows to .npz, .safetensors or .parquet for `nearkin evaluate`, or .jsonl; returns how many."""
+        """Writes all rows to .npz, .safetensors, .parquet, .jsonl or .faiss; returns how many: see `gallery.export`."""
         from nearkin.gallery import export
 
         return export.write(self, Path(path))

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from nearkin.core import checks
+from nearkin.gallery import migration
 from nearkin.gallery.items import Encoding
 from nearkin.gallery.schema import Facts
 from nearkin.gallery.stores import Store, hnsw
@@ -29,6 +30,7 @@ def open_store(
     store = store_at(place, timeout)
     try:
         facts = store.facts()
+        facts = None if facts is None else migration.migrate(store, facts)
         if dim is not None and facts is not None and dim != facts.dim:
             raise ValueError(f"{store.where}: has {facts.dim} dimensions, dim={dim} was asked for")
         encoding = None if run is None else Encoding(run, device, max_pixels, dim)
@@ -65,7 +67,7 @@ def existing_facts(store: Store) -> Facts:
     facts = store.facts()
     if facts is None:
         raise ValueError(f"{store.where}: no such gallery; nearkin enrol RUN SOURCE --gallery {store.where} makes it")
-    return facts
+    return migration.migrate(store, facts)
 
 
 def describe_index(facts: Facts) -> str:

@@ -38,7 +38,7 @@ __all__ = [
     "unpack",
 ]
 
-FORMAT = 1  # increase it when the readers of today could not understand a gallery
+FORMAT = 1  # increase it, with a step in `migration`, when the readers of today could not understand a gallery
 QUALITY = "nearkin.quality"  # the key of the metadata under which a row has the quality of its item, where it is known
 MAX_METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
 MAX_NAME = 4096  # characters of an item's name
@@ -312,7 +312,7 @@ def _parse_facts(where: str, text: object, total: object) -> Facts:
     if not isinstance(text, str) or not isinstance(total, bytes) or _facts_checksum(text) != total:
         raise ValueError(f"{where}: the description of the gallery is damaged, both copies")
     fields = json.loads(text)
-    if fields["format"] != FORMAT:
+    if not 1 <= fields["format"] <= FORMAT:
         raise ValueError(f"{where}: has format {fields['format']}, this version of nearkin reads format {FORMAT}")
     return Facts(**fields)
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from nearkin.core import checks
 from nearkin.core.errors import CorruptBackup
-from nearkin.gallery import backup_points, opening
+from nearkin.gallery import backup_points, opening, schema
 from nearkin.gallery.backup_points import Point
 from nearkin.gallery.backups import TIMEOUT, BytesRead, Progress, check_backup, existing_points
-from nearkin.gallery.schema import FORMAT, Facts, facts_of_text
+from nearkin.gallery.schema import Facts, facts_of_text
 from nearkin.gallery.stores import Loader
 from nearkin.gallery.stores.postgres_connection import shown
 
@@ -77,8 +77,10 @@ def _facts_at(point: Point, previous: Point | None) -> Facts:
     """Of a point, from its first block: the length of the vectors is needed before the rows are written."""
     _, content, _ = next(backup_points.read(point, backup_points.last_checksum(previous) if previous else None))
     facts = facts_of_text(str(point.path), json.loads(content)["facts"])
-    if facts.format != FORMAT:
-        raise ValueError(f"{point.path}: is of format {facts.format}, this version of nearkin restores format {FORMAT}")
+    if facts.format != schema.FORMAT:
+        raise ValueError(
+            f"{point.path}: is of format {facts.format}, this version of nearkin restores format {schema.FORMAT}"
+        )
     return facts
 
 

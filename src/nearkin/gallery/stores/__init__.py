@@ -165,6 +165,9 @@ class Store(Protocol):
     def vacuum(self) -> tuple[int, int]:
         """Frees the space of removed rows; bytes before and after."""
 
+    def migrate(self, number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
+        """To format `number`: keeps a copy, executes the statements and writes the facts; all or nothing."""
+
     def snapshot(self) -> AbstractContextManager[Snapshot]: ...
 
     def load(self, facts: Facts, overwrite: bool) -> AbstractContextManager[Loader]:

@@ -293,6 +293,9 @@ class PostgresStore:
         self.damaged, self.lost, self._state = {}, 0, (-1, -1, -1)
         return int(count), f"{self.schema}.damaged"
 
+    def migrate(self, number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
+        postgres_bulk.migrate(self, number, changed)
+
     def vacuum(self) -> tuple[int, int]:
         return postgres_bulk.vacuum(self)
 

@@ -1,6 +1,6 @@
 """Whole galleries in PostgreSQL: read in one snapshot, written in one transaction that is seen whole or not at all."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from nearkin.gallery.stores.postgres_connection import bigint_bytes, vector_byte
 if TYPE_CHECKING:
     from nearkin.gallery.stores.postgres import PostgresStore
 
-__all__ = ["PostgresLoader", "PostgresSnapshot", "load", "vacuum"]
+__all__ = ["PostgresLoader", "PostgresSnapshot", "load", "migrate", "vacuum"]
 
 SUMS = 65_536  # ids and checksums read at a time
 ROWS, BATCH_BYTES = 4096, 1 << 24  # rows, and bytes of their vectors, read at a time
@@ -108,17 +108,16 @@ def load(store: "PostgresStore", facts: Facts, overwrite: bool) -> Iterator[Post
         if not loader.finished:
             raise store.connections.psycopg.Rollback
         if exists:
-            previous = next(name for name in _previous(store.schema) if not _has_schema(cursor, name))
+            previous = _free_schema(cursor, f"{store.schema}_previous")
             cursor.execute(f"ALTER SCHEMA {store.schema} RENAME TO {previous}")
             cursor.execute(f"ALTER SCHEMA {schema} RENAME TO {store.schema}")
 
 
-def _previous(schema: str) -> Iterator[str]:
-    return (f"{schema}_previous_{n}" for n in range(1, 10_000))
-
-
-def _has_schema(cursor: Any, name: str) -> bool:
-    return cursor.execute("SELECT to_regnamespace(%s)", (name,)).fetchone()[0] is not None
+def _free_schema(cursor: Any, name: str) -> str:
+    """The first of NAME_1, NAME_2, … that does not exist."""
+    query = "SELECT to_regnamespace(%s)"
+    names = (f"{name}_{n}" for n in range(1, 10_000))
+    return next(one for one in names if cursor.execute(query, (one,)).fetchone()[0] is None)
 
 
 def vacuum(store: "PostgresStore") -> tuple[int, int]:
@@ -130,3 +129,19 @@ def vacuum(store: "PostgresStore") -> tuple[int, int]:
         with store.connections.reading() as cursor:
             sizes.append(int(cursor.execute(SIZE, (store.schema,)).fetchone()[0]))
     return sizes[0], sizes[1]
+
+
+def migrate(store: "PostgresStore", number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
+    """See `stores.Store.migrate`. The copy, NAME_format_N_1, is a gallery that the older version opens."""
+    with store.transaction() as (cursor, facts):
+        if facts.format >= number:
+            return  # another process was first
+        statements, new = changed(facts)
+        kept = _free_schema(cursor, f"{store.schema}_format_{facts.format}")
+        cursor.execute(f"CREATE SCHEMA {kept}")
+        for table in TABLES:
+            cursor.execute(f"CREATE TABLE {kept}.{table} (LIKE {store.schema}.{table} INCLUDING ALL)")
+            cursor.execute(f"INSERT INTO {kept}.{table} SELECT * FROM {store.schema}.{table}")
+        for statement in statements:
+            cursor.execute(statement.format(schema=store.schema))
+        store.write_facts(cursor, new)

@@ -217,6 +217,9 @@ class SqliteStore:
     def repair(self) -> tuple[int, Any]:
         return repair.repair(self)
 
+    def migrate(self, number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
+        sqlite_bulk.migrate(self, number, changed)
+
     def vacuum(self) -> tuple[int, int]:
         return sqlite_bulk.vacuum(self)
 

@@ -2,7 +2,7 @@
 
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from nearkin.gallery.stores import IdArray, RowBatch, SumArray, repair, sqlite_f
 if TYPE_CHECKING:
     from nearkin.gallery.stores.sqlite import SqliteStore
 
-__all__ = ["SqliteLoader", "SqliteSnapshot", "load", "vacuum"]
+__all__ = ["SqliteLoader", "SqliteSnapshot", "load", "migrate", "vacuum"]
 
 SUMS = 65_536  # ids and checksums read at a time
 BATCH_BYTES = 1 << 24  # of vectors read at a time
@@ -173,11 +173,7 @@ def _exists(path: Path) -> bool:
 
 def _put_in_place(part: Path, path: Path, overwrite: bool, timeout: float) -> None:
     """Flushed, then renamed: a gallery that was there goes to NAME.previous-N, also if this is killed between."""
-    handle = os.open(part, os.O_RDWR | getattr(os, "O_BINARY", 0))
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    _flush(part)
     if _exists(path):
         if not overwrite:
             raise ValueError(f"{path}: another process has made a gallery there meanwhile; nothing was changed")
@@ -186,6 +182,14 @@ def _put_in_place(part: Path, path: Path, overwrite: bool, timeout: float) -> No
     else:
         os.replace(part, path)
     files.flush_folder(path.resolve().parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def vacuum(store: "SqliteStore") -> tuple[int, int]:
@@ -211,3 +215,25 @@ def vacuum(store: "SqliteStore") -> tuple[int, int]:
 def _size(path: Path) -> int:
     sizes = (Path(f"{path}{ending}") for ending in ("", "-wal"))
     return sum(file.stat().st_size for file in sizes if file.exists())
+
+
+def migrate(store: "SqliteStore", number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
+    """See `stores.Store.migrate`. The copy, NAME.format-N, is a gallery that the older version opens."""
+    with store.transaction() as (writer, facts):
+        if facts.format >= number:
+            return  # another process was first
+        statements, new = changed(facts)
+        kept = store.path.with_name(f"{store.path.name}.format-{facts.format}")
+        part = kept.with_name(f".{kept.name}")
+        with files.explained(f"{kept}, a copy of the gallery before its format changes,", "make room"):
+            repair.unlink(part)
+            try:
+                with closing(sqlite3.connect(part)) as target:
+                    store.connection(False).backup(target)  # nobody writes while this transaction is open
+                _flush(part)
+                os.replace(part, kept)
+            finally:
+                repair.unlink(part)
+        for statement in statements:
+            writer.execute(statement)
+        store.write_facts(writer, new)
