@@ -2,7 +2,8 @@
 
 1,000,000 × 128 by default, in groups of 10 with a label each. Each call is made in a process of its own: `seconds` is
 its time, `ratio` that divided by the time of copying the file and flushing the copy, right before it on the same disk;
-`peak_mib` is what the process used at most beyond what it has after importing nearkin. `part` is a backup after 1,000
+`cpu_s` and `copy_cpu_s` are what each of them computed, which a busy machine changes less; `peak_mib` is what the
+process used at most beyond what it has after importing nearkin. `part` is a backup after 1,000
 rows were added, 1,000 removed and 1,000 relabelled.
 """
 
@@ -20,38 +21,44 @@ import measure
 from gallery import DIM, random_rows
 from nearkin.gallery import Gallery
 
-HEADER = ["what", "rows", "dim", "file_mib", "seconds", "copy_s", "ratio", "peak_mib"]
+HEADER = ["what", "rows", "dim", "file_mib", "seconds", "copy_s", "ratio", "cpu_s", "copy_cpu_s", "peak_mib"]
 CHILD = """
-import json, resource, sys, time
+import json, sys, time
+import measure
 from nearkin import gallery
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-name, arguments = sys.argv[1], sys.argv[2:]
-begun = time.perf_counter()
-getattr(gallery, name)(*arguments)
-seconds = time.perf_counter() - begun
-print(json.dumps([seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024]))
+
+def call():
+    name, *arguments = sys.argv[1:]
+    getattr(gallery, name)(*arguments)
+
+gallery.Gallery  # everything is imported before
+begun, worked = time.perf_counter(), time.process_time()
+peak = measure.peak_mib(call, "cpu")
+print(json.dumps([time.perf_counter() - begun, time.process_time() - worked, peak]))
 """
 
 
-def copied(path: Path) -> float:
-    """Seconds of a flushed copy."""
-    begun, target = time.perf_counter(), path.with_name("copied")
+def copied(path: Path) -> tuple[float, float]:
+    """Seconds of a flushed copy, and of them those that this process computed."""
+    begun, worked, target = time.perf_counter(), time.process_time(), path.with_name("copied")
     shutil.copyfile(path, target)
     with target.open("rb+") as file:
         os.fsync(file.fileno())
-    seconds = time.perf_counter() - begun
+    seconds, busy = time.perf_counter() - begun, time.process_time() - worked
     target.unlink()
-    return seconds
+    return seconds, busy
 
 
 def measured(what: str, path: Path, rows: int, *call: object) -> list[object]:
-    copy_seconds = copied(path)
+    copy_seconds, copy_busy = copied(path)
     command = [sys.executable, "-c", CHILD, *map(str, call)]
-    seconds, peak = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    size = path.stat().st_size / 2**20
-    line = [what, rows, DIM, f"{size:.0f}", f"{seconds:.1f}", f"{copy_seconds:.2f}", f"{seconds / copy_seconds:.1f}"]
-    print(*(f"{value!s:>10}" for value in [*line, f"{peak:.0f}"]), flush=True)
-    return [*line, f"{peak:.0f}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    seconds, busy, peak = json.loads(output)
+    times = [seconds, copy_seconds, seconds / copy_seconds, busy, copy_busy]
+    line = [what, rows, DIM, f"{path.stat().st_size / 2**20:.0f}", *(f"{value:.2f}" for value in times), f"{peak:.0f}"]
+    print(*(f"{value!s:>10}" for value in line), flush=True)
+    return line
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 from contextlib import closing
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -528,3 +529,18 @@ def test_an_export_that_fails_leaves_no_file(tmp_path, vectors, monkeypatch, end
         assert not list(tmp_path.glob("*all*"))
         with pytest.raises(ValueError, match=r"the folder .* does not exist"):
             gallery.export(tmp_path / "none" / f"all.{ending}")
+
+
+# ---- kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("during", ["backup", "restore", "copy", "vacuum", "migration"])
+def test_killed_meanwhile(during, tmp_path, monkeypatch):
+    """Four of the kills of `studies/backup_kills.py`, on SQLite."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "studies"))
+    import backup_kills
+
+    monkeypatch.setattr("nearkin.gallery.schema.FORMAT", 1)
+    case = backup_kills.Case(during, str(tmp_path / "g"), str(tmp_path / "other"), tmp_path / "kept")
+    assert backup_kills.study(case, 4, 2, None) == 0
