@@ -16,7 +16,7 @@ from test_gallery import STORES, a_run, execute_directly, pictures, place_of
 from nearkin import gallery as room
 from nearkin.core import files
 from nearkin.gallery import Gallery, backup_points, backups, opening
-from nearkin.gallery.schema import new_row, pack, unit
+from nearkin.gallery.schema import Facts, new_row, pack, unit
 from nearkin.gallery.stores import repair, sqlite_bulk
 
 DIM = 6
@@ -129,6 +129,8 @@ def test_a_point_is_one_state_while_others_write(place, tmp_path, vectors, monke
             add(writer, rows)
 
         for n in range(4):
+            other.enrol(np.random.default_rng(50 + n).normal(size=(30, DIM)), f"round {n}")
+            other.relabel([hit.id for hit, _ in other.rows()][::3], f"moved in round {n}")
             before = content_of(place)
             with monkeypatch.context() as patch:
                 patch.setattr(backup_points.PointWriter, "add", meanwhile)
@@ -379,6 +381,21 @@ def test_what_killed_processes_leave_is_removed(kept, tmp_path):
     room.restore(kept, tmp_path / "r")
     assert not list(kept.glob(".*")) and not list(tmp_path.glob(".*"))
     assert content_of(tmp_path / "r") == content_of(tmp_path / "g")
+
+
+def test_a_gallery_that_is_not_finished_does_not_exist(target, vectors):
+    facts = Facts(DIM)
+    with closing(opening.store_at(target, 30)) as store:
+        with store.load(facts, False) as loader:
+            loader.remove([1])
+            loader.add([])
+        assert store.facts() is None
+        with store.load(facts, False) as loader:
+            loader.finish(facts)
+        assert store.facts() == facts
+        with store.load(facts.replace(dim=3), True):
+            pass
+        assert store.facts() == facts
 
 
 def test_two_at_once_are_refused(kept, tmp_path):
