@@ -204,6 +204,7 @@ _TRIED: tuple[Row, ...] = (
     _row("siamese", "siamese", dict(_FAST)),
     _row("lossless triplet", "lossless-triplet", {}),
     _row("quadruplet", "quadruplet", _loss(reduction="active"), _loss(selection="batch_hard", reduction="active")),
+    _row("VICReg", "vicreg", dict(_FREE), {**_loss(covariance=4.0), **_FREE}),
 )
 _ATTRIBUTES = _row("log-ratio on attributes", "logratio", {"sampler.name": "label-neighbours", "loss.normalize": True})
 

@@ -32,6 +32,7 @@ OURS = {
     "SupConLoss": ("SupConLoss()", "SupConLoss()"),
     "InfoNCELoss": ("InfoNCELoss()", "NTXentLoss()"),
     "SigmoidLoss": ("SigmoidLoss()", None),
+    "VICRegLoss": ("VICRegLoss()", None),
     "SmoothAPLoss": ("SmoothAPLoss()", "SmoothAPLoss()"),
     "FastAPLoss": ("FastAPLoss()", "FastAPLoss()"),
     "SiameseLoss": (f"SiameseLoss({D})", None),

@@ -73,7 +73,7 @@ def far(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
     draw = np.random.default_rng(0)
     number = int(labels.max()) + 1
     groups = np.split(np.arange(len(labels)), np.flatnonzero(np.diff(labels)) + 1)
-    thresholds = calibration._thresholds(rows, groups, 0)
+    thresholds = calibration._thresholds(rows, groups, 0, None)
     table = _table(rows, groups, thresholds)  # (T, C, C)
     lines, total = table.sum(2), table.sum((1, 2))
     print(f"{name}: {number} classes | classes calibrated on | FAR | offered | held | median of truth / FAR | covered")

@@ -1,21 +1,24 @@
 """Short embeddings: how much 64, 32 and 16 of 128 dimensions keep, trained for them (`loss.matryoshka`) and not.
 
     python studies/short_embeddings.py --out FOLDER [--data FOLDER] [--sets glyphs birds] [--seeds 2] [--epochs 6]
-                                       [--equal] [--device cpu] [--quick]
+                                       [--equal] [--set finetune.projection=random] [--device cpu] [--quick]
 
-Two sets, each trained plainly and with `loss.matryoshka = [128, 64, 32, 16]`, all else equal, and tested on classes
+Three sets, each trained plainly and with `loss.matryoshka = [128, 64, 32, 16]`, all else equal, and tested on classes
 that were not trained on:
 
 - glyphs: small-cnn from scratch, ArcFace (the default recipe with dim 128);
 - birds: an MLP of one hidden layer (the default recipe for vectors with dim 128, SupCon) on frozen features, pooled,
   1280 numbers, of efficientnet-lite0 for reduced photos of CUB-200-2011 in FOLDER/CUB_200_2011, the first 12 per class,
-  at 128 px. The features are kept in the folder of --out.
+  at 128 px. The features are kept in the folder of --out;
+- photos: the whole of efficientnet-lite0 fine-tuned on the same photos, all of them, at 160 px, ProxyAnchor, its head
+  started with principal directions. Wants a GPU: not among the default sets.
 
 A length keeps the share MAP@R(length) / MAP@R(128) of its own run. The full lengths of both runs are compared by a
 paired bootstrap over test classes. Prints the tables and writes short_embeddings.json into the folder of --out.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -38,6 +41,21 @@ COMMON = {"encoder.dim": DIMS[0], "training.patience": 100}
 SETS: dict[str, dict[str, Any]] = {
     "glyphs": {"loss.name": "arcface", "loss.margin": 0.2, "loss.scale": 16.0},
     "birds": {"loss.name": "supcon", "encoder.name": "mlp"},
+    "photos": {
+        "data.size": 160,
+        "data.val": 0.1,
+        "encoder.name": "efficientnet-lite0",
+        "encoder.pooling": "gem",
+        "encoder.freeze_norms": True,
+        "augment.preset": "photo",
+        "loss.name": "proxy-anchor",
+        "optimizer.lr": 5e-4,
+        "optimizer.backbone_scale": 0.3,
+        "finetune.train": "all",
+        "finetune.projection": "pca",
+        "finetune.interpolate": False,  # what training itself brings
+        "training.ema": 0.99,
+    },
 }
 
 
@@ -45,19 +63,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="the folder with CUB_200_2011, for birds")
     parser.add_argument("--out", type=Path, required=True, help="where features, runs and figures are written")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS])
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=["glyphs", "birds"])
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=6, help="of 100 steps")
+    parser.add_argument("--epochs", type=int, default=6, help="of 100 steps; photos: over all of them")
     parser.add_argument("--equal", action="store_true", help="all lengths weigh 1, not their share of the full one")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of both runs")
     parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="a few steps on a few birds, to see that it runs")
     options = parser.parse_args(argv)
-    if "birds" in options.sets and options.data is None:
-        parser.error("birds need --data, the folder with CUB_200_2011")
+    if set(options.sets) - {"glyphs"} and options.data is None:
+        parser.error("birds and photos need --data, the folder with CUB_200_2011")
     options.out.mkdir(parents=True, exist_ok=True)
     started, results = time.monotonic(), {}
     for name in options.sets:
-        source = name if name == "glyphs" else str(birds(options.data, options.out, options.quick))
+        source = {"glyphs": "glyphs", "photos": "cub200"}.get(name) or str(
+            birds(options.data, options.out, options.quick)
+        )
         results[name] = [compared(name, source, seed, options) for seed in range(options.seeds)]
         print(table(name, results[name]), flush=True)
     content = {"study": "short_embeddings", "quick": options.quick, "epochs": options.epochs, "sets": results}
@@ -93,7 +114,12 @@ def compared(name: str, source: str, seed: int, options: argparse.Namespace) -> 
     weights = {"loss.matryoshka_weights": [1.0] * len(DIMS)} if options.equal else {}
     for how, lengths in (("plain", {}), ("matryoshka", {"loss.matryoshka": list(DIMS), **weights})):
         settings = {**COMMON, **SETS[name], **lengths, "training.seed": seed, "training.device": options.device}
-        settings |= {"training.epochs": 1 if quick else options.epochs, "training.batches": 5 if quick else 100}
+        settings |= {"training.epochs": 1 if quick else options.epochs}
+        if name != "photos" or quick:
+            settings["training.batches"] = 5 if quick else 100
+        if name == "photos":
+            settings["data.root"] = str(options.data / "CUB_200_2011")
+        settings |= {key: _value(text) for key, _, text in (pair.partition("=") for pair in options.set)}
         folder = options.out / f"{name}-{how}-{seed}{'-quick' if quick else ''}"
         runs[how] = tested(source, folder, settings)
     test = cluster_bootstrap.compare(
@@ -115,6 +141,13 @@ def tested(source: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any
 def _measured(rows: Tensor, labels: Tensor) -> dict[str, list[float]]:
     metrics: Any = evaluation.retrieval(rows, labels, ks=(1,), metrics=("recall", "map@r"), interval=True)
     return {name: [float(metrics[name]), *map(float, metrics.intervals[name])] for name in ("recall@1", "map@r")}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def table(name: str, seeds: list[dict[str, Any]]) -> str:

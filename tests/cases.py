@@ -220,6 +220,8 @@ LOSSES = [
     _pair("SiameseLoss", lambda: C.SiameseLoss(DIM), R.siamese),
     _pair("SigmoidLoss", lambda: C.SigmoidLoss(), R.sigmoid),
     _pair("SigmoidLoss-active", lambda: C.SigmoidLoss(1.0, 0.5, reduction="active"), R.sigmoid),
+    _pair("VICRegLoss", lambda: C.VICRegLoss(), R.vicreg),
+    _pair("VICRegLoss-wide", lambda: C.VICRegLoss(3.0, 5.0, 2.0, deviation=4.0, epsilon=0.1), R.vicreg),
     Case("LogRatioLoss", lambda: C.LogRatioLoss(), graded_twin, pairs=True, graded=True),
     Case(
         "LogRatioLoss-keep", lambda: C.LogRatioLoss(ties="keep", normalize=True), graded_twin, pairs=True, graded=True

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from itertools import combinations
 
+import numpy as np
 import torch
 
 # ---------------------------------------------------------------- vectors, distances, sums
@@ -336,6 +337,33 @@ def lossless_triplet(x, positive, negative, references=None, *, sigmoid=True, ep
         for a in range(len(x))
     ]
     return reduced(x, terms, reduction)
+
+
+def vicreg(
+    x, positive, negative, references=None, *, invariance=25.0, variance=25.0, covariance=1.0, deviation=1.0,
+    epsilon=1e-4,
+):  # fmt: skip
+    """Items without a positive do not count; a batch alone is both of its sides."""
+    d, dim = distances(x, references, squared=True), x.shape[1]
+    pairs = [d[i][j] / dim for i in range(len(x)) for j in columns(positive, i)]
+    if not pairs:
+        return (x * 0).sum()
+    value = invariance * sum(pairs) / len(pairs)
+    left = [row for i, row in enumerate(x) if any(positive[i])]
+    right = left
+    if references is not None:
+        right = [row for j, row in enumerate(references) if any(positive[i][j] for i in range(len(x)))]
+    for side in (left, right):
+        degrees = max(1, len(side) - 1)
+        mean = sum(side) / len(side)
+        for j in range(dim):
+            spread = (sum((row[j] - mean[j]) ** 2 for row in side) / degrees + epsilon).sqrt()
+            value = value + variance * (deviation - spread).relu() / dim / 2
+            for k in range(dim):
+                if k != j:
+                    together = sum((row[j] - mean[j]) * (row[k] - mean[k]) for row in side) / degrees
+                    value = value + covariance * together**2 / dim
+    return value
 
 
 # ---------------------------------------------------------------- structured losses
@@ -763,3 +791,159 @@ def soft_triple(
         return scores
 
     return classified(x, labels, logits, reduction, lambda i, y: tau * spread)
+
+
+# --- groups
+
+
+def average_linkage_groups(rows, similarity):
+    """Groups by average linkage over all pairs: the two groups of the largest mean cosine are joined, while it reaches
+    the similarity. Sets of items, from loops in float64."""
+    unit = [row / max(float(np.sqrt((row**2).sum())), 1e-300) for row in np.asarray(rows, np.float64)]
+    groups = [{i} for i in range(len(unit))]
+    while True:
+        best, pair = -2.0, None
+        for a in range(len(groups)):
+            for b in range(a + 1, len(groups)):
+                mean = math.fsum(float(unit[i] @ unit[j]) for i in groups[a] for j in groups[b])
+                mean /= len(groups[a]) * len(groups[b])
+                if mean > best:
+                    best, pair = mean, (a, b)
+        if pair is None or best < similarity - 1e-12:
+            return {frozenset(group) for group in groups}
+        groups[pair[0]] |= groups.pop(pair[1])
+
+
+def smoothed(rows, neighbours, rounds):
+    """Rows moved towards their mutual neighbours, by loops in float64."""
+    unit = np.asarray(rows, np.float64)
+    unit = unit / np.sqrt((unit**2).sum(1, keepdims=True))
+    unit = unit - unit.mean(0)
+    unit = unit / np.sqrt((unit**2).sum(1, keepdims=True))
+    for _ in range(rounds):
+        near = []
+        for i in range(len(unit)):
+            others = sorted((-float(unit[i] @ unit[j]), j) for j in range(len(unit)) if j != i)
+            near.append([j for _, j in others[:neighbours]])
+        moved = []
+        for i in range(len(unit)):
+            row = unit[i].copy()
+            for j in near[i]:
+                if i in near[j]:
+                    row += max(float(unit[i] @ unit[j]), 0.0) ** 3 * unit[j]
+            moved.append(row / float(np.sqrt((row**2).sum())))
+        unit = np.stack(moved)
+    return unit
+
+
+def graph_components(rows, similarity):
+    """Connected components of the graph of all pairs at the similarity, by a search from each item."""
+    unit = [row / float(np.sqrt((row**2).sum())) for row in np.asarray(rows, np.float64)]
+    left, groups = set(range(len(unit))), set()
+    while left:
+        group, waiting = set(), [min(left)]
+        while waiting:
+            item = waiting.pop()
+            group.add(item)
+            waiting += [j for j in left - group if float(unit[item] @ unit[j]) >= similarity and j not in waiting]
+        left -= group
+        groups.add(frozenset(group))
+    return groups
+
+
+def bcubed(labels, groups):
+    """B-cubed precision, recall and F from sums over pairs of items."""
+    precision, recall = [], []
+    for i in range(len(labels)):
+        in_group = [j for j in range(len(labels)) if groups[j] == groups[i]]
+        in_class = [j for j in range(len(labels)) if labels[j] == labels[i]]
+        both = len(set(in_group) & set(in_class))
+        precision.append(both / len(in_group))
+        recall.append(both / len(in_class))
+    p, r = math.fsum(precision) / len(labels), math.fsum(recall) / len(labels)
+    return {"precision": p, "recall": r, "f": 2 * p * r / (p + r)}
+
+
+def cosine_places(map_a, map_b, weight, bias):
+    """Maps (C, H, W), averaged over their places and projected → the part of each place of a and of b in the cosine."""
+    vectors = []
+    for features in (map_a, map_b):
+        channels, rows, columns = features.shape
+        each = torch.zeros(rows, columns, len(weight), dtype=torch.float64)
+        for i in range(rows):
+            for j in range(columns):
+                for d in range(len(weight)):
+                    value = float(bias[d])
+                    for c in range(channels):
+                        value += float(weight[d, c]) * float(features[c, i, j])
+                    each[i, j, d] = value / (rows * columns)
+        vectors.append(each)
+    whole = [each.sum((0, 1)) for each in vectors]
+    lengths = [math.sqrt(float((e * e).sum())) for e in whole]
+    parts = []
+    for each, other in ((vectors[0], whole[1]), (vectors[1], whole[0])):
+        parts.append((each * other).sum(2) / (lengths[0] * lengths[1]))
+    return parts
+
+
+# ---- open-set identification
+
+
+def open_set_searches(x, enrolled, probes, mate, scoring="nearest", normalization="none", cohort=None, nearest=None):
+    """Per probe (best score, whether the mate is strictly first), one label and one cosine at a time."""
+    unit = lambda v: v / v.norm() if v.norm() > 0 else v  # noqa: E731
+    models = []  # per label: its items, or one template
+    for items in enrolled:
+        rows = [x[i].double() for i in items]
+        if scoring == "nearest":
+            models.append([unit(row) for row in rows])
+        else:
+            rows = [unit(row) for row in rows] if scoring == "template" else rows
+            models.append([unit(sum(rows) / len(rows))])
+
+    def scale(v):
+        near = sorted((float(v @ unit(t.double())) for t in cohort), reverse=True)[:nearest]
+        mean = sum(near) / len(near)
+        return mean, max(1e-6, math.sqrt(sum((s - mean) ** 2 for s in near) / len(near)))
+
+    def around(v, labels):
+        near = sorted((max(float(v @ g) for g in label) for label in labels), reverse=True)[:10]
+        return sum(near) / len(near)
+
+    results = []
+    for probe, own in zip(probes, mate, strict=True):
+        p = unit(x[probe].double())
+        scores = []
+        for number, label in enumerate(models):
+            of_items = []
+            for g in label:
+                s = float(p @ g)
+                if normalization == "as-norm":
+                    (a, b), (c, d) = scale(p), scale(g)
+                    s = (s - a) / b / 2 + (s - c) / d / 2
+                if normalization == "csls":
+                    s = 2 * s - around(p, models) - around(g, models[:number] + models[number + 1 :])
+                of_items.append(s)
+            scores.append(max(of_items))
+        first = own >= 0 and all(scores[own] > s + 1e-11 for i, s in enumerate(scores) if i != own)
+        results.append((max(scores), first))
+    return results
+
+
+def open_set_rates(scores, first, mated, fpir):
+    """(FNIR, FPIR) at the best threshold whose FPIR does not exceed `fpir`, every observed score tried."""
+    unknown = [s for s, m in zip(scores, mated, strict=True) if not m]
+    known = [(s, f) for s, f, m in zip(scores, first, mated, strict=True) if m]
+    best = (1.0, 0.0)  # a threshold above everything
+    for t in [*scores, math.inf]:
+        accepted = sum(s >= t for s in unknown) / len(unknown)
+        missed = sum(not f or s < t for s, f in known) / len(known)
+        if accepted <= fpir and missed <= best[0]:
+            best = (missed, accepted)
+    return best
+
+
+def auroc(scores, mated):
+    """Every search with a mate against every one without."""
+    known, unknown = ([s for s, m in zip(scores, mated, strict=True) if bool(m) is kind] for kind in (True, False))
+    return sum((a > b) + (a == b) / 2 for a in known for b in unknown) / (len(known) * len(unknown))

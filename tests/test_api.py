@@ -37,7 +37,7 @@ def test_import_nearkin_gives_every_module_and_loads_none():
         nearkin.trainig  # noqa: B018
 
 
-MODULES = [name for name in nearkin.__all__ if name != "strict"]
+MODULES = [name for name in nearkin.__all__ if name not in ("open", "strict")]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -341,6 +341,7 @@ CALLS = {
     "retrieval of a gallery": lambda x, y: evaluation.retrieval(x[:8], y[:8], gallery=x[8:], gallery_labels=y[8:]),
     "clustering": lambda x, y: evaluation.clustering(x, y, seed=1),
     "one_shot": lambda x, y: evaluation.one_shot(x, y, ways=3, episodes=5),
+    "open_set": lambda x, y: evaluation.open_set(x, y, examples=(1, 2), fpirs=(0.3,), repeats=2, cohort=-x[:5]),
     "all_pairs": lambda x, y: evaluation.all_pairs(x, y),
     "diagnose": lambda x, y: evaluation.diagnose(x, y, k=3),
     "compare": lambda x, y: evaluation.compare(x, -x, y, samples=50),

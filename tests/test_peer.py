@@ -363,6 +363,14 @@ def test_two_views_agree():
     assert_same(losses.InfoNCELoss()(a, ids, b, ids), wrapped, [a, b], [], 1e-10)
 
 
+def test_vicreg_of_two_views_agrees():
+    a, b = batch("even")[0].requires_grad_(), batch("even", 1)[0].requires_grad_()
+    ids = torch.arange(len(a))
+    for weights in ((25, 25, 1), (3, 5, 2)):
+        ours, theirs = losses.VICRegLoss(*weights), peer.VICRegLoss(*weights)
+        assert_same(ours(0.3 * a, ids, 0.3 * b, ids), theirs(0.3 * a, ref_emb=0.3 * b), [a, b], [], 1e-10)
+
+
 def test_reducers_agree_with_reduction_none():
     x, labels = batch("uneven")
     ours, theirs, _ = next(row for row in ROWS if row.name == "CosFace").build()

@@ -158,3 +158,17 @@ def test_the_rule_of_interpolation_is_studied_with_few_classes():
     assert set(by) == {(number, rule) for number in study.NUMBERS for rule in ("interval", "mean")}
     assert by[20, "interval"]["frozen"] == 0 and by[20, "interval"]["gain"] > 0, "twenty classes are proof enough"
     assert by[2, "interval"]["frozen"] > by[2, "mean"]["frozen"]
+
+
+@pytest.mark.parametrize("share, classes", [(5, 10), (20, 20), (100, 20)])
+def test_labels_of_the_unlabelled_study_are_two_per_class_at_least(share, classes):
+    study = importlib.import_module("unlabelled_pretraining")
+    labels = np.repeat(np.arange(20), 20)
+    names = [f"{i}.png" for i in range(len(labels))]
+    chosen = study.labelled(labels, names, share, 0)
+    counts = np.bincount(labels[chosen], minlength=20)
+    assert len(chosen) == len(set(chosen.tolist())) == share * len(labels) // 100
+    assert (counts > 0).sum() == classes and counts[counts > 0].min() >= 2 and np.ptp(counts[counts > 0]) <= 1
+    assert share == 100 or not np.array_equal(chosen, study.labelled(labels, names, share, 1))
+    cells = study.every_cell()
+    assert len(cells) == len({cell.name for cell in cells}) == 54 and cells[0].subject == "glyphs"

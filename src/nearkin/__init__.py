@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     )
     from nearkin.core import relations
     from nearkin.core.checks import strict
+    from nearkin.gallery.embedder import open_encoder as open
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "memory",
     "mining",
     "models",
+    "open",
     "relations",
     "report",
     "samplers",
@@ -42,15 +44,19 @@ __all__ = [
     "web",
 ]
 
-_ELSEWHERE = {"relations": "nearkin.core.relations", "strict": "nearkin.core.checks"}
+_ELSEWHERE = {"relations": "nearkin.core.relations"}
+_FUNCTIONS = {"open": ("nearkin.gallery.embedder", "open_encoder"), "strict": ("nearkin.core.checks", "strict")}
 
 
 def __getattr__(name: str) -> Any:
     """A module is imported when it is first asked for: `import nearkin` alone loads nothing."""
     if name not in __all__:
         raise AttributeError(f"module 'nearkin' has no attribute {name!r}")
-    module = importlib.import_module(_ELSEWHERE.get(name, f"nearkin.{name}"))
-    value = getattr(module, name) if name == "strict" else module
+    if name in _FUNCTIONS:
+        room, function = _FUNCTIONS[name]
+        value = getattr(importlib.import_module(room), function)
+    else:
+        value = importlib.import_module(_ELSEWHERE.get(name, f"nearkin.{name}"))
     globals()[name] = value
     return value
 

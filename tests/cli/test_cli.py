@@ -86,7 +86,7 @@ def test_retrieval_is_printed_and_written(tmp_path):
 
 def test_every_protocol_at_once(tmp_path):
     np.savez("a.npz", embeddings=X, labels=NAMES, targets=CENTRES[CLASSES])
-    flags = ["--retrieval", "--clustering", "--verification", "--one-shot", "--graded", "--diagnose"]
+    flags = ["--retrieval", "--clustering", "--verification", "--one-shot", "--open-set", "--graded", "--diagnose"]
     more = ["--ways", 5, "--episodes", 20, "--interval", "--ks", "1,3", "--seed", 3, "--json", "out.json"]
     printed = good("evaluate", "a.npz", *flags, *more)
     results = json.loads((tmp_path / "out.json").read_text())["results"]
@@ -103,7 +103,7 @@ def test_every_protocol_at_once(tmp_path):
     assert [shown[name] for name in ("auc", "balanced_accuracy")] == [every[n] for n in ("auc", "balanced_accuracy")]
     assert len(shown["roc"]["far"]) == len(shown["roc"]["tar"]) > 20
     for protocol, found_ in results.items():
-        if protocol != "diagnose":
+        if protocol not in ("diagnose", "open_set"):
             rows = [
                 line
                 for line in results_table.table({"results": {protocol: found_}, "class_names": None})
@@ -222,10 +222,41 @@ def test_graded_resamples_the_classes_of_labels(tmp_path):
     assert stored["intervals"]["ndcg@10"] == list(expected.intervals["ndcg@10"])
 
 
+def test_open_set_is_printed_written_and_drawn(tmp_path):
+    """The page has the figures of the JSON; the cohort never has a tested class."""
+    draw = np.random.default_rng(1)
+    labels = np.repeat(np.arange(40), 6)
+    rows = (draw.normal(size=(40, 12))[labels] + 0.6 * draw.normal(size=(240, 12))).astype(np.float32)
+    np.savez("a.npz", embeddings=rows, labels=np.array([f"<b>{i}" for i in labels]))
+    np.savez("c.npz", embeddings=rows[::-1] + 1, labels=np.array([f"<b>{i}" for i in labels + 35]))
+    words = ["--open-set", "--examples", "1,2", "--fpir", "0.1,0.001", "--repeats", 3, "--cohort", "c.npz"]
+    printed = good("evaluate", "a.npz", *words, "--json", "out.json", "--report", "page.html")
+    written = json.loads((tmp_path / "out.json").read_text())
+    scores = written["results"]["open_set"]
+    assert scores["cohort"] == 35 and "c.npz: 5 of its classes are also tested" in printed.stderr
+    assert "FPIR 0.001 is not quoted" in printed.stderr
+    assert [entry["examples"] for entry in scores["examples"]] == [1, 2] and scores["not_measurable"] == [0.001]
+    x = torch.from_numpy(rows)
+    names = np.unique([f"<b>{i}" for i in labels], return_inverse=True)[1]
+    again = evaluation.open_set(x, torch.from_numpy(names), examples=(1, 2), fpirs=(0.1, 0.001), repeats=3)
+    for entry, expected in zip(scores["examples"], again["examples"], strict=True):
+        figures, wanted = entry["methods"]["nearest"], expected["methods"]["nearest"]
+        assert figures["fnir@fpir=0.1"] == wanted["fnir@fpir=0.1"] and figures["fnir@fpir=0.001"] is None
+        assert figures["intervals"]["auroc"] == list(wanted["intervals"]["auroc"])
+        assert f"{100 * wanted['fnir@fpir=0.1']:.2f} %" in printed.stdout
+    checked = scores["identify"]
+    assert checked["calibration_classes"] == 20 and "half of these classes" in checked["calibration"]
+    assert checked["rates"][0]["observed"] is None or checked["rates"][0]["verdict"] is not None
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<figure>") == 2 and "<b>1" not in page and checked["sentence"][:40] in page
+    for choice in (choice for entry in scores["examples"] for choice in entry["choices"]):
+        assert choice["sentence"].split(":")[0].replace(" %", "\u202f%") in page
+
+
 def test_every_protocol_tells_how_far_it_is():
     calls = []
     items = vectors.Vectors("a", torch.from_numpy(X), CLASSES, torch.from_numpy(X[:, 0]).double())
-    names = ("retrieval", "clustering", "verification", "one_shot", "graded")
+    names = ("retrieval", "clustering", "verification", "one_shot", "open_set", "graded")
     settings = runner.Settings(names, ways=5, episodes=20)
     runner.evaluate(items, None, settings, lambda *three: calls.append(three))
     for name in names:
@@ -285,6 +316,24 @@ SENTENCES = [
     (["a.npz", "--pairs", "far.csv"], "far.csv: pairs must be of rows 0 to 47, got (0, 48) in pair 0"),
     (["a.npz", "--pairs", "none.csv"], "none.csv: no such file"),
     (["half.npz", "--pairs", "p.csv"], "p.csv: pairs must be of rows with a known label, some have -1"),
+    (
+        ["a.npz", "--examples", "1", "--report", "a.html"],
+        "--examples, --report: for --open-set, which is not asked for",
+    ),
+    (["a.npz", "--open-set", "--examples", "0"], "examples must be whole numbers >= 1, separated by commas, as 1,2,5"),
+    (
+        ["a.npz", "--open-set", "--fpir", "2"],
+        'fpir must be rates > 0 and < 1, separated by commas, as 1e-2,1e-3, got "2"',
+    ),
+    (["a.npz", "--open-set", "--repeats", "0"], "repeats must be >= 1, got 0"),
+    (["a.npz", "--open-set", "--report", "a.pdf"], "a.pdf: a report must end in .html"),
+    (["a.npz", "--open-set", "--report", "no/a.html"], "no/a.html: the folder no does not exist"),
+    (["a.npz", "--open-set", "--cohort", "narrow.npz"], "narrow.npz: the cohort must have 5 dimensions as a.npz has"),
+    (["a.npz", "--open-set", "--cohort", "none.npz"], "none.npz: no such file"),
+    (["a.npz", "--open-set", "--similarity", "dot"], "--open-set compares by cosine, got --similarity dot"),
+    (["a.npz", "--open-set", "--examples", "7"], "at least 4 classes with more than 7 examples"),
+    (["single.npz", "--open-set"], "(one is enrolled, another searched for), got 0 of 8 classes"),
+    (["three.npz", "--open-set"], "at least 4 classes, half of them enrolled, got 3"),
     (["a.npz", "--json", "no/out.json"], "no/out.json: the folder no does not exist"),
     (["a.npz", "--json", "."], "must be a plain file, got a folder"),
 ]
@@ -303,6 +352,7 @@ def test_one_sentence_and_nothing_written(tmp_path, words, sentence):
     np.savez("single.npz", embeddings=X[::6], labels=CLASSES[::6])
     np.savez("narrow.npz", embeddings=X[:, :4], labels=CLASSES)
     np.savez("half.npz", embeddings=X, labels=np.where(CLASSES == 0, -1, CLASSES))
+    np.savez("three.npz", embeddings=X[:18], labels=CLASSES[:18])
     (tmp_path / "p.csv").write_text("0,1\n6,7\n0,7\n")
     (tmp_path / "far.csv").write_text("0,48\n")
     np.save("t.npy", X[:, 0])
@@ -319,7 +369,7 @@ def test_a_device_that_is_not_there():
 
 
 def test_a_mistyped_verb_lists_the_verbs_and_a_mistyped_flag_is_named():
-    known = "known: train, compare, evaluate, embed, export, enrol, search, identify, verify, serve, "
+    known = "known: train, compare, evaluate, embed, export, enrol, search, identify, verify, explain, serve, "
     known += "losses, encoders, sources, gallery"
     assert bad("evalute", "a.npz") == f'unknown verb "evalute"; did you mean "evaluate"? {known}'
     assert bad("zzz") == f'unknown verb "zzz"; {known}'

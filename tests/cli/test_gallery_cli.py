@@ -16,6 +16,7 @@ from PIL import Image
 import postgres_server
 from calibrations import calibration_by_hand
 from commands import output_of, photos, run
+from nearkin import models
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
 QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0", "evaluation.interval=false"]
@@ -93,6 +94,23 @@ def test_search_identify_verify():
     out = output_of(run("verify", one, one, "--gallery", "birds.gallery", "--far", "0.1"))
     assert out.startswith("the same: probability") and "at FAR 0.1 per pair" in out
     assert json.loads(output_of(run("verify", one, other, "--run", "run", "--json")))["far"] > 0
+
+
+def test_explain_writes_a_picture_and_says_what_is_missing(tmp_path):
+    one, other, out = "photos/class3/0.png", "photos/class9/1.png", tmp_path / "explain.png"
+    similarity = json.loads(output_of(run("verify", one, other, "--run", "run", "--json")))["similarity"]
+    printed = output_of(run("explain", one, other, "--run", "run", "--out", out))
+    assert printed.startswith(f"similarity {similarity:.4f}\n") and f"wrote {out}" in printed
+    assert f"{one}: the map adds up to {similarity:.4f}, " in printed and f"{other}: the map adds up to" in printed
+    assert "is missing" in printed and "is the bias of the head, spread evenly" in printed
+    with Image.open(out) as picture:
+        assert picture.format == "PNG" and min(picture.size) > 400
+    arguments = ("explain", one, other, "--gallery", "birds.gallery", "--out", out, "--json")
+    answer = json.loads(output_of(run(*arguments)))
+    assert answer["similarity"] == pytest.approx(similarity, abs=1e-6) and answer["exact"]
+    for side in (answer["a"], answer["b"]):
+        assert np.sum(side["heat"]) == pytest.approx(side["sum"]) == pytest.approx(similarity, abs=1e-5)
+        assert abs(side["missing"]) < 1e-5
 
 
 def test_what_is_said_has_its_own_probability_and_unknown_names_who_is_near():
@@ -178,6 +196,13 @@ def test_the_same_verbs_on_postgres():
             "re-embed it with: nearkin",
         ),
         (["verify", "a.png", "b.png"], "verify needs an encoder: --run RUN, or --gallery G"),
+        (["explain", "a.png", "b.png"], "explain needs an encoder: --run RUN, or --gallery G"),
+        (["explain", "a.png", "b.png", "--run", "run"], "a.png: cannot be read (No such file or directory)"),
+        (["explain", "photos/class0/0.png", "run/recipe.toml", "--run", "run"], "is not a picture of a known format"),
+        (["explain", "photos/class0/0.png", "one.npy", "--run", "run"], "b must be a picture, got a vector"),
+        (["explain", "photos/class0/0.png", "photos/class0/1.png", "--run", "photos"], "not a finished run"),
+        (["explain", "a.png", "b.png", "--run", "run", "--out", "e.jpg"], "--out must be a .png file, got e.jpg"),
+        (["explain", "photos/class0/0.png", "photos/class0/1.png", "--run", "vectors"], "its encoder takes vectors"),
         (["gallery", "stats", "run"], "a gallery is a file, this is a folder"),
         (["gallery", "stats", "run/recipe.toml"], "not a gallery"),
         (["gallery", "export", "birds.gallery", "--out", "x.txt"], "must end in .jsonl"),
@@ -191,6 +216,8 @@ def test_bad_input_is_one_sentence(home, arguments, sentence):
         photos(Path("broken"), classes=2, each=2, seed=4, contrast=15)
         Path("broken/class1/0.png").write_bytes(b"\x89PNG broken")
         np.save("two.npy", np.ones((2, 8)))
+        np.save("one.npy", np.ones(8))
+        models.save(models.build("mlp", features=5), "vectors", {"kind": "vectors", "features": 5})
         np.savez("all.npz", embeddings=np.eye(8, dtype=np.float32), labels=np.arange(8))
         Path("other").mkdir()
         for name in ("encoder.json", "model.safetensors", "recipe.toml"):

@@ -382,3 +382,24 @@ def test_groups_beside_embeddings_and_what_is_refused():
     ):
         result = run(*words)
         assert result.exit_code != 0 and sentence in " ".join(result.output.split()), result.output
+
+
+def test_pictures_without_labels_are_pretrained_on():
+    photos(Path("photos"))
+    sets = ("--set", "unlabelled.epochs=2", "--set", "unlabelled.batch=8", "--set", "unlabelled.projector=[8]")
+    out = output_of(run("train", "photos/", "--unlabelled", "photos/", *sets, *SETS))
+    assert "pretraining: vicreg," in out and "pretrained in" in out and "epoch   2/2" in out
+    assert re.search(
+        r"note: pretrains on \d+ pictures without labels, of which \d+ are those of the training part", out
+    )
+    assert "files that are also in validation or test are left out" in out
+    assert "pretraining" in json.loads(Path("runs/photos/results.json").read_text())
+    shape = [part for text in QUICK if not text.startswith(("tra", "sam")) for part in ("--set", text)]
+    out = output_of(run("train", "--unlabelled", "photos/", *sets, *shape, "--out", "runs/alone"))
+    assert "pretraining only" in out and "nothing was tested: there are no labels" in out
+    assert "60 × 8" in output_of(run("embed", "runs/alone", "photos/", "--out", "rows.npz"))
+    refused = run("train", "--unlabelled", "photos/", "--loss", "triplet")
+    assert refused.exit_code == 2 and "loss.name would have no effect: there is no labelled source" in refused.output
+    Path("recipe.toml").write_text('[unlabelled]\nfolder = "photos/"\n', encoding="utf-8")
+    refused = run("compare", "photos/", "--losses", "supcon,triplet", "--recipe", "recipe.toml")
+    assert refused.exit_code == 2 and "unlabelled.folder cannot be set in a comparison" in refused.output

@@ -149,7 +149,7 @@ def compare_protocols(rank, world, path):
     from nearkin.data import vectors
 
     items = vectors.read(Path(path), None, None, multi_label=True)
-    names = ("retrieval", "clustering", "verification", "one_shot", "graded", "diagnose")
+    names = ("retrieval", "clustering", "verification", "one_shot", "open_set", "graded", "diagnose")
     settings = runner.Settings(names, ways=5, episodes=20, interval=True)
     with dist.ProcessGroup() as ranks:
         shared = runner.evaluate(items, settings=settings, group=ranks)

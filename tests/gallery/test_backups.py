@@ -391,7 +391,7 @@ def test_a_gallery_that_is_not_finished_does_not_exist(target, vectors):
             loader.add([])
         assert store.facts() is None
         with store.load(facts, False) as loader:
-            loader.finish(facts)
+            loader.finish(facts, {})
         assert store.facts() == facts
         with store.load(facts.replace(dim=3), True):
             pass
@@ -437,6 +437,23 @@ def test_copies_answer_alike_in_both_directions(tmp_path):
     assert content_of(first) == content_of(second) == content_of(tmp_path / "third")
     with Gallery.open(first) as one, Gallery.open(tmp_path / "third") as other:
         assert one._store.facts().gallery != other._store.facts().gallery, "two galleries, whose backups are separate"
+
+
+def test_notes_go_with_the_rows(place, target, tmp_path, vectors):
+    with Gallery.open(place, dim=DIM) as gallery:
+        gallery.enrol(vectors, "a")
+        room.backup(place, tmp_path / "kept")
+        gallery._store.edit("groups", lambda text, labels_of: ({}, '{"é": 1}'))
+        assert room.backup(place, tmp_path / "kept").new and not room.backup(place, tmp_path / "kept").new
+    room.copy(place, target)
+    for overwritten in (False, True):
+        if overwritten:
+            room.restore(tmp_path / "kept", target, overwrite=True)
+        with Gallery.open(target) as gallery:
+            assert gallery._store.note("groups") == '{"é": 1}' and gallery._store.note("other") == ""
+    room.restore(tmp_path / "kept", target, point=1, overwrite=True)
+    with Gallery.open(target) as gallery:
+        assert gallery._store.note("groups") == ""
 
 
 # ---- vacuum

@@ -80,6 +80,10 @@ FREE_SETTINGS = {
     "reduction": ("sum", "average", 'unknown reduction "average"'),
     "impl": ("torch", "cuda", 'unknown impl "cuda"'),
     "max_memory": (2**20, 0, "max_memory must be >= 1, got 0"),
+    "invariance": (3.0, -1, "invariance must be >= 0, got -1"),
+    "variance": (3.0, -1, "variance must be >= 0, got -1"),
+    "covariance": (3.0, -1, "covariance must be >= 0, got -1"),
+    "deviation": (2.0, 0, "deviation must be > 0, got 0"),
     "balance": (False, "yes", "balance must be True or False"),
 }
 OWN = {
@@ -87,6 +91,7 @@ OWN = {
     ("SphereFaceLoss", "margin"): (2, 0, "margin must be >= 1"),
     ("ProxyNCALoss", "form"): ("original", "round", 'unknown form "round"'),
     ("MultiSimilarityLoss", "selection"): ("all", "hardest_of_all", "selection"),
+    ("VICRegLoss", "epsilon"): (0.3, 0, "epsilon must be > 0, got 0"),
 }
 # Any value does for a switch, and a generator is checked by torch when it draws.
 UNCHECKED = {"squared", "swap", "normalize", "sigmoid", "straight_through", "dynamic", "generator"}
@@ -191,7 +196,9 @@ def test_an_illegal_value_is_refused_and_the_old_one_stays(name, setting):
 def test_a_changed_setting_changes_the_loss(name):
     """Of every loss at least one number."""
     numbers = [
-        s for n, s in FREE if n == name and s in ("margin", "temperature", "scale", "epsilon", "penalty", "pull")
+        s
+        for n, s in FREE
+        if n == name and s in ("invariance", "margin", "temperature", "scale", "epsilon", "penalty", "pull")
     ]
     setting = (numbers or [s for n, s in FREE if n == name and s in ("bins", "gamma", "reduction")])[0]
     module = make(name).eval()
@@ -305,6 +312,8 @@ def test_copies_state_dicts_and_moves(name):
     setting, value = ("reduction", "sum") if "reduction" in settings_of(name) else ("scale", 7.0)
     if name == "FacilityLocationLoss":
         setting, value = "sweeps", 1
+    if name == "VICRegLoss":
+        setting, value = "invariance", 7.0
     setattr(module, setting, value)
     twin = copy.deepcopy(module)
     assert getattr(twin, setting) == value and repr(twin) == repr(module)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,9 @@ def sources(tmp_path_factory):
             pixels = rng.integers(0, 255, (20, 24, 3)).astype(np.uint8)
             pixels[4:12, 4 : 6 + c] = 25 * c
             Image.fromarray(pixels).save(folder / "photos" / f"class{c}" / f"{i}.png")
+    shutil.copytree(folder / "photos", folder / "more")  # without labels, with ten other pictures
+    for c in range(10):
+        Image.fromarray(rng.integers(0, 255, (20, 24, 3)).astype(np.uint8)).save(folder / "more" / f"{c}.png")
     return folder
 
 
@@ -135,6 +139,9 @@ VECTORS += ["training.epochs=2", "training.batches=3", "training.log_steps=1", "
 PHOTOS = ["data.source=photos", "encoder.name=small-cnn", "encoder.width=4", "data.size=16", "data.stored=20"]
 PHOTOS += ["encoder.dim=4", "sampler.batch=8", "sampler.per_class=2", "training.epochs=1", "training.batches=2"]
 PHOTOS += ["training.log_steps=1", "training.workers=0"]
+UNLABELLED = [*PHOTOS, "unlabelled.folder=more", "unlabelled.epochs=2", "unlabelled.batches=2", "unlabelled.batch=6"]
+UNLABELLED += ["unlabelled.projector=[6,4]"]
+INFONCE = [*UNLABELLED, "unlabelled.method=infonce", "unlabelled.queue=12"]
 GROUPS = [text.replace("vectors", "groups") for text in VECTORS]
 PRETRAINED = ["data.source=photos", "encoder.name=hf:vit", "data.size=32", "data.stored=32", *PHOTOS[5:]]
 TARGETS = [text.replace("vectors.npz", "targets.npz") for text in VECTORS if "per_class" not in text]
@@ -160,6 +167,22 @@ CHANGES = {
     "data.levels": (VECTORS, ["family"]),
     "data.near": (PHOTOS, "off"),
     "data.without": (VECTORS, "without.csv"),
+    "unlabelled.folder": ([text.replace("folder=more", "own_part=true") for text in UNLABELLED], "more"),
+    "unlabelled.own_part": ([text.replace("=more", "=more/class1") for text in UNLABELLED], False),
+    "unlabelled.only": (None, "is what a run without a labelled source has: test_pretraining"),
+    "unlabelled.held_out": (UNLABELLED, "keep"),
+    "unlabelled.method": (UNLABELLED, "infonce"),
+    "unlabelled.epochs": (UNLABELLED, 3),
+    "unlabelled.batches": (UNLABELLED, 3),
+    "unlabelled.batch": (UNLABELLED, 8),
+    "unlabelled.lr": (UNLABELLED, 0.1),
+    "unlabelled.preset": (UNLABELLED, "light"),
+    "unlabelled.projector": (UNLABELLED, [5]),
+    "unlabelled.temperature": (INFONCE, 0.5),
+    "unlabelled.queue": ([*INFONCE, "unlabelled.epochs=3"], 0),
+    "unlabelled.invariance": (UNLABELLED, 3.0),
+    "unlabelled.variance": (UNLABELLED, 3.0),
+    "unlabelled.covariance": (UNLABELLED, 30.0),
     "levels.weights": ([*VECTORS, 'data.levels=["family"]'], [1.0, 0.5]),
     "data.group_pattern": (PHOTOS, r"(?P<group>class\d(?:/(?=[3-5]))?)"),
     "data.group_column": (GROUPS, "camera"),

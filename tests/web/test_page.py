@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import socket
 import sys
@@ -15,15 +16,19 @@ from test_report import made
 from test_web import a_run
 
 from nearkin import web
-from nearkin.gallery import Gallery
+from nearkin.gallery import Gallery, results
 from nearkin.report import run_report
 from nearkin.web.request_log import request_logger
 
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
 uvicorn = pytest.importorskip("uvicorn", reason="the service needs pip install 'nearkin[serve]'")
-playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="the page is tested by playwright: pip install playwright"
+)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium here"), pytest.mark.slow]
+NO_BROWSER = "the page is tested in a real browser, and there is no chromium: apt install chromium"
+playwright.expect.set_options(timeout=20_000)  # a busy machine
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER), pytest.mark.slow]
 KINDS, EACH = 4, 8
 LABELS = [f"kind {k}" for k in range(KINDS)]
 LONG = ["Black footed Albatross", "American Three-toed Woodpecker", "Ovenbird", "Schwarzkehlchenmännchen im Frühling"]
@@ -50,9 +55,14 @@ def strange() -> bytes:
 class Served:
     """The service over a fresh gallery, in a thread."""
 
-    def __init__(self, folder: Path, full: bool = True, token: str | None = None, labels=LABELS) -> None:
+    def __init__(
+        self, folder: Path, full: bool = True, token: str | None = None, labels=LABELS, calibrated: bool = True
+    ) -> None:
         (folder / "run").mkdir(parents=True)
-        self.gallery = Gallery.open(folder / "g.gallery", a_run(folder / "run"), device="cpu")
+        run = a_run(folder / "run")
+        if not calibrated:
+            (run / results.FILE).unlink()
+        self.gallery = Gallery.open(folder / "g.gallery", run, device="cpu")
         if full:
             pictures = [drawing(k, n) for k in range(KINDS) for n in range(EACH)]
             labels = [labels[k] for k in range(KINDS) for _ in range(EACH)]
@@ -107,15 +117,17 @@ class Watched:
             viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, reduced_motion="reduce", **options
         )
         self.page = self.context.new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(20_000)
         self.errors, self.requests = [], []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.address, self.home = address, address.partition("#")[0]
+        self.address, self.home = address, re.split("[?#]", address)[0]
 
     def __enter__(self):
         self.page.goto(self.address)
+        if self.address.startswith("http"):
+            self.page.wait_for_selector("html[data-ready]")
         return self.page
 
     def __exit__(self, *raised):
@@ -472,3 +484,24 @@ def test_a_report_breaks_no_word_and_prints_no_name_over_another(browser, tmp_pa
         )
         assert len(strokes) == 3 == len(set(strokes)), "a colour for each metric"
         shoot(page, f"report-{size[0]}-{scheme}")
+
+
+# --- languages
+
+
+@pytest.mark.parametrize(
+    "locale, query, language",
+    [("en-GB", "", "en"), ("ko-KR", "", "ko"), ("de-DE", "", "en"), ("en-US", "?lang=ko", "ko")],
+)
+def test_the_page_speaks_the_language_of_the_browser(browser, served, locale, query, language):
+    with Watched(browser, served.address + query, locale=locale) as page:
+        says(page, "#summary", {"en": "32 items", "ko": "항목 32개"}[language])
+        assert page.get_attribute("html", "lang") == language
+        says(page, "#tab-find", {"en": "Find", "ko": "찾기"}[language])
+        give(page, "#find-drop", strange())
+        says(page, "#verdict .who", {"en": "unknown", "ko": "알 수 없음"}[language])
+        for tab in ("compare", "explore", "find"):
+            page.click(f"#tab-{tab}")
+            texts = page.evaluate("document.body.innerText")
+            assert (re.search("[가-힣]", texts) is not None) == (language == "ko")
+        assert page.evaluate("document.querySelector('meta[name=description]').content")

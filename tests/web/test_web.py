@@ -29,7 +29,7 @@ from nearkin.core.errors import QueueFull
 from nearkin.data import glyphs
 from nearkin.gallery import Gallery, results
 from nearkin.gallery.items import encoder_info
-from nearkin.web import demo
+from nearkin.web import app, demo
 from nearkin.web.access import Access, is_loopback
 from nearkin.web.explore import Explorer, flat_by_pca, hues
 from nearkin.web.middleware import Limits
@@ -248,8 +248,12 @@ def test_the_page_is_served_whole_and_asks_nobody_else(client):
     page = client.get("/")
     assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
     addresses = re.findall(r'(?:src|href)="(/[^"]+)"', page.text)
-    assert sorted(addresses) == ["/page/map.js", "/page/report.css", "/page/script.js", "/page/style.css"]
-    for address in addresses:
+    folder = Path(app.__file__).with_name("page")
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} - {"index.html"}
+    assert names == set(app.PAGE), "every file of the page is in the fixed list, and nothing else"
+    texts = {f"/page/{name}" for name in names if name.startswith("texts/")}
+    assert {*addresses, *texts} == {"/page/report.css", *(f"/page/{name}" for name in names)}
+    for address in (*addresses, *texts):
         answer = client.get(address)
         assert answer.status_code == 200 and answer.content
         assert not re.search(r"https?://|@import|\bstyle=", answer.text), address
@@ -354,6 +358,7 @@ def test_bad_addresses(client):
 OPERATIONS = [
     ("POST", f"/api/{name}") for name in ("search", "identify", "verify", "enrol", "remove", "relabel", "neighbours")
 ]
+OPERATIONS += [("POST", "/api/explain")]
 OPERATIONS += [("POST", f"/api/vectors/{name}") for name in ("search", "identify", "verify", "enrol")]
 OPERATIONS += [
     ("GET", f"/api/{name}")

@@ -1,19 +1,9 @@
 """The verbs of the command line: they parse arguments, call the rooms below, and print."""
 
-from nearkin.cli import train, compare, evaluate, embed, enrol, queries, gallery_admin, gallery_backup, serve, listing  # isort: skip  # the order in which --help lists the verbs
+# In the order in which --help lists the verbs.
+from nearkin.cli import train, compare, evaluate, embed, enrol, photo_groups, queries, gallery_admin  # isort: skip
+from nearkin.cli import gallery_backup, serve, runs, listing  # isort: skip
 from nearkin.cli.screen import app, main
 
-__all__ = [
-    "app",
-    "compare",
-    "embed",
-    "enrol",
-    "evaluate",
-    "gallery_admin",
-    "gallery_backup",
-    "listing",
-    "main",
-    "queries",
-    "serve",
-]
-__all__ += ["train"]
+__all__ = ["app", "compare", "embed", "enrol", "evaluate", "gallery_admin", "gallery_backup", "listing", "main"]
+__all__ += ["photo_groups", "queries", "runs", "serve", "train"]

@@ -16,10 +16,19 @@ def embed(
     source: Annotated[
         str, typer.Argument(help="What to embed, as in `nearkin train`; labels are written too, if any.")
     ],
-    out: Annotated[Path, typer.Option(help="An .npz, .parquet or .safetensors file.", metavar="FILE")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="An .npz, .parquet or .safetensors file.", metavar="FILE", show_default="SOURCE.npz, if there is none"
+        ),
+    ] = None,
     root: options.RootOption = None,
     part: Annotated[
-        str, typer.Option(help="all, or train, val or test as the run splits the source.", metavar="PART")
+        str,
+        typer.Option(
+            help="all, or train, val or test as the run splits the source; of an encoder's name, as train does.",
+            metavar="PART",
+        ),
     ] = "all",
     dim: options.DimOption = None,
     views: Annotated[int, typer.Option(help="Crops and flips to average over.")] = 1,
@@ -28,9 +37,11 @@ def embed(
     device: options.DeviceOption = options.Device.auto,
     quiet: options.SilentFlag = False,
 ) -> None:
-    """Embed a source with the encoder of a run, for `nearkin evaluate` or any index.
+    """Embed a source with the encoder of a run or a pretrained one, for `nearkin evaluate` or any index.
 
     Examples:
+
+      nearkin embed efficientnet-lite0 photos/
 
       nearkin embed runs/birds new-photos/ --out new.npz
 
@@ -42,6 +53,7 @@ def embed(
         from nearkin import training
         from nearkin.data import vector_files
 
+        out = out or _beside(source)
         if first(group):
             vector_files.writable(out)
         with plain_bar("embedding", quiet or not first(group)) as progress:
@@ -66,6 +78,14 @@ def embed(
         echo(f"{out}: {rows:,} × {dimensions}")
 
 
+def _beside(source: str) -> Path:
+    """The file for the embeddings of a source, in the current folder, under its name; one that exists is not lost."""
+    path = Path(f"{Path(source).absolute().name}.npz")
+    if path.exists():
+        raise ValueError(f"{path} is there already; name the file: --out FILE")
+    return path
+
+
 @app.command(no_args_is_help=True)
 def export(
     run: options.RunArgument,
@@ -82,6 +102,6 @@ def export(
 
         if not onnx:
             raise ValueError("say which format: nearkin export RUN --onnx")
-        path = out or run / ("model.onnx" if dim is None else f"model-{dim}.onnx")
+        path = out or Path(run) / ("model.onnx" if dim is None else f"model-{dim}.onnx")
         difference, items = training.export_onnx(run, path, dim=dim)
     echo(f"{path}: equal to the run's encoder within {difference:.1e} on {items} of its test items")

@@ -3,16 +3,14 @@
 import json as json_module
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nearkin.cli import options
-from nearkin.cli.gallery_admin import opened_gallery
+from nearkin.cli.gallery_admin import opened_gallery, shown
 from nearkin.cli.ranks import first, joined
-from nearkin.cli.screen import app, echo, one_sentence, plain_bar
-from nearkin.gallery.stores.postgres_connection import shown
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_note
 
 if TYPE_CHECKING:
     from nearkin.dist.group import ProcessGroup
@@ -38,11 +36,14 @@ def enrol(
 ) -> None:
     """Enrol a source in a gallery, which is created if needed. Items that are enrolled already are skipped.
 
-    It can be interrupted at any time: enrolled items stay, and the same command resumes.
+    It can be interrupted at any time: enrolled items stay, and the same command resumes. With an encoder's name the
+    gallery is calibrated by its own labels, and pictures without class folders are enrolled without a label.
 
     Examples:
 
       nearkin enrol runs/birds photos/ --gallery birds.gallery
+
+      nearkin enrol efficientnet-lite0 photos/ --gallery photos.gallery
 
       nearkin enrol runs/birds heron.jpg-folder/ --label heron --gallery birds.gallery
 
@@ -50,8 +51,10 @@ def enrol(
     """
     with one_sentence(lambda: "enrolled items stay; the same command resumes"), joined() as group:
         from nearkin import gallery as room
+        from nearkin.models.frozen import is_encoder_name
 
         metadata_object = _json_object(metadata)
+        frozen = is_encoder_name(run)
         with _enrolling(gallery, run, device, dim, group) as opened:
             with plain_bar("enrolling", quiet or not first(group)) as progress:
                 result = room.enrol_source(
@@ -61,6 +64,7 @@ def enrol(
                     label=label,
                     metadata=metadata_object,
                     skip_unreadable=skip_unreadable,
+                    unlabelled=frozen,
                     progress=progress,
                     group=group,
                 )
@@ -68,6 +72,7 @@ def enrol(
                 with plain_bar("indexing", quiet) as progress:
                     opened.warm(progress)
                 rows = opened.stats()["rows"]
+                note = opened.calibrate_if_changed() if frozen else ""
     if not first(group):
         return
     for line in result.unreadable[:10]:
@@ -77,11 +82,12 @@ def enrol(
         skipped = f", {len(result.unreadable):,} unreadable" if result.unreadable else ""
         counts = f"{result.added:,} enrolled, {result.known:,} already enrolled{relabelled}{skipped}"
         echo(f"{shown(gallery)}: {counts}; {rows:,} in all")
+        print_note(note)
 
 
 @contextmanager
 def _enrolling(
-    place: str, run: Path, device: options.Device, dim: int | None, group: "ProcessGroup | None"
+    place: str, run: str, device: options.Device, dim: int | None, group: "ProcessGroup | None"
 ) -> "Iterator[Gallery | Encoding]":
     """The gallery in the process that writes it; the encoder alone in those that help."""
     if first(group):

@@ -17,8 +17,9 @@ from nearkin.core.text import visible
 if TYPE_CHECKING:
     from nearkin.data.vectors import Vectors
     from nearkin.dist.group import ProcessGroup
-    from nearkin.evaluation.protocols.runner import Progress
+    from nearkin.evaluation.protocols.runner import Progress, Settings
 
+PER_CLASS = 20  # items of a training class, whose mean is in the cohort
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -33,10 +34,11 @@ class Similarity(str, Enum):
 @app.command(no_args_is_help=True)
 def evaluate(
     embeddings: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="Embeddings: .npz or .safetensors with embeddings and labels (or targets); .npy with --labels; "
-            ".parquet with columns embedding and label (or target). Or the folder of a run.",
+            ".parquet with columns embedding and label (or target). Or the folder of a run, or an encoder's name: "
+            "efficientnet-lite0, timm:…, hf:…",
             metavar="EMBEDDINGS|RUN",
             show_default=False,
         ),
@@ -93,6 +95,33 @@ def evaluate(
         bool, typer.Option("--verification", help="EER, AUC and TAR at FAR over all pairs, or those of --pairs.")
     ] = False,
     one_shot: Annotated[bool, typer.Option("--one-shot", help="Recognition from --shots examples per class.")] = False,
+    open_set: Annotated[
+        bool,
+        typer.Option("--open-set", help="Half of the classes enrolled, the others unknown: FNIR at FPIR, DIR, AUROC."),
+    ] = False,
+    examples: Annotated[
+        str | None,
+        typer.Option(help="Open set: numbers of examples per label.", metavar="M,M,…", show_default="1,2,5"),
+    ] = None,
+    fpir: Annotated[
+        str | None,
+        typer.Option(
+            help="Open set: false-positive identification rates.", metavar="F,F,…", show_default="0.1,0.01,0.001"
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(help="Open set: random halves of the classes.", metavar="N", show_default="10, or fewer for many"),
+    ] = None,
+    cohort: Annotated[
+        Path | None,
+        typer.Option(
+            help="Open set: embeddings of other classes, for AS-norm. A run brings its training part.", metavar="FILE"
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Open set: write a page with its charts, .html.", metavar="OUT")
+    ] = None,
     graded: Annotated[
         bool, typer.Option("--graded", help="nDCG and rank correlation (the default with targets).")
     ] = False,
@@ -145,15 +174,21 @@ def evaluate(
 
       nearkin evaluate runs/birds new-photos/ --clustering --diagnose
 
+      nearkin evaluate efficientnet-lite0 photos/ --interval
+
+      nearkin evaluate runs/birds new-photos/ --open-set --report open-set.html
+
       nearkin evaluate faces.npz --pairs pairs.csv --far 1e-3
 
       torchrun --nproc-per-node 8 -m nearkin evaluate runs/birds
     """
+    others: Vectors | None = None
     flags = {
         "retrieval": retrieval,
         "clustering": clustering,
         "verification": verification,
         "one_shot": one_shot,
+        "open_set": open_set,
         "graded": graded,
         "diagnose": diagnose or label_errors is not None,
     }
@@ -173,9 +208,12 @@ def evaluate(
             _size_in_bytes(budget),
             device.value,
             None if far is None else _rates(far),
+            **_open_set_settings(open_set, examples, fpir, repeats, cohort, report),
         )
         if json is not None and first(group):
             results_table.writable(json)
+        if report is not None and first(group):
+            results_table.writable(report)
         if label_errors is not None and first(group):
             results_table.writable(label_errors)
             results_table.check_error_list(label_errors)
@@ -183,7 +221,7 @@ def evaluate(
             raise ValueError("--gallery-labels, --gallery-targets and --gallery-groups need --gallery FILE")
         if groups is not None and (group_pattern or group_column):
             raise ValueError("--groups FILE excludes --group-pattern and --group-column, got both")
-        if embeddings.is_dir():
+        if _is_encoder(embeddings):
             if labels or targets or gallery or groups:
                 raise ValueError(
                     f"{embeddings}: a run brings its own labels; leave --labels, --targets, --groups, --gallery out"
@@ -191,6 +229,8 @@ def evaluate(
             chosen: dict[str, Any] = {"group_pattern": group_pattern, "group_column": group_column}
             chosen |= {"levels": options.names(levels), "part": part}
             queries, searched = _of_run(embeddings, source, root, dim, device.value, group, chosen)
+            if open_set and cohort is None:
+                others = _cohort_of_run(embeddings, dim, device.value, group)
         else:
             if source is not None or root is not None or dim is not None or part is not None:
                 raise ValueError(
@@ -200,27 +240,43 @@ def evaluate(
                 raise ValueError(f"{embeddings}: --group-pattern is for the folder of a run; --groups FILE for a file")
             beside: dict[str, Any] = {"multi_label": True, "group_column": group_column}
             beside["levels"] = options.names(levels) or ()
-            queries = vectors.read(embeddings, labels, targets, groups, **beside)
+            queries = vectors.read(Path(embeddings), labels, targets, groups, **beside)
             searched = None
             if gallery is not None:
                 searched = vectors.read(gallery, gallery_labels, gallery_targets, gallery_groups, **beside)
+        if cohort is not None:
+            others = vectors.read(cohort)
         pair_list = None if pairs is None else pair_lists.read(pairs, len(queries.embeddings))
         with _bar("pairs" if pairs is None else "resamples", first(group)) as progress:
-            results = runner.evaluate(queries, searched, settings, progress, pair_list, group)
+            results = runner.evaluate(queries, searched, settings, progress, pair_list, group, others)
+        if open_set and first(group):
+            _add_far_check(results, queries, embeddings, settings, dim)
+        if report is not None and first(group):
+            from nearkin.report import write_open_set
+
+            write_open_set(report, results)
         if json is not None and first(group):
             results_table.write(json, results)
         if label_errors is not None and first(group):
             results_table.write_label_errors(label_errors, results)
     if not first(group):
         return
-    _print(results, interval)
-    for written in (json, label_errors):
+    _print(results, interval or open_set)
+    for written in (json, label_errors, report):
         if written is not None:
             echo(f"wrote {written}", err=True)
 
 
+def _is_encoder(text: str) -> bool:
+    """Whether the argument is no file: a folder, an encoder's name, or what may be one mistyped."""
+    from nearkin.models.frozen import is_encoder_name
+
+    path = Path(text)
+    return is_encoder_name(text) or path.is_dir() or not (path.exists() or path.suffix)
+
+
 def _of_run(
-    run: Path,
+    run: str,
     source: str | None,
     root: Path | None,
     dim: int | None,
@@ -240,20 +296,69 @@ def _of_run(
     return vectors
 
 
-def _cut_offs(text: str) -> tuple[int, ...]:
+def _open_set_settings(
+    asked: bool, examples: str | None, fpir: str | None, repeats: int | None, cohort: Path | None, report: Path | None
+) -> dict[str, Any]:
+    """The settings of --open-set; its options need it."""
+    given = {"--examples": examples, "--fpir": fpir, "--repeats": repeats, "--cohort": cohort, "--report": report}
+    if not asked and (alone := [name for name, value in given.items() if value is not None]):
+        raise ValueError(f"{', '.join(alone)}: for --open-set, which is not asked for")
+    if report is not None and report.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"{report}: a report must end in .html")
+    chosen: dict[str, Any] = {} if repeats is None else {"repeats": repeats}
+    if examples is not None:
+        chosen["examples"] = _cut_offs(examples, "examples", "1,2,5")
+    if fpir is not None:
+        chosen["fpirs"] = _rates(fpir, "fpir")
+    return chosen
+
+
+def _cohort_of_run(run: str | Path, dim: int | None, device: str, group: "ProcessGroup | None") -> "Vectors | None":
+    """Embeddings of the run's training part; a note where there is none, as when its source has moved."""
+    from nearkin import training
+
+    options: dict[str, Any] = {"dim": dim, "device": device, "group": group, "part": "train", "per_class": PER_CLASS}
+    try:
+        with plain_bar("embedding the training part", not first(group)) as progress:
+            return training.vectors_of(run, progress=progress, **options)[0]
+    except (ValueError, OSError) as error:
+        if first(group):
+            print_note(f"no cohort for AS-norm: {error}")
+        return None
+
+
+def _add_far_check(
+    results: dict[str, Any], queries: "Vectors", run: str | Path, settings: "Settings", dim: int | None
+) -> None:
+    """Whether `identify` keeps its FAR on these classes, in the results of open-set identification."""
+    from nearkin.gallery import far_check
+
+    with plain_bar("checking identify") as progress:
+        options: dict[str, Any] = {"examples": settings.examples, "seed": settings.seed, "progress": progress}
+        results["results"]["open_set"]["identify"] = far_check.of_vectors(
+            queries,
+            Path(run) if Path(run).is_dir() else None,
+            dim=dim,
+            device=settings.device,
+            budget=settings.budget,
+            **options,
+        )
+
+
+def _cut_offs(text: str, name: str = "ks", like: str = "1,2,4,8") -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f'ks must be whole numbers >= 1, separated by commas, as 1,2,4,8, got "{text}"')
+        raise ValueError(f'{name} must be whole numbers >= 1, separated by commas, as {like}, got "{text}"')
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def _rates(text: str) -> tuple[float, ...]:
+def _rates(text: str, name: str = "far") -> tuple[float, ...]:
     try:
         rates = tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         rates = ()
     if not rates or not all(0 < rate < 1 for rate in rates):
-        raise ValueError(f'far must be rates > 0 and < 1, separated by commas, as 1e-2,1e-3, got "{text}"')
+        raise ValueError(f'{name} must be rates > 0 and < 1, separated by commas, as 1e-2,1e-3, got "{text}"')
     return rates
 
 
@@ -269,12 +374,12 @@ def _size_in_bytes(text: str) -> int:
 def _bar(verified: str, shown: bool) -> "Iterator[Progress | None]":
     """A bar on stderr with rate and time left, removed at the end; None if stderr is no terminal.
 
-    verified: what verification counts; one-shot counts episodes, the others rows.
+    verified: what verification counts; one-shot counts episodes, open-set searches, the others rows.
     """
     from rich.console import Console
     from rich.progress import Progress
 
-    counted = {"verification": verified, "one_shot": "episodes"}
+    counted = {"verification": verified, "one_shot": "episodes", "open_set": "searches"}
     console = Console(stderr=True)
     if not shown or not console.is_terminal:
         yield None
@@ -326,5 +431,7 @@ def _print(results: dict[str, Any], interval: bool) -> None:
         grid.add_row(*(Text(visible(cell, lines=True)) for cell in cells))  # a class may be called [red]
         last = row.protocol
     Console().print(grid)
+    for sentence in results_table.sentences(results):
+        echo(sentence)
     for note in results["notes"]:
         echo(f"note: {note}", err=True)

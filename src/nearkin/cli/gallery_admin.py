@@ -10,7 +10,6 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_note, print_table
-from nearkin.gallery.stores.postgres_connection import shown
 
 if TYPE_CHECKING:
     from nearkin.gallery import Gallery
@@ -81,22 +80,49 @@ def check(
 
 @verbs.command(no_args_is_help=True)
 def calibrate(
-    run: options.RunArgument,
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="The folder of a run; or a gallery of a frozen encoder, which is calibrated by its own labels.",
+            metavar="RUN|G",
+            show_default=False,
+        ),
+    ],
     part: Annotated[
-        str, typer.Option(help="Part whose pairs are used: val, or test if val has few classes.", metavar="PART")
-    ] = "val",
+        str | None,
+        typer.Option(
+            help="Part of a run's source whose pairs are used: val, or test if val has few classes.",
+            metavar="PART",
+            show_default="val",
+        ),
+    ] = None,
     dim: options.DimOption = None,
     device: options.DeviceOption = options.Device.auto,
 ) -> None:
-    """Calibrate the similarities of a run, so that `identify` and `verify` give probabilities."""
+    """Calibrate similarities, so that `identify` and `verify` give probabilities.
+
+    Examples:
+
+      nearkin gallery calibrate runs/birds
+
+      nearkin gallery calibrate photos.gallery
+    """
     with one_sentence():
         from nearkin import gallery as room
 
-        with plain_bar("embedding") as progress:
-            calibration = room.calibrate(run, part=part, dim=dim, device=device.value, progress=progress)
+        if "://" in run or Path(run).is_file():
+            if part is not None or dim is not None:
+                raise ValueError(f"{shown(run)}: --part and --dim are for a run, got a gallery")
+            with opened_gallery(run) as opened:
+                calibration, part = opened.calibrate(), "its own"
+        else:
+            part = part or "val"
+            with plain_bar("embedding") as progress:
+                calibration = room.calibrate(run, part=part, dim=dim, device=device.value, progress=progress)
     echo(
-        f"{run}: calibrated on {calibration['classes']:,} classes of {part}, {calibration['genuine']:,} pairs of the "
-        f"same class and {calibration['impostors']:,} of different ones; calibration error {calibration['error']:.3f}"
+        f"{shown(run)}: calibrated on {calibration['classes']:,} classes of {part}, {calibration['genuine']:,} pairs "
+        f"of the same class and {calibration['impostors']:,} of different ones; calibration error "
+        f"{calibration['error']:.3f}"
     )
     rows = [
         (
@@ -116,7 +142,7 @@ def calibrate(
 @contextmanager
 def opened_gallery(
     place: str,
-    run: Path | None = None,
+    run: str | Path | None = None,
     device: options.Device = options.Device.auto,
     create: bool = False,
     dim: int | None = None,
@@ -145,3 +171,10 @@ def _share(value: float, interval: Sequence[float]) -> str:
 
 def _largest(counts: dict[str, int]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5])
+
+
+def shown(place: object) -> str:
+    """The place of a gallery, without a password; imported here, so that --help does without the gallery."""
+    from nearkin.gallery.stores import postgres_connection
+
+    return postgres_connection.shown(place)

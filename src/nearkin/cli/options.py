@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 __all__ = [
+    "RUN_HELP",
     "BatchOption",
     "Device",
     "DeviceOption",
@@ -38,7 +39,9 @@ class Device(str, Enum):
     mps = "mps"
 
 
-RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)]
+RUN_HELP = "The folder of a run, or an encoder's name: efficientnet-lite0, timm:…, hf:…"
+# Text, not a Path: a Path would make the encoder's name efficientnet-lite0 of the folder ./efficientnet-lite0.
+RunArgument = Annotated[str, typer.Argument(help=RUN_HELP, metavar="RUN", show_default=False)]
 RootOption = Annotated[Path | None, typer.Option(help="Folder of a benchmark data set.", metavar="DIR")]
 GalleryOption = Annotated[
     str,

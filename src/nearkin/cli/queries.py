@@ -1,4 +1,4 @@
-"""`nearkin search`, `identify` and `verify`: questions to a gallery or an encoder."""
+"""`nearkin search`, `identify`, `verify` and `explain`: questions to a gallery or an encoder."""
 
 import json as json_module
 from collections.abc import Iterator
@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from nearkin.gallery import Gallery
 
 _OtherRun = Annotated[
-    Path | None,
-    typer.Option("--run", help="Where its run is now.", metavar="RUN", show_default="where it was enrolled from"),
+    str | None,
+    typer.Option(
+        "--run",
+        help="Where its run is now, or its encoder's name.",
+        metavar="RUN",
+        show_default="where it was enrolled from",
+    ),
 ]
 _FarPair = Annotated[
     float | None,
@@ -118,7 +123,7 @@ def identify(
 def verify(
     a: Annotated[str, typer.Argument(help="An image, or an .npy with one vector.", metavar="A", show_default=False)],
     b: Annotated[str, typer.Argument(help="The other.", metavar="B", show_default=False)],
-    run: Annotated[Path | None, typer.Option(help="The folder of a run.", metavar="RUN")] = None,
+    run: Annotated[str | None, typer.Option(help=options.RUN_HELP, metavar="RUN")] = None,
     gallery: Annotated[str | None, typer.Option(help="Or a gallery, whose encoder is used.", metavar="G")] = None,
     far: _FarPair = None,
     device: options.DeviceOption = options.Device.auto,
@@ -132,11 +137,16 @@ def verify(
     """
     with one_sentence():
         from nearkin import gallery as room
+        from nearkin.models.frozen import is_encoder_name
 
         chosen = run or (None if gallery is None else room.run_of(gallery))
         if chosen is None:
             raise ValueError("verify needs an encoder: --run RUN, or --gallery G of a gallery made with one")
-        answer = room.verify(chosen, _item(a), _item(b), far=far, device=device.value)
+        if gallery is not None and is_encoder_name(chosen):  # whose calibration is the gallery's
+            with opened_gallery(gallery, chosen, device) as opened:
+                answer = opened.verify(_item(a), _item(b), far=far)
+        else:
+            answer = room.verify(chosen, _item(a), _item(b), far=far, device=device.value)
     if json:
         print_json(answer._asdict())
         return
@@ -151,8 +161,59 @@ def verify(
     print_note(answer.note)
 
 
+@app.command(no_args_is_help=True)
+def explain(
+    a: Annotated[str, typer.Argument(help="An image.", metavar="A", show_default=False)],
+    b: Annotated[str, typer.Argument(help="The other.", metavar="B", show_default=False)],
+    run: Annotated[str | None, typer.Option(help=options.RUN_HELP, metavar="RUN")] = None,
+    gallery: Annotated[str | None, typer.Option(help="Or a gallery, whose encoder is used.", metavar="G")] = None,
+    out: Annotated[Path, typer.Option(help="The picture with both heat maps.", metavar="FILE")] = Path("explain.png"),
+    device: options.DeviceOption = options.Device.auto,
+    json: options.JsonFlag = False,
+) -> None:
+    """Show which part of two images matched: a heat map over each, whose sum is the similarity.
+
+    Example:
+
+      nearkin explain heron.jpg egret.jpg --run runs/birds --out explain.png
+    """
+    with one_sentence():
+        from nearkin import gallery as room
+        from nearkin.report import heatmaps
+
+        if out.suffix.lower() != ".png":
+            raise ValueError(f"--out must be a .png file, got {out}")
+        chosen = run or (None if gallery is None else room.run_of(gallery))
+        if chosen is None:
+            raise ValueError("explain needs an encoder: --run RUN, or --gallery G of a gallery made with one")
+        matched = room.explain(chosen, _item(a), _item(b), device=device.value)
+        sides = {a: matched.a, b: matched.b} if a != b else {a: matched.a}
+        heatmaps.write_heat_maps(
+            out,
+            [matched.a.picture, matched.b.picture],
+            [matched.a.heat, matched.b.heat],
+            [Path(a).name, Path(b).name],
+            [f"sum {side.heat.sum():.4f}, missing {side.missing:+.2g}" for side in (matched.a, matched.b)],
+            f"similarity {matched.similarity:.4f}",
+        )
+    if json:
+        plain = [
+            {"heat": side.heat.tolist(), "sum": side.heat.sum(), "missing": side.missing, "bias": side.bias}
+            for side in (matched.a, matched.b)
+        ]
+        print_json({"similarity": matched.similarity, "exact": matched.exact, "a": plain[0], "b": plain[1]})
+        return
+    echo(f"similarity {matched.similarity:.4f}")
+    for name, side in sides.items():
+        bias = f"; {side.bias:+.4f} of the sum is the bias of the head, spread evenly" if side.bias else ""
+        echo(f"{name}: the map adds up to {side.heat.sum():.4f}, {side.missing:+.2g} is missing{bias}")
+    if not matched.exact:
+        print_note("gradient × input: exact only for average pooling and a linear head; what is missing says how good")
+    echo(f"wrote {out}")
+
+
 @contextmanager
-def _gallery_with_encoder(place: str, run: Path | None, device: options.Device) -> "Iterator[Gallery]":
+def _gallery_with_encoder(place: str, run: str | None, device: options.Device) -> "Iterator[Gallery]":
     """The gallery with the encoder of its run."""
     from nearkin import gallery as room
 

@@ -7,8 +7,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -17,7 +17,17 @@ from nearkin.cli.ranks import end_rank
 from nearkin.core.errors import Diverged, Stopped, Terminated
 from nearkin.core.text import visible
 
-__all__ = ["app", "bar_columns", "echo", "main", "metric_cell", "one_sentence", "plain_bar", "print_json"]
+__all__ = [
+    "EnrolmentBar",
+    "app",
+    "bar_columns",
+    "echo",
+    "main",
+    "metric_cell",
+    "one_sentence",
+    "plain_bar",
+    "print_json",
+]
 __all__ += ["print_note", "print_table", "progress_bars", "results_table", "shown", "training_screen"]
 
 
@@ -46,10 +56,26 @@ class _Verbs(TyperGroup):
 app = typer.Typer(
     cls=_Verbs,
     help="Deep metric learning: train encoders, evaluate embeddings, search and identify.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from nearkin.core.versions import version_of
+
+        echo(f"nearkin {version_of('nearkin')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the verb."""
 
 
 def main() -> None:
@@ -124,6 +150,32 @@ def plain_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
         yield progress
 
 
+class EnrolmentBar:
+    """progress(done, total) from another thread: a bar that goes when all is done, or a line per quarter."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._shown, self._stack = quiet, 0, ExitStack()
+        self._bar: Callable[[int, int], None] | None = None
+
+    def __enter__(self) -> "EnrolmentBar":
+        if not self._quiet:
+            self._bar = self._stack.enter_context(plain_bar("enrolling"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar(done, total)
+            if done == total:
+                self._bar = None
+                self._stack.close()
+        elif not self._quiet and 4 * done // total > self._shown < 4:
+            self._shown = 4 * done // total
+            echo(f"enrolled {done:,} of {total:,}", err=True)
+
+
 @contextmanager
 def training_screen(silent: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A callback that shows a training: progress bars, one line per epoch, notes and warnings."""
@@ -145,6 +197,8 @@ class ProgressCallback:
         self.task: Any = None
         self.description = ""
         self.epochs = self.batches = 0
+        self.settled: Any = None
+        self.stage = "training"
         self.loss = ""
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -170,21 +224,37 @@ class ProgressCallback:
             self._print(line)
 
     def on_settled(self, event: dict[str, Any]) -> None:
-        recipe = event["recipe"]
+        recipe = self.settled = event["recipe"]
         self.epochs, self.batches = recipe.training.epochs, recipe.training.batches
+        if recipe.unlabelled.only:
+            self._print(f"{recipe.encoder['name']}, pretraining only, {recipe.training.precision}")
+            return
         self._print(
             f"{recipe.encoder['name']}, {recipe.loss['name']}, {recipe.sampler['name']} × {recipe.sampler['batch']}, "
             f"{_count(self.epochs, 'epoch', 's')} of {_count(self.batches, 'batch', 'es')}, {recipe.training.precision}"
         )
 
+    def on_pretraining(self, event: dict[str, Any]) -> None:
+        self.stage, self.epochs, self.batches = "pretraining", event["epochs"], event["batches"]
+        self._print(
+            f"pretraining: {event['method']}, {event['pictures']:,} pictures × 2 views, {event['batch']} in a batch, "
+            f"{_count(self.epochs, 'epoch', 's')} of {_count(self.batches, 'batch', 'es')}"
+        )
+
+    def on_pretrained(self, event: dict[str, Any]) -> None:
+        options = self.settled.training
+        self.stage, self.epochs, self.batches = "training", options.epochs, options.batches
+        self._print(f"pretrained in {event['steps']:,} steps, {event['seconds']:.0f} s")
+
     def on_resumed(self, event: dict[str, Any]) -> None:
         if event["finished"]:
             self._print(f"training was finished at step {event['step']}; testing its best weights again")
         else:
-            self._print(f"resuming in epoch {event['epoch']} after step {event['step']}")
+            what = f"{event['stage']} " if "stage" in event else ""
+            self._print(f"resuming {what}in epoch {event['epoch']} after step {event['step']}")
 
     def on_step_end(self, event: dict[str, Any]) -> None:
-        self._bar("training", self.epochs * self.batches, start=event["step"] - 1)
+        self._bar(self.stage, self.epochs * self.batches, start=event["step"] - 1)
         self._advance(event["step"], "batches/s")
 
     def on_step(self, event: dict[str, Any]) -> None:

@@ -34,6 +34,13 @@ def train(
         list[str] | None,
         typer.Option("--set", help="Any key of a recipe, as loss.margin=0.3; may be repeated.", metavar="KEY=VALUE"),
     ] = None,
+    unlabelled: Annotated[
+        str | None,
+        typer.Option(
+            help="Pretrain on these pictures first, whose labels are not read; without SOURCE, nothing else.",
+            metavar="FOLDER",
+        ),
+    ] = None,
     loss: Annotated[str | None, typer.Option(help="See `nearkin losses`.", show_default="by the data")] = None,
     encoder: options.EncoderOption = None,
     epochs: Annotated[int | None, typer.Option(show_default="by the data")] = None,
@@ -84,6 +91,8 @@ def train(
 
       nearkin train cub200 --root data/CUB_200_2011 --recipe recipes/cub200-proxy-anchor.toml
 
+      nearkin train photos/ --unlabelled more-photos/
+
       nearkin train --resume runs/birds
 
       torchrun --nproc-per-node 4 -m nearkin train photos/ --out runs/birds
@@ -101,6 +110,7 @@ def train(
         "data.levels": options.names(levels),
         "data.without": None if without is None else str(without),
         "data.near": "drop" if drop_near else None,
+        "unlabelled.folder": unlabelled,
         "loss.name": loss,
         "encoder.name": encoder,
         "training.epochs": epochs,
@@ -139,6 +149,10 @@ def _print_outcome(outcome: Any, quiet: bool, json: bool) -> None:
         echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False), lines=True)
     elif quiet:
         echo(str(outcome.folder))
+    elif outcome.recipe.unlabelled.only:
+        facts = outcome.results["pretraining"]
+        echo(f"pretrained on {facts['pictures']:,} pictures: loss {facts['loss'][0]:.4g} → {facts['loss'][-1]:.4g}")
+        echo(f"nothing was tested: there are no labels; nearkin embed {outcome.folder} PHOTOS takes the encoder")
     else:
         from nearkin.cli.screen import results_table
 

@@ -251,6 +251,10 @@ def check_comparable(recipe: Recipe) -> None:
     if recipe.loss:
         key = next(iter(recipe.loss))
         raise ValueError(f"loss.{key}: a comparison searches the settings of each loss; use --losses, and leave it out")
+    for key in sorted(key for key in recipe.explicit_keys if key.startswith("unlabelled.")):
+        raise ValueError(
+            f"{key} cannot be set in a comparison: it trains every loss from the same weights; leave it out"
+        )
     for key, reason in _FIXED_KEYS.items():
         if key in recipe.explicit_keys:
             raise ValueError(f"{key} cannot be set in a comparison: {reason}; leave it out")

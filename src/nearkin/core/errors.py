@@ -1,16 +1,8 @@
 """Every exception class of the package: caught by class, never recognised by name."""
 
-__all__ = ["CorruptBackup", "CorruptCheckpoint", "Diverged", "ExcessiveText", "ForeignCheckpoint", "LabelConflict"]
-__all__ += [
-    "MalformedRequest",
-    "MissingRow",
-    "NoPicture",
-    "OutOfTime",
-    "QueueFull",
-    "RankFailed",
-    "RefusedBody",
-    "RefusedVectors",
-]
+__all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
+__all__ += ["CorruptBackup", "LabelConflict", "MalformedRequest"]
+__all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
 __all__ += ["RequestTooLarge", "Stopped", "StoreUnavailable", "StoreUnreachable", "Terminated", "UnfittingWeights"]
 __all__ += ["UnreadablePicture", "UnsupportedMedia"]
 
@@ -77,11 +69,18 @@ class LabelConflict(ValueError):
         )
 
 
-class MissingRow(ValueError):
-    """No row has this id."""
+class StaleGroups(ValueError):
+    """The groups have changed since the version that a step was decided on."""
 
-    def __init__(self, id: int) -> None:
-        super().__init__(f"no row has the id {id}")
+    def __init__(self, version: int, current: int) -> None:
+        super().__init__(f"the groups have changed meanwhile (version {current}, not {version}); look at them again")
+
+
+class MissingRow(ValueError):
+    """No row has this id, or no group this number."""
+
+    def __init__(self, id: int, what: str = "row") -> None:
+        super().__init__(f"no row has the id {id}" if what == "row" else f"there is no {what} {id}")
 
 
 class StoreUnavailable(OSError):
@@ -90,6 +89,10 @@ class StoreUnavailable(OSError):
 
 class StoreUnreachable(StoreUnavailable, ValueError):
     """The database is down, does not answer, or refuses the statement."""
+
+
+class EnrolmentStopped(Exception):
+    """The service ends while it enrols; what is enrolled stays."""
 
 
 class OutOfTime(Exception):

@@ -35,6 +35,7 @@ class Stream(IntEnum):
     REST = 7
     PAIRS = 8
     NEGATIVES = 9
+    UNLABELLED = 10
     # evaluation
     KMEANS = 16
     EPISODES = 17
@@ -46,6 +47,10 @@ class Stream(IntEnum):
     COIN_WEIGHTS = 23
     CLASS_GROUPS = 24
     LEFT_OUT_CLASSES = 25
+    OPEN_SET_CLASSES = 32
+    OPEN_SET_ITEMS = 33
+    OPEN_SET_COHORT = 34
+    OPEN_SET_CALIBRATION = 35
     # models
     LORA = 48
     PROJECTION = 49
@@ -63,6 +68,7 @@ class Salt(IntEnum):
     EPOCH = 1
     STEP = 2
     SEED = 3
+    VIEWS = 4  # of pictures without labels
 
 
 def words(count: int, seed: int, stream: Stream, *place: int) -> Words:

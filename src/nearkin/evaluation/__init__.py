@@ -4,6 +4,9 @@ from nearkin.evaluation.clustering import clustering
 from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
+from nearkin.evaluation.group_agreement import bcubed, bcubed_values, pairwise
+from nearkin.evaluation.grouping import Grouping, group, smoothed
+from nearkin.evaluation.open_set.open_set_metrics import open_set
 from nearkin.evaluation.retrieval.knn import Neighbours, nearest
 from nearkin.evaluation.retrieval.nearest_negatives import nearest_negatives
 from nearkin.evaluation.retrieval.retrieval_metrics import retrieval
@@ -15,20 +18,27 @@ from nearkin.evaluation.verification.verification_metrics import operating_point
 
 __all__ = [
     "Calibration",
+    "Grouping",
     "Neighbours",
     "all_pairs",
+    "bcubed",
+    "bcubed_values",
     "bootstrap",
     "calibrate",
     "clustering",
     "compare",
     "diagnose",
     "graded",
+    "group",
     "nearest",
     "nearest_negatives",
     "omniglot_accuracy",
     "one_shot",
+    "open_set",
     "operating_point",
+    "pairwise",
     "retrieval",
+    "smoothed",
     "verification",
 ]
 

@@ -32,9 +32,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 V = TypeVar("V")
 
-_ROWS = ("embeddings", "embeddings_a", "embeddings_b", "queries", "gallery", "pairs")
+_ROWS = ("embeddings", "embeddings_a", "embeddings_b", "queries", "gallery", "pairs", "cohort")
 _NUMBERS = (*_ROWS, "targets", "gallery_targets", "values", "a", "b")
-_IDS = (("labels", "gallery_labels", "classes", "assignment"), ("groups", "gallery_groups"))  # numbered together
+_IDS = (
+    ("labels", "gallery_labels", "cohort_labels", "classes", "assignment"),
+    ("groups", "gallery_groups"),
+)  # numbered together
 
 
 class Scores(dict[str, V]):

@@ -1,28 +1,40 @@
 """Embeddings put to use: enrol items, then search, identify and verify them; in SQLite or PostgreSQL."""
 
-from nearkin.core.errors import LabelConflict, MissingRow, StoreUnavailable
+from nearkin.core.errors import LabelConflict, MissingRow, StaleGroups, StoreUnavailable
 from nearkin.gallery.backups import Backup, PointState, backup, check_backup
 from nearkin.gallery.calibration import calibrate
+from nearkin.gallery.embedder import Embedder, open_encoder
 from nearkin.gallery.enroll import enrol_source, enroll_source
 from nearkin.gallery.gallery import Enrolled, Gallery
+from nearkin.gallery.group_edits import GroupEditor, Reviewed
 from nearkin.gallery.items import Seen
+from nearkin.gallery.matched_parts import Heat, Matched, RowPicture, explain
 from nearkin.gallery.opening import run_of
 from nearkin.gallery.results import Candidate, Hit, Identity, Verification, verify
+from nearkin.gallery.source_groups import SourceGroups, group_source, write_groups
 from nearkin.gallery.stores import Report
 from nearkin.gallery.transfer import Transferred, copy, restore
 
 __all__ = [
     "Backup",
     "Candidate",
+    "Embedder",
     "Enrolled",
     "Gallery",
+    "GroupEditor",
+    "Heat",
     "Hit",
     "Identity",
     "LabelConflict",
+    "Matched",
     "MissingRow",
     "PointState",
     "Report",
+    "Reviewed",
+    "RowPicture",
     "Seen",
+    "SourceGroups",
+    "StaleGroups",
     "StoreUnavailable",
     "Transferred",
     "Verification",
@@ -32,9 +44,13 @@ __all__ = [
     "copy",
     "enrol_source",
     "enroll_source",
+    "explain",
+    "group_source",
+    "open_encoder",
     "restore",
     "run_of",
     "verify",
+    "write_groups",
 ]
 
 

@@ -59,12 +59,13 @@ class PointState(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Of a chain of points: ids and checksums of its rows, the last checksum, the facts as text."""
+    """Of a chain of points: ids and checksums of its rows, the last checksum, the facts as text, the notes."""
 
     ids: IdArray
     sums: SumArray
     checksum: bytes
     facts: str
+    notes: dict[str, str]
 
 
 # --- backup
@@ -116,7 +117,7 @@ def _remove_leftovers(home: Path) -> None:
 def _state_of(listed: Sequence[Point], progress: Progress | None = None) -> _State:
     """Of the last point; every block of its chain is verified."""
     ids, sums = np.empty(0, np.int64), np.empty(0, np.uint64)
-    checksum, facts = b"", ""
+    checksum, head = b"", {}
     try:
         chain = backup_points.chain_to(listed, listed[-1].number)
         advance = BytesRead(chain, progress)
@@ -131,7 +132,7 @@ def _state_of(listed: Sequence[Point], progress: Progress | None = None) -> _Sta
                     new_ids.append(block_ids)
                     new_sums.append(block_sums)
                 elif kind == b"H":
-                    facts = json.loads(content)["facts"]
+                    head = json.loads(content)
                 advance(position)
             ids, sums = np.concatenate(new_ids), np.concatenate(new_sums)
             order = np.argsort(ids, kind="stable")
@@ -139,7 +140,7 @@ def _state_of(listed: Sequence[Point], progress: Progress | None = None) -> _Sta
             advance.next()
     except CorruptBackup as error:
         raise CorruptBackup(f"{error}; begin anew with --full") from None
-    return _State(ids, sums, checksum, facts)
+    return _State(ids, sums, checksum, head["facts"], head["notes"])
 
 
 def _write_point(
@@ -150,7 +151,7 @@ def _write_point(
         raise ValueError(f"{home}: is the backup of another gallery; choose another folder")
     change = _Change.since(state, snapshot)
     number = listed[-1].number + 1 if listed else 1
-    if state is not None and not change and state.facts == text:
+    if state is not None and not change and (state.facts, state.notes) == (text, snapshot.notes):
         rows = len(state.ids)
         return Backup(listed[-1].path, number - 1, False, rows, 0, 0, 0, [], snapshot.facts.rows - rows, 0)
     path = home / f"point-{number:06d}.{'full' if state is None else 'part'}"
@@ -159,6 +160,7 @@ def _write_point(
         "point": number,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "facts": text,
+        "notes": snapshot.notes,
     }
     with files.explained(str(path), "make room, or choose another place"), files.replacing(path) as file:
         writer = PointWriter(file, None if state is None else state.checksum, head)

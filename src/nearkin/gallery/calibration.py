@@ -20,7 +20,7 @@ from nearkin.gallery import results
 from nearkin.gallery.items import encoder_info
 from nearkin.gallery.schema import unit
 
-__all__ = ["calibrate", "measure"]
+__all__ = ["calibrate", "measure", "measure_left_out"]
 
 Groups = list[NDArray[np.int64]]
 CONFIDENCE = 0.95  # of every bound in the file
@@ -28,6 +28,7 @@ CLASSES, ITEMS = 2000, 20_000  # at most; of more a random subset
 EXAMPLES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # per label, each measured separately
 MOST = 0.8  # share of the classes that must have more items than examples
 FEWEST = 5  # classes: fewer cannot bound even a rate of one in three
+FOLDS = 20  # of the classes of a gallery, each left out of the calibration that judges it
 STEPS = 160  # thresholds along the impostor scores, and a third as many along the genuine ones
 PAIRS = 2_000_000  # scores from which the thresholds are chosen
 
@@ -50,8 +51,13 @@ def calibrate(
     file is calibration-DIM.json. Pairs of the same class and group (bursts, cameras), where the run's source has
     groups, are left out. Returns what was written.
     """
-    folder = Path(run)
-    info = encoder_info(folder, dim)
+    info = encoder_info(run, dim)
+    folder = info.run
+    if info.frozen is not None:
+        raise ValueError(
+            f"{info.frozen}: an encoder's name has no validation part; calibrate a gallery made with it, by its own "
+            f"labels: nearkin gallery calibrate G"
+        )
     embedded = training.embed_source(folder, part=part, dim=dim, device=device, progress=progress)
     if embedded.labels is None:
         raise ValueError(f"{run}: its source has no class labels, so there are no same and different pairs to measure")
@@ -79,12 +85,10 @@ def measure(
     bursts = None if groups is None else _numbers(groups)
     rows, classes = _select(embeddings.numpy(), labels.numpy(), seed, bursts)
     thresholds = _thresholds(rows, classes, seed, bursts)
-    measures: dict[int, _Measure] = {}
-    for examples in EXAMPLES:
-        enough = [group for group in classes if class_rates.most_others(group, bursts) >= examples]
-        if len(enough) < (max(3, MOST * len(classes)) if examples > 1 else 3):
-            break
-        measures[examples] = _measure(rows, enough, thresholds, examples, seed, bursts)
+    measures = {
+        examples: _measure(rows, enough, thresholds, examples, seed, bursts)
+        for examples, enough in _enough(classes, bursts)
+    }
     rates = measures[1].rates
     sizes = np.array([len(group) for group in classes])
     able = [group for group in classes if class_rates.most_others(group, bursts)]
@@ -109,6 +113,58 @@ def measure(
         "operating_points": _operating_points(measures[1], thresholds, len(classes)),
         "note": _limit(float(rates.bound[-1]), len(classes)),
     }
+
+
+def measure_left_out(embeddings: torch.Tensor, labels: Sequence[str], seed: int = 0) -> dict[str, Any]:
+    """`measure` of the classes of a gallery, and the same without each of them, by which it is judged.
+
+    "folds" has what `measure` has in "examples", without the classes of a fold; "fold_of" the fold of each label. Up to
+    `FOLDS` classes are left out one at a time, more in as many folds.
+    """
+    _, codes = np.unique(np.array(labels, dtype=str), return_inverse=True)
+    content = measure(embeddings, torch.from_numpy(codes), seed)
+    rows, classes = _select(embeddings.numpy(), codes, seed, None)
+    genuine = sum(len(group) > 1 for group in classes)
+    if len(classes) <= FEWEST or genuine <= 4:
+        raise ValueError(
+            f"calibration by its own labels needs at least {FEWEST + 1} of them, 5 with 2 items or more, as each is "
+            f"left out in turn; got {len(classes)} and {genuine}"
+        )
+    alone = np.argsort([len(group) == 1 for group in classes], kind="stable")  # dealt last, so that no fold lacks pairs
+    folds = np.empty(len(classes), np.int64)
+    folds[alone] = np.arange(len(classes)) % FOLDS
+    thresholds = np.array(content["thresholds"])
+    parts: list[dict[str, Any]] = [{} for _ in range(folds.max() + 1)]
+    for examples, enough in _enough(classes, None):
+        of_fold = np.array([fold for fold, group in zip(folds, classes, strict=True) if len(group) > examples])
+        sums = class_rates.accepts_by_part(rows, enough, thresholds, of_fold, examples)
+        scores = class_rates.genuine_groups(rows, enough, examples, seed)
+        for fold, part in enumerate(parts):
+            left = of_fold != fold
+            if left.sum() < 3:
+                continue
+            others = np.arange(sums.shape[2]) != fold
+            rates = class_rates.impostor_rates(sums[:, left][..., others].sum(2), CONFIDENCE)
+            genuine_left = [scores[i] for i in np.flatnonzero(left)]
+            tar = class_rates.true_accepts(genuine_left, thresholds).mean(0)
+            part[str(examples)] = {
+                "far_bound": np.minimum(np.ceil(rates.bound * 1e6) / 1e6, 1.0).tolist(),
+                "tar": tar.round(6).tolist(),
+                "log_ratio": _log_ratio(rates.far, genuine_left, thresholds, int(left.sum()))._asdict(),
+            }
+    fold_of = {str(labels[group[0]]): int(fold) for group, fold in zip(classes, folds, strict=True)}
+    return content | {"folds": parts, "fold_of": fold_of}
+
+
+def _enough(classes: Groups, bursts: NDArray[np.int64] | None) -> list[tuple[int, Groups]]:
+    """For each number of examples that is measured, the classes that have more items than it."""
+    chosen = []
+    for examples in EXAMPLES:
+        enough = [group for group in classes if class_rates.most_others(group, bursts) >= examples]
+        if len(enough) < (max(3, MOST * len(classes)) if examples > 1 else 3):
+            break
+        chosen.append((examples, enough))
+    return chosen
 
 
 def _numbers(groups: Sequence[str]) -> NDArray[np.int64]:
@@ -241,7 +297,7 @@ def _error(
     far = class_rates.accepts(rows, fitted, thresholds).sum(1) / (2 * half * (half - 1))
     ratio = _log_ratio(far, class_rates.genuine_groups(rows, fitted, 1, seed, bursts), thresholds, half)
     edges = np.concatenate([[-1.0], thresholds, [1.0]])
-    chance = 1 / (1 + np.exp(-ratio.at((edges[1:] + edges[:-1]) / 2)))
+    chance = results.sigmoid(ratio.at((edges[1:] + edges[:-1]) / 2))
     count = len(judged)
     strange = class_rates.accepts(rows, judged, thresholds).sum(1) / (2 * count * (count - 1))
     other = -np.diff(np.concatenate([[1.0], strange, [0.0]]))

@@ -19,7 +19,7 @@ from nearkin.data.item_set import Items
 from nearkin.dist.group import ProcessGroup
 from nearkin.gallery.gallery import PICTURE_BATCH, VECTOR_BATCH, Enrolled, Gallery
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen, encode_items, hash_items
-from nearkin.gallery.schema import KnownRows, check_label, metadata_json
+from nearkin.gallery.schema import UNLABELLED, KnownRows, check_label, metadata_json
 
 __all__ = ["Counted", "enrol_source", "enroll_source"]
 
@@ -86,20 +86,31 @@ def enrol_source(
     label: str | None = None,
     metadata: dict[str, Any] | None = None,
     skip_unreadable: bool = False,
+    unlabelled: bool = False,
+    items: Items | None = None,
+    step: int | None = None,
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> Counted:
     """Enrols every item of a source under its class, or all under `label`. `enroll_source` is the same function.
 
-    Items that are enrolled already, by the hash of their content, are neither encoded nor added again. group: the
-    processes that share the reading and encoding; rank 0 passes the gallery and writes, the others pass an `Encoding`
-    of its run, and all return the same counts.
+    unlabelled: takes a source without classes; its items are found by `search`, and `identify` answers with none.
+    items: of the source, where they are loaded already. step: items per transaction, after which `progress` is called;
+    by default 256 pictures or 4,096 vectors. Items that are enrolled already, by the hash of their content, are neither
+    encoded nor added again. group: the processes that share the reading and encoding; rank 0 passes the gallery and
+    writes, the others pass an `Encoding` of its run, and all return the same counts.
     """
-    items = data.load(source, root=root, labelled=False, group_column=groups.UNUSED)
+    if items is None:
+        items = data.load(source, root=root, labelled=False, group_column=groups.UNUSED)
     if label is not None:
         labels = [label] * len(items)
     elif items.labels is None or not items.classes:
-        raise ValueError(f"{source}: its items have no classes; choose the label to enrol them under: --label")
+        if not unlabelled:
+            raise ValueError(
+                f"{source}: its items have no classes; choose the label to enrol them under: --label "
+                f"(--label {UNLABELLED}: none)"
+            )
+        labels = [UNLABELLED] * len(items)
     else:
         labels = [items.classes[number] for number in items.labels]
     for text in set(labels):
@@ -117,15 +128,15 @@ def enrol_source(
     if group is not None and shared:
         return _enrol_shared(gallery, described, progress, group)
     assert isinstance(gallery, Gallery)
-    return _enrol_alone(gallery, described, progress)
+    return _enrol_alone(gallery, described, progress, step)
 
 
 enroll_source = enrol_source
 
 
-def _enrol_alone(gallery: Gallery, source: _Source, progress: Progress | None) -> Counted:
+def _enrol_alone(gallery: Gallery, source: _Source, progress: Progress | None, step: int | None) -> Counted:
     counts, size, vectors = Counted(0, 0, 0, []), len(source.items), source.items.vectors
-    step = PICTURE_BATCH if vectors is None else VECTOR_BATCH
+    step = step or (PICTURE_BATCH if vectors is None else VECTOR_BATCH)
     for start in range(0, size, step):
         positions = range(start, min(start + step, size))
         if vectors is not None:

@@ -12,10 +12,12 @@ from nearkin.core import checks
 from nearkin.core.errors import MissingRow
 from nearkin.data import decode as decoding
 from nearkin.gallery import items as item_inputs
-from nearkin.gallery import opening, results
+from nearkin.gallery import matched_parts, opening, own_calibration, results
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
+from nearkin.gallery.matched_parts import Matched, RowPicture
 from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
 from nearkin.gallery.schema import (
+    UNLABELLED,
     Facts,
     KnownRows,
     Row,
@@ -27,6 +29,7 @@ from nearkin.gallery.schema import (
     unpack,
 )
 from nearkin.gallery.stores import Report, Store
+from nearkin.models.frozen import is_encoder_name
 
 __all__ = ["Enrolled", "Gallery"]
 
@@ -56,7 +59,10 @@ class Gallery:
         self._note = "the gallery was opened without a run, so there is only a similarity; open it with run=RUN"
         if encoding is not None:
             info = encoding.info
-            self._calibrator, self._note = results.load_calibration(info.run, info.fingerprint, info.short)
+            if info.frozen is None:
+                self._calibrator, self._note = results.load_calibration(info.run, info.fingerprint, info.short)
+            else:
+                self._calibrator, self._note = own_calibration.load(store, facts)
 
     @classmethod
     def open(
@@ -72,10 +78,10 @@ class Gallery:
     ) -> "Gallery":
         """A gallery in a file, or in PostgreSQL (postgresql://…/db, with ?gallery=NAME if there are several).
 
-        run: the folder of a run, whose encoder encodes the items; without it the gallery takes vectors only. dim: of a
-        new gallery of vectors; with a run, a length that it was trained for, the full one by default. A gallery that
-        exists has its length, which the encoder takes. create: make it if it does not exist. timeout: seconds a writer
-        waits for another. A gallery made with another encoder is refused.
+        run: the folder of a run, whose encoder encodes the items, or an encoder's name ("efficientnet-lite0"); without
+        it the gallery takes vectors only. dim: of a new gallery of vectors; with a run, a length that it was trained
+        for, the full one by default. A gallery that exists has its length, which the encoder takes. create: make it if
+        it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused.
         """
         return cls(*opening.open_store(place, run, dim, create, timeout, device, max_pixels))
 
@@ -83,6 +89,11 @@ class Gallery:
     def place(self) -> str:
         """The file or the address of the database, without a password."""
         return self._store.where
+
+    @property
+    def frozen(self) -> bool:
+        """Whether its encoder is a pretrained one that has learned from no label of the gallery."""
+        return self._encoding is not None and self._encoding.info.frozen is not None
 
     # --- writing
 
@@ -187,13 +198,19 @@ class Gallery:
         parsed, seen = parse_filter(filter), self._one(item)
         neighbours = self._store.nearest(seen.vector, max(NEAREST, k), parsed)
         hits = [_hit(row, near) for row, near in neighbours]
-        nearest = hits[:NEAREST]
+        nearest = [hit for hit in hits[:NEAREST] if hit.label != UNLABELLED]
+        if hits and not nearest:
+            note = "none of the nearest items has a label, so there are only similarities"
+            return results.identify_unlabelled(hits[0], note, far)._replace(quality=seen.quality), hits[:k]
         if self._calibrator is None:
             answer = results.identify_uncalibrated(nearest, self._note, far)
             return answer._replace(quality=seen.quality), hits[:k]
         only = None if parsed is None or parsed.labels is None else set(parsed.labels)
-        counts = self._store.counts_of(list({hit.label for hit in nearest} | (only or set())))
-        sizes = self._store.label_sizes() if only is None else Counter(counts.get(label, 1) for label in only)
+        counts = self._store.counts_of(list({hit.label for hit in nearest} | (only or {UNLABELLED})))
+        if only is None:
+            sizes = Counter(self._store.label_sizes()) - Counter([counts.pop(UNLABELLED, 0)])
+        else:
+            sizes = Counter(counts.get(label, 1) for label in only - {UNLABELLED})
         same_id = next((row.id for row, _ in neighbours[:NEAREST] if row.content == seen.content), None)
         answer = self._calibrator.identify(nearest, sizes, far, counts, same_id)
         return answer._replace(quality=seen.quality), hits[:k]
@@ -209,6 +226,22 @@ class Gallery:
         left, right = self.see([first[0], second[0]])
         assert left is not None and right is not None
         return results.verify_items(self._calibrator, self._note, left, right, far)
+
+    def explain(self, item: Any, id: int, pictures: Sequence[tuple[Any, str]] | None = None) -> Matched:
+        """Which part of a picture and of a row matched: a heat map over each, whose sum is the similarity.
+
+        The picture of the row is its original, where that still is at its path and embeds as it did when it was
+        enrolled; else its thumbnail, and `note` says so. pictures: those of `row_pictures` and their sources, as
+        `decode` returns them.
+        """
+        matched_parts.check_takes_pictures(self._encoding)
+        assert self._encoding is not None
+        (decoded,) = self.decode([item])
+        return matched_parts.explain_row(self._encoding, self._store, decoded, _checked_ids(id)[0], pictures)
+
+    def row_pictures(self, id: int) -> list[RowPicture]:
+        """The files from which the picture of a row can be read, the best first; a `NoPicture` where there is none."""
+        return matched_parts.row_pictures(self._store, _checked_ids(id)[0])
 
     def get(self, id: int) -> Hit:
         """A row by its id; its similarity is 1, that with itself."""
@@ -249,7 +282,7 @@ class Gallery:
         """Size, encoder, calibration, index and damage, as JSON has it."""
         facts, counts = self._store.facts(), self._store.counts()
         assert facts is not None
-        calibrator = self._calibrator or _calibrator_of(facts)
+        calibrator = self._calibrator or self._calibrator_of(facts)
         return {
             "place": self._store.where,
             "store": self._store.kind,
@@ -329,26 +362,52 @@ class Gallery:
             kind = "pictures" if vectors else "vectors"
             raise ValueError(f"{source}: the run's encoder takes {kind}, the source has the other kind")
 
+    def use_calibration(self, calibrator: Calibrator | None, note: str) -> None:
+        """Answers by this calibration from now on; note: why there is none."""
+        self._calibrator, self._note = calibrator, note
+
+    def calibrate(self) -> dict[str, Any]:
+        """Calibrates the gallery of a frozen encoder by its own labels, each judged by the others; see `stats`."""
+        return own_calibration.calibrate_gallery(self)
+
+    @property
+    def calibration_is_current(self) -> bool:
+        """Whether there is a calibration by the labels as they are now."""
+        facts = self._store.facts()
+        return facts is not None and own_calibration.is_current(self._store, facts)
+
+    def calibrate_if_changed(self) -> str:
+        """`calibrate` where rows have changed since; returns why that could not be, or ""."""
+        if self.calibration_is_current:
+            return ""
+        try:
+            self.calibrate()
+        except ValueError as error:
+            self._calibrator, self._note = None, f"not calibrated, so there is only a similarity: {error}"
+            return self._note
+        return ""
+
     def remember(self, source: str) -> None:
         """Records a source that is enrolled from; the message about another encoder names it."""
         self._store.add([], True, [source])
+
+    def _calibrator_of(self, facts: Facts) -> Calibrator | None:
+        """The calibration of a gallery that is opened without its encoder, if it exists and is of that encoder."""
+        if facts.run is None or facts.fingerprint is None:
+            return None
+        try:
+            if is_encoder_name(facts.run):
+                return own_calibration.load(self._store, facts)[0]
+            of_length = (results.load_calibration(Path(facts.run), facts.fingerprint, n)[0] for n in (None, facts.dim))
+            return next((calibrator for calibrator in of_length if calibrator is not None), None)
+        except ValueError:
+            return None
 
     def _check_writable(self) -> None:
         if self.fingerprint is not None and self._encoding is None:
             raise ValueError(
                 f"{self._store.where}: its items came through an encoder; open it with run=RUN to enrol more"
             )
-
-
-def _calibrator_of(facts: Facts) -> Calibrator | None:
-    """The calibration of the run that a gallery was made with, if it exists and is of the same encoder."""
-    if facts.run is None or facts.fingerprint is None:
-        return None
-    try:
-        of_length = (results.load_calibration(Path(facts.run), facts.fingerprint, n)[0] for n in (None, facts.dim))
-        return next((calibrator for calibrator in of_length if calibrator is not None), None)
-    except ValueError:
-        return None
 
 
 def _hit(row: Row, similarity: float) -> Hit:

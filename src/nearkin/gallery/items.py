@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin import models
-from nearkin.core import checks, files
+from nearkin.core import checks, cpu_pool, files
 from nearkin.core.errors import LabelConflict, UnreadablePicture
 from nearkin.data import augment, decode
 from nearkin.gallery.schema import Floats, KnownRows, NewRow, new_row, pack, unit
 from nearkin.gallery.stores import Added, Store
+from nearkin.models.frozen import encoder_folder
 from nearkin.models.io import check_length, fingerprint
 
 __all__ = [
@@ -75,14 +76,18 @@ class EncoderInfo(NamedTuple):
     free_length: bool = False  # embeddings are not scaled to unit length: the length is the quality of an item
     lengths: tuple[int, ...] = ()
     short: int | None = None
+    frozen: str | None = None  # the name of a pretrained encoder that stands in place of a run
+
+    @property
+    def shown(self) -> str:
+        """As the user has written it."""
+        return self.frozen or str(self.run)
 
 
 def encoder_info(run: str | Path, dim: int | None = None) -> EncoderInfo:
-    """dim: of embeddings that are cut to a length that the encoder was trained for."""
-    folder = Path(run)
+    """run: a folder, or an encoder's name. dim: of embeddings that are cut to a length that it was trained for."""
+    folder = encoder_folder(run)
     path = folder / "encoder.json"
-    if not path.is_file():
-        raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
     try:
         plain = files.read_json(path)
         lengths = tuple(plain.get("lengths") or ())
@@ -99,7 +104,7 @@ def encoder_info(run: str | Path, dim: int | None = None) -> EncoderInfo:
         )
     if short is not None:
         check_length(plain, short, run)
-    return EncoderInfo(folder, identity, preparation, short or full, free_length, lengths, short)
+    return EncoderInfo(folder, identity, preparation, short or full, free_length, lengths, short, plain.get("frozen"))
 
 
 class Encoding:
@@ -155,6 +160,16 @@ class Encoding:
             quality = np.linalg.norm(embeddings.astype(np.float64), axis=1).tolist()
         return unit(embeddings, "embeddings"), quality
 
+    def load(self) -> None:
+        """Loads the weights now, and not with the first item."""
+        self._loaded()
+
+    @property
+    def encoder(self) -> models.Encoder:
+        """The encoder itself."""
+        return self._loaded()
+
+    @torch.inference_mode(False)  # weights of inference mode could never be used for a gradient
     def _loaded(self) -> models.Encoder:
         if self._encoder is None:
             self._encoder, _ = models.load(self.info.run, self.device)
@@ -208,10 +223,28 @@ def decode_items(
 def encode_items(
     items: "Sequence[Seen | RawItem]", encoding: Encoding | None, unreadable: list[str] | None = None
 ) -> list[Seen | None]:
-    """All of them, encoded together. An unreadable picture is an error, or a sentence in `unreadable` and None."""
+    """All of them. An unreadable picture is an error, or a sentence in `unreadable` and None."""
+    size = len(items) or 1
+    if encoding is not None and encoding.takes_pictures:
+        encoding.load()
+        size = cpu_pool.BATCH if encoding.device.type == "cpu" else ENCODER_BATCH
+    strict, encoded = unreadable is None, list[Seen | None]()
+    pieces = [items[start : start + size] for start in range(0, len(items), size)]
+    for piece, sentences in cpu_pool.mapped(lambda piece: _encode(piece, encoding, strict), pieces):
+        encoded += piece
+        if unreadable is not None:
+            unreadable += sentences
+    return encoded
+
+
+def _encode(
+    items: "Sequence[Seen | RawItem]", encoding: Encoding | None, strict: bool
+) -> tuple[list[Seen | None], list[str]]:
+    """These items, encoded together; and a sentence for each unreadable picture."""
     encoded: list[Seen | None] = [None] * len(items)
     inputs: list[tuple[int, RawItem, NDArray[Any]]] = []
-    for i, item in enumerate(decode_items(items, encoding, unreadable)):
+    unreadable: list[str] = []
+    for i, item in enumerate(decode_items(items, encoding, None if strict else unreadable)):
         if item is None or isinstance(item, Seen):
             encoded[i] = item
         elif item.vector is not None:
@@ -225,7 +258,7 @@ def encode_items(
         for (i, item, features), vector, quality in zip(inputs, *embedded, strict=True):
             thumbnail = _thumbnail(features) if encoding.takes_pictures else b""
             encoded[i] = Seen(vector, item.content, item.name, thumbnail, quality)
-    return encoded
+    return encoded, unreadable
 
 
 def is_embedding(item: Any, encoding: Encoding | None) -> bool:

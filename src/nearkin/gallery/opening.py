@@ -10,6 +10,7 @@ from nearkin.gallery.schema import Facts
 from nearkin.gallery.stores import Store, hnsw
 from nearkin.gallery.stores.postgres_connection import shown
 from nearkin.gallery.stores.sqlite import SqliteStore
+from nearkin.models.frozen import is_encoder_name
 
 __all__ = ["describe_index", "existing_facts", "open_store", "run_of", "store_at"]
 
@@ -50,13 +51,15 @@ def open_store(
         raise
 
 
-def run_of(place: str | Path, timeout: float = 30.0) -> Path | None:
-    """The run whose encoder a gallery was made with; None for a gallery of vectors."""
+def run_of(place: str | Path, timeout: float = 30.0) -> Path | str | None:
+    """The run whose encoder a gallery was made with, or the encoder's name; None for a gallery of vectors."""
     store = store_at(place, timeout)
     try:
         facts = existing_facts(store)
     finally:
         store.close()
+    if facts.run is not None and is_encoder_name(facts.run):
+        return facts.run
     if facts.run is not None and not Path(facts.run).is_dir():
         raise ValueError(f"{store.where}: its run is not at {facts.run} any more; pass its folder with --run RUN")
     return None if facts.run is None else Path(facts.run)
@@ -82,7 +85,12 @@ def _new_facts(store: Store, encoding: Encoding | None, dim: int | None) -> Fact
         if dim is None:
             raise ValueError(f"{store.where}: no such gallery; a new one needs run=RUN, or dim= for vectors")
         return Facts(dim)
-    return Facts(encoding.dim, encoding.info.fingerprint, str(encoding.info.run.resolve()))
+    return Facts(encoding.dim, encoding.info.fingerprint, _run_fact(encoding))
+
+
+def _run_fact(encoding: Encoding) -> str:
+    """What a gallery keeps of its run: the folder, or the encoder's name, which any machine can make again."""
+    return encoding.info.frozen or str(encoding.info.run.resolve())
 
 
 def store_at(place: str | Path, timeout: float) -> Store:
@@ -103,7 +111,7 @@ def _check_encoder(store: Store, facts: Facts, encoding: Encoding | None) -> Fac
     if encoding is None or encoding.info.fingerprint == facts.fingerprint:
         return facts
     if facts.fingerprint is None and facts.rows == 0 and facts.dim == encoding.dim:
-        store.adopt(encoding.info.fingerprint, str(encoding.info.run.resolve()))
+        store.adopt(encoding.info.fingerprint, _run_fact(encoding))
         return store.facts() or facts
     if facts.fingerprint is None:
         raise ValueError(
@@ -112,8 +120,8 @@ def _check_encoder(store: Store, facts: Facts, encoding: Encoding | None) -> Fac
     source = facts.sources[-1] if facts.sources else "SOURCE"
     previous = f" ({facts.run})" if facts.run else ""
     raise ValueError(
-        f"{store.where}: was made with another encoder{previous} than that of {encoding.info.run}, and their vectors "
-        f"cannot be compared; re-embed it with: nearkin enrol {encoding.info.run} {source} "
+        f"{store.where}: was made with another encoder{previous} than that of {encoding.info.shown}, and their "
+        f"vectors cannot be compared; re-embed it with: nearkin enrol {encoding.info.shown} {source} "
         f"--gallery {_new_place(store)}"
     )
 

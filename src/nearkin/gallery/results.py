@@ -28,10 +28,14 @@ __all__ = [
     "Verification",
     "calibration_file",
     "identify_uncalibrated",
+    "identify_unlabelled",
     "load_calibration",
+    "read_calibration",
     "rounded_up",
+    "sigmoid",
     "verify",
     "verify_items",
+    "verify_with",
 ]
 
 FILE = "calibration.json"  # in the folder of a run
@@ -39,6 +43,7 @@ FORMAT = 2
 CHECKSUM = "sha256"  # the key of the checksum of all others
 FAR = 1e-3  # per pair: the default of `verify`, or the strictest usual one that the calibration can guarantee
 PRIOR_KNOWN = 0.5  # the probability that a query is of an enrolled label, before its similarities are known
+OWN_LABELS = "a gallery made with it is calibrated by its own labels"
 UNINFORMATIVE = 0.95  # an upper bound of a false-accept rate from which on it is not reported
 SAME_ITEM = 1 - 1e-6  # similarity from which on two embeddings are of one and the same item
 
@@ -128,6 +133,13 @@ class Calibrator:
         self.thresholds = _ascending("thresholds", plain["thresholds"], 1.0)
         curves = {int(n): _curves(part, len(self.thresholds)) for n, part in plain["examples"].items()}
         self.curves = dict(sorted(curves.items()))  # by the number of examples
+        # Of a gallery's own labels: the curves without each fold of them, and the fold of a label.
+        self.folds = [
+            {int(n): _curves(part, len(self.thresholds)) for n, part in fold.items()} for fold in plain.get("folds", ())
+        ]
+        self.fold_of = {str(label): int(fold) for label, fold in plain.get("fold_of", {}).items()}
+        if any(1 not in fold for fold in self.folds) or not set(self.fold_of.values()) <= set(range(len(self.folds))):
+            raise ValueError("its folds do not fit together")
         self.classes, self.confidence = int(plain["classes"]), float(plain["confidence"])
         self.impostors, self.largest_impostor = int(plain["impostors"]), float(plain["largest_impostor"])
         if 1 not in self.curves or self.classes < 3 or self.impostors < 1:
@@ -143,7 +155,7 @@ class Calibrator:
     def verify(self, similarity: float, far: float | None) -> Verification:
         target, note = self._pair_far(far)
         curves = self.curves[1]
-        same_probability = float(_sigmoid(curves.ratio.at(similarity)))
+        same_probability = float(sigmoid(curves.ratio.at(similarity)))
         if target is None:
             return Verification(None, None, similarity, None, None, None, note, self.classes, same_probability)
         at = int(np.argmax(curves.bound <= target))
@@ -201,7 +213,7 @@ class Calibrator:
         order = sorted(range(len(best)), key=lambda i: (-shares[i], -best[i].similarity, best[i].id))
         candidates = [Candidate(best[i].label, best[i].similarity, float(shares[i]), best[i].id) for i in order]
         first = best[order[0]]
-        threshold, guaranteed = self._threshold(labels, sizes, counts.get(first.label, 1), far)
+        threshold, guaranteed = self._threshold(labels, sizes, counts.get(first.label, 1), far, first.label)
         known = same.any() or first.similarity >= threshold
         label, confidence = (first.label, float(shares[order[0]])) if known else (None, float(unknown))
         if threshold > 1:
@@ -219,18 +231,20 @@ class Calibrator:
         labels: int,
     ) -> tuple[Floats, float]:
         """The probability of each label in `best`, and that of none."""
-        near, examples = np.array([hit.similarity for hit in best]), [counts.get(hit.label, 1) for hit in best]
-        log_ratios = {n: self._curves_for(n).ratio.at(near) for n in set(examples)}
-        ratios = np.exp(np.minimum(np.array([log_ratios[n][i] for i, n in enumerate(examples)]), 600.0))
+        examples = [counts.get(hit.label, 1) for hit in best]
+        log_ratios = [
+            self._curves_for(n, hit.label).ratio.at(hit.similarity) for n, hit in zip(examples, best, strict=True)
+        ]
+        ratios = np.exp(np.minimum(np.array(log_ratios), 600.0))
         rest = self._ratios_below(nearest[-1].similarity, sizes, len(best)) if labels > len(best) else 0.0
         total = (1 - PRIOR_KNOWN) + PRIOR_KNOWN / labels * (ratios.sum() + rest)
         return PRIOR_KNOWN / labels * ratios / total, float((1 - PRIOR_KNOWN) / total)
 
     def _threshold(
-        self, labels: int, sizes: Mapping[int, int], examples: int, far: float | None
+        self, labels: int, sizes: Mapping[int, int], examples: int, far: float | None, label: str
     ) -> tuple[float, float | None]:
         """The similarity from which on the nearest label is likelier than none, or that which guarantees `far`."""
-        likelier = self._curves_for(examples).ratio.reaches(math.log(labels * (1 - PRIOR_KNOWN) / PRIOR_KNOWN))
+        likelier = self._curves_for(examples, label).ratio.reaches(math.log(labels * (1 - PRIOR_KNOWN) / PRIOR_KNOWN))
         rate = self.query_far(sizes)
         if far is None:
             at = int(np.searchsorted(self.thresholds, likelier, side="right")) - 1
@@ -250,18 +264,22 @@ class Calibrator:
         """Per threshold the upper bound of the FAR per query: of the unknown queries that reach it with any label.
 
         1 - Π (1 - bound of a label). Labels that are alike for one query are alike for others too, so the true share is
-        smaller.
+        smaller. Of folds the largest bound counts.
         """
         log_none = np.zeros(len(self.thresholds))
         for examples, labels in sizes.items():
             enough = [n for n in self.curves if n >= examples]
             n = enough[0] if enough else max(self.curves)
-            bound = np.minimum(self.curves[n].bound * max(1.0, examples / n), 1 - 1e-12)
+            bounds = [curves[n].bound for curves in (self.curves, *self.folds) if n in curves]
+            bound = np.minimum(np.maximum.reduce(bounds) * max(1.0, examples / n), 1 - 1e-12)
             log_none += labels * np.log1p(-bound)
         return np.asarray(-np.expm1(log_none))
 
-    def _curves_for(self, examples: int) -> Curves:
-        return self.curves[max(n for n in self.curves if n <= max(examples, 1))]
+    def _curves_for(self, examples: int, label: str | None = None) -> Curves:
+        """label: one that took part in the calibration is judged by the others."""
+        fold = None if label is None else self.fold_of.get(label)
+        curves = self.curves if fold is None else self.folds[fold]
+        return curves[max(n for n in curves if n <= max(examples, 1))]
 
     def _ratios_below(self, similarity: float, sizes: Mapping[int, int], seen: int) -> float:
         """The sum of the likelihood ratios of all labels below this similarity: that the right one is among them."""
@@ -287,8 +305,16 @@ def verify(
     max_pixels: int = decode.MAX_PIXELS,
 ) -> Verification:
     """Whether two items are the same, as in `Gallery.verify`, with the encoder of a run and without a gallery."""
-    encoding = Encoding(run, device, max_pixels)
-    calibrator, note = load_calibration(encoding.info.run, encoding.info.fingerprint)
+    return verify_with(Encoding(run, device, max_pixels), a, b, far)
+
+
+def verify_with(encoding: Encoding, a: Any, b: Any, far: float | None = None) -> Verification:
+    """`verify` with an open encoder."""
+    info = encoding.info
+    if info.frozen is None:
+        calibrator, note = load_calibration(info.run, info.fingerprint)
+    else:
+        calibrator, note = None, f"{info.frozen} alone has no calibration, so there is only a similarity; {OWN_LABELS}"
     left, right = encode_items(hash_items([a, b], encoding, encoding.dim), encoding)
     assert left is not None and right is not None
     return verify_items(calibrator, note, left, right, far)
@@ -315,6 +341,13 @@ def identify_uncalibrated(hits: Sequence[Hit], note: str, far: float | None) -> 
     return Identity(candidates[0].label, None, candidates[0].similarity, None, None, candidates, note)
 
 
+def identify_unlabelled(nearest: Hit, note: str, far: float | None) -> Identity:
+    """Where no item near the query has a label: the similarity of the nearest one."""
+    if far is not None:
+        raise ValueError(f"far needs labels: {note}")
+    return Identity(None, None, nearest.similarity, None, None, [], note)
+
+
 def calibration_file(run: Path, short: int | None = None) -> Path:
     """Where the calibration of a run is; embeddings that are cut have their own per length."""
     return run / (FILE if short is None else f"calibration-{short}.json")
@@ -325,8 +358,15 @@ def load_calibration(run: Path, fingerprint: str, short: int | None = None) -> t
     that are cut."""
     path, again = calibration_file(run, short), f"nearkin gallery calibrate {run}"
     again += "" if short is None else f" --dim {short}"
+    return read_calibration(
+        path, fingerprint, again, f"{run} has no {path.name}, so there is only a similarity; {again} makes it"
+    )
+
+
+def read_calibration(path: Path, fingerprint: str, again: str, missing: str) -> tuple[Calibrator | None, str]:
+    """The calibration in a file; or None, and why: `missing` where there is no file. again: the command to make it."""
     if not path.is_file():
-        return None, f"{run} has no {path.name}, so there is only a similarity; {again} makes it"
+        return None, missing
     try:
         plain = files.read_json(path)
         if CHECKSUM in plain and plain.pop(CHECKSUM) != files.digest(plain):  # older files have none
@@ -371,7 +411,7 @@ def _ascending(name: str, values: Any, most: float) -> Floats:
     return array
 
 
-def _sigmoid(log_ratio: Floats) -> Floats:
+def sigmoid(log_ratio: Floats) -> Floats:
     return np.asarray(1 / (1 + np.exp(-np.clip(log_ratio, -700, 700))))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "UNLABELLED",
     "Facts",
     "Filter",
     "Floats",
@@ -27,6 +28,7 @@ __all__ = [
     "facts_of_text",
     "metadata_json",
     "new_row",
+    "note_checksum",
     "pack",
     "parse_filter",
     "read_facts",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 FORMAT = 1  # increase it, with a step in `migration`, when the readers of today could not understand a gallery
+UNLABELLED = "unlabelled"  # the label of items that have none: they are found, and no answer of `identify`
 QUALITY = "nearkin.quality"  # the key of the metadata under which a row has the quality of its item, where it is known
 MAX_METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
 MAX_NAME = 4096  # characters of an item's name
@@ -102,6 +105,10 @@ def bytes_checksum(id: int, content: bytes, label: bytes, name: bytes, metadata:
 
 def thumbnail_checksum(id: int, thumbnail: bytes) -> bytes:
     return sha256(struct.pack(">q", id) + thumbnail).digest()[:CHECKSUM_BYTES]
+
+
+def note_checksum(key: str, text: str) -> bytes:
+    return sha256(f"{len(key)} {key}{text}".encode()).digest()[:CHECKSUM_BYTES]
 
 
 def pack(rows: Floats) -> list[bytes]:

@@ -54,9 +54,10 @@ def restore(
     number = _latest_whole(home) if latest_whole else listed[-1].number if point is None else point
     try:
         chain = backup_points.chain_to(listed, number)
-        facts = _facts_at(chain[-1], chain[-2] if len(chain) > 1 else None)
+        facts, notes = _head_of(chain[-1], chain[-2] if len(chain) > 1 else None)
         with closing(opening.store_at(place, timeout)) as store, store.load(facts, overwrite) as loader:
-            _replay(chain, loader, facts, progress)
+            _replay(chain, loader, progress)
+            loader.finish(facts.replace(rows=loader.count, beyond=_without_index(facts)), notes)
     except CorruptBackup as error:
         whole = _latest_whole(home)
         raise CorruptBackup(
@@ -73,18 +74,19 @@ def _latest_whole(home: Path) -> int:
     return whole[-1]
 
 
-def _facts_at(point: Point, previous: Point | None) -> Facts:
-    """Of a point, from its first block: the length of the vectors is needed before the rows are written."""
+def _head_of(point: Point, previous: Point | None) -> tuple[Facts, dict[str, str]]:
+    """Facts and notes of a point, from its first block: the length of the vectors is needed before the rows."""
     _, content, _ = next(backup_points.read(point, backup_points.last_checksum(previous) if previous else None))
-    facts = facts_of_text(str(point.path), json.loads(content)["facts"])
+    head = json.loads(content)
+    facts = facts_of_text(str(point.path), head["facts"])
     if facts.format != schema.FORMAT:
         raise ValueError(
             f"{point.path}: is of format {facts.format}, this version of nearkin restores format {schema.FORMAT}"
         )
-    return facts
+    return facts, head["notes"]
 
 
-def _replay(chain: Sequence[Point], loader: Loader, facts: Facts, progress: Progress | None) -> None:
+def _replay(chain: Sequence[Point], loader: Loader, progress: Progress | None) -> None:
     checksum, advance = b"", BytesRead(chain, progress)
     for point in chain:
         for kind, content, position in backup_points.read(point, checksum):
@@ -97,7 +99,6 @@ def _replay(chain: Sequence[Point], loader: Loader, facts: Facts, progress: Prog
             advance(position)
         checksum = backup_points.last_checksum(point)
         advance.next()
-    loader.finish(facts.replace(rows=loader.count, beyond=_without_index(facts)))
 
 
 def _without_index(facts: Facts) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def copy(
                 if progress is not None:
                     progress(loader.count, max(facts.rows, loader.count))
             new = Facts(facts.dim).gallery  # both live on, and change: they are two galleries now
-            loader.finish(facts.replace(gallery=new, rows=loader.count, beyond=_without_index(facts)))
+            loader.finish(facts.replace(gallery=new, rows=loader.count, beyond=_without_index(facts)), snapshot.notes)
     return Transferred(loader.count, None, damaged, without_thumbnail)
 
 

@@ -104,6 +104,10 @@ from nearkin.losses.triplet import (
     lossless_triplet_loss,
     triplet_loss,
 )
+from nearkin.losses.vicreg import (
+    VICRegLoss,
+    vicreg_loss,
+)
 
 __all__ = [
     "AdaCosLoss",
@@ -137,6 +141,7 @@ __all__ = [
     "SphereFaceLoss",
     "SupConLoss",
     "TripletLoss",
+    "VICRegLoss",
     "adacos_loss",
     "adacos_scale",
     "adaface_loss",
@@ -170,6 +175,7 @@ __all__ = [
     "sphereface_loss",
     "supcon_loss",
     "triplet_loss",
+    "vicreg_loss",
 ]
 
 for _name in __all__:

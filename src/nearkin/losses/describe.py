@@ -171,6 +171,13 @@ OWN: dict[str, dict[str, str]] = {
         "swap": "the negative's distance to the positive counts where it is the smaller one",
         "selection": 'which triplets count: "all", a triplet selection of `nearkin.mining`, or your own function',
     },
+    "VICRegLoss": {
+        "invariance": "λ, the weight of the distance between positives; 25: the paper's",
+        "variance": "μ, the weight of the dimensions' deviations below γ; 25: the paper's",
+        "covariance": "ν, the weight of the covariances between dimensions; 1: the paper's",
+        "deviation": "γ, the standard deviation that every dimension is to reach; 1: the paper's",
+        "epsilon": "ε, added to variances under the root; 1e-4: the paper's",
+    },
 }
 
 

@@ -95,4 +95,9 @@ RANGES: dict[str, dict[str, Searched]] = {
     "sphereface": {"margin": Choices((2, 3, 4)), "floor": Range(1.0, 20.0, log=True), "loss_scale": _WEIGHTS},
     "supcon": {"temperature": Range(0.02, 0.5, log=True)},
     "triplet": {"margin": Range(0.02, 0.6), "selection": _TRIPLETS},
+    "vicreg": {
+        "invariance": Range(1.0, 100.0, log=True),
+        "variance": Range(1.0, 100.0, log=True),
+        "covariance": Range(0.1, 10.0, log=True),
+    },
 }

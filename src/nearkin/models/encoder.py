@@ -39,8 +39,8 @@ class Head(nn.Module):
         if isinstance(self.norm, nn.LayerNorm) and self.norm.weight is not None:
             x = x.to(self.norm.weight.dtype)  # pooling returns float32, and the model may be in half precision
         x = self.norm(x)
-        if isinstance(self.projection, nn.Linear):
-            x = self.projection(x.to(self.projection.weight.dtype))
+        if not isinstance(self.projection, nn.Identity):  # linear, or layers that a user has put in its place
+            x = self.projection(x.to(next(self.projection.parameters()).dtype))
         if self.normalize:
             return distances.unit(x)
         return x if x.dtype == torch.float64 else x.float()
@@ -155,6 +155,8 @@ class Encoder(nn.Module):
         if dim == self.dim:
             return self
         full, width = self.head.projection, self.head.width
+        if not isinstance(full, nn.Linear | nn.Identity):
+            raise ValueError(f"dim must be {self.dim} for a head with layers of one's own, got {dim}")
         short = nn.Linear(width, dim, device=self.mean.device)
         if isinstance(full, nn.Linear):
             short.to(full.weight.dtype)

@@ -28,12 +28,14 @@ def save(
     folder: str | Path,
     preparation: dict[str, Any] | None = None,
     lengths: Sequence[int] | None = None,
+    frozen: str | None = None,
 ) -> None:
     """Writes both files into the folder, which is created if needed; previous files stay until both are complete.
 
     preparation: how inputs are prepared for the encoder (JSON); `load` returns it. lengths: to which embeddings may be
-    cut, where it was trained for several (`MatryoshkaLoss`). LoRA is merged into the weights. For an instant between
-    the two renames at the end the files do not belong together, which the checksum in encoder.json shows.
+    cut, where it was trained for several (`MatryoshkaLoss`). frozen: the name of a pretrained encoder, where nothing
+    was trained. LoRA is merged into the weights. For an instant between the two renames at the end the files do not
+    belong together, which the checksum in encoder.json shows.
     """
     from safetensors.torch import save as to_bytes
 
@@ -52,6 +54,8 @@ def save(
     }
     if lengths is not None:
         description["lengths"] = list(lengths)
+    if frozen is not None:
+        description["frozen"] = frozen
     try:
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
@@ -69,8 +73,12 @@ def fingerprint(description: Mapping[str, Any], dim: int | None = None) -> str:
     """sha256 of the weights, the architecture and the preparation: any change of an embedding changes it.
 
     description: the content of encoder.json; a KeyError names a missing key. dim: of embeddings that are cut to it.
+    A frozen encoder is built anew on every machine: its name and configuration, which other versions of a library write
+    otherwise, are left out.
     """
     parts = {key: description[key] for key in ("weights_sha256", "settings", "preparation")}
+    if "frozen" in description:
+        parts["settings"] = {k: v for k, v in parts["settings"].items() if k not in ("name", "config")}
     if dim is not None:
         parts["settings"] = parts["settings"] | {"dim": dim}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

@@ -91,8 +91,9 @@ def lines(
     marks: Sequence[Mark] = (),
     from_zero: bool = False,
     x_ticks: Sequence[float] | None = None,
+    x_form: Format | None = None,
 ) -> str:
-    """Lines over a common axis; "" where nothing can be drawn."""
+    """Lines over a common axis; "" where nothing can be drawn. x_form: how x is written, as a number by default."""
     values = [y for line in series for y in map(finite, line.ys) if y is not None]
     places = [x for line in series for x, y in zip(line.xs, line.ys, strict=True) if finite(y) is not None]
     if not values:
@@ -103,9 +104,9 @@ def lines(
     named = [line for line in series if line.name and line.style != "faint"]
     right = RIGHT if len(named) < 2 else 14 + 7.5 * max(len(line.name) for line in named)
     frame = _Frame((first, last if last > first else first + 1), (low, high), right)
-    parts = [frame.axes(form, x_label, x_ticks)]
+    parts = [frame.axes(form, x_label, x_ticks, x_form or number)]
     behind = sorted(series, key=lambda line: line.style != "faint")
-    parts += [_line(frame, line, form, x_label) for line in behind]
+    parts += [_line(frame, line, form, x_label, x_form) for line in behind]
     if len(named) > 1:
         parts += _end_labels(frame, named)
     parts += [_mark(frame, mark, series) for mark in marks]
@@ -194,7 +195,7 @@ class _Frame:
     def y(self, value: float) -> float:
         return self.base - (value - self.ys[0]) / (self.ys[1] - self.ys[0]) * (self.base - self.top)
 
-    def axes(self, form: Format, x_label: str, x_ticks: Sequence[float] | None = None) -> str:
+    def axes(self, form: Format, x_label: str, x_ticks: Sequence[float] | None = None, x_form: Format = number) -> str:
         parts = []
         for value in ticks(*self.ys, most=4):
             y = self.y(value)
@@ -203,7 +204,7 @@ class _Frame:
         for value in x_ticks or ticks(*self.xs, most=5 if self.width == WIDTH else 10):
             x = self.x(value)
             parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{self.base}" y2="{self.base + 4}"/>')
-            parts.append(f'<text class="tick mid" x="{x:.1f}" y="{self.base + 18.5}">{number(value)}</text>')
+            parts.append(f'<text class="tick mid" x="{x:.1f}" y="{self.base + 18.5}">{escape(x_form(value))}</text>')
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.right:.1f}" y1="{self.base}" y2="{self.base}"/>')
         middle = (LEFT + self.right) / 2
         parts.append(f'<text class="tick mid label" x="{middle:.1f}" y="{HEIGHT - 5}">{escape(x_label)}</text>')
@@ -223,7 +224,7 @@ def _range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
     return step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
 
 
-def _line(frame: _Frame, line: Line, form: Format, x_label: str) -> str:
+def _line(frame: _Frame, line: Line, form: Format, x_label: str, x_form: Format | None = None) -> str:
     points = [(float(x), finite(y)) for x, y in zip(line.xs, line.ys, strict=True)]
     stride = max(1, math.ceil(len(points) / MAX_POINTS))
     points = points[:-1:stride] + points[-1:]
@@ -246,7 +247,7 @@ def _line(frame: _Frame, line: Line, form: Format, x_label: str) -> str:
     if line.style != "faint":
         few = len(drawn) <= 25
         for x, y in drawn[:: max(1, math.ceil(len(drawn) / MAX_TOOLTIPS))]:
-            tip = f"{line.name + ', ' if line.name else ''}{x_label} {number(x, 6)}: {form(y)}"
+            tip = f"{line.name + ', ' if line.name else ''}{x_label} {x_form(x) if x_form else number(x, 6)}: {form(y)}"
             dot = f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{2.4 if few else 6}"/>'
             parts.append(f'<g class="{f"dot {line.style}" if few else "hover"}">{_hover(dot, tip)}</g>')
     return "".join(parts)

@@ -1,6 +1,6 @@
 """The input of a report, checked once: later code relies on its shapes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN
 
-__all__ = ["Findings", "NearPair", "check", "usable"]
+__all__ = ["Findings", "NearPair", "PairHeat", "check", "usable"]
 
 
 class NearPair(NamedTuple):
@@ -23,6 +23,15 @@ class NearPair(NamedTuple):
     parts: tuple[str, str]
     similarity: float
     dropped: bool
+
+
+class PairHeat(NamedTuple):
+    """Which part of two items matched: both as the encoder sees them, and what each place adds to the similarity."""
+
+    similarity: float
+    pictures: tuple[NDArray[np.uint8], NDArray[np.uint8]]
+    heats: tuple[NDArray[np.float64], NDArray[np.float64]]  # (h, w)
+    missing: tuple[float, float]  # similarity minus the sum of each
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class Findings:
     picture: Callable[[int], NDArray[np.uint8]] | None = None  # item i as (H, W) or (H, W, 3)
     notes: list[str] = field(default_factory=list)
     near: list[NearPair] = field(default_factory=list)  # near-duplicates across parts, the most similar first
+    explain: Callable[[Sequence[tuple[int, int]]], list[PairHeat]] | None = None  # pairs of items; or [] if it cannot
     free_length: bool = False  # embeddings are not scaled to unit length: their lengths are shown as quality
 
 

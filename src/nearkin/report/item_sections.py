@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nearkin.report import charts, format, maps
+from nearkin.report import charts, format, heat_section, maps
 from nearkin.report.charts import Bars
 from nearkin.report.findings import Findings
 from nearkin.report.format import escape, name_html, number, share
@@ -60,11 +60,32 @@ class Context:
 
 
 def grid(context: Context) -> str:
-    groups = []
+    groups, matched = [], _matched(context)
     for group in context.sample.groups:
-        rows = "".join(_row(context, row) for row in group.rows)
+        rows = "".join(_row(context, row) + matched.get(row.query, "") for row in group.rows)
         groups.append(f'<h3>{escape(group.title).replace(" %", chr(0x202F) + "%")}</h3><div class="grid">{rows}</div>')
     return "".join(groups)
+
+
+def _matched(context: Context) -> dict[int, str]:
+    """Per query, which part of it matched its nearest wrong neighbour, or the nearest one."""
+    rows = [row for group in context.sample.groups for row in group.rows if row.neighbours]
+    if context.findings.explain is None or not rows:
+        return {}
+    labelled = context.findings.labels is not None
+    shown = {}
+    for row in rows:
+        wrong = [i for i in row.neighbours if labelled and context.kind(i) != context.kind(row.query)]
+        shown[row.query] = (wrong or row.neighbours)[0], bool(wrong) and wrong[0] == row.neighbours[0]
+    pairs = [(query, neighbour) for query, (neighbour, _) in shown.items()]
+
+    def name(item: int) -> str:
+        return context.name(context.kind(item)) if labelled else str(context.findings.names[item]).rsplit("/", 1)[-1]
+
+    return {
+        query: heat_section.details(heat, (name(query), name(neighbour)), opened=shown[query][1])
+        for (query, neighbour), heat in zip(pairs, context.findings.explain(pairs), strict=False)
+    }
 
 
 def _row(context: Context, row: Row) -> str:

@@ -9,7 +9,14 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.core import files
-from nearkin.report import interpolation_section, item_sections, number_sections, sampling
+from nearkin.report import (
+    heat_section,
+    interpolation_section,
+    item_sections,
+    number_sections,
+    pretraining_section,
+    sampling,
+)
 from nearkin.report.findings import Findings, NearPair, check
 from nearkin.report.format import count, escape, number, short
 from nearkin.report.item_sections import Context
@@ -22,7 +29,14 @@ __all__ = ["Progress", "findings_of", "of_run", "page", "rehearse", "write"]
 
 Progress = Callable[[int, int], None]  # sections done, sections in total
 WAY_OUT = "make room, or choose another path"  # where a file cannot be written
-_OWN_LINES = ("parts", "duplicates", "split", "near_duplicates", "left_out")  # of the facts about the data
+_OWN_LINES = (
+    "parts",
+    "duplicates",
+    "split",
+    "near_duplicates",
+    "left_out",
+    "unlabelled",
+)  # of the facts about the data
 NEAR_SHOWN = 24  # pairs of near-duplicates with their pictures
 _REPEATED = ("precision@1",)  # the same number as recall@1
 LEVELS = (
@@ -88,6 +102,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
         ("results", "Results", _results_note(findings), numbers),
         ("levels", "Levels", LEVELS, number_sections.levels(findings)),
         ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
+        ("pretraining", "Pretraining", pretraining_section.NOTE, pretraining_section.pretraining(findings)),
         ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
         ("groups", "Groups", "", number_sections.groups(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
@@ -144,6 +159,11 @@ def _results_note(findings: Findings) -> str:
 
 
 def _grid_note(context: Context) -> str:
+    matched = "" if context.findings.explain is None else f"</p><p>{heat_section.NOTE}"
+    return _neighbours_note(context) + matched
+
+
+def _neighbours_note(context: Context) -> str:
     if context.findings.labels is not None:
         return (
             'Left a query, right its nearest neighbours among all test items. <span class="right">✓ framed</span>: '
@@ -223,6 +243,7 @@ def findings_of(outcome: Outcome) -> Findings:
         picture=_picture(prepared.rows, held_out.everything) if prepared.baseline != "vectors" else None,
         notes=outcome.notes,
         near=_near_pairs(outcome),
+        explain=heat_section.explainer(outcome.folder, prepared.rows, held_out.everything),
         free_length=recipe.encoder.get("normalize") is False,
     )
 

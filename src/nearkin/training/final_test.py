@@ -33,7 +33,17 @@ from nearkin.training.validation import (
     query_and_gallery,
 )
 
-__all__ = ["contenders", "explained", "extra_metrics", "full_metrics", "no_interval", "raw", "results", "unverifiable"]
+__all__ = [
+    "contenders",
+    "embedded",
+    "explained",
+    "extra_metrics",
+    "full_metrics",
+    "no_interval",
+    "raw",
+    "results",
+    "unverifiable",
+]
 __all__ += ["group_figures", "level_results", "unwrapped", "verdict"]
 
 _PIXELS = 32  # side to which images are reduced before their pixels are compared
@@ -53,23 +63,27 @@ def contenders(
     trainer: Trainer, encoder: models.Encoder, prepared: Prepared, held_out: HeldOut
 ) -> dict[str, Callable[[], Tensor]]:
     """What is tested: the trained encoder, the same one untrained, and what is to be had without training."""
-    recipe, store, indices = trainer.recipe, trainer.store, held_out.everything
-    options: dict[str, Any] = {"precision": PRECISIONS[recipe.training.precision or "fp32"], "group": trainer.group}
-    options["views"] = recipe.evaluation.views
 
     def trained() -> Tensor:
-        return embed(encoder, store, indices, **options)
+        return embedded(trainer, encoder, held_out)
 
     def untrained() -> Tensor:
-        return embed(build_encoder(prepared).to(trainer.device), store, indices, **options)
+        return embedded(trainer, build_encoder(prepared).to(trainer.device), held_out)
 
     def baseline() -> Tensor:
         if prepared.baseline == "frozen backbone":
-            fresh = build_encoder(prepared).to(trainer.device)
-            return embed(fresh, store, indices, features=True, **options)
-        return raw(store, indices)
+            return embedded(trainer, build_encoder(prepared).to(trainer.device), held_out, features=True)
+        return raw(trainer.store, held_out.everything)
 
     return {"trained": trained, "untrained": untrained, "baseline": baseline}
+
+
+def embedded(trainer: Trainer, encoder: models.Encoder, held_out: HeldOut, features: bool = False) -> Tensor:
+    """The held-out items by an encoder on the trainer's device, as the test sees them."""
+    recipe = trainer.recipe
+    options: dict[str, Any] = {"precision": PRECISIONS[recipe.training.precision or "fp32"], "group": trainer.group}
+    options |= {"views": recipe.evaluation.views, "features": features}
+    return embed(encoder, trainer.store, held_out.everything, **options)
 
 
 def raw(store: ItemStore, indices: NDArray[np.int64]) -> Tensor:
@@ -84,9 +98,14 @@ def raw(store: ItemStore, indices: NDArray[np.int64]) -> Tensor:
 
 
 def results(
-    trainer: Trainer, prepared: Prepared, held_out: HeldOut, rows: dict[str, Tensor], facts: dict[str, Any]
+    trainer: Trainer,
+    prepared: Prepared,
+    held_out: HeldOut,
+    rows: dict[str, Tensor],
+    facts: dict[str, Any],
+    pretrained: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Measures every contender and writes results.json."""
+    """Measures every contender and writes results.json. pretrained: rows of the encoder after its pretraining."""
     recipe, state, on = trainer.recipe, trainer.state, trainer.device
     options: dict[str, Any] = {"ks": recipe.evaluation.ks, "interval": recipe.evaluation.interval}
     options["seed"] = recipe.training.seed
@@ -114,6 +133,9 @@ def results(
         content["interpolation"] = facts["interpolation"]
         if frozen:
             content["verdict"] |= _kept(content["verdict"])
+    if pretrained is not None:
+        tests = full_metrics(pretrained, held_out, trainer.graded, on, **options)
+        content["pretraining"] = facts["pretraining"] | {"test": tests}
     if recipe.evaluation.interval:
         content["no_interval"] = no_interval(tested["trained"], held_out)
     if trainer.group.size > 1:

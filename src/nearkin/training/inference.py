@@ -19,6 +19,7 @@ from nearkin.data.item_set import Items
 from nearkin.data.levels import Level
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
+from nearkin.models.frozen import encoder_folder
 from nearkin.models.io import check_length
 from nearkin.models.io import fingerprint as encoder_fingerprint
 from nearkin.models.onnx_export import check_exportable
@@ -74,14 +75,15 @@ def embed_source(
 ) -> Embedded:
     """The items of a source through the encoder of a run.
 
-    source None: the run's own. part: "all", or the items of a part as the run's recipe divides the source; by default
-    the test part of the run's own source, all of another. dim: the first so many dimensions, a length that the run was
-    trained for (`loss.matryoshka`), scaled to unit length again. views: the mean over so many crops and flips.
-    group: the processes that share the work, whole batches each; all of them get all embeddings.
+    run: its folder, or the name of a pretrained encoder, which needs a source. source None: the run's own. part: "all",
+    or the items of a part as the run's recipe divides the source; by default the test part of the run's own source, all
+    of another. dim: the first so many dimensions, a length that the run was trained for (`loss.matryoshka`), scaled to
+    unit length again. views: the mean over so many crops and flips. group: the processes that share the work, whole
+    batches each; all of them get all embeddings.
     """
     checks.integer("views", views, 1)
     checks.integer("batch", batch, 1)
-    opened = _in_turn(group, partial(_opened, Path(run), source, root, part, unreadable, device, dim=dim))
+    opened = _in_turn(group, partial(_opened, run, source, root, part, unreadable, device, dim=dim))
     if views > 1 and opened.store.size is None:
         raise ValueError(f"views must be 1 for vectors, got {views}")
     return _embedded(opened, opened.indices, group, batch=batch, views=views, progress=progress)
@@ -100,17 +102,20 @@ def vectors_of(
     part: str | None = None,
     group_pattern: str | None = None,
     group_column: str | None = None,
+    per_class: int | None = None,
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
 
     dim: the first so many dimensions, of any number: what is measured need not have been trained for. levels: names of
     coarser levels of the source's classes; None: the run's, of its own source. part: as in `embed_source`.
     group_pattern, group_column: as in `data.load`; they change no split. By default the run's own source has the groups
-    of its recipe.
+    of its recipe. per_class: embed only the first so many items of each class.
     """
     grouped = {"group_pattern": group_pattern, "group_column": group_column}
     options: dict[str, Any] = {"dim": dim, "measured": True, "grouped": grouped, "levels": levels}
-    opened = _in_turn(group, partial(_opened, Path(run), source, root, part, "strict", device, **options))
+    opened = _in_turn(group, partial(_opened, run, source, root, part, "strict", device, **options))
+    if per_class is not None and opened.items.labels is not None:
+        opened = opened._replace(indices=_first_of_classes(opened.items.labels, opened.indices, per_class))
     embedded = _embedded(opened, opened.indices, group, progress=progress)
     measured = source or f"its {part or 'test'} part"
     queries = _vectors(f"{run} on {measured}", embedded, opened.items.levels)
@@ -120,17 +125,23 @@ def vectors_of(
     return queries, _vectors(f"{run} on its gallery", searched, opened.items.levels)
 
 
+def _first_of_classes(labels: NDArray[np.int64], indices: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+    order = indices[np.argsort(labels[indices], kind="stable")]
+    place = np.arange(len(order)) - np.searchsorted(labels[order], labels[order])
+    return np.sort(order[place < number])
+
+
 def length_note(run: str | Path, dim: int) -> str | None:
     """A sentence where a run was not trained for embeddings of this length; None where it was."""
     try:
-        check_length(_description(Path(run)), dim, run)
+        check_length(_description(run), dim, run)
     except ValueError:
         return f"{run} was not trained for {dim} dimensions: these are what is left when the others are cut off"
     return None
 
 
-def _description(run: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run / "encoder.json").read_text(encoding="utf-8"))
+def _description(run: str | Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((encoder_folder(run) / "encoder.json").read_text(encoding="utf-8"))
     return content
 
 
@@ -171,12 +182,16 @@ def export_onnx(run: str | Path, path: str | Path, count: int = 32, dim: int | N
 
     dim: as in `embed_source`.
     """
-    _finished(Path(run))
+    if frozen := _description(run).get("frozen"):
+        raise ValueError(
+            f"{frozen}: export takes the folder of a run, on whose test items the ONNX file is checked; an encoder's "
+            f"name has none"
+        )
     check_exportable(path)
-    opened = _opened(Path(run), None, None, None, "skip", "cpu", same=False, dim=dim)
+    opened = _opened(run, None, None, None, "skip", "cpu", same=False, dim=dim)
     some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
     batch = opened.store.eval_view(opened.store.gather(some))
-    description = _description(Path(run))
+    description = _description(run)
     short = None if dim == description["settings"].get("dim") else dim
     metadata = {"nearkin.fingerprint": encoder_fingerprint(description, short)}
     metadata |= _preparation_facts(description["preparation"])
@@ -212,13 +227,17 @@ def _preparation_facts(preparation: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _finished(run: Path) -> None:
-    if not (run / "encoder.json").is_file():
-        raise ValueError(f"{run}: not a finished run: there is no encoder.json in it")
+def _recipe(run: str | Path, source: str | None, frozen: str | None) -> recipes.Recipe:
+    """Of a run its own; of a frozen encoder one that divides the source as `nearkin train` does by default."""
+    if frozen is None:
+        return run_dir.recipe_of(Path(run))
+    if source is None:
+        raise ValueError(f"{frozen}: an encoder's name has no source of its own; name one after it, as photos/")
+    return recipes.Recipe.model_validate({"data": {"source": source}})
 
 
 def _opened(
-    run: Path,
+    run: str | Path,
     source: str | None,
     root: str | Path | None,
     part: str | None,
@@ -231,18 +250,19 @@ def _opened(
     grouped: dict[str, Any] | None = None,
 ) -> _Opened:
     """same: the source must be as it was. dim: the first so many dimensions; measured: of any number."""
-    _finished(run)
+    folder, description = encoder_folder(run), _description(run)
+    frozen = description.get("frozen")
     on = checks.device(device)
+    recipe = _recipe(run, source, frozen)
     if dim is not None and not measured:
-        check_length(_description(run), dim, run)
-    encoder, preparation = models.load(run, on)
+        check_length(description, dim, run)
+    encoder, preparation = models.load(folder, on)
     if dim is not None:
         encoder.shorten(dim)
-    recipe = run_dir.recipe_of(run)
     part = part or ("test" if source is None else "all")
     checks.one_of("part", part, PARTS)
     source = source or recipe.data.source
-    own_source = Path(source) == Path(recipe.data.source)
+    own_source = frozen is None and Path(source) == Path(recipe.data.source)
     root = recipe.data.root if own_source and root is None else root
     if own_source and recipe.data.unreadable is not None and unreadable == "strict":
         unreadable = recipe.data.unreadable  # what training has skipped is skipped again
@@ -260,9 +280,9 @@ def _opened(
     gallery = None
     if part != "all":
         parts = split_items(items, recipe, bad)
-        left = exclusions.again(items, parts, start_of(run)) if own_source else None
+        left = exclusions.again(items, parts, start_of(folder)) if own_source else None
         parts = parts if left is None else left.parts
-        trained_on = start_of(run).get("fingerprint") if own_source and same else None
+        trained_on = start_of(folder).get("fingerprint") if own_source and same else None
         known = items if trained_levels else replace(items, levels=[])  # as the run has known them
         if trained_on is not None and trained_on != fingerprint(known, parts, digests):
             raise ValueError(

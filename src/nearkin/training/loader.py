@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from nearkin.core import devices
+from nearkin.core import cpu_pool, devices
 from nearkin.data import augment
 from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.samplers import EpochSampler
@@ -20,6 +20,7 @@ __all__ = ["Batch", "BatchLoader", "ItemStore", "embed", "on_device"]
 
 _RESIDENT = 0.25  # share of a GPU's free memory that all rows may take, so that no batch crosses the bus
 _AHEAD = 4  # batches gathered before they are needed
+_LARGE = 128  # side of pictures that a CPU encodes a few at a time
 
 
 class ItemStore:
@@ -159,22 +160,27 @@ def _embed_alone(
     features: bool,
     progress: Any = None,
 ) -> Tensor:
-    """`embed` by this process alone; the caller has switched gradients off."""
+    """`embed` by this process alone."""
+
+    def forward(rows: Tensor) -> Tensor:
+        inputs = [store.eval_view(rows)]
+        if views > 1 and store.size is not None:
+            inputs = list(augment.views(rows.to(store.device), store.size, views, flip=store.flip))
+        with torch.no_grad(), torch.autocast(store.device.type, precision, enabled=precision is not None):
+            outputs = [encoder.features(view) if features else encoder(view) for view in inputs]  # type: ignore[operator]
+        mean = torch.stack([part.float() for part in outputs]).mean(0)
+        if views > 1 and not features and getattr(encoder, "settings", {}).get("normalize"):
+            mean = nn.functional.normalize(mean, dim=1)
+        return mean.cpu()
+
     was_training = encoder.training
     encoder.eval()
-    embeddings = []
+    embeddings: list[Tensor] = []
+    large = store.device.type == "cpu" and store.size is not None and store.size >= _LARGE
     try:
         for start in range(0, len(indices), batch):
             rows = store.gather(indices[start : start + batch])
-            inputs = [store.eval_view(rows)]
-            if views > 1 and store.size is not None:
-                inputs = list(augment.views(rows.to(store.device), store.size, views, flip=store.flip))
-            with torch.autocast(store.device.type, precision, enabled=precision is not None):
-                outputs = [encoder.features(view) if features else encoder(view) for view in inputs]  # type: ignore[operator]
-            mean = torch.stack([part.float() for part in outputs]).mean(0)
-            if views > 1 and not features and getattr(encoder, "settings", {}).get("normalize"):
-                mean = nn.functional.normalize(mean, dim=1)
-            embeddings.append(mean.cpu())
+            embeddings += cpu_pool.mapped(forward, torch.split(rows, cpu_pool.BATCH)) if large else [forward(rows)]
             if progress is not None:
                 progress(min(start + batch, len(indices)), len(indices))
     finally:

@@ -4,7 +4,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from nearkin.training.build import adapted, build_loss, build_sampler, new_encod
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of, check_keys
+from nearkin.training.config.unlabelled import check_unlabelled, settle_unlabelled
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.optimizers import parameter_groups
 from nearkin.training.own_objects import NONE, DatasetRows, Own, items_of
+from nearkin.training.unlabelled_items import UnlabelledItems, gather_items, load_folder, note
 from nearkin.training.validation import HeldOut
 
 __all__ = ["Prepared", "build_encoder", "check_recipe", "fingerprint", "item_rows", "load_items", "prepare"]
@@ -46,6 +48,7 @@ class Prepared:
     fingerprint: str
     notes: list[str]
     own: Own = NONE
+    unlabelled: UnlabelledItems | None = None  # what a pretraining sees; None: there is none, or it is done
     memo: dict[str, torch.Tensor] = field(default_factory=dict)  # what is computed from the training items once
 
     @property
@@ -117,28 +120,39 @@ class Prepared:
 
 
 def prepare(
-    recipe: Recipe, callback: Any = lambda _: None, own: Own = NONE, start: Mapping[str, Any] | None = None
+    recipe: Recipe,
+    callback: Any = lambda _: None,
+    own: Own = NONE,
+    start: Mapping[str, Any] | None = None,
+    pretrained: bool = False,
 ) -> Prepared:
     """Loads, decodes, splits, settles. Everything that can be wrong with the data or the recipe is refused here.
 
-    start: what a run that resumes has recorded (data.json): it leaves out what it left out when it began.
+    start: what a run that resumes has recorded (data.json): it leaves out what it left out when it began. pretrained:
+    its pretraining has ended, so pictures without labels are not read again.
     """
     options = recipe.data
     own.check(recipe)
     check_recipe(recipe)
+    if recipe.unlabelled.only:
+        return _prepare_unlabelled(recipe, callback, own)
     callback({"event": "loading", "source": options.source})
     rows: NDArray[Any] | DatasetRows
     digests: list[str] = []
+    folder: Items | None = None
     bad: list[tuple[int, str]] = []
     if own.dataset is not None:
         items, rows = items_of(own.dataset, options.source), DatasetRows(own.dataset)
         recipe, notes = defaults.settle_source(recipe, items, rows.shape[1:])
         own = own.wrap(rows.take(np.array([0, len(rows) - 1])))
+        check_unlabelled(recipe, items)
     else:
         root = None if options.root is None else Path(options.root)
         items = load_items(recipe, root)
         recipe, notes = defaults.settle_source(recipe, items)
         own = own.wrap(_example(recipe, items))
+        check_unlabelled(recipe, items)
+        folder = load_folder(recipe) if recipe.unlabelled.folder is not None and not pretrained else None
         if items.pictures is not None and defaults.sample_headers(items):  # else none is an image, as decoding says
             parts = defaults.split_items(items, recipe, [])
             parts = _known_exclusions(recipe, items, parts, start)
@@ -159,8 +173,38 @@ def prepare(
     level_loss.check_levels(recipe, items)
     report = data.inspect(items, parts, digests=digests or None, bad=bad) | left.record
     callback({"event": "data", "report": report, "lines": data.lines(report)})
+    unlabelled = None
+    if recipe.pretrains:
+        record = (start or {}).get("unlabelled") if pretrained else None
+        if record is None:
+            assert not isinstance(rows, DatasetRows)
+            read = None if folder is None else (folder, *item_rows(folder, recipe, callback))
+            unlabelled = gather_items(recipe, read, (items, parts, rows, digests))
+            record = unlabelled.record
+        recipe, report = settle_unlabelled(recipe, int(record["pictures"])), report | {"unlabelled": record}
+        notes = [*notes, note(record, recipe.pretrained)]
     callback({"event": "settled", "recipe": recipe})
-    return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own)
+    return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own, unlabelled)
+
+
+def _prepare_unlabelled(recipe: Recipe, callback: Any, own: Own) -> Prepared:
+    """`prepare` of a run that has no labelled source and ends with its pretraining: all items are to train on."""
+    callback({"event": "loading", "source": recipe.data.source})
+    items = replace(
+        load_folder(recipe), labels=None, classes=[], split=None, closed_split=None, groups=None, pairs=None
+    )
+    recipe, notes = defaults.settle_source(recipe, items)
+    own = own.wrap(_example(recipe, items))
+    check_unlabelled(recipe, items)
+    rows, digests, bad = item_rows(items, recipe, callback)
+    unlabelled = gather_items(recipe, (items, rows, digests, bad), None)
+    recipe = defaults.settle_without_labels(recipe, len(unlabelled.rows))
+    none = np.empty(0, np.int64)
+    parts = Parts(np.setdiff1d(np.arange(len(items)), [i for i, _ in bad]), none, none, note="no labels: no test")
+    report = data.inspect(items, parts, digests=digests, bad=bad) | {"unlabelled": unlabelled.record}
+    callback({"event": "data", "report": report, "lines": data.lines(report)})
+    callback({"event": "settled", "recipe": recipe})
+    return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own, unlabelled)
 
 
 def _known_exclusions(recipe: Recipe, items: Items, parts: Parts, start: Mapping[str, Any] | None) -> Parts:

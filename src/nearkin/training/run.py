@@ -12,15 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nearkin import models
 from nearkin.dist.group import ProcessGroup
 from nearkin.dist.rendezvous import join
-from nearkin.training import final_test, grad_cache, interpolation, run_dir, step
+from nearkin.training import final_test, grad_cache, interpolation, pretraining, run_dir, step
+from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import matryoshka_dims
+from nearkin.training.config.unlabelled import without_labels
 from nearkin.training.final_test import raw
 from nearkin.training.loop import Callback, deterministic, fit
 from nearkin.training.own_objects import PREFIX, Own, own_objects
@@ -95,7 +98,7 @@ def train(
             own.check(full_recipe, f"{folder}: ")
             outcome = _resume(full_recipe, folder, callback, own, group)
         else:
-            full_recipe = _recipe_of(source, own, loss, encoder, recipe, settings)
+            full_recipe = without_labels(_recipe_of(source, own, loss, encoder, recipe, settings))
             restarted = group.restarted()
             folder = Path(out or group.on_rank0("folder", lambda: str(_free_folder(full_recipe, restarted))))
             callback({"event": "folder", "folder": str(folder)})
@@ -103,6 +106,7 @@ def train(
                 outcome = _resume(full_recipe, folder, callback, own, group)
             else:
                 outcome = _train(full_recipe, folder, callback, own, group)
+        reports = reports and not outcome.recipe.unlabelled.only  # which has nothing to show
         return _with_report(outcome, callback, group) if reports else outcome
 
 
@@ -128,23 +132,39 @@ def resume(
 def _train(recipe: Recipe, folder: Path, callback: Callback, own: Own, group: ProcessGroup) -> Outcome:
     with _claimed(folder, group, new=True):  # and removed if anything is wrong with the recipe
         prepared = _prepare(recipe, callback, own, group)
-        trainer = assemble(prepared, folder, group)
-        _start(trainer, prepared, callback)
-        return _finish(trainer, prepared, callback)
+        if recipe.pretrains:
+            group.on_rank0("starting", lambda: run_dir.write(folder, prepared))
+        return _from_start(prepared, folder, callback, group)
+
+
+def _from_start(prepared: Prepared, folder: Path, callback: Callback, group: ProcessGroup) -> Outcome:
+    """The run from its pretraining, if it has one, or from its first step; a pretraining goes on where it was."""
+    weights, notes = None, list[str]()
+    if prepared.recipe.pretrains:
+        notes = pretraining.pretrain(prepared, folder, callback, group)
+        if prepared.recipe.unlabelled.only:
+            return _finish_unlabelled(prepared, folder, callback, group, notes)
+        weights = pretraining.pretrained_weights(folder, group)
+    trainer = assemble(prepared, folder, group, weights)
+    trainer.state.notes += notes
+    _start(trainer, prepared, callback)
+    return _finish(trainer, prepared, callback)
 
 
 def _resume(recipe: Recipe, folder: Path, callback: Callback, own: Own, group: ProcessGroup) -> Outcome:
     with _claimed(folder, group):
         start = group.on_rank0("looking", lambda: run_dir.start_of(folder))
-        prepared = _prepare(recipe, callback, own, group, start)
+        begun = group.on_rank0("looking", Checkpoints(folder / run_dir.CHECKPOINTS).any_written)
+        prepared = _prepare(recipe, callback, own, group, start, pretrained=begun)
         prepared.own.read_initial(folder)
         run_dir.check_unchanged(folder, prepared)
+        if not begun:
+            if not recipe.unlabelled.only:  # which has no other checkpoints than those of its pretraining
+                group.on_rank0("looking", lambda: run_dir.check_not_started(folder))
+            if not recipe.pretrains:
+                callback({"event": "note", "text": "this run ended before its first checkpoint, so it starts again"})
+            return _from_start(prepared, folder, callback, group)
         trainer = assemble(prepared, folder, group)
-        if not group.on_rank0("looking", trainer.checkpoints.any_written):
-            group.on_rank0("looking", lambda: run_dir.check_not_started(folder))
-            callback({"event": "note", "text": "this run ended before its first checkpoint, so it starts again"})
-            _start(trainer, prepared, callback)
-            return _finish(trainer, prepared, callback)
         for note in trainer.restore():
             trainer.state.notes.append(note)
             callback({"event": "note", "text": note})
@@ -178,13 +198,21 @@ def _is_restart(folder: Path, restarted: bool) -> bool:
 
 
 def _prepare(
-    recipe: Recipe, callback: Callback, own: Own, group: ProcessGroup, start: Mapping[str, Any] | None = None
+    recipe: Recipe,
+    callback: Callback,
+    own: Own,
+    group: ProcessGroup,
+    start: Mapping[str, Any] | None = None,
+    pretrained: bool = False,
 ) -> Prepared:
     """One rank after the other where there is something to cache; all must find the same items."""
-    prepared = group.first_on_machine("preparing", lambda: prepare(recipe, callback, own, start), rank0_first=True)
-    first, *others = group.values([prepared.fingerprint, prepared.recipe.digest()])
+    prepared = group.first_on_machine(
+        "preparing", lambda: prepare(recipe, callback, own, start, pretrained), rank0_first=True
+    )
+    unlabelled = prepared.report.get("unlabelled", {}).get("fingerprint")
+    first, *others = group.values([prepared.fingerprint, unlabelled, prepared.recipe.digest()])
     for rank, other in enumerate(others, 1):
-        for what, ours, theirs in zip(("items", "settings"), first, other, strict=True):
+        for what, ours, theirs in zip(("items", "pictures without labels", "settings"), first, other, strict=True):
             if ours != theirs:
                 raise ValueError(
                     f"{recipe.data.source}: all ranks must find the same {what}, rank {rank} finds others than rank 0"
@@ -225,10 +253,31 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():
         callback({"event": "testing", "what": name})
         rows[name] = embed()
-    results = group.on_rank0("testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts))
+    pretrained = None
+    if trainer.recipe.pretrains:
+        callback({"event": "testing", "what": "pretrained"})
+        facts["pretraining"] = pretraining.summary(trainer.out, prepared)
+        start = pretraining.pretrained_encoder(prepared, trainer.out, group).to(trainer.device)
+        pretrained = final_test.embedded(trainer, start, held_out)
+    results = group.on_rank0(
+        "testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts, pretrained)
+    )
     callback({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     history, notes = trainer.metrics_log.read(), list(state.notes)
     return Outcome(trainer.out, trainer.recipe, results, history, prepared, held_out, rows["trained"], notes)
+
+
+def _finish_unlabelled(
+    prepared: Prepared, folder: Path, callback: Callback, group: ProcessGroup, notes: list[str]
+) -> Outcome:
+    """The end of a run without a labelled source: the pretrained encoder is saved, and nothing can be tested."""
+    encoder = pretraining.pretrained_encoder(prepared, folder, group)
+    notes = [*prepared.notes, *notes]
+    results = group.on_rank0("writing", lambda: pretraining.write_results(prepared, folder, encoder, notes))
+    callback({"event": "tested", "results": results, "seconds": results["seconds"]})
+    history = pretraining.log_of(folder).read()
+    none = prepared.held_out("test")
+    return Outcome(folder, prepared.recipe, results, history, prepared, none, torch.empty(0, encoder.dim), notes)
 
 
 # --- notes

@@ -19,12 +19,21 @@ from nearkin.training.config.recipe import Recipe
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.prepare import Prepared
 
-__all__ = ["CHECKPOINTS", "LOCK", "Claim", "check_not_started", "check_unchanged", "is_half_written", "recipe_of"]
+__all__ = [
+    "CHECKPOINTS",
+    "LOCK",
+    "PRETRAINING",
+    "Claim",
+    "check_not_started",
+    "check_unchanged",
+    "is_half_written",
+    "recipe_of",
+]
 __all__ += ["same_launch", "start_of", "write"]
 
-LOCK, CHECKPOINTS = ".lock", "checkpoints"
+LOCK, CHECKPOINTS, PRETRAINING = ".lock", "checkpoints", "pretraining"
 _FILES = ["recipe.toml", "data.json", "untrained.safetensors", "metrics.jsonl", "model.safetensors", "encoder.json"]
-_FILES += ["results.json", "report.html", "near_duplicates.csv"]
+_FILES += ["results.json", "report.html", "near_duplicates.csv", "pretraining.jsonl"]
 _HALF_WRITTEN = re.compile(files.TEMPORARY % "|".join(map(re.escape, _FILES)))
 
 
@@ -79,10 +88,10 @@ def _used(folder: Path) -> bool:
 
 def _refuse_links(folder: Path) -> None:
     """The folder itself may be a link: then all of the run is elsewhere."""
-    checkpoints = folder / CHECKPOINTS
-    paths = [folder / name for name in (LOCK, CHECKPOINTS, "tensorboard", *_FILES)]
-    if checkpoints.is_dir() and not files.is_link(checkpoints):
-        paths += [path for path in checkpoints.iterdir() if is_checkpoint_file(path.name)]
+    paths = [folder / name for name in (LOCK, CHECKPOINTS, PRETRAINING, "tensorboard", *_FILES)]
+    for checkpoints in (folder / CHECKPOINTS, folder / PRETRAINING):
+        if checkpoints.is_dir() and not files.is_link(checkpoints):
+            paths += [path for path in checkpoints.iterdir() if is_checkpoint_file(path.name)]
     for path in paths:
         if files.is_link(path):
             raise ValueError(
@@ -142,13 +151,14 @@ def recipe_of(folder: Path) -> Recipe:
     if not (folder / "recipe.toml").is_file():
         raise ValueError(f"{folder}: not a run: there is no recipe.toml in it")
     recipe = recipes.read(folder / "recipe.toml")
-    start, moved = start_of(folder).get("began_in"), {}
-    for key, path in (("source", recipe.data.source), ("root", recipe.data.root)):
+    start = start_of(folder).get("began_in")
+    for section, key in (("data", "source"), ("data", "root"), ("unlabelled", "folder")):
+        path = getattr(getattr(recipe, section), key)
         if path is None or start is None or path in ("glyphs", *BENCHMARKS) or Path(path).exists():
             continue
         if (there := Path(start) / path).exists():
-            moved[key] = str(there)
-    return recipe.with_("data", **moved)
+            recipe = recipe.with_(section, **{key: str(there)})
+    return recipe
 
 
 def check_unchanged(folder: Path, prepared: Prepared) -> None:
@@ -156,6 +166,12 @@ def check_unchanged(folder: Path, prepared: Prepared) -> None:
     start = start_of(folder)
     if start.get("fingerprint", prepared.fingerprint) != prepared.fingerprint:
         raise ValueError(f"{folder}: {prepared.items.name} has changed since the run started; start a new run")
+    before, now = start.get("unlabelled"), prepared.report.get("unlabelled")
+    if before is not None and now is not None and before["fingerprint"] != now["fingerprint"]:
+        name = prepared.recipe.unlabelled.folder or prepared.items.name
+        raise ValueError(
+            f"{folder}: the pictures without labels of {name} have changed since the run started; start a new run"
+        )
     current = prepared.recipe.digest()
     if start.get("recipe", current) != current:
         file = folder / "recipe.toml"

@@ -41,7 +41,7 @@ def augmented(trainer: "Trainer", rows: Tensor, keys: Tensor | None) -> Tensor:
         return rows
     if trainer.augmentation is None or keys is None:
         return augment.centre(rows, size)
-    return augment.warp(rows, keys, size=size, augmentation=trainer.augmentation, seed=trainer.recipe.training.seed)
+    return augment.warp(rows, keys, size=size, augmentation=trainer.augmentation, seed=trainer.augment_seed)
 
 
 def encode(trainer: "Trainer", inputs: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_g
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.validation import HeldOut, quick_metrics
 
-__all__ = ["PRECISIONS", "Trainer", "assemble"]
+__all__ = ["PRECISIONS", "Trainer", "assemble", "seed_everything"]
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -105,6 +105,10 @@ class Trainer:
             return encoder
         self.unsharded.load_state_dict(checkpoint_state.full_state(encoder))
         return self.unsharded
+
+    @property
+    def augment_seed(self) -> int:
+        return self.recipe.training.seed
 
     def train_step(self, batch: Batch, measure: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """One step on a batch: its loss and embeddings, and the norm of its gradient if it was clipped or `measure`.
@@ -319,12 +323,16 @@ class Trainer:
         return [*notes, *([corrupt_lines] if corrupt_lines else [])]
 
 
-def assemble(prepared: Prepared, folder: Path, group: ProcessGroup = ALONE) -> Trainer:
-    """The trainer of a prepared run, at its first step."""
+def assemble(
+    prepared: Prepared, folder: Path, group: ProcessGroup = ALONE, weights: Mapping[str, Tensor] | None = None
+) -> Trainer:
+    """The trainer of a prepared run, at its first step. weights: of an encoder that was pretrained."""
     recipe, train_part, options = prepared.recipe, prepared.parts.train, prepared.recipe.training
     device, graded = group.device(recipe.device), recipe.takes_targets
-    _seed_everything(options.seed)
+    seed_everything(options.seed)
     encoder = adapted(recipe, prepared.own.wrapped or build_encoder(prepared)).to(device)
+    if weights is not None:
+        encoder.load_state_dict(weights)
     if options.sync_norms and group.size > 1:
         sync_batchnorm.sync(encoder, device)
     labels, classes, targets = _labels_or_targets(prepared, graded)
@@ -397,7 +405,7 @@ def _labels_or_targets(prepared: Prepared, graded: bool) -> tuple[Any, int | Non
     return labels.astype(np.int64), len(present), None
 
 
-def _seed_everything(seed: int) -> None:
+def seed_everything(seed: int) -> None:
     """Seeds every generator that is not a function of (seed, epoch, index)."""
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,22 +1,27 @@
 """The ASGI app: routes, errors as one sentence each, the page, the OpenAPI description."""
 
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from html import escape
 from importlib.resources import files as resources
 from typing import TYPE_CHECKING, Any
 
 from nearkin.core.errors import MalformedRequest, NoPicture, QueueFull, RequestTooLarge, UnsupportedMedia
 from nearkin.core.text import visible
 from nearkin.core.versions import version_of
-from nearkin.gallery import Gallery, LabelConflict, MissingRow, StoreUnavailable
+from nearkin.gallery import Gallery, LabelConflict, MissingRow, StaleGroups, StoreUnavailable
 from nearkin.web import request_log, routes
 from nearkin.web.access import Access
+from nearkin.web.enrolment import Enrolment
 from nearkin.web.middleware import GuardMiddleware, Limits
 from nearkin.web.schemas import MALFORMED
 from nearkin.web.service import REST, Service
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from fastapi import FastAPI
 
 __all__ = ["build"]
@@ -26,6 +31,7 @@ STATUS: dict[type[Exception], int] = {
     MissingRow: 404,
     NoPicture: 404,
     LabelConflict: 409,
+    StaleGroups: 409,
     MalformedRequest: 400,
     RequestTooLarge: 413,
     UnsupportedMedia: 415,
@@ -35,7 +41,33 @@ STATUS: dict[type[Exception], int] = {
     StoreUnavailable: 503,
     QueueFull: 503,
 }
-PAGE = {"style.css": "text/css", "script.js": "text/javascript", "map.js": "text/javascript"}
+SCRIPTS = (
+    "api",
+    "camera",
+    "compare",
+    "dom",
+    "explain",
+    "explore",
+    "find",
+    "groups",
+    "inputs",
+    "items",
+    "keys",
+    "map",
+    "pad",
+    "progress",
+    "script",
+    "state",
+    "tabs",
+    "texts",
+    "verdict",
+)
+LANGUAGES = ("en", "ko")  # each has its file of texts
+PAGE = {
+    "style.css": "text/css",
+    **{f"{name}.js": "text/javascript" for name in SCRIPTS},
+    **{f"texts/{language}.json": "application/json" for language in LANGUAGES},
+}
 HTML = "text/html; charset=utf-8"
 MAX_MESSAGE = 1000  # characters of an error message
 UNAVAILABLE = "the gallery is unavailable at the moment; the log has the reason"
@@ -49,9 +81,11 @@ def build(
     log: logging.Logger | None = None,
     pictures: bool = True,
     drawing: bool = False,
+    enrolment: Enrolment | None = None,
 ) -> GuardMiddleware:
     """The app over an open gallery, which stays the caller's to close.
 
+    enrolment: of a folder into this gallery, whose progress the page shows.
     pictures: whether the encoder takes pictures (else vectors only). drawing: the page shows a drawing pad. log: by
     default JSON lines on stderr.
     """
@@ -62,7 +96,7 @@ def build(
 
     limits, access, log = limits or Limits(), access or Access(), log or request_log.request_logger()
     access.check()
-    service = Service(gallery, limits, pictures, drawing)
+    service = Service(gallery, limits, pictures, drawing, enrolment)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -81,6 +115,7 @@ def build(
     _add_error_handlers(app, gallery.place, log)
     for router in (routes.searching, routes.searching_by_vector, routes.writing, routes.reading, routes.exploring):
         app.include_router(router(service))
+    app.include_router(routes.grouping(service))
     _add_page(app)
     _describe_token(app, access)
     guarded = GuardMiddleware(app, access, limits, log)
@@ -146,7 +181,7 @@ def _add_page(app: "FastAPI") -> None:
         f"/page/{name}": (folder.joinpath(name).read_bytes(), f"{kind}; charset=utf-8") for name, kind in PAGE.items()
     }
     contents |= {
-        "/": (folder.joinpath("index.html").read_bytes(), HTML),
+        "/": (_index(folder).encode(), HTML),
         "/page/report.css": (report_style, "text/css"),
     }
     contents["/favicon.ico"] = b"", "image/x-icon"
@@ -159,6 +194,14 @@ def _add_page(app: "FastAPI") -> None:
 
     for path, (content, kind) in contents.items():
         app.add_api_route(path, responder(content, kind), methods=["GET", "HEAD"], include_in_schema=False)
+
+
+def _index(folder: "Traversable") -> str:
+    """The page itself; what it says without JavaScript is put in here, in every language."""
+    texts = {one: json.loads(folder.joinpath("texts", f"{one}.json").read_text("utf-8")) for one in LANGUAGES}
+    needed = "".join(f'<p class="alert" lang="{one}">{escape(texts[one]["noscript"])}</p>' for one in LANGUAGES)
+    page = folder.joinpath("index.html").read_text("utf-8")
+    return page.replace("<noscript></noscript>", f"<noscript>{needed}</noscript>")
 
 
 def _describe_token(app: "FastAPI", access: Access) -> None:

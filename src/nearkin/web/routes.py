@@ -11,7 +11,7 @@ from nearkin.web.service import Service
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-__all__ = ["exploring", "reading", "searching", "searching_by_vector", "writing"]
+__all__ = ["exploring", "grouping", "reading", "searching", "searching_by_vector", "writing"]
 
 REFUSALS = {
     400: "The request is malformed.",
@@ -19,7 +19,7 @@ REFUSALS = {
     403: "The request comes from another web page, or uses another host name.",
     404: "No such row.",
     408: "The body took too long.",
-    409: "The item is enrolled under another label.",
+    409: "The item is enrolled under another label, or the groups have changed meanwhile.",
     413: "The body or its pictures are too large.",
     415: "The format is not supported.",
     422: "A value or a picture is invalid.",
@@ -28,7 +28,7 @@ REFUSALS = {
 
 
 def searching(service: Service) -> "APIRouter":
-    """search, identify, verify by pictures in a form: `curl -F item=@new.jpg`."""
+    """search, identify, verify, explain by pictures in a form: `curl -F item=@new.jpg`."""
     from fastapi import Depends, UploadFile
 
     router = _router("search", service)
@@ -50,6 +50,11 @@ def searching(service: Service) -> "APIRouter":
     async def verify(a: UploadFile, b: UploadFile, far: schemas.MaxFar = None) -> Any:
         """Whether two pictures show the same, with its probability and the false-accept rate per pair."""
         return await service.verify(await parsing.picture(a), await parsing.picture(b), far)
+
+    @router.post("/explain", response_model=schemas.Explained, dependencies=only_item)
+    async def explain(item: UploadFile, id: schemas.RowId) -> Any:
+        """Which part of a picture and of a row matched: a heat map over each, whose sum is the similarity."""
+        return await service.explain(await parsing.picture(item), id)
 
     return router
 
@@ -185,6 +190,53 @@ def exploring(service: Service) -> "APIRouter":
     async def neighbours(centre: schemas.Centre) -> Any:
         """The rows nearest to the mean of some rows."""
         return await service.neighbours(centre.ids, centre.k)
+
+    return router
+
+
+def grouping(service: Service) -> "APIRouter":
+    """Groups under review: when the answer arrives, the step is on disk."""
+    from fastapi import Path, Query
+
+    router = _router("groups", service)
+    Start = Annotated[int, Query(ge=0, lt=2**53, description="Groups to skip.")]
+    Most = Annotated[int, Query(ge=1, le=500, description="Groups to return.")]
+
+    @router.get("/groups", response_model=schemas.Groups)
+    async def groups(start: Start = 0, most: Most = 60) -> Any:
+        """The groups under review, the largest first."""
+        return await service.groups(start, most)
+
+    @router.get("/groups/{group}", response_model=schemas.GroupCard)
+    async def one_group(group: Annotated[int, Path(ge=1, lt=2**53)]) -> Any:
+        """A group with the ids of all its rows."""
+        return await service.one_group(group)
+
+    @router.post("/groups/propose", response_model=schemas.Groups)
+    async def propose(step: schemas.Propose) -> Any:
+        """Groups rows by what they show; takes seconds to minutes. 422 beyond 20,000 rows."""
+        options = {"scope": step.scope, "similarity": step.similarity, "size": step.size}
+        return await service.group_step("propose", step.version, **options)
+
+    @router.post("/groups/name", response_model=schemas.Groups)
+    async def name(step: schemas.NameGroup) -> Any:
+        """Labels the rows of a group; the group is then done."""
+        return await service.group_step("name", step.version, group=step.group, label=step.label)
+
+    @router.post("/groups/merge", response_model=schemas.Groups)
+    async def merge(step: schemas.MergeGroups) -> Any:
+        """Makes one group of several."""
+        return await service.group_step("merge", step.version, groups=step.groups)
+
+    @router.post("/groups/split", response_model=schemas.Groups)
+    async def split(step: schemas.SplitGroup) -> Any:
+        """Makes some rows of a group a group of their own."""
+        return await service.group_step("split", step.version, group=step.group, ids=step.ids)
+
+    @router.post("/groups/undo", response_model=schemas.Groups)
+    async def undo(step: schemas.GroupStep) -> Any:
+        """Takes the last step back; up to 50 of them."""
+        return await service.group_step("undo", step.version)
 
     return router
 

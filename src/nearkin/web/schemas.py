@@ -1,6 +1,6 @@
 """Schemas of requests and answers; FastAPI makes the OpenAPI description from them."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, StrictStr
 from pydantic_core import PydanticCustomError
@@ -13,8 +13,14 @@ __all__ = [
     "Count",
     "Diagnosis",
     "Enrolled",
+    "Enrolling",
+    "Explained",
     "FilterText",
+    "GroupCard",
+    "GroupStep",
+    "Groups",
     "Health",
+    "HeatMap",
     "HitCount",
     "Identity",
     "Item",
@@ -24,11 +30,16 @@ __all__ = [
     "Labels",
     "Map",
     "MaxFar",
+    "MergeGroups",
+    "NameGroup",
     "Neighbours",
     "NewVectors",
     "Problem",
+    "Propose",
     "Relabel",
+    "RowId",
     "Rows",
+    "SplitGroup",
     "Stats",
     "Suspect",
     "VectorPair",
@@ -67,6 +78,7 @@ Classes = Annotated[int | None, Field(description="Number of classes behind the 
 
 # Query parameters.
 K = Annotated[int, Field(ge=1, le=1000, description="Number of rows.")]
+RowId = Annotated[int, Field(ge=1, lt=2**63, description="Of a row.")]
 HitCount = Annotated[int, Field(ge=0, le=1000, description="Number of nearest rows to return as well.")]
 MaxFar = Annotated[
     float | None,
@@ -148,6 +160,29 @@ class Enrolled(BaseModel):
     known: int
 
 
+class HeatMap(BaseModel):
+    """What each place of a picture adds to the similarity: similarity = sum + missing."""
+
+    heat: Annotated[list[list[float]], Field(description="One number per place, row by row.")]
+    sum: Annotated[float, Field(description="Of all numbers in heat.")]
+    bias: Annotated[float, Field(description="The part of the sum that is the bias of the head, spread evenly.")]
+    missing: Annotated[float, Field(description="Similarity minus sum.")]
+    picture: Annotated[str, Field(description="What the encoder sees, small, in light grey; a data: address.")]
+    overlay: Annotated[str, Field(description="heat in colours, to be laid over the picture; a data: address.")]
+
+
+class Explained(BaseModel):
+    """Heat maps over the query and over the picture of a row."""
+
+    similarity: Similarity
+    query: HeatMap
+    row: HeatMap
+    exact: Annotated[bool, Field(description="Nothing but rounding is missing; otherwise gradient times input.")]
+    source: Annotated[str, Field(description="The picture of the row: original or thumbnail.")]
+    row_similarity: Annotated[float, Field(description="As a search finds it, from the row's own vector.")]
+    note: str
+
+
 class _Body(BaseModel):
     """The body of a request; unknown keys are refused."""
 
@@ -220,6 +255,16 @@ class Labels(BaseModel):
     labels: list[Label]
 
 
+class Enrolling(BaseModel):
+    """The enrolment of a folder while the service answers; note: why it ended early, or why nothing is calibrated."""
+
+    done: int
+    total: int
+    running: bool
+    unreadable: int
+    note: str
+
+
 class Stats(BaseModel):
     """What the gallery holds and what the service allows."""
 
@@ -236,6 +281,7 @@ class Stats(BaseModel):
     lost: int
     pictures: bool
     drawing: bool
+    enrolling: Enrolling | None = None
     version: str
     largest_body: int
     largest_upload: int
@@ -290,3 +336,66 @@ class Diagnosis(BaseModel):
     confusions: list[Confusion]
     suspects: list[Suspect]
     note: str
+
+
+# --- groups
+
+Version = Annotated[StrictInt, Field(ge=0, description="Of the groups that the step was decided on; another is a 409.")]
+GroupNumber = Annotated[StrictInt, Field(ge=1, lt=2**53, description="Of a group.")]
+
+
+class GroupCard(BaseModel):
+    """A group: its number, how many rows it has, some of them, the most typical first."""
+
+    group: int
+    rows: int
+    ids: list[int]
+
+
+class Groups(BaseModel):
+    """The groups under review, the largest first. undo: the kind of the last step; null where there is none.
+
+    ungrouped: rows in scope that are in no group: alone, or enrolled since.
+    """
+
+    version: int
+    scope: str
+    similarity: float | None
+    total: int
+    ungrouped: int
+    undo: str | None
+    groups: list[GroupCard]
+
+
+class GroupStep(_Body):
+    """A step, decided on a version of the groups."""
+
+    version: Version
+
+
+class Propose(GroupStep):
+    """Groups anew. scope: rows without a label, or all. size: about how many rows a group has."""
+
+    scope: Literal["unlabelled", "all"] = "unlabelled"
+    similarity: Annotated[float | None, Field(ge=-1, le=1, allow_inf_nan=False)] = None
+    size: Annotated[StrictInt | None, Field(ge=2, le=1000)] = None
+
+
+class NameGroup(GroupStep):
+    """The label of all rows of a group."""
+
+    group: GroupNumber
+    label: Annotated[StrictStr, Field(min_length=1, max_length=500)]
+
+
+class MergeGroups(GroupStep):
+    """Groups that become one."""
+
+    groups: Annotated[list[GroupNumber], Field(min_length=2, max_length=100)]
+
+
+class SplitGroup(GroupStep):
+    """Rows of a group that become a group of their own."""
+
+    group: GroupNumber
+    ids: Ids

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from nearkin.core import checks
 from nearkin.gallery import Gallery
@@ -13,6 +14,7 @@ from nearkin.gallery.items import encoder_info
 from nearkin.web import connections
 from nearkin.web.access import Access
 from nearkin.web.app import build
+from nearkin.web.enrolment import Enrolment, read_source
 from nearkin.web.middleware import Limits
 from nearkin.web.request_log import capture_server_logs, request_logger
 
@@ -35,14 +37,19 @@ def serve(
     device: str = "auto",
     limits: Limits | None = None,
     drawing: bool = False,
+    source: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    enrolled: Callable[[Enrolment], None] | None = None,
     ready: Callable[[str], None] | None = None,
     quiet: bool = False,
 ) -> bool:
     """Serves a gallery until SIGINT or SIGTERM; requests under way get up to 5 seconds to finish.
 
     port: 0 takes a free one. ready: called with the address once requests are accepted. A host that other machines can
-    reach needs a token. dim: of a new gallery, as in `Gallery.open`. quiet: logs warnings and errors only. Returns
-    whether all threads have ended.
+    reach needs a token. dim: of a new gallery, as in `Gallery.open`. source: a folder of pictures that is enrolled
+    while the service answers, with or without labels; what is enrolled already is skipped, and a gallery of a frozen
+    encoder is calibrated by its labels. progress(done, total) is called meanwhile and enrolled(enrolment) at its end,
+    both in its thread. quiet: logs warnings and errors only. Returns whether all threads have ended.
     """
     try:
         import uvicorn
@@ -52,14 +59,26 @@ def serve(
     access, limits, log = Access(token, host), limits or Limits(), request_logger(quiet=quiet)
     access.check()
     pictures = encoder_info(run).preparation["kind"] == "pictures"
+    items = None if source is None else read_source(source)
     opening = {"dim": dim, "timeout": WAIT, "device": device, "max_pixels": limits.pixels}
     with _bind(host, port) as bound:
         capture_server_logs(quiet=quiet)
         gallery = Gallery.open(place, run, **opening)  # type: ignore[arg-type]
+        enrolment = None
         try:
+            if source is not None and items is not None:
+                gallery.check_source_kind(items.vectors is not None, source)
+                enrolment = Enrolment(gallery, source, items, progress, enrolled)
             gallery.warm()
             _warm_encoder(gallery, pictures)
-            app = build(gallery, access=access, limits=limits, log=log, pictures=pictures, drawing=drawing)
+            options: dict[str, Any] = {
+                "access": access,
+                "limits": limits,
+                "log": log,
+                "pictures": pictures,
+                "drawing": drawing,
+            }
+            app = build(gallery, enrolment=enrolment, **options)
             settings = uvicorn.Config(
                 app,
                 http=connections.protocol(limits, log),
@@ -73,11 +92,14 @@ def serve(
             connections.listen(bound)  # from now on connections wait and are not refused
             if ready is not None:
                 ready(_address(bound, host))
+            if enrolment is not None:
+                enrolment.start()
             with suppress(KeyboardInterrupt):  # uvicorn has shut down and raises the signal again
                 connections.server(settings, app.end, PATIENCE).run(sockets=[bound])
             ended = app.work_ended()
         finally:
-            closed = _close(gallery)
+            stopped = enrolment is None or enrolment.stop(REST)
+            closed = _close(gallery) and stopped
     fields = {} if ended and closed else {"text": "a thread did not end and was abandoned"}
     log.log(logging.WARNING if fields else logging.INFO, "stopped", extra={"fields": fields})
     return ended and closed

@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from nearkin.core.errors import QueueFull, RequestTooLarge, UnreadablePicture
+from nearkin.core.errors import MissingRow, QueueFull, RequestTooLarge, UnreadablePicture
 from nearkin.core.versions import version_of
 from nearkin.data import decode as decoding
-from nearkin.gallery import Gallery
-from nearkin.gallery.schema import bounded
+from nearkin.gallery import Gallery, GroupEditor, Heat, Reviewed
+from nearkin.gallery.schema import UNLABELLED, bounded
+from nearkin.report import heatmaps, thumbnails
+from nearkin.web.enrolment import Enrolment
 from nearkin.web.explore import Explorer
 from nearkin.web.middleware import Limits
 from nearkin.web.queue import BatchQueue
@@ -19,6 +22,8 @@ T = TypeVar("T")
 Item = tuple[Any, "str | None"]  # a picture or a vector, and its name
 LIGHT = 64 * 2**20  # bytes of pixels; larger requests have their own decoder, so that no other request waits for them
 STATS = ["store", "rows", "labels", "dim", "encoder", "calibrated", "calibration_classes", "fars", "index", "lost"]
+FIRST_GROUPS, FACES = 60, 12  # groups of an answer to a step, and rows of each
+QUERY_SIDE, ROW_SIDE = 224, 96  # pixels of pictures below heat maps; of a row no more than its thumbnail has
 REST = 1.0  # seconds that threads get to finish
 
 
@@ -28,9 +33,19 @@ class Service:
     Decoding, writing, reading and exploring have their own threads and do not delay it.
     """
 
-    def __init__(self, gallery: Gallery, limits: Limits, pictures: bool = True, drawing: bool = False) -> None:
+    def __init__(
+        self,
+        gallery: Gallery,
+        limits: Limits,
+        pictures: bool = True,
+        drawing: bool = False,
+        enrolment: Enrolment | None = None,
+    ) -> None:
         self.gallery, self.limits, self.pictures, self.drawing = gallery, limits, pictures, drawing
-        self.explorer = Explorer(gallery)
+        self.explorer, self.enrolment = Explorer(gallery), enrolment
+        self.editor = GroupEditor(gallery)
+        if enrolment is not None:
+            enrolment.changed = self._count_change
         soon = limits.answer
         self._decoder = BatchQueue("decoder", queue=2 * limits.requests, threads=2, seconds=soon)
         self._large = BatchQueue("decoder of large pictures", queue=4, seconds=soon)
@@ -79,6 +94,22 @@ class Service:
         items = await self._decoded([a, b])
         return await self._model.submit(lambda seen: self.gallery.verify(seen[0], seen[1], far=far)._asdict(), items)
 
+    async def explain(self, item: Item, id: int) -> dict[str, Any]:
+        """Reading and decoding have their own threads; the encoder's thread computes the heat maps."""
+        ((decoded, _),) = await self._decoded([item])
+        pictures = []
+        for content, source in await self._reader.submit(lambda _: self.gallery.row_pictures(id)):
+            with suppress(ValueError, RequestTooLarge):  # an original that is no picture any more, or too large
+                pictures.append(((await self._decoded([(content, source)]))[0][0], source))
+
+        def answer(_: Any) -> dict[str, Any]:
+            matched = self.gallery.explain(decoded, id, pictures)
+            scale = heatmaps.scale_of(matched.a.heat, matched.b.heat)
+            query, row = _heat_map(matched.a, scale, QUERY_SIDE), _heat_map(matched.b, scale, ROW_SIDE)
+            return matched._asdict() | {"query": query, "row": row}
+
+        return await self._model.submit(answer)
+
     async def enrol(self, items: Sequence[Item], label: str, metadata: Any) -> dict[str, Any]:
         seen = await self._model.submit(lambda items: items, await self._decoded(items))
         enrolled = await self._write(lambda: self.gallery.enrol(seen, label, metadata))
@@ -111,6 +142,7 @@ class Service:
             "damaged": len(stats["damaged"]),
             "pictures": self.pictures,
             "drawing": self.drawing,
+            "enrolling": None if self.enrolment is None else self.enrolment.state,
             "version": version_of("nearkin"),
             "largest_body": self.limits.body,
             "largest_upload": self.limits.pictures,
@@ -126,9 +158,49 @@ class Service:
         groups = await self._reader.submit(lambda _: self.explorer.neighbours(ids, k))
         return {key: _plain(hits) for key, hits in groups.items()}
 
+    def _count_change(self) -> None:
+        self.explorer.changes += 1
+
+    async def groups(self, start: int, most: int) -> dict[str, Any]:
+        return await self._reader.submit(lambda _: self._reviewed(self.editor.state(), start, most))
+
+    async def one_group(self, number: int) -> dict[str, Any]:
+        def answer(_: Any) -> dict[str, Any]:
+            rows = self.editor.state().groups.get(number)
+            if rows is None:
+                raise MissingRow(number, "group")
+            return {"group": number, "rows": len(rows), "ids": rows}
+
+        return await self._reader.submit(answer)
+
+    async def group_step(self, kind: str, version: int, **options: Any) -> dict[str, Any]:
+        """propose works as long as a map does, and in its thread; the other steps are writes like any other."""
+        step = getattr(self.editor, kind)
+
+        def answer() -> dict[str, Any]:
+            return self._reviewed(step(version, **options), 0, FIRST_GROUPS)
+
+        if kind == "propose":
+            return await self._explorer.submit(lambda _: answer())
+        return await self._write(answer)
+
+    def _reviewed(self, state: Reviewed, start: int, most: int) -> dict[str, Any]:
+        counts = self.gallery.labels()
+        rows = counts.get(UNLABELLED, 0) if state.scope == "unlabelled" else sum(counts.values())
+        shown = list(state.groups.items())[start : start + most]
+        return {
+            "version": state.version,
+            "scope": state.scope,
+            "similarity": state.similarity,
+            "total": len(state.groups),
+            "ungrouped": rows - sum(map(len, state.groups.values())),
+            "undo": state.undo,
+            "groups": [{"group": n, "rows": len(ids), "ids": ids[:FACES]} for n, ids in shown],
+        }
+
     async def _write(self, write: Callable[[], T]) -> T:
         result = await self._writer.submit(lambda _: write())
-        self.explorer.changes += 1
+        self._count_change()
         return result
 
     async def _decoded(self, items: Sequence[Item]) -> Sequence[Item]:
@@ -167,6 +239,18 @@ class Service:
             return [error] if len(items) == 1 else [self._encode([item])[0] for item in items]
         sentences = iter(bad)
         return [ValueError(next(sentences)) if item is None else item for item in seen]
+
+
+def _heat_map(side: Heat, scale: float, most: int) -> dict[str, Any]:
+    """most: pixels of the picture's side."""
+    return {
+        "heat": side.heat.tolist(),
+        "sum": float(side.heat.sum()),
+        "bias": side.bias,
+        "missing": side.missing,
+        "picture": thumbnails.encoded(heatmaps.faded(side.picture), most),
+        "overlay": heatmaps.overlay(side.heat, scale),
+    }
 
 
 def _plain(hits: Sequence[Any]) -> list[dict[str, Any]]:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from nearkin.core import files
 
-__all__ = ["Row", "check_error_list", "table", "writable", "write", "write_label_errors"]
+__all__ = ["Row", "check_error_list", "sentences", "table", "writable", "write", "write_label_errors"]
 
 _COUNTS = {"queries", "without_positives", "unknown", "genuine", "impostors", "classes", "clusters", "iterations"}
-_COUNTS |= {"spearman_skipped", "items", "k", "left_out"}
+_COUNTS |= {"spearman_skipped", "items", "k", "left_out", "repeats", "cohort"}
 _PLAIN = {"spearman", "inertia"}  # neither a count nor a share
 
 
@@ -31,7 +31,7 @@ def table(report: Mapping[str, Any]) -> list[Row]:
     for protocol, scores in report["results"].items():
         intervals = scores.get("intervals", {})
         for name, value in scores.items():
-            if isinstance(value, bool | str | list | dict):
+            if isinstance(value, bool | str | list | dict) or (protocol == "open_set" and name == "rank"):
                 continue
             ends = intervals.get(name)
             interval = "" if ends is None else "–"  # requested, but there is none
@@ -46,6 +46,8 @@ def table(report: Mapping[str, Any]) -> list[Row]:
                     interval = f"{_formatted(protocol, name, ends[0])} – {_formatted(protocol, name, ends[1])}"
                 value = _formatted(protocol, name, figures[name])
                 rows.append(Row(protocol.replace("_", "-"), f"{level}: {name}", value, interval))
+        if protocol == "open_set":
+            rows += _open_set(scores)
         if protocol == "diagnose":
             rows += _findings(scores, report["class_names"])
     return rows
@@ -114,6 +116,38 @@ def _findings(diagnosis: Mapping[str, Any], names: list[str] | None) -> Iterator
     for entry in [error for error in diagnosis["label_errors"][:3] if "name" in error]:
         label, suggested = (_name(entry[key], names) for key in ("class", "suggested"))
         yield Row("diagnose", "suspect label", f"{entry['name']}: {label}, perhaps {suggested}", "")
+
+
+def _open_set(scores: Mapping[str, Any]) -> Iterator[Row]:
+    """Per number of examples the nearest item at each FPIR; then what `identify` states and what was observed."""
+    for entry in scores["examples"]:
+        figures, number = entry["methods"]["nearest"], entry["examples"]
+        of = f"{number} example{'s' * (number > 1)}"
+        yield Row("open-set", f"{of}: labels enrolled", f"{entry['labels']:,}", "")
+        for name in [*(f"fnir@fpir={fpir:g}" for fpir in scores["fpirs"]), "auroc"]:
+            ends = figures.get("intervals", {}).get(name) or (None, None)
+            inside = "–" if ends[0] is None else f"{_formatted('', name, ends[0])} – {_formatted('', name, ends[1])}"
+            yield Row("open-set", f"{of}: {name}", _formatted("", name, figures[name]), inside)
+    for rate in (scores.get("identify") or {}).get("rates", []):
+        if rate["verdict"] is not None:
+            low, high = rate["interval"]
+            inside = "–" if low is None else f"{100 * low:.2f} % – {100 * high:.2f} %"
+            where = f"identify, {rate['labels']} × {rate['examples']}, stated {100 * rate['stated']:.2g} %"
+            yield Row("open-set", where, f"{100 * rate['observed']:.2f} %", inside)
+
+
+def sentences(report: Mapping[str, Any]) -> list[str]:
+    """What is printed below the table: the best methods of open-set identification, and what identify keeps."""
+    scores = report["results"].get("open_set")
+    if scores is None:
+        return []
+    lines = []
+    for entry in scores["examples"]:
+        number = entry["examples"]
+        of = f"{number} example{'s' * (number > 1)} per label"
+        lines += [f"{of}: {choice['sentence']}" for choice in entry["choices"]]
+    checked = scores.get("identify")
+    return lines if checked is None else [*lines, checked["sentence"]]
 
 
 def _name(number: int, names: list[str] | None) -> str:

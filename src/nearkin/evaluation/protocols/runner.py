@@ -23,7 +23,7 @@ from nearkin.evaluation.protocols.tasks import RUNS, Rows, Settings, Task, is_sh
 
 __all__ = ["PROTOCOLS", "Settings", "evaluate"]
 
-PROTOCOLS = ("retrieval", "clustering", "verification", "one_shot", "graded", "diagnose")
+PROTOCOLS = ("retrieval", "clustering", "verification", "one_shot", "open_set", "graded", "diagnose")
 Progress = Callable[[str, int, int], None]  # protocol, done, in all (0: not known)
 
 # What each protocol can compare by; the first is the default.
@@ -32,6 +32,7 @@ _SIMILARITIES = {
     "clustering": ("cosine", "euclidean"),
     "verification": ("cosine", "dot"),
     "one_shot": ("cosine", "euclidean"),
+    "open_set": ("cosine",),
     "graded": ("euclidean", "cosine"),
     "diagnose": ("cosine",),
 }
@@ -47,6 +48,7 @@ def evaluate(
     progress: Progress | None = None,
     pairs: PairList | None = None,
     group: ProcessGroup | None = None,
+    cohort: Vectors | None = None,
 ) -> dict[str, Any]:
     """Runs the protocols of the settings; by default verification where there are pairs, else retrieval where there are
     labels and graded where there are targets.
@@ -55,7 +57,8 @@ def evaluate(
     "pairs" (what was read), "classes" (how many) and "class_names" (of the ids, where labels are strings), "settings",
     "results" by protocol, whose "intervals" are the ends of 95 % intervals, and "notes". `pairs` are verified instead
     of all pairs. group: the processes that share the work, all of which call this with the same arguments and get the
-    same result: they divide retrieval, graded and verification of all pairs; rank 0 runs the others.
+    same result: they divide retrieval, graded and verification of all pairs; rank 0 runs the others. cohort: embeddings
+    of other classes, for AS-norm in open-set identification; its classes that are also tested are left out.
     """
     settings = settings or Settings()
     protocols = _chosen(items, gallery, settings, pairs)
@@ -91,13 +94,15 @@ def evaluate(
             _moved(groups[1] if groups else None, device),
             levels[-1],
         )
+    others, left_out = _cohort(items, cohort, protocols, device)
+    notes += left_out
     results = {}
     for name in protocols:
         report = None
         if progress is not None:
             progress(name, 0, 0)
             report = partial(progress, name)
-        task = Task(queries, searched, pairs, settings, similarity[name], report, group)
+        task = Task(queries, searched, pairs, settings, similarity[name], report, group, others)
         if group is None or is_shared(name, pairs):
             scores = _run(name, task)
         else:
@@ -209,6 +214,34 @@ def _multi_labels(items: Vectors, gallery: Vectors | None, protocols: Sequence[s
         got = " and ".join("one per row" if not shape else f"{shape[0]} columns" for shape in sorted(shapes))
         raise ValueError(f"labels of embeddings and gallery must have the same columns, got {got}")
     return result
+
+
+def _cohort(
+    items: Vectors, cohort: Vectors | None, protocols: Sequence[str], device: torch.device
+) -> tuple[Rows | None, list[str]]:
+    """The cohort of open-set identification without the classes that are tested, and a note where there were some."""
+    if cohort is None:
+        return None, []
+    if "open_set" not in protocols:
+        raise ValueError(f"{cohort.name}: a cohort is for --open-set, which is not asked for")
+    if cohort.embeddings.shape[1] != items.embeddings.shape[1]:
+        raise ValueError(
+            f"{cohort.name}: the cohort must have {items.embeddings.shape[1]} dimensions as {items.name} has, "
+            f"got {cohort.embeddings.shape[1]}"
+        )
+    if cohort.labels is None or items.labels is None:
+        return Rows(cohort.embeddings.to(device), None, None), []
+    names, notes = cohort.labels.astype(str), []
+    tested = np.isin(names, np.setdiff1d(items.labels.astype(str), [str(UNKNOWN)]))
+    if both := len(np.unique(names[tested])):
+        notes = [f"{cohort.name}: {both} of its classes are also tested and left out of the cohort"]
+    tested |= names == str(UNKNOWN)
+    if tested.all():
+        return None, [*notes, "there is no cohort left"]
+    rows = torch.from_numpy(np.flatnonzero(~tested))
+    number = np.unique(names[~tested], return_inverse=True)[1].astype(np.int64)
+    ids = torch.from_numpy(number + 2**40)  # apart from the ids of tested classes
+    return Rows(cohort.embeddings[rows].to(device), ids.to(device), None), notes
 
 
 def _levels(

@@ -16,6 +16,7 @@ from nearkin.evaluation.clustering import clustering
 from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import one_shot
 from nearkin.evaluation.graded import graded
+from nearkin.evaluation.open_set.open_set_metrics import EXAMPLES, FPIRS, open_set
 from nearkin.evaluation.retrieval.level_metrics import by_level
 from nearkin.evaluation.retrieval.retrieval_metrics import DEFAULT, retrieval
 from nearkin.evaluation.statistics import binomial
@@ -45,6 +46,9 @@ class Settings:
     budget: int = 512 << 20
     device: str = "auto"
     fars: tuple[float, ...] | None = None
+    examples: tuple[int, ...] = EXAMPLES
+    fpirs: tuple[float, ...] = FPIRS
+    repeats: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Task:
     similarity: str
     progress: Progress | None
     group: ProcessGroup | None = None
+    cohort: Rows | None = None
 
 
 def is_shared(protocol: str, pairs: PairList | None) -> bool:
@@ -169,6 +174,17 @@ def _one_shot(task: Task) -> dict[str, Any]:
     return result
 
 
+def _open_set(task: Task) -> dict[str, Any]:
+    assert task.queries.labels is not None
+    settings, cohort = task.settings, task.cohort
+    options: dict[str, Any] = {"examples": settings.examples, "fpirs": settings.fpirs, "repeats": settings.repeats}
+    options |= {"seed": settings.seed, "budget": settings.budget, "progress": task.progress}
+    options["groups"] = task.queries.groups
+    if cohort is not None:
+        options |= {"cohort": cohort.embeddings, "cohort_labels": cohort.labels}
+    return open_set(task.queries.embeddings, task.queries.labels, **options)
+
+
 def _graded(task: Task) -> dict[str, Any]:
     assert task.queries.targets is not None
     options: dict[str, Any] = {
@@ -210,6 +226,7 @@ RUNS: dict[str, Callable[[Task], dict[str, Any]]] = {
     "clustering": _clustering,
     "verification": _verification,
     "one_shot": _one_shot,
+    "open_set": _open_set,
     "graded": _graded,
     "diagnose": _diagnose,
 }

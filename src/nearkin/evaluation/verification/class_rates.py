@@ -21,8 +21,8 @@ from nearkin.evaluation.arrays import Counts, Ends, Floats
 from nearkin.evaluation.statistics import binomial
 
 __all__ = [
-    "Rates", "accepts", "classes_needed", "genuine_groups", "impostor_rates", "mean_interval", "most_others",
-    "others_of", "smallest_far", "true_accepts",
+    "Rates", "accepts", "accepts_by_part", "classes_needed", "genuine_groups", "impostor_rates", "mean_interval",
+    "most_others", "others_of", "smallest_far", "true_accepts",
 ]  # fmt: skip
 
 Groups = Sequence[Counts]  # the rows of each class
@@ -76,20 +76,31 @@ def accepts(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examp
     Every group needs at least `examples` items. Each item is a query; the references are disjoint sets of `examples`
     items, as many as a class has in full. Memory: items of a class times all items.
     """
+    return accepts_by_part(rows, groups, thresholds, np.zeros(len(groups), np.int64), examples)[..., 0]
+
+
+def accepts_by_part(
+    rows: NDArray[np.float32], groups: Groups, thresholds: Floats, parts: Counts, examples: int = 1
+) -> Floats:
+    """(T, C, P): `accepts` divided by the part, of `parts` (C,), that the other class of a pair is in.
+
+    Without part p, `accepts` of the classes that are left is the sum over all parts but p.
+    """
     sets = [group[: len(group) // examples * examples] for group in groups]
     references = rows[np.concatenate(sets)].T
     owner = np.repeat(np.arange(len(groups)), [len(items) // examples for items in sets])
     number = np.bincount(owner)
     bins = len(thresholds) + 1
-    sums = np.zeros((len(thresholds), len(groups)))
+    member = np.eye(int(parts.max()) + 1)[parts]  # (C, P)
+    sums = np.zeros((len(thresholds), *member.shape))
     for a, group in enumerate(groups):
         near = (rows[group] @ references).reshape(len(group), -1, examples).max(2)
         reached = np.searchsorted(thresholds, near, side="right") + owner * bins
         counts = np.bincount(reached.ravel(), minlength=len(groups) * bins).reshape(len(groups), bins)
         rate = counts[:, :0:-1].cumsum(1)[:, ::-1] / (len(group) * number)[:, None]  # (C, T)
         rate[a] = 0
-        sums += rate.T
-        sums[:, a] += rate.sum(0)
+        sums[:, :, parts[a]] += rate.T
+        sums[:, a] += rate.T @ member
     return sums
 
 

@@ -1,7 +1,7 @@
 """Where the rows of a gallery are kept and searched: SQLite with an index in memory, or PostgreSQL."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -19,14 +19,16 @@ from nearkin.gallery.schema import (
     StoredRow,
     bytes_checksum,
     checksum,
+    note_checksum,
     thumbnail_checksum,
 )
 
-__all__ = ["Added", "IdArray", "Loader", "Report", "RowBatch", "Snapshot", "Store", "SumArray", "merge_sources"]
-__all__ += ["plan_insert", "stored_rows", "sum_array", "warn_damaged", "warn_lost"]
+__all__ = ["Added", "Decide", "IdArray", "Loader", "Report", "RowBatch", "Snapshot", "Store", "SumArray"]
+__all__ += ["merge_sources", "plan_insert", "sound_notes", "stored_rows", "sum_array", "warn_damaged", "warn_lost"]
 
 IdArray: TypeAlias = NDArray[np.int64]
 SumArray: TypeAlias = NDArray[np.uint64]
+Decide = Callable[[str, Callable[[Sequence[int]], dict[int, str]]], tuple[Mapping[int, str], str]]
 
 
 class Added(NamedTuple):
@@ -72,6 +74,7 @@ class Snapshot(Protocol):
     """One state of a gallery, read while others write to it; memory is bounded by a batch."""
 
     facts: Facts
+    notes: dict[str, str]  # those that match their checksums
 
     def sums(self) -> Iterator[tuple[IdArray, SumArray]]:
         """Id and checksum of every row as it is stored, by ascending id; 0 for a checksum that is none."""
@@ -91,7 +94,7 @@ class Loader(Protocol):
     def remove(self, ids: Sequence[int]) -> None: ...
     def add(self, rows: Sequence[StoredRow]) -> None: ...
 
-    def finish(self, facts: Facts) -> None:
+    def finish(self, facts: Facts, notes: Mapping[str, str]) -> None:
         """The last call: on leaving the context the gallery is visible, complete and on the disk."""
 
 
@@ -130,6 +133,16 @@ class Store(Protocol):
 
     def remove(self, ids: Sequence[int]) -> int: ...
     def relabel(self, ids: Sequence[int], label: str) -> int: ...
+
+    def note(self, key: str) -> str:
+        """A text that is kept with the rows; "" where there is none, or it is damaged."""
+
+    def edit(self, key: str, decide: "Decide") -> None:
+        """Labels and a note in one transaction.
+
+        decide(note, labels_of) returns new labels by id, and the new note; labels_of(ids) has the labels of those that
+        exist. What it raises leaves everything as it was.
+        """
 
     def adopt(self, fingerprint: str, run: str) -> None:
         """Makes an empty gallery of vectors that of an encoder."""
@@ -213,6 +226,11 @@ def stored_rows(fetched: Iterable[Sequence[Any]]) -> RowBatch:
             thumbnail = None
         batch.rows.append(StoredRow(id, content, label, name, metadata, vector, total, thumbnail or b""))
     return batch
+
+
+def sound_notes(fetched: Iterable[Sequence[Any]]) -> dict[str, str]:
+    """Of keys, texts and checksums."""
+    return {key: text for key, text, total in fetched if note_checksum(key, text) == total}
 
 
 def sum_array(sums: Sequence[Any]) -> SumArray:

@@ -16,6 +16,7 @@ from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
 from nearkin.gallery.stores import (
     Added,
+    Decide,
     Loader,
     Report,
     hnsw,
@@ -134,6 +135,37 @@ class PostgresStore:
             if rows:
                 self.write_facts(cursor, facts.replace(changes=facts.changes + len(rows)))
         return len(rows)
+
+    def note(self, key: str) -> str:
+        with self.connections.reading() as cursor:
+            return self._read_note(cursor, key)
+
+    def _read_note(self, cursor: Any, key: str) -> str:
+        """Galleries without a note have no table of them."""
+        if cursor.execute("SELECT to_regclass(%s)", (f"{self.schema}.notes",)).fetchone()[0] is None:
+            return ""
+        row = cursor.execute(f"SELECT content, sum FROM {self.schema}.notes WHERE key = %s", (key,)).fetchone()
+        return "" if row is None or schema.note_checksum(key, row[0]) != row[1] else str(row[0])
+
+    def edit(self, key: str, decide: Decide) -> None:
+        with self.transaction() as (cursor, facts):
+
+            def labels_of(ids: Sequence[int]) -> dict[int, str]:
+                return {row.id: row.label for row in self._fetch(cursor, ids)[0].values()}
+
+            labels, text = decide(self._read_note(cursor, key), labels_of)
+            rows, _ = self._fetch(cursor, list(labels))
+            update = f"UPDATE {self.table} SET label = %s, sum = %s WHERE id = %s"
+            for row in rows.values():
+                total = schema.checksum(*row._replace(label=labels[row.id]))
+                cursor.execute(update, (labels[row.id], total, row.id))
+            if rows:
+                self.write_facts(cursor, facts.replace(changes=facts.changes + len(rows)))
+            columns = postgres_bulk.NOTES_COLUMNS
+            cursor.execute(f"CREATE TABLE IF NOT EXISTS {self.schema}.notes ({columns})")
+            insert = f"INSERT INTO {self.schema}.notes VALUES (%s, %s, %s)"
+            insert += " ON CONFLICT (key) DO UPDATE SET content = excluded.content, sum = excluded.sum"
+            cursor.execute(insert, (key, text, schema.note_checksum(key, text)))
 
     def adopt(self, fingerprint: str, run: str) -> None:
         with self.transaction() as (cursor, facts):

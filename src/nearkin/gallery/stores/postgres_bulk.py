@@ -1,13 +1,13 @@
 """Whole galleries in PostgreSQL: read in one snapshot, written in one transaction that is seen whole or not at all."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nearkin.gallery.schema import Facts, StoredRow, thumbnail_checksum
-from nearkin.gallery.stores import IdArray, RowBatch, SumArray, stored_rows, sum_array
+from nearkin.gallery.schema import Facts, StoredRow, note_checksum, thumbnail_checksum
+from nearkin.gallery.stores import IdArray, RowBatch, SumArray, sound_notes, stored_rows, sum_array
 from nearkin.gallery.stores.postgres_connection import bigint_bytes, vector_bytes
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ __all__ = ["PostgresLoader", "PostgresSnapshot", "load", "migrate", "vacuum"]
 SUMS = 65_536  # ids and checksums read at a time
 ROWS, BATCH_BYTES = 4096, 1 << 24  # rows, and bytes of their vectors, read at a time
 TABLES = ("facts", "items", "thumbnails")
+NOTES_COLUMNS = "key text PRIMARY KEY, content text NOT NULL, sum bytea NOT NULL"
 SIZE = (  # of tables and indexes, without the maps of free space that a vacuum makes
     "SELECT coalesce(sum(pg_relation_size(oid) + pg_indexes_size(oid) + CASE WHEN reltoastrelid = 0 THEN 0"
     " ELSE pg_relation_size(reltoastrelid) END), 0) FROM pg_class WHERE relkind = 'r'"
@@ -30,6 +31,8 @@ class PostgresSnapshot:
 
     def __init__(self, cursor: Any, schema: str, facts: Facts) -> None:
         self._cursor, self.facts = cursor, facts
+        query = f"SELECT key, content, sum FROM {schema}.notes ORDER BY key"
+        self.notes = sound_notes(cursor.execute(query).fetchall()) if _has_notes(cursor, schema) else {}
         self._table = f"{schema}.items"
         self._fields = (
             "SELECT i.id, i.content, i.label, i.name, i.metadata, vector_send(i.vector), i.sum, t.bytes, t.sum"
@@ -87,8 +90,13 @@ class PostgresLoader:
             connections.copy(self._cursor, f"{self._schema}.thumbnails", thumbnails)
         self.count += len(rows)
 
-    def finish(self, facts: Facts) -> None:
+    def finish(self, facts: Facts, notes: Mapping[str, str]) -> None:
         with self._store.connections.errors():
+            if notes:
+                self._cursor.execute(f"CREATE TABLE {self._schema}.notes ({NOTES_COLUMNS})")
+            for key, text in notes.items():
+                insert = f"INSERT INTO {self._schema}.notes VALUES (%s, %s, %s)"
+                self._cursor.execute(insert, (key, text, note_checksum(key, text)))
             self._store.write_facts(self._cursor, facts, self._schema)
         self.finished = True
 
@@ -111,6 +119,11 @@ def load(store: "PostgresStore", facts: Facts, overwrite: bool) -> Iterator[Post
             previous = _free_schema(cursor, f"{store.schema}_previous")
             cursor.execute(f"ALTER SCHEMA {store.schema} RENAME TO {previous}")
             cursor.execute(f"ALTER SCHEMA {schema} RENAME TO {store.schema}")
+
+
+def _has_notes(cursor: Any, schema: str) -> bool:
+    """Galleries without a note have no table of them."""
+    return cursor.execute("SELECT to_regclass(%s)", (f"{schema}.notes",)).fetchone()[0] is not None
 
 
 def _free_schema(cursor: Any, name: str) -> str:
@@ -139,7 +152,7 @@ def migrate(store: "PostgresStore", number: int, changed: Callable[[Facts], tupl
         statements, new = changed(facts)
         kept = _free_schema(cursor, f"{store.schema}_format_{facts.format}")
         cursor.execute(f"CREATE SCHEMA {kept}")
-        for table in TABLES:
+        for table in (*TABLES, *(("notes",) if _has_notes(cursor, store.schema) else ())):
             cursor.execute(f"CREATE TABLE {kept}.{table} (LIKE {store.schema}.{table} INCLUDING ALL)")
             cursor.execute(f"INSERT INTO {kept}.{table} SELECT * FROM {store.schema}.{table}")
         for statement in statements:

@@ -15,7 +15,17 @@ import numpy as np
 from nearkin.core.errors import StoreUnavailable
 from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
-from nearkin.gallery.stores import Added, Loader, Report, merge_sources, plan_insert, repair, sqlite_bulk, sqlite_file
+from nearkin.gallery.stores import (
+    Added,
+    Decide,
+    Loader,
+    Report,
+    merge_sources,
+    plan_insert,
+    repair,
+    sqlite_bulk,
+    sqlite_file,
+)
 from nearkin.gallery.stores.matrix import Matrix
 from nearkin.gallery.stores.memory_index import MemoryIndex
 
@@ -29,6 +39,8 @@ SCHEMA = (
     "CREATE TABLE thumbnails (id INTEGER PRIMARY KEY, bytes BLOB NOT NULL, sum BLOB NOT NULL)",
     "CREATE TABLE changes (seq INTEGER PRIMARY KEY, id INTEGER NOT NULL)",
 )
+
+NOTES = "CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, content TEXT NOT NULL, sum BLOB NOT NULL)"
 
 
 class SqliteStore:
@@ -134,6 +146,26 @@ class SqliteStore:
                 writer.execute("UPDATE items SET label = ?, sum = ? WHERE id = ?", (label, total, row.id))
             self._record_changes(writer, facts, list(rows))
         return len(rows)
+
+    def note(self, key: str) -> str:
+        with self.read_lock, self.sqlite_errors():
+            return _read_note(self.connection(False), key)
+
+    def edit(self, key: str, decide: Decide) -> None:
+        with self.transaction() as (writer, facts):
+
+            def labels_of(ids: Sequence[int]) -> dict[int, str]:
+                return {row.id: row.label for row in sqlite_file.fetch(writer, list(ids))[0].values()}
+
+            labels, text = decide(_read_note(writer, key), labels_of)
+            rows, _ = sqlite_file.fetch(writer, list(labels))
+            for row in rows.values():
+                total = schema.checksum(*row._replace(label=labels[row.id]))
+                writer.execute("UPDATE items SET label = ?, sum = ? WHERE id = ?", (labels[row.id], total, row.id))
+            self._record_changes(writer, facts, list(rows))
+            writer.execute(NOTES)
+            note = (key, text, schema.note_checksum(key, text))
+            writer.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", note)
 
     def adopt(self, fingerprint: str, run: str) -> None:
         with self.transaction() as (writer, facts):
@@ -338,3 +370,13 @@ class SqliteStore:
                 raise ValueError(f"{self.where}: not a gallery, or its first bytes are damaged") from None
             way_out = f"nearkin gallery check {self.where} --repair saves the rows that are intact"
             raise ValueError(f"{self.where}: the file is damaged ({error}); {way_out}") from None
+
+
+def _read_note(connection: Any, key: str) -> str:
+    """Galleries without a note have no table of them."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'notes'").fetchone():
+        return ""
+    row = connection.execute("SELECT content, sum FROM notes WHERE key = ?", (key,)).fetchone()
+    if row is None or not isinstance(row[0], str) or schema.note_checksum(key, row[0]) != row[1]:
+        return ""
+    return row[0]

@@ -2,7 +2,7 @@
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nearkin.core import files
-from nearkin.gallery.schema import Facts, StoredRow, thumbnail_checksum
-from nearkin.gallery.stores import IdArray, RowBatch, SumArray, repair, sqlite_file, stored_rows, sum_array
+from nearkin.gallery.schema import Facts, StoredRow, note_checksum, thumbnail_checksum
+from nearkin.gallery.stores import IdArray, RowBatch, SumArray, repair, sound_notes, sqlite_file, stored_rows, sum_array
 
 if TYPE_CHECKING:
     from nearkin.gallery.stores.sqlite import SqliteStore
@@ -34,6 +34,10 @@ class SqliteSnapshot:
 
     def __init__(self, reader: Any, facts: Facts) -> None:
         self._reader, self.facts = reader, facts
+        has_notes = reader.execute("SELECT 1 FROM sqlite_master WHERE name = 'notes'").fetchone()
+        self.notes = (
+            sound_notes(reader.execute("SELECT key, content, sum FROM notes ORDER BY key")) if has_notes else {}
+        )
         self._batch = max(1, min(sqlite_file.BATCH, BATCH_BYTES // (4 * facts.dim)))
 
     def sums(self) -> Iterator[tuple[IdArray, SumArray]]:
@@ -102,10 +106,14 @@ class SqliteLoader:
             self._connection.executemany("INSERT INTO thumbnails VALUES (?, ?, ?)", thumbnails)
         self.count += len(rows)
 
-    def finish(self, facts: Facts) -> None:
-        from nearkin.gallery.stores.sqlite import SqliteStore
+    def finish(self, facts: Facts, notes: Mapping[str, str]) -> None:
+        from nearkin.gallery.stores.sqlite import NOTES, SqliteStore
 
         with self._errors():
+            if notes:
+                self._connection.execute(NOTES)
+                rows = [(key, text, note_checksum(key, text)) for key, text in notes.items()]
+                self._connection.executemany("INSERT INTO notes VALUES (?, ?, ?)", rows)
             SqliteStore.write_facts(self._connection, facts)
             self._connection.execute(f"PRAGMA application_id = {sqlite_file.APPLICATION_ID}")
             sqlite_file.increment_version(self._connection)

@@ -194,6 +194,17 @@ def _load_optimizer(trainer: "Trainer", tensors: CheckpointTensors, values: Mapp
         for saved, group in zip(values["groups"], trainer.optimizer.param_groups, strict=True)
     ]
     trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for parameter, entries in trainer.optimizer.state.items():
+        for name, moment in entries.items():
+            if _other_layout(
+                moment, parameter
+            ):  # a file has rows one after the other; fused optimisers take one layout
+                entries[name] = torch.empty_like(parameter, dtype=moment.dtype, requires_grad=False).copy_(moment)
+
+
+def _other_layout(moment: Any, parameter: Tensor) -> bool:
+    plain = isinstance(moment, Tensor) and moment.shape == parameter.shape and not hasattr(parameter, "to_local")
+    return plain and moment.stride() != parameter.stride()
 
 
 def _sharded_as(parameter: Tensor, rows: Tensor) -> Tensor:

@@ -31,9 +31,10 @@ from nearkin.training.config.registry import (
     matryoshka_dims,
     matryoshka_weights,
 )
+from nearkin.training.config.unlabelled import settle_unlabelled
 
 __all__ = ["SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
-__all__ += ["settle_split", "split_items"]
+__all__ += ["settle_split", "settle_without_labels", "split_items"]
 
 TEST = 0.25  # share of the classes, or items, of a source without a test part
 
@@ -45,7 +46,7 @@ LEAST = 32  # smallest side that a pretrained encoder can see
 # Encoders that a CUDA graph can repeat; others may not be.
 CAPTURABLE = ("small-cnn", "mlp", "efficientnet-lite0", "efficientnet-lite1", "efficientnet-lite2")
 # Losses whose papers work on embeddings of free length.
-FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface"} | BY_LENGTH
+FREE_LENGTH = {"npair", "center", "logratio", "siamese", "lossless-triplet", "sphereface", "vicreg"} | BY_LENGTH
 # The sampler that belongs to a loss, where it is not class-balanced.
 SAMPLERS_OF = {"npair": "pair-per-class", "facility-location": "class-ratio", "logratio": "label-neighbours"}
 # What won among losses tried on glyphs (from scratch) and on birds (tuned): docs/benchmarks.md.
@@ -117,6 +118,19 @@ def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) ->
         raise ValueError("evaluation.clustering needs class labels, the source has none")
     _check_views(recipe, items)
     return recipe
+
+
+def settle_without_labels(recipe: Recipe, count: int) -> Recipe:
+    """`settle` of a run that ends with its pretraining on `count` pictures: it has no loss and no sampler."""
+    facts = Facts(count, None, None, recipe.pretrained, recipe.device)
+    settled = recipe.model_copy(update={"loss": {"name": "infonce"}, "sampler": {"batch": 2}})
+    settled = _settle_encoder(settled, facts)
+    _check_augment(settled)
+    settled, _ = settle_finetune(settled, None, count)
+    settled = _settle_training(_settle_optimizer(settled, facts), facts)
+    settled = settled.with_("finetune", interpolate=None).with_("training", epochs=None, batches=None, patience=None)
+    settled = settled.model_copy(update={"loss": {}, "sampler": {}, "schedule": recipe.schedule})
+    return settle_unlabelled(settled, count)
 
 
 # --- what is known of the data and the machine

@@ -30,7 +30,12 @@ __all__ = ["KEYS", "NAMED", "Recipe", "no_effect", "read"]
 NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend on what they name
 
 # Keys that may be edited before a run resumes: where things are, not what is learned.
-_FREE = {"data": ("source", "root"), "training": ("device", "workers", "strategy", "graphs"), "loss": ("shard",)}
+_FREE = {
+    "data": ("source", "root"),
+    "unlabelled": ("folder",),
+    "training": ("device", "workers", "strategy", "graphs"),
+    "loss": ("shard",),
+}
 
 
 class _Section(BaseModel):
@@ -64,6 +69,27 @@ class Data(_Section):
     levels: list[str] | None = Field(default=None, min_length=1)
     near: Literal["off", "list", "drop"] | None = None  # near-duplicates across parts; None: list up to 10,000 pictures
     without: str | None = None  # a list of items to leave out: .csv, .tsv, .json
+
+
+class Unlabelled(_Section):
+    """Pictures without labels, on which the encoder is pretrained first; `unlabelled.settle_unlabelled`."""
+
+    folder: str | None = None  # a folder, or any other source of pictures, whose labels are not read
+    own_part: bool | None = None  # the pictures of the training part too
+    only: bool | None = None  # there is no labelled source: the run ends with the pretraining
+    held_out: Literal["drop", "keep"] | None = None  # files that are also in validation or test
+    method: Literal["infonce", "vicreg"] | None = None
+    epochs: int | None = Field(default=None, ge=1)
+    batches: int | None = Field(default=None, ge=1)  # per epoch
+    batch: int | None = Field(default=None, ge=2)  # pictures, each in two views
+    lr: float | None = Field(default=None, gt=0)
+    preset: str | None = None  # the augmentation of the views; None: [augment]
+    projector: list[Annotated[int, Field(ge=1)]] | None = None  # widths of the layers between encoder and loss
+    temperature: float | None = Field(default=None, gt=0)  # infonce
+    queue: int | None = Field(default=None, ge=0)  # infonce: past views as negatives
+    invariance: float | None = Field(default=None, ge=0)  # vicreg: the weights of its terms
+    variance: float | None = Field(default=None, ge=0)
+    covariance: float | None = Field(default=None, ge=0)
 
 
 class Levels(_Section):
@@ -162,6 +188,7 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     data: Data = Data()
+    unlabelled: Unlabelled = Unlabelled()
     encoder: dict[str, Any] = {}
     augment: dict[str, Any] = {}
     loss: dict[str, Any] = {}
@@ -199,6 +226,11 @@ class Recipe(BaseModel):
         return bool(self.encoder.get("freeze_backbone")) or self.finetune.train == "head"
 
     @property
+    def pretrains(self) -> bool:
+        """Whether the encoder is pretrained on pictures without labels."""
+        return self.unlabelled.folder is not None or self.unlabelled.own_part is True
+
+    @property
     def takes_targets(self) -> bool:
         """Whether the loss learns from continuous labels."""
         return self.loss.get("name") == "logratio" or self.loss.get("targets") is True  # the latter: own losses
@@ -231,6 +263,8 @@ class Recipe(BaseModel):
                 sections[section] = {name: "none" if value is None else _listed(value) for name, value in part.items()}
             else:
                 sections[section] = {name: value for name, value in part.model_dump().items() if value is not None}
+        if not sections["unlabelled"]:  # as in runs of versions that did not know it
+            del sections["unlabelled"]
         return sections
 
     def to_toml(self) -> str:
@@ -251,12 +285,15 @@ KEYS: dict[str, list[str]] = {
 
 
 def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping[str, Any] | None = None) -> Recipe:
-    """A recipe from a TOML file, then `section.key=value` one after the other; an error is one sentence."""
+    """A recipe from a TOML file, then `section.key=value` one after the other; an error is one sentence.
+
+    file: a path, or the name of a recipe that comes with nearkin: "photos".
+    """
     content: dict[str, Any] = {section: dict(part) for section, part in (base or {}).items()}
     where = "recipe"
     if file is not None:
         where = str(file)
-        for section, part in _toml(Path(file)).items():
+        for section, part in _toml(_located(Path(file))).items():
             if not isinstance(part, dict):
                 raise ValueError(f"{where}: {section} = … is outside of a section; known: {', '.join(KEYS)}")
             _known_section(section, where)
@@ -272,11 +309,24 @@ def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping
         raise ValueError(f"{where}: {_sentence(error)}") from None
 
 
+def _located(file: Path) -> Path:
+    """A file that exists, else the packaged recipe of this name, else the same again."""
+    named = next((place / f"{file}.toml" for place in _places() if (place / f"{file}.toml").is_file()), file)
+    return file if file.exists() or len(file.parts) > 1 or file.suffix else named
+
+
+def _places() -> list[Path]:
+    """Where recipes are: in the package as it is installed, or beside src/ in a source tree."""
+    package = Path(__file__).parents[2]
+    return [package / "recipes", package.parents[1] / "recipes"]
+
+
 def _toml(file: Path) -> dict[str, Any]:
     try:
         return toml.read_file(file)
     except FileNotFoundError:
-        raise ValueError(f"{file}: there is no such recipe") from None
+        known = sorted({path.stem for place in _places() for path in place.glob("*.toml")})
+        raise ValueError(f"{file}: there is no such recipe; by name: {', '.join(known)}") from None
     except (OSError, UnicodeDecodeError, ExcessiveText) as error:
         raise ValueError(f"{file}: not a readable recipe ({error})") from None
     except ValueError as error:

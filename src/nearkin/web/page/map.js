@@ -1,6 +1,8 @@
-"use strict";
 /* The map of a gallery on a canvas: points by label, thumbnails when there is room, pan, zoom, lasso. */
-class GalleryMap {
+import { labelText } from "./state.js";
+import { t } from "./texts.js";
+
+export class GalleryMap {
   constructor(canvas, { picture, tip, onItem, onLasso }) {
     Object.assign(this, { canvas, picture, tip, onItem, onLasso });
     this.ids = []; this.x = []; this.y = []; this.label = []; this.labels = []; this.hues = [];
@@ -109,7 +111,7 @@ class GalleryMap {
       pen.globalAlpha = 0.12; pen.fillStyle = accent; pen.fill(); pen.globalAlpha = 1;
     }
     canvas.dataset.points = this.ids.length; canvas.dataset.pictures = drawn;
-    if (this.ids.length && !visible.length) { pen.fillStyle = colour("--soft"); pen.font = "15px system-ui, sans-serif"; pen.textAlign = "center"; pen.fillText("Nothing here; All shows everything.", w / 2, h / 2); }
+    if (this.ids.length && !visible.length) { pen.fillStyle = colour("--soft"); pen.font = "15px system-ui, sans-serif"; pen.textAlign = "center"; pen.fillText(t("explore.nothing_here"), w / 2, h / 2); }
   }
   /* Which points get a thumbnail: one after the other, where it covers no other thumbnail. */
   spread(points, side) {
@@ -182,7 +184,7 @@ class GalleryMap {
     this.tip.hidden = i < 0;
     if (i < 0) return;
     const [x, y] = this.place(i), { w } = this.size;
-    this.tip.textContent = this.labels[this.label[i]];
+    this.tip.textContent = labelText(this.labels[this.label[i]]);
     this.tip.style.left = `${Math.max(4, Math.min(x + 12, w - this.tip.offsetWidth - 8))}px`; this.tip.style.top = `${Math.max(4, y - 34)}px`;
   }
   key(e) {

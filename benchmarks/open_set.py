@@ -1,0 +1,55 @@
+"""Time and memory of open-set identification at the size of Stanford Online Products.
+
+    python benchmarks/open_set.py [--items 60502] [--classes 11316] [--dim 512] [--repeats 1] [--device cpu|cuda]
+
+Random vectors around class means. Memory is the peak that the call adds to the embeddings: of the process on a CPU, as
+allocated on a GPU.
+"""
+
+import argparse
+import resource
+import time
+
+import torch
+
+from nearkin import evaluation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    for name, default in (("items", 60_502), ("classes", 11_316), ("dim", 512), ("repeats", 1), ("budget", 512)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", default="cpu")
+    chosen = parser.parse_args()
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(chosen.classes, (chosen.items,), generator=generator)
+    rows = torch.randn(chosen.classes, chosen.dim, generator=generator)[labels]
+    rows += 1.5 * torch.randn(chosen.items, chosen.dim, generator=generator)
+    cohort = torch.randn(2000, chosen.dim, generator=generator)
+    rows, labels, cohort = (part.to(chosen.device) for part in (rows, labels, cohort))
+    evaluation.open_set(
+        rows[:400], torch.arange(400, device=rows.device) // 8, repeats=1, fpirs=(0.1,)
+    )  # loads what the first call loads
+    cuda = chosen.device.startswith("cuda")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else _peak()
+    start = time.perf_counter()
+    scores = evaluation.open_set(
+        rows, labels, repeats=chosen.repeats, cohort=cohort, budget=chosen.budget << 20, seed=0
+    )
+    seconds = time.perf_counter() - start
+    added = (torch.cuda.max_memory_allocated() if cuda else _peak()) - before
+    size = f"{chosen.items} x {chosen.dim} in {chosen.classes} classes, {chosen.repeats} halves"
+    print(f"{size}, {chosen.device}, {torch.get_num_threads()} threads: {seconds:.1f} s, {added / 2**20:.0f} MiB added")
+    for entry in scores["examples"]:
+        figures = entry["methods"]["nearest"]
+        print(entry["examples"], entry["labels"], entry["nonmated"], figures["fnir@fpir=0.01"], figures["auroc"])
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()

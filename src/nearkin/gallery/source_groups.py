@@ -1,0 +1,171 @@
+"""Groups of a source's items without labels: embedded, compared, grouped; and how well that agrees with its classes."""
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nearkin import data, evaluation, training
+from nearkin.core import checks, files
+from nearkin.data import groups as item_groups
+from nearkin.evaluation.arrays import Ends
+from nearkin.evaluation.grouping import METHODS, SMOOTHED
+from nearkin.gallery import results
+from nearkin.gallery.items import encoder_info
+from nearkin.models.frozen import DEFAULT
+
+__all__ = ["SourceGroups", "group_source", "group_vectors", "write_groups"]
+
+Progress = Callable[[int, int], None]
+COLUMNS = ("group", "name", "size", "similarity", "label")
+
+
+class SourceGroups(NamedTuple):
+    """The groups of a source.
+
+    groups (n,) int64: of each item, 0 the largest. central (n,): the mean cosine of an item with its group, itself
+    included, in the space in which they were grouped. similarity: from which on items were joined; None for hdbscan.
+    scores: of each of "bcubed" and "pairwise" their "precision", "recall", "f", with 95 % intervals, where the source
+    has classes. notes: sentences.
+    """
+
+    names: list[str]
+    groups: NDArray[np.int64]
+    central: NDArray[np.float64]
+    labels: list[str] | None
+    similarity: float | None
+    scores: dict[str, dict[str, tuple[float, Ends]]]
+    notes: list[str]
+
+
+def group_source(
+    source: str,
+    run: str | Path | None = None,
+    *,
+    root: str | Path | None = None,
+    part: str = "all",
+    far: float | None = None,
+    similarity: float | None = None,
+    method: str = "average",
+    size: int | None = None,
+    dim: int | None = None,
+    unreadable: str = "strict",
+    device: str = "auto",
+    progress: Callable[[str], Progress | None] | None = None,
+) -> SourceGroups:
+    """Groups the items of a source by what they show; labels, where it has some, are used only to measure the result.
+
+    run: a run's folder or an encoder's name, efficientnet-lite0 by default; a file of vectors needs none. far: the
+    similarity at which the run's calibration guarantees this false-accept rate per pair; similarity: a cosine in its
+    place. By default neither: items are compared by `evaluation.smoothed` rows, of which 0.8 is near, and nothing need
+    be calibrated. method: see `evaluation.group`. size: about how many items a group has, if that is known; for
+    smoothed rows, and the fewest items of a cluster of hdbscan. progress(what) returns a progress(done, total).
+    """
+    checks.one_of("method", method, METHODS)
+    _check_choice(far, similarity, method, size)
+    told = progress or (lambda _: None)
+    items = data.load(source, root=root, labelled=False, group_column=item_groups.UNUSED) if run is None else None
+    if items is not None and items.vectors is not None:
+        if far is not None:
+            raise ValueError("far needs the calibration of a run: give --run RUN, or --similarity")
+        if part != "all":
+            raise ValueError(f"{source}: --part needs --run RUN, which divides the source; got {part}")
+        rows, names = torch.from_numpy(np.array(items.vectors)), items.names
+        labels, classes = items.labels, items.classes
+    else:
+        run = DEFAULT if run is None else run
+        threshold = None if far is None else _threshold(run, far, dim)
+        options: dict[str, Any] = {"root": root, "part": part, "dim": dim, "unreadable": unreadable, "device": device}
+        embedded = training.embed_source(run, source, **options, progress=told("embedding"))
+        rows, names = embedded.embeddings, embedded.names
+        labels, classes = embedded.labels, embedded.classes
+        similarity = similarity if threshold is None else threshold
+    grouping, central, used = group_vectors(rows, similarity, method, size, told("comparing"))
+    known = None if labels is None or not classes else [classes[i] for i in labels]
+    return SourceGroups(names, grouping, central, known, used, _scores(known, grouping), _notes(names, grouping))
+
+
+def group_vectors(
+    rows: torch.Tensor,
+    similarity: float | None = None,
+    method: str = "average",
+    size: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[NDArray[np.int64], NDArray[np.float64], float | None]:
+    """Groups (n,) of embeddings, the mean cosine of each item with its group, and the similarity that was used."""
+    if method == "hdbscan":
+        return *_central(rows, evaluation.group(rows, method=method, least=size or 2)), None
+    if similarity is None:
+        neighbours = None if size is None else max(1, size)
+        rows, similarity = evaluation.smoothed(rows, neighbours=neighbours, progress=progress), SMOOTHED
+    grouping = evaluation.group(rows, similarity=similarity, method=method, progress=progress)
+    return *_central(rows, grouping), similarity
+
+
+def write_groups(path: str | Path, groups: SourceGroups) -> None:
+    """A table with one line per item, group by group, those nearest to their group first."""
+    text, sizes = io.StringIO(), np.bincount(groups.groups)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS[: 5 if groups.labels else 4])
+    for i in np.lexsort((-groups.central, groups.groups)).tolist():
+        number = int(groups.groups[i])
+        line: list[Any] = [number + 1, groups.names[i], int(sizes[number]), f"{groups.central[i]:.4f}"]
+        writer.writerow(line + ([groups.labels[i]] if groups.labels else []))
+    with files.explained(str(path), "make room, or choose another path"):
+        files.write_text(path, text.getvalue())
+
+
+def _check_choice(far: float | None, similarity: float | None, method: str, size: int | None) -> None:
+    if far is not None and similarity is not None:
+        raise ValueError("--far and --similarity both say which items are near; give one of them, got both")
+    if method == "hdbscan" and (far is not None or similarity is not None):
+        raise ValueError("--method hdbscan finds its own densities; leave --far and --similarity out")
+    if method == "components" and far is None and similarity is None:
+        raise ValueError("--method components needs --similarity, or --far with a calibrated run")
+    if size is not None:
+        checks.integer("size", size, 2)
+        if far is not None or similarity is not None:
+            raise ValueError("--size is for smoothed rows and hdbscan; leave it out with --far or --similarity")
+
+
+def _threshold(run: str | Path, far: float, dim: int | None) -> float:
+    """The similarity at which the calibration of a run guarantees a FAR per pair."""
+    info = encoder_info(run, dim)
+    calibrator, note = results.load_calibration(info.run, info.fingerprint, info.short)
+    if calibrator is None:
+        raise ValueError(f"--far needs a calibration: {note}")
+    threshold = calibrator.verify(1.0, far).threshold
+    assert threshold is not None
+    return threshold
+
+
+def _central(rows: torch.Tensor, grouping: evaluation.Grouping) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    groups = grouping.assignment.numpy()
+    unit = torch.nn.functional.normalize(rows.double(), dim=1).numpy()
+    sums = np.zeros((int(groups.max(initial=-1)) + 1, unit.shape[1]))
+    np.add.at(sums, groups, unit)
+    means = sums / np.bincount(groups, minlength=len(sums))[:, None].clip(min=1)
+    return groups, np.einsum("nd,nd->n", unit, means[groups])
+
+
+def _scores(labels: list[str] | None, groups: NDArray[np.int64]) -> dict[str, dict[str, tuple[float, Ends]]]:
+    if labels is None:
+        return {}
+    ids = np.unique(np.array(labels), return_inverse=True)[1]
+    result = {}
+    for name, measure in (("bcubed", evaluation.bcubed), ("pairwise", evaluation.pairwise)):
+        scores = measure(ids, groups, interval=True)
+        result[name] = {key: (value, scores.intervals[key]) for key, value in scores.items()}
+    return result
+
+
+def _notes(names: list[str], groups: NDArray[np.int64]) -> list[str]:
+    sizes = np.bincount(groups)
+    if len(names) > 20 and sizes.max() > len(names) / 2:
+        return [f"the largest group has {int(sizes.max()):,} of {len(names):,} items; a higher --similarity divides it"]
+    return []

@@ -1,0 +1,135 @@
+"""`nearkin group`, as a user types it."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from calibrations import calibration_by_hand
+from commands import output_of, run
+from nearkin import models
+from nearkin.gallery import results
+from nearkin.gallery.items import encoder_info
+
+KINDS, EACH = 4, 6
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """photos/ without classes, labelled/ with them, vectors.npz, and a run with an untrained encoder."""
+    folder = tmp_path_factory.mktemp("home")
+    encoder = models.build("small-cnn", channels=1, size=16, width=4, dim=8, seed=0)
+    preparation = {"kind": "pictures", "size": 16, "stored": 16, "fit": "crop", "channels": 1, "flip": False}
+    models.save(encoder, folder / "run", preparation)
+    (folder / "run" / "recipe.toml").write_text('[data]\nsource = "elsewhere"\n')
+    (folder / "photos").mkdir()
+    for kind in range(KINDS):
+        (folder / "labelled" / f"kind {kind}").mkdir(parents=True)
+        for n in range(EACH):
+            pixels = np.zeros((24, 24), np.uint8)
+            pixels[3 + 4 * kind : 7 + 4 * kind, 2:22] = 220
+            pixels[2:22, 3 + 5 * kind : 6 + 5 * kind] = 140
+            image = Image.fromarray(pixels + np.random.default_rng(n).integers(0, 4, (24, 24), dtype=np.uint8))
+            image.save(folder / "photos" / f"<{kind}> {n}.png")
+            image.save(folder / "labelled" / f"kind {kind}" / f"{n}.png")
+    draw = np.random.default_rng(0)
+    labels = np.repeat(np.arange(8), 5)
+    rows = draw.normal(size=(8, 16))[labels] + 0.1 * draw.normal(size=(40, 16))
+    np.savez(folder / "vectors.npz", embeddings=rows.astype(np.float32), labels=labels)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(home, monkeypatch):
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("NEARKIN_CACHE", str(home / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def table(path):
+    with Path(path).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def refused(*arguments):
+    result = run("group", *arguments)
+    assert result.exit_code == 2
+    return result.stderr
+
+
+def test_photos_without_classes_become_a_table_and_a_page(home):
+    out = output_of(run("group", "photos", "--run", "run", "--out", "photos.csv"))
+    assert "4 groups of 24 items, 0 alone; the largest has 6" in out
+    rows = table("photos.csv")
+    assert list(rows[0]) == ["group", "name", "size", "similarity"]
+    assert [row["group"] for row in rows] == sorted(row["group"] for row in rows)
+    for number in "1234":
+        assert len({row["name"][1] for row in rows if row["group"] == number}) == 1
+    page = Path("photos.html").read_text("utf-8")
+    assert page.count('<img src="data:image/jpeg;base64,') == 24
+    assert "&lt;0&gt; 0.png" in page and "<0> 0.png" not in page
+    assert not re.search(r'(?:src|href)="(?!data:|#)', page)  # nothing is fetched
+    assert "Agreement" not in page
+
+
+def test_classes_only_measure_the_result(home):
+    out = output_of(run("group", "labelled", "--run", "run", "--out", "labelled.csv"))
+    assert re.search(r"B-cubed +1\.000 +1\.000 +1\.000", out)  # 4 classes have no interval
+    assert table("labelled.csv")[0]["label"].startswith("kind ")
+    assert "Agreement" in Path("labelled.html").read_text("utf-8")
+
+
+def test_vectors_need_no_run_and_json_is_complete(home):
+    summary = json.loads(output_of(run("group", "vectors.npz", "--out", "v.csv", "--json")))
+    assert (summary["items"], summary["groups"], summary["alone"]) == (40, 8, 0)
+    assert summary["bcubed"]["f"]["value"] == 1.0
+    assert summary["bcubed"]["f"]["low"] < 1.0
+    plain = json.loads(output_of(run("group", "vectors.npz", "--out", "v.csv", "--json", "--similarity", "0.999999")))
+    assert plain["alone"] == 40
+    dense = json.loads(output_of(run("group", "vectors.npz", "--out", "v.csv", "--json", "--method", "hdbscan")))
+    assert dense["similarity"] is None
+    larger = json.loads(output_of(run("group", "vectors.npz", "--out", "v.csv", "--json", "--size", "30")))
+    assert larger["groups"] < 8
+    one = output_of(run("group", "vectors.npz", "--out", "v.csv", "--method", "components", "--similarity", "-1"))
+    assert "1 groups of 40 items" in one
+
+
+def test_the_calibrated_far_is_the_threshold(home):
+    assert "--far needs a calibration: run has no calibration.json" in refused(
+        "photos", "--run", "run", "--far", "0.01"
+    )
+    calibration = {"encoder": encoder_info("run").fingerprint} | calibration_by_hand(
+        {0.9: (0.005, 0.9), 0.9999: (0.001, 0.5)}, {0.0: -20, 0.99: -4, 0.999: 9, 1.0: 14}
+    )
+    Path("run", results.FILE).write_text(json.dumps(calibration))
+    for far, threshold in (("0.005", 0.9), ("0.001", 0.9999)):
+        out = output_of(run("group", "photos", "--run", "run", "--out", "p.csv", "--json", "--far", far))
+        assert json.loads(out)["similarity"] == threshold
+    assert "far must be at least" in refused("photos", "--run", "run", "--far", "1e-9")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["vectors.npz", "--far", "0.01"], "far needs the calibration of a run"),
+        (["vectors.npz", "--far", "0.01", "--similarity", "0.5"], "give one of them, got both"),
+        (["vectors.npz", "--similarity", "2"], "similarity must be between -1 and 1"),
+        (["vectors.npz", "--size", "1"], "size must be"),
+        (["vectors.npz", "--size", "5", "--similarity", "0.5"], "leave it out with --far or --similarity"),
+        (["vectors.npz", "--method", "components"], "--method components needs --similarity"),
+        (["vectors.npz", "--method", "hdbscan", "--similarity", "0.5"], "leave --far and --similarity out"),
+        (["vectors.npz", "--part", "test"], "--part needs --run RUN"),
+        (["vectors.npz", "--out", "groups.txt"], "--out must end in .csv, got groups.txt"),
+        (["vectors.npz", "--out", "no/groups.csv"], "the folder no does not exist"),
+        (["nowhere", "--run", "run"], "nowhere"),
+        (["vectors.npz", "--run", "run"], "the run's encoder takes pictures"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(home, arguments, sentence):
+    out = refused(*arguments)
+    assert sentence in out
+    assert len(out.strip().splitlines()) == 1

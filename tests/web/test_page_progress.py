@@ -1,0 +1,81 @@
+"""The page while a folder is enrolled, in a real browser: it says how far, and answers from what is there."""
+
+import io
+import socket
+import threading
+
+import pytest
+from test_page import CHROMIUM, NO_BROWSER, browser  # noqa: F401
+
+import tiny_vit
+from commands import photos
+from nearkin import web
+from nearkin.gallery import Gallery
+from nearkin.web import enrolment as enrolments
+from nearkin.web.enrolment import Enrolment, read_source
+from nearkin.web.request_log import request_logger
+
+uvicorn = pytest.importorskip("uvicorn", reason="the service needs pip install 'nearkin[serve]'")
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER), pytest.mark.slow]
+
+
+@pytest.fixture
+def enrolling(tmp_path, monkeypatch):
+    """A service that has enrolled 20 of 40 pictures, and goes on when the event is set; one file is no picture."""
+    monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(enrolments, "STEP", 10)
+    monkeypatch.chdir(tmp_path)
+    tiny_vit.save(tmp_path / "vit")
+    photos(tmp_path / "photos", classes=8, each=5)
+    (tmp_path / "photos" / "class7" / "9.png").write_bytes(b"no picture")
+    go_on, half = threading.Event(), threading.Event()
+
+    def progress(done, total):
+        if done == 20:
+            half.set()
+            go_on.wait(60)
+
+    with Gallery.open("g", "hf:vit", device="cpu") as gallery:
+        enrolment = Enrolment(gallery, "photos", read_source("photos"), progress)
+        app = web.build(gallery, log=request_logger(io.StringIO()), enrolment=enrolment)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+        with socket.create_server(("127.0.0.1", 0)) as bound:
+            thread = threading.Thread(target=server.run, args=([bound],))
+            thread.start()
+            enrolment.start()
+            assert half.wait(60)
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}/", go_on
+            go_on.set()
+            enrolment.join(60)
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("language", "half", "left_out"),
+    [
+        ("en", "20 of 41 pictures enrolled; answers come from these.", "1 file could not be read"),
+        ("ko", "이미지 41개 중 20개를 등록했습니다.", "읽을 수 없는 파일 1개"),
+    ],
+)
+def test_the_page_says_how_far_it_is_and_answers_meanwhile(enrolling, browser, tmp_path, language, half, left_out):  # noqa: F811
+    address, go_on = enrolling
+    page = browser.new_page()
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(f"{address}?lang={language}")
+    page.get_by_text(half).wait_for()
+    assert page.locator("#progress progress").get_attribute("value") == "20"
+    assert "20" in page.locator("#summary").inner_text()
+    page.set_input_files("#find-drop input[type=file]", tmp_path / "photos" / "class1" / "2.png")
+    page.locator(".who", has_text="class1").wait_for()
+    assert "%" not in page.locator(".sure").inner_text()
+    go_on.set()
+    page.locator("#progress", has_text=left_out).wait_for(timeout=30_000)
+    assert page.locator("#progress progress").count() == 0
+    page.locator("#summary", has_text="40").wait_for()
+    page.set_input_files("#find-drop input[type=file]", tmp_path / "photos" / "class2" / "2.png")
+    page.locator(".who", has_text="class2").wait_for()
+    assert "%" in page.locator(".sure").inner_text(), "calibrated by its own labels"
+    assert errors == []
+    page.close()
