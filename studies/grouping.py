@@ -1,4 +1,4 @@
-"""How well are the classes of a run's test part found without labels? Ways to group, beside k-means that is told how many.
+"""How well are the classes of a run's test part found without labels? Beside k-means that is told how many there are.
 
     python studies/grouping.py RUN
 

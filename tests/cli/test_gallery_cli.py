@@ -76,6 +76,13 @@ def test_search_identify_verify():
         output_of(run("search", one, "--gallery", "birds.gallery", "--filter", "label=class5", "--json"))
     )
     assert {hit["label"] for hit in answer} == {"class5"} and len(answer) == 6
+    plain, again = (
+        json.loads(output_of(run("search", one, "--gallery", "birds.gallery", "--k", 72, "--json", *more)))
+        for more in ((), ("--rerank", "k-reciprocal:k1=6"))
+    )
+    assert sorted(hit["id"] for hit in again) == sorted(hit["id"] for hit in plain) and again != plain
+    out = output_of(run("search", one, "--gallery", "birds.gallery", "--rerank", "none"), code=2)
+    assert 'unknown rerank "none"' in out
     Path("run/calibration.json").unlink(missing_ok=True)
     out = output_of(run("identify", one, "--gallery", "birds.gallery"))
     assert out.startswith("class3, similarity 1.0000") and "nearkin gallery calibrate" in out

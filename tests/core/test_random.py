@@ -19,7 +19,7 @@ NUMBERS = {
     **{"CLUSTERING_PARTS": 20, "GENUINE_PAIRS": 21, "IMPOSTOR_PAIRS": 22, "COIN_WEIGHTS": 23, "CLASS_GROUPS": 24},
     **{"LEFT_OUT_CLASSES": 25, "DIAGNOSIS": 100, "QUERIES": 101, "MAP": 102, "WORST": 103},
     **{"OPEN_SET_CLASSES": 32, "OPEN_SET_ITEMS": 33, "OPEN_SET_COHORT": 34, "OPEN_SET_CALIBRATION": 35},
-    **{"LORA": 48, "PROJECTION": 49},
+    **{"LORA": 48, "PROJECTION": 49, "UNLABELLED": 10},
 }
 
 
@@ -41,7 +41,7 @@ def test_no_number_is_used_twice(kind):
 
 def test_streams_keep_their_numbers():
     assert {stream.name: stream.value for stream in Stream} == NUMBERS
-    assert {salt.name: salt.value for salt in Salt} == {"EPOCH": 1, "STEP": 2, "SEED": 3}
+    assert {salt.name: salt.value for salt in Salt} == {"EPOCH": 1, "STEP": 2, "SEED": 3, "VIEWS": 4}
 
 
 def test_streams_are_made_in_one_module():

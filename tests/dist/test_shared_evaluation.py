@@ -73,6 +73,13 @@ def _sets():
             {"groups": torch.arange(330) % 4, "gallery_groups": torch.arange(140) % 4, **all_metrics},
         ),
         "groups and faiss": ((x, few), {"groups": torch.arange(330) % 4, "backend": "faiss"}),
+        "re-ranked": ((x, holes), {"rerank": evaluation.KReciprocal(8, 3), **all_metrics}),
+        "re-ranked, a gallery": (
+            (x, few, other, few[:140]),
+            {"rerank": "k-reciprocal:k1=5", "similarity": "euclidean"},
+        ),
+        "expanded": ((x, few), {"rerank": "alpha-qe", "groups": torch.arange(330) % 4}),
+        "augmented": ((x, many, other, many[:140]), {"rerank": "dba", "interval": True}),
         "misses": ((x[:100], few[:100], None, None), {"without_positives": "miss", "interval": True}),
     }
 

@@ -215,3 +215,14 @@ def test_the_command_and_a_damaged_file(tmp_path, monkeypatch):
     output_of(run("gallery", "calibrate", "g.db"))
     alone = output_of(run("verify", "photos/class1/0.png", "photos/class2/0.png", "--run", "hf:vit"))
     assert "similarity" in alone and "alone has no calibration" in alone
+
+
+def test_the_calibration_of_a_database_is_in_the_cache(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path))
+    store = SimpleNamespace(kind="postgres", where="postgresql://host/db?gallery=birds")
+    one, other = Facts(8), Facts(8)
+    paths = {own_calibration.calibration_path(store, facts) for facts in (one, other)}
+    assert len(paths) == 2 and all(path.parent == tmp_path / "calibrations" for path in paths)
+    assert own_calibration.load(store, one)[0] is None and not own_calibration.is_current(store, one)

@@ -218,6 +218,23 @@ def test_a_module_of_ones_own():
     assert explained.maps[0].shape == (3, 5, 5) and not explained.exact
 
 
+class ChannelsFirst(nn.LayerNorm):
+    """Over the channels of a map (B, C, H, W), as ConvNeXt has it in timm."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("channels", [5, 4])  # of maps that are 5 wide: the shape alone does not tell the axes
+def test_a_layer_norm_over_other_axes_is_left_alone(channels):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, channels, 3, 2), nn.GELU(), ChannelsFirst(channels), nn.Conv2d(channels, 6, 1), nn.ReLU()]
+    module = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4, bias=False)).eval()
+    encoder = OwnEncoder(module, torch.rand(2, 1, 12, 12)).eval()
+    explained = check_sums(encoder, torch.rand(3, 1, 12, 12), torch.rand(3, 1, 12, 12))
+    assert explained.maps[0].shape == (3, 5, 5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make", [small, lite])
 def test_half_precision(make, dtype):

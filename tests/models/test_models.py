@@ -844,3 +844,17 @@ def test_weights_are_stored_under_plain_names(tmp_path):
     models.save(tiny(), tmp_path)
     names = load_file(tmp_path / "model.safetensors")
     assert {name.split(".")[0] for name in names} == {"backbone", "head", "mean", "std"}
+
+
+@pytest.mark.parametrize("side", [64, 65, 96])
+def test_efficientnet_without_gradients_is_the_same_network(side):
+    """It pads within the convolution and clamps in place: the same values, and its input as it was."""
+    encoder = models.build("efficientnet-lite0", dim=None, size=side, pretrained=False).eval()
+    pictures = torch.rand(2, 3, side, side)
+    before = pictures.clone()
+    with torch.no_grad():
+        frozen = encoder(pictures)
+    learning = encoder(pictures)
+    assert learning.requires_grad and not frozen.requires_grad
+    torch.testing.assert_close(frozen, learning.detach(), atol=1e-5, rtol=1e-4)
+    assert torch.equal(pictures, before)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import kernels
-from nearkin.core import toml
+from nearkin.core import toml, versions
 from nearkin.training import environment, run_list
 
 EXTRAS = toml.read_file(Path(__file__).parents[2] / "pyproject.toml")["project"]["optional-dependencies"]
@@ -18,7 +18,7 @@ EXTRAS = toml.read_file(Path(__file__).parents[2] / "pyproject.toml")["project"]
 def metadata(monkeypatch):
     """As an installation of this tree has it; the one that the tests run in may be older."""
     lines = [f'{need}; extra == "{extra}"' for extra, needs in EXTRAS.items() for need in needs if ";" not in need]
-    monkeypatch.setattr(environment, "requires", lambda _: lines)
+    monkeypatch.setattr(versions, "requires", lambda _: lines)
 
 
 def test_every_extra_for_users_is_listed():
@@ -39,7 +39,7 @@ def test_the_state_is_json_and_true(tmp_path):
 
 
 def test_what_is_missing_comes_with_the_way_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(environment, "_is_installed", lambda package: package != "fastapi")
+    monkeypatch.setattr(environment, "is_installed", lambda package: package != "fastapi")
     monkeypatch.setattr(kernels, "installed", lambda: False)
     monkeypatch.setattr(environment, "_free", lambda folder: 5 * 2**20)
     state = environment.examine(tmp_path)

@@ -20,6 +20,7 @@ from nearkin.training import pretraining
 from nearkin.training.config.recipe import read
 from nearkin.training.loader import ItemStore
 from nearkin.training.prepare import prepare
+from nearkin.training.run_list import list_runs
 from nearkin.training.unlabelled_items import StackedRows
 
 TINY = ["encoder.name=small-cnn", "encoder.width=4", "encoder.dim=4", "data.size=16", "data.stored=20"]
@@ -294,6 +295,9 @@ def test_without_a_labelled_source_the_run_ends_with_its_pretraining(sets, home,
     assert outcome.results["pretraining"]["pictures"] == 80
     with pytest.raises(training.Stopped):
         training.train(recipe, tmp_path / "stopped", stop_at(4, "pretraining"))
+    states = {Path(run["run"]).name: (run["loss"], run["state"], run["test"]) for run in list_runs(tmp_path)}
+    assert states["run"] == (outcome.recipe.unlabelled.method, "finished", {})
+    assert states["stopped"][1].startswith("stopped at epoch 1 of 2 of its pretraining; nearkin train --resume")
     training.resume(tmp_path / "stopped")
     training.resume(tmp_path / "stopped")  # a finished one too
     assert weights(tmp_path / "stopped") == weights(tmp_path / "run")

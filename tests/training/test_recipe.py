@@ -238,6 +238,7 @@ CHANGES = {
     "evaluation.ks": (VECTORS, [1, 3]),
     "evaluation.interval": (VECTORS, False),
     "evaluation.clustering": (VECTORS, True),
+    "evaluation.rerank": (VECTORS, "k-reciprocal"),
     "evaluation.views": (PHOTOS, 2),
 }
 

@@ -54,8 +54,8 @@ def enrolling(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("language", "half", "left_out"),
     [
-        ("en", "20 of 41 pictures enrolled; answers come from these.", "1 file could not be read"),
-        ("ko", "이미지 41개 중 20개를 등록했습니다.", "읽을 수 없는 파일 1개"),
+        ("en", "20 of 41 pictures enrolled so far", "1 file could not be read"),
+        ("ko", "이미지 41장 중 20장을 등록했습니다.", "파일 1개는 읽을 수 없어"),
     ],
 )
 def test_the_page_says_how_far_it_is_and_answers_meanwhile(enrolling, browser, tmp_path, language, half, left_out):  # noqa: F811
@@ -65,14 +65,14 @@ def test_the_page_says_how_far_it_is_and_answers_meanwhile(enrolling, browser, t
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(f"{address}?lang={language}")
     page.get_by_text(half).wait_for()
-    assert page.locator("#progress progress").get_attribute("value") == "20"
+    assert page.locator("#progress-bar").get_attribute("value") == "20"
     assert "20" in page.locator("#summary").inner_text()
     page.set_input_files("#find-drop input[type=file]", tmp_path / "photos" / "class1" / "2.png")
     page.locator(".who", has_text="class1").wait_for()
     assert "%" not in page.locator(".sure").inner_text()
     go_on.set()
     page.locator("#progress", has_text=left_out).wait_for(timeout=30_000)
-    assert page.locator("#progress progress").count() == 0
+    assert page.locator("#progress-bar").is_hidden()
     page.locator("#summary", has_text="40").wait_for()
     page.set_input_files("#find-drop input[type=file]", tmp_path / "photos" / "class2" / "2.png")
     page.locator(".who", has_text="class2").wait_for()

@@ -142,6 +142,22 @@ def evaluate(
             show_default="1e-1 … 1e-6, without thresholds",
         ),
     ] = None,
+    rerank: Annotated[
+        str | None,
+        typer.Option(
+            help="Retrieval also after re-ranking: k-reciprocal, alpha-qe or dba; with settings as "
+            "k-reciprocal:k1=20,k2=6,lambda=0.3. Without settings they are chosen on validation classes.",
+            metavar="METHOD",
+        ),
+    ] = None,
+    rerank_validation: Annotated[
+        Path | None,
+        typer.Option(
+            help="Embeddings of other classes, on which the settings of --rerank are chosen.",
+            metavar="FILE",
+            show_default="the validation part of RUN",
+        ),
+    ] = None,
     ks: Annotated[
         str | None,
         typer.Option(help="Cut-offs k, as 1,2,4,8.", metavar="K,K,…", show_default="1,2,4,8; graded: 1,5,10"),
@@ -195,7 +211,10 @@ def evaluate(
     with one_sentence(), joined() as group:
         from nearkin.data import pair_lists, vectors
         from nearkin.evaluation.protocols import results_table, runner
+        from nearkin.evaluation.retrieval.rerank_settings import has_settings, method_of
 
+        if rerank is not None:
+            method_of(rerank)  # before anything is read or embedded
         settings = runner.Settings(
             tuple(name for name, on in flags.items() if on),
             None if ks is None else _cut_offs(ks),
@@ -208,8 +227,11 @@ def evaluate(
             _size_in_bytes(budget),
             device.value,
             None if far is None else _rates(far),
+            rerank=rerank,
             **_open_set_settings(open_set, examples, fpir, repeats, cohort, report),
         )
+        if rerank_validation is not None and (rerank is None or has_settings(rerank)):
+            raise ValueError("--rerank-validation is for --rerank METHOD without settings, which it chooses")
         if json is not None and first(group):
             results_table.writable(json)
         if report is not None and first(group):
@@ -244,11 +266,16 @@ def evaluate(
             searched = None
             if gallery is not None:
                 searched = vectors.read(gallery, gallery_labels, gallery_targets, gallery_groups, **beside)
+        validation = None
+        if rerank_validation is not None:
+            validation = vectors.read(rerank_validation, group_column=group_column)
+        elif rerank is not None and not has_settings(rerank) and Path(embeddings).is_dir():
+            validation = _validation_of(embeddings, dim, device.value, group)
         if cohort is not None:
             others = vectors.read(cohort)
         pair_list = None if pairs is None else pair_lists.read(pairs, len(queries.embeddings))
         with _bar("pairs" if pairs is None else "resamples", first(group)) as progress:
-            results = runner.evaluate(queries, searched, settings, progress, pair_list, group, others)
+            results = runner.evaluate(queries, searched, settings, progress, pair_list, group, others, validation)
         if open_set and first(group):
             _add_far_check(results, queries, embeddings, settings, dim)
         if report is not None and first(group):
@@ -296,6 +323,15 @@ def _of_run(
     return vectors
 
 
+def _validation_of(run: str, dim: int | None, device: str, group: "ProcessGroup | None") -> "Vectors | None":
+    """Embeddings of the validation part of a run's own source; None where it has none."""
+    from nearkin import training
+
+    with plain_bar("embedding the validation part", not first(group)) as progress:
+        items = training.vectors_of(run, part="val", dim=dim, device=device, progress=progress, group=group)[0]
+    return items if len(items.embeddings) else None
+
+
 def _open_set_settings(
     asked: bool, examples: str | None, fpir: str | None, repeats: int | None, cohort: Path | None, report: Path | None
 ) -> dict[str, Any]:
@@ -317,6 +353,8 @@ def _cohort_of_run(run: str | Path, dim: int | None, device: str, group: "Proces
     """Embeddings of the run's training part; a note where there is none, as when its source has moved."""
     from nearkin import training
 
+    if not Path(run).is_dir():  # an encoder's name: it was trained elsewhere
+        return None
     options: dict[str, Any] = {"dim": dim, "device": device, "group": group, "part": "train", "per_class": PER_CLASS}
     try:
         with plain_bar("embedding the training part", not first(group)) as progress:
@@ -400,6 +438,17 @@ def _bar(verified: str, shown: bool) -> "Iterator[Progress | None]":
         yield progress
 
 
+def _chosen(reranked: dict[str, Any]) -> str:
+    """Where the settings of re-ranking come from."""
+    chosen = reranked["chosen"]
+    if chosen is None:
+        return f"{reranked['method']}: settings not chosen on validation classes"
+    tried, key = chosen["tried"], next(iter(reranked["settings"]))
+    figures = ", ".join(f"{key} {one[key]}: {100 * one['map@r']:.1f} %" for one in tried)
+    of = f"{chosen['classes']:,} validation classes, {chosen['items']:,} items"
+    return f"{reranked['method']}: {key} chosen by MAP@R on {of} (plain: {100 * chosen['plain']:.1f} %; {figures})"
+
+
 def _print(results: dict[str, Any], interval: bool) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -431,6 +480,10 @@ def _print(results: dict[str, Any], interval: bool) -> None:
         grid.add_row(*(Text(visible(cell, lines=True)) for cell in cells))  # a class may be called [red]
         last = row.protocol
     Console().print(grid)
+    reranked = results["results"].get("retrieval", {}).get("rerank")
+    if reranked is not None:
+        echo(_chosen(reranked))
+        echo(reranked["sentence"])
     for sentence in results_table.sentences(results):
         echo(sentence)
     for note in results["notes"]:

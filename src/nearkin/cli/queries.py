@@ -54,6 +54,13 @@ def search(
     run: _OtherRun = None,
     k: Annotated[int, typer.Option(help="Number of neighbours.")] = 10,
     filter: _Filter = None,
+    rerank: Annotated[
+        str | None,
+        typer.Option(
+            help="Re-rank the nearest items: k-reciprocal, alpha-qe or dba; with settings as k-reciprocal:k1=20,k2=6.",
+            metavar="METHOD",
+        ),
+    ] = None,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
 ) -> None:
@@ -65,7 +72,7 @@ def search(
     """
     with one_sentence(), _gallery_with_encoder(gallery, run, device) as opened:
         seen = opened.see(_item(item))[0]
-        hits = opened.search(seen, k, _filter(filter))
+        hits = opened.search(seen, k, _filter(filter), rerank=rerank)
     if json:
         print_json([hit._asdict() for hit in hits])
         return

@@ -42,6 +42,8 @@ def report(
         if not (run / "results.json").is_file():
             raise ValueError(f"{run}: this run has not ended; nearkin train --resume {run} trains to the end")
         outcome = training.resume(run, callback, report=True)
+        if outcome.report is None:
+            raise ValueError(f"{run}: it was pretrained without labels, so nothing was tested and there is no report")
         echo(f"report: {outcome.report}")
 
 

@@ -1,11 +1,13 @@
 """Versions of packages, also without their metadata: a source tree on the path, or a frozen program."""
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
+import re
+from importlib.metadata import PackageNotFoundError, requires, version
 
-__all__ = ["version_of"]
+__all__ = ["is_installed", "packages_of_extras", "version_of"]
 
 _MODULES = {"pillow": "PIL"}
+_OF_EXTRA = re.compile(r"^([A-Za-z0-9._-]+)[^;]*;.*extra\s*==\s*['\"]([a-z0-9]+)['\"]")
 
 
 def version_of(package: str) -> str:
@@ -20,3 +22,24 @@ def version_of(package: str) -> str:
     except ImportError:
         return "unknown"
     return str(getattr(module, "__version__", "unknown"))
+
+
+def is_installed(package: str) -> bool:
+    """Whether the metadata of a distribution are there; nothing is imported."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def packages_of_extras() -> dict[str, list[str]]:
+    """What each extra of nearkin needs; empty for a source tree on the path, which has no metadata."""
+    try:
+        matches = [_OF_EXTRA.match(line) for line in requires("nearkin") or ()]
+    except PackageNotFoundError:
+        return {}
+    extras: dict[str, list[str]] = {}
+    for match in filter(None, matches):
+        extras.setdefault(match[2], []).append(match[1])
+    return extras

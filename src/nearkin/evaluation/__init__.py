@@ -9,6 +9,9 @@ from nearkin.evaluation.grouping import Grouping, group, smoothed
 from nearkin.evaluation.open_set.open_set_metrics import open_set
 from nearkin.evaluation.retrieval.knn import Neighbours, nearest
 from nearkin.evaluation.retrieval.nearest_negatives import nearest_negatives
+from nearkin.evaluation.retrieval.rerank_choice import ChosenRerank, choose_rerank
+from nearkin.evaluation.retrieval.rerank_settings import DBA, AlphaQE, KReciprocal
+from nearkin.evaluation.retrieval.reranked import rerank
 from nearkin.evaluation.retrieval.retrieval_metrics import retrieval
 from nearkin.evaluation.statistics.cluster_bootstrap import bootstrap
 from nearkin.evaluation.statistics.paired import compare
@@ -17,14 +20,19 @@ from nearkin.evaluation.verification.score_calibration import Calibration, calib
 from nearkin.evaluation.verification.verification_metrics import operating_point, verification
 
 __all__ = [
+    "DBA",
+    "AlphaQE",
     "Calibration",
+    "ChosenRerank",
     "Grouping",
+    "KReciprocal",
     "Neighbours",
     "all_pairs",
     "bcubed",
     "bcubed_values",
     "bootstrap",
     "calibrate",
+    "choose_rerank",
     "clustering",
     "compare",
     "diagnose",
@@ -37,6 +45,7 @@ __all__ = [
     "open_set",
     "operating_point",
     "pairwise",
+    "rerank",
     "retrieval",
     "smoothed",
     "verification",

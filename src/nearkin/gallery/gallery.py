@@ -11,8 +11,9 @@ import numpy as np
 from nearkin.core import checks
 from nearkin.core.errors import MissingRow
 from nearkin.data import decode as decoding
+from nearkin.evaluation.retrieval.rerank_settings import Rerank
 from nearkin.gallery import items as item_inputs
-from nearkin.gallery import matched_parts, opening, own_calibration, results
+from nearkin.gallery import matched_parts, opening, own_calibration, results, shortlist
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
 from nearkin.gallery.matched_parts import Matched, RowPicture
 from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
@@ -172,12 +173,25 @@ class Gallery:
         """
         return item_inputs.decode_items(self._hash(items, names), self._encoding)
 
-    def search(self, item: Any, k: int = 10, filter: Mapping[str, Any] | None = None) -> list[Hit]:
+    def search(
+        self,
+        item: Any,
+        k: int = 10,
+        filter: Mapping[str, Any] | None = None,
+        *,
+        rerank: Rerank | str | None = None,
+    ) -> list[Hit]:
         """The k nearest rows, nearest first, ties by id.
 
-        filter: {"label": …, "colour": …}; every key must match, of a list any value.
+        filter: {"label": …, "colour": …}; every key must match, of a list any value. rerank: `evaluation.KReciprocal`,
+        `AlphaQE` or `DBA`, or a name as "k-reciprocal" or "k-reciprocal:k1=20": the rows in the order after re-ranking,
+        with their cosines as they were. Without settings they follow the median number of rows per label.
         """
         checks.integer("k", k, 1)
+        if rerank is not None:
+            method = shortlist.method_for(rerank, self._store.label_sizes())
+            options = (k, parse_filter(filter), method, self.dim)
+            return [_hit(row, near) for row, near in shortlist.search(self._store, self._one(item).vector, *options)]
         return [_hit(row, near) for row, near in self._store.nearest(self._one(item).vector, k, parse_filter(filter))]
 
     def identify(self, item: Any, *, far: float | None = None, filter: Mapping[str, Any] | None = None) -> Identity:

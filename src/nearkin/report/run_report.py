@@ -15,6 +15,7 @@ from nearkin.report import (
     item_sections,
     number_sections,
     pretraining_section,
+    rerank_section,
     sampling,
 )
 from nearkin.report.findings import Findings, NearPair, check
@@ -105,6 +106,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
         ("pretraining", "Pretraining", pretraining_section.NOTE, pretraining_section.pretraining(findings)),
         ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
         ("groups", "Groups", "", number_sections.groups(findings)),
+        ("rerank", "Re-ranking", rerank_section.NOTE, rerank_section.reranking(findings)),
         ("retrieval", "Retrieval", _grid_note(context), grid),
         ("map", "Map", _map_note(context, plane[1]), plane[0]),
         ("training", "Training", _training_note(findings), curves),

@@ -2,10 +2,8 @@
 
 import os
 import platform
-import re
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 
 from nearkin import kernels
 from nearkin.core import devices, paths
-from nearkin.core.versions import version_of
+from nearkin.core.versions import is_installed, packages_of_extras, version_of
 
 __all__ = ["examine", "sentences"]
 
@@ -36,7 +34,6 @@ EXTRAS = {
     "track": "TensorBoard",
 }
 LEAST_FREE = 2**30  # bytes on a disk, below which a sentence says so
-_REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)[^;]*;.*extra\s*==\s*['\"]([a-z0-9]+)['\"]")
 
 
 def examine(folder: str | Path = ".") -> dict[str, Any]:
@@ -98,30 +95,15 @@ def _kernels() -> dict[str, Any]:
 
 
 def _extras() -> list[dict[str, Any]]:
-    """Empty where the installation does not say what an extra needs: a source tree on the path."""
-    try:
-        requirements = [_REQUIREMENT.match(text) for text in requires("nearkin") or ()]
-    except PackageNotFoundError:
-        return []
-    packages: dict[str, list[str]] = {name: [] for name in EXTRAS}
-    for match in requirements:
-        if match and match[2] in packages:
-            packages[match[2]].append(match[1])
-    return [_extra(name, needed) for name, needed in packages.items() if needed]
+    """Empty where the installation does not say what an extra needs."""
+    packages = packages_of_extras()
+    return [_extra(name, packages[name]) for name in EXTRAS if name in packages]
 
 
 def _extra(name: str, packages: list[str]) -> dict[str, Any]:
-    missing = [package for package in packages if not _is_installed(package)]
+    missing = [package for package in packages if not is_installed(package)]
     entry = {"name": name, "for": EXTRAS[name], "packages": packages, "missing": missing}
     return entry | {"install": f"pip install 'nearkin[{name}]'" if missing else None}
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _disk(folder: Path) -> list[dict[str, Any]]:

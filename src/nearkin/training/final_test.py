@@ -19,6 +19,7 @@ from nearkin.evaluation.statistics import cluster_bootstrap
 from nearkin.training.config.registry import matryoshka_dims
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, build_encoder
+from nearkin.training.rerank_test import rerank_results
 from nearkin.training.trainer import PRECISIONS, Trainer
 from nearkin.training.validation import (
     MAIN,
@@ -104,8 +105,10 @@ def results(
     rows: dict[str, Tensor],
     facts: dict[str, Any],
     pretrained: Tensor | None = None,
+    validation: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Measures every contender and writes results.json. pretrained: rows of the encoder after its pretraining."""
+    """Measures every contender and writes results.json. pretrained: rows of the encoder after its pretraining.
+    validation: rows of the validation items, on which re-ranking is chosen."""
     recipe, state, on = trainer.recipe, trainer.state, trainer.device
     options: dict[str, Any] = {"ks": recipe.evaluation.ks, "interval": recipe.evaluation.interval}
     options["seed"] = recipe.training.seed
@@ -150,6 +153,9 @@ def results(
         content["lengths"] = {
             str(dim): full_metrics(x, held_out, trainer.graded, on, **options) for dim, x in cut.items()
         }
+    if recipe.evaluation.rerank is not None:
+        val = prepared.held_out("val")
+        content["rerank"] = rerank_results(rows["trained"], held_out, validation, val, recipe, on)
     content |= extra_metrics(rows["trained"], held_out, prepared.test_pairs(), recipe, on)
     with explained(trainer, "results.json"):
         files.write_json(trainer.out / "results.json", content)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nearkin import models
 from nearkin.dist.group import ProcessGroup
 from nearkin.dist.rendezvous import join
-from nearkin.training import final_test, grad_cache, interpolation, pretraining, run_dir, step
+from nearkin.training import final_test, interpolation, pretraining, run_dir, step
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.recipe import Recipe
@@ -28,6 +28,8 @@ from nearkin.training.final_test import raw
 from nearkin.training.loop import Callback, deterministic, fit
 from nearkin.training.own_objects import PREFIX, Own, own_objects
 from nearkin.training.prepare import Prepared, prepare
+from nearkin.training.rerank_test import validation_rows
+from nearkin.training.run_notes import chunk_note, pairs_note, rank_notes
 from nearkin.training.trainer import Trainer, assemble
 from nearkin.training.validation import HeldOut
 
@@ -223,7 +225,7 @@ def _prepare(
 def _start(trainer: Trainer, prepared: Prepared, callback: Callback) -> None:
     """Writes the folder, with all that a run needs to be resumed from its first step."""
     trainer.group.on_rank0("starting", lambda: run_dir.write(trainer.out, prepared))
-    trainer.state.notes += [*prepared.notes, *_pairs_note(prepared), *_chunk_note(trainer), *_rank_notes(trainer)]
+    trainer.state.notes += [*prepared.notes, *pairs_note(prepared), *chunk_note(trainer), *rank_notes(trainer)]
     trainer.state.notes += step.graph_note(trainer)
     for note in trainer.state.notes:
         callback({"event": "note", "text": note})
@@ -253,6 +255,7 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():
         callback({"event": "testing", "what": name})
         rows[name] = embed()
+    val = validation_rows(trainer, encoder, prepared)
     pretrained = None
     if trainer.recipe.pretrains:
         callback({"event": "testing", "what": "pretrained"})
@@ -260,7 +263,7 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
         start = pretraining.pretrained_encoder(prepared, trainer.out, group).to(trainer.device)
         pretrained = final_test.embedded(trainer, start, held_out)
     results = group.on_rank0(
-        "testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts, pretrained)
+        "testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts, pretrained, val)
     )
     callback({"event": "tested", "results": results, "seconds": time.monotonic() - started})
     history, notes = trainer.metrics_log.read(), list(state.notes)
@@ -278,41 +281,6 @@ def _finish_unlabelled(
     history = pretraining.log_of(folder).read()
     none = prepared.held_out("test")
     return Outcome(folder, prepared.recipe, results, history, prepared, none, torch.empty(0, encoder.dim), notes)
-
-
-# --- notes
-
-
-def _chunk_note(trainer: Trainer) -> list[str]:
-    chunk, batch = trainer.recipe.training.chunk, trainer.recipe.sampler["batch"]
-    if chunk is None or chunk >= batch or not grad_cache.uses_batch_statistics(trainer.encoder):
-        return []
-    return [
-        f"batch norm takes its statistics from chunks of {chunk}, not from the batch of {batch}; "
-        f"encoder.freeze_norms=true makes the gradient that of the whole batch"
-    ]
-
-
-def _pairs_note(prepared: Prepared) -> list[str]:
-    why = final_test.unverifiable(prepared.test_pairs())
-    return [] if why is None else [f"the source's pairs are not verified: {why}"]
-
-
-def _rank_notes(trainer: Trainer) -> list[str]:
-    """What several ranks do differently from one process."""
-    size, options = trainer.group.size, trainer.recipe.training
-    if size == 1:
-        return []
-    notes = [f"trained on {size} ranks, with the loss of all their items"]
-    if options.graphs:
-        notes.append("several ranks do not use CUDA graphs")
-    if grad_cache.uses_batch_statistics(trainer.encoder) and not options.sync_norms:
-        share = trainer.recipe.sampler["batch"] // size
-        notes.append(
-            f"batch norm takes its statistics from the {share} items of each rank; training.sync_norms=true takes "
-            f"them from all, as one process would, and encoder.freeze_norms=true needs none"
-        )
-    return notes
 
 
 # --- what the caller chooses

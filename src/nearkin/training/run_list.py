@@ -3,12 +3,13 @@
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 from nearkin.core import files, toml
 from nearkin.training.metrics_log import MetricsLog
-from nearkin.training.run_dir import LOCK
+from nearkin.training.run_dir import CHECKPOINTS, LOCK
 
 __all__ = ["list_runs"]
 
@@ -38,7 +39,8 @@ def _described(folder: Path) -> dict[str, Any]:
     try:
         recipe = toml.read_file(folder / "recipe.toml")
         run |= {"source": recipe["data"]["source"], "encoder": recipe["encoder"]["name"]}
-        run |= {"loss": recipe["loss"]["name"]}
+        unlabelled = recipe.get("unlabelled", {})
+        run["loss"] = unlabelled["method"] if unlabelled.get("only") else recipe["loss"]["name"]
         if (folder / "results.json").is_file():
             results = files.read_json(folder / "results.json")
             run |= {"state": "finished", "test": _figures(results, "trained"), "seconds": results.get("seconds")}
@@ -56,24 +58,31 @@ def _written(folder: Path) -> float:
 
 
 def _figures(results: dict[str, Any], contender: str) -> dict[str, dict[str, float | None]]:
-    measured = results["test"].get(contender, {})
+    tested = results["test"] if "pretraining" not in results else results.get("test", {})  # one without labels has none
+    measured = tested.get(contender, {})
     return {name: measured[name] for name in ("recall@1", "map@r", "ndcg@10") if name in measured}
 
 
 def _progress(folder: Path, recipe: dict[str, Any]) -> str:
     lines = MetricsLog(folder / "metrics.jsonl", writes=False).read()
     epoch = max((line["epoch"] for line in lines if line["event"] == "epoch"), default=0)
-    where = f"epoch {epoch} of {recipe['training']['epochs']}"
+    unlabelled = recipe.get("unlabelled", {})
+    if "method" in unlabelled and not (folder / CHECKPOINTS).is_dir():  # its training has not begun
+        lines = MetricsLog(folder / "pretraining.jsonl", writes=False).read()
+        epoch = max((line["epoch"] for line in lines if line["event"] == "epoch"), default=0)
+        where = f"epoch {epoch} of {unlabelled['epochs']} of its pretraining"
+    else:
+        where = f"epoch {epoch} of {recipe['training']['epochs']}"
     return f"running, {where}" if _is_running(folder) else f"stopped at {where}; nearkin train --resume {folder}"
 
 
 def _is_running(folder: Path) -> bool:
     """Whether the process that claimed the folder lives, as far as this machine can tell."""
     try:
-        holder = json.loads((folder / LOCK).read_text())
+        holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
         if holder["host"] != socket.gethostname():
             return False
-        if os.name != "nt":  # where signal 0 would end the process
+        if sys.platform != "win32":  # where signal 0 is Ctrl-C
             os.kill(holder["pid"], 0)
     except PermissionError:
         return True  # it lives, and is another user's

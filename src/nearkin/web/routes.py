@@ -35,9 +35,11 @@ def searching(service: Service) -> "APIRouter":
     only_item = [Depends(parsing.only_parts("item"))]
 
     @router.post("/search", response_model=schemas.Items, dependencies=only_item)
-    async def search(item: UploadFile, k: schemas.K = 10, filter: schemas.FilterText = None) -> Any:
-        """The k nearest rows, nearest first."""
-        return await service.search(await parsing.picture(item), k, parsing.json_object(filter, "filter"))
+    async def search(
+        item: UploadFile, k: schemas.K = 10, filter: schemas.FilterText = None, rerank: schemas.RerankText = None
+    ) -> Any:
+        """The k nearest rows, nearest first; or in the order after re-ranking."""
+        return await service.search(await parsing.picture(item), k, parsing.json_object(filter, "filter"), rerank)
 
     @router.post("/identify", response_model=schemas.Identity, dependencies=only_item)
     async def identify(
@@ -64,9 +66,14 @@ def searching_by_vector(service: Service) -> "APIRouter":
     router = _router("vectors", service, "/api/vectors")
 
     @router.post("/search", response_model=schemas.Items)
-    async def search_vector(query: schemas.VectorQuery, k: schemas.K = 10, filter: schemas.FilterText = None) -> Any:
-        """The k nearest rows, nearest first."""
-        return await service.search(_item(query.item), k, parsing.json_object(filter, "filter"))
+    async def search_vector(
+        query: schemas.VectorQuery,
+        k: schemas.K = 10,
+        filter: schemas.FilterText = None,
+        rerank: schemas.RerankText = None,
+    ) -> Any:
+        """The k nearest rows, nearest first; or in the order after re-ranking."""
+        return await service.search(_item(query.item), k, parsing.json_object(filter, "filter"), rerank)
 
     @router.post("/identify", response_model=schemas.Identity)
     async def identify_vector(
@@ -207,10 +214,10 @@ def grouping(service: Service) -> "APIRouter":
         """The groups under review, the largest first."""
         return await service.groups(start, most)
 
-    @router.get("/groups/{group}", response_model=schemas.GroupCard)
-    async def one_group(group: Annotated[int, Path(ge=1, lt=2**53)]) -> Any:
+    @router.get("/groups/{id}", response_model=schemas.GroupCard)
+    async def one_group(id: Annotated[int, Path(ge=1, lt=2**53, description="Of a group.")]) -> Any:
         """A group with the ids of all its rows."""
-        return await service.one_group(group)
+        return await service.one_group(id)
 
     @router.post("/groups/propose", response_model=schemas.Groups)
     async def propose(step: schemas.Propose) -> Any:

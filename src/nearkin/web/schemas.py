@@ -37,6 +37,7 @@ __all__ = [
     "Problem",
     "Propose",
     "Relabel",
+    "RerankText",
     "RowId",
     "Rows",
     "SplitGroup",
@@ -85,6 +86,10 @@ MaxFar = Annotated[
     Field(
         gt=0, lt=1, allow_inf_nan=False, description="Maximum false-accept rate (FAR): per query, for verify per pair."
     ),
+]
+RerankText = Annotated[
+    str | None,
+    Field(max_length=100, description="k-reciprocal, alpha-qe or dba; settings as k-reciprocal:k1=20,k2=6,lambda=0.3."),
 ]
 FilterText = Annotated[str | None, Field(max_length=4000, description='JSON, as {"label": "heron"}; any of a list.')]
 

@@ -75,11 +75,12 @@ class Service:
     def waiting(self) -> int:
         return self._model.waiting
 
-    async def search(self, item: Item, k: int, filter: Any) -> dict[str, Any]:
+    async def search(self, item: Item, k: int, filter: Any, rerank: str | None = None) -> dict[str, Any]:
         items = await self._decoded([item])
 
         def answer(seen: list[Any]) -> dict[str, Any]:
-            return {"hits": _plain(self.gallery.search(seen[0], k, filter)), "quality": seen[0].quality}
+            hits = self.gallery.search(seen[0], k, filter, rerank=rerank)
+            return {"hits": _plain(hits), "quality": seen[0].quality}
 
         return await self._model.submit(answer, items)
 

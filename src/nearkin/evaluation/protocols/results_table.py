@@ -46,11 +46,39 @@ def table(report: Mapping[str, Any]) -> list[Row]:
                     interval = f"{_formatted(protocol, name, ends[0])} – {_formatted(protocol, name, ends[1])}"
                 value = _formatted(protocol, name, figures[name])
                 rows.append(Row(protocol.replace("_", "-"), f"{level}: {name}", value, interval))
+        if "rerank" in scores:
+            rows += _reranked(protocol, scores["rerank"])
         if protocol == "open_set":
             rows += _open_set(scores)
         if protocol == "diagnose":
             rows += _findings(scores, report["class_names"])
     return rows
+
+
+def _reranked(protocol: str, scores: Mapping[str, Any]) -> Iterator[Row]:
+    """The figures after re-ranking, and the paired differences to the plain ones."""
+    settings = ", ".join(f"{key} {value:g}" for key, value in scores["settings"].items())
+    yield Row("re-ranking", scores["method"], settings, "")
+    for name, value in [*scores.items(), *_level_figures(scores)]:
+        if isinstance(value, bool | str | list | dict) or (value is None and name == "chosen"):
+            continue
+        ends = scores.get("intervals", {}).get(name)
+        interval = "" if ends is None else "–"
+        if ends is not None and ends[0] is not None:
+            interval = f"{_formatted(protocol, name, ends[0])} – {_formatted(protocol, name, ends[1])}"
+        yield Row("re-ranking", name, _formatted(protocol, name, value), interval)
+    for name, test in scores["against"].items():
+        interval = "–" if test["low"] is None else f"{_points(test['low'])} – {_points(test['high'])}"
+        yield Row("re-ranking", f"gain in {name}", f"{_points(test['difference'])} ({test['verdict']})", interval)
+
+
+def _level_figures(scores: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    levels = scores.get("levels", {})
+    return [(f"{level}: {name}", figures[name]) for level, figures in levels.items() for name in ("recall@1", "map@r")]
+
+
+def _points(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:+.2f}"
 
 
 def writable(path: Path) -> None:

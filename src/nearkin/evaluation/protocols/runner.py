@@ -20,6 +20,7 @@ from nearkin.data.pair_lists import PairList
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.protocols.tasks import RUNS, Rows, Settings, Task, is_shared
+from nearkin.evaluation.retrieval.rerank_settings import check_similarity, settings_of
 
 __all__ = ["PROTOCOLS", "Settings", "evaluate"]
 
@@ -49,6 +50,7 @@ def evaluate(
     pairs: PairList | None = None,
     group: ProcessGroup | None = None,
     cohort: Vectors | None = None,
+    validation: Vectors | None = None,
 ) -> dict[str, Any]:
     """Runs the protocols of the settings; by default verification where there are pairs, else retrieval where there are
     labels and graded where there are targets.
@@ -59,6 +61,7 @@ def evaluate(
     of all pairs. group: the processes that share the work, all of which call this with the same arguments and get the
     same result: they divide retrieval, graded and verification of all pairs; rank 0 runs the others. cohort: embeddings
     of other classes, for AS-norm in open-set identification; its classes that are also tested are left out.
+    validation: items of other classes, on which the settings of re-ranking are chosen.
     """
     settings = settings or Settings()
     protocols = _chosen(items, gallery, settings, pairs)
@@ -94,6 +97,7 @@ def evaluate(
             _moved(groups[1] if groups else None, device),
             levels[-1],
         )
+    chosen_on = None if validation is None else _validation(validation, items, device)
     others, left_out = _cohort(items, cohort, protocols, device)
     notes += left_out
     results = {}
@@ -102,7 +106,7 @@ def evaluate(
         if progress is not None:
             progress(name, 0, 0)
             report = partial(progress, name)
-        task = Task(queries, searched, pairs, settings, similarity[name], report, group, others)
+        task = Task(queries, searched, pairs, settings, similarity[name], report, group, others, chosen_on)
         if group is None or is_shared(name, pairs):
             scores = _run(name, task)
         else:
@@ -146,6 +150,11 @@ def _chosen(items: Vectors, gallery: Vectors | None, settings: Settings, pairs: 
     chosen = tuple(name for name in PROTOCOLS if name in (settings.protocols or default))
     if "verification" not in chosen and (pairs is not None or settings.fars is not None):
         raise ValueError(f"{'--pairs' if pairs is not None else '--far'} is for --verification, which is not asked for")
+    if settings.rerank is not None:
+        if "retrieval" not in chosen:
+            raise ValueError("--rerank is for --retrieval, which is not asked for")
+        method = settings_of(settings.rerank)
+        check_similarity(method, settings.similarity or _SIMILARITIES["retrieval"][0])
     for name in chosen or ("retrieval",):
         field = "targets" if name == "graded" else "labels"
         if name == "verification" and pairs is not None and pairs.same is not None:
@@ -283,6 +292,31 @@ def _groups(items: Vectors, gallery: Vectors | None, protocols: Sequence[str], m
     numbers[unknown] = UNKNOWN
     first = torch.from_numpy(numbers[: len(columns[0])])
     return [first] if gallery is None else [first, torch.from_numpy(numbers[len(columns[0]) :])]
+
+
+def _validation(validation: Vectors, items: Vectors, device: torch.device) -> Rows:
+    """Rows on which settings are chosen: of classes that the measured items do not have."""
+    width = items.embeddings.shape[1]
+    if validation.embeddings.shape[1] != width:
+        raise ValueError(
+            f"{validation.name}: validation items must have {width} dimensions as {items.name} has, "
+            f"got {validation.embeddings.shape[1]}"
+        )
+    if validation.labels is None or validation.labels.ndim != 1:
+        raise ValueError(f"{validation.name}: validation items need one label per row, to choose settings by")
+    assert items.labels is not None
+    if items.labels.ndim == 1 and items.labels.dtype.kind == validation.labels.dtype.kind:
+        common = np.setdiff1d(
+            np.intersect1d(items.labels, validation.labels), [UNKNOWN] if items.labels.dtype.kind in "iu" else []
+        )
+        if len(common):
+            raise ValueError(
+                f"{validation.name}: settings must not be chosen on classes that are measured; {len(common)} of them "
+                f"are in {items.name} too, as {common[0]}"
+            )
+    groups = _groups(validation, None, ("retrieval",), False)
+    ids = vectors.class_ids(validation.labels)[0][0]
+    return Rows(validation.embeddings.to(device), ids.to(device), None, _moved(groups[0] if groups else None, device))
 
 
 def _group_count(groups: Sequence[Tensor]) -> int:

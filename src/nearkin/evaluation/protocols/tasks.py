@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.open_set.open_set_metrics import EXAMPLES, FPIRS, open_set
+from nearkin.evaluation.retrieval import rerank_choice, rerank_settings
 from nearkin.evaluation.retrieval.level_metrics import by_level
 from nearkin.evaluation.retrieval.retrieval_metrics import DEFAULT, retrieval
 from nearkin.evaluation.statistics import binomial
@@ -29,6 +30,7 @@ from nearkin.evaluation.verification.verification_metrics import of_other_groups
 __all__ = ["RUNS", "Rows", "Settings", "Task", "is_shared"]
 
 _POINTS = 200  # of the curve in a result
+_UNCHOSEN = "there are no validation items to choose them on; --rerank-validation FILE gives some"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Settings:
     examples: tuple[int, ...] = EXAMPLES
     fpirs: tuple[float, ...] = FPIRS
     repeats: int | None = None
+    rerank: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Task:
     progress: Progress | None
     group: ProcessGroup | None = None
     cohort: Rows | None = None
+    validation: Rows | None = None  # on which the settings of re-ranking are chosen
 
 
 def is_shared(protocol: str, pairs: PairList | None) -> bool:
@@ -102,6 +106,13 @@ def _retrieval(task: Task) -> dict[str, Any]:
         where += "" if task.queries.groups is None else " in another group"
         raise ValueError(f"retrieval needs queries with positives among {where}: none of {scores['queries']} has any")
     result = _with_intervals(scores, task)
+    method = None if task.settings.rerank is None else _rerank(task)
+    if method is not None:
+        given = {key: value for key, value in options.items() if key != "interval"}
+        sides = task.queries.embeddings, query_labels, rows, labels
+        result["rerank"] = rerank_choice.figures(*sides, method.settings, interval=task.settings.interval, **given)
+        result["rerank"]["chosen"] = method.chosen
+        result["notes"] = [*result.get("notes", []), *method.notes]
     if task.queries.levels:
         gallery_levels = None if task.gallery is None else task.gallery.levels
         shared: dict[str, Any] = {"similarity": task.similarity, "budget": task.settings.budget, "group": task.group}
@@ -110,7 +121,36 @@ def _retrieval(task: Task) -> dict[str, Any]:
         result["levels"] = by_level(
             task.queries.embeddings, query_labels, task.queries.levels, rows, gallery_levels, **shared
         )
+        if method is not None:
+            shared["rerank"] = method.settings
+            result["rerank"]["levels"] = by_level(
+                task.queries.embeddings, query_labels, task.queries.levels, rows, gallery_levels, **shared
+            )
     return result
+
+
+class _Method(NamedTuple):
+    settings: rerank_settings.Rerank
+    chosen: dict[str, Any] | None  # how, where validation items have chosen it
+    notes: list[str]
+
+
+def _rerank(task: Task) -> _Method:
+    """The method with its settings: as requested, else chosen on the validation items, else as published."""
+    text, part = task.settings.rerank, task.validation
+    assert text is not None
+    settings = rerank_settings.settings_of(text)
+    if rerank_settings.has_settings(text):
+        return _Method(settings, None, [])
+    if part is None or part.labels is None or part.labels.dim() != 1:
+        return _Method(settings, None, [f"re-ranking has its published settings: {_UNCHOSEN}"])
+    options: dict[str, Any] = {"similarity": task.similarity, "budget": task.settings.budget, "group": task.group}
+    options["groups"] = part.groups if task.queries.groups is not None else None
+    best = rerank_choice.choose_rerank(part.embeddings, part.labels, settings.name, **options)
+    tried = [rerank_settings.fields(one) | {"map@r": value} for one, value in best.tried]
+    classes = len(torch.unique(part.labels[part.labels != UNKNOWN]))
+    chosen = {"items": len(part.embeddings), "classes": classes, "plain": best.plain, "tried": tried}
+    return _Method(best.settings, chosen, [])
 
 
 def _clustering(task: Task) -> dict[str, Any]:

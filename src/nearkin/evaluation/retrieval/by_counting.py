@@ -56,7 +56,7 @@ def positions(
     order = torch.arange(total, device=space.queries.device)
     if total > step:
         order = relevance.counts.argsort(stable=True)  # as many positives: as long rows
-    mirrored = space.self_search and total <= step and space.active is None
+    mirrored = space.same_rows and total <= step and space.active is None
     if group is not None and not mirrored:
         order = order[group.rank :: group.size]
         total = len(order)

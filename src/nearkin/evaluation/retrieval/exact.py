@@ -24,20 +24,26 @@ _BLOCK, _WIDTH = 512, 2**16  # queries and columns of a tile: more gains nothing
 
 
 class Space:
-    """Prepared queries and gallery. Queries and gallery items are named by their index everywhere."""
+    """Prepared queries and gallery. Queries and gallery items are named by their index everywhere.
 
-    def __init__(self, queries: Tensor, gallery: Tensor | None, similarity: str, budget: int) -> None:
+    own: the gallery has the items of the queries, as other rows (`expansion`): query i does not find item i.
+    """
+
+    def __init__(
+        self, queries: Tensor, gallery: Tensor | None, similarity: str, budget: int, *, own: bool = False
+    ) -> None:
         checks.one_of("similarity", similarity, SIMILARITIES)
         checks.integer("budget", budget, 1)
         require_float64(queries.device)
-        self.queries, self.self_search = queries.detach(), gallery is None
+        self.queries, self.same_rows = queries.detach(), gallery is None
+        self.self_search = self.same_rows or own
         self.gallery = self.queries if gallery is None else gallery.detach()
         self.similarity, self.budget, self._full_budget = similarity, budget, budget
         self._extra = 2 if similarity == "euclidean" else 0  # columns
         self.active: Tensor | None = None  # gallery items that take part, ascending; all where None
         self.labels: Tensor | None = None  # (G,) of a set that searches itself for items of other classes
-        self._left = _squared_lengths("embeddings" if self.self_search else "queries", self.queries)  # (Q,) float64
-        self._right = self._left if self.self_search else _squared_lengths("gallery", self.gallery)
+        self._left = _squared_lengths("embeddings" if self.same_rows else "queries", self.queries)  # (Q,) float64
+        self._right = self._left if self.same_rows else _squared_lengths("gallery", self.gallery)
         longest = max(_top(self._left), _top(self._right))
         self._scale = 2.0 ** -_exponent(longest) if similarity != "cosine" else 1.0  # a power of two: exact
         self._copy()
@@ -49,15 +55,19 @@ class Space:
     def _copy(self) -> None:
         """Copies as many rows as fit into half the budget: of both sides, of the queries, or none."""
         width = 4 * (self.queries.shape[1] + self._extra)
-        first, second = width * len(self.queries), 0 if self.self_search else width * len(self.gallery)
+        first, second = width * len(self.queries), 0 if self.same_rows else width * len(self.gallery)
         self.lefts: Tensor | None = None  # (Q, D) float32 rows that propose
         self.rights: Tensor | None = None  # (G, D), where the gallery is another set
         if first <= self.budget // 2:
             self.lefts = self._proposing(self.queries, self._left, query=True)
-            if not self.self_search and first + second <= self.budget // 2:
+            if not self.same_rows and first + second <= self.budget // 2:
                 self.rights = self._proposing(self.gallery, self._right, query=False)
         spent = first * (self.lefts is not None) + second * (self.rights is not None)
         self.budget = max(self._full_budget - spent, 1)
+
+    def release(self) -> None:
+        """Frees the copies; rows that propose are then computed when they are needed."""
+        self.lefts, self.rights, self.budget = None, None, self._full_budget
 
     @property
     def size(self) -> int:
@@ -90,7 +100,7 @@ class Space:
         """Slices of the queries whose tiles, with `extra` bytes per row, stay within the budget."""
         least = len(self.gallery) * (CELL + LISTED) + extra
         if least > self.budget:  # the memory of the copies is needed for tiles
-            self.lefts, self.rights, self.budget = None, None, self._full_budget
+            self.release()
         if least > self.budget:
             raise ValueError(f"budget must hold one query against the gallery: {least} bytes, got {self.budget}")
         step = max(1, min(_BLOCK, self.budget // 2 // max(min(len(self.gallery), _WIDTH) * CELL + extra, 1)))
@@ -111,10 +121,10 @@ class Space:
         """The same for some columns."""
         if self.active is not None:
             piece = self.active[piece]
-        copy = self.lefts if self.self_search else self.rights
+        copy = self.lefts if self.same_rows else self.rights
         if copy is None:
             return self._proposing(self.gallery[piece], self._right[piece], query=False)
-        return _swapped(copy[piece]) if self.self_search and self.similarity == "euclidean" else copy[piece]
+        return _swapped(copy[piece]) if self.same_rows and self.similarity == "euclidean" else copy[piece]
 
     def proposed(self, rows: Tensor, items: Tensor) -> Tensor:
         """Proposing similarities of queries (n,) with some gallery items of each, (n, m); anything where items are -1.
@@ -144,6 +154,17 @@ class Space:
                 tile = self.tile(self.left(rows[part]), right, right.new_empty(part.stop - part.start, len(right)))
                 row, slot = ((cols[part] >= piece.start) & (cols[part] < piece.stop)).nonzero(as_tuple=True)
                 out[part][row, slot] = tile[row, cols[part][row, slot] - piece.start]
+
+    def range_of(self, rows: Tensor, proposed: Tensor) -> tuple[Tensor, Tensor]:
+        """Between which two numbers the exact similarities lie, (n,) float64, of proposed ones of queries (n,)."""
+        error = self.error[rows].double()
+        ends = proposed.double() - error, proposed.double() + error
+        if self.similarity == "cosine":
+            low, high = (end * end.abs() for end in ends)
+        else:
+            unit = (2.0 if self.similarity == "euclidean" else 1.0) / self._scale**2
+            low, high = (end * unit for end in ends)
+        return low, high
 
     def exact(self, rows: Tensor, items: Tensor) -> Tensor:
         """The similarity that decides, float64, of pairs (P,) of queries and gallery items.

@@ -12,18 +12,21 @@ Memory: the embeddings, the result, a few numbers per row, and `budget` bytes, w
 embeddings.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearkin.core import checks
+from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.arrays import Array, Progress, takes_arrays
 from nearkin.evaluation.retrieval.exact import CELL, LISTED, SIMILARITIES, Space, slices
 
 __all__ = [
     "BACKENDS", "BUDGET", "SIMILARITIES", "Neighbours", "Searcher", "cosines", "entries_above", "kth_floor", "nearest",
-    "proposed_rows",
+    "proposed_rows", "search_all",
 ]  # fmt: skip
 
 BUDGET = 512 * 2**20
@@ -94,6 +97,36 @@ def nearest(
         if progress is not None:
             progress(block.stop, len(queries))
     return Neighbours(indices, cosines(indices, values) if similarity == "cosine" else values)
+
+
+def search_all(
+    space: Space,
+    k: int,
+    progress: Progress | None = None,
+    group: ProcessGroup | None = None,
+    what: str = "searching",
+    search: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
+) -> Neighbours:
+    """The k nearest items of every query, (Q, k) each, as `nearest` has them; processes of a group share the queries.
+
+    Similarities as `Space.exact` compares them. search: another way to find k items of some queries than the nearest.
+    """
+    blocks, number, device = space.blocks(), len(space.queries), space.queries.device
+    step = blocks[0].stop if blocks else 1
+    share = slice(0, number)
+    if group is not None and group.size > 1:
+        step = min(step, -(-number // group.size)) or 1
+        share = group.share(number, step)
+    indices = torch.full((share.stop - share.start, k), -1, device=device)
+    values = torch.full(indices.shape, -torch.inf, dtype=torch.float64, device=device)
+    search = search or Searcher(space, "torch")
+    with nullcontext(progress) if group is None else group.work(what, progress, number) as report:
+        for block in slices(len(indices), step):
+            rows = torch.arange(share.start + block.start, share.start + block.stop, device=device)
+            indices[block], values[block] = search(rows, k)
+            if report is not None:
+                report(block.stop, len(indices))
+    return Neighbours(indices, values) if group is None else Neighbours(group.rows(indices), group.rows(values))
 
 
 def cosines(indices: Tensor, values: Tensor) -> Tensor:

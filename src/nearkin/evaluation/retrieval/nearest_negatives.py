@@ -1,15 +1,13 @@
 """The nearest items of other classes, exactly: the search of `knn`, in which items of a query's class take no part."""
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.arrays import Array, Ids, Progress, takes_arrays
-from nearkin.evaluation.retrieval.exact import Space, slices
-from nearkin.evaluation.retrieval.knn import BUDGET, Neighbours, Searcher, cosines
+from nearkin.evaluation.retrieval.exact import Space
+from nearkin.evaluation.retrieval.knn import BUDGET, Neighbours, cosines, search_all
 
 __all__ = ["nearest_negatives"]
 
@@ -61,25 +59,9 @@ def _search(
     group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """(N, k) each, of items whose classes are all known."""
-    space, number = Space(rows, None, similarity, budget), len(rows)
+    space = Space(rows, None, similarity, budget)
     space.labels = labels
-    if number:  # of equal rows as many may be of the query's own class as the class has items
+    if len(rows):  # of equal rows as many may be of the query's own class as the class has items
         space.drop_duplicates(k + int(torch.unique(labels, return_counts=True)[1].max()))
-    blocks = space.blocks()
-    step = blocks[0].stop if blocks else 1
-    share = slice(0, number)
-    if group is not None and group.size > 1:
-        step = min(step, -(-number // group.size)) or 1
-        share = group.share(number, step)
-    found = torch.full((share.stop - share.start, k), -1, device=rows.device)
-    values = torch.full(found.shape, -torch.inf, dtype=torch.float64, device=rows.device)
-    search = Searcher(space, "torch")
-    with nullcontext(progress) if group is None else group.work("mining", progress, number) as report:
-        for block in slices(len(found), step):
-            queries = torch.arange(share.start + block.start, share.start + block.stop, device=rows.device)
-            found[block], values[block] = search(queries, k)
-            if report is not None:
-                report(block.stop, len(found))
-    if group is not None:
-        found, values = group.rows(found), group.rows(values)
+    found, values = search_all(space, k, progress, group, "mining")
     return found, cosines(found, values) if similarity == "cosine" else values

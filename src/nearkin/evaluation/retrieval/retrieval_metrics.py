@@ -32,10 +32,14 @@ from nearkin.evaluation.arrays import Array, Ids, Progress, Scores, takes_arrays
 from nearkin.evaluation.retrieval import by_counting, by_sorting, knn
 from nearkin.evaluation.retrieval.by_counting import BEYOND
 from nearkin.evaluation.retrieval.exact import Space
+from nearkin.evaluation.retrieval.k_reciprocal import Ranker
+from nearkin.evaluation.retrieval.knn import Searcher
 from nearkin.evaluation.retrieval.relevance import Relevance, check_groups, with_known_labels
+from nearkin.evaluation.retrieval.rerank_settings import KReciprocal, Rerank, check_similarity, settings_of
+from nearkin.evaluation.retrieval.reranked import space_for
 from nearkin.evaluation.statistics import cluster_bootstrap
 
-__all__ = ["AT_KS", "DEFAULT", "METRICS", "Retrieval", "per_query", "retrieval"]
+__all__ = ["AT_KS", "DEFAULT", "METRICS", "Retrieval", "per_query", "retrieval", "summary"]
 
 METRICS = ("recall", "precision@1", "r_precision", "map@r", "map", "mrr", "ndcg", "cmc", "minp")
 DEFAULT = ("recall", "precision@1", "r_precision", "map@r")
@@ -69,6 +73,7 @@ def retrieval(
     group: ProcessGroup | None = None,
     groups: Ids | None = None,
     gallery_groups: Ids | None = None,
+    rerank: Rerank | str | None = None,
 ) -> Retrieval:
     """How well the nearest items match: {"recall@1", …, "precision@1", "r_precision", "map@r"}, means over queries.
 
@@ -91,12 +96,21 @@ def retrieval(
     `Relation` without ids. (nan, nan) with fewer than 5 classes; one-sided where the metric is 0 or 1.
     group: a `dist.ProcessGroup` of processes that share the search. All of them call this with the same arguments, and
     all get the result, which is that of one process. Without it a process works alone, even under torchrun.
+    rerank: `KReciprocal`, `AlphaQE` or `DBA`, or a name as "k-reciprocal:k1=20": the order after re-ranking is
+    measured. It reads no label; items of unknown class take no part in it. Exact, as `evaluation.rerank` is.
     """
     checks.one_of("without_positives", without_positives, ("skip", "miss"))
     options: dict[str, Any] = {"ks": ks, "metrics": metrics, "similarity": similarity, "budget": budget}
     options |= {"backend": backend, "progress": progress, "group": group}
-    options |= {"groups": groups, "gallery_groups": gallery_groups}
+    options |= {"groups": groups, "gallery_groups": gallery_groups, "rerank": rerank}
     values = per_query(embeddings, labels, gallery, gallery_labels, **options)
+    return summary(values, labels, without_positives, interval)
+
+
+def summary(
+    values: dict[str, Tensor], labels: Labels, without_positives: str = "skip", interval: bool = False
+) -> Retrieval:
+    """The result of `retrieval` from what `per_query` returns, which it takes apart."""
     positives = values.pop("positives")
     known, valid = positives != UNKNOWN, positives > 0
     counted = int((valid if without_positives == "skip" else known).sum())
@@ -130,6 +144,7 @@ def per_query(
     group: ProcessGroup | None = None,
     groups: Ids | None = None,
     gallery_groups: Ids | None = None,
+    rerank: Rerank | str | None = None,
 ) -> dict[str, Tensor]:
     """The metrics of `retrieval` for each query, (Q,) float64 on the CPU, NaN where there is nothing to find.
 
@@ -145,13 +160,14 @@ def per_query(
         checks.one_of("metrics", name, METRICS)
     for k in ks:
         checks.integer("ks", k, 1)
+    method = _method(rerank, similarity, backend)
     group = None if group is None or group.size == 1 else group
     if group is not None:  # all processes have the same items
         tensors = {"labels": labels} if isinstance(labels, Tensor) else labels._asdict()
         tensors |= {"groups": groups, "gallery_groups": gallery_groups}
         group.agree(embeddings=embeddings, **tensors, gallery=gallery, gallery_labels=gallery_labels)
     sets, index = with_known_labels(embeddings, labels, gallery, item_labels, groups, gallery_groups)
-    space = Space(sets.queries, sets.gallery, similarity, budget)
+    space = space_for(sets.queries, sets.gallery, similarity, budget, method, progress, group)
     space.blocks()  # refuses a budget that is too small
     relevance = Relevance(sets, space)
     limits = _limits(len(space.gallery), ks, metrics)
@@ -160,9 +176,13 @@ def per_query(
         junk = 0 if relevance.junk is None or not len(index) else int(relevance.junk.max())  # equal rows not ranked
         space.drop_duplicates(max(*limits, most_positives) + junk)
 
+    search: Searcher | Ranker | None = Searcher(space, backend) if backend != "torch" else None
+    if isinstance(method, KReciprocal):
+        search = Ranker(space, method, max(budget // 2, 1), progress, group)
+
     def parts(report: Progress | None) -> Iterator[by_counting.Positions]:
-        if backend != "torch":
-            return _from_lists(space, relevance, backend, max(limits), report, group)
+        if search is not None:
+            return _from_lists(space, relevance, search, max(limits), report, group)
         if 64 * most_positives > len(space.gallery):
             return by_sorting.positions(space, relevance, max(limits), report, group)
         return by_counting.positions(space, relevance, limits, report, group)
@@ -212,28 +232,43 @@ def _limits(size: int, ks: Sequence[int], metrics: Sequence[str]) -> by_counting
 
 
 def _from_lists(
-    space: Space, relevance: Relevance, backend: str, limit: int, progress: Progress | None, group: ProcessGroup | None
+    space: Space,
+    relevance: Relevance,
+    search: Searcher | Ranker,
+    limit: int,
+    progress: Progress | None,
+    group: ProcessGroup | None,
 ) -> Iterator[by_counting.Positions]:
-    """The same positions, read off lists of nearest items."""
-    searcher, size = knn.Searcher(space, backend), max(relevance.size, 1)
+    """The same positions, read off lists of the first items."""
+    size = max(relevance.size, 1)
     order = relevance.counts.argsort(stable=True)  # blocks of queries with about as many positives
     blocks = space.blocks(extra=relevance.list_bytes + relevance.mask_bytes)
     for block in blocks if group is None else blocks[group.rank :: group.size]:
         rows = order[block]
         left_out = relevance.left_out(rows)
-        if relevance.junk is None and left_out is not None and bool(left_out.any()):
-            checks.impossible("backend", backend, "the relation leaves pairs out", ("torch",))
+        if isinstance(search, Searcher) and relevance.junk is None and left_out is not None and bool(left_out.any()):
+            checks.impossible("backend", "faiss", "the relation leaves pairs out", ("torch",))
         items = relevance.positives(rows)
-        junk = 0 if relevance.junk is None else int(relevance.junk[rows].max())
+        junk = 0 if left_out is None else int(left_out.sum(1).max())
         positive = torch.zeros(len(rows), size + 1, dtype=torch.bool, device=rows.device)  # the last column: no item
         positive.scatter_(1, torch.where(items >= 0, items, size), True)[:, -1] = False
-        nearest, _ = searcher(rows, min(max(limit, int(relevance.counts[rows].max())) + junk, size))
+        nearest, _ = search(rows, min(max(limit, int(relevance.counts[rows].max())) + junk, size))
         hit = positive.gather(1, torch.where(nearest >= 0, nearest, size))
         ranked = torch.ones_like(hit) if left_out is None else ~left_out.gather(1, nearest.clamp(min=0))
         position = ranked.cumsum(1)
         yield by_counting.Positions(rows, torch.where(hit, position, BEYOND).sort(dim=1).values)
         if progress is not None:
             progress(block.stop, len(order))
+
+
+def _method(rerank: Rerank | str | None, similarity: str, backend: str) -> Rerank | None:
+    if rerank is None:
+        return None
+    method = settings_of(rerank)
+    check_similarity(method, similarity)
+    if backend != "torch":
+        checks.impossible("backend", backend, "re-ranking searches by itself", ("torch",))
+    return method
 
 
 def _names(ks: Sequence[int], metrics: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from nearkin.data import decode
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.item_set import Items
 from nearkin.data.splits import Parts, divide, source_split
+from nearkin.evaluation.retrieval.rerank_settings import settings_of
 from nearkin.training.config.finetune import HEAD_EPOCHS, settle_finetune
 from nearkin.training.config.recipe import Recipe, no_effect
 from nearkin.training.config.registry import (
@@ -116,6 +117,10 @@ def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) ->
     recipe = _settle_memory(recipe)
     if recipe.evaluation.clustering and items.labels is None:
         raise ValueError("evaluation.clustering needs class labels, the source has none")
+    if recipe.evaluation.rerank is not None:
+        if items.labels is None:
+            raise ValueError("evaluation.rerank needs class labels, the source has none")
+        settings_of(recipe.evaluation.rerank)  # refuses an unknown method or setting
     _check_views(recipe, items)
     return recipe
 

@@ -177,6 +177,7 @@ class Evaluation(_Section):
     ks: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
     interval: bool = True
     clustering: bool = False
+    rerank: str | None = None  # a method of `evaluation.rerank`; without settings they are chosen on validation
     views: int = Field(
         default=1, ge=1, le=28
     )  # crops and mirror images per test picture, whose embeddings are averaged
