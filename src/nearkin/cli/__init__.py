@@ -2,8 +2,8 @@
 
 # In the order in which --help lists the verbs.
 from nearkin.cli import train, compare, evaluate, embed, enrol, photo_groups, queries, gallery_admin  # isort: skip
-from nearkin.cli import serve, runs, listing  # isort: skip
+from nearkin.cli import gallery_backup, serve, runs, listing  # isort: skip
 from nearkin.cli.screen import app, main
 
-__all__ = ["app", "compare", "embed", "enrol", "evaluate", "gallery_admin", "listing", "main", "photo_groups"]
-__all__ += ["queries", "runs", "serve", "train"]
+__all__ = ["app", "compare", "embed", "enrol", "evaluate", "gallery_admin", "gallery_backup", "listing", "main"]
+__all__ += ["photo_groups", "queries", "runs", "serve", "train"]

@@ -14,16 +14,16 @@ from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, p
 if TYPE_CHECKING:
     from nearkin.gallery import Gallery
 
-__all__ = ["opened_gallery"]
+__all__ = ["GalleryArgument", "opened_gallery", "verbs", "warnings_as_notes"]
 
-_GalleryArgument = Annotated[str, typer.Argument(help="A file, or postgresql://…", metavar="G", show_default=False)]
+GalleryArgument = Annotated[str, typer.Argument(help="A file, or postgresql://…", metavar="G", show_default=False)]
 
-verbs = typer.Typer(no_args_is_help=True, help="Inspect, check, export and index a gallery.")
+verbs = typer.Typer(no_args_is_help=True, help="Inspect, check, back up, copy, export and index a gallery.")
 app.add_typer(verbs, name="gallery")
 
 
 @verbs.command(no_args_is_help=True)
-def stats(gallery: _GalleryArgument, json: options.JsonFlag = False) -> None:
+def stats(gallery: GalleryArgument, json: options.JsonFlag = False) -> None:
     """Rows, labels, encoder and index of a gallery."""
     with one_sentence(), opened_gallery(gallery) as opened:
         figures = opened.stats() | {"largest": _largest(opened.labels())}
@@ -37,17 +37,17 @@ def stats(gallery: _GalleryArgument, json: options.JsonFlag = False) -> None:
 
 @verbs.command(no_args_is_help=True)
 def export(
-    gallery: _GalleryArgument,
-    out: Annotated[Path, typer.Option(help="An .npz, .safetensors, .parquet or .jsonl file.", metavar="FILE")],
+    gallery: GalleryArgument,
+    out: Annotated[Path, typer.Option(help="An .npz, .safetensors, .parquet, .jsonl or .faiss file.", metavar="FILE")],
 ) -> None:
-    """Write all rows to one file, for `nearkin evaluate` or any index."""
+    """Write all rows to a file, for `nearkin evaluate`, FAISS or any other program."""
     with one_sentence(), opened_gallery(gallery) as opened:
         count = opened.export(out)
     echo(f"{out}: {count:,} rows")
 
 
 @verbs.command(no_args_is_help=True)
-def reindex(gallery: _GalleryArgument) -> None:
+def reindex(gallery: GalleryArgument) -> None:
     """Rebuild the search index; up to 100,000 rows there is none, and every search is exact."""
     with one_sentence(), opened_gallery(gallery) as opened:
         with plain_bar("indexing") as progress:
@@ -58,7 +58,7 @@ def reindex(gallery: _GalleryArgument) -> None:
 
 @verbs.command(no_args_is_help=True)
 def check(
-    gallery: _GalleryArgument,
+    gallery: GalleryArgument,
     repair: Annotated[bool, typer.Option("--repair", help="Keep the intact rows, set the corrupt ones aside.")] = False,
 ) -> None:
     """Read and verify every row; exit code 1 if any is corrupt."""
@@ -150,11 +150,16 @@ def opened_gallery(
     """The gallery, closed at the end; its warnings become notes."""
     from nearkin.gallery import Gallery
 
+    with warnings_as_notes(), Gallery.open(place, run, dim=dim, create=create, device=device.value) as opened:
+        yield opened
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
-            with Gallery.open(place, run, dim=dim, create=create, device=device.value) as opened:
-                yield opened
+            yield
         finally:
             for warning in caught:
                 echo(f"note: {warning.message}", err=True)

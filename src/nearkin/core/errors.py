@@ -1,7 +1,7 @@
 """Every exception class of the package: caught by class, never recognised by name."""
 
 __all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
-__all__ += ["LabelConflict", "MalformedRequest"]
+__all__ += ["CorruptBackup", "LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
 __all__ += ["RequestTooLarge", "Stopped", "StoreUnavailable", "StoreUnreachable", "Terminated", "UnfittingWeights"]
 __all__ += ["UnreadablePicture", "UnsupportedMedia"]
@@ -21,6 +21,10 @@ class Stopped(Exception):
 
 class CorruptCheckpoint(ValueError):
     """The checkpoint file is incomplete or corrupt."""
+
+
+class CorruptBackup(ValueError):
+    """A point of a gallery's backup is incomplete or corrupt; the message begins with its file."""
 
 
 class ForeignCheckpoint(ValueError):

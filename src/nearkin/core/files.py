@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["TEMPORARY", "Lock", "digest", "explained", "is_link", "read_json", "replacing"]
+__all__ = ["TEMPORARY", "Lock", "digest", "explained", "flush_folder", "is_link", "read_json", "replacing"]
 __all__ += ["write_bytes", "write_json", "write_text"]
 
 TEMPORARY = r"\.(?:%s)\.[0-9a-f]{8}"  # pattern of the temporary names of files whose names match %s
@@ -35,7 +35,7 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _flush_folder(final.parent)
+    flush_folder(final.parent)
 
 
 def is_link(path: Path) -> bool:
@@ -82,7 +82,7 @@ def digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Flushes the new name to the disk, on systems that can flush folders."""
     try:
         handle = os.open(folder, os.O_RDONLY)

@@ -1,6 +1,7 @@
 """Embeddings put to use: enrol items, then search, identify and verify them; in SQLite or PostgreSQL."""
 
 from nearkin.core.errors import LabelConflict, MissingRow, StaleGroups, StoreUnavailable
+from nearkin.gallery.backups import Backup, PointState, backup, check_backup
 from nearkin.gallery.calibration import calibrate
 from nearkin.gallery.embedder import Embedder, open_encoder
 from nearkin.gallery.enroll import enrol_source, enroll_source
@@ -12,8 +13,10 @@ from nearkin.gallery.opening import run_of
 from nearkin.gallery.results import Candidate, Hit, Identity, Verification, verify
 from nearkin.gallery.source_groups import SourceGroups, group_source, write_groups
 from nearkin.gallery.stores import Report
+from nearkin.gallery.transfer import Transferred, copy, restore
 
 __all__ = [
+    "Backup",
     "Candidate",
     "Embedder",
     "Enrolled",
@@ -25,6 +28,7 @@ __all__ = [
     "LabelConflict",
     "Matched",
     "MissingRow",
+    "PointState",
     "Report",
     "Reviewed",
     "RowPicture",
@@ -32,13 +36,18 @@ __all__ = [
     "SourceGroups",
     "StaleGroups",
     "StoreUnavailable",
+    "Transferred",
     "Verification",
+    "backup",
     "calibrate",
+    "check_backup",
+    "copy",
     "enrol_source",
     "enroll_source",
     "explain",
     "group_source",
     "open_encoder",
+    "restore",
     "run_of",
     "verify",
     "write_groups",

@@ -315,7 +315,7 @@ class Gallery:
         }
 
     def export(self, path: str | Path) -> int:
-        """Writes all rows to .npz, .safetensors or .parquet for `nearkin evaluate`, or .jsonl; returns how many."""
+        """Writes all rows to .npz, .safetensors, .parquet, .jsonl or .faiss; returns how many: see `gallery.export`."""
         from nearkin.gallery import export
 
         return export.write(self, Path(path))
@@ -335,6 +335,14 @@ class Gallery:
     def repair(self) -> tuple[int, Any]:
         """Removes damaged rows; returns how many rows are left, and where the previous state is kept."""
         return self._store.repair()
+
+    def vacuum(self) -> tuple[int, int]:
+        """Frees the space of removed rows; returns the bytes before and after.
+
+        A file becomes smaller, and needs its size again in free space meanwhile. PostgreSQL reuses the space for later
+        rows. Others read and write on; a writer of a file waits.
+        """
+        return self._store.vacuum()
 
     def close(self) -> None:
         self._store.close()

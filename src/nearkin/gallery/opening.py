@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from nearkin.core import checks
+from nearkin.gallery import migration
 from nearkin.gallery.items import Encoding
 from nearkin.gallery.schema import Facts
 from nearkin.gallery.stores import Store, hnsw
@@ -11,7 +12,7 @@ from nearkin.gallery.stores.postgres_connection import shown
 from nearkin.gallery.stores.sqlite import SqliteStore
 from nearkin.models.frozen import is_encoder_name
 
-__all__ = ["describe_index", "open_store", "run_of"]
+__all__ = ["describe_index", "existing_facts", "open_store", "run_of", "store_at"]
 
 
 def open_store(
@@ -27,9 +28,10 @@ def open_store(
     checks.positive("timeout", timeout)
     if dim is not None:
         checks.integer("dim", dim, 1)
-    store = _store_at(place, timeout)
+    store = store_at(place, timeout)
     try:
         facts = store.facts()
+        facts = None if facts is None else migration.migrate(store, facts)
         if dim is not None and facts is not None and dim != facts.dim:
             raise ValueError(f"{store.where}: has {facts.dim} dimensions, dim={dim} was asked for")
         encoding = None if run is None else Encoding(run, device, max_pixels, dim)
@@ -51,18 +53,24 @@ def open_store(
 
 def run_of(place: str | Path, timeout: float = 30.0) -> Path | str | None:
     """The run whose encoder a gallery was made with, or the encoder's name; None for a gallery of vectors."""
-    store = _store_at(place, timeout)
+    store = store_at(place, timeout)
     try:
-        facts = store.facts()
+        facts = existing_facts(store)
     finally:
         store.close()
-    if facts is None:
-        raise ValueError(f"{store.where}: no such gallery; nearkin enrol RUN SOURCE --gallery {store.where} makes it")
     if facts.run is not None and is_encoder_name(facts.run):
         return facts.run
     if facts.run is not None and not Path(facts.run).is_dir():
         raise ValueError(f"{store.where}: its run is not at {facts.run} any more; pass its folder with --run RUN")
     return None if facts.run is None else Path(facts.run)
+
+
+def existing_facts(store: Store) -> Facts:
+    """Of a gallery that exists; otherwise a ValueError."""
+    facts = store.facts()
+    if facts is None:
+        raise ValueError(f"{store.where}: no such gallery; nearkin enrol RUN SOURCE --gallery {store.where} makes it")
+    return migration.migrate(store, facts)
 
 
 def describe_index(facts: Facts) -> str:
@@ -85,7 +93,7 @@ def _run_fact(encoding: Encoding) -> str:
     return encoding.info.frozen or str(encoding.info.run.resolve())
 
 
-def _store_at(place: str | Path, timeout: float) -> Store:
+def store_at(place: str | Path, timeout: float) -> Store:
     text = str(place)
     if text.startswith(("postgresql://", "postgres://")):
         from nearkin.gallery.stores.postgres import PostgresStore

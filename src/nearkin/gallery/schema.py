@@ -20,10 +20,12 @@ __all__ = [
     "KnownRows",
     "NewRow",
     "Row",
+    "StoredRow",
     "bounded",
     "bytes_checksum",
     "check_label",
     "checksum",
+    "facts_of_text",
     "metadata_json",
     "new_row",
     "note_checksum",
@@ -38,7 +40,7 @@ __all__ = [
     "unpack",
 ]
 
-FORMAT = 1  # increase it when the readers of today could not understand a gallery
+FORMAT = 1  # increase it, with a step in `migration`, when the readers of today could not understand a gallery
 UNLABELLED = "unlabelled"  # the label of items that have none: they are found, and no answer of `identify`
 QUALITY = "nearkin.quality"  # the key of the metadata under which a row has the quality of its item, where it is known
 MAX_METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
@@ -74,6 +76,19 @@ class Row(NamedTuple):
     name: str
     metadata: str
     vector: bytes
+
+
+class StoredRow(NamedTuple):
+    """A row as backup, restore and copy move it: texts as bytes, with its checksum and its thumbnail."""
+
+    id: int
+    content: bytes
+    label: bytes
+    name: bytes
+    metadata: bytes
+    vector: bytes
+    sum: bytes
+    thumbnail: bytes
 
 
 def checksum(id: int, content: bytes, label: str, name: str, metadata: str, vector: bytes) -> bytes:
@@ -304,9 +319,14 @@ def _parse_facts(where: str, text: object, total: object) -> Facts:
     if not isinstance(text, str) or not isinstance(total, bytes) or _facts_checksum(text) != total:
         raise ValueError(f"{where}: the description of the gallery is damaged, both copies")
     fields = json.loads(text)
-    if fields["format"] != FORMAT:
+    if not 1 <= fields["format"] <= FORMAT:
         raise ValueError(f"{where}: has format {fields['format']}, this version of nearkin reads format {FORMAT}")
     return Facts(**fields)
+
+
+def facts_of_text(where: str, text: str) -> Facts:
+    """Of a text whose integrity was verified otherwise."""
+    return _parse_facts(where, text, _facts_checksum(text))
 
 
 def _facts_checksum(text: str) -> bytes:

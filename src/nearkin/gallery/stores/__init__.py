@@ -1,15 +1,33 @@
 """Where the rows of a gallery are kept and searched: SQLite with an index in memory, or PostgreSQL."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nearkin.core.errors import LabelConflict
-from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row, checksum, thumbnail_checksum
+from nearkin.gallery.schema import (
+    Facts,
+    Filter,
+    Floats,
+    KnownRows,
+    NewRow,
+    Row,
+    StoredRow,
+    bytes_checksum,
+    checksum,
+    note_checksum,
+    thumbnail_checksum,
+)
 
-__all__ = ["Added", "Decide", "Report", "Store", "merge_sources", "plan_insert", "warn_damaged", "warn_lost"]
+__all__ = ["Added", "Decide", "IdArray", "Loader", "Report", "RowBatch", "Snapshot", "Store", "SumArray"]
+__all__ += ["merge_sources", "plan_insert", "sound_notes", "stored_rows", "sum_array", "warn_damaged", "warn_lost"]
 
-
+IdArray: TypeAlias = NDArray[np.int64]
+SumArray: TypeAlias = NDArray[np.uint64]
 Decide = Callable[[str, Callable[[Sequence[int]], dict[int, str]]], tuple[Mapping[int, str], str]]
 
 
@@ -42,6 +60,42 @@ class Report(NamedTuple):
     @property
     def whole(self) -> bool:
         return not (self.bad or self.lost or self.notes)
+
+
+class RowBatch(NamedTuple):
+    """Rows that match their checksums, the ids of those that do not, and of rows whose thumbnail does not."""
+
+    rows: list[StoredRow]
+    damaged: list[int]
+    without_thumbnail: list[int]
+
+
+class Snapshot(Protocol):
+    """One state of a gallery, read while others write to it; memory is bounded by a batch."""
+
+    facts: Facts
+    notes: dict[str, str]  # those that match their checksums
+
+    def sums(self) -> Iterator[tuple[IdArray, SumArray]]:
+        """Id and checksum of every row as it is stored, by ascending id; 0 for a checksum that is none."""
+
+    def rows(self) -> Iterator[RowBatch]:
+        """Every row, by ascending id."""
+
+    def fetch(self, ids: Sequence[int]) -> RowBatch:
+        """These rows, by ascending id; those that do not exist are left out."""
+
+
+class Loader(Protocol):
+    """Writes a whole gallery that nobody sees before it is finished."""
+
+    count: int
+
+    def remove(self, ids: Sequence[int]) -> None: ...
+    def add(self, rows: Sequence[StoredRow]) -> None: ...
+
+    def finish(self, facts: Facts, notes: Mapping[str, str]) -> None:
+        """The last call: on leaving the context the gallery is visible, complete and on the disk."""
 
 
 class Store(Protocol):
@@ -121,6 +175,18 @@ class Store(Protocol):
     def repair(self) -> tuple[int, Any]:
         """How many rows were saved, and where the damaged ones are."""
 
+    def vacuum(self) -> tuple[int, int]:
+        """Frees the space of removed rows; bytes before and after."""
+
+    def migrate(self, number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
+        """To format `number`: keeps a copy, executes the statements and writes the facts; all or nothing."""
+
+    def snapshot(self) -> AbstractContextManager[Snapshot]: ...
+
+    def load(self, facts: Facts, overwrite: bool) -> AbstractContextManager[Loader]:
+        """For a gallery that does not exist, or, with overwrite, in the place of one, which is kept under another
+        name. Leaving the context without `finish`, or by an error or a kill, changes nothing."""
+
 
 def plan_insert(rows: Sequence[NewRow], known: KnownRows, next_id: int, keep: bool) -> InsertPlan:
     """Which rows are new and which are `known` by their content; a row that occurs twice is inserted once."""
@@ -140,6 +206,37 @@ def plan_insert(rows: Sequence[NewRow], known: KnownRows, next_id: int, keep: bo
         plan.added.append(Added(next_id, True, row.label))
         next_id += 1
     return plan._replace(next_id=next_id)
+
+
+def stored_rows(fetched: Iterable[Sequence[Any]]) -> RowBatch:
+    """Fields of `StoredRow` and the checksum of the thumbnail, each checked."""
+    batch = RowBatch([], [], [])
+    for id, content, label, name, metadata, vector, total, thumbnail, thumbnail_total in fetched:
+        try:
+            intact = bytes_checksum(id, content, label, name, metadata, vector) == total
+        except Exception:  # a flipped type, or a number beyond its range
+            intact = False
+        if not intact:
+            batch.damaged.append(id)
+            continue
+        if thumbnail is not None and not (
+            isinstance(thumbnail, bytes) and thumbnail_checksum(id, thumbnail) == thumbnail_total
+        ):
+            batch.without_thumbnail.append(id)
+            thumbnail = None
+        batch.rows.append(StoredRow(id, content, label, name, metadata, vector, total, thumbnail or b""))
+    return batch
+
+
+def sound_notes(fetched: Iterable[Sequence[Any]]) -> dict[str, str]:
+    """Of keys, texts and checksums."""
+    return {key: text for key, text, total in fetched if note_checksum(key, text) == total}
+
+
+def sum_array(sums: Sequence[Any]) -> SumArray:
+    """Checksums as numbers; 0 for what is no checksum."""
+    eight = [total if isinstance(total, bytes) and len(total) == 8 else bytes(8) for total in sums]
+    return np.frombuffer(b"".join(eight), ">u8").astype(np.uint64)
 
 
 def merge_sources(sources: Sequence[str], added: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from nearkin.core import files
 from nearkin.gallery.schema import Floats, unit
 from nearkin.gallery.stores.matrix import BLOCK, Ids, Matrix
 
-__all__ = ["EXACT", "TARGET_RECALL", "WIDTH", "Graph", "Progress", "build", "load", "save", "unavailable"]
+__all__ = ["EXACT", "TARGET_RECALL", "WIDTH", "Graph", "Progress", "build", "load", "load_faiss", "save", "unavailable"]
 
 EXACT = 100_000  # rows up to which every search is exact
 LINKS, WIDTH = 32, 200  # of HNSW: links per row, candidates while building
@@ -38,7 +38,7 @@ class Graph(NamedTuple):
     def _neighbours(self, query: Floats, k: int, removed: int) -> Ids:
         """Ids that include the k nearest, unordered; the caller leaves out those that are gone."""
         count = min(len(self.ids), max(2 * k, k + 32) + min(removed, self.depth))
-        settings = _faiss().SearchParametersHNSW(efSearch=max(self.depth, count))
+        settings = load_faiss().SearchParametersHNSW(efSearch=max(self.depth, count))
         # A package that has loaded faiss.contrib.torch_utils has replaced search by one without these settings.
         search = getattr(self.index, "search_numpy", None) or self.index.search
         _, neighbours = search(query[None], count, params=settings)
@@ -75,7 +75,7 @@ class Graph(NamedTuple):
 
 def build(matrix: Matrix, progress: Progress | None = None) -> Graph | None:
     """Over all rows. None where no depth reaches the target recall, as among rows without any structure."""
-    faiss = _faiss()
+    faiss = load_faiss()
     index = faiss.IndexHNSWSQ(matrix.dim, faiss.ScalarQuantizer.QT_8bit, LINKS, faiss.METRIC_INNER_PRODUCT)
     index.hnsw.efConstruction = WIDTH
     positions = np.flatnonzero(matrix.alive[: matrix.count])
@@ -104,7 +104,7 @@ def _with_depth(index: Any, matrix: Matrix, ids: Ids) -> Graph | None:
 
 
 def save(path: Path, graph: Graph, gallery: str) -> None:
-    content = graph.ids.tobytes() + _faiss().serialize_index(graph.index).tobytes()
+    content = graph.ids.tobytes() + load_faiss().serialize_index(graph.index).tobytes()
     head = {
         "format": FORMAT,
         "gallery": gallery,
@@ -138,7 +138,7 @@ def load(path: Path, gallery: str) -> Graph:
         raise ValueError("damaged")
     if not matches:
         raise ValueError("of another gallery")
-    faiss = _faiss()
+    faiss = load_faiss()
     try:
         index = faiss.deserialize_index(np.frombuffer(rest[8 * count :], np.uint8))
     except Exception:  # its checksum is right, so another FAISS wrote it
@@ -151,15 +151,16 @@ def load(path: Path, gallery: str) -> Graph:
 def unavailable() -> str | None:
     """Why there is no HNSW on this machine, or None."""
     try:
-        _faiss()
+        load_faiss()
     except ModuleNotFoundError as error:
         return str(error)
     return None
 
 
-def _faiss() -> Any:
+def load_faiss() -> Any:
+    """The package, or a ModuleNotFoundError with the pip command."""
     try:
         import faiss
     except ImportError:
-        raise ModuleNotFoundError("HNSW needs faiss: pip install 'nearkin[ann]'") from None
+        raise ModuleNotFoundError("an index of FAISS needs faiss: pip install 'nearkin[ann]'") from None
     return faiss

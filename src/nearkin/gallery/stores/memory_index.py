@@ -132,7 +132,7 @@ class MemoryIndex:
         if loaded is not None and version == loaded.version:
             return loaded.matrix
         facts = facts_of(reader)
-        if loaded is not None and loaded.precedes(facts):
+        if loaded is not None and loaded.precedes(facts) and _has_changes(reader, loaded.change, facts.changes):
             damaged = self._apply_changes(reader, loaded, facts)
         else:
             if loaded is not None:
@@ -266,3 +266,11 @@ class MemoryIndex:
         self._graph = None
         with suppress(FileNotFoundError):
             self.index_path.unlink()
+
+
+def _has_changes(reader: Any, since: int, until: int) -> bool:
+    """Whether the file still has the record of every change since; not so after it was vacuumed."""
+    if until == since:
+        return True
+    query = "SELECT count(*) FROM changes WHERE seq > ? AND seq <= ?"
+    return bool(reader.execute(query, (since, until)).fetchone()[0] == until - since)

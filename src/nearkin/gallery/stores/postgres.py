@@ -7,14 +7,25 @@ verified by its checksum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
 from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
-from nearkin.gallery.stores import Added, Decide, Report, hnsw, merge_sources, plan_insert, warn_damaged, warn_lost
+from nearkin.gallery.stores import (
+    Added,
+    Decide,
+    Loader,
+    Report,
+    hnsw,
+    merge_sources,
+    plan_insert,
+    postgres_bulk,
+    warn_damaged,
+    warn_lost,
+)
 from nearkin.gallery.stores.matrix import similarities
 from nearkin.gallery.stores.postgres_connection import Connections, bigint_bytes, vector_bytes
 
@@ -55,30 +66,33 @@ class PostgresStore:
 
     def facts(self) -> Facts | None:
         with self.connections.reading() as cursor:
-            return self._read_facts(cursor)
+            return self.read_facts(cursor)
 
     def create(self, facts: Facts) -> None:
+        with self.connections.writing(self.schema) as cursor:
+            if self.read_facts(cursor) is not None:
+                return
+            self.make_tables(cursor, self.schema, facts)
+            self.write_facts(cursor, facts)
+
+    def make_tables(self, cursor: Any, schema: str, facts: Facts) -> None:
+        """Empty ones."""
         if facts.dim > MAX_DIM:
             raise ValueError(f"{self.where}: pgvector stores up to {MAX_DIM:,} dimensions, got {facts.dim:,}")
-        with self.connections.writing(self.schema) as cursor:
-            if self._read_facts(cursor) is not None:
-                return
-            for statement in (
-                "CREATE EXTENSION IF NOT EXISTS vector",
-                f"CREATE SCHEMA IF NOT EXISTS {self.schema}",
-                f"CREATE TABLE {self.schema}.facts (copy int PRIMARY KEY, said text NOT NULL, sum bytea NOT NULL)",
-                f"CREATE TABLE {self.table} (id bigint PRIMARY KEY, content bytea NOT NULL UNIQUE,"
-                " label text NOT NULL, name text NOT NULL, metadata text NOT NULL,"
-                f" vector vector({facts.dim}) NOT NULL, sum bytea NOT NULL)",
-                f"CREATE INDEX items_label ON {self.table} (label)",
-                f"CREATE TABLE {self.schema}.thumbnails (id bigint PRIMARY KEY, bytes bytea NOT NULL,"
-                " sum bytea NOT NULL)",
-            ):
-                cursor.execute(statement)
-            version = cursor.execute("SELECT extversion FROM pg_extension WHERE extname = 'vector'").fetchone()[0]
-            if tuple(map(int, version.split(".")[:2])) < OLDEST:
-                raise ValueError(f"{self.where}: needs pgvector {'.'.join(map(str, OLDEST))} or newer, got {version}")
-            self._write_facts(cursor, facts)
+        for statement in (
+            "CREATE EXTENSION IF NOT EXISTS vector",
+            f"CREATE SCHEMA IF NOT EXISTS {schema}",
+            f"CREATE TABLE {schema}.facts (copy int PRIMARY KEY, said text NOT NULL, sum bytea NOT NULL)",
+            f"CREATE TABLE {schema}.items (id bigint PRIMARY KEY, content bytea NOT NULL UNIQUE,"
+            " label text NOT NULL, name text NOT NULL, metadata text NOT NULL,"
+            f" vector vector({facts.dim}) NOT NULL, sum bytea NOT NULL)",
+            f"CREATE INDEX items_label ON {schema}.items (label)",
+            f"CREATE TABLE {schema}.thumbnails (id bigint PRIMARY KEY, bytes bytea NOT NULL, sum bytea NOT NULL)",
+        ):
+            cursor.execute(statement)
+        version = cursor.execute("SELECT extversion FROM pg_extension WHERE extname = 'vector'").fetchone()[0]
+        if tuple(map(int, version.split(".")[:2])) < OLDEST:
+            raise ValueError(f"{self.where}: needs pgvector {'.'.join(map(str, OLDEST))} or newer, got {version}")
 
     def close(self) -> None:
         self.connections.close()
@@ -100,7 +114,7 @@ class PostgresStore:
             all_sources = merge_sources(facts.sources, sources)
             if plan.items or all_sources != facts.sources:
                 count = facts.rows + len(plan.items)
-                self._write_facts(cursor, facts.replace(next_id=plan.next_id, rows=count, sources=all_sources))
+                self.write_facts(cursor, facts.replace(next_id=plan.next_id, rows=count, sources=all_sources))
         return plan.added
 
     def remove(self, ids: Sequence[int]) -> int:
@@ -109,7 +123,7 @@ class PostgresStore:
             removed: int = cursor.rowcount
             cursor.execute(f"DELETE FROM {self.schema}.thumbnails WHERE id = ANY(%s)", (list(ids),))
             if removed:
-                self._write_facts(cursor, facts.replace(rows=facts.rows - removed, changes=facts.changes + removed))
+                self.write_facts(cursor, facts.replace(rows=facts.rows - removed, changes=facts.changes + removed))
         return removed
 
     def relabel(self, ids: Sequence[int], label: str) -> int:
@@ -119,7 +133,7 @@ class PostgresStore:
             for row in rows.values():
                 cursor.execute(update, (label, schema.checksum(*row._replace(label=label)), row.id))
             if rows:
-                self._write_facts(cursor, facts.replace(changes=facts.changes + len(rows)))
+                self.write_facts(cursor, facts.replace(changes=facts.changes + len(rows)))
         return len(rows)
 
     def note(self, key: str) -> str:
@@ -146,8 +160,8 @@ class PostgresStore:
                 total = schema.checksum(*row._replace(label=labels[row.id]))
                 cursor.execute(update, (labels[row.id], total, row.id))
             if rows:
-                self._write_facts(cursor, facts.replace(changes=facts.changes + len(rows)))
-            columns = "key text PRIMARY KEY, content text NOT NULL, sum bytea NOT NULL"
+                self.write_facts(cursor, facts.replace(changes=facts.changes + len(rows)))
+            columns = postgres_bulk.NOTES_COLUMNS
             cursor.execute(f"CREATE TABLE IF NOT EXISTS {self.schema}.notes ({columns})")
             insert = f"INSERT INTO {self.schema}.notes VALUES (%s, %s, %s)"
             insert += " ON CONFLICT (key) DO UPDATE SET content = excluded.content, sum = excluded.sum"
@@ -156,7 +170,7 @@ class PostgresStore:
     def adopt(self, fingerprint: str, run: str) -> None:
         with self.transaction() as (cursor, facts):
             if facts.rows == 0 and facts.fingerprint is None:
-                self._write_facts(cursor, facts.replace(fingerprint=fingerprint, run=run))
+                self.write_facts(cursor, facts.replace(fingerprint=fingerprint, run=run))
 
     # --- reading
 
@@ -192,7 +206,7 @@ class PostgresStore:
             state = f"{facts.next_id} {facts.changes} {len(self.damaged)}"
             if self._label_sizes[0] != state:
                 per_label = f"SELECT count(*) AS size FROM {self.table} WHERE id <> ALL(%s) GROUP BY label"
-                query = f"SELECT size, count(*) FROM ({per_label}) AS per_label GROUP BY size"
+                query = f"SELECT size, count(*) FROM ({per_label}) AS per_label GROUP BY size ORDER BY size"
                 self._label_sizes = state, dict(cursor.execute(query, (list(self.damaged),)).fetchall())
             return self._label_sizes[1]
 
@@ -256,7 +270,7 @@ class PostgresStore:
 
     def _check_new_rows(self, cursor: Any) -> Facts:
         """The server verifies the checksum of every row before it is first searched, and the number of rows."""
-        facts = self._read_facts(cursor)
+        facts = self.read_facts(cursor)
         if facts is None:
             raise ValueError(f"{self.where}: no such gallery")
         state = (facts.next_id, facts.rows, facts.changes)
@@ -283,7 +297,7 @@ class PostgresStore:
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> Report:
         with self.connections.reading() as cursor:
-            facts = self._read_facts(cursor)
+            facts = self.read_facts(cursor)
             if facts is None:
                 raise ValueError(f"{self.where}: no such gallery")
             count = cursor.execute(f"SELECT count(*) FROM {self.table}").fetchone()[0]
@@ -307,9 +321,26 @@ class PostgresStore:
             cursor.execute(f"DELETE {wrong}")
             cursor.execute(f"DELETE FROM {self.schema}.thumbnails WHERE sum <> {THUMBNAIL_CHECKSUM}")
             count = cursor.execute(f"SELECT count(*) FROM {self.table}").fetchone()[0]
-            self._write_facts(cursor, facts.replace(rows=count, changes=facts.changes + 1))
+            self.write_facts(cursor, facts.replace(rows=count, changes=facts.changes + 1))
         self.damaged, self.lost, self._state = {}, 0, (-1, -1, -1)
         return int(count), f"{self.schema}.damaged"
+
+    def migrate(self, number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
+        postgres_bulk.migrate(self, number, changed)
+
+    def vacuum(self) -> tuple[int, int]:
+        return postgres_bulk.vacuum(self)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[postgres_bulk.PostgresSnapshot]:
+        with self.connections.reading() as cursor:
+            facts = self.read_facts(cursor)
+            if facts is None:
+                raise ValueError(f"{self.where}: no such gallery")
+            yield postgres_bulk.PostgresSnapshot(cursor, self.schema, facts)
+
+    def load(self, facts: Facts, overwrite: bool) -> AbstractContextManager[Loader]:
+        return postgres_bulk.load(self, facts, overwrite)
 
     # --- the search index
 
@@ -331,7 +362,7 @@ class PostgresStore:
     def reindex(self, progress: Callable[[int, int], None] | None = None) -> None:
         with self.transaction() as (cursor, facts):
             cursor.execute(f"DROP INDEX IF EXISTS {self.schema}.items_near")
-            self._write_facts(cursor, facts.replace(beyond={}))
+            self.write_facts(cursor, facts.replace(beyond={}))
             if facts.rows <= hnsw.EXACT or facts.dim > MAX_INDEXED_DIM:
                 self.index_state = "exact"
                 return
@@ -346,7 +377,7 @@ class PostgresStore:
             self.index_state = f"exact: HNSW stays below a recall@10 of {hnsw.TARGET_RECALL} among these rows"
             return
         with self.transaction() as (cursor, facts):
-            self._write_facts(cursor, facts.replace(beyond={"hnsw": {"depth": depth, "recall": recall}}))
+            self.write_facts(cursor, facts.replace(beyond={"hnsw": {"depth": depth, "recall": recall}}))
         self.index_state = f"HNSW, recall@10 {recall:.3f} when it was built"
 
     def _recall(self, depth: int) -> float:
@@ -371,19 +402,19 @@ class PostgresStore:
     @contextmanager
     def transaction(self) -> Iterator[tuple[Any, Facts]]:
         with self.connections.writing(self.schema) as cursor:
-            facts = self._read_facts(cursor)
+            facts = self.read_facts(cursor)
             if facts is None:
                 raise ValueError(f"{self.where}: no such gallery")
             yield cursor, facts
 
-    def _read_facts(self, cursor: Any) -> Facts | None:
+    def read_facts(self, cursor: Any) -> Facts | None:
         if cursor.execute("SELECT to_regclass(%s)", (f"{self.schema}.facts",)).fetchone()[0] is None:
             return None
         copies = cursor.execute(f"SELECT said, sum FROM {self.schema}.facts ORDER BY copy").fetchall()
         return schema.read_facts(self.where, copies)
 
-    def _write_facts(self, cursor: Any, facts: Facts) -> None:
-        insert = f"INSERT INTO {self.schema}.facts VALUES (%s, %s, %s)"
+    def write_facts(self, cursor: Any, facts: Facts, schema: str = "") -> None:
+        insert = f"INSERT INTO {schema or self.schema}.facts VALUES (%s, %s, %s)"
         insert += " ON CONFLICT (copy) DO UPDATE SET said = excluded.said, sum = excluded.sum"
         for copy in (1, 2):
             cursor.execute(insert, (copy, *facts.serialized()))

@@ -121,7 +121,7 @@ class Connections:
     @contextmanager
     def reading(self) -> Iterator[Any]:
         """A cursor that sees one state of the gallery."""
-        with self._read_lock, self._postgres_errors():
+        with self._read_lock, self.errors():
             connection = self._connection(False)
             if connection.info.transaction_status:  # within another call of ours
                 with connection.cursor(binary=True) as cursor:
@@ -134,11 +134,19 @@ class Connections:
     @contextmanager
     def writing(self, key: str) -> Iterator[Any]:
         """A cursor of the only writer of `key`; everything within is committed, or nothing."""
-        with self._write_lock, self._postgres_errors():
+        with self._write_lock, self.errors():
             connection = self._connection(True)
             with self._watchdog(connection), connection.transaction(), connection.cursor(binary=True) as cursor:
                 cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (key,))
                 yield cursor
+
+    def maintain(self, statements: Sequence[str]) -> None:
+        """Statements that PostgreSQL runs outside of transactions only."""
+        with self._write_lock, self.errors():
+            connection = self._connection(True)
+            for statement in statements:
+                with self._watchdog(connection):
+                    connection.execute(statement)
 
     @staticmethod
     def copy(cursor: Any, table: str, rows: Sequence[Sequence[Any]]) -> None:
@@ -195,7 +203,7 @@ class Connections:
         return text
 
     @contextmanager
-    def _postgres_errors(self) -> Iterator[None]:
+    def errors(self) -> Iterator[None]:
         """PostgreSQL's errors as one sentence each."""
         errors = self.psycopg.errors
         try:

@@ -13,7 +13,9 @@ from nearkin.gallery.stores import Report, hnsw, sqlite_file
 if TYPE_CHECKING:
     from nearkin.gallery.stores.sqlite import SqliteStore
 
-__all__ = ["check", "finish_repair", "repair"]
+__all__ = ["check", "finish_replacement", "repair", "replacement_path", "unlink"]
+
+REPLACED = {"repaired": "damaged", "restored": "previous"}  # names of new files, and of those that they replace
 
 
 def check(store: "SqliteStore", progress: Callable[[int, int], None] | None = None) -> Report:
@@ -67,36 +69,42 @@ def repair(store: "SqliteStore") -> tuple[int, Path]:
 
     facts, path = _existing_facts(store), store.path
     part = path.with_name(f".{path.name}.repair-{os.getpid()}")
-    _unlink(part)
+    unlink(part)
     fresh = SqliteStore(part, store.timeout)
     try:
         with store.read_lock, store.write_lock:
             saved = _copy_rows(store, fresh, facts)
             fresh.close()
             store.release()
-            os.replace(part, _repaired_path(path))  # from here on the repair is finished, now or at the next opening
-            aside = finish_repair(path, store.timeout)
+            os.replace(
+                part, replacement_path(path, "repaired")
+            )  # from here on the repair is finished, now or at the next opening
+            aside = finish_replacement(path, store.timeout)
     finally:
         fresh.close()
-        _unlink(part)
+        unlink(part)
     return saved, aside or path
 
 
-def finish_repair(path: Path, timeout: float) -> Path | None:
-    """Moves a repaired file, if there is one, into place, also after a kill during that; returns where the old one is.
+def finish_replacement(path: Path, timeout: float) -> Path | None:
+    """Moves a repaired or restored file, if there is one, into place, also after a kill during that; returns where the
+    old one is: in NAME.damaged-N or NAME.previous-N.
 
     The log is moved away before its file, under the same number: a file without its log is never opened.
     """
-    repaired = _repaired_path(path)
-    if not repaired.exists():
-        return None
+    waiting = [(replacement_path(path, kind), aside) for kind, aside in REPLACED.items()]
+    replaced = [_finish(path, new, aside, timeout) for new, aside in waiting if new.exists()]
+    return replaced[-1] if replaced else None
+
+
+def _finish(path: Path, repaired: Path, called: str, timeout: float) -> Path | None:
     lock = path.with_name(f".{path.name}.repair-lock")
     exclusive = sqlite3.connect(lock, timeout=timeout, isolation_level=None)
     try:
         exclusive.execute("BEGIN EXCLUSIVE")  # freed by a kill, on every system
         if not repaired.exists():
             return None
-        names = (path.with_name(f"{path.name}.damaged-{n}") for n in range(1, 10_000))
+        names = (path.with_name(f"{path.name}.{called}-{n}") for n in range(1, 10_000))
         aside = next(name for name in names if not name.exists())
         for ending in ("-wal", "-shm", ""):
             with suppress(FileNotFoundError):
@@ -105,16 +113,17 @@ def finish_repair(path: Path, timeout: float) -> Path | None:
         return aside
     except sqlite3.OperationalError as error:
         if "locked" not in str(error):
-            raise ValueError(f"{path}: its repair cannot be finished ({error})") from None
-        raise TimeoutError(f"{path}: another process is repairing it; waited {timeout:g} s, try again later") from None
+            raise ValueError(f"{path}: its replacement cannot be finished ({error})") from None
+        raise TimeoutError(f"{path}: another process is replacing it; waited {timeout:g} s, try again later") from None
     finally:
         exclusive.close()
         with suppress(OSError):
             lock.unlink()
 
 
-def _repaired_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.repaired")
+def replacement_path(path: Path, kind: str) -> Path:
+    """Where a complete file waits to take the place of another."""
+    return path.with_name(f"{path.name}.{kind}")
 
 
 def _copy_rows(store: "SqliteStore", fresh: "SqliteStore", facts: Facts) -> int:
@@ -141,7 +150,7 @@ def _existing_facts(store: "SqliteStore") -> Facts:
     return facts
 
 
-def _unlink(path: Path) -> None:
+def unlink(path: Path) -> None:
     for ending in ("", "-wal", "-shm"):
         with suppress(FileNotFoundError):
             os.unlink(f"{path}{ending}")

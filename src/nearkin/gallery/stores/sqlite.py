@@ -6,7 +6,7 @@ processes may read while one writes; a second writer waits.
 
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,17 @@ import numpy as np
 from nearkin.core.errors import StoreUnavailable
 from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
-from nearkin.gallery.stores import Added, Decide, Report, merge_sources, plan_insert, repair, sqlite_file
+from nearkin.gallery.stores import (
+    Added,
+    Decide,
+    Loader,
+    Report,
+    merge_sources,
+    plan_insert,
+    repair,
+    sqlite_bulk,
+    sqlite_file,
+)
 from nearkin.gallery.stores.matrix import Matrix
 from nearkin.gallery.stores.memory_index import MemoryIndex
 
@@ -70,7 +80,7 @@ class SqliteStore:
         if self.path.is_dir():
             raise ValueError(f"{self.where}: a gallery is a file, this is a folder")
         if self._reader is None and self._writer is None:
-            repair.finish_repair(self.path, self.timeout)
+            repair.finish_replacement(self.path, self.timeout)
             if not self.path.exists() or self.path.stat().st_size == 0:
                 return None
         with self.read_lock, self.sqlite_errors():
@@ -239,6 +249,23 @@ class SqliteStore:
     def repair(self) -> tuple[int, Any]:
         return repair.repair(self)
 
+    def migrate(self, number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
+        sqlite_bulk.migrate(self, number, changed)
+
+    def vacuum(self) -> tuple[int, int]:
+        return sqlite_bulk.vacuum(self)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[sqlite_bulk.SqliteSnapshot]:
+        with self.read_lock, self.sqlite_errors():
+            reader = self.connection(False)
+            with sqlite_file.snapshot(reader):
+                self._check_not_overwritten(reader)
+                yield sqlite_bulk.SqliteSnapshot(reader, self.require_facts(reader))
+
+    def load(self, facts: Facts, overwrite: bool) -> AbstractContextManager[Loader]:
+        return sqlite_bulk.load(self.path, overwrite, self.timeout)
+
     # --- SQLite
 
     def connection(self, writing: bool) -> Any:
@@ -249,7 +276,7 @@ class SqliteStore:
             raise self._replaced_error()
         connection = self._writer if writing else self._reader
         if connection is None:
-            repair.finish_repair(self.path, self.timeout)
+            repair.finish_replacement(self.path, self.timeout)
             connection, file = sqlite_file.connect(self.path, self.timeout, writing)
             if self._file not in (None, file):
                 sqlite_file.close(connection, file)

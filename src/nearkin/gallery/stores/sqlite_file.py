@@ -11,6 +11,7 @@ import sqlite3
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any, TypeAlias
 
 from nearkin.core.errors import StoreUnavailable
 from nearkin.gallery.schema import KnownRows, Row, bytes_checksum
+from nearkin.gallery.stores import wal_repair
 
 __all__ = [
     "APPLICATION_ID",
@@ -129,6 +131,8 @@ def _register(path: Path, file: FileId) -> None:
             opened = _open_files.get(file) or _OpenFile(os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)))
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
+        if not opened.connections and (sentence := wal_repair.repair_log(path)):
+            warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         if not opened.connections and not _owns_log(opened, path, None):
             os.close(opened.descriptor)
             raise ValueError(
