@@ -25,6 +25,7 @@ rest: $(VENV)/dev.stamp  ## what `make check` does beside `make test`
 faults: $(VENV)/dev.stamp  ## damages, full disks and kills, ten times as many as the suite tries; about 15 minutes
 	NEARKIN_FAULTS=10 $(BIN)/python -m pytest -n 2 tests/faults
 	$(BIN)/python studies/gallery_kills.py --kills 40 --store $(if $(filter Linux,$(shell uname -s)),both,sqlite)
+	$(BIN)/python studies/backup_kills.py --kills 5
 	$(BIN)/python studies/kill_and_resume.py --kills 6
 	$(BIN)/python studies/kill_ranks.py --kills 4  # reads /proc: Linux
 	$(BIN)/python studies/kill_and_compare.py --kills 3 --source vectors
