@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -133,3 +134,31 @@ def test_bad_arguments_are_one_sentence(home, arguments, sentence):
     out = refused(*arguments)
     assert sentence in out
     assert len(out.strip().splitlines()) == 1
+
+
+def test_the_rows_of_a_gallery_are_grouped_as_its_source(home):
+    output_of(run("enrol", "run", "labelled", "--gallery", "labelled.db"))
+    output_of(run("group", "labelled", "--run", "run", "--out", "folder.csv"))
+    out = output_of(run("group", "labelled.db", "--out", "rows.csv"))
+    assert "4 groups of 24 items, 0 alone; the largest has 6" in out and "B-cubed" in out
+    grouped = [{}, {}]
+    for groups, path in zip(grouped, ("folder.csv", "rows.csv"), strict=True):
+        for row in table(path):
+            groups.setdefault(row["group"], set()).add((Path(row["name"]).name, row["label"]))
+    assert sorted(map(sorted, grouped[0].values())) == sorted(map(sorted, grouped[1].values()))
+    page = Path("rows.html").read_text("utf-8")
+    assert page.count('<img src="data:image/jpeg;base64,') == 24
+
+
+def test_rows_without_a_label_do_not_count_in_the_agreement(home):
+    output_of(run("enrol", "run", "photos", "--label", "unlabelled", "--gallery", "some.db"))
+    out = output_of(run("group", "some.db", "--out", "some.csv"))
+    assert "4 groups of 24 items" in out and "B-cubed" not in out
+    assert list(table("some.csv")[0]) == ["group", "name", "size", "similarity"]
+
+
+def test_what_a_gallery_has_settled_is_refused(home):
+    shutil.copytree("run", "plain", ignore=shutil.ignore_patterns("calibration*"))
+    output_of(run("enrol", "plain", "photos", "--label", "any", "--gallery", "settled.db"))
+    assert "settled.db: a gallery is embedded already; leave --run" in refused("settled.db", "--run", "run")
+    assert "far needs a calibration, and" in refused("settled.db", "--far", "0.01")

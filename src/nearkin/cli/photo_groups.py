@@ -1,5 +1,6 @@
 """`nearkin group`: groups of unlabelled items, as a table and a contact sheet."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearkin.cli import options
+from nearkin.cli.gallery_admin import opened_gallery, shown
 from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_table
 
 if TYPE_CHECKING:
+    from nearkin.gallery import Gallery
     from nearkin.gallery.source_groups import SourceGroups
 
 
@@ -24,7 +27,9 @@ class Method(str, Enum):
 
 @app.command(no_args_is_help=True)
 def group(
-    source: Annotated[str, typer.Argument(help="What to group, as in `nearkin train`; labels are not used.")],
+    source: Annotated[
+        str, typer.Argument(help="What to group, as in `nearkin train`, or a gallery; labels are not used.")
+    ],
     run: Annotated[
         str | None,
         typer.Option(help=options.RUN_HELP, metavar="RUN", show_default="efficientnet-lite0; none for vectors"),
@@ -56,8 +61,10 @@ def group(
       nearkin group photos/
 
       nearkin group photos/ --run runs/birds --far 0.001 --out birds.csv
+
+      nearkin enrol efficientnet-lite0 photos/ --gallery photos.gallery && nearkin group photos.gallery
     """
-    with one_sentence(), ExitStack() as bars:
+    with one_sentence(_after_interrupt), ExitStack() as bars, ExitStack() as resources:
         from nearkin import gallery as room
 
         if out.suffix.lower() != ".csv":
@@ -69,24 +76,26 @@ def group(
             bars.close()
             return bars.enter_context(plain_bar(what, quiet or json))
 
-        groups = room.group_source(
-            source,
-            run,
-            root=root,
-            part=part,
-            far=far,
-            similarity=similarity,
-            method=method.value,
-            size=size,
-            dim=dim,
-            unreadable="skip" if skip_unreadable else "strict",
-            device=device.value,
-            progress=bar,
-        )
+        how: dict[str, Any] = {"far": far, "similarity": similarity, "method": method.value, "size": size}
+        how["progress"] = bar
+        if _is_gallery(source):
+            if run or root or dim is not None or part != "all" or skip_unreadable:
+                raise ValueError(
+                    f"{shown(source)}: a gallery is embedded already; leave --run, --root, --part, --dim and "
+                    f"--skip-unreadable out"
+                )
+            opened = resources.enter_context(opened_gallery(source))
+            groups = room.group_gallery(opened, **how)
+            picture = _picture_of_row(opened, groups)
+        else:
+            given: dict[str, Any] = {"root": root, "part": part, "dim": dim, "device": device.value}
+            given["unreadable"] = "skip" if skip_unreadable else "strict"
+            groups = room.group_source(source, run, **given, **how)
+            picture = _picture_of_item(source, root, groups)
         bars.close()
         room.write_groups(out, groups)
         sheet = out.with_suffix(".html")
-        unread = _write_sheet(sheet, source, root, groups, method.value)
+        unread = _write_sheet(sheet, shown(source), groups, method.value, picture)
     if json:
         print_json(_summary(groups))
     elif not quiet:
@@ -95,24 +104,49 @@ def group(
             echo(f"note: {note}", err=True)
 
 
-def _write_sheet(sheet: Path, source: str, root: Path | None, groups: "SourceGroups", method: str) -> int:
-    from nearkin import data, report
+def _after_interrupt() -> str:
+    return "nothing was written; an enrolment resumes: nearkin enrol, then nearkin group GALLERY"
+
+
+def _is_gallery(source: str) -> bool:
+    """Whether it is an address, or a file of SQLite."""
+    path = Path(source)
+    if "://" in source or not path.is_file():
+        return "://" in source
+    with path.open("rb") as file:
+        return file.read(15) == b"SQLite format 3"
+
+
+def _picture_of_item(source: str, root: Path | None, groups: "SourceGroups") -> "Callable[[int], Any] | None":
+    from nearkin import data
     from nearkin.data import decode
     from nearkin.data import groups as item_groups
 
     items = data.load(source, root=root, labelled=False, group_column=item_groups.UNUSED)
-    place = {name: i for i, name in enumerate(items.names)}
-    pictures = items.pictures
-    picture: Any = None
-    if pictures is not None:
+    pictures, place = items.pictures, {name: i for i, name in enumerate(items.names)}
+    if pictures is None:
+        return None
+    return lambda i: decode.square(pictures.read(place[groups.names[i]]), side=96, fit="pad")
 
-        def picture(i: int) -> Any:
-            return decode.square(pictures.read(place[groups.names[i]]), side=96, fit="pad")
+
+def _picture_of_row(gallery: "Gallery", groups: "SourceGroups") -> "Callable[[int], Any] | None":
+    from nearkin.data import decode
+
+    ids = groups.ids or []
+    if not ids or not gallery.thumbnail(ids[0]):
+        return None  # vectors have none
+    return lambda i: decode.square(gallery.thumbnail(ids[i]), side=96, fit="pad")
+
+
+def _write_sheet(
+    sheet: Path, title: str, groups: "SourceGroups", method: str, picture: "Callable[[int], Any] | None"
+) -> int:
+    from nearkin import report
 
     how = f"method {method}"
     how += "" if groups.similarity is None else f", joined at a mean similarity of {groups.similarity:.3g}"
     facts: dict[str, Any] = {"picture": picture, "labels": groups.labels, "scores": groups.scores, "how": how}
-    return report.write_contact_sheet(sheet, source, groups.names, groups.groups, groups.central, **facts)
+    return report.write_contact_sheet(sheet, title, groups.names, groups.groups, groups.central, **facts)
 
 
 def _summary(groups: "SourceGroups") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from nearkin.gallery.items import Seen
 from nearkin.gallery.matched_parts import Heat, Matched, RowPicture, explain
 from nearkin.gallery.opening import run_of
 from nearkin.gallery.results import Candidate, Hit, Identity, Verification, verify
-from nearkin.gallery.source_groups import SourceGroups, group_source, write_groups
+from nearkin.gallery.source_groups import SourceGroups, group_gallery, group_source, write_groups
 from nearkin.gallery.stores import Report
 from nearkin.gallery.transfer import Transferred, copy, restore
 
@@ -45,6 +45,7 @@ __all__ = [
     "enrol_source",
     "enroll_source",
     "explain",
+    "group_gallery",
     "group_source",
     "open_encoder",
     "restore",

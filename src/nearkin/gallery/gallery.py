@@ -401,6 +401,16 @@ class Gallery:
             return self._note
         return ""
 
+    def similarity_at(self, far: float) -> float:
+        """The similarity from which on the calibration holds this false-accept rate per pair."""
+        facts = self._store.facts()
+        calibrator = self._calibrator or (None if facts is None else self._calibrator_of(facts))
+        if calibrator is None:
+            raise ValueError(f"far needs a calibration, and {self._store.where} has none; give a similarity instead")
+        threshold = calibrator.verify(1.0, far).threshold
+        assert threshold is not None
+        return threshold
+
     def remember(self, source: str) -> None:
         """Records a source that is enrolled from; the message about another encoder names it."""
         self._store.add([], True, [source])

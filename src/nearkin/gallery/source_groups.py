@@ -1,4 +1,4 @@
-"""Groups of a source's items without labels: embedded, compared, grouped; and how well that agrees with its classes."""
+"""Groups of a source's items, or a gallery's rows, without labels; and how well they agree with classes."""
 
 import csv
 import io
@@ -16,10 +16,12 @@ from nearkin.data import groups as item_groups
 from nearkin.evaluation.arrays import Ends
 from nearkin.evaluation.grouping import METHODS, SMOOTHED
 from nearkin.gallery import results
+from nearkin.gallery.gallery import Gallery
 from nearkin.gallery.items import encoder_info
+from nearkin.gallery.schema import UNLABELLED
 from nearkin.models.frozen import DEFAULT
 
-__all__ = ["SourceGroups", "group_source", "group_vectors", "write_groups"]
+__all__ = ["SourceGroups", "group_gallery", "group_source", "group_vectors", "write_groups"]
 
 Progress = Callable[[int, int], None]
 COLUMNS = ("group", "name", "size", "similarity", "label")
@@ -31,7 +33,7 @@ class SourceGroups(NamedTuple):
     groups (n,) int64: of each item, 0 the largest. central (n,): the mean cosine of an item with its group, itself
     included, in the space in which they were grouped. similarity: from which on items were joined; None for hdbscan.
     scores: of each of "bcubed" and "pairwise" their "precision", "recall", "f", with 95 % intervals, where the source
-    has classes. notes: sentences.
+    has classes. notes: sentences. ids: of the rows of a gallery.
     """
 
     names: list[str]
@@ -41,6 +43,7 @@ class SourceGroups(NamedTuple):
     similarity: float | None
     scores: dict[str, dict[str, tuple[float, Ends]]]
     notes: list[str]
+    ids: list[int] | None = None
 
 
 def group_source(
@@ -88,6 +91,39 @@ def group_source(
     grouping, central, used = group_vectors(rows, similarity, method, size, told("comparing"))
     known = None if labels is None or not classes else [classes[i] for i in labels]
     return SourceGroups(names, grouping, central, known, used, _scores(known, grouping), _notes(names, grouping))
+
+
+def group_gallery(
+    gallery: Gallery,
+    *,
+    far: float | None = None,
+    similarity: float | None = None,
+    method: str = "average",
+    size: int | None = None,
+    progress: Callable[[str], Progress | None] | None = None,
+) -> SourceGroups:
+    """Groups all rows of a gallery, as `group_source` the items of a source; nothing is embedded.
+
+    An enrolment can be stopped and resumed, so this is the way for many pictures. Labels only measure the result; rows
+    without one do not count there.
+    """
+    checks.one_of("method", method, METHODS)
+    _check_choice(far, similarity, method, size)
+    told = progress or (lambda _: None)
+    used = similarity if far is None else gallery.similarity_at(far)
+    number = sum(gallery.labels().values())
+    rows, hits = np.empty((number, gallery.dim), np.float32), list[results.Hit]()
+    for hit, row in gallery.rows():
+        if len(hits) == number:
+            break  # enrolled meanwhile
+        rows[len(hits)] = row
+        hits.append(hit)
+    names = [hit.name or f"row {hit.id}" for hit in hits]
+    grouping, central, used = group_vectors(torch.from_numpy(rows[: len(hits)]), used, method, size, told("comparing"))
+    labels = [hit.label for hit in hits]
+    known = labels if any(label != UNLABELLED for label in labels) else None
+    notes = _notes(names, grouping)
+    return SourceGroups(names, grouping, central, known, used, _scores(known, grouping), notes, [h.id for h in hits])
 
 
 def group_vectors(
@@ -156,7 +192,8 @@ def _central(rows: torch.Tensor, grouping: evaluation.Grouping) -> tuple[NDArray
 def _scores(labels: list[str] | None, groups: NDArray[np.int64]) -> dict[str, dict[str, tuple[float, Ends]]]:
     if labels is None:
         return {}
-    ids = np.unique(np.array(labels), return_inverse=True)[1]
+    names = np.array(labels)
+    ids = np.where(names == UNLABELLED, -1, np.unique(names, return_inverse=True)[1])
     result = {}
     for name, measure in (("bcubed", evaluation.bcubed), ("pairwise", evaluation.pairwise)):
         scores = measure(ids, groups, interval=True)
