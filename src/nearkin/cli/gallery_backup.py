@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from nearkin.cli import options
-from nearkin.cli.gallery_admin import GalleryArgument, opened_gallery, verbs, warnings_as_notes
+from nearkin.cli.gallery_admin import GalleryArgument, opened_gallery, shown, verbs, warnings_as_notes
 from nearkin.cli.screen import echo, one_sentence, plain_bar, print_json, print_table
-from nearkin.gallery.stores.postgres_connection import shown
 
 __all__: list[str] = []
 

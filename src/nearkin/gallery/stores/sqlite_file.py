@@ -110,7 +110,7 @@ def connect(path: Path, timeout: float, writing: bool) -> tuple[Any, FileId]:
         raise
     now = file_id(path)
     if before is None and now is not None:
-        _register(path, now)
+        _register(path, now, made_here=True)
     elif now is None or now != before:
         connection.close()
         if before is not None:
@@ -124,14 +124,18 @@ def close(connection: Any, file: FileId) -> None:
     _unregister(file)
 
 
-def _register(path: Path, file: FileId) -> None:
-    """Counts one more connection to a file; refused where the log beside it belongs to another file."""
+def _register(path: Path, file: FileId, made_here: bool = False) -> None:
+    """Counts one more connection to a file; refused where the log beside it belongs to another file.
+
+    made_here: the connection is open already and has made the file. Its log is not read then: to close -shm or the file
+    again would end SQLite's locks on them, and another process would cut the -shm that this one has mapped.
+    """
     with _opening:
         try:
             opened = _open_files.get(file) or _OpenFile(os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)))
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
-        if not opened.connections and (sentence := wal_repair.repair_log(path)):
+        if not opened.connections and not made_here and (sentence := wal_repair.repair_log(path)):
             warnings.warn(sentence, RuntimeWarning, stacklevel=2)
         if not opened.connections and not _owns_log(opened, path, None):
             os.close(opened.descriptor)

@@ -7,7 +7,6 @@ it, exactly; frames with more damage stay as they are, and the checksums of the 
 written again with the transactions that SQLite would have dropped; the damaged one is kept.
 """
 
-import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -115,13 +114,34 @@ def _half_right(computed: Pair, stored: Pair) -> bool:
 # --- the log
 
 
+class _LogBytes:
+    """The content of a log, read part by part; ValueError where another process has cut it meanwhile.
+
+    Not a mapped file: the kernel ends a process that reads a page behind the end (SIGBUS), and SQLite cuts its log.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._log, self._size = log, log.stat().st_size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(self._size)
+        with self._log.open("rb") as file:
+            file.seek(start)
+            content = file.read(stop - start)
+        if len(content) != stop - start:
+            raise ValueError(f"{self._log} was cut while it was read")
+        return content
+
+
 class _Log:
     """A log with damage in it. last: the last frame of a transaction that had ended."""
 
     def __init__(self, log: Path, path: Path) -> None:
         self.log, self.path = log, path
-        with log.open("rb") as file:
-            self._bytes: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = _LogBytes(log)
         header = self._bytes[:HEADER]
         self.header_sound = _header_sum(header) == _pair(header, 24) and _plausible(header)
         self.header: bytes = header if self.header_sound else _fixed_header(header) or self._made_header()
@@ -188,7 +208,9 @@ class _Log:
         salts, stored = bytes(self._bytes[HEADER + 8 : HEADER + 16]), bytes(self._bytes[24:32])
         content = bytes(self._bytes[HEADER : HEADER + 8] + self._bytes[HEADER + FRAME : HEADER + FRAME + size])
         big = np.frombuffer(content, ">u4").astype(np.uint32)
-        matches = _continued(_pair(stored, 0), _products(big[None])[0], len(big)) == _pair(self._bytes, HEADER + 16)
+        matches = _continued(_pair(stored, 0), _products(big[None])[0], len(big)) == _pair(
+            self._bytes[HEADER + 16 : HEADER + 24], 0
+        )
         return struct.pack(">4I", MAGIC | matches, VERSION, size, 0) + salts + stored
 
     # --- writing it again
@@ -209,7 +231,6 @@ class _Log:
                 product = _products(np.frombuffer(content, self.order).astype(np.uint32)[None])[0]
                 checksum = _continued(checksum, product, words)
                 file.write(content[:8] + head[16:24] + struct.pack(">2I", *checksum) + content[8:])
-        self._bytes.close()
         return self._sentence()
 
     def _frames(self) -> Iterator[bytes]:
