@@ -59,7 +59,7 @@ def table(path):
 def refused(*arguments):
     result = run("group", *arguments)
     assert result.exit_code == 2
-    return result.stderr
+    return result.output
 
 
 def test_photos_without_classes_become_a_table_and_a_page(home):

@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import numpy as np
-from typer.testing import CliRunner
 
 import nearkin
+from commands import separate_runner
 from nearkin import training
 from nearkin.cli import app
 
-RUNNER = CliRunner()
+RUNNER = separate_runner()
 
 
 def test_doctor_prints_a_table_and_json():

@@ -2,6 +2,7 @@
 
 import sqlite3
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_a_step_is_on_disk_when_it_returns(gallery, tmp_path):
     first, second, *_ = state.groups
     state = editor.merge(state.version, [first, second])
     editor.name(state.version, first, "heron")
-    with sqlite3.connect(tmp_path / "g.db") as other:
+    with closing(sqlite3.connect(tmp_path / "g.db")) as other, other:
         assert other.execute("SELECT count(*) FROM items WHERE label = 'heron'").fetchone() == (10,)
     with Gallery.open(tmp_path / "g.db") as again:
         assert content(again) == content(gallery)
@@ -190,7 +191,7 @@ def test_a_failure_within_the_transaction_changes_nothing(gallery, monkeypatch):
 
 def test_a_corrupt_note_is_no_note(gallery, tmp_path):
     proposed(gallery)
-    with sqlite3.connect(tmp_path / "g.db") as other:
+    with closing(sqlite3.connect(tmp_path / "g.db")) as other, other:
         other.execute("UPDATE notes SET content = replace(content, '1', '2')")
     assert GroupEditor(gallery).state().groups == {}
     assert proposed(gallery)[1].groups

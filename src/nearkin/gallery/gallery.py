@@ -84,7 +84,12 @@ class Gallery:
         for, the full one by default. A gallery that exists has its length, which the encoder takes. create: make it if
         it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused.
         """
-        return cls(*opening.open_store(place, run, dim, create, timeout, device, max_pixels))
+        store, facts, encoding = opening.open_store(place, run, dim, create, timeout, device, max_pixels)
+        try:
+            return cls(store, facts, encoding)
+        except BaseException:  # a damaged calibration
+            store.close()
+            raise
 
     @property
     def place(self) -> str:
