@@ -121,6 +121,8 @@ def test_explain_writes_a_picture_and_says_what_is_missing(tmp_path):
 
 
 def test_what_is_said_has_its_own_probability_and_unknown_names_who_is_near():
+    if not Path("run/calibration.json").is_file():  # another process may run the test that makes it
+        output_of(run("gallery", "calibrate", "run", "--part", "all"))
     calibration = Path("run/calibration.json").read_text()
     strict = calibration_by_hand({0.5: (0.01, 0.9), 0.999999: (0.001, 0.1)}, {-1.0: -9, 0.9: 0, 1.0: 2})
     Path("run/calibration.json").write_text(json.dumps(strict | {"encoder": json.loads(calibration)["encoder"]}))
