@@ -66,6 +66,7 @@ def group(
     """
     with one_sentence(_after_interrupt), ExitStack() as bars, ExitStack() as resources:
         from nearkin import gallery as room
+        from nearkin.gallery.opening import is_gallery
 
         if out.suffix.lower() != ".csv":
             raise ValueError(f"--out must end in .csv, got {out}")
@@ -78,7 +79,7 @@ def group(
 
         how: dict[str, Any] = {"far": far, "similarity": similarity, "method": method.value, "size": size}
         how["progress"] = bar
-        if _is_gallery(source):
+        if is_gallery(source):
             if run or root or dim is not None or part != "all" or skip_unreadable:
                 raise ValueError(
                     f"{shown(source)}: a gallery is embedded already; leave --run, --root, --part, --dim and "
@@ -106,15 +107,6 @@ def group(
 
 def _after_interrupt() -> str:
     return "nothing was written; an enrolment resumes: nearkin enrol, then nearkin group GALLERY"
-
-
-def _is_gallery(source: str) -> bool:
-    """Whether it is an address, or a file of SQLite."""
-    path = Path(source)
-    if "://" in source or not path.is_file():
-        return "://" in source
-    with path.open("rb") as file:
-        return file.read(15) == b"SQLite format 3"
 
 
 def _picture_of_item(source: str, root: Path | None, groups: "SourceGroups") -> "Callable[[int], Any] | None":

@@ -412,9 +412,7 @@ class Gallery:
         calibrator = self._calibrator or (None if facts is None else self._calibrator_of(facts))
         if calibrator is None:
             raise ValueError(f"far needs a calibration, and {self._store.where} has none; give a similarity instead")
-        threshold = calibrator.verify(1.0, far).threshold
-        assert threshold is not None
-        return threshold
+        return calibrator.similarity_at(far)
 
     def remember(self, source: str) -> None:
         """Records a source that is enrolled from; the message about another encoder names it."""

@@ -12,7 +12,16 @@ from nearkin.gallery.stores.postgres_connection import shown
 from nearkin.gallery.stores.sqlite import SqliteStore
 from nearkin.models.frozen import is_encoder_name
 
-__all__ = ["describe_index", "existing_facts", "open_store", "run_of", "store_at"]
+__all__ = ["describe_index", "existing_facts", "is_gallery", "open_store", "run_of", "store_at"]
+
+
+def is_gallery(place: str) -> bool:
+    """Whether a text names a database, or a file of SQLite, rather than a source of items."""
+    path = Path(place)
+    if "://" in place or not path.is_file():
+        return "://" in place
+    with path.open("rb") as file:
+        return file.read(15) == b"SQLite format 3"
 
 
 def open_store(

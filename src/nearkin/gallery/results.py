@@ -167,6 +167,12 @@ class Calibrator:
         decision = (bool(same), probability, similarity, threshold, target, tar)
         return Verification(*decision, note, self.classes, same_probability)
 
+    def similarity_at(self, far: float) -> float:
+        """From which similarity on this false-accept rate per pair is guaranteed."""
+        threshold = self.verify(1.0, far).threshold
+        assert threshold is not None
+        return threshold
+
     def _pair_far(self, far: float | None) -> tuple[float | None, str]:
         """The FAR per pair to guarantee, and the note that belongs to it."""
         strictest = float(self.curves[1].bound[-1])

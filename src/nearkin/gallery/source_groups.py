@@ -175,9 +175,7 @@ def _threshold(run: str | Path, far: float, dim: int | None) -> float:
     calibrator, note = results.load_calibration(info.run, info.fingerprint, info.short)
     if calibrator is None:
         raise ValueError(f"--far needs a calibration: {note}")
-    threshold = calibrator.verify(1.0, far).threshold
-    assert threshold is not None
-    return threshold
+    return calibrator.similarity_at(far)
 
 
 def _central(rows: torch.Tensor, grouping: evaluation.Grouping) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.core import files
-from nearkin.report.thumbnails import INK
+from nearkin.report.thumbnails import INK, save_figure
 
 __all__ = ["colours", "draw_heat", "faded", "overlay", "scale_of", "write_heat_maps"]
 
@@ -75,12 +73,7 @@ def write_heat_maps(
         axes[1, i].set_xlabel(captions[i], fontsize=9, color=INK, parse_math=False)
     figure.suptitle(headline, fontsize=11, color=INK, fontweight="bold", parse_math=False)
     _scale_bar(figure, axes[1].tolist(), scale)
-    out = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the font may lack a script
-        figure.savefig(out, format="png", dpi=130, facecolor="white", metadata={"Software": None})
-    with files.explained(str(path), "make room, or choose another path"):
-        files.write_bytes(path, out.getvalue())
+    save_figure(path, figure)
 
 
 def _plain(axes: Any, picture: Pixels, title: str) -> None:

@@ -14,7 +14,7 @@ from nearkin.report import sampling
 from nearkin.report.findings import Findings, check
 from nearkin.report.format import plain, short
 
-__all__ = ["Thumbnails", "encoded", "write_picture"]
+__all__ = ["Thumbnails", "encoded", "save_figure", "write_picture"]
 
 SIDE = 96  # pixels of a thumbnail's longer side
 SMALL = 48  # up to here lossless PNG; above, JPEG has a fifth of its size
@@ -86,6 +86,11 @@ def write_picture(path: str | Path, findings: Findings, *, seed: int = 0, rows: 
     if not groups:
         raise ValueError(f"embeddings must have at least 2 items that can be shown, got {len(findings.names)} in total")
     figure = _figure(findings, [(group.title, group.rows[:rows]) for group in groups])
+    save_figure(path, figure)
+
+
+def save_figure(path: str | Path, figure: Any) -> None:
+    """A figure of matplotlib as PNG, the same bytes each time."""
     out = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the font may lack a script
