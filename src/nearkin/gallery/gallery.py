@@ -13,10 +13,10 @@ from nearkin.core.errors import MissingRow
 from nearkin.data import decode as decoding
 from nearkin.evaluation.retrieval.rerank_settings import Rerank
 from nearkin.gallery import items as item_inputs
-from nearkin.gallery import matched_parts, opening, own_calibration, results, shortlist
+from nearkin.gallery import matched_parts, opening, own_calibration, results, shortlist, stored_as
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
 from nearkin.gallery.matched_parts import Matched, RowPicture
-from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
+from nearkin.gallery.results import Calibrator, Hit, Hits, Identity, Verification
 from nearkin.gallery.schema import (
     UNLABELLED,
     Facts,
@@ -29,7 +29,7 @@ from nearkin.gallery.schema import (
     shortened,
     unpack,
 )
-from nearkin.gallery.stores import Report, Store
+from nearkin.gallery.stores import Neighbours, Report, Store
 from nearkin.models.frozen import is_encoder_name
 
 __all__ = ["Enrolled", "Gallery"]
@@ -76,6 +76,7 @@ class Gallery:
         timeout: float = TIMEOUT,
         device: str = "auto",
         max_pixels: int = decoding.MAX_PIXELS,
+        stored: str | None = None,
     ) -> "Gallery":
         """A gallery in a file, or in PostgreSQL (postgresql://…/db, with ?gallery=NAME if there are several).
 
@@ -83,8 +84,10 @@ class Gallery:
         it the gallery takes vectors only. dim: of a new gallery of vectors; with a run, a length that it was trained
         for, the full one by default. A gallery that exists has its length, which the encoder takes. create: make it if
         it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused.
+        stored: of a new gallery in a file, the form of its search index on the disk, for more rows than memory has room
+        for: "float32", "int8", "binary" or "short:N" (the first N dimensions); by default the rows are in memory.
         """
-        store, facts, encoding = opening.open_store(place, run, dim, create, timeout, device, max_pixels)
+        store, facts, encoding = opening.open_store(place, run, dim, create, timeout, device, max_pixels, stored)
         try:
             return cls(store, facts, encoding)
         except BaseException:  # a damaged calibration
@@ -185,19 +188,27 @@ class Gallery:
         filter: Mapping[str, Any] | None = None,
         *,
         rerank: Rerank | str | None = None,
-    ) -> list[Hit]:
+        exact: bool = False,
+    ) -> Hits:
         """The k nearest rows, nearest first, ties by id.
 
         filter: {"label": …, "colour": …}; every key must match, of a list any value. rerank: `evaluation.KReciprocal`,
         `AlphaQE` or `DBA`, or a name as "k-reciprocal" or "k-reciprocal:k1=20": the rows in the order after re-ranking,
-        with their cosines as they were. Without settings they follow the median number of rows per label.
+        with their cosines as they were. Without settings they follow the median number of rows per label. exact: without
+        an approximate index, which may take long; the result's `proved` and `recall` tell what an answer is.
         """
         checks.integer("k", k, 1)
+        if exact and rerank is not None:
+            raise ValueError("exact must be False with rerank, which orders a shortlist; got True")
         if rerank is not None:
             method = shortlist.method_for(rerank, self._store.label_sizes())
             options = (k, parse_filter(filter), method, self.dim)
-            return [_hit(row, near) for row, near in shortlist.search(self._store, self._one(item).vector, *options)]
-        return [_hit(row, near) for row, near in self._store.nearest(self._one(item).vector, k, parse_filter(filter))]
+            return Hits(_hit(row, near) for row, near in shortlist.search(self._store, self._one(item).vector, *options))
+        near_rows = stored_as.nearest(self._store, self._one(item).vector, k, parse_filter(filter), exact)
+        hits = Hits(_hit(row, near) for row, near in near_rows)
+        if isinstance(near_rows, Neighbours):
+            hits.proved, hits.recall = near_rows.proved, near_rows.recall
+        return hits
 
     def identify(self, item: Any, *, far: float | None = None, filter: Mapping[str, Any] | None = None) -> Identity:
         """The label of an item with a calibrated confidence, or unknown: no enrolled label is likelier.
@@ -315,6 +326,7 @@ class Gallery:
             "calibration_classes": None if calibrator is None else calibrator.classes,
             "fars": [] if calibrator is None else calibrator.fars,
             "index": self._store.index_state or opening.describe_index(facts),
+            **getattr(self._store, "index_figures", {}),
             "damaged": sorted(self._store.damaged),
             "lost": self._store.lost,
         }
@@ -332,6 +344,10 @@ class Gallery:
     def reindex(self, progress: Progress | None = None) -> None:
         """Rebuilds the search index."""
         self._store.reindex(progress)
+
+    def store_as(self, form: str | None, progress: Progress | None = None) -> None:
+        """Changes the form of the search index, as `stored` of `Gallery.open`; None: the rows in memory. Builds it."""
+        stored_as.store_as(self._store, form, self.dim, progress)
 
     def check(self, progress: Progress | None = None) -> Report:
         """Reads everything and verifies every checksum."""

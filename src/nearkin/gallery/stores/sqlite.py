@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nearkin.core.errors import StoreUnavailable
 from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
@@ -19,6 +17,7 @@ from nearkin.gallery.stores import (
     Added,
     Decide,
     Loader,
+    Neighbours,
     Report,
     merge_sources,
     plan_insert,
@@ -26,6 +25,7 @@ from nearkin.gallery.stores import (
     sqlite_bulk,
     sqlite_file,
 )
+from nearkin.gallery.stores.disk_index import DiskIndex
 from nearkin.gallery.stores.matrix import Matrix
 from nearkin.gallery.stores.memory_index import MemoryIndex
 
@@ -57,10 +57,13 @@ class SqliteStore:
         self._file: sqlite_file.FileId | None = None  # which one was opened, and which gallery was in it
         self._gallery: str | None = None
         self._closed = False
-        self.index = self._new_index()
+        self._stored: str | None = None  # the form of the index on the disk; None: the rows are in memory
+        self.index: MemoryIndex | DiskIndex = self._new_index()
 
-    def _new_index(self) -> MemoryIndex:
-        return MemoryIndex(self.where, self.path.with_name(self.path.name + ".hnsw"))
+    def _new_index(self) -> MemoryIndex | DiskIndex:
+        if self._stored is None:
+            return MemoryIndex(self.where, self.path.with_name(self.path.name + ".hnsw"))
+        return DiskIndex(self.where, self.path.with_name(self.path.name + ".codes"), self._stored)
 
     @property
     def damaged(self) -> dict[int, str]:
@@ -73,6 +76,11 @@ class SqliteStore:
     @property
     def index_state(self) -> str:
         return self.index.index_state
+
+    @property
+    def index_figures(self) -> dict[str, Any]:
+        """Form, size and recall of an index on the disk."""
+        return self.index.figures() if isinstance(self.index, DiskIndex) else {}
 
     # --- opening
 
@@ -181,9 +189,9 @@ class SqliteStore:
 
     # --- reading
 
-    def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
+    def nearest(self, query: Floats, k: int, filter: Filter | None, exact: bool = False) -> Neighbours:
         with self._refreshed() as (reader, _):
-            return self.index.nearest(reader, self.require_facts, query, k, filter)
+            return self.index.nearest(reader, self.require_facts, query, k, filter, exact)
 
     def rows(self, ids: Sequence[int]) -> dict[int, Row]:
         with self.read_lock, self.sqlite_errors():
@@ -200,27 +208,42 @@ class SqliteStore:
         return row[0]
 
     def counts(self) -> dict[str, int]:
-        with self._refreshed() as (_, matrix):
-            return matrix.counts()
+        with self._refreshed() as (_, rows):
+            return rows.counts()
 
     def label_sizes(self) -> dict[int, int]:
-        with self._refreshed() as (_, matrix):
-            labels = np.bincount(matrix.label_counts)
-            return {int(rows): int(labels[rows]) for rows in np.flatnonzero(labels) if rows}
+        with self._refreshed() as (_, rows):
+            return rows.label_sizes()
 
     def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
-        with self._refreshed() as (_, matrix):
-            codes = matrix.labels
-            return {label: int(matrix.label_counts[codes[label]]) for label in labels if label in codes}
+        with self._refreshed() as (_, rows):
+            return rows.counts_of(labels)
 
     @contextmanager
-    def _refreshed(self) -> Iterator[tuple[Any, Matrix]]:
-        """A reader with a snapshot of the file, and the rows of that snapshot in memory."""
+    def _refreshed(self) -> Iterator[tuple[Any, Matrix | DiskIndex]]:
+        """A reader with a snapshot of the file, and the rows of that snapshot in the index."""
+        with self._snapshot() as reader:
+            index = self._current_index(reader)
+            rows = index.refresh(reader, self.require_facts)
+            if self._current_index(reader) is not index:  # another process has changed the form
+                rows = self.index.refresh(reader, self.require_facts)
+            yield reader, rows
+
+    def _current_index(self, reader: Any) -> MemoryIndex | DiskIndex:
+        """Of the form that the gallery has now."""
+        if self._gallery is None:
+            self.require_facts(reader)
+        if self.index.stored != self._stored:
+            self.index = self._new_index()
+        return self.index
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[Any]:
         with self.read_lock, self.sqlite_errors():
             reader = self.connection(False)
             with sqlite_file.snapshot(reader):
                 self._check_not_overwritten(reader)
-                yield reader, self.index.refresh(reader, self.require_facts)
+                yield reader
 
     def scan(self) -> Iterator[Row]:
         last: int | None = 0
@@ -234,14 +257,28 @@ class SqliteStore:
 
     def warm(self, progress: Callable[[int, int], None] | None = None) -> None:
         with self.read_lock:
-            with self._refreshed() as (reader, matrix):
-                facts = self.require_facts(reader)
-            self.index.warm(matrix, facts, progress)
+            with self._snapshot() as reader:
+                index = self._current_index(reader)
+                if isinstance(index, DiskIndex):
+                    index.warm(reader, self.require_facts, progress)
+                    return
+                matrix, facts = index.refresh(reader, self.require_facts), self.require_facts(reader)
+            index.warm(matrix, facts, progress)
 
     def reindex(self, progress: Callable[[int, int], None] | None = None) -> None:
         with self.read_lock:
-            self.index.forget_graph()
+            with self._snapshot() as reader:
+                self._current_index(reader).forget_graph()
             self.warm(progress)
+
+    def store_as(self, stored: str | None) -> None:
+        """Changes the form of the index: see `stored_forms`; None: the rows are in memory."""
+        with self.transaction() as (writer, facts):
+            others = {key: value for key, value in facts.beyond.items() if key != "stored"}
+            self.write_facts(writer, facts.replace(beyond=others | ({} if stored is None else {"stored": stored})))
+        for ending in (".codes", ".hnsw"):
+            if ending != (".hnsw" if stored is None else ".codes"):
+                self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> Report:
         return repair.check(self, progress)
@@ -257,11 +294,8 @@ class SqliteStore:
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite_bulk.SqliteSnapshot]:
-        with self.read_lock, self.sqlite_errors():
-            reader = self.connection(False)
-            with sqlite_file.snapshot(reader):
-                self._check_not_overwritten(reader)
-                yield sqlite_bulk.SqliteSnapshot(reader, self.require_facts(reader))
+        with self._snapshot() as reader:
+            yield sqlite_bulk.SqliteSnapshot(reader, self.require_facts(reader))
 
     def load(self, facts: Facts, overwrite: bool) -> AbstractContextManager[Loader]:
         return sqlite_bulk.load(self.path, overwrite, self.timeout)
@@ -348,7 +382,7 @@ class SqliteStore:
         facts = schema.read_facts(self.where, copies)
         if self._gallery not in (None, facts.gallery):
             raise StoreUnavailable(f"{self.where}: holds another gallery than the one that was opened; open it again")
-        self._gallery = facts.gallery
+        self._gallery, self._stored = facts.gallery, facts.beyond.get("stored")
         return facts
 
     @staticmethod
