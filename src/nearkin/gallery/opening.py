@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from nearkin.core import checks
-from nearkin.gallery import migration
+from nearkin.gallery import migration, stored_as
 from nearkin.gallery.items import Encoding
 from nearkin.gallery.schema import Facts
 from nearkin.gallery.stores import Store, hnsw

@@ -31,6 +31,7 @@ __all__ = ["DiskIndex", "load"]
 COMPARED = 64  # rows that are compared with the gallery's when a file is opened
 STALE, FEW, MANY = 0.2, 20_000, 200_000  # share of rows that changed since, within these numbers of rows
 TRANSACTIONS = 10_000_000  # at most, between building and opening a file
+OTHER_FORM = "of another form"  # the gallery was converted
 WAIT = 0.2  # seconds between two looks at a lock
 
 
@@ -151,7 +152,7 @@ class DiskIndex:
                 self._file, self._word, self._built = sqlite_file.file_id(self.index_path), "", False
                 return lists
             except ValueError as error:
-                if str(error) != "missing":
+                if str(error) not in ("missing", OTHER_FORM):
                     self._warn_rebuilt(str(error))
             return self._build(reader, facts)
 
@@ -394,7 +395,7 @@ def load(path: Path, facts: Facts, stored: str) -> Lists:
             if head.get("gallery") != facts.gallery or head.get("dim") != facts.dim:
                 raise ValueError("of another gallery")
             if head.get("stored") != stored:
-                raise ValueError("of another form")
+                raise ValueError(OTHER_FORM)
             index_file.verify(file, head)
             return Lists(head, index_file.mapped(file, head["sections"]))
     except FileNotFoundError:

@@ -84,6 +84,7 @@ def repair(store: "SqliteStore") -> tuple[int, Path]:
                 part, replacement_path(path, "repaired")
             )  # from here on the repair is finished, now or at the next opening
             aside = finish_replacement(path, store.timeout)
+            path.with_name(f"{path.name}.codes").unlink(missing_ok=True)  # of the rows before
     finally:
         fresh.close()
         unlink(part)
