@@ -36,6 +36,7 @@ __all__ = ["Enrolled", "Gallery"]
 
 TIMEOUT = 30.0  # seconds a writer waits for another
 VECTOR_BATCH = 4096  # per transaction
+LARGE_BATCH = 65_536  # per transaction, of a gallery whose index is on the disk
 PICTURE_BATCH = 256  # per transaction: encoding them takes the time
 NEAREST = 50  # rows whose labels `identify` compares
 Progress = Callable[[int, int], None]
@@ -104,6 +105,11 @@ class Gallery:
         """Whether its encoder is a pretrained one that has learned from no label of the gallery."""
         return self._encoding is not None and self._encoding.info.frozen is not None
 
+    @property
+    def vector_batch(self) -> int:
+        """Vectors per transaction: more where the index of contents has outgrown memory, and each costs a page."""
+        return LARGE_BATCH if getattr(self._store, "stored", None) else VECTOR_BATCH
+
     # --- writing
 
     def enrol(
@@ -135,7 +141,7 @@ class Gallery:
         ids: list[int] = []
         added = known = kept = 0
         while (start := len(ids)) < len(item_list):
-            size = VECTOR_BATCH if item_inputs.is_embedding(item_list[start], self._encoding) else PICTURE_BATCH
+            size = self.vector_batch if item_inputs.is_embedding(item_list[start], self._encoding) else PICTURE_BATCH
             part = slice(start, min(start + size, len(item_list)))
             batch = self._enrol_batch(Batch(item_list[part], labels[part], metas[part], all_names[part], keep))
             ids += batch.ids
@@ -203,7 +209,9 @@ class Gallery:
         if rerank is not None:
             method = shortlist.method_for(rerank, self._store.label_sizes())
             options = (k, parse_filter(filter), method, self.dim)
-            return Hits(_hit(row, near) for row, near in shortlist.search(self._store, self._one(item).vector, *options))
+            return Hits(
+                _hit(row, near) for row, near in shortlist.search(self._store, self._one(item).vector, *options)
+            )
         near_rows = stored_as.nearest(self._store, self._one(item).vector, k, parse_filter(filter), exact)
         hits = Hits(_hit(row, near) for row, near in near_rows)
         if isinstance(near_rows, Neighbours):

@@ -26,9 +26,7 @@ def store_as(store: Store, form: str | None, dim: int, progress: Callable[[int, 
     store.warm(progress)
 
 
-def nearest(
-    store: Store, query: Floats, k: int, filter: Filter | None, exact: bool
-) -> list[tuple[Row, float]]:
+def nearest(store: Store, query: Floats, k: int, filter: Filter | None, exact: bool) -> list[tuple[Row, float]]:
     """`Store.nearest`, exact if that is asked for."""
     if not exact:
         return store.nearest(query, k, filter)

@@ -20,6 +20,7 @@ __all__ = ["Candidates", "Lists"]
 
 BLOCK = 65_536  # rows scored at a time
 SPARSE = 6  # where at most one row in so many is allowed, the allowed rows are gathered
+FIRST = 8  # lists that an exact search scores before all others
 LEAST = 32  # rows that a coarse form leaves, beyond k
 
 
@@ -128,9 +129,9 @@ class Lists:
         order, bound = self.near_lists(query)
 
         def slices() -> Iterator[slice]:
-            for i in order[: self.probes]:
+            for i in order[:FIRST]:  # they make the floor high
                 yield slice(int(self.starts[i]), int(self.starts[i + 1]))
-            later = np.sort(order[self.probes :])  # as they lie in the file
+            later = np.sort(order[FIRST:])  # as they lie in the file
             reach = later[bound[later] >= best.floor]
             yield from _merged(slice(int(self.starts[i]), int(self.starts[i + 1])) for i in reach)
 

@@ -40,6 +40,8 @@ SCHEMA = (
     "CREATE TABLE changes (seq INTEGER PRIMARY KEY, id INTEGER NOT NULL)",
 )
 
+# For a writer of a gallery whose index of contents has outgrown the usual cache: every new row changes a page of it.
+WRITING_MANY = ("cache_size = -262144", "wal_autocheckpoint = 16384")
 NOTES = "CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, content TEXT NOT NULL, sum BLOB NOT NULL)"
 
 
@@ -76,6 +78,10 @@ class SqliteStore:
     @property
     def index_state(self) -> str:
         return self.index.index_state
+
+    @property
+    def stored(self) -> str | None:
+        return self._stored
 
     @property
     def index_figures(self) -> dict[str, Any]:
@@ -346,6 +352,8 @@ class SqliteStore:
             try:
                 if writer.in_transaction:  # the previous call was interrupted on its way out
                     writer.execute("ROLLBACK")
+                for pragma in WRITING_MANY if self._stored is not None else ():
+                    writer.execute(f"PRAGMA {pragma}")
                 writer.execute("BEGIN IMMEDIATE")
             except sqlite3.OperationalError as error:
                 if "locked" not in str(error):
