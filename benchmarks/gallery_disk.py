@@ -1,10 +1,10 @@
-"""A gallery beyond memory, with FAISS beside it: python benchmarks/gallery_disk.py --rows 10000000 --dim 128 --folder BIG
+"""A gallery beyond memory, with FAISS beside it: benchmarks/gallery_disk.py --rows 10000000 --folder BIG --stage …
 
-Stages, each in a process of its own (--stage): `enrol` (continues where it stopped, at most --seconds), `build`, `search`
-(opening, searches, memory), `faiss` (IVF-PQ and IVF-SQ8 with the same lists; --hnsw: HNSW-SQ too). Rows are `families` (classes of
-10 rows, 100 classes around each of many centres: cosines of about 0.7 within a class and 0.35 within a family), `groups`
-(the classes without families) or `uniform` (no structure at all). Queries are rows with noise, recall@10 is against
-float64. Memory is that of the process, by /proc: what it allocated, and with the pages of mapped files.
+Stages, each in a process of its own: `enrol` (continues where it stopped, up to --seconds), `build`, `search`
+(opening, searches, memory), `faiss` (IVF-PQ and IVF-SQ8 with the same lists; with --hnsw HNSW-SQ). Rows are `families`
+(classes of 10 rows, 100 classes around each of many centres: cosines of about 0.7 within a class and 0.35 within a
+family), `groups` (the classes without families) or `uniform` (no structure at all). Queries are rows with noise;
+recall@10 is against float64. Memory is that of the process, by /proc: what it allocated, and the pages of mapped files.
 """
 
 import argparse

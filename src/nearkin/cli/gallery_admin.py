@@ -62,7 +62,7 @@ def convert(
     stored: Annotated[
         str,
         typer.Option(
-            help="float32, int8, binary or short:N (the first N dimensions) on the disk; or memory: all rows in memory.",
+            help="float32, int8, binary or short:N (the first N dimensions) on the disk; memory: all rows in memory.",
             metavar="FORM",
         ),
     ],
@@ -175,8 +175,10 @@ def opened_gallery(
     """The gallery, closed at the end; its warnings become notes."""
     from nearkin.gallery import Gallery
 
-    options_of_new = {"dim": dim, "create": create, "stored": stored}
-    with warnings_as_notes(), Gallery.open(place, run, device=device.value, **options_of_new) as opened:
+    with (
+        warnings_as_notes(),
+        Gallery.open(place, run, dim=dim, create=create, device=device.value, stored=stored) as opened,
+    ):
         yield opened
 
 

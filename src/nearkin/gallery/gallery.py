@@ -200,8 +200,8 @@ class Gallery:
 
         filter: {"label": …, "colour": …}; every key must match, of a list any value. rerank: `evaluation.KReciprocal`,
         `AlphaQE` or `DBA`, or a name as "k-reciprocal" or "k-reciprocal:k1=20": the rows in the order after re-ranking,
-        with their cosines as they were. Without settings they follow the median number of rows per label. exact: without
-        an approximate index, which may take long; the result's `proved` and `recall` tell what an answer is.
+        with their cosines as they were. Without settings they follow the median number of rows per label. exact:
+        without an approximate index, which may take long; the result's `proved` and `recall` tell what an answer is.
         """
         checks.integer("k", k, 1)
         if exact and rerank is not None:

@@ -59,8 +59,8 @@ def open_store(
             assert facts is not None
         elif stored is not None and facts.beyond.get("stored") != stored:
             raise ValueError(
-                f"{store.where}: is stored as {facts.beyond.get('stored') or 'rows in memory'}, stored={stored!r} was asked "
-                f"for; change it with: nearkin gallery convert {store.where} --stored {stored}"
+                f"{store.where}: is stored as {facts.beyond.get('stored') or 'rows in memory'}, stored={stored!r} was "
+                f"asked for; change it with: nearkin gallery convert {store.where} --stored {stored}"
             )
         return store, _check_encoder(store, facts, encoding), encoding
     except BaseException:

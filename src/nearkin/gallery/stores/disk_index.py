@@ -1,8 +1,8 @@
 """The index of a gallery that need not fit in memory: a file of coded rows beside it, and in memory what changed since.
 
-The rows of the gallery are the truth. The file has all rows of one state of it; rows that were added or changed since are
-in memory and searched exactly, rows that were removed or changed are left out of the file's. So every search sees the
-gallery as it is, and a file that is missing, damaged or of another state is built again.
+The rows of the gallery are the truth. The file has all rows of one state of it; rows that were added or changed since
+are in memory and searched exactly, rows that were removed or changed are left out of the file's. So every search sees
+the gallery as it is, and a file that is missing, damaged or of another state is built again.
 """
 
 import tempfile
@@ -165,13 +165,12 @@ class DiskIndex:
     def _only_builder(self) -> Iterator[None]:
         """Of several processes one builds, and the others wait for its file."""
         lock: files.Lock | None = None
-        while lock is None and not self._usable():
-            try:
-                lock = files.Lock(self.index_path.with_name(f".{self.index_path.name}.lock"), "taken")
-            except ValueError:
-                time.sleep(WAIT)
-            except OSError:  # as in a read-only folder
-                break
+        with suppress(OSError):  # as in a read-only folder
+            while lock is None and not self._usable():
+                with suppress(ValueError):
+                    lock = files.Lock(self.index_path.with_name(f".{self.index_path.name}.lock"), "taken")
+                if lock is None:
+                    time.sleep(WAIT)
         try:
             yield
         finally:
@@ -354,8 +353,9 @@ class DiskIndex:
                 else f": half of its lists would not reach a recall@10 of {index_build.TARGET}{self._word}"
             )
         return (
-            f"{self.stored} on disk, {self._lists.probes:,} of {len(self._lists.centroids):,} lists; where the bound does "
-            f"not prove an answer, recall@10 {head['recall']:.4f} on {head['queries']} queries near rows{self._word}"
+            f"{self.stored} on disk, {self._lists.probes:,} of {len(self._lists.centroids):,} lists; where the bound "
+            f"does not prove an answer, recall@10 {head['recall']:.4f} on {head['queries']} queries near rows"
+            f"{self._word}"
         )
 
     def figures(self) -> dict[str, Any]:

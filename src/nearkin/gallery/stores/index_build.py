@@ -1,5 +1,5 @@
-"""Builds the index file of a gallery: k-means on a sample, then one pass over the rows, in bounded memory; at the end the
-search is measured against the exact one.
+"""Builds the index file of a gallery: k-means on a sample, then one pass over the rows, in bounded memory; at the end
+the search is measured against the exact one.
 
 How many lists are searched is chosen on one half of the queries, and the stated recall is that of the other half.
 """
@@ -62,7 +62,7 @@ def build(
 def _readable(file: IO[bytes]) -> IO[bytes]:
     """The same file, opened for reading."""
     if isinstance(file.name, str):
-        return open(file.name, "rb")  # noqa: SIM115  the caller closes it
+        return open(file.name, "rb")
     return os.fdopen(os.dup(file.fileno()), "rb")
 
 
@@ -135,7 +135,7 @@ class _Spool:
 
     def append(self, array: NDArray[Any]) -> None:
         self._dtype, self._shape = array.dtype, array.shape[1:]
-        self._file.write(memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b"")
+        self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b"")
         self.count += len(array)
 
     def array(self) -> NDArray[Any]:

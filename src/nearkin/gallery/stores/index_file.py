@@ -2,7 +2,7 @@
 
 Arrays follow one another, each at a multiple of 4,096 bytes; then a description in JSON, its sha256, its length and the
 magic. The description is written last: a file that was cut short has none. It has the sha256 of every array, and all of
-them are verified when the file is opened, by reading, not by mapping, so that this does not count as memory of the process.
+them are verified when the file is opened, by reading, not by mapping, so that this takes no memory of the process.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class IndexWriter:
         self.file.write(bytes(-self.file.tell() % ALIGNED))
         offset, digest = self.file.tell(), hashlib.sha256()
         for part in parts:
-            content = memoryview(np.ascontiguousarray(part, dtype)).cast("B") if part.size else b""
+            content = np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8).data if part.size else b""
             digest.update(content)
             self.file.write(content)
         size = self.file.tell() - offset
@@ -105,4 +105,5 @@ def _view(whole: mmap.mmap, section: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def _size(section: Mapping[str, Any]) -> int:
-    return int(np.prod(section["shape"], dtype=np.int64)) * np.dtype(section["dtype"]).itemsize
+    size: int = int(np.prod(section["shape"], dtype=np.int64)) * np.dtype(section["dtype"]).itemsize
+    return size

@@ -1,8 +1,8 @@
-"""Search in the index file: rows lie in lists around centroids; the lists nearest to a query are scored, and a bound tells
-whether another list, or a row that was left out, could have changed the answer.
+"""Search in the index file: rows lie in lists around centroids; the lists nearest to a query are scored, and a bound
+tells whether another list, or a row that was left out, could have changed the answer.
 
-A row x of a list is at an angle to its centroid c between the list's smallest and largest one. So its angle to a query is
-at least the distance of the query's angle to c from that range, and the list has no cosine above that of this angle.
+A row x of a list is at an angle to its centroid c between the list's smallest and largest one. So its angle to a query
+is at least the distance of the query's angle to c from that range, and the list has no cosine above that of this angle.
 """
 
 from collections.abc import Iterator, Mapping

@@ -20,7 +20,7 @@ Scored = tuple[Row, float]
 
 class Rescored(NamedTuple):
     """rows: nearest first, ties by id. damaged, gone, changed: rows that do not match their checksum, that the gallery
-    does not return, that are other rows than those in the file. proved: no row outside could have changed the answer."""
+    does not return, that are other rows than the file's. proved: no row outside could have changed the answer."""
 
     rows: list[Scored]
     damaged: dict[int, str]

@@ -102,10 +102,10 @@ class Coded:
         scales, errors = self.scales[at], self.errors[at]
         slack = 4 * self.dim * EPSILON
         if self.kind == "float32":
-            return self.codes[at] @ query.full, errors + np.float32(slack)
+            return np.asarray(self.codes[at] @ query.full, np.float32), errors + np.float32(slack)
         if self.kind == "binary":
             return self._binary_scores(query, self.codes[at], scales, errors, slack)
-        near = self._products(query, self.codes[at]) * (scales * np.float32(query.scale))
+        near: Floats = self._products(query, self.codes[at]) * (scales * np.float32(query.scale))
         error = errors * np.float32(1 + query.error) + np.float32(query.error + slack + 1e-6)
         if self.kind == "short":
             error = error + self.arrays["rest"][at] * np.float32(query.rest * (1 + 1e-6))
@@ -128,4 +128,5 @@ class Coded:
         off = query.error * self.dim**0.5  # by which it can differ from q · sign(x)
         across = np.sqrt(np.maximum(1 - np.maximum(np.abs(along) - off, 0) ** 2 / self.dim, 0))
         error = errors * across.astype(np.float32) * np.float32(1 + 1e-6) + scales * np.float32(off)
-        return along * scales, error + np.float32(slack + 1e-6)
+        near: Floats = (along * scales).astype(np.float32)
+        return near, (error + np.float32(slack + 1e-6)).astype(np.float32)
