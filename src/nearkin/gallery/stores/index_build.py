@@ -271,7 +271,8 @@ def _measured(reader: Any, lists: Lists) -> dict[str, Any]:
         for list_of in np.searchsorted(lists.starts, positions, "right") - 1
     ]
     target = (1 + TARGET) / 2 if lists.coarse is not None else TARGET
-    probes = 1 + int(np.sort(chosen)[max(0, int(np.ceil(target * len(chosen))) - 1)])
+    reached = 1 + int(np.sort(chosen)[max(0, int(np.ceil(target * len(chosen))) - 1)])
+    probes = 2 * reached + 2  # the neighbours of one query are in the same lists: few queries promise too much
     if probes > len(lists.centroids) // 2:
         return every
     keep = 0
