@@ -28,7 +28,7 @@ __all__ = ["EXACT", "Progress", "build"]
 
 EXACT = 100_000  # rows up to which every search is exact
 LISTS = 1.3  # lists per square root of the rows
-TRAINED, ROUNDS = 64, 8  # rows per list that train the centroids, and rounds of k-means
+TRAINED, ROUNDS = 40, 6  # rows per list that train the centroids, and rounds of k-means
 ASSIGNED = 4096  # rows assigned at a time
 WRITTEN = 32_768  # rows written at a time
 TARGET, QUERIES, NEAREST = 0.995, 200, 10

@@ -105,7 +105,7 @@ class Coded:
             return np.asarray(self.codes[at] @ query.full, np.float32), errors + np.float32(slack)
         if self.kind == "binary":
             return self._binary_scores(query, self.codes[at], scales, errors, slack)
-        near: Floats = self._products(query, self.codes[at]) * (scales * np.float32(query.scale))
+        near = np.multiply(self._products(query, self.codes[at]), scales * np.float32(query.scale), dtype=np.float32)
         error = errors * np.float32(1 + query.error) + np.float32(query.error + slack + 1e-6)
         if self.kind == "short":
             error = error + self.arrays["rest"][at] * np.float32(query.rest * (1 + 1e-6))
