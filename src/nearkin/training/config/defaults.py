@@ -57,6 +57,9 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "vectors": {"name": "supcon"},
     "targets": {"name": "logratio"},
 }
+# The term of [compatible], its weight and its scale.
+_COMPATIBLE, _COMPATIBLE_SCALE = "items", 16.0
+_COMPATIBLE_WEIGHTS = {"classes": 1.0, "items": 1.0, "regression": 10.0}
 _IMAGE_KEYS = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache", "near")
 
 
@@ -115,6 +118,7 @@ def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) ->
     recipe = _settle_training(recipe, facts)
     recipe = _settle_heat(recipe)
     recipe = _settle_memory(recipe)
+    recipe = _settle_compatible(recipe)
     if recipe.evaluation.clustering and items.labels is None:
         raise ValueError("evaluation.clustering needs class labels, the source has none")
     if recipe.evaluation.rerank is not None:
@@ -528,6 +532,25 @@ def _settle_memory(recipe: Recipe) -> Recipe:
     if recipe.memory.size == 0 and recipe.memory.warmup is not None:
         no_effect("memory.warmup", "memory.size is 0")
     return recipe.with_("memory", warmup=recipe.memory.warmup or 0) if recipe.memory.size else recipe
+
+
+def _settle_compatible(recipe: Recipe) -> Recipe:
+    """The term that holds new embeddings beside those of an old run: what was best by validation, docs/compatible.md."""
+    options = recipe.compatible
+    if options.run is None:
+        for key in ("method", "weight", "scale"):
+            if getattr(options, key) is not None:
+                no_effect(f"compatible.{key}", "compatible.run is not set")
+        return recipe
+    if recipe.takes_targets:
+        raise ValueError(f"compatible.run needs a loss that learns from classes, got {recipe.loss['name']}")
+    method = options.method or _COMPATIBLE
+    settled: dict[str, Any] = {"method": method, "weight": options.weight or _COMPATIBLE_WEIGHTS[method]}
+    if method == "regression" and options.scale is not None:
+        no_effect("compatible.scale", "compatible.method is regression")
+    if method != "regression":
+        settled["scale"] = options.scale or _COMPATIBLE_SCALE
+    return recipe.with_("compatible", **settled)
 
 
 def _defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:
