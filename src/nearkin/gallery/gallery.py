@@ -60,7 +60,9 @@ class Gallery:
         self._note = "the gallery was opened without a run, so there is only a similarity; open it with run=RUN"
         if encoding is not None:
             info = encoding.info
-            if info.frozen is None:
+            if info.fingerprint != facts.fingerprint:  # a compatible run, whose calibration is of its own rows
+                self._note = f"the rows are of {facts.run}, {info.shown} is only compatible with it: a similarity alone"
+            elif info.frozen is None:
                 self._calibrator, self._note = results.load_calibration(info.run, info.fingerprint, info.short)
             else:
                 self._calibrator, self._note = own_calibration.load(store, facts)
@@ -82,7 +84,8 @@ class Gallery:
         run: the folder of a run, whose encoder encodes the items, or an encoder's name ("efficientnet-lite0"); without
         it the gallery takes vectors only. dim: of a new gallery of vectors; with a run, a length that it was trained
         for, the full one by default. A gallery that exists has its length, which the encoder takes. create: make it if
-        it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused.
+        it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused,
+        unless the run was trained to be compatible with that one: then it can be searched.
         """
         store, facts, encoding = opening.open_store(place, run, dim, create, timeout, device, max_pixels)
         try:
@@ -434,6 +437,11 @@ class Gallery:
         if self.fingerprint is not None and self._encoding is None:
             raise ValueError(
                 f"{self._store.where}: its items came through an encoder; open it with run=RUN to enrol more"
+            )
+        if self._encoding is not None and self._encoding.info.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"{self._store.where}: {self._encoding.info.shown} is compatible with the encoder of its rows: it can "
+                f"search them, not enrol among them"
             )
 
 

@@ -35,8 +35,9 @@ def save(
 
     preparation: how inputs are prepared for the encoder (JSON); `load` returns it. lengths: to which embeddings may be
     cut, where it was trained for several (`MatryoshkaLoss`). frozen: the name of a pretrained encoder, where nothing
-    was trained. compatible: the old encoder whose rows it can search (`training.compatible`). LoRA is merged into the weights. For an instant between the two renames at the end the files do not
-    belong together, which the checksum in encoder.json shows.
+    was trained. compatible: the old encoder whose rows it was trained to search, {"run", "encoder", "dim"}, by the
+    fingerprint "encoder". LoRA is merged into the weights. For an instant between the two renames at the end the files
+    do not belong together, which the checksum in encoder.json shows.
     """
     from safetensors.torch import save as to_bytes
 

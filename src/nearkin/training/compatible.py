@@ -1,4 +1,4 @@
-"""Backward-compatible training (BCT, Shen et al. 2020, arXiv:2003.11942): the old encoder, and the term beside the loss.
+"""Backward-compatible training (BCT, Shen et al. 2020, arXiv:2003.11942): an old encoder, and the term beside the loss.
 
 The old encoder embeds every item once, as a gallery has them: without augmentation, prepared as its own run prepares
 them. The term compares the new embeddings, of augmented items, with these. Of more dimensions than the old ones have,
@@ -76,8 +76,9 @@ class CompatibleLoss(nn.Module):
 
     method "classes": the old classifier, as in BCT: -log softmax_y of s cos(z, w_c) over all training classes, w_c the
     mean old embedding of a class. "items": -log softmax of s cos(z_i, o_j) over the old embeddings o of the batch,
-    averaged over those of its class (SupCon with references). "regression": 1 - cos(z_i, o_i). All times `weight`;
-    s = `scale`. old (n, D_old), labels (n,): of the training items. Of z the first D_old dimensions are compared.
+    averaged over those of its class (SupCon with references), or with continuous targets its own. "regression":
+    1 - cos(z_i, o_i). All times `weight`; s = `scale`. old (n, D_old): of the training items. labels: class ids (n,),
+    or of levels (n, L); or continuous targets, which are not read. Of z the first D_old dimensions are compared.
     """
 
     old: Tensor
@@ -88,11 +89,12 @@ class CompatibleLoss(nn.Module):
         self.method, self.weight, self.scale = method, weight, scale or 1.0
         unit = distances.unit(old)
         self.register_buffer("old", unit, persistent=False)
-        self.register_buffer("means", class_means(unit, labels), persistent=False)
+        if method == "classes":
+            self.register_buffer("means", class_means(unit, labels), persistent=False)
 
     def forward(self, embeddings: Tensor, labels: Tensor, *, items: Tensor) -> Tensor:
         """items: (B,) places of the rows among the training items."""
-        z, ids = embeddings[:, : self.old.shape[1]], labels if labels.dim() == 1 else labels[:, 0].contiguous()
+        z, ids = embeddings[:, : self.old.shape[1]], _class_ids(labels, items)
         if self.method == "classes":
             return self.weight * losses.normalized_softmax_loss(z, ids, self.means, scale=self.scale)
         old = self.old[items]
@@ -103,6 +105,13 @@ class CompatibleLoss(nn.Module):
 
 def class_means(unit: Tensor, labels: Tensor) -> Tensor:
     """The mean direction of each class (C, D); labels (n,) from 0, every class among them."""
-    ids = (labels if labels.dim() == 1 else labels[:, 0]).cpu()
+    ids = _class_ids(labels, labels).cpu()
     sums = torch.zeros(int(ids.max()) + 1, unit.shape[1], dtype=torch.float64)
     return distances.unit(sums.index_add_(0, ids, unit.cpu().double())).to(unit)
+
+
+def _class_ids(labels: Tensor, items: Tensor) -> Tensor:
+    """Of levels the finest; with continuous targets every item is a class by itself."""
+    if labels.is_floating_point():
+        return items
+    return labels if labels.dim() == 1 else labels[:, 0].contiguous()

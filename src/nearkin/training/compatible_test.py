@@ -6,15 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin import evaluation
-from nearkin.evaluation.retrieval import retrieval_metrics
 from nearkin.evaluation.statistics import cluster_bootstrap
-from nearkin.training.validation import KS, METRICS, HeldOut, chance_units, cross_sides, figure, points
+from nearkin.training.cross_retrieval import cross_per_query
+from nearkin.training.validation import KS, MAIN, WRITTEN, HeldOut, chance_units, figure, points
 
 __all__ = ["PAIRS", "compatible_results"]
 
 PAIRS = ("old_old", "new_old", "new_new")  # queries by the first, rows by the second
-_METRIC, _SAMPLES = "map@r", 1000
+_SAMPLES = 1000  # resamples of the test classes
 
 
 def compatible_results(
@@ -24,21 +23,22 @@ def compatible_results(
 
     new (n, D), old (n, D_old): of `held_out.everything`. New among new are compared in all D dimensions.
     """
-    options = recipe.evaluation
-    ks = tuple(options.ks or KS[False])
+    graded, seed = recipe.takes_targets, recipe.training.seed
+    metric, ks = MAIN[graded], tuple(recipe.evaluation.ks or KS[graded])
+    units, _ = chance_units(held_out, graded)
     test, values = {}, {}
     for pair, (queries, rows) in dict(zip(PAIRS, ((old, old), (new, old), (new, new)), strict=True)).items():
-        sides, groups = cross_sides(queries, rows, held_out, device)
-        measured: Any = evaluation.retrieval(*sides, ks=ks, metrics=METRICS, interval=options.interval, **groups)
-        names = [name for name in measured if name not in ("queries", "without_positives", "unknown")]
-        ends = measured.intervals if options.interval else {}
-        test[pair] = {name: figure(measured[name], ends.get(name, (None, None))) for name in names}
-        values[pair] = retrieval_metrics.per_query(*sides, metrics=(_METRIC,), **groups)[_METRIC]
-    classes, _ = chance_units(held_out, False)
-    seed = recipe.training.seed
-    against = {pair: _compared(values[pair], values["old_old"], classes, seed) for pair in PAIRS[1:]}
-    sentence = _sentence(against["new_old"], str(record["run"]))
-    return {**record, "test": test, "metric": _METRIC, "against": against, "sentence": sentence}
+        measured = cross_per_query(queries, rows, held_out, graded, device, sorted({*ks, *((10,) if graded else ())}))
+        test[pair] = {name: _figure(x, units, recipe.evaluation.interval) for name, x in measured.items()}
+        values[pair] = measured[metric]
+    against = {pair: _compared(values[pair], values["old_old"], units, seed) for pair in PAIRS[1:]}
+    sentence = _sentence(against["new_old"], str(record["run"]), WRITTEN[metric])
+    return {**record, "test": test, "metric": metric, "against": against, "sentence": sentence}
+
+
+def _figure(values: Tensor, units: Tensor, interval: bool) -> dict[str, Any]:
+    ends = cluster_bootstrap.share_interval(values, units) if interval else (None, None)
+    return figure(values.nanmean(), ends)
 
 
 def _compared(a: Tensor, b: Tensor, classes: Tensor, seed: int) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _compared(a: Tensor, b: Tensor, classes: Tensor, seed: int) -> dict[str, Any
     return figure(test["difference"], test["interval"]) | {"p": test["p"], "verdict": word}
 
 
-def _sentence(difference: Mapping[str, Any], run: str) -> str:
+def _sentence(difference: Mapping[str, Any], run: str, metric: str) -> str:
     if difference["value"] is None:
         return f"It cannot be told whether new queries find more among the rows of {run}: there is nothing to find."
     low, high = difference["low"], difference["high"]
@@ -55,5 +55,5 @@ def _sentence(difference: Mapping[str, Any], run: str) -> str:
     told = {"better": "find more", "worse": "find less", "undecided": "find neither more nor less beyond chance"}
     return (
         f"Among the rows of {run}, new queries {told[difference['verdict']]} than its own: a difference of "
-        f"{points(difference['value'])} points of MAP@R{inside}."
+        f"{points(difference['value'])} points of {metric}{inside}."
     )

@@ -30,7 +30,7 @@ from nearkin.training.old_rows import old_rows
 from nearkin.training.own_objects import PREFIX, Own, own_objects
 from nearkin.training.prepare import Prepared, prepare
 from nearkin.training.rerank_test import validation_rows
-from nearkin.training.run_notes import chunk_note, pairs_note, rank_notes
+from nearkin.training.run_notes import chunk_note, old_note, pairs_note, rank_notes
 from nearkin.training.trainer import Trainer, assemble
 from nearkin.training.validation import HeldOut
 
@@ -231,7 +231,7 @@ def _start(trainer: Trainer, prepared: Prepared, callback: Callback) -> None:
     """Writes the folder, with all that a run needs to be resumed from its first step."""
     trainer.group.on_rank0("starting", lambda: run_dir.write(trainer.out, prepared))
     trainer.state.notes += [*prepared.notes, *pairs_note(prepared), *chunk_note(trainer), *rank_notes(trainer)]
-    trainer.state.notes += step.graph_note(trainer)
+    trainer.state.notes += [*step.graph_note(trainer), *old_note(trainer)]
     for note in trainer.state.notes:
         callback({"event": "note", "text": note})
     trainer.save()
@@ -255,7 +255,8 @@ def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome
     with final_test.explained(trainer, "the encoder"):
         frozen = facts.get("interpolation", {}).get("chosen") == interpolation.FROZEN
         lengths = None if frozen else matryoshka_dims(trainer.recipe, plain.dim)  # none were trained into the former
-        old = prepared.report.get("compatible")
+        if (old := prepared.report.get("compatible")) is not None and old["dim"] < plain.dim:
+            lengths = tuple(sorted({plain.dim, *(lengths or ()), old["dim"]}, reverse=True))
         group.on_rank0(
             "writing", lambda: models.save(plain, trainer.out, prepared.preparation, lengths, compatible=old)
         )

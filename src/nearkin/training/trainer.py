@@ -35,6 +35,7 @@ from nearkin.training.compatible import CompatibleLoss
 from nearkin.training.config.defaults import CAPTURABLE
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of
+from nearkin.training.cross_retrieval import CROSS, cross_metrics
 from nearkin.training.cuda_graphs import GraphedEncoder, GraphedStep
 from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed, on_device
 from nearkin.training.metrics_log import MetricsLog
@@ -42,7 +43,7 @@ from nearkin.training.monitor import Monitor, geometry
 from nearkin.training.old_rows import OldRows
 from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
 from nearkin.training.prepare import Prepared, build_encoder
-from nearkin.training.validation import CROSS, HeldOut, cross_metrics, quick_metrics
+from nearkin.training.validation import HeldOut, quick_metrics
 
 __all__ = ["PRECISIONS", "Trainer", "assemble", "seed_everything"]
 
@@ -262,7 +263,7 @@ class Trainer:
 
         def measure() -> dict[str, float]:
             figures = quick_metrics(rows, held_out, self.graded, self.device)
-            return figures if old is None else figures | cross_metrics(rows, old, held_out, self.device)
+            return figures if old is None else figures | cross_metrics(rows, old, held_out, self.graded, self.device)
 
         figures = self.group.on_rank0("validation", measure)
         main = validation.MAIN[self.graded]

@@ -14,9 +14,6 @@ from nearkin.evaluation.retrieval import retrieval_metrics
 
 __all__ = ["KS", "MAIN", "METRICS", "WRITTEN", "HeldOut", "chance_units", "graded_metrics", "graded_query_and_gallery"]
 __all__ += [
-    "CROSS",
-    "cross_metrics",
-    "cross_sides",
     "figure",
     "groups_of",
     "main_per_query",
@@ -29,7 +26,6 @@ __all__ += [
 MAIN = {False: "map@r", True: "ndcg@10"}  # what validation maximises: classes, continuous targets
 KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
 WRITTEN = {"map@r": "MAP@R", "ndcg@10": "nDCG@10"}
-CROSS = "old_"  # before the name of a metric: new queries among the rows of an old run
 METRICS = ("recall", "precision@1", "r_precision", "map@r")
 
 
@@ -67,30 +63,6 @@ def quick_metrics(rows: Tensor, held_out: HeldOut, graded: bool, device: torch.d
         metrics = evaluation.retrieval(queries, labels, gallery, gallery_labels, **options)
         names = ("map@r", "recall@1", "r_precision")
     return {name: float(metrics[name]) for name in names if np.isfinite(metrics[name])}
-
-
-def cross_metrics(rows: Tensor, old: Tensor, held_out: HeldOut, device: torch.device) -> dict[str, float]:
-    """As `quick_metrics`, of new queries among the old rows; of both as `cross_sides`."""
-    sides, groups = cross_sides(rows, old, held_out, device)
-    metrics: Any = evaluation.retrieval(*sides, ks=(1,), metrics=METRICS, **groups)
-    return {CROSS + name: float(metrics[name]) for name in ("map@r", "recall@1") if np.isfinite(metrics[name])}
-
-
-def cross_sides(
-    rows: Tensor, old: Tensor, held_out: HeldOut, device: torch.device
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Queries by one encoder, gallery by another, and the groups that keep a query from finding its own item.
-
-    rows (n, D), old (n, D_old): those of `held_out.everything`, the first D_old dimensions are compared.
-    """
-    queries, labels, gallery, gallery_labels = query_and_gallery(rows[:, : old.shape[1]], held_out, device)
-    if gallery is not None and gallery_labels is not None:
-        return (queries, labels, old[len(queries) :].to(gallery), gallery_labels), groups_of(held_out, device)
-    ids = torch.arange(len(queries), device=queries.device)
-    if held_out.groups is not None:  # an item without a group is one by itself
-        groups = torch.from_numpy(held_out.groups).to(ids)
-        ids = torch.where(groups < 0, int(groups.max()) + 1 + ids, groups)
-    return (queries, labels, old.to(queries), labels), {"groups": ids, "gallery_groups": ids}
 
 
 def graded_metrics(rows: Tensor, held_out: HeldOut, device: torch.device, **options: Any) -> Any:

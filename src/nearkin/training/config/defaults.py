@@ -58,7 +58,7 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "targets": {"name": "logratio"},
 }
 # The term of [compatible], its weight and its scale.
-_COMPATIBLE, _COMPATIBLE_SCALE = "items", 16.0
+_COMPATIBLE, _COMPATIBLE_SCALE = "regression", 16.0
 _COMPATIBLE_WEIGHTS = {"classes": 1.0, "items": 1.0, "regression": 10.0}
 _IMAGE_KEYS = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache", "near")
 
@@ -535,16 +535,17 @@ def _settle_memory(recipe: Recipe) -> Recipe:
 
 
 def _settle_compatible(recipe: Recipe) -> Recipe:
-    """The term that holds new embeddings beside those of an old run: what was best by validation, docs/compatible.md."""
+    """The term that holds new embeddings to those of an old run; defaults by validation, docs/compatible.md."""
     options = recipe.compatible
     if options.run is None:
         for key in ("method", "weight", "scale"):
             if getattr(options, key) is not None:
                 no_effect(f"compatible.{key}", "compatible.run is not set")
         return recipe
-    if recipe.takes_targets:
-        raise ValueError(f"compatible.run needs a loss that learns from classes, got {recipe.loss['name']}")
     method = options.method or _COMPATIBLE
+    if method == "classes" and recipe.takes_targets:
+        name = recipe.loss["name"]
+        raise ValueError(f"compatible.method must be items or regression for loss {name}, which reads no classes")
     settled: dict[str, Any] = {"method": method, "weight": options.weight or _COMPATIBLE_WEIGHTS[method]}
     if method == "regression" and options.scale is not None:
         no_effect("compatible.scale", "compatible.method is regression")
