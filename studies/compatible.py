@@ -4,7 +4,7 @@
 
 The old run has seen half of the training classes; the new one sees all, with a larger encoder:
 
-- glyphs: small-cnn of width 16, then of width 24, both from scratch with ArcFace and 128 dimensions;
+- glyphs: small-cnn of width 8, then of width 12, both from scratch with ArcFace and 128 dimensions;
 - birds: frozen features of efficientnet-lite0 for reduced photos of CUB-200-2011 in FOLDER/CUB_200_2011, as in
   short_embeddings.py, under an MLP without a hidden layer, then one of 512, both with SupCon and 64 dimensions.
 
@@ -37,8 +37,8 @@ from nearkin.training.prepare import prepare
 SETS: dict[str, dict[str, dict[str, Any]]] = {
     "glyphs": {
         "both": {"loss.name": "arcface", "loss.margin": 0.2, "loss.scale": 16.0, "encoder.dim": 128},
-        "old": {"encoder.width": 16, "training.epochs": 6, "training.batches": 60},
-        "new": {"encoder.width": 24, "training.epochs": 8, "training.batches": 60},
+        "old": {"encoder.width": 8, "training.epochs": 5, "training.batches": 50},
+        "new": {"encoder.width": 12, "training.epochs": 6, "training.batches": 60},
     },
     "birds": {
         "both": {"loss.name": "supcon", "encoder.name": "mlp", "encoder.dim": 64, "training.patience": 100},
@@ -46,14 +46,16 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
         "new": {"encoder.hidden": [512], "training.epochs": 8, "training.batches": 50},
     },
 }
-CHOICES: list[tuple[str, float, float | None]] = [
-    ("regression", 3.0, None),
-    ("regression", 10.0, None),
-    ("regression", 30.0, None),
-    ("classes", 1.0, 16.0),
-    ("items", 1.0, 16.0),
-    ("classes", 3.0, 16.0),
-    ("items", 3.0, 16.0),
+CHOICES: list[dict[str, Any]] = [
+    {"method": "regression", "weight": 10.0, "class_share": 0.0},
+    {"method": "regression", "weight": 10.0, "class_share": 0.5},
+    {"method": "classes", "weight": 1.0, "scale": 16.0},
+    {"method": "items", "weight": 1.0, "scale": 16.0},
+    {"method": "regression", "weight": 30.0, "class_share": 0.5},
+    {"method": "regression", "weight": 3.0, "class_share": 0.5},
+    {"method": "regression", "weight": 10.0, "class_share": 1.0},
+    {"method": "classes", "weight": 3.0, "scale": 16.0},
+    {"method": "items", "weight": 3.0, "scale": 16.0},
 ]
 
 
@@ -116,19 +118,17 @@ def new_run(
 
 
 def chosen(
-    name: str, source: str, seed: int, old: Path, options: argparse.Namespace, choice: tuple[str, float, float | None]
+    name: str, source: str, seed: int, old: Path, options: argparse.Namespace, choice: dict[str, Any]
 ) -> dict[str, Any]:
-    """What validation says of a method with its weight and scale, beside old queries among old rows."""
-    method, weight, scale = choice
-    keys: dict[str, Any] = {"compatible.run": str(old), "compatible.method": method, "compatible.weight": weight}
-    keys |= {} if scale is None else {"compatible.scale": scale}
-    outcome = new_run(name, source, seed, options, f"{method}-{weight:g}-{scale or 0:g}", keys)
+    """What validation says of a method with its settings, beside old queries among old rows."""
+    keys = {"compatible.run": str(old)} | {f"compatible.{key}": value for key, value in choice.items()}
+    outcome = new_run(name, source, seed, options, "-".join(map(str, choice.values())), keys)
     held_out = outcome.prepared.held_out("val")
     rows = old_rows(outcome.folder)[torch.from_numpy(held_out.everything)]
-    val = outcome.results["val"] | {"old_old": cross_metrics(rows, rows, held_out, False, torch.device("cpu"))}
-    figures = {key: round(100 * val[key], 2) for key in ("map@r", "old_map@r", "recall@1", "old_recall@1")}
-    print(name, seed, choice, figures, {k: round(100 * v, 2) for k, v in val["old_old"].items()}, flush=True)
-    return {"seed": seed, "method": method, "weight": weight, "scale": scale, "val": val}
+    old_old = cross_metrics(rows, rows, held_out, False, torch.device("cpu"))
+    val = {key: outcome.results["val"][key] for key in ("map@r", "old_map@r", "recall@1", "old_recall@1")}
+    print(name, seed, choice, {k: round(100 * v, 2) for k, v in val.items()}, old_old, flush=True)
+    return {"seed": seed, **choice, "val": val, "old_old": old_old}
 
 
 def measured(name: str, source: str, seed: int, old: Path, options: argparse.Namespace) -> dict[str, Any]:

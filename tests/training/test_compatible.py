@@ -62,7 +62,7 @@ def lines(out):
 # --- the term
 
 
-def by_hand(method, z, ids, old, all_old, all_ids, scale):
+def by_hand(method, z, ids, old, all_old, all_ids, scale, share):
     """The term in float64, one item after the other."""
     unit = lambda x: x / x.norm()  # noqa: E731
     means = [unit(sum(unit(o) for o, c in zip(all_old, all_ids, strict=True) if c == k)) for k in sorted(set(all_ids))]
@@ -70,7 +70,7 @@ def by_hand(method, z, ids, old, all_old, all_ids, scale):
     for i, row in enumerate(z):
         x = unit(row[: old.shape[1]])
         if method == "regression":
-            total = total + 1 - x @ unit(old[i])
+            total = total + 1 - x @ unit((1 - share) * unit(old[i]) + share * means[ids[i]])
         elif method == "classes":
             logits = torch.stack([scale * (x @ w) for w in means])
             total = total + torch.logsumexp(logits, 0) - logits[ids[i]]
@@ -82,15 +82,17 @@ def by_hand(method, z, ids, old, all_old, all_ids, scale):
 
 
 @pytest.mark.parametrize("dim", [5, 7])
-@pytest.mark.parametrize("method", ["classes", "items", "regression"])
-def test_the_term_is_that_of_a_loop(method, dim):
+@pytest.mark.parametrize(
+    "method, share", [("classes", 0), ("items", 0), ("regression", 0), ("regression", 0.3), ("regression", 1)]
+)
+def test_the_term_is_that_of_a_loop(method, share, dim):
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(12, 5, generator=generator, dtype=torch.float64) * 3
     labels, items = torch.arange(12) % 4, torch.tensor([0, 4, 1, 5, 9, 3])
     z = torch.randn(6, dim, generator=generator, dtype=torch.float64, requires_grad=True)
-    term = CompatibleLoss(old, labels, method, 0.5, 8.0)
+    term = CompatibleLoss(old, labels, method, 0.5, share, 8.0)
     value = term(z, labels[items], items=items)
-    expected = 0.5 * by_hand(method, z, labels[items].tolist(), old[items], old, labels.tolist(), 8.0)
+    expected = 0.5 * by_hand(method, z, labels[items].tolist(), old[items], old, labels.tolist(), 8.0, share)
     torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
     (gradient,) = torch.autograd.grad(value, z)
     torch.testing.assert_close(gradient, *torch.autograd.grad(expected, z), rtol=1e-7, atol=1e-9)
@@ -103,11 +105,11 @@ def test_of_levels_the_finest_counts_and_with_targets_the_item():
     old, items = torch.randn(8, 4, generator=generator), torch.tensor([0, 4, 1, 2])
     classes, z = torch.arange(8) % 4, torch.randn(4, 4, generator=generator)
     levels = torch.stack([classes, classes // 2], 1)
-    plain = CompatibleLoss(old, classes, "items", 1.0, 4.0)(z, classes[items], items=items)
-    assert CompatibleLoss(old, levels, "items", 1.0, 4.0)(z, levels[items], items=items) == plain
+    plain = CompatibleLoss(old, classes, "items", 1.0, scale=4.0)(z, classes[items], items=items)
+    assert CompatibleLoss(old, levels, "items", 1.0, scale=4.0)(z, levels[items], items=items) == plain
     targets = torch.rand(8)
-    alone = CompatibleLoss(old, targets, "items", 1.0, 4.0)(z, targets[items], items=items)
-    assert alone == CompatibleLoss(old, torch.arange(8), "items", 1.0, 4.0)(z, items, items=items) != plain
+    alone = CompatibleLoss(old, targets, "items", 1.0, scale=4.0)(z, targets[items], items=items)
+    assert alone == CompatibleLoss(old, torch.arange(8), "items", 1.0, scale=4.0)(z, items, items=items) != plain
     assert torch.equal(class_means(torch.eye(4).repeat(2, 1), levels), torch.eye(4))
 
 
@@ -314,6 +316,11 @@ def test_a_run_cut_while_the_old_rows_are_made_goes_on(home, tmp_path):
         (['compatible.run="{home}/old-photos"'], "compatible.run must take vectors, .*which takes pictures"),
         (['data.source="{home}/wide.npz"'], r"compatible.run must take items of shape \[13\], .*which takes \[12\]"),
         (["compatible.method=regression", "compatible.scale=3"], "compatible.scale would have no effect"),
+        (["compatible.method=items", "compatible.class_share=0.5"], "compatible.class_share would have no effect"),
+        (
+            ['data.source="{home}/targets.npz"', "compatible.class_share=0.5", "sampler.neighbours=2"],
+            "compatible.class_share must be 0 for loss logratio",
+        ),
         (["compatible.method=other"], "compatible.method"),
         (["compatible.weight=0"], "compatible.weight"),
         (
@@ -328,7 +335,7 @@ def test_what_is_wrong_is_one_sentence_and_leaves_nothing(sets, sentence, home, 
     assert "\n" not in str(error.value) and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("key, value", [("method", '"items"'), ("weight", 2), ("scale", 8)])
+@pytest.mark.parametrize("key, value", [("method", '"items"'), ("weight", 2), ("class_share", 0.5), ("scale", 8)])
 def test_without_an_old_run_its_keys_have_no_effect(key, value, home, tmp_path):
     recipe = read(None, [f'data.source="{home}/vectors.npz"', *SMALL, f"compatible.{key}={value}"])
     with pytest.raises(ValueError, match=f"compatible.{key} would have no effect: compatible.run is not set"):

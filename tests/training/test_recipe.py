@@ -190,6 +190,7 @@ CHANGES = {
     "compatible.run": (COMPATIBLE, "older"),
     "compatible.method": (COMPATIBLE, "items"),
     "compatible.weight": (COMPATIBLE, 0.5),
+    "compatible.class_share": (COMPATIBLE, 0.0),
     "compatible.scale": ([*COMPATIBLE, "compatible.method=classes"], 3.0),
     "levels.weights": ([*VECTORS, 'data.levels=["family"]'], [1.0, 0.5]),
     "data.group_pattern": (PHOTOS, r"(?P<group>class\d(?:/(?=[3-5]))?)"),

@@ -74,23 +74,37 @@ def check_dim(dim: int, old: Mapping[str, Any] | None) -> None:
 class CompatibleLoss(nn.Module):
     """The term of new embeddings z (B, D), of items with class ids (B,), against old ones; nothing of it is learned.
 
-    method "classes": the old classifier, as in BCT: -log softmax_y of s cos(z, w_c) over all training classes, w_c the
-    mean old embedding of a class. "items": -log softmax of s cos(z_i, o_j) over the old embeddings o of the batch,
-    averaged over those of its class (SupCon with references), or with continuous targets its own. "regression":
-    1 - cos(z_i, o_i). All times `weight`; s = `scale`. old (n, D_old): of the training items. labels: class ids (n,),
-    or of levels (n, L); or continuous targets, which are not read. Of z the first D_old dimensions are compared.
+    method "regression": 1 - cos(z_i, t_i), t_i = (1 - a) o_i + a w_y scaled to length 1, o_i the old embedding of the
+    item, w_y the mean old embedding of its class, a = `class_share`. "classes": the old classifier, as in BCT, with
+    means in place of weights: -log softmax_y of s cos(z_i, w_c) over all training classes. "items": -log softmax of
+    s cos(z_i, o_j) over the old embeddings of the batch, averaged over those of its class (SupCon with references), or
+    with continuous targets its own. All times `weight`; s = `scale`.
+
+    old (n, D_old): of the training items. labels: class ids (n,), or of levels (n, L); or continuous targets, which are
+    not read. Of z the first D_old dimensions are compared.
     """
 
     old: Tensor
     means: Tensor
 
-    def __init__(self, old: Tensor, labels: Tensor, method: str, weight: float, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        old: Tensor,
+        labels: Tensor,
+        method: str,
+        weight: float,
+        class_share: float | None = None,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
         self.method, self.weight, self.scale = method, weight, scale or 1.0
         unit = distances.unit(old)
-        self.register_buffer("old", unit, persistent=False)
         if method == "classes":
             self.register_buffer("means", class_means(unit, labels), persistent=False)
+        elif class_share:
+            means = class_means(unit, labels)[_class_ids(labels, labels)]
+            unit = distances.unit((1 - class_share) * unit + class_share * means)
+        self.register_buffer("old", unit, persistent=False)
 
     def forward(self, embeddings: Tensor, labels: Tensor, *, items: Tensor) -> Tensor:
         """items: (B,) places of the rows among the training items."""

@@ -96,7 +96,9 @@ class Trainer:
             settings = self.recipe.compatible
             assert settings.method is not None and settings.weight is not None
             rows = self.old.rows[torch.from_numpy(self.loader.indices)].to(self.device)
-            term = CompatibleLoss(rows, self.labels, settings.method, settings.weight, settings.scale)
+            term = CompatibleLoss(
+                rows, self.labels, settings.method, settings.weight, settings.class_share, settings.scale
+            )
             self.old_term = GlobalBatch(term) if self.group.size > 1 else term
         self.takes_items = any(getattr(part, "item_beta", None) is not None for part in self.loss.modules())
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
