@@ -113,8 +113,12 @@ def old_run(name: str, source: str, seed: int, options: argparse.Namespace) -> P
 def new_run(
     name: str, source: str, seed: int, options: argparse.Namespace, how: str, compatible: dict[str, Any]
 ) -> training.Outcome:
+    """A new run; one that was begun before goes on."""
+    folder = options.out / f"{name}-{how}-{seed}"
+    if (folder / "recipe.toml").is_file():
+        return training.resume(folder)
     settings = settings_of(name, "new", seed, options) | compatible
-    return training.train(source, options.out / f"{name}-{how}-{seed}", settings=settings, report=False)
+    return training.train(source, folder, settings=settings, report=False)
 
 
 def chosen(
