@@ -157,6 +157,7 @@ def test_targets_are_searched_half_by_half():
 # --- a run
 
 
+@pytest.mark.slow
 def test_new_queries_find_old_rows(home, tmp_path):
     """Far beyond what an unrelated network finds; everything that a run says of it is there."""
     longer = ["training.batches=60", "compatible.method=regression", "optimizer.lr=0.01", "encoder.dim=8"]
@@ -380,6 +381,7 @@ def test_a_compatible_run_searches_the_gallery_and_does_not_enrol(home, new, tmp
         Gallery.open(tmp_path / "g.db", home / "unrelated")
 
 
+@pytest.mark.slow
 def test_the_command_line_and_the_report(home, tmp_path):
     sets = [part for text in SMALL for part in ("--set", text)]
     result = commands.run(
