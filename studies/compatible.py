@@ -6,7 +6,8 @@ The old run has seen half of the training classes; the new one sees all, with a 
 
 - glyphs: small-cnn of width 8, then of width 12, both from scratch with ArcFace and 128 dimensions;
 - birds: frozen features of efficientnet-lite0 for reduced photos of CUB-200-2011 in FOLDER/CUB_200_2011, as in
-  short_embeddings.py, under an MLP without a hidden layer, then one of 512, both with SupCon and 64 dimensions.
+  short_embeddings.py, under an MLP without a hidden layer, then one of 512, both with SupCon and 64 dimensions;
+- narrow: the same, but the old run has read the first 160 of the 1280 features only: a weaker backbone.
 
 --choose trains with every method and weight of `CHOICES`, and prints what validation says of each, which is how the
 defaults were found; test figures are not looked at. Without it the default is compared with a new run that knows
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from short_embeddings import birds
 
-from nearkin import training
+from nearkin import models, training
 from nearkin.core import files
 from nearkin.training.compatible_test import PAIRS, compatible_results
 from nearkin.training.config.recipe import read
@@ -46,6 +47,8 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
         "new": {"encoder.hidden": [512], "training.epochs": 8, "training.batches": 50},
     },
 }
+SETS["narrow"] = SETS["birds"]
+NARROW = 160
 CHOICES: list[dict[str, Any]] = [
     {"method": "regression", "weight": 10.0, "class_share": 0.0},
     {"method": "regression", "weight": 10.0, "class_share": 0.5},
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--choose", action="store_true", help="compare methods and weights on validation")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     options = parser.parse_args(argv)
-    if "birds" in options.sets and options.data is None:
+    if set(options.sets) - {"glyphs"} and options.data is None:
         parser.error("birds need --data, the folder with CUB_200_2011")
     options.out.mkdir(parents=True, exist_ok=True)
     started, results = time.monotonic(), dict[str, list[dict[str, Any]]]()
@@ -95,9 +98,9 @@ def settings_of(name: str, which: str, seed: int, options: argparse.Namespace) -
 def old_run(name: str, source: str, seed: int, options: argparse.Namespace) -> Path:
     """A run that has seen every other training class, made once."""
     folder = options.out / f"{name}-old-{seed}"
-    if (folder / "results.json").is_file():
+    if (folder / "encoder.json").is_file():
         return folder
-    settings = settings_of(name, "old", seed, options) | {"data.source": source}
+    settings = settings_of(name, "old", seed, options)
     prepared = prepare(read(None, [f"data.source={source}"]))
     labels = prepared.items.labels
     assert labels is not None
@@ -106,7 +109,31 @@ def old_run(name: str, source: str, seed: int, options: argparse.Namespace) -> P
     path = options.out / f"{name}-unseen.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["path"], *([prepared.items.names[i]] for i in unseen)])
-    training.train(source, folder, settings=settings | {"data.without": str(path)}, report=False)
+    settings["data.without"] = str(path)
+    if name != "narrow":
+        training.train(source, folder, settings=settings, report=False)
+        return folder
+    part = options.out / "narrow.npz"
+    with np.load(source) as file:
+        np.savez(part, **{**file, "embeddings": file["embeddings"][:, :NARROW]})
+    narrow = training.train(str(part), options.out / f"narrow-part-{seed}", settings=settings, report=False)
+    return widened(narrow.folder, folder, prepared.items.vectors)
+
+
+def widened(narrow: Path, folder: Path, rows: Any) -> Path:
+    """The linear encoder of a run as one that takes all features, and gives those it has not learned no weight."""
+    encoder, _ = models.load(narrow)
+    features = rows.shape[1]
+    wide = models.build(**encoder.settings | {"features": features})
+    state = {
+        key: torch.nn.functional.pad(x, (0, features - NARROW), value=float(key == "std")) if "bias" not in key else x
+        for key, x in encoder.state_dict().items()
+    }
+    wide.load_state_dict(state)
+    some = torch.from_numpy(rows[:50])
+    with torch.no_grad():
+        torch.testing.assert_close(wide.eval()(some), encoder(some[:, :NARROW]), rtol=0, atol=1e-5)
+    models.save(wide, folder, {"kind": "vectors", "features": features})
     return folder
 
 
