@@ -74,6 +74,15 @@ def train(
         typer.Option("--drop-near", help="Drop training and validation pictures that are nearly in a later part."),
     ] = False,
     closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class instead of classes.")] = False,
+    log: Annotated[
+        str | None,
+        typer.Option(
+            "--log",
+            "--track",  # torchrun takes --log for one of its own
+            help="Also write the figures for tensorboard, mlflow or wandb (offline); under torchrun: --track.",
+            metavar="NAME,…",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="New folder for the run.", metavar="DIR", show_default="runs/SOURCE")
     ] = None,
@@ -118,6 +127,7 @@ def train(
         "training.chunk": chunk,
         "optimizer.lr": lr,
         "training.seed": seed,
+        "training.log": options.names(log),
         "training.device": None if device is None else device.value,
         "training.strategy": None if strategy is None else strategy.value,
     }
