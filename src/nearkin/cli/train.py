@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from nearkin.cli import options
-from nearkin.cli.screen import app, echo, one_sentence, training_screen
+from nearkin.cli.screen import app, echo, one_sentence, print_json, training_screen
 
 
 class Strategy(str, Enum):
@@ -156,7 +156,7 @@ def train(
 
 def _print_outcome(outcome: Any, quiet: bool, json: bool) -> None:
     if json:
-        echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False), lines=True)
+        print_json(outcome.results)
     elif quiet:
         echo(str(outcome.folder))
     elif outcome.recipe.unlabelled.only:
