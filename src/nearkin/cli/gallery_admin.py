@@ -10,7 +10,7 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_note, print_result, print_table
-from nearkin.cli.verb import App
+from nearkin.cli.verb import App, Verbs
 
 if TYPE_CHECKING:
     from nearkin.gallery import Gallery
@@ -19,7 +19,7 @@ __all__ = ["GalleryArgument", "opened_gallery", "verbs", "warnings_as_notes"]
 
 GalleryArgument = Annotated[str, typer.Argument(help="A file, or postgresql://…", metavar="G", show_default=False)]
 
-verbs = App(no_args_is_help=True, help="Inspect, check, back up, copy, export and index a gallery.")
+verbs = App(cls=Verbs, no_args_is_help=True, help="Inspect, check, back up, copy, export and index a gallery.")
 app.add_typer(verbs, name="gallery")
 
 

@@ -55,7 +55,7 @@ def report(
         from nearkin import training
 
         if not (run / "recipe.toml").is_file():
-            raise ValueError(f"{run}: not a run: there is no recipe.toml in it")
+            raise ValueError(f"{run}: not a run: there is no recipe.toml in it; nearkin runs lists the runs")
         if not (run / "results.json").is_file():
             raise ValueError(f"{run}: this run has not ended; nearkin train --resume {run} trains to the end")
         outcome = training.resume(run, callback, report=True)

@@ -149,7 +149,7 @@ def same_launch(folder: Path) -> bool:
 def recipe_of(folder: Path) -> Recipe:
     """The recipe of a run. A relative path that does not exist is looked up where the run was started."""
     if not (folder / "recipe.toml").is_file():
-        raise ValueError(f"{folder}: not a run: there is no recipe.toml in it")
+        raise ValueError(f"{folder}: not a run: there is no recipe.toml in it; nearkin runs lists the runs")
     recipe = recipes.read(folder / "recipe.toml")
     start = start_of(folder).get("began_in")
     for section, key in (("data", "source"), ("data", "root"), ("unlabelled", "folder")):
