@@ -2,7 +2,7 @@
 
 Segments: a partial HNSW per range of ids, so that enrolment never waits for it. New rows get a segment of their own,
 which takes in older ones as long as these have less than four times as many rows. Every index is built CONCURRENTLY;
-one that was not finished is recognised as invalid and dropped, one that was finished after a kill of its client is used.
+one that was not finished is recognised as invalid and dropped, one that was finished after its client's end is used.
 """
 
 import re
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["EXACT", "build", "drop_all", "exact_rows", "is_current", "measured_recall", "state"]
 
 EXACT = 10_000  # rows up to which every search compares all of them; newer rows that wait for a segment
-MAX_HALF, LINKS, WIDTH = 4_000, 16, 100  # dimensions of HNSW over halfvec; its links per row, candidates while building
+MAX_HALF, LINKS, WIDTH = 4_000, 24, 100  # dimensions of HNSW over halfvec; its links per row, candidates while building
 DEPTHS = (40, 64, 100, 160, 250, 400, 640, DEEPEST)
 GROWTH = 4  # a segment takes in an older one with up to so many times its rows
 DEEP_RECALL = 0.99  # recall@100 that decides about searches with a filter
@@ -195,7 +195,7 @@ class _Builder:
 
     def _set_memory(self, rows: int) -> None:
         """The graph must fit, or building takes many times as long."""
-        needed = rows * (2 * self._dim + 900) // 2**20 + LEAST_MEMORY
+        needed = rows * (2 * self._dim + 1200) // 2**20 + LEAST_MEMORY
         query = "SELECT set_config('maintenance_work_mem', greatest(pg_size_bytes(current_setting("
         query += "'maintenance_work_mem')) / 1024, %s)::text || 'kB', false)"
         self._connection.execute(query, (min(needed, MOST_MEMORY) * 1024,))

@@ -24,6 +24,7 @@ SPARE = 16  # rows that exact search proposes beyond k
 DEEPEST = 1000  # hnsw.ef_search; pgvector takes no more
 STEP_COST = 12.0  # one more candidate of HNSW, in comparisons of a row that passes a filter
 FILTERS, SAMPLE = 256, 1000  # filters whose share of rows is remembered; rows that estimate it
+FEW = 0.05  # share of rows up to which a filter is answered by the index of metadata
 COLUMNS = "id, content, label, name, metadata, vector_send(vector), sum"
 # What HNSW orders by: halfvec, or the Hamming distance of the signs, whose nearest are compared again in SQL.
 FORMS = {
@@ -86,7 +87,8 @@ class Search:
     ) -> Neighbours:
         """The k nearest, ties by id. excluded: told of damaged rows, returns the ids to leave out."""
         index, out = None if self.exact else IndexFacts.of(facts), excluded({})
-        depth = None if index is None else self._depth(cursor, facts, index, k, filter)
+        share = 1.0 if filter is None or not has_terms(facts) else self._share(cursor, facts, filter)
+        depth = None if index is None else _depth(facts, index, k, share)
         while index is not None and depth is not None:
             rows, damaged = self.by_index(cursor, facts.dim, index, query, k + _spare(k), depth, filter, out)
             if damaged:
@@ -95,7 +97,7 @@ class Search:
                 break  # the index gave up before enough rows passed
             else:
                 return best(rows, query, k)[0]
-        return self._compare(cursor, query, k, filter, out, excluded, has_terms(facts))
+        return self._compare(cursor, query, k, filter, out, excluded, terms=share < FEW)
 
     # --- by index
 
@@ -125,36 +127,25 @@ class Search:
         )
         return read_rows(cursor.execute(text, [*once * (len(index.bounds) - 1), *values, *each], prepare=True))
 
-    def _depth(self, cursor: Any, facts: Facts, index: IndexFacts, k: int, filter: Filter | None) -> int | None:
-        """Of a search by index; None where comparing each row that passes the filter is faster."""
-        if k + _spare(k) > DEEPEST:
-            return None
-        if filter is None:
-            return index.depth_for(k)
-        share = max(self._share(cursor, facts, filter, k), 1e-9)
-        depth = index.depth_for(k / share)
-        steps = max(depth, (k + _spare(k)) / share)
-        return None if share * facts.rows <= steps * STEP_COST else depth
-
-    def _share(self, cursor: Any, facts: Facts, filter: Filter, k: int) -> float:
+    def _share(self, cursor: Any, facts: Facts, filter: Filter) -> float:
         """Of rows that pass a filter; remembered until a twentieth of all rows has changed, for it decides about speed.
 
-        Counted up to where the index is faster; then estimated from some rows.
+        Estimated from some rows, and counted where few of them pass.
         """
         name, state = str(filter), facts.next_id + facts.changes
         if name in self._shares and abs(state - self._shares[name][1]) <= max(100, facts.rows // 20):
             self._shares.move_to_end(name)
             return self._shares[name][0]
-        where, values = self.conditions(filter, (), terms=has_terms(facts))
-        most = math.isqrt(int(STEP_COST * (k + _spare(k)) * facts.rows)) + 1
-        count = f"SELECT count(*) FROM (SELECT 1 FROM {self.table} WHERE {where} LIMIT {most}) AS passing"
-        share = float(cursor.execute(count, values).fetchone()[0] / max(1, facts.rows))
-        if share * facts.rows >= most:
-            where, values = self.conditions(filter, ())
-            ids = np.random.default_rng(0).integers(1, max(2, facts.next_id), SAMPLE).tolist()
-            sample = f"SELECT count(*) FILTER (WHERE {where}), count(*) FROM {self.table} WHERE id = ANY(%s)"
-            passed, sampled = cursor.execute(sample, [*values, ids]).fetchone()
-            share = max(share, passed / max(1, sampled))
+        where, values = self.conditions(filter, ())
+        ids = np.random.default_rng(0).integers(1, max(2, facts.next_id), SAMPLE).tolist()
+        sample = f"SELECT count(*) FILTER (WHERE {where}), count(*) FROM {self.table} WHERE id = ANY(%s)"
+        passed, sampled = cursor.execute(sample, [*values, ids]).fetchone()
+        share = float(passed / max(1, sampled))
+        if share < FEW:
+            where, values = self.conditions(filter, (), terms=True)
+            cursor.execute("SELECT set_config('work_mem', '32MB', true)")  # a list of rows, not of pages
+            count = cursor.execute(f"SELECT count(*) FROM {self.table} WHERE {where}", values).fetchone()[0]
+            share = min(float(count / max(1, facts.rows)), FEW / 1.01)
         self._shares[name] = share, state
         if len(self._shares) > FILTERS:
             self._shares.popitem(last=False)
@@ -170,20 +161,20 @@ class Search:
         filter: Filter | None,
         out: Sequence[int],
         excluded: Callable[[dict[int, str]], Sequence[int]],
-        indexed: bool,
+        terms: bool,
     ) -> Neighbours:
         """More and more rows are proposed until the last one is too far to be among the k nearest."""
         count, slack = k + SPARE, 8 * len(query) * float(np.finfo(np.float32).eps)
         text = query_text(query)
         others: set[int] = set()  # whose terms have the hash of another
         while True:
-            where, values = self.conditions(filter, [*out, *others], terms=indexed)
+            where, values = self.conditions(filter, [*out, *others], terms=terms)
             near = f"SELECT id FROM {self.table} {'WHERE ' + where if where else ''}"
             near += " ORDER BY (vector <#> %s::vector) + 0, id LIMIT %s"
             # The bytes of a vector are only selected for near rows: PostgreSQL would make them of all.
             ids = [i for (i,) in cursor.execute(near, [*values, text, count]).fetchall()]
             rows, damaged = read_rows(cursor.execute(f"SELECT {COLUMNS} FROM {self.table} WHERE id = ANY(%s)", (ids,)))
-            wrong = {row.id for row in rows if indexed and filter is not None and not filter.passes(row)}
+            wrong = {row.id for row in rows if terms and filter is not None and not filter.passes(row)}
             if damaged or wrong:
                 out, others = excluded(damaged) if damaged else out, others | wrong
                 continue
@@ -212,6 +203,16 @@ class Search:
             parts.append("id <> ALL(%s)")
             values.append(list(excluded))
         return " AND ".join(parts), values
+
+
+def _depth(facts: Facts, index: IndexFacts, k: int, share: float) -> int | None:
+    """Of a search by index; None where comparing each row that passes the filter is faster. share: of such rows."""
+    if k + _spare(k) > DEEPEST:
+        return None
+    share = max(share, 1e-9)
+    depth = index.depth_for(k / share)
+    steps = max(depth, (k + _spare(k)) / share)
+    return None if share * facts.rows <= steps * STEP_COST else depth
 
 
 @lru_cache(maxsize=256)
