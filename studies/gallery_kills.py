@@ -5,9 +5,9 @@
 A child process enrols batch after batch into one gallery, relabels the rows of every third batch, removes half of every
 other third, and acknowledges a batch through a pipe when its calls have returned. It is killed at a random moment; then
 the gallery is opened, read and verified, and the next child continues with the batch that was not acknowledged. On
-PostgreSQL every fifth kill hits the server with all its processes instead, which is then restarted, and the child brings
-the search index up to date after every fourth batch, from 500 rows on. Any row lost, invented, duplicated or corrupt ends
-with exit code 1.
+PostgreSQL every fifth kill hits the server with all its processes instead, which is then restarted, and the child
+brings the search index up to date after every fourth batch, from 500 rows on. Any row lost, invented, duplicated or
+corrupt ends with exit code 1.
 """
 
 import argparse
