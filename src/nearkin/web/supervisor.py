@@ -43,6 +43,16 @@ def check_workers(workers: int) -> None:
         raise ValueError(f"workers must be 1 on Windows, where processes cannot share a socket so, got {workers}")
 
 
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """A process that is started now does not hear Ctrl-C, nor that the terminal is gone: these are for us."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Worker:
     """One process. sentence: why it could not start."""
 
@@ -146,13 +156,12 @@ class Supervisor:
         numbers = (theirs.fileno(), self._bound.fileno(), self._counters.fileno())
         arguments = [number, *numbers, self._count + 1]
         threads = str(self._threads)
-        with theirs:
+        with theirs, _blocked():
             worker.process = subprocess.Popen(
                 [sys.executable, "-m", "nearkin.web.worker", *map(str, arguments)],
                 pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
                 env={**dict.fromkeys(THREADS, threads), **os.environ},
-                start_new_session=True,  # Ctrl-C is for us, who then end it in order
             )
         self._workers[number] = worker
         worker.link = Link(ours, lambda name, given: self._answer(worker, name, given), lambda: None, self._log)

@@ -78,8 +78,9 @@ class Worker:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which lets the requests finish
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: for the supervisor, which lets the requests finish
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         status = Worker(*map(int, sys.argv[1:])).run()
     except StoreUnavailable:  # the supervisor is gone

@@ -1,7 +1,7 @@
 """Writes of requests: into the gallery of this process, or through the one process that writes."""
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -72,14 +72,11 @@ class RemoteWriter:
 
 def answer(writer: Writer, name: str, arguments: dict[str, Any]) -> Any:
     """Carries out a call of a `RemoteWriter`."""
-    calls: dict[str, Callable[..., Any]] = {
-        "remove": writer.remove,
-        "relabel": writer.relabel,
-        "group_step": writer.group_step,
-    }
+    if name not in ("enrol", "remove", "relabel", "group_step"):
+        raise LookupError(f"no write is called {name}")
     if name == "enrol":
-        return writer.enrol(_unpacked(arguments["items"]), arguments["label"], arguments["metadata"])
-    return calls[name](**arguments)
+        arguments = {**arguments, "items": _unpacked(arguments["items"])}
+    return getattr(writer, name)(**arguments)
 
 
 def _packed(items: Sequence[Seen]) -> list[list[Any]]:
