@@ -1,6 +1,5 @@
 """Several workers: rows are seen at once everywhere, kills lose nothing, counters add up, the run is read again."""
 
-import fcntl
 import http.client
 import itertools
 import json
@@ -10,10 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
 pytest.importorskip("httpx2", reason="its tests need httpx2")
 
-from test_web import a_run, connect, form_of, picture, sent
+from test_web import a_run, form_of, picture, sent
 
 import postgres_server
 from nearkin import models
@@ -49,6 +47,13 @@ def new_gallery(place, run):
     return place
 
 
+@contextmanager
+def connect(address):
+    host, port = address.removeprefix("http://").strip("/").split(":")
+    with closing(http.client.HTTPConnection(host, int(port), timeout=180)) as connection:  # a busy machine
+        yield connection
+
+
 class Service:
     """`nearkin serve --workers N` in processes of its own. options: of Popen."""
 
@@ -60,8 +65,7 @@ class Service:
                 [*map(str, command), "--workers", str(workers)],
                 stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options,
             )  # fmt: skip
-        self.address = self.process.stdout.readline().split()[0]
-        self.wait_for_workers()
+        self.address = self.process.stdout.readline().partition(" ")[0]
 
     def wait_for_workers(self):
         """Until all of them answer; their numbers are those of the processes."""
@@ -122,6 +126,7 @@ def alive(pid):
 def serving(run, place, folder, workers=2, **options):
     service = Service(run, place, folder, workers, **options)
     try:
+        service.wait_for_workers()
         yield service
     finally:
         if service.process.poll() is None:
@@ -348,6 +353,9 @@ def test_requests_under_way_are_finished_before_it_ends_and_others_get_a_503(run
 
 
 def test_a_terminal_that_is_closed_ends_it_and_a_hangup_from_elsewhere_does_not(run, tmp_path):
+    import fcntl
+    import termios
+
     master, terminal = os.openpty()
 
     def control():
