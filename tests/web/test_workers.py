@@ -26,7 +26,6 @@ import postgres_server
 from nearkin import models
 from nearkin.gallery import Gallery
 from nearkin.gallery.items import encoder_info
-from nearkin.web import supervisor
 
 pytestmark = [
     pytest.mark.slow,
@@ -408,16 +407,3 @@ def test_a_folder_is_enrolled_while_workers_answer(tmp_path):
         process.terminate()
         process.wait(60)
         process.stdout.close()
-
-
-# ---- refusals
-
-
-def test_bad_numbers_of_workers_are_refused_in_a_sentence(run, tmp_path, monkeypatch):
-    for workers in (0, -1, 65, 2.0, True):
-        with pytest.raises(ValueError, match="workers must be an integer from 1 to 64, got"):
-            supervisor.check_workers(workers)
-    monkeypatch.setattr(sys, "platform", "win32")
-    supervisor.check_workers(1)
-    with pytest.raises(ValueError, match="workers must be 1 on Windows"):
-        supervisor.check_workers(2)
