@@ -122,7 +122,8 @@ class Process:
         return version
 
     def _version(self, gallery: Gallery) -> Version:
-        if self.enrolment is not None and self.enrolment.state["running"] and not gallery.calibration_is_current:
+        enrolling = self.enrolment is not None and self.enrolment.state["running"]
+        if enrolling and gallery.frozen and not gallery.calibration_is_current:
             gallery.use_calibration(None, AWAITED)
         gallery.warm()
         if self.settings.pictures:  # loads the encoder and runs it once before the first request

@@ -175,6 +175,7 @@ class Supervisor:
 
     def _watch(self, worker: _Worker) -> None:
         worker.process.wait()
+        worker.ready = False
         self._metrics.forget(worker.number)
         worker.link.close()
         self._events.put(("exit", worker))
@@ -209,9 +210,10 @@ class Supervisor:
         until = time.monotonic() + LAST
         if self._enrolment is not None:
             self._enrolment.stop(0)
-        for worker in self._workers.values():
+        workers = [one for one in self._workers.values() if one.process.poll() is None]
+        for worker in workers:
             worker.link.tell("drain")
-        while running := [one for one in self._workers.values() if one.process.poll() is None]:
+        while running := [one for one in workers if one.process.poll() is None]:
             try:
                 event, _ = self._events.get(timeout=max(0.0, min(0.1, until - time.monotonic())))
             except queue.Empty:
@@ -221,7 +223,7 @@ class Supervisor:
                     worker.process.kill()
                     worker.process.wait()
                 return False
-        return all(one.process.returncode in (0, -signal.SIGTERM) for one in self._workers.values())
+        return all(one.process.returncode in (0, -signal.SIGTERM) for one in workers)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -313,8 +315,9 @@ class Supervisor:
     def _catch_up(self, worker: _Worker) -> None:
         """A worker that was starting during a reload may have opened the run before it."""
         try:
-            worker.link.call("prepare")
-            self._swap(worker)
+            with self._reloading:
+                worker.link.call("prepare")
+                self._swap(worker)
         except (ReloadRefused, StoreUnavailable) as error:
             self._log.error("reload refused", extra={"fields": {"worker": worker.number, "text": str(error)}})
 
