@@ -14,6 +14,7 @@ from nearkin.gallery.results import Candidate, Hit, Identity, Verification, veri
 from nearkin.gallery.source_groups import SourceGroups, group_gallery, group_source, write_groups
 from nearkin.gallery.stores import Report
 from nearkin.gallery.transfer import Transferred, copy, restore
+from nearkin.gallery.upgrade import Upgraded, upgrade
 
 __all__ = [
     "Backup",
@@ -37,6 +38,7 @@ __all__ = [
     "StaleGroups",
     "StoreUnavailable",
     "Transferred",
+    "Upgraded",
     "Verification",
     "backup",
     "calibrate",
@@ -50,6 +52,7 @@ __all__ = [
     "open_encoder",
     "restore",
     "run_of",
+    "upgrade",
     "verify",
     "write_groups",
 ]

@@ -17,7 +17,7 @@ from nearkin.gallery.items import Encoding, RawItem, decode_items, hash_items
 from nearkin.gallery.schema import unpack
 from nearkin.gallery.stores import Store
 
-__all__ = ["Heat", "Matched", "RowPicture", "explain", "explain_row", "row_pictures"]
+__all__ = ["Heat", "Matched", "RowPicture", "explain", "explain_row", "original", "row_pictures"]
 
 TOLERANCE = 1e-4  # 1 - cosine to the row's own vector, up to which a picture is taken for the one that was enrolled
 MAX_FILE = 64 * 2**20  # bytes of an original; of a larger one the thumbnail is taken
@@ -117,15 +117,15 @@ def row_pictures(store: Store, id: int) -> list[RowPicture]:
     rows = store.rows([id])
     if id not in rows:
         raise MissingRow(id)
-    original, thumbnail = _original(rows[id].name), store.thumbnail(id)
-    pictures = [RowPicture(original, "original")] if original else []
+    content, thumbnail = original(rows[id].name), store.thumbnail(id)
+    pictures = [RowPicture(content, "original")] if content else []
     pictures += [RowPicture(thumbnail, "thumbnail")] if thumbnail else []
     if not pictures:
         raise NoPicture(f"row {id} has no picture: it was enrolled as a vector, or its file is gone")
     return pictures
 
 
-def _original(name: str) -> bytes:
+def original(name: str) -> bytes:
     """The content of a regular file; empty where there is none."""
     if not os.path.dirname(name) or "\0" in name:
         return b""

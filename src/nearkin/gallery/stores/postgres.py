@@ -12,17 +12,21 @@ from typing import Any
 
 import numpy as np
 
+from nearkin.core.errors import EncoderChanged
 from nearkin.gallery import schema
-from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
+from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Renewed, Row
 from nearkin.gallery.stores import (
     Added,
     Decide,
     Loader,
     Report,
+    Rewrite,
+    check_encoder,
     hnsw,
     merge_sources,
     plan_insert,
     postgres_bulk,
+    postgres_rewrite,
     warn_damaged,
     warn_lost,
 )
@@ -57,6 +61,7 @@ class PostgresStore:
         self.where, self.schema = self.connections.where, f"nearkin_{self.connections.name}"
         self.table = f"{self.schema}.items"
         self.damaged: dict[int, str] = {}
+        self.fingerprint: str | None = None
         self.lost = 0
         self.index_state = ""
         self._checked_ids, self._state = 0, (-1, -1, -1)  # ids below are checked, in this state of the facts
@@ -103,8 +108,11 @@ class PostgresStore:
         with self.connections.reading() as cursor:
             return self._look_up(cursor, contents)
 
-    def add(self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = ()) -> list[Added]:
+    def add(
+        self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = (), encoder: str | None = None
+    ) -> list[Added]:
         with self.transaction() as (cursor, facts):
+            check_encoder(self.where, facts, encoder)
             known = self._look_up(cursor, [row.content for row in rows])
             plan = plan_insert(rows, known, facts.next_id, keep)
             items = [(bigint_bytes(i), *texts, vector_bytes(v), total) for i, *texts, v, total in plan.items]
@@ -128,7 +136,7 @@ class PostgresStore:
 
     def relabel(self, ids: Sequence[int], label: str) -> int:
         with self.transaction() as (cursor, facts):
-            rows, _ = self._fetch(cursor, ids)
+            rows, _ = self.fetch(cursor, ids)
             update = f"UPDATE {self.table} SET label = %s, sum = %s WHERE id = %s"
             for row in rows.values():
                 cursor.execute(update, (label, schema.checksum(*row._replace(label=label)), row.id))
@@ -151,10 +159,10 @@ class PostgresStore:
         with self.transaction() as (cursor, facts):
 
             def labels_of(ids: Sequence[int]) -> dict[int, str]:
-                return {row.id: row.label for row in self._fetch(cursor, ids)[0].values()}
+                return {row.id: row.label for row in self.fetch(cursor, ids)[0].values()}
 
             labels, text = decide(self._read_note(cursor, key), labels_of)
-            rows, _ = self._fetch(cursor, list(labels))
+            rows, _ = self.fetch(cursor, list(labels))
             update = f"UPDATE {self.table} SET label = %s, sum = %s WHERE id = %s"
             for row in rows.values():
                 total = schema.checksum(*row._replace(label=labels[row.id]))
@@ -172,18 +180,34 @@ class PostgresStore:
             if facts.rows == 0 and facts.fingerprint is None:
                 self.write_facts(cursor, facts.replace(fingerprint=fingerprint, run=run))
 
+    def rewrite(self, plan: Rewrite, progress: Callable[[int, int], None] | None = None) -> str:
+        return postgres_rewrite.rewrite(self, plan, progress)
+
+    def renew(self, rows: Sequence[Renewed], encoder: str) -> int:
+        return postgres_rewrite.renew(self, rows, encoder)
+
+    def bridged(self, after: int, limit: int) -> list[Row]:
+        with self.connections.reading() as cursor:
+            return postgres_rewrite.bridged(self, cursor, after, limit)
+
+    def encoders(self) -> dict[str, int]:
+        with self.connections.reading() as cursor:
+            return postgres_rewrite.encoders(self, cursor)
+
     # --- reading
 
     def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
         where, values = _where_clause(filter)
         with self.connections.reading() as cursor:
             facts = self._check_new_rows(cursor)
+            if len(query) != facts.dim:
+                raise EncoderChanged(self.where)
             self._choose_search(cursor, facts, k, where, values)
             return self._nearest(cursor, query, k, where, values)
 
     def rows(self, ids: Sequence[int]) -> dict[int, Row]:
         with self.connections.reading() as cursor:
-            rows, damaged = self._fetch(cursor, ids)
+            rows, damaged = self.fetch(cursor, ids)
             self._exclude(damaged)
             return rows
 
@@ -219,7 +243,7 @@ class PostgresStore:
         last, query = 0, f"SELECT {COLUMNS} FROM {self.table} WHERE id > %s ORDER BY id LIMIT {BATCH}"
         while True:
             with self.connections.reading() as cursor:
-                rows, damaged = _read_rows(cursor.execute(query, (last,)))
+                rows, damaged = read_rows(cursor.execute(query, (last,)))
                 self._exclude(damaged)
             yield from rows
             if len(rows) + len(damaged) < BATCH:
@@ -255,7 +279,7 @@ class PostgresStore:
             # The bytes of a vector are only selected for near rows: PostgreSQL would make them of all.
             parameters = [*values, *([damaged] if damaged else []), text, count]
             ids = [i for (i,) in cursor.execute(inner, parameters).fetchall()]
-            rows, newly_damaged = self._fetch(cursor, ids)
+            rows, newly_damaged = self.fetch(cursor, ids)
             if newly_damaged:
                 self._exclude(newly_damaged)
                 continue
@@ -383,9 +407,7 @@ class PostgresStore:
     def _recall(self, depth: int) -> float:
         """recall@10 of the index against exact search, on queries near some of the rows."""
         with self.connections.reading() as cursor:
-            rows, _ = _read_rows(
-                cursor.execute(f"SELECT {COLUMNS} FROM {self.table} WHERE id %% 997 = 1 LIMIT 100", ())
-            )
+            rows, _ = read_rows(cursor.execute(f"SELECT {COLUMNS} FROM {self.table} WHERE id %% 997 = 1 LIMIT 100", ()))
             if not rows:
                 return 1.0
             vectors = schema.unpack([row.vector for row in rows], len(rows[0].vector) // 4)
@@ -411,7 +433,9 @@ class PostgresStore:
         if cursor.execute("SELECT to_regclass(%s)", (f"{self.schema}.facts",)).fetchone()[0] is None:
             return None
         copies = cursor.execute(f"SELECT said, sum FROM {self.schema}.facts ORDER BY copy").fetchall()
-        return schema.read_facts(self.where, copies)
+        facts = schema.read_facts(self.where, copies)
+        self.fingerprint = facts.fingerprint
+        return facts
 
     def write_facts(self, cursor: Any, facts: Facts, schema: str = "") -> None:
         insert = f"INSERT INTO {schema or self.schema}.facts VALUES (%s, %s, %s)"
@@ -423,13 +447,13 @@ class PostgresStore:
         query = f"SELECT content, id, label FROM {self.table} WHERE content = ANY(%s)"
         return {content: (i, label) for content, i, label in cursor.execute(query, (list(contents),)).fetchall()}
 
-    def _fetch(self, cursor: Any, ids: Sequence[int]) -> tuple[dict[int, Row], dict[int, str]]:
+    def fetch(self, cursor: Any, ids: Sequence[int]) -> tuple[dict[int, Row], dict[int, str]]:
         query = f"SELECT {COLUMNS} FROM {self.table} WHERE id = ANY(%s)"
-        rows, damaged = _read_rows(cursor.execute(query, (list(ids),)))
+        rows, damaged = read_rows(cursor.execute(query, (list(ids),)))
         return {row.id: row for row in rows}, damaged
 
 
-def _read_rows(cursor: Any) -> tuple[list[Row], dict[int, str]]:
+def read_rows(cursor: Any) -> tuple[list[Row], dict[int, str]]:
     """Rows that match their checksum, vectors without pgvector's head of 4 bytes, and what is wrong with the others."""
     rows, damaged = [], {}
     for id, content, label, name, metadata, vector, total in cursor.fetchall():
