@@ -4,6 +4,7 @@ from nearkin.core.errors import LabelConflict, MissingRow, StaleGroups, StoreUna
 from nearkin.gallery.backups import Backup, PointState, backup, check_backup
 from nearkin.gallery.calibration import calibrate
 from nearkin.gallery.embedder import Embedder, open_encoder
+from nearkin.gallery.encoder_upgrade import Upgraded, upgrade
 from nearkin.gallery.enroll import enrol_source, enroll_source
 from nearkin.gallery.gallery import Enrolled, Gallery
 from nearkin.gallery.group_edits import GroupEditor, Reviewed
@@ -14,7 +15,6 @@ from nearkin.gallery.results import Candidate, Hit, Identity, Verification, veri
 from nearkin.gallery.source_groups import SourceGroups, group_gallery, group_source, write_groups
 from nearkin.gallery.stores import Report
 from nearkin.gallery.transfer import Transferred, copy, restore
-from nearkin.gallery.upgrade import Upgraded, upgrade
 
 __all__ = [
     "Backup",

@@ -14,7 +14,7 @@ from nearkin import models
 from nearkin.core.errors import MissingRow, NoPicture
 from nearkin.data import augment, decode
 from nearkin.gallery.items import Encoding, RawItem, decode_items, hash_items
-from nearkin.gallery.schema import unpack
+from nearkin.gallery.schema import row_encoder, unpack
 from nearkin.gallery.stores import Store
 
 __all__ = ["Heat", "Matched", "RowPicture", "explain", "explain_row", "original", "row_pictures"]
@@ -154,6 +154,9 @@ def explain_row(
         found = matched._replace(source=source, row_similarity=row_similarity), float(unit[1] @ vector)
         if found[1] >= 1 - TOLERANCE and source == "original":
             return found[0]
+        if source == "original" and row_encoder(rows[id].metadata):
+            what = f"row {id} was mapped from an earlier encoder; its picture has a similarity of"
+            return found[0]._replace(note=f"{what} {matched.similarity:.4f}, that of the row is {row_similarity:.4f}")
         changed |= source == "original"
     if found is None or found[0].source == "original":
         raise NoPicture(f"row {id} has no picture: its file has changed or cannot be read, and there is no thumbnail")
