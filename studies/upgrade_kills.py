@@ -194,6 +194,8 @@ def study(case: Case, kills: int, seed: int, server: Server | None, say: Any = p
         for line in messages:
             say(f"upgrade, kill {trial}: {line}", flush=True)
         _tidy(case, server)
+        if trial % 10 == 0:
+            say(f"{trial} kills, {upgrades} upgrades acknowledged, {wrong} faults so far", flush=True)
     kind = "PostgreSQL" if server else "SQLite"
     counts = f"{kills} kills, {upgrades} upgrades and {case.acknowledged} batches acknowledged, {wrong} faults"
     say(f"upgrade on {kind}: {counts}", flush=True)

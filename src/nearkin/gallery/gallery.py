@@ -407,7 +407,7 @@ class Gallery:
                 if seen.encoder not in (None, self.fingerprint):
                     raise EncoderChanged(self._store.where)
                 result = use(seen)
-                if self._store.fingerprint != self.fingerprint:
+                if self.fingerprint not in (None, self._store.fingerprint):
                     raise EncoderChanged(self._store.where)
                 return seen, result
             except EncoderChanged:
@@ -424,7 +424,7 @@ class Gallery:
             return
         if self._encoding is None or facts.run is None:
             raise StoreUnavailable(f"{self._store.where}: was upgraded to another encoder; open it again")
-        encoding = Encoding(facts.run, str(self._encoding.device), self._encoding.max_pixels)
+        encoding = Encoding(facts.run, self._encoding.device.type, self._encoding.max_pixels)
         if facts.dim in encoding.info.lengths:
             encoding.shorten(facts.dim)
         if encoding.info.fingerprint != facts.fingerprint:
