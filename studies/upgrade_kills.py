@@ -35,6 +35,7 @@ from nearkin import gallery as room
 from nearkin import models
 from nearkin.gallery import Gallery, bridge, bridge_note, encoder_upgrade
 from nearkin.gallery.items import Encoding
+from nearkin.gallery.schema import row_encoder
 from postgres_server import Server, binaries
 
 ORIGINALS, UPLOADS, BATCH = 420, 60, 5
@@ -62,6 +63,7 @@ class Case:
         self.place, self.folder = place, folder
         self.runs = [str(folder / f"run-{dim}") for dim in DIMS]
         self.acknowledged, self.last = 0, -1  # batches; the encoder of the last acknowledged upgrade
+        self.seen: dict[tuple[int, int], Any] = {}  # what an encoder makes of a picture
 
     def prepare(self) -> None:
         photos = self.folder / "photos"
@@ -128,25 +130,27 @@ class Case:
         expected |= {10_000 + i: (picture(10_000 + i), "upload") for i in range(UPLOADS)}
         for batch in range(self.acknowledged + 1):
             expected |= {100_000 + BATCH * batch + i: (one, f"batch {batch}") for i, one in enumerate(uploads(batch))}
-        seen = gallery.see([content for content, _ in expected.values()])
+        new = [number for number in expected if (now, number) not in self.seen]
+        items = gallery.see([expected[number][0] for number in new])
+        self.seen |= {(now, number): item for number, item in zip(new, items, strict=True)}
         late = [number for number in expected if number >= 100_000 + BATCH * self.acknowledged]
         present = 0
-        for (number, (_, label)), item in zip(expected.items(), seen, strict=True):
-            assert item is not None
+        for number, (_, label) in expected.items():
+            item = self.seen[now, number]
             row = rows.pop(item.content, None)
             if row is None:
                 wrong += [] if number in late else [f"picture {number} is gone"]
                 continue
             present += number in late
-            hit = gallery.get(row.id)
+            bridged = bool(row_encoder(row.metadata))
             vector = np.frombuffer(row.vector, ">f4").astype(np.float32)
-            if hit.label != label or len(vector) != DIMS[now]:
-                wrong.append(f"picture {number}: {hit.label}, {len(vector)} dimensions")
-            elif not hit.bridged and float(vector @ item.vector) < 1 - 1e-5:
+            if row.label != label or len(vector) != DIMS[now]:
+                wrong.append(f"picture {number}: {row.label}, {len(vector)} dimensions")
+            elif not bridged and float(vector @ item.vector) < 1 - 1e-5:
                 wrong.append(f"picture {number} is not marked, and not of the encoder: {vector @ item.vector:.4f}")
-            elif hit.bridged and (bridges is None or not bridges.scales):
+            elif bridged and (bridges is None or not bridges.scales):
                 wrong.append(f"picture {number} is bridged, and the gallery has no scale")
-            elif hit.bridged and number < ORIGINALS and self.last == now:
+            elif bridged and number < ORIGINALS and self.last == now:
                 wrong.append(f"picture {number} was renewed and is bridged again")
         if present not in (0, len(late)):
             wrong.append(f"batch {self.acknowledged} is there in part: {present}")
