@@ -21,6 +21,7 @@ from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
 from nearkin.gallery.schema import (
     UNLABELLED,
     Facts,
+    Filter,
     KnownRows,
     Row,
     check_label,
@@ -32,6 +33,7 @@ from nearkin.gallery.schema import (
     unpack,
 )
 from nearkin.gallery.stores import Report, Store
+from nearkin.gallery.stores.matrix import similarities
 from nearkin.models.frozen import is_encoder_name
 
 __all__ = ["Enrolled", "Gallery"]
@@ -106,6 +108,12 @@ class Gallery:
     def place(self) -> str:
         """The file or the address of the database, without a password."""
         return self._store.where
+
+    @property
+    def row_count(self) -> int:
+        """How many rows there are, without counting them."""
+        facts = self._store.facts()
+        return 0 if facts is None else facts.rows
 
     @property
     def frozen(self) -> bool:
@@ -238,6 +246,7 @@ class Gallery:
         checks.integer("k", k, 0)
         parsed = parse_filter(filter)
         seen, neighbours = self._in_space(item, lambda seen: self._rows.nearest(seen.vector, max(NEAREST, k), parsed))
+        neighbours = self._with_itself(neighbours, seen, parsed)
         hits = [_hit(row, near) for row, near in neighbours]
         nearest = [hit for hit in hits[:NEAREST] if hit.label != UNLABELLED]
         if hits and not nearest:
@@ -415,6 +424,20 @@ class Gallery:
                 if again or isinstance(item, Seen):
                     raise
         raise AssertionError
+
+    def _with_itself(
+        self, neighbours: list[tuple[Row, float]], seen: Seen, filter: Filter | None
+    ) -> list[tuple[Row, float]]:
+        """With the row of this very item, where an index has not found it: an enrolled item is always known."""
+        known = self._store.look_up([seen.content])
+        if seen.content not in known or any(row.content == seen.content for row, _ in neighbours):
+            return neighbours
+        row = self._store.rows([known[seen.content][0]]).get(known[seen.content][0])
+        if row is None or (filter is not None and not filter.passes(row)):
+            return neighbours
+        near = float(similarities(unpack([row.vector], len(seen.vector)), seen.vector)[0])
+        near = self._rows.similarity(row, near) if isinstance(self._rows, MixedRows) else near
+        return sorted([*neighbours, (row, near)], key=lambda one: (-one[1], one[0].id))
 
     def _follow(self) -> None:
         """Takes the encoder that the gallery has now, after another process has upgraded it."""
