@@ -37,6 +37,8 @@ def stats(gallery: GalleryArgument, json: options.JsonFlag = False, quiet: optio
         print_json(figures)
         return
     figures["largest"] = ", ".join(f"{label} {count:,}" for label, count in figures["largest"].items())
+    bridged = [f"{count:,} rows of encoder {mark}" for mark, count in figures["bridged"].items()]
+    figures["bridged"] = ", ".join(bridged)
     texts = {key: ", ".join(map(str, x)) if isinstance(x, list) else str(x) for key, x in figures.items()}
     print_table(("", ""), [(key, text) for key, text in texts.items() if text not in ("", "None")], "")
 
