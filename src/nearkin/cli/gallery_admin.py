@@ -48,7 +48,7 @@ def export(
 
 @verbs.command(no_args_is_help=True)
 def reindex(gallery: GalleryArgument) -> None:
-    """Rebuild the search index; up to 100,000 rows there is none, and every search is exact."""
+    """Rebuild the search index; up to 100,000 rows (PostgreSQL: 10,000) there is none, and every search is exact."""
     with one_sentence(), opened_gallery(gallery) as opened:
         with plain_bar("indexing") as progress:
             opened.reindex(progress)
