@@ -99,6 +99,12 @@ class Gallery:
         return self._store.where
 
     @property
+    def row_count(self) -> int:
+        """How many rows there are, without counting them."""
+        facts = self._store.facts()
+        return 0 if facts is None else facts.rows
+
+    @property
     def frozen(self) -> bool:
         """Whether its encoder is a pretrained one that has learned from no label of the gallery."""
         return self._encoding is not None and self._encoding.info.frozen is not None
