@@ -93,8 +93,8 @@ class Search:
             rows, damaged = self.by_index(cursor, facts.dim, index, query, k + _spare(k), depth, filter, out)
             if damaged:
                 out = excluded(damaged)
-            elif filter is not None and len(rows) < k:
-                break  # the index gave up before enough rows passed
+            elif len(rows) < k:
+                break  # the index gave up before enough rows passed, or among removed ones
             else:
                 return best(rows, query, k)[0]
         return self._compare(cursor, query, k, filter, out, excluded, terms=share < FEW)
