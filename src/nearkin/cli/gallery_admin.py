@@ -67,7 +67,7 @@ def reindex(
     quiet: options.SilentFlag = False,
     json: options.JsonFlag = False,
 ) -> None:
-    """Rebuild the search index; up to 100,000 rows there is none, and every search is exact.
+    """Rebuild the search index; up to 100,000 rows (PostgreSQL: 10,000) there is none.
 
     Example:
 
