@@ -198,7 +198,9 @@ class SmoothAPLoss(_RankLoss):
 
     def per_item(self, embeddings: Tensor, ids: Tensor) -> Tensor:
         """By nearkin, the batch once more as references."""
-        return losses.smooth_ap_loss(embeddings, ids, embeddings, ids, temperature=self.temperature, reduction="none")
+        return losses.smooth_ap_loss(
+            embeddings, ids, embeddings.clone(), ids, temperature=self.temperature, reduction="none"
+        )
 
     def get_default_distance(self) -> BaseDistance:
         """Cosines."""
