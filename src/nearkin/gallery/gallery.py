@@ -354,11 +354,11 @@ class Gallery:
             "bridged": self._store.encoders() if bridge_note.load(self._store, facts) is not None else {},
         }
 
-    def export(self, path: str | Path) -> int:
+    def export(self, path: str | Path, progress: Progress | None = None) -> int:
         """Writes all rows to .npz, .safetensors, .parquet, .jsonl or .faiss; returns how many: see `gallery.export`."""
         from nearkin.gallery import export
 
-        return export.write(self, Path(path))
+        return export.write(self, Path(path), progress)
 
     def warm(self, progress: Progress | None = None) -> None:
         """Loads everything a search needs; beyond 100,000 rows builds the search index if it is not up to date."""
