@@ -219,7 +219,7 @@ def _LIMITS(text: str) -> str:
 
 _RECIPE = """A recipe is a TOML file: `nearkin train photos/ --recipe my.toml`. On the command line any key is
 `--set section.key=value`. A key without a default of its own ("by the data") is settled by the data and the machine, or
-has no effect while it is absent; the settled recipe is saved as `recipe.toml` in the run. An unknown key, and a key that
+has no effect while it is absent; the settled recipe is saved as `recipe.toml` in the run. An unknown key, and one that
 would have no effect beside the others, is refused with a sentence."""
 
 _NAMED = {
