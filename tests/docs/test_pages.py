@@ -26,8 +26,8 @@ def test_pages_print_what_they_show(tmp_path, monkeypatch):
     folder.mkdir()
     for page in START:
         wrong += [f"{page}, {sentence}" for sentence in page_blocks.Reader(folder).follow(text_of(page))]
-    for page in HOWTO:  # each starts where the tutorial ended
-        own = tmp_path / page.replace("/", "-")
+    for page in ["../README.md", "index.md", *HOWTO]:  # each starts where the tutorial ended
+        own = tmp_path / page.replace("/", "-").strip(".-")
         shutil.copytree(folder, own)
         wrong += [f"{page}, {sentence}" for sentence in page_blocks.Reader(own).follow(text_of(page))]
     assert not wrong, "\n\n".join(wrong)
