@@ -2,8 +2,8 @@
 
     python benchmarks/headline.py            # benchmarks/results/losses_gpu.csv → docs/pictures/headline.svg
 
-Draws what was measured and nothing else: where the peer ran out of memory or was not run, its line ends, with a cross where it
-ran out.
+Draws what was measured and nothing else: where the peer ran out of memory or was not run, its line ends, with a cross
+where it ran out.
 """
 
 import csv

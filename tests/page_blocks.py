@@ -1,8 +1,8 @@
 """The blocks of a documentation page: they are run in order, and what they print is compared with what the page shows.
 
-A ```text block is the output of the ```bash or ```python blocks since the last one. In it … stands for anything in a line, and
-a line of … for any lines. `<!-- figures may differ by 3 -->` before it allows each number to differ by that much;
-`<!-- not run: reason -->` before a block leaves it out.
+A ```text block is the output of the ```bash or ```python blocks since the last one. In it … stands for anything in a
+line, and a line of … for any lines. `<!-- figures may differ by 3 -->` before it allows each number to differ by that
+much; `<!-- not run: reason -->` before a block leaves it out.
 """
 
 import contextlib
@@ -68,13 +68,18 @@ class Reader:
                     wrong += [f"line {block.line}: {shown}\n--- printed:\n{output}"] if shown else []
                     output = ""
                 elif not block.skipped:
-                    code = block.code.replace(PORT, str(self.port))
-                    output += (self.shell if block.language == "bash" else self.python)(code)
+                    output += self.run(block)
+        except Exception as error:
+            wrong.append(f"line {block.line}: {type(error).__name__}: {error}\n{output}")
         finally:
             for service in self.services:
                 service.send_signal(signal.SIGTERM)
                 service.wait(20)
         return wrong
+
+    def run(self, block: Block) -> str:
+        code = block.code.replace(PORT, str(self.port))
+        return self.shell(code) if block.language == "bash" else self.python(code)
 
     def python(self, code: str) -> str:
         printed = io.StringIO()
@@ -102,9 +107,7 @@ class Reader:
         """A service in the background; the page goes on when it answers."""
         command = [sys.executable, "-m", "nearkin", *arguments, "--port", str(self.port)]
         with open(self.folder / "service.log", "wb") as log:
-            self.services.append(
-                subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=environment())
-            )
+            self.services.append(subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=environment()))
         for _ in range(600):
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/"):
                 return ""

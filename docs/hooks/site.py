@@ -15,7 +15,12 @@ import pages
 
 ROOT = Path(__file__).parents[2]
 # Pages of the repository that are part of the site too, by the name they have there.
-TEXTS = {"CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+TEXTS = {
+    "README.ko.md": "korean.md",
+    "CHANGELOG.md": "changes.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -46,7 +51,7 @@ def _files_beside(files: Files) -> set[str]:
             if (
                 target
                 and not target.startswith("docs/")
-                and target not in ("README.md", "README.ko.md", *TEXTS)
+                and target not in ("README.md", *TEXTS)
                 and (ROOT / target).is_file()
             ):
                 found.add(target)
@@ -73,7 +78,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if target.startswith("docs/"):
             uri = target.removeprefix("docs/")
         else:
-            uri = {"README.md": "index.md", "README.ko.md": "index.ko.md", **TEXTS}.get(target, f"files/{target}")
+            uri = {"README.md": "index.md", **TEXTS}.get(target, f"files/{target}")
         relative = posixpath.relpath(uri, posixpath.dirname(here) or ".")
         return f"{match[1]}{relative}{match[3] or ''}{match[4]}"
 

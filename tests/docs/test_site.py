@@ -18,7 +18,9 @@ from nearkin import losses
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-FOREIGN = re.compile(r"""<(?:script|img|iframe|source|video)[^>]*\ssrc=["']?(?:https?:)?//|<link(?![^>]*canonical)[^>]*\shref=["']?(?:https?:)?//""")
+FOREIGN = re.compile(
+    r"""<(?:script|img|iframe|source|video)[^>]*\ssrc=["']?(?:https?:)?//|<link(?![^>]*canonical)[^>]*\shref=["']?(?:https?:)?//"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,9 @@ def test_every_public_name_is_in_the_reference(site):
 
 def test_reference_has_the_options_keys_and_addresses(site):
     command_line, recipe, http = (page(site, f"reference/{name}.html") for name in ("cli", "recipe", "http"))
-    assert "<code>--budget</code>" in command_line and "8765" in command_line and "nearkin gallery restore" in command_line
+    assert (
+        "<code>--budget</code>" in command_line and "8765" in command_line and "nearkin gallery restore" in command_line
+    )
     assert "<code>optimizer.backbone_scale</code>" in recipe and "≥ 8 ≤ 4096" in recipe
     assert "POST /api/identify" in http and "GET /api/health" in http
     settings = page(site, "reference/losses.html")
@@ -87,7 +91,9 @@ def test_pages_open_from_files_and_are_found(site):
         for name in ("index", "losses", "start/train", "reference/cli", "benchmarks"):
             view.goto((site / f"{name}.html").as_uri())
             assert view.evaluate("document.body.getAttribute('data-md-color-scheme')") == "slate"
-            assert view.evaluate("document.documentElement.scrollWidth") <= 390, name  # wide tables scroll by themselves
+            assert view.evaluate("document.documentElement.scrollWidth") <= 390, (
+                name
+            )  # wide tables scroll by themselves
         view.set_viewport_size({"width": 1300, "height": 800})
         found(view, (site / "index.html").as_uri())
         with served(site) as address:
