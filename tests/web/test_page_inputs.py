@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import test_page
-from test_page import CHROMIUM, NO_BROWSER, Served, Watched, drawing, faces, give, playwright, says, strange
+from test_page import CHROMIUM, NO_BROWSER, Watched, drawing, faces, give, playwright, says, served, strange
+
+__all__ = ["served"]  # a fixture; the browser has a camera here
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER), pytest.mark.slow]
 NARROW = (360, 740)
@@ -31,14 +33,6 @@ def browser(tool, tmp_path_factory):
     opened = tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", *camera])
     yield opened
     opened.close()
-
-
-@pytest.fixture
-def served(tmp_path):
-    made = Served(tmp_path / "served")
-    yield made
-    if made.thread.is_alive():
-        made.stop()
 
 
 @pytest.fixture

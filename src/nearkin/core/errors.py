@@ -3,7 +3,15 @@
 __all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
 __all__ += ["CorruptBackup", "LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
-__all__ += ["RequestTooLarge", "Stopped", "StoreUnavailable", "StoreUnreachable", "Terminated", "UnfittingWeights"]
+__all__ += [
+    "ReloadRefused",
+    "RequestTooLarge",
+    "Stopped",
+    "StoreUnavailable",
+    "StoreUnreachable",
+    "Terminated",
+    "UnfittingWeights",
+]
 __all__ += ["UnreadablePicture", "UnsupportedMedia"]
 
 
@@ -53,6 +61,10 @@ class NoPicture(ValueError):
 
 class QueueFull(RuntimeError):
     """The queue is full or too slow; the client should retry later."""
+
+
+class ReloadRefused(ValueError):
+    """The service does not take the run as it is now; the one before goes on."""
 
 
 class UnfittingWeights(ValueError):

@@ -37,6 +37,7 @@ __all__ = [
     "Problem",
     "Propose",
     "Relabel",
+    "Reloaded",
     "RerankText",
     "RowId",
     "Rows",
@@ -404,3 +405,10 @@ class SplitGroup(GroupStep):
 
     group: GroupNumber
     ids: Ids
+
+
+class Reloaded(BaseModel):
+    """The run that answers from now on. encoder: its fingerprint. seconds: that opening it took."""
+
+    encoder: str | None
+    seconds: float
