@@ -28,7 +28,8 @@ def write(gallery: "Gallery", path: Path, progress: Progress | None = None) -> i
 
     .npz, .safetensors: vectors, labels and names. .jsonl: id, label, name, metadata, vector and, where it is known,
     quality per line, and of a bridged row the encoder that made it. .parquet: the same and the thumbnail, in columns.
-    .faiss: an index of inner products by id, and beside it FILE.jsonl with all but the vectors. progress(done, total) is called with rows.
+    .faiss: an index of inner products by id, and beside it FILE.jsonl with all but the vectors.
+    progress(done, total) is called with rows.
     """
     ending = path.suffix.lower()
     if ending not in (LINES, FAISS, *vector_files.WRITABLE):
