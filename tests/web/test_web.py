@@ -366,6 +366,43 @@ def test_bad_addresses(client):
     refused(client.get("/api/items/99"), 404, "no row has the id 99")
 
 
+def test_a_request_has_the_id_that_it_was_sent_with(gallery):
+    stream = io.StringIO()
+    with client_of(gallery, stream=stream) as client:
+        good = ["trace-1", "A.b_c-9", "x" * 64]
+        for sent_id in good:
+            assert client.get("/api/health", headers={"x-request-id": sent_id}).headers["x-request-id"] == sent_id
+        refused(client.get("/api/stats", headers={"x-request-id": "evil", "origin": "https://evil.example"}), 403)
+        for bad in ("", "a b", "x" * 65, 'a"b', "{}", "ä".encode()):
+            ours = client.get("/api/health", headers={"x-request-id": bad}).headers["x-request-id"]
+            assert re.fullmatch("[0-9a-f]{12}", ours), bad
+    logged = [json.loads(line)["id"] for line in stream.getvalue().splitlines()]
+    assert logged[:4] == [*good, "evil"] and all(len(one) == 12 for one in logged[4:])
+
+
+def test_metrics_count_what_was_answered(client):
+    for n in range(3):
+        assert client.post("/api/search", files=item(picture(n))).status_code == 200
+    made = client.post("/api/enrol", files=[("items", ("a.png", picture(60)))], data={"label": "new"}).json()
+    client.get(f"/api/items/{made['ids'][0]}")
+    client.get("/api/items/99")
+    client.get("/nothing/here")
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    for line in (
+        'nearkin_requests_total{route="/api/search",status="200"} 3',
+        'nearkin_request_seconds_count{route="/api/search"} 3',
+        'nearkin_requests_total{route="/api/items/{id}",status="404"} 1',
+        'nearkin_requests_total{route="other",status="404"} 1',
+        "nearkin_enrolled_rows_total 1",
+        "nearkin_gallery_rows 13",
+        "nearkin_requests_active 1",
+        "nearkin_processes 1",
+    ):
+        assert f"\n{line}\n" in answer.text, line
+    refused(client.post("/api/reload"), 409, "was not started by nearkin serve")
+
+
 OPERATIONS = [
     ("POST", f"/api/{name}") for name in ("search", "identify", "verify", "enrol", "remove", "relabel", "neighbours")
 ]
@@ -377,6 +414,7 @@ OPERATIONS += [
 ]
 OPERATIONS += [("POST", f"/api/groups/{name}") for name in ("propose", "name", "merge", "split", "undo")]
 OPERATIONS += [("GET", "/api/groups"), ("GET", "/api/groups/1")]
+OPERATIONS += [("POST", "/api/reload"), ("GET", "/metrics")]
 OPERATIONS += [("GET", "/openapi.json")]
 
 
@@ -553,15 +591,17 @@ def test_a_full_line_sends_away_at_once_and_recovers():
 
 
 def test_a_full_service_says_when_to_come_again(gallery, monkeypatch):
-    gate, before = threading.Event(), gallery.see
-    monkeypatch.setattr(gallery, "see", lambda *arguments: (gate.wait(), before(*arguments))[1])
+    gate, entered, before = threading.Event(), threading.Event(), gallery.see
+    monkeypatch.setattr(gallery, "see", lambda *arguments: (entered.set(), gate.wait(), before(*arguments))[2])
     with client_of(gallery, limits=Limits(queue=2, batch=1)) as client:
         answers = []
         threads = [
             threading.Thread(target=lambda: answers.append(client.post("/api/search", files=item(picture(1)))))
             for _ in range(12)
         ]
-        for thread in threads:
+        threads[0].start()
+        entered.wait()  # one is being encoded, two may wait
+        for thread in threads[1:]:
             thread.start()
         while len(answers) < 9:
             time.sleep(0.01)
@@ -821,4 +861,4 @@ def test_schemathesis_finds_no_fault(served, tmp_path):
         capture_output=True, text=True, cwd=tmp_path, timeout=120,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-    assert "26 selected" in result.stdout
+    assert "28 selected" in result.stdout

@@ -66,6 +66,7 @@ def search(
     ] = False,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Search a gallery for the nearest items.
 
@@ -85,11 +86,11 @@ def search(
         for hit in hits
     ]
     print_table(("similarity", "label", "name", "id", *(["quality"] if rated else [])), rows, "nothing found")
-    if hits.recall is not None:
+    if hits.recall is not None and not quiet:
         print_note(
             f"not proved to be the exact answer: recall@10 {hits.recall:.4f}, measured with the index; or --exact"
         )
-    if seen is not None and seen.quality is not None:
+    if seen is not None and seen.quality is not None and not quiet:
         echo(f"quality of {item}: {_quality(seen.quality)}")
 
 
@@ -102,6 +103,7 @@ def identify(
     filter: _Filter = None,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Identify an item: its label with a confidence, or unknown.
 
@@ -142,6 +144,7 @@ def verify(
     far: _FarPair = None,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Verify whether two items are of the same class, at a false-accept rate (FAR) per pair.
 
@@ -184,6 +187,7 @@ def explain(
     out: Annotated[Path, typer.Option(help="The picture with both heat maps.", metavar="FILE")] = Path("explain.png"),
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Show which part of two images matched: a heat map over each, whose sum is the similarity.
 

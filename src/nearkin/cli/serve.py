@@ -63,6 +63,7 @@ def serve(
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="The glyphs of `make demo`, with a canvas to draw on.")] = False,
     device: options.DeviceOption = options.Device.auto,
+    workers: Annotated[int, typer.Option(help="Processes that answer requests.", metavar="N")] = 1,
     browser: Annotated[
         bool | None,
         typer.Option("--open/--no-open", help="Open the page in a browser.", show_default="of PHOTOS, on a desktop"),
@@ -73,13 +74,14 @@ def serve(
 
     Of a folder of pictures the gallery is made beside it: the page answers at once, from the pictures that are enrolled
     so far. Ctrl-C loses nothing; the next start goes on, and later takes in what is new. Logs are lines of JSON on
-    stderr; Ctrl-C or SIGTERM ends it after the open requests.
+    stderr, counters for Prometheus at /metrics; Ctrl-C or SIGTERM ends it after the open requests, SIGHUP reads RUN
+    again.
 
     Examples:
 
       nearkin serve photos/
 
-      nearkin serve runs/birds --gallery birds.gallery
+      nearkin serve runs/birds --gallery birds.gallery --workers 4
 
       nearkin serve --demo
     """
@@ -115,6 +117,7 @@ def serve(
             token=token,
             dim=dim,
             device=device.value,
+            workers=workers,
             drawing=demo,
             source=source,
             progress=None if source is None else stack.enter_context(EnrolmentBar(quiet)),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from nearkin.cli import options
-from nearkin.cli.screen import app, echo, one_sentence, training_screen
+from nearkin.cli.screen import app, echo, one_sentence, print_json, training_screen
 
 
 class Strategy(str, Enum):
@@ -40,6 +40,10 @@ def train(
             help="Pretrain on these pictures first, whose labels are not read; without SOURCE, nothing else.",
             metavar="FOLDER",
         ),
+    ] = None,
+    compatible_with: Annotated[
+        str | None,
+        typer.Option(help="An old run whose gallery rows the new encoder's queries are to search.", metavar="RUN"),
     ] = None,
     loss: Annotated[str | None, typer.Option(help="See `nearkin losses`.", show_default="by the data")] = None,
     encoder: options.EncoderOption = None,
@@ -74,6 +78,15 @@ def train(
         typer.Option("--drop-near", help="Drop training and validation pictures that are nearly in a later part."),
     ] = False,
     closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class instead of classes.")] = False,
+    log: Annotated[
+        str | None,
+        typer.Option(
+            "--log",
+            "--track",  # torchrun takes --log for one of its own
+            help="Also write the figures for tensorboard, mlflow or wandb (offline); under torchrun: --track.",
+            metavar="NAME,…",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="New folder for the run.", metavar="DIR", show_default="runs/SOURCE")
     ] = None,
@@ -93,6 +106,8 @@ def train(
 
       nearkin train photos/ --unlabelled more-photos/
 
+      nearkin train photos/ --compatible-with runs/old
+
       nearkin train --resume runs/birds
 
       torchrun --nproc-per-node 4 -m nearkin train photos/ --out runs/birds
@@ -111,6 +126,7 @@ def train(
         "data.without": None if without is None else str(without),
         "data.near": "drop" if drop_near else None,
         "unlabelled.folder": unlabelled,
+        "compatible.run": compatible_with,
         "loss.name": loss,
         "encoder.name": encoder,
         "training.epochs": epochs,
@@ -118,6 +134,7 @@ def train(
         "training.chunk": chunk,
         "optimizer.lr": lr,
         "training.seed": seed,
+        "training.log": options.names(log),
         "training.device": None if device is None else device.value,
         "training.strategy": None if strategy is None else strategy.value,
     }
@@ -146,7 +163,7 @@ def train(
 
 def _print_outcome(outcome: Any, quiet: bool, json: bool) -> None:
     if json:
-        echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False), lines=True)
+        print_json(outcome.results)
     elif quiet:
         echo(str(outcome.folder))
     elif outcome.recipe.unlabelled.only:
@@ -160,6 +177,8 @@ def _print_outcome(outcome: Any, quiet: bool, json: bool) -> None:
         if "interpolation" in outcome.results:
             echo(outcome.results["interpolation"]["sentence"])
         echo(outcome.results["verdict"]["sentence"])
+        if "compatible" in outcome.results:
+            echo(outcome.results["compatible"]["sentence"])
         echo(f"report: {outcome.report}")
 
 

@@ -1,9 +1,17 @@
 """Every exception class of the package: caught by class, never recognised by name."""
 
 __all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
-__all__ += ["CorruptBackup", "LabelConflict", "MalformedRequest"]
+__all__ += ["CorruptBackup", "EncoderChanged", "LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
-__all__ += ["RequestTooLarge", "Stopped", "StoreUnavailable", "StoreUnreachable", "Terminated", "UnfittingWeights"]
+__all__ += [
+    "ReloadRefused",
+    "RequestTooLarge",
+    "Stopped",
+    "StoreUnavailable",
+    "StoreUnreachable",
+    "Terminated",
+    "UnfittingWeights",
+]
 __all__ += ["UnreadablePicture", "UnsupportedMedia"]
 
 
@@ -55,6 +63,10 @@ class QueueFull(RuntimeError):
     """The queue is full or too slow; the client should retry later."""
 
 
+class ReloadRefused(ValueError):
+    """The service does not take the run as it is now; the one before goes on."""
+
+
 class UnfittingWeights(ValueError):
     """The weights are those of another architecture than the description names."""
 
@@ -85,6 +97,13 @@ class MissingRow(ValueError):
 
 class StoreUnavailable(OSError):
     """The gallery's store is missing or has been replaced since it was opened."""
+
+
+class EncoderChanged(StoreUnavailable):
+    """The gallery was upgraded to another encoder since the item was embedded; embed it again."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"{where}: was upgraded to another encoder meanwhile; send the item again")
 
 
 class StoreUnreachable(StoreUnavailable, ValueError):

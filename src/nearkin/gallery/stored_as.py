@@ -1,6 +1,7 @@
 """The stored form of a gallery: chosen when it is made, changed later, and a search that may be asked to be exact."""
 
 from collections.abc import Callable
+from typing import Any
 
 from nearkin.gallery.schema import Filter, Floats, Row
 from nearkin.gallery.stores import Store
@@ -26,10 +27,10 @@ def store_as(store: Store, form: str | None, dim: int, progress: Callable[[int, 
     store.warm(progress)
 
 
-def nearest(store: Store, query: Floats, k: int, filter: Filter | None, exact: bool) -> list[tuple[Row, float]]:
-    """`Store.nearest`, exact if that is asked for."""
-    if not exact:
-        return store.nearest(query, k, filter)
-    if not isinstance(store, SqliteStore):
-        raise ValueError(f"{store.where}: exact=True is for galleries in a file, got PostgreSQL")
-    return store.nearest(query, k, filter, exact=True)
+def nearest(rows: Any, query: Floats, k: int, filter: Filter | None, exact: bool) -> list[tuple[Row, float]]:
+    """`nearest` of a store or of what is searched in its place, exact if that is asked for."""
+    found: list[tuple[Row, float]]
+    if getattr(rows, "kind", "sqlite") != "sqlite" and exact:
+        raise ValueError(f"{rows.where}: exact=True is for galleries in a file; PostgreSQL takes search=exact")
+    found = rows.nearest(query, k, filter, exact=True) if exact else rows.nearest(query, k, filter)
+    return found

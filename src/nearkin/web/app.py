@@ -6,25 +6,27 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from html import escape
 from importlib.resources import files as resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nearkin.core.errors import MalformedRequest, NoPicture, QueueFull, RequestTooLarge, UnsupportedMedia
+from nearkin.core.errors import MalformedRequest, NoPicture, QueueFull, ReloadRefused, RequestTooLarge, UnsupportedMedia
 from nearkin.core.text import visible
 from nearkin.core.versions import version_of
 from nearkin.gallery import Gallery, LabelConflict, MissingRow, StaleGroups, StoreUnavailable
 from nearkin.web import request_log, routes
 from nearkin.web.access import Access
-from nearkin.web.enrolment import Enrolment
+from nearkin.web.enrolment import Progressing
+from nearkin.web.metrics import Metrics
 from nearkin.web.middleware import GuardMiddleware, Limits
 from nearkin.web.schemas import MALFORMED
 from nearkin.web.service import REST, Service
+from nearkin.web.writer import Writer
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
     from fastapi import FastAPI
 
-__all__ = ["build"]
+__all__ = ["Version", "build", "build_version", "guard"]
 
 # Any other exception is an internal error: 500, and its traceback goes to the log.
 STATUS: dict[type[Exception], int] = {
@@ -32,6 +34,7 @@ STATUS: dict[type[Exception], int] = {
     NoPicture: 404,
     LabelConflict: 409,
     StaleGroups: 409,
+    ReloadRefused: 409,
     MalformedRequest: 400,
     RequestTooLarge: 413,
     UnsupportedMedia: 415,
@@ -41,6 +44,15 @@ STATUS: dict[type[Exception], int] = {
     StoreUnavailable: 503,
     QueueFull: 503,
 }
+ROUTERS = (
+    routes.searching,
+    routes.searching_by_vector,
+    routes.writing,
+    routes.reading,
+    routes.exploring,
+    routes.grouping,
+    routes.operating,
+)
 SCRIPTS = (
     "api",
     "camera",
@@ -73,6 +85,14 @@ MAX_MESSAGE = 1000  # characters of an error message
 UNAVAILABLE = "the gallery is unavailable at the moment; the log has the reason"
 
 
+class Version(NamedTuple):
+    """The app over one opening of the gallery; a reload makes another one."""
+
+    app: "FastAPI"
+    service: Service
+    gallery: Gallery
+
+
 def build(
     gallery: Gallery,
     *,
@@ -81,27 +101,56 @@ def build(
     log: logging.Logger | None = None,
     pictures: bool = True,
     drawing: bool = False,
-    enrolment: Enrolment | None = None,
+    enrolment: Progressing | None = None,
+    metrics: Metrics | None = None,
 ) -> GuardMiddleware:
     """The app over an open gallery, which stays the caller's to close.
 
     enrolment: of a folder into this gallery, whose progress the page shows.
     pictures: whether the encoder takes pictures (else vectors only). drawing: the page shows a drawing pad. log: by
-    default JSON lines on stderr.
+    default JSON lines on stderr. metrics: by default those of this process.
     """
+    limits, access, log = limits or Limits(), access or Access(), log or request_log.request_logger()
+    metrics = metrics or Metrics()
+    access.check()
+    options: dict[str, Any] = {"pictures": pictures, "drawing": drawing, "enrolment": enrolment}
+    version = build_version(gallery, access, limits, log, metrics, **options)
+    return guard(version, access, limits, log, metrics)
+
+
+def guard(version: Version, access: Access, limits: Limits, log: logging.Logger, metrics: Metrics) -> GuardMiddleware:
+    """The middleware around the first version."""
+    guarded = GuardMiddleware(version.app, access, limits, log, metrics, version.service)
+    version.app.state.guard = guarded
+    return guarded
+
+
+def build_version(
+    gallery: Gallery,
+    access: Access,
+    limits: Limits,
+    log: logging.Logger,
+    metrics: Metrics,
+    *,
+    pictures: bool = True,
+    drawing: bool = False,
+    enrolment: Progressing | None = None,
+    writer: Writer | None = None,
+    written: Callable[[], None] | None = None,
+) -> Version:
+    """See `build`, and `Service` for writer and written."""
     try:
         from fastapi import FastAPI
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nearkin serve needs fastapi: pip install 'nearkin[serve]'") from None
 
-    limits, access, log = limits or Limits(), access or Access(), log or request_log.request_logger()
-    access.check()
-    service = Service(gallery, limits, pictures, drawing, enrolment)
+    service = Service(gallery, limits, pictures, drawing, enrolment, metrics, writer, written)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        """Of the first version, which the server starts; by its end another one may serve."""
         yield
-        service.close(REST)
+        app.state.guard.close(REST)
 
     app = FastAPI(
         title="nearkin",
@@ -113,14 +162,14 @@ def build(
         redirect_slashes=False,
     )
     _add_error_handlers(app, gallery.place, log)
-    for router in (routes.searching, routes.searching_by_vector, routes.writing, routes.reading, routes.exploring):
-        app.include_router(router(service))
-    app.include_router(routes.grouping(service))
+    routers = [router(service) for router in ROUTERS]
+    for router in routers:
+        app.include_router(router)
     _add_page(app)
     _describe_token(app, access)
-    guarded = GuardMiddleware(app, access, limits, log)
-    guarded.work_ended = lambda: service.ended
-    return guarded
+    all_routes = [*app.routes, *(route for router in routers for route in router.routes)]
+    metrics.name_routes(route.path for route in all_routes if hasattr(route, "path"))  # a router has none
+    return Version(app, service, gallery)
 
 
 def _add_error_handlers(app: "FastAPI", place: str, log: logging.Logger) -> None:

@@ -3,13 +3,18 @@
 import asyncio
 import json
 import logging
+import os
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from nearkin.web.metrics import Metrics
 from nearkin.web.middleware import Limits
 
-__all__ = ["ACCEPTED_AT_ONCE", "listen", "protocol", "server"]
+__all__ = ["ACCEPTED_AT_ONCE", "listen", "on_hangup", "protocol", "server"]
 
 ACCEPTED_AT_ONCE = 16  # connections per turn of the event loop
 BACKLOG = 1024  # connections that the system holds before they are accepted
@@ -47,7 +52,7 @@ def allowed_connections(requested: int) -> int:
     return requested if soft == unlimited else max(MIN_CONNECTIONS, min(requested, soft - RESERVE))
 
 
-def protocol(limits: Limits, log: logging.Logger) -> Any:
+def protocol(limits: Limits, log: logging.Logger, metrics: Metrics | None = None) -> Any:
     """uvicorn's HTTP/1.1 protocol with timeouts for the head of a request and for reading an answer.
 
     At the maximum number of connections a new one replaces the one that has been idle for longest.
@@ -55,7 +60,7 @@ def protocol(limits: Limits, log: logging.Logger) -> Any:
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    maximum = allowed_connections(limits.connections)
+    maximum, counted = allowed_connections(limits.connections), metrics or Metrics()
     connections: set[Any] = set()
     idle: dict[Any, None] = {}  # without a request, the longest first
     warn = _CrowdedWarning(log, maximum)
@@ -71,6 +76,7 @@ def protocol(limits: Limits, log: logging.Logger) -> Any:
                 warn()
                 longest_idle = next(iter(idle), None)
                 if longest_idle is None:
+                    counted.add("nearkin_rejected_total")
                     transport.write(FULL)
                     transport.close()
                     return
@@ -123,15 +129,32 @@ def protocol(limits: Limits, log: logging.Logger) -> Any:
     return Connection
 
 
-def server(settings: Any, end: Callable[[], None], patience: float) -> Any:
-    """uvicorn's server; `end` is called `patience` seconds after a signal."""
+def server(
+    settings: Any,
+    end: Callable[[], None],
+    patience: float,
+    started: Callable[[asyncio.AbstractEventLoop], None] = lambda _: None,
+    interrupted: bool = True,
+) -> Any:
+    """uvicorn's server; `end` is called `patience` seconds after a signal, `started` once requests are accepted.
+
+    interrupted: Ctrl-C ends it; not so in a worker, whose supervisor tells it when to end.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            with super().capture_signals():
+                if not interrupted and threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)
+                yield
+
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets=sockets)
             for bound in sockets or ():
                 listen(bound)  # asyncio uses one number for the backlog and for connections per turn
+            started(asyncio.get_running_loop())
 
         async def shutdown(self, sockets: Any = None) -> None:
             timer = asyncio.get_running_loop().call_later(patience, end)
@@ -141,6 +164,20 @@ def server(settings: Any, end: Callable[[], None], patience: float) -> Any:
                 timer.cancel()
 
     return Server(settings)
+
+
+def on_hangup(reload: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """What SIGHUP does: `reload`; or `end`, where it says that the terminal from which the service runs is gone."""
+    terminal = _has_terminal()
+    return lambda: reload() if not terminal or _has_terminal() else end()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open(os.ctermid(), os.O_RDWR))
+    except (OSError, AttributeError):  # Windows has no such thing
+        return False
+    return True
 
 
 class _CrowdedWarning:

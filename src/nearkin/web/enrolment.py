@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nearkin import data
 from nearkin.core.errors import EnrolmentStopped, StoreUnavailable
@@ -12,9 +12,33 @@ from nearkin.data.item_set import Items
 from nearkin.gallery import Gallery, enrol_source
 from nearkin.gallery.enroll import Counted
 
-__all__ = ["Enrolment", "read_source"]
+__all__ = ["AWAITED", "Enrolment", "Progressing", "RemoteEnrolment", "read_source"]
 
 STEP = 32  # pictures per transaction: the first are found within a second, and a signal waits no longer
+
+
+AWAITED = "confidences follow when all pictures are enrolled; until then similarities"
+
+
+class Progressing(Protocol):
+    """What the page shows of an enrolment. changed: called after every batch."""
+
+    changed: Callable[[], None]
+
+    @property
+    def state(self) -> dict[str, Any]: ...
+
+
+class RemoteEnrolment:
+    """An enrolment in another process, which tells its state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.changed: Callable[[], None] = lambda: None
+
+    def update(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.changed()
 
 
 class Enrolment(threading.Thread):
@@ -37,6 +61,7 @@ class Enrolment(threading.Thread):
         self.done, self.total, self.note = 0, len(items), ""
         self.counts: Counted | None = None
         self.changed: Callable[[], None] = lambda: None  # after every batch
+        self.count_added: Callable[[int], None] = lambda _: None  # rows, when all is enrolled
         self._progress, self._ended = progress, ended
         self._stop_requested = threading.Event()
 
@@ -56,12 +81,11 @@ class Enrolment(threading.Thread):
 
     def run(self) -> None:
         if self.gallery.frozen and not self.gallery.calibration_is_current:
-            self.gallery.use_calibration(
-                None, "confidences follow when all pictures are enrolled; until then similarities"
-            )
+            self.gallery.use_calibration(None, AWAITED)
         options: dict[str, Any] = {"items": self.items, "step": STEP, "unlabelled": True, "skip_unreadable": True}
         try:
             self.counts = enrol_source(self.gallery, self.source, progress=self._report, **options)
+            self.count_added(self.counts.added)
             if self.gallery.frozen:
                 self.note = self.gallery.calibrate_if_changed()
         except EnrolmentStopped:

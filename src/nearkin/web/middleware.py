@@ -3,14 +3,16 @@
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from nearkin.core.errors import RefusedBody
 from nearkin.web.access import Access
+from nearkin.web.metrics import Metrics
 
 __all__ = ["GuardMiddleware", "Limits"]
 
@@ -60,48 +62,110 @@ class Limits(NamedTuple):
 
 SHUTTING_DOWN = "the service is shutting down; try again when it is back"
 CLIENT_CLOSED = 499  # in the log only: the client hung up, so there is no answer
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self) -> None:
-        self.id, self.start = uuid.uuid4().hex[:12], time.perf_counter()
+    def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
+        named = [value for key, value in headers if key == b"x-request-id"]
+        valid = len(named) == 1 and REQUEST_ID.fullmatch(named[0])  # else an id of ours: it goes into the log
+        self.id, self.start = named[0].decode() if valid else uuid.uuid4().hex[:12], time.perf_counter()
         self.bytes, self.status = 0, 0
         self.body_complete = False  # or the client hung up
         self.refusal: tuple[int, str] | None = None
 
 
-class GuardMiddleware:
-    """ASGI middleware: checks token and origin, bounds bytes, time and number of requests, adds security headers."""
+class Working(Protocol):
+    """The threads behind an app."""
 
-    def __init__(self, app: App, access: Access, limits: Limits, log: logging.Logger) -> None:
-        self._app, self._access, self._limits, self._log = app, access, limits, log
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def queue_lengths(self) -> dict[str, int]: ...
+
+    def close(self, seconds: float | None = None) -> None: ...
+
+
+class _Serving:
+    """An app, the requests that it answers, and what happens when it was replaced and has answered the last one."""
+
+    def __init__(self, app: App, service: Working | None) -> None:
+        self.app, self.service, self.active = app, service, 0
+        self.retired: Callable[[], None] | None = None
+
+    def end_one(self) -> None:
+        self.active -= 1
+        if self.retired is not None and not self.active:
+            self.retired()
+
+
+class GuardMiddleware:
+    """ASGI middleware: checks token and origin, bounds bytes, time and number of requests, adds security headers.
+
+    service: the threads behind the app, which end with it.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        access: Access,
+        limits: Limits,
+        log: logging.Logger,
+        metrics: Metrics | None = None,
+        service: Working | None = None,
+    ) -> None:
+        self._serving, self._access, self._limits, self._log = _Serving(app, service), access, limits, log
+        self.metrics = metrics or Metrics()
         self.total_body = self.active = 0
-        self.work_ended: Callable[[], bool] = lambda: (
-            True
-        )  # whether the threads of the service have ended; set by `build`
         self._exchanges: dict[asyncio.Task[Any] | None, _Exchange] = {}
         self._ending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self._serving.app(scope, receive, send)
             return
-        exchange, task = _Exchange(), asyncio.current_task()
+        exchange, task, serving = _Exchange(scope["headers"]), asyncio.current_task(), self._serving
         self._exchanges[task] = exchange
         self.active += 1
+        serving.active += 1
+        self.measure_queues()
         try:
             exchange.refusal = self._access.refusal(scope) or self._capacity_refusal() or self._declared_refusal(scope)
             if exchange.refusal is not None:
                 await self._refuse(exchange, receive, send)
             else:
-                await self._forward(exchange, scope, receive, send)
+                await self._forward(serving.app, exchange, scope, receive, send)
         finally:
             del self._exchanges[task]
             self.active -= 1
             self.total_body -= exchange.bytes
             self._log_request(exchange, scope)
+            self.metrics.observe(scope["path"], exchange.status, time.perf_counter() - exchange.start)
+            self.measure_queues()
+            serving.end_one()
+
+    def measure_queues(self) -> None:
+        service = self._serving.service
+        self.metrics.gauge(self.active, {} if service is None else service.queue_lengths)
+
+    def work_ended(self) -> bool:
+        """Whether the threads of the service have ended."""
+        return self._serving.service is None or self._serving.service.ended
+
+    def close(self, seconds: float) -> None:
+        """Ends the threads of the service; waiting requests get so many seconds."""
+        if self._serving.service is not None:
+            self._serving.service.close(seconds)
+
+    def replace(self, app: App, service: Working, retired: Callable[[], None]) -> None:
+        """Later requests go to another app; `retired` is called when the present one has answered its last request."""
+        before, self._serving = self._serving, _Serving(app, service)
+        before.active += 1
+        before.retired = retired
+        before.end_one()
 
     def end(self) -> None:
         """Answers every request under way with 503, and all later ones."""
@@ -111,7 +175,7 @@ class GuardMiddleware:
                 exchange.refusal = 503, SHUTTING_DOWN
                 task.cancel()
 
-    async def _forward(self, exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, app: App, exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._limit(scope)
         deadline = exchange.start + self._limits.seconds
 
@@ -157,7 +221,7 @@ class GuardMiddleware:
 
         scope["request_id"] = exchange.id
         try:
-            await self._app(scope, receive_counted, send_guarded)
+            await app(scope, receive_counted, send_guarded)
         except RefusedBody:
             pass
         except asyncio.CancelledError:

@@ -13,11 +13,18 @@ MAX_REMEMBERED = 1000  # warnings that are remembered
 
 
 class JsonFormatter(logging.Formatter):
-    """Events of the service: {"event": message, **record.fields}; all other records: {"event": "server", "text": …}."""
+    """Events of the service: {"event": message, **record.fields}; all other records: {"event": "server", "text": …}.
+
+    worker: number of the process, where there are several.
+    """
+
+    def __init__(self, worker: int | None = None) -> None:
+        super().__init__()
+        self._worker = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        line: dict[str, Any] = {"time": stamp, "level": record.levelname.lower()}
+        line: dict[str, Any] = {"time": stamp, "level": record.levelname.lower()} | self._worker
         fields: dict[str, Any] | None = getattr(record, "fields", None)
         if fields is not None:
             line |= {"event": record.getMessage()} | fields
@@ -55,25 +62,25 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # generic at r
         """A log that cannot be written costs no request its answer."""
 
 
-def json_handler(stream: TextIO | None = None) -> logging.Handler:
+def json_handler(stream: TextIO | None = None, worker: int | None = None) -> logging.Handler:
     """Writes JSON lines to the stream, by default stderr."""
     handler = _Handler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(JsonFormatter(worker))
     return handler
 
 
-def request_logger(stream: TextIO | None = None, quiet: bool = False) -> logging.Logger:
+def request_logger(stream: TextIO | None = None, quiet: bool = False, worker: int | None = None) -> logging.Logger:
     """The logger of the service: `.info("request", extra={"fields": {…}})`. quiet: warnings and errors only."""
-    return _configure("nearkin.web", json_handler(stream), logging.WARNING if quiet else logging.INFO)
+    return _configure("nearkin.web", json_handler(stream, worker), logging.WARNING if quiet else logging.INFO)
 
 
-def capture_server_logs(stream: TextIO | None = None, quiet: bool = False) -> None:
+def capture_server_logs(stream: TextIO | None = None, quiet: bool = False, worker: int | None = None) -> None:
     """Logs of uvicorn, asyncio and other libraries and all Python warnings go to the same log.
 
     `GuardMiddleware` logs the requests.
     """
     logging.captureWarnings(True)  # a gallery warns of damaged rows
-    handler = json_handler(stream)
+    handler = json_handler(stream, worker)
     handler.addFilter(RepeatFilter())
     for name in ("uvicorn", "asyncio", "py.warnings"):
         _configure(name, handler, logging.WARNING if quiet else logging.INFO)

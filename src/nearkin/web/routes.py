@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 
 from nearkin.core.errors import MalformedRequest, NoPicture
-from nearkin.web import parsing, schemas
+from nearkin.web import metrics, parsing, schemas
 from nearkin.web.service import Service
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-__all__ = ["exploring", "grouping", "reading", "searching", "searching_by_vector", "writing"]
+__all__ = ["exploring", "grouping", "operating", "reading", "searching", "searching_by_vector", "writing"]
 
 REFUSALS = {
     400: "The request is malformed.",
@@ -19,7 +19,7 @@ REFUSALS = {
     403: "The request comes from another web page, or uses another host name.",
     404: "No such row.",
     408: "The body took too long.",
-    409: "The item is enrolled under another label, or the groups have changed meanwhile.",
+    409: "The item is enrolled under another label, the groups have changed meanwhile, or a reload was refused.",
     413: "The body or its pictures are too large.",
     415: "The format is not supported.",
     422: "A value or a picture is invalid.",
@@ -244,6 +244,26 @@ def grouping(service: Service) -> "APIRouter":
     async def undo(step: schemas.GroupStep) -> Any:
         """Takes the last step back; up to 50 of them."""
         return await service.group_step("undo", step.version)
+
+    return router
+
+
+def operating(service: Service) -> "APIRouter":
+    """For those who run the service: counters, and the run read again."""
+    from fastapi import Response
+
+    router = _router("operate", service, "")
+    text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}, "description": "Counters."}}
+
+    @router.get("/metrics", responses={**_refusals(), **text}, response_class=Response)
+    async def counters() -> Any:
+        """Counters of all processes together, in Prometheus's text format."""
+        return Response(service.metrics.text(await service.count_rows()), media_type=metrics.CONTENT_TYPE)
+
+    @router.post("/api/reload", response_model=schemas.Reloaded)
+    async def reload() -> Any:
+        """Reads the run again; requests under way are answered by the one before."""
+        return await service.reload_run()
 
     return router
 

@@ -37,6 +37,7 @@ __all__ = [
     "Problem",
     "Propose",
     "Relabel",
+    "Reloaded",
     "RerankText",
     "RowId",
     "Rows",
@@ -109,6 +110,7 @@ class Item(BaseModel):
     name: str
     metadata: dict[str, Any]
     quality: Quality = None
+    bridged: bool = False
 
 
 class Items(BaseModel):
@@ -404,3 +406,10 @@ class SplitGroup(GroupStep):
 
     group: GroupNumber
     ids: Ids
+
+
+class Reloaded(BaseModel):
+    """The run that answers from now on. encoder: its fingerprint. seconds: that opening it took."""
+
+    encoder: str | None
+    seconds: float

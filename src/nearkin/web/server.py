@@ -1,29 +1,29 @@
-"""The server: opens and warms the gallery, binds a socket, runs uvicorn until a signal."""
+"""The server: binds a socket and answers until a signal, in this process or in several."""
 
+import asyncio
 import logging
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from nearkin.core import checks
+from nearkin.core.errors import QueueFull, ReloadRefused
 from nearkin.gallery import Gallery
 from nearkin.gallery.items import encoder_info
 from nearkin.web import connections
 from nearkin.web.access import Access
-from nearkin.web.app import build
 from nearkin.web.enrolment import Enrolment, read_source
+from nearkin.web.metrics import Metrics
 from nearkin.web.middleware import Limits
+from nearkin.web.process import REST, Process, Settings, close_gallery
 from nearkin.web.request_log import capture_server_logs, request_logger
+from nearkin.web.supervisor import Supervisor, check_workers
 
 __all__ = ["serve"]
-
-# The service ends within 10 seconds of a signal: requests under way may finish (PATIENCE), the others get a 503,
-# connections are closed (GRACE), threads and the gallery get a last moment (REST).
-PATIENCE, GRACE, REST = 5.0, 7, 1.5
-WAIT = 5.0  # seconds a writer waits for another process
 
 
 def serve(
@@ -35,6 +35,7 @@ def serve(
     token: str | None = None,
     dim: int | None = None,
     device: str = "auto",
+    workers: int = 1,
     limits: Limits | None = None,
     drawing: bool = False,
     source: str | None = None,
@@ -48,77 +49,90 @@ def serve(
     port: 0 takes a free one. ready: called with the address once requests are accepted. A host that other machines can
     reach needs a token. dim: of a new gallery, as in `Gallery.open`. source: a folder of pictures that is enrolled
     while the service answers, with or without labels; what is enrolled already is skipped, and a gallery of a frozen
-    encoder is calibrated by its labels. progress(done, total) is called meanwhile and enrolled(enrolment) at its end,
-    both in its thread. quiet: logs warnings and errors only. Returns whether all threads have ended.
+    encoder is calibrated by its labels. workers: processes that answer, with one more that supervises them and is the
+    only one to write a gallery in a file. SIGHUP reads the run again. progress(done, total) is called meanwhile and
+    enrolled(enrolment) at its end, both in its thread. quiet: logs warnings and errors only. Returns whether all
+    threads have ended.
     """
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nearkin serve needs uvicorn: pip install 'nearkin[serve]'") from None
 
-    access, limits, log = Access(token, host), limits or Limits(), request_logger(quiet=quiet)
-    access.check()
+    check_workers(workers)
+    log, limits = request_logger(quiet=quiet), limits or Limits()
+    Access(token, host).check()
     pictures = encoder_info(run).preparation["kind"] == "pictures"
     items = None if source is None else read_source(source)
-    opening = {"dim": dim, "timeout": WAIT, "device": device, "max_pixels": limits.pixels}
+    settings = Settings(
+        str(run), str(place), host, token, dim, device, list(limits), pictures=pictures, drawing=drawing, quiet=quiet
+    )
+
+    def source_of(gallery: Gallery) -> Enrolment | None:
+        if source is None or items is None:
+            return None
+        gallery.check_source_kind(items.vectors is not None, source)
+        return Enrolment(gallery, source, items, progress, enrolled)
+
     with _bind(host, port) as bound:
         capture_server_logs(quiet=quiet)
-        gallery = Gallery.open(place, run, **opening)  # type: ignore[arg-type]
-        enrolment = None
-        try:
-            if source is not None and items is not None:
-                gallery.check_source_kind(items.vectors is not None, source)
-                enrolment = Enrolment(gallery, source, items, progress, enrolled)
-            gallery.warm()
-            _warm_encoder(gallery, pictures)
-            options: dict[str, Any] = {
-                "access": access,
-                "limits": limits,
-                "log": log,
-                "pictures": pictures,
-                "drawing": drawing,
-            }
-            app = build(gallery, enrolment=enrolment, **options)
-            settings = uvicorn.Config(
-                app,
-                http=connections.protocol(limits, log),
-                backlog=connections.ACCEPTED_AT_ONCE,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=GRACE,
-                timeout_keep_alive=15,
-            )
-            connections.listen(bound)  # from now on connections wait and are not refused
+
+        def announce() -> None:
             if ready is not None:
                 ready(_address(bound, host))
-            if enrolment is not None:
-                enrolment.start()
-            with suppress(KeyboardInterrupt):  # uvicorn has shut down and raises the signal again
-                connections.server(settings, app.end, PATIENCE).run(sockets=[bound])
-            ended = app.work_ended()
-        finally:
-            stopped = enrolment is None or enrolment.stop(REST)
-            closed = _close(gallery) and stopped
-    fields = {} if ended and closed else {"text": "a thread did not end and was abandoned"}
+
+        if workers > 1:
+            in_order = Supervisor(settings, workers, bound, log, source_of).run(announce)
+        else:
+            in_order = _serve_here(settings, bound, log, source_of, announce)
+    fields = {} if in_order else {"text": "a thread did not end and was abandoned"}
     log.log(logging.WARNING if fields else logging.INFO, "stopped", extra={"fields": fields})
+    return in_order
+
+
+def _serve_here(
+    settings: Settings,
+    bound: socket.socket,
+    log: logging.Logger,
+    source_of: Callable[[Gallery], Enrolment | None],
+    announce: Callable[[], None],
+) -> bool:
+    """In this process; whether all threads have ended."""
+    process = Process(settings, log, Metrics())
+    gallery, enrolment = settings.open_gallery(), None
+    try:
+        process.enrolment = enrolment = source_of(gallery)
+        process.open(gallery, lambda: _check_idle(enrolment))
+        connections.listen(bound)  # from now on connections wait and are not refused
+        announce()
+        if enrolment is not None:
+            enrolment.count_added = process.metrics.count_enrolled
+            enrolment.start()
+        ended = process.run(bound, lambda loop: _reload_on_hangup(process, loop), connections.ACCEPTED_AT_ONCE)
+        gallery = process.gallery
+    finally:
+        stopped = enrolment is None or enrolment.stop(REST)
+        closed = close_gallery(gallery) and stopped
     return ended and closed
 
 
-def _close(gallery: Gallery) -> bool:
-    """Closes it in a thread, as a stuck thread may hold its lock. Returns whether that ended."""
-    closing = threading.Thread(target=gallery.close, name="closing", daemon=True)
-    closing.start()
-    closing.join(REST)
-    return not closing.is_alive()
+def _check_idle(enrolment: Enrolment | None) -> None:
+    if enrolment is not None and enrolment.is_alive():
+        raise ReloadRefused("a folder is being enrolled; the run can be read again when that is done")
 
 
-def _warm_encoder(gallery: Gallery, pictures: bool) -> None:
-    """Loads the encoder and runs it once before the first request."""
-    import numpy as np
+def _reload_on_hangup(process: Process, loop: asyncio.AbstractEventLoop) -> None:
+    """SIGHUP reads the run again."""
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        return
 
-    if pictures:
-        gallery.see([np.zeros((8, 8, 3), np.uint8)])
+    def reload() -> None:
+        with suppress(ReloadRefused, QueueFull):  # it is in the log
+            process.reloader.reload()
+
+    loop.add_signal_handler(
+        signal.SIGHUP, connections.on_hangup(lambda: threading.Thread(target=reload, daemon=True).start(), process.end)
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -1,20 +1,30 @@
 """What the routes call: the gallery behind queues of worker threads, each answer as plain values."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from nearkin.core.errors import MissingRow, QueueFull, RequestTooLarge, UnreadablePicture
+from nearkin.core.errors import (
+    MissingRow,
+    QueueFull,
+    ReloadRefused,
+    RequestTooLarge,
+    StoreUnavailable,
+    UnreadablePicture,
+)
 from nearkin.core.versions import version_of
 from nearkin.data import decode as decoding
 from nearkin.gallery import Gallery, GroupEditor, Heat, Reviewed
 from nearkin.gallery.schema import UNLABELLED, bounded
 from nearkin.report import heatmaps, thumbnails
-from nearkin.web.enrolment import Enrolment
+from nearkin.web.enrolment import Progressing
 from nearkin.web.explore import Explorer
+from nearkin.web.metrics import Metrics
 from nearkin.web.middleware import Limits
 from nearkin.web.queue import BatchQueue
+from nearkin.web.writer import LocalWriter, Writer
 
 __all__ = ["Service"]
 
@@ -39,13 +49,19 @@ class Service:
         limits: Limits,
         pictures: bool = True,
         drawing: bool = False,
-        enrolment: Enrolment | None = None,
+        enrolment: Progressing | None = None,
+        metrics: Metrics | None = None,
+        writer: Writer | None = None,
+        written: Callable[[], None] | None = None,
     ) -> None:
+        """writer: where writes go, by default to the gallery. written: called after each."""
         self.gallery, self.limits, self.pictures, self.drawing = gallery, limits, pictures, drawing
         self.explorer, self.enrolment = Explorer(gallery), enrolment
-        self.editor = GroupEditor(gallery)
+        self.editor, self.metrics = GroupEditor(gallery), metrics or Metrics()
+        self.reload: Callable[[], dict[str, Any]] | None = None
+        self._writes, self._written = writer or LocalWriter(gallery), written
         if enrolment is not None:
-            enrolment.changed = self._count_change
+            enrolment.changed = self.count_change
         soon = limits.answer
         self._decoder = BatchQueue("decoder", queue=2 * limits.requests, threads=2, seconds=soon)
         self._large = BatchQueue("decoder of large pictures", queue=4, seconds=soon)
@@ -74,6 +90,22 @@ class Service:
     @property
     def waiting(self) -> int:
         return self._model.waiting
+
+    @property
+    def queue_lengths(self) -> dict[str, int]:
+        return {queue.name: queue.waiting for queue in self._queues}
+
+    async def count_rows(self) -> int | None:
+        """Of the gallery; None where it is unavailable."""
+        try:
+            return await self._reader.submit(lambda _: self.gallery.row_count)
+        except (ValueError, TimeoutError, StoreUnavailable, QueueFull):
+            return None
+
+    async def reload_run(self) -> dict[str, Any]:
+        if self.reload is None:
+            raise ReloadRefused("this service was not started by nearkin serve, and cannot read its run again")
+        return await asyncio.to_thread(self.reload)
 
     async def search(self, item: Item, k: int, filter: Any, rerank: str | None = None) -> dict[str, Any]:
         items = await self._decoded([item])
@@ -113,14 +145,15 @@ class Service:
 
     async def enrol(self, items: Sequence[Item], label: str, metadata: Any) -> dict[str, Any]:
         seen = await self._model.submit(lambda items: items, await self._decoded(items))
-        enrolled = await self._write(lambda: self.gallery.enrol(seen, label, metadata))
-        return {"ids": enrolled.ids, "added": enrolled.added, "known": enrolled.known}
+        enrolled = await self._write(lambda: self._writes.enrol(seen, label, metadata))
+        self.metrics.count_enrolled(enrolled["added"])
+        return enrolled
 
     async def remove(self, ids: Sequence[int]) -> dict[str, Any]:
-        return {"rows": await self._write(lambda: self.gallery.remove(ids))}
+        return {"rows": await self._write(lambda: self._writes.remove(ids))}
 
     async def relabel(self, ids: Sequence[int], label: str) -> dict[str, Any]:
-        return {"rows": await self._write(lambda: self.gallery.relabel(ids, label))}
+        return {"rows": await self._write(lambda: self._writes.relabel(ids, label))}
 
     async def get(self, id: int) -> dict[str, Any]:
         return await self._reader.submit(lambda _: _plain([self.gallery.get(id)])[0])
@@ -159,7 +192,8 @@ class Service:
         groups = await self._reader.submit(lambda _: self.explorer.neighbours(ids, k))
         return {key: _plain(hits) for key, hits in groups.items()}
 
-    def _count_change(self) -> None:
+    def count_change(self) -> None:
+        """The gallery has changed: what was computed of its rows is out of date."""
         self.explorer.changes += 1
 
     async def groups(self, start: int, most: int) -> dict[str, Any]:
@@ -176,10 +210,10 @@ class Service:
 
     async def group_step(self, kind: str, version: int, **options: Any) -> dict[str, Any]:
         """propose works as long as a map does, and in its thread; the other steps are writes like any other."""
-        step = getattr(self.editor, kind)
 
         def answer() -> dict[str, Any]:
-            return self._reviewed(step(version, **options), 0, FIRST_GROUPS)
+            self._writes.group_step(kind, version, options)
+            return self._reviewed(self.editor.state(), 0, FIRST_GROUPS)
 
         if kind == "propose":
             return await self._explorer.submit(lambda _: answer())
@@ -201,7 +235,9 @@ class Service:
 
     async def _write(self, write: Callable[[], T]) -> T:
         result = await self._writer.submit(lambda _: write())
-        self._count_change()
+        self.count_change()
+        if self._written is not None:
+            self._written()
         return result
 
     async def _decoded(self, items: Sequence[Item]) -> Sequence[Item]:

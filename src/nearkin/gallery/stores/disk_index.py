@@ -49,6 +49,7 @@ class DiskIndex:
         self._lists: Lists | None = None  # complete with what follows, or None
         self._file: sqlite_file.FileId | None = None
         self._version, self._rows, self._next, self._change = -1, 0, 1, 0
+        self.dim = 0
         self._word, self._rebuild, self._built = "", False, False
         self._progress: index_build.Progress | None = None
 
@@ -89,6 +90,7 @@ class DiskIndex:
     def _begin(self, lists: Lists) -> None:
         """As of the file's state."""
         self._next, self._change = lists.head["next_id"], lists.head["changes"]
+        self.dim = lists.dim
         self._edited: dict[int, Row] = {}
         self._added = LoadedRows(Matrix(lists.dim), Columns(), 0)
         self._edited_rows = LoadedRows(Matrix(lists.dim), Columns(), 0)

@@ -56,7 +56,7 @@ def _check_index(path: Path, facts: Facts) -> list[str]:
         return []
     try:
         if stored is None:
-            hnsw.load(path, facts.gallery)
+            hnsw.load(path, facts.index_id)
         else:
             disk_index.load(path, facts, stored)
     except ValueError as error:
