@@ -35,10 +35,6 @@ OTHER_FORM = "of another form"  # the gallery was converted
 WAIT = 0.2  # seconds between two looks at a lock
 
 
-class _OtherRows(Exception):
-    """The file has other rows than the gallery."""
-
-
 class DiskIndex:
     """Has the methods of `MemoryIndex`. The caller holds a lock, and a snapshot of the gallery."""
 
@@ -232,18 +228,20 @@ class DiskIndex:
         exact: bool = False,
     ) -> Neighbours:
         """exact: also without a filter, and beyond 100,000 rows."""
-        try:
-            return self._nearest(reader, query, k, filter, exact, strict=True)
-        except _OtherRows:
+        near = self._nearest(reader, query, k, filter, exact, strict=True)
+        if near is None:
             self.forget_graph()
             self._warn_rebuilt("of other rows than the gallery's")
             self.refresh(reader, facts_of)
-            return self._nearest(reader, query, k, filter, exact, strict=False)
+            near = self._nearest(reader, query, k, filter, exact, strict=False)
+        assert near is not None
+        return near
 
     def _nearest(
         self, reader: Any, query: Floats, k: int, filter: Filter | None, exact: bool, strict: bool
-    ) -> Neighbours:
-        """Rows that are damaged or gone are excluded, and the search is repeated: this ends, however many there are."""
+    ) -> Neighbours | None:
+        """Rows that are damaged or gone are excluded, and the search is repeated: this ends, however many there are.
+        strict: None where the file has other rows than the gallery; otherwise these are excluded too."""
         lists = self._lists
         assert lists is not None
         while True:
@@ -252,7 +250,7 @@ class DiskIndex:
             candidates = self._candidates(reader, lists, query, k, filter, exact, floor)
             answer = rescore(reader, lists, query, k, filter, candidates, others)
             if answer.changed and strict:
-                raise _OtherRows
+                return None
             if sound and not (answer.damaged or answer.gone or answer.changed):
                 if len(answer.rows) < k and not answer.proved:
                     exact = True  # the lists that were searched have too few rows
