@@ -56,10 +56,11 @@ class Bridge(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The chosen bridge, fitted on all pairs, and the quality of every kind at its best settings."""
+    """The chosen bridge, fitted on all pairs; of every kind the best quality, and the settings that have it."""
 
     bridge: Bridge
     tried: dict[str, float]
+    best: dict[str, tuple[float, ...]]
 
 
 def fit(kind: str, settings: Sequence[float], old: Floats, new: Floats, seed: int = 0) -> Bridge:
@@ -80,17 +81,16 @@ def choose(old: Floats, new: Floats, classes: NDArray[np.int64], labelled: bool 
     order = draw.permutation(np.unique(classes))
     inside = np.isin(classes, order[: max(1, int(len(order) * INNER))])
     fitted, judged = (draw.permutation(np.flatnonzero(part))[:MOST_CHOICE] for part in (inside, ~inside))
-    best: tuple[float, str, tuple[float, ...]] | None = None
     tried = dict.fromkeys(KINDS, -1.0)
+    best: dict[str, tuple[float, ...]] = {}
     for kind, several in KINDS.items():
         for settings in several:
             mapped = fit(kind, settings, old[fitted], new[fitted], seed)(old[judged])
             value = quality(new[judged], mapped, classes[judged] if labelled else None)["map@r"]
-            tried[kind] = max(tried[kind], value)
-            if best is None or value > best[0]:
-                best = value, kind, settings
-    assert best is not None
-    return Choice(fit(best[1], best[2], old, new, seed), tried)
+            if value > tried[kind]:
+                tried[kind], best[kind] = value, settings
+    kind = max(tried, key=lambda kind: tried[kind])
+    return Choice(fit(kind, best[kind], old, new, seed), tried, best)
 
 
 def quality(queries: Floats, rows: Floats, classes: NDArray[np.int64] | None) -> dict[str, float]:
